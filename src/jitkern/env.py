@@ -1,0 +1,213 @@
+"""Settings from the environment: the only module that reads it.
+
+A variable that is unset or empty means its default; a bad value raises at first use, naming the
+variable, what came and what is expected.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, cast
+
+__all__ = ["Compiler", "FaultMode", "Settings", "process_environment", "settings"]
+
+Compiler = Literal["nvrtc", "nvcc"]
+FaultMode = Literal["raise", "warn", "ignore"]
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says, parsed and checked once.
+
+    Attributes
+    ----------
+    cache_dir : Path
+        ``JITKERN_CACHE_DIR``: the cache that is written. Default ``$XDG_CACHE_HOME/jitkern``, else
+        ``~/.cache/jitkern``; a ``~`` with no home directory is left for the cache to degrade.
+    cache_path : tuple of Path
+        ``JITKERN_CACHE_PATH``: read-only caches, separated as in ``PATH``.
+    cache_max_bytes : int
+        ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
+        Default 4G.
+    arch : tuple of str
+        ``JITKERN_ARCH``: archs to compile for where no GPU says it, such as ``9.0,10.0``.
+    compiler : {"nvrtc", "nvcc"}
+        ``JITKERN_COMPILER``: what turns device code into a cubin. Default nvrtc.
+    nvrtc : Path or None
+        ``JITKERN_NVRTC``: path of a libnvrtc to use instead of the one that is found.
+    lock_timeout_s : float
+        ``JITKERN_LOCK_TIMEOUT_S``: seconds to wait for another process that compiles the same
+        kernel before compiling it privately. Default 120; 0 does not wait.
+    record : Path or None
+        ``JITKERN_RECORD``: file that receives each specialisation used.
+    freeze : bool
+        ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile.
+    log : bool
+        ``JITKERN_LOG``: 1 logs one line per lookup.
+    faults : {"raise", "warn", "ignore"}
+        ``JITKERN_FAULTS``: what happens to an index out of range that a kernel recorded.
+    cuda_home : Path or None
+        ``CUDA_HOME``, else ``CUDA_PATH``.
+    cxx : str or None
+        ``CXX``: the C++ compiler, a name or a path, with arguments if there are any.
+    path : str
+        ``PATH``: where programs are looked up.
+    """
+
+    cache_dir: Path
+    cache_path: tuple[Path, ...]
+    cache_max_bytes: int
+    arch: tuple[str, ...]
+    compiler: Compiler
+    nvrtc: Path | None
+    lock_timeout_s: float
+    record: Path | None
+    freeze: bool
+    log: bool
+    faults: FaultMode
+    cuda_home: Path | None
+    cxx: str | None
+    path: str
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+        """Parse a mapping of variables.
+
+        Raises
+        ------
+        ValueError
+            A variable holds something else than it should.
+        """
+        return cls(
+            cache_dir=_cache_dir(environ),
+            cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
+            cache_max_bytes=_bytes(environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30),
+            arch=_archs(environ, "JITKERN_ARCH"),
+            compiler=cast(Compiler, _choice(environ, "JITKERN_COMPILER", ("nvrtc", "nvcc"))),
+            nvrtc=_path(environ, "JITKERN_NVRTC"),
+            lock_timeout_s=_seconds(environ, "JITKERN_LOCK_TIMEOUT_S", 120.0),
+            record=_path(environ, "JITKERN_RECORD"),
+            freeze=_flag(environ, "JITKERN_FREEZE"),
+            log=_flag(environ, "JITKERN_LOG"),
+            faults=cast(FaultMode, _choice(environ, "JITKERN_FAULTS", ("raise", "warn", "ignore"))),
+            cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
+            cxx=environ.get("CXX", "").strip() or None,
+            path=environ.get("PATH", os.defpath),
+        )
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """Return the settings of this process, read from the environment once.
+
+    `settings.cache_clear()` makes the next call read the environment again.
+
+    Raises
+    ------
+    ValueError
+        A variable holds something else than it should: it names the variable, what came, and what
+        is expected.
+
+    Examples
+    --------
+    >>> settings().compiler
+    'nvrtc'
+    """
+    return Settings.from_environ(os.environ)
+
+
+def process_environment() -> dict[str, str]:
+    """Return a copy of the environment, for a subprocess to inherit with changes."""
+    return dict(os.environ)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    return environ.get(name, "").strip()
+
+
+def _bad(name: str, value: str, expected: str) -> ValueError:
+    return ValueError(f"{name}: {value!r}, expected {expected}")
+
+
+def _path(environ: Mapping[str, str], name: str) -> Path | None:
+    value = _text(environ, name)
+    return _expand(environ, value) if value else None
+
+
+def _paths(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
+    parts = (part.strip() for part in _text(environ, name).split(os.pathsep))
+    return tuple(_expand(environ, part) for part in parts if part)
+
+
+def _expand(environ: Mapping[str, str], value: str) -> Path:
+    """`~` by HOME of the same mapping; Path.expanduser would raise where there is no home."""
+    home = environ.get("HOME", "")
+    if home and (value == "~" or value.startswith("~/")):
+        return Path(home + value[1:])
+    return Path(os.path.expanduser(value))
+
+
+def _cache_dir(environ: Mapping[str, str]) -> Path:
+    given = _path(environ, "JITKERN_CACHE_DIR")
+    if given is not None:
+        return given
+    xdg = _text(environ, "XDG_CACHE_HOME")
+    # The XDG specification: a relative path is invalid and to be ignored.
+    if os.path.isabs(xdg):
+        return Path(xdg) / "jitkern"
+    return _expand(environ, "~/.cache/jitkern")
+
+
+def _bytes(environ: Mapping[str, str], name: str, default: int) -> int:
+    value = _text(environ, name)
+    if not value:
+        return default
+    digits = value.lower().removesuffix("b").removesuffix("i")
+    unit = digits[-1:] if digits[-1:].isalpha() else ""
+    digits = digits.removesuffix(unit)
+    if unit not in _UNITS or not (digits.isascii() and digits.isdigit()):
+        raise _bad(name, value, "a number of bytes such as 4294967296, 512M or 4G")
+    return int(digits) * _UNITS[unit]
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    value = _text(environ, name)
+    if not value:
+        return default
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise _bad(name, value, "a number of seconds, 0 or more")
+    return seconds
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    value = _text(environ, name)
+    if value not in ("", "0", "1"):
+        raise _bad(name, value, "0 or 1")
+    return value == "1"
+
+
+def _choice(environ: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    value = _text(environ, name)
+    if not value:
+        return choices[0]
+    if value not in choices:
+        raise _bad(name, value, " or ".join(choices))
+    return value
+
+
+def _archs(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+    """Split only: what an arch is belongs to jit.toolchain, a level that this one must not import.
+
+    toolchain.requested_archs() parses them and names this variable in its error.
+    """
+    return tuple(part.strip() for part in _text(environ, name).split(",") if part.strip())

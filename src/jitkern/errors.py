@@ -1,0 +1,92 @@
+"""Every exception jitkern raises that Python has no name for.
+
+Wrong arguments are ValueError, TypeError or IndexError; what is listed here is about the machinery:
+compiling, caching, and what the machine lacks.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheError",
+    "CompileError",
+    "FrozenError",
+    "JitkernError",
+    "ToolchainError",
+    "UnsupportedError",
+]
+
+
+class JitkernError(Exception):
+    """Base class of jitkern's own exceptions."""
+
+
+class CompileError(JitkernError):
+    """A source did not compile; the exception carries all there is to know about it.
+
+    Parameters
+    ----------
+    message
+        One line: what was compiled, by what.
+    command
+        The command line, or the options given to a compiler library.
+    log
+        The whole log of the compiler.
+    source
+        The text of the translation unit where jitkern rendered it, else None.
+
+    Attributes
+    ----------
+    message, command, log, source
+        As given.
+
+    Examples
+    --------
+    >>> error = CompileError("store: NVRTC failed", command="-arch=sm_90", log="no such type")
+    >>> "no such type" in str(error) and "-arch=sm_90" in str(error)
+    True
+    """
+
+    def __init__(self, message: str, *, command: str, log: str, source: str | None = None) -> None:
+        self.message = message
+        self.command = command
+        self.log = log
+        self.source = source
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        parts = [self.message, f"command: {self.command}", f"log:\n{self.log.rstrip()}"]
+        if self.source is not None:
+            parts.append(f"source:\n{_numbered(self.source)}")
+        return "\n".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments: the default reduction cannot rebuild the exception, and it has to
+        # cross process boundaries (one rank's failure is handed to the ranks that waited for it).
+        return (_rebuild, (type(self), self.message, self.command, self.log, self.source))
+
+
+class CacheError(JitkernError):
+    """The kernel cache cannot do what was asked of it."""
+
+
+class UnsupportedError(JitkernError, RuntimeError):
+    """This machine, driver or build cannot do what was asked of it."""
+
+
+class FrozenError(JitkernError):
+    """A kernel was missing after `freeze()`; the message names what to warm."""
+
+
+class ToolchainError(JitkernError):
+    """Something needed to compile is not installed; the message ends with the cure."""
+
+
+def _rebuild(
+    cls: type[CompileError], message: str, command: str, log: str, source: str | None
+) -> CompileError:
+    return cls(message, command=command, log=log, source=source)
+
+
+def _numbered(source: str) -> str:
+    """Source with line numbers: the compiler's log speaks of lines."""
+    return "\n".join(f"{i:4d}  {line}" for i, line in enumerate(source.splitlines(), 1))

@@ -1,0 +1,146 @@
+"""Python values to C++ template arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["CppArgs", "KernelConfig", "make_cpp_args"]
+
+
+class CppArgs(tuple[str, ...]):
+    """C++ literals, in order; ``str()`` joins them the way a template argument list is written.
+
+    Examples
+    --------
+    >>> f"StoreKernel<{make_cpp_args(656, True)}>"
+    'StoreKernel<656, true>'
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ", ".join(self)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """The launch shape that a kernel is compiled for, in the order of the C++ template.
+
+    Parameters
+    ----------
+    num_threads
+        Threads a block.
+    max_occupancy
+        Blocks of this kernel that one SM should be able to hold at once: the second argument of
+        ``__launch_bounds__``.
+    use_pdl
+        Whether the kernel uses programmatic dependent launch (9.0 or newer).
+
+    Raises
+    ------
+    TypeError
+        A number that is not an int, a flag that is not a bool.
+    ValueError
+        num_threads outside 1..1024, or max_occupancy below 1.
+
+    Examples
+    --------
+    >>> KernelConfig(256, 2, use_pdl=True).template_args
+    '256, 2, true'
+    """
+
+    num_threads: int
+    max_occupancy: int
+    use_pdl: bool
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "max_occupancy"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise TypeError(f"KernelConfig: {name}: {_shown(value)}, expected int")
+        if type(self.use_pdl) is not bool:
+            raise TypeError(f"KernelConfig: use_pdl: {_shown(self.use_pdl)}, expected bool")
+        if not 1 <= self.num_threads <= 1024:
+            raise ValueError(f"KernelConfig: num_threads: {self.num_threads}, expected 1..1024")
+        if self.max_occupancy < 1:
+            raise ValueError(
+                f"KernelConfig: max_occupancy: {self.max_occupancy}, expected 1 or more"
+            )
+
+    @property
+    def template_args(self) -> str:
+        """The three template arguments, such as ``256, 2, true``."""
+        return str(make_cpp_args(self))
+
+
+def make_cpp_args(*args: int | float | bool | KernelConfig) -> CppArgs:
+    """Write Python values as C++ template arguments.
+
+    Parameters
+    ----------
+    *args
+        bool, int, float, or a KernelConfig, which expands to its three values. Nothing is
+        converted: a NumPy or torch scalar is refused, it would read a device or hide a dtype.
+
+    Returns
+    -------
+    CppArgs
+        A tuple of C++ literals whose ``str()`` is the list joined with ``", "``.
+
+    Raises
+    ------
+    TypeError
+        A value of any other type.
+    ValueError
+        An int that does not fit 64 bits, or a float that is infinite or not a number.
+
+    Examples
+    --------
+    >>> str(make_cpp_args(656, 0.5, True))
+    '656, 0.5, true'
+    """
+    literals: list[str] = []
+    for position, value in enumerate(args):
+        if isinstance(value, KernelConfig):
+            literals += make_cpp_args(value.num_threads, value.max_occupancy, value.use_pdl)
+        else:
+            literals.append(_literal(value, position))
+    return CppArgs(literals)
+
+
+def _literal(value: object, position: int) -> str:
+    # type() and not isinstance(): bool is an int, numpy.float64 is a float, an IntEnum is an int
+    # whose repr is not a C++ literal.
+    if type(value) is bool:
+        return "true" if value else "false"
+    if type(value) is int:
+        return _integer(value, position)
+    if type(value) is float:
+        if not math.isfinite(value):
+            raise ValueError(
+                f"make_cpp_args: argument {position}: {value}, expected a finite float"
+            )
+        return repr(value)
+    raise TypeError(
+        f"make_cpp_args: argument {position}: {_shown(value)}, "
+        "expected int, float, bool or KernelConfig"
+    )
+
+
+def _integer(value: int, position: int) -> str:
+    if -(1 << 63) < value < 1 << 63:
+        return str(value)
+    if value == -(1 << 63):
+        # C++ reads -9223372036854775808 as minus a literal that no signed type holds.
+        return "(-9223372036854775807 - 1)"
+    if 0 < value < 1 << 64:
+        return f"{value}u"
+    raise ValueError(f"make_cpp_args: argument {position}: {value}, expected an int of 64 bits")
+
+
+def _shown(value: object) -> str:
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    text = repr(value)
+    return f"{name} {text if len(text) <= 60 else text[:57] + '...'}"
