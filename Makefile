@@ -1,0 +1,63 @@
+# `make demo` and `make test` do everything on a fresh machine with Python >= 3.10, make and a C++
+# compiler: the first call makes .venv, later ones start at once.
+#
+#   PYTHON=python3.12     the interpreter that .venv is made from; its torch >= 2.8 is used if it has one
+#   PY=/path/to/python    run with this interpreter as it is: nothing is installed
+#   PYTEST_ARGS="-k store"
+
+PYTHON ?= python3
+VENV := .venv
+PYTEST_ARGS ?=
+CXX_FILES = $(shell find src tests \( -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu' \) \
+              -not -path '*/_prebuilt/*')
+
+ifdef PY
+  ready =
+  export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+  PY := $(VENV)/bin/python
+  ready = $(VENV)/.ready-$(1)
+endif
+
+.PHONY: demo test lint format bench sanitize docs wheel clean
+.NOTPARALLEL:
+
+demo: $(call ready,cuda)
+	$(PY) -m jitkern.cli demo
+
+test: $(call ready,test)
+	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
+
+lint: $(call ready,dev)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy --strict src
+	$(if $(CXX_FILES),$(dir $(PY))clang-format --dry-run -Werror $(CXX_FILES))
+
+format: $(call ready,dev)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+	$(if $(CXX_FILES),$(dir $(PY))clang-format -i $(CXX_FILES))
+
+bench: $(call ready,bench)
+	$(PY) -m bench
+
+# Needs a GPU and compute-sanitizer (part of the CUDA toolkit).
+sanitize: $(call ready,test)
+	for tool in memcheck racecheck initcheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
+	    $(PY) -m pytest -m cuda $(PYTEST_ARGS) || exit 1; \
+	done
+
+docs: $(call ready,docs)
+	$(PY) -m mkdocs build --strict
+
+wheel: $(call ready,cuda)
+	$(PY) -m pip wheel . --no-deps -w dist
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.ready-%: pyproject.toml constraints.txt tools/venv.py
+	$(PYTHON) tools/venv.py $(VENV) $*
+	touch $@

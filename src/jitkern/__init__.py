@@ -1,0 +1,69 @@
+"""JIT-compiled CUDA kernels that move data in LLM inference, and the loader that compiles them.
+
+Importing this package does nothing else: torch, tvm-ffi, CUDA, compilers and the disk come into
+play when a public name is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jitkern.errors import CacheError as CacheError
+    from jitkern.errors import CompileError as CompileError
+    from jitkern.errors import FrozenError as FrozenError
+    from jitkern.errors import JitkernError as JitkernError
+    from jitkern.errors import ToolchainError as ToolchainError
+    from jitkern.errors import UnsupportedError as UnsupportedError
+    from jitkern.jit.loader import freeze as freeze
+    from jitkern.jit.loader import load_aot as load_aot
+    from jitkern.jit.loader import load_jit as load_jit
+    from jitkern.jit.loader import stats as stats
+    from jitkern.jit.template import KernelConfig as KernelConfig
+    from jitkern.jit.template import make_cpp_args as make_cpp_args
+    from jitkern.ops.compare_key import fast_compare_key as fast_compare_key
+    from jitkern.ops.faults import check as check
+    from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
+    from jitkern.ops.index import indexing as indexing
+    from jitkern.ops.store import store_cache as store_cache
+    from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
+    from jitkern.perf import perf_cuda as perf_cuda
+
+__version__ = "0.1.0"
+
+# The public names by the module that defines them. The imports above say the same to a type
+# checker, which cannot read a table; tests/test_package.py proves that the two agree.
+_PUBLIC = {
+    "jitkern.ops.store": ("store_cache",),
+    "jitkern.ops.index": ("indexing",),
+    "jitkern.ops.h2d_gather": ("h2d_gather",),
+    "jitkern.ops.compare_key": ("fast_compare_key",),
+    "jitkern.ops.faults": ("check",),
+    "jitkern.perf": ("compare_memory_kernel_perf", "perf_cuda"),
+    "jitkern.jit.loader": ("freeze", "load_aot", "load_jit", "stats"),
+    "jitkern.jit.template": ("KernelConfig", "make_cpp_args"),
+    "jitkern.errors": (
+        "CacheError",
+        "CompileError",
+        "FrozenError",
+        "JitkernError",
+        "ToolchainError",
+        "UnsupportedError",
+    ),
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jitkern' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # the next access is a plain dictionary look-up
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,91 @@
+"""What every test shares: the devices, one kernel cache for the session, empty ones on request."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from jitkern.env import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def gpu_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU when the test is about to run: collecting touches no driver."""
+    if item.get_closest_marker("cuda") and gpu_count() < 1:
+        pytest.skip("needs a CUDA GPU")
+    if item.get_closest_marker("multigpu") and gpu_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that the ops run on; one test body serves both."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache for the whole run, all its workers included: each kernel is compiled once.
+
+    The user's own JITKERN_ settings are set aside, but for the choice of an NVRTC.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    cache_dir = base / "jitkern-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("JITKERN_")]:
+            if name != "JITKERN_NVRTC":
+                patch.delenv(name)
+        patch.setenv("JITKERN_CACHE_DIR", str(cache_dir))
+        settings.cache_clear()
+        yield cache_dir
+    settings.cache_clear()
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache directory of this test's own, for this process and the ones it starts."""
+    cache_dir = tmp_path / "cache"
+    monkeypatch.setenv("JITKERN_CACHE_DIR", str(cache_dir))
+    settings.cache_clear()
+    yield cache_dir
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+@pytest.fixture
+def fresh_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a snippet in a new interpreter: ``fresh_python(code, *argv, env={...})``, checked."""
+
+    def run(
+        code: str, *argv: str, env: dict[str, str | None] | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        merged = dict(os.environ)
+        merged["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), merged.get("PYTHONPATH", "")])
+        for name, value in (env or {}).items():
+            if value is None:
+                merged.pop(name, None)
+            else:
+                merged[name] = value
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], env=merged, capture_output=True, text=True
+        )
+        if check and done.returncode != 0:
+            pytest.fail(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    return run

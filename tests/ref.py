@@ -1,0 +1,71 @@
+"""What each op means, in PyTorch. Slow and plain on purpose: these are what the kernels are held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Rows as raw bytes ``[rows, row_bytes]``, so that NaN patterns and float8 compare bit for bit."""
+    flat = rows.contiguous().reshape(rows.shape[0], -1)
+    if flat.numel() == 0:
+        return torch.empty(flat.shape[0], 0, dtype=torch.uint8, device=rows.device)
+    return flat.view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in shape, dtype and every bit."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dim() == 0:
+        a, b = a.reshape(1), b.reshape(1)
+    return torch.equal(as_bytes(a), as_bytes(b.to(a.device)))
+
+
+def ref_store(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: Tensor) -> None:
+    """``k_cache[indices] = k`` and the same for v; a negative index skips its row."""
+    keep = indices >= 0
+    slots = indices[keep].long()
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        _assign_rows(cache, slots, rows[keep])
+
+
+def ref_indexing(
+    weights: Tensor, indices: Tensor, vocab_range: tuple[int, int] | None = None
+) -> Tensor:
+    """``weights[indices - start]``; zeros for a negative index and outside ``(start, length)``."""
+    start, length = vocab_range if vocab_range is not None else (0, weights.shape[0])
+    local = indices.long() - start
+    inside = (indices >= 0) & (local >= 0) & (local < length)
+    shape = (*indices.shape, *weights.shape[1:])
+    output = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
+    flat = output.reshape(indices.numel(), *weights.shape[1:])
+    where = inside.reshape(-1).nonzero().reshape(-1)
+    _assign_rows(flat, where, _rows(weights, local.reshape(-1)[where]))
+    return flat.reshape(shape)
+
+
+def ref_h2d_gather(src: Tensor, dst: Tensor, pairs: Tensor, slot_map: Tensor | None = None) -> None:
+    """``dst[pairs[..., 1]] = src[pairs[..., 0]]``; a pair with a negative row is skipped."""
+    flat = pairs.reshape(-1, 2).long().cpu()
+    flat = flat[(flat >= 0).all(dim=1)]
+    _assign_rows(
+        dst, flat[:, 1].to(dst.device), _rows(src, flat[:, 0].to(src.device)).to(dst.device)
+    )
+    if slot_map is not None:
+        slot_map[flat[:, 0].to(slot_map.device)] = flat[:, 1].to(slot_map)
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same width: float8 has no indexing of its own everywhere."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(width[tensor.element_size()]) if tensor.element_size() in width else tensor
+
+
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    return _as_integers(tensor)[rows].view(tensor.dtype)
+
+
+def _assign_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> None:
+    _as_integers(tensor)[rows] = _as_integers(values)

@@ -1,0 +1,79 @@
+"""The package as a whole: what importing it costs, what it offers, what it is called."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import jitkern
+
+Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_import_brings_neither_torch_nor_cuda(fresh_python: Fresh) -> None:
+    done = fresh_python("import sys, jitkern; print(*sorted(sys.modules))")
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    heavy = {
+        "torch",
+        "tvm_ffi",
+        "cuda",
+        "ninja",
+        "rich",
+        "filelock",
+        "numpy",
+        "subprocess",
+        "ctypes",
+    }
+    assert not loaded & heavy
+    ours = [name for name in done.stdout.split() if name.startswith("jitkern")]
+    assert ours == ["jitkern"]
+
+
+def test_import_leaves_no_file(fresh_python: Fresh, tmp_path: Path) -> None:
+    env = {"HOME": str(tmp_path), "XDG_CACHE_HOME": None, "JITKERN_CACHE_DIR": None}
+    fresh_python("import jitkern, jitkern.env, jitkern.errors; dir(jitkern)", env=env)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_variable_does_not_break_the_import(fresh_python: Fresh) -> None:
+    fresh_python("import jitkern", env={"JITKERN_CACHE_MAX_BYTES": "plenty"})
+
+
+@pytest.mark.parametrize("name", sorted(jitkern._HOME))
+def test_public_name(name: str) -> None:
+    value = getattr(jitkern, name)
+    assert value is getattr(importlib.import_module(jitkern._HOME[name]), name)
+    assert name in dir(jitkern)
+    assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_the_table_says_what_the_type_checker_sees() -> None:
+    tree = ast.parse(Path(jitkern.__file__).read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.asname: node.module
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == jitkern._HOME
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'jitkern' has no attribute 'store'"):
+        jitkern.store  # noqa: B018
+
+
+def test_star_import() -> None:
+    names: dict[str, object] = {}
+    exec("from jitkern import *", names)
+    assert set(jitkern._HOME) <= set(names)
+
+
+def test_typed() -> None:
+    assert (Path(jitkern.__file__).parent / "py.typed").exists()

@@ -1,0 +1,90 @@
+"""Make the virtual environment that the Makefile runs in: `python3 tools/venv.py .venv EXTRA`.
+
+Only the standard library: this runs before anything is installed. What is installed is pinned by
+constraints.txt. A torch >= 2.8 that the base interpreter already has (a CUDA machine, a container)
+is used as it is; otherwise, on a machine with no NVIDIA driver, the CPU build of torch is preferred,
+which spares a download of several GB.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# What each `make` target needs on top of the core dependencies. Extras are only ever added.
+EXTRAS = {
+    "cuda": "cuda",
+    "test": "cuda,test",
+    "dev": "dev",
+    "bench": "cuda,bench",
+    "docs": "docs",
+}
+
+
+def base_has_torch() -> bool:
+    """Whether the base interpreter (not a venv: those do not nest) has torch >= 2.8."""
+    if sys.prefix != sys.base_prefix:
+        return False
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return (major, minor) >= (2, 8)
+
+
+def constraint_lines(*, keep_base: bool) -> list[str]:
+    """The pins, less those of packages that the base interpreter brings and that we keep."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    if not keep_base:
+        return lines
+    present = {canonical(dist.name) for dist in importlib.metadata.distributions()}
+    return [line for line in lines if canonical(line.partition("==")[0]) not in present]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip().lower())
+
+
+def cpu_index_options() -> list[str]:
+    """The index of CPU builds, where there is no NVIDIA driver and the index answers."""
+    if Path("/proc/driver/nvidia").exists():
+        return []
+    try:
+        urllib.request.urlopen(f"{CPU_TORCH_INDEX}/torch/", timeout=3).close()
+    except OSError:
+        return []  # a mirror or a local collection of wheels: pip's own settings decide
+    return ["--extra-index-url", CPU_TORCH_INDEX]
+
+
+def main() -> None:
+    target, what = Path(sys.argv[1]), sys.argv[2]
+    if sys.version_info < (3, 10):
+        found = ".".join(map(str, sys.version_info[:2]))
+        sys.exit(f"Python {found}: jitkern needs 3.10 or newer; try `make PYTHON=python3.12 ...`")
+
+    keep_base = base_has_torch()
+    python = target / "bin" / "python"
+    if not python.exists():
+        venv.create(target, with_pip=True, system_site_packages=keep_base)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        constraints = Path(scratch) / "constraints.txt"
+        constraints.write_text("\n".join(constraint_lines(keep_base=keep_base)) + "\n")
+        options = [] if keep_base else cpu_index_options()
+        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        command += [*options, "-c", str(constraints), "-e", f"{ROOT}[{EXTRAS[what]}]"]
+        print(" ".join(command), flush=True)
+        sys.exit(subprocess.run(command, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
