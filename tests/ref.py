@@ -1,4 +1,4 @@
-"""What each op means, in PyTorch. Slow and plain on purpose: these are what the kernels are held to."""
+"""What each op means, in PyTorch: slow and plain on purpose, the kernels are held to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """Rows as raw bytes ``[rows, row_bytes]``, so that NaN patterns and float8 compare bit for bit."""
+    """Rows as raw bytes ``[rows, row_bytes]``: NaN patterns and float8 compare bit for bit."""
     flat = rows.contiguous().reshape(rows.shape[0], -1)
     if flat.numel() == 0:
         return torch.empty(flat.shape[0], 0, dtype=torch.uint8, device=rows.device)
@@ -28,7 +28,7 @@ def ref_store(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: T
     keep = indices >= 0
     slots = indices[keep].long()
     for cache, rows in ((k_cache, k), (v_cache, v)):
-        _assign_rows(cache, slots, rows[keep])
+        _assign_rows(cache, slots, _rows(rows, keep))
 
 
 def ref_indexing(
@@ -58,7 +58,7 @@ def ref_h2d_gather(src: Tensor, dst: Tensor, pairs: Tensor, slot_map: Tensor | N
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width: float8 has no indexing of its own everywhere."""
+    """The same memory as integers of the same width: float8 cannot be indexed everywhere."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(width[tensor.element_size()]) if tensor.element_size() in width else tensor
 

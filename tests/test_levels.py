@@ -13,7 +13,8 @@ import jitkern
 PACKAGE = Path(jitkern.__file__).parent
 
 # Every module has a place; the longest prefix wins. A module may import from lower levels only, and
-# modules that share a level do not know each other.
+# modules that share a level do not know each other. A half is a part that its big sister, one module
+# of the next level, was split into.
 LEVELS = {
     "errors": 0,
     "env": 0,
@@ -21,7 +22,9 @@ LEVELS = {
     "jit.sources": 1,
     "jit.toolchain": 1,
     "jit.entry": 1,
+    "jit.failures": 1,
     "jit.locking": 1,
+    "jit.bundle": 1.5,
     "jit.cache": 2,
     "jit.nvrtc": 2,
     "jit.cxx": 2,
@@ -40,7 +43,7 @@ MODULES = {
 }
 
 
-def level(module: str) -> int:
+def level(module: str) -> float:
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         found = LEVELS.get(".".join(parts[:length]))

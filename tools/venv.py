@@ -2,8 +2,8 @@
 
 Only the standard library: this runs before anything is installed. What is installed is pinned by
 constraints.txt. A torch >= 2.8 that the base interpreter already has (a CUDA machine, a container)
-is used as it is; otherwise, on a machine with no NVIDIA driver, the CPU build of torch is preferred,
-which spares a download of several GB.
+is used as it is; otherwise, on a machine with no NVIDIA driver, the CPU build of torch is
+preferred, which spares a download of several GB.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def cpu_index_options() -> list[str]:
 
 def main() -> None:
     target, what = Path(sys.argv[1]), sys.argv[2]
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 - this is where an old Python is told so
         found = ".".join(map(str, sys.version_info[:2]))
         sys.exit(f"Python {found}: jitkern needs 3.10 or newer; try `make PYTHON=python3.12 ...`")
 
