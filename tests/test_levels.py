@@ -13,8 +13,8 @@ import jitkern
 PACKAGE = Path(jitkern.__file__).parent
 
 # Every module has a place; the longest prefix wins. A module may import from lower levels only, and
-# modules that share a level do not know each other. A half is a part that its big sister, one module
-# of the next level, was split into.
+# modules that share a level do not know each other. A half is a part that was split off a module of
+# the next level.
 LEVELS = {
     "errors": 0,
     "env": 0,
