@@ -58,6 +58,8 @@ class Settings:
         ``CXX``: the C++ compiler, a name or a path, with arguments if there are any.
     path : str
         ``PATH``: where programs are looked up.
+    library_path : tuple of Path
+        ``LD_LIBRARY_PATH``: where shared libraries are looked up.
     """
 
     cache_dir: Path
@@ -74,6 +76,7 @@ class Settings:
     cuda_home: Path | None
     cxx: str | None
     path: str
+    library_path: tuple[Path, ...]
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -99,6 +102,7 @@ class Settings:
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
             cxx=environ.get("CXX", "").strip() or None,
             path=environ.get("PATH", os.defpath),
+            library_path=_paths(environ, "LD_LIBRARY_PATH"),
         )
 
 

@@ -1,0 +1,111 @@
+"""GPU architectures by compute capability."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jitkern.env import settings
+
+__all__ = ["KNOWN_ARCHS", "Arch", "requested_archs"]
+
+# From Turing, the oldest of CUDA 13, to Blackwell: what nvcc 13.0 and NVRTC 13.5 compile for.
+_KNOWN = (
+    (7, 5), (8, 0), (8, 6), (8, 7), (8, 8), (8, 9), (9, 0),
+    (10, 0), (10, 3), (10, 7), (11, 0), (12, 0), (12, 1),
+)  # fmt: skip
+
+_TEXT = re.compile(r"(?:(?:sm|compute)_)?(?P<number>[0-9]+(?:\.[0-9])?)(?P<suffix>[af]?)")
+
+
+@dataclass(frozen=True, order=True)
+class Arch:
+    """The architecture of a GPU: its compute capability.
+
+    Any capability can be constructed, since a GPU may be newer than jitkern; only `parse`, which
+    reads what a person wrote, insists on a known one.
+
+    Parameters
+    ----------
+    major, minor
+        The compute capability.
+    suffix
+        ``a`` for code of exactly this architecture, ``f`` for its family, empty for code that later
+        minor versions run too.
+
+    Examples
+    --------
+    >>> Arch(9, 0).sm, Arch(10, 0, "a").compute, str(Arch(8, 6))
+    ('sm_90', 'compute_100a', '8.6')
+    """
+
+    major: int
+    minor: int
+    suffix: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Arch:
+        """Read ``9.0``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``.
+
+        Raises
+        ------
+        ValueError
+            Anything else, or an architecture that is not known; the message lists those that are.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is not None:
+            tens = int(match["number"].replace(".", ""))
+            arch = cls(tens // 10, tens % 10, match["suffix"])
+            if arch.capability in _KNOWN and _valid_suffix(arch):
+                return arch
+        known = ", ".join(str(arch) for arch in KNOWN_ARCHS)
+        raise ValueError(
+            f"arch: {text!r}, expected one of {known} "
+            "(with a from 9.0 on or f from 10.0 on, such as 9.0a, 10.0f)"
+        )
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """(major, minor)."""
+        return (self.major, self.minor)
+
+    @property
+    def number(self) -> int:
+        """major * 10 + minor, as in ``__CUDA_ARCH__`` / 10."""
+        return self.major * 10 + self.minor
+
+    @property
+    def sm(self) -> str:
+        """Name of the real architecture, such as ``sm_90``."""
+        return f"sm_{self.number}{self.suffix}"
+
+    @property
+    def compute(self) -> str:
+        """Name of the virtual architecture, such as ``compute_90``."""
+        return f"compute_{self.number}{self.suffix}"
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}{self.suffix}"
+
+
+def _valid_suffix(arch: Arch) -> bool:
+    first = {"": (0, 0), "a": (9, 0), "f": (10, 0)}
+    return arch.capability >= first[arch.suffix]
+
+
+KNOWN_ARCHS = tuple(Arch(major, minor) for major, minor in _KNOWN)
+"""Every architecture that `Arch.parse` accepts, oldest first, without suffixes."""
+
+
+def requested_archs() -> tuple[Arch, ...]:
+    """Return what ``JITKERN_ARCH`` asks for, empty where it is unset.
+
+    Raises
+    ------
+    ValueError
+        It names an architecture that is not known.
+    """
+    try:
+        return tuple(Arch.parse(text) for text in settings().arch)
+    except ValueError as error:
+        raise ValueError(f"JITKERN_ARCH: {error}") from None

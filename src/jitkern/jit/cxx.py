@@ -1,0 +1,156 @@
+"""C++ and single-source CUDA to a shared library, by the host's compilers. Knows no cache.
+
+Writes its own build.ninja: tvm_ffi.cpp.build remembers CUDA_HOME for the process, asks nvidia-smi
+for the architecture, and leaves its compilers running when the process is killed.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jitkern.jit.ninja import Edge, read_deps, run_ninja
+from jitkern.jit.toolchain import Arch, find_cuda_home, find_cxx
+
+__all__ = ["CFLAGS", "CUDA_CFLAGS", "Built", "build"]
+
+CFLAGS = ("-std=c++20", "-O3", "-fPIC")
+"""In front of the caller's flags for C++."""
+
+CUDA_CFLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
+"""In front of the caller's flags for nvcc."""
+
+_CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A shared library.
+
+    Attributes
+    ----------
+    library : Path
+        The file, in the directory that `build` was given.
+    dependencies : tuple of Path
+        Every file that the compilers read: sources, headers, those of the system too.
+    log : str
+        The commands and what they said.
+    """
+
+    library: Path
+    dependencies: tuple[Path, ...]
+    log: str
+
+
+def build(
+    name: str,
+    *,
+    sources: Sequence[Path],
+    directory: Path,
+    cflags: Sequence[str] = (),
+    cuda_cflags: Sequence[str] = (),
+    ldflags: Sequence[str] = (),
+    include_paths: Sequence[Path] = (),
+    arch: Arch | None = None,
+) -> Built:
+    """Compile sources and link them to ``<directory>/<name>.so``; blocks until done.
+
+    The library needs libtvm_ffi.so and, with CUDA sources, libcudart by their plain names, and
+    holds no path of this machine: tvm_ffi has to be imported before it is loaded. Should this
+    process be killed, the compilers stop too.
+
+    Parameters
+    ----------
+    name
+        Name of the library.
+    sources
+        ``.cc``, ``.cpp`` and ``.cxx`` go to the C++ compiler, ``.cu`` to nvcc.
+    directory
+        Existing directory, private to this build.
+    cflags, cuda_cflags, ldflags
+        Flags after the default ones, for the C++ compiler, for nvcc, for linking. Each may hold
+        several words, quoted as in a shell.
+    include_paths
+        Directories searched for headers before the default ones.
+    arch
+        What nvcc compiles for; required where there is a ``.cu``.
+
+    Returns
+    -------
+    Built
+        The library and what went into it.
+
+    Raises
+    ------
+    CompileError
+        A source does not compile or link; carries the command and the whole log.
+    ToolchainError
+        ninja, the C++ compiler or nvcc is missing.
+    ValueError
+        No source, a source of an unknown kind or that does not exist, or CUDA without an arch.
+
+    Examples
+    --------
+    >>> build("add", sources=[Path("add.cc")], directory=Path("/tmp/add"))  # doctest: +SKIP
+    Built(library=PosixPath('/tmp/add/add.so'), ...)
+    """
+    _check_sources(sources, arch)
+    cxx = find_cxx()
+    includes = [f"-I{path.resolve()}" for path in include_paths]
+    tvm_includes, tvm_ldflags = _tvm_ffi()
+    link = [*tvm_ldflags]
+    cxx_command = [*cxx.command, *CFLAGS, *_words(cflags), *includes, *tvm_includes]
+    nvcc_command: list[str] = []
+    if any(source.suffix == ".cu" for source in sources):
+        cuda = find_cuda_home()
+        nvcc_command = [str(cuda.nvcc), *CUDA_CFLAGS, *_arch_flags(arch)]
+        nvcc_command += ["-ccbin", cxx.command[0], *_words(cuda_cflags), *includes, *tvm_includes]
+        # Plain C++ beside it may use the runtime as well.
+        cxx_command += [f"-isystem{path}" for path in cuda.include_dirs]
+        link += cuda.ldflags
+
+    edges: list[Edge] = []
+    for number, source in enumerate(sources):
+        output = f"{number}.{source.stem}.o"
+        command = nvcc_command if source.suffix == ".cu" else cxx_command
+        # -MMD would leave out headers of the system, which nvcc and the runtime are.
+        tail = ("-MD", "-MF", f"{output}.d", "-c", str(source.resolve()), "-o", output)
+        edges.append(Edge(output, (str(source.resolve()),), (*command, *tail), f"{output}.d"))
+    objects = tuple(edge.output for edge in edges)
+    library = f"{name}.so"
+    link_command = (*cxx.command, "-shared", *objects, *link, *_words(ldflags), "-o", library)
+    edges.append(Edge(library, objects, link_command))
+
+    log = run_ninja(name, directory, edges)
+    return Built(directory / library, read_deps(directory), log)
+
+
+def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
+    if not sources:
+        raise ValueError("build: sources: none, expected at least one")
+    for source in sources:
+        if source.suffix not in (*_CXX_SUFFIXES, ".cu"):
+            raise ValueError(f"build: sources: {source}, expected .cc, .cpp, .cxx or .cu")
+        if not source.is_file():
+            raise ValueError(f"build: sources: {source} does not exist")
+        if source.suffix == ".cu" and arch is None:
+            raise ValueError(f"build: arch: None, expected an Arch to compile {source.name} for")
+
+
+def _arch_flags(arch: Arch | None) -> list[str]:
+    return [] if arch is None else [f"-gencode=arch={arch.compute},code={arch.sm}"]
+
+
+def _tvm_ffi() -> tuple[list[str], list[str]]:
+    """Include and linker flags of tvm-ffi. Its package is imported here only, it takes 0.1 s."""
+    from tvm_ffi import libinfo
+
+    directories = dict.fromkeys([libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
+    library = Path(libinfo.find_libtvm_ffi())
+    return [f"-I{path}" for path in directories], [f"-L{library.parent}", "-ltvm_ffi"]
+
+
+def _words(flags: Sequence[str]) -> list[str]:
+    return [word for flag in flags for word in shlex.split(flag)]

@@ -1,0 +1,156 @@
+"""Running ninja so that nothing outlives us: neither kill -9 nor Ctrl-C leaves a compiler behind.
+
+ninja starts each job in a process group of its own and, on SIGTERM, kills those groups; so what has
+to be seen to is that ninja gets a SIGTERM. The kernel sends it when this process dies
+(PR_SET_PDEATHSIG), and `run_ninja` sends it when it is interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jitkern.env import process_environment
+from jitkern.errors import CompileError, ToolchainError
+from jitkern.jit.toolchain import find_ninja
+
+__all__ = ["Edge", "ninja_text", "read_deps", "run_ninja"]
+
+# Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The
+# parent may die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
+_LAUNCHER = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One step of a build.
+
+    Attributes
+    ----------
+    output : str
+        File that the step makes, relative to the build directory.
+    inputs : tuple of str
+        Files that it needs.
+    command : tuple of str
+        The command line.
+    depfile : str or None
+        File in which the compiler reports what it read, in make's syntax.
+    """
+
+    output: str
+    inputs: tuple[str, ...]
+    command: tuple[str, ...]
+    depfile: str | None = None
+
+
+def ninja_text(edges: Sequence[Edge]) -> str:
+    """Write a build.ninja."""
+    lines = ["ninja_required_version = 1.10"]
+    for number, edge in enumerate(edges):
+        lines += ["", f"rule r{number}", f"  command = {_value(shlex.join(edge.command))}"]
+        if edge.depfile is not None:
+            lines += [f"  depfile = {_value(edge.depfile)}", "  deps = gcc"]
+        inputs = " ".join(map(_path, edge.inputs))
+        lines.append(f"build {_path(edge.output)}: r{number} {inputs}")
+    return "\n".join(lines) + "\n"
+
+
+def run_ninja(name: str, directory: Path, edges: Sequence[Edge]) -> str:
+    """Build in a directory; blocks until done.
+
+    Parameters
+    ----------
+    name
+        What is built, for messages.
+    directory
+        Receives build.ninja, the outputs and ninja's own records. Must exist.
+    edges
+        The steps.
+
+    Returns
+    -------
+    str
+        The log: every command and what it said.
+
+    Raises
+    ------
+    CompileError
+        A step failed; carries its command and the whole log.
+    ToolchainError
+        There is no ninja.
+    """
+    ninja = find_ninja()
+    text = ninja_text(edges)
+    (directory / "build.ninja").write_text(text, encoding="utf-8", errors="surrogateescape")
+    status, log = _run([*ninja.command, "-v"], directory)
+    if status != 0:
+        command = _failed_command(log) or shlex.join(ninja.command)
+        raise CompileError(f"{name}: build failed", command=command, log=log)
+    return log
+
+
+def read_deps(directory: Path) -> tuple[Path, ...]:
+    """Every file that the compilers of a finished build reported to have read, sorted.
+
+    Raises
+    ------
+    CompileError
+        ninja kept no record.
+    """
+    command = [*find_ninja().command, "-t", "deps"]
+    status, listing = _run(command, directory)
+    if status != 0:
+        raise CompileError("ninja -t deps failed", command=shlex.join(command), log=listing)
+    names = {line[4:] for line in listing.splitlines() if line.startswith("    ")}
+    return tuple(sorted((directory / name).resolve() for name in names))
+
+
+def _run(command: list[str], directory: Path) -> tuple[int, str]:
+    if not sys.executable:
+        raise ToolchainError("sys.executable is empty; start Python by its full path")
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
+        cwd=directory,
+        env={**process_environment(), "NINJA_STATUS": "[%f/%t] "},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output, _ = process.communicate()
+    except BaseException:
+        # SIGTERM, not the SIGKILL of subprocess.run: ninja has to kill its jobs.
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+    return process.returncode, output.decode("utf-8", "replace")
+
+
+def _failed_command(log: str) -> str | None:
+    """ninja prints `FAILED: [code=1] output` and below it the command."""
+    match = re.search(r"^FAILED: .*\n(.+)$", log, re.MULTILINE)
+    return match[1] if match is not None else None
+
+
+def _value(text: str) -> str:
+    return text.replace("$", "$$")
+
+
+def _path(text: str) -> str:
+    return re.sub(r"([$ :])", r"$\1", text)

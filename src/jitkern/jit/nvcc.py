@@ -1,0 +1,81 @@
+"""``nvcc -cubin``: the same source as NVRTC gets, by a toolkit's compiler. Knows no cache.
+
+Chosen by ``JITKERN_COMPILER=nvcc``: where a toolkit is newer than the NVRTC at hand, to profile by
+source line, or to read the resource report in the log.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jitkern.errors import CompileError
+from jitkern.jit.ninja import Edge, run_ninja
+from jitkern.jit.nvrtc import Image, check_options
+from jitkern.jit.toolchain import Arch, find_nvcc
+
+__all__ = ["BASE_OPTIONS", "compile_with_nvcc"]
+
+BASE_OPTIONS = ("-std=c++17", "-lineinfo", "-Xptxas=-v")
+"""Given to every compile: line numbers for the profiler, the resource report in the log."""
+
+
+def compile_with_nvcc(
+    source: str,
+    *,
+    name: str,
+    headers: Mapping[str, str],
+    arch: Arch,
+    options: Sequence[str] = (),
+) -> Image:
+    """Compile device code to a cubin with nvcc; blocks until done.
+
+    Parameters and result as `jitkern.jit.nvrtc.compile`. The headers are written to a temporary
+    directory; those of the toolkit itself, which nvcc includes on its own, are not part of the
+    closure and are covered by nvcc's version in the key.
+
+    Raises
+    ------
+    CompileError
+        The source does not compile, or nvcc does not know `arch`; carries command, log and source.
+    ToolchainError
+        There is no nvcc or no ninja.
+    ValueError
+        An option that names an include directory or file.
+
+    Examples
+    --------
+    >>> compile_with_nvcc('extern "C" __global__ void k() {}', name="k.cu", headers={},
+    ...                   arch=Arch(9, 0)).kind  # doctest: +SKIP
+    'cubin'
+    """
+    check_options(options)
+    nvcc = find_nvcc()
+    with tempfile.TemporaryDirectory(prefix="jitkern-nvcc-") as temporary:
+        root = Path(temporary)
+        unit = root / f"{Path(name).stem}.cu"
+        for path, text in {unit: source, **_placed(root / "include", headers)}.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+        flags = [option for option in BASE_OPTIONS if not _replaced(option, options)]
+        command = (*nvcc.command, "-cubin", f"-arch={arch.sm}", *flags, *options)
+        tail = ("-I", "include", unit.name, "-o", "out.cubin")
+        try:
+            log = run_ninja(name, root, [Edge("out.cubin", (unit.name,), (*command, *tail))])
+        except CompileError as error:
+            raise CompileError(
+                f"{name}: {nvcc.id} for {arch} failed",
+                command=error.command,
+                log=error.log,
+                source=source,
+            ) from None
+        return Image((root / "out.cubin").read_bytes(), "cubin", log)
+
+
+def _placed(root: Path, headers: Mapping[str, str]) -> dict[Path, str]:
+    return {root / name: text for name, text in headers.items()}
+
+
+def _replaced(option: str, options: Sequence[str]) -> bool:
+    return option.startswith("-std") and any(o.lstrip("-").startswith("std") for o in options)

@@ -1,0 +1,187 @@
+"""Device sources: where jitkern's own are, and the include closure that a compile sees.
+
+NVRTC is given headers in memory, by name, and finds a header only by the very spelling of its
+``#include`` (measured with NVRTC 13.5: no lookup relative to the including file, and ``#pragma
+once`` goes by name). So each file gets one name, and each directive that resolves is rewritten to
+``#include <that name>``. The result is self-contained, holds no path of this machine, and is
+exactly what is hashed and what is compiled. Line numbers stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["CSRC", "INCLUDE_DIRS", "Closure", "digest", "include_closure"]
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+"""The package's C++ and CUDA sources."""
+
+INCLUDE_DIRS = (CSRC / "include", CSRC)
+"""Where the sources of jitkern look for headers: ``<jitkern/copy.cuh>``, ``"ops/store.cu"``."""
+
+# Raw strings, comments and literals are matched only to be skipped: an #include inside is text.
+_TOKEN = re.compile(
+    r"""
+      R"(?P<delimiter>[^()\\\s]{0,16})\(.*?\)(?P=delimiter)"
+    | /\*.*?\*/
+    | //(?:\\\r?\n|[^\n])*
+    | ^[ \t]*\#[ \t]*include\b[ \t]*(?P<argument>(?:<[^>\n]*>|"[^"\n]*"|(?:\\\r?\n|[^\n])*))
+    | "(?:\\.|[^"\\\n])*"
+    | '(?:\\.|[^'\\\n])*'
+    """,
+    re.VERBOSE | re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Closure:
+    """A translation unit with everything that it may include.
+
+    Attributes
+    ----------
+    source : str
+        The text of the translation unit, its directives rewritten to names of `headers`.
+    headers : Mapping of str to str
+        Include name -> text, in order of discovery. Names are relative and hold no ``..``.
+    files : tuple of Path
+        The file behind each header, in the same order.
+    """
+
+    source: str
+    headers: Mapping[str, str]
+    files: tuple[Path, ...]
+
+    @property
+    def digest(self) -> str:
+        """sha256 of source and headers, 64 hex digits."""
+        return digest({"": self.source, **self.headers})
+
+
+def include_closure(source: str, *, include_dirs: Sequence[Path] = INCLUDE_DIRS) -> Closure:
+    """Read everything that a source may include, directly or not.
+
+    Conditionals are not evaluated, so the closure holds at least what a compile needs. A directive
+    that resolves nowhere is left as it is: in a branch not taken it does no harm (``<cstdint>``
+    outside NVRTC), in one that is taken the compiler reports it.
+
+    Parameters
+    ----------
+    source
+        The text of the translation unit.
+    include_dirs
+        Directories searched in order; a quoted name is first looked up beside the including file.
+
+    Returns
+    -------
+    Closure
+        The rewritten source and headers.
+
+    Raises
+    ------
+    ValueError
+        A computed include (``#include MACRO``): what it names is not known before compiling.
+
+    Examples
+    --------
+    >>> closure = include_closure('#include <jitkern/types.h>')
+    >>> list(closure.headers)
+    ['jitkern/types.h']
+    """
+    return _Walk([Path(d) for d in include_dirs]).run(source)
+
+
+def digest(texts: Mapping[str, str]) -> str:
+    """Return the sha256 (64 hex digits) of named texts, independent of their order.
+
+    Examples
+    --------
+    >>> digest({"a": "1", "b": "2"}) == digest({"b": "2", "a": "1"})
+    True
+    """
+    canonical = json.dumps(sorted(texts.items()), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+class _Walk:
+    """One traversal: files found so far, by path and by name."""
+
+    def __init__(self, include_dirs: Sequence[Path]) -> None:
+        self._include_dirs = include_dirs
+        self._name_of: dict[str, str] = {}  # absolute path -> include name
+        self._path_of: dict[str, Path] = {}  # include name -> path, in order of discovery
+
+    def run(self, source: str) -> Closure:
+        rewritten = self._rewrite(source, None)
+        headers: dict[str, str] = {}
+        pending = list(self._path_of)
+        while pending:
+            for name in pending:
+                path = self._path_of[name]
+                # Bytes that are not UTF-8 (an old comment) survive: encoded back by the compiler.
+                text = path.read_bytes().decode("utf-8", "surrogateescape")
+                headers[name] = self._rewrite(text, name)
+            pending = [name for name in self._path_of if name not in headers]
+        return Closure(rewritten, headers, tuple(self._path_of[name] for name in headers))
+
+    def _rewrite(self, text: str, includer: str | None) -> str:
+        def replace(match: re.Match[str]) -> str:
+            argument = match["argument"]
+            if argument is None:
+                return match[0]
+            spelling = argument[1:-1]
+            if argument[:1] not in ("<", '"') or argument[-1] not in '>"' or len(argument) < 3:
+                line = text.count("\n", 0, match.start()) + 1
+                raise ValueError(
+                    f"{includer or 'source'}:{line}: computed include '{match[0].strip()}', "
+                    'expected #include "file" or #include <file>'
+                )
+            name = self._resolve(spelling, includer if argument[0] == '"' else None)
+            if name is None:
+                return match[0]
+            return f"{match[0][: -len(argument)]}<{name}>"
+
+        return _TOKEN.sub(replace, text)
+
+    def _resolve(self, spelling: str, includer: str | None) -> str | None:
+        """The name of the file that a directive means, or None where there is none."""
+        if os.path.isabs(spelling):
+            return self._known(Path(spelling), posixpath.basename(spelling))
+        if includer is not None:
+            name = posixpath.join(posixpath.dirname(includer), spelling)
+            found = self._known(self._path_of[includer].parent / spelling, name)
+            if found is not None:
+                return found
+        for directory in self._include_dirs:
+            found = self._known(directory / spelling, spelling)
+            if found is not None:
+                return found
+        return None
+
+    def _known(self, path: Path, wanted: str) -> str | None:
+        if not path.is_file():
+            return None
+        # Without symlinks resolved: a header's neighbours are those of the name it was reached by.
+        key = os.path.abspath(path)
+        name = self._name_of.get(key)
+        if name is None:
+            name = self._free_name(wanted)
+            self._name_of[key] = name
+            self._path_of[name] = Path(key)
+        return name
+
+    def _free_name(self, wanted: str) -> str:
+        """Wanted without `..`, made unique: two files may be spelled alike from two directories."""
+        normal = posixpath.normpath(wanted)
+        base = "/".join("up" if part == ".." else part for part in normal.split("/"))
+        name, count = base, 1
+        while name in self._path_of:
+            count += 1
+            name = f"{count}/{base}"
+        return name
