@@ -58,6 +58,6 @@ wheel: $(call ready,cuda)
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/.ready-%: pyproject.toml constraints.txt tools/venv.py
-	$(PYTHON) tools/venv.py $(VENV) $*
+$(VENV)/.ready-%: pyproject.toml constraints.txt tools/setup_venv.py
+	$(PYTHON) tools/setup_venv.py $(VENV) $*
 	touch $@

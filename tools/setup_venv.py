@@ -1,4 +1,4 @@
-"""Make the virtual environment that the Makefile runs in: `python3 tools/venv.py .venv EXTRA`.
+"""Make the virtual environment that the Makefile runs in: `python3 tools/setup_venv.py .venv EXTRA`.
 
 Only the standard library: this runs before anything is installed. What is installed is pinned by
 constraints.txt. A torch >= 2.8 that the base interpreter already has (a CUDA machine, a container)
@@ -74,7 +74,10 @@ def main() -> None:
     keep_base = base_has_torch()
     python = target / "bin" / "python"
     if not python.exists():
-        venv.create(target, with_pip=True, system_site_packages=keep_base)
+        try:
+            venv.create(target, with_pip=True, system_site_packages=keep_base)
+        except subprocess.CalledProcessError:  # Debian and Ubuntu ship Python without ensurepip
+            sys.exit(f"{sys.executable}: cannot make a virtual environment; install python3-venv")
 
     with tempfile.TemporaryDirectory() as scratch:
         constraints = Path(scratch) / "constraints.txt"
