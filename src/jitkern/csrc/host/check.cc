@@ -1,0 +1,187 @@
+#include <jitkern/check.h>
+#include <tvm/ffi/dtype.h>
+#include <tvm/ffi/error.h>
+
+namespace jitkern {
+
+namespace {
+
+[[noreturn]] void raise(const char* kind, const char* op, const char* arg, const std::string& came,
+                        const std::string& expected) {
+  throw tvm::ffi::Error(kind, std::string(op) + ": " + arg + ": " + came + ", expected " + expected,
+                        "");
+}
+
+// What Python calls the type of an argument.
+std::string type_text(AnyView value) {
+  const std::string key = value.GetTypeKey();
+  static const std::pair<const char*, const char*> names[] = {
+      {"ffi.SmallStr", "str"},
+      {"ffi.String", "str"},
+      {"ffi.SmallBytes", "bytes"},
+      {"ffi.Bytes", "bytes"},
+      {"ffi.Array", "list"},
+      {"ffi.List", "list"},
+      {"ffi.Map", "dict"},
+      {"ffi.Dict", "dict"},
+      {"ffi.Function", "function"},
+      {"ffi.OpaquePyObject", "object"},
+      {"ffi.BigInt", "int of more than 64 bits"},
+      {"DataType", "dtype"}};
+  for (const auto& [ffi_name, name] : names) {
+    if (key == ffi_name) return name;
+  }
+  return key;
+}
+
+}  // namespace
+
+Tensor::Tensor(const char* op, const char* arg, AnyView value) : op(op), arg(arg), dl(nullptr) {
+  const auto tensor = value.try_cast<DLTensor*>();
+  if (!tensor.has_value()) raise("TypeError", op, arg, type_text(value), "a tensor");
+  dl = *tensor;
+  const auto type = dl->device.device_type;
+  if (type != kDLCPU && type != kDLCUDAHost && type != kDLCUDA) {
+    value_error("device " + device_name(), "cpu or cuda");
+  }
+  // A zero tensor, or one whose storage was resized to nothing, has a shape but no memory.
+  if (dl->data == nullptr && numel() > 0) value_error("no memory behind it", "allocated memory");
+}
+
+void Tensor::value_error(const std::string& came, const std::string& expected) const {
+  raise("ValueError", op, arg, came, expected);
+}
+
+void Tensor::type_error(const std::string& came, const std::string& expected) const {
+  raise("TypeError", op, arg, came, expected);
+}
+
+i64 Tensor::numel() const {
+  i64 count = 1;
+  for (int d = 0; d < dl->ndim; ++d) count *= dl->shape[d];
+  return count;
+}
+
+std::string Tensor::device_name() const {
+  const auto type = dl->device.device_type;
+  if (type == kDLCPU || type == kDLCUDAHost) return "cpu";
+  const std::string index = ":" + std::to_string(dl->device.device_id);
+  return (type == kDLCUDA ? "cuda" : "type " + std::to_string(int(type))) + index;
+}
+
+std::string Tensor::dtype_name() const { return tvm::ffi::DLDataTypeToString(dl->dtype); }
+
+std::string Tensor::shape_text() const {
+  std::string text = "[";
+  for (int d = 0; d < dl->ndim; ++d) text += (d ? ", " : "") + std::to_string(dl->shape[d]);
+  return text + "]";
+}
+
+void Tensor::same_dtype(const Tensor& other) const {
+  const DLDataType a = dl->dtype;
+  const DLDataType b = other.dl->dtype;
+  if (a.code != b.code || a.bits != b.bits || a.lanes != b.lanes) {
+    type_error("dtype " + dtype_name(), other.dtype_name() + " as in " + other.arg);
+  }
+}
+
+void Tensor::same_device(const Tensor& other) const {
+  const bool same = on_cuda() == other.on_cuda() &&
+                    (!on_cuda() || dl->device.device_id == other.dl->device.device_id);
+  if (!same) value_error("device " + device_name(), other.device_name() + " as in " + other.arg);
+}
+
+void Tensor::contiguous() const {
+  i64 expected = 1;
+  for (int d = dl->ndim - 1; d >= 0; --d) {
+    if (dl->shape[d] == 0) return;
+    if (dl->shape[d] != 1 && dl->strides != nullptr && dl->strides[d] != expected) {
+      value_error("not contiguous (stride " + std::to_string(dl->strides[d]) + " in dimension " +
+                      std::to_string(d) + " of shape " + shape_text() + ")",
+                  "a contiguous tensor; call .contiguous()");
+    }
+    expected *= dl->shape[d];
+  }
+}
+
+Rows::Rows(const Tensor& t, int row_dims) : data(t.data()), num_rows(1), stride_bytes(0) {
+  const DLTensor& dl = *t.dl;
+  if (dl.ndim < row_dims) {
+    t.value_error("shape " + t.shape_text(), "at least " + std::to_string(row_dims) +
+                                                 (row_dims == 1 ? " dimension" : " dimensions"));
+  }
+  i64 items = 1;  // of the dimensions to the right of d
+  const auto stride = [&](int d) { return dl.strides == nullptr ? items : i64(dl.strides[d]); };
+  for (int d = dl.ndim - 1; d >= row_dims; --d) {
+    if (dl.shape[d] > 1 && items > 0 && stride(d) != items) {
+      t.value_error("stride " + std::to_string(stride(d)) + " in dimension " + std::to_string(d) +
+                        " of shape " + t.shape_text(),
+                    "contiguous rows, stride " + std::to_string(items) + "; call .contiguous()");
+    }
+    items *= dl.shape[d];
+  }
+  row_bytes = items * t.item_bytes();
+  stride_bytes = row_bytes;
+  for (int d = row_dims - 1; d >= 0; --d) {
+    if (dl.shape[d] > 1) {
+      const i64 here = stride(d) * t.item_bytes();
+      if (num_rows == 1) {
+        stride_bytes = here;
+      } else if (num_rows > 1 && here != num_rows * stride_bytes) {
+        t.value_error("stride " + std::to_string(stride(d)) + " in dimension " + std::to_string(d) +
+                          " of shape " + t.shape_text(),
+                      "equally spaced rows; call .contiguous()");
+      }
+    }
+    num_rows *= dl.shape[d];
+    items *= dl.shape[d];
+  }
+}
+
+Indices::Indices(const Tensor& t) : data(t.data()), count(t.numel()) {
+  const DLDataType dtype = t.dl->dtype;
+  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64) || dtype.lanes != 1) {
+    t.type_error("dtype " + t.dtype_name(), "int32 or int64");
+  }
+  t.contiguous();
+  index_bytes = dtype.bits / 8;
+}
+
+i64 int_arg(const char* op, const char* arg, AnyView value) {
+  if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIInt) {
+    raise("TypeError", op, arg, type_text(value), "an int");
+  }
+  return value.cast<int64_t>();
+}
+
+void same_row_bytes(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows) {
+  if (a_rows.row_bytes == b_rows.row_bytes) return;
+  a.value_error(
+      "rows of " + std::to_string(a_rows.row_bytes) + " bytes (shape " + a.shape_text() + ")",
+      std::to_string(b_rows.row_bytes) + " bytes as in " + b.arg + " (shape " + b.shape_text() +
+          ")");
+}
+
+void same_num_rows(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows) {
+  if (a_rows.num_rows == b_rows.num_rows) return;
+  a.value_error(std::to_string(a_rows.num_rows) + " rows (shape " + a.shape_text() + ")",
+                std::to_string(b_rows.num_rows) + " rows as in " + b.arg);
+}
+
+void one_row_per_index(const Tensor& tensor, const Rows& rows, const Tensor& indices) {
+  const i64 count = indices.numel();
+  if (rows.num_rows == count) return;
+  tensor.value_error(std::to_string(rows.num_rows) + " rows (shape " + tensor.shape_text() + ")",
+                     std::to_string(count) + " rows, one for each index in " + indices.arg);
+}
+
+void raise_index_error(const char* op, const char* arg, i64 position, i64 value, i64 bound,
+                       const char* note) {
+  throw tvm::ffi::Error("IndexError",
+                        std::string(op) + ": " + arg + ": index " + std::to_string(value) +
+                            " at position " + std::to_string(position) + ", expected below " +
+                            std::to_string(bound) + note,
+                        "");
+}
+
+}  // namespace jitkern

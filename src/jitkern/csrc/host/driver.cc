@@ -1,0 +1,182 @@
+#include <dlfcn.h>
+#include <jitkern/driver.h>
+#include <tvm/ffi/error.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace jitkern {
+
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+[[noreturn]] void raise(const std::string& message) {
+  throw tvm::ffi::Error("RuntimeError", message, "");
+}
+
+struct Loaded {
+  Driver driver{};
+  std::string error;  // empty if the driver is usable
+
+  Loaded() {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      error = "jitkern: no CUDA driver (libcuda.so.1 was not found); install the NVIDIA driver, or "
+              "start the container with GPU access";
+      return;
+    }
+    resolve(library, "cuInit", driver.cuInit);
+    resolve(library, "cuDriverGetVersion", driver.cuDriverGetVersion);
+    resolve(library, "cuDeviceGetCount", driver.cuDeviceGetCount);
+    resolve(library, "cuDeviceGet", driver.cuDeviceGet);
+    resolve(library, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute);
+    resolve(library, "cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain);
+    resolve(library, "cuCtxGetCurrent", driver.cuCtxGetCurrent);
+    resolve(library, "cuCtxSetCurrent", driver.cuCtxSetCurrent);
+    resolve(library, "cuModuleLoadDataEx", driver.cuModuleLoadDataEx);
+    resolve(library, "cuModuleGetFunction", driver.cuModuleGetFunction);
+    resolve(library, "cuFuncGetAttribute", driver.cuFuncGetAttribute);
+    resolve(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx);
+    resolve(library, "cuMemHostAlloc", driver.cuMemHostAlloc);
+    resolve(library, "cuMemHostGetDevicePointer_v2", driver.cuMemHostGetDevicePointer);
+    resolve(library, "cuPointerGetAttributes", driver.cuPointerGetAttributes);
+    resolve(library, "cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode);
+    resolve(library, "cuGetErrorName", driver.cuGetErrorName);
+    resolve(library, "cuGetErrorString", driver.cuGetErrorString);
+    if (!error.empty()) return;
+    if (const CUresult result = driver.cuInit(0); result != kCudaSuccess) {
+      const char* name = "unknown error";
+      driver.cuGetErrorName(result, &name);
+      error = std::string("jitkern: the CUDA driver did not start: ") + name +
+              "; check `nvidia-smi` and CUDA_VISIBLE_DEVICES";
+    }
+  }
+
+  template <class F>
+  void resolve(void* library, const char* name, F& function) {
+    function = reinterpret_cast<F>(dlsym(library, name));
+    if (function == nullptr && error.empty()) {
+      error = std::string("jitkern: the CUDA driver has no ") + name +
+              "; install a driver for CUDA 11.8 or newer";
+    }
+  }
+};
+
+const Loaded& loaded() {
+  static const Loaded instance;
+  return instance;
+}
+
+std::array<std::atomic<Device*>, kMaxDevices> devices;
+
+std::unique_ptr<Device> open_device(int ordinal) {
+  const Driver& driver = Driver::get();
+  const RelaxedCapture relaxed;
+  auto device = std::make_unique<Device>();
+  device->ordinal = ordinal;
+  CUdevice handle = 0;
+  driver.check(driver.cuDeviceGet(&handle, ordinal), "cuDeviceGet");
+  driver.check(driver.cuDevicePrimaryCtxRetain(&device->context, handle),
+               "cuDevicePrimaryCtxRetain");
+  int major = 0;
+  int minor = 0;
+  driver.check(driver.cuDeviceGetAttribute(&major, kAttributeComputeMajor, handle),
+               "cuDeviceGetAttribute");
+  driver.check(driver.cuDeviceGetAttribute(&minor, kAttributeComputeMinor, handle),
+               "cuDeviceGetAttribute");
+  driver.check(
+      driver.cuDeviceGetAttribute(&device->num_sms, kAttributeMultiprocessorCount, handle),
+      "cuDeviceGetAttribute");
+  device->arch = 10 * major + minor;
+  const ContextScope scope(*device);
+  void* record = nullptr;
+  driver.check(driver.cuMemHostAlloc(&record, sizeof(FaultRecord),
+                                     kHostAllocPortable | kHostAllocDeviceMap),
+               "cuMemHostAlloc");
+  device->fault = new (record) FaultRecord{};
+  CUdeviceptr mapped = 0;
+  driver.check(driver.cuMemHostGetDevicePointer(&mapped, record, 0), "cuMemHostGetDevicePointer");
+  device->fault_device = reinterpret_cast<FaultRecord*>(mapped);
+  return device;
+}
+
+}  // namespace
+
+const Driver& Driver::get() {
+  if (!loaded().error.empty()) raise(loaded().error);
+  return loaded().driver;
+}
+
+const Driver* Driver::get_or_null() { return loaded().error.empty() ? &loaded().driver : nullptr; }
+
+void Driver::check(CUresult result, const char* what) const {
+  if (result == kCudaSuccess) return;
+  const char* name = "unknown error";
+  const char* text = "";
+  cuGetErrorName(result, &name);
+  cuGetErrorString(result, &text);
+  raise(std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
+}
+
+Device* Device::find(int ordinal) {
+  if (ordinal < 0 || ordinal >= kMaxDevices) return nullptr;
+  return devices[ordinal].load(std::memory_order_acquire);
+}
+
+Device& Device::get(int ordinal) {
+  if (Device* device = find(ordinal)) return *device;
+  if (ordinal < 0 || ordinal >= kMaxDevices) {
+    raise("jitkern: device cuda:" + std::to_string(ordinal) + ", expected 0 to " +
+          std::to_string(kMaxDevices - 1));
+  }
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (Device* device = find(ordinal)) return *device;
+  Device* device = open_device(ordinal).release();  // lives as long as the process
+  devices[ordinal].store(device, std::memory_order_release);
+  return *device;
+}
+
+ContextScope::ContextScope(const Device& device) : previous_(nullptr), changed_(false) {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuCtxGetCurrent(&previous_), "cuCtxGetCurrent");
+  if (previous_ == device.context) return;
+  driver.check(driver.cuCtxSetCurrent(device.context), "cuCtxSetCurrent");
+  changed_ = true;
+}
+
+ContextScope::~ContextScope() {
+  if (changed_) Driver::get().cuCtxSetCurrent(previous_);
+}
+
+PinnedRange pinned_range(const void* host_address) {
+  u32 memory_type = 0;
+  CUdeviceptr device_address = 0;
+  CUdeviceptr begin = 0;
+  size_t bytes = 0;
+  int attributes[] = {kPointerMemoryType, kPointerDevicePointer, kPointerRangeStart,
+                      kPointerRangeSize};
+  void* values[] = {&memory_type, &device_address, &begin, &bytes};
+  const Driver& driver = Driver::get();
+  // Succeeds for any address; what is unknown of one that CUDA has never seen stays zero.
+  driver.check(driver.cuPointerGetAttributes(4, attributes, values,
+                                             reinterpret_cast<CUdeviceptr>(host_address)),
+               "cuPointerGetAttributes");
+  if (memory_type != kMemoryTypeHost) return {nullptr, nullptr, 0};
+  return {reinterpret_cast<const char*>(device_address), reinterpret_cast<const char*>(begin),
+          static_cast<i64>(bytes)};
+}
+
+RelaxedCapture::RelaxedCapture() : mode_(kCaptureModeRelaxed) {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuThreadExchangeStreamCaptureMode(&mode_),
+               "cuThreadExchangeStreamCaptureMode");
+}
+
+RelaxedCapture::~RelaxedCapture() { Driver::get().cuThreadExchangeStreamCaptureMode(&mode_); }
+
+}  // namespace jitkern

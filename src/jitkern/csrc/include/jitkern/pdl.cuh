@@ -1,0 +1,23 @@
+// Programmatic dependent launch (compute capability 9.0 and up): the next kernel of the stream may
+// start its prologue while this one drains.
+#pragma once
+
+namespace jitkern {
+
+// Waits until every earlier kernel of the stream has finished and its writes are visible.
+template <bool kUsePdl>
+__device__ inline void wait_for_earlier_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kUsePdl) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel of the stream be scheduled as soon as all blocks have come here.
+template <bool kUsePdl>
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kUsePdl) asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+}  // namespace jitkern

@@ -1,0 +1,24 @@
+// Parameters of store_cache, filled by store.cc and read by store.cu.
+#pragma once
+
+#include <jitkern/types.h>
+
+namespace jitkern {
+
+constexpr int kStoreUnroll = 4;  // vectors in flight per thread
+
+struct StoreParams {
+  struct Copy {
+    char* cache;
+    const char* rows;
+    i64 cache_stride_bytes;
+    i64 row_stride_bytes;
+  };
+  Copy copies[2];  // K and V; blockIdx.y chooses
+  const void* indices;
+  i64 num_rows;
+  i64 num_slots;
+  FaultRecord* fault;
+};
+
+}  // namespace jitkern

@@ -1,0 +1,17 @@
+"""The ops: one module per op, each with its public function and its cached kernel builder."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+_DEVICE_OPS = ("store", "index", "h2d_gather")
+
+
+def device_ops() -> dict[str, ModuleType]:
+    """Return the modules of all ops that have a CUDA kernel, by the op's short name.
+
+    Each has ``kernel(*spec) -> DeviceModule`` and ``specialisations(row_bytes)``, the template
+    arguments that ``jitkern warm --element-size`` builds for that row size.
+    """
+    return {name: import_module(f"jitkern.ops.{name}") for name in _DEVICE_OPS}

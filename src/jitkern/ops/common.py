@@ -1,0 +1,62 @@
+"""What several ops share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+INDEX_BYTES = (4, 8)
+"""Bytes of the index types that every op takes: int32 and int64."""
+
+
+def widest_vec_bytes(row_bytes: int) -> int:
+    """Return the widest vector (16, 8, 4, 2 or 1 bytes) that divides a row.
+
+    This is what a call uses where base addresses and strides are multiples of it, as they are for
+    every contiguous torch tensor.
+    """
+    if row_bytes < 1:
+        raise ValueError(f"row_bytes: {row_bytes}, expected at least 1")
+    return min(16, row_bytes & -row_bytes)
+
+
+def name_unreadable(error: Exception, op: str, **arguments: Any) -> None:
+    """Raise ValueError naming the argument whose memory cannot be read; return if all can.
+
+    The way to C++ fails with PyTorch's own words, and no argument's name, for a tensor that is not
+    plain memory: on the meta device, sparse, quantised, nested, or inside vmap. Called once a call
+    has failed, so that a call that succeeds pays nothing.
+    """
+    import torch
+    import tvm_ffi
+
+    for name, tensor in arguments.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        try:
+            tvm_ffi.from_dlpack(tensor)
+        except Exception as refusal:
+            came, expected = _trait_of(tensor, refusal)
+            raise ValueError(f"{op}: {name}: {came}, expected {expected}") from error
+
+
+def _trait_of(tensor: Any, refusal: Exception) -> tuple[str, str]:
+    """Say what makes a tensor unreadable, and what it should be."""
+    import torch
+
+    if tensor.layout != torch.strided:
+        return f"layout {_short(tensor.layout)}", "strided"
+    if tensor.is_quantized:
+        return f"dtype {_short(tensor.dtype)}", "a dtype that is not quantised"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"device {tensor.device}", "cpu or cuda"
+    reason = str(refusal).strip().partition("\n")[0]
+    return f"a tensor without readable memory ({reason})", "a plain tensor"
+
+
+def _short(torch_name: Any) -> str:
+    return str(torch_name).removeprefix("torch.")
+
+
+def type_text(value: object) -> str:
+    """Return what a message calls an argument that is of the wrong type."""
+    return "None" if value is None else type(value).__name__

@@ -1,0 +1,128 @@
+"""``indexing``: gather rows of a table, such as an embedding or one rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from jitkern.jit import host
+from jitkern.jit.loader import DeviceModule, load_jit
+from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.ops.common import INDEX_BYTES, name_unreadable, type_text, widest_vec_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
+
+
+@lru_cache(maxsize=None)
+def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
+    """Return the device module of one row size, vector width and index type."""
+    args = make_cpp_args(row_bytes, vec_bytes, index_bytes, CONFIG)
+    return load_jit(
+        "index",
+        *args,
+        device_files=["ops/index.cu"],
+        device_wrappers=[("index", f"jitkern::IndexKernel<{args}>")],
+    )
+
+
+def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
+    """Return the template arguments that rows of ``row_bytes`` need."""
+    vec_bytes = widest_vec_bytes(row_bytes)
+    return [(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
+
+
+@cache
+def _op() -> Callable[..., Any]:
+    return host.op("index", kernel)
+
+
+def indexing(
+    weights: Tensor,
+    indices: Tensor,
+    *,
+    output: Tensor | None = None,
+    vocab_range: tuple[int, int] | None = None,
+) -> Tensor:
+    """Return ``weights[indices]``, with zeros where an index is not in this part of the table.
+
+    Runs on the current stream without a synchronisation; allocates only the output, and that only
+    if none is given. The copy is bit-exact for every dtype. May be captured in a CUDA graph.
+
+    Parameters
+    ----------
+    weights : Tensor
+        ``[num_rows, ...]``; rows contiguous, row stride free, any row size from 1 byte up.
+    indices : Tensor
+        Any shape, int32 or int64, contiguous, on the device of ``weights``. A negative index gives
+        a row of zeros.
+    output : Tensor, optional
+        ``[*indices.shape, *weights.shape[1:]]``, dtype and device of ``weights``, rows contiguous
+        and equally spaced. Must not overlap ``weights``.
+    vocab_range : (int, int), optional
+        ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
+        that is split over ranks. An index outside of it gives a row of zeros, so that a sum over
+        ranks is the whole table's row.
+
+    Returns
+    -------
+    Tensor
+        ``output``, or a new tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Wrong dtype, device, shape or stride, or a ``vocab_range`` longer than ``weights``. Nothing
+        was launched or written.
+    IndexError
+        Without ``vocab_range``: an index of ``num_rows`` or more. On the CPU at once, and nothing
+        was written. On CUDA its row is zeros, and the next jitkern call on the device or
+        :func:`jitkern.check` raises.
+
+    Examples
+    --------
+    >>> weights = torch.randn(128256, 4096, device="cuda", dtype=torch.bfloat16)
+    >>> tokens = torch.tensor([1, 5, 128255], device="cuda")
+    >>> jitkern.indexing(weights, tokens).shape
+    torch.Size([3, 4096])
+    """
+    start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
+    try:
+        if output is None:
+            output = _new_output(weights, indices)
+        _op()(weights, indices, output, start, length)
+    except RuntimeError as error:
+        name_unreadable(error, "indexing", weights=weights, indices=indices, output=output)
+        raise
+    return output
+
+
+def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
+    try:
+        return weights.new_empty(indices.shape + weights.shape[1:])
+    except (AttributeError, TypeError) as error:  # not tensors
+        raise _not_a_tensor(weights=weights, indices=indices) or error from None
+
+
+def _not_a_tensor(**arguments: object) -> TypeError | None:
+    import torch
+
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            return TypeError(f"indexing: {name}: {type_text(value)}, expected a tensor")
+    return None
+
+
+def _start_and_length(vocab_range: tuple[int, int]) -> tuple[int, int]:
+    try:
+        start, length = vocab_range
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"indexing: vocab_range: {vocab_range!r}, expected (start, length)"
+        ) from None
+    if start is None or length is None:
+        raise TypeError(f"indexing: vocab_range: {vocab_range!r}, expected two ints")
+    return start, length
