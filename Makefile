@@ -23,7 +23,7 @@ endif
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
-	$(PY) -m jitkern.cli demo
+	$(PY) -m jitkern demo
 
 test: $(call ready,test)
 	$(PY) -m pytest -n 2 $(PYTEST_ARGS)

@@ -12,28 +12,27 @@ import jitkern
 
 PACKAGE = Path(jitkern.__file__).parent
 
-# Every module has a place; the longest prefix wins. A module may import from lower levels only, and
-# modules that share a level do not know each other. A half is a part that was split off a module of
-# the next level.
-LEVELS = {
-    "errors": 0,
-    "env": 0,
-    "jit.template": 1,
-    "jit.sources": 1,
-    "jit.toolchain": 1,
-    "jit.entry": 1,
-    "jit.failures": 1,
-    "jit.locking": 1,
-    "jit.bundle": 1.5,
-    "jit.cache": 2,
-    "jit.nvrtc": 2,
-    "jit.cxx": 2,
-    "jit.host": 3,
-    "jit.loader": 3,
-    "ops": 4,
-    "perf": 5,
-    "cli": 6,
-}
+# Every module has a place, and may import from the lines above its own only. The levels are those of
+# docs/design.md; a level of several lines is one whose modules were split. A package's name stands for
+# those of its modules that are not named.
+LAYERS = """
+0  errors env
+1  jit.template jit.arch jit.entry jit.stats jit.record jit.failures jit.locking jit.depends
+1  jit.sources jit.toolchain
+2  jit.bundle jit.ninja jit.nvrtc
+2  jit.cache jit.cxx jit.nvcc
+2  jit.resolve
+3  jit.device jit.native
+3  jit.host
+3  jit.loader
+4  ops.common
+4  ops
+5  perf
+6  cli.ui cli.machine
+6  cli
+6  __main__
+"""
+RANK = {module: rank for rank, line in enumerate(LAYERS.split("\n")) for module in line.split()[1:]}
 READS_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 
 MODULES = {
@@ -43,13 +42,13 @@ MODULES = {
 }
 
 
-def level(module: str) -> float:
+def rank(module: str) -> int:
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
-        found = LEVELS.get(".".join(parts[:length]))
+        found = RANK.get(".".join(parts[:length]))
         if found is not None:
             return found
-    pytest.fail(f"jitkern.{module} has no level: give it one in tests/test_levels.py")
+    pytest.fail(f"jitkern.{module} has no place: give it one in tests/test_levels.py")
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -70,10 +69,14 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "jit"])
 def test_imports_go_down(module: str) -> None:
     for line, target in imports(MODULES[module]):
-        same_package = module == target.rpartition(".")[0] or target == module.rpartition(".")[0]
-        if same_package:
-            continue  # ops/__init__.py lists the ops
-        assert level(target) < level(module), f"{MODULES[module]}:{line}: imports jitkern.{target}"
+        if module == target.rpartition(".")[0] or target == module.rpartition(".")[0]:
+            continue  # ops/__init__.py lists the ops, cli/__init__.py the commands
+        assert rank(target) < rank(module), f"{MODULES[module]}:{line}: imports jitkern.{target}"
+
+
+def test_every_place_is_taken() -> None:
+    missing = set(RANK) - set(MODULES)
+    assert not missing, "named in LAYERS, but there is no such module"
 
 
 def test_only_env_reads_the_environment() -> None:

@@ -83,7 +83,7 @@ def main() -> None:
         constraints = Path(scratch) / "constraints.txt"
         constraints.write_text("\n".join(constraint_lines(keep_base=keep_base)) + "\n")
         options = [] if keep_base else cpu_index_options()
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         command += [*options, "-c", str(constraints), "-e", f"{ROOT}[{EXTRAS[what]}]"]
         print(" ".join(command), flush=True)
         sys.exit(subprocess.run(command, check=False).returncode)
