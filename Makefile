@@ -3,11 +3,12 @@
 #
 #   PYTHON=python3.12     the interpreter that .venv is made from; its torch >= 2.8 is used if it has one
 #   PY=/path/to/python    run with this interpreter as it is: nothing is installed
-#   PYTEST_ARGS="-k store"
+#   PYTEST_ARGS="-k store"   JOBS=8   (0: without pytest-xdist)
 
 PYTHON ?= python3
 VENV := .venv
 PYTEST_ARGS ?=
+JOBS ?= 2
 CXX_FILES = $(shell find src tests \( -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu' \) \
               -not -path '*/_prebuilt/*')
 
@@ -26,7 +27,7 @@ demo: $(call ready,cuda)
 	$(PY) -m jitkern demo
 
 test: $(call ready,test)
-	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
+	$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist loadgroup) $(PYTEST_ARGS)
 
 lint: $(call ready,dev)
 	$(PY) -m ruff check

@@ -12,9 +12,9 @@ import jitkern
 
 PACKAGE = Path(jitkern.__file__).parent
 
-# Every module has a place, and may import from the lines above its own only. The levels are those of
-# docs/design.md; a level of several lines is one whose modules were split. A package's name stands for
-# those of its modules that are not named.
+# Every module has a place, and may import from the lines above its own only. The levels are those
+# of docs/design.md; a level of several lines is one whose modules were split. A package's name
+# stands for those of its modules that are not named.
 LAYERS = """
 0  errors env
 1  jit.template jit.arch jit.entry jit.stats jit.record jit.failures jit.locking jit.depends
