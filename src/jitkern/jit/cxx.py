@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jitkern.env import settings
 from jitkern.jit.ninja import Edge, read_deps, run_ninja
 from jitkern.jit.toolchain import Arch, find_cuda_home, find_cxx
 
@@ -98,15 +99,22 @@ def build(
     """
     _check_sources(sources, arch)
     cxx = find_cxx()
-    includes = [f"-I{path.resolve()}" for path in include_paths]
-    tvm_includes, tvm_ldflags = _tvm_ffi()
-    link = [*tvm_ldflags]
-    cxx_command = [*cxx.command, *CFLAGS, *_words(cflags), *includes, *tvm_includes]
+    tvm_includes, link = _tvm_ffi()
+    directories = [*(path.resolve() for path in include_paths), *tvm_includes]
+    includes = [f"-I{path}" for path in directories]
+    # A library that is shared by checkouts and machines: __FILE__ is to hold no path of this one.
+    roots = dict.fromkeys([*directories, *(source.resolve().parent for source in sources)])
+    maps = [f"-fmacro-prefix-map={root}/=" for root in roots]
+    cxx_command = [*cxx.command, *CFLAGS, *maps, *_words(cflags), *includes]
     nvcc_command: list[str] = []
     if any(source.suffix == ".cu" for source in sources):
         cuda = find_cuda_home()
         nvcc_command = [str(cuda.nvcc), *CUDA_CFLAGS, *_arch_flags(arch)]
-        nvcc_command += ["-ccbin", cxx.command[0], *_words(cuda_cflags), *includes, *tvm_includes]
+        if settings().cxx is not None and len(cxx.command) == 1:
+            nvcc_command += ["-ccbin", cxx.command[0]]
+        # nvcc takes a comma in -Xcompiler for the next option.
+        nvcc_command += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
+        nvcc_command += [*_words(cuda_cflags), *includes]
         # Plain C++ beside it may use the runtime as well.
         cxx_command += [f"-isystem{path}" for path in cuda.include_dirs]
         link += cuda.ldflags
@@ -143,13 +151,14 @@ def _arch_flags(arch: Arch | None) -> list[str]:
     return [] if arch is None else [f"-gencode=arch={arch.compute},code={arch.sm}"]
 
 
-def _tvm_ffi() -> tuple[list[str], list[str]]:
-    """Include and linker flags of tvm-ffi. Its package is imported here only, it takes 0.1 s."""
+def _tvm_ffi() -> tuple[list[Path], list[str]]:
+    """Include directories and linker flags of tvm-ffi."""
+    # Here and not above: tvm_ffi imports torch where there is one, which takes a second.
     from tvm_ffi import libinfo
 
     directories = dict.fromkeys([libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
     library = Path(libinfo.find_libtvm_ffi())
-    return [f"-I{path}" for path in directories], [f"-L{library.parent}", "-ltvm_ffi"]
+    return [Path(path) for path in directories], [f"-L{library.parent}", "-ltvm_ffi"]
 
 
 def _words(flags: Sequence[str]) -> list[str]:

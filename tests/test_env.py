@@ -1,0 +1,112 @@
+"""Settings: defaults, what each variable does, and what a bad value says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jitkern.env import Settings, settings
+from jitkern.jit.toolchain import requested_archs
+
+
+def parse(**environ: str) -> Settings:
+    return Settings.from_environ({"HOME": "/home/u", **environ})
+
+
+def test_defaults() -> None:
+    found = parse()
+    assert found.cache_dir == Path("/home/u/.cache/jitkern")
+    assert found.cache_path == ()
+    assert found.cache_max_bytes == 4 << 30
+    assert found.compiler == "nvrtc"
+    assert found.lock_timeout_s > 0
+    assert found.faults == "raise"
+    assert (found.freeze, found.log, found.record, found.nvrtc) == (False, False, None, None)
+    assert (found.arch, found.cuda_home, found.cxx) == ((), None, None)
+
+
+def test_empty_means_unset() -> None:
+    names = ("CACHE_DIR", "CACHE_PATH", "CACHE_MAX_BYTES", "ARCH", "COMPILER", "NVRTC", "FREEZE")
+    names += ("LOCK_TIMEOUT_S", "RECORD", "LOG", "FAULTS")
+    assert parse(**{f"JITKERN_{name}": "" for name in names}) == parse()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"XDG_CACHE_HOME": "/x"}, "/x/jitkern"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/u/.cache/jitkern"),
+        ({"JITKERN_CACHE_DIR": "/c", "XDG_CACHE_HOME": "/x"}, "/c"),
+        ({"JITKERN_CACHE_DIR": "~/c"}, "/home/u/c"),
+    ],
+)
+def test_cache_dir(environ: dict[str, str], expected: str) -> None:
+    assert parse(**environ).cache_dir == Path(expected)
+
+
+def test_cache_path_is_a_list() -> None:
+    assert parse(JITKERN_CACHE_PATH="/a::~/b:").cache_path == (Path("/a"), Path("/home/u/b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", 0), ("123", 123), ("2k", 2048), ("512M", 512 << 20), ("4GiB", 4 << 30), ("1T", 1 << 40)],
+)
+def test_cache_max_bytes(text: str, expected: int) -> None:
+    assert parse(JITKERN_CACHE_MAX_BYTES=text).cache_max_bytes == expected
+
+
+def test_cuda_home_goes_before_cuda_path() -> None:
+    assert parse(CUDA_HOME="/a", CUDA_PATH="/b").cuda_home == Path("/a")
+    assert parse(CUDA_PATH="/b").cuda_home == Path("/b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("JITKERN_CACHE_MAX_BYTES", "much", "a number of bytes such as"),
+        ("JITKERN_CACHE_MAX_BYTES", "-1", "a number of bytes such as"),
+        ("JITKERN_CACHE_MAX_BYTES", "4X", "a number of bytes such as"),
+        ("JITKERN_CACHE_MAX_BYTES", "G", "a number of bytes such as"),
+        ("JITKERN_COMPILER", "clang", "nvrtc or nvcc"),
+        ("JITKERN_FAULTS", "explode", "raise or warn or ignore"),
+        ("JITKERN_FREEZE", "yes", "0 or 1"),
+        ("JITKERN_LOG", "2", "0 or 1"),
+        ("JITKERN_LOCK_TIMEOUT_S", "-1", "a number of seconds, 0 or more"),
+        ("JITKERN_LOCK_TIMEOUT_S", "nan", "a number of seconds, 0 or more"),
+        ("JITKERN_LOCK_TIMEOUT_S", "inf", "a number of seconds, 0 or more"),
+        ("JITKERN_LOCK_TIMEOUT_S", "soon", "a number of seconds, 0 or more"),
+    ],
+)
+def test_bad_value_is_named(name: str, value: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: '{value}', expected {expected}"):
+        parse(**{name: value})
+
+
+def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = settings()
+    monkeypatch.setenv("JITKERN_LOG", "1")
+    assert settings() is before
+    settings.cache_clear()
+    assert settings().log
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+def test_bad_arch_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITKERN_ARCH", "9.0, 99")
+    settings.cache_clear()
+    with pytest.raises(ValueError, match=r"JITKERN_ARCH: arch: '99', expected one of 7\.5, "):
+        requested_archs()
+    monkeypatch.setenv("JITKERN_ARCH", "9.0, sm_100")
+    settings.cache_clear()
+    assert [str(arch) for arch in requested_archs()] == ["9.0", "10.0"]
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+def test_no_home_directory_does_not_raise(fresh_python) -> None:
+    code = "from jitkern.env import settings; print(settings().cache_dir)"
+    done = fresh_python(code, env={"HOME": None, "XDG_CACHE_HOME": None, "JITKERN_CACHE_DIR": None})
+    assert done.stdout.strip().endswith(".cache/jitkern")

@@ -1,0 +1,52 @@
+"""Exceptions carry everything, also from one process to another."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from jitkern import errors
+
+
+def make() -> errors.CompileError:
+    return errors.CompileError(
+        "store.cu: NVRTC failed", command="-arch=sm_90", log="line 2: no such type\n", source="a\nb"
+    )
+
+
+def test_compile_error_text_holds_all_of_it() -> None:
+    text = str(make())
+    assert text.splitlines() == [
+        "store.cu: NVRTC failed",
+        "command: -arch=sm_90",
+        "log:",
+        "line 2: no such type",
+        "source:",
+        "   1  a",
+        "   2  b",
+    ]
+
+
+def test_compile_error_without_source() -> None:
+    error = errors.CompileError("m: build failed", command="c++ a.cc", log="oops")
+    assert error.source is None
+    assert "source" not in str(error)
+
+
+def test_compile_error_survives_pickling() -> None:
+    """One rank's failure is handed to the ranks that waited for it."""
+    error = make()
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is errors.CompileError
+    assert str(copy) == str(error)
+    assert copy.source == error.source
+
+
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "JitkernError"])
+def test_one_base_class(name: str) -> None:
+    assert issubclass(getattr(errors, name), errors.JitkernError)
+
+
+def test_unsupported_is_a_runtime_error() -> None:
+    assert issubclass(errors.UnsupportedError, RuntimeError)

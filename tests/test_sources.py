@@ -1,0 +1,171 @@
+"""The include closure: over-approximates, names files once, holds no path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jitkern.jit.sources import CSRC, digest, include_closure
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    files = {
+        "inc/lib/a.h": '#pragma once\n#include "b.h"\n',
+        "inc/lib/b.h": "#pragma once\n#define B 1\n",
+        "inc/lib/cond.h": "// only where SOMETHING\n",
+        "src/ops/x.cu": '#include <lib/a.h>\n#include "x.h"\n#include "../common.h"\n',
+        "src/ops/x.h": "#ifdef SOMETHING\n#  include <lib/cond.h>\n#endif\n",
+        "src/common.h": "#define C 1\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def dirs(tree: Path) -> list[Path]:
+    return [tree / "inc", tree / "src"]
+
+
+def test_nested_conditional_and_relative(tree: Path) -> None:
+    closure = include_closure('#include "ops/x.cu"\n', include_dirs=dirs(tree))
+    assert sorted(closure.headers) == [
+        "common.h",
+        "lib/a.h",
+        "lib/b.h",
+        "lib/cond.h",
+        "ops/x.cu",
+        "ops/x.h",
+    ]
+    assert closure.files[0].relative_to(tree) == Path("src/ops/x.cu")
+    assert len(closure.files) == len(closure.headers)
+    assert "#  include <lib/cond.h>" in closure.headers["ops/x.h"]
+    assert closure.headers["ops/x.cu"].splitlines() == [
+        "#include <lib/a.h>",
+        "#include <ops/x.h>",
+        "#include <common.h>",
+    ]
+
+
+def test_digest_sees_every_file_and_no_path(tree: Path, tmp_path_factory) -> None:
+    source = '#include "ops/x.cu"\n'
+    before = include_closure(source, include_dirs=dirs(tree))
+    copy = tmp_path_factory.mktemp("elsewhere") / "deep"
+    copy.mkdir()
+    for name in ("inc", "src"):
+        (tree / name).rename(copy / name)
+    assert include_closure(source, include_dirs=dirs(copy)).digest == before.digest
+    for path in sorted(copy.rglob("*.*")):
+        text = path.read_text()
+        path.write_text(text + "// edited\n")
+        assert include_closure(source, include_dirs=dirs(copy)).digest != before.digest, path
+        path.write_text(text)
+    assert include_closure(source + " ", include_dirs=dirs(copy)).digest != before.digest
+
+
+def test_absolute_source_gets_a_relative_name(tree: Path) -> None:
+    closure = include_closure(f'#include "{tree}/src/ops/x.cu"\n', include_dirs=[tree / "inc"])
+    assert closure.source == "#include <x.cu>\n"
+    assert not any(str(tree) in name + text for name, text in closure.headers.items())
+    assert {"x.h", "up/common.h"} <= set(closure.headers)
+
+
+def test_one_spelling_for_two_files(tmp_path: Path) -> None:
+    """Each includes its own neighbour util.h: both are there, and neither takes the other's."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "k.cu").write_text('#include "util.h"\n')
+        (tmp_path / name / "util.h").write_text(f"#define {name.upper()} 1\n")
+    unit = f'#include "{tmp_path}/one/k.cu"\n#include "{tmp_path}/two/k.cu"\n'
+    closure = include_closure(unit, include_dirs=[])
+    assert closure.source == "#include <k.cu>\n#include <2/k.cu>\n"
+    assert closure.headers["k.cu"] == "#include <util.h>\n"
+    assert closure.headers[closure.headers["2/k.cu"][10:-2]] == "#define TWO 1\n"
+
+
+def test_one_name_for_two_spellings(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.h").write_text("#pragma once\n")
+    unit = '#include "a.h"\n#include <sub/../a.h>\n#include "./a.h"\n'
+    closure = include_closure(unit, include_dirs=[tmp_path])
+    assert list(closure.headers) == ["a.h"]
+    assert closure.source == "#include <a.h>\n" * 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "#include HEADER",
+        "#include CONCAT(a, b)",
+        "# include HEADER // <a.h>",
+        "#include",
+        "#include <a.h",
+        '#include "a.h',
+        '#include ""',
+        "#include \\\n  HEADER",
+    ],
+)
+def test_computed_include_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"source:2: computed include '#"):
+        include_closure(f"\n{line}\n")
+
+
+def test_computed_include_names_the_header(tmp_path: Path) -> None:
+    (tmp_path / "a.h").write_text("\n\n#include X\n")
+    with pytest.raises(ValueError, match=r"a\.h:3: computed include '#include X'"):
+        include_closure("#include <a.h>", include_dirs=[tmp_path])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "// #include MACRO\n",
+        "/* \n#include MACRO\n */",
+        'const char* s = R"x(\n#include MACRO\n)x";',
+        'const char* s = "/*";\n#include <nowhere.h>\n// */',
+        "int x = 1'000'000;\n#include <nowhere.h>",
+        "#define include_me MACRO\n",
+    ],
+)
+def test_what_is_no_include(text: str) -> None:
+    closure = include_closure(text)
+    assert closure.source == text
+    assert not closure.headers
+
+
+def test_string_that_looks_like_a_comment_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.h").write_text("")
+    closure = include_closure('char c = \'"\'; // "\n#include "a.h"\n', include_dirs=[tmp_path])
+    assert list(closure.headers) == ["a.h"]
+
+
+def test_search_order_and_cycles(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.h").write_text(f'#include "a.h"\n// {name}\n')
+    closure = include_closure("#include <a.h>", include_dirs=[tmp_path / "two", tmp_path / "one"])
+    assert closure.headers == {"a.h": "#include <a.h>\n// two\n"}
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.h").write_bytes(b"// Gr\xfc\xdfe\r\n")
+    closure = include_closure("#include <a.h>", include_dirs=[tmp_path])
+    assert closure.headers["a.h"].encode("utf-8", "surrogateescape") == b"// Gr\xfc\xdfe\r\n"
+    assert len(closure.digest) == 64
+
+
+def test_digest_does_not_join_name_and_text() -> None:
+    assert digest({"a": "bc"}) != digest({"ab": "c"})
+    assert digest({"a": "1", "b": "2"}) != digest({"a": "2", "b": "1"})
+
+
+@pytest.mark.parametrize("source", sorted(CSRC.glob("ops/*.cu")), ids=lambda path: path.name)
+def test_our_own_sources_are_closed(source: Path) -> None:
+    """Everything an op's device code includes is in the package."""
+    closure = include_closure(f'#include "ops/{source.name}"\n')
+    assert all(path.is_relative_to(CSRC) for path in closure.files)
+    texts = "\n".join(closure.headers.values())
+    assert '#include "' not in texts, "a directive that resolved nowhere"
