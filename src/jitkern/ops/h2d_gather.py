@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.jit import host
@@ -18,10 +18,8 @@ CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 _LINE_BYTES = 128
 
 
-@lru_cache(maxsize=None)
-def kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int
-) -> DeviceModule:
+@cache
+def kernel(row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int) -> DeviceModule:
     """Return the device module of one row size, vector width, index type and alignment."""
     args = make_cpp_args(
         row_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.jit import host
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     """Return the device module of one row size, vector width and index type."""
     args = make_cpp_args(row_bytes, vec_bytes, index_bytes, CONFIG)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.jit import host
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     """Return the device module of one row size, vector width and index type."""
     args = make_cpp_args(row_bytes, vec_bytes, index_bytes, CONFIG)
@@ -40,9 +40,7 @@ def _op() -> Callable[..., Any]:
     return host.op("store", kernel)
 
 
-def store_cache(
-    k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: Tensor
-) -> None:
+def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: Tensor) -> None:
     """Copy row ``i`` of ``k`` and ``v`` to row ``indices[i]`` of ``k_cache`` and ``v_cache``.
 
     K and V go in one launch, on the current stream, without a synchronisation or an allocation. The
@@ -51,8 +49,8 @@ def store_cache(
     Parameters
     ----------
     k_cache, v_cache : Tensor
-        ``[num_slots, ...]``, on one device. The dimensions behind the first form the row and must be
-        contiguous; the row stride is free, so K and V may be interleaved in one tensor
+        ``[num_slots, ...]``, on one device. The dimensions behind the first form the row and must
+        be contiguous; the row stride is free, so K and V may be interleaved in one tensor
         (``kv[:, 0]`` and ``kv[:, 1]``). Rows of any size from 1 byte up; the same size for K and V.
     indices : Tensor
         ``[num_rows]``, int32 or int64, contiguous. A negative index skips its row. Where an index
