@@ -1,0 +1,102 @@
+"""What a C++ build has read, as the compiler reported it, in terms that hold on another machine.
+
+A manifest maps each file to its content's digest. Files are named ``<n>:<path>``: the path below
+the n-th root, the roots being the directories of the main sources and then the include paths, so
+that two checkouts at different places share entries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Manifest = dict[str, Any]
+
+
+def manifest(read: Iterable[Path], roots: Sequence[Path], covered: Sequence[Path]) -> Manifest:
+    """Describe the files a build has read.
+
+    Parameters
+    ----------
+    read
+        What the compiler reported.
+    roots
+        Directories that files are named relative to.
+    covered
+        Directories (or files) left out, because something else in the key covers them: the
+        toolkit, the compiler's own headers, tvm-ffi.
+
+    Returns
+    -------
+    dict
+        ``files``: name -> sha256. ``absent``: names that did not exist but would have been found
+        instead of one of the files; when one appears, the manifest does not hold any more.
+    """
+    # Compilers report files behind symbolic links as it pleases them, so all paths are resolved.
+    resolved_roots = [os.path.realpath(root) for root in roots]
+    left_out = [os.path.realpath(path) for path in covered]
+    paths = [
+        path
+        for path in sorted({os.path.realpath(path) for path in read})
+        if any(_is_below(path, root) for root in resolved_roots)
+        or not any(_is_below(path, folder) for folder in left_out)
+    ]
+    files = {_name(path, resolved_roots): _sha256(path) for path in paths}
+
+    # A quoted include looks beside the including file first, then along the include paths.
+    folders = dict.fromkeys([*resolved_roots, *(os.path.dirname(path) for path in paths)])
+    absent = set()
+    for path in paths:
+        for root in resolved_roots:
+            if not _is_below(path, root):
+                continue
+            spelling = os.path.relpath(path, root)
+            for folder in folders:
+                candidate = os.path.join(folder, spelling)
+                if not os.path.exists(candidate):
+                    absent.add(_name(candidate, resolved_roots))
+    return {"files": files, "absent": sorted(absent)}
+
+
+def holds(recorded: Mapping[str, Any], roots: Sequence[Path]) -> bool:
+    """Tell whether every file of the `recorded` manifest still has the content it had."""
+    resolved_roots = [os.path.realpath(root) for root in roots]
+    try:
+        if any(os.path.exists(_path(name, resolved_roots)) for name in recorded["absent"]):
+            return False
+        return all(
+            _sha256(_path(name, resolved_roots)) == expected
+            for name, expected in recorded["files"].items()
+        )
+    except (OSError, KeyError, IndexError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def changed_since(read: Iterable[Path], unix_s: float) -> bool:
+    """Tell whether any of the files was written, replaced or renamed after `unix_s`."""
+    try:
+        return any(path.stat().st_ctime > unix_s for path in read)
+    except OSError:
+        return True
+
+
+def _name(path: str, roots: Sequence[str]) -> str:
+    inside = [number for number, root in enumerate(roots) if _is_below(path, root)]
+    number = max(inside, key=lambda n: len(roots[n]), default=0)
+    return f"{number}:{os.path.relpath(path, roots[number])}"
+
+
+def _path(name: str, roots: Sequence[str]) -> str:
+    number, _, below = name.partition(":")
+    return os.path.join(roots[int(number)], below)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _sha256(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -1,0 +1,303 @@
+"""The host module: all of jitkern's own C++ as one library that checks, computes and launches.
+
+It needs no CUDA to build and none to load. The wheel ships it; a source checkout builds it once per
+machine, when it is first used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jitkern.env import settings
+from jitkern.errors import CompileError, JitkernError, ToolchainError
+from jitkern.jit import compilers, cxx
+from jitkern.jit.cache import Cache
+from jitkern.jit.entry import Entry, Key, digest
+from jitkern.jit.library import LOAD_ERRORS, load_library, platform_abi
+from jitkern.jit.resolve import SHIPPED, Built, obtain
+from jitkern.jit.sources import CSRC
+from jitkern.jit.toolchain import Arch
+
+if TYPE_CHECKING:
+    from tvm_ffi import Module
+
+NAME = "jitkern_host"
+CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the cache may be shared
+# For the wheel: no symbol of the build machine's libstdc++, which the user's may lack.
+PORTABLE_LDFLAGS = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
+_FAULT_MODES = {"raise": 0, "warn": 1, "ignore": 2}
+
+
+class Kernels(Protocol):
+    """What an op's builder returns: something with an image per arch."""
+
+    def image(self, arch: Arch) -> bytes:
+        """Return the code for `arch`."""
+        ...
+
+
+Builder = Callable[..., Kernels]
+
+_guard = threading.RLock()
+_module: Module | None = None
+_builders: dict[str, Builder] = {}
+
+
+def _renew_guard() -> None:
+    global _guard
+    _guard = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_guard)
+
+
+def module() -> Module:
+    """Return the host module, loaded and initialised; built first if it has to be.
+
+    Raises
+    ------
+    CompileError
+        It does not compile.
+    ToolchainError
+        It has to be built and there is no C++ compiler; the message says what to install.
+    """
+    global _module
+    if _module is None:
+        with _guard:
+            if _module is None:
+                loaded = _load()
+                _initialise(loaded)
+                _module = loaded
+    return _module
+
+
+def op(name: str, builder: Builder) -> Callable[..., Any]:
+    """Return the exported C++ function `name`, its kernels made by `builder`.
+
+    Parameters
+    ----------
+    name
+        Name of the exported function and of the op in the C++ source.
+    builder
+        Called with the ints of a specialisation when a call on a GPU first needs it.
+
+    Examples
+    --------
+    >>> store = op("store", kernel)  # doctest: +SKIP
+    >>> store(k_cache, v_cache, indices, k, v)  # doctest: +SKIP
+    """
+    _builders[name] = builder
+    function: Callable[..., Any] = module()[name]
+    return function
+
+
+def build_host_module(out_dir: Path) -> Path:
+    """Build the host module as an entry below `out_dir`, for the wheel; return the library's path.
+
+    Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
+    """
+    key = _key()
+    with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
+        built = _build(key, Path(folder), PORTABLE_LDFLAGS)
+    return Cache(Path(out_dir)).publish(built.key, built.files, built.meta).artefact
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def _load() -> Module:
+    loaded: list[Module] = []
+
+    def verify(staged: Path) -> None:
+        try:
+            loaded.append(load_library(staged / f"{NAME}.so"))
+        except LOAD_ERRORS as error:
+            raise CompileError(
+                f"{NAME}: built but does not load", command=f"dlopen {NAME}.so", log=str(error)
+            ) from error
+
+    def find(accept: Callable[[Mapping[str, Any]], bool]) -> Entry:
+        # No compiler is asked for its version: a library made by any of them is as good.
+        return obtain(
+            _key(),
+            _announce_and_build,
+            accept=accept,
+            verify=verify,
+            cure="build it beforehand with: jitkern warm",
+        ).entry
+
+    entry = find(_is_compatible)
+    if not loaded:
+        try:
+            loaded.append(load_library(entry.artefact))
+        except LOAD_ERRORS:
+            # Made on a machine with newer system libraries, or evicted a moment ago.
+            find(lambda _meta: False)
+    return loaded[0]
+
+
+def _key() -> Key:
+    sources = {
+        path.relative_to(CSRC).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(CSRC.rglob("*"))
+        if path.suffix in (".cc", ".h")
+    }
+    family = digest(
+        {
+            "route": "cxx",
+            "name": NAME,
+            "sources": sources,
+            "cflags": CFLAGS,
+            "processor": platform_abi()[0],
+        }
+    )
+    return Key("cxx", NAME, family, "", {"op": NAME, "cflags": list(CFLAGS)})
+
+
+def _is_compatible(meta: Mapping[str, Any]) -> bool:
+    """tvm-ffi keeps its C ABI within 0.x: what was built against an older patch release runs."""
+    import tvm_ffi
+
+    return _fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
+
+
+def _fits(built_against: str, installed: str) -> bool:
+    built, have = _release(built_against), _release(installed)
+    return len(built) == 3 and built[:2] == have[:2] and built <= have
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(0, 1, 15) of "0.1.15.post2"."""
+    parts = version.split(".")[:3]
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+def _announce_and_build() -> Built:
+    key = _key()
+    if not compilers.toolchain_id("cxx"):
+        raise ToolchainError(_no_compiler(key))
+    sys.stderr.write(f"jitkern: building the host module with c++ (once per machine): {_why()}\n")
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
+        return _build(key, Path(folder), ())
+
+
+def _why() -> str:
+    shipped = _shipped_versions()
+    if not shipped:
+        return "a source checkout ships none"
+    return f"the shipped one is for apache-tvm-ffi {shipped[0]} and other sources"
+
+
+def _no_compiler(key: Key) -> str:
+    import tvm_ffi
+
+    versions = _shipped_versions()
+    entry = Cache(SHIPPED, read_only=True).lookup(key, accept=lambda _meta: True)
+    if entry is not None:
+        wanted = entry.meta.get("tvm_ffi")
+        return (
+            f"the shipped host module was built against apache-tvm-ffi {wanted}, installed is "
+            f"{tvm_ffi.__version__}, and there is no C++ compiler to build another; "
+            f"pip install apache-tvm-ffi=={wanted}"
+        )
+    reason = "was built from other sources" if versions else "is not shipped"
+    return (
+        f"the host module {reason} and there is no C++ compiler to build it; "
+        "install g++ (apt install g++) or a jitkern wheel"
+    )
+
+
+def _shipped_versions() -> list[str]:
+    return [info.toolchain for info in Cache(SHIPPED).entries() if info.name == NAME]
+
+
+def _build(key: Key, folder: Path, ldflags: Sequence[str]) -> Built:
+    import tvm_ffi
+
+    start = time.perf_counter()
+    built = cxx.build(
+        NAME,
+        sources=sorted(CSRC.rglob("*.cc")),
+        directory=folder,
+        cflags=CFLAGS,
+        ldflags=ldflags,
+        include_paths=[CSRC / "include", CSRC],
+    )
+    meta = {
+        "tvm_ffi": tvm_ffi.__version__,
+        "libc": platform_abi()[1],
+        "build_ms": round((time.perf_counter() - start) * 1e3, 3),
+    }
+    toolchain = f"{compilers.toolchain_id('cxx')}+tvm-ffi-{tvm_ffi.__version__}"
+    files = {f"{NAME}.so": built.library.read_bytes()}
+    return Built(replace(key, toolchain=toolchain), files, meta)
+
+
+# -- wiring ----------------------------------------------------------------------------------------
+
+
+def _initialise(loaded: Module) -> None:
+    """Give the C++ side what it needs of Python and the settings, where it takes it."""
+    _register_relay()
+    for name, argument in (
+        ("set_resolver", lambda: _resolve),
+        ("set_fault_mode", lambda: _FAULT_MODES[settings().faults]),
+        ("set_warner", lambda: _warn),
+        ("set_num_threads", _num_threads),
+    ):
+        if loaded.implements_function(name):
+            loaded[name](argument())
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _resolve(op_name: str, spec: Sequence[int], arch: int) -> bytes:
+    """Return the image of one specialisation; called from C++ at its first launch on a device."""
+    try:
+        kernels = _builders[op_name](*(int(value) for value in spec))
+        return kernels.image(Arch(*divmod(arch, 10)))
+    except JitkernError as error:
+        # Only kind and message survive the way through C++. The exception itself, with its log
+        # and command, is kept here and comes back in _Relay.__new__.
+        message = f"{type(error).__name__}: {error}"
+        relay = _Relay(message)
+        _Relay.pending[message] = error
+        raise relay from error
+
+
+class _Relay(RuntimeError):  # noqa: N818 - it is never seen
+    """Stands for a jitkern exception while it passes through C++."""
+
+    pending: dict[str, JitkernError] = {}  # noqa: RUF012
+
+    def __new__(cls, message: str) -> Any:
+        original = cls.pending.pop(message, None)
+        return original if original is not None else super().__new__(cls, message)
+
+
+def _register_relay() -> None:
+    from tvm_ffi.error import register_error
+
+    register_error("jitkern.Relay", _Relay)
