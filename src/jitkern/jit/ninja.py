@@ -124,7 +124,12 @@ def _run(command: list[str], directory: Path) -> tuple[int, str]:
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
         cwd=directory,
-        env={**process_environment(), "NINJA_STATUS": "[%f/%t] "},
+        # Temporary files of compilers that are killed stay with the build, which is thrown away.
+        env={
+            **process_environment(),
+            "NINJA_STATUS": "[%f/%t] ",
+            "TMPDIR": str(directory.resolve()),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -40,6 +40,7 @@ _NVRTC_CURE = 'pip install "jitkern[cuda]"'
 _CUDA_CURE = "install the CUDA toolkit, or set CUDA_HOME to where it is"
 _LIB_DIRS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
 _LD_CACHE = Path("/etc/ld.so.cache")
+_SYSTEM_CUDA = Path("/usr/local/cuda")
 _PROBE_TIMEOUT_S = 30.0
 
 
@@ -151,7 +152,7 @@ def _nvrtc_candidates(
     for directory in site:
         yield Path(directory, "nvidia/cu13/lib/libnvrtc.so.13")
         yield Path(directory, "nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
-    for home in (*homes, Path("/usr/local/cuda")):
+    for home in (*homes, _SYSTEM_CUDA):
         for lib in _LIB_DIRS:
             yield home / lib / "libnvrtc.so.13"
             yield home / lib / "libnvrtc.so.12"
@@ -260,7 +261,7 @@ def _cuda_homes(path: str, site: tuple[str, ...]) -> Iterator[CudaHome | None]:
     for directory in site:
         for package in ("nvidia/cu13", "nvidia/cuda_nvcc"):
             yield _toolkit(Path(directory, package), Path(directory, package, "bin/nvcc"))
-    yield _toolkit(Path("/usr/local/cuda"), Path("/usr/local/cuda/bin/nvcc"))
+    yield _toolkit(_SYSTEM_CUDA, _SYSTEM_CUDA / "bin/nvcc")
 
 
 def _toolkit(root: Path, nvcc: Path) -> CudaHome | None:

@@ -1,0 +1,224 @@
+"""Device code to cubins: NVRTC, and nvcc as the alternative."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jitkern.errors import CompileError, ToolchainError, UnsupportedError
+from jitkern.jit import nvcc, nvrtc
+from jitkern.jit.sources import include_closure
+from jitkern.jit.toolchain import Arch, Nvrtc, find_nvrtc
+
+ARCHS = [Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0)]
+KERNEL = 'extern "C" __global__ void kernel(int* x) { *x = VALUE; }\n'
+STORE = """\
+#include "ops/store.cu"
+using K = jitkern::StoreKernel<656, 16, 4, 256, 2, false>;
+extern "C" __global__ void __launch_bounds__(K::kNumThreads, K::kMinBlocks)
+    store(const __grid_constant__ K::Params params) { K::run(params); }
+"""
+
+
+def have_nvrtc() -> bool:
+    try:
+        find_nvrtc()
+    except ToolchainError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not have_nvrtc(), reason="needs NVRTC")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def compile_kernel(source: str = KERNEL, **changes: object) -> nvrtc.Image:
+    settings: dict[str, object] = {"name": "k.cu", "headers": {}, "arch": Arch(9, 0)}
+    return nvrtc.compile(source, **{**settings, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_cubin_of_an_op(arch: Arch) -> None:
+    closure = include_closure(STORE)
+    image = compile_kernel(closure.source, headers=closure.headers, arch=arch)
+    assert image.kind == "cubin"
+    assert image.data.startswith(b"\x7fELF")
+    assert b".text.store\0" in image.data
+    assert image.log == ""
+
+
+def test_headers_come_from_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of that name in the current directory is not what is compiled."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "value.h").write_text("#define VALUE 1\n")
+    source = '#include "value.h"\nstatic_assert(VALUE == 2, "from memory");\n' + KERNEL
+    with pytest.raises(CompileError, match=r"value\.h"):
+        compile_kernel(source)
+    compile_kernel(source, headers={"value.h": "#define VALUE 2\n"})
+
+
+def test_closure_compiles_with_clashing_names(tmp_path: Path) -> None:
+    """NVRTC knows headers by spelling alone; the closure keeps two files of one spelling apart."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.cu").write_text(
+            f'#include "util.h"\n__device__ int {name}(int);\n'
+        )
+        (tmp_path / name / "util.h").write_text(f"#pragma once\n#define {name.upper()} 1\n")
+    parts = "".join(f'#include "{tmp_path}/{name}/part.cu"\n' for name in ("one", "two"))
+    closure = include_closure(parts + "#define VALUE ONE + TWO\n" + KERNEL)
+    assert compile_kernel(closure.source, headers=closure.headers).kind == "cubin"
+
+
+def test_same_input_gives_the_same_bytes() -> None:
+    options = ["-DVALUE=3"]
+    assert compile_kernel(options=options).data == compile_kernel(options=options).data
+
+
+def test_failure_carries_everything() -> None:
+    source = "#include <deep.h>\n" + KERNEL
+    headers = {"deep.h": "// one\nstruct Broken { missing_type x; };\n"}
+    with pytest.raises(CompileError) as caught:
+        compile_kernel(source, headers=headers, options=["-DVALUE=1", "-lineinfo"])
+    error = caught.value
+    assert error.source == source
+    assert "deep.h(2)" in error.log
+    assert "missing_type" in error.log
+    assert error.command.startswith("nvrtc -arch=sm_90 -std=c++17")
+    assert error.command.endswith("-DVALUE=1 -lineinfo")
+    assert f"NVRTC {find_nvrtc().version} for 9.0" in str(error)
+    for part in (error.command, error.log, "2  extern"):
+        assert part in str(error)
+
+
+def test_unknown_option_is_reported() -> None:
+    with pytest.raises(CompileError, match="--no-such-option"):
+        compile_kernel(options=["--no-such-option"])
+
+
+@pytest.mark.parametrize(
+    "option", ["-I/usr/include", "-I", "--include-path=/x", "-include=a.h", "--pre-include=a.h"]
+)
+def test_options_bring_no_files(option: str) -> None:
+    with pytest.raises(ValueError, match=r"options: '-.*', expected extra_include_paths"):
+        compile_kernel(options=[option])
+
+
+def test_warnings_are_kept() -> None:
+    source = '#warning "mind this"\n#define VALUE 1\n' + KERNEL
+    assert "mind this" in compile_kernel(source).log
+
+
+@pytest.mark.parametrize("standard", ["-std=c++20", "--std=c++20"])
+def test_another_standard(standard: str) -> None:
+    source = 'static_assert(__cplusplus >= 202002L, "");\n#define VALUE 1\n' + KERNEL
+    compile_kernel(source, options=[standard])
+    with pytest.raises(CompileError):
+        compile_kernel(source)
+
+
+def test_gpu_newer_than_the_library_gets_ptx() -> None:
+    newest = max(nvrtc.supported_archs())
+    image = compile_kernel(options=["-DVALUE=1"], arch=Arch(99, 0))
+    assert image.kind == "ptx"
+    assert f".target sm_{newest}".encode() in image.data
+    assert image.data.endswith(b"\0")  # the driver reads a C string
+
+
+def test_gpu_older_than_the_library() -> None:
+    with pytest.raises(UnsupportedError, match=r"arch: 3\.0, but NVRTC .* compiles for .* newer"):
+        compile_kernel(arch=Arch(3, 0))
+
+
+def test_architecture_specific_code() -> None:
+    assert compile_kernel(options=["-DVALUE=1"], arch=Arch(9, 0, "a")).kind == "cubin"
+
+
+def test_library_that_does_not_load(tmp_path: Path) -> None:
+    path = tmp_path / "libnvrtc.so.13"
+    path.write_text("no library")
+    with pytest.raises(ToolchainError, match=r'no usable libnvrtc .*pip install "jitkern\[cuda\]"'):
+        compile_kernel(library=Nvrtc(path, "13.0"))
+
+
+def test_library_of_something_else() -> None:
+    with pytest.raises(ToolchainError, match="no usable libnvrtc"):
+        compile_kernel(library=Nvrtc(Path("libc.so.6"), "13.0"))
+
+
+def test_non_ascii_source() -> None:
+    source = "// Grüße\n#define VALUE 1\n" + KERNEL
+    assert compile_kernel(source, headers={"a.h": "// \udcfc\n"}).kind == "cubin"
+
+
+def test_threads_do_not_wait_for_each_other() -> None:
+    """While one thread compiles, Python runs on: ctypes has released the GIL."""
+    closure = include_closure(STORE)
+    done = threading.Event()
+    gaps: list[float] = []
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    started = time.perf_counter()
+    with ThreadPoolExecutor(4) as pool:
+        images = list(
+            pool.map(
+                lambda arch: compile_kernel(closure.source, headers=closure.headers, arch=arch),
+                ARCHS * 2,
+            )
+        )
+    elapsed = time.perf_counter() - started
+    done.set()
+    ticker.join()
+    assert [image.data for image in images[:4]] == [image.data for image in images[4:]]
+    # A compile that held the GIL would leave a handful of ticks, one between two compiles.
+    assert len(gaps) > elapsed / 0.020, f"{len(gaps)} ticks in {elapsed:.2f} s"
+
+
+# ------------------------------------------------------------------------------------------- nvcc
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", [Arch(8, 0), Arch(9, 0)], ids=str)
+def test_nvcc_compiles_the_same_closure(arch: Arch) -> None:
+    closure = include_closure(STORE)
+    image = nvcc.compile_with_nvcc(
+        closure.source, name="store.cu", headers=closure.headers, arch=arch
+    )
+    assert image.kind == "cubin"
+    assert b".text.store\0" in image.data
+    assert b".debug_line" in image.data  # -lineinfo
+    assert "registers" in image.log  # -Xptxas=-v
+
+
+@needs_nvcc
+def test_nvcc_failure_carries_everything() -> None:
+    source = "#include <deep.h>\n" + KERNEL
+    headers = {"deep.h": "struct Broken { missing_type x; };\n"}
+    with pytest.raises(CompileError) as caught:
+        nvcc.compile_with_nvcc(source, name="k.cu", headers=headers, arch=Arch(9, 0))
+    error = caught.value
+    assert "nvcc" in error.command
+    assert "-arch=sm_90" in error.command
+    assert "deep.h(1)" in error.log
+    assert error.source == source
+
+
+@needs_nvcc
+def test_nvcc_takes_another_standard() -> None:
+    source = 'static_assert(__cplusplus >= 202002L, "");\n#define VALUE 1\n' + KERNEL
+    options = ["-std=c++20"]
+    nvcc.compile_with_nvcc(source, name="k.cu", headers={}, arch=Arch(9, 0), options=options)
