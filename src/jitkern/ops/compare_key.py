@@ -1,0 +1,65 @@
+"""``fast_compare_key``: the length of the common prefix of two token sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jitkern.jit import host
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _first_call(x: Tensor, y: Tensor, start: int, page_size: int) -> int:
+    """Put the C++ function in the place of this one, and call it."""
+    global _op
+    _op = host.module()["compare_key"]
+    return _op(x, y, start, page_size)
+
+
+# A plain name: the call of a cached look-up would be 25 ns of the 0.4 us that short keys take.
+_op: Callable[[Tensor, Tensor, int, int], int] = _first_call
+
+
+def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
+    """Return how many leading items of ``x[start:]`` and ``y`` are equal, in whole pages.
+
+    This is the step of a walk down a radix tree of cached prefixes: ``x`` is the request, of which
+    ``start`` tokens are matched already, and ``y`` the key of the node it has come to. The request
+    is not sliced, and neither is the result rounded by the caller.
+
+    Parameters
+    ----------
+    x, y : Tensor
+        ``[x_length]`` and ``[y_length]``, both int32 or both int64, contiguous, in CPU memory,
+        pinned or not. Nothing behind the end of the shorter one is read.
+    start : int
+        Where in ``x`` to begin, 0 to ``x_length``. ``y`` always begins at its first item.
+    page_size : int
+        The result is rounded down to a multiple of it, 1 or more: only whole pages are shared.
+
+    Returns
+    -------
+    int
+        Items, counted from ``start`` and not from 0: at most
+        ``min(x_length - start, y_length)``.
+
+    Raises
+    ------
+    TypeError
+        ``x`` or ``y`` is no tensor, of another dtype, or of two dtypes; ``start`` or ``page_size``
+        is no int.
+    ValueError
+        ``x`` or ``y`` is on a GPU, has not one dimension or is not contiguous; ``start`` or
+        ``page_size`` is out of range.
+
+    Examples
+    --------
+    >>> request = torch.tensor([5, 6, 7, 8, 9, 10])
+    >>> jitkern.fast_compare_key(request, torch.tensor([5, 6, 7, 1]))
+    3
+    >>> jitkern.fast_compare_key(request, torch.tensor([7, 8, 9, 1]), start=2, page_size=2)
+    2
+    """
+    return _op(x, y, start, page_size)

@@ -1,0 +1,255 @@
+"""fast_compare_key against a loop, in every instruction set that this CPU has."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import tvm_ffi
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jitkern import fast_compare_key
+from jitkern.jit import host
+
+DTYPES = (torch.int32, torch.int64)
+Compare = Callable[..., int]
+
+
+def ref_compare(x: Sequence[int], y: Sequence[int], start: int = 0, page_size: int = 1) -> int:
+    length = 0
+    for a, b in zip(x[start:], y, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length // page_size * page_size
+
+
+def with_level(level: str) -> Compare:
+    op = host.module()["compare_key_with"]
+
+    def compare(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
+        return op(level, x, y, start, page_size)
+
+    return compare
+
+
+def levels() -> list[str]:
+    return str(host.module()["compare_key_levels"]()).split()
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512", "neon"])
+def compare(request: pytest.FixtureRequest) -> Compare:
+    """The op in one instruction set."""
+    if request.param not in levels():
+        pytest.skip(f"this CPU runs {' '.join(levels())}")
+    return with_level(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_length_and_every_place_of_the_first_difference(
+    compare: Compare, dtype: torch.dtype
+) -> None:
+    longest = 300
+    base = torch.randint(0, 150_000, (longest,), dtype=dtype)
+    rows = base.repeat(longest, 1)  # a row of 300 items begins at a new alignment
+    for place in range(longest):
+        rows[place, place] ^= 1 << (place % 31)
+        if place % 2:
+            rows[place, place + 1 :] = -1
+    for length in range(longest + 1):
+        x = base[:length]
+        assert compare(x, x.clone()) == length
+        got = [compare(x, row) for row in rows.unbind()]
+        assert got == [min(place, length) for place in range(longest)]
+
+
+@pytest.mark.parametrize("bit", [0, 31, 32, 63])
+def test_any_bit_of_an_int64_is_a_difference(compare: Compare, bit: int) -> None:
+    x = torch.arange(40)
+    for place in range(40):
+        y = x.clone()
+        y.view(torch.uint8)[8 * place + bit // 8] ^= 1 << (bit % 8)
+        assert compare(x, y) == compare(y, x) == place
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_starts_of_any_alignment_and_unequal_lengths(compare: Compare, dtype: torch.dtype) -> None:
+    x = torch.arange(400, dtype=dtype)
+    for x_offset in range(20):
+        for y_offset in range(0, 20, 3):
+            y = torch.cat([torch.zeros(y_offset, dtype=dtype), x[x_offset:210]])[y_offset:]
+            assert compare(x[x_offset:], y) == 210 - x_offset
+            assert compare(y, x[x_offset:]) == 210 - x_offset
+            assert compare(x, y, start=x_offset) == 210 - x_offset
+
+
+def test_a_key_of_megabytes(compare: Compare) -> None:
+    x = torch.randint(0, 150_000, (1 << 20,), dtype=torch.int32)
+    y = x.clone()
+    assert compare(x, y) == 1 << 20
+    for place in (1 << 20) - 1, 777_777, 131_072, 65:
+        y[place] += 1
+        assert compare(x, y) == place
+
+
+class GuardedPage:
+    """A page between two that must not be touched: reading outside of it ends the process."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._map = mmap.mmap(-1, 3 * mmap.PAGESIZE)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for page in (0, 2):
+            if libc.mprotect(first + page * mmap.PAGESIZE, mmap.PAGESIZE, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        self.items = torch.frombuffer(self._map, dtype=torch.int32)[
+            mmap.PAGESIZE // 4 : 2 * mmap.PAGESIZE // 4
+        ]
+
+
+@pytest.fixture(scope="module")
+def guarded() -> tuple[Tensor, Tensor]:
+    """Two pages of int32 that end where memory ends; the maps live as long as the tensors."""
+    first, second = GuardedPage().items, GuardedPage().items
+    first.copy_(torch.arange(first.numel()))
+    second.copy_(first)
+    return first, second
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_outside_is_read(
+    compare: Compare, guarded: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> None:
+    x, y = (page.view(dtype) for page in guarded)
+    for length in [*range(1, 140), x.numel()]:
+        assert compare(x[-length:], y[-length:]) == length
+        assert compare(x[:length], y[:length]) == length
+        assert compare(x[-length:], torch.cat([y[-length:], y])) == length
+
+
+@given(st.data())
+def test_agrees_with_a_loop(data: st.DataObject) -> None:
+    tokens = st.lists(st.integers(0, 2), max_size=80)
+    shared = data.draw(tokens)
+    x = data.draw(tokens) + shared + data.draw(tokens)
+    y = shared + data.draw(tokens)
+    start = data.draw(st.integers(0, len(x)))
+    page_size = data.draw(st.integers(1, 20))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    expected = ref_compare(x, y, start, page_size)
+    tensors = torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype)
+    for compare in [fast_compare_key, *map(with_level, levels())]:
+        assert compare(*tensors, start=start, page_size=page_size) == expected
+
+
+def test_a_walk_down_a_radix_tree_needs_no_slices() -> None:
+    request = torch.arange(100, dtype=torch.int32)
+    nodes = [request[:32].clone(), request[32:64].clone(), torch.arange(64, 80).int()]
+    nodes[2][10:] = 0
+    matched = 0
+    for key in nodes:
+        matched += fast_compare_key(request, key, start=matched, page_size=4)
+    assert matched == 72
+
+
+def test_start_may_be_the_end_and_keys_may_be_empty() -> None:
+    x, empty = torch.arange(5), torch.empty(0, dtype=torch.int64)
+    assert fast_compare_key(x, x, start=5) == 0
+    assert fast_compare_key(x, empty) == 0
+    assert fast_compare_key(empty, x) == 0
+    assert fast_compare_key(empty, empty, page_size=16) == 0
+    assert fast_compare_key(x, x, page_size=1 << 62) == 0
+    assert type(fast_compare_key(x, x)) is int
+
+
+X = torch.arange(8)
+
+
+@pytest.mark.parametrize(
+    ("error", "x", "y", "options", "message"),
+    [
+        (TypeError, X.float(), X, {}, "x: dtype float32, expected int32 or int64"),
+        (TypeError, X, X.short(), {}, "y: dtype int16, expected int32 or int64"),
+        (TypeError, X.int(), X, {}, "y: dtype int64, expected int32 as in x"),
+        (TypeError, [1, 2], X, {}, "x: list, expected a tensor"),
+        (TypeError, X, None, {}, "y: None, expected a tensor"),
+        (ValueError, X.view(2, 4), X, {}, "x: shape [2, 4], expected 1 dimension"),
+        (ValueError, X, X[0], {}, "y: shape [], expected 1 dimension"),
+        (
+            ValueError,
+            X[::2],
+            X,
+            {},
+            (
+                "x: not contiguous (stride 2 in dimension 0 of shape [4]), "
+                "expected a contiguous tensor; call .contiguous()"
+            ),
+        ),
+        (ValueError, X, X, {"start": -1}, "start: -1, expected 0 to 8, the length of x"),
+        (ValueError, X, X, {"start": 9}, "start: 9, expected 0 to 8, the length of x"),
+        (TypeError, X, X, {"start": 1.0}, "start: float, expected an int"),
+        (TypeError, X, X, {"start": True}, "start: bool, expected an int"),
+        (ValueError, X, X, {"page_size": 0}, "page_size: 0, expected at least 1"),
+        (ValueError, X, X, {"page_size": -4}, "page_size: -4, expected at least 1"),
+        (TypeError, X, X, {"page_size": "4"}, "page_size: str, expected an int"),
+    ],
+)
+def test_wrong_arguments(
+    error: type[Exception], x: object, y: object, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(error) as raised:
+        fast_compare_key(x, y, **options)  # type: ignore[arg-type]
+    assert str(raised.value) == f"fast_compare_key: {message}"
+
+
+class PretendsToBeOnCuda:
+    """A CPU tensor that DLPack announces as one of cuda:1; its memory is never read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 1
+
+    def __dlpack__(self, **_: object) -> object:
+        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        get_pointer.restype, get_pointer.argtypes = (
+            ctypes.c_void_p,
+            [ctypes.py_object, ctypes.c_char_p],
+        )
+        capsule = self._tensor.__dlpack__()
+        address = get_pointer(capsule, b"dltensor")
+        ctypes.c_int32.from_address(address + 8).value = 2  # behind the data pointer: the device
+        ctypes.c_int32.from_address(address + 12).value = 1
+        return capsule
+
+
+def test_keys_on_a_gpu_are_refused() -> None:
+    on_cuda = tvm_ffi.from_dlpack(PretendsToBeOnCuda(X.clone()))
+    for args, name in ((on_cuda, X), "x"), ((X, on_cuda), "y"):
+        with pytest.raises(
+            ValueError, match=f"^fast_compare_key: {name}: device cuda:1, expected cpu$"
+        ):
+            fast_compare_key(*args)
+
+
+@pytest.mark.cuda
+def test_cuda_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^fast_compare_key: x: device cuda:0, expected cpu$"):
+        fast_compare_key(X.cuda(), X.cuda())
+
+
+@pytest.mark.cuda
+def test_pinned_memory_is_cpu_memory() -> None:
+    assert fast_compare_key(X.pin_memory(), X) == 8
+
+
+def test_an_instruction_set_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="level: mmx, expected one of compare_key_levels"):
+        with_level("mmx")(X, X)
