@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 _LINE_BYTES = 128
+# Vectors in flight per thread, as in csrc/ops/h2d_gather.h: of small calls, and of large ones.
+_IN_FLIGHT = (1, 8)
 
 
 @cache
@@ -26,6 +28,7 @@ def kernel(row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int) 
         vec_bytes,
         index_bytes,
         bool(line_aligned),
+        in_flight,
         CONFIG.num_threads,
         CONFIG.max_occupancy,
     )
@@ -41,7 +44,11 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need."""
     vec_bytes = widest_vec_bytes(row_bytes)
     line_aligned = int(row_bytes % _LINE_BYTES == 0)
-    return [(row_bytes, vec_bytes, index_bytes, line_aligned) for index_bytes in INDEX_BYTES]
+    return [
+        (row_bytes, vec_bytes, index_bytes, line_aligned, in_flight)
+        for index_bytes in INDEX_BYTES
+        for in_flight in _IN_FLIGHT
+    ]
 
 
 @cache

@@ -14,7 +14,7 @@ from jitkern.ops.common import INDEX_BYTES, name_unreadable, type_text, widest_v
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
+CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=True)
 
 
 @cache

@@ -2,6 +2,8 @@
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/error.h>
 
+#include <utility>
+
 namespace jitkern {
 
 namespace {
@@ -20,6 +22,7 @@ std::string type_text(AnyView value) {
       {"ffi.String", "str"},
       {"ffi.SmallBytes", "bytes"},
       {"ffi.Bytes", "bytes"},
+      {"ffi.Tensor", "Tensor"},
       {"ffi.Array", "list"},
       {"ffi.List", "list"},
       {"ffi.Map", "dict"},
@@ -69,7 +72,11 @@ std::string Tensor::device_name() const {
   return (type == kDLCUDA ? "cuda" : "type " + std::to_string(int(type))) + index;
 }
 
-std::string Tensor::dtype_name() const { return tvm::ffi::DLDataTypeToString(dl->dtype); }
+std::string Tensor::dtype_name() const {
+  // Complex types have no name in tvm-ffi.
+  if (dl->dtype.code == kDLComplex) return "complex" + std::to_string(dl->dtype.bits);
+  return tvm::ffi::DLDataTypeToString(dl->dtype);
+}
 
 std::string Tensor::shape_text() const {
   std::string text = "[";

@@ -92,6 +92,9 @@ std::unique_ptr<Device> open_device(int ordinal) {
       driver.cuDeviceGetAttribute(&device->num_sms, kAttributeMultiprocessorCount, handle),
       "cuDeviceGetAttribute");
   device->arch = 10 * major + minor;
+  int version = 0;
+  driver.check(driver.cuDriverGetVersion(&version), "cuDriverGetVersion");
+  device->use_pdl = major >= 9 && version >= 12030;  // from 12.3 on also inside CUDA graphs
   const ContextScope scope(*device);
   void* record = nullptr;
   driver.check(driver.cuMemHostAlloc(&record, sizeof(FaultRecord),

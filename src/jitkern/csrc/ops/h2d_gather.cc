@@ -5,6 +5,7 @@
 #include <jitkern/parallel.h>
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -16,7 +17,7 @@ namespace {
 constexpr const char* kOp = "h2d_gather";
 constexpr int kDefaultSms = 2;       // 2 SMs reach what 132 do: the bus is the limit
 constexpr int kSmallCallThreads = 256;
-constexpr i64 kSmallCallVecs = 32768;  // up to here a call is latency, not bandwidth: spread it out
+constexpr i64 kSmallCallBytes = 1 << 20;  // up to here a call is latency: spread it over the GPU
 
 template <class Index>
 void gather_cpu(const GatherParams& p, i64 row_bytes) {
@@ -128,17 +129,22 @@ void h2d_gather(AnyView src_arg, AnyView dst_arg, AnyView pairs_arg, AnyView slo
   params.fault = scope.device.fault_device;
   const int vec_bytes = vec_bytes_for(row_bytes, address(params.src), address(dst_rows.data),
                                       src_rows.stride_bytes, dst_rows.stride_bytes);
-  const bool line_aligned = (address(params.src) | u64(src_rows.stride_bytes)) % kHostLineBytes == 0;
+  const bool line_aligned =
+      (address(params.src) | u64(src_rows.stride_bytes)) % kHostLineBytes == 0;
+  const bool small = choose_sms && params.num_pairs * row_bytes <= kSmallCallBytes;
+  const int in_flight = small ? kSmallInFlight : kGatherInFlight;
   const Kernel& kernel = *kernels.find(
-      scope.device, {row_bytes, vec_bytes, pairs.index_bytes, i64(line_aligned)});
-  const i64 num_vecs = params.num_pairs * (window_bytes(row_bytes, vec_bytes, line_aligned) / vec_bytes);
-  if (choose_sms && num_vecs <= kSmallCallVecs) {
-    scope.launch(kernel, ceil_div(num_vecs, kSmallCallThreads), 1, kSmallCallThreads, params);
-  } else {
-    const i64 blocks = std::min({num_sms, i64(scope.device.num_sms),
-                                 ceil_div(num_vecs, i64(kernel.num_threads) * kGatherUnroll)});
-    scope.launch(kernel, blocks, 1, kernel.num_threads, params);
+      scope.device, {row_bytes, vec_bytes, pairs.index_bytes, line_aligned, in_flight});
+  const GroupShape shape = group_shape(window_bytes(row_bytes, vec_bytes, line_aligned), vec_bytes,
+                                       kGatherMaxChunks, in_flight);
+  const i64 threads = shape.num_threads(params.num_pairs);
+  if (small) {
+    scope.launch(kernel, ceil_div(threads, kSmallCallThreads), 1, kSmallCallThreads, params);
+    return;
   }
+  const i64 blocks = std::min(
+      {num_sms, i64(scope.device.num_sms), ceil_div(threads, kernel.num_threads)});
+  scope.launch(kernel, blocks, 1, kernel.num_threads, params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(h2d_gather, h2d_gather);

@@ -1,12 +1,14 @@
 // Parameters of h2d_gather, filled by h2d_gather.cc and read by h2d_gather.cu.
 #pragma once
 
-#include <jitkern/types.h>
+#include <jitkern/groups.h>
 
 namespace jitkern {
 
-constexpr int kGatherUnroll = 4;      // vectors in flight per thread
-constexpr int kHostLineBytes = 128;  // a PCIe read request of the GPU carries one such line
+constexpr int kHostLineBytes = 128;   // a PCIe read request of the GPU carries one such line
+constexpr int kGatherMaxChunks = 8;  // vectors of one row that a lane moves at a time
+constexpr int kGatherInFlight = 8;   // in large calls: 8 * 16 B * 2,048 threads are 2 us of the bus
+constexpr int kSmallInFlight = 1;    // in small calls rows are spread over warps instead
 
 // The bytes of all lines that one row can touch. Where rows are only aligned to a vector, a row may
 // start up to 128 - vec_bytes bytes into its first line.

@@ -103,9 +103,10 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
   const int vec_bytes = vec_bytes_for(row_bytes, address(rows.data), address(table.data),
                                       rows.stride_bytes, table.stride_bytes);
   const Kernel& kernel = *kernels.find(scope.device, {row_bytes, vec_bytes, indices.index_bytes});
-  const i64 num_vecs = indices.count * (row_bytes / vec_bytes);
-  scope.launch(kernel, ceil_div(num_vecs, i64(kernel.num_threads) * kIndexUnroll), 1,
-               kernel.num_threads, params);
+  const GroupShape shape =
+      group_shape(row_bytes, vec_bytes, kIndexMaxChunks, kIndexInFlight);
+  scope.launch(kernel, ceil_div(shape.num_threads(indices.count), kernel.num_threads), 1,
+               kernel.num_threads, params, scope.device.use_pdl);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(index, index);

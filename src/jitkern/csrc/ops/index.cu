@@ -16,39 +16,53 @@ struct IndexKernel {
   static constexpr int kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
-    using Rows = FlatRows<kRowBytes / kVecBytes>;
+    using Rows = Group<kRowBytes, kVecBytes, kIndexMaxChunks, kIndexInFlight>;
     const auto* indices = static_cast<const Index<kIndexBytes>*>(p.indices);
-    const i64 num_vecs = p.num_rows * (kRowBytes / kVecBytes);
-    const i64 first = i64(blockIdx.x) * (kThreads * kIndexUnroll) + threadIdx.x;
+    const Rows group(thread_number());
     wait_for_earlier_kernels<kUsePdl>();
 
-    i64 index[kIndexUnroll];
+    // Straight-line loops, one for each step: a branch between two loads would make the second wait
+    // for the first.
+    i64 index[Rows::kRows];
 #pragma unroll
-    for (int j = 0; j < kIndexUnroll; ++j) {
-      const i64 flat = first + j * kThreads;
-      index[j] = flat < num_vecs ? i64(indices[Rows(flat).row]) : -1;
+    for (int r = 0; r < Rows::kRows; ++r) {
+      const i64 row = group.first_row + r;
+      index[r] = row < p.num_rows ? i64(indices[row]) : -1;
     }
-    Vec<kVecBytes> value[kIndexUnroll];
+    Vec<kVecBytes> value[Rows::kRows][Rows::kChunks];
 #pragma unroll
-    for (int j = 0; j < kIndexUnroll; ++j) {
-      value[j] = Vec<kVecBytes>{};
-      const i64 row = index[j] < 0 ? -1 : index[j] - p.vocab_start;
-      if (row < 0 || row >= p.vocab_length) continue;
-      const Rows at(first + j * kThreads);
-      value[j] = load_once<kVecBytes>(p.weights + row * p.weights_stride_bytes +
-                                      i64(at.vec) * kVecBytes);
+    for (int r = 0; r < Rows::kRows; ++r) {
+      // Unsigned, so that one comparison also sends negative indices outside.
+      const u64 row = u64(index[r]) - u64(p.vocab_start);
+      const bool inside = row < u64(p.vocab_length);
+      const char* source = p.weights + (inside ? i64(row) * p.weights_stride_bytes : 0);
+#pragma unroll
+      for (int c = 0; c < Rows::kChunks; ++c) {
+        value[r][c] = Vec<kVecBytes>{};
+        if (inside && group.offset(c) < kRowBytes) {
+          value[r][c] = load_vec<kVecBytes>(source + group.offset(c));
+        }
+      }
     }
     let_next_kernel_start<kUsePdl>();
+    bool fault = false;
 #pragma unroll
-    for (int j = 0; j < kIndexUnroll; ++j) {
-      const i64 flat = first + j * kThreads;
-      if (flat >= num_vecs) continue;
-      const Rows at(flat);
-      if (index[j] >= p.bound && at.vec == 0) {
-        report_fault(p.fault, FaultSite::kIndexingIndices, at.row, index[j], p.bound);
+    for (int r = 0; r < Rows::kRows; ++r) {
+      const i64 row = group.first_row + r;
+      fault |= index[r] >= p.bound;
+      char* target = p.output + row * p.output_stride_bytes;
+#pragma unroll
+      for (int c = 0; c < Rows::kChunks; ++c) {
+        if (row < p.num_rows && group.offset(c) < kRowBytes) {
+          store_vec<kVecBytes>(target + group.offset(c), value[r][c]);
+        }
       }
-      store_once<kVecBytes>(
-          p.output + at.row * p.output_stride_bytes + i64(at.vec) * kVecBytes, value[j]);
+    }
+    if (!fault || !group.reports()) return;
+#pragma unroll
+    for (int r = 0; r < Rows::kRows; ++r) {
+      if (index[r] < p.bound) continue;
+      report_fault(p.fault, FaultSite::kIndexingIndices, group.first_row + r, index[r], p.bound);
     }
   }
 };

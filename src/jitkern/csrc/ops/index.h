@@ -1,11 +1,12 @@
 // Parameters of indexing, filled by index.cc and read by index.cu.
 #pragma once
 
-#include <jitkern/types.h>
+#include <jitkern/groups.h>
 
 namespace jitkern {
 
-constexpr int kIndexUnroll = 4;  // vectors in flight per thread
+constexpr int kIndexMaxChunks = 4;  // vectors of one row that a lane moves at a time
+constexpr int kIndexInFlight = 2;   // the same over several rows, where rows are short
 
 struct IndexParams {
   char* output;

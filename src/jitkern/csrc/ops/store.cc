@@ -79,9 +79,10 @@ void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyVie
       address(v_rows.data), k_slots.stride_bytes, v_slots.stride_bytes, k_rows.stride_bytes,
       v_rows.stride_bytes);
   const Kernel& kernel = *kernels.find(scope.device, {row_bytes, vec_bytes, indices.index_bytes});
-  const i64 num_vecs = indices.count * (row_bytes / vec_bytes);
-  scope.launch(kernel, ceil_div(num_vecs, i64(kernel.num_threads) * kStoreUnroll), 2,
-               kernel.num_threads, params);
+  const GroupShape shape =
+      group_shape(row_bytes, vec_bytes, kStoreMaxChunks, kStoreInFlight);
+  scope.launch(kernel, ceil_div(shape.num_threads(indices.count), kernel.num_threads), 2,
+               kernel.num_threads, params, scope.device.use_pdl);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store, store);

@@ -16,39 +16,51 @@ struct StoreKernel {
   static constexpr int kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
-    using Rows = FlatRows<kRowBytes / kVecBytes>;
+    using Rows = Group<kRowBytes, kVecBytes, kStoreMaxChunks, kStoreInFlight>;
     const StoreParams::Copy& copy = p.copies[blockIdx.y];
     const auto* indices = static_cast<const Index<kIndexBytes>*>(p.indices);
-    const i64 num_vecs = p.num_rows * (kRowBytes / kVecBytes);
-    const i64 first = i64(blockIdx.x) * (kThreads * kStoreUnroll) + threadIdx.x;
+    const Rows group(thread_number());
     wait_for_earlier_kernels<kUsePdl>();
 
-    // Rows do not depend on the indices, so all loads are in flight together.
-    Vec<kVecBytes> value[kStoreUnroll];
-    i64 slot[kStoreUnroll];
+    // Straight-line loops, one for each step: a branch between two loads would make the second wait
+    // for the first. Rows do not depend on their indices, so all loads are in flight together.
+    i64 slot[Rows::kRows];
 #pragma unroll
-    for (int j = 0; j < kStoreUnroll; ++j) {
-      const i64 flat = first + j * kThreads;
-      slot[j] = -1;
-      if (flat >= num_vecs) continue;
-      const Rows at(flat);
-      slot[j] = indices[at.row];
-      value[j] = load_once<kVecBytes>(copy.rows + at.row * copy.row_stride_bytes +
-                                      i64(at.vec) * kVecBytes);
+    for (int r = 0; r < Rows::kRows; ++r) {
+      const i64 row = group.first_row + r;
+      slot[r] = row < p.num_rows ? i64(indices[row]) : -1;
+    }
+    Vec<kVecBytes> value[Rows::kRows][Rows::kChunks];
+#pragma unroll
+    for (int r = 0; r < Rows::kRows; ++r) {
+      const i64 row = group.first_row + r;
+      const char* source = copy.rows + row * copy.row_stride_bytes;
+#pragma unroll
+      for (int c = 0; c < Rows::kChunks; ++c) {
+        if (row < p.num_rows && group.offset(c) < kRowBytes) {
+          value[r][c] = load_vec<kVecBytes>(source + group.offset(c));
+        }
+      }
     }
     let_next_kernel_start<kUsePdl>();
+    bool fault = false;
 #pragma unroll
-    for (int j = 0; j < kStoreUnroll; ++j) {
-      if (slot[j] < 0) continue;  // padding, or past the last row
-      const Rows at(first + j * kThreads);
-      if (slot[j] >= p.num_slots) {
-        if (at.vec == 0) {
-          report_fault(p.fault, FaultSite::kStoreIndices, at.row, slot[j], p.num_slots);
+    for (int r = 0; r < Rows::kRows; ++r) {
+      const bool inside = slot[r] >= 0 && slot[r] < p.num_slots;
+      fault |= slot[r] >= p.num_slots;
+      char* target = copy.cache + (inside ? slot[r] * copy.cache_stride_bytes : 0);
+#pragma unroll
+      for (int c = 0; c < Rows::kChunks; ++c) {
+        if (inside && group.offset(c) < kRowBytes) {
+          store_vec<kVecBytes>(target + group.offset(c), value[r][c]);
         }
-        continue;
       }
-      store_once<kVecBytes>(
-          copy.cache + slot[j] * copy.cache_stride_bytes + i64(at.vec) * kVecBytes, value[j]);
+    }
+    if (!fault || !group.reports()) return;
+#pragma unroll
+    for (int r = 0; r < Rows::kRows; ++r) {
+      if (slot[r] < p.num_slots) continue;
+      report_fault(p.fault, FaultSite::kStoreIndices, group.first_row + r, slot[r], p.num_slots);
     }
   }
 };

@@ -1,11 +1,12 @@
 // Parameters of store_cache, filled by store.cc and read by store.cu.
 #pragma once
 
-#include <jitkern/types.h>
+#include <jitkern/groups.h>
 
 namespace jitkern {
 
-constexpr int kStoreUnroll = 4;  // vectors in flight per thread
+constexpr int kStoreMaxChunks = 4;  // vectors of one row that a lane moves at a time
+constexpr int kStoreInFlight = 2;   // the same over several rows, where rows are short
 
 struct StoreParams {
   struct Copy {

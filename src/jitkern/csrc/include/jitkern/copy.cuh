@@ -1,7 +1,7 @@
-// Moving vectors of 1 to 16 bytes, and the map from a flat vector number to a row and an offset.
+// Moving vectors of 1 to 16 bytes, and which of them a thread moves.
 #pragma once
 
-#include <jitkern/types.h>
+#include <jitkern/groups.h>
 
 namespace jitkern {
 
@@ -43,30 +43,44 @@ struct IndexOf<8> {
 template <int kBytes>
 using Index = typename IndexOf<kBytes>::type;
 
-// Every byte of a row is read once, so it should not push index lines out of L1.
 template <int kBytes>
-__device__ inline Vec<kBytes> load_once(const char* address) {
-  return __ldcs(reinterpret_cast<const Vec<kBytes>*>(address));
+__device__ inline Vec<kBytes> load_vec(const char* address) {
+  return *reinterpret_cast<const Vec<kBytes>*>(address);
 }
 
 template <int kBytes>
-__device__ inline void store_once(char* address, Vec<kBytes> value) {
+__device__ inline void store_vec(char* address, Vec<kBytes> value) {
   *reinterpret_cast<Vec<kBytes>*>(address) = value;
 }
 
-// Rows are copied as one flat list of vectors: thread t of a tile takes vectors t, t + kThreads, ...
-// so no lane idles whatever the row size is (a warp per 656-byte row would leave 23 of 64 lanes
-// without work), and the division by the compile-time kVecsPerRow is a multiplication.
-template <i64 kVecsPerRow>
-struct FlatRows {
-  i64 row;
-  i32 vec;  // number of the vector inside its row
+// The part of the rows that this thread's group works on.
+template <i64 kRowBytes, int kVecBytes, int kMaxChunks, int kInFlight>
+struct Group {
+  static_assert(kRowBytes < (1ll << 31), "offsets inside a row are 32-bit");
+  static constexpr GroupShape kShape = group_shape(kRowBytes, kVecBytes, kMaxChunks, kInFlight);
+  static constexpr int kRows = kShape.rows;
+  static constexpr int kChunks = kShape.chunks;
 
-  __device__ explicit FlatRows(i64 flat) {
-    static_assert(kVecsPerRow < (1ll << 31), "a row of at most 2^31 vectors");
-    row = static_cast<i64>(static_cast<u64>(flat) / static_cast<u64>(kVecsPerRow));
-    vec = static_cast<i32>(flat - row * kVecsPerRow);
+  i64 first_row;
+  i32 first_offset;
+
+  __device__ explicit Group(i64 thread) {
+    const i64 group = thread / kShape.lanes;
+    const i32 piece = static_cast<i32>(group % kShape.pieces);
+    const i32 lane = static_cast<i32>(thread % kShape.lanes);
+    first_row = group / kShape.pieces * kRows;
+    first_offset = (piece * kChunks * kShape.lanes + lane) * kVecBytes;
+  }
+
+  // Whether this thread is the one of its group's rows that reports for them.
+  __device__ bool reports() const { return first_offset == 0; }
+
+  // Byte offset in a row of this lane's vector number `chunk`; may be past the end of the row.
+  __device__ i32 offset(int chunk) const {
+    return first_offset + chunk * (kShape.lanes * kVecBytes);
   }
 };
+
+__device__ inline i64 thread_number() { return i64(blockIdx.x) * blockDim.x + threadIdx.x; }
 
 }  // namespace jitkern
