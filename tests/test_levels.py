@@ -29,6 +29,7 @@ LAYERS = """
 4  ops
 5  perf
 6  cli.ui cli.machine
+6  cli.warm
 6  cli
 6  __main__
 """

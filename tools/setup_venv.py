@@ -1,4 +1,4 @@
-"""Make the virtual environment that the Makefile runs in: `python3 tools/setup_venv.py .venv EXTRA`.
+"""Make the virtual environment that make runs in: `python3 tools/setup_venv.py .venv EXTRA`.
 
 Only the standard library: this runs before anything is installed. What is installed is pinned by
 constraints.txt. A torch >= 2.8 that the base interpreter already has (a CUDA machine, a container)
