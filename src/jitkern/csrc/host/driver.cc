@@ -25,8 +25,9 @@ struct Loaded {
   Loaded() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
-      error = "jitkern: no CUDA driver (libcuda.so.1 was not found); install the NVIDIA driver, or "
-              "start the container with GPU access";
+      error =
+          "jitkern: no CUDA driver (libcuda.so.1 was not found); install the NVIDIA driver, or "
+          "start the container with GPU access";
       return;
     }
     resolve(library, "cuInit", driver.cuInit);
@@ -88,18 +89,17 @@ std::unique_ptr<Device> open_device(int ordinal) {
                "cuDeviceGetAttribute");
   driver.check(driver.cuDeviceGetAttribute(&minor, kAttributeComputeMinor, handle),
                "cuDeviceGetAttribute");
-  driver.check(
-      driver.cuDeviceGetAttribute(&device->num_sms, kAttributeMultiprocessorCount, handle),
-      "cuDeviceGetAttribute");
+  driver.check(driver.cuDeviceGetAttribute(&device->num_sms, kAttributeMultiprocessorCount, handle),
+               "cuDeviceGetAttribute");
   device->arch = 10 * major + minor;
   int version = 0;
   driver.check(driver.cuDriverGetVersion(&version), "cuDriverGetVersion");
   device->use_pdl = major >= 9 && version >= 12030;  // from 12.3 on also inside CUDA graphs
   const ContextScope scope(*device);
   void* record = nullptr;
-  driver.check(driver.cuMemHostAlloc(&record, sizeof(FaultRecord),
-                                     kHostAllocPortable | kHostAllocDeviceMap),
-               "cuMemHostAlloc");
+  driver.check(
+      driver.cuMemHostAlloc(&record, sizeof(FaultRecord), kHostAllocPortable | kHostAllocDeviceMap),
+      "cuMemHostAlloc");
   device->fault = new (record) FaultRecord{};
   CUdeviceptr mapped = 0;
   driver.check(driver.cuMemHostGetDevicePointer(&mapped, record, 0), "cuMemHostGetDevicePointer");

@@ -15,7 +15,7 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = "h2d_gather";
-constexpr int kDefaultSms = 2;       // 2 SMs reach what 132 do: the bus is the limit
+constexpr int kDefaultSms = 2;  // 2 SMs reach what 132 do: the bus is the limit
 constexpr int kSmallCallThreads = 256;
 constexpr i64 kSmallCallBytes = 1 << 20;  // up to here a call is latency: spread it over the GPU
 
@@ -81,17 +81,10 @@ void h2d_gather(AnyView src_arg, AnyView dst_arg, AnyView pairs_arg, AnyView slo
   const Rows src_rows(src);
   const Rows dst_rows(dst);
   same_row_bytes(src, src_rows, dst, dst_rows);
-  GatherParams params{dst_rows.data,
-                      src_rows.data,
-                      dst_rows.stride_bytes,
-                      src_rows.stride_bytes,
-                      pairs.data,
-                      nullptr,
-                      pairs.count / 2,
-                      src_rows.num_rows,
-                      dst_rows.num_rows,
-                      0,
-                      nullptr};
+  GatherParams params{
+      dst_rows.data, src_rows.data,   dst_rows.stride_bytes, src_rows.stride_bytes, pairs.data,
+      nullptr,       pairs.count / 2, src_rows.num_rows,     dst_rows.num_rows,     0,
+      nullptr};
   if (slot_map_arg.type_index() != tvm::ffi::TypeIndex::kTVMFFINone) {
     const Tensor slot_map_tensor(kOp, "slot_map", slot_map_arg);
     slot_map_tensor.same_device(dst);
@@ -142,8 +135,8 @@ void h2d_gather(AnyView src_arg, AnyView dst_arg, AnyView pairs_arg, AnyView slo
     scope.launch(kernel, ceil_div(threads, kSmallCallThreads), 1, kSmallCallThreads, params);
     return;
   }
-  const i64 blocks = std::min(
-      {num_sms, i64(scope.device.num_sms), ceil_div(threads, kernel.num_threads)});
+  const i64 blocks =
+      std::min({num_sms, i64(scope.device.num_sms), ceil_div(threads, kernel.num_threads)});
   scope.launch(kernel, blocks, 1, kernel.num_threads, params);
 }
 

@@ -5,7 +5,7 @@
 
 namespace jitkern {
 
-constexpr int kHostLineBytes = 128;   // a PCIe read request of the GPU carries one such line
+constexpr int kHostLineBytes = 128;  // a PCIe read request of the GPU carries one such line
 constexpr int kGatherMaxChunks = 8;  // vectors of one row that a lane moves at a time
 constexpr int kGatherInFlight = 8;   // in large calls: 8 * 16 B * 2,048 threads are 2 us of the bus
 constexpr int kSmallInFlight = 1;    // in small calls rows are spread over warps instead

@@ -43,8 +43,7 @@ void check_output_shape(const Tensor& output, const Tensor& indices, const Tenso
   bool same = output.dl->ndim == index_dims + row_dims;
   std::string expected = "[";
   for (int d = 0; d < index_dims + row_dims; ++d) {
-    const i64 size =
-        d < index_dims ? indices.dl->shape[d] : weights.dl->shape[d - index_dims + 1];
+    const i64 size = d < index_dims ? indices.dl->shape[d] : weights.dl->shape[d - index_dims + 1];
     expected += (d ? ", " : "") + std::to_string(size);
     same = same && output.dl->shape[d] == size;
   }
@@ -64,22 +63,13 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
   const Rows table(weights);
   check_output_shape(output, indices_tensor, weights);
   const Rows rows(output, indices_tensor.dl->ndim);
-  IndexParams params{rows.data,
-                     table.data,
-                     rows.stride_bytes,
-                     table.stride_bytes,
-                     indices.data,
-                     indices.count,
-                     0,
-                     table.num_rows,
-                     table.num_rows,
-                     nullptr};
+  IndexParams params{rows.data,     table.data, rows.stride_bytes, table.stride_bytes, indices.data,
+                     indices.count, 0,          table.num_rows,    table.num_rows,     nullptr};
   if (start_arg.type_index() != tvm::ffi::TypeIndex::kTVMFFINone) {
     params.vocab_start = int_arg(kOp, "vocab_range[0]", start_arg);
     params.vocab_length = int_arg(kOp, "vocab_range[1]", length_arg);
     params.bound = std::numeric_limits<i64>::max();
-    if (params.vocab_start < 0 || params.vocab_length < 0 ||
-        params.vocab_length > table.num_rows) {
+    if (params.vocab_start < 0 || params.vocab_length < 0 || params.vocab_length > table.num_rows) {
       throw tvm::ffi::Error(
           "ValueError",
           std::string(kOp) + ": vocab_range: (" + std::to_string(params.vocab_start) + ", " +
@@ -103,8 +93,7 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
   const int vec_bytes = vec_bytes_for(row_bytes, address(rows.data), address(table.data),
                                       rows.stride_bytes, table.stride_bytes);
   const Kernel& kernel = *kernels.find(scope.device, {row_bytes, vec_bytes, indices.index_bytes});
-  const GroupShape shape =
-      group_shape(row_bytes, vec_bytes, kIndexMaxChunks, kIndexInFlight);
+  const GroupShape shape = group_shape(row_bytes, vec_bytes, kIndexMaxChunks, kIndexInFlight);
   scope.launch(kernel, ceil_div(shape.num_threads(indices.count), kernel.num_threads), 1,
                kernel.num_threads, params, scope.device.use_pdl);
 }

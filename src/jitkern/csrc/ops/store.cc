@@ -74,13 +74,12 @@ void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyVie
   const LaunchScope scope(k_cache);
   if (empty) return;
   params.fault = scope.device.fault_device;
-  const int vec_bytes = vec_bytes_for(
-      row_bytes, address(k_slots.data), address(v_slots.data), address(k_rows.data),
-      address(v_rows.data), k_slots.stride_bytes, v_slots.stride_bytes, k_rows.stride_bytes,
-      v_rows.stride_bytes);
+  const int vec_bytes =
+      vec_bytes_for(row_bytes, address(k_slots.data), address(v_slots.data), address(k_rows.data),
+                    address(v_rows.data), k_slots.stride_bytes, v_slots.stride_bytes,
+                    k_rows.stride_bytes, v_rows.stride_bytes);
   const Kernel& kernel = *kernels.find(scope.device, {row_bytes, vec_bytes, indices.index_bytes});
-  const GroupShape shape =
-      group_shape(row_bytes, vec_bytes, kStoreMaxChunks, kStoreInFlight);
+  const GroupShape shape = group_shape(row_bytes, vec_bytes, kStoreMaxChunks, kStoreInFlight);
   scope.launch(kernel, ceil_div(shape.num_threads(indices.count), kernel.num_threads), 2,
                kernel.num_threads, params, scope.device.use_pdl);
 }

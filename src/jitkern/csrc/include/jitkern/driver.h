@@ -93,7 +93,7 @@ struct Device {
   CUcontext context;
   int arch;  // 10 * major + minor
   int num_sms;
-  bool use_pdl;           // the GPU and the driver know programmatic dependent launch
+  bool use_pdl;               // the GPU and the driver know programmatic dependent launch
   FaultRecord* fault;         // pinned host memory
   FaultRecord* fault_device;  // the same memory as kernels see it
 

@@ -13,7 +13,8 @@ namespace jitkern {
 int num_threads();
 
 // A thread costs about 15 us to start and join, the time in which one core moves 150 KB; from 1 MiB
-// a thread on, that is lost in the copy. Threads are started per call: a pool would not survive fork.
+// a thread on, that is lost in the copy. Threads are started per call: a pool would not survive
+// fork.
 constexpr i64 kMinBytesPerThread = i64(1) << 20;
 
 // Calls run(begin, end) for parts of [0, count), each part in a thread of its own. `run` must not
@@ -28,9 +29,8 @@ void parallel_for(i64 count, i64 bytes, const Run& run) {
   std::vector<std::thread> threads;
   threads.reserve(parts - 1);
   for (i64 part = 1; part < parts; ++part) {
-    threads.emplace_back([&run, part, parts, count] {
-      run(count * part / parts, count * (part + 1) / parts);
-    });
+    threads.emplace_back(
+        [&run, part, parts, count] { run(count * part / parts, count * (part + 1) / parts); });
   }
   run(i64(0), count / parts);
   for (std::thread& thread : threads) thread.join();
