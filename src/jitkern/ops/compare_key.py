@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jitkern.jit import host
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    Compare = Callable[[Tensor, Tensor, int, int], int]
 
 
 def _first_call(x: Tensor, y: Tensor, start: int, page_size: int) -> int:
     """Put the C++ function in the place of this one, and call it."""
     global _op
-    _op = host.module()["compare_key"]
-    return _op(x, y, start, page_size)
+    op: Compare = host.module()["compare_key"]
+    _op = op
+    return op(x, y, start, page_size)
 
 
 # A plain name: the call of a cached look-up would be 25 ns of the 0.4 us that short keys take.
-_op: Callable[[Tensor, Tensor, int, int], int] = _first_call
+_op: Compare = _first_call
 
 
 def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
