@@ -21,8 +21,10 @@ _IN_FLIGHT = (1, 8)
 
 
 @cache
-def kernel(row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int) -> DeviceModule:
-    """Return the device module of one row size, vector width, index type and alignment."""
+def kernel(
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, in_flight: int
+) -> DeviceModule:
+    """Return the device module of one row size, vector width, index type, alignment and depth."""
     args = make_cpp_args(
         row_bytes,
         vec_bytes,
