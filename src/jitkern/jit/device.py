@@ -14,6 +14,7 @@ from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.jit import stats
 from jitkern.jit.entry import Entry, Key, digest, slug
+from jitkern.jit.locking import no_fork
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.resolve import Built, Found, obtain
 from jitkern.jit.sources import CSRC, INCLUDE_DIRS, include_closure
@@ -212,13 +213,14 @@ class DeviceModule:
         start = time.perf_counter()
         chosen = settings().compiler
         compile_image = nvrtc.compile if chosen == "nvrtc" else nvcc.compile_with_nvcc
-        image = compile_image(
-            self._closure.source,
-            name=f"{self.name}.cu",
-            headers=self._closure.headers,
-            arch=arch,
-            options=self._options,
-        )
+        with no_fork():
+            image = compile_image(
+                self._closure.source,
+                name=f"{self.name}.cu",
+                headers=self._closure.headers,
+                arch=arch,
+                options=self._options,
+            )
         if image.kind == "cubin" and not image.data.startswith(b"\x7fELF"):
             raise CompileError(
                 f"{self.name}: the compiler's output is not a cubin",

@@ -7,6 +7,7 @@ library through nvcc (``cuda_files``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -278,7 +279,7 @@ def _resolve_file(function: str, argument: str, file: Path) -> Path:
     else:
         places = [CSRC / file, Path.cwd() / file]
     for place in places:
-        if place.is_file():
+        if os.path.isfile(place):  # Path.is_file raises where a directory cannot be entered
             return place
     looked = " and ".join(str(place) for place in places)
     raise FileNotFoundError(f"{function}: {argument}: {str(file)!r} does not exist, tried {looked}")

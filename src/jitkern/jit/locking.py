@@ -21,18 +21,56 @@ from pathlib import Path
 _FIRST_POLL_S = 0.002
 _LAST_POLL_S = 0.05
 
+_FORK_WAIT_S = 30.0
+
 _thread_locks: dict[str, threading.Lock] = {}
 _thread_locks_guard = threading.Lock()
+_fork_gate = threading.Condition()
+_inside = 0
 
 
-def _forget_thread_locks() -> None:
+def _before_fork() -> None:
+    # Bounded: a fork that comes too early is a risk, one that never comes is a hang.
+    _fork_gate.acquire()
+    _fork_gate.wait_for(lambda: _inside == 0, timeout=_FORK_WAIT_S)
+
+
+def _after_fork_in_parent() -> None:
+    _fork_gate.release()
+
+
+def _after_fork_in_child() -> None:
     # A lock held by another thread of the parent would never be released in the child.
-    global _thread_locks_guard
+    global _thread_locks_guard, _fork_gate, _inside
     _thread_locks_guard = threading.Lock()
     _thread_locks.clear()
+    _fork_gate = threading.Condition()
+    _inside = 0
 
 
-os.register_at_fork(after_in_child=_forget_thread_locks)
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
+
+
+@contextmanager
+def no_fork() -> Iterator[None]:
+    """Hold off a fork in other threads for the body.
+
+    A child that is forked while a compiler library is at work inherits its locks as they are, and
+    its own first compile never ends (seen with NVRTC 13.5).
+    """
+    global _inside
+    with _fork_gate:
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _fork_gate:
+            _inside -= 1
+            _fork_gate.notify_all()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from jitkern.jit.stats import Source
 
 SHIPPED = Path(__file__).resolve().parent.parent / "_prebuilt"
 
+# Stands for ~/.cache where there is no home directory: nothing can be made below it.
+_NOWHERE = Path(os.devnull, "no-home")
+
 _frozen = False
 
 
@@ -69,7 +72,9 @@ def is_frozen() -> bool:
 def _places(current: Settings) -> tuple[tuple[Source, Cache], ...]:
     places: list[tuple[Source, Cache]] = []
     places += [("cached", Cache(path, read_only=True)) for path in current.cache_path]
-    places.append(("cached", Cache(current.cache_dir, max_bytes=current.cache_max_bytes)))
+    home_is_missing = current.cache_dir.parts[:1] == ("~",)
+    cache_dir = _NOWHERE if home_is_missing else current.cache_dir
+    places.append(("cached", Cache(cache_dir, max_bytes=current.cache_max_bytes)))
     places.append(("shipped", Cache(SHIPPED, read_only=True)))
     return tuple(places)
 
@@ -184,6 +189,8 @@ def _publish(cache: Cache, built: Built, verify: Callable[[Path], None] | None) 
         return cache.publish(built.key, built.files, built.meta, verify)
     except CacheError as error:
         reason = error
+    if cache.root == _NOWHERE:
+        reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
     try:
         private = _private.get(reason)
         return private.publish(built.key, built.files, built.meta, verify)

@@ -1,0 +1,99 @@
+"""A process of the loader tests: loads one kernel and prints what happened as one JSON line.
+
+Run as ``python loader_child.py '{"file": ..., ...}'``. Device code needs neither torch nor tvm-ffi,
+so a child costs 0.1 s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    config: dict[str, Any] = json.loads(sys.argv[1])
+    caught: list[str] = []
+    warnings.showwarning = lambda message, *_: caught.append(str(message))  # type: ignore[assignment]
+    sys.modules["torch"] = None  # type: ignore[assignment] # tvm-ffi does without: 1 s less
+    from jitkern.errors import JitkernError
+    from jitkern.jit import cxx, nvrtc
+    from jitkern.jit.loader import load_aot, load_jit, stats
+    from jitkern.jit.toolchain import Arch
+
+    attempts = 0
+
+    def count(function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal attempts
+            attempts += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    nvrtc.compile = count(nvrtc.compile)
+    cxx.build = count(cxx.build)
+    if "become" in config:
+        become(config["become"])
+    report: dict[str, Any] = {}
+    Path(config["ready"], str(os.getpid())).touch()
+    if "go" in config:
+        while not Path(config["go"]).exists():
+            time.sleep(0.005)
+    start = time.perf_counter()
+    try:
+        if config["file"].endswith(".cu"):
+            module = load_jit(
+                "tiny",
+                str(config.get("n", 4)),
+                device_files=[config["file"]],
+                device_wrappers=[("tiny", f"Tiny<{config.get('n', 4)}>")],
+                extra_cuda_cflags=config.get("flags"),
+            )
+            image = module.image(Arch.parse(config.get("arch", "9.0")))
+            report["sha256"] = hashlib.sha256(image).hexdigest()
+            report["elf"] = image.startswith(b"\x7fELF")
+        else:
+            module = load_aot(
+                "tiny",
+                cpp_files=[config["file"]],
+                extra_cflags=config.get("flags"),
+                extra_include_paths=config.get("include_paths"),
+            )
+            report["value"] = module["value"]()
+    except JitkernError as error:
+        report["error"] = f"{type(error).__name__}: {error}"
+    report["seconds"] = time.perf_counter() - start
+    done = stats()
+    report |= {
+        "compiles": done.compiles.count,
+        "attempts": attempts,
+        "cached": done.cached.count,
+        "waits": done.waits.count,
+        "warnings": caught,
+    }
+    print(json.dumps(report))
+
+
+def become(user: int) -> None:
+    """Go on as another user, who may not be able to read this interpreter's own files."""
+    import filelock  # noqa: F401
+
+    import jitkern.jit.nvcc  # noqa: F401
+    from jitkern.env import settings
+    from jitkern.jit.toolchain import find_nvrtc
+
+    find_nvrtc()
+    settings.cache_clear()
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+
+
+if __name__ == "__main__":
+    main()

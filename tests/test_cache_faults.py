@@ -1,0 +1,602 @@
+"""What goes wrong on real machines, really done: kills, stops, damage, full and read-only disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jitkern.errors import ToolchainError
+from jitkern.jit.cache import Cache
+from jitkern.jit.entry import META_NAME
+from jitkern.jit.locking import read_holder
+from jitkern.jit.toolchain import find_cxx, find_nvrtc
+
+ROOT = Path(__file__).resolve().parent.parent
+CHILD = Path(__file__).resolve().parent / "loader_child.py"
+
+# Sum<N> makes the compile as slow as a test needs it: 0.1 s for 4, 0.6 s for 150.
+TINY = """\
+#include "value.cuh"
+struct TinyParams { float* out; };
+template <int N> struct Sum {
+  static __device__ float of(float x) { return Sum<N - 1>::of(x * 1.5f + N) + x; }
+};
+template <> struct Sum<0> { static __device__ float of(float x) { return x; } };
+template <int N> struct Tiny {
+  using Params = TinyParams;
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) { p.out[threadIdx.x] = Sum<N>::of(VALUE); }
+};
+"""
+SLOW = 150
+
+# No header of tvm-ffi: 0.1 s to compile, and the constant from the header comes back.
+NATIVE = """\
+#include <cstdint>
+#include "value.h"
+struct Any { int32_t type_index; int32_t padding; int64_t value; };
+template <int N> struct Slow { static constexpr int value = Slow<N - 1>::value + N % 3; };
+template <> struct Slow<0> { static constexpr int value = 0; };
+static const int waste = Slow<COST>::value;
+extern "C" __attribute__((visibility("default")))
+int __tvm_ffi_value(void*, const Any*, int32_t, Any* result) {
+  result->type_index = 1;
+  result->padding = 0;
+  result->value = VALUE + 0 * waste;
+  return 0;
+}
+"""
+
+
+def has(find: Callable[[], object]) -> bool:
+    try:
+        find()
+    except ToolchainError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not has(find_nvrtc), reason="needs NVRTC")
+needs_cxx = pytest.mark.skipif(not has(find_cxx), reason="needs a C++ compiler")
+
+
+def write_sources(folder: Path, value: int = 1, cost: int = 1) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny.cu").write_text(TINY)
+    (folder / "value.cuh").write_text(f"#define VALUE {value}.0f\n")
+    (folder / "tiny.cc").write_text(NATIVE)
+    (folder / "value.h").write_text(f"#define VALUE {value}\n#define COST {cost}\n")
+    return folder
+
+
+class Children:
+    """Processes of one test, with one environment; what is left of them is killed at the end."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.env = {**os.environ, "JITKERN_TEST_MARK": self.mark}
+        self.env["PYTHONPATH"] = str(ROOT / "src")
+        self.env["JITKERN_CACHE_DIR"] = str(cache_dir)
+        self._started: list[subprocess.Popen[str]] = []
+        self._ready = Path(tempfile.mkdtemp(prefix="jitkern-ready-"))
+        self._ready.chmod(0o777)
+
+    def start(
+        self, file: Path, *, env: dict[str, str] | None = None, **config: Any
+    ) -> subprocess.Popen[str]:
+        config |= {"file": str(file), "ready": str(self._ready)}
+        command = [sys.executable, str(CHILD), json.dumps(config)]
+        process = subprocess.Popen(
+            command,
+            env={**self.env, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        self._started.append(process)
+        return process
+
+    def wait_ready(self, *processes: subprocess.Popen[str]) -> None:
+        """Wait until the children have imported all they need and turn to the kernel."""
+        wait_until(lambda: all((self._ready / str(p.pid)).exists() for p in processes))
+
+    def report(self, process: subprocess.Popen[str], timeout_s: float = 60) -> dict[str, Any]:
+        out, err = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
+        report: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return report
+
+    def run(self, file: Path, **config: Any) -> dict[str, Any]:
+        return self.report(self.start(file, **config))
+
+    def alive(self) -> list[int]:
+        """Processes of this test, by the mark in the environment that they inherited."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    environ = (entry / "environ").read_bytes()
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                except OSError:
+                    continue
+                if self.mark.encode() in environ and state != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def stop(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        shutil.rmtree(self._ready)
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    return write_sources(tmp_path / "sources")
+
+
+@pytest.fixture
+def children(cache_dir: Path) -> Iterator[Children]:
+    group = Children(cache_dir)
+    yield group
+    group.stop()
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.002)
+
+
+def sound(cache_dir: Path) -> bool:
+    """Nothing damaged and nothing half-written in sight."""
+    return Cache(cache_dir).verify() == []
+
+
+# -- races -----------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+def test_eight_processes_compile_once(children: Children, sources: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    processes = [children.start(sources / "tiny.cu", n=SLOW, go=str(go)) for _ in range(8)]
+    children.wait_ready(*processes)
+    go.touch()
+    reports = [children.report(process) for process in processes]
+    assert sum(report["compiles"] for report in reports) == 1
+    assert len({report["sha256"] for report in reports}) == 1
+    assert [report["warnings"] for report in reports] == [[]] * 8
+
+
+@needs_nvrtc
+def test_four_ranks_report_one_failure(children: Children, sources: Path, tmp_path: Path) -> None:
+    text = (sources / "tiny.cu").read_text()
+    (sources / "tiny.cu").write_text(text + "template <int N> __device__ float bad = Nonsense;\n")
+    go = tmp_path / "go"
+    processes = [children.start(sources / "tiny.cu", n=SLOW, go=str(go)) for _ in range(4)]
+    children.wait_ready(*processes)
+    go.touch()
+    reports = [children.report(process) for process in processes]
+    assert sum(report["attempts"] for report in reports) == 1
+    assert len({report["error"] for report in reports}) == 1
+    assert "Nonsense" in reports[0]["error"]
+    builder = next(report for report in reports if report["attempts"])
+    # 0.3 s for the scheduling of four processes on a busy machine of two cores.
+    assert max(report["seconds"] for report in reports) <= 1.5 * builder["seconds"] + 0.3
+
+    (sources / "tiny.cu").write_text(text)  # mended: built at once
+    assert children.run(sources / "tiny.cu", n=4)["compiles"] == 1
+
+
+@needs_cxx
+def test_a_failure_in_cxx_ends_when_its_header_is_mended(children: Children, sources: Path) -> None:
+    (sources / "value.h").write_text("#define VALUE nonsense\n#define COST 1\n")
+    first = children.run(sources / "tiny.cc")
+    assert "nonsense" in first["error"]
+    second = children.run(sources / "tiny.cc")
+    assert second["error"] == first["error"]
+    assert (first["attempts"], second["attempts"]) == (1, 0)
+    write_sources(sources, value=7)
+    assert children.run(sources / "tiny.cc")["value"] == 7
+
+
+def kill_and_wait(children: Children, file: Path, delay_s: float, **config: Any) -> None:
+    """Kill -9 a compiling process after `delay_s`, with a waiter, and see that all goes on."""
+    victim = children.start(file, **config)
+    children.wait_ready(victim)
+    waiter = children.start(file, **config)
+    time.sleep(delay_s)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    report = children.report(waiter, timeout_s=30)
+    assert "error" not in report
+    after = children.run(file, **config)
+    assert after["compiles"] == 0
+    assert after["cached"] == 1
+    assert after["warnings"] == report["warnings"] == []
+    wait_until(lambda: children.alive() == [], timeout_s=10)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("moment", range(14))
+def test_killed_while_nvrtc_compiles(
+    children: Children, sources: Path, cache_dir: Path, moment: int
+) -> None:
+    # The compile takes 0.3 s: from the first instruction to beyond the publication.
+    delay_s = 0.025 * moment + random.uniform(0, 0.03)
+    kill_and_wait(children, sources / "tiny.cu", delay_s, n=100)
+    assert sound(cache_dir)
+
+
+@needs_cxx
+@pytest.mark.parametrize("moment", range(6))
+def test_killed_while_cxx_compiles(
+    children: Children, sources: Path, cache_dir: Path, moment: int
+) -> None:
+    write_sources(sources, cost=800)
+    delay_s = 0.12 * moment + random.uniform(0, 0.12)  # the build takes 0.6 s
+    kill_and_wait(children, sources / "tiny.cc", delay_s)
+    assert sound(cache_dir)
+
+
+@needs_nvrtc
+def test_a_stopped_holder_is_named_and_passed(
+    children: Children, sources: Path, cache_dir: Path
+) -> None:
+    holder = children.start(sources / "tiny.cu", n=SLOW)
+    locks = cache_dir / "v1" / ".locks"
+    wait_until(lambda: list(locks.glob("*.holder")))
+    holder.send_signal(signal.SIGSTOP)
+    try:
+        (lock,) = locks.glob("*.lock")
+        wait_until(lambda: read_holder(lock))
+        waiter = children.start(sources / "tiny.cu", n=SLOW, env={"JITKERN_LOCK_TIMEOUT_S": "0.5"})
+        report = children.report(waiter, timeout_s=30)
+        assert report["compiles"] == 1
+        assert report["waits"] == 1
+        (warning,) = report["warnings"]
+        assert f"pid {holder.pid} on {os.uname().nodename} since " in warning
+        # What it compiled privately is there for everyone: no further waiting.
+        assert children.run(sources / "tiny.cu", n=SLOW)["seconds"] < 0.5
+    finally:
+        holder.send_signal(signal.SIGCONT)
+    assert children.report(holder)["elf"]
+    assert sound(cache_dir)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    middle = len(data) // 2
+    flipped = data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :]
+    path.write_bytes(
+        {
+            "0 bytes": b"",
+            "1 byte": data[:1],
+            "half": data[:middle],
+            "all but 1": data[:-1],
+            "flipped": flipped,
+        }[how]
+    )
+
+
+DAMAGE = ["0 bytes", "1 byte", "half", "all but 1", "flipped"]
+
+
+def artefact(cache_dir: Path) -> Path:
+    (path,) = (path for path in cache_dir.glob("v1/[!.]*/*/*") if path.name != META_NAME)
+    return path
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("how", [*DAMAGE, "meta"])
+def test_a_damaged_cubin_is_rebuilt_silently(
+    children: Children, sources: Path, cache_dir: Path, how: str
+) -> None:
+    good = children.run(sources / "tiny.cu")
+    file = artefact(cache_dir)
+    if how == "meta":
+        damage(file.parent / META_NAME, "flipped")
+    else:
+        damage(file, how)
+    report = children.run(sources / "tiny.cu")
+    assert (report["compiles"], report["warnings"]) == (1, [])
+    assert report["sha256"] == good["sha256"]
+    assert children.run(sources / "tiny.cu")["compiles"] == 0
+    assert sound(cache_dir)
+
+
+@needs_cxx
+def test_a_damaged_library_never_crashes_the_process(
+    children: Children, sources: Path, cache_dir: Path
+) -> None:
+    children.run(sources / "tiny.cc")
+    for how in (*DAMAGE, "meta"):
+        file = artefact(cache_dir)
+        damage(file.parent / META_NAME if how == "meta" else file, "half" if how == "meta" else how)
+        report = children.run(sources / "tiny.cc")  # a SIGBUS would be its exit status
+        assert (report["value"], report["compiles"], report["warnings"]) == (1, 1, []), how
+    assert children.run(sources / "tiny.cc")["compiles"] == 0
+
+
+# -- places that cannot be written -----------------------------------------------------------------
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[..., Path]]:
+    """Mount a tmpfs with the given options; skips where that is not permitted."""
+    mounted: list[Path] = []
+
+    def do_mount(path: Path, options: str) -> Path:
+        path.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "jitkern-test", str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            pytest.skip(f"cannot mount a tmpfs: {error}")
+        if done.returncode != 0:
+            pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield do_mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def assert_degrades(report: dict[str, Any]) -> None:
+    assert report["compiles"] == 1
+    (warning,) = report["warnings"]
+    assert "keeps what it compiles in" in warning
+    private = Path(warning.partition("keeps what it compiles in ")[2].partition(" until")[0])
+    assert private.parent == Path(tempfile.gettempdir())
+    assert not private.exists()  # it ended with the process
+
+
+@needs_nvrtc
+@needs_cxx
+def test_a_read_only_cache_works_warm_and_cold(
+    children: Children, sources: Path, cache_dir: Path, mount: Callable[..., Path]
+) -> None:
+    mount(cache_dir, "size=4m")
+    children.run(sources / "tiny.cu")
+    subprocess.run(["mount", "-o", "remount,ro", str(cache_dir)], check=True)
+    warm = children.run(sources / "tiny.cu")
+    assert (warm["cached"], warm["compiles"], warm["warnings"]) == (1, 0, [])
+    assert_degrades(children.run(sources / "tiny.cu", n=5))
+    cold = children.run(sources / "tiny.cc")
+    assert cold["value"] == 1
+    assert_degrades(cold)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("what", ["a file", "below a file", "device"])
+def test_a_place_that_is_no_directory(
+    children: Children, sources: Path, cache_dir: Path, what: str
+) -> None:
+    cache_dir.write_text("not a directory")
+    place = {"a file": cache_dir, "below a file": cache_dir / "x", "device": Path("/dev/null/x")}
+    report = children.run(sources / "tiny.cu", env={"JITKERN_CACHE_DIR": str(place[what])})
+    assert_degrades(report)
+    assert cache_dir.read_text() == "not a directory"
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A directory that other users can enter: pytest's own are closed to them."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    folder = Path(tempfile.mkdtemp(prefix="jitkern-test-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_directory_of_somebody_else(children: Children, open_folder: Path, mode: int) -> None:
+    write_sources(open_folder / "sources")
+    cache_dir = open_folder / "cache"
+    children.run(open_folder / "sources" / "tiny.cu", env={"JITKERN_CACHE_DIR": str(cache_dir)})
+    cache_dir.chmod(mode)
+    file = open_folder / "sources" / "tiny.cu"
+    strange: dict[str, Any] = {"become": 54321, "env": {"JITKERN_CACHE_DIR": str(cache_dir)}}
+    warm = children.run(file, **strange)
+    if mode == 0o755:
+        assert (warm["cached"], warm["compiles"], warm["warnings"]) == (1, 0, [])
+        assert_degrades(children.run(file, n=5, **strange))
+    else:
+        assert_degrades(warm)
+    assert sound(cache_dir)
+
+
+@needs_nvrtc
+def test_no_home_directory(children: Children, open_folder: Path) -> None:
+    write_sources(open_folder / "sources")
+    for name in ("HOME", "XDG_CACHE_HOME", "JITKERN_CACHE_DIR"):
+        children.env.pop(name, None)
+    report = children.run(open_folder / "sources" / "tiny.cu", become=54321)
+    assert_degrades(report)
+    assert "no home directory" in report["warnings"][0]
+    assert not Path("/~").exists()
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("free_kb", [0, 4, 8])
+def test_a_full_disk_leaves_nothing_damaged(
+    children: Children,
+    sources: Path,
+    cache_dir: Path,
+    mount: Callable[..., Path],
+    free_kb: int,
+) -> None:
+    mount(cache_dir, "size=64k")
+    filler = cache_dir / "filler"
+    filler.write_bytes(bytes((64 - free_kb) * 1024))
+    report = children.run(sources / "tiny.cu", n=SLOW)  # an image of 9 KB
+    assert report["elf"]
+    assert_degrades(report)
+    assert sound(cache_dir)
+    assert list(cache_dir.glob("v1/.staging/*")) == []
+    filler.unlink()
+    assert children.run(sources / "tiny.cu")["compiles"] == 1
+    assert children.run(sources / "tiny.cu")["compiles"] == 0
+
+
+# -- nothing stale, nothing twice ------------------------------------------------------------------
+
+
+@needs_nvrtc
+def test_edits_flags_and_archs_find_their_way_back(children: Children, sources: Path) -> None:
+    def load(**config: Any) -> tuple[str, int]:
+        report = children.run(sources / "tiny.cu", **config)
+        return report["sha256"], report["compiles"]
+
+    first, compiles = load()
+    assert compiles == 1
+    write_sources(sources, value=2)
+    os.utime(sources / "value.cuh", (1, 1))  # older than all that was built
+    edited, compiles = load()
+    assert (edited != first, compiles) == (True, 1)
+    flagged, compiles = load(flags=["-lineinfo"])
+    assert (flagged != edited, compiles) == (True, 1)
+    other, compiles = load(arch="8.0")
+    assert (other != edited, compiles) == (True, 1)
+    # And back, without a compile.
+    assert load(flags=["-lineinfo"]) == (flagged, 0)
+    assert load() == (edited, 0)
+    write_sources(sources, value=1)
+    assert load() == (first, 0)
+
+
+@needs_cxx
+def test_headers_of_cxx_sources_are_what_the_compiler_says(
+    children: Children, sources: Path, tmp_path: Path
+) -> None:
+    # A computed include: no parser of ours finds it.
+    (sources / "value.h").write_text('#define NAME "real.h"\n#include NAME\n#define COST 1\n')
+    real = tmp_path / "include" / "real.h"
+    real.parent.mkdir()
+    paths = [str(tmp_path / "first"), str(real.parent)]
+
+    def load(**config: Any) -> tuple[int, int]:
+        report = children.run(sources / "tiny.cc", include_paths=paths, **config)
+        return report["value"], report["compiles"]
+
+    real.write_text("#define VALUE 10\n")
+    assert load() == (10, 1)
+    assert load() == (10, 0)
+    real.write_text("#define VALUE 20\n")
+    os.utime(real, (1, 1))
+    assert load() == (20, 1)
+    assert load(flags=["-O1"]) == (20, 1)
+    real.write_text("#define VALUE 10\n")
+    assert load() == (10, 0)
+    # A file that would be found first appears.
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "real.h").write_text("#define VALUE 30\n")
+    assert load() == (30, 1)
+    assert load() == (30, 0)
+    (tmp_path / "first" / "real.h").unlink()
+    assert load() == (10, 0)
+
+
+@needs_nvrtc
+@needs_cxx
+def test_two_checkouts_share_one_entry(children: Children, tmp_path: Path, cache_dir: Path) -> None:
+    one = write_sources(tmp_path / "alice" / "checkout")
+    other = write_sources(tmp_path / "bob" / "work" / "deep" / "copy")
+    for name in ("tiny.cu", "tiny.cc"):
+        assert children.run(one / name)["compiles"] == 1
+        assert children.run(other / name)["compiles"] == 0
+    assert len(Cache(cache_dir).entries()) == 2
+    for meta in cache_dir.glob(f"v1/[!.]*/*/{META_NAME}"):
+        assert str(tmp_path) not in meta.read_text()
+
+
+# -- processes and threads -------------------------------------------------------------------------
+
+THREADS = """
+import json, multiprocessing, os, sys, threading
+from jitkern.jit.loader import load_jit, stats
+from jitkern.jit.toolchain import Arch
+
+def load(n):
+    module = load_jit("tiny", str(n), device_files=[sys.argv[1]],
+                      device_wrappers=[("tiny", f"Tiny<{n}>")])
+    return module.image(Arch(9, 0))
+
+def in_child(n, queue):
+    queue.put((len(load(n)), stats().compiles.count))
+
+if __name__ == "__main__":
+    images = []
+    start = threading.Barrier(32)
+    def work(n):
+        start.wait()
+        images.append((n, load(n)))
+    threads = [threading.Thread(target=work, args=(4 + i % 2,)) for i in range(32)]
+    [t.start() for t in threads]; [t.join() for t in threads]
+    result = {"images": len(set(images)), "compiles": stats().compiles.count}
+
+    # Fork while another thread holds the locks of a compile.
+    busy = threading.Thread(target=load, args=(150,))
+    busy.start()
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        for n in (4, 7):
+            child = context.Process(target=in_child, args=(n, queue))
+            child.start()
+            result[f"{method} {n}"] = queue.get(timeout=60)[1]
+            child.join(60)
+            result["exit"] = result.get("exit", 0) or child.exitcode
+    busy.join()
+    print(json.dumps(result))
+"""
+
+
+@needs_nvrtc
+def test_threads_fork_and_spawn(children: Children, sources: Path, tmp_path: Path) -> None:
+    script = tmp_path / "threads.py"
+    script.write_text(THREADS)
+    done = subprocess.run(
+        [sys.executable, str(script), str(sources / "tiny.cu")],
+        env=children.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "images": 2,
+        "compiles": 2,
+        "fork 4": 2,  # counted by the parent before the fork: the child found it
+        "fork 7": 3,
+        "spawn 4": 0,
+        "spawn 7": 0,
+        "exit": 0,
+    }
