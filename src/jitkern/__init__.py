@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jitkern.jit.template import make_cpp_args as make_cpp_args
     from jitkern.ops.compare_key import fast_compare_key as fast_compare_key
     from jitkern.ops.faults import check as check
+    from jitkern.ops.d2h_scatter import d2h_scatter as d2h_scatter
     from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
     from jitkern.ops.index import indexing as indexing
     from jitkern.ops.store import store_cache as store_cache
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "jitkern.ops.store": ("store_cache",),
     "jitkern.ops.index": ("indexing",),
+    "jitkern.ops.d2h_scatter": ("d2h_scatter",),
     "jitkern.ops.h2d_gather": ("h2d_gather",),
     "jitkern.ops.compare_key": ("fast_compare_key",),
     "jitkern.ops.faults": ("check",),

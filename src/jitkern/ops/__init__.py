@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-_DEVICE_OPS = ("store", "index", "h2d_gather")
+_DEVICE_OPS = ("store", "index", "h2d_gather", "d2h_scatter")
 
 
 def device_ops() -> dict[str, ModuleType]:

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.jit import host
 from jitkern.jit.loader import DeviceModule, load_jit
-from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, name_unreadable, widest_vec_bytes
+from jitkern.jit.template import make_cpp_args
+from jitkern.ops.common import name_unreadable
+from jitkern.ops.pairs import pair_copy_args, pair_specialisations
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
-_LINE_BYTES = 128
-# Vectors in flight per thread, as in csrc/ops/h2d_gather.h: of small calls, and of large ones.
-_IN_FLIGHT = (1, 8)
+# Vectors in flight per thread, as in csrc/include/jitkern/pair_copy.h: of small and of large calls.
+_SMALL_IN_FLIGHT, _LARGE_IN_FLIGHT = 1, 8
+# From here on a call looks for repeated rows. The search costs about 10 us of the GPU, 2 % of the
+# 0.5 ms in which this many rows of 656 bytes come over the bus.
+_MIN_PAIRS_TO_DEDUP = 32_768
 
 
 @cache
@@ -25,37 +27,32 @@ def kernel(
     row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, in_flight: int
 ) -> DeviceModule:
     """Return the device module of one row size, vector width, index type, alignment and depth."""
-    args = make_cpp_args(
-        row_bytes,
-        vec_bytes,
-        index_bytes,
-        bool(line_aligned),
-        in_flight,
-        CONFIG.num_threads,
-        CONFIG.max_occupancy,
-    )
+    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, in_flight)
+    wrappers = [("h2d_gather", f"jitkern::H2DGather<{args}>")]
+    if in_flight == _LARGE_IN_FLIGHT:
+        row_args = make_cpp_args(row_bytes, vec_bytes, index_bytes)
+        wrappers += [
+            ("claim", f"jitkern::ClaimRows<{index_bytes}>"),
+            ("copy", f"jitkern::CopyRows<{row_args}>"),
+        ]
     return load_jit(
-        "h2d_gather",
-        *args,
-        device_files=["ops/h2d_gather.cu"],
-        device_wrappers=[("h2d_gather", f"jitkern::H2DGather<{args}>")],
+        "h2d_gather", *args, device_files=["ops/h2d_gather.cu"], device_wrappers=wrappers
     )
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need."""
-    vec_bytes = widest_vec_bytes(row_bytes)
-    line_aligned = int(row_bytes % _LINE_BYTES == 0)
-    return [
-        (row_bytes, vec_bytes, index_bytes, line_aligned, in_flight)
-        for index_bytes in INDEX_BYTES
-        for in_flight in _IN_FLIGHT
-    ]
+    return pair_specialisations(row_bytes, (_SMALL_IN_FLIGHT, _LARGE_IN_FLIGHT))
 
 
 @cache
 def _op() -> Callable[..., Any]:
     return host.op("h2d_gather", kernel)
+
+
+@cache
+def _workspace_bytes() -> Callable[[int, int], int]:
+    return host.module()["h2d_gather_workspace_bytes"]
 
 
 def h2d_gather(
@@ -64,13 +61,16 @@ def h2d_gather(
     pairs: Tensor,
     *,
     slot_map: Tensor | None = None,
+    dedup: bool = True,
+    reuse_resident: bool = False,
     num_sms: int | None = None,
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
-    On a GPU one persistent kernel of a few blocks reads ``src`` over PCIe, on the current stream,
-    without a synchronisation or an allocation; the source must stay allocated and unchanged until
-    the stream has come past the call. May be captured in a CUDA graph.
+    On a GPU a persistent kernel of a few blocks reads ``src`` over PCIe, on the current stream and
+    without a synchronisation; the source must stay allocated and unchanged until the stream has
+    come past the call. A small call allocates nothing; one of 32,768 pairs or more takes scratch
+    memory from PyTorch's caching allocator to find repeated rows. May be captured in a CUDA graph.
 
     Parameters
     ----------
@@ -81,20 +81,29 @@ def h2d_gather(
         ``[num_dst_rows, ...]``, dtype and bytes per row as in ``src``, on a GPU or the CPU.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``dst``. A pair with a negative member is skipped. Destinations should be distinct: where
-        one appears twice, either row may win.
+        ``dst``. A pair with a negative member is skipped. Destinations should be distinct: of one
+        that appears twice the content is undefined, and with ``dedup`` also that of other
+        destinations of the same source rows. No memory outside ``dst`` is ever touched.
     slot_map : Tensor, optional
         ``[num_src_rows]``, int32 or int64, on the device of ``dst``: where each source row now
-        lives. Ends with ``slot_map[source row] == destination row`` for every copied pair; other
-        entries keep their value.
+        lives. Ends with ``slot_map[source row] == destination row`` for every copied pair (one of
+        them for a repeated row); other entries keep their value.
+    dedup : bool
+        Fetch a source row that a large call asks for several times only once, and copy the repeats
+        in device memory. On distinct rows this costs less than 2 %.
+    reuse_resident : bool
+        Do not fetch rows with ``slot_map[source row] >= 0`` but copy them from that row of ``dst``;
+        -1 means absent. Rows that are copied from must not be destinations of the same call.
     num_sms : int, optional
-        Blocks of 1024 threads that a large call may use, at most one an SM, clamped to the GPU's
-        SMs. Two are enough for the bus, and leave the others to the model; that is the default.
+        Blocks of 1024 threads that read over the bus, at most one an SM, clamped to the GPU's SMs.
+        By default 2 for a large call, which are enough for the bus and leave the others to the
+        model; a small call is spread over the GPU for its few microseconds.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, or a pageable source. Nothing was launched or written.
+        Wrong dtype, device, shape or stride, a pageable source, or ``reuse_resident`` without
+        ``slot_map``. Nothing was launched or written.
     IndexError
         A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
         written. On CUDA the row is skipped, and the next jitkern call on the device or
@@ -102,13 +111,30 @@ def h2d_gather(
 
     Examples
     --------
-    >>> src = torch.randn(300_000, 328, dtype=torch.bfloat16).pin_memory()
+    >>> src = torch.randn(300_000, 328).bfloat16().pin_memory()
     >>> dst = torch.empty(300_000, 328, dtype=torch.bfloat16, device="cuda")
     >>> pairs = torch.tensor([[7, 0], [299_999, 1]], device="cuda")
     >>> jitkern.h2d_gather(src, dst, pairs)
     """
     try:
-        _op()(src, dst, pairs, slot_map, num_sms)
+        workspace = _workspace(pairs, reuse_resident) if dedup or reuse_resident else None
+        _op()(src, dst, pairs, slot_map, num_sms, workspace, reuse_resident)
     except RuntimeError as error:
         name_unreadable(error, "h2d_gather", src=src, dst=dst, pairs=pairs, slot_map=slot_map)
         raise
+
+
+def _workspace(pairs: Tensor, reuse_resident: bool) -> Tensor | None:
+    """Return scratch memory on the GPU for a call that shall look for repeated rows."""
+    try:
+        num_pairs = pairs.numel() // 2
+        wanted = pairs.is_cuda and (num_pairs >= _MIN_PAIRS_TO_DEDUP or reuse_resident)
+    except AttributeError:  # not a tensor: the op's own check says so
+        return None
+    # The search numbers pairs by 32 bits.
+    if not wanted or num_pairs == 0 or num_pairs >= 2**31:
+        return None
+    import torch
+
+    size_bytes = _workspace_bytes()(num_pairs, pairs.element_size())
+    return torch.empty(size_bytes, dtype=torch.uint8, device=pairs.device)

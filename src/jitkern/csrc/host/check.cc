@@ -154,6 +154,11 @@ Indices::Indices(const Tensor& t) : data(t.data()), count(t.numel()) {
   index_bytes = dtype.bits / 8;
 }
 
+void raise_value_error(const char* op, const char* arg, const std::string& came,
+                       const std::string& expected) {
+  raise("ValueError", op, arg, came, expected);
+}
+
 i64 int_arg(const char* op, const char* arg, AnyView value) {
   if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIInt) {
     raise("TypeError", op, arg, type_text(value), "an int");

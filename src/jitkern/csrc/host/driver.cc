@@ -42,6 +42,7 @@ struct Loaded {
     resolve(library, "cuModuleGetFunction", driver.cuModuleGetFunction);
     resolve(library, "cuFuncGetAttribute", driver.cuFuncGetAttribute);
     resolve(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx);
+    resolve(library, "cuMemsetD8Async", driver.cuMemsetD8Async);
     resolve(library, "cuMemHostAlloc", driver.cuMemHostAlloc);
     resolve(library, "cuMemHostGetDevicePointer_v2", driver.cuMemHostGetDevicePointer);
     resolve(library, "cuPointerGetAttributes", driver.cuPointerGetAttributes);

@@ -35,6 +35,8 @@ SiteName name_of(FaultSite site) {
       return {"h2d_gather", "pairs[..., 0]"};
     case FaultSite::kH2dGatherDst:
       return {"h2d_gather", "pairs[..., 1]"};
+    case FaultSite::kH2dGatherSlotMap:
+      return {"h2d_gather", "slot_map"};
     case FaultSite::kD2hScatterSrc:
       return {"d2h_scatter", "pairs[..., 0]"};
     case FaultSite::kD2hScatterDst:

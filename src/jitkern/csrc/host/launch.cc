@@ -68,6 +68,13 @@ const Kernel* KernelTable::load(const Device& device, const Spec& spec) {
   return node.release()->kernels.data();  // lives as long as the process
 }
 
+void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) const {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(pointer), value,
+                                      static_cast<size_t>(bytes), stream_),
+               "cuMemsetD8Async");
+}
+
 void LaunchScope::launch_with(const Kernel& kernel, i64 grid_x, int grid_y, int block_x,
                               void** arguments, bool use_pdl) const {
   LaunchAttribute attribute{};

@@ -1,13 +1,10 @@
-// h2d_gather on the host: checks, CPU implementation, launch.
+// h2d_gather on the host: checks, CPU implementation, launches.
 #include "h2d_gather.h"
 
-#include <jitkern/launch.h>
-#include <jitkern/parallel.h>
+#include <jitkern/pair_args.h>
 #include <tvm/ffi/function.h>
 
-#include <algorithm>
 #include <cstring>
-#include <limits>
 #include <string>
 
 namespace jitkern {
@@ -15,132 +12,138 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = "h2d_gather";
-constexpr int kDefaultSms = 2;  // 2 SMs reach what 132 do: the bus is the limit
-constexpr int kSmallCallThreads = 256;
 constexpr i64 kSmallCallBytes = 1 << 20;  // up to here a call is latency: spread it over the GPU
+constexpr int kCopyBlocksPerSm = 8;
 
-template <class Index>
-void gather_cpu(const GatherParams& p, i64 row_bytes) {
+// The scratch memory of one large call: the table and counters of `claim`, then its lists.
+struct Workspace {
+  i64 table_size;
+  i64 table_bytes;  // with the counters behind it
+  i64 list_bytes;
+
+  Workspace(i64 num_pairs, i64 index_bytes) : table_size(1) {
+    while (table_size < 2 * num_pairs) table_size *= 2;
+    table_bytes = ceil_div(4 * (table_size + 2), 16) * 16;
+    list_bytes = ceil_div(2 * num_pairs * index_bytes, 16) * 16;
+  }
+  i64 bytes() const { return table_bytes + 3 * list_bytes; }
+};
+
+int64_t h2d_gather_workspace_bytes(int64_t num_pairs, int64_t index_bytes) {
+  return Workspace(num_pairs, index_bytes).bytes();
+}
+
+// Rows that `slot_map` says are in device memory come from there.
+template <class Index, class Slot>
+void gather_resident_cpu(const PairCopyParams& p, i64 row_bytes) {
   const auto* pairs = static_cast<const Index*>(p.pairs);
+  auto* slot_map = static_cast<Slot*>(p.slot_map);
   const auto skipped = [&](i64 i) { return pairs[2 * i] < 0 || pairs[2 * i + 1] < 0; };
   for (i64 i = 0; i < p.num_pairs; ++i) {
-    if (skipped(i)) continue;
-    const char* note = "; nothing was written";
-    if (pairs[2 * i] >= p.num_src_rows) {
-      raise_index_error(kOp, "pairs[..., 0]", i, pairs[2 * i], p.num_src_rows, note);
-    }
-    if (pairs[2 * i + 1] >= p.num_dst_rows) {
-      raise_index_error(kOp, "pairs[..., 1]", i, pairs[2 * i + 1], p.num_dst_rows, note);
+    if (!skipped(i) && pairs[2 * i] < p.num_src_rows && slot_map[pairs[2 * i]] >= p.num_dst_rows) {
+      raise_index_error(kOp, "slot_map", pairs[2 * i], slot_map[pairs[2 * i]], p.num_dst_rows,
+                        "; nothing was written");
     }
   }
-  parallel_for(p.num_pairs, 2 * p.num_pairs * row_bytes, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      if (skipped(i)) continue;
-      std::memcpy(p.dst + pairs[2 * i + 1] * p.dst_stride_bytes,
-                  p.src + pairs[2 * i] * p.src_stride_bytes, row_bytes);
-    }
-  });
-  if (p.slot_map == nullptr) return;
   for (i64 i = 0; i < p.num_pairs; ++i) {
     if (skipped(i)) continue;
-    if (p.slot_map_bytes == 4) {
-      static_cast<int32_t*>(p.slot_map)[pairs[2 * i]] = static_cast<int32_t>(pairs[2 * i + 1]);
-    } else {
-      static_cast<int64_t*>(p.slot_map)[pairs[2 * i]] = pairs[2 * i + 1];
-    }
+    const i64 slot = slot_map[pairs[2 * i]];
+    const char* source =
+        slot >= 0 ? p.dst + slot * p.dst_stride_bytes : p.src + pairs[2 * i] * p.src_stride_bytes;
+    std::memmove(p.dst + pairs[2 * i + 1] * p.dst_stride_bytes, source, row_bytes);
+  }
+  for (i64 i = 0; i < p.num_pairs; ++i) {
+    if (!skipped(i)) slot_map[pairs[2 * i]] = static_cast<Slot>(pairs[2 * i + 1]);
   }
 }
 
-// The device address of pinned rows; ValueError with the cure for pageable memory.
-const char* pinned_rows(const Tensor& src, const Rows& rows) {
-  if (rows.num_rows == 0) return rows.data;
-  const PinnedRange range = pinned_range(rows.data);
-  if (range.device_address == nullptr ||
-      rows.data + rows.span_bytes() > range.begin + range.bytes) {
-    src.value_error("pageable host memory",
-                    "pinned host memory for a destination on a GPU; allocate it with "
-                    "torch.empty(..., pin_memory=True) or call .pin_memory()");
-  }
-  return range.device_address;
+void gather_resident_cpu(const PairArgs& args) {
+  if (args.empty()) return;
+  args.check_pairs_on_cpu();
+  const auto run = args.pairs.index_bytes == 4
+                       ? (args.params.slot_map_bytes == 4 ? gather_resident_cpu<int32_t, int32_t>
+                                                          : gather_resident_cpu<int32_t, int64_t>)
+                       : (args.params.slot_map_bytes == 4 ? gather_resident_cpu<int64_t, int32_t>
+                                                          : gather_resident_cpu<int64_t, int64_t>);
+  run(args.params, args.row_bytes);
 }
 
-void h2d_gather(AnyView src_arg, AnyView dst_arg, AnyView pairs_arg, AnyView slot_map_arg,
-                AnyView num_sms_arg) {
-  const Tensor src(kOp, "src", src_arg);
-  const Tensor dst(kOp, "dst", dst_arg);
-  const Tensor pairs_tensor(kOp, "pairs", pairs_arg);
-  if (src.on_cuda()) src.value_error("device " + src.device_name(), "cpu");
-  src.same_dtype(dst);
-  pairs_tensor.same_device(dst);
-  const Indices pairs(pairs_tensor);
-  const DLTensor& pairs_dl = *pairs_tensor.dl;
-  if (pairs_dl.ndim < 1 || pairs_dl.shape[pairs_dl.ndim - 1] != 2) {
-    pairs_tensor.value_error("shape " + pairs_tensor.shape_text(),
-                             "shape [..., 2] of (source row, destination row)");
+// Claims, fetches each distinct row once, copies the repeats in device memory.
+void launch_deduplicated(const LaunchScope& scope, PairArgs& args, const PairLayout& layout,
+                         const Kernel* kernels, char* workspace, bool reuse_resident) {
+  PairCopyParams& p = args.params;
+  const Workspace sizes(p.num_pairs, args.pairs.index_bytes);
+  char* lists = workspace + sizes.table_bytes;
+  u32* table = reinterpret_cast<u32*>(workspace);
+  ClaimParams claim{};
+  claim.pairs = p.pairs;
+  claim.num_pairs = p.num_pairs;
+  claim.num_src_rows = p.num_src_rows;
+  claim.num_dst_rows = p.num_dst_rows;
+  claim.table = table;
+  claim.table_mask = static_cast<u32>(sizes.table_size - 1);
+  claim.counts_m1 = table + sizes.table_size;
+  claim.fetches = lists;
+  claim.copies = lists + sizes.list_bytes;
+  claim.copied_rows = lists + 2 * sizes.list_bytes;
+  claim.slot_map = reuse_resident ? p.slot_map : nullptr;
+  claim.slot_map_bytes = p.slot_map_bytes;
+  claim.fault = p.fault;
+  scope.fill_bytes(workspace, 0xff, sizes.table_bytes);
+  scope.launch(kernels[1], ceil_div(p.num_pairs, kernels[1].num_threads), 1, kernels[1].num_threads,
+               claim);
+
+  p.pairs = claim.fetches;
+  p.num_pairs_m1 = claim.counts_m1;
+  launch_pair_copy(scope, args, layout, kernels[0], kLargeInFlight);
+
+  p.pairs = claim.copies;
+  p.num_pairs_m1 = claim.counts_m1 + 1;
+  p.src = p.dst;
+  p.src_stride_bytes = p.dst_stride_bytes;
+  p.num_src_rows = p.num_dst_rows;
+  p.slot_rows = claim.copied_rows;
+  scope.launch(kernels[2], kCopyBlocksPerSm * scope.device.num_sms, 1, kernels[2].num_threads, p);
+}
+
+// `workspace`: h2d_gather_workspace_bytes of scratch memory on the device for a call that shall
+// fetch no row twice, or None.
+void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyView num_sms,
+                AnyView workspace_arg, bool reuse_resident) {
+  PairArgs args(kOp, kHostSource, src, dst, pairs, num_sms);
+  args.take_slot_map(slot_map);
+  if (reuse_resident && args.params.slot_map == nullptr) {
+    raise_value_error(kOp, "reuse_resident", "True without a slot_map",
+                      "a slot_map that says which rows are resident, or False");
   }
-  const Rows src_rows(src);
-  const Rows dst_rows(dst);
-  same_row_bytes(src, src_rows, dst, dst_rows);
-  GatherParams params{
-      dst_rows.data, src_rows.data,   dst_rows.stride_bytes, src_rows.stride_bytes, pairs.data,
-      nullptr,       pairs.count / 2, src_rows.num_rows,     dst_rows.num_rows,     0,
-      nullptr};
-  if (slot_map_arg.type_index() != tvm::ffi::TypeIndex::kTVMFFINone) {
-    const Tensor slot_map_tensor(kOp, "slot_map", slot_map_arg);
-    slot_map_tensor.same_device(dst);
-    const Indices slot_map(slot_map_tensor);
-    if (slot_map_tensor.dl->ndim != 1 || slot_map.count != src_rows.num_rows) {
-      slot_map_tensor.value_error(
-          "shape " + slot_map_tensor.shape_text(),
-          "shape [" + std::to_string(src_rows.num_rows) + "], one entry for each row of src");
-    }
-    if (slot_map.index_bytes == 4 && dst_rows.num_rows > std::numeric_limits<i32>::max()) {
-      slot_map_tensor.type_error("dtype int32", "int64 for a dst of 2^31 or more rows");
-    }
-    params.slot_map = const_cast<void*>(slot_map.data);
-    params.slot_map_bytes = slot_map.index_bytes;
-  }
-  const bool choose_sms = num_sms_arg.type_index() == tvm::ffi::TypeIndex::kTVMFFINone;
-  const i64 num_sms = choose_sms ? kDefaultSms : int_arg(kOp, "num_sms", num_sms_arg);
-  if (num_sms < 1) {
-    throw tvm::ffi::Error(
-        "ValueError",
-        std::string(kOp) + ": num_sms: " + std::to_string(num_sms) + ", expected at least 1", "");
-  }
-  const i64 row_bytes = src_rows.row_bytes;
-  const bool empty = row_bytes == 0 || params.num_pairs == 0;
-  if (!dst.on_cuda()) {
-    if (empty) return;
-    pairs.index_bytes == 4 ? gather_cpu<int32_t>(params, row_bytes)
-                           : gather_cpu<int64_t>(params, row_bytes);
+  if (!args.dst.on_cuda()) {
+    reuse_resident ? gather_resident_cpu(args) : args.run_on_cpu();
     return;
   }
-  static KernelTable kernels("h2d_gather", {"h2d_gather"});
-  const LaunchScope scope(dst);
-  params.src = pinned_rows(src, src_rows);
-  if (empty) return;
-  params.fault = scope.device.fault_device;
-  const int vec_bytes = vec_bytes_for(row_bytes, address(params.src), address(dst_rows.data),
-                                      src_rows.stride_bytes, dst_rows.stride_bytes);
-  const bool line_aligned =
-      (address(params.src) | u64(src_rows.stride_bytes)) % kHostLineBytes == 0;
-  const bool small = choose_sms && params.num_pairs * row_bytes <= kSmallCallBytes;
-  const int in_flight = small ? kSmallInFlight : kGatherInFlight;
-  const Kernel& kernel = *kernels.find(
-      scope.device, {row_bytes, vec_bytes, pairs.index_bytes, line_aligned, in_flight});
-  const GroupShape shape = group_shape(window_bytes(row_bytes, vec_bytes, line_aligned), vec_bytes,
-                                       kGatherMaxChunks, in_flight);
-  const i64 threads = shape.num_threads(params.num_pairs);
-  if (small) {
-    scope.launch(kernel, ceil_div(threads, kSmallCallThreads), 1, kSmallCallThreads, params);
-    return;
+  static KernelTable small_kernels("h2d_gather", {"h2d_gather"});
+  static KernelTable large_kernels("h2d_gather", {"h2d_gather", "claim", "copy"});
+  const LaunchScope scope(args.dst);
+  args.map_host_rows();
+  if (args.empty()) return;
+  args.params.fault = scope.device.fault_device;
+  const PairLayout layout(args);
+  const bool dedup = workspace_arg.type_index() != tvm::ffi::TypeIndex::kTVMFFINone;
+  const bool small = !dedup && !args.sms_given && args.bytes() <= kSmallCallBytes;
+  const int in_flight = small ? kSmallInFlight : kLargeInFlight;
+  KernelTable& table = small ? small_kernels : large_kernels;
+  const Kernel* kernels =
+      table.find(scope.device, {args.row_bytes, layout.vec_bytes, args.pairs.index_bytes,
+                                layout.line_aligned, in_flight});
+  if (dedup) {
+    const Tensor workspace(kOp, "workspace", workspace_arg);
+    launch_deduplicated(scope, args, layout, kernels, workspace.data(), reuse_resident);
+  } else {
+    launch_pair_copy(scope, args, layout, kernels[0], in_flight);
   }
-  const i64 blocks =
-      std::min({num_sms, i64(scope.device.num_sms), ceil_div(threads, kernel.num_threads)});
-  scope.launch(kernel, blocks, 1, kernel.num_threads, params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(h2d_gather, h2d_gather);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(h2d_gather_workspace_bytes, h2d_gather_workspace_bytes);
 
 }  // namespace
 

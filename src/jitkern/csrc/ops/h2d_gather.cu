@@ -1,113 +1,101 @@
-// h2d_gather on the device: rows of pinned host memory are read over PCIe by a few persistent
-// blocks.
-//
-// What bounds it is the number of 128-byte lines asked for and the bytes in flight, not the number
-// of SMs: lanes start at the line below the row, so that a row of 656 bytes costs 6 requests and
-// not 7 (48.7 against 46.3 GB/s on an H200 where the copy engine moves 55.4), and in large calls
-// every thread has kGatherInFlight loads in flight before its first store.
-#include <jitkern/copy.cuh>
-#include <jitkern/fault.cuh>
+// h2d_gather on the device. Small calls are one launch of H2DGather over the pairs. Large ones put
+// ClaimRows in front, which leaves each distinct source row to one fetch over PCIe, and CopyRows
+// behind, which copies the repeats in device memory at 80 times the speed of the bus.
+#include <jitkern/pair_copy.cuh>
 
 #include "h2d_gather.h"
 
 namespace jitkern {
 
-// kInFlight: vectors in flight per thread, kGatherInFlight or kSmallInFlight.
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, bool kLineAligned, int kInFlight,
           int kThreads, int kMaxOccupancy>
-struct H2DGather {
-  static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
-  using Params = GatherParams;
+using H2DGather = PairCopy<kRowBytes, kVecBytes, kIndexBytes, kLineAligned, kInFlight, kHostSource,
+                           kThreads, kMaxOccupancy>;
+
+template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
+using CopyRows = PairCopy<kRowBytes, kVecBytes, kIndexBytes, /*kLineAligned=*/true,
+                          kOnDeviceInFlight, kNoHostSide, kOnDeviceThreads, 4>;
+
+template <int kIndexBytes>
+struct ClaimRows {
+  using Params = ClaimParams;
   using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
-  static constexpr i64 kWindowBytes = window_bytes(kRowBytes, kVecBytes, kLineAligned);
-  using Rows = Group<kWindowBytes, kVecBytes, kGatherMaxChunks, kInFlight>;
+  static constexpr int kNumThreads = kOnDeviceThreads;
+  static constexpr int kMinBlocks = 4;
 
   static __device__ void run(const Params& p) {
-    const i64 num_threads = Rows::kShape.num_threads(p.num_pairs);
-    const i64 step = i64(gridDim.x) * blockDim.x;
-    for (i64 thread = thread_number(); thread < num_threads; thread += step) {
-      copy_rows(p, Rows(thread));
+    __shared__ u32 block_counts[2];
+    __shared__ u32 block_starts[2];
+    if (threadIdx.x < 2) block_counts[threadIdx.x] = 0;
+    __syncthreads();
+    const i64 number = thread_number();
+    const Found found = number < p.num_pairs ? look_up(p, number) : Found{kSkip, 0, 0, 0};
+    u32 place = 0;
+    if (found.list != kSkip) place = atomicAdd(&block_counts[found.list], 1u);
+    __syncthreads();
+    // One atomic for each list and block on the global counters. They start at -1, as the table
+    // does, so that one memset prepares both.
+    if (threadIdx.x < 2) {
+      block_starts[threadIdx.x] =
+          atomicAdd(&p.counts_m1[threadIdx.x], block_counts[threadIdx.x]) + 1u;
+    }
+    __syncthreads();
+    if (found.list == kSkip) return;
+    place += block_starts[found.list];
+    Int* pair = static_cast<Int*>(found.list == kFetch ? p.fetches : p.copies) + 2 * i64(place);
+    pair[0] = static_cast<Int>(found.from_row);
+    pair[1] = static_cast<Int>(found.dst_row);
+    if (found.list == kCopy) {
+      static_cast<Int*>(p.copied_rows)[place] = static_cast<Int>(found.slot_row);
     }
   }
 
  private:
-  // Straight-line loops, one for each step: a branch between two loads would make the second wait
-  // for the first, which costs half of the bandwidth here.
-  static __device__ void copy_rows(const Params& p, const Rows group) {
-    const char* source[Rows::kRows];
-    char* target[Rows::kRows];
-    i32 lead[Rows::kRows];  // bytes of a neighbour in front of the row, in its first line
-#pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
-      const Pair pair = read_pair(p, group.first_row + r);
-      const bool inside = pair.is_inside(p);
-      source[r] = p.src + (inside ? pair.src_row * p.src_stride_bytes : 0);
-      target[r] = p.dst + (inside ? pair.dst_row * p.dst_stride_bytes : 0);
-      lead[r] =
-          kLineAligned ? 0 : static_cast<i32>(reinterpret_cast<u64>(source[r]) % kHostLineBytes);
-      if (!inside) lead[r] = kNoRow;
-    }
-    Vec<kVecBytes> value[Rows::kRows][Rows::kChunks];
-#pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - lead[r];
-        if (offset >= 0 && offset < kRowBytes) {
-          value[r][c] = load_vec<kVecBytes>(source[r] + offset);
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - lead[r];
-        if (offset >= 0 && offset < kRowBytes) {
-          store_vec<kVecBytes>(target[r] + offset, value[r][c]);
-        }
-      }
-    }
-    if (!group.reports()) return;
-#pragma unroll 1
-    for (int r = 0; r < Rows::kRows; ++r) finish_pair(p, group.first_row + r);
-  }
+  enum List : i32 { kSkip = -1, kFetch = 0, kCopy = 1 };
 
-  // A lead that puts every offset behind the row: nothing of it is copied.
-  static constexpr i32 kNoRow = -(1 << 30);
-  static_assert(kRowBytes < (1 << 30), "a row of less than 1 GiB");
-
-  struct Pair {
-    i64 src_row;
+  struct Found {
+    List list;
+    i64 from_row;
     i64 dst_row;
-
-    __device__ bool is_padding() const { return src_row < 0 || dst_row < 0; }
-    __device__ bool is_inside(const Params& p) const {
-      return !is_padding() && src_row < p.num_src_rows && dst_row < p.num_dst_rows;
-    }
+    i64 slot_row;  // of kCopy: see ClaimParams::copied_rows
   };
 
-  static __device__ Pair read_pair(const Params& p, i64 number) {
-    if (number >= p.num_pairs) return {-1, -1};
-    const Int* pair = static_cast<const Int*>(p.pairs) + 2 * number;
-    return {pair[0], pair[1]};
+  static __device__ Found look_up(const Params& p, i64 number) {
+    const Int* pairs = static_cast<const Int*>(p.pairs);
+    const i64 src_row = pairs[2 * number];
+    const i64 dst_row = pairs[2 * number + 1];
+    if (src_row < 0 || dst_row < 0) return {kSkip, 0, 0, 0};  // padding
+    if (src_row >= p.num_src_rows) {
+      report_fault(p.fault, FaultSite::kH2dGatherSrc, number, src_row, p.num_src_rows);
+      return {kSkip, 0, 0, 0};
+    }
+    if (dst_row >= p.num_dst_rows) {
+      report_fault(p.fault, FaultSite::kH2dGatherDst, number, dst_row, p.num_dst_rows);
+      return {kSkip, 0, 0, 0};
+    }
+    if (p.slot_map != nullptr) {
+      const i64 slot = p.slot_map_bytes == 4 ? i64(static_cast<const i32*>(p.slot_map)[src_row])
+                                             : static_cast<const i64*>(p.slot_map)[src_row];
+      if (slot >= p.num_dst_rows) {
+        report_fault(p.fault, FaultSite::kH2dGatherSlotMap, src_row, slot, p.num_dst_rows);
+        return {kSkip, 0, 0, 0};
+      }
+      if (slot >= 0) return {kCopy, slot, dst_row, src_row};
+    }
+    const u32 owner = claim(p, pairs, static_cast<u32>(number), src_row);
+    if (owner == number) return {kFetch, src_row, dst_row, 0};
+    return {kCopy, i64(pairs[2 * i64(owner) + 1]), dst_row, -1};
   }
 
-  // Once for each pair: its entry in the slot map, or its fault. Reads the pair again (from L1),
-  // for which no register was kept while the row was in flight.
-  static __device__ void finish_pair(const Params& p, i64 number) {
-    const Pair pair = read_pair(p, number);
-    if (pair.is_padding()) return;
-    if (pair.src_row >= p.num_src_rows) {
-      report_fault(p.fault, FaultSite::kH2dGatherSrc, number, pair.src_row, p.num_src_rows);
-    } else if (pair.dst_row >= p.num_dst_rows) {
-      report_fault(p.fault, FaultSite::kH2dGatherDst, number, pair.dst_row, p.num_dst_rows);
-    } else if (p.slot_map != nullptr && p.slot_map_bytes == 4) {
-      static_cast<i32*>(p.slot_map)[pair.src_row] = static_cast<i32>(pair.dst_row);
-    } else if (p.slot_map != nullptr) {
-      static_cast<i64*>(p.slot_map)[pair.src_row] = pair.dst_row;
+  // The pair that fetches `src_row`: this one if it is the first to come. The table is at least
+  // twice as large as the number of pairs, so a free place is never far.
+  static __device__ u32 claim(const Params& p, const Int* pairs, u32 number, i64 src_row) {
+    u32 place = static_cast<u32>((u64(src_row) * 0x9e3779b97f4a7c15ull) >> 32) & p.table_mask;
+    while (true) {
+      const u32 owner = atomicCAS(&p.table[place], kNoOwner, number);
+      if (owner == kNoOwner) return number;
+      if (pairs[2 * i64(owner)] == src_row) return owner;
+      place = (place + 1) & p.table_mask;
     }
   }
 };

@@ -1,34 +1,28 @@
-// Parameters of h2d_gather, filled by h2d_gather.cc and read by h2d_gather.cu.
+// Parameters of the kernels that spare h2d_gather a second read of the same row.
 #pragma once
 
-#include <jitkern/groups.h>
+#include <jitkern/pair_copy.h>
 
 namespace jitkern {
 
-constexpr int kHostLineBytes = 128;  // a PCIe read request of the GPU carries one such line
-constexpr int kGatherMaxChunks = 8;  // vectors of one row that a lane moves at a time
-constexpr int kGatherInFlight = 8;   // in large calls: 8 * 16 B * 2,048 threads are 2 us of the bus
-constexpr int kSmallInFlight = 1;    // in small calls rows are spread over warps instead
+constexpr u32 kNoOwner = 0xffffffffu;
 
-// The bytes of all lines that one row can touch. Where rows are only aligned to a vector, a row may
-// start up to 128 - vec_bytes bytes into its first line.
-JITKERN_HOST_DEVICE constexpr i64 window_bytes(i64 row_bytes, i64 vec_bytes, bool line_aligned) {
-  if (line_aligned) return row_bytes;
-  const i64 last = kHostLineBytes - vec_bytes + row_bytes;
-  return (last + kHostLineBytes - 1) / kHostLineBytes * kHostLineBytes;
-}
-
-struct GatherParams {
-  char* dst;        // rows in device memory
-  const char* src;  // rows in pinned host memory, by their device address
-  i64 dst_stride_bytes;
-  i64 src_stride_bytes;
-  const void* pairs;  // [num_pairs, 2]: source row, destination row
-  void* slot_map;     // [num_src_rows] or null: ends with slot_map[source row] = destination row
+// The kernel `claim` sorts pairs into two lists: rows to fetch over PCIe, each source row once, and
+// rows that are in device memory by then and are copied there. Table and counters start as all
+// ones.
+struct ClaimParams {
+  const void* pairs;
   i64 num_pairs;
   i64 num_src_rows;
   i64 num_dst_rows;
-  i32 slot_map_bytes;  // 4 or 8: bytes of one element of slot_map
+  u32* table;            // open addressing over source rows: the number of the pair that owns one
+  u32 table_mask;        // its size, a power of two, less 1
+  u32* counts_m1;        // [2]: the length of each list, less 1
+  void* fetches;         // [num_pairs, 2]: source row, destination row
+  void* copies;          // [num_pairs, 2]: destination row to copy from, destination row
+  void* copied_rows;     // [num_pairs]: source row of a copy that the slot map must learn of, or -1
+  const void* slot_map;  // where rows already live in device memory, -1: nowhere; null: unknown
+  i32 slot_map_bytes;
   FaultRecord* fault;
 };
 

@@ -70,12 +70,11 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
     params.vocab_length = int_arg(kOp, "vocab_range[1]", length_arg);
     params.bound = std::numeric_limits<i64>::max();
     if (params.vocab_start < 0 || params.vocab_length < 0 || params.vocab_length > table.num_rows) {
-      throw tvm::ffi::Error(
-          "ValueError",
-          std::string(kOp) + ": vocab_range: (" + std::to_string(params.vocab_start) + ", " +
-              std::to_string(params.vocab_length) + "), expected (start, length) with start >= 0 " +
-              "and 0 <= length <= " + std::to_string(table.num_rows) + ", the rows of weights",
-          "");
+      raise_value_error(kOp, "vocab_range",
+                        "(" + std::to_string(params.vocab_start) + ", " +
+                            std::to_string(params.vocab_length) + ")",
+                        "(start, length) with start >= 0 and 0 <= length <= " +
+                            std::to_string(table.num_rows) + ", the rows of weights");
     }
   }
   const i64 row_bytes = table.row_bytes;

@@ -63,6 +63,9 @@ struct Indices {
   explicit Indices(const Tensor& tensor);
 };
 
+[[noreturn]] void raise_value_error(const char* op, const char* arg, const std::string& came,
+                                    const std::string& expected);
+
 // A plain integer argument. TypeError on anything else (a bool included).
 i64 int_arg(const char* op, const char* arg, AnyView value);
 

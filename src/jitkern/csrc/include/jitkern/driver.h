@@ -70,6 +70,8 @@ struct Driver {
   CUresult (*cuFuncGetAttribute)(int* value, int attribute, CUfunction function);
   CUresult (*cuLaunchKernelEx)(const LaunchConfig* config, CUfunction function, void** parameters,
                                void** extra);
+  CUresult (*cuMemsetD8Async)(CUdeviceptr pointer, unsigned char value, size_t bytes,
+                              CUstream stream);
   CUresult (*cuMemHostAlloc)(void** pointer, size_t bytes, unsigned flags);
   CUresult (*cuMemHostGetDevicePointer)(CUdeviceptr* device_pointer, void* pointer, unsigned flags);
   CUresult (*cuPointerGetAttributes)(unsigned count, int* attributes, void** values,

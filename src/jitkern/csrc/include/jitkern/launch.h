@@ -86,6 +86,9 @@ class LaunchScope {
     launch_with(kernel, grid_x, grid_y, block_x, arguments, use_pdl);
   }
 
+  // Sets device memory on the stream.
+  void fill_bytes(void* pointer, unsigned char value, i64 bytes) const;
+
   Device& device;
 
  private:

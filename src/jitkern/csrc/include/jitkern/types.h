@@ -22,6 +22,7 @@ enum class FaultSite : u32 {
   kIndexingIndices,
   kH2dGatherSrc,
   kH2dGatherDst,
+  kH2dGatherSlotMap,
   kD2hScatterSrc,
   kD2hScatterDst,
 };

@@ -1,0 +1,89 @@
+"""``d2h_scatter``: write scattered rows of a GPU cache to pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from jitkern.jit import host
+from jitkern.jit.loader import DeviceModule, load_jit
+from jitkern.ops.common import name_unreadable
+from jitkern.ops.pairs import pair_copy_args, pair_specialisations
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Vectors in flight per thread, as in csrc/include/jitkern/pair_copy.h: of small and of large calls.
+_IN_FLIGHT = (1, 4)
+
+
+@cache
+def kernel(
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, in_flight: int
+) -> DeviceModule:
+    """Return the device module of one row size, vector width, index type, alignment and depth."""
+    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, in_flight)
+    return load_jit(
+        "d2h_scatter",
+        *args,
+        device_files=["ops/d2h_scatter.cu"],
+        device_wrappers=[("d2h_scatter", f"jitkern::D2HScatter<{args}>")],
+    )
+
+
+def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
+    """Return the template arguments that rows of ``row_bytes`` need."""
+    return pair_specialisations(row_bytes, _IN_FLIGHT)
+
+
+@cache
+def _op() -> Callable[..., Any]:
+    return host.op("d2h_scatter", kernel)
+
+
+def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None = None) -> None:
+    """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
+
+    The way back of :func:`jitkern.h2d_gather`: a persistent kernel of a few blocks writes ``dst``
+    over PCIe, on the current stream, without a synchronisation or an allocation. The host may read
+    ``dst`` once the stream has come past the call. May be captured in a CUDA graph.
+
+    Parameters
+    ----------
+    src : Tensor
+        ``[num_src_rows, ...]`` on a GPU or the CPU. Rows contiguous, row stride free, any row size
+        from 1 byte up.
+    dst : Tensor
+        ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row as in ``src``, pinned if
+        ``src`` is on a GPU.
+    pairs : Tensor
+        ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
+        ``src``. A pair with a negative member is skipped. Destinations should be distinct: of one
+        that appears twice the content is undefined.
+    num_sms : int, optional
+        Blocks of 1024 threads that write over the bus, at most one an SM, clamped to the GPU's SMs;
+        2 by default for a large call.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Wrong dtype, device, shape or stride, or a pageable destination. Nothing was launched or
+        written.
+    IndexError
+        A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
+        written. On CUDA the row is skipped, and the next jitkern call on the device or
+        :func:`jitkern.check` raises.
+
+    Examples
+    --------
+    >>> cache = torch.randn(4096, 328, device="cuda")
+    >>> host_cache = torch.empty(300_000, 328, pin_memory=True)
+    >>> pairs = torch.tensor([[0, 7], [1, 299_999]], device="cuda")
+    >>> jitkern.d2h_scatter(cache, host_cache, pairs)
+    """
+    try:
+        _op()(src, dst, pairs, num_sms)
+    except RuntimeError as error:
+        name_unreadable(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)
+        raise
