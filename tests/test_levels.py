@@ -25,7 +25,8 @@ LAYERS = """
 3  jit.device jit.native
 3  jit.host
 3  jit.loader
-4  ops.common ops.pairs
+4  ops.common
+4  ops.pairs
 4  ops
 5  perf
 6  cli.ui cli.machine
