@@ -1,0 +1,213 @@
+"""h2d_gather: scattered rows of pinned host memory to rows on the GPU, and the ladder up to it.
+
+The parameters are the usual script's: batch 128, top-k 2048, 300,000 slots on both sides, rows of
+656 bytes, random sources with repeats, unique destinations. GB/s counts a row's bytes once: what
+arrives. Where repeats are fetched once, that goes past the bytes on the bus.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+import jitkern
+from bench import peers
+from bench.cases.store import empty_launch
+from bench.measure import Case, Context, Impl, Row, Run, empty_rows, measure, random_rows
+
+BATCH, TOP_K, SLOTS, ROW_BYTES = 128, 2048, 300_000, 656
+ROWS = BATCH * TOP_K
+TOTAL_BYTES = ROWS * ROW_BYTES
+# Rungs of bench/peers/ladder.cu
+BYTE_LOADS, VECTOR_LOADS, WARP_A_ROW, LOADS_FIRST, LINE_ALIGNED = 1, 2, 3, 4, 6
+
+
+@dataclass
+class Buffers:
+    src: torch.Tensor  # pinned
+    dst: torch.Tensor
+    pairs: torch.Tensor  # int32 [rows, 2]
+    pairs64: torch.Tensor
+    staging: torch.Tensor  # pinned, for the peers that gather on the CPU first
+
+
+def run(ctx: Context) -> Iterator[Row]:
+    if ctx.device != "cuda":
+        ctx.say("h2d_gather: needs a GPU, skipped")
+        return
+    yield from measure(ctx, case_of("repeats", ROWS, ROW_BYTES, _ladder(ctx)))
+    yield from measure(ctx, case_of("distinct", ROWS, ROW_BYTES, _distinct(ctx)))
+    for rows in (1, 128, 2048) if ctx.quick else (1, 16, 128, 512, 2048, 8192):
+        yield from measure(ctx, case_of("distinct", rows, ROW_BYTES, _small()))
+    sizes = (4096,) if ctx.quick else (512, 576, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+    for row_bytes in sizes:
+        yield from measure(ctx, case_of("distinct", TOTAL_BYTES // row_bytes, row_bytes, _wide()))
+
+
+@lru_cache(maxsize=2)
+def _slots(row_bytes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return source, destination and staging rows of one row size; the last two sizes are kept."""
+    slots = SLOTS * ROW_BYTES // row_bytes
+    src = random_rows(slots, row_bytes, "cpu", pin=True)
+    staging = empty_rows(ROWS, row_bytes, "cpu", pin=True) if row_bytes == ROW_BYTES else src[:0]
+    return src, empty_rows(slots, row_bytes, "cuda"), staging
+
+
+def case_of(kind: str, rows: int, row_bytes: int, impls: list[Impl]) -> Case:
+    src, dst, staging = _slots(row_bytes)
+    slots = src.shape[0]
+
+    def make(_: int) -> Buffers:
+        to = torch.randperm(slots, device="cuda")[:rows]
+        distinct = torch.randperm(slots, device="cuda")[:rows]
+        repeats = torch.randint(0, slots, (rows,), device="cuda")
+        pairs64 = torch.stack([repeats if kind == "repeats" else distinct, to], 1)
+        return Buffers(src, dst, pairs64.to(torch.int32), pairs64, staging[:rows])
+
+    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
+        picked = b.src[b.pairs64[:, 0].cpu()].cuda()
+        return (b.dst.clone().index_copy_(0, b.pairs64[:, 1], picked),)
+
+    return Case(
+        op="h2d_gather",
+        name=f"{rows} rows of {row_bytes} B, {kind}",
+        params={
+            "rows": rows,
+            "row_bytes": row_bytes,
+            "slots": slots,
+            "sources": kind,
+            "line_efficiency": line_efficiency(row_bytes),
+        },
+        bytes_moved=rows * row_bytes,
+        bytes_note="bytes that arrive, each row once",
+        make=make,
+        outputs=lambda b: (b.dst,),
+        reference=reference,
+        impls=impls,
+        calls=3 if rows * row_bytes > 50_000_000 else 20,
+        touched_bytes=row_bytes * rows,
+    )
+
+
+def line_efficiency(row_bytes: int) -> float:
+    """Return wanted bytes / bytes of the 128-byte lines asked for, over rows in sequence."""
+    starts = [i * row_bytes % 128 for i in range(128)]
+    lines = [(start + row_bytes + 127) // 128 for start in starts]
+    return row_bytes * len(lines) / (128 * sum(lines))
+
+
+def _ladder(ctx: Context) -> list[Impl]:
+    rungs = [
+        Impl("1 thread a row, byte loads", "peer", lambda: rung(BYTE_LOADS)),
+        Impl("2 thread a row, 16-byte loads", "peer", lambda: rung(VECTOR_LOADS)),
+        Impl("3 warp a row", "peer", lambda: rung(WARP_A_ROW)),
+        Impl("4 loads before stores", "peer", lambda: rung(LOADS_FIRST)),
+        Impl("5 persistent, 16 SMs", "peer", lambda: rung(LOADS_FIRST, 16)),
+        Impl("5 persistent, 4 SMs", "peer", lambda: rung(LOADS_FIRST, 4)),
+        Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
+    ]
+    return [*ours_all(ctx), *rungs, *_outsiders(ctx), *ceilings()]
+
+
+def _distinct(ctx: Context) -> list[Impl]:
+    rungs = [
+        Impl("4 loads before stores", "peer", lambda: rung(LOADS_FIRST)),
+        Impl("5 persistent, 4 SMs", "peer", lambda: rung(LOADS_FIRST, 4)),
+        Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
+        Impl("6 line-aligned, 4 SMs", "peer", lambda: rung(LINE_ALIGNED, 4)),
+    ]
+    return [*ours_all(ctx), *rungs, *ceilings()]
+
+
+def _small() -> list[Impl]:
+    return [
+        Impl("jitkern", "ours", lambda: ours()),
+        Impl("3 warp a row", "peer", lambda: rung(WARP_A_ROW)),
+        Impl("4 loads before stores", "peer", lambda: rung(LOADS_FIRST)),
+        Impl("6 line-aligned, full grid", "peer", lambda: rung(LINE_ALIGNED)),
+        Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
+        Impl("cudaMemcpyAsync, contiguous", "ceiling", copy_engine, check=False),
+        Impl("empty kernel", "floor", empty_launch, check=False, bytes_moved=0),
+    ]
+
+
+def _wide() -> list[Impl]:
+    return [
+        Impl("jitkern", "ours", lambda: ours()),
+        Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
+        Impl("4 loads before stores", "peer", lambda: rung(LOADS_FIRST)),
+        *ceilings(),
+    ]
+
+
+def ours_all(ctx: Context) -> list[Impl]:
+    """Return jitkern at its defaults and at chosen SM budgets, with and without dedup."""
+    impls = [Impl("jitkern", "ours", lambda: ours())]
+    budgets = (2,) if ctx.quick else (1, 2, 3, 4, 8, 16)
+    for sms in budgets:
+        impls.append(Impl(f"jitkern, num_sms={sms}", "ours", lambda sms=sms: ours(num_sms=sms)))
+    if "dedup" in inspect.signature(jitkern.h2d_gather).parameters:
+        for dedup in (False, True):
+            name = f"jitkern, dedup={dedup}"
+            impls.append(Impl(name, "ours", lambda dedup=dedup: ours(dedup=dedup)))
+    return impls
+
+
+def ours(**options: Any) -> Run:
+    return lambda b: jitkern.h2d_gather(b.src, b.dst, b.pairs, **options)
+
+
+def rung(number: int, num_blocks: int = 0) -> Run:
+    gather = peers.ladder().gather
+    return lambda b: gather(number, b.src, b.dst, b.pairs, num_blocks)
+
+
+def _outsiders(ctx: Context) -> list[Impl]:
+    impls = [Impl("triton", "peer", _triton)]
+    if not ctx.quick:
+        impls.append(Impl("torch: gather on the CPU, copy", "peer", lambda: _torch, graph=False))
+    return impls
+
+
+def _triton() -> Run:
+    pairs = peers.triton().pairs
+
+    def run_pairs(b: Buffers) -> None:
+        pairs(b.src.view(torch.int32), b.dst.view(torch.int32), b.pairs, 132)
+
+    return run_pairs
+
+
+def _torch(b: Buffers) -> None:
+    sources = b.pairs64[:, 0].cpu()
+    torch.index_select(b.src, 0, sources, out=b.staging)
+    b.dst.index_copy_(0, b.pairs64[:, 1], b.staging.to("cuda", non_blocking=True))
+
+
+def ceilings() -> list[Impl]:
+    return [
+        Impl("cudaMemcpyAsync, contiguous", "ceiling", copy_engine, check=False),
+        Impl("zero-copy kernel, contiguous, 132 SMs", "sm ceiling", contiguous, check=False),
+        Impl(
+            "zero-copy kernel, contiguous, 2 SMs", "sm ceiling", lambda: contiguous(2), check=False
+        ),
+    ]
+
+
+def copy_engine() -> Run:
+    copy = peers.ladder().copy_engine
+    return lambda b: copy(b.src, b.dst, _size(b))
+
+
+def contiguous(num_blocks: int = 132) -> Run:
+    copy = peers.ladder().copy_contiguous
+    return lambda b: copy(b.src, b.dst, _size(b), num_blocks)
+
+
+def _size(b: Buffers) -> int:
+    return b.pairs.shape[0] * b.src.shape[1] * b.src.element_size()

@@ -1,0 +1,121 @@
+"""What a call costs the host: store_cache of one row beside its two floors and beside PyTorch.
+
+The floors: a bare cuLaunchKernel in a C++ loop, and an FFI call with the same five tensors that
+does nothing. store_cache should cost hardly more than the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+import jitkern
+from bench import peers
+from bench.measure import Context, Row, empty_rows, error_row, fill, host_us_of, random_rows
+from jitkern.perf import Timing
+
+ROW_BYTES, SLOTS, CALLS = 656, 1024, 400
+STORE = "store_cache, 1 row of 656 B"
+
+
+def run(ctx: Context) -> Iterator[Row]:
+    k_cache = empty_rows(SLOTS, ROW_BYTES, ctx.device)
+    v_cache = torch.empty_like(k_cache)
+    k = random_rows(1, ROW_BYTES, ctx.device)
+    v = random_rows(1, ROW_BYTES, ctx.device)
+    indices = torch.tensor([7], dtype=torch.int32, device=ctx.device)
+    indices64 = indices.to(torch.int64)
+    output = torch.empty_like(k)
+
+    def index_put() -> None:
+        k_cache[indices64] = k
+        v_cache[indices64] = v
+
+    tensors = (k_cache, v_cache, indices, k, v)
+    table: list[tuple[str, str, str, Callable[[], Callable[[], object]]]] = [
+        (STORE, "jitkern", "ours", lambda: partial(jitkern.store_cache, *tensors)),
+        (STORE, "torch cache[idx] = x, twice", "peer", lambda: index_put),
+        (STORE, "no-op FFI call, 5 tensors", "floor", lambda: partial(peers.host().noop, *tensors)),
+        (
+            "indexing, 1 row of 656 B",
+            "jitkern",
+            "ours",
+            lambda: partial(jitkern.indexing, k_cache, indices, output=output),
+        ),
+        (
+            "indexing, 1 row of 656 B",
+            "torch index_select(out=)",
+            "peer",
+            lambda: partial(torch.index_select, k_cache, 0, indices64, out=output),
+        ),
+        (
+            "indexing, 1 row of 656 B",
+            "torch F.embedding",
+            "peer",
+            lambda: partial(torch.nn.functional.embedding, indices64, k_cache),
+        ),
+    ]
+    if ctx.device == "cuda":
+        host_rows = random_rows(SLOTS, ROW_BYTES, "cpu", pin=True)
+        pairs = torch.tensor([[3, 7]], dtype=torch.int32, device="cuda")
+        name = "h2d_gather, 1 row of 656 B"
+        table.append(
+            (
+                name,
+                "jitkern",
+                "ours",
+                lambda: partial(jitkern.h2d_gather, host_rows, k_cache, pairs),
+            )
+        )
+    rows = [_row(ctx, *entry) for entry in table]
+    if ctx.device == "cuda":
+        rows.insert(2, _bare_launch(ctx))
+    _compare(rows)
+    yield from rows
+
+
+def _row(
+    ctx: Context, case: str, name: str, role: str, build: Callable[[], Callable[[], object]]
+) -> Row:
+    row = Row("host_overhead", case, name, role)
+    try:
+        timing = host_us_of(build(), calls=CALLS, repeats=ctx.rounds, sync=ctx.sync)
+    except Exception as error:  # a peer that fails is a row, not the end of the run
+        row.error = error_row("", "", "", "", error).error
+        return row
+    fill(row, timing)
+    row.host_us = row.median_us
+    return row
+
+
+def _bare_launch(ctx: Context) -> Row:
+    row = Row("host_overhead", STORE, "bare cuLaunchKernel, C++ loop", "floor")
+    try:
+        from jitkern.jit.toolchain import Arch
+
+        arch = Arch(*torch.cuda.get_device_capability())
+        image = peers.empty().image(arch)
+        loop = partial(peers.host().launch_loop, image, peers.EMPTY_KERNEL)
+        device = torch.cuda.current_device()
+        samples = tuple(loop(device, CALLS) * 1e-6 for _ in range(ctx.rounds))
+    except Exception as error:
+        row.error = error_row("", "", "", "", error).error
+        return row
+    fill(row, Timing(samples))
+    row.host_us = row.median_us
+    return row
+
+
+def _compare(rows: list[Row]) -> None:
+    for row in rows:
+        peers_us = [
+            r.median_us for r in rows if r.case == row.case and r.role == "peer" and r.median_us
+        ]
+        if row.role == "ours" and row.median_us and peers_us:
+            row.ratio_to_best_peer = min(peers_us) / row.median_us
+    floors = [r.median_us for r in rows if r.case == STORE and r.role == "floor" and r.median_us]
+    ours = next(r for r in rows if r.case == STORE and r.role == "ours")
+    if ours.median_us and len(floors) == 2:
+        ours.note = f"{ours.median_us / sum(floors):.2f} x (bare launch + no-op FFI call)"

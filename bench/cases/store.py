@@ -1,0 +1,206 @@
+"""store_cache: K and V rows to random slots of the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import jitkern
+from bench import peers
+from bench.measure import Case, Context, Impl, Row, Run, empty_rows, measure, random_rows
+from jitkern.perf import copy_kernel
+
+MIN_SLOTS = 262_144  # two caches of even 256-byte rows are then larger than twice the L2
+
+
+@dataclass
+class Buffers:
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    indices: torch.Tensor  # int32, unique, unsorted
+    indices64: torch.Tensor
+    kv: torch.Tensor  # [2, rows, row_bytes / 2]: K, then V
+    k: torch.Tensor
+    v: torch.Tensor
+    copied: torch.Tensor  # where the ceiling copies kv to
+
+    def words(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t.view(torch.int32) for t in (self.k_cache, self.v_cache, self.k, self.v))
+
+
+def run(ctx: Context) -> Iterator[Row]:
+    for row_bytes, rows in _sizes(ctx):
+        yield from measure(ctx, case_of(ctx, row_bytes, rows))
+
+
+def _sizes(ctx: Context) -> list[tuple[int, int]]:
+    if ctx.device == "cpu":
+        return [(656, 8192)] if ctx.quick else [(n, 8192) for n in (256, 656, 1024, 2048, 8192)]
+    if ctx.quick:
+        return [(656, 1), (656, 1024), (656, 131_072), (1024, 131_072)]
+    counts = (1, 16, 128, 1024, 16_384, 131_072)
+    return [(n, rows) for n in (256, 656, 1024, 2048) for rows in counts]
+
+
+def case_of(ctx: Context, row_bytes: int, rows: int) -> Case:
+    device = ctx.device
+    slots = max(2 * rows, MIN_SLOTS if device == "cuda" else 0)
+    k_cache = empty_rows(slots, row_bytes, device)
+    v_cache = empty_rows(slots, row_bytes, device)
+
+    def make(_: int) -> Buffers:
+        indices = torch.randperm(slots, device=device)[:rows]
+        kv = random_rows(2 * rows, row_bytes, device).view(2, rows, -1)
+        small = indices.to(torch.int32)
+        return Buffers(k_cache, v_cache, small, indices, kv, kv[0], kv[1], torch.empty_like(kv))
+
+    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
+        return (
+            b.k_cache.clone().index_copy_(0, b.indices64, b.k),
+            b.v_cache.clone().index_copy_(0, b.indices64, b.v),
+        )
+
+    return Case(
+        op="store",
+        name=f"{rows} rows of {row_bytes} B",
+        params={"row_bytes": row_bytes, "rows": rows, "slots": slots, "dtype": "bfloat16"},
+        bytes_moved=4 * rows * row_bytes,
+        bytes_note="K and V, each read once and written once",
+        make=make,
+        outputs=lambda b: (b.k_cache, b.v_cache),
+        reference=reference,
+        impls=list(_impls(ctx, row_bytes, rows)),
+        calls=4 if rows > 16_384 else 16 if rows > 1024 else 50,
+    )
+
+
+def _ours(b: Buffers) -> None:
+    jitkern.store_cache(b.k_cache, b.v_cache, b.indices, b.k, b.v)
+
+
+def _torch_index_put(b: Buffers) -> None:
+    b.k_cache[b.indices64] = b.k
+    b.v_cache[b.indices64] = b.v
+
+
+def _torch_index_copy(b: Buffers) -> None:
+    b.k_cache.index_copy_(0, b.indices64, b.k)
+    b.v_cache.index_copy_(0, b.indices64, b.v)
+
+
+def _copy_(b: Buffers) -> None:
+    b.copied.copy_(b.kv)
+
+
+def _impls(ctx: Context, row_bytes: int, rows: int) -> Iterator[Impl]:
+    yield Impl("jitkern", "ours", lambda: _ours)
+    if ctx.device == "cpu":
+        yield Impl("torch cache[idx] = x, twice", "peer", lambda: _torch_index_put)
+        yield Impl("torch index_copy_, twice", "peer", lambda: _torch_index_copy)
+        yield Impl("copy_ of the same bytes", "ceiling", lambda: _copy_, check=False)
+        return
+    if row_bytes in peers.STORE_ROW_BYTES:
+        yield Impl("nvcc, mini-sglang style", "peer", lambda: _nvcc(row_bytes))
+    else:
+        yield Impl("nvcc, mini-sglang style", "peer", _no_such_row_size)
+    yield Impl("triton", "peer", _triton)
+    yield Impl("torch cache[idx] = x, twice", "peer", lambda: _torch_index_put)
+    if not ctx.quick and rows == 131_072:
+        yield Impl("torch.compile", "peer", _compiled)
+    if peers.installed("vllm") and row_bytes % 256 == 0:
+        yield Impl("vllm reshape_and_cache_flash", "peer", _vllm)
+    if peers.installed("flashinfer") and row_bytes % 256 == 0:
+        yield Impl("flashinfer append_paged_kv_cache", "peer", _flashinfer)
+    yield Impl("copy kernel, same bytes", "ceiling", _copy_kernel, check=False)
+    yield Impl("torch copy_, same bytes", "ceiling", lambda: _copy_, check=False)
+    if rows <= 1024:
+        yield Impl("empty kernel", "floor", empty_launch, check=False, bytes_moved=0)
+
+
+def _no_such_row_size() -> Run:
+    raise LookupError("does not compile for this row size, which is no multiple of 128 B")
+
+
+def _nvcc(row_bytes: int) -> Run:
+    store = getattr(peers.rows(), f"store_{row_bytes}")
+    return lambda b: store(b.k_cache, b.v_cache, b.indices, b.k, b.v)
+
+
+def _triton() -> Run:
+    store = peers.triton().store
+
+    def run_words(b: Buffers) -> None:
+        k_cache, v_cache, k, v = b.words()
+        store(k_cache, v_cache, b.indices, k, v)
+
+    return run_words
+
+
+def _compiled() -> Run:
+    compiled: Any = torch.compile(_put_both, dynamic=False)
+    return lambda b: compiled(b.k_cache, b.v_cache, b.indices64, b.k, b.v)
+
+
+def _put_both(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    k_cache[indices] = k
+    v_cache[indices] = v
+
+
+def _vllm() -> Run:
+    from vllm import _custom_ops as ops
+
+    one = torch.ones((), device="cuda")
+
+    def run_flash(b: Buffers) -> None:
+        def heads(t: torch.Tensor) -> torch.Tensor:
+            return t.view(t.shape[0], -1, 128)
+
+        caches = (heads(b.k_cache).unsqueeze(1), heads(b.v_cache).unsqueeze(1))  # pages of 1 slot
+        ops.reshape_and_cache_flash(heads(b.k), heads(b.v), *caches, b.indices64, "auto", one, one)
+
+    return run_flash
+
+
+def _flashinfer() -> Run:
+    import flashinfer
+
+    plans: dict[int, tuple[torch.Tensor, ...]] = {}  # each token its own request, pages of 1 slot
+
+    def run_append(b: Buffers) -> None:
+        rows = b.k.shape[0]
+        if rows not in plans:
+            counts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+            ones = torch.ones(rows, dtype=torch.int32, device="cuda")
+            plans[rows] = (counts[:rows].contiguous(), ones - 1, counts, ones)
+        batch, positions, indptr, last = plans[rows]
+
+        def heads(t: torch.Tensor) -> torch.Tensor:
+            return t.view(t.shape[0], -1, 128)
+
+        caches = (heads(b.k_cache).unsqueeze(1), heads(b.v_cache).unsqueeze(1))
+        flashinfer.append_paged_kv_cache(
+            heads(b.k), heads(b.v), batch, positions, caches, b.indices, indptr, last
+        )
+
+    return run_append
+
+
+def _copy_kernel() -> Run:
+    copy = copy_kernel()
+    return lambda b: copy(b.copied, b.kv)
+
+
+def empty_launch() -> Run:
+    """Return a launch of a kernel that does nothing: the floor of small calls."""
+    module = peers.empty()
+    words = [0] * 11
+    return lambda _: module.launch(peers.EMPTY_KERNEL, *words, grid=1, block=128)

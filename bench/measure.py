@@ -1,0 +1,299 @@
+"""How one case is measured: every implementation checked bit for bit, then timed in turn."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from jitkern.perf import (
+    ColdBuffers,
+    Replay,
+    Timing,
+    cache_bytes_of,
+    cpu_replay,
+    cuda_replay,
+    time_replays,
+)
+
+Run = Callable[[Any], object]
+
+POISON = 0xA5
+SLOW_REPLAY_MS = 60.0  # replays longer than this get fewer calls and fewer rounds
+
+
+@dataclass
+class Impl:
+    """One implementation of a case's job.
+
+    `build` may be slow (a compiler runs) and may raise: the error then becomes a row. What it
+    returns is called with one working set. Roles: ours, peer, ceiling (moves the same bytes in the
+    easiest way there is), floor (does nothing).
+    """
+
+    name: str
+    role: str
+    build: Callable[[], Run]
+    graph: bool = True
+    check: bool = True
+    returns: bool = False  # the result is what `build()(buffers)` returns, not the case's outputs
+    bytes_moved: int | None = None  # where it differs from the case's
+    note: str = ""
+
+
+@dataclass
+class Case:
+    """One job at one size: what to move, how to check it, who does it."""
+
+    op: str
+    name: str
+    params: dict[str, Any]
+    bytes_moved: int
+    bytes_note: str
+    make: Callable[[int], Any]
+    outputs: Callable[[Any], tuple[torch.Tensor, ...]]
+    reference: Callable[[Any], tuple[torch.Tensor, ...]]
+    impls: list[Impl]
+    calls: int  # in one graph, rotating over the working sets
+    touched_bytes: int | None = None  # by one call, for the rotation; default bytes_moved
+
+
+@dataclass
+class Row:
+    """One measured figure, as it goes into the JSON. Times in microseconds per call."""
+
+    op: str
+    case: str
+    impl: str
+    role: str
+    params: dict[str, Any] = field(default_factory=dict)
+    median_us: float | None = None
+    iqr_us: float | None = None
+    gb_s: float | None = None
+    ratio_to_best_peer: float | None = None  # ours only; above 1 is faster
+    percent_of_ceiling: float | None = None
+    host_us: float | None = None
+    bytes_moved: int | None = None
+    bytes_note: str = ""
+    note: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every benchmark needs to know."""
+
+    device: str  # "cuda" or "cpu"
+    quick: bool
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def rounds(self) -> int:
+        return 5 if self.quick else 11
+
+    def sync(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+_FLUSH: dict[str, Callable[[], object]] = {}
+
+
+def flush_of(ctx: Context) -> Callable[[], object] | None:
+    """Return a call that fills the L2 with clean lines of something else; None on the CPU."""
+    if ctx.device != "cuda":
+        return None
+    if "cuda" not in _FLUSH:
+        filler = torch.ones(2 * cache_bytes_of("cuda") // 4, device="cuda")
+        sink = torch.zeros((), device="cuda")
+        # Reading, not writing: dirty lines would be written back inside the timed region.
+        _FLUSH["cuda"] = lambda: torch.sum(filler, dim=0, out=sink)
+    return _FLUSH["cuda"]
+
+
+def random_rows(
+    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return [rows, row_bytes / 2] of random finite bfloat16 (or another dtype of the bytes).
+
+    Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
+    """
+    words = math.ceil(rows * row_bytes / 8)
+    no_top_exponent_bit = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
+    flat = torch.empty(words, dtype=torch.int64, device=device, pin_memory=pin)
+    flat.random_(-(1 << 63), (1 << 63) - 1).bitwise_and_(no_top_exponent_bit)
+    as_bytes = flat.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
+    return as_bytes.view(dtype or torch.bfloat16)
+
+
+def empty_rows(
+    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return uninitialised rows like those of :func:`random_rows`."""
+    data = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+    return data.view(dtype or torch.bfloat16)
+
+
+def error_row(case_op: str, case: str, impl: str, role: str, error: BaseException) -> Row:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
+    return Row(case_op, case, impl, role, error=f"{type(error).__name__}: {lines[0][:300]}")
+
+
+def measure(ctx: Context, case: Case) -> list[Row]:
+    """Check every implementation of the case against the reference, then time those that pass."""
+    ctx.say(f"{case.op}: {case.name}")
+    buffers = ColdBuffers(
+        case.make,
+        case.touched_bytes or case.bytes_moved,
+        cache_bytes=cache_bytes_of(ctx.device),
+        at_most=max(2, case.calls),
+    )
+    rows: list[Row] = []
+    fast: dict[str, Replay] = {}
+    slow: dict[str, Replay] = {}
+    expected = _expected(case, buffers[0])
+    by_name: dict[str, Row] = {}
+    for impl in case.impls:
+        moved = case.bytes_moved if impl.bytes_moved is None else impl.bytes_moved
+        row = Row(case.op, case.name, impl.name, impl.role, params=case.params)
+        row.bytes_moved, row.bytes_note, row.note = moved, case.bytes_note, impl.note
+        rows.append(row)
+        try:
+            run = impl.build()
+            _check(ctx, case, impl, run, buffers[0], expected)
+            once_ms = _once_ms(ctx, run, buffers[1])
+            calls = max(1, min(case.calls, int(SLOW_REPLAY_MS / once_ms)))
+            bound = [_bind(run, buffers[i]) for i in range(calls)]
+            replay = _replay(ctx, impl, bound, row)
+            row.host_us = _host_us(ctx, bound, once_ms) if ctx.device == "cuda" else None
+        except Exception as error:  # a peer that fails is a row, not the end of the run
+            row.error = error_row("", "", "", "", error).error
+            continue
+        by_name[impl.name] = row
+        (slow if once_ms * calls > SLOW_REPLAY_MS else fast)[impl.name] = replay
+    del expected
+    device = "cuda" if ctx.device == "cuda" else "cpu"
+    for replays, rounds in ((fast, ctx.rounds), (slow, 3)):
+        timings = time_replays(replays, device=device, rounds=rounds, before=flush_of(ctx))
+        for name, timing in timings.items():
+            fill(by_name[name], timing)
+    compare(rows)
+    return rows
+
+
+def fill(row: Row, timing: Timing) -> None:
+    """Write a timing into its row."""
+    row.median_us = timing.median_ms * 1e3
+    row.iqr_us = timing.iqr_ms * 1e3
+    if row.bytes_moved:
+        row.gb_s = timing.gb_s(row.bytes_moved)
+
+
+def compare(rows: list[Row]) -> None:
+    """Set ours against the best peer, and everything against the best ceiling, by speed."""
+
+    def best(role: str) -> float | None:
+        return min((r.median_us for r in rows if r.role == role and r.median_us), default=None)
+
+    peer = best("peer")
+    ceiling = max((r.gb_s for r in rows if r.role == "ceiling" and r.gb_s), default=None)
+    for row in rows:
+        if row.role == "ours" and row.median_us and peer:
+            row.ratio_to_best_peer = peer / row.median_us
+        if ceiling and row.gb_s:
+            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
+
+
+def host_us_of(
+    call: Callable[[], object], *, calls: int, repeats: int, sync: Callable[[], None]
+) -> Timing:
+    """Time the host's share of `call`: a loop that waits for nothing, from an idle device.
+
+    Samples are milliseconds per call. `calls` stays below the 1,024 launches that a stream queues.
+    """
+    for _ in range(10):
+        call()
+    samples = []
+    for _ in range(repeats):
+        sync()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - start) * 1e3 / calls)
+    sync()
+    return Timing(tuple(samples))
+
+
+def _expected(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
+    _poison(case.outputs(buffers))
+    return case.reference(buffers)
+
+
+def _poison(tensors: tuple[torch.Tensor, ...]) -> None:
+    for tensor in tensors:
+        tensor.view(torch.uint8).fill_(POISON)
+
+
+def _check(
+    ctx: Context,
+    case: Case,
+    impl: Impl,
+    run: Run,
+    buffers: Any,
+    expected: tuple[torch.Tensor, ...],
+) -> None:
+    _poison(case.outputs(buffers))
+    ctx.sync()
+    returned = run(buffers)
+    ctx.sync()
+    if not impl.check:
+        return
+    got = (returned,) if impl.returns else case.outputs(buffers)
+    for one, other in zip(got, expected, strict=True):
+        assert isinstance(one, torch.Tensor)
+        if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            raise ValueError("the result differs from the PyTorch reference; not timed")
+
+
+def _once_ms(ctx: Context, run: Run, buffers: Any) -> float:
+    ctx.sync()
+    start = time.perf_counter()
+    run(buffers)
+    ctx.sync()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _bind(run: Run, buffers: Any) -> Callable[[], object]:
+    return lambda: run(buffers)
+
+
+def _replay(ctx: Context, impl: Impl, calls: list[Callable[[], object]], row: Row) -> Replay:
+    if ctx.device != "cuda" or not impl.graph:
+        return cpu_replay(calls)
+    for call in dict.fromkeys(calls):
+        call()
+    ctx.sync()
+    try:
+        return cuda_replay(calls)
+    except Exception as error:
+        ctx.sync()
+        row.note = f"{row.note} timed without a graph: {type(error).__name__}".strip()
+        return cpu_replay(calls)
+
+
+def _host_us(ctx: Context, calls: list[Callable[[], object]], once_ms: float) -> float:
+    count = 32 if once_ms < 2 else 4 if once_ms < 20 else 1
+    samples = []
+    for _ in range(3):
+        ctx.sync()
+        start = time.perf_counter()
+        for i in range(count):
+            calls[i % len(calls)]()
+        samples.append((time.perf_counter() - start) * 1e6 / count)
+    ctx.sync()
+    return statistics.median(samples)

@@ -1,0 +1,122 @@
+"""Implementations to compare with. Each is built once, when first asked for; failures are kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jitkern import load_jit
+
+HERE = Path(__file__).resolve().parent
+
+# What a single-source kernel of mini-sglang's style compiles for: rows of a multiple of 128 bytes.
+STORE_ROW_BYTES = (256, 1024, 2048)
+INDEX_ROW_BYTES = (7168, 8192)
+EMPTY_KERNEL = "empty"
+
+
+class Once:
+    """Build something once; hand out the same value, or the same error, ever after."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self._build = build
+        self._lock = threading.Lock()
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if self._value is None and self._error is None:
+                try:
+                    self._value = self._build()
+                except Exception as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def num_splits_of(row_bytes: int) -> int:
+    """mini-sglang's rule for how many warps share a row of its index kernel."""
+    return 4 if row_bytes % 2048 == 0 else 2 if row_bytes % 1024 == 0 else 1
+
+
+def _host() -> Any:
+    exports = ("noop", "noop_pair", "common_prefix", "same_bytes", "launch_loop")
+    return load_jit(
+        "bench_host",
+        cpp_files=[str(HERE / "host.cc")],
+        cpp_wrappers=[(name, f"peer::{name}") for name in exports],
+        extra_cflags=["-O3"],
+        extra_ldflags=["-ldl"],
+    )
+
+
+def _rows() -> Any:
+    store = [(f"store_{n}", f"peer::StoreKernel<{n}>::run") for n in STORE_ROW_BYTES]
+    index = [
+        (f"index_{n}", f"peer::IndexKernel<{n}, {num_splits_of(n)}>::run") for n in INDEX_ROW_BYTES
+    ]
+    return load_jit(
+        "bench_rows", cuda_files=[str(HERE / "rows.cu")], cuda_wrappers=[*store, *index]
+    )
+
+
+def _ladder() -> Any:
+    exports = ("gather", "copy_contiguous", "copy_engine")
+    return load_jit(
+        "bench_ladder",
+        cuda_files=[str(HERE / "ladder.cu")],
+        cuda_wrappers=[(name, f"ladder::{name}") for name in exports],
+    )
+
+
+def _empty() -> Any:
+    return load_jit(
+        "bench_empty",
+        device_files=[str(HERE / "empty.cu")],
+        device_wrappers=[(EMPTY_KERNEL, "peer::EmptyKernel")],
+    )
+
+
+def _triton() -> Any:
+    from bench.peers import triton_rows
+
+    return triton_rows
+
+
+host = Once(_host)
+rows = Once(_rows)
+ladder = Once(_ladder)
+empty = Once(_empty)
+triton = Once(_triton)
+
+
+def prebuild(device: str, ops: list[str]) -> None:
+    """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
+    wanted: list[Once] = []
+    if {"compare_key", "host_overhead"} & set(ops):
+        wanted.append(host)
+    if device == "cuda":
+        if {"store", "index"} & set(ops):
+            wanted.append(rows)
+        if {"h2d_gather", "d2h_scatter", "gemm_beside"} & set(ops):
+            wanted.append(ladder)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for done in [pool.submit(_quietly, once) for once in wanted]:
+            done.result()
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _quietly(once: Once) -> None:
+    try:
+        once()
+    except Exception:
+        return  # kept in `once`, and raised again for the row that needs it

@@ -1,0 +1,94 @@
+// The floors of the host side, for the host route: what a call costs before it does anything.
+#include <dlfcn.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+
+namespace peer {
+
+using tvm::ffi::Bytes;
+using tvm::ffi::String;
+using tvm::ffi::TensorView;
+
+inline void noop(TensorView, TensorView, TensorView, TensorView, TensorView) {}
+inline std::int64_t noop_pair(TensorView x, TensorView) { return x.size(0); }
+
+// Length of the common prefix, as plain C++ has it.
+template <typename Key>
+std::int64_t mismatch_of(const TensorView& x, const TensorView& y) {
+  const auto* a = static_cast<const Key*>(x.data_ptr());
+  const auto* b = static_cast<const Key*>(y.data_ptr());
+  const std::int64_t n = std::min(x.size(0), y.size(0));
+  return std::mismatch(a, a + n, b).first - a;
+}
+
+inline std::int64_t common_prefix(TensorView x, TensorView y) {
+  return x.dtype().bits == 32 ? mismatch_of<std::int32_t>(x, y) : mismatch_of<std::int64_t>(x, y);
+}
+
+// Equal or not: less than a prefix length, and the speed of light on equal keys.
+inline std::int64_t same_bytes(TensorView x, TensorView y) {
+  const std::int64_t n = std::min(x.size(0), y.size(0));
+  const auto size = static_cast<std::size_t>(n * (x.dtype().bits / 8));
+  return std::memcmp(x.data_ptr(), y.data_ptr(), size) == 0 ? n : -1;
+}
+
+inline void* driver_symbol(const char* name) {
+  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+  TVM_FFI_CHECK(library != nullptr, RuntimeError) << "libcuda.so.1 cannot be opened";
+  void* const symbol = dlsym(library, name);
+  TVM_FFI_CHECK(symbol != nullptr, RuntimeError) << name << " is not in libcuda.so.1";
+  return symbol;
+}
+
+inline void check_driver(int result) {
+  TVM_FFI_CHECK(result == 0, RuntimeError) << "the CUDA driver returned " << result;
+}
+
+// Nanoseconds per bare cuLaunchKernel of `kernel` (one block of 128 threads, 88 bytes of
+// parameters) on the current stream of the device, in a loop without Python.
+inline double launch_loop(Bytes image, String kernel, std::int64_t device, std::int64_t calls) {
+  using Handle = void*;
+  using Load = int (*)(Handle*, const void*);
+  using Find = int (*)(Handle*, Handle, const char*);
+  using Launch = int (*)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                         unsigned, Handle, void**, void**);
+  using Unload = int (*)(Handle);
+  using Sync = int (*)();
+  const auto load = reinterpret_cast<Load>(driver_symbol("cuModuleLoadData"));
+  const auto find = reinterpret_cast<Find>(driver_symbol("cuModuleGetFunction"));
+  const auto launch = reinterpret_cast<Launch>(driver_symbol("cuLaunchKernel"));
+  const auto unload = reinterpret_cast<Unload>(driver_symbol("cuModuleUnload"));
+  const auto sync = reinterpret_cast<Sync>(driver_symbol("cuCtxSynchronize"));
+
+  Handle module = nullptr;
+  Handle function = nullptr;
+  check_driver(load(&module, image.data()));
+  check_driver(find(&function, module, kernel.c_str()));
+  Handle const stream = TVMFFIEnvGetStream(kDLCUDA, static_cast<std::int32_t>(device));
+  std::int64_t words[11] = {};
+  void* parameters[] = {words};
+  const auto once = [&] {
+    return launch(function, 1, 1, 1, 128, 1, 1, 0, stream, parameters, nullptr);
+  };
+  for (int i = 0; i < 10; ++i) check_driver(once());
+  check_driver(sync());
+
+  int result = 0;
+  const auto start = std::chrono::steady_clock::now();
+  for (std::int64_t i = 0; i < calls; ++i) result |= once();
+  const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - start;
+  check_driver(result);
+  check_driver(sync());
+  check_driver(unload(module));
+  return taken.count() / static_cast<double>(calls);
+}
+
+}  // namespace peer

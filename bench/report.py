@@ -1,0 +1,190 @@
+"""Tables for the eye and JSON for the record."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+import jitkern
+from bench.goals import Goal, reached
+from bench.measure import Row
+
+Payload = dict[str, Any]
+
+PACKAGES = ("torch", "apache-tvm-ffi", "triton", "nvidia-cuda-nvrtc", "vllm", "flashinfer-python")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Describe the machine and what is installed, for the record."""
+    described: dict[str, Any] = {
+        "device": device,
+        "name": _cpu_name() if device == "cpu" else torch.cuda.get_device_name(),
+        "cpu": _cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "cpu_threads_of_torch": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {"jitkern": jitkern.__version__, **_versions()},
+    }
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        described |= {
+            "sms": gpu.multi_processor_count,
+            "l2_bytes": gpu.L2_cache_size,
+            "memory_bytes": gpu.total_memory,
+            "cuda_of_torch": torch.version.cuda,
+            "driver": _driver_version(),
+        }
+    return described
+
+
+def machine_line(described: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in described["versions"].items())
+    return f"{described['name']}; Python {described['python']}, {versions}"
+
+
+def default_path(root: Path, device: str) -> Path:
+    """Return where the results of this machine are kept."""
+    name = machine(device)["name"] + ("" if device == "cuda" else f" {os.cpu_count()} cores")
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return root / "results" / f"{slug}.json"
+
+
+def payload(described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> Payload:
+    """Return what goes into the JSON: the machine, then the rows of each benchmark."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    ops: dict[str, Any] = {}
+    for row in rows:
+        entry = ops.setdefault(row.op, {"date": now, "quick": quick, "rows": []})
+        entry["rows"].append(_round(asdict(row)))
+    goals = [asdict(goal) for goal in reached(rows)]
+    return {"machine": described, "date": now, "benchmarks": ops, "goals": goals}
+
+
+def write(path: Path, described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> None:
+    """Write the JSON; benchmarks of an earlier run of this machine that did not run now stay."""
+    data = payload(described, rows, quick=quick)
+    if path.exists():
+        before = read(path)
+        if before["machine"] == described:
+            data["benchmarks"] = {**before["benchmarks"], **data["benchmarks"]}
+            kept = [row for entry in data["benchmarks"].values() for row in entry["rows"]]
+            data["goals"] = [asdict(goal) for goal in reached([Row(**row) for row in kept])]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def read(path: Path) -> Payload:
+    data: Payload = json.loads(path.read_text())
+    return data
+
+
+STYLES = {"ours": "bold green", "ceiling": "cyan", "sm ceiling": "cyan", "floor": "cyan"}
+
+
+def table(op: str, rows: Sequence[Row]) -> Table:
+    """Return the table of one benchmark; a blank cell is something that was not measured."""
+    made = Table(title=op, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    made.add_column("case / implementation", no_wrap=True)
+    for column in ("median", "IQR %", "GB/s", "x peer", "% ceiling", "host us"):
+        made.add_column(column, justify="right", no_wrap=True)
+    made.add_column("note")
+    last = None
+    cases = list(dict.fromkeys(row.case for row in rows))
+    for row in sorted(rows, key=lambda row: cases.index(row.case)):
+        if row.case != last:
+            made.add_row(row.case, style="bold")
+            last = row.case
+        spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
+        made.add_row(
+            f"  {row.impl}",
+            _time(row.median_us),
+            _number(spread, 1),
+            _number(row.gb_s, 1 if (row.gb_s or 0) < 1000 else 0),
+            _number(row.ratio_to_best_peer, 2),
+            _number(row.percent_of_ceiling, 1),
+            _number(row.host_us, 1),
+            row.error or row.note,
+            style="red" if row.error else STYLES.get(row.role, ""),
+        )
+    return made
+
+
+def goals_table(goals: Sequence[Goal]) -> Table:
+    """Return the goals this run has figures for, with what it got."""
+    made = Table(title="goals", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for column in ("figure", "goal", "got", ""):
+        made.add_column(column, justify="right" if column in ("goal", "got") else "left")
+    for goal in goals:
+        style = "green" if goal.met else "red"
+        made.add_row(
+            goal.figure, goal.wanted, goal.got, "met" if goal.met else "short", style=style
+        )
+    return made
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Say in one line how many rows there are and what failed."""
+    failed = [row for row in rows if row.error]
+    ours = [row for row in failed if row.role == "ours"]
+    return f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
+
+
+def _time(us: float | None) -> str:
+    if us is None:
+        return ""
+    return (
+        f"{us:.2f} us" if us < 1000 else f"{us / 1e3:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _round(value: Any) -> Any:
+    """Keep five significant digits: a diff of two results then shows what moved."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _round(item) for key, item in value.items()}
+    return value
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # not installed, so not among the versions
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = re.findall(r"model name\s*:\s*(.+)", text)
+    return names[0] if names else platform.machine()
+
+
+def _driver_version() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"\s(\d+\.\d+[.\d]*)\s", text)
+    return found[1] if found else "unknown"

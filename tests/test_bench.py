@@ -1,0 +1,207 @@
+"""The benchmark harness: what it refuses to time, what it reports, and a short run on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import harness, measure, peers, report  # noqa: E402
+from bench.cases.h2d_gather import line_efficiency  # noqa: E402
+from bench.measure import Case, Context, Impl, Row  # noqa: E402
+from jitkern.errors import ToolchainError  # noqa: E402
+from jitkern.jit.toolchain import find_nvcc  # noqa: E402
+
+CPU = Context(device="cpu", quick=True)
+
+
+def _has_nvcc() -> bool:
+    try:
+        find_nvcc()
+    except ToolchainError:
+        return False
+    return True
+
+
+def copy_case(*impls: Impl) -> Case:
+    """A case that copies 64 KB; its buffers are (source, destination)."""
+    return Case(
+        op="copy",
+        name="64 KB",
+        params={},
+        bytes_moved=2 << 16,
+        bytes_note="read once, written once",
+        make=lambda i: (torch.full((1 << 16,), i, dtype=torch.uint8), torch.empty(1 << 16).byte()),
+        outputs=lambda b: (b[1],),
+        reference=lambda b: (b[0].clone(),),
+        impls=list(impls),
+        calls=3,
+    )
+
+
+def copy(buffers: Any) -> None:
+    buffers[1].copy_(buffers[0])
+
+
+def failing(_: Any) -> None:
+    raise OSError("no such device\nmore lines")
+
+
+def unbuildable() -> Any:
+    raise ImportError("No module named 'peer'")
+
+
+def test_measured_rows_compare_with_the_best_peer_and_the_ceiling() -> None:
+    rows = measure.measure(
+        CPU,
+        copy_case(
+            Impl("ours", "ours", lambda: copy),
+            Impl("theirs", "peer", lambda: copy),
+            Impl("returned", "peer", lambda: lambda b: b[0].clone(), returns=True),
+            Impl("limit", "ceiling", lambda: copy, check=False),
+        ),
+    )
+    assert [row.error for row in rows] == [""] * 4
+    ours = rows[0]
+    assert ours.median_us is not None
+    best = min(row.median_us or 0.0 for row in rows if row.role == "peer")
+    assert ours.ratio_to_best_peer == pytest.approx(best / ours.median_us)
+    assert rows[3].percent_of_ceiling == pytest.approx(100.0)
+    assert ours.gb_s == pytest.approx((2 << 16) / (ours.median_us * 1e3))
+
+
+def test_a_wrong_result_is_not_timed() -> None:
+    nothing, broken, absent = measure.measure(
+        CPU,
+        copy_case(
+            Impl("writes nothing", "ours", lambda: lambda b: None),
+            Impl("raises", "peer", lambda: failing),
+            Impl("not installed", "peer", unbuildable),
+        ),
+    )
+    assert "differs from the PyTorch reference" in nothing.error
+    assert nothing.median_us is None
+    assert broken.error == "OSError: no such device"
+    assert absent.error == "ImportError: No module named 'peer'"
+
+
+def test_random_rows_are_finite_and_not_constant() -> None:
+    rows = measure.random_rows(64, 656, "cpu")
+    assert rows.shape == (64, 328)
+    assert rows.dtype == torch.bfloat16
+    assert torch.isfinite(rows.float()).all()
+    assert len(rows.view(torch.int16).unique()) > 1000
+
+
+def test_line_efficiency_counts_lines() -> None:
+    assert line_efficiency(512) == 1.0
+    # 656 B start at multiples of 16 B, at most 112 B into a line: always 6 lines
+    assert line_efficiency(656) == pytest.approx(656 / (6 * 128))
+    assert line_efficiency(100) < 100 / 128  # some rows of 100 B lie on two lines
+
+
+def test_a_build_runs_once_also_when_it_fails() -> None:
+    calls: list[int] = []
+
+    def build() -> object:
+        calls.append(1)
+        raise ValueError("never")
+
+    once = peers.Once(build)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="never"):
+            once()
+    assert len(calls) == 1
+
+
+def test_short_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    assert harness.main(["store", "--quick", "--device", "cpu", "--json", str(path)]) == 0
+    data = json.loads(path.read_text())
+    assert data["machine"]["device"] == "cpu"
+    rows = data["benchmarks"]["store"]["rows"]
+    ours = [row for row in rows if row["role"] == "ours"]
+    assert ours
+    assert all(row["gb_s"] > 0 and row["percent_of_ceiling"] > 0 for row in ours)
+    assert all(row["ratio_to_best_peer"] > 0 for row in ours)
+    assert "jitkern" in capsys.readouterr().out
+
+
+def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    machine = {"name": "here"}
+    report.write(path, machine, [Row("store", "c", "i", "ours", median_us=1.0)], quick=False)
+    report.write(path, machine, [Row("index", "c", "i", "ours", median_us=2.0)], quick=True)
+    assert set(report.read(path)["benchmarks"]) == {"store", "index"}
+    report.write(path, {"name": "there"}, [Row("index", "c", "i", "ours")], quick=True)
+    assert set(report.read(path)["benchmarks"]) == {"index"}
+
+
+def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        harness.main(["stoer"])
+    assert stopped.value.code == 2
+    assert "'stoer': expected one of store, index" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    from bench import plots
+
+    def row(op: str, impl: str, role: str, gb_s: float, **params: Any) -> Row:
+        case = " ".join(map(str, params.values()))
+        made = Row(op, case, impl, role, params, median_us=1.0, gb_s=gb_s)
+        made.bytes_moved = 172_000_000
+        return made
+
+    rows: list[Row] = []
+    for n in (1, 1024, 131_072):
+        for impl, role in (("jitkern", "ours"), ("torch", "peer"), ("copy", "ceiling")):
+            rows.append(row("store", impl, role, 10.0 * n, row_bytes=656, rows=n))
+    for impl, role in (("jitkern", "ours"), ("1 byte loads", "peer"), ("memcpy", "ceiling")):
+        rows.append(row("h2d_gather", impl, role, 50.0, sources="repeats", row_bytes=656, rows=9))
+        for size in (512, 656, 4096):
+            rows.append(row("h2d_gather", impl, role, 48.0, sources="distinct", row_bytes=size))
+    for sms in (1, 2, 16):
+        figures = {"num_sms": sms, "gemm_slowdown": 1.1, "gather_beside_gb_s": 40.0}
+        rows.append(row("gemm_beside", f"jitkern, {sms}", "ours", 1.0, **figures))
+    made = plots.draw(report.payload({"name": "a machine"}, rows, quick=True), tmp_path)
+    assert sorted(path.name for path in made) == [
+        "gemm_slowdown.png",
+        "h2d_ladder.png",
+        "h2d_row_sizes.png",
+        "store_bandwidth.png",
+    ]
+    assert all(path.stat().st_size > 5000 for path in made)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _has_nvcc(), reason="needs nvcc")
+@pytest.mark.parametrize("peer", ["rows", "ladder"])
+def test_nvcc_peers_compile(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jitkern.env import settings
+
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("JITKERN_ARCH", "9.0")
+        settings.cache_clear()
+    assert getattr(peers, peer)() is not None
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("op", harness.OPS)
+def test_quick_run_on_a_gpu(op: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    assert harness.main([op, "--quick", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["benchmarks"][op]["rows"]
+    expected = ("does not compile for this row size", "No module named", "load_inline")
+    failed = [row for row in rows if row["error"] and not any(e in row["error"] for e in expected)]
+    assert not failed
