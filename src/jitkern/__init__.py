@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from jitkern.jit.template import KernelConfig as KernelConfig
     from jitkern.jit.template import make_cpp_args as make_cpp_args
     from jitkern.ops.compare_key import fast_compare_key as fast_compare_key
-    from jitkern.ops.faults import check as check
     from jitkern.ops.d2h_scatter import d2h_scatter as d2h_scatter
+    from jitkern.ops.faults import check as check
     from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
     from jitkern.ops.index import indexing as indexing
     from jitkern.ops.store import store_cache as store_cache

@@ -25,7 +25,7 @@ def pair_copy_args(
 
 
 def pair_specialisations(row_bytes: int, in_flight: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return what contiguous rows need, for both index types and each number of vectors in flight."""
+    """Return what contiguous rows need: both index types, each number of vectors in flight."""
     vec_bytes = widest_vec_bytes(row_bytes)
     line_aligned = int(row_bytes % _LINE_BYTES == 0)
     return [
