@@ -1,0 +1,205 @@
+"""``jitkern cache list | info | clear | export | import | verify``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jitkern.cli import ui
+from jitkern.errors import CacheError
+
+if TYPE_CHECKING:
+    from jitkern.jit.cache import EntryInfo
+
+SUMMARY = "look at the cache of compiled kernels, empty it, carry it elsewhere"
+DESCRIPTION = "The cache of compiled kernels: JITKERN_CACHE_DIR, else ~/.cache/jitkern."
+EXAMPLE = """
+jitkern cache list
+jitkern cache export kernels.jkb --arch 9.0
+jitkern cache import kernels.jkb
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the sub-commands."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    def add(name: str, summary: str, example: str) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = actions.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", example=example
+        )
+        made.set_defaults(action=_ACTIONS[name])
+        return made
+
+    add("list", "list the entries", "jitkern cache list")
+    add("info", "show where the caches are and how full", "jitkern cache info")
+    add("clear", "remove every entry", "jitkern cache clear")
+    export = add(
+        "export", "write entries into one file", "jitkern cache export kernels.jkb --arch 9.0"
+    )
+    export.add_argument("file", type=Path, metavar="FILE", help="the bundle to write")
+    export.add_argument(
+        "--op", type=ui.names, action="extend", metavar="OP[,OP]", help="only these ops"
+    )
+    export.add_argument(
+        "--arch", type=ui.archs, action="extend", metavar="A[,A]", help="only these archs"
+    )
+    add(
+        "import", "publish the entries of a bundle", "jitkern cache import kernels.jkb"
+    ).add_argument("file", type=Path, metavar="FILE", help="a bundle")
+    add(
+        "verify", "check every checksum of a bundle or of the cache", "jitkern cache verify k.jkb"
+    ).add_argument(
+        "file", type=Path, metavar="FILE", nargs="?", help="a bundle; without it, the cache itself"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen action."""
+    status: int = args.action(args)
+    return status
+
+
+def _list(_: argparse.Namespace) -> int:
+    from jitkern.jit.resolve import user_cache
+
+    cache = user_cache()
+    entries = sorted(
+        cache.entries(), key=lambda e: (e.name, ui.natural(e.args), ui.natural(e.arch), e.toolchain)
+    )
+    if entries:
+        now_unix_s = time.time()
+        rows = [
+            (
+                entry.name,
+                entry.args or "-",
+                entry.arch or "-",
+                entry.route,
+                entry.toolchain,
+                f"{entry.bytes:,}",
+                _ago(now_unix_s - entry.last_used),
+            )
+            for entry in entries
+        ]
+        columns = ("op", "parameters", "arch", "route", "built by", ">bytes", "last used")
+        ui.console().print(ui.table(columns, rows))
+    ui.say(_summary(entries, str(cache.root)))
+    return 0
+
+
+def _info(_: argparse.Namespace) -> int:
+    from jitkern.env import settings
+    from jitkern.jit.cache import Cache
+    from jitkern.jit.resolve import SHIPPED, user_cache
+
+    cache = user_cache()
+    places = [("JITKERN_CACHE_DIR", cache)]
+    places += [("JITKERN_CACHE_PATH", Cache(p, read_only=True)) for p in settings().cache_path]
+    places.append(("shipped", Cache(SHIPPED, read_only=True)))
+    rows = []
+    for name, place in places:
+        entries = place.entries()
+        size = ui.bytes_text(sum(entry.bytes for entry in entries))
+        rows.append((name, str(place.root), str(len(entries)), size, _rights(place.root, name)))
+    ui.console().print(ui.table(("place", "directory", ">entries", ">size", "rights"), rows))
+    ui.say(f"the least recently used go beyond {ui.bytes_text(settings().cache_max_bytes)}")
+    return 0
+
+
+def _rights(directory: Path, place: str) -> str:
+    if place != "JITKERN_CACHE_DIR":
+        return "read only" if directory.is_dir() else "absent"
+    if not directory.exists():
+        return "made by the first compile"
+    try:
+        ui.require_writable(directory, "")
+    except CacheError:
+        return "cannot be written"
+    return "writable"
+
+
+def _clear(_: argparse.Namespace) -> int:
+    from jitkern.jit.resolve import user_cache
+
+    cache = user_cache()
+    ui.say(f"{_entries(cache.clear())} removed from {cache.root}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from jitkern.jit.resolve import user_cache
+
+    wanted_archs = {str(arch) for arch in args.arch or ()}
+
+    def select(entry: EntryInfo) -> bool:
+        # Host code has no arch and goes with every choice of archs.
+        arch_fits = not wanted_archs or not entry.arch or entry.arch in wanted_archs
+        return arch_fits and (not args.op or entry.name in args.op)
+
+    cache = user_cache()
+    if not any(select(entry) for entry in cache.entries()):
+        raise CacheError(f"{cache.root}: nothing to export; build something with jitkern warm")
+    count = cache.export_bundle(args.file, select)
+    ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(args.file.stat().st_size)})")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from jitkern.jit.resolve import user_cache
+
+    _require_file(args.file)
+    cache = user_cache()
+    ui.say(f"{_entries(cache.import_bundle(args.file))} imported into {cache.root}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from jitkern.jit.cache import verify_bundle
+    from jitkern.jit.resolve import user_cache
+
+    if args.file is not None:
+        _require_file(args.file)
+        ui.say(f"{args.file}: ok, {_entries(verify_bundle(args.file))}")
+        return 0
+    cache = user_cache()
+    problems = cache.verify()
+    for problem in problems:
+        ui.say(problem)
+    if problems:
+        raise CacheError(
+            f"{cache.root}: {len(problems)} damaged; they count as absent and are replaced on use"
+        )
+    ui.say(f"{cache.root}: ok, {_entries(len(cache.entries()))}")
+    return 0
+
+
+def _require_file(file: Path) -> None:
+    if not file.is_file():
+        raise CacheError(f"{file}: no such bundle")
+
+
+def _entries(count: int) -> str:
+    return f"{count} entry" if count == 1 else f"{count} entries"
+
+
+def _summary(entries: list[EntryInfo], root: str) -> str:
+    return f"{_entries(len(entries))}, {ui.bytes_text(sum(e.bytes for e in entries))} in {root}"
+
+
+def _ago(seconds: float) -> str:
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size_s:
+            return f"{seconds / size_s:.0f} {unit} ago"
+    return "now"
+
+
+_ACTIONS = {
+    "list": _list,
+    "info": _info,
+    "clear": _clear,
+    "export": _export,
+    "import": _import,
+    "verify": _verify,
+}

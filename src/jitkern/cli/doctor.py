@@ -1,0 +1,249 @@
+"""``jitkern doctor``: what is installed, whether it works, and the cure where it does not."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import jitkern
+from jitkern.cli import ui
+from jitkern.env import settings
+from jitkern.errors import JitkernError, ToolchainError
+
+SUMMARY = "check this machine: versions, GPU, compilers, cache"
+DESCRIPTION = """\
+Check all that jitkern needs or can use. "broken" is something without which the ops do not run
+here, and makes the exit status 1; a "note" is something that only other uses need."""
+EXAMPLE = "jitkern doctor"
+
+State = Literal["ok", "note", "broken"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, what was found, and the cure where it is not ok."""
+
+    what: str
+    found: str
+    state: State = "ok"
+    cure: str = ""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: there is nothing to choose."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; return 1 if the ops cannot run here."""
+    del args
+    checks = []
+    console = ui.console(stderr=True)
+    with console.status("looking") as status:
+        for check in diagnose():
+            checks.append(check)
+            status.update(f"looked at {check.what}")
+    rows = [(check.what, check.state, check.found, check.cure) for check in checks]
+    ui.console().print(ui.table(("", "", "found", "cure"), rows))
+    broken = [check.what for check in checks if check.state == "broken"]
+    ui.say(f"broken: {', '.join(broken)}" if broken else "the ops run on this machine")
+    return 1 if broken else 0
+
+
+def diagnose() -> Iterator[Check]:
+    """Run every check, the most basic first."""
+    yield _python()
+    yield Check("jitkern", f"{jitkern.__version__} in {Path(jitkern.__file__).parent}")
+    torch = _torch()
+    yield torch
+    yield _distribution("apache-tvm-ffi", "tvm-ffi")
+    host = _host_module()
+    yield host
+    gpus = _gpu_count() if host.state == "ok" else 0
+    if host.state == "ok":
+        yield _gpu(gpus)
+        yield from _driver(gpus)
+    yield from _compilers(bool(gpus), host_works=host.state == "ok")
+    yield from _caches()
+    if host.state == torch.state == "ok":
+        yield _trial("cpu")
+        for i in range(gpus):
+            yield _trial(f"cuda:{i}")
+
+
+def _python() -> Check:
+    return Check("python", f"{platform.python_version()} ({sys.executable})")
+
+
+def _distribution(name: str, shown: str) -> Check:
+    try:
+        return Check(shown, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Check(shown, "not installed", "broken", f"pip install {name}")
+
+
+def _torch() -> Check:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
+        return Check("torch", " ".join(str(error).split()), "broken", "pip install torch")
+    cuda = torch.version.cuda
+    return Check("torch", f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'no CUDA'})")
+
+
+def _host_module() -> Check:
+    from jitkern.cli.warm import timed_load
+    from jitkern.jit import host
+
+    try:
+        row = timed_load("host module", "", host.module)
+    except (JitkernError, OSError, ImportError) as error:
+        cure = "install a jitkern wheel, or g++ and ninja to build it here"
+        return Check("host module", _first_line(error), "broken", cure)
+    did = "built" if row.source == "compiled" else "loaded"
+    return Check("host module", f"{row.source}, {did} in {ui.ms_text(row.ms or 0)} ms")
+
+
+def _gpu_count() -> int:
+    from jitkern.jit import host
+
+    return int(host.module().device_count())
+
+
+def _gpu(count: int) -> Check:
+    import torch
+
+    from jitkern.cli.machine import gpu_archs
+
+    if not count:
+        if Path("/proc/driver/nvidia/version").exists():
+            return Check("GPU", "none visible", "note", "check CUDA_VISIBLE_DEVICES, nvidia-smi")
+        return Check("GPU", "none: the ops run on the CPU")
+    archs = ", ".join(map(str, dict.fromkeys(gpu_archs())))
+    if not torch.cuda.is_available():
+        cure = "install a build of torch for CUDA (https://pytorch.org/get-started)"
+        return Check("GPU", f"{count} of arch {archs}, unknown to torch", "broken", cure)
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
+    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return Check("GPU", f"{kinds}, arch {archs}")
+
+
+def _driver(gpus: int) -> Iterator[Check]:
+    from jitkern.jit import host
+
+    version = int(host.module().driver_version())
+    if version:
+        supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
+        yield Check("driver", f"{_kernel_driver() or 'version unknown'}, {supports}")
+        if gpus:
+            yield from _nvrtc_against_driver(version // 1000)
+
+
+def _kernel_driver() -> str:
+    """Version of the kernel's part of the driver, such as 580.95.05."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return ""
+    return next((word for word in words if word[:1].isdigit() and "." in word), "")
+
+
+def _nvrtc_against_driver(driver_major: int) -> Iterator[Check]:
+    from jitkern.jit.toolchain import find_nvrtc
+
+    try:
+        nvrtc = find_nvrtc()
+    except ToolchainError:
+        return  # has its own line
+    if int(nvrtc.version.partition(".")[0]) > driver_major:
+        package = "nvidia-cuda-nvrtc-cu12" if driver_major == 12 else "nvidia-cuda-nvrtc"
+        found = f"makes code for CUDA {nvrtc.version}, newer than the driver"
+        cure = f'update the driver, or pip install "{package}=={driver_major}.*"'
+        yield Check("NVRTC", found, "broken", cure)
+
+
+def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
+    from jitkern.jit.toolchain import find_cxx, find_ninja, find_nvcc, find_nvrtc
+
+    compiler = settings().compiler
+
+    def nvrtc() -> str:
+        found = find_nvrtc()
+        return f"{found.version} ({found.path})"
+
+    def nvcc() -> str:
+        found = find_nvcc()
+        return f"{found.version} ({found.path})"
+
+    def cxx() -> str:
+        found = find_cxx()
+        return f"{found.id} ({found.path})"
+
+    def ninja() -> str:
+        found = find_ninja()
+        return f"{found.version} ({found.path})"
+
+    yield _tool("NVRTC", nvrtc, needed=has_gpu and compiler == "nvrtc")
+    yield _tool("nvcc", nvcc, needed=has_gpu and compiler == "nvcc")
+    yield _tool("c++", cxx, needed=not host_works)
+    yield _tool("ninja", ninja, needed=not host_works)
+
+
+def _tool(what: str, find: Callable[[], str], *, needed: bool) -> Check:
+    try:
+        return Check(what, find())
+    except ToolchainError as error:
+        reason, cure = ui.cure_of(error)
+        if needed:
+            return Check(what, reason, "broken", cure)
+        return Check(what, f"{reason} ({_USED_FOR[what]})", "note", cure)
+
+
+_USED_FOR = {
+    "NVRTC": "compiles kernels for GPUs",
+    "nvcc": "only for JITKERN_COMPILER=nvcc and .cu files with host code",
+    "c++": "only for C++ sources of your own",
+    "ninja": "only for C++ sources of your own",
+}
+
+
+def _caches() -> Iterator[Check]:
+    root = settings().cache_dir
+    try:
+        ui.require_writable(root, "set JITKERN_CACHE_DIR to a directory of yours")
+        yield Check("cache", f"{root}, writable")
+    except JitkernError as error:
+        reason, cure = ui.cure_of(error)
+        # Not broken: a process then keeps what it compiles in a directory of its own.
+        yield Check("cache", reason, "note", cure)
+    for path in settings().cache_path:
+        if path.is_dir():
+            yield Check("read-only cache", str(path))
+        else:
+            cure = "make it, or take it out of JITKERN_CACHE_PATH"
+            yield Check("read-only cache", f"{path}: no such directory", "note", cure)
+
+
+def _trial(device: str) -> Check:
+    """Run an op: the only proof that all of the above works together."""
+    import torch
+
+    try:
+        table = torch.arange(64, dtype=torch.int32, device=device).reshape(8, 8)
+        rows = torch.tensor([7, 0, 3], device=device)
+        right = torch.equal(jitkern.indexing(table, rows), table[rows])
+    except (JitkernError, RuntimeError, OSError) as error:
+        return Check(f"indexing on {device}", _first_line(error), "broken", "see the line itself")
+    if not right:
+        cure = "report it, with this table: the result differs from PyTorch's"
+        return Check(f"indexing on {device}", "wrong result", "broken", cure)
+    return Check(f"indexing on {device}", "right")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

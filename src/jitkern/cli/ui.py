@@ -1,0 +1,160 @@
+"""What the commands share: arguments, errors, tables. Only argparse is imported with it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from jitkern.errors import CacheError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jitkern.jit.arch import Arch
+
+# A pipe or a file has no width: wide enough for a path, and tables take only what they need.
+_PIPE_WIDTH = 200
+
+
+class UsageError(Exception):
+    """The command line or the environment asks for something that cannot be: exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line and not a page of usage."""
+
+    def __init__(self, *args: object, example: str = "", **kwargs: object) -> None:
+        if example:
+            kwargs["epilog"] = f"example:\n{_indented(example)}"
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        # Abbreviated options would break scripts whenever an option is added.
+        kwargs["allow_abbrev"] = False
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see: {self.prog} --help)")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.strip().splitlines())
+
+
+def row_bytes(text: str) -> list[int]:
+    """Parse ``656`` or ``256,656``: bytes of a row, as argparse's ``type``."""
+    return [_integer(part, "bytes of a row, 1 or more") for part in _parts(text)]
+
+
+def jobs(text: str) -> int:
+    """Parse a number of threads, as argparse's ``type``."""
+    return _integer(text, "1 or more")
+
+
+def names(text: str) -> list[str]:
+    """Parse ``a,b``, as argparse's ``type``."""
+    return _parts(text)
+
+
+def archs(text: str) -> list[Arch]:
+    """Parse ``9.0,10.0``, as argparse's ``type``."""
+    from jitkern.jit.arch import Arch
+
+    try:
+        return [Arch.parse(part) for part in _parts(text)]
+    except ValueError as error:
+        # argparse says which argument it is.
+        raise argparse.ArgumentTypeError(str(error).removeprefix("arch: ")) from None
+
+
+def _parts(text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected at least one value")
+    return parts
+
+
+def _integer(text: str, expected: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+    return int(text)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console for the stream as it is now; plain text where it is no terminal."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if not made.is_terminal:
+        made = Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+    return made
+
+
+def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table; a column whose name starts with ``>`` is right-aligned.
+
+    Cells are taken literally: ``jitkern[cuda]`` is no markup here.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        made.add_column(name.removeprefix(">"), justify="right" if right else "left")
+    for row in rows:
+        made.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    return made
+
+
+_STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "failed": "bold red"}
+
+
+def say(text: str) -> None:
+    """Write one line to standard output, literally."""
+    console().print(text, markup=False, soft_wrap=True)
+
+
+def bytes_text(count: int) -> str:
+    """Return ``812 B``, ``7.9 KiB``, ``1.2 GiB``."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def cure_of(error: Exception) -> tuple[str, str]:
+    """Split ``what is wrong; what to do`` into its two parts."""
+    reason, separator, cure = str(error).rpartition("; ")
+    return (reason, cure) if separator else (cure, "")
+
+
+def ms_text(ms: float) -> str:
+    """Return milliseconds with the digits that a reader can use."""
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """Return a key that sorts ``8.0`` before ``10.0``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def require_writable(directory: Path, cure: str) -> None:
+    """Raise CacheError unless files can be made in `directory`, which is created if needed.
+
+    By making one: what the mode bits say is not the truth for root, on a read-only mount or on a
+    full disk.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".jitkern-") as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        raise CacheError(f"{directory}: cannot be written: {error.strerror}; {cure}") from error
