@@ -11,10 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples in every run; `--hypothesis-profile thorough` looks for new ones.
+_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+hypothesis_settings.register_profile("quick", max_examples=200, derandomize=True, **_COMMON)
+hypothesis_settings.register_profile("thorough", max_examples=2000, **_COMMON)
+hypothesis_settings.load_profile("quick")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-seconds", type=float, default=5.0, help="how long test_fuzz.py goes on (default 5)"
+    )
+    parser.addoption("--fuzz-seed", type=int, default=0, help="where test_fuzz.py starts")
 
 
 @functools.cache

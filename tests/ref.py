@@ -8,10 +8,9 @@ from torch import Tensor
 
 def as_bytes(rows: Tensor) -> Tensor:
     """Rows as raw bytes ``[rows, row_bytes]``: NaN patterns and float8 compare bit for bit."""
-    flat = rows.contiguous().reshape(rows.shape[0], -1)
-    if flat.numel() == 0:
-        return torch.empty(flat.shape[0], 0, dtype=torch.uint8, device=rows.device)
-    return flat.view(torch.uint8)
+    if rows.numel() == 0:
+        return torch.empty(rows.shape[0], 0, dtype=torch.uint8, device=rows.device)
+    return rows.contiguous().reshape(rows.shape[0], -1).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jitkern.jit import host
+from jitkern.ops.common import name_unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,4 +67,8 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     >>> jitkern.fast_compare_key(request, torch.tensor([7, 8, 9, 1]), start=2, page_size=2)
     2
     """
-    return _op(x, y, start, page_size)
+    try:
+        return _op(x, y, start, page_size)
+    except RuntimeError as error:
+        name_unreadable(error, "fast_compare_key", x=x, y=y)
+        raise

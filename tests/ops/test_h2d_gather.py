@@ -1,0 +1,252 @@
+"""h2d_gather against PyTorch, with every byte around the destination accounted for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from buffers import (
+    DTYPES,
+    INT_DTYPES,
+    ROW_BYTES,
+    Buffer,
+    distinct,
+    host_buffer,
+    make_buffer,
+    out_of_range,
+    to_index,
+)
+from ref import ref_h2d_gather
+from torch import Tensor
+
+from jitkern import h2d_gather
+
+SRC_ROWS = 43
+DST_ROWS = 29
+PAIRS = 23
+
+
+def pairs_of(
+    device: torch.device, dtype: torch.dtype = torch.int64, *, padding: bool = True
+) -> Tensor:
+    """Return pairs with repeated sources and distinct destinations, some of them padding."""
+    sources = distinct(PAIRS, SRC_ROWS)
+    sources[5] = sources[6] = sources[7]
+    rows = [list(pair) for pair in zip(sources, distinct(PAIRS, DST_ROWS, seed=1), strict=True)]
+    if padding:
+        rows[2] = [-1, 3]
+        rows[9] = [4, -1]
+        rows[10] = [-5, -(2**31)]
+        rows[11] = [SRC_ROWS + 5, -1]  # padding counts before the bound
+    return to_index(rows, dtype, device)
+
+
+def run_and_compare(src: Buffer, dst: Buffer, pairs: Tensor, num_sms: int | None = None) -> None:
+    dst_twin, src_twin = dst.twin(), src.twin()
+    pairs_before = pairs.clone()
+    assert h2d_gather(src.view, dst.view, pairs, num_sms=num_sms) is None
+    ref_h2d_gather(src_twin.view, dst_twin.view, pairs)
+    assert dst.same(dst_twin)  # waits for the kernel, so src may be freed after this
+    assert src.same(src_twin)
+    assert torch.equal(pairs, pairs_before)
+
+
+def buffers_for(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) -> list[Buffer]:
+    src = host_buffer((SRC_ROWS, *row), dtype, device)
+    return [src, make_buffer((DST_ROWS, *row), dtype, device, seed=1)]
+
+
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+def test_row_sizes(device: torch.device, row_bytes: int) -> None:
+    pairs = pairs_of(device, INT_DTYPES[row_bytes % 2])
+    run_and_compare(*buffers_for(device, (row_bytes,), torch.uint8), pairs)
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 16, 10_000])
+@pytest.mark.parametrize("row_bytes", [7, 656, 1024])
+def test_number_of_sms(device: torch.device, row_bytes: int, num_sms: int) -> None:
+    run_and_compare(*buffers_for(device, (row_bytes,), torch.uint8), pairs_of(device), num_sms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+def test_dtypes(device: torch.device, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    run_and_compare(*buffers_for(device, (3, 4), dtype), pairs_of(device, index_dtype))
+
+
+@pytest.mark.parametrize("src_gap", [0, 1, 16])
+@pytest.mark.parametrize("dst_gap", [0, 3, 32])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("row_bytes", [1, 40, 656])
+def test_strides_and_misaligned_bases(
+    device: torch.device, row_bytes: int, offset: int, dst_gap: int, src_gap: int
+) -> None:
+    src = host_buffer((SRC_ROWS, row_bytes), torch.uint8, device, gap=src_gap, offset=offset)
+    dst = make_buffer((DST_ROWS, row_bytes), device=device, seed=1, gap=dst_gap, offset=offset)
+    run_and_compare(src, dst, pairs_of(device))
+
+
+@pytest.mark.parametrize("offset", [0, 16, 32, 48, 64, 80, 96, 112])
+@pytest.mark.parametrize("row_bytes", [16, 128, 144, 656, 1024])
+def test_rows_at_every_place_of_a_line(device: torch.device, row_bytes: int, offset: int) -> None:
+    """On CUDA, lanes start at the 128-byte line below the row."""
+    src = host_buffer((SRC_ROWS, row_bytes), torch.uint8, device, offset=offset)
+    dst = make_buffer((DST_ROWS, row_bytes), device=device, seed=1)
+    run_and_compare(src, dst, pairs_of(device))
+
+
+@pytest.mark.parametrize("misaligned", ["src", "dst"])
+def test_one_misaligned_tensor_of_two(device: torch.device, misaligned: str) -> None:
+    src = host_buffer((SRC_ROWS, 64), torch.uint8, device, offset=int(misaligned == "src"))
+    dst = make_buffer((DST_ROWS, 64), device=device, seed=1, offset=int(misaligned == "dst"))
+    run_and_compare(src, dst, pairs_of(device))
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("map_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("row_bytes", [5, 656])
+def test_slot_map(
+    device: torch.device, row_bytes: int, map_dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
+    src, dst = buffers_for(device, (row_bytes,), torch.uint8)
+    sources = distinct(PAIRS, SRC_ROWS)
+    pairs = torch.tensor([sources, distinct(PAIRS, DST_ROWS, seed=1)], dtype=index_dtype).t()
+    pairs[3, 0] = pairs[4, 1] = -1
+    pairs = pairs.contiguous().to(device)
+    slot_map = make_buffer((SRC_ROWS,), map_dtype, device, seed=2)
+    dst_twin, map_twin = dst.twin(), slot_map.twin()
+    h2d_gather(src.view, dst.view, pairs, slot_map=slot_map.view)
+    ref_h2d_gather(src.view, dst_twin.view, pairs, map_twin.view)
+    assert dst.same(dst_twin)
+    assert slot_map.same(map_twin)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (1, 2), (2,), (2, 3, 2), (6, 1, 2), (3, 0, 2)])
+def test_shapes_of_pairs(device: torch.device, shape: tuple[int, ...]) -> None:
+    count = torch.Size(shape).numel() // 2
+    pairs = pairs_of(device)[:count].reshape(shape)
+    run_and_compare(*buffers_for(device, (40,), torch.uint8), pairs)
+
+
+def test_only_padding(device: torch.device) -> None:
+    src, dst = buffers_for(device, (40,), torch.uint8)
+    before = dst.twin()
+    run_and_compare(src, dst, torch.full((9, 2), -1, device=device))
+    assert dst.same(before)
+
+
+def test_rows_of_no_bytes(device: torch.device) -> None:
+    src = host_buffer((SRC_ROWS, 0), torch.float32, device).view
+    h2d_gather(src, torch.empty(DST_ROWS, 0, device=device), pairs_of(device))
+
+
+def test_a_source_of_no_rows(device: torch.device) -> None:
+    src = torch.empty(0, 8)
+    dst = torch.zeros(DST_ROWS, 8, device=device)
+    h2d_gather(src, dst, torch.full((4, 2), -1, device=device))
+    assert dst.eq(0).all()
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("column", [0, 1])
+@pytest.mark.parametrize("value", ["bound", "bound + 1", 2**31 - 1, 2**32 + 1, 2**62])
+def test_out_of_range(
+    device: torch.device, column: int, value: int | str, index_dtype: torch.dtype
+) -> None:
+    bound = (SRC_ROWS, DST_ROWS)[column]
+    if isinstance(value, str):
+        value = bound + value.endswith("1")
+    if value > torch.iinfo(index_dtype).max:
+        pytest.skip("no such int32")
+    src, dst = buffers_for(device, (656,), torch.uint8)
+    slot_map = make_buffer((SRC_ROWS,), torch.int64, device, seed=2)
+    dst_twin, map_twin = dst.twin(), slot_map.twin()
+    rows = [[s, d] for s, d in zip(distinct(PAIRS, SRC_ROWS), range(PAIRS), strict=True)]
+    pairs = to_index(rows, index_dtype, device)
+    pairs[13, column] = value
+    text = f"h2d_gather: pairs[..., {column}]: index {value} at position 13, expected below {bound}"
+    with out_of_range(device, text):
+        h2d_gather(src.view, dst.view, pairs, slot_map=slot_map.view)
+    if device.type == "cuda":  # only that pair is left out
+        pairs[13] = -1
+        ref_h2d_gather(src.view, dst_twin.view, pairs, map_twin.view)
+    assert dst.same(dst_twin)
+    assert slot_map.same(map_twin)
+
+
+def test_columns_of_wider_rows(device: torch.device) -> None:
+    """Heads 3 to 6 of 8 on both sides: rows contiguous, far apart, not at the start."""
+    src = host_buffer((SRC_ROWS, 8, 16), torch.bfloat16, device)
+    dst = make_buffer((DST_ROWS, 8, 16), torch.bfloat16, device, seed=1)
+    run_and_compare(src.part(src.view[:, 3:7]), dst.part(dst.view[:, 1:5]), pairs_of(device))
+
+
+def test_trailing_shapes_may_differ(device: torch.device) -> None:
+    src = host_buffer((SRC_ROWS, 24), torch.float32, device)
+    dst = make_buffer((DST_ROWS, 2, 3, 4), torch.float32, device, seed=1)
+    twin = dst.twin()
+    h2d_gather(src.view, dst.view, pairs_of(device))
+    ref_h2d_gather(src.view.view(SRC_ROWS, 2, 3, 4), twin.view, pairs_of(device))
+    assert dst.same(twin)
+
+
+def test_a_source_that_requires_grad(device: torch.device) -> None:
+    src, dst = buffers_for(device, (8,), torch.float32)
+    src.view.requires_grad_()
+    twin = dst.twin()
+    h2d_gather(src.view, dst.view, pairs_of(device))
+    ref_h2d_gather(src.view.detach(), twin.view, pairs_of(device))
+    assert dst.same(twin)
+
+
+def test_large_calls(device: torch.device) -> None:
+    """13 MB: several threads on the CPU, the persistent kernel's loop on CUDA."""
+    src = host_buffer((20_011, 656), torch.uint8, device)
+    dst = make_buffer((20_000, 656), device=device, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    sources = torch.randint(0, 20_011, (19_999,), generator=generator)
+    pairs = torch.stack([sources, torch.randperm(20_000, generator=generator)[:19_999]], dim=1)
+    pairs[::11, 0] = -1
+    run_and_compare(src, dst, pairs.to(device))
+
+
+@pytest.mark.cuda
+def test_a_pageable_source_is_refused_with_the_cure() -> None:
+    dst = torch.zeros(DST_ROWS, 8, device="cuda")
+    src = torch.randn(SRC_ROWS, 8)
+    with pytest.raises(ValueError, match="h2d_gather: src: pageable host memory") as caught:
+        h2d_gather(src, dst, torch.tensor([[0, 0]], device="cuda"))
+    assert "pin_memory" in str(caught.value)
+    assert dst.eq(0).all()
+
+
+@pytest.mark.cuda
+def test_memory_registered_with_cuda_counts_as_pinned() -> None:
+    src = torch.randn(SRC_ROWS, 656).contiguous()
+    bytes_ = src.numel() * 4
+    assert int(torch.cuda.cudart().cudaHostRegister(src.data_ptr(), bytes_, 0)) == 0
+    try:
+        dst = torch.zeros(DST_ROWS, 656, device="cuda")
+        h2d_gather(src, dst, torch.tensor([[42, 28], [0, 0]], device="cuda"))
+        torch.cuda.synchronize()
+        assert torch.equal(dst[28].cpu(), src[42])
+        assert torch.equal(dst[0].cpu(), src[0])
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(src.data_ptr())
+
+
+@pytest.mark.cuda
+def test_a_source_only_partly_pinned_is_refused() -> None:
+    whole = torch.zeros(64 << 10, dtype=torch.uint8)
+    start = -whole.data_ptr() % 4096
+    pages = whole[start : start + 8192]
+    assert int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), 8192, 0)) == 0
+    try:
+        src = whole[start : start + 16384].view(16, 1024)
+        with pytest.raises(ValueError, match="h2d_gather: src: pageable host memory"):
+            h2d_gather(
+                src,
+                torch.zeros(16, 1024, dtype=torch.uint8, device="cuda"),
+                torch.tensor([[0, 0]], device="cuda"),
+            )
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())

@@ -1,0 +1,237 @@
+"""indexing against PyTorch, with every byte around the output accounted for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from buffers import (
+    DTYPES,
+    INT_DTYPES,
+    ROW_BYTES,
+    Buffer,
+    make_buffer,
+    out_of_range,
+    to_index,
+)
+from ref import ref_indexing, same_bits
+from torch import Tensor
+
+from jitkern import indexing
+
+VOCAB = 41
+
+
+def tokens(device: torch.device, dtype: torch.dtype = torch.int64, count: int = 29) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    values = torch.randint(0, VOCAB, (count,), generator=generator)
+    values[0], values[1 % count], values[2 % count] = VOCAB - 1, 0, -1
+    return values.to(dtype).to(device)
+
+
+def table(device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how: int) -> Tensor:
+    return make_buffer((VOCAB, *row), dtype, device, **how).view
+
+
+def compare_with_output(
+    weights: Tensor,
+    indices: Tensor,
+    output: Buffer,
+    vocab_range: tuple[int, int] | None = None,
+) -> None:
+    """Run with a given output, and prove that nothing else of its memory has changed."""
+    twin = output.twin()
+    result = indexing(weights, indices, output=output.view, vocab_range=vocab_range)
+    assert result is output.view
+    expected = ref_indexing(weights, indices, vocab_range).reshape(twin.view.shape)
+    if expected.numel() > 0:
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        width = integers.get(expected.dtype.itemsize, expected.dtype)
+        twin.view.view(width).copy_(expected.view(width))
+    assert output.same(twin)
+
+
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+def test_row_sizes(device: torch.device, row_bytes: int) -> None:
+    indices = tokens(device, INT_DTYPES[row_bytes % 2])
+    weights = table(device, (row_bytes,), torch.uint8)
+    output = make_buffer((29, row_bytes), device=device, seed=1)
+    compare_with_output(weights, indices, output)
+    assert same_bits(indexing(weights, indices), ref_indexing(weights, indices))
+
+
+@pytest.mark.parametrize("row_bytes", [1, 5, 656, 1024, 8192])
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_range", [(0, VOCAB), (0, 0), (7, 20), (20, VOCAB), (1000, VOCAB)])
+def test_vocab_range(
+    device: torch.device, row_bytes: int, index_dtype: torch.dtype, vocab_range: tuple[int, int]
+) -> None:
+    weights = table(device, (row_bytes,), torch.uint8)
+    values = [0, 6, 7, 8, 26, 27, 28, 20, 60, 61, 999, 1000, 1040, 1041, -1, -7, 2**31 - 1]
+    indices = to_index(values, index_dtype, device)
+    output = make_buffer((len(values), row_bytes), device=device, seed=1)
+    compare_with_output(weights, indices, output, vocab_range)
+
+
+def test_parts_of_the_vocabulary_add_up_to_the_whole(device: torch.device) -> None:
+    """What tensor parallelism does: each rank holds a part, an all-reduce sums."""
+    whole = table(device, (64,), torch.int32)
+    indices = tokens(device)
+    parts = [(0, 14), (14, 14), (28, 13)]
+    total = sum(
+        indexing(whole[start : start + length], indices, vocab_range=(start, length))
+        for start, length in parts
+    )
+    assert torch.equal(total, indexing(whole, indices))
+
+
+def test_vocab_range_with_an_index_beyond_int32(device: torch.device) -> None:
+    weights = table(device, (16,), torch.float32)
+    start = 2**40
+    indices = torch.tensor([start - 1, start, start + 40, start + 41, 2**62], device=device)
+    output = make_buffer((5, 16), torch.float32, device, seed=1)
+    compare_with_output(weights, indices, output, (start, VOCAB))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+def test_dtypes(device: torch.device, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    weights = table(device, (3, 4), dtype)
+    indices = tokens(device, index_dtype)
+    result = indexing(weights, indices)
+    assert result.device == weights.device
+    assert same_bits(result, ref_indexing(weights, indices))
+    compare_with_output(weights, indices, make_buffer((29, 3, 4), dtype, device, seed=1))
+
+
+@pytest.mark.parametrize("weights_gap", [0, 1, 16])
+@pytest.mark.parametrize("output_gap", [0, 3, 32])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("row_bytes", [1, 40, 656])
+def test_strides_and_misaligned_bases(
+    device: torch.device, row_bytes: int, offset: int, output_gap: int, weights_gap: int
+) -> None:
+    weights = table(device, (row_bytes,), torch.uint8, gap=weights_gap, offset=offset)
+    output = make_buffer((29, row_bytes), device=device, seed=1, gap=output_gap, offset=offset)
+    compare_with_output(weights, tokens(device), output)
+
+
+@pytest.mark.parametrize("misaligned", ["weights", "output"])
+def test_one_misaligned_tensor_of_two(device: torch.device, misaligned: str) -> None:
+    weights = table(device, (64,), torch.uint8, offset=int(misaligned == "weights"))
+    output = make_buffer((29, 64), device=device, offset=int(misaligned == "output"))
+    compare_with_output(weights, tokens(device), output)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (1, 6), (6, 1), (2, 1, 3), (3, 0, 2)])
+@pytest.mark.parametrize("row", [(), (8,), (2, 5)], ids=str)
+def test_shapes(device: torch.device, shape: tuple[int, ...], row: tuple[int, ...]) -> None:
+    weights = table(device, row, torch.float32)
+    count = torch.Size(shape).numel()
+    indices = tokens(device, count=max(count, 1))[:count].reshape(shape)
+    result = indexing(weights, indices)
+    assert result.shape == (*shape, *row)
+    assert same_bits(result, ref_indexing(weights, indices))
+
+
+def test_output_with_rows_spaced_over_two_dimensions(device: torch.device) -> None:
+    weights = table(device, (8,), torch.float32)
+    flat = make_buffer((29, 8), torch.float32, device, seed=1, gap=5)
+    output = flat.part(flat.view[:28].unflatten(0, (4, 7)))
+    compare_with_output(weights, tokens(device)[:28].reshape(4, 7), output)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+def test_negative_indices_give_zeros(device: torch.device, index_dtype: torch.dtype) -> None:
+    weights = table(device, (40,), torch.uint8)
+    indices = to_index([-1, torch.iinfo(index_dtype).min, -VOCAB], index_dtype, device)
+    assert indexing(weights, indices).eq(0).all()
+    compare_with_output(weights, indices, make_buffer((3, 40), device=device, seed=1))
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("value", [VOCAB, VOCAB + 1, 2**31 - 1, 2**32 + 1, 2**62])
+def test_out_of_range(device: torch.device, index_dtype: torch.dtype, value: int) -> None:
+    if value > torch.iinfo(index_dtype).max:
+        pytest.skip("no such int32")
+    weights = table(device, (656,), torch.uint8)
+    indices = tokens(device, index_dtype)
+    indices[11] = value
+    output = make_buffer((29, 656), device=device, seed=1)
+    twin = output.twin()
+    text = f"indexing: indices: index {value} at position 11, expected below {VOCAB}"
+    with out_of_range(device, text):
+        indexing(weights, indices, output=output.view)
+    if device.type == "cuda":  # that row is zeros
+        indices[11] = -1
+        twin.view.copy_(ref_indexing(weights, indices))
+    assert output.same(twin)
+
+
+def test_out_of_range_position_counts_through_all_dimensions(device: torch.device) -> None:
+    weights = table(device, (8,), torch.float32)
+    indices = tokens(device)[:24].reshape(2, 3, 4)
+    indices[1, 2, 3] = 777
+    with out_of_range(device, "index 777 at position 23, expected below 41"):
+        indexing(weights, indices)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+def test_no_indices(device: torch.device, index_dtype: torch.dtype) -> None:
+    weights = table(device, (8,), torch.float32)
+    result = indexing(weights, to_index([], index_dtype, device))
+    assert result.shape == (0, 8)
+    result = indexing(weights, torch.empty(0, 5, dtype=index_dtype, device=device))
+    assert result.shape == (0, 5, 8)
+
+
+def test_rows_of_no_bytes(device: torch.device) -> None:
+    weights = torch.empty(VOCAB, 0, 8, device=device)
+    assert indexing(weights, tokens(device)).shape == (29, 0, 8)
+
+
+def test_a_table_of_no_rows(device: torch.device) -> None:
+    weights = torch.empty(0, 8, device=device)
+    indices = torch.tensor([-1, -2, -3], device=device)
+    assert indexing(weights, indices).eq(0).all()
+    with_range = indexing(weights, indices + 5, vocab_range=(3, 0))
+    assert with_range.eq(0).all()
+
+
+def test_a_table_of_one_row_repeated_by_expand(device: torch.device) -> None:
+    weights = torch.randn(1, 24, device=device).expand(VOCAB, 24)
+    assert same_bits(indexing(weights, tokens(device)), ref_indexing(weights, tokens(device)))
+
+
+def test_columns_of_a_wider_table(device: torch.device) -> None:
+    wide = table(device, (100,), torch.float16)
+    weights = wide[:, 31:64]
+    assert same_bits(indexing(weights, tokens(device)), ref_indexing(weights, tokens(device)))
+
+
+def test_nan_payloads_survive(device: torch.device) -> None:
+    payloads = torch.tensor([0x7F800001, 0x7FC0DEAD, -1, 0x7FA00001], dtype=torch.int32)
+    weights = payloads.view(torch.float32).to(device).repeat(VOCAB, 1)
+    result = indexing(weights, torch.arange(VOCAB, device=device))
+    assert torch.equal(result.view(torch.int32).cpu(), payloads.repeat(VOCAB, 1))
+
+
+def test_a_parameter_of_a_model(device: torch.device) -> None:
+    weights = torch.nn.Embedding(VOCAB, 16, device=device).weight
+    assert weights.requires_grad
+    result = indexing(weights, tokens(device))
+    assert not result.requires_grad
+    assert same_bits(result, ref_indexing(weights.detach(), tokens(device)))
+
+
+def test_under_inference_mode(device: torch.device) -> None:
+    with torch.inference_mode():
+        weights = table(device, (8,), torch.float32)
+        indices = tokens(device)
+        assert same_bits(indexing(weights, indices), ref_indexing(weights, indices))
+
+
+def test_large_calls_on_several_threads(device: torch.device) -> None:
+    weights = make_buffer((2000, 1657), device=device).view
+    indices = torch.arange(4003, dtype=torch.int32, device=device) * 7 % 2000
+    indices[::13] = -1
+    compare_with_output(weights, indices, make_buffer((4003, 1657), device=device, seed=1))

@@ -1,0 +1,160 @@
+"""Offsets beyond 2^31 and 2^32 bytes and rows, where 32-bit arithmetic would wrap around."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+from buffers import random_bytes
+from torch import Tensor
+
+from jitkern import h2d_gather, indexing, store_cache
+
+GIB = 1 << 30
+# Just below and above each power of two at which some integer type ends, in rows and in bytes.
+EDGES = [2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 1]
+
+
+def sparse(size: int) -> Tensor:
+    """Return zeroed bytes that take memory only where they are written."""
+    no_reserve = 0x4000  # MAP_NORESERVE of Linux, which mmap names from Python 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+
+
+def far_rows(num_rows: int, row_bytes: int) -> list[int]:
+    """Rows at both ends, around row 2^31 and 2^32, and those that hold byte 2^31 and 2^32."""
+    rows = {0, 1, num_rows - 2, num_rows - 1}
+    for edge in EDGES:
+        rows |= {edge, edge // row_bytes, edge // row_bytes + 1}
+    return sorted(row for row in rows if row < num_rows)
+
+
+def aliases(rows: list[int], row_bytes: int, num_rows: int) -> list[int]:
+    """Where those rows would land if their number or their offset were cut to 32 bits."""
+    wrapped = {row % 2**32 for row in rows} | {row % 2**31 for row in rows}
+    wrapped |= {row * row_bytes % 2**32 // row_bytes for row in rows}
+    wrapped |= {row * row_bytes % 2**31 // row_bytes for row in rows}
+    neighbours = {row + step for row in rows for step in (-1, 1)}
+    return sorted(row for row in (wrapped | neighbours) - set(rows) if 0 <= row < num_rows)
+
+
+@pytest.mark.parametrize(("row_bytes", "total_bytes"), [(1, 5 * GIB), (656, 6 * GIB)])
+def test_store_and_index_far_rows(row_bytes: int, total_bytes: int) -> None:
+    num_rows = total_bytes // row_bytes
+    k_cache, v_cache = (
+        sparse(total_bytes)[: num_rows * row_bytes].view(num_rows, row_bytes) for _ in "kv"
+    )
+    rows = far_rows(num_rows, row_bytes)
+    k, v = (random_bytes(len(rows) * row_bytes, s).view(-1, row_bytes).clamp_(1) for s in (1, 2))
+    store_cache(k_cache, v_cache, torch.tensor(rows), k, v)
+    untouched = aliases(rows, row_bytes, num_rows)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        for i, row in enumerate(rows):
+            assert torch.equal(cache[row], new[i]), f"row {row}"
+        for row in untouched:
+            assert not cache[row].any(), f"row {row}"
+        assert torch.equal(indexing(cache, torch.tensor(rows)), new)
+    with pytest.raises(IndexError, match=f"index {num_rows} at position 0"):
+        indexing(k_cache, torch.tensor([num_rows]))
+
+
+def test_far_rows_by_their_stride() -> None:
+    """Few rows, 700 MB apart: only the byte offsets are large."""
+    whole = sparse(8 * GIB)
+    row_bytes, stride = 40, 700_000_001
+    cache = whole.as_strided((12, row_bytes), (stride, 1))
+    k = random_bytes(12 * row_bytes).view(12, row_bytes)
+    store_cache(cache, cache[:, :], torch.arange(12), k, k)
+    for i in range(12):
+        assert torch.equal(whole[i * stride : i * stride + row_bytes], k[i])
+    assert torch.equal(indexing(cache, torch.arange(12)), k)
+
+
+def test_gather_to_and_from_far_rows() -> None:
+    row_bytes = 656
+    num_rows = 5 * GIB // row_bytes
+    src, dst = (sparse(5 * GIB)[: num_rows * row_bytes].view(num_rows, row_bytes) for _ in "sd")
+    rows = far_rows(num_rows, row_bytes)
+    for i, row in enumerate(rows):
+        src[row] = i + 1
+    backwards = rows[::-1]
+    h2d_gather(src, dst, torch.tensor([*zip(rows, backwards, strict=True)]))
+    for i, row in enumerate(backwards):
+        assert dst[row].eq(i + 1).all()
+    for row in aliases(rows, row_bytes, num_rows):
+        assert not dst[row].any()
+
+
+def test_a_shape_of_2_33_indices() -> None:
+    """Counted in 64 bits, and refused as every expanded index tensor is."""
+    indices = torch.zeros(1, dtype=torch.int32).expand(2**33)
+    with pytest.raises(ValueError, match="indices: not contiguous"):
+        store_cache(torch.empty(3, 0), torch.empty(3, 0), indices, torch.empty(0), torch.empty(0))
+
+
+CUDA_GB = 20
+
+
+@pytest.fixture
+def free_gpu() -> None:
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info()
+    if free_bytes < (2 * CUDA_GB + 4) * 10**9:
+        pytest.skip(f"needs {2 * CUDA_GB + 4} GB of free GPU memory")
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("row_bytes", [1, 2, 656, 8192])
+@pytest.mark.usefixtures("free_gpu")
+def test_caches_of_20_gb_on_the_gpu(row_bytes: int) -> None:
+    num_rows = CUDA_GB * 10**9 // row_bytes
+    k_cache, v_cache = (
+        torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device="cuda") for _ in "kv"
+    )
+    rows = far_rows(num_rows, row_bytes)
+    k, v = (
+        random_bytes(len(rows) * row_bytes, s).view(-1, row_bytes).clamp_(1).cuda() for s in (1, 2)
+    )
+    slots = torch.tensor(rows, device="cuda")
+    store_cache(k_cache, v_cache, slots, k, v)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(indexing(cache, slots), new)
+        assert torch.equal(torch.stack([cache[row] for row in rows]), new)
+        written = sum(int(part.count_nonzero()) for part in cache.view(-1).split(GIB))
+        assert written == new.numel()  # and nothing else, anywhere
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.usefixtures("free_gpu")
+def test_gather_into_a_20_gb_cache_on_the_gpu() -> None:
+    row_bytes = 656
+    num_rows = CUDA_GB * 10**9 // row_bytes
+    dst = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device="cuda")
+    rows = far_rows(num_rows, row_bytes)
+    src = random_bytes(len(rows) * row_bytes).view(-1, row_bytes).clamp_(1).pin_memory()
+    pairs = torch.tensor([*enumerate(rows)], device="cuda")
+    h2d_gather(src, dst, pairs)
+    assert torch.equal(indexing(dst, pairs[:, 1].contiguous()).cpu(), src)
+    written = sum(int(part.count_nonzero()) for part in dst.view(-1).split(GIB))
+    assert written == src.numel()
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.usefixtures("free_gpu")
+def test_more_than_2_32_vectors_in_one_launch() -> None:
+    """4.4e9 one-byte rows: flat vector numbers go beyond 32 bits."""
+    count = 2**32 + 2**27
+    table = torch.arange(251, dtype=torch.uint8, device="cuda").view(251, 1)
+    indices = torch.empty(count, dtype=torch.int32, device="cuda")
+    for start in range(0, count, GIB):
+        part = indices[start : start + GIB]
+        part.copy_(torch.arange(start, start + len(part), device="cuda") % 251)
+    result = indexing(table, indices)
+    for start in range(0, count, GIB):
+        part = slice(start, start + GIB)
+        assert torch.equal(result[part, 0].int(), indices[part])

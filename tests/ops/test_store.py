@@ -1,0 +1,246 @@
+"""store_cache against PyTorch, with every byte around the caches accounted for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from buffers import (
+    DTYPES,
+    INT_DTYPES,
+    ROW_BYTES,
+    Buffer,
+    distinct,
+    make_buffer,
+    out_of_range,
+    to_index,
+)
+from ref import ref_store
+from torch import Tensor
+
+from jitkern import store_cache
+
+SLOTS = 37
+ROWS = 19
+
+
+def run_and_compare(
+    k_cache: Buffer, v_cache: Buffer, indices: Tensor, k: Buffer, v: Buffer
+) -> None:
+    twins = [buffer.twin() for buffer in (k_cache, v_cache, k, v)]
+    indices_before = indices.clone()
+    assert store_cache(k_cache.view, v_cache.view, indices, k.view, v.view) is None
+    ref_store(twins[0].view, twins[1].view, indices, twins[2].view, twins[3].view)
+    for buffer, twin in zip((k_cache, v_cache, k, v), twins, strict=True):
+        assert buffer.same(twin)
+    assert torch.equal(indices, indices_before)
+
+
+def caches(
+    device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how: int
+) -> list[Buffer]:
+    return [make_buffer((SLOTS, *row), dtype, device, seed=seed, **how) for seed in (1, 2)]
+
+
+def rows(
+    device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how: int
+) -> list[Buffer]:
+    return [make_buffer((ROWS, *row), dtype, device, seed=seed, **how) for seed in (3, 4)]
+
+
+def row_views(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    return [buffer.view for buffer in rows(device, row, dtype)]
+
+
+def slots(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    values = distinct(ROWS, SLOTS)
+    values[3] = values[7] = -1
+    values[8] = -(2**31)
+    return to_index(values, dtype, device)
+
+
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+def test_row_sizes(device: torch.device, row_bytes: int) -> None:
+    indices = slots(device, INT_DTYPES[row_bytes % 2])
+    k, v = rows(device, (row_bytes,), torch.uint8)
+    run_and_compare(*caches(device, (row_bytes,), torch.uint8), indices, k, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+def test_dtypes(device: torch.device, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    k, v = rows(device, (2, 12), dtype)
+    run_and_compare(*caches(device, (2, 12), dtype), slots(device, index_dtype), k, v)
+
+
+@pytest.mark.parametrize("cache_gap", [0, 1, 16])
+@pytest.mark.parametrize("row_gap", [0, 3, 32])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("row_bytes", [1, 40, 656])
+def test_strides_and_misaligned_bases(
+    device: torch.device, row_bytes: int, offset: int, row_gap: int, cache_gap: int
+) -> None:
+    k, v = rows(device, (row_bytes,), torch.uint8, gap=row_gap, offset=offset)
+    k_cache, v_cache = caches(device, (row_bytes,), torch.uint8, gap=cache_gap, offset=offset)
+    run_and_compare(k_cache, v_cache, slots(device), k, v)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_one_misaligned_tensor_of_four(device: torch.device, which: int) -> None:
+    offsets = [int(i == which) for i in range(4)]
+    k_cache, v_cache, k, v = (
+        make_buffer((SLOTS if i < 2 else ROWS, 64), device=device, seed=i, offset=offsets[i])
+        for i in range(4)
+    )
+    run_and_compare(k_cache, v_cache, slots(device), k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_interleaved_k_and_v(device: torch.device, dtype: torch.dtype) -> None:
+    kv = make_buffer((SLOTS, 2, 8, 16), dtype, device)
+    new = make_buffer((ROWS, 2, 8, 16), dtype, device, seed=1).view
+    twin = kv.twin()
+    indices = slots(device)
+    store_cache(kv.view[:, 0], kv.view[:, 1], indices, new[:, 0], new[:, 1])
+    ref_store(twin.view[:, 0], twin.view[:, 1], indices, new[:, 0], new[:, 1])
+    assert kv.same(twin)
+
+
+def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
+    """Layers side by side in a slot, only the first 3 of 4 heads used: a view in every respect."""
+    cache = make_buffer((SLOTS, 3, 2, 4, 8), torch.float16, device)
+    k, v = row_views(device, (3, 8), torch.float16)
+    layer = cache.view[:, 1, :, :3]
+    twin = cache.twin()
+    store_cache(layer[:, 0], layer[:, 1], slots(device), k, v)
+    ref_store(twin.view[:, 1, 0, :3], twin.view[:, 1, 1, :3], slots(device), k, v)
+    assert cache.same(twin)
+
+
+def test_trailing_shapes_may_differ(device: torch.device) -> None:
+    k_cache, v_cache = caches(device, (24,), torch.float32)
+    k, v = row_views(device, (2, 3, 4), torch.float32)
+    k_twin, v_twin = k_cache.twin(), v_cache.twin()
+    store_cache(k_cache.view, v_cache.view, slots(device), k, v)
+    ref_store(k_twin.view, v_twin.view, slots(device), k.view(ROWS, 24), v.view(ROWS, 24))
+    assert k_cache.same(k_twin)
+    assert v_cache.same(v_twin)
+
+
+def test_rows_of_one_scalar(device: torch.device) -> None:
+    k, v = rows(device, (), torch.float32)
+    run_and_compare(*caches(device, (), torch.float32), slots(device), k, v)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slot_named_twice_holds_bytes_of_one_of_its_rows(device: torch.device, seed: int) -> None:
+    k_cache, v_cache = caches(device, (48,), torch.uint8)
+    k, v = row_views(device, (48,), torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(0, 5, (ROWS,), generator=generator)
+    store_cache(k_cache.view, v_cache.view, indices.to(device), k, v)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        for slot in indices.unique().tolist():
+            candidates = new[(indices == slot).to(device)]
+            assert (candidates == cache.view[slot]).any(dim=0).all()
+
+
+def test_many_equal_rows_in_one_slot(device: torch.device) -> None:
+    k_cache, v_cache = caches(device, (656,), torch.uint8)
+    k, v = rows(device, (656,), torch.uint8)
+    for new in (k.view, v.view):
+        new.copy_(new[:1].expand(ROWS, -1))
+    run_and_compare(k_cache, v_cache, torch.full((ROWS,), 5, device=device), k, v)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+def test_negative_indices_write_nothing(device: torch.device, index_dtype: torch.dtype) -> None:
+    k_cache, v_cache = caches(device, (40,), torch.uint8)
+    k, v = rows(device, (40,), torch.uint8)
+    before = k_cache.twin()
+    lowest = torch.iinfo(index_dtype).min
+    indices = to_index([-1, lowest, -SLOTS] * 6 + [-2], index_dtype, device)
+    run_and_compare(k_cache, v_cache, indices, k, v)
+    assert k_cache.same(before)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("value", [SLOTS, SLOTS + 1, 2**31 - 1, 2**32 + 1, 2**62])
+def test_out_of_range(device: torch.device, index_dtype: torch.dtype, value: int) -> None:
+    if value > torch.iinfo(index_dtype).max:
+        pytest.skip("no such int32")
+    k_cache, v_cache = caches(device, (656,), torch.uint8)
+    k_twin, v_twin = k_cache.twin(), v_cache.twin()
+    k, v = row_views(device, (656,), torch.uint8)
+    indices = slots(device, index_dtype)
+    indices[11] = value
+    text = f"store_cache: indices: index {value} at position 11, expected below {SLOTS}"
+    with out_of_range(device, text):
+        store_cache(k_cache.view, v_cache.view, indices, k, v)
+    if device.type == "cuda":  # only that row is left out
+        indices[11] = -1
+        ref_store(k_twin.view, v_twin.view, indices, k, v)
+    assert k_cache.same(k_twin)
+    assert v_cache.same(v_twin)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+def test_no_rows(device: torch.device, index_dtype: torch.dtype) -> None:
+    k_cache, v_cache = caches(device, (4, 8), torch.bfloat16)
+    k, v = (make_buffer((0, 4, 8), torch.bfloat16, device, seed=seed) for seed in (3, 4))
+    run_and_compare(k_cache, v_cache, to_index([], index_dtype, device), k, v)
+
+
+def test_no_slots_and_only_padding(device: torch.device) -> None:
+    empty = torch.empty(0, 8, device=device)
+    k, v = row_views(device, (8,), torch.float32)
+    store_cache(empty, empty, torch.full((ROWS,), -1, device=device), k, v)
+    text = "store_cache: indices: index 0 at position 4, expected below 0"
+    indices = torch.full((ROWS,), -1, device=device)
+    indices[4] = 0
+    with out_of_range(device, text):
+        store_cache(empty, empty, indices, k, v)
+
+
+def test_rows_of_no_bytes(device: torch.device) -> None:
+    cache = torch.empty(SLOTS, 0, 8, device=device)
+    k = torch.empty(ROWS, 0, 8, device=device)
+    store_cache(cache, cache, slots(device), k, k)
+
+
+def test_one_row_of_any_stride(device: torch.device) -> None:
+    """The stride of a dimension of size 1 means nothing."""
+    k_cache, v_cache = caches(device, (16,), torch.float32)
+    k_twin, v_twin = k_cache.twin(), v_cache.twin()
+    k, v = row_views(device, (16,), torch.float32)
+    indices = torch.tensor([9], device=device)
+    odd = [new.as_strided((1, 16), (3, 1)) for new in (k, v)]
+    store_cache(k_cache.view, v_cache.view, indices, *odd)
+    ref_store(k_twin.view, v_twin.view, indices, k[:1], v[:1])
+    assert k_cache.same(k_twin)
+    assert v_cache.same(v_twin)
+
+
+def test_nan_payloads_survive(device: torch.device) -> None:
+    payloads = torch.tensor([0x7F800001, 0x7FC0DEAD, 0x7FFFFFFF, 0x7FA00001], dtype=torch.int32)
+    k = payloads.view(torch.float32).to(device).repeat(ROWS, 2)
+    cache = torch.zeros(SLOTS, 8, device=device)
+    store_cache(cache, cache.clone(), torch.arange(ROWS, device=device), k, k)
+    assert torch.equal(cache[:ROWS].view(torch.int32).cpu(), payloads.repeat(ROWS, 2))
+
+
+def test_weights_that_require_grad(device: torch.device) -> None:
+    k_cache = torch.zeros(SLOTS, 8, device=device)
+    v_cache = torch.nn.Parameter(torch.zeros(SLOTS, 8, device=device))
+    k = torch.randn(3, 8, device=device, requires_grad=True)
+    store_cache(k_cache, v_cache, torch.arange(3, device=device), k, k * 2)
+    assert torch.equal(k_cache[:3], k.detach())
+    assert torch.equal(v_cache[:3].detach(), k.detach() * 2)
+
+
+def test_large_calls_on_several_threads(device: torch.device) -> None:
+    """12 MB: above the size from which the CPU implementation uses more than one thread."""
+    k_cache, v_cache = (make_buffer((9000, 657), device=device, seed=s) for s in (1, 2))
+    k, v = (make_buffer((4601, 657), device=device, seed=s) for s in (3, 4))
+    indices = to_index(distinct(4601, 9000), torch.int32, device)
+    indices[::17] = -1
+    run_and_compare(k_cache, v_cache, indices, k, v)
