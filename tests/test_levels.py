@@ -22,8 +22,9 @@ LAYERS = """
 2  jit.bundle jit.compilers jit.library jit.ninja jit.nvrtc
 2  jit.cache jit.cxx jit.nvcc
 2  jit.resolve
-3  jit.device jit.native
 3  jit.host
+3  jit.launch
+3  jit.device jit.native
 3  jit.loader
 4  ops.common
 4  ops.pairs

@@ -12,6 +12,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def write(file: Path, members: Mapping[str, bytes]) -> None:
             os.fsync(out.fileno())
         os.replace(partial, file)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise CacheError(f"{file}: cannot write the bundle: {error.strerror}") from error
 
 
@@ -68,7 +70,9 @@ def read_entries(file: Path) -> list[BundledEntry]:
     """
     folders: dict[tuple[str, str], dict[str, bytes]] = {}
     try:
-        with tarfile.open(file, mode="r:gz") as tar:
+        # Unpacked as a whole: read piece by piece, the checksum at its end would go unread.
+        unpacked = gzip.decompress(file.read_bytes())
+        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as tar:
             for info in tar:
                 folder, name = _split(info, file)
                 stream = tar.extractfile(info)

@@ -404,5 +404,5 @@ def _sweep(folder: Path) -> None:
             dead = local and not Path(f"/proc/{owner}").exists()
             if age_s > _OLD_STAGING_S or (dead and age_s > _DEAD_STAGING_S):
                 shutil.rmtree(path, ignore_errors=True)
-        except FileNotFoundError:
-            continue  # another process sweeps too
+        except OSError:
+            continue  # another process sweeps too, or it is somebody else's

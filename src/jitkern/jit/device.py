@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,8 +121,7 @@ class DeviceModule:
             self._source, include_dirs=[*(Path(d) for d in include_dirs), *INCLUDE_DIRS]
         )
         self._found: dict[Arch, Found] = {}
-        self._handles: dict[tuple[str, int], Any] = {}
-        self._guard = threading.Lock()
+        self._functions: dict[tuple[str, int], int] = {}
 
     def __repr__(self) -> str:
         return f"DeviceModule({self.op!r}, {', '.join(self.args)})"
@@ -160,6 +158,56 @@ class DeviceModule:
         """Find the code for `arch` and tell where it came from. Raises as :meth:`image`."""
         found, source, ms = self._find(arch)
         return Lookup(source, ms, len(found.entry.data), found.entry.path)
+
+    def launch(
+        self,
+        export: str,
+        *args: Any,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Launch a kernel on the current torch stream; returns at once.
+
+        Loads the code at the first call on a device, also while a stream is being captured. Where
+        microseconds count write a host function in C++: this one packs its arguments in Python.
+
+        Parameters
+        ----------
+        export
+            The kernel's name in ``device_wrappers``.
+        *args
+            Members of the kernel's ``Params``, in order: tensors (their data pointers), int
+            (``long long``), float (``double``), bool, or ctypes values of other widths.
+        grid, block
+            Numbers of blocks and threads, one to three of them.
+        shared_bytes
+            Dynamic shared memory of a block, bytes.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An unknown kernel, an argument of another type, tensors that are not on one GPU.
+        UnsupportedError
+            There is no GPU.
+
+        Examples
+        --------
+        >>> module.launch("copy", dst, src, 1024, grid=4, block=256)  # doctest: +SKIP
+        """
+        from jitkern.jit import launch
+
+        if export not in {name for name, _ in self.wrappers}:
+            known = ", ".join(name for name, _ in self.wrappers)
+            raise ValueError(f"launch: export: {export!r}, expected one of {known}")
+        params = launch.pack(args)
+        device = launch.cuda_device(args)
+        function = self._functions.get((export, device))
+        if function is None:
+            image = self.image(Arch(*launch.device_arch(device)))
+            function = launch.load_function(image, export, device)
+            self._functions[export, device] = function
+        launch.launch(function, device, params, grid, block, shared_bytes)
 
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`.

@@ -186,7 +186,8 @@ def _file_lock(
         _write_holder(path)
         yield
     finally:
-        _holder_path(path).unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that has become read-only meanwhile
+            _holder_path(path).unlink(missing_ok=True)
         lock.release()
 
 

@@ -1,0 +1,131 @@
+"""Bundles: the same entries in one file, verified, and nothing of it can lead anywhere else."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from jitkern.errors import CacheError
+from jitkern.jit.cache import Cache, verify_bundle
+from jitkern.jit.entry import META_NAME, Key, digest
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    cache = Cache(tmp_path / "one")
+    for arch in ("8.0", "9.0"):
+        for name in ("store", "index"):
+            describe = {"op": name, "args": ["656"], "arch": arch}
+            key = Key("device", name, digest([name, arch]), "nvrtc-13.5", describe)
+            files = {f"{name}.cubin": f"{name} {arch}".encode() * 100, "notes.txt": b"second file"}
+            cache.publish(key, files, {"build_ms": 1.5})
+    return cache
+
+
+def test_round_trip(cache: Cache, tmp_path: Path) -> None:
+    file = tmp_path / "out" / "kernels.jkb"
+    assert cache.export_bundle(file) == 4
+    assert verify_bundle(file) == 4
+    other = Cache(tmp_path / "other")
+    assert other.import_bundle(file) == 4
+    assert [(i.name, i.arch, i.bytes) for i in other.entries()] == [
+        (i.name, i.arch, i.bytes) for i in cache.entries()
+    ]
+    assert other.verify() == []
+    for info in cache.entries():
+        twin = other.root / info.path.relative_to(cache.root)
+        assert (twin / META_NAME).read_bytes() == (info.path / META_NAME).read_bytes()
+    assert other.import_bundle(file) == 4  # again: nothing changes
+
+
+def test_equal_entries_make_equal_bundles(cache: Cache, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jkb", tmp_path / "b.jkb"
+    cache.export_bundle(first)
+    other = Cache(tmp_path / "other")
+    other.import_bundle(first)
+    other.export_bundle(second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_select(cache: Cache, tmp_path: Path) -> None:
+    file = tmp_path / "a.jkb"
+    assert cache.export_bundle(file, lambda info: info.arch == "9.0") == 2
+    other = Cache(tmp_path / "other")
+    other.import_bundle(file)
+    assert {info.arch for info in other.entries()} == {"9.0"}
+
+
+def test_damaged_entries_are_not_exported(cache: Cache, tmp_path: Path) -> None:
+    (cache.entries()[0].path / "notes.txt").write_bytes(b"")
+    assert cache.export_bundle(tmp_path / "a.jkb") == 3
+
+
+def test_any_damage_is_found_and_changes_nothing(cache: Cache, tmp_path: Path) -> None:
+    file = tmp_path / "a.jkb"
+    cache.export_bundle(file)
+    good = file.read_bytes()
+    other = Cache(tmp_path / "other")
+    cases = [b"", b"x", good[: len(good) // 2], good[:-1], b"not a bundle" * 100]
+    # Byte 9 of a gzip header names the operating system: it carries nothing.
+    cases += [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(10, len(good), 37)]
+    for data in cases:
+        file.write_bytes(data)
+        with pytest.raises(CacheError, match=r"a\.jkb"):
+            other.import_bundle(file)
+        with pytest.raises(CacheError):
+            verify_bundle(file)
+    assert other.entries() == []
+    with pytest.raises(CacheError, match="No such file"):
+        verify_bundle(tmp_path / "missing.jkb")
+
+
+def repack(file: Path, change: dict[str, str], **kinds: bytes) -> None:
+    """Rename members of a bundle, or change their type."""
+    buffer = io.BytesIO()
+    with tarfile.open(file) as old, tarfile.open(fileobj=buffer, mode="w") as new:
+        for info in old:
+            data = old.extractfile(info)
+            assert data is not None
+            tail = info.name.rpartition("/")[2]
+            info.name = change.get(tail, info.name)
+            if tail in kinds:
+                info.type = kinds[tail]
+                info.linkname = "/etc/passwd"
+            new.addfile(info, data)
+    file.write_bytes(gzip.compress(buffer.getvalue()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../evil", "/etc/evil", "a/b/../evil", "a/b/c/d", "evil", "a/.hidden/x", "a/b/", "a//x"],
+)
+def test_names_cannot_leave(cache: Cache, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "a.jkb"
+    cache.export_bundle(file)
+    repack(file, {"notes.txt": name})
+    with pytest.raises(CacheError):
+        Cache(tmp_path / "other").import_bundle(file)
+    assert not (tmp_path / "other").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jkb", "one"]
+
+
+def test_links_and_doubles_are_refused(cache: Cache, tmp_path: Path) -> None:
+    file = tmp_path / "a.jkb"
+    cache.export_bundle(file)
+    repack(file, {}, **{"notes.txt": tarfile.SYMTYPE})
+    with pytest.raises(CacheError):
+        verify_bundle(file)
+    cache.export_bundle(file, lambda info: info.name == "store" and info.arch == "9.0")
+    repack(file, {"notes.txt": "store-x/nvrtc-13.5/store.cubin"})
+    with pytest.raises(CacheError):
+        verify_bundle(file)
+
+
+def test_an_unwritable_place_is_a_cache_error(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="cannot write the bundle"):
+        cache.export_bundle(tmp_path / "file" / "a.jkb")
