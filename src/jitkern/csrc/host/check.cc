@@ -166,6 +166,13 @@ i64 int_arg(const char* op, const char* arg, AnyView value) {
   return value.cast<int64_t>();
 }
 
+bool bool_arg(const char* op, const char* arg, AnyView value) {
+  if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIBool) {
+    raise("TypeError", op, arg, type_text(value), "a bool");
+  }
+  return value.cast<bool>();
+}
+
 void same_row_bytes(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows) {
   if (a_rows.row_bytes == b_rows.row_bytes) return;
   a.value_error(

@@ -109,9 +109,10 @@ void launch_deduplicated(const LaunchScope& scope, PairArgs& args, const PairLay
 // `workspace`: h2d_gather_workspace_bytes of scratch memory on the device for a call that shall
 // fetch no row twice, or None.
 void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyView num_sms,
-                AnyView workspace_arg, bool reuse_resident) {
+                AnyView workspace_arg, AnyView reuse_resident_arg) {
   PairArgs args(kOp, kHostSource, src, dst, pairs, num_sms);
   args.take_slot_map(slot_map);
+  const bool reuse_resident = bool_arg(kOp, "reuse_resident", reuse_resident_arg);
   if (reuse_resident && args.params.slot_map == nullptr) {
     raise_value_error(kOp, "reuse_resident", "True without a slot_map",
                       "a slot_map that says which rows are resident, or False");
@@ -131,9 +132,9 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   const bool small = !dedup && !args.sms_given && args.bytes() <= kSmallCallBytes;
   const int in_flight = small ? kSmallInFlight : kLargeInFlight;
   KernelTable& table = small ? small_kernels : large_kernels;
-  const Kernel* kernels =
-      table.find(scope.device, {args.row_bytes, layout.vec_bytes, args.pairs.index_bytes,
-                                layout.line_aligned, in_flight});
+  const Kernel* kernels = table.find(
+      scope.device,
+      {args.row_bytes, layout.vec_bytes, args.pairs.index_bytes, layout.line_aligned, in_flight});
   if (dedup) {
     const Tensor workspace(kOp, "workspace", workspace_arg);
     launch_deduplicated(scope, args, layout, kernels, workspace.data(), reuse_resident);

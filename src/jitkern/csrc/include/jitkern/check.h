@@ -69,6 +69,9 @@ struct Indices {
 // A plain integer argument. TypeError on anything else (a bool included).
 i64 int_arg(const char* op, const char* arg, AnyView value);
 
+// True or False. TypeError on anything else.
+bool bool_arg(const char* op, const char* arg, AnyView value);
+
 // ValueError unless both tensors have rows of the same number of bytes, or the same number of rows.
 void same_row_bytes(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows);
 void same_num_rows(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows);

@@ -1,0 +1,72 @@
+"""Every kernel compiles for every supported architecture, through the loader and its cache."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import pytest
+
+from jitkern import load_jit
+from jitkern.errors import ToolchainError
+from jitkern.jit.toolchain import Arch, find_nvrtc
+from jitkern.ops import device_ops
+
+OPS = list(device_ops())
+ARCHS = ["8.0", "9.0", "10.0", "12.0"]
+# One row size for each vector width from 16 bytes down to 1, and the largest.
+ROW_BYTES = [656, 40, 12, 6, 657, 8192]
+
+# 1024 threads with 8 loads each in flight leave 64 registers a thread; the bus is the limit there.
+ALLOWED_SPILL_BYTES = {"h2d_gather": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvrtc() -> None:
+    try:
+        find_nvrtc()
+    except ToolchainError as error:
+        pytest.skip(str(error))
+
+
+def arch_of(image: bytes) -> int:
+    """Return the SM version that a cubin says it is for: 90 for sm_90."""
+    assert image[:4] == b"\x7fELF"
+    abi = image[8]
+    flags = struct.unpack_from("<I", image, 48)[0]
+    # The newer ABI of CUDA 13 moved the version up by a byte.
+    return flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_row_size_compiles(op: str, arch: str) -> None:
+    module = device_ops()[op]
+    wanted = Arch.parse(arch)
+    for row_bytes in ROW_BYTES:
+        specs = module.specialisations(row_bytes)
+        assert specs
+        for spec in specs if row_bytes == 656 else specs[:1]:
+            image = module.kernel(*spec).image(wanted)
+            assert arch_of(image) == wanted.major * 10 + wanted.minor
+            assert b".text." + op.encode() in image  # found by its plain C name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_kernel_spills(op: str) -> None:
+    """A spilled register would be memory traffic of its own; ptxas tells."""
+    module = device_ops()[op]
+    for spec in module.specialisations(656):
+        kernel = module.kernel(*spec)
+        arch = Arch.parse("9.0")
+        verbose = load_jit(
+            op,
+            *kernel.args,
+            device_files=[f"ops/{file}" for file in kernel.key(arch).describe["files"]],
+            device_wrappers=kernel.wrappers,
+            extra_cuda_cflags=["--ptxas-options=-v"],
+        )
+        log = verbose.entry(arch).meta["log"]
+        spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", log)]
+        assert spilled, log
+        assert max(spilled) <= ALLOWED_SPILL_BYTES.get(op, 0), log
