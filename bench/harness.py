@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(ctx: Context, op: str) -> list[Row]:
     rows: list[Row] = []
+    gc.collect()
+    gc.freeze()  # every graph capture collects garbage: 0.1 s each with torch's objects in it
     try:
         for row in import_module(f"bench.cases.{op}").run(ctx):
             rows.append(row)

@@ -61,6 +61,7 @@ class Case:
     impls: list[Impl]
     calls: int  # in one graph, rotating over the working sets
     touched_bytes: int | None = None  # by one call, for the rotation; default bytes_moved
+    prepare: Callable[[Any], object] | None = None  # what outputs hold before the checked call
 
 
 @dataclass
@@ -230,13 +231,15 @@ def host_us_of(
 
 
 def _expected(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
-    _poison(case.outputs(buffers))
+    _poison(case, buffers)
     return case.reference(buffers)
 
 
-def _poison(tensors: tuple[torch.Tensor, ...]) -> None:
-    for tensor in tensors:
+def _poison(case: Case, buffers: Any) -> None:
+    for tensor in case.outputs(buffers):
         tensor.view(torch.uint8).fill_(POISON)
+    if case.prepare is not None:
+        case.prepare(buffers)
 
 
 def _check(
@@ -247,7 +250,7 @@ def _check(
     buffers: Any,
     expected: tuple[torch.Tensor, ...],
 ) -> None:
-    _poison(case.outputs(buffers))
+    _poison(case, buffers)
     ctx.sync()
     returned = run(buffers)
     ctx.sync()

@@ -64,9 +64,10 @@ def default_path(root: Path, device: str) -> Path:
 def payload(described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> Payload:
     """Return what goes into the JSON: the machine, then the rows of each benchmark."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    load = round(os.getloadavg()[0], 2)  # above the number of cores, CPU figures mean little
     ops: dict[str, Any] = {}
     for row in rows:
-        entry = ops.setdefault(row.op, {"date": now, "quick": quick, "rows": []})
+        entry = ops.setdefault(row.op, {"date": now, "quick": quick, "load": load, "rows": []})
         entry["rows"].append(_round(asdict(row)))
     goals = [asdict(goal) for goal in reached(rows)]
     return {"machine": described, "date": now, "benchmarks": ops, "goals": goals}
