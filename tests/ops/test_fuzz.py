@@ -115,9 +115,11 @@ class Fuzzer:
         index_dtype = self.rng.choice(INT_DTYPES)
         sources = self.distinct(count, num_src, index_dtype)
         pairs = torch.stack([sources, self.distinct(count, num_dst, index_dtype)], dim=1)
-        slot_map = None
+        slot_map, reuse_resident = None, False
         if self.rng.random() < 0.5:
-            slot_map = self.integers([num_src], -9, 9, self.rng.choice(INT_DTYPES))
+            reuse_resident = self.rng.random() < 0.5
+            highest = 0 if reuse_resident else 9  # nothing is resident
+            slot_map = self.integers([num_src], -9, highest, self.rng.choice(INT_DTYPES))
         expected, expected_map = dst.clone(), None if slot_map is None else slot_map.clone()
         if 0 not in row:  # rows of no bytes: nothing to do
             ref_h2d_gather(src, expected, pairs, expected_map)
@@ -130,9 +132,28 @@ class Fuzzer:
         return Call(
             jitkern.h2d_gather,
             {"src": src, "dst": dst, "pairs": pairs, "slot_map": slot_map,
-             "num_sms": self.rng.choice([None, 1, 2, 7])},
+             "num_sms": self.rng.choice([None, 1, 2, 7]), "dedup": self.rng.random() < 0.5,
+             "reuse_resident": reuse_resident},
             prove,
         )  # fmt: skip
+
+    def d2h_scatter(self) -> Call:
+        row, dtype = self.row()
+        num_src, num_dst, count = (self.rng.choice(SIZES) for _ in range(3))
+        src = self.tensor([num_src, *row], dtype)
+        dst = self.tensor([num_dst, *row], dtype, host=True)
+        index_dtype = self.rng.choice(INT_DTYPES)
+        sources = self.distinct(count, num_src, index_dtype)
+        pairs = torch.stack([sources, self.distinct(count, num_dst, index_dtype)], dim=1)
+        expected = dst.clone()
+        ref_h2d_gather(src, expected, pairs)
+
+        def prove(result: Any) -> None:
+            assert result is None
+            assert same_bits(dst, expected)
+
+        arguments = {"src": src, "dst": dst, "pairs": pairs, "num_sms": self.rng.choice([None, 3])}
+        return Call(jitkern.d2h_scatter, arguments, prove)
 
     def compare_key(self) -> Call:
         dtype = self.rng.choice(INT_DTYPES)
@@ -230,7 +251,7 @@ def documented(error: Exception, call: Call) -> bool:
     return re.match(rf"{call.function.__name__}: ({names})\b", str(error)) is not None
 
 
-OPS = ["store", "indexing", "h2d_gather", "compare_key"]
+OPS = ["store", "indexing", "h2d_gather", "d2h_scatter", "compare_key"]
 
 
 def one_call(op: str, seed: int, device: torch.device) -> str:

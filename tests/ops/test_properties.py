@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ref import ref_h2d_gather, ref_indexing, ref_store
 from torch import Tensor
 
-from jitkern import h2d_gather, indexing, store_cache
+from jitkern import d2h_scatter, h2d_gather, indexing, store_cache
 
 # Few enough that a GPU compiles all of them in seconds, each with up to five vector widths.
 ROW_BYTES = [1, 6, 16, 40, 656, 657, 1024]
@@ -248,6 +248,72 @@ def test_h2d_gather(device: torch.device, data: st.DataObject) -> None:
         fault,
         device,
         written,
+    )
+
+
+@given(data=st.data())
+def test_h2d_gather_of_resident_rows(device: torch.device, data: st.DataObject) -> None:
+    """Some source rows are in `dst` already, behind the rows that the call writes."""
+    draw = data.draw
+    row, num_src, num_dst = draw(row_types()), draw(st.integers(1, 40)), draw(counts)
+    index_dtype, map_dtype, seed = draw(index_dtypes), draw(index_dtypes), draw(seeds)
+    count = draw(st.integers(0, num_dst))
+    sources = draw(st.lists(st.integers(-1, num_src - 1), min_size=count, max_size=count))
+    targets = draw(st.permutations(range(num_dst)))[:count]
+    is_resident = draw(st.lists(st.booleans(), min_size=num_src, max_size=num_src))
+    src = make_buffer((num_src, *row.shape), row.dtype, seed=seed, pinned=device.type == "cuda")
+    dst = make_buffer((num_dst + num_src, *row.shape), row.dtype, device, seed=seed + 1)
+    slots = [num_dst + i if here else -1 for i, here in enumerate(is_resident)]
+    slot_map = torch.tensor(slots, dtype=map_dtype, device=device)
+    pairs = torch.tensor([*zip(sources, targets, strict=True)], dtype=index_dtype, device=device)
+    twin, expected_map = dst.twin(), list(slots)
+    for source, target in zip(sources, targets, strict=True):
+        if source >= 0:
+            here = is_resident[source]
+            store_bits(twin.view[target], dst.view[slots[source]] if here else src.view[source])
+            expected_map[source] = target
+    error = raised_by(
+        lambda: h2d_gather(
+            src.view, dst.view, pairs.reshape(-1, 2), slot_map=slot_map, reuse_resident=True
+        ),
+        device,
+    )
+    assert error is None
+    assert dst.same(twin)
+    for source, slot in enumerate(slot_map.tolist()):
+        if source in sources:  # one of its targets
+            assert slot in [t for s, t in zip(sources, targets, strict=True) if s == source]
+        else:
+            assert slot == expected_map[source]
+
+
+@given(data=st.data())
+def test_d2h_scatter(device: torch.device, data: st.DataObject) -> None:
+    draw = data.draw
+    row, num_src, num_dst = draw(row_types()), draw(counts), draw(counts)
+    index_dtype, seed = draw(index_dtypes), draw(seeds)
+    count = draw(st.integers(0, num_dst))
+    sources = draw(row_numbers(count, num_src, index_dtype))
+    targets = draw(st.permutations(range(num_dst)))[:count]
+    src = make_buffer(
+        (num_src, *row.shape), row.dtype, device, gap=draw(gaps), offset=draw(offsets), seed=seed
+    )
+    dst = make_buffer(
+        (num_dst, *row.shape), row.dtype, gap=draw(gaps), offset=draw(offsets), seed=seed + 1,
+        pinned=device.type == "cuda",
+    )  # fmt: skip
+    pairs = torch.tensor([*zip(sources, targets, strict=True)], dtype=index_dtype, device=device)
+    pairs = pairs.reshape(count, 2)
+    twin, bad = dst.twin(), bad_position(sources, num_src)
+    kept = pairs.clone()
+    kept[kept[:, 0] >= num_src] = -1
+    where = "" if bad is None else f"index {sources[bad]} at position {bad},"
+    run(
+        lambda: d2h_scatter(src.view, dst.view, pairs, num_sms=draw(st.sampled_from([None, 1, 5]))),
+        lambda: ref_h2d_gather(src.view, twin.view, kept),
+        None if bad is None else rf"d2h_scatter: pairs\[\.\.\., 0\]: {where}",
+        device,
+        [(dst, twin)],
     )
 
 

@@ -113,7 +113,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   PairArgs args(kOp, kHostSource, src, dst, pairs, num_sms);
   args.take_slot_map(slot_map);
   const bool reuse_resident = bool_arg(kOp, "reuse_resident", reuse_resident_arg);
-  if (reuse_resident && args.params.slot_map == nullptr) {
+  if (reuse_resident && slot_map.type_index() == tvm::ffi::TypeIndex::kTVMFFINone) {
     raise_value_error(kOp, "reuse_resident", "True without a slot_map",
                       "a slot_map that says which rows are resident, or False");
   }
