@@ -27,7 +27,7 @@ demo: $(call ready,cuda)
 	$(PY) -m jitkern demo
 
 test: $(call ready,test)
-	$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist loadgroup) $(PYTEST_ARGS)
+	$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS)) $(PYTEST_ARGS)
 
 lint: $(call ready,dev)
 	$(PY) -m ruff check

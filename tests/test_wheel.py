@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 CODE = """
 import subprocess, sys
@@ -42,14 +43,21 @@ assert jitkern.fast_compare_key(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+def wheel(session_cache: Path) -> Path:
+    """Built once for all workers of the run: it takes as long as compiling the host module."""
+    out = session_cache.parent / "wheel"
+    with FileLock(f"{out}.lock"):
+        if not out.exists():
+            build_wheel(out)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def build_wheel(out: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-index", "-q"]
     command += ["--no-build-isolation", "--disable-pip-version-check", "-w", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = out.glob("*.whl")
-    return found
 
 
 def test_tag(wheel: Path) -> None:
