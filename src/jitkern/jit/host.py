@@ -188,7 +188,7 @@ def _release(version: str) -> tuple[int, ...]:
 def _announce_and_build() -> Built:
     key = _key()
     if not compilers.toolchain_id("cxx"):
-        raise ToolchainError(_no_compiler(key))
+        raise ToolchainError(_no_compiler())
     sys.stderr.write(f"jitkern: building the host module with c++ (once per machine): {_why()}\n")
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
@@ -196,33 +196,44 @@ def _announce_and_build() -> Built:
 
 
 def _why() -> str:
-    shipped = _shipped_versions()
-    if not shipped:
-        return "a source checkout ships none"
-    return f"the shipped one is for apache-tvm-ffi {shipped[0]} and other sources"
-
-
-def _no_compiler(key: Key) -> str:
     import tvm_ffi
 
-    versions = _shipped_versions()
-    entry = Cache(SHIPPED, read_only=True).lookup(key, accept=lambda _meta: True)
-    if entry is not None:
-        wanted = entry.meta.get("tvm_ffi")
+    built_against = _shipped_tvm_ffi()
+    if built_against is not None:
+        return (
+            f"the shipped one was built against apache-tvm-ffi {built_against}, "
+            f"installed is {tvm_ffi.__version__}"
+        )
+    if _ships_some():
+        return "the shipped one is damaged or was built from other sources"
+    return "a source checkout ships none"
+
+
+def _no_compiler() -> str:
+    import tvm_ffi
+
+    wanted = _shipped_tvm_ffi()
+    if wanted is not None:
         return (
             f"the shipped host module was built against apache-tvm-ffi {wanted}, installed is "
             f"{tvm_ffi.__version__}, and there is no C++ compiler to build another; "
             f"pip install apache-tvm-ffi=={wanted}"
         )
-    reason = "was built from other sources" if versions else "is not shipped"
+    reason = "is damaged or was built from other sources" if _ships_some() else "is not shipped"
     return (
         f"the host module {reason} and there is no C++ compiler to build it; "
         "install g++ (apt install g++) or a jitkern wheel"
     )
 
 
-def _shipped_versions() -> list[str]:
-    return [info.toolchain for info in Cache(SHIPPED).entries() if info.name == NAME]
+def _shipped_tvm_ffi() -> str | None:
+    """Version that a shipped library of these very sources was built against."""
+    entry = Cache(SHIPPED, read_only=True).lookup(_key(), accept=lambda _meta: True)
+    return None if entry is None else str(entry.meta.get("tvm_ffi"))
+
+
+def _ships_some() -> bool:
+    return any(SHIPPED.glob(f"v1/{NAME}-*"))
 
 
 def _build(key: Key, folder: Path, ldflags: Sequence[str]) -> Built:

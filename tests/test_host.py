@@ -1,0 +1,345 @@
+"""The host module: built once, shipped, refused with a cure, wired to Python. Stand-in sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jitkern.env import settings
+from jitkern.errors import CompileError, FrozenError, ToolchainError
+from jitkern.jit import host, resolve
+from jitkern.jit.cache import Cache
+from jitkern.jit.entry import META_NAME
+from jitkern.jit.toolchain import Arch, find_cxx
+
+try:
+    find_cxx()
+except ToolchainError:
+    pytest.skip("needs a C++ compiler", allow_module_level=True)
+
+SOURCE = """\
+#include <jitkern/answer.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+namespace {
+using tvm::ffi::Array;
+using tvm::ffi::Bytes;
+using tvm::ffi::Function;
+using tvm::ffi::String;
+
+Function& resolver() { static auto* f = new Function(); return *f; }
+Function& warner() { static auto* f = new Function(); return *f; }
+int64_t fault_mode = -1;
+
+int64_t answer() { return ANSWER; }
+void set_resolver(Function f) { resolver() = f; }
+void set_warner(Function f) { warner() = f; }
+void set_fault_mode(int64_t mode) { fault_mode = mode; }
+int64_t get_fault_mode() { return fault_mode; }
+void warn(String text) { warner()(text); }
+int64_t demo(int64_t rows, int64_t bytes) {
+  return resolver()("demo", Array<int64_t>{rows, bytes}, 90).cast<Bytes>().size();
+}
+void refuse(int64_t) { TVM_FFI_THROW(ValueError) << "demo: x: wrong"; }
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_resolver, set_resolver);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_warner, set_warner);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_mode, set_fault_mode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(get_fault_mode, get_fault_mode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(warn, warn);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(demo, demo);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(refuse, refuse);
+"""
+
+
+def write_csrc(folder: Path, answer: int = 42) -> Path:
+    (folder / "include" / "jitkern").mkdir(parents=True, exist_ok=True)
+    (folder / "ops").mkdir(exist_ok=True)
+    (folder / "include" / "jitkern" / "answer.h").write_text(f"#define ANSWER {answer}\n")
+    (folder / "ops" / "demo.cc").write_text(SOURCE)
+    (folder / "ops" / "demo.cu").write_text("device code is of no concern here")
+    return folder
+
+
+def forget() -> None:
+    host._module = None
+    host._builders.clear()
+    resolve._places.cache_clear()
+    settings.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory into which the stand-in was built as for a wheel."""
+    folder = tmp_path_factory.mktemp("host")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "CSRC", write_csrc(folder / "csrc"))
+        library = host.build_host_module(folder / "_prebuilt")
+    assert library.name == "jitkern_host.so"
+    return folder / "_prebuilt"
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The stand-in sources in the place of jitkern's own, nothing shipped, nothing cached."""
+    csrc = write_csrc(tmp_path / "csrc")
+    monkeypatch.setattr(host, "CSRC", csrc)
+    monkeypatch.setattr(host, "SHIPPED", tmp_path / "nothing")
+    monkeypatch.setattr(resolve, "SHIPPED", tmp_path / "nothing")
+    kept = (host._module, dict(host._builders))
+    forget()
+    yield csrc
+    forget()
+    host._module = kept[0]
+    host._builders.update(kept[1])
+
+
+@pytest.fixture
+def shipped(stand_in: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in, with a copy of its shipped library."""
+    place = tmp_path / "_prebuilt"
+    shutil.copytree(built, place)
+    monkeypatch.setattr(host, "SHIPPED", place)
+    monkeypatch.setattr(resolve, "SHIPPED", place)
+    return place
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    settings.cache_clear()
+
+
+def edit_meta(place: Path, **changes: Any) -> None:
+    """Publish the shipped library anew with a changed meta."""
+    cache = Cache(place)
+    entry = cache.lookup(host._key(), accept=lambda _meta: True)
+    assert entry is not None
+    assert entry.path is not None
+    shutil.rmtree(entry.path)
+    key = host.replace(host._key(), toolchain=entry.path.name)
+    cache.publish(key, entry.files, {**entry.meta, **changes})
+
+
+def test_built_once_with_one_line(
+    stand_in: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    modules: list[Any] = []
+    threads = [threading.Thread(target=lambda: modules.append(host.module())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(modules) == 8
+    assert all(module is modules[0] for module in modules)
+    assert modules[0]["answer"]() == 42
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("jitkern: building the host module with c++ (once per machine)")
+    (entry,) = Cache(empty_cache).entries()
+    assert (entry.name, entry.route) == ("jitkern_host", "cxx")
+
+    forget()
+    assert host.module()["answer"]() == 42
+    assert capfd.readouterr().err == ""  # found in the cache
+
+
+def test_built_again_exactly_when_a_source_or_header_changed(
+    stand_in: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert host.module()["answer"]() == 42
+    write_csrc(stand_in, answer=43)
+    os.utime(stand_in / "include" / "jitkern" / "answer.h", (1, 1))
+    forget()
+    capfd.readouterr()
+    assert host.module()["answer"]() == 43
+    assert "building" in capfd.readouterr().err
+    write_csrc(stand_in, answer=42)
+    (stand_in / "ops" / "demo.cu").write_text("changed")
+    os.utime(stand_in / "ops" / "demo.cc")
+    forget()
+    assert host.module()["answer"]() == 42
+    assert capfd.readouterr().err == ""
+
+
+def test_shipped_needs_no_compiler(
+    shipped: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_compiler(monkeypatch)
+    assert host.module()["answer"]() == 42
+    assert not empty_cache.exists()
+
+
+def test_the_shipped_library_is_portable(built: Path) -> None:
+    (library,) = built.rglob("*.so")
+    if shutil.which("objdump") is None:
+        pytest.skip("needs objdump")
+    command = ["objdump", "-p", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    needed = [line.split()[1] for line in text.splitlines() if "NEEDED" in line]
+    assert "libtvm_ffi.so" in needed
+    assert not any("stdc++" in name or "cuda" in name for name in needed)
+    assert "RUNPATH" not in text
+    assert str(built.parent).encode() not in library.read_bytes()
+
+
+def test_a_mismatch_of_tvm_ffi_is_rebuilt_where_there_is_a_compiler(
+    shipped: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    edit_meta(shipped, tvm_ffi="0.9.0")
+    assert host.module()["answer"]() == 42
+    assert "building" in capfd.readouterr().err
+    assert len(Cache(empty_cache).entries()) == 1
+
+
+def test_a_mismatch_of_tvm_ffi_names_the_version_to_install(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_meta(shipped, tvm_ffi="0.9.0")
+    no_compiler(monkeypatch)
+    with pytest.raises(ToolchainError, match=r"pip install apache-tvm-ffi==0\.9\.0$"):
+        host.module()
+
+
+@pytest.mark.parametrize(
+    ("built_against", "installed", "fits"),
+    [
+        ("0.1.15", "0.1.15", True),
+        ("0.1.15.post2", "0.1.15", True),
+        ("0.1.15", "0.1.20", True),
+        ("0.1.20", "0.1.15", False),  # a function it calls may not be there yet
+        ("0.1.15", "0.2.0", False),
+        ("", "0.1.15", False),
+        ("garbage", "0.1.15", False),
+    ],
+)
+def test_which_versions_fit(built_against: str, installed: str, fits: bool) -> None:
+    assert host._fits(built_against, installed) is fits
+
+
+def test_nothing_shipped_and_no_compiler(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_compiler(monkeypatch)
+    with pytest.raises(ToolchainError, match=r"is not shipped .* install g\+\+"):
+        host.module()
+
+
+def test_a_damaged_shipped_library_is_no_crash(
+    shipped: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (library,) = shipped.rglob("*.so")
+    library.write_bytes(library.read_bytes()[:5000])
+    assert host.module()["answer"]() == 42
+    assert "building" in capfd.readouterr().err
+
+
+def test_frozen_says_so(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITKERN_FREEZE", "1")
+    settings.cache_clear()
+    with pytest.raises(FrozenError, match="jitkern warm"):
+        host.module()
+
+
+def test_a_source_that_does_not_compile(stand_in: Path) -> None:
+    (stand_in / "ops" / "demo.cc").write_text("int x = nonsense;\n")
+    with pytest.raises(CompileError, match="nonsense"):
+        host.module()
+
+
+class Kernels:
+    def __init__(self, image: bytes | Exception) -> None:
+        self.answer = image
+
+    def image(self, arch: Arch) -> bytes:
+        assert arch == Arch(9, 0)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_ops_resolve_through_python(shipped: Path) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def kernel(*spec: int) -> Kernels:
+        seen.append(spec)
+        return Kernels(b"12345")
+
+    demo = host.op("demo", kernel)
+    assert demo(656, 16) == 5
+    assert seen == [(656, 16)]
+    assert all(type(value) is int for value in seen[0])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CompileError("demo: failed", command="nvrtc", log="line 1", source="text"),
+        FrozenError("demo: missing"),
+        ToolchainError("no NVRTC; install it"),
+    ],
+)
+def test_exceptions_survive_the_way_through_cxx(shipped: Path, error: Exception) -> None:
+    demo = host.op("demo", lambda *_: Kernels(error))
+    with pytest.raises(type(error)) as caught:
+        demo(1, 2)
+    assert caught.value is error
+    assert host._Relay.pending == {}
+
+
+def test_wiring(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITKERN_FAULTS", "ignore")
+    settings.cache_clear()
+    module = host.module()
+    assert module["get_fault_mode"]() == 2
+    with pytest.warns(RuntimeWarning, match="row 3 was skipped"):
+        module["warn"]("row 3 was skipped")
+    with pytest.raises(ValueError, match="demo: x: wrong"):
+        module["refuse"](1)
+
+
+def test_a_fork_keeps_the_module(shipped: Path) -> None:
+    assert host.module()["answer"]() == 42
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork with threads, 3.12
+        pid = os.fork()
+    if pid == 0:
+        os._exit(0 if host.module()["answer"]() == 42 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_fresh_process_loads_it_without_a_subprocess(
+    shipped: Path, fresh_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    code = """
+import sys
+from pathlib import Path
+sys.modules["torch"] = None
+import tvm_ffi
+from jitkern.jit import host, resolve
+host.CSRC = Path(sys.argv[1])
+host.SHIPPED = resolve.SHIPPED = Path(sys.argv[2])
+def forbidden(event, args):
+    if event in ("subprocess.Popen", "os.fork", "os.exec", "os.posix_spawn", "os.system"):
+        raise RuntimeError(f"{event} {args}")
+sys.addaudithook(forbidden)
+assert host.module()["answer"]() == 42
+"""
+    fresh_python(code, str(host.CSRC), str(shipped))
+
+
+def test_meta_is_readable(built: Path) -> None:
+    (meta,) = built.rglob(META_NAME)
+    assert '"tvm_ffi": ' in meta.read_text()
+    assert str(built) not in meta.read_text()
+    assert sys.prefix not in meta.read_text()
