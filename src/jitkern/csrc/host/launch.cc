@@ -36,6 +36,15 @@ CUmodule load_image(const Driver& driver, const Bytes& image, const char* op) {
 
 }  // namespace
 
+CUfunction load_function(const Device& device, const Bytes& image, const char* name) {
+  const Driver& driver = Driver::get();
+  const RelaxedCapture relaxed;
+  const ContextScope scope(device);
+  CUfunction function = nullptr;
+  driver.check(driver.cuModuleGetFunction(&function, load_image(driver, image, name), name), name);
+  return function;
+}
+
 const Kernel* KernelTable::load(const Device& device, const Spec& spec) {
   if (resolver() == nullptr) {
     throw tvm::ffi::Error("RuntimeError", std::string(op_) + ": no kernel resolver was set", "");

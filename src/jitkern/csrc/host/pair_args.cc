@@ -127,7 +127,7 @@ void PairArgs::run_on_cpu() const {
 
 void PairArgs::map_host_rows() {
   const Rows& rows = host_side == kHostSource ? src_rows : dst_rows;
-  if (rows.num_rows == 0) return;
+  if (rows.span_bytes() == 0) return;
   const PinnedRange range = pinned_range(rows.data);
   if (range.device_address == nullptr ||
       rows.data + rows.span_bytes() > range.begin + range.bytes) {

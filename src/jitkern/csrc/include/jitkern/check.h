@@ -50,7 +50,9 @@ struct Rows {
   explicit Rows(const Tensor& tensor, int row_dims = 1);
 
   // Bytes from the first to behind the last row.
-  i64 span_bytes() const { return num_rows == 0 ? 0 : (num_rows - 1) * stride_bytes + row_bytes; }
+  i64 span_bytes() const {
+    return num_rows == 0 || row_bytes == 0 ? 0 : (num_rows - 1) * stride_bytes + row_bytes;
+  }
 };
 
 // A contiguous tensor of int32 or int64.

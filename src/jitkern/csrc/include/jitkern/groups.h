@@ -23,6 +23,10 @@ struct GroupShape {
   }
 };
 
+// A row in flight costs two pointers beside its vectors: 8 of them do not fit into the 64 registers
+// that 1,024 threads leave to each (h2d_gather of 512-byte rows: 32 GB/s, with 4 rows 50).
+constexpr int kMaxRows = 4;
+
 // The shape for rows of `row_bytes`: a lane has at most `max_chunks` vectors of one row, and
 // `in_flight` vectors in all where rows are short.
 JITKERN_HOST_DEVICE constexpr GroupShape group_shape(i64 row_bytes, i64 vec_bytes, int max_chunks,
@@ -33,7 +37,8 @@ JITKERN_HOST_DEVICE constexpr GroupShape group_shape(i64 row_bytes, i64 vec_byte
   const i64 chunks_per_row = (vecs + lanes - 1) / lanes;
   const i64 chunks = chunks_per_row < max_chunks ? chunks_per_row : max_chunks;
   const i64 pieces = (chunks_per_row + chunks - 1) / chunks;
-  const i64 rows = pieces > 1 || chunks >= in_flight ? 1 : in_flight / chunks;
+  i64 rows = pieces > 1 || chunks >= in_flight ? 1 : in_flight / chunks;
+  if (rows > kMaxRows) rows = kMaxRows;
   return {lanes, static_cast<int>(chunks), static_cast<int>(pieces), static_cast<int>(rows)};
 }
 

@@ -4,6 +4,7 @@
 #include <jitkern/check.h>
 #include <jitkern/driver.h>
 #include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/string.h>
 
 #include <array>
 #include <atomic>
@@ -31,6 +32,9 @@ struct Kernel {
   CUfunction function;
   unsigned num_threads;  // its launch bound
 };
+
+// Kernel `name` of `image` on `device`, also while a stream is being captured.
+CUfunction load_function(const Device& device, const tvm::ffi::Bytes& image, const char* name);
 
 // The kernels of one op: for each specialisation and device its entry points, loaded at first use
 // with an image that Python's `resolve(op, spec, arch)` returns.
