@@ -18,6 +18,7 @@ PACKAGE = Path(jitkern.__file__).parent
 LAYERS = """
 0  errors env
 1  jit.template jit.arch jit.entry jit.stats jit.record jit.failures jit.locking jit.depends
+1  jit.housekeeping
 1  jit.sources jit.toolchain
 2  jit.bundle jit.compilers jit.library jit.ninja jit.nvrtc
 2  jit.cache jit.cxx jit.nvcc

@@ -6,6 +6,7 @@ Layout below the root, ``v1/``::
     .staging/    directories being written or thrown away
     .locks/      one lock file per key, its holder beside it
     .failed/     the last failed build per key
+    .bytes       the size of all entries, roughly
 
 An entry appears by one atomic rename and is never written to again, so a reader sees all of it or
 none. Every byte is checked on every read; whatever does not match is a miss and gets replaced.
@@ -14,11 +15,9 @@ none. Every byte is checked on every read; whatever does not match is a miss and
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -39,15 +38,13 @@ from jitkern.jit.entry import (
     render_meta,
     write_entry,
 )
+from jitkern.jit.housekeeping import NotedBytes, private_name, remove_if_empty, sweep
 from jitkern.jit.locking import Wait, build_lock
 
 _log = logging.getLogger("jitkern")
-_serial = itertools.count()
 
 _TOUCH_EVERY_S = 60.0  # last use is kept to the minute: a warm start need not write at all
-_DEAD_STAGING_S = 600.0  # pids of two containers may look alike, so even a dead one's rests a while
-_OLD_STAGING_S = 86_400.0
-_PUBLISHES_PER_SCAN = 64  # sizes of a whole cache are summed this often at least
+_PUBLISHES_PER_SCAN = 64
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,8 @@ class Cache:
         self.read_only = read_only
         self.max_bytes = max_bytes
         self._base = self.root / "v1"
-        self._known_bytes: int | None = None
         self._publishes = 0
+        self._noted_bytes = NotedBytes(self._base / ".bytes")
 
     def __repr__(self) -> str:
         return f"Cache({str(self.root)!r}, read_only={self.read_only})"
@@ -238,9 +235,9 @@ class Cache:
         folder = self._base / ".staging"
         folder.mkdir(parents=True, exist_ok=True)
         if self._publishes == 0:
-            _sweep(folder)
+            sweep(folder)
         self._publishes += 1
-        path = folder / f"{socket.gethostname()}.{os.getpid()}.{next(_serial)}.{time.time_ns():x}"
+        path = folder / private_name()
         path.mkdir()
         return path
 
@@ -269,7 +266,7 @@ class Cache:
         """Take `path` out of sight in one step, then delete it."""
         doomed = self._base / ".staging"
         doomed.mkdir(parents=True, exist_ok=True)
-        doomed /= f"{socket.gethostname()}.{os.getpid()}.{next(_serial)}.{time.time_ns():x}"
+        doomed /= private_name()
         try:
             os.rename(path, doomed)
         except FileNotFoundError:
@@ -284,11 +281,17 @@ class Cache:
     def _evict_beyond_cap(self, published: Path, new_bytes: int) -> None:
         if self.max_bytes is None:
             return
-        if self._known_bytes is not None:
-            self._known_bytes += new_bytes
-        due = self._known_bytes is None or self._publishes % _PUBLISHES_PER_SCAN == 0
-        if due or (self._known_bytes or 0) > self.max_bytes:
-            self.prune(self.max_bytes, keep=published)
+        # Noted, since reading every meta would take 0.1 s for a thousand entries.
+        total = self._noted_bytes.read()
+        if total is None or self._publishes % _PUBLISHES_PER_SCAN == 0:
+            total = sum(info.bytes for _, info in self._scan())
+        else:
+            total += new_bytes
+        if total > self.max_bytes:
+            # Somewhat below the cap, so that the next publication need not evict again.
+            self.prune(self.max_bytes * 9 // 10, keep=published)
+        else:
+            self._noted_bytes.write(total)
 
     def prune(self, max_bytes: int, *, keep: Path | None = None) -> int:
         """Evict least recently used entries until `max_bytes` remain; return how many went.
@@ -305,13 +308,14 @@ class Cache:
                 continue
             try:
                 self._discard(path)
-                _remove_if_empty(path.parent)
+                remove_if_empty(path.parent)
             except OSError as error:
                 _log.info("jitkern: cannot evict %s: %s", path, error)
                 continue
             total -= info.bytes
             evicted += 1
-        self._known_bytes = total
+        if not self.read_only:
+            self._noted_bytes.write(total)
         return evicted
 
     def clear(self) -> int:
@@ -326,12 +330,13 @@ class Cache:
         try:
             for path in sorted(self._base.glob("[!.]*/*")):
                 self._discard(path)
-                _remove_if_empty(path.parent)
+                remove_if_empty(path.parent)
                 removed += 1
+            if removed:
+                self._noted_bytes.write(0)
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
         shutil.rmtree(self._base / ".failed", ignore_errors=True)
-        self._known_bytes = 0
         return removed
 
     # -- bundles ---------------------------------------------------------------------------------
@@ -383,26 +388,3 @@ def verify_bundle(file: Path) -> int:
         Something is damaged.
     """
     return len(bundle.read_entries(Path(file)))
-
-
-def _remove_if_empty(path: Path) -> None:
-    try:
-        path.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
-
-
-def _sweep(folder: Path) -> None:
-    """Delete what killed processes left in `folder`; names are ``<host>.<pid>.<...>``."""
-    host = socket.gethostname()
-    for path in folder.iterdir():
-        try:
-            age_s = time.time() - path.stat().st_mtime
-            owner, _, rest = path.name.removeprefix(host + ".").partition(".")
-            local = path.name.startswith(host + ".") and owner.isdigit() and bool(rest)
-            dead = local and not Path(f"/proc/{owner}").exists()
-            if age_s > _OLD_STAGING_S or (dead and age_s > _DEAD_STAGING_S):
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            continue  # another process sweeps too, or it is somebody else's
