@@ -63,7 +63,7 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
         that appears twice the content is undefined.
     num_sms : int, optional
         Blocks of 1024 threads that write over the bus, at most one an SM, clamped to the GPU's SMs;
-        2 by default for a large call.
+        as many as keep the bus busy by default, as for :func:`jitkern.h2d_gather`.
 
     Raises
     ------

@@ -10,11 +10,15 @@ namespace jitkern {
 
 namespace {
 
-constexpr int kDefaultSms = 2;  // 2 SMs reach what 132 do: the bus is the limit
+// What the bus needs to have on its way: 55 GB/s for the 3 us that a line takes. Rows of 656 bytes
+// have 128 KiB in flight per SM, so that 2 SMs reach what 132 do; rows of 512 bytes and less, of
+// which only 4 are in flight, need 3.
+constexpr i64 kBytesInFlight = 192 << 10;
+constexpr i64 kMaxDefaultSms = 8;  // where vectors are narrow, the bus is out of reach
 constexpr int kSmallCallThreads = 256;
 
 i64 num_sms_arg(const char* op, AnyView value) {
-  if (value.type_index() == tvm::ffi::TypeIndex::kTVMFFINone) return kDefaultSms;
+  if (value.type_index() == tvm::ffi::TypeIndex::kTVMFFINone) return kMaxDefaultSms;
   const i64 num_sms = int_arg(op, "num_sms", value);
   if (num_sms < 1) raise_value_error(op, "num_sms", std::to_string(num_sms), "at least 1");
   return num_sms;
@@ -153,15 +157,19 @@ PairLayout::PairLayout(const PairArgs& args) {
 
 void launch_pair_copy(const LaunchScope& scope, const PairArgs& args, const PairLayout& layout,
                       const Kernel& kernel, int in_flight) {
-  const i64 threads =
-      pair_copy_shape(args.row_bytes, layout.vec_bytes, layout.line_aligned, in_flight)
-          .num_threads(args.params.num_pairs);
+  const GroupShape shape =
+      pair_copy_shape(args.row_bytes, layout.vec_bytes, layout.line_aligned, in_flight);
+  const i64 threads = shape.num_threads(args.params.num_pairs);
   if (in_flight == kSmallInFlight) {
     scope.launch(kernel, ceil_div(threads, kSmallCallThreads), 1, kSmallCallThreads, args.params);
     return;
   }
-  const i64 blocks =
-      std::min({args.num_sms, i64(scope.device.num_sms), ceil_div(threads, kernel.num_threads)});
+  i64 blocks = args.num_sms;
+  if (!args.sms_given) {
+    const i64 block_bytes = i64(kernel.num_threads) * shape.rows * shape.chunks * layout.vec_bytes;
+    blocks = std::min(blocks, ceil_div(kBytesInFlight, block_bytes));
+  }
+  blocks = std::min({blocks, i64(scope.device.num_sms), ceil_div(threads, kernel.num_threads)});
   scope.launch(kernel, blocks, 1, kernel.num_threads, args.params);
 }
 
