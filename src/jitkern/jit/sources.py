@@ -165,7 +165,7 @@ class _Walk:
         return None
 
     def _known(self, path: Path, wanted: str) -> str | None:
-        if not path.is_file():
+        if not os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
             return None
         # Without symlinks resolved: a header's neighbours are those of the name it was reached by.
         key = os.path.abspath(path)

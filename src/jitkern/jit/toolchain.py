@@ -141,7 +141,7 @@ def _find_nvrtc(
     if on_path is not None:
         homes.append(Path(on_path).resolve().parents[1])
     for library in _nvrtc_candidates(homes, library_path, site):
-        if library.is_file():
+        if os.path.isfile(library):
             return Nvrtc(library, _nvrtc_version(library))
     raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {_NVRTC_CURE}")
 
@@ -266,14 +266,14 @@ def _cuda_homes(path: str, site: tuple[str, ...]) -> Iterator[CudaHome | None]:
 
 def _toolkit(root: Path, nvcc: Path) -> CudaHome | None:
     """The toolkit at root if it is complete."""
-    if not nvcc.is_file():
+    if not os.path.isfile(nvcc):
         return None
     # The pip packages of CUDA 12 spread a toolkit over sibling directories, one a package.
     runtime = root.parent / "cuda_runtime"
     roots = [root, runtime] if root.name == "cuda_nvcc" else [root]
     includes = [r / sub for r in roots for sub in ("include", "targets/x86_64-linux/include")]
     includes = [directory for directory in includes if directory.is_dir()]
-    if not any((directory / "cuda_runtime.h").is_file() for directory in includes):
+    if not any(os.path.isfile(directory / "cuda_runtime.h") for directory in includes):
         return None
     for r in roots:
         for lib in _LIB_DIRS:
@@ -356,7 +356,7 @@ def _find_ninja(path: str, executable: str, site: tuple[str, ...]) -> str | None
     on_path = shutil.which("ninja", path=path)
     if on_path is not None:
         candidates.append(Path(on_path))
-    present = [candidate for candidate in candidates if candidate.is_file()]
+    present = [candidate for candidate in candidates if os.path.isfile(candidate)]
     programs = [candidate for candidate in present if _is_elf(candidate)]
     return str((programs or present)[0]) if present else None
 
