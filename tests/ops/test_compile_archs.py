@@ -17,8 +17,10 @@ ARCHS = ["8.0", "9.0", "10.0", "12.0"]
 # One row size for each vector width from 16 bytes down to 1, and the largest.
 ROW_BYTES = [656, 40, 12, 6, 657, 8192]
 
-# 1024 threads with 8 loads each in flight leave 64 registers a thread; the bus is the limit there.
-ALLOWED_SPILL_BYTES = {"h2d_gather": 16}
+
+# 1024 threads leave each 64 registers: one of h2d_gather's 8-byte values does not fit, and its bound
+# is the bus.
+ALLOWED_SPILL_BYTES = {"h2d_gather": 8}
 
 
 @pytest.fixture(scope="module", autouse=True)

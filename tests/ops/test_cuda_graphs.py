@@ -144,6 +144,36 @@ def test_a_source_changed_on_the_host_between_replays(captured: Captured) -> Non
         assert torch.equal(c.dst.cpu()[pairs[:, 1]], c.src[pairs[:, 0]])
 
 
+@pytest.mark.parametrize("reuse_resident", [False, True])
+def test_a_large_gather_in_a_graph(reuse_resident: bool) -> None:
+    """With its scratch memory from the graph's pool, and other repeats in each replay."""
+    count, num_src = 40_000, 5_000
+    src = pinned_bytes(num_src)
+    source = src.cuda()
+    dst = torch.zeros(count + num_src, ROW_BYTES, dtype=torch.uint8, device="cuda")
+    pairs = torch.full((count, 2), -1, dtype=torch.int32, device="cuda")
+    slot_map = torch.full((num_src,), -1, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h2d_gather(src, dst, pairs, slot_map=slot_map, reuse_resident=reuse_resident)
+    for distinct_rows in (1, 50, num_src):
+        dst.zero_()
+        slot_map.fill_(-1)
+        if reuse_resident:  # a tenth of the rows is behind those that the call writes
+            slot_map[::10] = torch.arange(count, count + num_src, 10, device="cuda").int()
+            dst[count:][::10] = source[::10]
+        pairs[:, 0].random_(0, distinct_rows)
+        pairs[:, 1] = torch.randperm(count, device="cuda")
+        graph.replay()
+        expected = source[pairs[:, 0].long()]
+        assert torch.equal(dst[pairs[:, 1].long()], expected)
+        asked = pairs[:, 0].unique().long()
+        assert torch.equal(dst[slot_map[asked].long()], source[asked])
+        assert int(slot_map[asked].max()) < count
+    jitkern.check()
+
+
 def test_faults_in_replays(captured: Captured) -> None:
     """Found, told once, cleared, and found again; the other rows of each replay are written."""
     c = captured
