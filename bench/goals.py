@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bench.cases.checks import CHECKED, UNCHECKED
 from bench.measure import Row
 
 NVCC = "nvcc, mini-sglang style"
@@ -50,6 +51,7 @@ def reached(rows: Sequence[Row]) -> list[Goal]:
     return [
         *_store(figures),
         *_index(figures),
+        *_checks(figures),
         *_host(figures),
         *_h2d(figures),
         *_d2h(figures),
@@ -102,6 +104,18 @@ def _index(f: Figures) -> Iterator[Goal]:
         ):
             got = f.speed("index", case, "jitkern", other)
             yield from _at_least(f"indexing, {case}: of {other}", got, wanted)
+
+
+def _checks(f: Figures) -> Iterator[Goal]:
+    for case in f.cases("checks"):
+        checked, bare = (f.us("checks", case, impl) for impl in (CHECKED, UNCHECKED))
+        if checked is None or bare is None:
+            continue
+        name = f"bounds checks of store, {case}"
+        if case.startswith("131072 "):
+            yield from _at_most(f"{name}: time", checked / bare, 1.01)
+        else:
+            yield from _at_most(f"{name}: added", checked - bare, 0.1, "us")
 
 
 def _host(f: Figures) -> Iterator[Goal]:

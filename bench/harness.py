@@ -25,6 +25,7 @@ OPS = (
     "d2h_scatter",
     "gemm_beside",
     "compare_key",
+    "checks",
     "host_overhead",
     "first_call",
 )
