@@ -18,9 +18,9 @@ ARCHS = ["8.0", "9.0", "10.0", "12.0"]
 ROW_BYTES = [656, 40, 12, 6, 657, 8192]
 
 
-# 1024 threads leave each 64 registers: one of h2d_gather's 8-byte values does not fit, and its bound
+# 1024 threads leave 64 registers each: two 8-byte values of h2d_gather do not fit, and its bound
 # is the bus.
-ALLOWED_SPILL_BYTES = {"h2d_gather": 8}
+ALLOWED_SPILL_BYTES = {"h2d_gather": 16}
 
 
 @pytest.fixture(scope="module", autouse=True)
