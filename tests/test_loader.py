@@ -133,6 +133,22 @@ def test_device_route_compiles_when_asked_and_once(folder: Path, empty_cache: Pa
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    "compiler",
+    [pytest.param("nvrtc", marks=needs_nvrtc), pytest.param("nvcc", marks=needs_nvcc)],
+)
+def test_a_kernel_may_have_the_name_of_its_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    monkeypatch.setenv("JITKERN_COMPILER", compiler)
+    settings.cache_clear()
+    (folder / "scale.cu").write_text((folder / "tiny.cu").read_text())
+    module = load_jit(
+        "scale", device_files=[str(folder / "scale.cu")], device_wrappers=[("scale", "Tiny<8>")]
+    )
+    assert module.image(SM_90).startswith(b"\x7fELF")
+
+
 def test_other_toolchains_entry_counts_only_where_there_is_none(
     folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

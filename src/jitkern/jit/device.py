@@ -264,7 +264,8 @@ class DeviceModule:
         with no_fork():
             image = compile_image(
                 self._closure.source,
-                name=f"{self.name}.cu",
+                # Not NAME.cu: a header of that name, the user's own file, would include itself.
+                name=f"{self.name}.instance.cu",
                 headers=self._closure.headers,
                 arch=arch,
                 options=self._options,

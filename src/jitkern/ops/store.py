@@ -44,7 +44,8 @@ def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v:
     """Copy row ``i`` of ``k`` and ``v`` to row ``indices[i]`` of ``k_cache`` and ``v_cache``.
 
     K and V go in one launch, on the current stream, without a synchronisation or an allocation. The
-    copy is bit-exact for every dtype. May be captured in a CUDA graph, also by its first call.
+    copy is bit-exact for every dtype, of the bytes as they lie in memory: call ``resolve_conj()`` or
+    ``resolve_neg()`` on lazy views first. May be captured in a CUDA graph, also by its first call.
 
     Parameters
     ----------
@@ -54,7 +55,7 @@ def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v:
         (``kv[:, 0]`` and ``kv[:, 1]``). Rows of any size from 1 byte up; the same size for K and V.
     indices : Tensor
         ``[num_rows]``, int32 or int64, contiguous. A negative index skips its row. Where an index
-        appears twice, either row may win.
+        appears twice, the slot ends as a mix of both rows.
     k, v : Tensor
         ``[num_rows, ...]``, dtype and bytes per row as in the caches; their trailing shape may
         differ from the caches'.
