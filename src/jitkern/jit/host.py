@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 NAME = "jitkern_host"
 CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the cache may be shared
-# For the wheel: no symbol of the build machine's libstdc++, which the user's may lack.
-PORTABLE_LDFLAGS = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
+# For the wheel. libstdc++ is the user's own: torch needs it too, and a static one asks for glibc 2.36.
+PORTABLE_LDFLAGS = ("-s",)
 _FAULT_MODES = {"raise": 0, "warn": 1, "ignore": 2}
 
 

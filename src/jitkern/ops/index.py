@@ -50,8 +50,9 @@ def indexing(
     """Return ``weights[indices]``, with zeros where an index is not in this part of the table.
 
     Runs on the current stream without a synchronisation; allocates only the output, and that only
-    if none is given. The copy is bit-exact for every dtype, of the bytes as they lie in memory: call
-    ``resolve_conj()`` or ``resolve_neg()`` on lazy views first. May be captured in a CUDA graph.
+    if none is given. The copy is bit-exact for every dtype, of the bytes as they lie in memory:
+    call ``resolve_conj()`` or ``resolve_neg()`` on lazy views first. May be captured in a CUDA
+    graph, also by its first call.
 
     Parameters
     ----------

@@ -44,8 +44,9 @@ def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v:
     """Copy row ``i`` of ``k`` and ``v`` to row ``indices[i]`` of ``k_cache`` and ``v_cache``.
 
     K and V go in one launch, on the current stream, without a synchronisation or an allocation. The
-    copy is bit-exact for every dtype, of the bytes as they lie in memory: call ``resolve_conj()`` or
-    ``resolve_neg()`` on lazy views first. May be captured in a CUDA graph, also by its first call.
+    copy is bit-exact for every dtype, of the bytes as they lie in memory: call ``resolve_conj()``
+    or ``resolve_neg()`` on lazy views first. May be captured in a CUDA graph, also by its first
+    call.
 
     Parameters
     ----------
