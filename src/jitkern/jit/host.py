@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NAME = "jitkern_host"
 CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the cache may be shared
-# For the wheel. libstdc++ is the user's own: torch needs it too, and a static one asks for glibc 2.36.
+# For the wheel. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
 PORTABLE_LDFLAGS = ("-s",)
 _FAULT_MODES = {"raise": 0, "warn": 1, "ignore": 2}
 
