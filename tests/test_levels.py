@@ -30,7 +30,7 @@ LAYERS = """
 4  ops.common
 4  ops.pairs
 4  ops
-5  perf
+5  perf torch_ops
 6  cli.ui cli.machine
 6  cli.warm
 6  cli

@@ -1,0 +1,282 @@
+"""The ops under ``torch.compile``: registered as PyTorch asks, one graph, the values of eager."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
+from torch import Tensor
+from torch.library import opcheck
+
+import jitkern
+import jitkern.torch_ops
+
+OPS = torch.ops.jitkern
+SLOTS = 40
+
+needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+index_dtypes = pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+backends = pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        "aot_eager",  # functionalised, as inductor's graphs are
+        pytest.param("inductor", marks=needs_cxx),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code() -> None:
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def host(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Put a tensor where the device can read it over the bus: pinned, if it is a GPU."""
+    return Tensor.pin_memory if device.type == "cuda" else Tensor.clone
+
+
+def rows(count: int, row_shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(count, *row_shape, device=device)
+
+
+def slots(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Distinct slots, in no order, the second one skipped."""
+    chosen = torch.randperm(SLOTS, device=device)[:count].to(dtype)
+    if count > 1:
+        chosen[1] = -1
+    return chosen
+
+
+def compiled(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+@index_dtypes
+@pytest.mark.parametrize(("row_shape", "count"), [((8,), 6), ((3, 5), 1), ((1,), 0)], ids=str)
+def test_opcheck(
+    row_shape: tuple[int, ...], count: int, index_dtype: torch.dtype, device: torch.device
+) -> None:
+    cache, more = rows(SLOTS, row_shape, device), rows(SLOTS, row_shape, device)
+    new = rows(count, row_shape, device)
+    where = slots(count, index_dtype, device)
+    opcheck(OPS.store_cache.default, (cache, more, where, new, new.clone()))
+    opcheck(OPS.indexing.default, (cache, where))
+    opcheck(OPS.indexing.default, (cache, where), {"vocab_range": [3, 20]})
+    opcheck(OPS.indexing.out, (cache, where), {"output": new})
+
+
+@index_dtypes
+@pytest.mark.parametrize("count", [6, 0])
+def test_opcheck_of_pair_ops(count: int, index_dtype: torch.dtype) -> None:
+    """On the CPU only: opcheck clones all arguments, and the clone of a pinned one is pageable."""
+    cpu = torch.device("cpu")
+    src, dst = rows(SLOTS, (3, 5), cpu), rows(SLOTS, (3, 5), cpu)
+    where = slots(count, index_dtype, cpu)
+    pairs = torch.stack([where, where.flip(0)], dim=1)
+    slot_map = torch.full((SLOTS,), -1, dtype=index_dtype)
+    opcheck(OPS.h2d_gather.default, (src, dst, pairs))
+    opcheck(OPS.h2d_gather.default, (src, dst, pairs), {"slot_map": slot_map, "num_sms": 1})
+    opcheck(OPS.d2h_scatter.default, (src, dst, pairs))
+
+
+@backends
+@index_dtypes
+def test_store_then_read(index_dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """What the op writes is seen by later reads in the graph, and by the caller."""
+
+    def step(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before = k_cache.sum()
+        jitkern.store_cache(k_cache, v_cache, where, k * 2, v + 1)
+        read = jitkern.indexing(k_cache, where) + jitkern.indexing(v_cache, where)
+        return torch.cat([read.flatten(), k_cache.flatten() * 2, before.reshape(1)])
+
+    k_cache, v_cache = rows(SLOTS, (3, 5), device), rows(SLOTS, (3, 5), device)
+    k, v = rows(6, (3, 5), device), rows(6, (3, 5), device)
+    where = slots(6, index_dtype, device)
+    expected = (k_cache.clone(), v_cache.clone())
+    before = k_cache.sum()
+    ref_store(*expected, where, k * 2, v + 1)
+    read = ref_indexing(expected[0], where) + ref_indexing(expected[1], where)
+    result = compiled(step, backend)(k_cache, v_cache, where, k, v)
+    assert same_bits(k_cache, expected[0])
+    assert same_bits(v_cache, expected[1])
+    wanted = torch.cat([read.flatten(), expected[0].flatten() * 2, before.reshape(1)])
+    torch.testing.assert_close(result, wanted)
+
+
+@backends
+def test_store_into_halves_of_one_tensor(backend: str, device: torch.device) -> None:
+    def step(kv: Tensor, where: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        jitkern.store_cache(kv[:, 0], kv[:, 1], where, k, v)
+        return kv * 1
+
+    kv = torch.zeros(SLOTS, 2, 8, device=device)
+    k, v = rows(6, (8,), device), rows(6, (8,), device)
+    where = slots(6, torch.int64, device)
+    expected = kv.clone()
+    ref_store(expected[:, 0], expected[:, 1], where, k, v)
+    result = compiled(step, backend)(kv, where, k, v)
+    assert same_bits(kv, expected)
+    assert same_bits(result, expected)
+
+
+@backends
+@pytest.mark.parametrize("vocab_range", [None, (3, 20)])
+@pytest.mark.parametrize("given", [False, True], ids=["new", "output"])
+@pytest.mark.parametrize("index_shape", [(6,), (2, 3), ()], ids=str)
+def test_indexing(
+    index_shape: tuple[int, ...],
+    given: bool,
+    vocab_range: tuple[int, int] | None,
+    backend: str,
+    device: torch.device,
+) -> None:
+    def lookup(weights: Tensor, indices: Tensor, output: Tensor | None) -> Tensor:
+        return jitkern.indexing(weights, indices, output=output, vocab_range=vocab_range)
+
+    weights = rows(SLOTS, (8,), device)
+    indices = torch.randint(-1, SLOTS, index_shape, device=device)
+    output = torch.empty(*index_shape, 8, device=device) if given else None
+    expected = ref_indexing(weights, indices, vocab_range)
+    result = compiled(lookup, backend)(weights, indices, output)
+    assert same_bits(result, expected)
+    assert output is None or (result is output and same_bits(output, expected))
+
+
+@backends
+@index_dtypes
+def test_gather_and_scatter(
+    index_dtype: torch.dtype,
+    backend: str,
+    device: torch.device,
+    host: Callable[[Tensor], Tensor],
+) -> None:
+    def bring(src: Tensor, dst: Tensor, pairs: Tensor, slot_map: Tensor) -> tuple[Tensor, Tensor]:
+        jitkern.h2d_gather(src, dst, pairs, slot_map=slot_map, num_sms=1)
+        return dst * 2, slot_map + 1
+
+    def give_back(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+        jitkern.d2h_scatter(src, dst, pairs)
+
+    src = host(rows(SLOTS, (8,), torch.device("cpu")))
+    dst, far = rows(SLOTS, (8,), device), host(torch.zeros(SLOTS, 8))
+    pairs = torch.stack(
+        [slots(6, index_dtype, device), torch.arange(6, 0, -1, device=device)], dim=1
+    ).to(index_dtype)
+    slot_map = torch.full((SLOTS,), -1, dtype=index_dtype, device=device)
+    expected, expected_map = dst.clone(), slot_map.clone()
+    ref_h2d_gather(src, expected, pairs, expected_map)
+    doubled, moved = compiled(bring, backend)(src, dst, pairs, slot_map)
+    assert same_bits(dst, expected)
+    assert same_bits(slot_map, expected_map)
+    assert same_bits(doubled, expected * 2)
+    assert same_bits(moved, expected_map + 1)
+
+    if device.type == "cuda" and backend == "aot_eager":
+        return  # this backend writes to a clone first, which is not pinned
+    expected_far = far.clone()
+    back = pairs.flip(1).contiguous()
+    ref_h2d_gather(dst, expected_far, back)
+    compiled(give_back, backend)(dst, far, back)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert same_bits(far, expected_far)
+
+
+@backends
+def test_dynamic_shapes_compile_once(backend: str, device: torch.device) -> None:
+    def step(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        jitkern.store_cache(k_cache, v_cache, where, k, v)
+        return jitkern.indexing(k_cache, where, vocab_range=(0, where.shape[0])) * 1
+
+    run = compiled(step, backend, dynamic=True)
+    for count in (5, 9, 17):
+        k_cache, v_cache = rows(SLOTS, (8,), device), rows(SLOTS, (8,), device)
+        k, v = rows(count, (8,), device), rows(count, (8,), device)
+        where = slots(count, torch.int64, device)
+        expected = (k_cache.clone(), v_cache.clone())
+        ref_store(*expected, where, k, v)
+        with torch.compiler.set_stance("default" if count == 5 else "fail_on_recompile"):
+            result = run(k_cache, v_cache, where, k, v)
+        assert same_bits(k_cache, expected[0])
+        assert same_bits(v_cache, expected[1])
+        assert same_bits(result, ref_indexing(expected[0], where, (0, count)))
+
+
+MISTAKES: dict[str, dict[str, Any]] = {
+    "index": {"where": torch.tensor([0, SLOTS])},
+    "dtype": {"where": torch.tensor([0.0, 1.0])},
+    "rows": {"k": torch.zeros(3, 8)},
+    "row bytes": {"k": torch.zeros(2, 4)},
+    "missing": {"k": None},
+    "vocab_range": {"vocab_range": (0, SLOTS + 1)},
+    "vocab_range length": {"vocab_range": (1,)},
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_error_is_that_of_eager(mistake: str, backend: str) -> None:
+    def step(where: Tensor, k: Tensor, vocab_range: tuple[int, int] | None) -> Tensor:
+        jitkern.store_cache(cache, cache.clone(), where, k, torch.zeros(2, 8))
+        return jitkern.indexing(cache, where, vocab_range=vocab_range)
+
+    cache = torch.zeros(SLOTS, 8)
+    good = {"where": torch.tensor([0, 1]), "k": torch.zeros(2, 8), "vocab_range": None}
+    arguments = {**good, **MISTAKES[mistake]}
+    with pytest.raises((TypeError, ValueError, IndexError)) as eager:
+        step(**arguments)
+    with pytest.raises(type(eager.value), match=re.escape(str(eager.value))):
+        compiled(step, backend)(**arguments)
+
+
+def test_no_gradient_as_in_eager() -> None:
+    weights = torch.nn.Parameter(torch.randn(SLOTS, 8))
+    lookup = compiled(lambda table, where: jitkern.indexing(table, where) * 1, "aot_eager")
+    assert not jitkern.indexing(weights, torch.tensor([1])).requires_grad
+    assert not lookup(weights, torch.tensor([1])).requires_grad
+
+
+def test_export() -> None:
+    class Step(torch.nn.Module):
+        def forward(self, cache: Tensor, where: Tensor, rows: Tensor) -> Tensor:
+            OPS.store_cache(cache, cache.clone(), where, rows, rows)
+            return OPS.indexing(cache, where)
+
+    cache, where, new = torch.zeros(SLOTS, 8), torch.tensor([3, 1]), torch.randn(2, 8)
+    exported = torch.export.export(Step(), (cache, where, new))
+    assert same_bits(exported.module()(cache, where, new), new)
+    assert same_bits(cache[where], new)
+
+
+def test_the_first_call_may_be_a_compiled_one(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Also where neither the public name nor the host module has been used before."""
+    code = """
+import torch, jitkern, jitkern.torch_ops
+weights = torch.randn(9, 4)
+lookup = torch.compile(lambda i: jitkern.indexing(weights, i), fullgraph=True, backend="eager")
+assert torch.equal(lookup(torch.tensor([2, 1])), weights[[2, 1]])
+"""
+    fresh_python(code)
+
+
+def test_the_package_does_not_register_by_itself(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """It takes torch._dynamo, a second of import, that a user of the eager calls has no use for."""
+    code = """
+import sys, torch, jitkern
+jitkern.store_cache(*torch.zeros(2, 4, 8), torch.tensor([1]), *torch.ones(2, 1, 8))
+assert "jitkern.torch_ops" not in sys.modules and "torch._dynamo" not in sys.modules
+"""
+    fresh_python(code)
