@@ -70,7 +70,7 @@ def _unchecked(row_bytes: int) -> Any:
 def _launches(module: Any, row_bytes: int, rows: int) -> Run:
     fault = torch.zeros(8, dtype=torch.int64, pin_memory=True)  # a FaultRecord nobody reads
     lanes = min(32, 1 << (row_bytes // VEC_BYTES - 1).bit_length())
-    chunks = min(4, -(-row_bytes // (lanes * VEC_BYTES)))
+    chunks = min(2, -(-row_bytes // (lanes * VEC_BYTES)))
     pieces = -(-row_bytes // (lanes * VEC_BYTES * chunks))
     rows_at_once = 1 if pieces > 1 or chunks >= 2 else 2
     threads = -(-rows // rows_at_once) * pieces * lanes

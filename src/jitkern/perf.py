@@ -341,7 +341,7 @@ def percent_of_ceiling(gb_s: float, ceiling_gb_s: float) -> float:
     return 100.0 * gb_s / ceiling_gb_s
 
 
-_COPY_THREADS, _COPY_UNROLL = 256, 4
+_COPY_THREADS = 256
 
 
 def copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -352,7 +352,7 @@ def copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None]:
         vecs, rest = divmod(src.numel() * src.element_size(), 16)
         if rest or dst.numel() * dst.element_size() != vecs * 16:
             raise ValueError("copy_kernel: dst, src: expected equal sizes, multiples of 16 bytes")
-        blocks = -(-vecs // (_COPY_THREADS * _COPY_UNROLL))
+        blocks = -(-vecs // _COPY_THREADS)
         module.launch("copy", dst, src, vecs, grid=blocks, block=_COPY_THREADS)
 
     return copy
@@ -365,7 +365,7 @@ def _copy_module() -> DeviceModule:
     return load_jit(
         "copy",
         device_files=["perf/copy.cu"],
-        device_wrappers=[("copy", f"jitkern::CopyKernel<{_COPY_THREADS}, {_COPY_UNROLL}>")],
+        device_wrappers=[("copy", f"jitkern::CopyKernel<{_COPY_THREADS}>")],
     )
 
 

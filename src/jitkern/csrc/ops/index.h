@@ -5,8 +5,8 @@
 
 namespace jitkern {
 
-constexpr int kIndexMaxChunks = 4;  // vectors of one row that a lane moves at a time
-constexpr int kIndexInFlight = 2;   // the same over several rows, where rows are short
+constexpr int kIndexMaxChunks = 2;  // vectors of one row that a lane moves at a time
+constexpr int kIndexInFlight = 4;   // the same over several rows, where rows are short
 
 struct IndexParams {
   char* output;

@@ -5,7 +5,7 @@
 
 namespace jitkern {
 
-constexpr int kStoreMaxChunks = 4;  // vectors of one row that a lane moves at a time
+constexpr int kStoreMaxChunks = 2;  // vectors of one row that a lane moves at a time
 constexpr int kStoreInFlight = 2;   // the same over several rows, where rows are short
 
 struct StoreParams {

@@ -1,9 +1,10 @@
-// The ceiling that memory kernels are measured against: a contiguous copy in 16-byte vectors.
+// The ceiling that memory kernels are measured against: a contiguous copy in 16-byte vectors. One
+// vector a thread is fastest on an H200 (4.29 TB/s read + write; with four a thread 4.09).
 #include <jitkern/types.h>
 
 namespace jitkern {
 
-template <int kThreads, int kUnroll>
+template <int kThreads>
 struct CopyKernel {
   struct Params {
     uint4* dst;
@@ -14,18 +15,8 @@ struct CopyKernel {
   static constexpr int kMinBlocks = 1;
 
   static __device__ void run(const Params& p) {
-    const i64 first = i64(blockIdx.x) * (kThreads * kUnroll) + threadIdx.x;
-    uint4 value[kUnroll];
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const i64 at = first + j * kThreads;
-      if (at < p.num_vecs) value[j] = __ldcs(p.src + at);
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const i64 at = first + j * kThreads;
-      if (at < p.num_vecs) p.dst[at] = value[j];
-    }
+    const i64 at = i64(blockIdx.x) * kThreads + threadIdx.x;
+    if (at < p.num_vecs) p.dst[at] = p.src[at];
   }
 };
 
