@@ -96,9 +96,9 @@ def h2d_gather(
         -1 means absent. Rows that are copied from must not be destinations of the same call.
     num_sms : int, optional
         Blocks of 1024 threads that read over the bus, at most one an SM, clamped to the GPU's SMs.
-        By default as many as keep the bus busy: 2 for rows of more than 512 bytes, 3 for shorter
-        ones, up to 8 where alignment forbids 16-byte loads. A small call is spread over the GPU for
-        its few microseconds.
+        By default as many as keep the bus busy also beside a GEMM: 3 for rows of more than 512
+        bytes, 5 for shorter ones, up to 8 where alignment forbids 16-byte loads. On an idle GPU 2
+        are enough. A small call is spread over the GPU for its few microseconds.
 
     Raises
     ------

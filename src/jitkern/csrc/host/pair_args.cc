@@ -10,10 +10,10 @@ namespace jitkern {
 
 namespace {
 
-// What the bus needs to have on its way: 55 GB/s for the 3 us that a line takes. Rows of 656 bytes
-// have 128 KiB in flight per SM, so that 2 SMs reach what 132 do; rows of 512 bytes and less, of
-// which only 4 are in flight, need 3.
-constexpr i64 kBytesInFlight = 192 << 10;
+// What to have on its way by default. Rows of 656 bytes have 128 KiB in flight per SM: 2 SMs
+// saturate an idle bus, but beside a GEMM, where lines take longer to come, they move 33 GB/s and 3
+// SMs 47.
+constexpr i64 kBytesInFlight = 320 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // where vectors are narrow, the bus is out of reach
 constexpr int kSmallCallThreads = 256;
 

@@ -15,7 +15,7 @@ constexpr const char* kOp = "h2d_gather";
 constexpr i64 kSmallCallBytes = 1 << 20;  // up to here a call is latency: spread it over the GPU
 constexpr int kCopyBlocksPerSm = 8;
 
-// The scratch memory of one large call: the table and counters of `claim`, then its lists.
+// The scratch memory of one large call: the table of `claim`, three counters, and its lists.
 struct Workspace {
   i64 table_size;
   i64 table_bytes;  // with the counters behind it
@@ -23,7 +23,7 @@ struct Workspace {
 
   Workspace(i64 num_pairs, i64 index_bytes) : table_size(1) {
     while (table_size < 2 * num_pairs) table_size *= 2;
-    table_bytes = ceil_div(4 * (table_size + 2), 16) * 16;
+    table_bytes = ceil_div(4 * (table_size + 3), 16) * 16;
     list_bytes = ceil_div(2 * num_pairs * index_bytes, 16) * 16;
   }
   i64 bytes() const { return table_bytes + 3 * list_bytes; }
@@ -95,10 +95,12 @@ void launch_deduplicated(const LaunchScope& scope, PairArgs& args, const PairLay
 
   p.pairs = claim.fetches;
   p.num_pairs_m1 = claim.counts_m1;
+  p.next_batch_m1 = claim.counts_m1 + 2;
   launch_pair_copy(scope, args, layout, kernels[0], kLargeInFlight);
 
   p.pairs = claim.copies;
   p.num_pairs_m1 = claim.counts_m1 + 1;
+  p.next_batch_m1 = nullptr;
   p.src = p.dst;
   p.src_stride_bytes = p.dst_stride_bytes;
   p.num_src_rows = p.num_dst_rows;

@@ -23,8 +23,11 @@ struct PairCopyParams {
   i64 src_stride_bytes;
   const void* pairs;        // [num_pairs, 2]: source row, destination row
   const u32* num_pairs_m1;  // in device memory, less 1; null: num_pairs is the number
-  void* slot_map;           // ends with slot_map[source row] = destination row; may be null
-  const void* slot_rows;    // the source rows of slot_map, if not those of `pairs`; may be null
+  // In device memory, the number of the next batch of rows, less 1: warps take batches as they come
+  // free, because beside a GEMM one block may start 1 ms after the other. Null: equal shares.
+  u32* next_batch_m1;
+  void* slot_map;         // ends with slot_map[source row] = destination row; may be null
+  const void* slot_rows;  // the source rows of slot_map, if not those of `pairs`; may be null
   i64 num_pairs;
   i64 num_src_rows;
   i64 num_dst_rows;
