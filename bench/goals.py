@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.cases.checks import CHECKED, UNCHECKED
+from bench.cases.h2d_gather import TWO_SMS
 from bench.measure import Row
 
 NVCC = "nvcc, mini-sglang style"
@@ -132,7 +133,7 @@ def _host(f: Figures) -> Iterator[Goal]:
 
 
 def _h2d(f: Figures) -> Iterator[Goal]:
-    op, two = "h2d_gather", "jitkern, num_sms=2"
+    op, two = "h2d_gather", TWO_SMS
     case = "262144 rows of 656 B, distinct"
     aligned = "6 line-aligned, 2 SMs"
     yield from _at_least(f"h2d, {case}, 2 SMs: of {aligned}", f.speed(op, case, two, aligned), 0.99)

@@ -147,6 +147,9 @@ def _wide() -> list[Impl]:
     ]
 
 
+TWO_SMS = "jitkern, num_sms=2, dedup=False"
+
+
 def ours_all(ctx: Context) -> list[Impl]:
     """Return jitkern at its defaults and at chosen SM budgets, with and without dedup."""
     impls = [Impl("jitkern", "ours", lambda: ours())]
@@ -157,6 +160,7 @@ def ours_all(ctx: Context) -> list[Impl]:
         for dedup in (False, True):
             name = f"jitkern, dedup={dedup}"
             impls.append(Impl(name, "ours", lambda dedup=dedup: ours(dedup=dedup)))
+        impls.append(Impl(TWO_SMS, "ours", lambda: ours(num_sms=2, dedup=False)))
     return impls
 
 
