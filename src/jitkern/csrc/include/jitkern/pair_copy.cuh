@@ -27,15 +27,19 @@ struct PairCopy {
   static __device__ void run(const Params& p) {
     const i64 num_pairs = p.num_pairs_m1 == nullptr ? p.num_pairs : i64(*p.num_pairs_m1 + 1u);
     const i64 num_threads = Rows::kShape.num_threads(num_pairs);
-    const bool shared = p.next_batch_m1 != nullptr;
-    u32 batch = static_cast<u32>(thread_number() / 32);
-    if (shared) batch = take_batch(p);
+    if (p.next_batch_m1 == nullptr) {
+      const i64 step = i64(gridDim.x) * blockDim.x;
+      for (i64 thread = thread_number(); thread < num_threads; thread += step) {
+        copy_rows(p, num_pairs, Rows(thread));
+      }
+      return;
+    }
+    u32 batch = take_batch(p);
     while (true) {
-      if (shared) batch = __shfl_sync(0xffffffffu, batch, 0);
+      batch = __shfl_sync(0xffffffffu, batch, 0);
       const i64 thread = i64(batch) * 32 + threadIdx.x % 32;
       if (i64(batch) * 32 >= num_threads) return;
-      // Asked for before the rows, so that the answer comes while they do.
-      batch = shared ? take_batch(p) : batch + gridDim.x * blockDim.x / 32;
+      batch = take_batch(p);  // before the rows, so that the answer comes while they do
       if (thread < num_threads) copy_rows(p, num_pairs, Rows(thread));
     }
   }
