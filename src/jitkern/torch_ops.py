@@ -75,7 +75,7 @@ _register(
 _register(
     "h2d_gather",
     "(Tensor src, Tensor(a!) dst, Tensor pairs, *, Tensor(b!)? slot_map=None, bool dedup=True,"
-    " bool reuse_resident=False, SymInt? num_sms=None) -> ()",
+    " bool reuse_resident=False, SymInt? num_sms=None, bool record_source=False) -> ()",
     h2d_gather,
     _fake_nothing,
 )

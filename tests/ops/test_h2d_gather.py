@@ -345,3 +345,32 @@ def test_out_of_range_in_a_large_call(device: torch.device) -> None:
         pairs[33_333, 0] = -1
         ref_h2d_gather(src.view, twin.view, pairs)
     assert dst.same(twin)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [64, 65_536], ids=["small", "large"])
+def test_a_recorded_source_may_be_freed_right_after_the_call(rows: int) -> None:
+    expected = torch.randint(0, 256, (rows, 656), dtype=torch.uint8)
+    dst = torch.zeros(rows, 656, dtype=torch.uint8, device="cuda")
+    pairs = torch.arange(rows, device="cuda").repeat_interleave(2).view(-1, 2)
+    h2d_gather(expected.pin_memory(), dst, pairs)  # compiles, so that the next call is quick
+    dst.zero_()
+    torch.cuda.synchronize()
+    src = expected.pin_memory()
+    freed = src.data_ptr()
+    torch.cuda._sleep(200_000_000)  # 0.1 s: the copy below has not begun when src is freed
+    h2d_gather(src, dst, pairs, record_source=True)
+    del src
+    overwritten = torch.empty(rows, 656, dtype=torch.uint8, pin_memory=True)
+    assert overwritten.data_ptr() != freed
+    overwritten.fill_(7)
+    assert torch.equal(dst.cpu(), expected)
+
+
+def test_record_source_changes_nothing_else(device: torch.device) -> None:
+    src, dst = buffers_for(device, (82,), torch.float64)
+    twin = dst.twin()
+    pairs = pairs_of(device)
+    h2d_gather(src.view.requires_grad_(), dst.view, pairs, record_source=True)
+    ref_h2d_gather(src.view.detach(), twin.view, pairs)
+    assert dst.same(twin)
