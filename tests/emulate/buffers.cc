@@ -1,0 +1,135 @@
+#include "buffers.h"
+
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+
+#include <limits>
+#include <numeric>
+
+namespace emulate {
+
+std::string now_running;
+
+void fail(const std::string& what) {
+  std::fprintf(stderr, "FAILED: %s: %s\n", now_running.c_str(), what.c_str());
+  std::_Exit(1);  // may be in a fiber, where exit would wait for ever
+}
+
+void install_reports() {
+  __sanitizer_set_death_callback(
+      [] { std::fprintf(stderr, "FAILED: %s: sanitizer\n", now_running.c_str()); });
+}
+
+std::vector<i64> Random::distinct(i64 count, i64 bound) {
+  std::vector<i64> numbers(bound);
+  std::iota(numbers.begin(), numbers.end(), i64(0));
+  for (i64 i = 0; i < count; ++i) std::swap(numbers[i], numbers[i + below(bound - i)]);
+  numbers.resize(count);
+  return numbers;
+}
+
+RowBuffer::RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_bytes, i64 offset,
+                     Random& random)
+    : name_(name),
+      row_bytes_(row_bytes),
+      stride_bytes_(stride_bytes),
+      offset_(offset),
+      bytes_(offset + (num_rows - 1) * stride_bytes + row_bytes),
+      base_(nullptr),
+      image_(bytes_) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 128, bytes_) != 0) fail("out of memory");
+  base_ = static_cast<char*>(memory);
+  for (i64 i = 0; i < bytes_; i += 8) {
+    const u64 word = random.bits() * 0x9e3779b97f4a7c15u;
+    std::memcpy(image_.data() + i, &word, std::min(i64(8), bytes_ - i));
+  }
+  std::memcpy(base_, image_.data(), bytes_);
+  if (offset == 0 && stride_bytes == row_bytes) return;
+  ASAN_POISON_MEMORY_REGION(base_, bytes_);
+  for (i64 i = 0; i < num_rows; ++i) ASAN_UNPOISON_MEMORY_REGION(row(i), row_bytes);
+}
+
+RowBuffer::~RowBuffer() { std::free(base_); }
+
+void RowBuffer::check() {
+  ASAN_UNPOISON_MEMORY_REGION(base_, bytes_);
+  if (std::memcmp(base_, image_.data(), bytes_) == 0) return;
+  i64 at = 0;
+  while (base_[at] == image_[at]) ++at;
+  const i64 row = at < offset_ || stride_bytes_ == 0 ? 0 : (at - offset_) / stride_bytes_;
+  const i64 byte = at - offset_ - row * stride_bytes_;
+  const bool inside = byte >= 0 && byte < row_bytes_;
+  fail(std::string(name_) + ": row " + std::to_string(row) + ", byte " + std::to_string(byte) +
+       (inside ? "" : ", which is padding,") + " is " + std::to_string(base_[at] & 0xff) +
+       ", expected " + std::to_string(image_[at] & 0xff));
+}
+
+IntBuffer::IntBuffer(const char* name, const std::vector<i64>& values, int int_bytes)
+    : name_(name), values_(values), int_bytes_(int_bytes), base_(nullptr) {
+  void* memory = nullptr;
+  const size_t bytes = (values.size() + 1) * int_bytes;
+  if (posix_memalign(&memory, 16, bytes) != 0) fail("out of memory");
+  base_ = static_cast<char*>(memory);
+  std::memset(base_, 0x7f, int_bytes);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const i32 narrow = static_cast<i32>(values[i]);
+    const void* from = int_bytes == 4 ? static_cast<const void*>(&narrow) : &values[i];
+    std::memcpy(base_ + (i + 1) * int_bytes, from, int_bytes);
+    values_[i] = at(static_cast<i64>(i));
+  }
+  if (int_bytes == 8) ASAN_POISON_MEMORY_REGION(base_, 8);
+}
+
+IntBuffer::~IntBuffer() { std::free(base_); }
+
+i64 IntBuffer::at(i64 i) const {
+  const char* from = base_ + (i + 1) * int_bytes_;
+  return int_bytes_ == 4 ? *reinterpret_cast<const i32*>(from)
+                         : *reinterpret_cast<const i64*>(from);
+}
+
+void IntBuffer::check() {
+  std::sort(expected_.begin(), expected_.end());
+  for (i64 i = 0; i < size(); ++i) {
+    const auto first = std::lower_bound(expected_.begin(), expected_.end(),
+                                        std::make_pair(i, std::numeric_limits<i64>::min()));
+    const bool changes = first != expected_.end() && first->first == i;
+    const bool right = changes
+                           ? std::binary_search(first, expected_.end(), std::make_pair(i, at(i)))
+                           : at(i) == values_[i];
+    if (right) continue;
+    fail(std::string(name_) + ": element " + std::to_string(i) + " is " + std::to_string(at(i)) +
+         ", expected " + std::to_string(changes ? first->second : values_[i]));
+  }
+}
+
+FaultWord::FaultWord(u32 state)
+    : record_(static_cast<FaultRecord*>(std::malloc(sizeof(FaultRecord)))),
+      before_{state, FaultSite::kNone, 0, 0, 0} {
+  if (state != 0) before_ = {state, FaultSite(77), -1, -2, -3};
+  *record_ = before_;
+}
+
+void FaultWord::expect(FaultSite site, i64 position, i64 value, i64 bound) {
+  expected_.push_back({2, site, position, value, bound});
+}
+
+void FaultWord::check() const {
+  const auto same = [this](const FaultRecord& other) {
+    return record_->state == other.state && record_->site == other.site &&
+           record_->position == other.position && record_->value == other.value &&
+           record_->bound == other.bound;
+  };
+  const bool changes = before_.state == 0 && !expected_.empty();
+  if (changes ? std::any_of(expected_.begin(), expected_.end(), same) : same(before_)) return;
+  fail("fault word: state " + std::to_string(record_->state) + ", site " +
+       std::to_string(static_cast<u32>(record_->site)) + ", position " +
+       std::to_string(record_->position) + ", value " + std::to_string(record_->value) +
+       ", bound " + std::to_string(record_->bound) + "; expected " +
+       (changes ? "one of " + std::to_string(expected_.size()) + " faults, the first at position " +
+                      std::to_string(expected_[0].position)
+                : "no change"));
+}
+
+}  // namespace emulate

@@ -1,0 +1,113 @@
+// Buffers of exactly the bytes a tensor has. Everything around and between them is either poisoned,
+// so that AddressSanitizer stops at the first byte read or written there, or compared afterwards.
+#pragma once
+
+#include <jitkern/types.h>
+
+#include <string>
+#include <vector>
+
+#include "cuda_on_cpu.h"
+
+namespace emulate {
+
+using jitkern::FaultRecord;
+using jitkern::FaultSite;
+using jitkern::i32;
+using jitkern::i64;
+using jitkern::u32;
+using jitkern::u64;
+
+// What is running now; every failure is reported with it.
+extern std::string now_running;
+[[noreturn]] void fail(const std::string& what);
+// Makes sanitizer reports end with `now_running`, too.
+void install_reports();
+
+class Random {
+ public:
+  explicit Random(u64 seed) : state_(seed * 0x9e3779b97f4a7c15u + 1) {}
+  u64 bits() {
+    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+    return state_ >> 29;
+  }
+  i64 below(i64 bound) { return static_cast<i64>(bits() % static_cast<u64>(bound)); }
+  template <class T>
+  T pick(std::initializer_list<T> choices) {
+    return choices.begin()[below(static_cast<i64>(choices.size()))];
+  }
+  // `count` of the numbers below `bound`, no two the same.
+  std::vector<i64> distinct(i64 count, i64 bound);
+
+ private:
+  u64 state_;
+};
+
+// Rows of bytes at `offset` bytes behind a 128-byte boundary, `stride_bytes` apart. The padding
+// between rows is poisoned as far as ASan's granularity of 8 bytes goes, and compared in any case.
+class RowBuffer {
+ public:
+  RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_bytes, i64 offset,
+            Random& random);
+  ~RowBuffer();
+  RowBuffer(const RowBuffer&) = delete;
+  RowBuffer& operator=(const RowBuffer&) = delete;
+
+  char* row(i64 i) { return base_ + offset_ + i * stride_bytes_; }
+  // What row i should hold in the end; the same as now unless changed through this.
+  char* expected(i64 i) { return image_.data() + offset_ + i * stride_bytes_; }
+  // Compares every byte, padding included, with what is expected.
+  void check();
+
+ private:
+  const char* name_;
+  i64 row_bytes_, stride_bytes_, offset_, bytes_;
+  char* base_;
+  std::vector<char> image_;
+};
+
+// A contiguous array of int32 or int64, aligned to one element and no more.
+class IntBuffer {
+ public:
+  IntBuffer(const char* name, const std::vector<i64>& values, int int_bytes);
+  ~IntBuffer();
+  IntBuffer(const IntBuffer&) = delete;
+  IntBuffer& operator=(const IntBuffer&) = delete;
+
+  void* data() { return base_ + int_bytes_; }
+  const void* data() const { return base_ + int_bytes_; }
+  i64 at(i64 i) const;
+  i64 size() const { return static_cast<i64>(values_.size()); }
+  // The kernel may put `value` at element i; of several expected values any one will do.
+  void expect(i64 i, i64 value) { expected_.emplace_back(i, value); }
+  // Fails unless every element holds what it was made with or, if that was said, is expected.
+  void check();
+
+ private:
+  const char* name_;
+  std::vector<i64> values_;
+  std::vector<std::pair<i64, i64>> expected_;
+  int int_bytes_;
+  char* base_;
+};
+
+// The fault word, and the faults any of which may have been the first to get there.
+class FaultWord {
+ public:
+  // `state`: 0, or 1 or 2 for a word that is taken and must not change.
+  explicit FaultWord(u32 state);
+  ~FaultWord() { std::free(record_); }
+  FaultWord(const FaultWord&) = delete;
+  FaultWord& operator=(const FaultWord&) = delete;
+
+  FaultRecord* record() { return record_; }
+  void expect(FaultSite site, i64 position, i64 value, i64 bound);
+  void check() const;
+
+ private:
+  FaultRecord* record_;
+  FaultRecord before_;
+  std::vector<FaultRecord> expected_;
+};
+
+}  // namespace emulate

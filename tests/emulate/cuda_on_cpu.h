@@ -1,0 +1,265 @@
+// CUDA's device language on the host, as far as the kernels use it, so that a sanitizer can watch
+// them. `g++ -include cuda_on_cpu.h` compiles a .cu as it is.
+//
+// Blocks run one after the other. The threads of a block run one after the other as well
+// (`launch`), or take turns at every barrier and warp operation (`launch_fibers`) where a kernel
+// has any.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __restrict__ __restrict
+#define __shared__ static  // blocks run one after the other
+
+// Aligned as on the device, so that UBSan's alignment check means the same here as a trap there.
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) longlong2 {
+  long long x, y;
+};
+struct alignas(16) ulonglong2 {
+  unsigned long long x, y;
+};
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+inline dim3 gridDim, blockDim, blockIdx, threadIdx;
+constexpr int warpSize = 32;
+
+// ---- memory ----------------------------------------------------------------------------------
+
+#define EMULATE_LOAD(name)    \
+  template <class T>          \
+  inline T name(const T* p) { \
+    return *p;                \
+  }
+EMULATE_LOAD(__ldg)
+EMULATE_LOAD(__ldcs)
+EMULATE_LOAD(__ldcg)
+EMULATE_LOAD(__ldca)
+EMULATE_LOAD(__ldcv)
+EMULATE_LOAD(__ldlu)
+#undef EMULATE_LOAD
+
+#define EMULATE_STORE(name)            \
+  template <class T>                   \
+  inline void name(T* p, const T& v) { \
+    *p = v;                            \
+  }
+EMULATE_STORE(__stcs)
+EMULATE_STORE(__stcg)
+EMULATE_STORE(__stwb)
+EMULATE_STORE(__stwt)
+#undef EMULATE_STORE
+
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_block() { __threadfence(); }
+inline void __threadfence_system() { __threadfence(); }
+inline void __nanosleep(unsigned) {}
+
+template <class T>
+inline T atomicCAS(T* p, T expected, T desired) {
+  __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
+}
+template <class T>
+inline T atomicExch(T* p, T value) {
+  return __atomic_exchange_n(p, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+inline T atomicAdd(T* p, T value) {
+  return __atomic_fetch_add(p, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+inline T atomicSub(T* p, T value) {
+  return __atomic_fetch_sub(p, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+inline T atomicOr(T* p, T value) {
+  return __atomic_fetch_or(p, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+inline T atomicAnd(T* p, T value) {
+  return __atomic_fetch_and(p, value, __ATOMIC_SEQ_CST);
+}
+template <class T, class Choose>
+inline T emulate_atomic(T* p, Choose choose) {
+  T seen = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+  while (!__atomic_compare_exchange_n(p, &seen, choose(seen), false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST)) {
+  }
+  return seen;
+}
+template <class T>
+inline T atomicMin(T* p, T value) {
+  return emulate_atomic(p, [value](T seen) { return std::min(seen, value); });
+}
+template <class T>
+inline T atomicMax(T* p, T value) {
+  return emulate_atomic(p, [value](T seen) { return std::max(seen, value); });
+}
+
+// ---- bits ------------------------------------------------------------------------------------
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
+}
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+inline unsigned long long __cvta_generic_to_global(const void* p) {
+  return reinterpret_cast<unsigned long long>(p);
+}
+
+// ---- barriers and warps (fibers.cc) ----------------------------------------------------------
+
+namespace emulate {
+
+// In which order the blocks, and the threads of a block, have their turn.
+enum class Order { kForward, kReverse, kShuffled };
+
+unsigned lane();
+void block_barrier(int* sum, int value);
+// All lanes of `mask` bring 8 bytes each; `values[32]` are those of the whole warp.
+void warp_exchange(unsigned mask, uint64_t value, uint64_t values[32]);
+
+// The same order on every run, another one for every `count`.
+std::vector<unsigned> turns(unsigned count, Order order);
+
+// Threads one after the other: for kernels without barriers and warp operations, which end the
+// process here.
+template <class Params>
+void launch(dim3 grid, dim3 block, Order order, void (*run)(const Params&), const Params& params) {
+  gridDim = grid;
+  blockDim = block;
+  const std::vector<unsigned> blocks = turns(grid.x * grid.y * grid.z, order);
+  const std::vector<unsigned> threads = turns(block.x * block.y * block.z, order);
+  for (const unsigned b : blocks) {
+    blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
+    for (const unsigned t : threads) {
+      threadIdx = {t % block.x, t / block.x % block.y, t / block.x / block.y};
+      run(params);
+    }
+  }
+}
+
+// Threads as fibers that change at barriers and warp operations. A barrier that not every thread
+// comes to, or a warp operation that a lane of its mask misses, ends the process.
+void launch_fibers(dim3 grid, dim3 block, Order order, const std::function<void()>& thread);
+
+template <class T>
+uint64_t to_word(T value) {
+  static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof(T));
+  return word;
+}
+template <class T>
+T from_word(uint64_t word) {
+  T value;
+  std::memcpy(&value, &word, sizeof(T));
+  return value;
+}
+
+// `source` outside the lane's segment of `width` lanes means the lane's own value.
+template <class T, class Source>
+T shuffle(unsigned mask, T value, int width, Source source) {
+  uint64_t values[32];
+  warp_exchange(mask, to_word(value), values);
+  const int self = static_cast<int>(lane());
+  const int begin = self / width * width;
+  const int from = source(self, begin);
+  if (from < begin || from >= begin + width) return value;
+  if (!(mask >> from & 1)) {
+    std::fprintf(stderr, "emulate: lane %d shuffles from lane %d outside its mask\n", self, from);
+    std::abort();
+  }
+  return from_word<T>(values[from]);
+}
+
+}  // namespace emulate
+
+inline void __syncthreads() { emulate::block_barrier(nullptr, 0); }
+inline int __syncthreads_count(int predicate) {
+  int sum = 0;
+  emulate::block_barrier(&sum, predicate != 0);
+  return sum;
+}
+inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
+inline int __syncthreads_and(int predicate) { return __syncthreads_count(!predicate) == 0; }
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  uint64_t values[32];
+  emulate::warp_exchange(mask, 0, values);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  uint64_t values[32];
+  emulate::warp_exchange(mask, predicate != 0, values);
+  unsigned ballot = 0;
+  for (int i = 0; i < 32; ++i) {
+    if ((mask >> i & 1) && values[i] != 0) ballot |= 1u << i;
+  }
+  return ballot;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
+template <class T>
+inline unsigned __match_any_sync(unsigned mask, T value) {
+  uint64_t values[32];
+  emulate::warp_exchange(mask, emulate::to_word(value), values);
+  unsigned same = 0;
+  for (int i = 0; i < 32; ++i) {
+    if ((mask >> i & 1) && values[i] == emulate::to_word(value)) same |= 1u << i;
+  }
+  return same;
+}
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
+  return emulate::shuffle(mask, value, width,
+                          [=](int, int begin) { return begin + (from & (width - 1)); });
+}
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  return emulate::shuffle(mask, value, width,
+                          [=](int self, int) { return self - static_cast<int>(delta); });
+}
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  return emulate::shuffle(mask, value, width,
+                          [=](int self, int) { return self + static_cast<int>(delta); });
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+  return emulate::shuffle(mask, value, width, [=](int self, int) { return self ^ bits; });
+}

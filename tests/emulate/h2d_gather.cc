@@ -1,0 +1,211 @@
+// The large calls of h2d_gather: claim_rows, and then the fetches and copies that it asks for.
+#include "ops/h2d_gather.cu"
+
+#include <map>
+#include <set>
+
+#include "sweep.h"
+
+namespace emulate {
+
+using jitkern::ClaimParams;
+using jitkern::kNoOwner;
+using jitkern::PairCopyParams;
+
+// Of the copies, which have sweeps of their own, one row size will do.
+constexpr i64 kRowBytes = 24;
+constexpr int kVecBytes = 8;
+
+// Where no entry was written.
+constexpr i64 kUntouched = -9;
+
+struct Call {
+  std::vector<i64> flat;  // pairs
+  i64 num_pairs, src_rows, dst_rows;
+  std::map<i64, i64> slot_of;  // source rows that are in device memory already
+
+  bool valid(const IntBuffer& pairs, i64 i) const {
+    const i64 source = pairs.at(2 * i);
+    const i64 target = pairs.at(2 * i + 1);
+    const auto slot = slot_of.find(source);
+    return source >= 0 && target >= 0 && source < src_rows && target < dst_rows &&
+           (slot == slot_of.end() || slot->second < dst_rows);
+  }
+};
+
+Call any_call(int index_bytes, bool known, Random& random) {
+  Call call;
+  call.num_pairs = random.pick({i64(1), i64(2), i64(255), i64(256), i64(257), i64(700)});
+  call.src_rows = random.pick({i64(1), i64(5), call.num_pairs, 100 * call.num_pairs});
+  const i64 num_slots = 40;  // rows of dst that hold something already
+  call.dst_rows = num_slots + call.num_pairs + random.below(call.num_pairs);
+  std::vector<i64> sources(call.num_pairs);
+  for (i64& source : sources) source = random.below(call.src_rows);
+  std::vector<i64> targets = random.distinct(call.num_pairs, call.dst_rows - num_slots);
+  for (i64& target : targets) target += num_slots;
+  if (known) {
+    // Slots that are past the end are faults, too.
+    const std::vector<i64> slots = random.distinct(num_slots, num_slots);
+    for (const i64 slot : slots) {
+      const bool bad = random.below(20) == 0;
+      call.slot_of[random.below(call.src_rows)] = bad ? call.dst_rows + random.below(2) : slot;
+    }
+  }
+  if (random.below(2) == 0) spoil(sources, call.src_rows, index_bytes, random);
+  if (random.below(2) == 0) spoil(targets, call.dst_rows, index_bytes, random);
+  for (i64 i = 0; i < call.num_pairs; ++i) {
+    call.flat.push_back(sources[i]);
+    call.flat.push_back(targets[i]);
+  }
+  return call;
+}
+
+// The lists must hold each valid pair once, and each source row at most once among the fetches.
+void check_lists(const Call& call, const IntBuffer& pairs, const IntBuffer& fetches,
+                 i64 num_fetches, const IntBuffer& copies, const IntBuffer& copied_rows,
+                 i64 num_copies) {
+  std::multiset<std::pair<i64, i64>> asked, answered;
+  for (i64 i = 0; i < call.num_pairs; ++i) {
+    if (call.valid(pairs, i)) asked.insert({pairs.at(2 * i + 1), pairs.at(2 * i)});
+  }
+  std::map<i64, i64> source_at;  // by row of dst, once the fetches are through
+  for (const auto& [source, slot] : call.slot_of) source_at[slot] = source;
+  std::set<i64> fetched;
+  for (i64 i = 0; i < num_fetches; ++i) {
+    const i64 source = fetches.at(2 * i);
+    const i64 target = fetches.at(2 * i + 1);
+    if (!fetched.insert(source).second || call.slot_of.count(source) != 0) {
+      fail("source row " + std::to_string(source) + " is fetched although there is a copy");
+    }
+    source_at[target] = source;
+    answered.insert({target, source});
+  }
+  for (i64 i = 0; i < num_copies; ++i) {
+    const auto at = source_at.find(copies.at(2 * i));
+    if (at == source_at.end()) fail("a copy from a row that holds nothing");
+    answered.insert({copies.at(2 * i + 1), at->second});
+    const bool was_there = call.slot_of.count(at->second) != 0;
+    if (copied_rows.at(i) != (was_there ? at->second : -1)) fail("copied_rows is wrong");
+  }
+  if (asked != answered) fail("the lists do not hold the pairs that were asked for");
+  for (i64 i = num_fetches; i < call.num_pairs; ++i) {
+    if (fetches.at(2 * i) != kUntouched) fail("written behind the fetches");
+  }
+  for (i64 i = num_copies; i < call.num_pairs; ++i) {
+    if (copies.at(2 * i) != kUntouched || copied_rows.at(i) != kUntouched) {
+      fail("written behind the copies");
+    }
+  }
+}
+
+template <class Int>
+void one_run(Random& random, Tally& tally) {
+  constexpr int kIndexBytes = sizeof(Int);
+  const int map_bytes = random.pick({0, 4, 8});
+  const Call call = any_call(kIndexBytes, map_bytes != 0, random);
+  const IntBuffer pairs("pairs", call.flat, kIndexBytes);
+  i64 table_size = 2;
+  while (table_size < 2 * call.num_pairs) table_size *= 2;
+  IntBuffer table("table", std::vector<i64>(table_size, -1), 4);
+  IntBuffer counts_m1("counts", {-1, -1, -1}, 4);
+  const std::vector<i64> untouched(2 * call.num_pairs, kUntouched);
+  IntBuffer fetches("fetches", untouched, kIndexBytes);
+  IntBuffer copies("copies", untouched, kIndexBytes);
+  IntBuffer copied_rows("copied_rows", std::vector<i64>(call.num_pairs, kUntouched), kIndexBytes);
+  std::vector<i64> slots(call.src_rows, -1);
+  for (const auto& [source, slot] : call.slot_of) slots[source] = slot;
+  IntBuffer slot_map("slot_map", slots, map_bytes == 4 ? 4 : 8);
+
+  FaultWord fault(random.pick({0u, 0u, 0u, 1u, 2u}));
+  for (i64 i = 0; i < call.num_pairs; ++i) {
+    const i64 source = pairs.at(2 * i);
+    const i64 target = pairs.at(2 * i + 1);
+    if (source < 0 || target < 0) continue;
+    if (source >= call.src_rows) {
+      fault.expect(FaultSite::kH2dGatherSrc, i, source, call.src_rows);
+    } else if (target >= call.dst_rows) {
+      fault.expect(FaultSite::kH2dGatherDst, i, target, call.dst_rows);
+    } else if (!call.valid(pairs, i)) {
+      fault.expect(FaultSite::kH2dGatherSlotMap, source, call.slot_of.at(source), call.dst_rows);
+    }
+  }
+  ClaimParams claim{};
+  claim.pairs = pairs.data();
+  claim.num_pairs = call.num_pairs;
+  claim.num_src_rows = call.src_rows;
+  claim.num_dst_rows = call.dst_rows;
+  claim.table = static_cast<u32*>(table.data());
+  claim.table_mask = static_cast<u32>(table_size - 1);
+  claim.counts_m1 = static_cast<u32*>(counts_m1.data());
+  claim.fetches = fetches.data();
+  claim.copies = copies.data();
+  claim.copied_rows = copied_rows.data();
+  claim.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
+  claim.slot_map_bytes = map_bytes;
+  claim.fault = fault.record();
+  using Claim = jitkern::ClaimRows<kIndexBytes>;
+  const unsigned blocks = ceil_div(call.num_pairs, Claim::kNumThreads);
+  launch_fibers({blocks}, {Claim::kNumThreads}, any_order(random), [&] { Claim::run(claim); });
+  ++tally.runs;
+  tally.faults += fault.record()->site < FaultSite(77) && fault.record()->state != 0;
+  tally.threads += i64(blocks) * Claim::kNumThreads;
+  fault.check();
+  slot_map.check();
+  const i64 num_fetches = counts_m1.at(0) + 1;
+  const i64 num_copies = counts_m1.at(1) + 1;
+  check_lists(call, pairs, fetches, num_fetches, copies, copied_rows, num_copies);
+
+  // Both copies, as the host launches them: the numbers of pairs are known on the device only.
+  RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
+  RowBuffer dst("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random);
+  for (const auto& [source, slot] : call.slot_of) {
+    if (slot >= call.dst_rows) continue;
+    std::memcpy(dst.row(slot), src.row(source), kRowBytes);
+    std::memcpy(dst.expected(slot), src.row(source), kRowBytes);
+  }
+  for (i64 i = 0; i < call.num_pairs; ++i) {
+    if (!call.valid(pairs, i)) continue;
+    std::memcpy(dst.expected(pairs.at(2 * i + 1)), src.row(pairs.at(2 * i)), kRowBytes);
+  }
+  PairCopyParams fetch{};
+  fetch.dst = dst.row(0);
+  fetch.src = src.row(0);
+  fetch.dst_stride_bytes = fetch.src_stride_bytes = kRowBytes;
+  fetch.pairs = fetches.data();
+  fetch.num_pairs_m1 = claim.counts_m1;
+  fetch.next_batch_m1 = claim.counts_m1 + 2;
+  fetch.num_src_rows = call.src_rows;
+  fetch.num_dst_rows = call.dst_rows;
+  fetch.fault = fault.record();
+  using Fetch = jitkern::H2DGather<kRowBytes, kVecBytes, kIndexBytes, false,
+                                   jitkern::kLargeInFlight, 1024, 1>;
+  run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {2}, 128,
+                             random, fetch, tally, true);
+  PairCopyParams copy = fetch;
+  copy.src = dst.row(0);
+  copy.pairs = copies.data();
+  copy.next_batch_m1 = nullptr;
+  copy.num_pairs_m1 = claim.counts_m1 + 1;
+  copy.num_src_rows = call.dst_rows;
+  using Copy = jitkern::CopyRows<kRowBytes, kVecBytes, kIndexBytes>;
+  run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 256, Copy::run}, {3}, 256,
+                             random, copy, tally);
+  dst.check();
+  src.check();
+  fault.check();
+}
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+  install_reports();
+  Tally tally;
+  for (int run = 0; run < 600; ++run) {
+    now_running = "claim_rows: run " + std::to_string(run);
+    Random random(run);
+    for (int i = 0; i < 4; ++i) random.bits();
+    run % 2 ? one_run<i32>(random, tally) : one_run<i64>(random, tally);
+  }
+  report("claim_rows", 2, tally);
+}

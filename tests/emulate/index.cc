@@ -1,0 +1,86 @@
+// The indexing kernel on exact buffers.
+#include "ops/index.cu"
+
+#include <limits>
+
+#include "sweep.h"
+
+namespace emulate {
+
+using jitkern::IndexParams;
+
+template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
+void add(Specialisations<IndexParams>& list) {
+  using Kernel = jitkern::IndexKernel<kRowBytes, kVecBytes, kIndexBytes, 128, 8, true>;
+  list.push_back({kRowBytes, kVecBytes, kIndexBytes, 0, Kernel::kNumThreads, Kernel::run});
+}
+
+template <i64 kRowBytes, int kVecBytes>
+void kernels(Specialisations<IndexParams>& list) {
+  constexpr int kIndexBytes = index_bytes_in_turn(kRowBytes);
+  add<kRowBytes, kVecBytes, kIndexBytes>(list);
+  if constexpr (sweeps_all(kRowBytes)) add<kRowBytes, kVecBytes, 12 - kIndexBytes>(list);
+}
+EMULATE_COLLECT(IndexParams, kernels)
+
+void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random, Tally& tally) {
+  const i64 row_bytes = kernel.row_bytes;
+  const int vec_bytes = kernel.vec_bytes;
+  const jitkern::GroupShape shape =
+      jitkern::group_shape(row_bytes, vec_bytes, jitkern::kIndexMaxChunks, jitkern::kIndexInFlight);
+  const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
+  const i64 table_rows = random.pick({1, 2, 7, 20});
+
+  // One rank's part of a table that is split over ranks, or the whole table.
+  const bool part = random.below(2) == 0;
+  const i64 vocab_start = part ? random.below(30) : 0;
+  const i64 vocab_length = part ? random.below(table_rows + 1) : table_rows;
+  const i64 bound = part ? std::numeric_limits<i64>::max() : table_rows;
+  std::vector<i64> values(num_rows);
+  for (i64& value : values) value = random.below(part ? vocab_start + table_rows + 3 : table_rows);
+  spoil(values, part ? vocab_start + vocab_length : bound, kernel.index_bytes, random);
+  IntBuffer indices("indices", values, kernel.index_bytes);
+
+  Placement weights_at = any_placement(row_bytes, vec_bytes, random);
+  weights_at.offset = offset_of_run(kernel, run);
+  if (random.below(8) == 0) weights_at.stride_bytes = 0;  // an expanded row
+  const Placement output_at = any_placement(row_bytes, vec_bytes, random);
+  RowBuffer weights("weights", table_rows, row_bytes, weights_at.stride_bytes, weights_at.offset,
+                    random);
+  RowBuffer output("output", num_rows, row_bytes, output_at.stride_bytes, output_at.offset, random);
+
+  FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
+  for (i64 i = 0; i < num_rows; ++i) {
+    const i64 index = indices.at(i);
+    if (index >= bound) fault.expect(FaultSite::kIndexingIndices, i, index, bound);
+    if (index >= vocab_start && index - vocab_start < vocab_length) {
+      std::memcpy(output.expected(i), weights.row(index - vocab_start), row_bytes);
+    } else {
+      std::memset(output.expected(i), 0, row_bytes);
+    }
+  }
+  const IndexParams params{output.row(0),
+                           weights.row(0),
+                           output_at.stride_bytes,
+                           weights_at.stride_bytes,
+                           indices.data(),
+                           num_rows,
+                           vocab_start,
+                           vocab_length,
+                           bound,
+                           fault.record()};
+  const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
+  run_kernel(kernel, {blocks}, kernel.num_threads, random, params, tally);
+  output.check();
+  weights.check();
+  indices.check();
+  fault.check();
+}
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+  return sweep("index", collect<kSweepFirst>(SweepRows()), runs_at_every_offset<IndexParams>,
+               one_run);
+}

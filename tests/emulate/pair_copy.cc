@@ -1,0 +1,177 @@
+// The copies between host and device memory, h2d_gather and d2h_scatter, and those of h2d_gather
+// inside device memory, on exact buffers.
+#include "ops/d2h_scatter.cu"
+#include "ops/h2d_gather.cu"
+
+#include "sweep.h"
+
+namespace emulate {
+
+using jitkern::kHostLineBytes;
+using jitkern::PairCopyParams;
+
+// Bits of Specialisation::variant.
+enum Variant { kScatter = 1, kOnDevice = 2, kLineAligned = 4, kSmallCall = 8 };
+
+constexpr int in_flight(int variant) {
+  return variant & kOnDevice    ? jitkern::kOnDeviceInFlight
+         : variant & kSmallCall ? jitkern::kSmallInFlight
+         : variant & kScatter   ? jitkern::kScatterInFlight
+                                : jitkern::kLargeInFlight;
+}
+
+template <class Kernel>
+void add(Specialisations<PairCopyParams>& list, i64 row_bytes, int vec_bytes, int index_bytes,
+         int variant) {
+  list.push_back({row_bytes, vec_bytes, index_bytes, variant, Kernel::kNumThreads, Kernel::run});
+}
+template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kVariant>
+void add_gather(Specialisations<PairCopyParams>& list) {
+  using Kernel = jitkern::H2DGather<kRowBytes, kVecBytes, kIndexBytes,
+                                    bool(kVariant & kLineAligned), in_flight(kVariant), 1024, 1>;
+  add<Kernel>(list, kRowBytes, kVecBytes, kIndexBytes, kVariant);
+}
+template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kVariant>
+void add_scatter(Specialisations<PairCopyParams>& list) {
+  using Kernel =
+      jitkern::D2HScatter<kRowBytes, kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
+                          in_flight(kVariant | kScatter), 1024, 1>;
+  add<Kernel>(list, kRowBytes, kVecBytes, kIndexBytes, kVariant | kScatter);
+}
+template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
+void add_on_device(Specialisations<PairCopyParams>& list) {
+  using Kernel = jitkern::CopyRows<kRowBytes, kVecBytes, kIndexBytes>;
+  add<Kernel>(list, kRowBytes, kVecBytes, kIndexBytes, kOnDevice);
+}
+
+// Every row size is gathered and scattered; index type, alignment and size of the call take turns.
+template <i64 kRowBytes, int kVecBytes>
+void kernels(Specialisations<PairCopyParams>& list) {
+  constexpr int kIndex = index_bytes_in_turn(kRowBytes);
+  constexpr int kOther = 12 - kIndex;
+  constexpr int kAligned = kRowBytes % 3 == 0 ? kLineAligned : 0;
+  constexpr int kSmall = kRowBytes % 5 == 0 ? kSmallCall : 0;
+  add_gather<kRowBytes, kVecBytes, kIndex, kSmall>(list);
+  add_scatter<kRowBytes, kVecBytes, kOther, kAligned | kSmall>(list);
+  if constexpr (kRowBytes % 4 == 0) add_on_device<kRowBytes, kVecBytes, kIndex>(list);
+  if constexpr (sweeps_all(kRowBytes)) {
+    add_gather<kRowBytes, kVecBytes, kOther, kLineAligned>(list);
+    add_gather<kRowBytes, kVecBytes, kOther, (kSmallCall - kSmall)>(list);
+    add_scatter<kRowBytes, kVecBytes, kIndex, (kLineAligned - kAligned)>(list);
+  }
+#ifdef SWEEP_ALL
+  add_gather<kRowBytes, kVecBytes, kOther, 0>(list);
+  add_gather<kRowBytes, kVecBytes, kIndex, kSmallCall | kLineAligned>(list);
+  add_scatter<kRowBytes, kVecBytes, kIndex, kSmallCall>(list);
+  add_on_device<kRowBytes, kVecBytes, kOther>(list);
+#endif
+}
+EMULATE_COLLECT(PairCopyParams, kernels)
+
+// On the host's side of a line-aligned copy every row begins on a line.
+Placement on_lines(Placement at) {
+  const i64 lines = (at.stride_bytes + kHostLineBytes - 1) / kHostLineBytes;
+  return {0, lines * kHostLineBytes};
+}
+
+void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& random, Tally& tally) {
+  const i64 row_bytes = kernel.row_bytes;
+  const int vec_bytes = kernel.vec_bytes;
+  const bool scatter = kernel.variant & kScatter;
+  const bool on_device = kernel.variant & kOnDevice;
+  const bool line_aligned = kernel.variant & kLineAligned;
+  const bool small_call = kernel.variant & kSmallCall;
+  // Either many small blocks, or one or two full ones that go round several times, in equal shares
+  // or as each warp comes free.
+  const bool shares = !small_call && !on_device && random.below(6) == 0;
+  const unsigned num_threads = small_call ? 256 : shares ? 64 : kernel.num_threads;
+  const jitkern::GroupShape shape = jitkern::pair_copy_shape(
+      row_bytes, vec_bytes, line_aligned || on_device, in_flight(kernel.variant));
+  const i64 num_pairs = any_num_rows(shape, num_threads, random);
+  const i64 src_rows = random.pick({i64(1), num_pairs, 2 * num_pairs});
+  const i64 dst_rows = num_pairs + random.below(num_pairs + 2);
+
+  std::vector<i64> sources(num_pairs);
+  for (i64& source : sources) source = random.below(src_rows);
+  std::vector<i64> targets = random.distinct(num_pairs, dst_rows);
+  if (random.below(2) == 0) spoil(sources, src_rows, kernel.index_bytes, random);
+  if (random.below(2) == 0) spoil(targets, dst_rows, kernel.index_bytes, random);
+  std::vector<i64> flat;
+  for (i64 i = 0; i < num_pairs; ++i) {
+    flat.push_back(sources[i]);
+    flat.push_back(targets[i]);
+  }
+  IntBuffer pairs("pairs", flat, kernel.index_bytes);
+
+  Placement src_at = any_placement(row_bytes, vec_bytes, random);
+  Placement dst_at = any_placement(row_bytes, vec_bytes, random);
+  (scatter ? dst_at : src_at).offset = offset_of_run(kernel, run);
+  if (line_aligned) (scatter ? dst_at : src_at) = on_lines(scatter ? dst_at : src_at);
+  if (random.below(8) == 0) src_at.stride_bytes = 0;  // an expanded row
+  RowBuffer src("src", src_rows, row_bytes, src_at.stride_bytes, src_at.offset, random);
+  RowBuffer dst("dst", dst_rows, row_bytes, dst_at.stride_bytes, dst_at.offset, random);
+
+  // The number of pairs may be known on the device only; the argument is then of no meaning.
+  const bool counted = random.below(2) == 0;
+  const IntBuffer count("num_pairs_m1", {num_pairs - 1}, 4);
+  IntBuffer next_batch("next_batch_m1", {-1}, 4);
+  // The slot map is told of the source rows of the pairs, or of others, -1 being none.
+  const int map_bytes = random.pick({0, 4, 8});
+  const bool other_rows = random.below(3) == 0;
+  std::vector<i64> rows = random.distinct(num_pairs, 2 * num_pairs);
+  for (i64& row : rows) {
+    if (random.below(4) == 0) row = -1;
+  }
+  IntBuffer slot_rows("slot_rows", rows, kernel.index_bytes);
+  IntBuffer slot_map("slot_map", std::vector<i64>(other_rows ? 2 * num_pairs : src_rows, -7),
+                     map_bytes == 4 ? 4 : 8);
+
+  const FaultSite src_site = scatter ? FaultSite::kD2hScatterSrc : FaultSite::kH2dGatherSrc;
+  const FaultSite dst_site = scatter ? FaultSite::kD2hScatterDst : FaultSite::kH2dGatherDst;
+  FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
+  for (i64 i = 0; i < num_pairs; ++i) {
+    const i64 source = pairs.at(2 * i);
+    const i64 target = pairs.at(2 * i + 1);
+    if (source < 0 || target < 0) continue;
+    if (source >= src_rows) fault.expect(src_site, i, source, src_rows);
+    if (target >= dst_rows) fault.expect(dst_site, i, target, dst_rows);
+    if (source >= src_rows || target >= dst_rows) continue;
+    std::memcpy(dst.expected(target), src.row(source), row_bytes);
+    const i64 slot_row = other_rows ? slot_rows.at(i) : source;
+    if (map_bytes != 0 && slot_row >= 0) slot_map.expect(slot_row, target);
+  }
+  PairCopyParams params{};
+  params.dst = dst.row(0);
+  params.src = src.row(0);
+  params.dst_stride_bytes = dst_at.stride_bytes;
+  params.src_stride_bytes = src_at.stride_bytes;
+  params.pairs = pairs.data();
+  params.num_pairs_m1 = counted ? static_cast<const u32*>(count.data()) : nullptr;
+  params.next_batch_m1 = shares ? static_cast<u32*>(next_batch.data()) : nullptr;
+  params.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
+  params.slot_rows = other_rows ? slot_rows.data() : nullptr;
+  params.num_pairs = counted ? 3 * num_pairs : num_pairs;
+  params.num_src_rows = src_rows;
+  params.num_dst_rows = dst_rows;
+  params.slot_map_bytes = map_bytes;
+  params.src_site = src_site;
+  params.dst_site = dst_site;
+  params.fault = fault.record();
+  const unsigned blocks = ceil_div(shape.num_threads(num_pairs), num_threads);
+  run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,
+             random, params, tally, shares);
+  dst.check();
+  src.check();
+  pairs.check();
+  slot_rows.check();
+  slot_map.check();
+  fault.check();
+}
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+  return sweep("pair_copy", collect<kSweepFirst>(SweepRows()), runs_at_every_offset<PairCopyParams>,
+               one_run);
+}

@@ -1,0 +1,166 @@
+"""Compiles the drivers in this directory for the CPU, with sanitizers, and runs them.
+
+``python tests/emulate/runner.py`` runs every sweep, ``--all`` each specialisation of all row sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parent.parent / "src" / "jitkern" / "csrc"
+SUPPORT = ("buffers.cc", "fibers.cc", "sweep.cc")
+
+# -Og: kernels run once each, so most of the time is the compiler's; -O1 takes twice as long.
+FLAGS = (
+    *("-std=c++17", "-Og", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    # What is left out takes a third of the time to compile, and AddressSanitizer finds it as well.
+    "-fno-sanitize=null,object-size,vptr,pointer-overflow",
+)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One driver, and the row sizes that it is compiled for."""
+
+    driver: str
+    defines: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join([self.driver, *(text.rpartition("=")[2] for text in self.defines)])
+
+
+def sweeps(every: bool = False) -> list[Sweep]:
+    """Every row size of 1 to 700 bytes and the large ones, in parts that compile in seconds."""
+    more = ("SWEEP_ALL",) if every else ()
+    found = [Sweep("h2d_gather"), Sweep("compare_key")]
+    for driver, step in (("store", 100), ("index", 100), ("pair_copy", 50)):
+        found.append(Sweep(driver, ("SWEEP_ROWS=1024,2048,7168,8192,65536", *more)))
+        for begin in range(1, 701, step):
+            rows = (f"SWEEP_BEGIN={begin}", f"SWEEP_END={begin + step}")
+            found.append(Sweep(driver, (*rows, *more)))
+    return found
+
+
+@cache
+def compiler() -> tuple[str, ...]:
+    """The C++ compiler that has the sanitizers; RuntimeError saying why where there is none."""
+    command = tuple(shlex.split(os.environ.get("CXX", ""))) or ("c++",)
+    if shutil.which(command[0]) is None:
+        raise RuntimeError(f"{command[0]} is not installed")
+    with tempfile.TemporaryDirectory() as scratch:
+        link = [*command, *FLAGS, "-x", "c++", "-", "-o", f"{scratch}/program"]
+        done = subprocess.run(link, input="int main() {}", capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{command[0]} has no address and undefined sanitizer")
+    return command
+
+
+@cache
+def _version() -> str:
+    return subprocess.run([*compiler(), "--version"], capture_output=True, text=True).stdout
+
+
+def forget_old(store: Path, age_s: float = 7 * 24 * 3600) -> None:
+    """Delete programs that were compiled longer ago, as sources change and digests with them."""
+    for path in store.iterdir():
+        if path.is_file() and path.stat().st_mtime < time.time() - age_s:
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Compiles into ``store``, under names that are digests of all that goes in."""
+
+    store: Path
+    csrc: Path = CSRC
+    flags: Sequence[str] = field(default=FLAGS)
+
+    def build(self, sweep: Sweep) -> Path:
+        """Return the program of one driver, compiled unless it is there already."""
+        objects = [self._compile(name, ["-c"], ".o", []) for name in SUPPORT]
+        defines = [f"-D{text}" for text in sweep.defines]
+        return self._compile(f"{sweep.driver}.cc", defines, "", objects)
+
+    def run(self, sweep: Sweep, *args: str) -> subprocess.CompletedProcess[str]:
+        """Return what the driver said; its exit status is 0 if it found nothing wrong."""
+        program = self.build(sweep)
+        # Leaks are no matter here, and looking for them needs ptrace, which containers forbid.
+        env = {
+            **os.environ,
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }
+        return subprocess.run(
+            [str(program), *args], env=env, capture_output=True, text=True, timeout=900
+        )
+
+    def _compile(
+        self, source: str, options: Sequence[str], suffix: str, objects: Sequence[Path]
+    ) -> Path:
+        command = [*compiler(), *self.flags, *options]
+        paths = [
+            *("-I", str(self.csrc), "-I", str(self.csrc / "include"), "-I", str(HERE)),
+            *("-include", str(HERE / "cuda_on_cpu.h"), str(HERE / source)),
+        ]
+        # The preprocessed text is all that the compiler sees.
+        text = _checked([*command, "-E", "-P", *paths])
+        key = json.dumps([_version(), command, text, [path.name for path in objects]])
+        digest = hashlib.sha256(key.encode()).hexdigest()[:20]
+        target = self.store / f"{Path(source).stem}-{digest}{suffix}"
+        if target.exists():
+            return target
+        self.store.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.store) as scratch:
+            made = Path(scratch) / target.name
+            _checked([*command, *paths, *map(str, objects), "-o", str(made)])
+            made.replace(target)  # another process may have made the same meanwhile
+        return target
+
+
+def _checked(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
+    return done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the kernels on the CPU, under sanitizers.")
+    parser.add_argument("--all", action="store_true", help="every specialisation")
+    parser.add_argument("--store", type=Path, help="where compiled programs are kept")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        runner = Runner(args.store or Path(scratch))
+        total = {"specialisations": 0, "runs": 0, "threads": 0, "faults": 0}
+        failed = 0
+        runner.build(Sweep("self_test"))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for sweep, done in zip(
+                sweeps(args.all), pool.map(runner.run, sweeps(args.all)), strict=True
+            ):
+                print(sweep, done.stdout.strip() or done.stderr[-2000:], flush=True)
+                failed += done.returncode != 0
+                said = json.loads(done.stdout) if done.returncode == 0 else {}
+                for name in total:
+                    total[name] += said.get(name, 0)
+    print(f"total {json.dumps(total)}, {failed} sweeps failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

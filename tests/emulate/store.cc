@@ -1,0 +1,86 @@
+// The store kernel on exact buffers.
+#include "ops/store.cu"
+
+#include "sweep.h"
+
+namespace emulate {
+
+using jitkern::StoreParams;
+
+template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
+void add(Specialisations<StoreParams>& list) {
+  using Kernel = jitkern::StoreKernel<kRowBytes, kVecBytes, kIndexBytes, 128, 8, true>;
+  list.push_back({kRowBytes, kVecBytes, kIndexBytes, 0, Kernel::kNumThreads, Kernel::run});
+}
+
+template <i64 kRowBytes, int kVecBytes>
+void kernels(Specialisations<StoreParams>& list) {
+  constexpr int kIndexBytes = index_bytes_in_turn(kRowBytes);
+  add<kRowBytes, kVecBytes, kIndexBytes>(list);
+  if constexpr (sweeps_all(kRowBytes)) add<kRowBytes, kVecBytes, 12 - kIndexBytes>(list);
+}
+EMULATE_COLLECT(StoreParams, kernels)
+
+void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random, Tally& tally) {
+  const i64 row_bytes = kernel.row_bytes;
+  const int vec_bytes = kernel.vec_bytes;
+  const jitkern::GroupShape shape =
+      jitkern::group_shape(row_bytes, vec_bytes, jitkern::kStoreMaxChunks, jitkern::kStoreInFlight);
+  const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
+  const i64 num_slots = num_rows + random.below(num_rows + 2);
+
+  std::vector<i64> slots = random.distinct(num_rows, num_slots);
+  spoil(slots, num_slots, kernel.index_bytes, random);
+  IntBuffer indices("indices", slots, kernel.index_bytes);
+
+  // K and V take turns in one buffer, as in a cache of shape [slots, 2, row].
+  Placement at = any_placement(row_bytes, vec_bytes, random);
+  at.offset = offset_of_run(kernel, run);
+  const bool interleaved = random.below(2) == 0;
+  RowBuffer caches("caches", 2 * num_slots, row_bytes, at.stride_bytes, at.offset, random);
+  const auto cache_row = [&](int copy, i64 slot) {
+    return interleaved ? 2 * slot + copy : copy * num_slots + slot;
+  };
+  const auto place = [&](bool expanded) {
+    Placement rows = any_placement(row_bytes, vec_bytes, random);
+    if (expanded) rows.stride_bytes = 0;
+    return rows;
+  };
+  const Placement k_at = place(random.below(8) == 0);
+  const Placement v_at = place(false);
+  RowBuffer k("k", num_rows, row_bytes, k_at.stride_bytes, k_at.offset, random);
+  RowBuffer v("v", num_rows, row_bytes, v_at.stride_bytes, v_at.offset, random);
+
+  FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
+  for (i64 i = 0; i < num_rows; ++i) {
+    if (indices.at(i) >= num_slots) {
+      fault.expect(FaultSite::kStoreIndices, i, indices.at(i), num_slots);
+    } else if (indices.at(i) >= 0) {
+      std::memcpy(caches.expected(cache_row(0, indices.at(i))), k.row(i), row_bytes);
+      std::memcpy(caches.expected(cache_row(1, indices.at(i))), v.row(i), row_bytes);
+    }
+  }
+  const i64 cache_stride = interleaved ? 2 * at.stride_bytes : at.stride_bytes;
+  const StoreParams params{
+      {{caches.row(cache_row(0, 0)), k.row(0), cache_stride, k_at.stride_bytes},
+       {caches.row(cache_row(1, 0)), v.row(0), cache_stride, v_at.stride_bytes}},
+      indices.data(),
+      num_rows,
+      num_slots,
+      fault.record()};
+  const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
+  run_kernel(kernel, {blocks, 2}, kernel.num_threads, random, params, tally);
+  caches.check();
+  k.check();
+  v.check();
+  indices.check();
+  fault.check();
+}
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+  return sweep("store", collect<kSweepFirst>(SweepRows()), runs_at_every_offset<StoreParams>,
+               one_run);
+}

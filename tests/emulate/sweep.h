@@ -1,0 +1,167 @@
+// What the sweeps over the ops' kernels have in common: which specialisations are compiled, how
+// many times each one runs, and what indices they are given.
+//
+//   -DSWEEP_BEGIN=1 -DSWEEP_END=101   row sizes 1 to 100
+//   -DSWEEP_ROWS=1024,65536           these row sizes
+//   -DSWEEP_ALL                       every specialisation of every row size, not only of some
+#pragma once
+
+#include <jitkern/groups.h>
+
+#include <utility>
+
+#include "buffers.h"
+
+namespace emulate {
+
+// One compiled kernel. The sweeps themselves are no templates, so that thousands of specialisations
+// compile in the time that their `run` takes.
+template <class Params>
+struct Specialisation {
+  i64 row_bytes;
+  int vec_bytes;
+  int index_bytes;
+  int variant;  // what else the op is specialised on
+  int num_threads;
+  void (*run)(const Params&);
+};
+
+template <class Params>
+using Specialisations = std::vector<Specialisation<Params>>;
+
+constexpr int widest_vec(i64 row_bytes) {
+  const i64 all = row_bytes | 16;
+  return static_cast<int>(all & -all);
+}
+
+// Row sizes whose every specialisation is run.
+constexpr bool sweeps_all(i64 row_bytes) {
+#ifdef SWEEP_ALL
+  return true;
+#else
+  return row_bytes <= 24 || row_bytes % 164 == 0 || row_bytes >= 1024;
+#endif
+}
+
+// Index types take turns where not all specialisations are run.
+constexpr int index_bytes_in_turn(i64 row_bytes) {
+  return (row_bytes / widest_vec(row_bytes) / 2 + row_bytes) % 2 ? 4 : 8;
+}
+
+// The widest vector is run for every row size; narrower ones are for bases and strides that are
+// less aligned than the row.
+constexpr bool sweeps(i64 row_bytes, int vec_bytes) {
+  return row_bytes % vec_bytes == 0 &&
+         (vec_bytes == widest_vec(row_bytes) || sweeps_all(row_bytes));
+}
+
+// kernels<row_bytes, vec_bytes>(list) appends the kernels of one row size and vector width.
+#define EMULATE_COLLECT(Params, kernels)                                  \
+  template <i64 kRowBytes, int... kVecs>                                  \
+  void collect_widths(Specialisations<Params>& list) {                    \
+    (                                                                     \
+        [&list] {                                                         \
+          if constexpr (sweeps(kRowBytes, kVecs)) {                       \
+            kernels<kRowBytes, kVecs>(list);                              \
+          }                                                               \
+        }(),                                                              \
+        ...);                                                             \
+  }                                                                       \
+  template <i64 kFirst, i64... kRows>                                     \
+  Specialisations<Params> collect(std::integer_sequence<i64, kRows...>) { \
+    Specialisations<Params> list;                                         \
+    (collect_widths<kFirst + kRows, 1, 2, 4, 8, 16>(list), ...);          \
+    return list;                                                          \
+  }
+
+#ifdef SWEEP_BEGIN
+constexpr i64 kSweepFirst = SWEEP_BEGIN;
+using SweepRows = std::make_integer_sequence<i64, SWEEP_END - SWEEP_BEGIN>;
+#elif defined(SWEEP_ROWS)
+constexpr i64 kSweepFirst = 0;
+using SweepRows = std::integer_sequence<i64, SWEEP_ROWS>;
+#endif
+
+// Where a buffer begins behind a boundary of 128 bytes, and the bytes between its rows.
+struct Placement {
+  i64 offset;
+  i64 stride_bytes;
+};
+
+// Any that the vector width allows.
+Placement any_placement(i64 row_bytes, int vec_bytes, Random& random);
+
+// Index values below `bound`, some of them replaced by negative ones and ones that are out of
+// range, the extremes of the index type among them.
+void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random);
+
+// How many rows fill a block, miss it by one, or spread over several; few where rows are long.
+i64 any_num_rows(const jitkern::GroupShape& shape, i64 threads_per_block, Random& random);
+
+inline unsigned ceil_div(i64 a, i64 b) { return static_cast<unsigned>((a + b - 1) / b); }
+
+Order any_order(Random& random);
+
+struct Tally {
+  i64 runs = 0;
+  i64 threads = 0;
+  i64 faults = 0;
+};
+// One line of JSON for the test that started this.
+void report(const char* op, size_t specialisations, const Tally& tally);
+
+// Runs one kernel as a grid of blocks, and counts. `talks`: its threads have warp operations or
+// barriers.
+template <class Params>
+void run_kernel(const Specialisation<Params>& kernel, dim3 grid, unsigned num_threads,
+                Random& random, const Params& params, Tally& tally, bool talks = false) {
+  ++tally.runs;
+  tally.threads += i64(grid.x) * grid.y * num_threads;
+  const bool empty = params.fault->state == 0;
+  const Order order = any_order(random);
+  if (talks) {
+    launch_fibers(grid, {num_threads}, order, [&] { kernel.run(params); });
+  } else {
+    launch(grid, {num_threads}, order, kernel.run, params);
+  }
+  if (empty && params.fault->state != 0) ++tally.faults;
+}
+
+// Once for each place that the primary buffer can have relative to a line of 128 bytes; a sample of
+// those where rows are long or the vectors are narrow.
+template <class Params>
+i64 offset_of_run(const Specialisation<Params>& kernel, int run) {
+  return 5 * run * kernel.vec_bytes % 128;
+}
+template <class Params>
+int runs_at_every_offset(const Specialisation<Params>& kernel) {
+  if (kernel.row_bytes >= 1024) return 16;
+  return std::max(16, (kernel.row_bytes <= 24 ? 128 : 32) / kernel.vec_bytes);
+}
+
+// Runs `one(kernel, run, random, tally)` for each specialisation `runs(kernel)` times, and says how
+// much that was.
+template <class Params, class Runs, class One>
+int sweep(const char* op, const Specialisations<Params>& list, Runs runs, One one) {
+  install_reports();
+  Tally tally;
+  for (const auto& kernel : list) {
+    const int count = runs(kernel);
+    for (int run = 0; run < count; ++run) {
+      now_running = std::string(op) + ": rows of " + std::to_string(kernel.row_bytes) +
+                    " bytes, vectors of " + std::to_string(kernel.vec_bytes) + ", indices of " +
+                    std::to_string(kernel.index_bytes) + ", variant " +
+                    std::to_string(kernel.variant) + ", run " + std::to_string(run);
+      Random random(static_cast<u64>(
+          ((kernel.row_bytes * 32 + kernel.vec_bytes) * 16 + kernel.index_bytes + kernel.variant) *
+              1024 +
+          run));
+      for (int i = 0; i < 4; ++i) random.bits();
+      one(kernel, run, random, tally);
+    }
+  }
+  report(op, list.size(), tally);
+  return 0;
+}
+
+}  // namespace emulate

@@ -1,0 +1,63 @@
+"""The kernels, compiled for the CPU, on buffers of exact size under Address- and UBSan.
+
+Every row size of 1 to 700 bytes and large ones, vector widths, alignments, padding, indices out of
+range, several orders of threads; see tests/emulate. ``python tests/emulate/runner.py --all`` runs
+all combinations.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from emulate.runner import Runner, Sweep, compiler, forget_old, sweeps
+
+MISTAKES = {
+    "read behind a row": "AddressSanitizer",
+    "read behind the buffer": "AddressSanitizer",
+    "write behind a row": "AddressSanitizer",
+    "write inside a row": "rows: row 2, byte 3 is ",
+    "read behind the indices": "AddressSanitizer",
+    "unaligned vector": "misaligned address",
+    "signed overflow": "signed integer overflow",
+    "barrier not for all": "not every thread came to",
+    "lane missing": "not every thread came to",
+    "lane outside mask": "leaves out the calling lane",
+    "shuffle outside mask": "shuffles from lane 5 outside its mask",
+    "barrier without fibers": "started without fibers",
+    "fault not written": "fault word: state 0",
+    "fault overwritten": "expected no change",
+}
+
+
+@pytest.fixture(scope="module")
+def runner(request: pytest.FixtureRequest) -> Runner:
+    try:
+        compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    store = request.config.cache.mkdir("kernels_on_cpu")
+    forget_old(store)
+    return Runner(store)
+
+
+def test_emulation_works(runner: Runner) -> None:
+    done = runner.run(Sweep("self_test"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_noticed(runner: Runner, mistake: str) -> None:
+    done = runner.run(Sweep("self_test"), mistake)
+    assert done.returncode != 0
+    assert MISTAKES[mistake] in done.stderr
+
+
+@pytest.mark.parametrize("sweep", sweeps(), ids=str)
+def test_sweep(runner: Runner, sweep: Sweep, record_property: pytest.RecordProperty) -> None:
+    done = runner.run(sweep)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["runs"] > 0
+    for name, value in said.items():
+        record_property(name, value)
