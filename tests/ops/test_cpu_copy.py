@@ -1,0 +1,129 @@
+"""Large tables on the CPU: rows that are streamed past the caches, by several threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from buffers import distinct, make_buffer
+from ref import ref_h2d_gather, ref_indexing, ref_store
+
+from jitkern import h2d_gather, indexing, store_cache
+from jitkern.jit import host
+
+STREAM_BYTES = 2 << 20  # kStreamMinBytes: a table written to of this size or more is streamed
+
+# Around one line, so that rows hold no whole line, one or several, and end anywhere in a line.
+ROW_BYTES = [1, 16, 63, 64, 65, 127, 128, 129, 191, 256, 656, 4095]
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    host.module()["set_num_threads"](request.param)
+    yield request.param
+    host.module()["set_num_threads"](torch.get_num_threads())
+
+
+@pytest.mark.parametrize("offset", [0, 1, 16, 63])
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+def test_store_streams_every_byte_and_no_other(row_bytes: int, offset: int, threads: int) -> None:
+    slots = -(-STREAM_BYTES // row_bytes)
+    rows = slots * 3 // 4
+    gap = offset % 5  # neighbours that share lines, and rows at every address within a line
+    caches = [make_buffer((slots, row_bytes), gap=gap, offset=offset, seed=s) for s in (1, 2)]
+    k, v = (make_buffer((rows, row_bytes), offset=3, seed=s).view for s in (3, 4))
+    indices = torch.tensor(distinct(rows, slots))
+    indices[::7] = -1
+    twins = [cache.twin() for cache in caches]
+    store_cache(caches[0].view, caches[1].view, indices, k, v)
+    ref_store(twins[0].view, twins[1].view, indices, k, v)
+    assert all(cache.same(twin) for cache, twin in zip(caches, twins, strict=True))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 48])
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+def test_indexing_streams_every_byte_and_no_other(
+    row_bytes: int, offset: int, threads: int
+) -> None:
+    rows = -(-STREAM_BYTES // row_bytes)
+    weights = make_buffer((1000, row_bytes), offset=5, seed=1).view
+    generator = torch.Generator().manual_seed(row_bytes)
+    indices = torch.randint(-20, 1200, (rows,), dtype=torch.int32, generator=generator)
+    output = make_buffer((rows, row_bytes), gap=offset % 7, offset=offset, seed=2)
+    twin = output.twin()
+    indexing(weights, indices, output=output.view, vocab_range=(100, 900))
+    twin.view.copy_(ref_indexing(weights, indices, (100, 900)))
+    assert output.same(twin)
+
+
+@pytest.mark.parametrize("row_bytes", [65, 656, 4095])
+def test_h2d_gather_streams_every_byte_and_no_other(row_bytes: int, threads: int) -> None:
+    slots = -(-STREAM_BYTES // row_bytes)
+    src = make_buffer((500, row_bytes), offset=1, seed=1).view
+    dst = make_buffer((slots, row_bytes), gap=3, offset=7, seed=2)
+    rows = slots * 2 // 3
+    pairs = torch.stack(
+        [torch.randint(-30, 500, (rows,)), torch.tensor(distinct(rows, slots))], dim=1
+    )
+    pairs[::11, 1] = -1
+    pairs[::11, 0] = 2**62  # the source of a skipped pair is not looked at
+    twin = dst.twin()
+    h2d_gather(src, dst.view, pairs)
+    pairs[::11, 0] = 0
+    ref_h2d_gather(src, twin.view, pairs)
+    assert dst.same(twin)
+
+
+def test_nothing_is_written_where_the_last_index_is_out_of_range(threads: int) -> None:
+    caches = [make_buffer((4096, 2048), seed=s) for s in (1, 2)]
+    twins = [cache.twin() for cache in caches]
+    k = torch.zeros(4096, 2048, dtype=torch.uint8)
+    indices = torch.randperm(4096)
+    indices[-1] = 4096
+    with pytest.raises(IndexError, match="nothing was written"):
+        store_cache(caches[0].view, caches[1].view, indices, k, k)
+    assert all(cache.same(twin) for cache, twin in zip(caches, twins, strict=True))
+
+
+LITTLE_ADDRESS_SPACE = """
+import resource, torch
+from jitkern import store_cache
+from jitkern.jit import host
+host.module()["set_num_threads"](64)
+cache, k = torch.zeros(8192, 16384, dtype=torch.uint8), torch.ones(8192, 16384, dtype=torch.uint8)
+slots = torch.randperm(8192)
+with open("/proc/self/statm") as statm:
+    used_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ROOM, hard))
+store_cache(cache, cache, slots, k, k)
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert bool((cache == 1).all())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits its own address space")
+@pytest.mark.parametrize("room_bytes", [1 << 20, 40 << 20])
+def test_no_more_threads_to_be_had(room_bytes: int) -> None:
+    code = LITTLE_ADDRESS_SPACE.replace("ROOM", str(room_bytes))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads_after_fork() -> None:
+    host.module()["set_num_threads"](3)
+    cache = torch.zeros(4096, 4096, dtype=torch.uint8).share_memory_()
+    k = torch.ones(4096, 4096, dtype=torch.uint8)
+    slots = torch.randperm(4096)
+    store_cache(cache, cache, slots, k * 2, k * 2)
+    child = os.fork()
+    if child == 0:
+        store_cache(cache, cache, slots, k, k)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    host.module()["set_num_threads"](torch.get_num_threads())
+    assert bool((cache == 1).all())
