@@ -1,8 +1,7 @@
+#include <jitkern/cpu_copy.h>
 #include <jitkern/pair_args.h>
-#include <jitkern/parallel.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <string>
 
@@ -45,12 +44,10 @@ template <class Index>
 void copy_pairs(const PairCopyParams& p, i64 row_bytes) {
   const auto* pairs = static_cast<const Index*>(p.pairs);
   const auto skipped = [&](i64 i) { return pairs[2 * i] < 0 || pairs[2 * i + 1] < 0; };
-  parallel_for(p.num_pairs, 2 * p.num_pairs * row_bytes, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      if (skipped(i)) continue;
-      std::memcpy(p.dst + pairs[2 * i + 1] * p.dst_stride_bytes,
-                  p.src + pairs[2 * i] * p.src_stride_bytes, row_bytes);
-    }
+  copy_rows<true>(p.num_pairs, row_bytes, p.num_dst_rows * row_bytes, [&](i64 i) {
+    if (skipped(i)) return CpuRow{nullptr, nullptr};
+    return CpuRow{p.dst + pairs[2 * i + 1] * p.dst_stride_bytes,
+                  p.src + pairs[2 * i] * p.src_stride_bytes};
   });
   if (p.slot_map == nullptr) return;
   for (i64 i = 0; i < p.num_pairs; ++i) {

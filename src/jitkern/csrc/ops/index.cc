@@ -1,11 +1,10 @@
 // indexing on the host: checks, CPU implementation, launch.
 #include "index.h"
 
+#include <jitkern/cpu_copy.h>
 #include <jitkern/launch.h>
-#include <jitkern/parallel.h>
 #include <tvm/ffi/function.h>
 
-#include <cstring>
 #include <limits>
 #include <string>
 
@@ -23,16 +22,11 @@ void index_cpu(const IndexParams& p, i64 row_bytes) {
       raise_index_error(kOp, "indices", i, indices[i], p.bound, "; nothing was written");
     }
   }
-  parallel_for(p.num_rows, 2 * p.num_rows * row_bytes, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      const i64 row = indices[i] < 0 ? -1 : indices[i] - p.vocab_start;
-      char* output = p.output + i * p.output_stride_bytes;
-      if (row >= 0 && row < p.vocab_length) {
-        std::memcpy(output, p.weights + row * p.weights_stride_bytes, row_bytes);
-      } else {
-        std::memset(output, 0, row_bytes);
-      }
-    }
+  copy_rows<true>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&](i64 i) {
+    const i64 row = indices[i] < 0 ? -1 : indices[i] - p.vocab_start;
+    const bool inside = row >= 0 && row < p.vocab_length;
+    return CpuRow{p.output + i * p.output_stride_bytes,
+                  inside ? p.weights + row * p.weights_stride_bytes : nullptr};
   });
 }
 

@@ -1,11 +1,9 @@
 // store_cache on the host: checks, CPU implementation, launch.
 #include "store.h"
 
+#include <jitkern/cpu_copy.h>
 #include <jitkern/launch.h>
-#include <jitkern/parallel.h>
 #include <tvm/ffi/function.h>
-
-#include <cstring>
 
 namespace jitkern {
 
@@ -21,14 +19,12 @@ void store_cpu(const StoreParams& p, i64 row_bytes) {
       raise_index_error(kOp, "indices", i, indices[i], p.num_slots, "; nothing was written");
     }
   }
-  parallel_for(p.num_rows, 4 * p.num_rows * row_bytes, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      if (indices[i] < 0) continue;
-      for (const StoreParams::Copy& copy : p.copies) {
-        std::memcpy(copy.cache + indices[i] * copy.cache_stride_bytes,
-                    copy.rows + i * copy.row_stride_bytes, row_bytes);
-      }
-    }
+  // K and V in turn, so that an index is read once: row 2 i is of K, row 2 i + 1 of V.
+  copy_rows<false>(2 * p.num_rows, row_bytes, 2 * p.num_slots * row_bytes, [&](i64 row) {
+    const i64 i = row / 2;
+    const StoreParams::Copy& copy = p.copies[row % 2];
+    char* slot = indices[i] < 0 ? nullptr : copy.cache + indices[i] * copy.cache_stride_bytes;
+    return CpuRow{slot, copy.rows + i * copy.row_stride_bytes};
   });
 }
 

@@ -1,0 +1,73 @@
+// Copies of many rows on the CPU.
+//
+// A plain store first reads the line that it overwrites; a streaming (non-temporal) store does not,
+// so a third of the traffic is saved. Rows at random places are asked for a few rows ahead of their
+// copy. Measured against memcpy row by row, 8,192 rows that no cache holds, one core of a Xeon:
+// store 2.8x (256 B) to 1.5x (8 KB), indexing 1.2x to 1.5x.
+#pragma once
+
+#include <jitkern/parallel.h>
+#include <jitkern/types.h>
+
+#include <cstring>
+
+namespace jitkern {
+
+// A copy that passes the caches by for every whole line of `dst`. Plain memcpy where the processor
+// is not x86. Other threads may read the rows after end_stream().
+void stream_row(char* dst, const char* src, i64 row_bytes);
+void end_stream();
+
+constexpr i64 kLineBytes = 64;
+
+// The size of the table written to from which rows are streamed: a smaller one stays in the 2 MiB
+// of L2 that a core has, where plain stores are twice as fast.
+constexpr i64 kStreamMinBytes = i64(2) << 20;
+
+constexpr i64 kRowsAhead = 4;   // rows between the prefetch and the copy
+constexpr i64 kLinesAhead = 4;  // of a source row; the processor sees by itself what follows
+
+inline bool shares_line(const char* end) { return reinterpret_cast<u64>(end) % kLineBytes != 0; }
+
+struct CpuRow {
+  char* dst;        // null: nothing to do
+  const char* src;  // null: zeros
+};
+
+// What stream_row will wait for: the source where it is at a random place, and the lines that the
+// row shares with its neighbours, which are not streamed.
+template <bool kRandomSources>
+void prefetch_row(const CpuRow& row, i64 row_bytes) {
+  if (row.dst == nullptr) return;
+  if (kRandomSources && row.src != nullptr) {
+    for (i64 at = 0; at < row_bytes && at < kLinesAhead * kLineBytes; at += kLineBytes) {
+      __builtin_prefetch(row.src + at);
+    }
+  }
+  if (shares_line(row.dst)) __builtin_prefetch(row.dst, 1);
+  if (shares_line(row.dst + row_bytes)) __builtin_prefetch(row.dst + row_bytes, 1);
+}
+
+// Copies rows [0, count); `row_at(i)` says where row i goes and where it comes from. `dst_bytes` is
+// the size of the table that they go to.
+template <bool kRandomSources, class RowAt>
+void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
+  const bool stream = dst_bytes >= kStreamMinBytes;
+  parallel_for(count, 2 * count * row_bytes, [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      if (i + kRowsAhead < end) prefetch_row<kRandomSources>(row_at(i + kRowsAhead), row_bytes);
+      const CpuRow row = row_at(i);
+      if (row.dst == nullptr) continue;
+      if (row.src == nullptr) {
+        std::memset(row.dst, 0, row_bytes);
+      } else if (stream) {
+        stream_row(row.dst, row.src, row_bytes);
+      } else {
+        std::memcpy(row.dst, row.src, row_bytes);
+      }
+    }
+    if (stream) end_stream();
+  });
+}
+
+}  // namespace jitkern
