@@ -43,12 +43,10 @@ format: $(call ready,dev)
 bench: $(call ready,bench)
 	$(PY) -m bench
 
-# Needs a GPU and compute-sanitizer (part of the CUDA toolkit).
+# The host module under Address- and UBSan; on a GPU also compute-sanitizer (part of the CUDA toolkit)
+# over the kernels. SANITIZE="memcheck --thin 5" runs one tool over every fifth test.
 sanitize: $(call ready,test)
-	for tool in memcheck racecheck initcheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
-	    $(PY) -m pytest -m cuda $(PYTEST_ARGS) || exit 1; \
-	done
+	$(PY) tests/sanitize.py $(SANITIZE)
 
 docs: $(call ready,docs)
 	$(PY) -m mkdocs build --strict
