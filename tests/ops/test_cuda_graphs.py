@@ -370,7 +370,8 @@ def test_graphs_on_the_second_gpu() -> None:
         output = torch.zeros(ROWS, ROW_BYTES, dtype=torch.uint8, device="cuda:1")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # A stream of its own: the one that torch.cuda.graph keeps is of the GPU that was first.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
             indexing(table, indices, output=output)
         indices += 7
         graph.replay()
