@@ -33,29 +33,31 @@ __attribute__((target("avx512f"))) void stream_lines_avx512(char* dst, const cha
   }
 }
 
-}  // namespace
-
+template <void (*kStreamLines)(char* dst, const char* src, i64 lines)>
 void stream_row(char* dst, const char* src, i64 row_bytes) {
-  static const auto stream_lines =
-      __builtin_cpu_supports("avx512f") ? stream_lines_avx512 : stream_lines_sse2;
   const i64 head_bytes = -reinterpret_cast<u64>(dst) % kLineBytes;
   const i64 lines = (row_bytes - head_bytes) / kLineBytes;
-  if (lines <= 0) {
-    std::memcpy(dst, src, row_bytes);
-    return;
-  }
+  if (lines <= 0) return copy_row(dst, src, row_bytes);
   // A part of a line, streamed alone, would cost memory a read and a write.
   const i64 tail = head_bytes + lines * kLineBytes;
-  std::memcpy(dst, src, head_bytes);
-  stream_lines(dst + head_bytes, src + head_bytes, lines);
-  std::memcpy(dst + tail, src + tail, row_bytes - tail);
+  if (head_bytes != 0) std::memcpy(dst, src, head_bytes);
+  kStreamLines(dst + head_bytes, src + head_bytes, lines);
+  if (tail != row_bytes) std::memcpy(dst + tail, src + tail, row_bytes - tail);
+}
+
+}  // namespace
+
+CopyRow streaming_copy_row() {
+  static const CopyRow best = __builtin_cpu_supports("avx512f") ? stream_row<stream_lines_avx512>
+                                                                : stream_row<stream_lines_sse2>;
+  return best;
 }
 
 void end_stream() { _mm_sfence(); }
 
 #else
 
-void stream_row(char* dst, const char* src, i64 row_bytes) { std::memcpy(dst, src, row_bytes); }
+CopyRow streaming_copy_row() { return copy_row; }
 
 void end_stream() {}
 

@@ -13,9 +13,15 @@
 
 namespace jitkern {
 
-// A copy that passes the caches by for every whole line of `dst`. Plain memcpy where the processor
-// is not x86. Other threads may read the rows after end_stream().
-void stream_row(char* dst, const char* src, i64 row_bytes);
+using CopyRow = void (*)(char* dst, const char* src, i64 row_bytes);
+
+inline void copy_row(char* dst, const char* src, i64 row_bytes) {
+  std::memcpy(dst, src, row_bytes);
+}
+
+// A copy that passes the caches by for every whole line of `dst`; plain where the processor is not
+// x86. Other threads may read the rows after end_stream().
+CopyRow streaming_copy_row();
 void end_stream();
 
 constexpr i64 kLineBytes = 64;
@@ -34,10 +40,11 @@ struct CpuRow {
   const char* src;  // null: zeros
 };
 
-// What stream_row will wait for: the source where it is at a random place, and the lines that the
-// row shares with its neighbours, which are not streamed.
+// What the copy will wait for: the source where it is at a random place, and the lines that the
+// row shares with its neighbours, which are not streamed. (Not inlined, GCC takes a function of
+// nothing but prefetches for one without effects and drops the call.)
 template <bool kRandomSources>
-void prefetch_row(const CpuRow& row, i64 row_bytes) {
+__attribute__((always_inline)) inline void prefetch_row(const CpuRow& row, i64 row_bytes) {
   if (row.dst == nullptr) return;
   if (kRandomSources && row.src != nullptr) {
     for (i64 at = 0; at < row_bytes && at < kLinesAhead * kLineBytes; at += kLineBytes) {
@@ -53,6 +60,7 @@ void prefetch_row(const CpuRow& row, i64 row_bytes) {
 template <bool kRandomSources, class RowAt>
 void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
   const bool stream = dst_bytes >= kStreamMinBytes;
+  const CopyRow copy = stream ? streaming_copy_row() : copy_row;
   parallel_for(count, 2 * count * row_bytes, [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       if (i + kRowsAhead < end) prefetch_row<kRandomSources>(row_at(i + kRowsAhead), row_bytes);
@@ -60,10 +68,8 @@ void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
       if (row.dst == nullptr) continue;
       if (row.src == nullptr) {
         std::memset(row.dst, 0, row_bytes);
-      } else if (stream) {
-        stream_row(row.dst, row.src, row_bytes);
       } else {
-        std::memcpy(row.dst, row.src, row_bytes);
+        copy(row.dst, row.src, row_bytes);
       }
     }
     if (stream) end_stream();
