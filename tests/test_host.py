@@ -190,7 +190,9 @@ def test_the_shipped_library_is_portable(built: Path) -> None:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     needed = [line.split()[1] for line in text.splitlines() if "NEEDED" in line]
     assert "libtvm_ffi.so" in needed
-    assert not any("stdc++" in name or "cuda" in name for name in needed)
+    assert not any("cuda" in name for name in needed)  # found by dlopen where there is one
+    assert "RPATH" not in text
+    assert "RUNPATH" not in text
     assert "RUNPATH" not in text
     assert str(built.parent).encode() not in library.read_bytes()
 
