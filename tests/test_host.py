@@ -193,7 +193,6 @@ def test_the_shipped_library_is_portable(built: Path) -> None:
     assert not any("cuda" in name for name in needed)  # found by dlopen where there is one
     assert "RPATH" not in text
     assert "RUNPATH" not in text
-    assert "RUNPATH" not in text
     assert str(built.parent).encode() not in library.read_bytes()
 
 
