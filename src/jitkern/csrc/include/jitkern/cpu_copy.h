@@ -3,7 +3,7 @@
 // A plain store first reads the line that it overwrites; a streaming (non-temporal) store does not,
 // so a third of the traffic is saved. Rows at random places are asked for a few rows ahead of their
 // copy. Measured against memcpy row by row, 8,192 rows that no cache holds, one core of a Xeon:
-// store 2.8x (256 B) to 1.5x (8 KB), indexing 1.2x to 1.5x.
+// store 2.5x (256 B) to 1.5x (8 KB), indexing 1.2x to 1.5x.
 #pragma once
 
 #include <jitkern/parallel.h>
