@@ -26,8 +26,8 @@ OPS = ("store", "index", "h2d_gather", "d2h_scatter")
 HOST_TESTS = (*OPS, "compare_key", "cpu_copy", "errors_table")
 FOUND = 97  # exit status of compute-sanitizer; pytest's own are 0 to 5
 
-# Captured graphs need torch's caching allocator, which is off below.
-NOT_UNDER_TOOLS = "not graph and not replay"
+# Captured graphs and the record of a source's use need torch's caching allocators, off below.
+NOT_UNDER_TOOLS = "not graph and not replay and not recorded"
 
 
 class Thin:

@@ -94,7 +94,8 @@ def h2d_gather(
         in device memory. On distinct rows this costs less than 2 %.
     reuse_resident : bool
         Do not fetch rows with ``slot_map[source row] >= 0`` but copy them from that row of ``dst``;
-        -1 means absent. Rows that are copied from must not be destinations of the same call.
+        -1 means absent. The map is believed: a slot must still hold its row, and a slot that is
+        copied from must not be a destination of the same call.
     num_sms : int, optional
         Blocks of 1024 threads that read over the bus, at most one an SM, clamped to the GPU's SMs.
         By default as many as keep the bus busy also beside a GEMM: 3 for rows of more than 512
