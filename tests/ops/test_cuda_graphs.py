@@ -14,7 +14,7 @@ from ref import ref_h2d_gather, ref_indexing, ref_store
 from torch import Tensor
 
 import jitkern
-from jitkern import h2d_gather, indexing, store_cache
+from jitkern import d2h_scatter, h2d_gather, indexing, store_cache
 
 pytestmark = pytest.mark.cuda
 
@@ -287,6 +287,27 @@ def test_two_streams_on_one_cache() -> None:
     torch.cuda.synchronize()
     assert torch.equal(cache[0][slots], rows)
     assert torch.equal(cache[0][slots + SLOTS].cpu(), src)
+
+
+@pytest.mark.parametrize("rows", [SLOTS, 40_000], ids=["small", "large"])
+def test_a_gather_and_a_scatter_on_two_streams(rows: int) -> None:
+    """Both ways over the bus at once, 50 times; large gathers each with scratch memory."""
+    incoming, outgoing = pinned_bytes(rows), device_bytes(rows, 1)
+    arrived = torch.zeros_like(outgoing)
+    written = torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, pin_memory=True)
+    numbers = torch.arange(rows, device="cuda")
+    there = torch.stack([numbers // 2, torch.randperm(rows, device="cuda")], dim=1)  # repeats
+    back = torch.stack([numbers, numbers.flip(0)], dim=1)
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(50):
+        with torch.cuda.stream(first):
+            h2d_gather(incoming, arrived, there)
+        with torch.cuda.stream(second):
+            d2h_scatter(outgoing, written, back)
+    torch.cuda.synchronize()
+    assert torch.equal(arrived[there[:, 1]].cpu(), incoming[there[:, 0].cpu()])
+    assert torch.equal(written, outgoing.cpu().flip(0))
 
 
 def test_many_threads_at_first_use() -> None:
