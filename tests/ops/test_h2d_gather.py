@@ -347,6 +347,17 @@ def test_out_of_range_in_a_large_call(device: torch.device) -> None:
     assert dst.same(twin)
 
 
+@pytest.mark.parametrize("slot_dtype", INT_DTYPES)
+def test_resident_rows_past_int32_need_int64_pairs(slot_dtype: torch.dtype) -> None:
+    src = torch.zeros(3, 1, dtype=torch.uint8)
+    dst = torch.zeros(1, 1, dtype=torch.uint8).expand(2**31 + 1, 1)
+    pairs = torch.tensor([[0, 1]], dtype=torch.int32)
+    slot_map = torch.full((3,), -1, dtype=slot_dtype)
+    arg = "slot_map" if slot_dtype == torch.int32 else "pairs"
+    with pytest.raises(TypeError, match=f"^h2d_gather: {arg}: dtype int32, expected int64 for "):
+        h2d_gather(src, dst, pairs, slot_map=slot_map, reuse_resident=True)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [64, 65_536], ids=["small", "large"])
 def test_a_recorded_source_may_be_freed_right_after_the_call(rows: int) -> None:

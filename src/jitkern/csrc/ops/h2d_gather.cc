@@ -5,6 +5,7 @@
 #include <tvm/ffi/function.h>
 
 #include <cstring>
+#include <limits>
 #include <string>
 
 namespace jitkern {
@@ -118,6 +119,12 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   if (reuse_resident && slot_map.type_index() == tvm::ffi::TypeIndex::kTVMFFINone) {
     raise_value_error(kOp, "reuse_resident", "True without a slot_map",
                       "a slot_map that says which rows are resident, or False");
+  }
+  // The rows that a resident row is copied from and to travel in the type of `pairs`.
+  if (reuse_resident && args.pairs.index_bytes == 4 &&
+      args.dst_rows.num_rows > std::numeric_limits<i32>::max()) {
+    args.pairs_tensor.type_error("dtype int32",
+                                 "int64 for reuse_resident with a dst of 2^31 or more rows");
   }
   if (!args.dst.on_cuda()) {
     reuse_resident ? gather_resident_cpu(args) : args.run_on_cpu();
