@@ -18,6 +18,7 @@ from jitkern.perf import (
     cache_bytes_of,
     cpu_replay,
     cuda_replay,
+    percent_of_ceiling,
     time_replays,
 )
 
@@ -207,7 +208,7 @@ def compare(rows: list[Row]) -> None:
         if row.role == "ours" and row.median_us and peer:
             row.ratio_to_best_peer = peer / row.median_us
         if ceiling and row.gb_s:
-            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
+            row.percent_of_ceiling = percent_of_ceiling(row.gb_s, ceiling)
 
 
 def host_us_of(

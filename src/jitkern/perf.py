@@ -2,8 +2,8 @@
 
 The two functions of everyday use are :func:`perf_cuda` and :func:`compare_memory_kernel_perf`.
 The rest is what an honest comparison needs: several graphs timed in turn
-(:func:`time_replays`), buffers that have left the L2 (:class:`ColdBuffers`), and the bandwidth
-this very machine reaches on a plain copy (:func:`copy_ceiling`, :func:`host_copy_ceiling`).
+(:func:`time_replays`), buffers that have left the L2 (:class:`ColdBuffers`), and a plain copy, the
+ceiling of this very machine (:func:`copy_kernel`).
 GB is 1e9 bytes.
 """
 
@@ -31,11 +31,9 @@ __all__ = [
     "Timing",
     "cache_bytes_of",
     "compare_memory_kernel_perf",
-    "copy_ceiling",
     "copy_kernel",
     "cpu_replay",
     "cuda_replay",
-    "host_copy_ceiling",
     "percent_of_ceiling",
     "perf_cpu",
     "perf_cuda",
@@ -299,41 +297,6 @@ def time_replays(
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
-def copy_ceiling(size_bytes: int, *, rounds: int = 10) -> dict[str, float]:
-    """Measure device-to-device copies of ``size_bytes``: GB/s read plus written, per method.
-
-    The methods are ``copy kernel`` (a grid of 16-byte vectors, 4 in flight per thread) and
-    ``copy_`` (what PyTorch does). The larger is the ceiling of a memory kernel on this GPU.
-    """
-    torch = _torch_with_cuda("copy_ceiling")
-
-    def make(_: int) -> tuple[Any, Any]:
-        src = torch.empty(size_bytes, dtype=torch.uint8, device="cuda").fill_(1)
-        return torch.empty_like(src), src
-
-    buffers = ColdBuffers(make, 2 * size_bytes, cache_bytes=cache_bytes_of("cuda"))
-    replays = {}
-    for name, copy in (("copy kernel", copy_kernel()), ("copy_", _torch_copy)):
-        calls = [_bind(copy, *buffers[i]) for i in range(len(buffers))]
-        calls[0]()
-        replays[name] = cuda_replay(calls)
-    timings = time_replays(replays, device="cuda", rounds=rounds)
-    return {name: timing.gb_s(2 * size_bytes) for name, timing in timings.items()}
-
-
-def host_copy_ceiling(size_bytes: int, *, rounds: int = 5) -> dict[str, float]:
-    """Measure the copy engine (cudaMemcpyAsync on pinned memory): GB/s for ``h2d`` and ``d2h``."""
-    torch = _torch_with_cuda("host_copy_ceiling")
-    host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
-    replays = {
-        "h2d": Replay(lambda: there.copy_(host, non_blocking=True), 1),
-        "d2h": Replay(lambda: host.copy_(there, non_blocking=True), 1),
-    }
-    timings = time_replays(replays, device="cuda", rounds=rounds)
-    return {name: timing.gb_s(size_bytes) for name, timing in timings.items()}
-
-
 def percent_of_ceiling(gb_s: float, ceiling_gb_s: float) -> float:
     """Return ``gb_s`` in percent of the measured ceiling."""
     if ceiling_gb_s <= 0:
@@ -367,14 +330,6 @@ def _copy_module() -> DeviceModule:
         device_files=["perf/copy.cu"],
         device_wrappers=[("copy", f"jitkern::CopyKernel<{_COPY_THREADS}>")],
     )
-
-
-def _torch_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-    dst.copy_(src)
-
-
-def _bind(f: Callable[..., object], *args: object) -> Call:
-    return lambda: f(*args)
 
 
 def _torch_with_cuda(who: str) -> Any:
