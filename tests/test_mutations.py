@@ -100,7 +100,7 @@ MUTANTS = [
         ("wrong stride", "pair.dst_row * p.dst_stride_bytes", "pair.dst_row * p.src_stride_bytes"),
         ("swapped pair", "return {pair[0], pair[1]};", "return {pair[1], pair[0]};"),
         ("skipped lane", ALL_CHUNKS, ALL_CHUNKS + " if (threadIdx.x == 31) continue;", 1, 2),
-        ("one round only", "thread += step", "thread += num_threads"),
+        ("one round only", "batch + gridDim.x * (blockDim.x / 32)", "num_batches"),
         (
             "batch lost",
             "atomicAdd(p.next_batch_m1, 1u) + 1u",
@@ -109,8 +109,8 @@ MUTANTS = [
         ("count off by one", "*p.num_pairs_m1 + 1u", "*p.num_pairs_m1"),
         (
             "slot map of a fault",
-            "number, pair.dst_row, p.num_dst_rows);\n      return;",
-            "number, pair.dst_row, p.num_dst_rows);",
+            "p.num_src_rows : p.num_dst_rows);\n      return;",
+            "p.num_src_rows : p.num_dst_rows);",
         ),
         ("slot map of nobody", "if (row < 0) return;", ""),
     ),

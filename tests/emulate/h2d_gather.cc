@@ -187,8 +187,7 @@ void one_run(Random& random, Tally& tally) {
   copy.next_batch_m1 = nullptr;
   copy.num_pairs_m1 = claim.counts_m1 + 1;
   copy.num_src_rows = call.dst_rows;
-  using Copy = jitkern::CopyRows<kRowBytes, kVecBytes, kIndexBytes>;
-  run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 256, Copy::run}, {3}, 256,
+  run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {3}, 128,
                              random, copy, tally);
   dst.check();
   src.check();

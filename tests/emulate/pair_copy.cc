@@ -1,5 +1,4 @@
-// The copies between host and device memory, h2d_gather and d2h_scatter, and those of h2d_gather
-// inside device memory, on exact buffers.
+// The copies between host and device memory, h2d_gather and d2h_scatter, on exact buffers.
 #include "ops/d2h_scatter.cu"
 #include "ops/h2d_gather.cu"
 
@@ -11,13 +10,12 @@ using jitkern::kHostLineBytes;
 using jitkern::PairCopyParams;
 
 // Bits of Specialisation::variant.
-enum Variant { kScatter = 1, kOnDevice = 2, kLineAligned = 4, kSmallCall = 8 };
+enum Variant { kScatter = 1, kLineAligned = 2, kSmallCall = 4 };
 
 constexpr int in_flight(int variant) {
-  return variant & kOnDevice    ? jitkern::kOnDeviceInFlight
-         : variant & kSmallCall ? jitkern::kSmallInFlight
-         : variant & kScatter   ? jitkern::kScatterInFlight
-                                : jitkern::kLargeInFlight;
+  return variant & kSmallCall ? jitkern::kSmallInFlight
+         : variant & kScatter ? jitkern::kScatterInFlight
+                              : jitkern::kLargeInFlight;
 }
 
 template <class Kernel>
@@ -38,11 +36,6 @@ void add_scatter(Specialisations<PairCopyParams>& list) {
                           in_flight(kVariant | kScatter), 1024, 1>;
   add<Kernel>(list, kRowBytes, kVecBytes, kIndexBytes, kVariant | kScatter);
 }
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
-void add_on_device(Specialisations<PairCopyParams>& list) {
-  using Kernel = jitkern::CopyRows<kRowBytes, kVecBytes, kIndexBytes>;
-  add<Kernel>(list, kRowBytes, kVecBytes, kIndexBytes, kOnDevice);
-}
 
 // Every row size is gathered and scattered; index type, alignment and size of the call take turns.
 template <i64 kRowBytes, int kVecBytes>
@@ -53,7 +46,6 @@ void kernels(Specialisations<PairCopyParams>& list) {
   constexpr int kSmall = kRowBytes % 5 == 0 ? kSmallCall : 0;
   add_gather<kRowBytes, kVecBytes, kIndex, kSmall>(list);
   add_scatter<kRowBytes, kVecBytes, kOther, kAligned | kSmall>(list);
-  if constexpr (kRowBytes % 4 == 0) add_on_device<kRowBytes, kVecBytes, kIndex>(list);
   if constexpr (sweeps_all(kRowBytes)) {
     add_gather<kRowBytes, kVecBytes, kOther, kLineAligned>(list);
     add_gather<kRowBytes, kVecBytes, kOther, (kSmallCall - kSmall)>(list);
@@ -63,7 +55,6 @@ void kernels(Specialisations<PairCopyParams>& list) {
   add_gather<kRowBytes, kVecBytes, kOther, 0>(list);
   add_gather<kRowBytes, kVecBytes, kIndex, kSmallCall | kLineAligned>(list);
   add_scatter<kRowBytes, kVecBytes, kIndex, kSmallCall>(list);
-  add_on_device<kRowBytes, kVecBytes, kOther>(list);
 #endif
 }
 EMULATE_COLLECT(PairCopyParams, kernels)
@@ -78,15 +69,14 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
   const bool scatter = kernel.variant & kScatter;
-  const bool on_device = kernel.variant & kOnDevice;
   const bool line_aligned = kernel.variant & kLineAligned;
   const bool small_call = kernel.variant & kSmallCall;
   // Either many small blocks, or one or two full ones that go round several times, in equal shares
   // or as each warp comes free.
-  const bool shares = !small_call && !on_device && random.below(6) == 0;
+  const bool shares = !small_call && random.below(6) == 0;
   const unsigned num_threads = small_call ? 256 : shares ? 64 : kernel.num_threads;
-  const jitkern::GroupShape shape = jitkern::pair_copy_shape(
-      row_bytes, vec_bytes, line_aligned || on_device, in_flight(kernel.variant));
+  const jitkern::GroupShape shape =
+      jitkern::pair_copy_shape(row_bytes, vec_bytes, line_aligned, in_flight(kernel.variant));
   const i64 num_pairs = any_num_rows(shape, num_threads, random);
   const i64 src_rows = random.pick({i64(1), num_pairs, 2 * num_pairs});
   const i64 dst_rows = num_pairs + random.below(num_pairs + 2);

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.jit import host
 from jitkern.jit.loader import DeviceModule, load_jit
-from jitkern.jit.template import make_cpp_args
 from jitkern.ops.common import name_unreadable
 from jitkern.ops.pairs import pair_copy_args, pair_specialisations
 
@@ -30,11 +29,7 @@ def kernel(
     args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, in_flight)
     wrappers = [("h2d_gather", f"jitkern::H2DGather<{args}>")]
     if in_flight == _LARGE_IN_FLIGHT:
-        row_args = make_cpp_args(row_bytes, vec_bytes, index_bytes)
-        wrappers += [
-            ("claim", f"jitkern::ClaimRows<{index_bytes}>"),
-            ("copy", f"jitkern::CopyRows<{row_args}>"),
-        ]
+        wrappers.append(("claim", f"jitkern::ClaimRows<{index_bytes}>"))
     return load_jit(
         "h2d_gather", *args, device_files=["ops/h2d_gather.cu"], device_wrappers=wrappers
     )

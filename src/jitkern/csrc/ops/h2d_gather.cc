@@ -14,7 +14,6 @@ namespace {
 
 constexpr const char* kOp = "h2d_gather";
 constexpr i64 kSmallCallBytes = 1 << 20;  // up to here a call is latency: spread it over the GPU
-constexpr int kCopyBlocksPerSm = 8;
 
 // The scratch memory of one large call: the table of `claim`, three counters, and its lists.
 struct Workspace {
@@ -106,7 +105,7 @@ void launch_deduplicated(const LaunchScope& scope, PairArgs& args, const PairLay
   p.src_stride_bytes = p.dst_stride_bytes;
   p.num_src_rows = p.num_dst_rows;
   p.slot_rows = claim.copied_rows;
-  scope.launch(kernels[2], kCopyBlocksPerSm * scope.device.num_sms, 1, kernels[2].num_threads, p);
+  scope.launch(kernels[0], scope.device.num_sms, 1, kernels[0].num_threads, p);
 }
 
 // `workspace`: h2d_gather_workspace_bytes of scratch memory on the device for a call that shall
@@ -131,7 +130,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
     return;
   }
   static KernelTable small_kernels("h2d_gather", {"h2d_gather"});
-  static KernelTable large_kernels("h2d_gather", {"h2d_gather", "claim", "copy"});
+  static KernelTable large_kernels("h2d_gather", {"h2d_gather", "claim"});
   const LaunchScope scope(args.dst);
   args.map_host_rows();
   if (args.empty()) return;

@@ -1,6 +1,6 @@
 // h2d_gather on the device. Small calls are one launch of H2DGather over the pairs. Large ones put
-// ClaimRows in front, which leaves each distinct source row to one fetch over PCIe, and CopyRows
-// behind, which copies the repeats in device memory at 80 times the speed of the bus.
+// ClaimRows in front, which leaves each distinct source row to one fetch over PCIe, and H2DGather
+// once more behind: on all SMs it copies the repeats in device memory, 80 times as fast as the bus.
 #include <jitkern/pair_copy.cuh>
 
 #include "h2d_gather.h"
@@ -12,15 +12,11 @@ template <i64 kRowBytes, int kVecBytes, int kIndexBytes, bool kLineAligned, int 
 using H2DGather = PairCopy<kRowBytes, kVecBytes, kIndexBytes, kLineAligned, kInFlight, kHostSource,
                            kThreads, kMaxOccupancy>;
 
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
-using CopyRows = PairCopy<kRowBytes, kVecBytes, kIndexBytes, /*kLineAligned=*/true,
-                          kOnDeviceInFlight, kNoHostSide, kOnDeviceThreads, 4>;
-
 template <int kIndexBytes>
 struct ClaimRows {
   using Params = ClaimParams;
   using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kOnDeviceThreads;
+  static constexpr int kNumThreads = 256;
   static constexpr int kMinBlocks = 4;
 
   static __device__ void run(const Params& p) {

@@ -14,7 +14,7 @@
 namespace jitkern {
 
 constexpr int kMaxSpec = 6;
-constexpr int kMaxEntries = 3;
+constexpr int kMaxEntries = 2;
 
 // The template arguments that a call's shapes and alignment ask for, in the order of the op's
 // Python `kernel(*spec)`.

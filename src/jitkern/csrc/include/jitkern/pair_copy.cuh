@@ -26,21 +26,10 @@ struct PairCopy {
 
   static __device__ void run(const Params& p) {
     const i64 num_pairs = p.num_pairs_m1 == nullptr ? p.num_pairs : i64(*p.num_pairs_m1 + 1u);
-    const i64 num_threads = Rows::kShape.num_threads(num_pairs);
-    if (p.next_batch_m1 == nullptr) {
-      const i64 step = i64(gridDim.x) * blockDim.x;
-      for (i64 thread = thread_number(); thread < num_threads; thread += step) {
-        copy_rows(p, num_pairs, Rows(thread));
-      }
-      return;
-    }
-    u32 batch = take_batch(p);
-    while (true) {
-      batch = __shfl_sync(0xffffffffu, batch, 0);
-      const i64 thread = i64(batch) * 32 + threadIdx.x % 32;
-      if (i64(batch) * 32 >= num_threads) return;
-      batch = take_batch(p);  // before the rows, so that the answer comes while they do
-      if (thread < num_threads) copy_rows(p, num_pairs, Rows(thread));
+    if constexpr (kInFlight == kSmallInFlight) {
+      copy_rows(p, num_pairs, Rows(thread_number()));  // the launch has a thread for each share
+    } else {
+      copy_batches(p, num_pairs);
     }
   }
 
@@ -64,7 +53,22 @@ struct PairCopy {
     return {pair[0], pair[1]};
   }
 
-  // The number of the next batch, a warp's share of rows, in lane 0.
+  // A batch is what a warp takes at a time; 2^32 of them would be terabytes.
+  static __device__ void copy_batches(const Params& p, i64 num_pairs) {
+    const u32 num_batches = static_cast<u32>((Rows::kShape.num_threads(num_pairs) + 31) / 32);
+    const bool as_they_come = p.next_batch_m1 != nullptr;
+    u32 batch = as_they_come ? take_batch(p) : static_cast<u32>(thread_number() / 32);
+    while (true) {
+      if (as_they_come) batch = __shfl_sync(0xffffffffu, batch, 0);
+      if (batch >= num_batches) return;
+      const Rows group(i64(batch) * 32 + threadIdx.x % 32);
+      // The next one before the rows, so that the answer comes while they do.
+      batch = as_they_come ? take_batch(p) : batch + gridDim.x * (blockDim.x / 32);
+      copy_rows(p, num_pairs, group);
+    }
+  }
+
+  // The number of the next batch, in lane 0.
   static __device__ u32 take_batch(const Params& p) {
     return threadIdx.x % 32 == 0 ? atomicAdd(p.next_batch_m1, 1u) + 1u : 0u;
   }
@@ -116,12 +120,10 @@ struct PairCopy {
   static __device__ void finish_pair(const Params& p, i64 num_pairs, i64 number) {
     const Pair pair = read_pair(p, num_pairs, number);
     if (pair.is_padding()) return;
-    if (pair.src_row >= p.num_src_rows) {
-      report_fault(p.fault, p.src_site, number, pair.src_row, p.num_src_rows);
-      return;
-    }
-    if (pair.dst_row >= p.num_dst_rows) {
-      report_fault(p.fault, p.dst_site, number, pair.dst_row, p.num_dst_rows);
+    if (!pair.is_inside(p)) {
+      const bool is_src = pair.src_row >= p.num_src_rows;
+      report_fault(p.fault, is_src ? p.src_site : p.dst_site, number,
+                   is_src ? pair.src_row : pair.dst_row, is_src ? p.num_src_rows : p.num_dst_rows);
       return;
     }
     if (p.slot_map == nullptr) return;

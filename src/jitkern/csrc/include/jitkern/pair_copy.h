@@ -5,16 +5,14 @@
 
 namespace jitkern {
 
-constexpr int kHostLineBytes = 128;   // a PCIe read request of the GPU carries one such line
-constexpr int kPairMaxChunks = 8;     // vectors of one row that a lane moves at a time
-constexpr int kLargeInFlight = 8;     // 8 * 16 B * 2,048 threads are 5 us of the bus
-constexpr int kScatterInFlight = 4;   // writes are posted: nothing waits for their answer
-constexpr int kSmallInFlight = 1;     // in small calls rows are spread over warps instead
-constexpr int kOnDeviceInFlight = 2;  // device memory answers in a third of the time
-constexpr int kOnDeviceThreads = 256;
+constexpr int kHostLineBytes = 128;  // a PCIe read request of the GPU carries one such line
+constexpr int kPairMaxChunks = 8;    // vectors of one row that a lane moves at a time
+constexpr int kLargeInFlight = 8;    // 8 * 16 B * 2,048 threads are 5 us of the bus
+constexpr int kScatterInFlight = 4;  // writes are posted: nothing waits for their answer
+constexpr int kSmallInFlight = 1;    // in small calls rows are spread over warps instead
 
 // Which side of the copy is in host memory: its lines decide where lanes start.
-enum HostSide : int { kNoHostSide = 0, kHostSource = 1, kHostTarget = 2 };
+enum HostSide : int { kHostSource, kHostTarget };
 
 struct PairCopyParams {
   char* dst;
