@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bench.cases import first_call
 from bench.cases.checks import CHECKED, UNCHECKED
 from bench.cases.h2d_gather import TWO_SMS
 from bench.measure import Row
@@ -59,6 +60,7 @@ def reached(rows: Sequence[Row]) -> list[Goal]:
         *_gemm(figures),
         *_compare_key(figures),
         *_cpu(figures),
+        *_first_call(figures),
     ]
 
 
@@ -206,3 +208,20 @@ def _cpu(f: Figures) -> Iterator[Goal]:
                 )
             got = f.speed(op, case, "jitkern", ceiling[0])
             yield from _at_least(f"{name}: of copy_", got, 0.8)
+
+
+def _first_call(f: Figures) -> Iterator[Goal]:
+    def ms(case: str, impl: str) -> float | None:
+        us = f.us("first_call", case, impl)
+        return us / 1e3 if us else None
+
+    first = first_call.FIRST_KERNEL
+    yield from _at_most(f"{first}, loading NVRTC included", ms(first, first_call.COLD), 500, "ms")
+    for case in (*first_call.OPS, first_call.LARGE_CALL):
+        cold, nvcc = ms(case, first_call.COLD), ms(case, first_call.INLINE_COLD)
+        yield from _at_most(f"cold {case}", cold, 150, "ms")
+        if cold and nvcc:
+            yield from _at_least(f"cold {case}: of load_inline with nvcc", nvcc / cold, 60)
+        yield from _at_most(f"warm {case}, new process", ms(case, first_call.WARM), 2, "ms")
+    command = first_call.WARM_COMMAND
+    yield from _at_most(command, ms(command, "jitkern"), 10_000, "ms")

@@ -52,6 +52,24 @@ def test_cubin_of_an_op(arch: Arch) -> None:
     assert image.log == ""
 
 
+def test_minimal_gives_the_same_code() -> None:
+    closure = include_closure(STORE)
+    full, minimal = (
+        compile_kernel(closure.source, headers=closure.headers, minimal=minimal).data
+        for minimal in (False, True)
+    )
+    assert full == minimal
+
+
+def test_minimal_is_for_those_who_ask() -> None:
+    """Textures are what it leaves out, from NVRTC 12.4 on."""
+    source = "__device__ cudaTextureObject_t texture;\n#define VALUE 1\n" + KERNEL
+    assert compile_kernel(source).kind == "cubin"
+    if tuple(map(int, find_nvrtc().version.split("."))) >= (12, 4):
+        with pytest.raises(CompileError, match="cudaTextureObject_t"):
+            compile_kernel(source, minimal=True)
+
+
 def test_headers_come_from_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of that name in the current directory is not what is compiled."""
     monkeypatch.chdir(tmp_path)

@@ -1,14 +1,16 @@
 """The first call of a new row size: NVRTC of device code beside nvcc of a whole source file.
 
-Every figure comes from a fresh process, after `import torch`, with an empty kernel cache (cold) or
-the one that the process before left (warm). Runs with and without a GPU; with one, it is the op
-itself that is called and waited for, so loading the image is in.
+Every figure comes from fresh processes on two cores, after `import torch`, with an empty kernel
+cache (cold) or the one that a process before left (warm). Runs with and without a GPU; with one, it
+is the op itself that is called and waited for, so loading the image is in.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,9 +24,21 @@ from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "bench" / "peers"
-# A multiple of 128, so that the nvcc peer compiles too, and a size that no cache holds already.
-ROW_BYTES = 4480
+# A multiple of 128, so that the nvcc peer compiles too, and sizes that no cache holds already.
+ROW_BYTES, OTHER_ROW_BYTES = 4480, 4352
 OPS = ("store", "index", "h2d_gather")
+LARGE_CALL = "h2d_gather, large call"
+FIRST_KERNEL = "first kernel of a process"
+COLD, INLINE_COLD = "jitkern: NVRTC, cold", "load_inline with nvcc, cold"
+WARM, INLINE_WARM = "jitkern: warm, new process", "load_module of it, new process"
+WARM_COMMAND = "jitkern warm, 3 ops x 8 row sizes x 4 archs"
+WARM_ARGUMENTS = (
+    *("--op", ",".join(OPS)),
+    *("--element-size", "128,256,512,656,1024,2048,4096,7168"),
+    *("--arch", "8.0,9.0,10.0,12.0"),
+)
+NUM_CORES = 2
+NUM_PROCESSES = 3  # the median of them
 INLINE = {
     "store": ("rows.cu", f"peer::StoreKernel<{ROW_BYTES}>::run"),
     "index": ("rows.cu", f"peer::IndexKernel<{ROW_BYTES}, 1>::run"),
@@ -34,47 +48,108 @@ TIMEOUT_S = 240
 
 
 def run(ctx: Context) -> Iterator[Row]:
+    processes = 1 if ctx.quick else NUM_PROCESSES
     with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as work:
+        bench = _Bench(ctx, Path(work))
         if not ctx.quick:
-            yield from _in_process(ctx, "host", work, "jitkern: host module, once per machine")
-        yield from _in_process(ctx, "cold", work, "jitkern: NVRTC, cold")
-        yield from _in_process(ctx, "warm", work, "jitkern: warm, new process")
+            yield from bench.host_module()
+        yield from bench.rows("cold", COLD, "ours", processes)
+        yield from bench.rows("warm", WARM, "ours", processes)
         for op in OPS[:1] if ctx.quick else OPS:
-            yield from _in_process(ctx, f"inline:{op}", work, "load_inline with nvcc, cold")
-        yield from _in_process(ctx, "inline_warm", work, "load_module of it, new process")
+            yield from bench.rows(f"inline:{op}", INLINE_COLD, "peer", processes)
+        yield from bench.rows("inline_warm", INLINE_WARM, "peer", processes)
+        if not ctx.quick:
+            yield bench.warm_command()
 
 
-def _in_process(ctx: Context, mode: str, work: str, name: str) -> list[Row]:
-    ctx.say(f"first_call: {name} {mode.partition(':')[2]}")
-    role = "ours" if name.startswith("jitkern") else "peer"
-    environment = {
-        **os.environ,
-        "JITKERN_CACHE_DIR": str(Path(work) / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "PYTHONWARNINGS": "ignore",
-    }
-    for variable in ("JITKERN_CACHE_PATH", "JITKERN_RECORD", "JITKERN_FREEZE"):
-        environment.pop(variable, None)
-    if ctx.quick:  # the host module as this run has it, instead of building another one
-        environment["JITKERN_CACHE_PATH"] = str(settings().cache_dir)
-    command = [sys.executable, "-m", "bench.cases.first_call", mode, ctx.device, work]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
+class _Bench:
+    """Starts the processes that are measured, all on the same two cores."""
+
+    def __init__(self, ctx: Context, work: Path) -> None:
+        self._ctx = ctx
+        self._work = work
+        self._kernels = work / "kernels"
+        self._cores = sorted(os.sched_getaffinity(0))[:NUM_CORES]
+        self._params = {"row_bytes": ROW_BYTES, "device": ctx.device, "cores": len(self._cores)}
+        # The host module is measured by itself; for the rest it is there, as in a wheel.
+        self._host_module = settings().cache_dir if ctx.quick else work / "host"
+        self._environment = {
+            **os.environ,
+            "JITKERN_CACHE_DIR": str(self._kernels),
+            "JITKERN_CACHE_PATH": str(self._host_module),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "PYTHONPYCACHEPREFIX": str(work / "bytecode"),  # as pip leaves it beside a module
+            "PYTHONWARNINGS": "ignore",
+        }
+        for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "PYTHONDONTWRITEBYTECODE"):
+            self._environment.pop(variable, None)
+
+    def host_module(self) -> list[Row]:
+        """Build it, for the other processes too."""
+        self._environment["JITKERN_CACHE_DIR"] = str(self._host_module)
+        try:
+            return self.rows("host", "jitkern: host module, once per machine", "ours")
+        finally:
+            self._environment["JITKERN_CACHE_DIR"] = str(self._kernels)
+
+    def rows(self, mode: str, name: str, role: str, processes: int = 1) -> list[Row]:
+        """Return a row for each figure of `mode`, the median over that many processes."""
+        self._ctx.say(f"first_call: {name} {mode.partition(':')[2]}")
+        runs: list[dict[str, dict[str, Any]]] = []
+        try:
+            for _ in range(processes):
+                if mode == "cold":
+                    shutil.rmtree(self._kernels, ignore_errors=True)
+                runs.append(self._figures(mode))
+        except (RuntimeError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+            return [error_row("first_call", mode, name, role, error)]
+        rows = []
+        for case, figure in runs[0].items():
+            row = Row("first_call", case, name, role, self._params)
+            row.median_us = statistics.median(run[case]["ms"] for run in runs) * 1e3
+            row.note = figure.get("note", "")
+            rows.append(row)
+        return rows
+
+    def warm_command(self) -> Row:
+        """Return the row of the whole command, from its start to its end."""
+        self._ctx.say(f"first_call: {WARM_COMMAND}")
+        shutil.rmtree(self._kernels, ignore_errors=True)
+        try:
+            start = time.perf_counter()
+            self._run([sys.executable, "-m", "jitkern", "warm", *WARM_ARGUMENTS])
+            seconds = time.perf_counter() - start
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            return error_row("first_call", WARM_COMMAND, "jitkern", "ours", error)
+        row = Row("first_call", WARM_COMMAND, "jitkern", "ours", self._params)
+        row.median_us, row.note = seconds * 1e6, "the process, start to end"
+        return row
+
+    def _figures(self, mode: str) -> dict[str, dict[str, Any]]:
+        module = "bench.cases.first_call"
+        arguments = [mode, self._ctx.device, str(self._work)]
+        lines = self._run([sys.executable, "-m", module, *arguments])
+        figures: dict[str, dict[str, Any]] = json.loads(lines[-1])
+        return figures
+
+    def _run(self, command: list[str]) -> list[str]:
+        everywhere = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores)  # inherited
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        finally:
+            os.sched_setaffinity(0, everywhere)
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise RuntimeError(f"exit {done.returncode}: {last}")
-        figures: dict[str, dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    except (RuntimeError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        return [error_row("first_call", mode, name, role, error)]
-    rows = []
-    for op, figure in figures.items():
-        row = Row("first_call", op, name, role, {"row_bytes": ROW_BYTES, "device": ctx.device})
-        row.median_us = figure["ms"] * 1e3
-        row.note = figure.get("note", "")
-        rows.append(row)
-    return rows
+        return done.stdout.strip().splitlines()
 
 
 # What follows runs in the process that is measured.
@@ -91,10 +166,10 @@ def _kernels(device: str) -> dict[str, dict[str, Any]]:
         "import": {"ms": _ms(_import), "note": "jitkern's ops and tvm-ffi, torch was there"}
     }
     calls = _real_calls() if device == "cuda" else _image_lookups()
-    for op, call in calls.items():
-        figures[op] = {"ms": _ms(call), "note": "the call" if device == "cuda" else "image only"}
+    for case, call in calls.items():
+        figures[case] = {"ms": _ms(call), "note": "the call" if device == "cuda" else "image only"}
     if device == "cuda":
-        figures[OPS[0]]["note"] += "; loading of the host module included"
+        figures[FIRST_KERNEL]["note"] += "; loading of the host module included"
     return figures
 
 
@@ -110,12 +185,17 @@ def _image_lookups() -> dict[str, Callable[[], object]]:
     from jitkern.jit.toolchain import Arch
     from jitkern.ops import device_ops
 
-    def look_up(module: Any) -> Callable[[], object]:
-        spec = module.specialisations(ROW_BYTES)[0]
-        return lambda: module.kernel(*spec).image(Arch.parse("9.0"))
-
     modules = device_ops()
-    return {op: look_up(modules[op]) for op in OPS}
+
+    def look_up(op: str, row_bytes: int, number: int = 0) -> Callable[[], object]:
+        spec = modules[op].specialisations(row_bytes)[number]
+        return lambda: modules[op].kernel(*spec).image(Arch.parse("9.0"))
+
+    return {
+        FIRST_KERNEL: look_up("store", OTHER_ROW_BYTES),
+        **{op: look_up(op, ROW_BYTES) for op in OPS},
+        LARGE_CALL: look_up("h2d_gather", ROW_BYTES, 1),
+    }
 
 
 def _real_calls() -> dict[str, Callable[[], object]]:
@@ -123,27 +203,35 @@ def _real_calls() -> dict[str, Callable[[], object]]:
 
     import jitkern
 
-    k_cache = torch.zeros(64, ROW_BYTES, dtype=torch.uint8, device="cuda")
-    v_cache = torch.zeros_like(k_cache)
+    other_cache, k_cache, v_cache = (
+        torch.zeros(64, row_bytes, dtype=torch.uint8, device="cuda")
+        for row_bytes in (OTHER_ROW_BYTES, ROW_BYTES, ROW_BYTES)
+    )
     rows = torch.ones(8, ROW_BYTES, dtype=torch.uint8, device="cuda")
     indices = torch.arange(8, dtype=torch.int32, device="cuda")
     pairs = torch.stack([indices, indices], 1)
     host_rows = torch.ones(64, ROW_BYTES, dtype=torch.uint8, pin_memory=True)
-
-    def store() -> None:
-        jitkern.store_cache(k_cache, v_cache, indices, rows, rows)
-        torch.cuda.synchronize()
-
-    def index() -> None:
-        jitkern.indexing(k_cache, indices, output=rows)
-        torch.cuda.synchronize()
-
-    def h2d_gather() -> None:
-        jitkern.h2d_gather(host_rows, k_cache, pairs)
-        torch.cuda.synchronize()
-
+    calls: dict[str, Callable[[], object]] = {
+        FIRST_KERNEL: lambda: jitkern.store_cache(
+            other_cache, other_cache, indices, other_cache[:8], other_cache[:8]
+        ),
+        "store": lambda: jitkern.store_cache(k_cache, v_cache, indices, rows, rows),
+        "index": lambda: jitkern.indexing(k_cache, indices, output=rows),
+        "h2d_gather": lambda: jitkern.h2d_gather(host_rows, k_cache, pairs),
+        LARGE_CALL: lambda: jitkern.h2d_gather(host_rows, k_cache, pairs, num_sms=2),
+    }
     torch.cuda.synchronize()
-    return {"store": store, "index": index, "h2d_gather": h2d_gather}
+    return {case: _and_wait(call) for case, call in calls.items()}
+
+
+def _and_wait(call: Callable[[], object]) -> Callable[[], None]:
+    import torch
+
+    def run() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return run
 
 
 def _inline(op: str, work: Path) -> dict[str, dict[str, Any]]:
@@ -154,6 +242,7 @@ def _inline(op: str, work: Path) -> dict[str, dict[str, Any]]:
     export = f"\nTVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, ({run_function}));\n"
     source = (PEERS / file).read_text() + "#include <tvm/ffi/function.h>" + export
     directory = work / f"inline_{op}"
+    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
 
     def build() -> object:

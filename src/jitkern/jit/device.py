@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ class DeviceModule:
         self.name = slug("_".join([name, *self.args]))
         self.wrappers = tuple(wrappers)
         self._files = tuple(files)
+        self._shipped = all(file.is_relative_to(CSRC / "ops") for file in files)
         self._recorded = dict(recorded or {})
         self._options = tuple(options)
         self._source = render([_include_name(file) for file in files], wrappers)
@@ -260,7 +262,11 @@ class DeviceModule:
 
         start = time.perf_counter()
         chosen = settings().compiler
-        compile_image = nvrtc.compile if chosen == "nvrtc" else nvcc.compile_with_nvcc
+        compile_image = (
+            partial(nvrtc.compile, minimal=self._shipped)
+            if chosen == "nvrtc"
+            else nvcc.compile_with_nvcc
+        )
         with no_fork():
             image = compile_image(
                 self._closure.source,
@@ -286,8 +292,7 @@ class DeviceModule:
         return Built(key, {f"{slug(self.op)}.{image.kind}": image.data}, meta)
 
     def _cure(self, arch: Arch) -> str:
-        shipped = all(file.is_relative_to(CSRC / "ops") for file in self._files)
-        if shipped and self.args and self.args[0].isdecimal():
+        if self._shipped and self.args and self.args[0].isdecimal():
             command = f"jitkern warm --op {self.op} --element-size {self.args[0]} --arch {arch}"
             return f"build it beforehand with: {command}"
         return (

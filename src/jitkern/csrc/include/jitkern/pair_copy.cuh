@@ -22,7 +22,7 @@ struct PairCopy {
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
   using Rows =
-      Group<window_bytes(kRowBytes, kVecBytes, kLineAligned), kVecBytes, kPairMaxChunks, kInFlight>;
+      Group<window_bytes(kRowBytes, kVecBytes, kLineAligned), kVecBytes, kInFlight, kInFlight>;
 
   static __device__ void run(const Params& p) {
     const i64 num_pairs = p.num_pairs_m1 == nullptr ? p.num_pairs : i64(*p.num_pairs_m1 + 1u);

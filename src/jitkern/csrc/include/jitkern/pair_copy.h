@@ -6,10 +6,11 @@
 namespace jitkern {
 
 constexpr int kHostLineBytes = 128;  // a PCIe read request of the GPU carries one such line
-constexpr int kPairMaxChunks = 8;    // vectors of one row that a lane moves at a time
+
+// How many vectors a thread has in flight, of one row or of several.
 constexpr int kLargeInFlight = 8;    // 8 * 16 B * 2,048 threads are 5 us of the bus
 constexpr int kScatterInFlight = 4;  // writes are posted: nothing waits for their answer
-constexpr int kSmallInFlight = 1;    // in small calls rows are spread over warps instead
+constexpr int kSmallInFlight = 1;    // in small calls vectors are spread over threads instead
 
 // Which side of the copy is in host memory: its lines decide where lanes start.
 enum HostSide : int { kHostSource, kHostTarget };
@@ -45,8 +46,8 @@ JITKERN_HOST_DEVICE constexpr i64 window_bytes(i64 row_bytes, i64 vec_bytes, boo
 
 JITKERN_HOST_DEVICE constexpr GroupShape pair_copy_shape(i64 row_bytes, i64 vec_bytes,
                                                          bool line_aligned, int in_flight) {
-  return group_shape(window_bytes(row_bytes, vec_bytes, line_aligned), vec_bytes, kPairMaxChunks,
-                     in_flight);
+  const i64 bytes = window_bytes(row_bytes, vec_bytes, line_aligned);
+  return group_shape(bytes, vec_bytes, in_flight, in_flight);
 }
 
 }  // namespace jitkern
