@@ -13,9 +13,10 @@ from buffers import make_buffer
 from ref import ref_h2d_gather, ref_indexing, ref_store
 
 from jitkern import h2d_gather, indexing, store_cache
-from jitkern.jit import host
 
-STREAM_BYTES = 2 << 20  # kStreamMinBytes: a table written to of this size or more is streamed
+# A table of this size is streamed: kStreamRandomMinBytes, kStreamMinBytesPerThread of cpu_copy.h.
+STREAM_BYTES = 2 << 20
+STREAM_BYTES_PER_THREAD = 4 << 20
 
 # Around one line, so that rows hold no whole line, one or several, and end anywhere in a line.
 ROW_BYTES = [15, 16, 63, 64, 65, 127, 128, 129, 191, 256, 656, 4095]
@@ -23,9 +24,10 @@ ROW_BYTES = [15, 16, 63, 64, 65, 127, 128, 129, 191, 256, 656, 4095]
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    host.module()["set_num_threads"](request.param)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
     yield request.param
-    host.module()["set_num_threads"](torch.get_num_threads())
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 16, 63])
@@ -49,7 +51,7 @@ def test_store_streams_every_byte_and_no_other(row_bytes: int, offset: int, thre
 def test_indexing_streams_every_byte_and_no_other(
     row_bytes: int, offset: int, threads: int
 ) -> None:
-    rows = -(-STREAM_BYTES // row_bytes)
+    rows = -(-threads * STREAM_BYTES_PER_THREAD // row_bytes)
     weights = make_buffer((1000, row_bytes), offset=5, seed=1).view
     generator = torch.Generator().manual_seed(row_bytes)
     indices = torch.randint(-20, 1200, (rows,), dtype=torch.int32, generator=generator)
@@ -87,20 +89,24 @@ def test_nothing_is_written_where_the_last_index_is_out_of_range(threads: int) -
     assert all(cache.same(twin) for cache, twin in zip(caches, twins, strict=True))
 
 
+# In a forked child, which may not use the parent's OpenMP and starts threads of its own.
 LITTLE_ADDRESS_SPACE = """
-import resource, torch
+import os, resource, torch
 from jitkern import store_cache
-from jitkern.jit import host
-host.module()["set_num_threads"](64)
+torch.set_num_threads(64)
 cache, k = torch.zeros(8192, 16384, dtype=torch.uint8), torch.ones(8192, 16384, dtype=torch.uint8)
 slots = torch.randperm(8192)
+store_cache(cache[:1], cache[:1], slots[:1] * 0, k[:1] * 2, k[:1] * 2)
+child = os.fork()
+if child != 0:
+    raise SystemExit(os.waitpid(child, 0)[1] != 0)
 with open("/proc/self/statm") as statm:
     used_bytes = int(statm.read().split()[0]) * resource.getpagesize()
 hard = resource.getrlimit(resource.RLIMIT_AS)[1]
 resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ROOM, hard))
 store_cache(cache, cache, slots, k, k)
 resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-assert bool((cache == 1).all())
+os._exit(memoryview(cache.numpy()).tobytes().count(1) != cache.numel())
 """
 
 
@@ -112,8 +118,9 @@ def test_no_more_threads_to_be_had(room_bytes: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_threads_after_fork() -> None:
-    host.module()["set_num_threads"](3)
+@pytest.mark.parametrize("threads", [3], indirect=True)
+def test_threads_after_fork(threads: int) -> None:
+    """The parent has a team of OpenMP by then, with which GNU's runtime would hang in the child."""
     cache = torch.zeros(4096, 4096, dtype=torch.uint8).share_memory_()
     k = torch.ones(4096, 4096, dtype=torch.uint8)
     slots = torch.randperm(4096)
@@ -123,5 +130,28 @@ def test_threads_after_fork() -> None:
         store_cache(cache, cache, slots, k, k)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    host.module()["set_num_threads"](torch.get_num_threads())
     assert bool((cache == 1).all())
+
+
+SHARED_THREADS = """
+import os, torch
+from jitkern import store_cache
+torch.set_num_threads(THREADS)
+def count():
+    return len(os.listdir("/proc/self/task"))
+rows = torch.empty(4096, 4096, dtype=torch.uint8)
+store_cache(rows[:1], rows[:1], torch.arange(1), rows[:1], rows[:1])
+before = count()
+store_cache(rows, rows, torch.arange(4096), rows, rows)
+ours = count()
+rows.fill_(1)
+print(ours - before, count() - ours)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts in /proc")
+def test_threads_are_those_of_torch(threads: int) -> None:
+    """As many as torch.set_num_threads() says at the time of the call, and torch uses the same."""
+    code = SHARED_THREADS.replace("THREADS", str(threads))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(threads - 1), "0"]

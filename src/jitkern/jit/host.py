@@ -268,16 +268,9 @@ def _initialise(loaded: Module) -> None:
         ("set_resolver", lambda: _resolve),
         ("set_fault_mode", lambda: _FAULT_MODES[settings().faults]),
         ("set_warner", lambda: _warn),
-        ("set_num_threads", _num_threads),
     ):
         if loaded.implements_function(name):
             loaded[name](argument())
-
-
-def _num_threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 def _warn(message: str) -> None:

@@ -44,7 +44,7 @@ template <class Index>
 void copy_pairs(const PairCopyParams& p, i64 row_bytes) {
   const auto* pairs = static_cast<const Index*>(p.pairs);
   const auto skipped = [&](i64 i) { return pairs[2 * i] < 0 || pairs[2 * i + 1] < 0; };
-  copy_rows<true>(p.num_pairs, row_bytes, p.num_dst_rows * row_bytes, [&](i64 i) {
+  copy_rows<kRandomBoth>(p.num_pairs, row_bytes, p.num_dst_rows * row_bytes, [&](i64 i) {
     if (skipped(i)) return CpuRow{nullptr, nullptr};
     return CpuRow{p.dst + pairs[2 * i + 1] * p.dst_stride_bytes,
                   p.src + pairs[2 * i] * p.src_stride_bytes};

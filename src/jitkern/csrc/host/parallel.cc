@@ -1,20 +1,73 @@
+#include <dlfcn.h>
 #include <jitkern/parallel.h>
-#include <tvm/ffi/function.h>
+#include <pthread.h>
 
-#include <atomic>
+#include <cmath>
+#include <system_error>
 
 namespace jitkern {
 
 namespace {
 
-std::atomic<int> limit{1};
+// The OpenMP that torch brought, GNU's or LLVM's. Its threads spin for a while after each op of
+// torch; threads of our own would cost a start each and wait for their cores. Between ops of torch
+// on 16 cores, indexing of 8,192 rows of 656 bytes takes 48 us with it and took 661 without.
+struct OpenMp {
+  // How compiled code enters a parallel region: (function, its argument, threads, flags).
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+  int (*max_threads)();
 
-void set_num_threads(int64_t count) { limit.store(static_cast<int>(std::max<int64_t>(count, 1))); }
+  static const OpenMp* get_or_null() {
+    static const OpenMp found{find<decltype(parallel)>("GOMP_parallel"),
+                              find<decltype(max_threads)>("omp_get_max_threads")};
+    return found.parallel != nullptr && found.max_threads != nullptr ? &found : nullptr;
+  }
+
+ private:
+  template <class Function>
+  static Function find(const char* name) {
+    return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+  }
+};
+
+// GNU's runtime hangs in a child that was forked from a process with a team of threads.
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int watching = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
+
+// What torch.get_num_threads() says.
+i64 max_threads() {
+  const OpenMp* openmp = OpenMp::get_or_null();
+  return openmp != nullptr ? openmp->max_threads() : std::thread::hardware_concurrency();
+}
+
+// One core reads and writes this much in about 20 us; to start a thread takes 5 to 15.
+constexpr i64 kBytesPerThread = i64(256) << 10;
 
 }  // namespace
 
-int num_threads() { return limit.load(std::memory_order_relaxed); }
+i64 threads_for(i64 count, i64 bytes) {
+  const i64 worth = std::min(count, bytes / kBytesPerThread);
+  return worth <= 1 ? 1 : std::clamp(max_threads(), i64(1), worth);
+}
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_num_threads, set_num_threads);
+void on_threads(i64 threads, const std::function<void()>& work) {
+  const OpenMp* openmp = OpenMp::get_or_null();
+  if (openmp != nullptr && !forked.load(std::memory_order_relaxed)) {
+    const auto call = [](void* data) { (*static_cast<const std::function<void()>*>(data))(); };
+    openmp->parallel(call, const_cast<std::function<void()>*>(&work),
+                     static_cast<unsigned>(threads), 0);
+    return;
+  }
+  // p starts and 1 / p of the copy take least where p is the root of what the copy is worth in
+  // starts. Nobody waits for a thread that has not begun when the last part is taken: on a busy
+  // machine that would be milliseconds.
+  const i64 starts = static_cast<i64>(std::sqrt(static_cast<double>(threads)));
+  try {
+    for (i64 i = 0; i < starts; ++i) std::thread(work).detach();
+  } catch (const std::system_error&) {
+    // The process may not have more threads; those that there are do all parts.
+  }
+  work();
+}
 
 }  // namespace jitkern

@@ -22,7 +22,7 @@ void index_cpu(const IndexParams& p, i64 row_bytes) {
       raise_index_error(kOp, "indices", i, indices[i], p.bound, "; nothing was written");
     }
   }
-  copy_rows<true>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&](i64 i) {
+  copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&](i64 i) {
     const i64 row = indices[i] < 0 ? -1 : indices[i] - p.vocab_start;
     const bool inside = row >= 0 && row < p.vocab_length;
     return CpuRow{p.output + i * p.output_stride_bytes,

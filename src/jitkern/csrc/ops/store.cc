@@ -20,7 +20,7 @@ void store_cpu(const StoreParams& p, i64 row_bytes) {
     }
   }
   // K and V in turn, so that an index is read once: row 2 i is of K, row 2 i + 1 of V.
-  copy_rows<false>(2 * p.num_rows, row_bytes, 2 * p.num_slots * row_bytes, [&](i64 row) {
+  copy_rows<kRandomTargets>(2 * p.num_rows, row_bytes, 2 * p.num_slots * row_bytes, [&](i64 row) {
     const i64 i = row / 2;
     const StoreParams::Copy& copy = p.copies[row % 2];
     char* slot = indices[i] < 0 ? nullptr : copy.cache + indices[i] * copy.cache_stride_bytes;

@@ -5,33 +5,26 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
+#include <functional>
 #include <memory>
-#include <system_error>
 #include <thread>
 
 namespace jitkern {
 
-// Threads that a call may use; torch.get_num_threads() unless set otherwise.
-int num_threads();
+// How many threads a loop of `count` rounds that reads and writes `bytes` is worth, at most
+// torch.get_num_threads().
+i64 threads_for(i64 count, i64 bytes);
 
-// To start a thread costs 5 to 15 us, in which one core reads and writes about 256 KiB.
-// With p threads a call takes p starts and 1 / p of the copy, which is least at
-// p = sqrt(bytes / 256 KiB). With twice that, two threads start at 2 MiB: less may sit in the L2 of
-// the caller's core, and is copied in the time of a start.
-constexpr i64 kBytesPerStart = i64(512) << 10;
+// Calls `work` on this thread and on up to `threads` - 1 others. May return before a late thread
+// has begun, which then calls a copy of `work`.
+void on_threads(i64 threads, const std::function<void()>& work);
 
 // Parts per thread: one that is slow leaves its parts to the others.
 constexpr i64 kPartsPerThread = 4;
 
-// Calls run(begin, end) for parts of [0, count), on several threads where that pays. `run` must not
-// throw. `bytes` is what the whole loop reads and writes. Threads are started per call: a pool
-// would not survive fork. Nobody waits for a thread that has not begun when the last part is taken:
-// on a busy machine that would be milliseconds.
+// Calls run(begin, end) for parts of [0, count) on that many threads. `run` must not throw.
 template <class Run>
-void parallel_for(i64 count, i64 bytes, const Run& run) {
-  const double best = std::sqrt(static_cast<double>(bytes) / kBytesPerStart);
-  const i64 threads = std::min({i64(num_threads()), static_cast<i64>(best), count});
+void parallel_for(i64 count, i64 threads, const Run& run) {
   if (threads <= 1) {
     run(i64(0), count);
     return;
@@ -43,18 +36,12 @@ void parallel_for(i64 count, i64 bytes, const Run& run) {
   const i64 parts = std::min(threads * kPartsPerThread, count);
   const auto progress = std::make_shared<Progress>();
   // A late thread finds no part to take, and then does not touch `run`, which may be gone.
-  const auto work = [progress, parts, count, &run] {
+  on_threads(threads, [progress, parts, count, &run] {
     for (i64 part = progress->taken++; part < parts; part = progress->taken++) {
       run(count * part / parts, count * (part + 1) / parts);
       ++progress->done;
     }
-  };
-  try {
-    for (i64 i = 1; i < threads; ++i) std::thread(work).detach();
-  } catch (const std::system_error&) {
-    // The process may not have more threads; those that there are do all parts.
-  }
-  work();
+  });
   while (progress->done < parts) std::this_thread::yield();
 }
 
