@@ -133,6 +133,27 @@ def test_threads_after_fork(threads: int) -> None:
     assert bool((cache == 1).all())
 
 
+FORKED_BEFORE_THE_LOAD = """
+import os, torch
+torch.set_num_threads(3)
+rows = torch.ones(4096, 4096, dtype=torch.uint8)
+rows += 1  # the parent has a team of OpenMP
+child = os.fork()
+if child != 0:
+    raise SystemExit(os.waitpid(child, 0)[1] != 0)
+from jitkern import store_cache
+store_cache(rows, rows, torch.arange(4096), rows, rows)
+os._exit(0)
+"""
+
+
+def test_fork_before_the_host_module_is_loaded() -> None:
+    """Here nothing of ours has seen the fork."""
+    code = [sys.executable, "-c", FORKED_BEFORE_THE_LOAD]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 SHARED_THREADS = """
 import os, torch
 from jitkern import store_cache

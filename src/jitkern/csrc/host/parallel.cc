@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <cmath>
+#include <cstdio>
 #include <system_error>
 
 namespace jitkern {
@@ -30,8 +31,22 @@ struct OpenMp {
   }
 };
 
-// GNU's runtime hangs in a child that was forked from a process with a team of threads.
-std::atomic<bool> forked{false};
+// Whether this process was forked and has not called exec since: the kernel keeps a flag of it.
+bool is_forked() {
+  constexpr unsigned long kForkedNoExec = 0x40;  // PF_FORKNOEXEC
+  unsigned long flags = kForkedNoExec;
+  if (FILE* stat = std::fopen("/proc/self/stat", "r")) {
+    // "pid (name) state parent group session terminal its-group flags ..."
+    const int read = std::fscanf(stat, "%*d (%*[^)]) %*c %*d %*d %*d %*d %*d %lu", &flags);
+    if (read != 1) flags = kForkedNoExec;
+    std::fclose(stat);
+  }
+  return (flags & kForkedNoExec) != 0;
+}
+
+// In a child that was forked from a process with a team of threads GNU's runtime hangs, whether the
+// team was torch's before this module was loaded, or ours.
+std::atomic<bool> forked{is_forked()};
 [[maybe_unused]] const int watching = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
 
 // What torch.get_num_threads() says.
