@@ -156,24 +156,33 @@ def test_fork_before_the_host_module_is_loaded() -> None:
 
 
 SHARED_THREADS = """
-import os, torch
+import os, threading, torch
 from jitkern import store_cache
 torch.set_num_threads(THREADS)
 def count():
     return len(os.listdir("/proc/self/task"))
-rows = torch.empty(4096, 4096, dtype=torch.uint8)
-store_cache(rows[:1], rows[:1], torch.arange(1), rows[:1], rows[:1])
-before = count()
-store_cache(rows, rows, torch.arange(4096), rows, rows)
-ours = count()
-rows.fill_(1)
-print(ours - before, count() - ours)
+def run():
+    rows = torch.empty(4096, 4096, dtype=torch.uint8)
+    store_cache(rows[:1], rows[:1], torch.arange(1), rows[:1], rows[:1])
+    before = count()
+    store_cache(rows, rows, torch.arange(4096), rows, rows)
+    ours = count()
+    rows.fill_(1)
+    print(ours - before, count() - ours)
+if IN_MAIN_THREAD:
+    run()
+else:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts in /proc")
-def test_threads_are_those_of_torch(threads: int) -> None:
-    """As many as torch.set_num_threads() says at the time of the call, and torch uses the same."""
+@pytest.mark.parametrize("in_main_thread", [True, False])
+def test_threads_are_those_of_torch(threads: int, in_main_thread: bool) -> None:
+    """As many as torch.get_num_threads() says at the time of the call, and torch uses the same."""
     code = SHARED_THREADS.replace("THREADS", str(threads))
+    code = code.replace("IN_MAIN_THREAD", str(in_main_thread))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(threads - 1), "0"]

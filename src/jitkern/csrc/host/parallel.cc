@@ -10,24 +10,26 @@ namespace jitkern {
 
 namespace {
 
-// The OpenMP that torch brought, GNU's or LLVM's. Its threads spin for a while after each op of
-// torch; threads of our own would cost a start each and wait for their cores. Between ops of torch
-// on 16 cores, indexing of 8,192 rows of 656 bytes takes 48 us with it and took 661 without.
+// The OpenMP that torch is linked with, GNU's or LLVM's. Its threads spin for a while after each op
+// of torch; threads of our own would cost a start each and wait for their cores. Between ops of
+// torch on 16 cores, indexing of 8,192 rows of 656 bytes takes 48 us with it and took 661 without.
 struct OpenMp {
   // How compiled code enters a parallel region: (function, its argument, threads, flags).
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
-  int (*max_threads)();
+  int (*num_threads)();  // at::get_num_threads()
 
+  // Null where torch is not loaded, or was built without OpenMP.
   static const OpenMp* get_or_null() {
-    static const OpenMp found{find<decltype(parallel)>("GOMP_parallel"),
-                              find<decltype(max_threads)>("omp_get_max_threads")};
-    return found.parallel != nullptr && found.max_threads != nullptr ? &found : nullptr;
+    static const OpenMp found = find();
+    return found.parallel != nullptr && found.num_threads != nullptr ? &found : nullptr;
   }
 
  private:
-  template <class Function>
-  static Function find(const char* name) {
-    return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+  static OpenMp find() {
+    void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (torch == nullptr) return {};
+    return {reinterpret_cast<decltype(parallel)>(dlsym(torch, "GOMP_parallel")),
+            reinterpret_cast<decltype(num_threads)>(dlsym(torch, "_ZN2at15get_num_threadsEv"))};
   }
 };
 
@@ -49,10 +51,9 @@ bool is_forked() {
 std::atomic<bool> forked{is_forked()};
 [[maybe_unused]] const int watching = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
 
-// What torch.get_num_threads() says.
 i64 max_threads() {
   const OpenMp* openmp = OpenMp::get_or_null();
-  return openmp != nullptr ? openmp->max_threads() : std::thread::hardware_concurrency();
+  return openmp != nullptr ? openmp->num_threads() : std::thread::hardware_concurrency();
 }
 
 // One core reads and writes this much in about 20 us; to start a thread takes 5 to 15.
