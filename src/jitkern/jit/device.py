@@ -184,7 +184,8 @@ class DeviceModule:
         grid, block
             Numbers of blocks and threads, one to three of them.
         shared_bytes
-            Dynamic shared memory of a block, bytes.
+            Dynamic shared memory of a block, bytes, up to what the GPU can give one (227 KiB on an
+            H200).
 
         Raises
         ------

@@ -41,6 +41,7 @@ struct Loaded {
     resolve(library, "cuModuleLoadDataEx", driver.cuModuleLoadDataEx);
     resolve(library, "cuModuleGetFunction", driver.cuModuleGetFunction);
     resolve(library, "cuFuncGetAttribute", driver.cuFuncGetAttribute);
+    resolve(library, "cuFuncSetAttribute", driver.cuFuncSetAttribute);
     resolve(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx);
     resolve(library, "cuMemsetD8Async", driver.cuMemsetD8Async);
     resolve(library, "cuMemHostAlloc", driver.cuMemHostAlloc);

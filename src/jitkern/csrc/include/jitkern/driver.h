@@ -22,7 +22,10 @@ enum : int {
   kAttributeMultiprocessorCount = 16,
   kAttributeComputeMajor = 75,
   kAttributeComputeMinor = 76,
+  kAttributeMaxSharedBytesPerBlockOptin = 97,
   kFunctionMaxThreadsPerBlock = 0,
+  kFunctionSharedBytes = 1,
+  kFunctionMaxDynamicSharedBytes = 8,
   kPointerMemoryType = 2,
   kPointerDevicePointer = 3,
   kPointerRangeStart = 11,
@@ -68,6 +71,7 @@ struct Driver {
                                  int* options, void** values);
   CUresult (*cuModuleGetFunction)(CUfunction* function, CUmodule module, const char* name);
   CUresult (*cuFuncGetAttribute)(int* value, int attribute, CUfunction function);
+  CUresult (*cuFuncSetAttribute)(CUfunction function, int attribute, int value);
   CUresult (*cuLaunchKernelEx)(const LaunchConfig* config, CUfunction function, void** parameters,
                                void** extra);
   CUresult (*cuMemsetD8Async)(CUdeviceptr pointer, unsigned char value, size_t bytes,
