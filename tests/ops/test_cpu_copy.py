@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,39 +118,30 @@ def test_no_more_threads_to_be_had(room_bytes: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("threads", [3], indirect=True)
-def test_threads_after_fork(threads: int) -> None:
-    """The parent has a team of OpenMP by then, with which GNU's runtime would hang in the child."""
-    cache = torch.zeros(4096, 4096, dtype=torch.uint8).share_memory_()
-    k = torch.ones(4096, 4096, dtype=torch.uint8)
-    slots = torch.randperm(4096)
-    store_cache(cache, cache, slots, k * 2, k * 2)
-    child = os.fork()
-    if child == 0:
-        store_cache(cache, cache, slots, k, k)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert bool((cache == 1).all())
-
-
-FORKED_BEFORE_THE_LOAD = """
+FORKED = """
 import os, torch
 torch.set_num_threads(3)
-rows = torch.ones(4096, 4096, dtype=torch.uint8)
-rows += 1  # the parent has a team of OpenMP
+rows = torch.zeros(4096, 4096, dtype=torch.uint8)
+threes = rows + 3  # by a team of OpenMP, with which GNU's runtime would hang in the child
+slots = torch.randperm(4096)
+if LOAD_FIRST:
+    from jitkern import store_cache
+    store_cache(rows, rows, slots, rows.clone(), rows.clone())
 child = os.fork()
 if child != 0:
     raise SystemExit(os.waitpid(child, 0)[1] != 0)
 from jitkern import store_cache
-store_cache(rows, rows, torch.arange(4096), rows, rows)
-os._exit(0)
+store_cache(rows, rows, slots, threes, threes)
+torch.set_num_threads(1)  # torch itself would hang in the child
+os._exit(not bool((rows == 3).all()))
 """
 
 
-def test_fork_before_the_host_module_is_loaded() -> None:
-    """Here nothing of ours has seen the fork."""
-    code = [sys.executable, "-c", FORKED_BEFORE_THE_LOAD]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("load_first", [True, False])
+def test_threads_after_fork(load_first: bool) -> None:
+    """Also where the host module is loaded in the child and has seen no fork."""
+    code = FORKED.replace("LOAD_FIRST", str(load_first))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
