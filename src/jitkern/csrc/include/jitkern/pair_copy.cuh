@@ -17,6 +17,7 @@ template <i64 kRowBytes, int kVecBytes, int kIndexBytes, bool kLineAligned, int 
 struct PairCopy {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
   static_assert(kRowBytes < (1 << 30), "a row of less than 1 GiB");
+  static_assert(kThreads % 32 == 0, "whole warps, which take batches");
   using Params = PairCopyParams;
   using Int = Index<kIndexBytes>;
   static constexpr int kNumThreads = kThreads;
