@@ -7,7 +7,6 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = "d2h_scatter";
-constexpr i64 kSmallCallBytes = 1 << 20;  // up to here a call is latency: spread it over the GPU
 
 void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms) {
   PairArgs args(kOp, kHostTarget, src, dst, pairs, num_sms);
@@ -21,8 +20,7 @@ void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms) {
   if (args.empty()) return;
   args.params.fault = scope.device.fault_device;
   const PairLayout layout(args);
-  const bool small = !args.sms_given && args.bytes() <= kSmallCallBytes;
-  const int in_flight = small ? kSmallInFlight : kScatterInFlight;
+  const int in_flight = args.is_small_call() ? kSmallInFlight : kScatterInFlight;
   const Kernel& kernel = *kernels.find(
       scope.device,
       {args.row_bytes, layout.vec_bytes, args.pairs.index_bytes, layout.line_aligned, in_flight});

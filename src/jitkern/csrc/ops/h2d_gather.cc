@@ -13,7 +13,6 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = "h2d_gather";
-constexpr i64 kSmallCallBytes = 1 << 20;  // up to here a call is latency: spread it over the GPU
 
 // The scratch memory of one large call: the table of `claim`, three counters, and its lists.
 struct Workspace {
@@ -137,7 +136,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   args.params.fault = scope.device.fault_device;
   const PairLayout layout(args);
   const bool dedup = workspace_arg.type_index() != tvm::ffi::TypeIndex::kTVMFFINone;
-  const bool small = !dedup && !args.sms_given && args.bytes() <= kSmallCallBytes;
+  const bool small = !dedup && args.is_small_call();
   const int in_flight = small ? kSmallInFlight : kLargeInFlight;
   KernelTable& table = small ? small_kernels : large_kernels;
   const Kernel* kernels = table.find(

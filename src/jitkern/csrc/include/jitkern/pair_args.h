@@ -7,6 +7,8 @@
 
 namespace jitkern {
 
+constexpr i64 kSmallCallBytes = 2 << 20;  // 40 us of the bus
+
 struct PairArgs {
   // Checks everything but slot_map. TypeError or ValueError naming `op` and the argument.
   PairArgs(const char* op, HostSide host_side, AnyView src, AnyView dst, AnyView pairs,
@@ -19,6 +21,8 @@ struct PairArgs {
   const Tensor& device() const { return host_side == kHostSource ? dst : src; }
   i64 bytes() const { return row_bytes * params.num_pairs; }
   bool empty() const { return bytes() == 0; }
+  // A call that is over in microseconds and may be spread over the GPU.
+  bool is_small_call() const { return !sms_given && bytes() <= kSmallCallBytes; }
 
   // On CPU tensors: IndexError for the first pair that is out of range.
   void check_pairs_on_cpu() const;
