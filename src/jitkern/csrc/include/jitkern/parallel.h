@@ -15,8 +15,8 @@ namespace jitkern {
 // torch.get_num_threads().
 i64 threads_for(i64 count, i64 bytes);
 
-// Calls `work` on this thread and on up to `threads` - 1 others. May return before a late thread
-// has begun, which then calls a copy of `work`.
+// Calls `work` on this thread and on others, `threads` or more in all where they can be had. May
+// return before a late thread has begun, which then calls a copy of `work`.
 void on_threads(i64 threads, const std::function<void()>& work);
 
 // Parts per thread: one that is slow leaves its parts to the others.
