@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_nvcc
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -17,18 +18,8 @@ sys.path.insert(0, str(ROOT))
 from bench import harness, measure, peers, report  # noqa: E402
 from bench.cases.h2d_gather import line_efficiency  # noqa: E402
 from bench.measure import Case, Context, Impl, Row  # noqa: E402
-from jitkern.errors import ToolchainError  # noqa: E402
-from jitkern.jit.toolchain import find_nvcc  # noqa: E402
 
 CPU = Context(device="cpu", quick=True)
-
-
-def _has_nvcc() -> bool:
-    try:
-        find_nvcc()
-    except ToolchainError:
-        return False
-    return True
 
 
 def copy_case(*impls: Impl) -> Case:
@@ -184,7 +175,7 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not _has_nvcc(), reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("peer", ["rows", "ladder"])
 def test_nvcc_peers_compile(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from jitkern.env import settings

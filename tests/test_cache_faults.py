@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_cxx, needs_nvrtc
 
-from jitkern.errors import ToolchainError
 from jitkern.jit.cache import Cache
 from jitkern.jit.entry import META_NAME
 from jitkern.jit.locking import read_holder
-from jitkern.jit.toolchain import find_cxx, find_nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).resolve().parent / "loader_child.py"
@@ -59,18 +58,6 @@ int __tvm_ffi_value(void*, const Any*, int32_t, Any* result) {
   return 0;
 }
 """
-
-
-def has(find: Callable[[], object]) -> bool:
-    try:
-        find()
-    except ToolchainError:
-        return False
-    return True
-
-
-needs_nvrtc = pytest.mark.skipif(not has(find_nvrtc), reason="needs NVRTC")
-needs_cxx = pytest.mark.skipif(not has(find_cxx), reason="needs a C++ compiler")
 
 
 def write_sources(folder: Path, value: int = 1, cost: int = 1) -> Path:

@@ -11,15 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from needs import needs_cxx, needs_nvcc
 
 from jitkern.env import settings
 from jitkern.errors import CompileError
 from jitkern.jit import cxx
 from jitkern.jit.ninja import Edge, ninja_text
 from jitkern.jit.toolchain import Arch
-
-needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="needs c++")
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 ADD = """\
 #include <tvm/ffi/function.h>

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_cxx, needs_nvcc, needs_nvrtc
 
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, ToolchainError
@@ -28,7 +29,7 @@ from jitkern.jit.loader import (
     replay,
     stats,
 )
-from jitkern.jit.toolchain import Arch, find_cuda_home, find_cxx, find_nvcc, find_nvrtc
+from jitkern.jit.toolchain import Arch, find_nvcc, find_nvrtc
 
 SM_90 = Arch(9, 0)
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -64,19 +65,6 @@ template <int N> struct AddKernel {
   }
 };
 """
-
-
-def has(find: Callable[[], object]) -> bool:
-    try:
-        find()
-    except ToolchainError:
-        return False
-    return True
-
-
-needs_nvrtc = pytest.mark.skipif(not has(find_nvrtc), reason="needs NVRTC")
-needs_nvcc = pytest.mark.skipif(not has(find_cuda_home), reason="needs a CUDA toolkit")
-needs_cxx = pytest.mark.skipif(not has(find_cxx), reason="needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from needs import needs_nvcc, needs_nvrtc
 
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 from jitkern.jit import nvcc, nvrtc
@@ -25,16 +25,7 @@ extern "C" __global__ void __launch_bounds__(K::kNumThreads, K::kMinBlocks)
 """
 
 
-def have_nvrtc() -> bool:
-    try:
-        find_nvrtc()
-    except ToolchainError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not have_nvrtc(), reason="needs NVRTC")
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+pytestmark = needs_nvrtc
 
 
 def compile_kernel(source: str = KERNEL, **changes: object) -> nvrtc.Image:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from needs import needs_cxx
 from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
 from torch import Tensor
 from torch.library import opcheck
@@ -20,7 +20,6 @@ import jitkern.torch_ops
 OPS = torch.ops.jitkern
 SLOTS = 40
 
-needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 index_dtypes = pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 backends = pytest.mark.parametrize(
     "backend",

@@ -39,10 +39,11 @@ WARM_ARGUMENTS = (
 )
 NUM_CORES = 2
 NUM_PROCESSES = 3  # the median of them
+# Of each file one kernel only is instantiated.
 INLINE = {
     "store": ("rows.cu", f"peer::StoreKernel<{ROW_BYTES}>::run"),
     "index": ("rows.cu", f"peer::IndexKernel<{ROW_BYTES}, 1>::run"),
-    "h2d_gather": ("ladder.cu", "ladder::gather"),
+    "h2d_gather": ("rows.cu", f"peer::GatherKernel<{ROW_BYTES}>::run"),
 }
 TIMEOUT_S = 240
 

@@ -1,6 +1,7 @@
-// Peers of store_cache and indexing: single-source nvcc kernels in the style of mini-sglang. A warp
-// moves a row whose size is fixed at compile time and is a multiple of 128 bytes, so every lane
-// has work in every step; the host part checks, then launches on the current stream.
+// Peers of store_cache, indexing and h2d_gather: single-source nvcc kernels in the style of
+// mini-sglang. A warp moves a row whose size is fixed at compile time and is a multiple of 128
+// bytes, so every lane has work in every step; the host part checks, then launches on the current
+// stream.
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -159,6 +160,33 @@ struct IndexKernel {
     const auto blocks = static_cast<unsigned>((params.length * kSplits + kWarps - 1) / kWarps);
     gather_rows<kRowBytes, kSplits, kThreads, kMaxOccupancy>
         <<<blocks, kThreads, 0, stream_of(weights)>>>(params);
+    check_launch();
+  }
+};
+
+template <int kRowBytes, int kThreads, int kMaxOccupancy>
+__global__ void __launch_bounds__(kThreads, kMaxOccupancy)
+    gather_pairs(void* __restrict__ dst, const void* __restrict__ src,
+                 const int2* __restrict__ pairs, std::int64_t length) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+  if (i >= length) return;
+  const int2 pair = pairs[i];
+  warp_copy<kRowBytes>(static_cast<char*>(dst) + std::int64_t{pair.y} * kRowBytes,
+                       static_cast<const char*>(src) + std::int64_t{pair.x} * kRowBytes);
+}
+
+template <int kRowBytes, int kThreads = 128, int kMaxOccupancy = 1>
+struct GatherKernel {
+  static void run(TensorView src, TensorView dst, TensorView pairs) {
+    TVM_FFI_CHECK(row_bytes_of(src) == kRowBytes && row_bytes_of(dst) == kRowBytes, ValueError)
+        << "expected rows of " << kRowBytes << " bytes";
+    TVM_FFI_CHECK(pairs.dtype().bits == 32 && pairs.size(1) == 2, TypeError)
+        << "pairs: expected int32 [n, 2]";
+    constexpr int kWarps = kThreads / 32;
+    const std::int64_t length = pairs.size(0);
+    const auto blocks = static_cast<unsigned>((length + kWarps - 1) / kWarps);
+    gather_pairs<kRowBytes, kThreads, kMaxOccupancy><<<blocks, kThreads, 0, stream_of(dst)>>>(
+        dst.data_ptr(), src.data_ptr(), static_cast<const int2*>(pairs.data_ptr()), length);
     check_launch();
   }
 };
