@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from bench.cases import first_call
 from bench.cases.checks import CHECKED, UNCHECKED
 from bench.cases.h2d_gather import TWO_SMS
-from bench.measure import Row
+from jitkern.bench import Row
 
 NVCC = "nvcc, mini-sglang style"
 MEMCPY = "cudaMemcpyAsync, contiguous"
@@ -62,6 +66,24 @@ def reached(rows: Sequence[Row]) -> list[Goal]:
         *_cpu(figures),
         *_first_call(figures),
     ]
+
+
+def goals_table(goals: Sequence[Goal]) -> Table:
+    """Return the goals this run has figures for, with what it got."""
+    made = Table(title="goals", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for column in ("figure", "goal", "got", ""):
+        made.add_column(column, justify="right" if column in ("goal", "got") else "left")
+    for goal in goals:
+        style = "green" if goal.met else "red"
+        made.add_row(
+            goal.figure, goal.wanted, goal.got, "met" if goal.met else "short", style=style
+        )
+    return made
+
+
+def recorded(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the goals as they go into the JSON."""
+    return [asdict(goal) for goal in reached(rows)]
 
 
 def _at_least(figure: str, got: float | None, wanted: float, unit: str = "x") -> Iterator[Goal]:

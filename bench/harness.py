@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from bench import peers, report
-from bench.goals import reached
-from bench.measure import Context, Row, error_row
+from bench import goals, peers
+from jitkern.bench import Context, Row, report
+from jitkern.bench.case import error_row
 
 ROOT = Path(__file__).resolve().parent
 OPS = (
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     ops = args.op or list(OPS)
     if args.replot:
-        return _plot(report.read(args.json or report.default_path(ROOT, device)), args.replot)
+        return _plot(report.read(args.json or _default_path(device)), args.replot)
     started = time.perf_counter()
     ctx = Context(device, args.quick, lambda text: progress.print(f"  {text}", style="dim"))
     machine = report.machine(device)
@@ -56,17 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += done
         if done:
             console.print(report.table(op, done))
-    if goals := reached(rows):
-        console.print(report.goals_table(goals))
+    if found := goals.reached(rows):
+        console.print(goals.goals_table(found))
     console.print(report.summary(rows))
+    data = report.payload(machine, rows, quick=args.quick)
     if args.json or not args.quick:
-        path = args.json or report.default_path(ROOT, device)
-        report.write(path, machine, rows, quick=args.quick)
+        path = args.json or _default_path(device)
+        report.write(path, data, goals=goals.recorded)
         progress.print(f"wrote {path}")
     progress.print(f"{time.perf_counter() - started:.0f} s")
-    if args.plot and (status := _plot(report.payload(machine, rows, quick=args.quick), args.plot)):
+    if args.plot and (status := _plot(data, args.plot)):
         return status
     return 1 if any(row.role == "ours" and row.error for row in rows) else 0
+
+
+def _default_path(device: str) -> Path:
+    return ROOT / "results" / f"{report.kind_of(report.machine(device))}.json"
 
 
 def _run(ctx: Context, op: str) -> list[Row]:

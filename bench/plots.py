@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from bench.report import Payload
+from jitkern.bench.report import Payload
 
 RowData = dict[str, Any]
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from bench.cases.store import Buffers, case_of
-from bench.measure import Case, Context, Impl, Row, Run, measure
 from jitkern import load_jit
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import measure
 from jitkern.jit.sources import CSRC
 from jitkern.ops.store import CONFIG
 from jitkern.ops.store import kernel as store_kernel

@@ -13,7 +13,8 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.measure import Context, Row, compare, error_row, fill
+from jitkern.bench.case import Context, Row, error_row
+from jitkern.bench.measure import compare, fill
 from jitkern.perf import Replay, cpu_replay, time_replays
 
 DTYPES = (torch.int32, torch.int64)

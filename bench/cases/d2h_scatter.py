@@ -19,7 +19,8 @@ from bench.cases.h2d_gather import (
     copy_engine,
     rung,
 )
-from bench.measure import Case, Context, Impl, Row, Run, empty_rows, measure, random_rows
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import empty_rows, measure, random_rows
 
 
 def run(ctx: Context) -> Iterator[Row]:

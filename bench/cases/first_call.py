@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Context, Row, error_row
+from jitkern.bench.case import Context, Row, error_row
 from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parents[2]

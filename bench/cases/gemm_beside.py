@@ -23,7 +23,8 @@ from bench.cases.h2d_gather import (
     ours,
     rung,
 )
-from bench.measure import Context, Row, Run, error_row, fill
+from jitkern.bench.case import Context, Row, Run, error_row
+from jitkern.bench.measure import fill
 from jitkern.perf import Timing
 
 N = 8192

@@ -18,7 +18,8 @@ import torch
 import jitkern
 from bench import peers
 from bench.cases.store import empty_launch
-from bench.measure import Case, Context, Impl, Row, Run, empty_rows, measure, random_rows
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import empty_rows, measure, random_rows
 
 BATCH, TOP_K, SLOTS, ROW_BYTES = 128, 2048, 300_000, 656
 ROWS = BATCH * TOP_K

@@ -13,7 +13,8 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.measure import Context, Row, empty_rows, error_row, fill, host_us_of, random_rows
+from jitkern.bench.case import Context, Row, error_row
+from jitkern.bench.measure import empty_rows, fill, host_us_of, random_rows
 from jitkern.perf import Timing
 
 ROW_BYTES, SLOTS, CALLS = 656, 1024, 400

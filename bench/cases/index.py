@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-import jitkern
 from bench import peers
 from bench.cases.store import empty_launch
-from bench.measure import Case, Context, Impl, Row, Run, empty_rows, measure, random_rows
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.cases.index import VOCAB, Buffers, Size, masked, ours
+from jitkern.bench.cases.index import case_of as guarded
+from jitkern.bench.measure import measure
 from jitkern.perf import copy_kernel
-
-VOCAB = 131_072
-
-
-@dataclass
-class Buffers:
-    weights: torch.Tensor
-    indices: torch.Tensor  # int32, random with repeats, unsorted
-    indices64: torch.Tensor
-    output: torch.Tensor
-    vocab_range: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class Size:
-    row_bytes: int
-    rows: int
-    sharded: bool = False
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -50,61 +34,8 @@ def _sizes(ctx: Context) -> list[Size]:
 
 
 def case_of(ctx: Context, size: Size) -> Case:
-    device, row_bytes, rows = ctx.device, size.row_bytes, size.rows
-    vocab = VOCAB if device == "cuda" else 16_384
-    table_rows = vocab // 2 if size.sharded else vocab
-    vocab_range = (vocab // 4, table_rows) if size.sharded else None
-    weights = random_rows(table_rows, row_bytes, device)
-    hits = rows // 2 if size.sharded else rows  # by construction, so that the bytes are exact
-
-    def make(_: int) -> Buffers:
-        start = vocab_range[0] if vocab_range else 0
-        inside = start + torch.randint(0, table_rows, (hits,), device=device)
-        outside = torch.randint(start + table_rows, vocab + 1, (rows - hits,), device=device)
-        indices = torch.cat([inside, outside])[torch.randperm(rows, device=device)]
-        return Buffers(
-            weights,
-            indices.to(torch.int32),
-            indices,
-            empty_rows(rows, row_bytes, device),
-            vocab_range,
-        )
-
-    return Case(
-        op="index",
-        name=f"{rows} rows of {row_bytes} B" + (", vocab_range" if size.sharded else ""),
-        params={
-            "row_bytes": row_bytes,
-            "rows": rows,
-            "table_rows": table_rows,
-            "vocab_range": vocab_range,
-            "dtype": "bfloat16",
-        },
-        bytes_moved=(hits + rows) * row_bytes,
-        bytes_note="every row written once, every row inside the range read once",
-        make=make,
-        outputs=lambda b: (b.output,),
-        reference=_reference,
-        impls=list(_impls(ctx, size)),
-        calls=4 if rows > 16_384 else 8 if rows > 1024 else 50,
-    )
-
-
-def _reference(b: Buffers) -> tuple[torch.Tensor, ...]:
-    if b.vocab_range is None:
-        return (b.weights[b.indices64],)
-    return (_masked(b.weights, b.indices64, *b.vocab_range),)
-
-
-def _masked(weights: torch.Tensor, indices: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    at = indices - start
-    inside = (at >= 0) & (at < count)
-    rows = torch.nn.functional.embedding(at.masked_fill(~inside, 0), weights)
-    return rows.masked_fill(~inside.unsqueeze(1), 0)
-
-
-def _ours(b: Buffers) -> None:
-    jitkern.indexing(b.weights, b.indices, output=b.output, vocab_range=b.vocab_range)
+    """Return the guard's case with every peer in it."""
+    return replace(guarded(ctx, size), impls=list(_impls(ctx, size)))
 
 
 def _index_select(b: Buffers) -> None:
@@ -117,7 +48,7 @@ def _embedding(b: Buffers) -> torch.Tensor:
 
 def _torch_masked(b: Buffers) -> torch.Tensor:
     assert b.vocab_range is not None
-    return _masked(b.weights, b.indices64, *b.vocab_range)
+    return masked(b.weights, b.indices64, *b.vocab_range)
 
 
 def _copy_(b: Buffers) -> None:
@@ -126,7 +57,7 @@ def _copy_(b: Buffers) -> None:
 
 
 def _impls(ctx: Context, size: Size) -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: _ours)
+    yield Impl("jitkern", "ours", lambda: ours)
     if size.sharded:
         yield Impl("torch mask + embedding", "peer", lambda: _torch_masked, returns=True)
     else:
@@ -172,8 +103,8 @@ def _triton() -> Run:
 
 def _compiled(sharded: bool) -> Run:
     if sharded:
-        masked: Any = torch.compile(_masked, dynamic=False)
-        return lambda b: masked(b.weights, b.indices64, *b.vocab_range)
+        split: Any = torch.compile(masked, dynamic=False)
+        return lambda b: split(b.weights, b.indices64, *b.vocab_range)
     plain: Any = torch.compile(_lookup, dynamic=False)
     return lambda b: plain(b.indices64, b.weights)
 

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-import jitkern
 from bench import peers
-from bench.measure import Case, Context, Impl, Row, Run, empty_rows, measure, random_rows
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.cases.store import Buffers, ours
+from jitkern.bench.cases.store import case_of as guarded
+from jitkern.bench.measure import measure
 from jitkern.perf import copy_kernel
-
-MIN_SLOTS = 262_144  # two caches of even 256-byte rows are then larger than twice the L2
-
-
-@dataclass
-class Buffers:
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    indices: torch.Tensor  # int32, unique, unsorted
-    indices64: torch.Tensor
-    kv: torch.Tensor  # [2, rows, row_bytes / 2]: K, then V
-    k: torch.Tensor
-    v: torch.Tensor
-    copied: torch.Tensor  # where the ceiling copies kv to
-
-    def words(self) -> tuple[torch.Tensor, ...]:
-        return tuple(t.view(torch.int32) for t in (self.k_cache, self.v_cache, self.k, self.v))
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -46,39 +31,8 @@ def _sizes(ctx: Context) -> list[tuple[int, int]]:
 
 
 def case_of(ctx: Context, row_bytes: int, rows: int) -> Case:
-    device = ctx.device
-    slots = max(2 * rows, MIN_SLOTS if device == "cuda" else 0)
-    k_cache = empty_rows(slots, row_bytes, device)
-    v_cache = empty_rows(slots, row_bytes, device)
-
-    def make(_: int) -> Buffers:
-        indices = torch.randperm(slots, device=device)[:rows]
-        kv = random_rows(2 * rows, row_bytes, device).view(2, rows, -1)
-        small = indices.to(torch.int32)
-        return Buffers(k_cache, v_cache, small, indices, kv, kv[0], kv[1], torch.empty_like(kv))
-
-    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
-        return (
-            b.k_cache.clone().index_copy_(0, b.indices64, b.k),
-            b.v_cache.clone().index_copy_(0, b.indices64, b.v),
-        )
-
-    return Case(
-        op="store",
-        name=f"{rows} rows of {row_bytes} B",
-        params={"row_bytes": row_bytes, "rows": rows, "slots": slots, "dtype": "bfloat16"},
-        bytes_moved=4 * rows * row_bytes,
-        bytes_note="K and V, each read once and written once",
-        make=make,
-        outputs=lambda b: (b.k_cache, b.v_cache),
-        reference=reference,
-        impls=list(_impls(ctx, row_bytes, rows)),
-        calls=4 if rows > 16_384 else 16 if rows > 1024 else 50,
-    )
-
-
-def _ours(b: Buffers) -> None:
-    jitkern.store_cache(b.k_cache, b.v_cache, b.indices, b.k, b.v)
+    """Return the guard's case with every peer in it."""
+    return replace(guarded(ctx, row_bytes, rows), impls=list(_impls(ctx, row_bytes, rows)))
 
 
 def _torch_index_put(b: Buffers) -> None:
@@ -96,7 +50,7 @@ def _copy_(b: Buffers) -> None:
 
 
 def _impls(ctx: Context, row_bytes: int, rows: int) -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: _ours)
+    yield Impl("jitkern", "ours", lambda: ours)
     if ctx.device == "cpu":
         yield Impl("torch cache[idx] = x, twice", "peer", lambda: _torch_index_put)
         yield Impl("torch index_copy_, twice", "peer", lambda: _torch_index_copy)

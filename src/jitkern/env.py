@@ -60,6 +60,8 @@ class Settings:
         ``PATH``: where programs are looked up.
     library_path : tuple of Path
         ``LD_LIBRARY_PATH``: where shared libraries are looked up.
+    step_summary : Path or None
+        ``GITHUB_STEP_SUMMARY``: file that ``jitkern bench --ci`` adds its summary to.
     """
 
     cache_dir: Path
@@ -77,6 +79,7 @@ class Settings:
     cxx: str | None
     path: str
     library_path: tuple[Path, ...]
+    step_summary: Path | None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -103,6 +106,7 @@ class Settings:
             cxx=environ.get("CXX", "").strip() or None,
             path=environ.get("PATH", os.defpath),
             library_path=_paths(environ, "LD_LIBRARY_PATH"),
+            step_summary=_path(environ, "GITHUB_STEP_SUMMARY"),
         )
 
 

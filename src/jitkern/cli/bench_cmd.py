@@ -1,28 +1,130 @@
-"""``jitkern bench``: hand over to the harness in ``bench/`` of a source checkout."""
+"""``jitkern bench``: the guard for CI, a comparison of results, or the harness of a checkout."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jitkern
-from jitkern.errors import UnsupportedError
+from jitkern.cli import ui
+from jitkern.env import settings
+from jitkern.errors import JitkernError, UnsupportedError
 
-SUMMARY = "run the benchmarks of a source checkout"
-DESCRIPTION = "Run the benchmark harness in bench/; it takes every option that follows."
-EXAMPLE = "jitkern bench --help"
+if TYPE_CHECKING:
+    from jitkern.bench.baseline import Baseline, Verdict
+    from jitkern.bench.ci import Advance
+
+SUMMARY = "catch a slowdown in CI; compare two results"
+DESCRIPTION = (
+    "Measure jitkern, or your own kernels, as ratios and as instruction counts, and compare with a "
+    "baseline. Without --ci or --compare: the benchmarks beside every peer, of a source checkout, "
+    "whose options python -m bench --help lists."
+)
+EXAMPLE = """
+jitkern bench --ci --baseline bench/baselines --update --runs 20
+jitkern bench --ci --baseline bench/baselines
+jitkern bench --ci --cases bench_mine.py --baseline mine.json
+jitkern bench --compare before.json after.json
+"""
+GUARD_OPTIONS = {"--ci", "--compare", "-h", "--help"}
+
+Payload = dict[str, Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the options are the harness's."""
+    """Add the options of the guard; the harness of a checkout has its own."""
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--ci", action="store_true", help="measure, and compare with a baseline")
+    mode.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="set two result files side by side",
+    )
+    parser.add_argument(
+        "--cases",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="a Python file of cases, instead of jitkern's own; may be repeated",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only figures whose name contains TEXT; may be repeated",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+    )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="PATH",
+        help="a file, or a directory that holds one for each kind of machine",
+    )
+    parser.add_argument(
+        "--gate",
+        choices=("all", "counts", "none"),
+        default="all",
+        help="what ends the run with status 1: anything slower (default), instructions only, or "
+        "nothing; a case that breaks always does",
+    )
+    parser.add_argument("--update", action="store_true", help="write the baseline anew")
+    parser.add_argument(
+        "--runs", type=ui.jobs, default=1, metavar="N", help="runs that a baseline is made of"
+    )
+    parser.add_argument(
+        "--beside",
+        type=ui.jobs,
+        default=0,
+        metavar="N",
+        help="with --update, as many runs again beside N busy processes",
+    )
+    parser.add_argument("--json", type=Path, metavar="F", help="write the figures")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="F",
+        help="write a summary; appended to $GITHUB_STEP_SUMMARY where that is set",
+    )
+    parser.add_argument("--junit", type=Path, metavar="F", help="write a JUnit report")
+
+
+def takes(argv: list[str]) -> bool:
+    """Whether these arguments are for the options here, and not for a checkout's harness."""
+    return bool(GUARD_OPTIONS & set(argv))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the harness without options."""
-    del args
-    return forward([])
+    """Run the guard, or compare two results."""
+    if args.compare:
+        return _compare(*args.compare)
+    if not args.ci:
+        raise ui.UsageError("bench: --ci or --compare A B (see: jitkern bench --help)")
+    if args.update and args.baseline is None:
+        raise ui.UsageError("bench: --update: needs --baseline, the file or directory to write")
+    if (args.runs > 1 or args.beside) and not args.update:
+        raise ui.UsageError("bench: --runs, --beside: only with --update")
+    import torch
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ui.UsageError("bench: --device cuda: PyTorch sees no CUDA device")
+    for path in (args.json, args.markdown, args.junit):
+        if path is not None:
+            ui.require_writable(path.parent, "give a path that can be written")
+    return _update(args, device) if args.update else _guard(args, device)
 
 
 def forward(argv: list[str]) -> int:
@@ -36,9 +138,144 @@ def forward(argv: list[str]) -> int:
     root = Path(jitkern.__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").is_file():
         raise UnsupportedError(
-            "bench: the harness is not part of the installed package; clone the repository, then "
-            "python -m bench"
+            "bench: the benchmarks beside other libraries are not part of the installed package; "
+            "use jitkern bench --ci, or clone the repository and run python -m bench"
         )
     sys.path.insert(0, str(root))
     status: int = import_module("bench.__main__").main(argv)
     return status or 0
+
+
+# -- the guard -------------------------------------------------------------------------------------
+
+
+def _guard(args: argparse.Namespace, device: str) -> int:
+    from jitkern.bench import baseline as baselines
+    from jitkern.bench import ci, counts, output, report
+
+    baseline: Baseline | None = None
+    notes: list[str] = []
+    if args.baseline is not None:
+        # Before anything is measured: a mistake here shall not cost a minute.
+        try:
+            kind = report.kind_of(report.machine(device))
+            source, _ = counts.source_here()
+            identity = counts.identity(source) if source else {}
+            baseline, note = baselines.find(args.baseline, kind, identity)
+        except baselines.BaselineError as error:
+            raise ui.UsageError(f"bench: --baseline: {error}") from error
+        notes += [note] if note else []
+
+    def wanted(key: str) -> bool:
+        return not args.only or any(text in key for text in args.only)
+
+    def verdicts_of(result: Payload) -> list[Verdict]:
+        return baselines.compare(baseline or baselines.Baseline("", {}), result, wanted)
+
+    def suspects(result: Payload) -> list[str]:
+        slower = (v for v in verdicts_of(result) if v.measure == "time" and v.outcome == "slower")
+        return [verdict.key for verdict in slower]
+
+    with _progress() as advance, ci.Run(device, args.cases, wanted, advance) as measured:
+        result = measured.measure()
+        result = ci.confirmed(measured, result, suspects)
+    if note := result["counts"]["note"]:
+        notes.append(f"instructions: {note}")
+    verdicts = verdicts_of(result)
+    if baseline is None:
+        ui.console().print(ui.table(output.FIGURE_COLUMNS, output.figures(result)))
+    else:
+        ui.console().print(ui.table(output.TABLE_COLUMNS, output.cells(verdicts, result)))
+    for note in notes:
+        ui.say(f"note: {note}")
+    ui.say(output.summary(verdicts, args.gate))
+    if args.json is not None:
+        report.save(args.json, result)
+    summary = output.markdown(verdicts, result, args.gate, notes)
+    if args.markdown is not None:
+        args.markdown.write_text(summary)
+    if (step_summary := settings().step_summary) is not None:
+        with step_summary.open("a") as file:
+            file.write(summary)
+    if args.junit is not None:
+        args.junit.write_text(output.junit(verdicts, args.gate))
+    return 1 if any(verdict.fails(args.gate) for verdict in verdicts) else 0
+
+
+@contextmanager
+def _progress() -> Iterator[Advance]:
+    """Yield what is told of each step: a bar on a terminal, a line elsewhere."""
+    console = ui.console(stderr=True)
+    if not console.is_terminal:
+
+        def line(text: str, done: int, steps: int) -> None:
+            console.print(f"{done}/{steps} {text}", markup=False)
+
+        yield line
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting")
+
+        def advance(text: str, done: int, steps: int) -> None:
+            bar.update(task, description=text, completed=done, total=steps)
+
+        yield advance
+
+
+# -- a new baseline --------------------------------------------------------------------------------
+
+
+def _update(args: argparse.Namespace, device: str) -> int:
+    from jitkern.bench import baseline as baselines
+
+    loads = [0] * args.runs + ([args.beside] * args.runs if args.beside else [])
+    results = []
+    with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as folder:
+        for number, beside in enumerate(loads, start=1):
+            what = f"beside {beside} busy processes" if beside else "quiet"
+            ui.console(stderr=True).print(f"run {number} of {len(loads)}, {what}", markup=False)
+            results.append(_child(args, device, Path(folder) / f"{number}.json", beside))
+    try:
+        made = baselines.made_of(results)
+        path = args.baseline / f"{made.kind}.json" if args.baseline.is_dir() else args.baseline
+        baselines.write(path, made)
+    except baselines.BaselineError as error:
+        raise JitkernError(f"bench: --update: {error}") from error
+    ui.say(f"wrote {path}: {len(made.figures)} figures of {len(loads)} runs")
+    return 0
+
+
+def _child(args: argparse.Namespace, device: str, path: Path, beside: int) -> Payload:
+    """Return the result of a run in a process of its own: memory lies elsewhere each time."""
+    from jitkern.bench import report
+
+    command = [sys.executable, "-m", "jitkern", "bench", "--ci", "--device", device]
+    command += [option for file in args.cases for option in ("--cases", str(file))]
+    command += [option for text in args.only for option in ("--only", text)]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
+    try:
+        done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    if done.returncode != 0:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise JitkernError(f"bench: --update: a run failed: {last}")
+    return {**report.read(path), "beside": beside}
+
+
+# -- two results -----------------------------------------------------------------------------------
+
+
+def _compare(a_path: Path, b_path: Path) -> int:
+    from jitkern.bench import compare, report
+
+    a, b = report.read(a_path), report.read(b_path)
+    ui.console().print(ui.table(compare.COLUMNS, compare.rows(a, b)))
+    for note in compare.notes(a, b):
+        ui.say(f"note: {note}")
+    return 0

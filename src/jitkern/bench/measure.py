@@ -6,11 +6,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from jitkern.bench.case import Case, Context, Impl, Row, Run, error_row
 from jitkern.perf import (
     ColdBuffers,
     Replay,
@@ -22,86 +22,8 @@ from jitkern.perf import (
     time_replays,
 )
 
-Run = Callable[[Any], object]
-
 POISON = 0xA5
 SLOW_REPLAY_MS = 60.0  # replays longer than this get fewer calls and fewer rounds
-
-
-@dataclass
-class Impl:
-    """One implementation of a case's job.
-
-    `build` may be slow (a compiler runs) and may raise: the error then becomes a row. What it
-    returns is called with one working set. Roles: ours, peer, ceiling (moves the same bytes in the
-    easiest way there is), floor (does nothing).
-    """
-
-    name: str
-    role: str
-    build: Callable[[], Run]
-    graph: bool = True
-    check: bool = True
-    returns: bool = False  # the result is what `build()(buffers)` returns, not the case's outputs
-    bytes_moved: int | None = None  # where it differs from the case's
-    note: str = ""
-
-
-@dataclass
-class Case:
-    """One job at one size: what to move, how to check it, who does it."""
-
-    op: str
-    name: str
-    params: dict[str, Any]
-    bytes_moved: int
-    bytes_note: str
-    make: Callable[[int], Any]
-    outputs: Callable[[Any], tuple[torch.Tensor, ...]]
-    reference: Callable[[Any], tuple[torch.Tensor, ...]]
-    impls: list[Impl]
-    calls: int  # in one graph, rotating over the working sets
-    touched_bytes: int | None = None  # by one call, for the rotation; default bytes_moved
-    prepare: Callable[[Any], object] | None = None  # what outputs hold before the checked call
-
-
-@dataclass
-class Row:
-    """One measured figure, as it goes into the JSON. Times in microseconds per call."""
-
-    op: str
-    case: str
-    impl: str
-    role: str
-    params: dict[str, Any] = field(default_factory=dict)
-    median_us: float | None = None
-    iqr_us: float | None = None
-    gb_s: float | None = None
-    ratio_to_best_peer: float | None = None  # ours only; above 1 is faster
-    percent_of_ceiling: float | None = None
-    host_us: float | None = None
-    bytes_moved: int | None = None
-    bytes_note: str = ""
-    note: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Context:
-    """What every benchmark needs to know."""
-
-    device: str  # "cuda" or "cpu"
-    quick: bool
-    say: Callable[[str], None] = lambda text: None
-
-    @property
-    def rounds(self) -> int:
-        return 5 if self.quick else 11
-
-    def sync(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
 
 _FLUSH: dict[str, Callable[[], object]] = {}
 
@@ -141,11 +63,6 @@ def empty_rows(
     return data.view(dtype or torch.bfloat16)
 
 
-def error_row(case_op: str, case: str, impl: str, role: str, error: BaseException) -> Row:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
-    return Row(case_op, case, impl, role, error=f"{type(error).__name__}: {lines[0][:300]}")
-
-
 def measure(ctx: Context, case: Case) -> list[Row]:
     """Check every implementation of the case against the reference, then time those that pass."""
     ctx.say(f"{case.op}: {case.name}")
@@ -158,7 +75,7 @@ def measure(ctx: Context, case: Case) -> list[Row]:
     rows: list[Row] = []
     fast: dict[str, Replay] = {}
     slow: dict[str, Replay] = {}
-    expected = _expected(case, buffers[0])
+    expected = expected_of(case, buffers[0])
     by_name: dict[str, Row] = {}
     for impl in case.impls:
         moved = case.bytes_moved if impl.bytes_moved is None else impl.bytes_moved
@@ -167,7 +84,7 @@ def measure(ctx: Context, case: Case) -> list[Row]:
         rows.append(row)
         try:
             run = impl.build()
-            _check(ctx, case, impl, run, buffers[0], expected)
+            check(ctx, case, impl, run, buffers[0], expected)
             once_ms = _once_ms(ctx, run, buffers[1])
             calls = max(1, min(case.calls, int(SLOW_REPLAY_MS / once_ms)))
             bound = [_bind(run, buffers[i]) for i in range(calls)]
@@ -179,7 +96,7 @@ def measure(ctx: Context, case: Case) -> list[Row]:
         by_name[impl.name] = row
         (slow if once_ms * calls > SLOW_REPLAY_MS else fast)[impl.name] = replay
     del expected
-    device = "cuda" if ctx.device == "cuda" else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if ctx.device == "cuda" else "cpu"
     for replays, rounds in ((fast, ctx.rounds), (slow, 3)):
         timings = time_replays(replays, device=device, rounds=rounds, before=flush_of(ctx))
         for name, timing in timings.items():
@@ -231,7 +148,7 @@ def host_us_of(
     return Timing(tuple(samples))
 
 
-def _expected(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
+def expected_of(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
     _poison(case, buffers)
     return case.reference(buffers)
 
@@ -243,7 +160,7 @@ def _poison(case: Case, buffers: Any) -> None:
         case.prepare(buffers)
 
 
-def _check(
+def check(
     ctx: Context,
     case: Case,
     impl: Impl,
@@ -257,9 +174,8 @@ def _check(
     ctx.sync()
     if not impl.check:
         return
-    got = (returned,) if impl.returns else case.outputs(buffers)
+    got: Any = (returned,) if impl.returns else case.outputs(buffers)
     for one, other in zip(got, expected, strict=True):
-        assert isinstance(one, torch.Tensor)
         if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
             raise ValueError("the result differs from the PyTorch reference; not timed")
 

@@ -1,4 +1,4 @@
-"""Tables for the eye and JSON for the record."""
+"""Tables for the eye and JSON for the record: one format for every benchmark."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 import jitkern
-from bench.goals import Goal, reached
-from bench.measure import Row
+from jitkern.bench.case import CaseError, Row
 
 Payload = dict[str, Any]
+Goals = Callable[[Sequence[Row]], Sequence[dict[str, Any]]]
+
+SCHEMA = 1
 
 PACKAGES = ("torch", "apache-tvm-ffi", "triton", "nvidia-cuda-nvrtc", "vllm", "flashinfer-python")
 
@@ -30,8 +32,8 @@ def machine(device: str) -> dict[str, Any]:
     """Describe the machine and what is installed, for the record."""
     described: dict[str, Any] = {
         "device": device,
-        "name": _cpu_name() if device == "cpu" else torch.cuda.get_device_name(),
-        "cpu": _cpu_name(),
+        "name": cpu_name() if device == "cpu" else torch.cuda.get_device_name(),
+        "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "cpu_threads_of_torch": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -54,11 +56,12 @@ def machine_line(described: dict[str, Any]) -> str:
     return f"{described['name']}; Python {described['python']}, {versions}"
 
 
-def default_path(root: Path, device: str) -> Path:
-    """Return where the results of this machine are kept."""
-    name = machine(device)["name"] + ("" if device == "cuda" else f" {os.cpu_count()} cores")
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return root / "results" / f"{slug}.json"
+def kind_of(described: dict[str, Any]) -> str:
+    """Return what results of like machines are called: ``intel-xeon-2-cores``, ``nvidia-h200``."""
+    name = described["name"]
+    if described["device"] == "cpu":
+        name += f" {described['cpu_cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def payload(described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> Payload:
@@ -69,26 +72,49 @@ def payload(described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> P
     for row in rows:
         entry = ops.setdefault(row.op, {"date": now, "quick": quick, "load": load, "rows": []})
         entry["rows"].append(_round(asdict(row)))
-    goals = [asdict(goal) for goal in reached(rows)]
-    return {"machine": described, "date": now, "benchmarks": ops, "goals": goals}
+    return {"schema": SCHEMA, "machine": described, "date": now, "benchmarks": ops}
 
 
-def write(path: Path, described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> None:
-    """Write the JSON; benchmarks of an earlier run of this machine that did not run now stay."""
-    data = payload(described, rows, quick=quick)
+def write(path: Path, data: Payload, *, goals: Goals | None = None) -> None:
+    """Write the JSON; benchmarks of an earlier run of this machine that did not run now stay.
+
+    `goals` turns the rows that are then in it into what is written beside them.
+    """
     if path.exists():
         before = read(path)
-        if before["machine"] == described:
-            data["benchmarks"] = {**before["benchmarks"], **data["benchmarks"]}
-            kept = [row for entry in data["benchmarks"].values() for row in entry["rows"]]
-            data["goals"] = [asdict(goal) for goal in reached([Row(**row) for row in kept])]
+        if before["machine"] == data["machine"]:
+            data = {**data, "benchmarks": {**before["benchmarks"], **data["benchmarks"]}}
+    if goals is not None:
+        data = {**data, "goals": goals(rows_of(data))}
+    save(path, data)
+
+
+def save(path: Path, data: Any) -> None:
+    """Write JSON, in directories that need not exist yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def read(path: Path) -> Payload:
-    data: Payload = json.loads(path.read_text())
+    """Return a result; JitkernError in one line where the file holds none."""
+    try:
+        data: Payload = json.loads(path.read_text())
+    except OSError as error:
+        raise CaseError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, UnicodeDecodeError, RecursionError) as error:
+        raise CaseError(f"{path}: not JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("benchmarks"), dict):
+        raise CaseError(f"{path}: not a result of jitkern bench: it has no 'benchmarks'")
+    if data.get("schema", SCHEMA) != SCHEMA:
+        raise CaseError(f"{path}: schema {data['schema']}, this jitkern reads {SCHEMA}")
     return data
+
+
+def rows_of(data: Payload) -> list[Row]:
+    """Return the rows of a result as they were measured."""
+    known = {field.name for field in fields(Row)}
+    rows = [row for entry in data["benchmarks"].values() for row in entry["rows"]]
+    return [Row(**{name: value for name, value in row.items() if name in known}) for row in rows]
 
 
 STYLES = {"ours": "bold green", "ceiling": "cyan", "sm ceiling": "cyan", "floor": "cyan"}
@@ -110,7 +136,7 @@ def table(op: str, rows: Sequence[Row]) -> Table:
         spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
         made.add_row(
             f"  {row.impl}",
-            _time(row.median_us),
+            time_text(row.median_us),
             _number(spread, 1),
             _number(row.gb_s, 1 if (row.gb_s or 0) < 1000 else 0),
             _number(row.ratio_to_best_peer, 2),
@@ -122,19 +148,6 @@ def table(op: str, rows: Sequence[Row]) -> Table:
     return made
 
 
-def goals_table(goals: Sequence[Goal]) -> Table:
-    """Return the goals this run has figures for, with what it got."""
-    made = Table(title="goals", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for column in ("figure", "goal", "got", ""):
-        made.add_column(column, justify="right" if column in ("goal", "got") else "left")
-    for goal in goals:
-        style = "green" if goal.met else "red"
-        made.add_row(
-            goal.figure, goal.wanted, goal.got, "met" if goal.met else "short", style=style
-        )
-    return made
-
-
 def summary(rows: Sequence[Row]) -> str:
     """Say in one line how many rows there are and what failed."""
     failed = [row for row in rows if row.error]
@@ -142,7 +155,8 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
 
 
-def _time(us: float | None) -> str:
+def time_text(us: float | None) -> str:
+    """Return microseconds in the unit that suits; nothing for None."""
     if us is None:
         return ""
     return (
@@ -173,7 +187,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,0 +1,278 @@
+"""What a benchmark case is and where cases come from: the full harness and the CI guard share it.
+
+A file of cases is found by its path. It holds functions under :func:`case`, for the common kind
+(something, and what to measure it against), or a function ``cases(ctx)`` that returns
+:class:`Case` objects, for any other kind; or both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jitkern.errors import JitkernError
+
+if TYPE_CHECKING:
+    import torch
+
+Run = Callable[[Any], object]
+Role = Literal["ours", "peer", "ceiling", "sm ceiling", "floor"]
+Clock = Literal["device", "host"]
+
+
+class CaseError(JitkernError):
+    """A file of cases cannot be read, or what it gives is no case."""
+
+
+@dataclass
+class Impl:
+    """One implementation of a case's job.
+
+    `build` may be slow (a compiler runs) and may raise: the error then becomes a row. What it
+    returns is called with one working set. Roles: ours, peer, ceiling (moves the same bytes in the
+    easiest way there is), floor (does nothing).
+    """
+
+    name: str
+    role: str
+    build: Callable[[], Run]
+    graph: bool = True
+    check: bool = True
+    returns: bool = False  # the result is what `build()(buffers)` returns, not the case's outputs
+    bytes_moved: int | None = None  # where it differs from the case's
+    note: str = ""
+
+
+def _nothing(_: Any) -> tuple[torch.Tensor, ...]:
+    return ()
+
+
+@dataclass
+class Case:
+    """One job at one size: what to move, how to check it, who does it."""
+
+    op: str
+    name: str
+    impls: list[Impl]
+    params: dict[str, Any] = field(default_factory=dict)
+    bytes_moved: int = 0
+    bytes_note: str = ""
+    make: Callable[[int], Any] = lambda _: None
+    outputs: Callable[[Any], tuple[torch.Tensor, ...]] = _nothing
+    reference: Callable[[Any], tuple[torch.Tensor, ...]] = _nothing
+    calls: int = 1  # in one graph, rotating over the working sets
+    touched_bytes: int | None = None  # by one call, for the rotation; default bytes_moved
+    prepare: Callable[[Any], object] | None = None  # what outputs hold before the checked call
+    clock: Clock = "device"  # "host": what a call costs the CPU, also where it launches a kernel
+    yardstick: str = ""  # the implementation that ours is held against in CI; default the second
+    threads: int = 1  # of torch, on the CPU, in CI; 0: as many as it would use
+
+    @property
+    def key(self) -> str:
+        """What the case is called in a table, a baseline and a message."""
+        return f"{self.op}: {self.name}"
+
+    def ours(self) -> Impl:
+        """Return the implementation that is guarded."""
+        return next(impl for impl in self.impls if impl.role == "ours")
+
+    def reference_impl(self) -> Impl:
+        """Return the implementation that ours is held against."""
+        others = [impl for impl in self.impls if impl is not self.ours()]
+        return next((impl for impl in others if impl.name == self.yardstick), others[0])
+
+
+@dataclass
+class Row:
+    """One measured figure, as it goes into the JSON. Times in microseconds per call."""
+
+    op: str
+    case: str
+    impl: str
+    role: str
+    params: dict[str, Any] = field(default_factory=dict)
+    median_us: float | None = None
+    iqr_us: float | None = None
+    min_us: float | None = None
+    gb_s: float | None = None
+    ratio_to_best_peer: float | None = None  # ours only; above 1 is faster
+    percent_of_ceiling: float | None = None
+    host_us: float | None = None
+    against: str = ""  # the yardstick of the two ratios below: time of ours / time of it
+    ratio_min: float | None = None  # of the fastest samples
+    ratio_median: float | None = None  # the median over pairs that ran one after the other
+    instructions: float | None = None  # of one call; exact
+    bytes_moved: int | None = None
+    bytes_note: str = ""
+    note: str = ""
+    error: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.op}: {self.case}"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every benchmark needs to know."""
+
+    device: str  # "cuda" or "cpu"
+    quick: bool = False
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def rounds(self) -> int:
+        return 5 if self.quick else 11
+
+    def sync(self) -> None:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+
+def error_row(case_op: str, case: str, impl: str, role: str, error: BaseException) -> Row:
+    """Return the row that stands for a figure that could not be had."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
+    return Row(case_op, case, impl, role, error=f"{type(error).__name__}: {lines[0][:300]}")
+
+
+Pair = tuple[Callable[[], object], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class CaseFunction:
+    """A function under :func:`case`."""
+
+    function: Callable[[Context], Pair]
+    name: str
+    op: str
+    against: str
+    bytes_moved: int
+    clock: Clock
+    device: str
+
+    def cases(self, ctx: Context) -> list[Case]:
+        """Return its case, or none where it is for another device."""
+        if self.device and self.device != ctx.device:
+            return []
+        made: list[Pair] = []
+
+        def both() -> Pair:
+            # Built once, when first asked for: an error then belongs to this case alone.
+            if not made:
+                got = self.function(ctx)
+                if not (isinstance(got, tuple) and len(got) == 2 and all(map(callable, got))):
+                    raise CaseError(
+                        f"{self.name}: returned {got!r}, expected two callables, what is "
+                        "measured and what it is measured against"
+                    )
+                made.append(got)
+            return made[0]
+
+        def build(position: int) -> Run:
+            call = both()[position]
+            return lambda _: call()
+
+        impls = [
+            Impl("measured", "ours", lambda: build(0), check=False),
+            Impl(self.against, "peer", lambda: build(1), check=False),
+        ]
+        found = Case(self.op, self.name, impls, bytes_moved=self.bytes_moved, clock=self.clock)
+        return [found]
+
+
+def case(
+    name: str,
+    *,
+    op: str = "",
+    against: str = "reference",
+    bytes_moved: int = 0,
+    clock: Clock = "host",
+    device: str = "",
+) -> Callable[[Callable[[Context], Pair]], CaseFunction]:
+    """Make a benchmark case of a function that returns two callables.
+
+    The function gets a :class:`Context` (``ctx.device`` is ``"cuda"`` or ``"cpu"``), makes its
+    tensors, and returns what is measured and what it is measured against: the guard compares the
+    ratio of the two, which moves less from run to run than either. It is called once, when its
+    turn comes.
+
+    Parameters
+    ----------
+    name
+        What the case is called, in tables and in baselines.
+    op
+        The group that it is listed under; by default the name of its file.
+    against
+        What the second callable is.
+    bytes_moved
+        Bytes that one call reads and writes, for GB/s.
+    clock
+        ``"host"``: the CPU's time for a call. ``"device"``: on a GPU the GPU's, by events.
+    device
+        ``"cuda"`` or ``"cpu"`` where the case is for one of them only.
+
+    Examples
+    --------
+    >>> @case("copy of 1 MB", against="clone")
+    ... def copy(ctx):
+    ...     x = torch.zeros(1 << 20, dtype=torch.uint8, device=ctx.device)
+    ...     y = torch.empty_like(x)
+    ...     return lambda: y.copy_(x), lambda: x.clone()
+    """
+
+    def decorate(function: Callable[[Context], Pair]) -> CaseFunction:
+        group = op or Path(function.__code__.co_filename).stem
+        return CaseFunction(function, name, group, against, bytes_moved, clock, device)
+
+    return decorate
+
+
+def cases_of(path: Path, ctx: Context) -> list[Case]:
+    """Return the cases of a file, in the order in which it defines them.
+
+    Raises
+    ------
+    CaseError
+        There is no such file, it raises, or it holds no case.
+    """
+    try:
+        module = _imported(path)
+        found: list[Case] = []
+        for value in list(vars(module).values()):
+            if isinstance(value, CaseFunction):
+                found += value.cases(ctx)
+        more: Callable[[Context], Iterable[Case]] | None = getattr(module, "cases", None)
+        if more is not None:
+            found += more(ctx)
+    except CaseError:
+        raise
+    except Exception as error:
+        raise CaseError(f"{path}: {type(error).__name__}: {error}") from error
+    for one in found:
+        if not isinstance(one, Case) or len(one.impls) < 2:
+            raise CaseError(f"{path}: cases(): {one!r}, expected Case objects with two Impl each")
+    if not found and more is None and not any(map(_is_case, vars(module).values())):
+        raise CaseError(f"{path}: no function under @jitkern.bench.case and no cases(ctx)")
+    return found
+
+
+def _is_case(value: object) -> bool:
+    return isinstance(value, CaseFunction)
+
+
+def _imported(path: Path) -> Any:
+    if not path.is_file():
+        raise CaseError(f"{path}: no such file of cases")
+    spec = importlib.util.spec_from_file_location(f"_jitkern_cases_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise CaseError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,60 @@
+"""What cases of several ops share: sizes, and the yardsticks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jitkern.bench.case import Case, Context, Impl, Run
+
+if TYPE_CHECKING:
+    import torch
+
+COPY, NO_OP = "copy of the same bytes", "no-op FFI call"
+# (rows, bytes of a row): in the L1, in the L2, in memory; on a GPU a small and a large call.
+CPU_SIZES = ((64, 656), (1024, 1024), (8192, 2048))
+CUDA_SIZES = ((1024, 656), (131_072, 1024))
+
+Call = Callable[[], object]
+
+
+def sizes(ctx: Context) -> Sequence[tuple[int, int]]:
+    """Return (rows, bytes of a row) of the copies that are timed on this device."""
+    return CUDA_SIZES if ctx.device == "cuda" else CPU_SIZES
+
+
+def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> Impl:
+    """Return a contiguous copy; `pair` gives its destination and its source."""
+
+    def build() -> Run:
+        if ctx.device != "cuda":
+            return lambda buffers: _copy_(*pair(buffers))
+        from jitkern.perf import copy_kernel
+
+        copy = copy_kernel()
+        return lambda buffers: copy(*pair(buffers))
+
+    return Impl(COPY, "ceiling", build, check=False)
+
+
+def _copy_(dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.copy_(src)
+
+
+def call_case(op: str, name: str, call: Call, arguments: Sequence[Any]) -> Case:
+    """Return the case of what one call costs the host, beside a call into C++ that does nothing.
+
+    The no-op gets `arguments`, as many tensors as the op: to hand them over is most of its time.
+    """
+
+    def no_op() -> Run:
+        import tvm_ffi
+
+        nop = tvm_ffi.get_global_func("testing.nop")
+        return lambda _: nop(*arguments)
+
+    impls = [
+        Impl("jitkern", "ours", lambda: lambda _: call(), check=False),
+        Impl(NO_OP, "floor", no_op, check=False),
+    ]
+    return Case(op, name, impls, clock="host")

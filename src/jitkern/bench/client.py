@@ -1,0 +1,123 @@
+"""The other end of ``worker.py``: starts the process, asks, and gives up after a while."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jitkern
+from jitkern.env import process_environment, settings
+from jitkern.errors import JitkernError, ToolchainError
+
+WORKER = Path(__file__).with_name("worker.py")
+START_TIMEOUT_S, JOB_TIMEOUT_S = 180.0, 180.0
+
+
+class Worker:
+    """A worker process and the folder that it works in; a context manager."""
+
+    def __init__(
+        self,
+        device: str,
+        arch: str,
+        *,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="jitkern-bench-"))
+        self._job = {
+            "device": device,
+            "arch": arch,
+            "path": [str(Path(jitkern.__file__).parents[1])],
+        }
+        self._log = (self.folder / "log").open("w+")
+        try:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env={**_clean_environment(), **(environment or {})},
+            )
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        self.ready = False
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            if stream is not None:
+                with suppress(BrokenPipeError):  # what was not read is not missed
+                    stream.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def ask(self, name: str, *, kernel_cache: str, **job: Any) -> dict[str, Any]:
+        """Return the answer to a job; JitkernError where there is none."""
+        if not self.ready:
+            if self._answer(START_TIMEOUT_S).strip() != "ready":
+                raise JitkernError(f"the worker process did not start: {self._last_words()}")
+            self.ready = True
+        # The host module comes from where it is, kernels from a cache of our own.
+        places = [str(settings().cache_dir), *map(str, settings().cache_path)]
+        environment = {
+            "JITKERN_CACHE_DIR": kernel_cache,
+            "JITKERN_CACHE_PATH": os.pathsep.join(places),
+        }
+        question = {**self._job, "name": name, "environment": environment, **job}
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise JitkernError(f"{name}: the worker process ended: {self._last_words()}") from None
+        line = self._answer(JOB_TIMEOUT_S)
+        if not line:
+            raise JitkernError(f"{name}: the worker process ended: {self._last_words()}")
+        answer = json.loads(line)
+        if "result" not in answer:
+            kind = ToolchainError if answer["kind"] == "ToolchainError" else JitkernError
+            raise kind(f"{name}: {answer['error']}")
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def close(self) -> None:
+        """Let the process end by itself, so that what it writes at its end is there."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(JOB_TIMEOUT_S)
+
+    def _answer(self, timeout_s: float) -> str:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        if not ready:
+            self._process.kill()
+            raise JitkernError(f"the worker process gave no answer in {timeout_s:.0f} s")
+        return self._process.stdout.readline()
+
+    def _last_words(self) -> str:
+        self._log.flush()
+        lines = (self.folder / "log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+def _clean_environment() -> dict[str, str]:
+    environment = process_environment()
+    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG"):
+        environment.pop(variable, None)
+    # NVRTC 13 has a cache of its own, with which 40 ms are 15.
+    return {**environment, "CUDA_CACHE_DISABLE": "1"}

@@ -1,0 +1,133 @@
+"""Timing one thing against another on a machine that others use too: many short pairs.
+
+A sample is about a quarter of a millisecond, well under the 3 ms and more for which the scheduler
+leaves a process alone, so that most samples are not interrupted. The two take turns, in changing
+order, so that frequency, caches and neighbours are the same for both. Of the samples two ratios are
+kept: of the fastest ones (what the machine can do) and the median over the pairs (what it does).
+A real slowdown moves both; a disturbance seldom does.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jitkern.bench.case import Context, Row
+
+Call = Callable[[], object]
+Sample = Callable[[], float]
+
+SAMPLE_US = 250.0
+MIN_PAIRS, MAX_PAIRS = 15, 400
+QUEUED_LAUNCHES = 200  # a stream takes 1,024 before a launch waits
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Microseconds per call of both, one entry for each pair."""
+
+    ours_us: tuple[float, ...]
+    reference_us: tuple[float, ...]
+
+    @property
+    def ratio_min(self) -> float:
+        return min(self.ours_us) / min(self.reference_us)
+
+    @property
+    def ratio_median(self) -> float:
+        pairs = zip(self.ours_us, self.reference_us, strict=True)
+        return statistics.median(ours / reference for ours, reference in pairs)
+
+    def extended(self, other: Pairs) -> Pairs:
+        """Return both runs as one."""
+        return Pairs(self.ours_us + other.ours_us, self.reference_us + other.reference_us)
+
+
+def time_pairs(ours: Sample, reference: Sample, *, budget_s: float) -> Pairs:
+    """Take samples of both in turn for about that long. A sample returns microseconds per call."""
+    times: tuple[list[float], list[float]] = ([], [])
+    samples = (ours, reference)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        ours(), reference()  # untimed: caches, and memory that was never touched
+        end = time.perf_counter() + budget_s
+        for pair in range(MAX_PAIRS):
+            if pair >= MIN_PAIRS and time.perf_counter() > end:
+                break
+            for which in (0, 1) if pair % 2 == 0 else (1, 0):
+                times[which].append(samples[which]())
+    finally:
+        if was_enabled:
+            gc.enable()
+    return Pairs(tuple(times[0]), tuple(times[1]))
+
+
+def host_sampler(ctx: Context, call: Call) -> Sample:
+    """Return a sample of the CPU's time per call; where kernels are launched, of the launch."""
+    call()
+    ctx.sync()
+    once_us = min(_timed(call, 1) for _ in range(3))
+    count = max(1, int(SAMPLE_US / max(once_us, 0.05)))
+    if ctx.device != "cuda":
+        return lambda: _timed(call, count)
+    count = min(count, QUEUED_LAUNCHES)
+
+    def on_idle_device() -> float:
+        ctx.sync()
+        return _timed(call, count)
+
+    return on_idle_device
+
+
+def _timed(call: Call, count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) * 1e6 / count
+
+
+def device_sampler(calls: list[Call]) -> Sample:
+    """Return a sample of the GPU's time per call: a graph of `calls`, between two events."""
+    import torch
+
+    from jitkern.perf import cuda_replay
+
+    event: Any = torch.cuda.Event
+
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    replay = cuda_replay(calls)
+    tic = event(enable_timing=True)
+    toc = event(enable_timing=True)
+
+    def sample() -> float:
+        tic.record()
+        replay.run()
+        toc.record()
+        toc.synchronize()
+        return float(tic.elapsed_time(toc)) * 1e3 / replay.calls
+
+    return sample
+
+
+def bind(run: Callable[[Any], object], buffers: Any) -> Call:
+    """Return the call of `run` on these buffers."""
+    return lambda: run(buffers)
+
+
+def fill_pairs(row: Row, pairs: Pairs) -> None:
+    """Write a timing in pairs into its row."""
+    row.median_us = statistics.median(pairs.ours_us)
+    row.min_us = min(pairs.ours_us)
+    low, _, high = statistics.quantiles(pairs.ours_us, n=4, method="inclusive")
+    row.iqr_us = high - low
+    row.ratio_min, row.ratio_median = pairs.ratio_min, pairs.ratio_median
+    if row.bytes_moved:
+        row.gb_s = row.bytes_moved / (row.median_us * 1e3)
