@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV := .venv
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find src tests \( -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu' \) \
               -not -path '*/_prebuilt/*')
@@ -20,7 +21,7 @@ else
   ready = $(VENV)/.ready-$(1)
 endif
 
-.PHONY: demo test lint format bench sanitize docs wheel clean
+.PHONY: demo test lint format bench bench-ci sanitize docs wheel clean
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
@@ -42,6 +43,10 @@ format: $(call ready,dev)
 
 bench: $(call ready,bench)
 	$(PY) -m bench
+
+# Against the baseline of this kind of machine: instructions and times. BENCH_ARGS="--gate counts"
+bench-ci: $(call ready,test)
+	$(PY) -m jitkern bench --ci --baseline bench/baselines $(BENCH_ARGS)
 
 # The host module under Address- and UBSan; on a GPU also compute-sanitizer (part of the CUDA toolkit)
 # over the kernels. SANITIZE="memcheck --thin 5" runs one tool over every fifth test.

@@ -15,9 +15,9 @@ from needs import needs_nvcc
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import harness, measure, peers, report  # noqa: E402
+from bench import goals, harness, peers  # noqa: E402
 from bench.cases.h2d_gather import line_efficiency  # noqa: E402
-from bench.measure import Case, Context, Impl, Row  # noqa: E402
+from jitkern.bench import Case, Context, Impl, Row, measure, report  # noqa: E402
 
 CPU = Context(device="cpu", quick=True)
 
@@ -128,11 +128,18 @@ def test_short_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    machine = {"name": "here"}
-    report.write(path, machine, [Row("store", "c", "i", "ours", median_us=1.0)], quick=False)
-    report.write(path, machine, [Row("index", "c", "i", "ours", median_us=2.0)], quick=True)
+
+    def write(machine: str, op: str, us: float) -> None:
+        row = Row(op, "c", "jitkern", "ours", median_us=us)
+        report.write(
+            path, report.payload({"name": machine}, [row], quick=True), goals=goals.recorded
+        )
+
+    write("here", "store", 1.0)
+    write("here", "index", 2.0)
     assert set(report.read(path)["benchmarks"]) == {"store", "index"}
-    report.write(path, {"name": "there"}, [Row("index", "c", "i", "ours")], quick=True)
+    assert report.read(path)["goals"] == []
+    write("there", "index", 2.0)
     assert set(report.read(path)["benchmarks"]) == {"index"}
 
 

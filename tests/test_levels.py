@@ -31,6 +31,16 @@ LAYERS = """
 4  ops.pairs
 4  ops
 5  perf torch_ops
+5  bench.case
+5  bench.report bench.client bench.pairs bench.measure
+5  bench.counts bench.fresh bench.compare bench.baseline
+5  bench.cases.common
+5  bench.cases.store bench.cases.index bench.cases.h2d_gather bench.cases.compare_key
+5  bench.cases.d2h_scatter bench.cases.launch bench.cases.threads
+5  bench.cases
+5  bench.ci bench.output
+5  bench.worker
+5  bench
 6  cli.ui cli.machine
 6  cli.warm
 6  cli

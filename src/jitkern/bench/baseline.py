@@ -263,11 +263,13 @@ def made_of(results: Sequence[report.Payload]) -> Baseline:
     kinds = {report.kind_of(result["machine"]) for result in results}
     if len(kinds) != 1:
         raise BaselineError(f"results of several kinds of machine: {', '.join(sorted(kinds))}")
-    counted_by = results[0]["counts"]["identity"]
+    counted_by: dict[str, str] = {}
     by_key: dict[str, list[Row]] = {}
     for result in results:
-        if result["counts"]["identity"] != counted_by:
+        identity = result["counts"]["identity"]
+        if identity and counted_by and identity != counted_by:
             raise BaselineError("results whose instructions were counted by different software")
+        counted_by = counted_by or identity
         for row in report.rows_of(result):
             if row.error:
                 raise BaselineError(f"{row.key}: broken, no baseline is made of it: {row.error}")

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,30 @@ START_TIMEOUT_S, JOB_TIMEOUT_S = 180.0, 180.0
 
 
 class Worker:
-    """A worker process and the folder that it works in; a context manager."""
+    """A worker process and the folder that it works in; a context manager.
+
+    Parameters
+    ----------
+    device, arch
+        Where the op of a first call runs, and what kernels are compiled for.
+    caches
+        Folder of ``kernels`` and ``bytecode``, to share with another worker; by default its own.
+    prefix, environment
+        What goes in front of the command, and on top of the environment.
+    """
 
     def __init__(
         self,
         device: str,
         arch: str,
         *,
+        caches: Path | None = None,
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="jitkern-bench-"))
+        self.caches = caches or self.folder
+        self.kernels = self.caches / "kernels"
         self._job = {
             "device": device,
             "arch": arch,
@@ -47,7 +60,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env={**_clean_environment(), **(environment or {})},
+                env={**_environment(self.kernels), **(environment or {})},
             )
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -66,19 +79,33 @@ class Worker:
                     stream.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def ask(self, name: str, *, kernel_cache: str, **job: Any) -> dict[str, Any]:
-        """Return the answer to a job; JitkernError where there is none."""
+    @contextmanager
+    def empty_kernel_cache(self) -> Iterator[None]:
+        """Put the kernels aside for a while."""
+        aside = self.caches / "kernels-aside"
+        self.kernels.rename(aside)
+        try:
+            yield
+        finally:
+            shutil.rmtree(self.kernels, ignore_errors=True)
+            aside.rename(self.kernels)
+
+    def ask(self, name: str, *, pycache: Path | None = None, **job: Any) -> dict[str, Any]:
+        """Return the answer to a job; JitkernError where there is none.
+
+        Without `pycache`, an empty folder for bytecode, it is kept and found where jobs share it.
+        """
         if not self.ready:
             if self._answer(START_TIMEOUT_S).strip() != "ready":
                 raise JitkernError(f"the worker process did not start: {self._last_words()}")
             self.ready = True
-        # The host module comes from where it is, kernels from a cache of our own.
-        places = [str(settings().cache_dir), *map(str, settings().cache_path)]
-        environment = {
-            "JITKERN_CACHE_DIR": kernel_cache,
-            "JITKERN_CACHE_PATH": os.pathsep.join(places),
+        question = {
+            **self._job,
+            "name": name,
+            "pycache": str(pycache or self.caches / "bytecode"),
+            "write_bytecode": pycache is None,
+            **job,
         }
-        question = {**self._job, "name": name, "environment": environment, **job}
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
@@ -115,9 +142,15 @@ class Worker:
         return lines[-1] if lines else "it said nothing"
 
 
-def _clean_environment() -> dict[str, str]:
+def _environment(kernels: Path) -> dict[str, str]:
     environment = process_environment()
     for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG"):
         environment.pop(variable, None)
-    # NVRTC 13 has a cache of its own, with which 40 ms are 15.
-    return {**environment, "CUDA_CACHE_DISABLE": "1"}
+    # The host module comes from where it is, kernels from a cache of our own.
+    places = [str(settings().cache_dir), *map(str, settings().cache_path)]
+    return {
+        **environment,
+        "JITKERN_CACHE_DIR": str(kernels),
+        "JITKERN_CACHE_PATH": os.pathsep.join(places),
+        "CUDA_CACHE_DISABLE": "1",  # NVRTC 13 has a cache of its own, with which 40 ms are 15
+    }

@@ -106,24 +106,22 @@ def count(
     # One order of every set and dict, one thread.
     environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as name:
-        folder = Path(name)
-        places = {"kernel_cache": str(folder / "kernels"), "pycache": str(folder / "bytecode")}
-        out = folder / "callgrind.out"
+        out = Path(name) / "callgrind.out"
         prefix = (*_CALLGRIND, f"--callgrind-out-file={out}") if source == "callgrind" else ()
         try:
             if not cases:
                 # So that all that is counted finds its bytecode and its kernels.
-                with Worker(device, arch) as plain:
-                    plain.ask("describe", **places, write_bytecode=True)
-            with Worker(device, arch, prefix=prefix, environment=environment) as worker:
+                with Worker(device, arch, caches=out.parent) as plain:
+                    plain.ask("describe")
+            with Worker(
+                device, arch, caches=out.parent, prefix=prefix, environment=environment
+            ) as worker:
                 answer = worker.ask(
                     "count",
                     source=source,
                     kernels=kernels,
                     cases=[str(file) for file in cases],
                     wanted=list(wanted),
-                    write_bytecode=True,
-                    **places,
                 )
                 if source == "callgrind":
                     worker.close()

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jitkern.bench.case import Context, Row, error_row
@@ -87,7 +88,7 @@ class FreshProcesses:
     def describe(self) -> dict[str, Any]:
         """Fill the caches, once; tell what the samples can do."""
         if not self._described:
-            found = self._worker.ask("describe", **self._places("warm", ""))
+            found = self._worker.ask("describe")
             if found["library"]:
                 # A copy, so that jitkern's own load still finds the file as a new process does.
                 copy = self._worker.folder / "copy.so"
@@ -101,29 +102,17 @@ class FreshProcesses:
         compiles = not described["no_compiler"]
         if job == "cold" and not compiles:
             return
-        name = "cold" if job == "cold" else "warm"
+        about = {"library": described["library"], "kernels": compiles, "source": SOURCE}
         samples = self._samples.setdefault(job, [])
         for _ in range(SAMPLES[job]):
-            with tempfile.TemporaryDirectory(dir=self._worker.folder) as empty:
-                places = self._places(job, empty)
-                samples.append(
-                    self._worker.ask(
-                        name,
-                        library=described["library"],
-                        kernels=compiles,
-                        source=SOURCE,
-                        **places,
-                    )
-                )
-
-    def _places(self, job: str, empty: str) -> dict[str, Any]:
-        """Where kernels and bytecode are; what a server finds on its disk, but for the two jobs."""
-        folder = self._worker.folder
-        return {
-            "kernel_cache": empty if job == "cold" else str(folder / "kernels"),
-            "pycache": empty if job == "no bytecode" else str(folder / "bytecode"),
-            "write_bytecode": job != "no bytecode",
-        }
+            if job == "cold":
+                with self._worker.empty_kernel_cache():
+                    samples.append(self._worker.ask("cold", **about))
+            elif job == "no bytecode":
+                with tempfile.TemporaryDirectory(dir=self._worker.folder) as empty:
+                    samples.append(self._worker.ask("warm", pycache=Path(empty), **about))
+            else:
+                samples.append(self._worker.ask("warm", **about))
 
     def _row(self, figure: Figure) -> Row:
         row = Row(OP, figure.case, "jitkern", "ours", against=figure.against)

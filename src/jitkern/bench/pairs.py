@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jitkern.perf import Timing
+
 if TYPE_CHECKING:
     from jitkern.bench.case import Context, Row
 
@@ -126,8 +128,7 @@ def fill_pairs(row: Row, pairs: Pairs) -> None:
     """Write a timing in pairs into its row."""
     row.median_us = statistics.median(pairs.ours_us)
     row.min_us = min(pairs.ours_us)
-    low, _, high = statistics.quantiles(pairs.ours_us, n=4, method="inclusive")
-    row.iqr_us = high - low
+    row.iqr_us = Timing(pairs.ours_us).iqr_ms
     row.ratio_min, row.ratio_median = pairs.ratio_min, pairs.ratio_median
     if row.bytes_moved:
         row.gb_s = row.bytes_moved / (row.median_us * 1e3)

@@ -67,7 +67,6 @@ def _in_child(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prepare(job: dict[str, Any]) -> None:
-    os.environ.update(job["environment"])
     sys.pycache_prefix = job["pycache"]
     sys.dont_write_bytecode = not job["write_bytecode"]
     sys.path[:0] = job["path"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -229,6 +227,8 @@ def _progress() -> Iterator[Advance]:
 
 
 def _update(args: argparse.Namespace, device: str) -> int:
+    import tempfile
+
     from jitkern.bench import baseline as baselines
 
     loads = [0] * args.runs + ([args.beside] * args.runs if args.beside else [])
@@ -250,6 +250,8 @@ def _update(args: argparse.Namespace, device: str) -> int:
 
 def _child(args: argparse.Namespace, device: str, path: Path, beside: int) -> Payload:
     """Return the result of a run in a process of its own: memory lies elsewhere each time."""
+    import subprocess
+
     from jitkern.bench import report
 
     command = [sys.executable, "-m", "jitkern", "bench", "--ci", "--device", device]
