@@ -38,7 +38,7 @@ class HostModuleHook(BuildHookInterface[Any]):
             return
         # The package builds itself: host.py needs tvm-ffi's headers, a C++ compiler and ninja.
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from jitkern.jit.host import build_host_module
+        from jitkern.host.module import build_host_module
 
         self._scratch = tempfile.TemporaryDirectory(prefix="jitkern-wheel-")
         out_dir = Path(self._scratch.name)

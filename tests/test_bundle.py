@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from jitkern.cache.entry import META_NAME, Key
+from jitkern.cache.store import Cache, verify_bundle
 from jitkern.errors import CacheError
-from jitkern.jit.cache import Cache, verify_bundle
-from jitkern.jit.entry import META_NAME, Key, digest
+from jitkern.names import digest
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from jitkern.cache.entry import META_NAME, Key, read_entry
+from jitkern.cache.lock import build_lock, read_holder
+from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
-from jitkern.jit.cache import Cache
-from jitkern.jit.entry import META_NAME, Key, canonical_json, digest, read_entry, slug
-from jitkern.jit.locking import build_lock, read_holder
+from jitkern.names import canonical_json, digest, slug
 
 DATA = bytes(range(256)) * 16
 

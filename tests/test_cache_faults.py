@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from needs import needs_cxx, needs_nvrtc
 
-from jitkern.jit.cache import Cache
-from jitkern.jit.entry import META_NAME
-from jitkern.jit.locking import read_holder
+from jitkern.cache.entry import META_NAME
+from jitkern.cache.lock import read_holder
+from jitkern.cache.store import Cache
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).resolve().parent / "loader_child.py"
@@ -529,7 +529,7 @@ def test_two_checkouts_share_one_entry(children: Children, tmp_path: Path, cache
 THREADS = """
 import json, multiprocessing, os, sys, threading
 from jitkern.jit.loader import load_jit, stats
-from jitkern.jit.toolchain import Arch
+from jitkern.arch import Arch
 
 def load(n):
     module = load_jit("tiny", str(n), device_files=[sys.argv[1]],

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import jitkern
+from jitkern.cache.store import Cache
 from jitkern.cli import bench_cmd, main
 from jitkern.env import settings
-from jitkern.jit import host
-from jitkern.jit.cache import Cache
+from jitkern.host import module as host
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 Capture = pytest.CaptureFixture[str]

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from needs import needs_cxx, needs_nvcc
 
+from jitkern.arch import Arch
+from jitkern.compilers import cxx
+from jitkern.compilers.ninja import Edge, ninja_text
 from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.jit import cxx
-from jitkern.jit.ninja import Edge, ninja_text
-from jitkern.jit.toolchain import Arch
 
 ADD = """\
 #include <tvm/ffi/function.h>
@@ -252,8 +252,8 @@ def test_nothing_outlives_the_builder(
     source = write(tmp_path, name, SLOW)
     code = f"""
 from pathlib import Path
-from jitkern.jit import cxx
-from jitkern.jit.toolchain import Arch
+from jitkern.compilers import cxx
+from jitkern.arch import Arch
 cxx.build("m", sources=[Path({str(source)!r})], directory=Path({str(out)!r}), arch=Arch(9, 0),
           cflags=["-fconstexpr-ops-limit=1000000000000"])
 """

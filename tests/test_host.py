@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from jitkern.arch import Arch
+from jitkern.cache import get as resolve
+from jitkern.cache.entry import META_NAME
+from jitkern.cache.store import Cache
+from jitkern.compilers.find import find_cxx
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, ToolchainError
-from jitkern.jit import host, resolve
-from jitkern.jit.cache import Cache
-from jitkern.jit.entry import META_NAME
-from jitkern.jit.toolchain import Arch, find_cxx
+from jitkern.host import module as host
 
 try:
     find_cxx()
@@ -327,7 +329,8 @@ import sys
 from pathlib import Path
 sys.modules["torch"] = None
 import tvm_ffi
-from jitkern.jit import host, resolve
+from jitkern.host import module as host
+from jitkern.cache import get as resolve
 host.CSRC = Path(sys.argv[1])
 host.SHIPPED = resolve.SHIPPED = Path(sys.argv[2])
 def forbidden(event, args):

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 from needs import needs_cxx, needs_nvcc, needs_nvrtc
 
+from jitkern.arch import Arch
+from jitkern.cache import get as resolve
+from jitkern.cache.store import Cache
+from jitkern.compilers.find import find_nvcc, find_nvrtc
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, ToolchainError
-from jitkern.jit import launch, resolve
-from jitkern.jit.cache import Cache
+from jitkern.jit import launch
 from jitkern.jit.loader import (
     DeviceModule,
     freeze,
@@ -29,7 +32,6 @@ from jitkern.jit.loader import (
     replay,
     stats,
 )
-from jitkern.jit.toolchain import Arch, find_nvcc, find_nvrtc
 
 SM_90 = Arch(9, 0)
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -154,7 +156,7 @@ def test_other_toolchains_entry_counts_only_where_there_is_none(
 
     monkeypatch.setattr("jitkern.jit.device.find_nvrtc", missing)
     assert tiny().image(SM_90) == b"foreign"
-    monkeypatch.setattr("jitkern.jit.nvrtc.find_nvrtc", missing)
+    monkeypatch.setattr("jitkern.compilers.nvrtc.find_nvrtc", missing)
     with pytest.raises(ToolchainError, match="install one"):
         tiny(5).image(SM_90)
 
@@ -208,7 +210,7 @@ import hashlib, sys
 from pathlib import Path
 from jitkern.errors import ToolchainError
 import jitkern.jit.device as device
-from jitkern.jit.resolve import user_cache
+from jitkern.cache.get import user_cache
 from jitkern.jit.loader import load_jit, stats
 def missing(): raise ToolchainError("none")
 device.find_nvrtc = missing  # as on a machine where there is none
@@ -260,7 +262,7 @@ import tvm_ffi  # imports cuda.bindings itself where it is installed
 theirs = set(sys.modules)
 import jitkern
 import jitkern.jit.loader
-from jitkern.jit.toolchain import Arch
+from jitkern.arch import Arch
 
 def forbidden(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.exec", "os.posix_spawn", "os.system"):
@@ -567,7 +569,7 @@ def test_many_processes_record_into_one_file(
     code = """
 import sys
 from jitkern.jit.loader import load_jit
-from jitkern.jit.toolchain import Arch
+from jitkern.arch import Arch
 for n in range(4, 8):
     load_jit("tiny", str(n), device_files=["tiny.cu"],
              device_wrappers=[("tiny", f"Tiny<{n}>")]).image(Arch(9, 0))
@@ -604,7 +606,7 @@ def test_log_goes_to_stderr_where_nobody_configured_logging(
 ) -> None:
     code = """
 from jitkern.jit.loader import load_jit
-from jitkern.jit.toolchain import Arch
+from jitkern.arch import Arch
 load_jit("tiny", "4", device_files=["tiny.cu"], device_wrappers=[("tiny", "Tiny<4>")]).image(
     Arch(9, 0))
 """

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from needs import needs_nvcc, needs_nvrtc
 
+from jitkern.arch import Arch
+from jitkern.compilers import nvcc, nvrtc
+from jitkern.compilers.find import Nvrtc, find_nvrtc
+from jitkern.compilers.sources import include_closure
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
-from jitkern.jit import nvcc, nvrtc
-from jitkern.jit.sources import include_closure
-from jitkern.jit.toolchain import Arch, Nvrtc, find_nvrtc
 
 ARCHS = [Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0)]
 KERNEL = 'extern "C" __global__ void kernel(int* x) { *x = VALUE; }\n'

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jitkern.jit.sources import CSRC, digest, include_closure
+from jitkern.compilers.sources import CSRC, digest, include_closure
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from jitkern.arch import KNOWN_ARCHS, Arch
+from jitkern.compilers import find as toolchain
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
-from jitkern.jit import toolchain
-from jitkern.jit.toolchain import KNOWN_ARCHS, Arch
 
 # What nvcc answers to --version and to --dryrun; {root} is its toolkit.
 FAKE_NVCC = """\
@@ -190,7 +190,7 @@ import os, subprocess
 def refuse(*args, **kwargs): raise SystemExit(f"started {args}")
 subprocess.Popen.__init__ = refuse
 from jitkern.errors import ToolchainError
-from jitkern.jit.toolchain import find_nvrtc
+from jitkern.compilers.find import find_nvrtc
 try: find_nvrtc()
 except ToolchainError: pass
 assert "libnvrtc" not in open("/proc/self/maps").read()

@@ -15,7 +15,7 @@ import torch
 from bench.cases.store import Buffers, case_of
 from bench.measure import Case, Context, Impl, Row, Run, measure
 from jitkern import load_jit
-from jitkern.jit.sources import CSRC
+from jitkern.compilers.sources import CSRC
 from jitkern.ops.store import CONFIG
 from jitkern.ops.store import kernel as store_kernel
 

@@ -210,8 +210,5 @@ def _choice(environ: Mapping[str, str], name: str, choices: tuple[str, ...]) -> 
 
 
 def _archs(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """Split only: what an arch is belongs to jit.toolchain, a level that this one must not import.
-
-    toolchain.requested_archs() parses them and names this variable in its error.
-    """
+    """Split only: arch.requested_archs() parses them and names this variable in its error."""
     return tuple(part.strip() for part in _text(environ, name).split(",") if part.strip())

@@ -8,8 +8,9 @@ import struct
 import pytest
 
 from jitkern import load_jit
+from jitkern.arch import Arch
+from jitkern.compilers.find import find_nvrtc
 from jitkern.errors import ToolchainError
-from jitkern.jit.toolchain import Arch, find_nvrtc
 from jitkern.ops import device_ops
 
 OPS = list(device_ops())

@@ -11,7 +11,7 @@ from jitkern.cli import ui
 from jitkern.errors import CacheError
 
 if TYPE_CHECKING:
-    from jitkern.jit.cache import EntryInfo
+    from jitkern.cache.store import EntryInfo
 
 SUMMARY = "look at the cache of compiled kernels, empty it, carry it elsewhere"
 DESCRIPTION = "The cache of compiled kernels: JITKERN_CACHE_DIR, else ~/.cache/jitkern."
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.get import user_cache
 
     cache = user_cache()
     entries = sorted(
@@ -90,9 +90,9 @@ def _list(_: argparse.Namespace) -> int:
 
 
 def _info(_: argparse.Namespace) -> int:
+    from jitkern.cache.get import SHIPPED, user_cache
+    from jitkern.cache.store import Cache
     from jitkern.env import settings
-    from jitkern.jit.cache import Cache
-    from jitkern.jit.resolve import SHIPPED, user_cache
 
     cache = user_cache()
     places = [("JITKERN_CACHE_DIR", cache)]
@@ -121,7 +121,7 @@ def _rights(directory: Path, place: str) -> str:
 
 
 def _clear(_: argparse.Namespace) -> int:
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.get import user_cache
 
     cache = user_cache()
     ui.say(f"{_entries(cache.clear())} removed from {cache.root}")
@@ -129,7 +129,7 @@ def _clear(_: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.get import user_cache
 
     wanted_archs = {str(arch) for arch in args.arch or ()}
 
@@ -147,7 +147,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.get import user_cache
 
     _require_file(args.file)
     cache = user_cache()
@@ -156,8 +156,8 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from jitkern.jit.cache import verify_bundle
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.get import user_cache
+    from jitkern.cache.store import verify_bundle
 
     if args.file is not None:
         _require_file(args.file)

@@ -237,9 +237,9 @@ def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
 
 def _compile() -> None:
     """Compile the kernels of the demo for GPUs that are not here, and show how long it takes."""
+    from jitkern.arch import Arch
     from jitkern.cli.machine import default_jobs
     from jitkern.cli.warm import build_all, op_jobs
-    from jitkern.jit.arch import Arch
 
     sizes = {"store": _ROW_BYTES, "index": 8192, "h2d_gather": _ROW_BYTES}
     archs = [Arch.parse(text) for text in _SHOWN_ARCHS]

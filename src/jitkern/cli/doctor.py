@@ -98,7 +98,7 @@ def _torch() -> Check:
 
 def _host_module() -> Check:
     from jitkern.cli.warm import timed_load
-    from jitkern.jit import host
+    from jitkern.host import module as host
 
     try:
         row = timed_load("host module", "", host.module)
@@ -110,7 +110,7 @@ def _host_module() -> Check:
 
 
 def _gpu_count() -> int:
-    from jitkern.jit import host
+    from jitkern.host import module as host
 
     return int(host.module().device_count())
 
@@ -134,7 +134,7 @@ def _gpu(count: int) -> Check:
 
 
 def _driver(gpus: int) -> Iterator[Check]:
-    from jitkern.jit import host
+    from jitkern.host import module as host
 
     version = int(host.module().driver_version())
     if version:
@@ -154,7 +154,7 @@ def _kernel_driver() -> str:
 
 
 def _nvrtc_against_driver(driver_major: int) -> Iterator[Check]:
-    from jitkern.jit.toolchain import find_nvrtc
+    from jitkern.compilers.find import find_nvrtc
 
     try:
         nvrtc = find_nvrtc()
@@ -168,7 +168,7 @@ def _nvrtc_against_driver(driver_major: int) -> Iterator[Check]:
 
 
 def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
-    from jitkern.jit.toolchain import find_cxx, find_ninja, find_nvcc, find_nvrtc
+    from jitkern.compilers.find import find_cxx, find_ninja, find_nvcc, find_nvrtc
 
     compiler = settings().compiler
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
 
 # NVRTC 13.5 took 146 MB for one compile at a time and 12 MB more for each further thread; nvcc
 # takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
@@ -48,8 +48,8 @@ def _text(path: str) -> str:
 
 def gpu_archs() -> list[Arch]:
     """Return the arch of each GPU of this process; building the host module if need be."""
-    from jitkern.jit import host
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
+    from jitkern.host import module as host
 
     module = host.module()
     numbers = [int(module.device_arch(i)) for i in range(int(module.device_count()))]

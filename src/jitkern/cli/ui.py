@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
 
 # A pipe or a file has no width: wide enough for a path, and tables take only what they need.
 _PIPE_WIDTH = 200
@@ -61,7 +61,7 @@ def names(text: str) -> list[str]:
 
 def archs(text: str) -> list[Arch]:
     """Parse ``9.0,10.0``, as argparse's ``type``."""
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
 
     try:
         return [Arch.parse(part) for part in _parts(text)]

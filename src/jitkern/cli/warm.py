@@ -15,7 +15,7 @@ from jitkern.cli.machine import default_jobs, gpu_archs
 from jitkern.errors import CacheError, CompileError, JitkernError
 
 if TYPE_CHECKING:
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
     from jitkern.jit.device import DeviceModule, Lookup
     from jitkern.jit.record import Specialisation
 
@@ -118,7 +118,7 @@ COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 
 def run(args: argparse.Namespace) -> int:
     """Build all that is asked for and print the table."""
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.get import user_cache
 
     start = time.perf_counter()
     if not args.element_size and args.replay is None:
@@ -239,7 +239,7 @@ def _ops(wanted: Sequence[str] | None) -> list[str]:
 
 
 def _archs(given: Sequence[Arch] | None, *, needed: bool) -> list[Arch]:
-    from jitkern.jit.arch import requested_archs
+    from jitkern.arch import requested_archs
 
     if given:
         return list(dict.fromkeys(given))
@@ -283,7 +283,7 @@ def _replay_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch]) -> l
 
 
 def _recorded_arch(used: Specialisation) -> Arch:
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
 
     try:
         return Arch.parse(used.arch)
@@ -292,7 +292,7 @@ def _recorded_arch(used: Specialisation) -> Arch:
 
 
 def _host_row() -> Row:
-    from jitkern.jit import host
+    from jitkern.host import module as host
 
     return timed_load("host module", "", host.module)
 
@@ -307,7 +307,7 @@ def _load_row(used: Specialisation) -> Row:
 
 def timed_load(op: str, parameters: str, load: Callable[[], object]) -> Row:
     """Load host code, and see by the loader's own counts where it came from."""
-    from jitkern.jit.stats import stats
+    from jitkern.cache.stats import stats
 
     before, start = stats(), time.perf_counter()
     load()
@@ -333,8 +333,8 @@ def _tally(rows: Sequence[Row]) -> str:
 
 def _copy_entries(rows: Sequence[Row], directory: Path) -> None:
     """Publish the entries of `rows` in a cache at `directory`."""
-    from jitkern.jit.cache import Cache
-    from jitkern.jit.entry import Key, read_entry
+    from jitkern.cache.entry import Key, read_entry
+    from jitkern.cache.store import Cache
 
     out = Cache(directory)
     count = 0

@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jitkern.arch import Arch
+from jitkern.cache import stats
+from jitkern.cache.entry import Entry, Key
+from jitkern.cache.get import Built, Found, obtain
+from jitkern.cache.lock import no_fork
+from jitkern.cache.stats import Source
+from jitkern.compilers.find import find_nvcc, find_nvrtc
+from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, include_closure
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
-from jitkern.jit import stats
-from jitkern.jit.entry import Entry, Key, digest, slug
-from jitkern.jit.locking import no_fork
 from jitkern.jit.record import Specialisation, record
-from jitkern.jit.resolve import Built, Found, obtain
-from jitkern.jit.sources import CSRC, INCLUDE_DIRS, include_closure
-from jitkern.jit.stats import Source
-from jitkern.jit.toolchain import Arch, find_nvcc, find_nvrtc
+from jitkern.names import digest, slug
 
 # Raised when the same text has to be compiled anew: how entry points and parameters are rendered.
 DEVICE_ABI = 1
@@ -259,7 +261,7 @@ class DeviceModule:
 
     def _build(self, key: Key, arch: Arch) -> Built:
         # Imported here: a warm load needs neither.
-        from jitkern.jit import nvcc, nvrtc
+        from jitkern.compilers import nvcc, nvrtc
 
         start = time.perf_counter()
         chosen = settings().compiler

@@ -13,12 +13,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from jitkern.cache.get import freeze
+from jitkern.cache.stats import Stats, stats
+from jitkern.compilers.sources import CSRC
 from jitkern.jit.device import DeviceModule, Lookup, Wrapper
 from jitkern.jit.native import NativeBuild, load_native
 from jitkern.jit.record import Specialisation, replay
-from jitkern.jit.resolve import freeze
-from jitkern.jit.sources import CSRC
-from jitkern.jit.stats import Stats, stats
 
 if TYPE_CHECKING:
     from tvm_ffi import Module

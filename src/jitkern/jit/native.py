@@ -17,16 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jitkern.arch import Arch
+from jitkern.cache.entry import Entry, Key
+from jitkern.cache.get import Built, is_frozen, obtain
+from jitkern.cache.lock import build_lock
+from jitkern.compilers import cxx, depends
+from jitkern.compilers import identity as compilers
+from jitkern.compilers.load import LOAD_ERRORS, load_library, platform_abi
+from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
 from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.jit import compilers, cxx, depends
-from jitkern.jit.entry import Entry, Key, digest, slug
-from jitkern.jit.library import LOAD_ERRORS, load_library, platform_abi
-from jitkern.jit.locking import build_lock
 from jitkern.jit.record import Specialisation, record
-from jitkern.jit.resolve import Built, is_frozen, obtain
-from jitkern.jit.sources import INCLUDE_DIRS, include_closure
-from jitkern.jit.toolchain import Arch
+from jitkern.names import digest, slug
 
 if TYPE_CHECKING:
     from tvm_ffi import Module

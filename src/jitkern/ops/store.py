@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jitkern.jit import host
+from jitkern.host import module as host
 from jitkern.jit.loader import DeviceModule, load_jit
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, name_unreadable, widest_vec_bytes

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jitkern.arch import Arch
+from jitkern.compilers.find import find_cuda_home, find_cxx
+from jitkern.compilers.ninja import Edge, read_deps, run_ninja
 from jitkern.env import settings
-from jitkern.jit.ninja import Edge, read_deps, run_ninja
-from jitkern.jit.toolchain import Arch, find_cuda_home, find_cxx
 
 __all__ = ["CFLAGS", "CUDA_CFLAGS", "Built", "build"]
 

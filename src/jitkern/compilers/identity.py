@@ -6,10 +6,11 @@ import shlex
 import shutil
 from pathlib import Path
 
+from jitkern.arch import Arch, requested_archs
+from jitkern.compilers.find import find_cuda_home, find_cxx, find_nvcc
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
-from jitkern.jit.entry import slug
-from jitkern.jit.toolchain import Arch, find_cuda_home, find_cxx, find_nvcc, requested_archs
+from jitkern.names import slug
 
 _COMPILER_WORDS = ("gcc", "g++", "c++", "clang", "nvcc")
 

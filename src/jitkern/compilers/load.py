@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jitkern.jit.toolchain import find_cuda_home
+from jitkern.compilers.find import find_cuda_home
 
 if TYPE_CHECKING:
     from tvm_ffi import Module

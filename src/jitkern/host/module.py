@@ -18,15 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jitkern.arch import Arch
+from jitkern.cache.entry import Entry, Key
+from jitkern.cache.get import SHIPPED, Built, obtain
+from jitkern.cache.store import Cache
+from jitkern.compilers import cxx
+from jitkern.compilers import identity as compilers
+from jitkern.compilers.load import LOAD_ERRORS, load_library, platform_abi
+from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
 from jitkern.errors import CompileError, JitkernError, ToolchainError
-from jitkern.jit import compilers, cxx
-from jitkern.jit.cache import Cache
-from jitkern.jit.entry import Entry, Key, digest
-from jitkern.jit.library import LOAD_ERRORS, load_library, platform_abi
-from jitkern.jit.resolve import SHIPPED, Built, obtain
-from jitkern.jit.sources import CSRC
-from jitkern.jit.toolchain import Arch
+from jitkern.names import digest
 
 if TYPE_CHECKING:
     from tvm_ffi import Module

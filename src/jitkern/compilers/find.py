@@ -20,11 +20,8 @@ from pathlib import Path
 
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
-from jitkern.jit.arch import KNOWN_ARCHS, Arch, requested_archs
 
 __all__ = [
-    "KNOWN_ARCHS",
-    "Arch",
     "CudaHome",
     "Nvrtc",
     "Tool",
@@ -33,7 +30,6 @@ __all__ = [
     "find_ninja",
     "find_nvcc",
     "find_nvrtc",
-    "requested_archs",
 ]
 
 _NVRTC_CURE = 'pip install "jitkern[cuda]"'

@@ -15,12 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jitkern.cache import stats
+from jitkern.cache.entry import Entry, Key, render_meta
+from jitkern.cache.stats import Source
+from jitkern.cache.store import Cache
 from jitkern.env import Settings, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
-from jitkern.jit import stats
-from jitkern.jit.cache import Cache
-from jitkern.jit.entry import Entry, Key, render_meta
-from jitkern.jit.stats import Source
 
 SHIPPED = Path(__file__).resolve().parent.parent / "_prebuilt"
 
@@ -111,7 +111,7 @@ def obtain(
     Parameters
     ----------
     key, accept
-        As for :meth:`jitkern.jit.cache.Cache.lookup`.
+        As for :meth:`jitkern.cache.store.Cache.lookup`.
     build
         Compiles; its CompileError is kept for the ranks that wait for the same key.
     verify

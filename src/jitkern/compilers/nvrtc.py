@@ -15,8 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from jitkern.arch import Arch
+from jitkern.compilers.find import Nvrtc, find_nvrtc
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
-from jitkern.jit.toolchain import Arch, Nvrtc, find_nvrtc
 
 __all__ = ["BASE_OPTIONS", "Image", "compile", "supported_archs"]
 
@@ -71,7 +72,7 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     name
         What it is called in messages, such as ``store.cu``.
     headers
-        Include name -> text, see `jitkern.jit.sources.include_closure`. No file is read.
+        Include name -> text, see `jitkern.compilers.sources.include_closure`. No file is read.
     arch
         The architecture to compile for. Where the library does not know it, PTX for the newest
         older architecture that it does know.

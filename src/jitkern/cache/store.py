@@ -25,21 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jitkern.errors import CacheError
-from jitkern.jit import bundle, failures
-from jitkern.jit.entry import (
+from jitkern.cache import bundle, failures
+from jitkern.cache.entry import (
     META_NAME,
     Entry,
     Key,
     flush_directory,
-    is_safe_name,
     read_entry,
     read_meta,
     render_meta,
     write_entry,
 )
-from jitkern.jit.housekeeping import NotedBytes, private_name, remove_if_empty, sweep
-from jitkern.jit.locking import Wait, build_lock
+from jitkern.cache.lock import Wait, build_lock
+from jitkern.cache.size import NotedBytes, private_name, remove_if_empty, sweep
+from jitkern.errors import CacheError
+from jitkern.names import is_safe_name
 
 _log = logging.getLogger("jitkern")
 
@@ -176,7 +176,7 @@ class Cache:
     def lock(
         self, key: Key, *, timeout_s: float, poll: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Wait]:
-        """Hold the build lock of `key`; see :func:`jitkern.jit.locking.build_lock`."""
+        """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
         return build_lock(self._side_file(".locks", key, ".lock"), timeout_s=timeout_s, poll=poll)
 
     def failure(self, key: Key) -> failures.FailureRecord:

@@ -16,8 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from jitkern.cache.entry import META_NAME, Key, check_file, parse_meta
 from jitkern.errors import CacheError
-from jitkern.jit.entry import META_NAME, Key, check_file, is_safe_name, parse_meta
+from jitkern.names import is_safe_name
 
 BundledEntry = tuple[Key, dict[str, bytes], dict[str, Any]]
 

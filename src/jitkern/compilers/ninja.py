@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jitkern.compilers.find import find_ninja
 from jitkern.env import process_environment
 from jitkern.errors import CompileError, ToolchainError
-from jitkern.jit.toolchain import find_ninja
 
 __all__ = ["Edge", "ninja_text", "read_deps", "run_ninja"]
 

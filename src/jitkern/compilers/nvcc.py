@@ -10,10 +10,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jitkern.arch import Arch
+from jitkern.compilers.find import find_nvcc
+from jitkern.compilers.ninja import Edge, run_ninja
+from jitkern.compilers.nvrtc import Image, check_options
 from jitkern.errors import CompileError
-from jitkern.jit.ninja import Edge, run_ninja
-from jitkern.jit.nvrtc import Image, check_options
-from jitkern.jit.toolchain import Arch, find_nvcc
 
 __all__ = ["BASE_OPTIONS", "compile_with_nvcc"]
 
@@ -31,9 +32,9 @@ def compile_with_nvcc(
 ) -> Image:
     """Compile device code to a cubin with nvcc; blocks until done.
 
-    Parameters and result as `jitkern.jit.nvrtc.compile`. The headers are written to a temporary
-    directory; those of the toolkit itself, which nvcc includes on its own, are not part of the
-    closure and are covered by nvcc's version in the key.
+    Parameters and result as `nvrtc.compile`. The headers are written to a temporary directory;
+    those of the toolkit itself, which nvcc includes on its own, are not part of the closure and
+    are covered by nvcc's version in the key.
 
     Raises
     ------
