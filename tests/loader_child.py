@@ -22,9 +22,10 @@ def main() -> None:
     warnings.showwarning = lambda message, *_: caught.append(str(message))  # type: ignore[assignment]
     sys.modules["torch"] = None  # type: ignore[assignment] # tvm-ffi does without: 1 s less
     from jitkern.arch import Arch
+    from jitkern.cache.stats import stats
     from jitkern.compilers import cxx, nvrtc
     from jitkern.errors import JitkernError
-    from jitkern.jit.loader import load_aot, load_jit, stats
+    from jitkern.jit.loader import load_aot, load_jit
 
     attempts = 0
 
@@ -85,7 +86,7 @@ def become(user: int) -> None:
     import filelock  # noqa: F401
 
     import jitkern.compilers.nvcc  # noqa: F401
-    from jitkern.compilers.find import find_nvrtc
+    from jitkern.compilers.find_nvrtc import find_nvrtc
     from jitkern.env import settings
 
     find_nvrtc()

@@ -12,7 +12,7 @@ from needs import needs_nvcc, needs_nvrtc
 
 from jitkern.arch import Arch
 from jitkern.compilers import nvcc, nvrtc
-from jitkern.compilers.find import Nvrtc, find_nvrtc
+from jitkern.compilers.find_nvrtc import Nvrtc, find_nvrtc
 from jitkern.compilers.sources import include_closure
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 

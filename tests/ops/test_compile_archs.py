@@ -9,7 +9,7 @@ import pytest
 
 from jitkern import load_jit
 from jitkern.arch import Arch
-from jitkern.compilers.find import find_nvrtc
+from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.errors import ToolchainError
 from jitkern.ops import device_ops
 

@@ -1,51 +1,25 @@
-"""From a key to a verified entry: search the places, else compile once per node and publish."""
+"""From a key to what it stands for: found in a cache, else built once per node and published."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
-import tempfile
-import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, render_meta
+from jitkern.cache.search import caches, private_cache, search, user_cache
 from jitkern.cache.stats import Source
 from jitkern.cache.store import Cache
-from jitkern.env import Settings, settings
+from jitkern.env import settings
 from jitkern.errors import CacheError, CompileError, FrozenError
 
-SHIPPED = Path(__file__).resolve().parent.parent / "_prebuilt"
-
-# Stands for ~/.cache where there is no home directory: nothing can be made below it.
-_NOWHERE = Path(os.devnull, "no-home")
+T = TypeVar("T")
 
 _frozen = False
-
-
-@dataclass(frozen=True)
-class Built:
-    """What a build hands over for publication; the first file is the artefact."""
-
-    key: Key
-    files: Mapping[str, bytes]
-    meta: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Found:
-    """An entry, where it came from, and the milliseconds it took to have it."""
-
-    entry: Entry
-    source: Source
-    ms: float
 
 
 def freeze() -> None:
@@ -68,64 +42,97 @@ def is_frozen() -> bool:
     return _frozen or settings().freeze
 
 
-@lru_cache(maxsize=4)
-def _places(current: Settings) -> tuple[tuple[Source, Cache], ...]:
-    places: list[tuple[Source, Cache]] = []
-    places += [("cached", Cache(path, read_only=True)) for path in current.cache_path]
-    home_is_missing = current.cache_dir.parts[:1] == ("~",)
-    cache_dir = _NOWHERE if home_is_missing else current.cache_dir
-    places.append(("cached", Cache(cache_dir, max_bytes=current.cache_max_bytes)))
-    places.append(("shipped", Cache(SHIPPED, read_only=True)))
-    return tuple(places)
+@dataclass(frozen=True)
+class BuildOutput:
+    """What a build hands over for publication; the first file is the artefact."""
+
+    variant: str
+    files: Mapping[str, bytes]
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def user_cache() -> Cache:
-    """Return the cache at JITKERN_CACHE_DIR: the one that is written."""
-    return _places(settings())[-2][1]
+@dataclass(frozen=True)
+class Lookup(Generic[T]):
+    """How something was found.
 
-
-def search(key: Key, accept: Callable[[Mapping[str, Any]], bool] | None = None) -> Found | None:
-    """Look `key` up in every place, in order; None where none has it."""
-    start = time.perf_counter()
-    places = _places(settings())
-    if _private.cache is not None:
-        places = (*places[:-1], ("cached", _private.cache), places[-1])
-    for source, cache in places:
-        entry = cache.lookup(key, accept)
-        if entry is not None:
-            return Found(entry, source, (time.perf_counter() - start) * 1e3)
-    return None
-
-
-def obtain(
-    key: Key,
-    build: Callable[[], Built],
-    *,
-    accept: Callable[[Mapping[str, Any]], bool] | None = None,
-    verify: Callable[[Path], None] | None = None,
-    inputs: Callable[[], str] = lambda: "",
-    cure: str = "",
-) -> Found:
-    """Return the entry of `key`, compiled by `build` if no place has it.
-
-    Parameters
+    Attributes
     ----------
-    key, accept
-        As for :meth:`jitkern.cache.store.Cache.lookup`.
-    build
-        Compiles; its CompileError is kept for the ranks that wait for the same key.
-    verify
-        Called with the directory of a new entry before it is published.
-    inputs
-        Digest of what `build` reads beyond what the key covers; a failure is handed on only to
-        builds of the same inputs.
-    cure
-        End of the FrozenError's message: what would have built the kernel.
+    source
+        ``"memo"``, ``"cached"``, ``"shipped"`` or ``"compiled"``.
+    ms
+        Milliseconds it took.
+    entry
+        Its cache entry.
+    loaded
+        What its `load` has made of the entry.
+    """
+
+    source: Source
+    ms: float
+    entry: Entry
+    loaded: T
+
+    @property
+    def bytes(self) -> int:
+        """Size of the artefact."""
+        return len(self.entry.data)
+
+    @property
+    def path(self) -> Path | None:
+        """Directory of the entry, or None where it could be kept in memory only."""
+        return self.entry.path
+
+
+class Buildable(Generic[T]):
+    """Something that a cache may hold and that can be built.
+
+    Attributes
+    ----------
+    key
+        What it is made from.
+    variant
+        What it would be built with, if that is known before the build; empty where `accepts` tells,
+        or where there is nothing to build it with.
+    """
+
+    key: Key
+    variant: str = ""
+
+    def accepts(self, meta: Mapping[str, Any]) -> bool:
+        """Tell from its meta whether an entry will do."""
+        del meta
+        return True
+
+    def load(self, entry: Entry) -> T:
+        """Make of an entry what is wanted of it; a new one is published only if that works.
+
+        Raises
+        ------
+        CompileError
+            It does not load. One that was found counts as missing then.
+        """
+        raise NotImplementedError
+
+    def build(self) -> BuildOutput:
+        """Build it. A CompileError is kept for the ranks that wait for the same key."""
+        raise NotImplementedError
+
+    def inputs(self) -> str:
+        """Return a digest of what `build` reads beyond the key: equal ones fail alike."""
+        return self.variant
+
+    def hint(self) -> str:
+        """Say what would have built it before the process was frozen."""
+        return ""
+
+
+def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
+    """Return what is wanted, built if no cache has it.
 
     Raises
     ------
     CompileError
-        It does not compile, here or in the process that was waited for.
+        It does not compile or load, here or in the process that was waited for.
     FrozenError
         It is missing and the process is frozen.
     ToolchainError
@@ -133,108 +140,85 @@ def obtain(
     """
     start = time.perf_counter()
     began_unix_s = time.time()
-    found = search(key, accept)
-    if found is not None:
-        return _report(key, found.entry, found.source, start)
-    stats.count("misses")
-    if is_frozen():
-        if key.toolchain and accept is None:
+    found = _find(wanted, wanted.variant, start)
+    if found is None:
+        stats.count("misses")
+        if is_frozen():
             # Better one made by another compiler than none at all.
-            found = search(replace(key, toolchain=""))
-            if found is not None:
-                return _report(key, found.entry, found.source, start)
-        places = ", ".join(str(cache.root) for _, cache in _places(settings()))
-        raise FrozenError(f"{key}: not found in {places}, and jitkern is frozen; {cure}".rstrip())
+            found = _find(wanted, "", start)
+            if found is None:
+                raise _missing(wanted)
+        else:
+            found = _find_or_build_alone(wanted, start, began_unix_s)
+    stats.count("compiles" if found.source == "compiled" else found.source, found.ms)
+    stats.log_lookup(f"{wanted.key}/{found.entry.variant}", found.source, found.path, found.ms)
+    return found
 
-    def poll() -> bool:
-        nonlocal found
-        found = search(key, accept)
-        return found is not None
+
+def _find(wanted: Buildable[T], variant: str, start: float) -> Lookup[T] | None:
+    for source, entry in search(wanted.key, variant, wanted.accepts):
+        try:
+            loaded = wanted.load(entry)
+        except CompileError:
+            # Made on a machine with newer system libraries, or evicted a moment ago.
+            continue
+        return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
+    return None
+
+
+def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
+    """Build, but let one process of this machine do it for all."""
+
+    def find() -> Lookup[T] | None:
+        return _find(wanted, wanted.variant, start)
 
     cache = user_cache()
-    with cache.lock(key, timeout_s=settings().lock_timeout_s, poll=poll) as wait:
+    timeout_s = settings().lock_timeout_s
+    with cache.lock(wanted.key, timeout_s=timeout_s, done=lambda: find() is not None) as wait:
         if wait.waited_ms > 1.0:
             stats.count("waits", wait.waited_ms)
         # Looked up again under the lock: another rank may have published between the two.
-        found = found or search(key, accept)
+        found = find()
         if found is not None:
-            return _report(key, found.entry, found.source, start)
-        failure = cache.failure(key)
-        input_digest = inputs()
-        known = failure.recent(input_digest, began_unix_s)
+            return found
+        failure = cache.failure(wanted.key)
+        inputs = wanted.inputs()
+        known = failure.recent(inputs, began_unix_s)
         if known is not None:
             stats.count("failures")
             raise known
         try:
-            built = build()
-            entry = _publish(cache, built, verify)
+            entry, loaded = _publish(wanted, wanted.build())
         except CompileError as error:
             stats.count("failures")
-            failure.write(error, input_digest)
+            failure.write(error, inputs)
             raise
-    stats.count("compiles", (time.perf_counter() - start) * 1e3)
-    return _report(built.key, entry, "compiled", start)
+    return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
 
 
-def _report(key: Key, entry: Entry, source: Source, start: float) -> Found:
-    ms = (time.perf_counter() - start) * 1e3
-    if source != "compiled":
-        stats.count(source, ms)
-    stats.log_lookup(key, source, entry.path, ms)
-    return Found(entry, source, ms)
-
-
-def _publish(cache: Cache, built: Built, verify: Callable[[Path], None] | None) -> Entry:
+def _publish(wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
+    """Load what was built and publish it: for all, else in a cache of this process's own."""
     try:
-        return cache.publish(built.key, built.files, built.meta, verify)
+        return _publish_in(user_cache(), wanted, built)
     except CacheError as error:
-        reason = error
-    if cache.root == _NOWHERE:
-        reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
-    try:
-        private = _private.get(reason)
-        return private.publish(built.key, built.files, built.meta, verify)
-    except (CacheError, OSError):
-        # Not even a temporary directory: a cubin is good in memory, a library is loaded already.
-        _private.warn(f"{reason}; nothing compiled by this process is kept")
-        if verify is not None:
-            raise
-        return Entry(None, dict(built.files), render_meta(built.key, built.files, built.meta))
+        private = private_cache(error)
+    if private is not None:
+        with suppress(CacheError):
+            return _publish_in(private, wanted, built)
+    meta = render_meta(wanted.key, built.variant, built.files, built.notes)
+    entry = Entry(None, built.files, meta)
+    return entry, wanted.load(entry)  # a CacheError where that takes a file
 
 
-class _PrivateCache:
-    """The temporary directory of this process for when the cache cannot be written."""
-
-    def __init__(self) -> None:
-        self.cache: Cache | None = None
-        self._warned = False
-        self._guard = threading.Lock()
-
-    def get(self, reason: CacheError) -> Cache:
-        with self._guard:
-            if self.cache is None:
-                root = Path(tempfile.mkdtemp(prefix="jitkern-"))  # mode 0700
-                self.cache = Cache(root)
-                atexit.register(_remove_private, root, os.getpid())
-            self.warn(
-                f"{reason}; this process keeps what it compiles in {self.cache.root} until it ends"
-            )
-            return self.cache
-
-    def warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)
-
-    def forget_after_fork(self) -> None:
-        # The parent removes its directory when it ends, which may be before the child does.
-        self.__init__()  # type: ignore[misc]
+def _publish_in(cache: Cache, wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
+    with cache.stage(wanted.key, built.variant, built.files, built.notes) as staged:
+        loaded = wanted.load(staged)
+        return cache.commit(staged), loaded
 
 
-def _remove_private(root: Path, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:
-        shutil.rmtree(root, ignore_errors=True)
-
-
-_private = _PrivateCache()
-os.register_at_fork(after_in_child=_private.forget_after_fork)
+def _missing(wanted: Buildable[T]) -> FrozenError:
+    searched = ", ".join(str(searched.cache.root) for searched in caches())
+    name = f"{wanted.key}/{wanted.variant or 'any'}"
+    return FrozenError(
+        f"{name}: not found in {searched}, and jitkern is frozen; {wanted.hint()}".rstrip()
+    )

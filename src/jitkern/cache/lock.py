@@ -1,8 +1,9 @@
 """One build per key and node: a file lock with a bounded wait that can name its holder.
 
-Inside one process a thread lock per key stands in front of the file lock, so that threads do not
-poll. Nothing is held over a fork: the child starts with fresh thread locks, and filelock closes
-its inherited descriptors.
+Who waited for a build that failed is given its failure, instead of failing once more. Inside one
+process a thread lock per key stands in front of the file lock, so that threads do not poll. Nothing
+is held over a fork: the child starts with fresh thread locks, and filelock closes its inherited
+descriptors.
 """
 
 from __future__ import annotations
@@ -17,60 +18,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-_FIRST_POLL_S = 0.002
-_LAST_POLL_S = 0.05
+from jitkern.errors import CompileError
+from jitkern.files import write_whole
+from jitkern.forks import PerProcess
 
-_FORK_WAIT_S = 30.0
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
-_thread_locks: dict[str, threading.Lock] = {}
-_thread_locks_guard = threading.Lock()
-_fork_gate = threading.Condition()
-_inside = 0
+_POLL_S = 0.01
+_FOREVER_S = 86_400.0  # threading refuses timeouts above about 292 years
 
+# Ranks of one job start within seconds of each other; a person who tries again is slower.
+_FRESH_S = 10.0
 
-def _before_fork() -> None:
-    # Bounded: a fork that comes too early is a risk, one that never comes is a hang.
-    _fork_gate.acquire()
-    _fork_gate.wait_for(lambda: _inside == 0, timeout=_FORK_WAIT_S)
-
-
-def _after_fork_in_parent() -> None:
-    _fork_gate.release()
-
-
-def _after_fork_in_child() -> None:
-    # A lock held by another thread of the parent would never be released in the child.
-    global _thread_locks_guard, _fork_gate, _inside
-    _thread_locks_guard = threading.Lock()
-    _thread_locks.clear()
-    _fork_gate = threading.Condition()
-    _inside = 0
-
-
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
-)
-
-
-@contextmanager
-def no_fork() -> Iterator[None]:
-    """Hold off a fork in other threads for the body.
-
-    A child that is forked while a compiler library is at work inherits its locks as they are, and
-    its own first compile never ends (seen with NVRTC 13.5).
-    """
-    global _inside
-    with _fork_gate:
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _fork_gate:
-            _inside -= 1
-            _fork_gate.notify_all()
+_thread_locks: PerProcess[dict[str, threading.Lock]] = PerProcess(dict)
 
 
 @dataclass(frozen=True)
@@ -78,12 +41,12 @@ class Holder:
     """Who holds a build lock."""
 
     pid: int
-    host: str
+    machine: str
     since_unix_s: float
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_unix_s))
-        return f"pid {self.pid} on {self.host} since {since}"
+        return f"pid {self.pid} on {self.machine} since {since}"
 
 
 @dataclass
@@ -94,19 +57,16 @@ class Wait:
     ----------
     held
         The lock is ours. Where it is not, build privately.
-    satisfied
-        What the lock protects appeared while waiting; there is nothing left to build.
     waited_ms
         Time spent waiting, in milliseconds.
     """
 
     held: bool = False
-    satisfied: bool = False
     waited_ms: float = 0.0
 
 
 @contextmanager
-def build_lock(path: Path, *, timeout_s: float, poll: Callable[[], bool]) -> Iterator[Wait]:
+def build_lock(path: Path, *, timeout_s: float, done: Callable[[], bool]) -> Iterator[Wait]:
     """Hold the lock file `path` for the body, or give up after `timeout_s` seconds.
 
     Never raises for a lock that cannot be had: after the timeout it warns once, naming the holder;
@@ -118,27 +78,30 @@ def build_lock(path: Path, *, timeout_s: float, poll: Callable[[], bool]) -> Ite
         The lock file. ``<path>.holder`` beside it says who holds it.
     timeout_s
         Longest wait in seconds, threads of this process included.
-    poll
-        Called while waiting; true ends the wait because the work has been done meanwhile.
+    done
+        Called while waiting; true ends the wait because there is nothing left to build.
     """
     start = time.monotonic()
+    deadline = start + min(timeout_s, _FOREVER_S)
     wait = Wait()
-    with _thread_lock(path, timeout_s) as thread_held:
+    with _thread_lock(path, deadline) as thread_held:
         wait.waited_ms = (time.monotonic() - start) * 1e3
         if not thread_held:
             _warn_held(path, timeout_s, "another thread of this process")
+        lock = _acquire(path, deadline, timeout_s, done, wait) if thread_held else None
+        try:
             yield wait
-            return
-        with _file_lock(path, start, timeout_s, poll, wait):
-            yield wait
+        finally:
+            if lock is not None:
+                with suppress(OSError):  # a disk that has become read-only meanwhile
+                    _holder_path(path).unlink(missing_ok=True)
+                lock.release()
 
 
 @contextmanager
-def _thread_lock(path: Path, timeout_s: float) -> Iterator[bool]:
-    with _thread_locks_guard:
-        lock = _thread_locks.setdefault(str(path), threading.Lock())
-    # threading refuses timeouts above about 292 years; a day is as good as forever.
-    held = lock.acquire(timeout=min(timeout_s, 86_400.0))
+def _thread_lock(path: Path, deadline: float) -> Iterator[bool]:
+    lock = _thread_locks.value.setdefault(str(path), threading.Lock())
+    held = lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
     try:
         yield held
     finally:
@@ -146,49 +109,28 @@ def _thread_lock(path: Path, timeout_s: float) -> Iterator[bool]:
             lock.release()
 
 
-@contextmanager
-def _file_lock(
-    path: Path, start: float, timeout_s: float, poll: Callable[[], bool], wait: Wait
-) -> Iterator[None]:
+def _acquire(
+    path: Path, deadline: float, timeout_s: float, done: Callable[[], bool], wait: Wait
+) -> BaseFileLock | None:
     # Imported here: it costs 37 ms, and a warm load never comes this far.
     from filelock import FileLock, Timeout
 
+    # Soft locks outlive a holder that is killed: a file system without locks is to be an OSError.
+    lock = FileLock(path, fallback_to_soft=False)
+    start = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(str(path))
-    except OSError:
-        yield  # no directory to lock in: the caller builds privately and warns about it
-        return
-    pause_s = _FIRST_POLL_S
-    first_try = time.monotonic()
-    while True:
-        try:
-            lock.acquire(timeout=0)
-            wait.held = True
-            break
-        except Timeout:
-            pass
-        except (OSError, NotImplementedError):
-            break  # read-only, full, or a file system without locks
-        if poll():
-            wait.satisfied = True
-            break
-        if time.monotonic() - start >= timeout_s:
+        lock.acquire(timeout=max(0.0, deadline - start), poll_interval=_POLL_S, cancel_check=done)
+    except Timeout:
+        if not done():
             _warn_held(path, timeout_s, str(read_holder(path) or "an unknown process"))
-            break
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LAST_POLL_S)
-    wait.waited_ms += (time.monotonic() - first_try) * 1e3
-    if not wait.held:
-        yield
-        return
-    try:
+    except OSError:
+        pass  # read-only, full, no directory: the caller builds privately and says so
+    else:
+        wait.held = True
         _write_holder(path)
-        yield
-    finally:
-        with suppress(OSError):  # a disk that has become read-only meanwhile
-            _holder_path(path).unlink(missing_ok=True)
-        lock.release()
+    wait.waited_ms += (time.monotonic() - start) * 1e3
+    return lock if wait.held else None
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -217,3 +159,51 @@ def _warn_held(path: Path, timeout_s: float, holder: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """The file that keeps one key's last failure, so that many ranks report one."""
+
+    path: Path
+
+    def write(self, error: CompileError, inputs: str) -> None:
+        """Record `error` for a build of `inputs` (a digest). Best effort: others then build too."""
+        record = {
+            "at_unix_s": time.time(),
+            "inputs": inputs,
+            "message": error.message,
+            "command": error.command,
+            "log": error.log,
+            "source": error.source,
+        }
+        with suppress(OSError):
+            write_whole(self.path, json.dumps(record).encode())
+
+    def recent(self, inputs: str, since_unix_s: float) -> CompileError | None:
+        """Return the recorded failure of a build of the same `inputs`, if it is still fresh.
+
+        Parameters
+        ----------
+        inputs
+            Digest of what the build reads, as given to `write`.
+        since_unix_s
+            When the caller began to wait; a failure recorded later than 10 s before counts.
+        """
+        try:
+            record = json.loads(self.path.read_bytes())
+            if record["inputs"] != inputs or record["at_unix_s"] < since_unix_s - _FRESH_S:
+                return None
+            return CompileError(
+                str(record["message"]),
+                command=str(record["command"]),
+                log=str(record["log"]),
+                source=record["source"],
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def forget(self) -> None:
+        """Remove the record: the key has been built."""
+        with suppress(OSError):  # it grows stale by itself
+            self.path.unlink(missing_ok=True)

@@ -1,52 +1,16 @@
-"""Keeping a cache directory tidy: names of private files, what dead processes left, sizes."""
+"""The size of a cache: noted beside the entries, and kept below its cap by eviction."""
 
 from __future__ import annotations
 
-import errno
-import itertools
 import logging
-import os
-import shutil
-import socket
-import time
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_DEAD_S = 600.0  # pids of two containers may look alike, so even a dead one's files rest a while
-_OLD_S = 86_400.0
+from jitkern.cache.entry import EntryInfo
+from jitkern.files import write_whole
 
 _log = logging.getLogger("jitkern")
-_serial = itertools.count()
-
-
-def private_name() -> str:
-    """Return a name that no other process or thread uses: ``<host>.<pid>.<number>.<time>``."""
-    return f"{socket.gethostname()}.{os.getpid()}.{next(_serial)}.{time.time_ns():x}"
-
-
-def sweep(folder: Path) -> None:
-    """Delete what killed processes left in `folder` under private names."""
-    host = socket.gethostname()
-    for path in folder.iterdir():
-        try:
-            age_s = time.time() - path.stat().st_mtime
-        except OSError:
-            continue  # another process sweeps too, or it is somebody else's
-        owner, _, rest = path.name.removeprefix(host + ".").partition(".")
-        local = path.name.startswith(host + ".") and owner.isdigit() and bool(rest)
-        dead = local and not Path("/proc", owner).exists()
-        if age_s > _OLD_S or (dead and age_s > _DEAD_S):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_if_empty(path: Path) -> None:
-    """Remove directory `path` unless something is in it."""
-    try:
-        path.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
 
 
 @dataclass(frozen=True)
@@ -67,11 +31,38 @@ class NotedBytes:
 
     def write(self, total_bytes: int) -> None:
         """Note `total_bytes`, best effort."""
-        partial = self.path.with_name(f"{self.path.name}.{private_name()}")
         try:
-            partial.write_text(str(total_bytes))
-            os.replace(partial, self.path)
+            write_whole(self.path, str(total_bytes).encode())
         except OSError as error:
             _log.info("jitkern: cannot write %s: %s", self.path, error)
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+
+
+def evict(
+    entries: Iterable[EntryInfo],
+    max_bytes: int,
+    discard: Callable[[Path], None],
+    keep: Path | None,
+) -> tuple[int, int]:
+    """Discard the least recently used entries until `max_bytes` remain.
+
+    Returns
+    -------
+    (int, int)
+        How many went, and the bytes that are left.
+    """
+    by_age = sorted(entries, key=lambda info: info.last_used)
+    total_bytes = sum(info.bytes for info in by_age)
+    evicted = 0
+    for info in by_age:
+        if total_bytes <= max_bytes:
+            break
+        if info.path == keep:
+            continue
+        try:
+            discard(info.path)
+        except OSError as error:
+            _log.info("jitkern: cannot evict %s: %s", info.path, error)
+            continue
+        total_bytes -= info.bytes
+        evicted += 1
+    return evicted, total_bytes

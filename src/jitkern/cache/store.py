@@ -1,8 +1,8 @@
-"""The cache of compiled artefacts: look up, publish, lock, list, prune, export, import.
+"""A cache directory: look up, publish, list, evict, clear.
 
 Layout below the root, ``v1/``::
 
-    <name>-<family>/<toolchain>/{artefact, meta.json}    entries
+    <name>-<digest>/<variant>/{artefact, meta.json}    entries
     .staging/    directories being written or thrown away
     .locks/      one lock file per key, its holder beside it
     .failed/     the last failed build per key
@@ -18,47 +18,36 @@ import errno
 import logging
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from jitkern.cache import bundle, failures
 from jitkern.cache.entry import (
     META_NAME,
     Entry,
+    EntryInfo,
     Key,
-    flush_directory,
     read_entry,
+    read_info,
     read_meta,
     render_meta,
     write_entry,
 )
-from jitkern.cache.lock import Wait, build_lock
-from jitkern.cache.size import NotedBytes, private_name, remove_if_empty, sweep
+from jitkern.cache.lock import FailureRecord, Wait, build_lock
+from jitkern.cache.size import NotedBytes, evict
 from jitkern.errors import CacheError
-from jitkern.names import is_safe_name
+from jitkern.files import flush_directory, private_name
 
 _log = logging.getLogger("jitkern")
 
 _TOUCH_EVERY_S = 60.0  # last use is kept to the minute: a warm start need not write at all
 _PUBLISHES_PER_SCAN = 64
 
-
-@dataclass(frozen=True)
-class EntryInfo:
-    """One line of ``jitkern cache list``."""
-
-    name: str
-    args: str
-    arch: str
-    route: str
-    toolchain: str
-    bytes: int
-    last_used: float
-    path: Path
+_DEAD_S = 600.0  # pids of two containers may look alike, so even a dead one's files rest a while
+_OLD_S = 86_400.0
 
 
 class Cache:
@@ -88,32 +77,34 @@ class Cache:
     # -- reading ---------------------------------------------------------------------------------
 
     def lookup(
-        self, key: Key, accept: Callable[[Mapping[str, Any]], bool] | None = None
+        self,
+        key: Key,
+        variant: str = "",
+        accepts: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> Entry | None:
-        """Return the verified entry of `key`, or None.
+        """Return a verified entry of `key`, or None.
 
         Parameters
         ----------
-        key
-            With an empty toolchain, an entry of any toolchain is good.
-        accept
-            Looks at the meta of each entry of the family and says whether it fits; by default the
-            toolchain must be the key's.
+        variant
+            Only this one; by default any, those of later names first.
+        accepts
+            Looks at an entry's meta and says whether it fits.
         """
-        family = self._base / key.directory
-        if key.toolchain and accept is None:
-            names: Iterable[str] = (key.toolchain,)
-        else:
+        folder = self._base / key.directory
+        names: Iterable[str] = (variant,)
+        if not variant:
             try:
-                names = sorted(os.listdir(family), reverse=True)
+                names = sorted(os.listdir(folder), reverse=True)
             except OSError:
                 return None
         for name in names:
-            path = family / name
+            path = folder / name
             try:
-                if accept is not None and not accept(read_meta(path)):
+                meta = read_meta(path)
+                if accepts is not None and not accepts(meta):
                     continue
-                entry = read_entry(path)
+                entry = read_entry(path, meta)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except (OSError, CacheError) as error:
@@ -135,107 +126,113 @@ class Cache:
 
     def entries(self) -> list[EntryInfo]:
         """List the readable entries, by name."""
-        return [info for _, info in self._scan()]
-
-    def _scan(self) -> Iterator[tuple[Path, EntryInfo]]:
-        for path in sorted(self._base.glob("[!.]*/*")):
+        found = []
+        for path in self._paths():
             try:
-                meta = read_meta(path)
-                used = (path / META_NAME).stat()
+                found.append(read_info(path))
             except (OSError, CacheError):
                 continue
-            describe = meta["describe"]
-            size = used.st_size + sum(file["bytes"] for file in meta["files"].values())
-            args = describe.get("args", "")
-            yield (
-                path,
-                EntryInfo(
-                    name=str(describe.get("op", meta["name"])),
-                    args=args if isinstance(args, str) else ", ".join(map(str, args)),
-                    arch=str(describe.get("arch", "")),
-                    route=str(meta["route"]),
-                    toolchain=str(meta["toolchain"]),
-                    bytes=size,
-                    last_used=used.st_mtime,
-                    path=path,
-                ),
-            )
+        return found
 
     def verify(self) -> list[str]:
         """Check every entry's checksums; return one line per damaged entry."""
         problems = []
-        for path in sorted(self._base.glob("[!.]*/*")):
+        for path in self._paths():
             try:
                 read_entry(path)
             except (OSError, CacheError) as error:
                 problems.append(str(error))
         return problems
 
+    def _paths(self) -> list[Path]:
+        return sorted(self._base.glob("[!.]*/*"))
+
     # -- writing ---------------------------------------------------------------------------------
 
     def lock(
-        self, key: Key, *, timeout_s: float, poll: Callable[[], bool] = lambda: False
+        self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Wait]:
         """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
-        return build_lock(self._side_file(".locks", key, ".lock"), timeout_s=timeout_s, poll=poll)
+        path = self._base / ".locks" / f"{key.directory}.lock"
+        return build_lock(path, timeout_s=timeout_s, done=done)
 
-    def failure(self, key: Key) -> failures.FailureRecord:
-        """Return the place where the last failed build of `key` is kept."""
-        return failures.FailureRecord(self._side_file(".failed", key, ".json"))
-
-    def _side_file(self, folder: str, key: Key, suffix: str) -> Path:
-        return self._base / folder / f"{key.directory}-{key.toolchain or 'any'}{suffix}"
+    def failure(self, key: Key) -> FailureRecord:
+        """Return the record of the last failed build of `key`."""
+        return FailureRecord(self._base / ".failed" / f"{key.directory}.json")
 
     def publish(
         self,
         key: Key,
+        variant: str,
         files: Mapping[str, bytes],
-        meta: Mapping[str, Any] | None = None,
-        verify: Callable[[Path], None] | None = None,
+        notes: Mapping[str, Any] | None = None,
     ) -> Entry:
-        """Make `files` the entry of `key`; the first file is the artefact.
+        """Make `files` the entry of `key` and `variant`; the first file is the artefact.
 
         Where another process was first its entry stays, and the returned entry still holds the
         caller's own bytes.
-
-        Parameters
-        ----------
-        verify
-            Called with the staging directory before the entry can be seen; whatever it raises
-            prevents the publication.
 
         Raises
         ------
         CacheError
             The directory cannot be written; nothing half-written is left behind.
         """
+        with self.stage(key, variant, files, notes) as staged:
+            return self.commit(staged)
+
+    @contextmanager
+    def stage(
+        self,
+        key: Key,
+        variant: str,
+        files: Mapping[str, bytes],
+        notes: Mapping[str, Any] | None = None,
+    ) -> Iterator[Entry]:
+        """Write an entry where nobody looks, to be tried before it is committed.
+
+        What has not been committed at the end of the body is gone. Raises as :meth:`publish`.
+        """
         if self.read_only:
             raise CacheError(f"{self.root}: this cache is read-only")
-        if not is_safe_name(key.toolchain):
-            raise ValueError(f"publish: toolchain: {key.toolchain!r}, expected a plain name")
-        body = render_meta(key, files, meta or {})
-        target = self._base / key.directory / key.toolchain
+        meta = render_meta(key, variant, files, notes or {})
+        with self._writing():
+            path = self._new_staging()
         try:
-            staged = self._make_staging()
-            try:
-                write_entry(staged, files, body)
-                if verify is not None:
-                    verify(staged)
-                self._move_into_place(staged, target)
-            finally:
-                shutil.rmtree(staged, ignore_errors=True)
+            with self._writing():
+                write_entry(path, files, meta)
+            yield Entry(path, dict(files), meta)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def commit(self, staged: Entry) -> Entry:
+        """Move a staged entry to its place by one rename. Raises as :meth:`publish`."""
+        if staged.path is None:
+            raise ValueError("commit: staged: not an entry of stage()")
+        target = self._base / staged.key.directory / staged.variant
+        with self._writing():
+            self._move_into_place(staged.path, target)
+        self.failure(staged.key).forget()
+        self._evict_beyond_cap(target, sum(map(len, staged.files.values())))
+        return Entry(target, staged.files, staged.meta)
+
+    def copy(self, entry: Entry) -> Entry:
+        """Publish an entry of another cache as it is. Raises as :meth:`publish`."""
+        files = {entry.artefact_name: entry.data, **entry.files}
+        return self.publish(entry.key, entry.variant, files, entry.notes)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             reason = error.strerror or str(error)
             raise CacheError(f"{self.root}: cannot publish an entry: {reason}") from error
-        self.failure(key).forget()
-        self._evict_beyond_cap(target, sum(map(len, files.values())))
-        return Entry(target, dict(files), body)
 
-    def _make_staging(self) -> Path:
+    def _new_staging(self) -> Path:
         folder = self._base / ".staging"
         folder.mkdir(parents=True, exist_ok=True)
         if self._publishes == 0:
-            sweep(folder)
+            _sweep(folder)
         self._publishes += 1
         path = folder / private_name()
         path.mkdir()
@@ -243,7 +240,7 @@ class Cache:
 
     def _move_into_place(self, staged: Path, target: Path) -> None:
         while True:
-            # Made anew in each round: eviction may have removed the empty family directory.
+            # Made anew in each round: eviction may have removed it when it was empty.
             target.parent.mkdir(exist_ok=True)
             try:
                 os.rename(staged, target)
@@ -276,6 +273,15 @@ class Cache:
         else:
             doomed.unlink(missing_ok=True)
 
+    def _remove(self, path: Path) -> None:
+        """Discard an entry, and its key's directory if it was the last variant."""
+        self._discard(path)
+        try:
+            path.parent.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+
     # -- size ------------------------------------------------------------------------------------
 
     def _evict_beyond_cap(self, published: Path, new_bytes: int) -> None:
@@ -284,7 +290,7 @@ class Cache:
         # Noted, since reading every meta would take 0.1 s for a thousand entries.
         total = self._noted_bytes.read()
         if total is None or self._publishes % _PUBLISHES_PER_SCAN == 0:
-            total = sum(info.bytes for _, info in self._scan())
+            total = sum(info.bytes for info in self.entries())
         else:
             total += new_bytes
         if total > self.max_bytes:
@@ -298,24 +304,9 @@ class Cache:
 
         `keep` is an entry that stays whatever its age.
         """
-        found = sorted(self._scan(), key=lambda item: item[1].last_used)
-        total = sum(info.bytes for _, info in found)
-        evicted = 0
-        for path, info in found:
-            if total <= max_bytes:
-                break
-            if path == keep:
-                continue
-            try:
-                self._discard(path)
-                remove_if_empty(path.parent)
-            except OSError as error:
-                _log.info("jitkern: cannot evict %s: %s", path, error)
-                continue
-            total -= info.bytes
-            evicted += 1
+        evicted, left_bytes = evict(self.entries(), max_bytes, self._remove, keep)
         if not self.read_only:
-            self._noted_bytes.write(total)
+            self._noted_bytes.write(left_bytes)
         return evicted
 
     def clear(self) -> int:
@@ -326,65 +317,28 @@ class Cache:
         CacheError
             The directory cannot be written.
         """
-        removed = 0
+        paths = self._paths()
         try:
-            for path in sorted(self._base.glob("[!.]*/*")):
-                self._discard(path)
-                remove_if_empty(path.parent)
-                removed += 1
-            if removed:
-                self._noted_bytes.write(0)
+            for path in paths:
+                self._remove(path)
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
+        if paths:
+            self._noted_bytes.write(0)
         shutil.rmtree(self._base / ".failed", ignore_errors=True)
-        return removed
-
-    # -- bundles ---------------------------------------------------------------------------------
-
-    def export_bundle(self, file: Path, select: Callable[[EntryInfo], bool] | None = None) -> int:
-        """Write the sound entries that `select` accepts into one file; return how many.
-
-        The same entries give the same file, byte for byte.
-        """
-        members: dict[str, bytes] = {}
-        count = 0
-        for path, info in self._scan():
-            if select is not None and not select(info):
-                continue
-            try:
-                entry = read_entry(path)
-                meta = (path / META_NAME).read_bytes()
-            except (OSError, CacheError):
-                continue
-            folder = path.relative_to(self._base).as_posix()
-            members[f"{folder}/{META_NAME}"] = meta
-            members.update({f"{folder}/{name}": data for name, data in entry.files.items()})
-            count += 1
-        bundle.write(Path(file), members)
-        return count
-
-    def import_bundle(self, file: Path) -> int:
-        """Publish every entry of a bundle; return how many.
-
-        Everything is verified first: a damaged bundle changes nothing.
-
-        Raises
-        ------
-        CacheError
-            The file is damaged, or this cache cannot be written.
-        """
-        entries = bundle.read_entries(Path(file))
-        for key, files, meta in entries:
-            self.publish(key, files, meta)
-        return len(entries)
+        return len(paths)
 
 
-def verify_bundle(file: Path) -> int:
-    """Check every entry of a bundle; return how many there are.
-
-    Raises
-    ------
-    CacheError
-        Something is damaged.
-    """
-    return len(bundle.read_entries(Path(file)))
+def _sweep(folder: Path) -> None:
+    """Delete what killed processes left in `folder` under private names."""
+    machine = socket.gethostname()
+    for path in folder.iterdir():
+        try:
+            age_s = time.time() - path.stat().st_mtime
+        except OSError:
+            continue  # another process sweeps too, or it is somebody else's
+        owner, _, rest = path.name.removeprefix(machine + ".").partition(".")
+        local = path.name.startswith(machine + ".") and owner.isdigit() and bool(rest)
+        dead = local and not Path("/proc", owner).exists()
+        if age_s > _OLD_S or (dead and age_s > _DEAD_S):
+            shutil.rmtree(path, ignore_errors=True)

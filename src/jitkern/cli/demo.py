@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jitkern
+from jitkern.arch import SUPPORTED_ARCHS
 from jitkern.cli import ui
 from jitkern.errors import JitkernError
 
@@ -22,12 +23,11 @@ ratio. On the GPU if there is one; else on the CPU, and the CUDA kernels are com
 archs all the same."""
 EXAMPLE = "jitkern demo"
 
-_SHOWN_ARCHS = ("8.0", "9.0", "10.0", "12.0")
 _ROW_BYTES = 656  # one token's row of a latent KV cache with its scales: no multiple of 128
 
 
 @dataclass(frozen=True)
-class Case:
+class Comparison:
     """One op on one set of tensors.
 
     `ours` and `theirs` enqueue the same work; `check` runs both once and compares every bit.
@@ -73,7 +73,7 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _compare(cases: list[Case], device: torch.device) -> list[str]:
+def _compare(cases: list[Comparison], device: torch.device) -> list[str]:
     """Print one line a case; return the ops whose result is wrong."""
     rows = []
     wrong = []
@@ -100,7 +100,7 @@ def _compare(cases: list[Case], device: torch.device) -> list[str]:
     return wrong
 
 
-def _time_ms(call: Callable[[], object], case: Case, device: torch.device) -> float:
+def _time_ms(call: Callable[[], object], case: Comparison, device: torch.device) -> float:
     from jitkern.perf import perf_cpu, perf_cuda
 
     if device.type == "cpu":
@@ -112,7 +112,7 @@ def _time_ms(call: Callable[[], object], case: Case, device: torch.device) -> fl
 # The working sets are several times larger than any L2 cache, so that no flush is needed.
 
 
-def _cases(device: torch.device) -> list[Case]:
+def _cases(device: torch.device) -> list[Comparison]:
     gpu = device.type == "cuda"
     return [
         _store(device, num_slots=300_000 if gpu else 32_768, num_rows=131_072 if gpu else 8_192),
@@ -138,7 +138,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def _store(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
+def _store(device: torch.device, *, num_slots: int, num_rows: int) -> Comparison:
     import torch
 
     k, v = (_random(num_rows, _ROW_BYTES, device) for _ in range(2))
@@ -158,7 +158,7 @@ def _store(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
         theirs()
         return _equal(ours_k, their_k) and _equal(ours_v, their_v)
 
-    return Case(
+    return Comparison(
         op="store_cache",
         what=f"K and V, {num_rows:,} rows of {_ROW_BYTES} B",
         moved_bytes=4 * num_rows * _ROW_BYTES,  # K and V, read and written
@@ -169,7 +169,7 @@ def _store(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
     )
 
 
-def _index(device: torch.device, *, num_rows: int, num_indices: int) -> Case:
+def _index(device: torch.device, *, num_rows: int, num_indices: int) -> Comparison:
     import torch
 
     row_bytes = 8192
@@ -188,7 +188,7 @@ def _index(device: torch.device, *, num_rows: int, num_indices: int) -> Case:
         theirs()
         return _equal(output, expected)
 
-    return Case(
+    return Comparison(
         op="indexing",
         what=f"{num_indices:,} rows of {row_bytes} B",
         moved_bytes=2 * num_indices * row_bytes,  # read and written
@@ -199,7 +199,7 @@ def _index(device: torch.device, *, num_rows: int, num_indices: int) -> Case:
     )
 
 
-def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
+def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Comparison:
     import torch
 
     gpu = device.type == "cuda"
@@ -222,7 +222,7 @@ def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
         theirs()
         return _equal(ours_dst, their_dst)
 
-    return Case(
+    return Comparison(
         op="h2d_gather",
         what=f"{num_rows:,} rows of {_ROW_BYTES} B",
         # Over the bus once; in the CPU's memory read and written.
@@ -237,25 +237,22 @@ def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
 
 def _compile() -> None:
     """Compile the kernels of the demo for GPUs that are not here, and show how long it takes."""
-    from jitkern.arch import Arch
-    from jitkern.cli.machine import default_jobs
-    from jitkern.cli.warm import build_all, op_jobs
+    from jitkern.warming import default_threads, op_jobs, run_all
 
     sizes = {"store": _ROW_BYTES, "index": 8192, "h2d_gather": _ROW_BYTES}
-    archs = [Arch.parse(text) for text in _SHOWN_ARCHS]
     start = time.perf_counter()
-    jobs = [job for op, row_bytes in sizes.items() for job in op_jobs(op, row_bytes, archs)]
-    rows, failures = build_all(jobs, default_jobs())
+    jobs = [job for op, size in sizes.items() for job in op_jobs(op, size, SUPPORTED_ARCHS)]
+    outcomes, failures = run_all(jobs, default_threads())
     took_s = time.perf_counter() - start
 
     by_kernel: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        ms = "" if row.ms is None else f"{ui.ms_text(row.ms)} ms"
-        cell = ms if row.source == "compiled" else f"{row.source} {ms}".rstrip()
-        by_kernel.setdefault((row.op, row.parameters), []).append(cell)
-    columns = ("CUDA kernel", "parameters", *(f">{arch}" for arch in _SHOWN_ARCHS))
+    for outcome in outcomes:
+        ms = "" if outcome.lookup is None else f"{ui.ms_text(outcome.lookup.ms)} ms"
+        cell = ms if outcome.source == "compiled" else f"{outcome.source} {ms}".rstrip()
+        by_kernel.setdefault((outcome.job.name, outcome.job.parameters), []).append(cell)
+    columns = ("CUDA kernel", "parameters", *(f">{arch}" for arch in SUPPORTED_ARCHS))
     lines = [(op, parameters, *cells) for (op, parameters), cells in by_kernel.items()]
     ui.console().print(ui.table(columns, lines))
-    ui.say(f"{len(rows)} kernels in {took_s:.1f} s: no GPU, no CUDA toolkit")
+    ui.say(f"{len(outcomes)} kernels in {took_s:.1f} s: no GPU, no CUDA toolkit")
     if failures:
         raise failures[0]

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jitkern.arch import Arch
-from jitkern.compilers.find import find_cuda_home, find_cxx
-from jitkern.compilers.ninja import Edge, read_deps, run_ninja
+from jitkern.compilers.find import Tool, find_cxx
+from jitkern.compilers.find_cuda import CudaHome, find_cuda_home
+from jitkern.compilers.ninja import Step, read_deps, run_ninja
+from jitkern.compilers.sources import with_defaults
 from jitkern.env import settings
 
-__all__ = ["CFLAGS", "CUDA_CFLAGS", "Built", "build"]
+__all__ = ["CFLAGS", "CUDA_CFLAGS", "Library", "build"]
 
 CFLAGS = ("-std=c++20", "-O3", "-fPIC")
 """In front of the caller's flags for C++."""
@@ -24,16 +26,16 @@ CFLAGS = ("-std=c++20", "-O3", "-fPIC")
 CUDA_CFLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 """In front of the caller's flags for nvcc."""
 
-_CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
+CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
 
 
 @dataclass(frozen=True)
-class Built:
+class Library:
     """A shared library.
 
     Attributes
     ----------
-    library : Path
+    path : Path
         The file, in the directory that `build` was given.
     dependencies : tuple of Path
         Every file that the compilers read: sources, headers, those of the system too.
@@ -41,7 +43,7 @@ class Built:
         The commands and what they said.
     """
 
-    library: Path
+    path: Path
     dependencies: tuple[Path, ...]
     log: str
 
@@ -56,7 +58,7 @@ def build(
     ldflags: Sequence[str] = (),
     include_paths: Sequence[Path] = (),
     arch: Arch | None = None,
-) -> Built:
+) -> Library:
     """Compile sources and link them to ``<directory>/<name>.so``; blocks until done.
 
     The library needs libtvm_ffi.so and, with CUDA sources, libcudart by their plain names, and
@@ -81,7 +83,7 @@ def build(
 
     Returns
     -------
-    Built
+    Library
         The library and what went into it.
 
     Raises
@@ -96,60 +98,80 @@ def build(
     Examples
     --------
     >>> build("add", sources=[Path("add.cc")], directory=Path("/tmp/add"))  # doctest: +SKIP
-    Built(library=PosixPath('/tmp/add/add.so'), ...)
+    Library(path=PosixPath('/tmp/add/add.so'), ...)
     """
     _check_sources(sources, arch)
     cxx = find_cxx()
+    with_cuda = any(source.suffix == ".cu" for source in sources)
+    cuda = find_cuda_home() if with_cuda else None
     tvm_includes, link = _tvm_ffi()
     directories = [*(path.resolve() for path in include_paths), *tvm_includes]
-    includes = [f"-I{path}" for path in directories]
     # A library that is shared by checkouts and machines: __FILE__ is to hold no path of this one.
     roots = dict.fromkeys([*directories, *(source.resolve().parent for source in sources)])
     maps = [f"-fmacro-prefix-map={root}/=" for root in roots]
-    cxx_command = [*cxx.command, *CFLAGS, *maps, *_words(cflags), *includes]
-    nvcc_command: list[str] = []
-    if any(source.suffix == ".cu" for source in sources):
-        cuda = find_cuda_home()
-        nvcc_command = [str(cuda.nvcc), *CUDA_CFLAGS, *_arch_flags(arch)]
-        if settings().cxx is not None and len(cxx.command) == 1:
-            nvcc_command += ["-ccbin", cxx.command[0]]
-        # nvcc takes a comma in -Xcompiler for the next option.
-        nvcc_command += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
-        nvcc_command += [*_words(cuda_cflags), *includes]
-        # Plain C++ beside it may use the runtime as well.
-        cxx_command += [f"-isystem{path}" for path in cuda.include_dirs]
+    includes = [f"-I{path}" for path in directories]
+    commands = {suffix: _cxx_command(cxx, cuda, maps, cflags, includes) for suffix in CXX_SUFFIXES}
+    if cuda is not None:
+        commands[".cu"] = _nvcc_command(cxx, cuda, arch, maps, cuda_cflags, includes)
         link += cuda.ldflags
 
-    edges: list[Edge] = []
+    steps: list[Step] = []
     for number, source in enumerate(sources):
         output = f"{number}.{source.stem}.o"
-        command = nvcc_command if source.suffix == ".cu" else cxx_command
         # -MMD would leave out headers of the system, which nvcc and the runtime are.
         tail = ("-MD", "-MF", f"{output}.d", "-c", str(source.resolve()), "-o", output)
-        edges.append(Edge(output, (str(source.resolve()),), (*command, *tail), f"{output}.d"))
-    objects = tuple(edge.output for edge in edges)
+        command = (*commands[source.suffix], *tail)
+        steps.append(Step(output, (str(source.resolve()),), command, f"{output}.d"))
+    objects = tuple(step.output for step in steps)
     library = f"{name}.so"
     link_command = (*cxx.command, "-shared", *objects, *link, *_words(ldflags), "-o", library)
-    edges.append(Edge(library, objects, link_command))
+    steps.append(Step(library, objects, link_command))
 
-    log = run_ninja(name, directory, edges)
-    return Built(directory / library, read_deps(directory), log)
+    log = run_ninja(name, directory, steps)
+    return Library(directory / library, read_deps(directory), log)
+
+
+def _cxx_command(
+    cxx: Tool,
+    cuda: CudaHome | None,
+    maps: Sequence[str],
+    cflags: Sequence[str],
+    includes: Sequence[str],
+) -> list[str]:
+    flags = with_defaults([*CFLAGS, *maps], _words(cflags))
+    # Plain C++ beside CUDA sources may use the runtime as well.
+    runtime = [] if cuda is None else [f"-isystem{path}" for path in cuda.include_dirs]
+    return [*cxx.command, *flags, *includes, *runtime]
+
+
+def _nvcc_command(
+    cxx: Tool,
+    cuda: CudaHome,
+    arch: Arch | None,
+    maps: Sequence[str],
+    cuda_cflags: Sequence[str],
+    includes: Sequence[str],
+) -> list[str]:
+    defaults = [*CUDA_CFLAGS]
+    if arch is not None:
+        defaults.append(f"-gencode=arch={arch.compute},code={arch.sm}")
+    if settings().cxx is not None and len(cxx.command) == 1:
+        defaults += ["-ccbin", cxx.command[0]]
+    # nvcc takes a comma in -Xcompiler for the next option.
+    defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
+    return [str(cuda.nvcc), *with_defaults(defaults, _words(cuda_cflags)), *includes]
 
 
 def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
     if not sources:
         raise ValueError("build: sources: none, expected at least one")
     for source in sources:
-        if source.suffix not in (*_CXX_SUFFIXES, ".cu"):
+        if source.suffix not in (*CXX_SUFFIXES, ".cu"):
             raise ValueError(f"build: sources: {source}, expected .cc, .cpp, .cxx or .cu")
         if not source.is_file():
             raise ValueError(f"build: sources: {source} does not exist")
         if source.suffix == ".cu" and arch is None:
             raise ValueError(f"build: arch: None, expected an Arch to compile {source.name} for")
-
-
-def _arch_flags(arch: Arch | None) -> list[str]:
-    return [] if arch is None else [f"-gencode=arch={arch.compute},code={arch.sm}"]
 
 
 def _tvm_ffi() -> tuple[list[Path], list[str]]:

@@ -6,38 +6,29 @@ machine, when it is first used.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
-import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jitkern import hints
 from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import SHIPPED, Built, obtain
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
 from jitkern.cache.store import Cache
-from jitkern.compilers import cxx
-from jitkern.compilers import identity as compilers
-from jitkern.compilers.load import LOAD_ERRORS, load_library, platform_abi
+from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
-from jitkern.env import settings
-from jitkern.errors import CompileError, JitkernError, ToolchainError
-from jitkern.names import digest
+from jitkern.env import FAULT_MODES, settings
+from jitkern.errors import JitkernError
+from jitkern.files import digest, sha256
+from jitkern.forks import PerProcess
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
 NAME = "jitkern_host"
 CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the cache may be shared
-# For the wheel. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
-PORTABLE_LDFLAGS = ("-s",)
-_FAULT_MODES = {"raise": 0, "warn": 1, "ignore": 2}
 
 
 class Kernels(Protocol):
@@ -50,17 +41,9 @@ class Kernels(Protocol):
 
 Builder = Callable[..., Kernels]
 
-_guard = threading.RLock()
-_module: Module | None = None
+_guard = PerProcess(threading.RLock)
+_found: Lookup[Module] | None = None
 _builders: dict[str, Builder] = {}
-
-
-def _renew_guard() -> None:
-    global _guard
-    _guard = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_guard)
 
 
 def module() -> Module:
@@ -73,14 +56,19 @@ def module() -> Module:
     ToolchainError
         It has to be built and there is no C++ compiler; the message says what to install.
     """
-    global _module
-    if _module is None:
-        with _guard:
-            if _module is None:
-                loaded = _load()
-                _initialise(loaded)
-                _module = loaded
-    return _module
+    return find().loaded
+
+
+def find() -> Lookup[Module]:
+    """Return how this process came by the host module. Raises as :func:`module`."""
+    global _found
+    if _found is None:
+        with _guard.value:
+            if _found is None:
+                found = get_or_build(_HostModule(CSRC))
+                _initialise(found.loaded)
+                _found = found
+    return _found
 
 
 def op(name: str, builder: Builder) -> Callable[..., Any]:
@@ -108,69 +96,54 @@ def build_host_module(out_dir: Path) -> Path:
 
     Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
     """
-    key = _key()
-    with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
-        built = _build(key, Path(folder), PORTABLE_LDFLAGS)
-    return Cache(Path(out_dir)).publish(built.key, built.files, built.meta).artefact
+    from jitkern.host.build import PORTABLE_LDFLAGS, build
+
+    key = _HostModule(CSRC).key
+    built = build(key, CSRC, ldflags=PORTABLE_LDFLAGS)
+    return Cache(Path(out_dir)).publish(key, built.variant, built.files, built.notes).artefact
 
 
-# -- loading ---------------------------------------------------------------------------------------
+# -- finding it ------------------------------------------------------------------------------------
 
 
-def _load() -> Module:
-    loaded: list[Module] = []
+class _HostModule(Buildable["Module"]):
+    """The library of the sources in `csrc`.
 
-    def verify(staged: Path) -> None:
-        try:
-            loaded.append(load_library(staged / f"{NAME}.so"))
-        except LOAD_ERRORS as error:
-            raise CompileError(
-                f"{NAME}: built but does not load", command=f"dlopen {NAME}.so", log=str(error)
-            ) from error
+    No compiler is asked for its version: a library made by any of them is as good.
+    """
 
-    def find(accept: Callable[[Mapping[str, Any]], bool]) -> Entry:
-        # No compiler is asked for its version: a library made by any of them is as good.
-        return obtain(
-            _key(),
-            _announce_and_build,
-            accept=accept,
-            verify=verify,
-            cure="build it beforehand with: jitkern warm",
-        ).entry
-
-    entry = find(_is_compatible)
-    if not loaded:
-        try:
-            loaded.append(load_library(entry.artefact))
-        except LOAD_ERRORS:
-            # Made on a machine with newer system libraries, or evicted a moment ago.
-            find(lambda _meta: False)
-    return loaded[0]
-
-
-def _key() -> Key:
-    sources = {
-        path.relative_to(CSRC).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(CSRC.rglob("*"))
-        if path.suffix in (".cc", ".h")
-    }
-    family = digest(
-        {
+    def __init__(self, csrc: Path) -> None:
+        self._csrc = csrc
+        content = {
             "route": "cxx",
             "name": NAME,
-            "sources": sources,
+            "sources": {
+                path.relative_to(csrc).as_posix(): sha256(path.read_bytes())
+                for path in sorted(csrc.rglob("*"))
+                if path.suffix in (".cc", ".h")
+            },
             "cflags": CFLAGS,
             "processor": platform_abi()[0],
         }
-    )
-    return Key("cxx", NAME, family, "", {"op": NAME, "cflags": list(CFLAGS)})
+        self.key = Key("cxx", NAME, digest(content), {"op": NAME, "cflags": list(CFLAGS)})
 
+    def accepts(self, meta: Mapping[str, Any]) -> bool:
+        """tvm-ffi keeps its C ABI within 0.x: what an older patch release built runs."""
+        import tvm_ffi
 
-def _is_compatible(meta: Mapping[str, Any]) -> bool:
-    """tvm-ffi keeps its C ABI within 0.x: what was built against an older patch release runs."""
-    import tvm_ffi
+        return _fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
 
-    return _fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
+    def load(self, entry: Entry) -> Module:
+        return load_library(NAME, entry.artefact)
+
+    def build(self) -> BuildOutput:
+        # Imported here: it is built once a machine, and loaded by every process.
+        from jitkern.host.build import announce_and_build
+
+        return announce_and_build(self.key, self._csrc)
+
+    def hint(self) -> str:
+        return hints.warm_host_module()
 
 
 def _fits(built_against: str, installed: str) -> bool:
@@ -184,82 +157,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
 
-# -- building --------------------------------------------------------------------------------------
-
-
-def _announce_and_build() -> Built:
-    key = _key()
-    if not compilers.toolchain_id("cxx"):
-        raise ToolchainError(_no_compiler())
-    sys.stderr.write(f"jitkern: building the host module with c++ (once per machine): {_why()}\n")
-    sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
-        return _build(key, Path(folder), ())
-
-
-def _why() -> str:
-    import tvm_ffi
-
-    built_against = _shipped_tvm_ffi()
-    if built_against is not None:
-        return (
-            f"the shipped one was built against apache-tvm-ffi {built_against}, "
-            f"installed is {tvm_ffi.__version__}"
-        )
-    if _ships_some():
-        return "the shipped one is damaged or was built from other sources"
-    return "a source checkout ships none"
-
-
-def _no_compiler() -> str:
-    import tvm_ffi
-
-    wanted = _shipped_tvm_ffi()
-    if wanted is not None:
-        return (
-            f"the shipped host module was built against apache-tvm-ffi {wanted}, installed is "
-            f"{tvm_ffi.__version__}, and there is no C++ compiler to build another; "
-            f"pip install apache-tvm-ffi=={wanted}"
-        )
-    reason = "is damaged or was built from other sources" if _ships_some() else "is not shipped"
-    return (
-        f"the host module {reason} and there is no C++ compiler to build it; "
-        "install g++ (apt install g++) or a jitkern wheel"
-    )
-
-
-def _shipped_tvm_ffi() -> str | None:
-    """Version that a shipped library of these very sources was built against."""
-    entry = Cache(SHIPPED, read_only=True).lookup(_key(), accept=lambda _meta: True)
-    return None if entry is None else str(entry.meta.get("tvm_ffi"))
-
-
-def _ships_some() -> bool:
-    return any(SHIPPED.glob(f"v1/{NAME}-*"))
-
-
-def _build(key: Key, folder: Path, ldflags: Sequence[str]) -> Built:
-    import tvm_ffi
-
-    start = time.perf_counter()
-    built = cxx.build(
-        NAME,
-        sources=sorted(CSRC.rglob("*.cc")),
-        directory=folder,
-        cflags=CFLAGS,
-        ldflags=ldflags,
-        include_paths=[CSRC / "include", CSRC],
-    )
-    meta = {
-        "tvm_ffi": tvm_ffi.__version__,
-        "libc": platform_abi()[1],
-        "build_ms": round((time.perf_counter() - start) * 1e3, 3),
-    }
-    toolchain = f"{compilers.toolchain_id('cxx')}+tvm-ffi-{tvm_ffi.__version__}"
-    files = {f"{NAME}.so": built.library.read_bytes()}
-    return Built(replace(key, toolchain=toolchain), files, meta)
-
-
 # -- wiring ----------------------------------------------------------------------------------------
 
 
@@ -268,7 +165,7 @@ def _initialise(loaded: Module) -> None:
     _register_relay()
     for name, argument in (
         ("set_resolver", lambda: _resolve),
-        ("set_fault_mode", lambda: _FAULT_MODES[settings().faults]),
+        ("set_fault_mode", lambda: FAULT_MODES.index(settings().faults)),
         ("set_warner", lambda: _warn),
     ):
         if loaded.implements_function(name):
