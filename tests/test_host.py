@@ -1,4 +1,4 @@
-"""The host module: built once, shipped, refused with a cure, wired to Python. Stand-in sources."""
+"""The host module: built once, shipped, refused with advice, wired to Python. Stand-in sources."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ SHOWN = {
         user_cache
     """,
     "compilers": """
-        CSRC INCLUDE_DIRS cxx depends find_cxx find_ninja find_nvcc find_nvrtc include_closure
-        include_dirs load_library nvcc nvrtc platform_abi program_stats toolchain_directories
-        toolchain_id
+        CSRC INCLUDE_DIRS Image Nvrtc Tool cxx depends find_cxx find_ninja find_nvcc find_nvrtc
+        include_closure include_dirs load_library nvcc nvrtc platform_abi program_stats
+        toolchain_directories toolchain_id
     """,
     "host": "check module",
     "jit": """
-        CppArgs DeviceModule KernelConfig Specialisation load_aot load_device load_jit load_library
-        make_cpp_args replay
+        CppArgs DeviceModule KernelConfig Specialisation Wrapper load_aot load_device load_jit
+        load_library make_cpp_args replay
     """,
 }
 READS_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

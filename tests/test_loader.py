@@ -292,7 +292,7 @@ def test_wrong_arguments(folder: Path) -> None:
         tiny(extra_cuda_cflags=["-I/usr/include"]).image(SM_90)
 
 
-def test_no_gpu_and_no_arch_names_the_cure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_and_no_arch_says_what_to_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

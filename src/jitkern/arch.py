@@ -8,15 +8,6 @@ from dataclasses import dataclass
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
-__all__ = [
-    "KNOWN_ARCHS",
-    "SUPPORTED_ARCHS",
-    "Arch",
-    "gpu_archs",
-    "requested_archs",
-    "target_arch",
-]
-
 # From Turing, the oldest of CUDA 13, to Blackwell: what nvcc 13.0 and NVRTC 13.5 compile for.
 _KNOWN = (
     (7, 5), (8, 0), (8, 6), (8, 7), (8, 8), (8, 9), (9, 0),
@@ -132,13 +123,7 @@ def gpu_archs() -> list[Arch]:
 
 
 def target_arch() -> Arch:
-    """Return what code without a GPU of its own is for: JITKERN_ARCH, else torch's current device.
-
-    Raises
-    ------
-    ToolchainError
-        There is neither.
-    """
+    """Return what to compile for: JITKERN_ARCH, else torch's device; ToolchainError for neither."""
     wanted = requested_archs()
     if wanted:
         return wanted[0]

@@ -13,16 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-__all__ = [
-    "COMPILERS",
-    "FAULT_MODES",
-    "Compiler",
-    "FaultMode",
-    "Settings",
-    "process_environment",
-    "settings",
-]
-
 Compiler = Literal["nvrtc", "nvcc"]
 FaultMode = Literal["raise", "warn", "ignore"]
 

@@ -5,8 +5,6 @@ tests/test_cli.py proves that there are such commands.
 
 from __future__ import annotations
 
-__all__ = ["replay", "warm_host_module", "warm_op"]
-
 _BUILD_WITH = "build it beforehand with: jitkern warm"
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jitkern.arch import Arch
 from jitkern.cache.get import Lookup
@@ -38,8 +38,7 @@ class Job:
         return Outcome(self, self.build())
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of a job; `lookup` is None where it did not compile."""
 
     job: Job

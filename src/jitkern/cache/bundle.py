@@ -69,13 +69,7 @@ def import_bundle(cache: Cache, file: Path) -> int:
 
 
 def copy_entries(paths: Iterable[Path], cache: Cache) -> int:
-    """Publish the entries at `paths`, of whatever caches, in `cache`; return how many.
-
-    Raises
-    ------
-    CacheError
-        An entry is damaged, or the cache cannot be written.
-    """
+    """Publish the entries at `paths` in `cache`; return how many. CacheError for a damaged one."""
     return len([cache.copy(read_entry(path)) for path in paths])
 
 

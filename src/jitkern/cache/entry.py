@@ -38,7 +38,7 @@ class Key:
     route
         The way it is built, such as ``"device"``.
     name
-        Readable part of the directory's name, e.g. ``store_656_16_4``.
+        Readable part of the directory's name, e.g. ``store_656_16_4_128_8_true``.
     digest
         20 hex digits over everything but the variant; ``family`` in ``meta.json``.
     describe

@@ -53,19 +53,7 @@ class BuildOutput:
 
 @dataclass(frozen=True)
 class Lookup(Generic[T]):
-    """How something was found.
-
-    Attributes
-    ----------
-    source
-        ``"memo"``, ``"cached"``, ``"shipped"`` or ``"compiled"``.
-    ms
-        Milliseconds it took.
-    entry
-        Its cache entry.
-    loaded
-        What its `load` has made of the entry.
-    """
+    """How something was found: where, in how many milliseconds, and what was made of its entry."""
 
     source: Source
     ms: float

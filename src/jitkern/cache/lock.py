@@ -51,15 +51,7 @@ class Holder:
 
 @dataclass
 class Wait:
-    """How waiting for a build lock ended.
-
-    Attributes
-    ----------
-    held
-        The lock is ours. Where it is not, build privately.
-    waited_ms
-        Time spent waiting, in milliseconds.
-    """
+    """How waiting for a build lock ended: where it is not held, build privately."""
 
     held: bool = False
     waited_ms: float = 0.0

@@ -1,40 +1,14 @@
-"""The size of a cache: noted beside the entries, and kept below its cap by eviction."""
+"""Keeping a cache below its cap: the least recently used entries go."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from jitkern.cache.entry import EntryInfo
-from jitkern.files import write_whole
 
 _log = logging.getLogger("jitkern")
-
-
-@dataclass(frozen=True)
-class NotedBytes:
-    """A file that notes the size of a cache, so that not every meta has to be read to know it.
-
-    Two processes may lose an addition between them: it is a note, not an account.
-    """
-
-    path: Path
-
-    def read(self) -> int | None:
-        """Return the size in bytes, or None where none is noted."""
-        try:
-            return int(self.path.read_text())
-        except (OSError, ValueError):
-            return None
-
-    def write(self, total_bytes: int) -> None:
-        """Note `total_bytes`, best effort."""
-        try:
-            write_whole(self.path, str(total_bytes).encode())
-        except OSError as error:
-            _log.info("jitkern: cannot write %s: %s", self.path, error)
 
 
 def evict(

@@ -37,9 +37,9 @@ from jitkern.cache.entry import (
     write_entry,
 )
 from jitkern.cache.lock import FailureRecord, Wait, build_lock
-from jitkern.cache.size import NotedBytes, evict
+from jitkern.cache.size import evict
 from jitkern.errors import CacheError
-from jitkern.files import flush_directory, private_name
+from jitkern.files import flush_directory, private_name, write_whole
 
 _log = logging.getLogger("jitkern")
 
@@ -69,10 +69,7 @@ class Cache:
         self.max_bytes = max_bytes
         self._base = self.root / "v1"
         self._publishes = 0
-        self._noted_bytes = NotedBytes(self._base / ".bytes")
-
-    def __repr__(self) -> str:
-        return f"Cache({str(self.root)!r}, read_only={self.read_only})"
+        self._bytes_file = self._base / ".bytes"
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -287,8 +284,7 @@ class Cache:
     def _evict_beyond_cap(self, published: Path, new_bytes: int) -> None:
         if self.max_bytes is None:
             return
-        # Noted, since reading every meta would take 0.1 s for a thousand entries.
-        total = self._noted_bytes.read()
+        total = self._noted_bytes()
         if total is None or self._publishes % _PUBLISHES_PER_SCAN == 0:
             total = sum(info.bytes for info in self.entries())
         else:
@@ -297,7 +293,23 @@ class Cache:
             # Somewhat below the cap, so that the next publication need not evict again.
             self.prune(self.max_bytes * 9 // 10, keep=published)
         else:
-            self._noted_bytes.write(total)
+            self._note_bytes(total)
+
+    def _noted_bytes(self) -> int | None:
+        """Size as a file notes it, since reading every meta takes 0.1 s for a thousand entries.
+
+        Two processes may lose an addition between them: it is a note, not an account.
+        """
+        try:
+            return int(self._bytes_file.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _note_bytes(self, total_bytes: int) -> None:
+        try:
+            write_whole(self._bytes_file, str(total_bytes).encode())
+        except OSError as error:
+            _log.info("jitkern: cannot write %s: %s", self._bytes_file, error)
 
     def prune(self, max_bytes: int, *, keep: Path | None = None) -> int:
         """Evict least recently used entries until `max_bytes` remain; return how many went.
@@ -306,7 +318,7 @@ class Cache:
         """
         evicted, left_bytes = evict(self.entries(), max_bytes, self._remove, keep)
         if not self.read_only:
-            self._noted_bytes.write(left_bytes)
+            self._note_bytes(left_bytes)
         return evicted
 
     def clear(self) -> int:
@@ -324,7 +336,7 @@ class Cache:
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
         if paths:
-            self._noted_bytes.write(0)
+            self._note_bytes(0)
         shutil.rmtree(self._base / ".failed", ignore_errors=True)
         return len(paths)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitkern.cli import ui
+from jitkern.env import settings
 from jitkern.errors import CacheError
 
 if TYPE_CHECKING:
@@ -63,10 +64,14 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _list(_: argparse.Namespace) -> int:
+def _user_cache() -> Cache:
     from jitkern.cache.search import user_cache
 
-    cache = user_cache()
+    return user_cache()
+
+
+def _list(_: argparse.Namespace) -> int:
+    cache = _user_cache()
     entries = sorted(
         cache.entries(), key=lambda e: (e.name, ui.natural(e.args), ui.natural(e.arch), e.variant)
     )
@@ -92,7 +97,6 @@ def _list(_: argparse.Namespace) -> int:
 
 def _info(_: argparse.Namespace) -> int:
     from jitkern.cache.search import caches
-    from jitkern.env import settings
 
     rows = []
     for origin, _source, cache in caches():
@@ -117,16 +121,13 @@ def _rights(cache: Cache) -> str:
 
 
 def _clear(_: argparse.Namespace) -> int:
-    from jitkern.cache.search import user_cache
-
-    cache = user_cache()
+    cache = _user_cache()
     ui.say(f"{_entries(cache.clear())} removed from {cache.root}")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
     from jitkern.cache.bundle import export_bundle
-    from jitkern.cache.search import user_cache
 
     wanted_archs = {str(arch) for arch in args.arch or ()}
 
@@ -135,7 +136,7 @@ def _export(args: argparse.Namespace) -> int:
         arch_fits = not wanted_archs or not entry.arch or entry.arch in wanted_archs
         return arch_fits and (not args.op or entry.name in args.op)
 
-    cache = user_cache()
+    cache = _user_cache()
     if not any(select(entry) for entry in cache.entries()):
         raise CacheError(f"{cache.root}: nothing to export; build something with jitkern warm")
     count = export_bundle(cache, args.file, select)
@@ -145,23 +146,21 @@ def _export(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     from jitkern.cache.bundle import import_bundle
-    from jitkern.cache.search import user_cache
 
     _require_file(args.file)
-    cache = user_cache()
+    cache = _user_cache()
     ui.say(f"{_entries(import_bundle(cache, args.file))} imported into {cache.root}")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     from jitkern.cache.bundle import read_bundle
-    from jitkern.cache.search import user_cache
 
     if args.file is not None:
         _require_file(args.file)
         ui.say(f"{args.file}: ok, {_entries(len(read_bundle(args.file)))}")
         return 0
-    cache = user_cache()
+    cache = _user_cache()
     problems = cache.verify()
     for problem in problems:
         ui.say(problem)

@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jitkern
 from jitkern.arch import Arch, gpu_archs
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError
+
+if TYPE_CHECKING:
+    from jitkern.compilers.find import Tool
+    from jitkern.compilers.find_nvrtc import Nvrtc
 
 SUMMARY = "check this machine: versions, GPU, compilers, cache"
 DESCRIPTION = """\
@@ -65,7 +69,7 @@ def diagnose() -> Iterator[Check]:
     yield _distribution("apache-tvm-ffi", "tvm-ffi")
     host = _host_module()
     yield host
-    gpus = _gpu_count() if host.state == "ok" else 0
+    gpus = int(_host().device_count()) if host.state == "ok" else 0
     if host.state == "ok":
         yield _gpu(gpus)
         yield from _driver(gpus)
@@ -109,10 +113,10 @@ def _host_module() -> Check:
     return Check("host module", f"{found.source}, {did} in {ui.ms_text(found.ms)} ms")
 
 
-def _gpu_count() -> int:
-    from jitkern.host import module as host
+def _host() -> Any:
+    from jitkern.host.module import module
 
-    return int(host.module().device_count())
+    return module()
 
 
 def _gpu(count: int) -> Check:
@@ -133,15 +137,11 @@ def _gpu(count: int) -> Check:
 
 
 def _driver_arch(device: int) -> str:
-    from jitkern.host import module as host
-
-    return str(Arch(*divmod(int(host.module().device_arch(device)), 10)))
+    return str(Arch(*divmod(int(_host().device_arch(device)), 10)))
 
 
 def _driver(gpus: int) -> Iterator[Check]:
-    from jitkern.host import module as host
-
-    version = int(host.module().driver_version())
+    version = int(_host().driver_version())
     if version:
         supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
         yield Check("driver", f"{_kernel_driver() or 'version unknown'}, {supports}")
@@ -178,37 +178,22 @@ def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
     from jitkern.compilers.find_nvrtc import find_nvrtc
 
     compiler = settings().compiler
-
-    def nvrtc() -> str:
-        found = find_nvrtc()
-        return f"{found.version} ({found.path})"
-
-    def nvcc() -> str:
-        found = find_nvcc()
-        return f"{found.version} ({found.path})"
-
-    def cxx() -> str:
-        found = find_cxx()
-        return f"{found.id} ({found.path})"
-
-    def ninja() -> str:
-        found = find_ninja()
-        return f"{found.version} ({found.path})"
-
-    yield _tool("NVRTC", nvrtc, needed=has_gpu and compiler == "nvrtc")
-    yield _tool("nvcc", nvcc, needed=has_gpu and compiler == "nvcc")
-    yield _tool("c++", cxx, needed=not host_works)
-    yield _tool("ninja", ninja, needed=not host_works)
+    yield _tool("NVRTC", find_nvrtc, needed=has_gpu and compiler == "nvrtc")
+    yield _tool("nvcc", find_nvcc, needed=has_gpu and compiler == "nvcc")
+    yield _tool("c++", find_cxx, needed=not host_works)
+    yield _tool("ninja", find_ninja, needed=not host_works)
 
 
-def _tool(what: str, find: Callable[[], str], *, needed: bool) -> Check:
+def _tool(what: str, find: Callable[[], Nvrtc | Tool], *, needed: bool) -> Check:
     try:
-        return Check(what, find())
+        tool = find()
     except ToolchainError as error:
         reason, fix = ui.split_hint(error)
         if needed:
             return Check(what, reason, "broken", fix)
         return Check(what, f"{reason} ({_USED_FOR[what]})", "note", fix)
+    # Of the C++ compilers the version alone does not say which it is.
+    return Check(what, f"{tool.id if what == 'c++' else tool.version} ({tool.path})")
 
 
 _USED_FOR = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=ui.names,
         action="extend",
         metavar="OP[,OP]",
-        help="store, index, h2d_gather; default: all ops that have a kernel",
+        help="such as store,index; default: all ops that have a kernel",
     )
     parser.add_argument(
         "--arch",
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     outcomes += [job.run() for job in replayed if not job.arch]
     jobs += [job for job in replayed if job.arch]
     threads = min(args.jobs or default_threads(), max(1, len(jobs)))
-    with _Progress(len(jobs)) as advance:
+    with _progress(len(jobs)) as advance:
         built, failures = run_all(jobs, threads, advance)
     outcomes += built
 
@@ -115,33 +116,22 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     return (job.name, job.parameters, job.arch or "-", outcome.source, ms, size)
 
 
-class _Progress:
-    """A bar on standard error that is gone when it is done; nothing where that is no terminal."""
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Job], None]]:
+    """Show a bar on standard error that goes when it is done; nothing where that is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    def __init__(self, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    console = ui.console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("compiling", total=total)
 
-        console = ui.console(stderr=True)
-        self._bar = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("compiling", total=total)
-
-    def __enter__(self) -> Callable[[Job], None]:
-        self._bar.start()
-        return self._advance
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _advance(self, job: Job) -> None:
+    def advance(job: Job) -> None:
         what = f"{job.name}<{job.parameters}> {job.arch}"
-        self._bar.update(self._task, advance=1, description=what)
+        bar.update(task, advance=1, description=what)
+
+    with bar:
+        yield advance
 
 
 def _op_jobs(args: argparse.Namespace) -> list[Job]:

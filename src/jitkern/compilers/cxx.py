@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jitkern.arch import Arch
-from jitkern.compilers.find import Tool, find_cxx
-from jitkern.compilers.find_cuda import CudaHome, find_cuda_home
+from jitkern.compilers.find import find_cxx
+from jitkern.compilers.find_cuda import find_cuda_home
 from jitkern.compilers.ninja import Step, read_deps, run_ninja
 from jitkern.compilers.sources import with_defaults
 from jitkern.env import settings
-
-__all__ = ["CFLAGS", "CUDA_CFLAGS", "Library", "build"]
 
 CFLAGS = ("-std=c++20", "-O3", "-fPIC")
 """In front of the caller's flags for C++."""
@@ -26,21 +24,15 @@ CFLAGS = ("-std=c++20", "-O3", "-fPIC")
 CUDA_CFLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 """In front of the caller's flags for nvcc."""
 
-CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
+_CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
 
 
 @dataclass(frozen=True)
 class Library:
     """A shared library.
 
-    Attributes
-    ----------
-    path : Path
-        The file, in the directory that `build` was given.
-    dependencies : tuple of Path
-        Every file that the compilers read: sources, headers, those of the system too.
-    log : str
-        The commands and what they said.
+    `dependencies` is every file that the compilers read, headers of the system too; `log` the
+    commands and what they said.
     """
 
     path: Path
@@ -81,11 +73,6 @@ def build(
     arch
         What nvcc compiles for; required where there is a ``.cu``.
 
-    Returns
-    -------
-    Library
-        The library and what went into it.
-
     Raises
     ------
     CompileError
@@ -94,34 +81,31 @@ def build(
         ninja, the C++ compiler or nvcc is missing.
     ValueError
         No source, a source of an unknown kind or that does not exist, or CUDA without an arch.
-
-    Examples
-    --------
-    >>> build("add", sources=[Path("add.cc")], directory=Path("/tmp/add"))  # doctest: +SKIP
-    Library(path=PosixPath('/tmp/add/add.so'), ...)
     """
     _check_sources(sources, arch)
     cxx = find_cxx()
-    with_cuda = any(source.suffix == ".cu" for source in sources)
-    cuda = find_cuda_home() if with_cuda else None
     tvm_includes, link = _tvm_ffi()
     directories = [*(path.resolve() for path in include_paths), *tvm_includes]
+    includes = [f"-I{path}" for path in directories]
     # A library that is shared by checkouts and machines: __FILE__ is to hold no path of this one.
     roots = dict.fromkeys([*directories, *(source.resolve().parent for source in sources)])
     maps = [f"-fmacro-prefix-map={root}/=" for root in roots]
-    includes = [f"-I{path}" for path in directories]
-    commands = {suffix: _cxx_command(cxx, cuda, maps, cflags, includes) for suffix in CXX_SUFFIXES}
-    if cuda is not None:
-        commands[".cu"] = _nvcc_command(cxx, cuda, arch, maps, cuda_cflags, includes)
+    cxx_command = [*cxx.command, *with_defaults([*CFLAGS, *maps], _words(cflags)), *includes]
+    nvcc_command: list[str] = []
+    if arch is not None and any(source.suffix == ".cu" for source in sources):
+        cuda = find_cuda_home()
+        defaults = [*CUDA_CFLAGS, f"-gencode=arch={arch.compute},code={arch.sm}"]
+        if settings().cxx is not None and len(cxx.command) == 1:
+            defaults += ["-ccbin", cxx.command[0]]
+        # nvcc takes a comma in -Xcompiler for the next option.
+        defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
+        flags = with_defaults(defaults, _words(cuda_cflags))
+        nvcc_command = [str(cuda.nvcc), *flags, *includes]
+        # Plain C++ beside it may use the runtime as well.
+        cxx_command += [f"-isystem{path}" for path in cuda.include_dirs]
         link += cuda.ldflags
 
-    steps: list[Step] = []
-    for number, source in enumerate(sources):
-        output = f"{number}.{source.stem}.o"
-        # -MMD would leave out headers of the system, which nvcc and the runtime are.
-        tail = ("-MD", "-MF", f"{output}.d", "-c", str(source.resolve()), "-o", output)
-        command = (*commands[source.suffix], *tail)
-        steps.append(Step(output, (str(source.resolve()),), command, f"{output}.d"))
+    steps = _compile_steps(sources, cxx_command, nvcc_command)
     objects = tuple(step.output for step in steps)
     library = f"{name}.so"
     link_command = (*cxx.command, "-shared", *objects, *link, *_words(ldflags), "-o", library)
@@ -131,42 +115,24 @@ def build(
     return Library(directory / library, read_deps(directory), log)
 
 
-def _cxx_command(
-    cxx: Tool,
-    cuda: CudaHome | None,
-    maps: Sequence[str],
-    cflags: Sequence[str],
-    includes: Sequence[str],
-) -> list[str]:
-    flags = with_defaults([*CFLAGS, *maps], _words(cflags))
-    # Plain C++ beside CUDA sources may use the runtime as well.
-    runtime = [] if cuda is None else [f"-isystem{path}" for path in cuda.include_dirs]
-    return [*cxx.command, *flags, *includes, *runtime]
-
-
-def _nvcc_command(
-    cxx: Tool,
-    cuda: CudaHome,
-    arch: Arch | None,
-    maps: Sequence[str],
-    cuda_cflags: Sequence[str],
-    includes: Sequence[str],
-) -> list[str]:
-    defaults = [*CUDA_CFLAGS]
-    if arch is not None:
-        defaults.append(f"-gencode=arch={arch.compute},code={arch.sm}")
-    if settings().cxx is not None and len(cxx.command) == 1:
-        defaults += ["-ccbin", cxx.command[0]]
-    # nvcc takes a comma in -Xcompiler for the next option.
-    defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
-    return [str(cuda.nvcc), *with_defaults(defaults, _words(cuda_cflags)), *includes]
+def _compile_steps(
+    sources: Sequence[Path], cxx_command: Sequence[str], nvcc_command: Sequence[str]
+) -> list[Step]:
+    steps = []
+    for number, source in enumerate(sources):
+        path, output = str(source.resolve()), f"{number}.{source.stem}.o"
+        # -MMD would leave out headers of the system, which nvcc and the runtime are.
+        tail = ("-MD", "-MF", f"{output}.d", "-c", path, "-o", output)
+        command = nvcc_command if source.suffix == ".cu" else cxx_command
+        steps.append(Step(output, (path,), (*command, *tail), f"{output}.d"))
+    return steps
 
 
 def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
     if not sources:
         raise ValueError("build: sources: none, expected at least one")
     for source in sources:
-        if source.suffix not in (*CXX_SUFFIXES, ".cu"):
+        if source.suffix not in (*_CXX_SUFFIXES, ".cu"):
             raise ValueError(f"build: sources: {source}, expected .cc, .cpp, .cxx or .cu")
         if not source.is_file():
             raise ValueError(f"build: sources: {source} does not exist")

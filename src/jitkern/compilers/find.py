@@ -21,8 +21,6 @@ from jitkern.compilers.find_nvrtc import site_directories
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
-__all__ = ["Tool", "cxx_command", "find_cxx", "find_ninja", "is_program", "probe", "tool_version"]
-
 _CXX_HINT = "install g++ (apt install g++), or set CXX to a C++ compiler"
 _PROBE_TIMEOUT_S = 30.0
 
@@ -47,13 +45,7 @@ class Tool:
 
 
 def find_cxx() -> Tool:
-    """Find the C++ compiler: ``CXX`` (with arguments if any), else c++, g++, clang++ on PATH.
-
-    Raises
-    ------
-    ToolchainError
-        There is none, or it does not start.
-    """
+    """Find the C++ compiler: ``CXX`` (with arguments if any), else c++, g++, clang++ on PATH."""
     command = tuple(cxx_command())
     banner = tool_version(command, r"\A([^\n]+)", _CXX_HINT)
     match = re.search(r"(\d+\.\d+\.\d+)(?!.*\d+\.\d+\.\d+)", banner)
@@ -82,11 +74,6 @@ def find_ninja() -> Tool:
 
     A real program is preferred to a script: older pip packages install a script that starts ninja
     as a child, which a signal to the script would leave behind.
-
-    Raises
-    ------
-    ToolchainError
-        There is none, or it does not start.
     """
     hint = "pip install ninja"
     found = _find_ninja(settings().path, sys.executable, site_directories())

@@ -15,27 +15,15 @@ from jitkern.compilers.find_nvrtc import LIB_DIRS, SYSTEM_CUDA, site_directories
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
-__all__ = ["CudaHome", "find_cuda_home", "find_nvcc"]
-
 _HINT = "install the CUDA toolkit, or set CUDA_HOME to where it is"
 
 
 @dataclass(frozen=True)
 class CudaHome:
-    """A CUDA toolkit.
+    """A CUDA toolkit at `path`.
 
-    Attributes
-    ----------
-    path : Path
-        Its root.
-    nvcc : Path
-        The nvcc to start: the one on PATH, even if a wrapper script, before the one in `path`.
-    include_dirs : tuple of Path
-        Where cuda_runtime.h and its companions are.
-    lib_dir : Path
-        Where libcudart is.
-    cudart : str
-        Its file name, ``libcudart.so`` or, in pip packages, ``libcudart.so.13``.
+    `nvcc` is the one to start: that on PATH, even if a wrapper script, before the toolkit's own.
+    `cudart` in `lib_dir` is the runtime: libcudart.so or, in pip packages, libcudart.so.13.
     """
 
     path: Path
@@ -52,25 +40,13 @@ class CudaHome:
 
 
 def find_cuda_home() -> CudaHome:
-    """Find a CUDA toolkit with nvcc: CUDA_HOME or CUDA_PATH, PATH, pip packages, /usr/local/cuda.
-
-    Raises
-    ------
-    ToolchainError
-        There is none, or CUDA_HOME names a directory that holds none.
-    """
+    """Find a toolkit with nvcc: CUDA_HOME or CUDA_PATH, PATH, pip packages, /usr/local/cuda."""
     now = settings()
     return _find_cuda_home(now.cuda_home, now.path, site_directories())
 
 
 def find_nvcc() -> Tool:
-    """Find nvcc and ask for its version.
-
-    Raises
-    ------
-    ToolchainError
-        There is none, or it does not start.
-    """
+    """Find nvcc and ask for its version."""
     home = find_cuda_home()
     version = tool_version((str(home.nvcc),), r"release [\d.]+, V([\d.]+)", _HINT)
     return Tool((str(home.nvcc),), "nvcc", version)

@@ -14,8 +14,6 @@ from pathlib import Path
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
-__all__ = ["LIB_DIRS", "NVRTC_HINT", "SYSTEM_CUDA", "Nvrtc", "find_nvrtc", "site_directories"]
-
 NVRTC_HINT = 'pip install "jitkern[cuda]"'
 LIB_DIRS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
 """Where a CUDA toolkit has its libraries."""
@@ -38,13 +36,7 @@ class Nvrtc:
 
 
 def find_nvrtc() -> Nvrtc:
-    """Find libnvrtc: ``JITKERN_NVRTC``, pip packages, the CUDA home, the system's libraries.
-
-    Raises
-    ------
-    ToolchainError
-        There is none; names the extra that brings it.
-    """
+    """Find libnvrtc: ``JITKERN_NVRTC``, pip packages, the CUDA home, the system's libraries."""
     now = settings()
     return _find_nvrtc(now.nvrtc, now.cuda_home, now.path, now.library_path, site_directories())
 
@@ -77,11 +69,8 @@ def _nvrtc_candidates(
     for directory in site:
         yield Path(directory, "nvidia/cu13/lib/libnvrtc.so.13")
         yield Path(directory, "nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
-    for home in (*homes, SYSTEM_CUDA):
-        for lib in LIB_DIRS:
-            yield home / lib / "libnvrtc.so.13"
-            yield home / lib / "libnvrtc.so.12"
-    for directory_path in (*library_path, Path(sys.prefix, "lib")):  # the latter is conda's
+    libs = [home / lib for home in (*homes, SYSTEM_CUDA) for lib in LIB_DIRS]
+    for directory_path in (*libs, *library_path, Path(sys.prefix, "lib")):  # the last is conda's
         yield directory_path / "libnvrtc.so.13"
         yield directory_path / "libnvrtc.so.12"
     yield from _ld_cache_nvrtc()

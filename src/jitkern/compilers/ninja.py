@@ -21,8 +21,6 @@ from jitkern.compilers.find import find_ninja
 from jitkern.env import process_environment
 from jitkern.errors import CompileError, ToolchainError
 
-__all__ = ["Step", "ninja_text", "read_deps", "run_ninja"]
-
 # Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The
 # parent may die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
 _LAUNCHER = """\
@@ -37,18 +35,9 @@ _STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a build.
+    """One step of a build: a command that makes `output`, relative to the build directory.
 
-    Attributes
-    ----------
-    output : str
-        File that the step makes, relative to the build directory.
-    inputs : tuple of str
-        Files that it needs.
-    command : tuple of str
-        The command line.
-    depfile : str or None
-        File in which the compiler reports what it read, in make's syntax.
+    The compiler reports what it has read in `depfile`, in make's syntax.
     """
 
     output: str

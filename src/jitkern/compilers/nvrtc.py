@@ -24,8 +24,6 @@ from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 from jitkern.forks import PerProcess
 
-__all__ = ["BASE_OPTIONS", "Image", "compile", "supported_archs"]
-
 BASE_OPTIONS = (DEVICE_STD, "-no-source-include")
 """Given to every compile, in front of the caller's options.
 
@@ -87,11 +85,6 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
         declarations take 3.5 of the 40 ms of a kernel. The code is the same.
     library
         The libnvrtc to use; by default the one that `find_nvrtc` finds.
-
-    Returns
-    -------
-    Image
-        The cubin, or PTX.
 
     Raises
     ------

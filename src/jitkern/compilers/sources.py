@@ -18,17 +18,6 @@ from pathlib import Path
 
 from jitkern.files import digest
 
-__all__ = [
-    "CSRC",
-    "DEVICE_STD",
-    "INCLUDE_DIRS",
-    "Closure",
-    "check_options",
-    "include_closure",
-    "include_dirs",
-    "with_defaults",
-]
-
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 """The package's C++ and CUDA sources."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jitkern import hints
 from jitkern.arch import Arch
@@ -19,6 +20,9 @@ from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.files import digest, sha256, slug
 from jitkern.jit.record import Specialisation, record
+
+if TYPE_CHECKING:
+    from jitkern.compilers.nvrtc import Image
 
 # Raised when the same text has to be compiled anew: how entry points and parameters are rendered.
 DEVICE_ABI = 1
@@ -75,7 +79,9 @@ class DeviceModule:
     Attributes
     ----------
     name
-        The kernel's name and template arguments, e.g. ``store_656_16_4``.
+        The kernel's name and template arguments, e.g. ``store_656_16_4_128_8_true``.
+    closure
+        The rendered translation unit with all that it includes.
     """
 
     def __init__(
@@ -94,13 +100,13 @@ class DeviceModule:
         self.args = tuple(args)
         self.name = slug("_".join([name, *self.args]))
         self.wrappers = tuple(wrappers)
-        self._files = tuple(files)
+        self.files = tuple(files)
         self._recorded = recorded
-        self._hint = hint
-        self._options = tuple(options)
-        self._source = render([_include_name(file) for file in files], wrappers)
-        self._closure = include_closure(
-            self._source, include_dirs=[*(Path(d) for d in include_dirs), *INCLUDE_DIRS]
+        self.hint = hint
+        self.options = tuple(options)
+        self.closure = include_closure(
+            render([_include_name(file) for file in files], wrappers),
+            include_dirs=[*map(Path, include_dirs), *INCLUDE_DIRS],
         )
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._functions: dict[tuple[str, int], int] = {}
@@ -203,69 +209,26 @@ class DeviceModule:
 
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""
-        headers = {name: _content(text) for name, text in self._closure.headers.items()}
+        headers = self.closure.headers
         content = {
             "route": "device",
             "abi": DEVICE_ABI,
             "name": self.op,
             "args": self.args,
-            "source": _content(self._closure.source),
-            "headers": headers,
-            "options": self._options,
+            "source": _content(self.closure.source),
+            "headers": {name: _content(text) for name, text in headers.items()},
+            "options": self.options,
             "arch": str(arch),
         }
         describe = {
             "op": self.op,
             "args": list(self.args),
             "arch": str(arch),
-            "options": list(self._options),
+            "options": list(self.options),
             "kernels": [list(wrapper) for wrapper in self.wrappers],
-            "files": [file.name for file in self._files],
+            "files": [file.name for file in self.files],
         }
         return Key("device", self.name, digest(content), describe)
-
-    def compile(self, arch: Arch) -> BuildOutput:
-        """Compile for `arch`, whatever the caches hold."""
-        # Imported here: a warm load needs neither.
-        from jitkern.compilers import nvcc, nvrtc
-
-        start = time.perf_counter()
-        # Not NAME.cu: a header of that name, the user's own file, would include itself.
-        name = f"{self.name}.instance.cu"
-        unit, options = self._closure, self._options
-        if settings().compiler == "nvrtc":
-            # The sources of the package have no need of what -minimal leaves out.
-            minimal = all(file.is_relative_to(CSRC) for file in self._files)
-            image = nvrtc.compile(
-                unit.source,
-                name=name,
-                headers=unit.headers,
-                arch=arch,
-                options=options,
-                minimal=minimal,
-            )
-        else:
-            image = nvcc.compile_with_nvcc(
-                unit.source, name=name, headers=unit.headers, arch=arch, options=options
-            )
-        if image.kind == "cubin" and not image.data.startswith(b"\x7fELF"):
-            raise CompileError(
-                f"{self.name}: the compiler's output is not a cubin",
-                command=" ".join(options),
-                log=image.log,
-                source=unit.source,
-            )
-        notes = {
-            "kind": image.kind,
-            "log": image.log,
-            "build_ms": round((time.perf_counter() - start) * 1e3, 3),
-            "built_unix_s": round(time.time(), 3),
-        }
-        return BuildOutput(_toolchain_id(), {f"{slug(self.op)}.{image.kind}": image.data}, notes)
-
-    def hint(self, arch: Arch) -> str:
-        """Say what would have built the code for `arch` beforehand."""
-        return self._hint(arch)
 
 
 class _Image(Buildable[bytes]):
@@ -287,11 +250,46 @@ class _Image(Buildable[bytes]):
     def load(self, entry: Entry) -> bytes:
         return entry.data
 
-    def build(self) -> BuildOutput:
-        return self._module.compile(self._arch)
-
     def hint(self) -> str:
         return self._module.hint(self._arch)
+
+    def build(self) -> BuildOutput:
+        start = time.perf_counter()
+        module = self._module
+        image = _compiler(minimal=all(file.is_relative_to(CSRC) for file in module.files))(
+            module.closure.source,
+            # Not NAME.cu: a header of that name, the user's own file, would include itself.
+            name=f"{module.name}.instance.cu",
+            headers=module.closure.headers,
+            arch=self._arch,
+            options=module.options,
+        )
+        if image.kind == "cubin" and not image.data.startswith(b"\x7fELF"):
+            raise CompileError(
+                f"{module.name}: the compiler's output is not a cubin",
+                command=" ".join(module.options),
+                log=image.log,
+                source=module.closure.source,
+            )
+        notes = {
+            "kind": image.kind,
+            "log": image.log,
+            "build_ms": round((time.perf_counter() - start) * 1e3, 3),
+            "built_unix_s": round(time.time(), 3),
+        }
+        return BuildOutput(_toolchain_id(), {f"{slug(module.op)}.{image.kind}": image.data}, notes)
+
+
+def _compiler(*, minimal: bool) -> Callable[..., Image]:
+    # Imported here: a warm load needs neither, a cold one needs one of them.
+    if settings().compiler == "nvrtc":
+        from jitkern.compilers import nvrtc
+
+        # The sources of the package have no need of what -minimal leaves out.
+        return partial(nvrtc.compile, minimal=minimal)
+    from jitkern.compilers import nvcc
+
+    return nvcc.compile_with_nvcc
 
 
 def _toolchain_id() -> str:

@@ -8,23 +8,18 @@ library through nvcc (``cuda_files``).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from jitkern import hints
-from jitkern.arch import Arch
 from jitkern.cache.get import Lookup
 from jitkern.compilers.sources import CSRC
 from jitkern.jit.device import DeviceModule, Wrapper
-from jitkern.jit.native import NativeBuild, load_native
 from jitkern.jit.record import Specialisation
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
-
-__all__ = ["DeviceModule", "load_aot", "load_device", "load_jit", "load_library"]
 
 File = str | PathLike[str]
 Files = Sequence[File]
@@ -164,6 +159,9 @@ def load_aot(
 
 def load_library(used: Specialisation) -> Lookup[Module]:
     """Load a module with host functions, as load_jit or load_aot was asked to."""
+    # Imported here, with the compilers of this route: kernels for a GPU need none of them.
+    from jitkern.jit.native import NativeBuild, load_native
+
     if used.options.get("device_wrappers"):
         raise ValueError("load_jit: device_wrappers: given without device_files")
     options = used.options
@@ -184,14 +182,8 @@ def load_library(used: Specialisation) -> Lookup[Module]:
     return load_native(build, None if directory is None else Path(directory), used)
 
 
-def load_device(used: Specialisation, hint: Callable[[Arch], str] = hints.replay) -> DeviceModule:
-    """Return the module of device code that load_jit was asked for.
-
-    Parameters
-    ----------
-    hint
-        Says for an arch what would have built a missing kernel beforehand.
-    """
+def load_device(used: Specialisation) -> DeviceModule:
+    """Return the module of device code that load_jit was asked for."""
     options = used.options
     for argument in ("cpp_files", "cuda_files", "cpp_wrappers", "cuda_wrappers"):
         if options.get(argument):
@@ -211,7 +203,6 @@ def load_device(used: Specialisation, hint: Callable[[Arch], str] = hints.replay
         options=options.get("extra_cuda_cflags", ()),
         include_dirs=[Path(path) for path in options.get("extra_include_paths", ())],
         recorded=used,
-        hint=hint,
     )
 
 

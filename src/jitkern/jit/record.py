@@ -98,11 +98,6 @@ def replay(file: str | os.PathLike[str]) -> list[Specialisation]:
         A line is something else; the message names file and line.
     OSError
         The file cannot be read.
-
-    Examples
-    --------
-    >>> for used in replay("kernels.jsonl"):  # doctest: +SKIP
-    ...     print(used)
     """
     found: dict[str, Specialisation] = {}
     for number, line in enumerate(Path(file).read_text().splitlines(), start=1):

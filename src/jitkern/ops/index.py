@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
-from jitkern.jit.loader import DeviceModule
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, name_unreadable, type_text, widest_vec_bytes
 from jitkern.ops.kernels import load_jit
