@@ -149,7 +149,7 @@ class DeviceModule:
         if found is not None:
             ms = (time.perf_counter() - start) * 1e3
             stats.count("memo", ms)
-            return replace(found, source="memo", ms=ms)
+            return Lookup("memo", ms, found.entry, found.loaded)
         found = self._images[arch] = get_or_build(_Image(self, arch))
         file = settings().record
         if file is not None and self._recorded is not None:
