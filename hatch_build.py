@@ -36,9 +36,9 @@ class HostModuleHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel" or version == "editable":
             return
-        # The package builds itself: host.py needs tvm-ffi's headers, a C++ compiler and ninja.
+        # The package builds itself; that takes tvm-ffi's headers, a C++ compiler and ninja.
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from jitkern.jit.host import build_host_module
+        from jitkern.host.module import build_host_module
 
         self._scratch = tempfile.TemporaryDirectory(prefix="jitkern-wheel-")
         out_dir = Path(self._scratch.name)

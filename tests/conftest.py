@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import cache_dir, children, sources  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+from tiny import folder, thawed  # noqa: F401
 
 from jitkern.env import settings
 
@@ -60,24 +62,24 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
-    cache_dir = base / "jitkern-cache"
+    directory = base / "jitkern-cache"
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("JITKERN_")]:
             if name != "JITKERN_NVRTC":
                 patch.delenv(name)
-        patch.setenv("JITKERN_CACHE_DIR", str(cache_dir))
+        patch.setenv("JITKERN_CACHE_DIR", str(directory))
         settings.cache_clear()
-        yield cache_dir
+        yield directory
     settings.cache_clear()
 
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache directory of this test's own, for this process and the ones it starts."""
-    cache_dir = tmp_path / "cache"
-    monkeypatch.setenv("JITKERN_CACHE_DIR", str(cache_dir))
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("JITKERN_CACHE_DIR", str(directory))
     settings.cache_clear()
-    yield cache_dir
+    yield directory
     monkeypatch.undo()
     settings.cache_clear()
 

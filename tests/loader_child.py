@@ -21,10 +21,11 @@ def main() -> None:
     caught: list[str] = []
     warnings.showwarning = lambda message, *_: caught.append(str(message))  # type: ignore[assignment]
     sys.modules["torch"] = None  # type: ignore[assignment] # tvm-ffi does without: 1 s less
+    from jitkern.arch import Arch
+    from jitkern.cache.stats import stats
+    from jitkern.compilers import cxx, nvrtc
     from jitkern.errors import JitkernError
-    from jitkern.jit import cxx, nvrtc
-    from jitkern.jit.loader import load_aot, load_jit, stats
-    from jitkern.jit.toolchain import Arch
+    from jitkern.jit.loader import load_aot, load_jit
 
     attempts = 0
 
@@ -84,9 +85,9 @@ def become(user: int) -> None:
     """Go on as another user, who may not be able to read this interpreter's own files."""
     import filelock  # noqa: F401
 
-    import jitkern.jit.nvcc  # noqa: F401
+    import jitkern.compilers.nvcc  # noqa: F401
+    from jitkern.compilers.find_nvrtc import find_nvrtc
     from jitkern.env import settings
-    from jitkern.jit.toolchain import find_nvrtc
 
     find_nvrtc()
     settings.cache_clear()

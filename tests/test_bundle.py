@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from jitkern.cache.bundle import copy_entries, export_bundle, import_bundle, read_bundle
+from jitkern.cache.entry import META_NAME, Key
+from jitkern.cache.store import Cache
 from jitkern.errors import CacheError
-from jitkern.jit.cache import Cache, verify_bundle
-from jitkern.jit.entry import META_NAME, Key, digest
+from jitkern.files import digest
 
 
 @pytest.fixture
@@ -20,18 +22,18 @@ def cache(tmp_path: Path) -> Cache:
     for arch in ("8.0", "9.0"):
         for name in ("store", "index"):
             describe = {"op": name, "args": ["656"], "arch": arch}
-            key = Key("device", name, digest([name, arch]), "nvrtc-13.5", describe)
+            key = Key("device", name, digest([name, arch]), describe)
             files = {f"{name}.cubin": f"{name} {arch}".encode() * 100, "notes.txt": b"second file"}
-            cache.publish(key, files, {"build_ms": 1.5})
+            cache.publish(key, "nvrtc-13.5", files, {"build_ms": 1.5})
     return cache
 
 
 def test_round_trip(cache: Cache, tmp_path: Path) -> None:
     file = tmp_path / "out" / "kernels.jkb"
-    assert cache.export_bundle(file) == 4
-    assert verify_bundle(file) == 4
+    assert export_bundle(cache, file) == 4
+    assert len(read_bundle(file)) == 4
     other = Cache(tmp_path / "other")
-    assert other.import_bundle(file) == 4
+    assert import_bundle(other, file) == 4
     assert [(i.name, i.arch, i.bytes) for i in other.entries()] == [
         (i.name, i.arch, i.bytes) for i in cache.entries()
     ]
@@ -39,34 +41,45 @@ def test_round_trip(cache: Cache, tmp_path: Path) -> None:
     for info in cache.entries():
         twin = other.root / info.path.relative_to(cache.root)
         assert (twin / META_NAME).read_bytes() == (info.path / META_NAME).read_bytes()
-    assert other.import_bundle(file) == 4  # again: nothing changes
+    assert import_bundle(other, file) == 4  # again: nothing changes
 
 
 def test_equal_entries_make_equal_bundles(cache: Cache, tmp_path: Path) -> None:
     first, second = tmp_path / "a.jkb", tmp_path / "b.jkb"
-    cache.export_bundle(first)
+    export_bundle(cache, first)
     other = Cache(tmp_path / "other")
-    other.import_bundle(first)
-    other.export_bundle(second)
+    import_bundle(other, first)
+    export_bundle(other, second)
     assert first.read_bytes() == second.read_bytes()
 
 
 def test_select(cache: Cache, tmp_path: Path) -> None:
     file = tmp_path / "a.jkb"
-    assert cache.export_bundle(file, lambda info: info.arch == "9.0") == 2
+    assert export_bundle(cache, file, lambda info: info.arch == "9.0") == 2
     other = Cache(tmp_path / "other")
-    other.import_bundle(file)
+    import_bundle(other, file)
     assert {info.arch for info in other.entries()} == {"9.0"}
+
+
+def test_copies_are_the_entries_themselves(cache: Cache, tmp_path: Path) -> None:
+    other = Cache(tmp_path / "other")
+    assert copy_entries([info.path for info in cache.entries()], other) == 4
+    for info in cache.entries():
+        twin = other.root / info.path.relative_to(cache.root)
+        assert (twin / META_NAME).read_bytes() == (info.path / META_NAME).read_bytes()
+    (cache.entries()[0].path / "notes.txt").write_bytes(b"")
+    with pytest.raises(CacheError, match=r"notes\.txt"):
+        copy_entries([cache.entries()[0].path], other)
 
 
 def test_damaged_entries_are_not_exported(cache: Cache, tmp_path: Path) -> None:
     (cache.entries()[0].path / "notes.txt").write_bytes(b"")
-    assert cache.export_bundle(tmp_path / "a.jkb") == 3
+    assert export_bundle(cache, tmp_path / "a.jkb") == 3
 
 
 def test_any_damage_is_found_and_changes_nothing(cache: Cache, tmp_path: Path) -> None:
     file = tmp_path / "a.jkb"
-    cache.export_bundle(file)
+    export_bundle(cache, file)
     good = file.read_bytes()
     other = Cache(tmp_path / "other")
     cases = [b"", b"x", good[: len(good) // 2], good[:-1], b"not a bundle" * 100]
@@ -75,12 +88,12 @@ def test_any_damage_is_found_and_changes_nothing(cache: Cache, tmp_path: Path) -
     for data in cases:
         file.write_bytes(data)
         with pytest.raises(CacheError, match=r"a\.jkb"):
-            other.import_bundle(file)
+            import_bundle(other, file)
         with pytest.raises(CacheError):
-            verify_bundle(file)
+            read_bundle(file)
     assert other.entries() == []
     with pytest.raises(CacheError, match="No such file"):
-        verify_bundle(tmp_path / "missing.jkb")
+        read_bundle(tmp_path / "missing.jkb")
 
 
 def repack(file: Path, change: dict[str, str], **kinds: bytes) -> None:
@@ -105,27 +118,27 @@ def repack(file: Path, change: dict[str, str], **kinds: bytes) -> None:
 )
 def test_names_cannot_leave(cache: Cache, tmp_path: Path, name: str) -> None:
     file = tmp_path / "a.jkb"
-    cache.export_bundle(file)
+    export_bundle(cache, file)
     repack(file, {"notes.txt": name})
     with pytest.raises(CacheError):
-        Cache(tmp_path / "other").import_bundle(file)
+        import_bundle(Cache(tmp_path / "other"), file)
     assert not (tmp_path / "other").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jkb", "one"]
 
 
 def test_links_and_doubles_are_refused(cache: Cache, tmp_path: Path) -> None:
     file = tmp_path / "a.jkb"
-    cache.export_bundle(file)
+    export_bundle(cache, file)
     repack(file, {}, **{"notes.txt": tarfile.SYMTYPE})
     with pytest.raises(CacheError):
-        verify_bundle(file)
-    cache.export_bundle(file, lambda info: info.name == "store" and info.arch == "9.0")
+        read_bundle(file)
+    export_bundle(cache, file, lambda info: info.name == "store" and info.arch == "9.0")
     repack(file, {"notes.txt": "store-x/nvrtc-13.5/store.cubin"})
     with pytest.raises(CacheError):
-        verify_bundle(file)
+        read_bundle(file)
 
 
 def test_an_unwritable_place_is_a_cache_error(cache: Cache, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="cannot write the bundle"):
-        cache.export_bundle(tmp_path / "file" / "a.jkb")
+        export_bundle(cache, tmp_path / "file" / "a.jkb")

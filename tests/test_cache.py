@@ -11,17 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from jitkern.cache.entry import META_NAME, Key, read_entry
+from jitkern.cache.lock import build_lock, read_holder
+from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
-from jitkern.jit.cache import Cache
-from jitkern.jit.entry import META_NAME, Key, canonical_json, digest, read_entry, slug
-from jitkern.jit.locking import build_lock, read_holder
+from jitkern.files import canonical_json, digest, slug
 
 DATA = bytes(range(256)) * 16
 
 
-def key(name: str = "store_656", toolchain: str = "nvrtc-13.5", family: str | None = None) -> Key:
+VARIANT = "nvrtc-13.5"
+
+
+def key(name: str = "store_656") -> Key:
     describe = {"op": name, "args": ["656"], "arch": "9.0"}
-    return Key("device", name, family or digest(name), toolchain, describe)
+    return Key("device", name, digest(name), describe)
 
 
 @pytest.fixture
@@ -29,8 +33,10 @@ def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "cache")
 
 
-def publish(cache: Cache, name: str = "store_656", data: bytes = DATA, **kwargs: str) -> Path:
-    entry = cache.publish(key(name, **kwargs), {"kernel.cubin": data}, {"build_ms": 12.5})
+def publish(
+    cache: Cache, name: str = "store_656", data: bytes = DATA, variant: str = VARIANT
+) -> Path:
+    entry = cache.publish(key(name), variant, {"kernel.cubin": data}, {"build_ms": 12.5})
     assert entry.path is not None
     return entry.path
 
@@ -60,24 +66,25 @@ def test_nothing_on_disk_until_the_first_publish(cache: Cache) -> None:
     assert not cache.root.exists()
 
 
-def test_the_exact_toolchain_or_any(cache: Cache) -> None:
-    publish(cache, data=b"old", toolchain="nvrtc-12.9")
-    assert cache.lookup(key()) is None
-    found = cache.lookup(key(toolchain=""))
+def test_the_exact_variant_or_any(cache: Cache) -> None:
+    publish(cache, data=b"old", variant="nvrtc-12.9")
+    assert cache.lookup(key(), VARIANT) is None
+    found = cache.lookup(key())
     assert found is not None
     assert found.data == b"old"
     publish(cache, data=b"new")
-    exact = cache.lookup(key())
+    exact = cache.lookup(key(), VARIANT)
     assert exact is not None
     assert exact.data == b"new"
+    assert (exact.key, exact.variant, exact.notes) == (key(), VARIANT, {"build_ms": 12.5})
 
 
-def test_accept_chooses_among_a_family(cache: Cache) -> None:
+def test_accepts_chooses_among_variants(cache: Cache) -> None:
     for number in range(3):
-        cache.publish(key(toolchain=f"c++-13+{number}"), {"a.so": b"x"}, {"number": number})
-    found = cache.lookup(key(), accept=lambda meta: bool(meta["number"] == 1))
+        cache.publish(key(), f"c++-13+{number}", {"a.so": b"x"}, {"number": number})
+    found = cache.lookup(key(), accepts=lambda meta: bool(meta["number"] == 1))
     assert found is not None
-    assert found.meta["toolchain"] == "c++-13+1"
+    assert found.variant == "c++-13+1"
 
 
 @pytest.mark.parametrize("kept", ["0", "1", "half", "all but 1", "flipped", "longer", "missing"])
@@ -119,7 +126,7 @@ def test_a_meta_of_another_kind_is_a_miss(cache: Cache) -> None:
 
 
 def test_a_file_in_the_place_of_the_entry_is_replaced(cache: Cache) -> None:
-    target = cache.root / "v1" / key().directory / key().toolchain
+    target = cache.root / "v1" / key().directory / VARIANT
     target.parent.mkdir(parents=True)
     target.write_text("not a directory")
     assert cache.lookup(key()) is None
@@ -129,7 +136,7 @@ def test_a_file_in_the_place_of_the_entry_is_replaced(cache: Cache) -> None:
 
 def test_the_first_publication_stays_and_the_loser_has_its_own_bytes(cache: Cache) -> None:
     publish(cache, data=b"first")
-    entry = cache.publish(key(), {"kernel.cubin": b"second"})
+    entry = cache.publish(key(), VARIANT, {"kernel.cubin": b"second"})
     assert entry.data == b"second"
     found = cache.lookup(key())
     assert found is not None
@@ -137,14 +144,19 @@ def test_the_first_publication_stays_and_the_loser_has_its_own_bytes(cache: Cach
     assert staging(cache) == []
 
 
-def test_what_verify_refuses_is_not_published(cache: Cache) -> None:
-    def refuse(staged: Path) -> None:
-        assert read_entry(staged).data == DATA
+def test_what_is_staged_is_not_seen_before_it_is_committed(cache: Cache) -> None:
+    with cache.stage(key(), VARIANT, {"kernel.cubin": DATA}) as staged:
+        assert staged.path is not None
+        assert read_entry(staged.path).data == DATA
+        assert cache.lookup(key()) is None
+        cache.commit(staged)
+    assert cache.lookup(key()) is not None
+    with (
+        pytest.raises(CompileError, match="does not load"),
+        cache.stage(key("other"), VARIANT, {"kernel.cubin": DATA}),
+    ):
         raise CompileError("does not load", command="c++", log="undefined symbol")
-
-    with pytest.raises(CompileError, match="does not load"):
-        cache.publish(key(), {"kernel.cubin": DATA}, verify=refuse)
-    assert cache.lookup(key()) is None
+    assert cache.lookup(key("other")) is None
     assert staging(cache) == []
 
 
@@ -155,14 +167,14 @@ def test_a_read_only_cache_is_never_written(cache: Cache) -> None:
     assert reader.lookup(key()) is not None
     assert (path / META_NAME).stat().st_mtime == 1
     with pytest.raises(CacheError, match="read-only"):
-        reader.publish(key("other"), {"kernel.cubin": DATA})
+        reader.publish(key("other"), VARIANT, {"kernel.cubin": DATA})
 
 
 def test_unsafe_names_are_refused(cache: Cache) -> None:
     with pytest.raises(ValueError, match="files"):
-        cache.publish(key(), {"../kernel.cubin": DATA})
-    with pytest.raises(ValueError, match="toolchain"):
-        cache.publish(key(toolchain="../x"), {"kernel.cubin": DATA})
+        cache.publish(key(), VARIANT, {"../kernel.cubin": DATA})
+    with pytest.raises(ValueError, match="variant"):
+        cache.publish(key(), "../x", {"kernel.cubin": DATA})
     assert slug("../../a b<656, 2>") == "_.._a_b_656__2_"
 
 
@@ -174,7 +186,7 @@ def test_entries_tell_what_there_is(cache: Cache) -> None:
     assert infos[0].arch == "9.0"
     assert infos[0].args == "656"
     assert infos[0].bytes > len(DATA)
-    assert infos[0].toolchain == "nvrtc-13.5"
+    assert infos[0].variant == "nvrtc-13.5"
     assert cache.clear() == 2
     assert cache.entries() == []
     assert cache.lookup(key()) is None
@@ -246,7 +258,7 @@ def test_lock_names_its_holder_and_lets_one_thread_in(cache: Cache) -> None:
     assert overlaps == [False] * 16
 
     path = cache.root / "v1" / ".locks" / "x.lock"
-    with build_lock(path, timeout_s=1, poll=lambda: False):
+    with build_lock(path, timeout_s=1, done=lambda: False):
         holder = read_holder(path)
         assert holder is not None
         assert holder.pid == os.getpid()

@@ -1,165 +1,24 @@
-"""What goes wrong on real machines, really done: kills, stops, damage, full and read-only disks."""
+"""What goes wrong on real machines, really done: kills, stops, damage, edits, threads and forks."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import SLOW, Children, sound, wait_until, write_sources
 from needs import needs_cxx, needs_nvrtc
 
-from jitkern.jit.cache import Cache
-from jitkern.jit.entry import META_NAME
-from jitkern.jit.locking import read_holder
-
-ROOT = Path(__file__).resolve().parent.parent
-CHILD = Path(__file__).resolve().parent / "loader_child.py"
-
-# Sum<N> makes the compile as slow as a test needs it: 0.1 s for 4, 0.6 s for 150.
-TINY = """\
-#include "value.cuh"
-struct TinyParams { float* out; };
-template <int N> struct Sum {
-  static __device__ float of(float x) { return Sum<N - 1>::of(x * 1.5f + N) + x; }
-};
-template <> struct Sum<0> { static __device__ float of(float x) { return x; } };
-template <int N> struct Tiny {
-  using Params = TinyParams;
-  static constexpr int kNumThreads = 32, kMinBlocks = 1;
-  static __device__ void run(const Params& p) { p.out[threadIdx.x] = Sum<N>::of(VALUE); }
-};
-"""
-SLOW = 150
-
-# No header of tvm-ffi: 0.1 s to compile, and the constant from the header comes back.
-NATIVE = """\
-#include <cstdint>
-#include "value.h"
-struct Any { int32_t type_index; int32_t padding; int64_t value; };
-template <int N> struct Slow { static constexpr int value = Slow<N - 1>::value + N % 3; };
-template <> struct Slow<0> { static constexpr int value = 0; };
-static const int waste = Slow<COST>::value;
-extern "C" __attribute__((visibility("default")))
-int __tvm_ffi_value(void*, const Any*, int32_t, Any* result) {
-  result->type_index = 1;
-  result->padding = 0;
-  result->value = VALUE + 0 * waste;
-  return 0;
-}
-"""
-
-
-def write_sources(folder: Path, value: int = 1, cost: int = 1) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.cu").write_text(TINY)
-    (folder / "value.cuh").write_text(f"#define VALUE {value}.0f\n")
-    (folder / "tiny.cc").write_text(NATIVE)
-    (folder / "value.h").write_text(f"#define VALUE {value}\n#define COST {cost}\n")
-    return folder
-
-
-class Children:
-    """Processes of one test, with one environment; what is left of them is killed at the end."""
-
-    def __init__(self, cache_dir: Path) -> None:
-        self.mark = uuid.uuid4().hex
-        self.env = {**os.environ, "JITKERN_TEST_MARK": self.mark}
-        self.env["PYTHONPATH"] = str(ROOT / "src")
-        self.env["JITKERN_CACHE_DIR"] = str(cache_dir)
-        self._started: list[subprocess.Popen[str]] = []
-        self._ready = Path(tempfile.mkdtemp(prefix="jitkern-ready-"))
-        self._ready.chmod(0o777)
-
-    def start(
-        self, file: Path, *, env: dict[str, str] | None = None, **config: Any
-    ) -> subprocess.Popen[str]:
-        config |= {"file": str(file), "ready": str(self._ready)}
-        command = [sys.executable, str(CHILD), json.dumps(config)]
-        process = subprocess.Popen(
-            command,
-            env={**self.env, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
-        self._started.append(process)
-        return process
-
-    def wait_ready(self, *processes: subprocess.Popen[str]) -> None:
-        """Wait until the children have imported all they need and turn to the kernel."""
-        wait_until(lambda: all((self._ready / str(p.pid)).exists() for p in processes))
-
-    def report(self, process: subprocess.Popen[str], timeout_s: float = 60) -> dict[str, Any]:
-        out, err = process.communicate(timeout=timeout_s)
-        assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
-        report: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return report
-
-    def run(self, file: Path, **config: Any) -> dict[str, Any]:
-        return self.report(self.start(file, **config))
-
-    def alive(self) -> list[int]:
-        """Processes of this test, by the mark in the environment that they inherited."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                try:
-                    environ = (entry / "environ").read_bytes()
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                except OSError:
-                    continue
-                if self.mark.encode() in environ and state != "Z":
-                    found.append(int(entry.name))
-        return found
-
-    def stop(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
-        shutil.rmtree(self._ready)
-
-
-@pytest.fixture
-def cache_dir(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    return write_sources(tmp_path / "sources")
-
-
-@pytest.fixture
-def children(cache_dir: Path) -> Iterator[Children]:
-    group = Children(cache_dir)
-    yield group
-    group.stop()
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.002)
-
-
-def sound(cache_dir: Path) -> bool:
-    """Nothing damaged and nothing half-written in sight."""
-    return Cache(cache_dir).verify() == []
-
+from jitkern.cache.entry import META_NAME
+from jitkern.cache.lock import read_holder
+from jitkern.cache.store import Cache
 
 # -- races -----------------------------------------------------------------------------------------
 
@@ -329,130 +188,6 @@ def test_a_damaged_library_never_crashes_the_process(
     assert children.run(sources / "tiny.cc")["compiles"] == 0
 
 
-# -- places that cannot be written -----------------------------------------------------------------
-
-
-@pytest.fixture
-def mount() -> Iterator[Callable[..., Path]]:
-    """Mount a tmpfs with the given options; skips where that is not permitted."""
-    mounted: list[Path] = []
-
-    def do_mount(path: Path, options: str) -> Path:
-        path.mkdir(parents=True, exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", options, "jitkern-test", str(path)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            pytest.skip(f"cannot mount a tmpfs: {error}")
-        if done.returncode != 0:
-            pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
-        mounted.append(path)
-        return path
-
-    yield do_mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def assert_degrades(report: dict[str, Any]) -> None:
-    assert report["compiles"] == 1
-    (warning,) = report["warnings"]
-    assert "keeps what it compiles in" in warning
-    private = Path(warning.partition("keeps what it compiles in ")[2].partition(" until")[0])
-    assert private.parent == Path(tempfile.gettempdir())
-    assert not private.exists()  # it ended with the process
-
-
-@needs_nvrtc
-@needs_cxx
-def test_a_read_only_cache_works_warm_and_cold(
-    children: Children, sources: Path, cache_dir: Path, mount: Callable[..., Path]
-) -> None:
-    mount(cache_dir, "size=4m")
-    children.run(sources / "tiny.cu")
-    subprocess.run(["mount", "-o", "remount,ro", str(cache_dir)], check=True)
-    warm = children.run(sources / "tiny.cu")
-    assert (warm["cached"], warm["compiles"], warm["warnings"]) == (1, 0, [])
-    assert_degrades(children.run(sources / "tiny.cu", n=5))
-    cold = children.run(sources / "tiny.cc")
-    assert cold["value"] == 1
-    assert_degrades(cold)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("what", ["a file", "below a file", "device"])
-def test_a_place_that_is_no_directory(
-    children: Children, sources: Path, cache_dir: Path, what: str
-) -> None:
-    cache_dir.write_text("not a directory")
-    place = {"a file": cache_dir, "below a file": cache_dir / "x", "device": Path("/dev/null/x")}
-    report = children.run(sources / "tiny.cu", env={"JITKERN_CACHE_DIR": str(place[what])})
-    assert_degrades(report)
-    assert cache_dir.read_text() == "not a directory"
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A directory that other users can enter: pytest's own are closed to them."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to become somebody else")
-    folder = Path(tempfile.mkdtemp(prefix="jitkern-test-"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("mode", [0o755, 0o700])
-def test_a_directory_of_somebody_else(children: Children, open_folder: Path, mode: int) -> None:
-    write_sources(open_folder / "sources")
-    cache_dir = open_folder / "cache"
-    children.run(open_folder / "sources" / "tiny.cu", env={"JITKERN_CACHE_DIR": str(cache_dir)})
-    cache_dir.chmod(mode)
-    file = open_folder / "sources" / "tiny.cu"
-    strange: dict[str, Any] = {"become": 54321, "env": {"JITKERN_CACHE_DIR": str(cache_dir)}}
-    warm = children.run(file, **strange)
-    if mode == 0o755:
-        assert (warm["cached"], warm["compiles"], warm["warnings"]) == (1, 0, [])
-        assert_degrades(children.run(file, n=5, **strange))
-    else:
-        assert_degrades(warm)
-    assert sound(cache_dir)
-
-
-@needs_nvrtc
-def test_no_home_directory(children: Children, open_folder: Path) -> None:
-    write_sources(open_folder / "sources")
-    for name in ("HOME", "XDG_CACHE_HOME", "JITKERN_CACHE_DIR"):
-        children.env.pop(name, None)
-    report = children.run(open_folder / "sources" / "tiny.cu", become=54321)
-    assert_degrades(report)
-    assert "no home directory" in report["warnings"][0]
-    assert not Path("/~").exists()
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("free_kb", [0, 4, 8])
-def test_a_full_disk_leaves_nothing_damaged(
-    children: Children,
-    sources: Path,
-    cache_dir: Path,
-    mount: Callable[..., Path],
-    free_kb: int,
-) -> None:
-    mount(cache_dir, "size=64k")
-    filler = cache_dir / "filler"
-    filler.write_bytes(bytes((64 - free_kb) * 1024))
-    report = children.run(sources / "tiny.cu", n=SLOW)  # an image of 9 KB
-    assert report["elf"]
-    assert_degrades(report)
-    assert sound(cache_dir)
-    assert list(cache_dir.glob("v1/.staging/*")) == []
-    filler.unlink()
-    assert children.run(sources / "tiny.cu")["compiles"] == 1
-    assert children.run(sources / "tiny.cu")["compiles"] == 0
-
-
 # -- nothing stale, nothing twice ------------------------------------------------------------------
 
 
@@ -528,8 +263,9 @@ def test_two_checkouts_share_one_entry(children: Children, tmp_path: Path, cache
 
 THREADS = """
 import json, multiprocessing, os, sys, threading
-from jitkern.jit.loader import load_jit, stats
-from jitkern.jit.toolchain import Arch
+from jitkern.cache.stats import stats
+from jitkern.jit.loader import load_jit
+from jitkern.arch import Arch
 
 def load(n):
     module = load_jit("tiny", str(n), device_files=[sys.argv[1]],

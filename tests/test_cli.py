@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import jitkern
-from jitkern.cli import bench_cmd, main
+from jitkern import hints
+from jitkern.cache.store import Cache
+from jitkern.cli import _parser, bench_cmd, main
 from jitkern.env import settings
-from jitkern.jit import host
-from jitkern.jit.cache import Cache
+from jitkern.host import module as host
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 Capture = pytest.CaptureFixture[str]
@@ -67,6 +68,21 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
     assert status == 0
     example = out.partition("example:\n")[2]
     assert example.startswith(f"  jitkern {command}".rstrip())
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        hints.warm_host_module(),
+        hints.warm_op("store", "656", "9.0"),
+        hints.replay(),
+        hints.replay("9.0"),
+    ],
+)
+def test_what_messages_advise_is_a_command(hint: str) -> None:
+    command = hint.partition("with: ")[2].split()
+    assert command[0] == "jitkern"
+    assert callable(_parser().parse_args(command[1:]).run)
 
 
 def test_version(capsys: Capture) -> None:
@@ -311,7 +327,7 @@ def test_doctor(capsys: Capture, empty_cache: Path) -> None:
     assert str(empty_cache) in out
 
 
-def test_doctor_names_the_cure(
+def test_doctor_says_what_to_do(
     capsys: Capture, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JITKERN_NVRTC", "/nowhere/libnvrtc.so")
@@ -329,10 +345,10 @@ def test_doctor_fails_without_what_is_needed(
 ) -> None:
     from jitkern.errors import ToolchainError
 
-    def module() -> None:
+    def find() -> None:
         raise ToolchainError("no C++ compiler was found; install g++")
 
-    monkeypatch.setattr(host, "module", module)
+    monkeypatch.setattr(host, "find", find)
     status, out, _ = run(capsys, "doctor")
     assert status == 1
     assert re.search(r"^host module +broken", out, re.MULTILINE)

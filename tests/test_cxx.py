@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from needs import needs_cxx, needs_nvcc
 
+from jitkern.arch import Arch
+from jitkern.compilers import cxx
+from jitkern.compilers.ninja import Step, ninja_text, run_ninja
 from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.jit import cxx
-from jitkern.jit.ninja import Edge, ninja_text
-from jitkern.jit.toolchain import Arch
 
 ADD = """\
 #include <tvm/ffi/function.h>
@@ -73,8 +73,8 @@ def test_build_and_call(tmp_path: Path, out: Path) -> None:
     header = write(include, "term.h", "#define TERM 40\n")
     source = write(tmp_path, "a source.cc", ADD)
     built = cxx.build("add", sources=[source], directory=out, include_paths=[include])
-    assert built.library == out / "add.so"
-    assert tvm_ffi.load_module(str(built.library)).add(2) == 42
+    assert built.path == out / "add.so"
+    assert tvm_ffi.load_module(str(built.path)).add(2) == 42
 
     names = {path.name for path in built.dependencies}
     assert {source, header} <= set(built.dependencies)
@@ -88,7 +88,7 @@ def test_library_holds_no_path(tmp_path: Path, out: Path) -> None:
     """Two checkouts, two users and two machines share it."""
     write(tmp_path, "term.h", "inline int term(const char* s) { return *s; }\n")
     source = write(tmp_path, "a.cc", ADD.replace("TERM", "term(__FILE__)"))
-    data = cxx.build("a", sources=[source], directory=out).library.read_bytes()
+    data = cxx.build("a", sources=[source], directory=out).path.read_bytes()
     assert os.fsencode(tmp_path) not in data
     assert b"site-packages" not in data
     if shutil.which("readelf"):
@@ -106,7 +106,7 @@ def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         source = write(tmp_path / name, "a.cc", "const char* where() { return __FILE__; }\n")
         built = cxx.build("a", sources=[source], directory=tmp_path / name)
-        data.append(built.library.read_bytes())
+        data.append(built.path.read_bytes())
     assert data[0] == data[1]
 
 
@@ -118,9 +118,10 @@ def test_flags_hold_words_quoted_as_in_a_shell(tmp_path: Path, out: Path) -> Non
     built = cxx.build(
         "a", sources=[source], directory=out, cflags=flags, ldflags=["-Wl,-soname,odd.so"]
     )
-    data = built.library.read_bytes()
+    data = built.path.read_bytes()
     assert b"two words $HOME\0" in data
     assert b"odd.so\0" in data
+    assert "-std=c++20" not in built.log  # one standard in a command
 
 
 @needs_cxx
@@ -186,7 +187,7 @@ def test_cuda_source(tmp_path: Path, out: Path) -> None:
     source = write(tmp_path, "k.cu", CUDA)
     plain = write(tmp_path, "p.cc", "#include <cuda_runtime.h>\nint bytes = sizeof(dim3);\n")
     built = cxx.build("k", sources=[source, plain], directory=out, arch=Arch(8, 0))
-    data = built.library.read_bytes()
+    data = built.path.read_bytes()
     assert b"libcudart.so." in data
     assert b"sm_80" in data
     assert os.fsencode(tmp_path) not in data
@@ -202,14 +203,26 @@ def test_cuda_failure(tmp_path: Path, out: Path) -> None:
 
 
 def test_ninja_text_quotes() -> None:
-    edge = Edge("o ut", ("/a b/$x:y.cc",), ("cc", "a b", "$HOME"), depfile="o ut.d")
-    assert ninja_text([edge]).splitlines()[2:] == [
+    step = Step("o ut", ("/a b/$x:y.cc",), ("cc", "a b", "$HOME"), depfile="o ut.d")
+    assert ninja_text([step]).splitlines()[2:] == [
         "rule r0",
         "  command = cc 'a b' '$$HOME'",
         "  depfile = o ut.d",
         "  deps = gcc",
         "build o$ ut: r0 /a$ b/$$x$:y.cc",
     ]
+
+
+@pytest.mark.parametrize("name", ["a$ b", "a$$ b", " $", "$", "a: b", "x$y", "a$"])
+@pytest.mark.parametrize("words", [1, 60])
+def test_ninja_runs_what_is_written(out: Path, name: str, words: int) -> None:
+    """Spaces inside quotes, dollars and lines longer than a ninja file's usual width."""
+    source = write(out, name, "")
+    args = [f"{number}  $ {'x' * number}" for number in range(words)]
+    code = "import sys; open(sys.argv[1], 'w').write('\\n'.join(sys.argv[2:]))"
+    command = (sys.executable, "-c", code, "out.txt", *args)
+    run_ninja("echo", out, [Step("out.txt", (str(source),), command)])
+    assert (out / "out.txt").read_text().split("\n") == args
 
 
 # --------------------------------------------------------------------------------------- orphans
@@ -252,8 +265,8 @@ def test_nothing_outlives_the_builder(
     source = write(tmp_path, name, SLOW)
     code = f"""
 from pathlib import Path
-from jitkern.jit import cxx
-from jitkern.jit.toolchain import Arch
+from jitkern.compilers import cxx
+from jitkern.arch import Arch
 cxx.build("m", sources=[Path({str(source)!r})], directory=Path({str(out)!r}), arch=Arch(9, 0),
           cflags=["-fconstexpr-ops-limit=1000000000000"])
 """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jitkern.arch import requested_archs
 from jitkern.env import Settings, settings
-from jitkern.jit.toolchain import requested_archs
 
 
 def parse(**environ: str) -> Settings:

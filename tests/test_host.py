@@ -1,4 +1,4 @@
-"""The host module: built once, shipped, refused with a cure, wired to Python. Stand-in sources."""
+"""The host module: built once, shipped, refused with advice, wired to Python. Stand-in sources."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from jitkern.arch import Arch
+from jitkern.cache import search
+from jitkern.cache.entry import META_NAME
+from jitkern.cache.store import Cache
+from jitkern.compilers.find import find_cxx
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, ToolchainError
-from jitkern.jit import host, resolve
-from jitkern.jit.cache import Cache
-from jitkern.jit.entry import META_NAME
-from jitkern.jit.toolchain import Arch, find_cxx
+from jitkern.host import module as host
 
 try:
     find_cxx()
@@ -75,9 +77,9 @@ def write_csrc(folder: Path, answer: int = 42) -> Path:
 
 
 def forget() -> None:
-    host._module = None
+    host._found = None
     host._builders.clear()
-    resolve._places.cache_clear()
+    search._caches.cache_clear()
     settings.cache_clear()
 
 
@@ -97,13 +99,12 @@ def stand_in(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch)
     """The stand-in sources in the place of jitkern's own, nothing shipped, nothing cached."""
     csrc = write_csrc(tmp_path / "csrc")
     monkeypatch.setattr(host, "CSRC", csrc)
-    monkeypatch.setattr(host, "SHIPPED", tmp_path / "nothing")
-    monkeypatch.setattr(resolve, "SHIPPED", tmp_path / "nothing")
-    kept = (host._module, dict(host._builders))
+    monkeypatch.setattr(search, "SHIPPED", tmp_path / "nothing")
+    kept = (host._found, dict(host._builders))
     forget()
     yield csrc
     forget()
-    host._module = kept[0]
+    host._found = kept[0]
     host._builders.update(kept[1])
 
 
@@ -112,8 +113,7 @@ def shipped(stand_in: Path, built: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """The stand-in, with a copy of its shipped library."""
     place = tmp_path / "_prebuilt"
     shutil.copytree(built, place)
-    monkeypatch.setattr(host, "SHIPPED", place)
-    monkeypatch.setattr(resolve, "SHIPPED", place)
+    monkeypatch.setattr(search, "SHIPPED", place)
     return place
 
 
@@ -126,12 +126,11 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def edit_meta(place: Path, **changes: Any) -> None:
     """Publish the shipped library anew with a changed meta."""
     cache = Cache(place)
-    entry = cache.lookup(host._key(), accept=lambda _meta: True)
+    entry = cache.lookup(host._HostModule(host.CSRC).key)
     assert entry is not None
     assert entry.path is not None
     shutil.rmtree(entry.path)
-    key = host.replace(host._key(), toolchain=entry.path.name)
-    cache.publish(key, entry.files, {**entry.meta, **changes})
+    cache.publish(entry.key, entry.variant, entry.files, {**entry.notes, **changes})
 
 
 def test_built_once_with_one_line(
@@ -327,9 +326,10 @@ import sys
 from pathlib import Path
 sys.modules["torch"] = None
 import tvm_ffi
-from jitkern.jit import host, resolve
+from jitkern.host import module as host
+from jitkern.cache import search
 host.CSRC = Path(sys.argv[1])
-host.SHIPPED = resolve.SHIPPED = Path(sys.argv[2])
+search.SHIPPED = Path(sys.argv[2])
 def forbidden(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.exec", "os.posix_spawn", "os.system"):
         raise RuntimeError(f"{event} {args}")

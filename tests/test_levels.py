@@ -13,24 +13,30 @@ import jitkern
 PACKAGE = Path(jitkern.__file__).parent
 
 # Every module has a place, and may import from the lines above its own only. The levels are those
-# of docs/design.md; a level of several lines is one whose modules were split. A package's name
-# stands for those of its modules that are not named.
+# of docs/design.md. A package's name stands for those of its modules that are not named.
 LAYERS = """
-0  errors env
-1  jit.template jit.arch jit.entry jit.stats jit.record jit.failures jit.locking jit.depends
-1  jit.housekeeping
-1  jit.sources jit.toolchain
-2  jit.bundle jit.compilers jit.library jit.ninja jit.nvrtc
-2  jit.cache jit.cxx jit.nvcc
-2  jit.resolve
-3  jit.host
-3  jit.launch
+0  errors env files forks hints
+0  arch
+1  cache.entry cache.stats
+1  cache.lock cache.size
+1  cache.store
+1  cache.bundle cache.search
+1  cache.get
+1  compilers.find_nvrtc compilers.sources compilers.depends
+1  compilers.find
+1  compilers.find_cuda
+1  compilers.identity compilers.load compilers.ninja compilers.nvrtc
+1  compilers.cxx compilers.nvcc
+2  host.build
+2  host.module
+2  host.faults
+3  jit.template jit.record jit.launch
 3  jit.device jit.native
 3  jit.loader
-4  ops.common
+4  ops.common ops.kernels
 4  ops.pairs
 4  ops
-5  perf torch_ops
+5  perf torch_ops warming
 5  bench.case
 5  bench.report bench.client bench.pairs bench.measure
 5  bench.counts bench.fresh bench.compare bench.baseline
@@ -41,12 +47,31 @@ LAYERS = """
 5  bench.ci bench.output
 5  bench.worker
 5  bench
-6  cli.ui cli.machine
-6  cli.warm
+6  cli.ui
+6  cli.bench_cmd cli.cache_cmd cli.demo cli.doctor cli.warm
 6  cli
 6  __main__
 """
 RANK = {module: rank for rank, line in enumerate(LAYERS.split("\n")) for module in line.split()[1:]}
+
+# What the rooms below the ops show to others: a name that is not here stays inside.
+SHOWN = {
+    "cache": """
+        Buildable BuildOutput Cache Entry EntryInfo Key Lookup build_lock caches copy_entries
+        export_bundle freeze get_or_build import_bundle is_frozen read_bundle search stats
+        user_cache
+    """,
+    "compilers": """
+        CSRC INCLUDE_DIRS Image Nvrtc Tool cxx depends find_cxx find_ninja find_nvcc find_nvrtc
+        include_closure include_dirs load_library nvcc nvrtc platform_abi program_stats
+        toolchain_directories toolchain_id
+    """,
+    "host": "check module",
+    "jit": """
+        CppArgs DeviceModule KernelConfig Specialisation Wrapper load_aot load_device load_jit
+        load_library make_cpp_args replay
+    """,
+}
 READS_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 
 MODULES = {
@@ -80,12 +105,42 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name[8:]) for name in found if name.startswith("jitkern."))
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "jit"])
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in SHOWN])
 def test_imports_go_down(module: str) -> None:
     for line, target in imports(MODULES[module]):
         if module == target.rpartition(".")[0] or target == module.rpartition(".")[0]:
             continue  # ops/__init__.py lists the ops, cli/__init__.py the commands
         assert rank(target) < rank(module), f"{MODULES[module]}:{line}: imports jitkern.{target}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("cache.")])
+def test_the_cache_knows_no_compiler(module: str) -> None:
+    assert not [to for _, to in imports(MODULES[module]) if to.startswith("compilers")]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("compilers.")])
+def test_the_compilers_know_no_cache(module: str) -> None:
+    assert not [to for _, to in imports(MODULES[module]) if to.startswith("cache")]
+
+
+def test_few_names_go_from_room_to_room() -> None:
+    used: dict[str, set[str]] = {room: set() for room in SHOWN}
+    for path in [*MODULES.values(), PACKAGE / "__init__.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jitkern."):
+                room = str(node.module).split(".")[1]
+                if room in SHOWN and PACKAGE / room not in path.parents:
+                    used[room] |= {alias.name for alias in node.names}
+    assert used == {room: set(names.split()) for room, names in SHOWN.items()}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] in SHOWN])
+def test_no_room_below_the_ops_knows_them_or_the_command_line(module: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            docstring = "\n" in node.value
+            assert docstring or "jitkern warm" not in node.value, "hints.py names the commands"
+            assert docstring or node.value != "ops", f"{module}:{node.lineno}"
 
 
 def test_every_place_is_taken() -> None:

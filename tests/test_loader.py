@@ -1,101 +1,31 @@
-"""load_jit, load_aot and what surrounds them: routes, messages, freeze, record, stats, speed."""
+"""load_jit on the device route: where a kernel comes from, what a warm load costs, launches."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
-import logging
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from needs import needs_cxx, needs_nvcc, needs_nvrtc
+from needs import needs_nvcc, needs_nvrtc
+from tiny import SM_90, compiles, tiny
 
+from jitkern.arch import Arch
+from jitkern.cache import search
+from jitkern.cache.bundle import export_bundle
+from jitkern.cache.stats import stats
+from jitkern.cache.store import Cache
+from jitkern.compilers.find_cuda import find_nvcc
+from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.env import settings
-from jitkern.errors import CompileError, FrozenError, ToolchainError
-from jitkern.jit import launch, resolve
-from jitkern.jit.cache import Cache
-from jitkern.jit.loader import (
-    DeviceModule,
-    freeze,
-    load_aot,
-    load_jit,
-    load_recorded,
-    replay,
-    stats,
-)
-from jitkern.jit.toolchain import Arch, find_nvcc, find_nvrtc
+from jitkern.errors import CompileError, ToolchainError
+from jitkern.jit import launch
+from jitkern.jit.loader import load_aot, load_jit
 
-SM_90 = Arch(9, 0)
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
-
-TINY = """\
-#include "half.cuh"
-template <int N> struct Tiny {
-  struct Params { int* out; };
-  static constexpr int kNumThreads = 32, kMinBlocks = 1;
-  static __device__ void run(const Params& p) { p.out[threadIdx.x] = half(N); }
-};
-"""
-
-# As in mini-sglang: templates with a host function, exported by wrappers.
-SCALE_CC = """\
-template <int N> int64_t scale(int64_t x) { return x * N; }
-int64_t rows(tvm::ffi::TensorView x) { return x.size(0); }
-"""
-
-# A single source with kernel and host code: the style of mini-sglang's own files.
-SINGLE_CU = """\
-#include <cuda_runtime.h>
-template <int N> __global__ void add_kernel(float* x, int64_t n) {
-  const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
-  if (i < n) x[i] += N;
-}
-template <int N> struct AddKernel {
-  static void run(tvm::ffi::TensorView x) {
-    const int64_t n = x.size(0);
-    auto stream = static_cast<cudaStream_t>(
-        TVMFFIEnvGetStream(x.device().device_type, x.device().device_id));
-    add_kernel<N><<<(n + 255) / 256, 256, 0, stream>>>(static_cast<float*>(x.data_ptr()), n);
-  }
-};
-"""
-
-
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    yield
-    resolve._frozen = False
-
-
-@pytest.fixture
-def folder(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Current directory with the sources above, and an empty cache."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    (folder / "tiny.cu").write_text(TINY)
-    (folder / "half.cuh").write_text("__device__ inline int half(int n) { return n / 2; }\n")
-    (folder / "scale.cc").write_text(SCALE_CC)
-    (folder / "single.cu").write_text(SINGLE_CU)
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def tiny(n: int = 4, **kwargs: Any) -> DeviceModule:
-    wrappers = [("tiny", f"Tiny<{n}>")]
-    return load_jit("tiny", str(n), device_files=["tiny.cu"], device_wrappers=wrappers, **kwargs)
-
-
-def compiles() -> int:
-    return stats().compiles.count
-
-
-# -- the device route ------------------------------------------------------------------------------
 
 
 @needs_nvrtc
@@ -143,18 +73,17 @@ def test_other_toolchains_entry_counts_only_where_there_is_none(
     entry = tiny().entry(SM_90)
     assert entry.path is not None
     key = tiny().key(SM_90)
-    foreign = type(key)(key.route, key.name, key.family, "nvrtc-99.9", key.describe)
     Cache(empty_cache).clear()
-    Cache(empty_cache).publish(foreign, {"tiny.cubin": b"foreign"})
+    foreign = Cache(empty_cache).publish(key, "nvrtc-99.9", {"tiny.cubin": b"foreign"})
     assert tiny().lookup(SM_90).source == "compiled"
-    Cache(empty_cache).prune(0, keep=Cache(empty_cache).lookup(foreign).path)  # type: ignore[union-attr]
+    Cache(empty_cache).prune(0, keep=foreign.path)
 
     def missing() -> None:
         raise ToolchainError("no NVRTC; install one")
 
     monkeypatch.setattr("jitkern.jit.device.find_nvrtc", missing)
     assert tiny().image(SM_90) == b"foreign"
-    monkeypatch.setattr("jitkern.jit.nvrtc.find_nvrtc", missing)
+    monkeypatch.setattr("jitkern.compilers.nvrtc.find_nvrtc", missing)
     with pytest.raises(ToolchainError, match="install one"):
         tiny(5).image(SM_90)
 
@@ -186,14 +115,14 @@ def test_places_in_order(
     assert not empty_cache.exists()
 
     monkeypatch.delenv("JITKERN_CACHE_PATH")
-    monkeypatch.setattr(resolve, "SHIPPED", shared)
+    monkeypatch.setattr(search, "SHIPPED", shared)
     settings.cache_clear()
-    resolve._places.cache_clear()
+    search._caches.cache_clear()
     before = stats().shipped.count
     assert tiny().lookup(SM_90).source == "shipped"
     assert tiny().image(SM_90) == image
     assert stats().shipped.count == before + 2
-    resolve._places.cache_clear()
+    search._caches.cache_clear()
 
 
 @needs_nvrtc
@@ -202,17 +131,19 @@ def test_a_bundle_serves_a_machine_without_compilers(
 ) -> None:
     images = {arch: tiny().image(Arch.parse(arch)) for arch in ("8.0", "9.0")}
     bundle = tmp_path / "kernels.jkb"
-    assert Cache(empty_cache).export_bundle(bundle) == 2
+    assert export_bundle(Cache(empty_cache), bundle) == 2
     code = """
 import hashlib, sys
 from pathlib import Path
 from jitkern.errors import ToolchainError
 import jitkern.jit.device as device
-from jitkern.jit.resolve import user_cache
-from jitkern.jit.loader import load_jit, stats
+from jitkern.cache.bundle import import_bundle
+from jitkern.cache.search import user_cache
+from jitkern.cache.stats import stats
+from jitkern.jit.loader import load_jit
 def missing(): raise ToolchainError("none")
 device.find_nvrtc = missing  # as on a machine where there is none
-assert user_cache().import_bundle(Path(sys.argv[1])) == 2
+assert import_bundle(user_cache(), Path(sys.argv[1])) == 2
 m = load_jit("tiny", "4", device_files=[sys.argv[2]], device_wrappers=[("tiny", "Tiny<4>")])
 for arch in sys.argv[3:]:
     print(hashlib.sha256(m.image(device.Arch.parse(arch))).hexdigest())
@@ -260,7 +191,7 @@ import tvm_ffi  # imports cuda.bindings itself where it is installed
 theirs = set(sys.modules)
 import jitkern
 import jitkern.jit.loader
-from jitkern.jit.toolchain import Arch
+from jitkern.arch import Arch
 
 def forbidden(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.exec", "os.posix_spawn", "os.system"):
@@ -287,113 +218,6 @@ def test_a_warm_load_is_fast_and_starts_nothing(folder: Path, fresh_python: Fres
     for _, loaded, *names in done:
         assert (loaded, names) == ("False", [])
     assert min(float(ms) for ms, *_ in done) < 2.0  # the best: the machine is shared
-
-
-# -- the C++ and CUDA routes -----------------------------------------------------------------------
-
-
-@needs_cxx
-def test_cpp_files_with_wrappers(folder: Path, empty_cache: Path) -> None:
-    import torch
-
-    before = compiles()
-
-    def load(n: int) -> Any:
-        wrappers = [("scale", f"scale<{n}>"), ("rows", "rows")]
-        return load_jit("scale", str(n), cpp_files=["scale.cc"], cpp_wrappers=wrappers)
-
-    assert load(4)["scale"](10) == 40
-    assert load(4).rows(torch.zeros(3, 2)) == 3
-    assert compiles() - before == 1
-    (entry,) = Cache(empty_cache).entries()
-    assert (entry.name, entry.args, entry.route) == ("scale", "4", "cxx")
-    assert list(folder.glob("*.so")) == []  # nothing is left beside the sources
-
-
-@needs_cxx
-def test_load_aot_and_its_flags(folder: Path) -> None:
-    (folder / "own.cc").write_text(
-        "#include <tvm/ffi/function.h>\n#include <extra.h>\n"
-        "TVM_FFI_DLL_EXPORT_TYPED_FUNC(twice, [](int64_t x) { return x * FACTOR + EXTRA; });\n"
-    )
-    (folder / "more").mkdir()
-    (folder / "more" / "extra.h").write_text("#define EXTRA 1\n")
-    for how in (
-        {"extra_cflags": ["-DFACTOR=2"], "extra_include_paths": ["more"]},
-        {"extra_cflags": ["-DFACTOR=2", f"-I{folder}/more"]},
-    ):
-        before = compiles()
-        module = load_aot("own", cpp_files=[str(folder / "own.cc")], **how)
-        assert module["twice"](10) == 21
-        assert compiles() - before <= 1
-    assert before == compiles()  # an -I flag is an include path: the same key
-
-
-@needs_cxx
-def test_build_directory_keeps_the_files(folder: Path) -> None:
-    build = folder / "build"
-    wrappers = [("scale", "scale<3>")]
-
-    def load() -> Any:
-        return load_jit(
-            "scale", "3", cpp_files=["scale.cc"], cpp_wrappers=wrappers, build_directory=build
-        )
-
-    assert load()["scale"](2) == 6
-    assert {"build.ninja", "main.cc", "scale_3.so"} <= {path.name for path in build.iterdir()}
-    (build / "scale_3.so").unlink()
-    assert load()["scale"](2) == 6  # from the cache, and put there again
-    assert (build / "scale_3.so").exists()
-
-
-@needs_cxx
-def test_errors_of_the_cpp_route(folder: Path) -> None:
-    (folder / "scale.cc").write_text("int broken( { }\n")
-    with pytest.raises(CompileError, match=r"scale\.cc:1") as caught:
-        load_jit("scale", cpp_files=["scale.cc"])
-    assert "c++" in caught.value.command or "g++" in caught.value.command
-    (folder / "scale.cc").write_text(
-        "extern int nowhere();\n"
-        'extern "C" int __tvm_ffi_f(void*, const void*, int, void*) { return nowhere(); }\n'
-    )
-    with pytest.raises(CompileError, match="nowhere"):
-        load_aot("scale", cpp_files=["scale.cc"], extra_ldflags=["-Wl,-z,now"])
-
-
-@needs_nvcc
-@needs_cxx
-def test_a_single_source_cu_loads_as_in_mini_sglang(
-    folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JITKERN_ARCH", "9.0")
-    settings.cache_clear()
-
-    def load() -> Any:
-        return load_jit(
-            "add", "2", cuda_files=["single.cu"], cuda_wrappers=[("launch", "AddKernel<2>::run")]
-        )
-
-    before = compiles()
-    assert callable(load().launch)
-    assert callable(load().launch)
-    assert compiles() - before == 1
-    (entry,) = Cache(empty_cache).entries()
-    assert (entry.route, entry.arch) == ("cuda", "9.0")
-    assert entry.toolchain.startswith("nvcc-")
-    recorded = json.loads((entry.path / "meta.json").read_text())["depends"]["files"]
-    assert list(recorded) == ["0:single.cu"]  # the toolkit's headers go by its version
-
-
-@pytest.mark.cuda
-@needs_nvcc
-def test_a_single_source_cu_runs(folder: Path) -> None:
-    import torch
-
-    x = torch.arange(1000, device="cuda", dtype=torch.float32)
-    wrappers = [("launch", "AddKernel<2>::run")]
-    module = load_jit("add", "2", cuda_files=["single.cu"], cuda_wrappers=wrappers)
-    module.launch(x)
-    assert torch.equal(x, torch.arange(1000, device="cuda", dtype=torch.float32) + 2)
 
 
 @pytest.mark.cuda
@@ -468,7 +292,7 @@ def test_wrong_arguments(folder: Path) -> None:
         tiny(extra_cuda_cflags=["-I/usr/include"]).image(SM_90)
 
 
-def test_no_gpu_and_no_arch_names_the_cure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_and_no_arch_says_what_to_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -488,125 +312,3 @@ def test_launch_arguments(folder: Path) -> None:
         launch.pack([1, "x"])
     with pytest.raises(ValueError, match="'nope', expected one of tiny"):
         tiny().launch("nope", grid=1, block=1)
-
-
-# -- freeze, record, log ---------------------------------------------------------------------------
-
-
-@needs_nvrtc
-def test_frozen_misses_name_what_to_warm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tiny().image(SM_90)
-    freeze()
-    assert tiny().image(SM_90) == kept
-    with pytest.raises(FrozenError, match=r"tiny_5-.*jitkern warm --replay FILE --arch 9\.0"):
-        tiny(5).image(SM_90)
-    store = load_jit(
-        "store", "656", device_files=["ops/store.cu"], device_wrappers=[("store", "K<656>")]
-    )
-    with pytest.raises(
-        FrozenError, match=r"jitkern warm --op store --element-size 656 --arch 9\.0$"
-    ):
-        store.image(SM_90)
-    resolve._frozen = False
-    monkeypatch.setenv("JITKERN_FREEZE", "1")
-    settings.cache_clear()
-    with pytest.raises(FrozenError):
-        tiny(5).image(SM_90)
-
-
-@needs_nvrtc
-def test_frozen_takes_an_entry_of_another_compiler_rather_than_none(
-    folder: Path, empty_cache: Path
-) -> None:
-    key = tiny().key(SM_90)
-    foreign = type(key)(key.route, key.name, key.family, "nvrtc-99.9", key.describe)
-    Cache(empty_cache).publish(foreign, {"tiny.cubin": b"foreign"})
-    freeze()
-    assert tiny().image(SM_90) == b"foreign"
-
-
-@needs_nvrtc
-@needs_cxx
-def test_record_and_replay(
-    folder: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "used.jsonl"
-    monkeypatch.setenv("JITKERN_RECORD", str(file))
-    settings.cache_clear()
-    for n in (4, 5, 4):
-        module = tiny(n, extra_cuda_cflags=["-lineinfo"])
-        module.image(SM_90)
-        module.image(SM_90)
-    module.image(Arch(8, 0))
-    load_jit("scale", "4", cpp_files=["scale.cc"], cpp_wrappers=[("scale", "scale<4>")])
-    used = replay(file)
-    assert [str(one) for one in used] == [
-        "tiny<4> for 9.0",
-        "tiny<5> for 9.0",
-        "tiny<4> for 8.0",
-        "scale<4>",
-    ]
-    before = compiles()
-    for one in used:
-        loaded = load_recorded(one)
-        if isinstance(loaded, DeviceModule):
-            assert loaded.lookup(Arch.parse(one.arch)).source == "cached"
-    assert compiles() == before
-
-    with file.open("a") as out:
-        out.write("{}\n")
-    with pytest.raises(ValueError, match=r"used\.jsonl:5: not a recorded"):
-        replay(file)
-
-
-@needs_nvrtc
-def test_many_processes_record_into_one_file(
-    folder: Path, empty_cache: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "used.jsonl"
-    code = """
-import sys
-from jitkern.jit.loader import load_jit
-from jitkern.jit.toolchain import Arch
-for n in range(4, 8):
-    load_jit("tiny", str(n), device_files=["tiny.cu"],
-             device_wrappers=[("tiny", f"Tiny<{n}>")]).image(Arch(9, 0))
-"""
-    import os
-
-    source = str(Path(resolve.__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": source, "JITKERN_RECORD": str(file)}
-    children = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
-    assert [child.wait() for child in children] == [0] * 4
-    assert {str(one) for one in replay(file)} == {f"tiny<{n}> for 9.0" for n in range(4, 8)}
-
-
-@needs_nvrtc
-def test_log_has_one_line_per_lookup(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("JITKERN_LOG", "1")
-    settings.cache_clear()
-    with caplog.at_level(logging.INFO, logger="jitkern"):
-        tiny().image(SM_90)
-        tiny().image(SM_90)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2
-    assert lines[0].startswith("jitkern: tiny_4-")
-    assert ": compiled, " in lines[0]
-    assert ": cached, " in lines[1]
-    assert " ms (" in lines[1]
-
-
-@needs_nvrtc
-def test_log_goes_to_stderr_where_nobody_configured_logging(
-    folder: Path, fresh_python: Fresh
-) -> None:
-    code = """
-from jitkern.jit.loader import load_jit
-from jitkern.jit.toolchain import Arch
-load_jit("tiny", "4", device_files=["tiny.cu"], device_wrappers=[("tiny", "Tiny<4>")]).image(
-    Arch(9, 0))
-"""
-    assert "compiled" in fresh_python(code, env={"JITKERN_LOG": "1"}).stderr
-    assert fresh_python(code).stderr == ""

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from needs import needs_nvcc, needs_nvrtc
 
+from jitkern.arch import SUPPORTED_ARCHS, Arch
+from jitkern.compilers import nvcc, nvrtc
+from jitkern.compilers.find_nvrtc import Nvrtc, find_nvrtc
+from jitkern.compilers.sources import include_closure
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
-from jitkern.jit import nvcc, nvrtc
-from jitkern.jit.sources import include_closure
-from jitkern.jit.toolchain import Arch, Nvrtc, find_nvrtc
 
-ARCHS = [Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0)]
 KERNEL = 'extern "C" __global__ void kernel(int* x) { *x = VALUE; }\n'
 STORE = """\
 #include "ops/store.cu"
@@ -33,7 +33,7 @@ def compile_kernel(source: str = KERNEL, **changes: object) -> nvrtc.Image:
     return nvrtc.compile(source, **{**settings, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=str)
+@pytest.mark.parametrize("arch", SUPPORTED_ARCHS, ids=str)
 def test_cubin_of_an_op(arch: Arch) -> None:
     closure = include_closure(STORE)
     image = compile_kernel(closure.source, headers=closure.headers, arch=arch)
@@ -186,7 +186,7 @@ def test_threads_do_not_wait_for_each_other() -> None:
         images = list(
             pool.map(
                 lambda arch: compile_kernel(closure.source, headers=closure.headers, arch=arch),
-                ARCHS * 2,
+                SUPPORTED_ARCHS * 2,
             )
         )
     elapsed = time.perf_counter() - started

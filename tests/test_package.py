@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from needs import has
 
 import jitkern
+from jitkern.compilers.find_nvrtc import find_nvrtc
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -32,6 +34,39 @@ def test_import_brings_neither_torch_nor_cuda(fresh_python: Fresh) -> None:
     assert not loaded & heavy
     ours = [name for name in done.stdout.split() if name.startswith("jitkern")]
     assert ours == ["jitkern"]
+
+
+FIRST_CALL = """
+import sys, torch, tvm_ffi
+before = set(sys.modules)
+import jitkern
+table = torch.arange(12, dtype=torch.int32).reshape(4, 3)
+assert jitkern.indexing(table, torch.tensor([2])).tolist() == [[6, 7, 8]]
+from jitkern.arch import Arch
+from jitkern.ops.index import kernel
+if len(sys.argv) > 1:
+    assert kernel(12, 4, 8).lookup(Arch(9, 0)).source == "cached"
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_first_call_imports_what_it_needs(fresh_python: Fresh) -> None:
+    """Neither ninja nor a compiler where the host module and the kernel are there."""
+    from jitkern.arch import Arch
+    from jitkern.host.module import module
+    from jitkern.ops.index import kernel
+
+    module()  # in the session's cache
+    argv = []
+    if has(find_nvrtc):
+        kernel(12, 4, 8).image(Arch(9, 0))
+        argv = ["with a kernel"]
+    loaded = set(fresh_python(FIRST_CALL, *argv).stdout.split())
+    assert not {name.partition(".")[0] for name in loaded} & {"ninja", "filelock", "rich", "cuda"}
+    building = {"host.build", "cache.bundle", "jit.native"}
+    compilers = {"cxx", "ninja", "nvcc", "nvrtc", "find", "find_cuda", "identity", "depends"}
+    building |= {f"compilers.{name}" for name in compilers}
+    assert not loaded & {f"jitkern.{name}" for name in building}
 
 
 def test_import_leaves_no_file(fresh_python: Fresh, tmp_path: Path) -> None:

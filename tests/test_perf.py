@@ -10,8 +10,8 @@ import torch
 
 import jitkern
 from jitkern import perf
+from jitkern.arch import Arch
 from jitkern.errors import UnsupportedError
-from jitkern.jit.toolchain import Arch
 
 
 def test_timing_gives_median_spread_and_bandwidth() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jitkern.jit.sources import CSRC, digest, include_closure
+from jitkern.compilers.sources import CSRC, include_closure, with_defaults
 
 
 @pytest.fixture
@@ -154,12 +154,14 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "a.h").write_bytes(b"// Gr\xfc\xdfe\r\n")
     closure = include_closure("#include <a.h>", include_dirs=[tmp_path])
     assert closure.headers["a.h"].encode("utf-8", "surrogateescape") == b"// Gr\xfc\xdfe\r\n"
-    assert len(closure.digest) == 64
+    assert len(closure.digest) == 20
 
 
-def test_digest_does_not_join_name_and_text() -> None:
-    assert digest({"a": "bc"}) != digest({"ab": "c"})
-    assert digest({"a": "1", "b": "2"}) != digest({"a": "2", "b": "1"})
+@pytest.mark.parametrize("given", ["-std=c++20", "--std=c++20", "-std"])
+def test_one_standard_in_a_command(given: str) -> None:
+    defaults = ["-std=c++17", "-O3"]
+    assert with_defaults(defaults, [given]) == ["-O3", given]
+    assert with_defaults(defaults, ["-stdlib=libc++"]) == [*defaults, "-stdlib=libc++"]
 
 
 @pytest.mark.parametrize("source", sorted(CSRC.glob("ops/*.cu")), ids=lambda path: path.name)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from jitkern.arch import KNOWN_ARCHS, Arch
+from jitkern.compilers import find, find_cuda, find_nvrtc
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
-from jitkern.jit import toolchain
-from jitkern.jit.toolchain import KNOWN_ARCHS, Arch
 
 # What nvcc answers to --version and to --dryrun; {root} is its toolkit.
 FAKE_NVCC = """\
@@ -31,8 +31,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     (tmp_path / "bin").mkdir()
     (tmp_path / "site").mkdir()
     # The real /usr/local/cuda and the loader's cache are not on this machine.
-    monkeypatch.setattr(toolchain, "_SYSTEM_CUDA", tmp_path / "usr-local-cuda")
-    monkeypatch.setattr(toolchain, "_LD_CACHE", tmp_path / "ld.so.cache")
+    for module in (find_cuda, find_nvrtc):
+        monkeypatch.setattr(module, "SYSTEM_CUDA", tmp_path / "usr-local-cuda")
+    monkeypatch.setattr(find_nvrtc, "_LD_CACHE", tmp_path / "ld.so.cache")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX", "JITKERN_NVRTC", "LD_LIBRARY_PATH"):
@@ -107,7 +108,7 @@ def test_archs_are_ordered() -> None:
 
 def test_no_nvrtc_names_the_extra(machine: Callable[..., Path]) -> None:
     with pytest.raises(ToolchainError, match=r'pip install "jitkern\[cuda\]"$'):
-        toolchain.find_nvrtc()
+        find_nvrtc.find_nvrtc()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_no_nvrtc_names_the_extra(machine: Callable[..., Path]) -> None:
 )
 def test_nvrtc_places(machine: Callable[..., Path], where: str, version: str) -> None:
     path = nvrtc(machine() / where, version)
-    found = toolchain.find_nvrtc()
+    found = find_nvrtc.find_nvrtc()
     assert (found.path, found.version, found.id) == (path, version, f"nvrtc-{version}")
 
 
@@ -131,20 +132,20 @@ def test_nvrtc_order(machine: Callable[..., Path]) -> None:
     places = ["elsewhere", "site/nvidia/cu13/lib", "home/lib64", "ldpath"]
     paths = [nvrtc(root / place, f"13.{n}") for n, place in enumerate(places)]
     machine(JITKERN_NVRTC=paths[0], CUDA_HOME=root / "home", LD_LIBRARY_PATH=root / "ldpath")
-    assert toolchain.find_nvrtc().path == paths[0]
+    assert find_nvrtc.find_nvrtc().path == paths[0]
     for before, path in zip(["", *paths[1:]], paths[1:], strict=False):
         machine(JITKERN_NVRTC="")
         if before:
             Path(before).unlink()
-        toolchain._find_nvrtc.cache_clear()
-        assert toolchain.find_nvrtc().path == path
+        find_nvrtc._find_nvrtc.cache_clear()
+        assert find_nvrtc.find_nvrtc().path == path
 
 
 def test_nvrtc_beside_an_nvcc_on_path(machine: Callable[..., Path]) -> None:
     home = toolkit(machine() / "opt/cuda")
     path = nvrtc(home / "lib64", "13.0")
     machine(PATH=home / "bin")
-    assert toolchain.find_nvrtc().path == path
+    assert find_nvrtc.find_nvrtc().path == path
 
 
 def test_nvrtc_from_the_loaders_cache(machine: Callable[..., Path]) -> None:
@@ -152,20 +153,20 @@ def test_nvrtc_from_the_loaders_cache(machine: Callable[..., Path]) -> None:
     path = nvrtc(root / "odd", "12.8")
     gone = b"/gone/libnvrtc.so.13\0"
     (root / "ld.so.cache").write_bytes(b"\x01\0libnvrtc.so.12\0" + bytes(path) + b"\0" + gone)
-    assert toolchain.find_nvrtc().path == path
+    assert find_nvrtc.find_nvrtc().path == path
 
 
 def test_nvrtc_given_but_absent(machine: Callable[..., Path]) -> None:
     machine(JITKERN_NVRTC="/nowhere/libnvrtc.so")
     with pytest.raises(ToolchainError, match=r"JITKERN_NVRTC: /nowhere/libnvrtc\.so is not a file"):
-        toolchain.find_nvrtc()
+        find_nvrtc.find_nvrtc()
 
 
 def test_nvrtc_that_is_something_else(machine: Callable[..., Path]) -> None:
     """No builtins beside it tell a version, and it does not load either."""
     machine(JITKERN_NVRTC=put(machine() / "libnvrtc.so", "text"))
     with pytest.raises(ToolchainError, match=r"is no usable libnvrtc .*jitkern\[cuda\]"):
-        toolchain.find_nvrtc()
+        find_nvrtc.find_nvrtc()
 
 
 def test_nvrtc_version_of_its_own_major(machine: Callable[..., Path]) -> None:
@@ -173,15 +174,15 @@ def test_nvrtc_version_of_its_own_major(machine: Callable[..., Path]) -> None:
     lib = machine() / "both"
     nvrtc(lib, "12.9")
     machine(JITKERN_NVRTC=nvrtc(lib, "13.1"))
-    assert toolchain.find_nvrtc().version == "13.1"
+    assert find_nvrtc.find_nvrtc().version == "13.1"
 
 
 def test_real_nvrtc_version_is_the_librarys_own() -> None:
     try:
-        found = toolchain.find_nvrtc()
+        found = find_nvrtc.find_nvrtc()
     except ToolchainError as error:
         pytest.skip(str(error))
-    assert toolchain._loaded_nvrtc_version(found.path) == found.version
+    assert find_nvrtc._loaded_nvrtc_version(found.path) == found.version
 
 
 def test_finding_nvrtc_starts_and_loads_nothing(fresh_python) -> None:
@@ -190,7 +191,7 @@ import os, subprocess
 def refuse(*args, **kwargs): raise SystemExit(f"started {args}")
 subprocess.Popen.__init__ = refuse
 from jitkern.errors import ToolchainError
-from jitkern.jit.toolchain import find_nvrtc
+from jitkern.compilers.find_nvrtc import find_nvrtc
 try: find_nvrtc()
 except ToolchainError: pass
 assert "libnvrtc" not in open("/proc/self/maps").read()
@@ -203,14 +204,14 @@ assert "libnvrtc" not in open("/proc/self/maps").read()
 
 def test_no_cuda(machine: Callable[..., Path]) -> None:
     with pytest.raises(ToolchainError, match=r"nvcc .*was not found; install the CUDA toolkit, or"):
-        toolchain.find_nvcc()
+        find_cuda.find_nvcc()
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
 def test_cuda_home_given(machine: Callable[..., Path], variable: str) -> None:
     home = toolkit(machine() / "opt/cuda")
     machine(**{variable: home})
-    found = toolchain.find_cuda_home()
+    found = find_cuda.find_cuda_home()
     assert (found.path, found.nvcc, found.lib_dir) == (home, home / "bin/nvcc", home / "lib64")
     assert found.ldflags == (f"-L{home}/lib64", "-lcudart")
 
@@ -218,34 +219,34 @@ def test_cuda_home_given(machine: Callable[..., Path], variable: str) -> None:
 def test_cuda_home_wrong(machine: Callable[..., Path]) -> None:
     machine(CUDA_HOME=machine() / "nowhere")
     with pytest.raises(ToolchainError, match=r"CUDA_HOME: .*/nowhere holds no CUDA toolkit"):
-        toolchain.find_cuda_home()
+        find_cuda.find_cuda_home()
 
 
 def test_nvcc_on_path_through_a_symlink(machine: Callable[..., Path]) -> None:
     home = toolkit(machine() / "opt/cuda")
     (machine() / "bin/nvcc").symlink_to(home / "bin/nvcc")
-    assert toolchain.find_cuda_home().path == home
+    assert find_cuda.find_cuda_home().path == home
 
 
 def test_nvcc_on_path_is_a_wrapper_script(machine: Callable[..., Path]) -> None:
     """The script lies beside nothing; the nvcc that it starts tells where its toolkit is."""
     home = toolkit(machine() / "opt/cuda")
     script = put(machine() / "bin/nvcc", f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
-    found = toolchain.find_cuda_home()
+    found = find_cuda.find_cuda_home()
     assert (found.path, found.nvcc) == (home, script)
-    assert toolchain.find_nvcc().id == "nvcc-13.0.88"
+    assert find_cuda.find_nvcc().id == "nvcc-13.0.88"
 
 
 def test_broken_nvcc_on_path_is_passed_over(machine: Callable[..., Path]) -> None:
     put(machine() / "bin/nvcc", "#!/bin/sh\nexit 1\n")
     home = toolkit(machine() / "usr-local-cuda")
-    assert toolchain.find_cuda_home().path == home
+    assert find_cuda.find_cuda_home().path == home
 
 
 def test_cuda_13_from_pip(machine: Callable[..., Path]) -> None:
     """No libcudart.so there, only the numbered one."""
     home = toolkit(machine() / "site/nvidia/cu13", "lib", "libcudart.so.13")
-    found = toolchain.find_cuda_home()
+    found = find_cuda.find_cuda_home()
     assert found.nvcc == home / "bin/nvcc"
     assert found.ldflags == (f"-L{home}/lib", "-l:libcudart.so.13")
 
@@ -257,14 +258,14 @@ def test_cuda_12_from_pip(machine: Callable[..., Path]) -> None:
     put(site / "cuda_nvcc/include/crt/host_config.h")
     put(site / "cuda_runtime/include/cuda_runtime.h")
     put(site / "cuda_runtime/lib/libcudart.so.12")
-    found = toolchain.find_cuda_home()
+    found = find_cuda.find_cuda_home()
     assert found.include_dirs == (site / "cuda_nvcc/include", site / "cuda_runtime/include")
     assert found.ldflags == (f"-L{site}/cuda_runtime/lib", "-l:libcudart.so.12")
 
 
 def test_lib_dir_of_the_target(machine: Callable[..., Path]) -> None:
     home = toolkit(machine() / "usr-local-cuda", "targets/x86_64-linux/lib")
-    assert toolchain.find_cuda_home().lib_dir == home / "targets/x86_64-linux/lib"
+    assert find_cuda.find_cuda_home().lib_dir == home / "targets/x86_64-linux/lib"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -275,11 +276,11 @@ def test_real_nvcc_behind_a_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name, raising=False)
     settings.cache_clear()
     try:
-        found = toolchain.find_cuda_home()
+        found = find_cuda.find_cuda_home()
         assert found.nvcc == script
         assert (found.lib_dir / found.cudart).is_file()
         assert any((path / "cuda_runtime.h").is_file() for path in found.include_dirs)
-        assert toolchain.find_nvcc().version.count(".") == 2
+        assert find_cuda.find_nvcc().version.count(".") == 2
     finally:
         monkeypatch.undo()
         settings.cache_clear()
@@ -292,49 +293,49 @@ def test_cxx_from_the_environment(machine: Callable[..., Path]) -> None:
     banner = "#!/bin/sh\necho 'Ubuntu clang version 18.1.3 (1ubuntu1)'\n"
     path = put(machine() / "odd/clang++", banner)
     machine(CXX=f"{path} -m64")
-    found = toolchain.find_cxx()
+    found = find.find_cxx()
     assert (found.command, found.id) == ((str(path), "-m64"), "clang-18.1.3")
 
 
 def test_cxx_on_path(machine: Callable[..., Path]) -> None:
     path = put(machine() / "bin/g++", "#!/bin/sh\necho 'g++ (Debian 12.2.0-14) 12.2.0'\n")
-    found = toolchain.find_cxx()
+    found = find.find_cxx()
     assert (found.path, found.id) == (path, "gcc-12.2.0")
 
 
 def test_cxx_is_asked_again_when_it_changes(machine: Callable[..., Path]) -> None:
     path = put(machine() / "bin/c++", "#!/bin/sh\necho 'c++ 12.2.0'\n")
-    assert toolchain.find_cxx().version == "12.2.0"
+    assert find.find_cxx().version == "12.2.0"
     put(path, "#!/bin/sh\necho 'c++ (GCC) 13.1.0'\n")
-    assert toolchain.find_cxx().version == "13.1.0"
+    assert find.find_cxx().version == "13.1.0"
 
 
 def test_no_cxx(machine: Callable[..., Path]) -> None:
     with pytest.raises(ToolchainError, match=r"no C.. compiler was found; install g"):
-        toolchain.find_cxx()
+        find.find_cxx()
     machine(CXX="/nowhere/c++")
     with pytest.raises(ToolchainError, match=r"CXX: '/nowhere/c.+' was not found"):
-        toolchain.find_cxx()
+        find.find_cxx()
     machine(CXX=put(machine() / "bin/c++", "#!/bin/sh\nexit 1\n"))
     with pytest.raises(ToolchainError, match="--version does not work"):
-        toolchain.find_cxx()
+        find.find_cxx()
 
 
 def test_ninja_needs_no_path() -> None:
     """It is a dependency: found beside the interpreter or in its package."""
-    assert toolchain.find_ninja().version >= "1.10"
+    assert find.find_ninja().version >= "1.10"
 
 
 def test_ninja_program_goes_before_a_script(machine: Callable[..., Path]) -> None:
     script = put(machine() / "bin/ninja", "#!/bin/sh\n")
     site = (str(machine() / "site"),)
-    find = toolchain._find_ninja.__wrapped__
+    find_again = find._find_ninja.__wrapped__
     sys_executable = str(machine() / "bin/python")
-    assert find(str(machine() / "bin"), sys_executable, ()) is not None
+    assert find_again(str(machine() / "bin"), sys_executable, ()) is not None
     program = machine() / "site/ninja/data/bin/ninja"
     put(program)
     program.write_bytes(b"\x7fELF...")
     script.chmod(0o755)
-    found = find(str(machine() / "bin"), sys_executable, site)
+    found = find_again(str(machine() / "bin"), sys_executable, site)
     assert found is not None
     assert Path(found).read_bytes()[:4] == b"\x7fELF"

@@ -16,7 +16,7 @@ from bench.cases.store import Buffers, case_of
 from jitkern import load_jit
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
-from jitkern.jit.sources import CSRC
+from jitkern.compilers.sources import CSRC
 from jitkern.ops.store import CONFIG
 from jitkern.ops.store import kernel as store_kernel
 

@@ -158,7 +158,7 @@ class _Bench:
 
 
 def _host() -> dict[str, dict[str, Any]]:
-    from jitkern.jit import host
+    from jitkern.host import module as host
 
     return {"host module": {"ms": _ms(host.module)}}
 
@@ -184,7 +184,7 @@ def _import() -> None:
 
 
 def _image_lookups() -> dict[str, Callable[[], object]]:
-    from jitkern.jit.toolchain import Arch
+    from jitkern.arch import Arch
     from jitkern.ops import device_ops
 
     modules = device_ops()
@@ -269,7 +269,7 @@ def _prepare_nvcc() -> None:
     """Set what load_inline looks for itself, also where nvcc on PATH is a wrapper script."""
     import torch
 
-    from jitkern.jit.toolchain import find_cuda_home
+    from jitkern.compilers.find_cuda import find_cuda_home
 
     os.environ["CUDA_HOME"] = str(find_cuda_home().path)
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)

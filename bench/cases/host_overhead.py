@@ -94,7 +94,7 @@ def _row(
 def _bare_launch(ctx: Context) -> Row:
     row = Row("host_overhead", STORE, "bare cuLaunchKernel, C++ loop", "floor")
     try:
-        from jitkern.jit.toolchain import Arch
+        from jitkern.arch import Arch
 
         arch = Arch(*torch.cuda.get_device_capability())
         image = peers.empty().image(arch)

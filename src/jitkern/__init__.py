@@ -10,21 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jitkern.cache.get import freeze as freeze
+    from jitkern.cache.stats import stats as stats
     from jitkern.errors import CacheError as CacheError
     from jitkern.errors import CompileError as CompileError
     from jitkern.errors import FrozenError as FrozenError
     from jitkern.errors import JitkernError as JitkernError
     from jitkern.errors import ToolchainError as ToolchainError
     from jitkern.errors import UnsupportedError as UnsupportedError
-    from jitkern.jit.loader import freeze as freeze
+    from jitkern.host.faults import check as check
     from jitkern.jit.loader import load_aot as load_aot
     from jitkern.jit.loader import load_jit as load_jit
-    from jitkern.jit.loader import stats as stats
     from jitkern.jit.template import KernelConfig as KernelConfig
     from jitkern.jit.template import make_cpp_args as make_cpp_args
     from jitkern.ops.compare_key import fast_compare_key as fast_compare_key
     from jitkern.ops.d2h_scatter import d2h_scatter as d2h_scatter
-    from jitkern.ops.faults import check as check
     from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
     from jitkern.ops.index import indexing as indexing
     from jitkern.ops.store import store_cache as store_cache
@@ -41,9 +41,11 @@ _PUBLIC = {
     "jitkern.ops.d2h_scatter": ("d2h_scatter",),
     "jitkern.ops.h2d_gather": ("h2d_gather",),
     "jitkern.ops.compare_key": ("fast_compare_key",),
-    "jitkern.ops.faults": ("check",),
+    "jitkern.host.faults": ("check",),
     "jitkern.perf": ("compare_memory_kernel_perf", "perf_cuda"),
-    "jitkern.jit.loader": ("freeze", "load_aot", "load_jit", "stats"),
+    "jitkern.jit.loader": ("load_aot", "load_jit"),
+    "jitkern.cache.get": ("freeze",),
+    "jitkern.cache.stats": ("stats",),
     "jitkern.jit.template": ("KernelConfig", "make_cpp_args"),
     "jitkern.errors": (
         "CacheError",

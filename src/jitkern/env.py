@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, cast
-
-__all__ = ["Compiler", "FaultMode", "Settings", "process_environment", "settings"]
+from typing import Literal, TypeVar, get_args
 
 Compiler = Literal["nvrtc", "nvcc"]
 FaultMode = Literal["raise", "warn", "ignore"]
+
+COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
+FAULT_MODES: tuple[FaultMode, ...] = get_args(FaultMode)
+"""In the order of csrc/host/fault.cc, which is given the number of one."""
+
+T = TypeVar("T", bound=str)
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -95,13 +99,13 @@ class Settings:
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
             cache_max_bytes=_bytes(environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30),
             arch=_archs(environ, "JITKERN_ARCH"),
-            compiler=cast(Compiler, _choice(environ, "JITKERN_COMPILER", ("nvrtc", "nvcc"))),
+            compiler=_choice(environ, "JITKERN_COMPILER", COMPILERS),
             nvrtc=_path(environ, "JITKERN_NVRTC"),
             lock_timeout_s=_seconds(environ, "JITKERN_LOCK_TIMEOUT_S", 120.0),
             record=_path(environ, "JITKERN_RECORD"),
             freeze=_flag(environ, "JITKERN_FREEZE"),
             log=_flag(environ, "JITKERN_LOG"),
-            faults=cast(FaultMode, _choice(environ, "JITKERN_FAULTS", ("raise", "warn", "ignore"))),
+            faults=_choice(environ, "JITKERN_FAULTS", FAULT_MODES),
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
             cxx=environ.get("CXX", "").strip() or None,
             path=environ.get("PATH", os.defpath),
@@ -204,18 +208,16 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
     return value == "1"
 
 
-def _choice(environ: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+def _choice(environ: Mapping[str, str], name: str, choices: tuple[T, ...]) -> T:
     value = _text(environ, name)
     if not value:
         return choices[0]
-    if value not in choices:
-        raise _bad(name, value, " or ".join(choices))
-    return value
+    for choice in choices:
+        if choice == value:
+            return choice
+    raise _bad(name, value, " or ".join(choices))
 
 
 def _archs(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """Split only: what an arch is belongs to jit.toolchain, a level that this one must not import.
-
-    toolchain.requested_archs() parses them and names this variable in its error.
-    """
+    """Split only: arch.requested_archs() parses them and names this variable in its error."""
     return tuple(part.strip() for part in _text(environ, name).split(",") if part.strip())

@@ -78,7 +78,7 @@ class FrozenError(JitkernError):
 
 
 class ToolchainError(JitkernError):
-    """Something needed to compile is not installed; the message ends with the cure."""
+    """Something needed to compile is not installed; the message ends with what to install."""
 
 
 def _rebuild(

@@ -23,7 +23,7 @@ from jitkern.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from jitkern.jit.loader import DeviceModule
+    from jitkern.jit.device import DeviceModule
 
 __all__ = [
     "ColdBuffers",

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from jitkern.compilers.sources import CSRC, include_dirs
+
 HERE = Path(__file__).resolve().parent
-CSRC = HERE.parent.parent / "src" / "jitkern" / "csrc"
 SUPPORT = ("buffers.cc", "fibers.cc", "sweep.cc")
 
 # -Og: kernels run once each, so most of the time is the compiler's; -O1 takes twice as long.
@@ -114,7 +115,7 @@ class Runner:
     ) -> Path:
         command = [*compiler(), *self.flags, *options]
         paths = [
-            *("-I", str(self.csrc), "-I", str(self.csrc / "include"), "-I", str(HERE)),
+            *(f"-I{folder}" for folder in (*include_dirs(self.csrc), HERE)),
             *("-include", str(HERE / "cuda_on_cpu.h"), str(HERE / source)),
         ]
         # The preprocessed text is all that the compiler sees.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jitkern import fast_compare_key
-from jitkern.jit import host
+from jitkern.host import module as host
 
 DTYPES = (torch.int32, torch.int64)
 Compare = Callable[..., int]

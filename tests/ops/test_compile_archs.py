@@ -8,12 +8,13 @@ import struct
 import pytest
 
 from jitkern import load_jit
+from jitkern.arch import SUPPORTED_ARCHS, Arch
+from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.errors import ToolchainError
-from jitkern.jit.toolchain import Arch, find_nvrtc
 from jitkern.ops import device_ops
 
 OPS = list(device_ops())
-ARCHS = ["8.0", "9.0", "10.0", "12.0"]
+ARCHS = list(map(str, SUPPORTED_ARCHS))
 # One row size for each vector width from 16 bytes down to 1, and the largest.
 ROW_BYTES = [656, 40, 12, 6, 657, 8192]
 

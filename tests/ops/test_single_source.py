@@ -10,9 +10,10 @@ import torch
 from tvm_ffi import Module
 
 from jitkern import load_jit, make_cpp_args
+from jitkern.compilers.find import find_cxx
+from jitkern.compilers.find_cuda import find_nvcc
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
-from jitkern.jit.toolchain import find_cxx, find_nvcc
 
 SOURCE = Path(__file__).parent / "single_source" / "rotate_rows.cu"
 ROW_BYTES = 656

@@ -147,7 +147,7 @@ def identity(source: str) -> dict[str, str]:
     import torch
     import tvm_ffi
 
-    from jitkern.jit import compilers
+    from jitkern.compilers.identity import toolchain_id
 
     described: dict[str, Any] = {
         "counted by": source,
@@ -156,7 +156,7 @@ def identity(source: str) -> dict[str, str]:
         "torch": torch.__version__,
         "tvm_ffi": tvm_ffi.__version__,
         "libc": "-".join(platform.libc_ver()),
-        "c++": compilers.toolchain_id("cxx") or "none: the host module of a wheel",
+        "c++": toolchain_id() or "none: the host module of a wheel",
     }
     if source == "callgrind":
         done = subprocess.run(["valgrind", "--version"], capture_output=True, text=True)

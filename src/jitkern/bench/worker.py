@@ -275,7 +275,7 @@ def import_jitkern() -> None:
 
 def load_host_module() -> None:
     """Load the one C++ module."""
-    from jitkern.jit import host
+    from jitkern.host import module as host
 
     host.module()
 
@@ -291,7 +291,7 @@ def library_of_host_module() -> str:
 
 def look_up(op: str, row_bytes: int, arch: str) -> bytes:
     """Return one kernel's image, from the cache or the compiler."""
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
     from jitkern.ops import device_ops
 
     module = device_ops()[op]
@@ -302,8 +302,8 @@ def look_up(op: str, row_bytes: int, arch: str) -> bytes:
 
 def bare_compile(arch: str, source: str) -> Callable[[], object]:
     """Return a compile by the same compiler, without cache, headers or template arguments."""
-    from jitkern.jit import nvrtc
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
+    from jitkern.compilers import nvrtc
 
     return lambda: nvrtc.compile(source, name="bare.cu", headers={}, arch=Arch.parse(arch))
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitkern.cli import ui
+from jitkern.env import settings
 from jitkern.errors import CacheError
 
 if TYPE_CHECKING:
-    from jitkern.jit.cache import EntryInfo
+    from jitkern.cache.entry import EntryInfo
+    from jitkern.cache.store import Cache
 
 SUMMARY = "look at the cache of compiled kernels, empty it, carry it elsewhere"
 DESCRIPTION = "The cache of compiled kernels: JITKERN_CACHE_DIR, else ~/.cache/jitkern."
@@ -62,12 +64,16 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _list(_: argparse.Namespace) -> int:
-    from jitkern.jit.resolve import user_cache
+def _user_cache() -> Cache:
+    from jitkern.cache.search import user_cache
 
-    cache = user_cache()
+    return user_cache()
+
+
+def _list(_: argparse.Namespace) -> int:
+    cache = _user_cache()
     entries = sorted(
-        cache.entries(), key=lambda e: (e.name, ui.natural(e.args), ui.natural(e.arch), e.toolchain)
+        cache.entries(), key=lambda e: (e.name, ui.natural(e.args), ui.natural(e.arch), e.variant)
     )
     if entries:
         now_unix_s = time.time()
@@ -77,7 +83,7 @@ def _list(_: argparse.Namespace) -> int:
                 entry.args or "-",
                 entry.arch or "-",
                 entry.route,
-                entry.toolchain,
+                entry.variant,
                 f"{entry.bytes:,}",
                 _ago(now_unix_s - entry.last_used),
             )
@@ -90,46 +96,38 @@ def _list(_: argparse.Namespace) -> int:
 
 
 def _info(_: argparse.Namespace) -> int:
-    from jitkern.env import settings
-    from jitkern.jit.cache import Cache
-    from jitkern.jit.resolve import SHIPPED, user_cache
+    from jitkern.cache.search import caches
 
-    cache = user_cache()
-    places = [("JITKERN_CACHE_DIR", cache)]
-    places += [("JITKERN_CACHE_PATH", Cache(p, read_only=True)) for p in settings().cache_path]
-    places.append(("shipped", Cache(SHIPPED, read_only=True)))
     rows = []
-    for name, place in places:
-        entries = place.entries()
+    for origin, _source, cache in caches():
+        entries = cache.entries()
         size = ui.bytes_text(sum(entry.bytes for entry in entries))
-        rows.append((name, str(place.root), str(len(entries)), size, _rights(place.root, name)))
-    ui.console().print(ui.table(("place", "directory", ">entries", ">size", "rights"), rows))
+        rows.append((origin, str(cache.root), str(len(entries)), size, _rights(cache)))
+    ui.console().print(ui.table(("cache", "directory", ">entries", ">size", "rights"), rows))
     ui.say(f"the least recently used go beyond {ui.bytes_text(settings().cache_max_bytes)}")
     return 0
 
 
-def _rights(directory: Path, place: str) -> str:
-    if place != "JITKERN_CACHE_DIR":
-        return "read only" if directory.is_dir() else "absent"
-    if not directory.exists():
+def _rights(cache: Cache) -> str:
+    if cache.read_only:
+        return "read only" if cache.root.is_dir() else "absent"
+    if not cache.root.exists():
         return "made by the first compile"
     try:
-        ui.require_writable(directory, "")
+        ui.require_writable(cache.root, "")
     except CacheError:
         return "cannot be written"
     return "writable"
 
 
 def _clear(_: argparse.Namespace) -> int:
-    from jitkern.jit.resolve import user_cache
-
-    cache = user_cache()
+    cache = _user_cache()
     ui.say(f"{_entries(cache.clear())} removed from {cache.root}")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.bundle import export_bundle
 
     wanted_archs = {str(arch) for arch in args.arch or ()}
 
@@ -138,32 +136,31 @@ def _export(args: argparse.Namespace) -> int:
         arch_fits = not wanted_archs or not entry.arch or entry.arch in wanted_archs
         return arch_fits and (not args.op or entry.name in args.op)
 
-    cache = user_cache()
+    cache = _user_cache()
     if not any(select(entry) for entry in cache.entries()):
         raise CacheError(f"{cache.root}: nothing to export; build something with jitkern warm")
-    count = cache.export_bundle(args.file, select)
+    count = export_bundle(cache, args.file, select)
     ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(args.file.stat().st_size)})")
     return 0
 
 
 def _import(args: argparse.Namespace) -> int:
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.bundle import import_bundle
 
     _require_file(args.file)
-    cache = user_cache()
-    ui.say(f"{_entries(cache.import_bundle(args.file))} imported into {cache.root}")
+    cache = _user_cache()
+    ui.say(f"{_entries(import_bundle(cache, args.file))} imported into {cache.root}")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from jitkern.jit.cache import verify_bundle
-    from jitkern.jit.resolve import user_cache
+    from jitkern.cache.bundle import read_bundle
 
     if args.file is not None:
         _require_file(args.file)
-        ui.say(f"{args.file}: ok, {_entries(verify_bundle(args.file))}")
+        ui.say(f"{args.file}: ok, {_entries(len(read_bundle(args.file)))}")
         return 0
-    cache = user_cache()
+    cache = _user_cache()
     problems = cache.verify()
     for problem in problems:
         ui.say(problem)

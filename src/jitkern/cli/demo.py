@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jitkern
+from jitkern.arch import SUPPORTED_ARCHS
 from jitkern.cli import ui
 from jitkern.errors import JitkernError
 
@@ -17,20 +18,19 @@ if TYPE_CHECKING:
 
 SUMMARY = "run the ops on real tensors against PyTorch"
 DESCRIPTION = """\
-Run the three ops on real tensors, check every bit against PyTorch, and show time, bandwidth and
+Run three of the ops on real tensors, check every bit against PyTorch, and show time, bandwidth and
 ratio. On the GPU if there is one; else on the CPU, and the CUDA kernels are compiled for four
 archs all the same."""
 EXAMPLE = "jitkern demo"
 
-_SHOWN_ARCHS = ("8.0", "9.0", "10.0", "12.0")
 _ROW_BYTES = 656  # one token's row of a latent KV cache with its scales: no multiple of 128
 
 
 @dataclass(frozen=True)
-class Case:
+class Comparison:
     """One op on one set of tensors.
 
-    `ours` and `theirs` enqueue the same work; `check` runs both once and compares every bit.
+    `ours` and `theirs` enqueue the same work; `results` are what each of them writes.
     """
 
     op: str
@@ -39,8 +39,14 @@ class Case:
     ours: Callable[[], object]
     theirs: Callable[[], object]
     their_name: str
-    check: Callable[[], bool]
+    results: list[tuple[torch.Tensor, torch.Tensor]]
     in_graph: bool = True
+
+    def run(self) -> bool:
+        """Run both once and tell whether every bit is the same."""
+        self.ours()
+        self.theirs()
+        return all(_equal(ours, theirs) for ours, theirs in self.results)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +79,12 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _compare(cases: list[Case], device: torch.device) -> list[str]:
+def _compare(cases: list[Comparison], device: torch.device) -> list[str]:
     """Print one line a case; return the ops whose result is wrong."""
     rows = []
     wrong = []
     for case in cases:
-        right = case.check()
+        right = case.run()
         if not right:
             wrong.append(case.op)
         ours_ms, theirs_ms = _time_ms(case.ours, case, device), _time_ms(case.theirs, case, device)
@@ -100,7 +106,7 @@ def _compare(cases: list[Case], device: torch.device) -> list[str]:
     return wrong
 
 
-def _time_ms(call: Callable[[], object], case: Case, device: torch.device) -> float:
+def _time_ms(call: Callable[[], object], case: Comparison, device: torch.device) -> float:
     from jitkern.perf import perf_cpu, perf_cuda
 
     if device.type == "cpu":
@@ -112,7 +118,7 @@ def _time_ms(call: Callable[[], object], case: Case, device: torch.device) -> fl
 # The working sets are several times larger than any L2 cache, so that no flush is needed.
 
 
-def _cases(device: torch.device) -> list[Case]:
+def _cases(device: torch.device) -> list[Comparison]:
     gpu = device.type == "cuda"
     return [
         _store(device, num_slots=300_000 if gpu else 32_768, num_rows=131_072 if gpu else 8_192),
@@ -138,7 +144,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def _store(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
+def _store(device: torch.device, *, num_slots: int, num_rows: int) -> Comparison:
     import torch
 
     k, v = (_random(num_rows, _ROW_BYTES, device) for _ in range(2))
@@ -153,23 +159,18 @@ def _store(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
         their_k[slots] = k
         their_v[slots] = v
 
-    def check() -> bool:
-        ours()
-        theirs()
-        return _equal(ours_k, their_k) and _equal(ours_v, their_v)
-
-    return Case(
+    return Comparison(
         op="store_cache",
         what=f"K and V, {num_rows:,} rows of {_ROW_BYTES} B",
         moved_bytes=4 * num_rows * _ROW_BYTES,  # K and V, read and written
         ours=ours,
         theirs=theirs,
         their_name="cache[slots] = x, twice",
-        check=check,
+        results=[(ours_k, their_k), (ours_v, their_v)],
     )
 
 
-def _index(device: torch.device, *, num_rows: int, num_indices: int) -> Case:
+def _index(device: torch.device, *, num_rows: int, num_indices: int) -> Comparison:
     import torch
 
     row_bytes = 8192
@@ -183,23 +184,18 @@ def _index(device: torch.device, *, num_rows: int, num_indices: int) -> Case:
     def theirs() -> None:
         torch.index_select(table, 0, indices, out=expected)
 
-    def check() -> bool:
-        ours()
-        theirs()
-        return _equal(output, expected)
-
-    return Case(
+    return Comparison(
         op="indexing",
         what=f"{num_indices:,} rows of {row_bytes} B",
         moved_bytes=2 * num_indices * row_bytes,  # read and written
         ours=ours,
         theirs=theirs,
         their_name="index_select",
-        check=check,
+        results=[(output, expected)],
     )
 
 
-def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
+def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Comparison:
     import torch
 
     gpu = device.type == "cuda"
@@ -217,12 +213,7 @@ def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
     def theirs() -> None:
         their_dst[device_slots] = src[rows].to(device)
 
-    def check() -> bool:
-        ours()
-        theirs()
-        return _equal(ours_dst, their_dst)
-
-    return Case(
+    return Comparison(
         op="h2d_gather",
         what=f"{num_rows:,} rows of {_ROW_BYTES} B",
         # Over the bus once; in the CPU's memory read and written.
@@ -230,32 +221,29 @@ def _gather(device: torch.device, *, num_slots: int, num_rows: int) -> Case:
         ours=ours,
         theirs=theirs,
         their_name="dst[slots] = src[rows].to(device)" if gpu else "dst[slots] = src[rows]",
-        check=check,
+        results=[(ours_dst, their_dst)],
         in_graph=False,
     )
 
 
 def _compile() -> None:
     """Compile the kernels of the demo for GPUs that are not here, and show how long it takes."""
-    from jitkern.cli.machine import default_jobs
-    from jitkern.cli.warm import build_all, op_jobs
-    from jitkern.jit.arch import Arch
+    from jitkern.warming import default_threads, op_jobs, run_all
 
     sizes = {"store": _ROW_BYTES, "index": 8192, "h2d_gather": _ROW_BYTES}
-    archs = [Arch.parse(text) for text in _SHOWN_ARCHS]
     start = time.perf_counter()
-    jobs = [job for op, row_bytes in sizes.items() for job in op_jobs(op, row_bytes, archs)]
-    rows, failures = build_all(jobs, default_jobs())
+    jobs = [job for op, size in sizes.items() for job in op_jobs(op, size, SUPPORTED_ARCHS)]
+    outcomes, failures = run_all(jobs, default_threads())
     took_s = time.perf_counter() - start
 
     by_kernel: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        ms = "" if row.ms is None else f"{ui.ms_text(row.ms)} ms"
-        cell = ms if row.source == "compiled" else f"{row.source} {ms}".rstrip()
-        by_kernel.setdefault((row.op, row.parameters), []).append(cell)
-    columns = ("CUDA kernel", "parameters", *(f">{arch}" for arch in _SHOWN_ARCHS))
+    for outcome in outcomes:
+        ms = "" if outcome.lookup is None else f"{ui.ms_text(outcome.lookup.ms)} ms"
+        cell = ms if outcome.source == "compiled" else f"{outcome.source} {ms}".rstrip()
+        by_kernel.setdefault((outcome.job.name, outcome.job.parameters), []).append(cell)
+    columns = ("CUDA kernel", "parameters", *(f">{arch}" for arch in SUPPORTED_ARCHS))
     lines = [(op, parameters, *cells) for (op, parameters), cells in by_kernel.items()]
     ui.console().print(ui.table(columns, lines))
-    ui.say(f"{len(rows)} kernels in {took_s:.1f} s: no GPU, no CUDA toolkit")
+    ui.say(f"{len(outcomes)} kernels in {took_s:.1f} s: no GPU, no CUDA toolkit")
     if failures:
         raise failures[0]

@@ -1,4 +1,4 @@
-"""``jitkern doctor``: what is installed, whether it works, and the cure where it does not."""
+"""``jitkern doctor``: what is installed, whether it works, and the fix where it does not."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jitkern
+from jitkern.arch import Arch, gpu_archs
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError
+
+if TYPE_CHECKING:
+    from jitkern.compilers.find import Tool
+    from jitkern.compilers.find_nvrtc import Nvrtc
 
 SUMMARY = "check this machine: versions, GPU, compilers, cache"
 DESCRIPTION = """\
@@ -27,12 +32,12 @@ State = Literal["ok", "note", "broken"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was looked at, what was found, and the cure where it is not ok."""
+    """One line: what was looked at, what was found, and the fix where it is not ok."""
 
     what: str
     found: str
     state: State = "ok"
-    cure: str = ""
+    fix: str = ""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         for check in diagnose():
             checks.append(check)
             status.update(f"looked at {check.what}")
-    rows = [(check.what, check.state, check.found, check.cure) for check in checks]
-    ui.console().print(ui.table(("", "", "found", "cure"), rows))
+    rows = [(check.what, check.state, check.found, check.fix) for check in checks]
+    ui.console().print(ui.table(("", "", "found", "fix"), rows))
     broken = [check.what for check in checks if check.state == "broken"]
     ui.say(f"broken: {', '.join(broken)}" if broken else "the ops run on this machine")
     return 1 if broken else 0
@@ -64,7 +69,7 @@ def diagnose() -> Iterator[Check]:
     yield _distribution("apache-tvm-ffi", "tvm-ffi")
     host = _host_module()
     yield host
-    gpus = _gpu_count() if host.state == "ok" else 0
+    gpus = int(_host().device_count()) if host.state == "ok" else 0
     if host.state == "ok":
         yield _gpu(gpus)
         yield from _driver(gpus)
@@ -97,46 +102,46 @@ def _torch() -> Check:
 
 
 def _host_module() -> Check:
-    from jitkern.cli.warm import timed_load
-    from jitkern.jit import host
+    from jitkern.host import module as host
 
     try:
-        row = timed_load("host module", "", host.module)
+        found = host.find()
     except (JitkernError, OSError, ImportError) as error:
-        cure = "install a jitkern wheel, or g++ and ninja to build it here"
-        return Check("host module", _first_line(error), "broken", cure)
-    did = "built" if row.source == "compiled" else "loaded"
-    return Check("host module", f"{row.source}, {did} in {ui.ms_text(row.ms or 0)} ms")
+        fix = "install a jitkern wheel, or g++ and ninja to build it here"
+        return Check("host module", _first_line(error), "broken", fix)
+    did = "built" if found.source == "compiled" else "loaded"
+    return Check("host module", f"{found.source}, {did} in {ui.ms_text(found.ms)} ms")
 
 
-def _gpu_count() -> int:
-    from jitkern.jit import host
+def _host() -> Any:
+    from jitkern.host.module import module
 
-    return int(host.module().device_count())
+    return module()
 
 
 def _gpu(count: int) -> Check:
     import torch
 
-    from jitkern.cli.machine import gpu_archs
-
     if not count:
         if Path("/proc/driver/nvidia/version").exists():
             return Check("GPU", "none visible", "note", "check CUDA_VISIBLE_DEVICES, nvidia-smi")
         return Check("GPU", "none: the ops run on the CPU")
-    archs = ", ".join(map(str, dict.fromkeys(gpu_archs())))
     if not torch.cuda.is_available():
-        cure = "install a build of torch for CUDA (https://pytorch.org/get-started)"
-        return Check("GPU", f"{count} of arch {archs}, unknown to torch", "broken", cure)
+        archs = ", ".join(dict.fromkeys(map(_driver_arch, range(count))))
+        fix = "install a build of torch for CUDA (https://pytorch.org/get-started)"
+        return Check("GPU", f"{count} of arch {archs}, unknown to torch", "broken", fix)
     names = [torch.cuda.get_device_name(i) for i in range(count)]
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    archs = ", ".join(map(str, dict.fromkeys(gpu_archs())))
     return Check("GPU", f"{kinds}, arch {archs}")
 
 
-def _driver(gpus: int) -> Iterator[Check]:
-    from jitkern.jit import host
+def _driver_arch(device: int) -> str:
+    return str(Arch(*divmod(int(_host().device_arch(device)), 10)))
 
-    version = int(host.module().driver_version())
+
+def _driver(gpus: int) -> Iterator[Check]:
+    version = int(_host().driver_version())
     if version:
         supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
         yield Check("driver", f"{_kernel_driver() or 'version unknown'}, {supports}")
@@ -154,7 +159,7 @@ def _kernel_driver() -> str:
 
 
 def _nvrtc_against_driver(driver_major: int) -> Iterator[Check]:
-    from jitkern.jit.toolchain import find_nvrtc
+    from jitkern.compilers.find_nvrtc import find_nvrtc
 
     try:
         nvrtc = find_nvrtc()
@@ -163,45 +168,32 @@ def _nvrtc_against_driver(driver_major: int) -> Iterator[Check]:
     if int(nvrtc.version.partition(".")[0]) > driver_major:
         package = "nvidia-cuda-nvrtc-cu12" if driver_major == 12 else "nvidia-cuda-nvrtc"
         found = f"makes code for CUDA {nvrtc.version}, newer than the driver"
-        cure = f'update the driver, or pip install "{package}=={driver_major}.*"'
-        yield Check("NVRTC", found, "broken", cure)
+        fix = f'update the driver, or pip install "{package}=={driver_major}.*"'
+        yield Check("NVRTC", found, "broken", fix)
 
 
 def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
-    from jitkern.jit.toolchain import find_cxx, find_ninja, find_nvcc, find_nvrtc
+    from jitkern.compilers.find import find_cxx, find_ninja
+    from jitkern.compilers.find_cuda import find_nvcc
+    from jitkern.compilers.find_nvrtc import find_nvrtc
 
     compiler = settings().compiler
-
-    def nvrtc() -> str:
-        found = find_nvrtc()
-        return f"{found.version} ({found.path})"
-
-    def nvcc() -> str:
-        found = find_nvcc()
-        return f"{found.version} ({found.path})"
-
-    def cxx() -> str:
-        found = find_cxx()
-        return f"{found.id} ({found.path})"
-
-    def ninja() -> str:
-        found = find_ninja()
-        return f"{found.version} ({found.path})"
-
-    yield _tool("NVRTC", nvrtc, needed=has_gpu and compiler == "nvrtc")
-    yield _tool("nvcc", nvcc, needed=has_gpu and compiler == "nvcc")
-    yield _tool("c++", cxx, needed=not host_works)
-    yield _tool("ninja", ninja, needed=not host_works)
+    yield _tool("NVRTC", find_nvrtc, needed=has_gpu and compiler == "nvrtc")
+    yield _tool("nvcc", find_nvcc, needed=has_gpu and compiler == "nvcc")
+    yield _tool("c++", find_cxx, needed=not host_works)
+    yield _tool("ninja", find_ninja, needed=not host_works)
 
 
-def _tool(what: str, find: Callable[[], str], *, needed: bool) -> Check:
+def _tool(what: str, find: Callable[[], Nvrtc | Tool], *, needed: bool) -> Check:
     try:
-        return Check(what, find())
+        tool = find()
     except ToolchainError as error:
-        reason, cure = ui.cure_of(error)
+        reason, fix = ui.split_hint(error)
         if needed:
-            return Check(what, reason, "broken", cure)
-        return Check(what, f"{reason} ({_USED_FOR[what]})", "note", cure)
+            return Check(what, reason, "broken", fix)
+        return Check(what, f"{reason} ({_USED_FOR[what]})", "note", fix)
+    # Of the C++ compilers the version alone does not say which it is.
+    return Check(what, f"{tool.id if what == 'c++' else tool.version} ({tool.path})")
 
 
 _USED_FOR = {
@@ -218,15 +210,15 @@ def _caches() -> Iterator[Check]:
         ui.require_writable(root, "set JITKERN_CACHE_DIR to a directory of yours")
         yield Check("cache", f"{root}, writable")
     except JitkernError as error:
-        reason, cure = ui.cure_of(error)
+        reason, fix = ui.split_hint(error)
         # Not broken: a process then keeps what it compiles in a directory of its own.
-        yield Check("cache", reason, "note", cure)
+        yield Check("cache", reason, "note", fix)
     for path in settings().cache_path:
         if path.is_dir():
             yield Check("read-only cache", str(path))
         else:
-            cure = "make it, or take it out of JITKERN_CACHE_PATH"
-            yield Check("read-only cache", f"{path}: no such directory", "note", cure)
+            fix = "make it, or take it out of JITKERN_CACHE_PATH"
+            yield Check("read-only cache", f"{path}: no such directory", "note", fix)
 
 
 def _trial(device: str) -> Check:
@@ -240,8 +232,8 @@ def _trial(device: str) -> Check:
     except (JitkernError, RuntimeError, OSError) as error:
         return Check(f"indexing on {device}", _first_line(error), "broken", "see the line itself")
     if not right:
-        cure = "report it, with this table: the result differs from PyTorch's"
-        return Check(f"indexing on {device}", "wrong result", "broken", cure)
+        fix = "report it, with this table: the result differs from PyTorch's"
+        return Check(f"indexing on {device}", "wrong result", "broken", fix)
     return Check(f"indexing on {device}", "right")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
 
 # A pipe or a file has no width: wide enough for a path, and tables take only what they need.
 _PIPE_WIDTH = 200
@@ -61,7 +61,7 @@ def names(text: str) -> list[str]:
 
 def archs(text: str) -> list[Arch]:
     """Parse ``9.0,10.0``, as argparse's ``type``."""
-    from jitkern.jit.arch import Arch
+    from jitkern.arch import Arch
 
     try:
         return [Arch.parse(part) for part in _parts(text)]
@@ -129,10 +129,10 @@ def bytes_text(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def cure_of(error: Exception) -> tuple[str, str]:
+def split_hint(error: Exception) -> tuple[str, str]:
     """Split ``what is wrong; what to do`` into its two parts."""
-    reason, separator, cure = str(error).rpartition("; ")
-    return (reason, cure) if separator else (cure, "")
+    reason, separator, hint = str(error).rpartition("; ")
+    return (reason, hint) if separator else (hint, "")
 
 
 def ms_text(ms: float) -> str:
@@ -145,7 +145,7 @@ def natural(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
-def require_writable(directory: Path, cure: str) -> None:
+def require_writable(directory: Path, hint: str) -> None:
     """Raise CacheError unless files can be made in `directory`, which is created if needed.
 
     By making one: what the mode bits say is not the truth for root, on a read-only mount or on a
@@ -157,4 +157,4 @@ def require_writable(directory: Path, cure: str) -> None:
             file.write(b"x")
             file.flush()
     except OSError as error:
-        raise CacheError(f"{directory}: cannot be written: {error.strerror}; {cure}") from error
+        raise CacheError(f"{directory}: cannot be written: {error.strerror}; {hint}") from error

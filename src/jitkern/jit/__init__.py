@@ -1,1 +1,1 @@
-"""Just-in-time compilation: templates, toolchains, the compile routes, the cache and the loader."""
+"""``load_jit`` and ``load_aot``: templates, the device route, the C++ and CUDA routes."""

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jitkern import hints
+from jitkern.arch import Arch
+from jitkern.cache import stats
+from jitkern.cache.entry import Entry, Key
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
+from jitkern.compilers.find_nvrtc import find_nvrtc
+from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, include_closure
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
-from jitkern.jit import stats
-from jitkern.jit.entry import Entry, Key, digest, slug
-from jitkern.jit.locking import no_fork
+from jitkern.files import digest, sha256, slug
 from jitkern.jit.record import Specialisation, record
-from jitkern.jit.resolve import Built, Found, obtain
-from jitkern.jit.sources import CSRC, INCLUDE_DIRS, include_closure
-from jitkern.jit.stats import Source
-from jitkern.jit.toolchain import Arch, find_nvcc, find_nvrtc
+
+if TYPE_CHECKING:
+    from jitkern.compilers.nvrtc import Image
 
 # Raised when the same text has to be compiled anew: how entry points and parameters are rendered.
 DEVICE_ABI = 1
 
 # Name and template class of a kernel.
 Wrapper = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """How an image was found.
-
-    Attributes
-    ----------
-    source
-        ``"memo"``, ``"cached"``, ``"shipped"`` or ``"compiled"``.
-    ms
-        Milliseconds it took.
-    bytes
-        Size of the image.
-    path
-        Directory of the entry, or None where it could be kept in memory only.
-    """
-
-    source: Source
-    ms: float
-    bytes: int
-    path: Path | None
 
 
 def render(includes: Sequence[str], wrappers: Sequence[Wrapper]) -> str:
@@ -91,12 +72,16 @@ class DeviceModule:
     include_dirs
         Directories searched before the package's own.
     recorded
-        What load_jit was given, for JITKERN_RECORD.
+        What load_jit was given, for JITKERN_RECORD; None is not recorded.
+    hint
+        Says for an arch what would have built the kernel beforehand; FrozenError ends with it.
 
     Attributes
     ----------
     name
-        The kernel's name and template arguments, e.g. ``store_656_16_4``.
+        The kernel's name and template arguments, e.g. ``store_656_16_4_128_8_true``.
+    closure
+        The rendered translation unit with all that it includes.
     """
 
     def __init__(
@@ -108,21 +93,22 @@ class DeviceModule:
         wrappers: Sequence[Wrapper],
         options: Sequence[str] = (),
         include_dirs: Sequence[Path] = (),
-        recorded: Mapping[str, Any] | None = None,
+        recorded: Specialisation | None = None,
+        hint: Callable[[Arch], str] = hints.replay,
     ) -> None:
         self.op = name
         self.args = tuple(args)
         self.name = slug("_".join([name, *self.args]))
         self.wrappers = tuple(wrappers)
-        self._files = tuple(files)
-        self._shipped = all(file.is_relative_to(CSRC / "ops") for file in files)
-        self._recorded = dict(recorded or {})
-        self._options = tuple(options)
-        self._source = render([_include_name(file) for file in files], wrappers)
-        self._closure = include_closure(
-            self._source, include_dirs=[*(Path(d) for d in include_dirs), *INCLUDE_DIRS]
+        self.files = tuple(files)
+        self._recorded = recorded
+        self.hint = hint
+        self.options = tuple(options)
+        self.closure = include_closure(
+            render([_include_name(file) for file in files], wrappers),
+            include_dirs=[*map(Path, include_dirs), *INCLUDE_DIRS],
         )
-        self._found: dict[Arch, Found] = {}
+        self._images: dict[Arch, Lookup[bytes]] = {}
         self._functions: dict[tuple[str, int], int] = {}
 
     def __repr__(self) -> str:
@@ -150,16 +136,25 @@ class DeviceModule:
         ToolchainError
             It is missing and there is no compiler.
         """
-        return self._find(arch)[0].entry.data
+        return self.lookup(arch).loaded
 
     def entry(self, arch: Arch) -> Entry:
         """Return the cache entry of the code for `arch`; its ``meta`` says how it was built."""
-        return self._find(arch)[0].entry
+        return self.lookup(arch).entry
 
-    def lookup(self, arch: Arch) -> Lookup:
+    def lookup(self, arch: Arch) -> Lookup[bytes]:
         """Find the code for `arch` and tell where it came from. Raises as :meth:`image`."""
-        found, source, ms = self._find(arch)
-        return Lookup(source, ms, len(found.entry.data), found.entry.path)
+        start = time.perf_counter()
+        found = self._images.get(arch)
+        if found is not None:
+            ms = (time.perf_counter() - start) * 1e3
+            stats.count("memo", ms)
+            return Lookup("memo", ms, found.entry, found.loaded)
+        found = self._images[arch] = get_or_build(_Image(self, arch))
+        file = settings().record
+        if file is not None and self._recorded is not None:
+            record(replace(self._recorded, arch=str(arch)), file)
+        return found
 
     def launch(
         self,
@@ -213,100 +208,100 @@ class DeviceModule:
         launch.launch(function, device, params, grid, block, shared_bytes)
 
     def key(self, arch: Arch) -> Key:
-        """Return the cache key of the code for `arch`.
-
-        The toolchain's version comes from file names: nothing is loaded and no process started.
-        """
-        headers = {
-            name: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
-            for name, text in self._closure.headers.items()
+        """Return the cache key of the code for `arch`."""
+        headers = self.closure.headers
+        content = {
+            "route": "device",
+            "abi": DEVICE_ABI,
+            "name": self.op,
+            "args": self.args,
+            "source": _content(self.closure.source),
+            "headers": {name: _content(text) for name, text in headers.items()},
+            "options": self.options,
+            "arch": str(arch),
         }
-        compiler = settings().compiler
-        family = digest(
-            {
-                "route": "device",
-                "abi": DEVICE_ABI,
-                "name": self.op,
-                "args": self.args,
-                "source": hashlib.sha256(self._closure.source.encode()).hexdigest(),
-                "headers": headers,
-                "options": self._options,
-                "arch": str(arch),
-            }
-        )
         describe = {
             "op": self.op,
             "args": list(self.args),
             "arch": str(arch),
-            "options": list(self._options),
+            "options": list(self.options),
             "kernels": [list(wrapper) for wrapper in self.wrappers],
-            "files": [file.name for file in self._files],
+            "files": [file.name for file in self.files],
         }
-        return Key("device", self.name, family, _toolchain_id(compiler), describe)
+        return Key("device", self.name, digest(content), describe)
 
-    def _find(self, arch: Arch) -> tuple[Found, Source, float]:
+
+class _Image(Buildable[bytes]):
+    """The code of a module for one arch.
+
+    Its variant, the compiler's version, comes from file names: nothing is loaded and no process
+    started. Without a compiler an entry of any is good, and a miss raises the compiler's error.
+    """
+
+    def __init__(self, module: DeviceModule, arch: Arch) -> None:
+        self._module = module
+        self._arch = arch
+        self.key = module.key(arch)
+        try:
+            self.variant = _toolchain_id()
+        except ToolchainError:
+            self.variant = ""
+
+    def load(self, entry: Entry) -> bytes:
+        return entry.data
+
+    def hint(self) -> str:
+        return self._module.hint(self._arch)
+
+    def build(self) -> BuildOutput:
         start = time.perf_counter()
-        found = self._found.get(arch)
-        if found is not None:
-            ms = (time.perf_counter() - start) * 1e3
-            stats.count("memo", ms)
-            return found, "memo", ms
-        key = self.key(arch)
-        found = obtain(key, lambda: self._build(key, arch), cure=self._cure(arch))
-        record(Specialisation("load_jit", (self.op, *self.args), self._recorded, str(arch)))
-        self._found[arch] = found
-        return found, found.source, (time.perf_counter() - start) * 1e3
-
-    def _build(self, key: Key, arch: Arch) -> Built:
-        # Imported here: a warm load needs neither.
-        from jitkern.jit import nvcc, nvrtc
-
-        start = time.perf_counter()
-        chosen = settings().compiler
-        compile_image = (
-            partial(nvrtc.compile, minimal=self._shipped)
-            if chosen == "nvrtc"
-            else nvcc.compile_with_nvcc
+        module = self._module
+        image = _compiler(minimal=all(file.is_relative_to(CSRC) for file in module.files))(
+            module.closure.source,
+            # Not NAME.cu: a header of that name, the user's own file, would include itself.
+            name=f"{module.name}.instance.cu",
+            headers=module.closure.headers,
+            arch=self._arch,
+            options=module.options,
         )
-        with no_fork():
-            image = compile_image(
-                self._closure.source,
-                # Not NAME.cu: a header of that name, the user's own file, would include itself.
-                name=f"{self.name}.instance.cu",
-                headers=self._closure.headers,
-                arch=arch,
-                options=self._options,
-            )
         if image.kind == "cubin" and not image.data.startswith(b"\x7fELF"):
             raise CompileError(
-                f"{self.name}: the compiler's output is not a cubin",
-                command=" ".join(self._options),
+                f"{module.name}: the compiler's output is not a cubin",
+                command=" ".join(module.options),
                 log=image.log,
-                source=self._closure.source,
+                source=module.closure.source,
             )
-        meta = {
+        notes = {
             "kind": image.kind,
             "log": image.log,
             "build_ms": round((time.perf_counter() - start) * 1e3, 3),
             "built_unix_s": round(time.time(), 3),
         }
-        return Built(key, {f"{slug(self.op)}.{image.kind}": image.data}, meta)
-
-    def _cure(self, arch: Arch) -> str:
-        if self._shipped and self.args and self.args[0].isdecimal():
-            command = f"jitkern warm --op {self.op} --element-size {self.args[0]} --arch {arch}"
-            return f"build it beforehand with: {command}"
-        return (
-            "record a run with JITKERN_RECORD=FILE and build it beforehand with: "
-            f"jitkern warm --replay FILE --arch {arch}"
-        )
+        return BuildOutput(_toolchain_id(), {f"{slug(module.op)}.{image.kind}": image.data}, notes)
 
 
-def _toolchain_id(compiler: str) -> str:
-    try:
-        return find_nvrtc().id if compiler == "nvrtc" else find_nvcc().id
-    except ToolchainError:
-        return ""  # any recorded toolchain is good; a miss raises this error again
+def _compiler(*, minimal: bool) -> Callable[..., Image]:
+    # Imported here: a warm load needs neither, a cold one needs one of them.
+    if settings().compiler == "nvrtc":
+        from jitkern.compilers import nvrtc
+
+        # The sources of the package have no need of what -minimal leaves out.
+        return partial(nvrtc.compile, minimal=minimal)
+    from jitkern.compilers import nvcc
+
+    return nvcc.compile_with_nvcc
+
+
+def _toolchain_id() -> str:
+    if settings().compiler == "nvrtc":
+        return find_nvrtc().id
+    from jitkern.compilers.find_cuda import find_nvcc
+
+    return find_nvcc().id
+
+
+def _content(text: str) -> str:
+    return sha256(text.encode("utf-8", "surrogateescape"))
 
 
 def _include_name(file: Path) -> str:

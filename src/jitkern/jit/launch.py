@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jitkern.errors import UnsupportedError
-from jitkern.jit import host
+from jitkern.host import module as host
 
 Dim = int | Sequence[int]
 

@@ -13,27 +13,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from jitkern.jit.device import DeviceModule, Lookup, Wrapper
-from jitkern.jit.native import NativeBuild, load_native
-from jitkern.jit.record import Specialisation, replay
-from jitkern.jit.resolve import freeze
-from jitkern.jit.sources import CSRC
-from jitkern.jit.stats import Stats, stats
+from jitkern.cache.get import Lookup
+from jitkern.compilers.sources import CSRC
+from jitkern.jit.device import DeviceModule, Wrapper
+from jitkern.jit.record import Specialisation
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
-
-__all__ = [
-    "DeviceModule",
-    "Lookup",
-    "Specialisation",
-    "Stats",
-    "freeze",
-    "load_aot",
-    "load_jit",
-    "replay",
-    "stats",
-]
 
 File = str | PathLike[str]
 Files = Sequence[File]
@@ -116,7 +102,7 @@ def load_jit(
     FrozenError
         It is not compiled yet and :func:`jitkern.freeze` was called.
     ToolchainError
-        There is no compiler; the message ends with the cure.
+        There is no compiler; the message ends with what to install.
 
     Examples
     --------
@@ -126,47 +112,8 @@ def load_jit(
     >>> module.scale(10)  # doctest: +SKIP
     40
     """
-    name = _name("load_jit", args)
-    options = _options(locals())
-    if device_files:
-        for argument in ("cpp_files", "cuda_files", "cpp_wrappers", "cuda_wrappers"):
-            if options.get(argument):
-                raise ValueError(f"load_jit: {argument}: given along with device_files")
-        if build_directory is not None or extra_cflags or extra_ldflags:
-            raise ValueError(
-                "load_jit: build_directory, extra_cflags, extra_ldflags: given along with "
-                "device_files, which need none of them"
-            )
-        if not device_wrappers:
-            raise ValueError("load_jit: device_wrappers: empty, expected (name, class) pairs")
-        return DeviceModule(
-            name,
-            args[1:],
-            files=_resolve("load_jit", "device_files", device_files),
-            wrappers=_wrappers("device_wrappers", device_wrappers),
-            options=tuple(extra_cuda_cflags or ()),
-            include_dirs=[Path(path) for path in extra_include_paths or ()],
-            recorded=options,
-        )
-    if device_wrappers:
-        raise ValueError("load_jit: device_wrappers: given without device_files")
-    return load_native(
-        NativeBuild(
-            name="_".join(args),
-            args=tuple(args),
-            cpp_files=_resolve("load_jit", "cpp_files", cpp_files),
-            cuda_files=_resolve("load_jit", "cuda_files", cuda_files),
-            cpp_wrappers=_wrappers("cpp_wrappers", cpp_wrappers),
-            cuda_wrappers=_wrappers("cuda_wrappers", cuda_wrappers),
-            inline=True,
-            cflags=tuple(extra_cflags or ()),
-            cuda_cflags=tuple(extra_cuda_cflags or ()),
-            ldflags=tuple(extra_ldflags or ()),
-            include_dirs=tuple(Path(path) for path in extra_include_paths or ()),
-        ),
-        build_directory=None if build_directory is None else Path(build_directory),
-        recorded=Specialisation("load_jit", tuple(args), options, ""),
-    )
+    loaded: DeviceModule | Module = _loaded(_specialisation("load_jit", args, locals()))
+    return loaded
 
 
 def load_aot(
@@ -206,37 +153,65 @@ def load_aot(
     --------
     >>> module = load_aot("radix", cpp_files=["radix.cc"])  # doctest: +SKIP
     """
-    _name("load_aot", args)
-    options = _options(locals())
-    return load_native(
-        NativeBuild(
-            name="_".join(args),
-            args=tuple(args),
-            cpp_files=_resolve("load_aot", "cpp_files", cpp_files),
-            cuda_files=_resolve("load_aot", "cuda_files", cuda_files),
-            inline=False,
-            cflags=tuple(extra_cflags or ()),
-            cuda_cflags=tuple(extra_cuda_cflags or ()),
-            ldflags=tuple(extra_ldflags or ()),
-            include_dirs=tuple(Path(path) for path in extra_include_paths or ()),
-        ),
-        build_directory=None if build_directory is None else Path(build_directory),
-        recorded=Specialisation("load_aot", tuple(args), options, ""),
+    module: Module = _loaded(_specialisation("load_aot", args, locals()))
+    return module
+
+
+def load_library(used: Specialisation) -> Lookup[Module]:
+    """Load a module with host functions, as load_jit or load_aot was asked to."""
+    # Imported here, with the compilers of this route: kernels for a GPU need none of them.
+    from jitkern.jit.native import NativeBuild, load_native
+
+    if used.options.get("device_wrappers"):
+        raise ValueError("load_jit: device_wrappers: given without device_files")
+    options = used.options
+    directory = options.get("build_directory")
+    build = NativeBuild(
+        name="_".join(used.args),
+        args=used.args,
+        cpp_files=_files(used, "cpp_files"),
+        cuda_files=_files(used, "cuda_files"),
+        cpp_wrappers=_wrappers(used, "cpp_wrappers"),
+        cuda_wrappers=_wrappers(used, "cuda_wrappers"),
+        inline=used.function == "load_jit",
+        cflags=tuple(options.get("extra_cflags", ())),
+        cuda_cflags=tuple(options.get("extra_cuda_cflags", ())),
+        ldflags=tuple(options.get("extra_ldflags", ())),
+        include_dirs=tuple(map(Path, options.get("extra_include_paths", ()))),
+    )
+    return load_native(build, None if directory is None else Path(directory), used)
+
+
+def load_device(used: Specialisation) -> DeviceModule:
+    """Return the module of device code that load_jit was asked for."""
+    options = used.options
+    for argument in ("cpp_files", "cuda_files", "cpp_wrappers", "cuda_wrappers"):
+        if options.get(argument):
+            raise ValueError(f"load_jit: {argument}: given along with device_files")
+    if any(map(options.get, ("build_directory", "extra_cflags", "extra_ldflags"))):
+        raise ValueError(
+            "load_jit: build_directory, extra_cflags, extra_ldflags: given along with "
+            "device_files, which need none of them"
+        )
+    if not options.get("device_wrappers"):
+        raise ValueError("load_jit: device_wrappers: empty, expected (name, class) pairs")
+    return DeviceModule(
+        used.args[0],
+        used.args[1:],
+        files=_files(used, "device_files"),
+        wrappers=_wrappers(used, "device_wrappers"),
+        options=options.get("extra_cuda_cflags", ()),
+        include_dirs=[Path(path) for path in options.get("extra_include_paths", ())],
+        recorded=used,
     )
 
 
-def load_recorded(used: Specialisation) -> DeviceModule | Module:
-    """Load what a line of a recorded file describes; ``jitkern warm --replay`` is built on it."""
-    options: dict[str, Any] = dict(used.options)
-    for name in ("cpp_wrappers", "cuda_wrappers", "device_wrappers"):
-        if name in options:
-            options[name] = [(export, target) for export, target in options[name]]
-    load: Any = load_jit if used.function == "load_jit" else load_aot
-    loaded: DeviceModule | Module = load(*used.args, **options)
-    return loaded
+def _loaded(used: Specialisation) -> Any:
+    return load_device(used) if used.options.get("device_files") else load_library(used).loaded
 
 
-def _name(function: str, args: Sequence[str]) -> str:
+def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -> Specialisation:
+    """What a function was given, as JSON can keep it."""
     if not args:
         raise TypeError(f"{function}: args: empty, expected the module's name first")
     for position, arg in enumerate(args):
@@ -245,41 +220,34 @@ def _name(function: str, args: Sequence[str]) -> str:
                 f"{function}: args[{position}]: {type(arg).__name__}, expected str; "
                 "make_cpp_args() turns values into template arguments"
             )
-    return args[0]
-
-
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments as JSON can keep them, those that were given."""
-    return {
+    options = {
         name: str(value) if isinstance(value, (str, PathLike)) else [_plain(item) for item in value]
         for name, value in given.items()
-        if name not in ("args", "name") and value is not None
+        if name != "args" and value is not None
     }
+    return Specialisation(function, tuple(args), options, "")
 
 
 def _plain(item: Any) -> Any:
     return str(item) if isinstance(item, (str, PathLike)) else list(item)
 
 
-def _wrappers(argument: str, given: Sequence[Wrapper] | None) -> tuple[Wrapper, ...]:
-    wrappers = tuple((str(export), str(target)) for export, target in given or ())
-    for export, _ in wrappers:
-        if not export.isidentifier():
-            raise ValueError(f"load_jit: {argument}: name {export!r}, expected a C identifier")
+def _wrappers(used: Specialisation, argument: str) -> tuple[Wrapper, ...]:
+    wrappers = tuple((str(name), str(target)) for name, target in used.options.get(argument, ()))
+    for name, _ in wrappers:
+        if not name.isidentifier():
+            raise ValueError(f"load_jit: {argument}: name {name!r}, expected a C identifier")
     return wrappers
 
 
-def _resolve(function: str, argument: str, files: Files | None) -> tuple[Path, ...]:
-    return tuple(_resolve_file(function, argument, Path(file)) for file in files or ())
+def _files(used: Specialisation, argument: str) -> tuple[Path, ...]:
+    return tuple(_file(used.function, argument, Path(f)) for f in used.options.get(argument, ()))
 
 
-def _resolve_file(function: str, argument: str, file: Path) -> Path:
-    if file.is_absolute():
-        places = [file]
-    else:
-        places = [CSRC / file, Path.cwd() / file]
-    for place in places:
-        if os.path.isfile(place):  # Path.is_file raises where a directory cannot be entered
-            return place
-    looked = " and ".join(str(place) for place in places)
-    raise FileNotFoundError(f"{function}: {argument}: {str(file)!r} does not exist, tried {looked}")
+def _file(function: str, argument: str, file: Path) -> Path:
+    candidates = [file] if file.is_absolute() else [CSRC / file, Path.cwd() / file]
+    for path in candidates:
+        if os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
+            return path
+    tried = " and ".join(map(str, candidates))
+    raise FileNotFoundError(f"{function}: {argument}: {str(file)!r} does not exist, tried {tried}")

@@ -1,32 +1,34 @@
 """The C++ and the single-source CUDA route: sources to a loaded library, through the cache.
 
-An entry's family covers the main sources, flags, wrappers, arch and the ABI. What else the compiler
-read is in the entry's manifest, as the compiler itself reported it: an entry is good only while
-every file in it has its content, so a family holds one entry per state of the headers.
+The key covers the main sources, flags, wrappers, arch and the ABI. What else the compiler read is
+in the entry's manifest, as the compiler itself reported it: an entry is good only while every file
+in it has its content, so a key has one variant per compiler and state of the headers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jitkern import hints
+from jitkern.arch import Arch, target_arch
+from jitkern.cache.entry import Entry, Key
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build, is_frozen
+from jitkern.cache.lock import build_lock
+from jitkern.compilers import cxx, depends
+from jitkern.compilers.identity import program_stats, toolchain_directories, toolchain_id
+from jitkern.compilers.load import load_library, platform_abi
+from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
 from jitkern.env import settings
-from jitkern.errors import CompileError
-from jitkern.jit import compilers, cxx, depends
-from jitkern.jit.entry import Entry, Key, digest, slug
-from jitkern.jit.library import LOAD_ERRORS, load_library, platform_abi
-from jitkern.jit.locking import build_lock
+from jitkern.files import digest, sha256, slug, write_whole
 from jitkern.jit.record import Specialisation, record
-from jitkern.jit.resolve import Built, is_frozen, obtain
-from jitkern.jit.sources import INCLUDE_DIRS, include_closure
-from jitkern.jit.toolchain import Arch
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -64,114 +66,98 @@ class NativeBuild:
     include_dirs: tuple[Path, ...] = ()
 
     @property
-    def route(self) -> str:
-        """``"cuda"`` where nvcc takes part, else ``"cxx"``."""
-        return "cuda" if self.cuda_files or self.cuda_wrappers else "cxx"
+    def cuda(self) -> bool:
+        """Whether nvcc takes part."""
+        return bool(self.cuda_files or self.cuda_wrappers)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All sources."""
+        return (*self.cpp_files, *self.cuda_files)
 
     @property
     def roots(self) -> list[Path]:
         """Directories that files read by the build are named relative to."""
-        folders = [file.parent for file in (*self.cpp_files, *self.cuda_files)]
+        folders = [file.parent for file in self.files]
         return list(dict.fromkeys([*folders, *self.include_dirs, *INCLUDE_DIRS]))
 
 
 def load_native(
-    build: NativeBuild, *, build_directory: Path | None, recorded: Specialisation
-) -> Module:
+    build: NativeBuild, build_directory: Path | None, used: Specialisation
+) -> Lookup[Module]:
     """Load the library of `build`, from the cache or newly built; see jitkern.load_jit."""
-    if not (build.cpp_files or build.cuda_files or build.cpp_wrappers or build.cuda_wrappers):
-        raise ValueError(f"{recorded.function}: cpp_files, cuda_files: both empty")
+    if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
+        raise ValueError(f"{used.function}: cpp_files, cuda_files: both empty")
     build = _without_include_flags(build)
-    arch = compilers.target_arch() if build.route == "cuda" else None
-    loaded = _Loader(build, arch, build_directory).load()
-    record(replace(recorded, arch="" if arch is None else str(arch)))
-    return loaded
+    arch = target_arch() if build.cuda else None
+    found = get_or_build(_Library(build, arch, build_directory))
+    if build_directory is not None:
+        _put(build_directory / found.entry.artefact_name, found.entry.data)
+    file = settings().record
+    if file is not None:
+        record(replace(used, arch="" if arch is None else str(arch)), file)
+    return found
 
 
-class _Loader:
-    """One load: what the steps share."""
+class _Library(Buildable["Module"]):
+    """The library of one build for one arch."""
 
     def __init__(self, build: NativeBuild, arch: Arch | None, build_directory: Path | None) -> None:
-        self.build = build
-        self.arch = arch
-        self.build_directory = build_directory
-        self.library_name = f"{slug(build.name)}.so"
         self.key = _key(build, arch)
-        self._module: Module | None = None
-        self._toolchain: str | None = None
+        self._build = build
+        self._arch = arch
+        self._build_directory = build_directory
 
-    def load(self) -> Module:
-        found = self._obtain(self._accept)
-        if self._module is None:
-            try:
-                self._module = load_library(found.artefact, cuda=self.arch is not None)
-            except LOAD_ERRORS:
-                # It was evicted a moment ago, or made on a machine with newer system libraries.
-                self._obtain(lambda _meta: False)
-        if self._module is None:
-            raise CompileError(f"{self.build.name}: not loaded", command="dlopen", log="")
-        if self.build_directory is not None:
-            _put(self.build_directory / self.library_name, found.data)
-        return self._module
+    def load(self, entry: Entry) -> Module:
+        return load_library(self._build.name, entry.artefact, cuda=self._build.cuda)
 
-    def _obtain(self, accept: Callable[[Mapping[str, Any]], bool]) -> Entry:
-        return obtain(
-            self.key,
-            self._build,
-            accept=accept,
-            verify=self._verify,
-            inputs=self._inputs,
-            cure="load it before freezing, or record a run with JITKERN_RECORD=FILE and build it "
-            "beforehand with: jitkern warm --replay FILE",
-        ).entry
+    def hint(self) -> str:
+        return f"load it before freezing, or {hints.replay()}"
 
     # -- looking up ------------------------------------------------------------------------------
 
-    def _accept(self, meta: Mapping[str, Any]) -> bool:
+    def accepts(self, meta: Mapping[str, Any]) -> bool:
         return self._same_toolchain(meta) and depends.holds(
-            meta.get("depends", {}), self.build.roots
+            meta.get("depends", {}), self._build.roots
         )
 
     def _same_toolchain(self, meta: Mapping[str, Any]) -> bool:
         # The same program files are the same compilers: no process is started to ask for versions.
-        stamps = compilers.stamps(self.build.route)
-        if stamps is not None and meta.get("compilers") == stamps:
+        programs = program_stats(cuda=self._build.cuda)
+        if programs is not None and meta.get("compilers") == programs:
             return True
-        name = self._toolchain_id()
-        return not name or is_frozen() or str(meta["toolchain"]).split("+deps-")[0] == name
+        if is_frozen() or not self._toolchain:
+            return True  # nothing else could be had
+        return bool(meta["toolchain"] == _variant(self._toolchain, meta.get("depends", {})))
 
-    def _toolchain_id(self) -> str:
-        if self._toolchain is None:
-            self._toolchain = compilers.toolchain_id(self.build.route)
-        return self._toolchain
+    @cached_property
+    def _toolchain(self) -> str:
+        return toolchain_id(cuda=self._build.cuda)
 
     # -- building --------------------------------------------------------------------------------
 
-    def _inputs(self) -> str:
+    def inputs(self) -> str:
         """Digest of all that a failing build may have read; the compiler reports nothing then."""
-        text = "\n".join(
-            f'#include "{file}"' for file in (*self.build.cpp_files, *self.build.cuda_files)
-        )
-        include_dirs = [*self.build.include_dirs, *INCLUDE_DIRS]
+        text = "\n".join(f'#include "{file}"' for file in self._build.files)
+        include_dirs = [*self._build.include_dirs, *INCLUDE_DIRS]
         try:
             closure = include_closure(text, include_dirs=include_dirs)
         except ValueError:
             return f"unknown {os.getpid()} {time.time_ns()}"  # a computed include: never the same
-        return digest([closure.digest, self._toolchain_id()])
+        return digest([closure.digest, self._toolchain])
 
-    def _build(self) -> Built:
-        if self.build_directory is None:
+    def build(self) -> BuildOutput:
+        if self._build_directory is None:
             with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
                 return self._build_in(Path(folder))
-        folder_path = self.build_directory
-        folder_path.mkdir(parents=True, exist_ok=True)
-        lock = folder_path / "jitkern.lock"
-        with build_lock(lock, timeout_s=settings().lock_timeout_s, poll=lambda: False):
-            return self._build_in(folder_path)
+        self._build_directory.mkdir(parents=True, exist_ok=True)
+        lock = self._build_directory / "jitkern.lock"
+        with build_lock(lock, timeout_s=settings().lock_timeout_s, done=lambda: False):
+            return self._build_in(self._build_directory)
 
-    def _build_in(self, folder: Path) -> Built:
+    def _build_in(self, folder: Path) -> BuildOutput:
         start = time.perf_counter()
-        route = self.build.route
+        cuda = self._build.cuda
         # A second try if somebody saved a file meanwhile: what was compiled is then not what would
         # be hashed. Not a third one: a file server's clock may run ahead of ours for good.
         for _ in range(2):
@@ -180,80 +166,65 @@ class _Loader:
             library, read = self._compile(folder)
             if not depends.changed_since(read, started_unix_s):
                 break
-        manifest = depends.manifest(
-            read, self.build.roots, covered=compilers.covered_directories(route)
-        )
-        toolchain = f"{self._toolchain_id()}+deps-{digest(manifest)[:12]}"
-        key = replace(_key(self.build, self.arch), toolchain=toolchain)
-        meta = {
+        manifest = depends.manifest(read, self._build.roots, toolchain_directories(cuda=cuda))
+        notes = {
             "depends": manifest,
-            "compilers": compilers.stamps(route),
+            "compilers": program_stats(cuda=cuda),
             "build_ms": round((time.perf_counter() - start) * 1e3, 3),
             "built_unix_s": round(time.time(), 3),
         }
-        return Built(key, {self.library_name: library}, meta)
+        files = {f"{slug(self._build.name)}.so": library}
+        return BuildOutput(_variant(self._toolchain, manifest), files, notes)
 
     def _compile(self, folder: Path) -> tuple[bytes, list[Path]]:
         """Return the library and the files that were read, those in `folder` left out."""
         built = cxx.build(
-            slug(self.build.name),
-            sources=_translation_units(self.build, folder),
+            slug(self._build.name),
+            sources=_translation_units(self._build, folder),
             directory=folder,
-            cflags=self.build.cflags,
-            cuda_cflags=self.build.cuda_cflags,
-            ldflags=self.build.ldflags,
-            include_paths=[*self.build.include_dirs, *INCLUDE_DIRS],
-            arch=self.arch,
+            cflags=self._build.cflags,
+            cuda_cflags=self._build.cuda_cflags,
+            ldflags=self._build.ldflags,
+            include_paths=[*self._build.include_dirs, *INCLUDE_DIRS],
+            arch=self._arch,
         )
         inside = folder.resolve()
         read = [path for path in built.dependencies if inside not in path.parents]
-        return built.library.read_bytes(), read
+        return built.path.read_bytes(), read
 
-    def _verify(self, staged: Path) -> None:
-        """Load the library before anybody else can see it, and use what was loaded."""
-        library = staged / self.library_name
-        try:
-            self._module = load_library(library, cuda=self.arch is not None)
-        except LOAD_ERRORS as error:
-            raise CompileError(
-                f"{self.build.name}: the library was built but does not load",
-                command=f"dlopen {self.library_name}",
-                log=str(error).replace(f"{staged}/", ""),
-            ) from error
+
+def _variant(toolchain: str, manifest: depends.Manifest) -> str:
+    return f"{toolchain}+deps-{digest(manifest)[:12]}"
 
 
 def _key(build: NativeBuild, arch: Arch | None) -> Key:
     import tvm_ffi
 
+    route = "cuda" if build.cuda else "cxx"
     flags = {"cflags": build.cflags, "cuda_cflags": build.cuda_cflags, "ldflags": build.ldflags}
     describe = {
         "op": build.args[0],
         "args": list(build.args[1:]),
         "arch": "" if arch is None else str(arch),
-        "files": [file.name for file in (*build.cpp_files, *build.cuda_files)],
+        "files": [file.name for file in build.files],
         **{name: list(value) for name, value in flags.items()},
     }
-    family = digest(
-        {
-            "route": build.route,
-            "abi": [NATIVE_ABI, f"tvm-ffi {tvm_ffi.__version__}", *platform_abi()],
-            "describe": describe,
-            "defaults": [cxx.CFLAGS, cxx.CUDA_CFLAGS if arch is not None else ()],
-            "sources": [
-                [file.name, hashlib.sha256(file.read_bytes()).hexdigest()]
-                for file in (*build.cpp_files, *build.cuda_files)
-            ],
-            "wrappers": [build.cpp_wrappers, build.cuda_wrappers],
-            "inline": build.inline,
-            "include_dirs": len(build.include_dirs),
-        }
-    )
-    return Key(build.route, build.name, family, "", describe)
+    content = {
+        "route": route,
+        "abi": [NATIVE_ABI, f"tvm-ffi {tvm_ffi.__version__}", *platform_abi()],
+        "describe": describe,
+        "defaults": [cxx.CFLAGS, cxx.CUDA_CFLAGS if arch is not None else ()],
+        "sources": [[file.name, sha256(file.read_bytes())] for file in build.files],
+        "wrappers": [build.cpp_wrappers, build.cuda_wrappers],
+        "inline": build.inline,
+        "include_dirs": len(build.include_dirs),
+    }
+    return Key(route, build.name, digest(content), describe)
 
 
 def _translation_units(build: NativeBuild, folder: Path) -> list[Path]:
     if not build.inline:
-        return [*build.cpp_files, *build.cuda_files]
+        return list(build.files)
     units = []
     for name, files, wrappers in (
         ("main.cc", build.cpp_files, build.cpp_wrappers),
@@ -294,10 +265,6 @@ def _without_include_flags(build: NativeBuild) -> NativeBuild:
 
 
 def _put(file: Path, data: bytes) -> None:
-    """Write `file` by a rename: another process may be running the old one."""
-    if file.exists() and file.read_bytes() == data:
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    partial.write_bytes(data)
-    os.replace(partial, file)
+    """Have `file` hold `data`; it is left alone where it does."""
+    if not file.exists() or file.read_bytes() != data:
+        write_whole(file, data)

@@ -14,19 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jitkern.env import settings
+from jitkern.forks import PerProcess
 
 _log = logging.getLogger("jitkern")
-_guard = threading.Lock()
+_guard = PerProcess(threading.Lock)
 _seen: dict[Path, set[str]] = {}
-
-
-def _renew_guard() -> None:
-    global _guard
-    _guard = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_guard)
 
 
 @dataclass(frozen=True)
@@ -65,16 +57,13 @@ class Specialisation:
         return json.dumps(value, sort_keys=True)
 
 
-def record(used: Specialisation) -> None:
-    """Append `used` to the file of JITKERN_RECORD, once per process and file.
+def record(used: Specialisation, file: Path) -> None:
+    """Append `used` to `file`, once per process.
 
     Many processes may append at once: a line is one write to a file opened for appending.
     """
-    file = settings().record
-    if file is None:
-        return
     line = used.to_json()
-    with _guard:
+    with _guard.value:
         seen = _seen.get(file)
         if seen is None:
             seen = _seen[file] = _lines(file)
@@ -109,11 +98,6 @@ def replay(file: str | os.PathLike[str]) -> list[Specialisation]:
         A line is something else; the message names file and line.
     OSError
         The file cannot be read.
-
-    Examples
-    --------
-    >>> for used in replay("kernels.jsonl"):  # doctest: +SKIP
-    ...     print(used)
     """
     found: dict[str, Specialisation] = {}
     for number, line in enumerate(Path(file).read_text().splitlines(), start=1):

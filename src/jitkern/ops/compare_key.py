@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitkern.jit import host
+from jitkern.host import module as host
 from jitkern.ops.common import name_unreadable
 
 if TYPE_CHECKING:

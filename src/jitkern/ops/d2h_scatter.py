@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jitkern.jit import host
-from jitkern.jit.loader import DeviceModule, load_jit
+from jitkern.host import module as host
+from jitkern.jit.device import DeviceModule
 from jitkern.ops.common import name_unreadable
+from jitkern.ops.kernels import load_jit
 from jitkern.ops.pairs import pair_copy_args, pair_specialisations
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jitkern.jit import host
-from jitkern.jit.loader import DeviceModule, load_jit
+from jitkern.host import module as host
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, name_unreadable, widest_vec_bytes
+from jitkern.ops.kernels import load_jit
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jitkern.arch import Arch
+from jitkern.compilers.find_cuda import find_nvcc
+from jitkern.compilers.ninja import Step, run_ninja
+from jitkern.compilers.nvrtc import Image
+from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
 from jitkern.errors import CompileError
-from jitkern.jit.ninja import Edge, run_ninja
-from jitkern.jit.nvrtc import Image, check_options
-from jitkern.jit.toolchain import Arch, find_nvcc
 
-__all__ = ["BASE_OPTIONS", "compile_with_nvcc"]
-
-BASE_OPTIONS = ("-std=c++17", "-lineinfo", "-Xptxas=-v")
+BASE_OPTIONS = (DEVICE_STD, "-lineinfo", "-Xptxas=-v")
 """Given to every compile: line numbers for the profiler, the resource report in the log."""
 
 
@@ -31,9 +31,9 @@ def compile_with_nvcc(
 ) -> Image:
     """Compile device code to a cubin with nvcc; blocks until done.
 
-    Parameters and result as `jitkern.jit.nvrtc.compile`. The headers are written to a temporary
-    directory; those of the toolkit itself, which nvcc includes on its own, are not part of the
-    closure and are covered by nvcc's version in the key.
+    Parameters and result as `nvrtc.compile`. The headers are written to a temporary directory;
+    those of the toolkit itself, which nvcc includes on its own, are not part of the closure and
+    are covered by nvcc's version in the key.
 
     Raises
     ------
@@ -43,26 +43,24 @@ def compile_with_nvcc(
         There is no nvcc or no ninja.
     ValueError
         An option that names an include directory or file.
-
-    Examples
-    --------
-    >>> compile_with_nvcc('extern "C" __global__ void k() {}', name="k.cu", headers={},
-    ...                   arch=Arch(9, 0)).kind  # doctest: +SKIP
-    'cubin'
     """
     check_options(options)
     nvcc = find_nvcc()
     with tempfile.TemporaryDirectory(prefix="jitkern-nvcc-") as temporary:
         root = Path(temporary)
         unit = root / f"{Path(name).stem}.cu"
-        for path, text in {unit: source, **_placed(root / "include", headers)}.items():
+        written = {
+            unit: source,
+            **{root / "include" / path: text for path, text in headers.items()},
+        }
+        for path, text in written.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
-        flags = [option for option in BASE_OPTIONS if not _replaced(option, options)]
-        command = (*nvcc.command, "-cubin", f"-arch={arch.sm}", *flags, *options)
+        flags = with_defaults(BASE_OPTIONS, options)
+        command = (*nvcc.command, "-cubin", f"-arch={arch.sm}", *flags)
         tail = ("-I", "include", unit.name, "-o", "out.cubin")
         try:
-            log = run_ninja(name, root, [Edge("out.cubin", (unit.name,), (*command, *tail))])
+            log = run_ninja(name, root, [Step("out.cubin", (unit.name,), (*command, *tail))])
         except CompileError as error:
             raise CompileError(
                 f"{name}: {nvcc.id} for {arch} failed",
@@ -71,11 +69,3 @@ def compile_with_nvcc(
                 source=source,
             ) from None
         return Image((root / "out.cubin").read_bytes(), "cubin", log)
-
-
-def _placed(root: Path, headers: Mapping[str, str]) -> dict[Path, str]:
-    return {root / name: text for name, text in headers.items()}
-
-
-def _replaced(option: str, options: Sequence[str]) -> bool:
-    return option.startswith("-std") and any(o.lstrip("-").startswith("std") for o in options)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
 from jitkern.env import settings
+from jitkern.forks import PerProcess
 
 Source = Literal["memo", "cached", "shipped", "compiled"]
 
@@ -54,22 +55,14 @@ class Stats:
     waits: Tally = field(default_factory=Tally)
 
 
-_guard = threading.Lock()
-_tallies: dict[str, Tally] = {}
-
-
-def _renew_guard() -> None:
-    global _guard
-    _guard = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_guard)
+_guard = PerProcess(threading.Lock)
+_tallies: defaultdict[str, Tally] = defaultdict(Tally)
 
 
 def count(what: str, ms: float = 0.0) -> None:
     """Add one occurrence of `what`, an attribute of Stats."""
-    with _guard:
-        _tallies[what] = _tallies.get(what, Tally()).plus(ms)
+    with _guard.value:
+        _tallies[what] = _tallies[what].plus(ms)
 
 
 def stats() -> Stats:
@@ -81,16 +74,16 @@ def stats() -> Stats:
     >>> jitkern.stats().compiles.count
     0
     """
-    with _guard:
-        now = dict(_tallies)
+    with _guard.value:
+        now = _tallies.copy()
     return Stats(
-        memo=now.get("memo", Tally()),
-        cached=now.get("cached", Tally()),
-        shipped=now.get("shipped", Tally()),
-        misses=now.get("misses", Tally()).count,
-        compiles=now.get("compiles", Tally()),
-        failures=now.get("failures", Tally()).count,
-        waits=now.get("waits", Tally()),
+        memo=now["memo"],
+        cached=now["cached"],
+        shipped=now["shipped"],
+        misses=now["misses"].count,
+        compiles=now["compiles"],
+        failures=now["failures"].count,
+        waits=now["waits"],
     )
 
 

@@ -1,6 +1,6 @@
 """Bundles: any number of cache entries in one file, to be carried to machines with no compiler.
 
-A bundle is a gzipped tar of ``<name>-<family>/<toolchain>/<file>``. The same entries give the same
+A bundle is a gzipped tar of ``<name>-<digest>/<variant>/<file>``. The same entries give the same
 bytes; everything is verified before anything is used.
 """
 
@@ -8,31 +8,73 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import tarfile
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
+from jitkern.cache.entry import META_NAME, Entry, EntryInfo, check_file, parse_meta, read_entry
+from jitkern.cache.store import Cache
 from jitkern.errors import CacheError
-from jitkern.jit.entry import META_NAME, Key, check_file, is_safe_name, parse_meta
-
-BundledEntry = tuple[Key, dict[str, bytes], dict[str, Any]]
-
-# What render_meta() works out again from key and files.
-_DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
+from jitkern.files import is_safe_name, write_whole
 
 
-def write(file: Path, members: Mapping[str, bytes]) -> None:
-    """Write `members` (path in the bundle -> bytes) to `file` by one atomic rename.
+def export_bundle(
+    cache: Cache, file: Path, select: Callable[[EntryInfo], bool] = lambda _: True
+) -> int:
+    """Write the sound entries of `cache` that `select` accepts into one file; return how many.
+
+    The same entries give the same file, byte for byte.
 
     Raises
     ------
     CacheError
         The file cannot be written.
     """
+    members: dict[str, bytes] = {}
+    count = 0
+    for info in cache.entries():
+        if not select(info):
+            continue
+        try:
+            entry = read_entry(info.path)
+            meta = (info.path / META_NAME).read_bytes()
+        except (OSError, CacheError):
+            continue
+        folder = f"{info.path.parent.name}/{info.path.name}"
+        members[f"{folder}/{META_NAME}"] = meta
+        members.update({f"{folder}/{name}": data for name, data in entry.files.items()})
+        count += 1
+    try:
+        write_whole(file, _packed(members), flush=True)
+    except OSError as error:
+        raise CacheError(f"{file}: cannot write the bundle: {error.strerror}") from error
+    return count
+
+
+def import_bundle(cache: Cache, file: Path) -> int:
+    """Publish every entry of a bundle in `cache`; return how many.
+
+    Everything is verified first: a damaged bundle changes nothing.
+
+    Raises
+    ------
+    CacheError
+        The file is damaged, or the cache cannot be written.
+    """
+    entries = read_bundle(file)
+    for entry in entries:
+        cache.copy(entry)
+    return len(entries)
+
+
+def copy_entries(paths: Iterable[Path], cache: Cache) -> int:
+    """Publish the entries at `paths` in `cache`; return how many. CacheError for a damaged one."""
+    return len([cache.copy(read_entry(path)) for path in paths])
+
+
+def _packed(members: Mapping[str, bytes]) -> bytes:
+    """Return a bundle of `members`: path in the bundle -> bytes."""
     buffer = io.BytesIO()
     # No time, owner or file name goes in: equal entries make equal bundles.
     with (
@@ -44,22 +86,11 @@ def write(file: Path, members: Mapping[str, bytes]) -> None:
             info.size = len(members[name])
             info.mode = 0o644
             tar.addfile(info, io.BytesIO(members[name]))
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as out:
-            out.write(buffer.getbuffer())
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise CacheError(f"{file}: cannot write the bundle: {error.strerror}") from error
+    return buffer.getvalue()
 
 
-def read_entries(file: Path) -> list[BundledEntry]:
-    """Read and verify all entries of bundle `file`.
+def read_bundle(file: Path) -> list[Entry]:
+    """Read and verify all entries of a bundle; they live in memory only.
 
     Nothing is unpacked to the disk, so no name in the file can lead anywhere.
 
@@ -94,28 +125,19 @@ def _split(info: tarfile.TarInfo, file: Path) -> tuple[tuple[str, str], str]:
     return (parts[0], parts[1]), parts[2]
 
 
-def _entry(file: Path, folder: tuple[str, str], files: dict[str, bytes]) -> BundledEntry:
+def _entry(file: Path, folder: tuple[str, str], files: dict[str, bytes]) -> Entry:
     where = f"{file}: {'/'.join(folder)}"
     raw = files.pop(META_NAME, None)
     if raw is None:
         raise CacheError(f"{where}: {META_NAME} is missing")
-    meta = parse_meta(raw, where)
+    entry = Entry(None, files, parse_meta(raw, where))
     try:
-        key = Key(
-            route=meta["route"],
-            name=meta["name"],
-            family=meta["family"],
-            toolchain=meta["toolchain"],
-            describe=meta["describe"],
-        )
-        if (key.directory, key.toolchain) != folder or set(meta["files"]) != set(files):
+        recorded = entry.meta["files"]
+        if (entry.key.directory, entry.variant) != folder or set(recorded) != set(files):
             raise CacheError(f"{where}: its meta describes something else")
-        for name, expected in meta["files"].items():
+        for name, expected in recorded.items():
             check_file(name, files[name], expected, where)
-        artefact = meta["artefact"]
-        # The first file of a publication is its artefact.
-        ordered = {artefact: files[artefact], **files}
+        _ = entry.data
     except (KeyError, TypeError, AttributeError) as error:
         raise CacheError(f"{where}: its meta lacks {error}") from error
-    extra = {name: value for name, value in meta.items() if name not in _DERIVED}
-    return key, ordered, extra
+    return entry

@@ -1,81 +1,62 @@
 """One cache entry: a directory with the artefact files and a readable, checksummed ``meta.json``.
 
-Nothing here knows where caches live or how they are searched; see :mod:`jitkern.jit.cache`.
+An entry is found by a key, which stands for what it is made from, and a variant, which says what it
+was made with: one directory below the other. Nothing here knows where caches are.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jitkern.errors import CacheError
+from jitkern.files import (
+    canonical_json,
+    flush_directory,
+    is_safe_name,
+    sha256,
+    slug,
+    write_new,
+)
 
 SCHEMA = 1
 META_NAME = "meta.json"
 
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]*\Z")
-_UNSAFE_CHAR = re.compile(r"[^A-Za-z0-9_.+-]")
-
-
-def canonical_json(value: object) -> bytes:
-    """Render `value` as JSON that is equal byte for byte for equal values."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-
-
-def digest(value: object) -> str:
-    """Return 20 hex digits of the SHA-256 of `value`'s canonical JSON."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()[:20]
-
-
-def is_safe_name(name: str) -> bool:
-    """Tell whether `name` is a plain file name that cannot leave its directory."""
-    return len(name) <= 200 and _SAFE_NAME.match(name) is not None
-
-
-def slug(name: str) -> str:
-    """Return `name` with everything but letters, digits, ``_ . + -`` replaced, 80 at most."""
-    text = _UNSAFE_CHAR.sub("_", name)[:80].lstrip(".-")
-    return text or "module"
+# What render_meta() works out from key, variant and files; the rest of a meta is the builder's.
+_DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
 
 
 @dataclass(frozen=True)
 class Key:
-    """What an entry is found by.
+    """What an entry is made from.
 
     Parameters
     ----------
     route
-        ``"device"``, ``"cxx"`` or ``"cuda"``.
+        The way it is built, such as ``"device"``.
     name
-        Readable part of the directory's name, e.g. ``store_656_16_4``.
-    family
-        20 hex digits over everything but the toolchain.
-    toolchain
-        E.g. ``nvrtc-13.5``; empty where no toolchain is installed, which makes an entry of any
-        recorded toolchain good.
+        Readable part of the directory's name, e.g. ``store_656_16_4_128_8_true``.
+    digest
+        20 hex digits over everything but the variant; ``family`` in ``meta.json``.
     describe
         What goes into ``meta.json`` for a reader: op, arguments, arch, flags.
     """
 
     route: str
     name: str
-    family: str
-    toolchain: str
+    digest: str
     describe: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def directory(self) -> str:
-        """Name of the family's directory."""
-        return f"{slug(self.name)}-{self.family}"
+        """Name of the directory that holds the variants."""
+        return f"{slug(self.name)}-{self.digest}"
 
     def __str__(self) -> str:
-        return f"{self.directory}/{self.toolchain or 'any'}"
+        return self.directory
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,7 @@ class Entry:
 
     @property
     def artefact_name(self) -> str:
-        """Name of the file this entry is about (the first one recorded)."""
+        """Name of the file this entry is about (the first one published)."""
         return str(self.meta["artefact"])
 
     @property
@@ -112,6 +93,36 @@ class Entry:
             raise CacheError(f"{self.artefact_name}: no directory to keep it in can be written")
         return self.path / self.artefact_name
 
+    @property
+    def key(self) -> Key:
+        """The key that it was published under."""
+        meta = self.meta
+        return Key(meta["route"], meta["name"], meta["family"], meta["describe"])
+
+    @property
+    def variant(self) -> str:
+        """The variant that it was published as; ``toolchain`` in ``meta.json``."""
+        return str(self.meta["toolchain"])
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the builder had noted in the meta."""
+        return {name: value for name, value in self.meta.items() if name not in _DERIVED}
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """One line of a listing."""
+
+    name: str
+    args: str
+    arch: str
+    route: str
+    variant: str
+    bytes: int
+    last_used: float
+    path: Path
+
 
 def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
     """Parse the text of a ``meta.json`` and verify its checksum.
@@ -127,8 +138,7 @@ def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
         raise CacheError(f"{where}: not JSON: {error}") from error
     if not isinstance(meta, dict):
         raise CacheError(f"{where}: not an object")
-    checksum = meta.pop("checksum", None)
-    if checksum != hashlib.sha256(canonical_json(meta)).hexdigest():
+    if meta.pop("checksum", None) != sha256(canonical_json(meta)):
         raise CacheError(f"{where}: checksum does not match")
     if meta.get("schema") != SCHEMA:
         raise CacheError(f"{where}: schema {meta.get('schema')}, expected {SCHEMA}")
@@ -141,7 +151,7 @@ def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) 
         raise CacheError(f"{where}: file name {name!r}, expected a plain name")
     if len(data) != expected["bytes"]:
         raise CacheError(f"{where}: {name}: {len(data)} bytes, expected {expected['bytes']}")
-    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+    if sha256(data) != expected["sha256"]:
         raise CacheError(f"{where}: {name}: checksum does not match")
 
 
@@ -156,8 +166,13 @@ def read_meta(path: Path) -> dict[str, Any]:
     return parse_meta((path / META_NAME).read_bytes(), str(path / META_NAME))
 
 
-def read_entry(path: Path) -> Entry:
+def read_entry(path: Path, meta: Mapping[str, Any] | None = None) -> Entry:
     """Read the entry at `path`, every byte checked against its recorded SHA-256.
+
+    Parameters
+    ----------
+    meta
+        Its meta, if it has been read already.
 
     Raises
     ------
@@ -166,7 +181,8 @@ def read_entry(path: Path) -> Entry:
     FileNotFoundError
         There is no entry.
     """
-    meta = read_meta(path)
+    if meta is None:
+        meta = read_meta(path)
     files: dict[str, bytes] = {}
     for name, expected in meta["files"].items():
         try:
@@ -179,22 +195,43 @@ def read_entry(path: Path) -> Entry:
     return Entry(path, files, meta)
 
 
-def render_meta(key: Key, files: Mapping[str, bytes], extra: Mapping[str, Any]) -> dict[str, Any]:
+def read_info(path: Path) -> EntryInfo:
+    """Read what a listing shows of the entry at `path`. Raises as :func:`read_meta`."""
+    meta = read_meta(path)
+    used = (path / META_NAME).stat()
+    describe = meta["describe"]
+    args = describe.get("args", "")
+    return EntryInfo(
+        name=str(describe.get("op", meta["name"])),
+        args=args if isinstance(args, str) else ", ".join(map(str, args)),
+        arch=str(describe.get("arch", "")),
+        route=str(meta["route"]),
+        variant=str(meta["toolchain"]),
+        bytes=used.st_size + sum(file["bytes"] for file in meta["files"].values()),
+        last_used=used.st_mtime,
+        path=path,
+    )
+
+
+def render_meta(
+    key: Key, variant: str, files: Mapping[str, bytes], notes: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the meta of an entry that holds `files` (the first one is the artefact)."""
+    if not is_safe_name(variant):
+        raise ValueError(f"publish: variant: {variant!r}, expected a plain name")
     if not files or not all(is_safe_name(name) for name in files):
         raise ValueError(f"publish: files: {sorted(files)}, expected one or more plain names")
     return {
-        **extra,
+        **notes,
         "schema": SCHEMA,
         "route": key.route,
         "name": key.name,
-        "family": key.family,
-        "toolchain": key.toolchain,
+        "family": key.digest,
+        "toolchain": variant,
         "describe": dict(key.describe),
         "artefact": next(iter(files)),
         "files": {
-            name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for name, data in files.items()
+            name: {"bytes": len(data), "sha256": sha256(data)} for name, data in files.items()
         },
     }
 
@@ -202,25 +239,8 @@ def render_meta(key: Key, files: Mapping[str, bytes], extra: Mapping[str, Any]) 
 def write_entry(path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
     """Write `files` and `meta` into the existing directory `path` and flush them to the disk."""
     for name, data in files.items():
-        _write_flushed(path / name, data)
-    body = dict(meta)
-    body["checksum"] = hashlib.sha256(canonical_json(body)).hexdigest()
+        write_new(path / name, data, flush=True)
+    body = {**meta, "checksum": sha256(canonical_json(meta))}
     text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
-    _write_flushed(path / META_NAME, text.encode())
+    write_new(path / META_NAME, text.encode(), flush=True)
     flush_directory(path)
-
-
-def flush_directory(path: Path) -> None:
-    """Make the names in directory `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_flushed(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -7,16 +7,17 @@ that two checkouts at different places share entries.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jitkern.files import sha256
+
 Manifest = dict[str, Any]
 
 
-def manifest(read: Iterable[Path], roots: Sequence[Path], covered: Sequence[Path]) -> Manifest:
+def manifest(read: Iterable[Path], roots: Sequence[Path], toolchain: Sequence[Path]) -> Manifest:
     """Describe the files a build has read.
 
     Parameters
@@ -25,9 +26,9 @@ def manifest(read: Iterable[Path], roots: Sequence[Path], covered: Sequence[Path
         What the compiler reported.
     roots
         Directories that files are named relative to.
-    covered
-        Directories (or files) left out, because something else in the key covers them: the
-        toolkit, the compiler's own headers, tvm-ffi.
+    toolchain
+        Directories left out, because versions in the key stand for what they hold: the toolkit,
+        the compiler's own headers, tvm-ffi.
 
     Returns
     -------
@@ -37,14 +38,14 @@ def manifest(read: Iterable[Path], roots: Sequence[Path], covered: Sequence[Path
     """
     # Compilers report files behind symbolic links as it pleases them, so all paths are resolved.
     resolved_roots = [os.path.realpath(root) for root in roots]
-    left_out = [os.path.realpath(path) for path in covered]
+    left_out = [os.path.realpath(path) for path in toolchain]
     paths = [
         path
         for path in sorted({os.path.realpath(path) for path in read})
         if any(_is_below(path, root) for root in resolved_roots)
         or not any(_is_below(path, folder) for folder in left_out)
     ]
-    files = {_name(path, resolved_roots): _sha256(path) for path in paths}
+    files = {_name(path, resolved_roots): _content(path) for path in paths}
 
     # A quoted include looks beside the including file first, then along the include paths.
     folders = dict.fromkeys([*resolved_roots, *(os.path.dirname(path) for path in paths)])
@@ -68,7 +69,7 @@ def holds(recorded: Mapping[str, Any], roots: Sequence[Path]) -> bool:
         if any(os.path.exists(_path(name, resolved_roots)) for name in recorded["absent"]):
             return False
         return all(
-            _sha256(_path(name, resolved_roots)) == expected
+            _content(_path(name, resolved_roots)) == expected
             for name, expected in recorded["files"].items()
         )
     except (OSError, KeyError, IndexError, ValueError, AttributeError, TypeError):
@@ -98,5 +99,5 @@ def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def _sha256(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+def _content(path: str) -> str:
+    return sha256(Path(path).read_bytes())

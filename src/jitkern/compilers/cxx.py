@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jitkern.arch import Arch
+from jitkern.compilers.find import find_cxx
+from jitkern.compilers.find_cuda import find_cuda_home
+from jitkern.compilers.ninja import Step, read_deps, run_ninja
+from jitkern.compilers.sources import with_defaults
 from jitkern.env import settings
-from jitkern.jit.ninja import Edge, read_deps, run_ninja
-from jitkern.jit.toolchain import Arch, find_cuda_home, find_cxx
-
-__all__ = ["CFLAGS", "CUDA_CFLAGS", "Built", "build"]
 
 CFLAGS = ("-std=c++20", "-O3", "-fPIC")
 """In front of the caller's flags for C++."""
@@ -27,20 +28,14 @@ _CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
 
 
 @dataclass(frozen=True)
-class Built:
+class Library:
     """A shared library.
 
-    Attributes
-    ----------
-    library : Path
-        The file, in the directory that `build` was given.
-    dependencies : tuple of Path
-        Every file that the compilers read: sources, headers, those of the system too.
-    log : str
-        The commands and what they said.
+    `dependencies` is every file that the compilers read, headers of the system too; `log` the
+    commands and what they said.
     """
 
-    library: Path
+    path: Path
     dependencies: tuple[Path, ...]
     log: str
 
@@ -55,7 +50,7 @@ def build(
     ldflags: Sequence[str] = (),
     include_paths: Sequence[Path] = (),
     arch: Arch | None = None,
-) -> Built:
+) -> Library:
     """Compile sources and link them to ``<directory>/<name>.so``; blocks until done.
 
     The library needs libtvm_ffi.so and, with CUDA sources, libcudart by their plain names, and
@@ -78,11 +73,6 @@ def build(
     arch
         What nvcc compiles for; required where there is a ``.cu``.
 
-    Returns
-    -------
-    Built
-        The library and what went into it.
-
     Raises
     ------
     CompileError
@@ -91,11 +81,6 @@ def build(
         ninja, the C++ compiler or nvcc is missing.
     ValueError
         No source, a source of an unknown kind or that does not exist, or CUDA without an arch.
-
-    Examples
-    --------
-    >>> build("add", sources=[Path("add.cc")], directory=Path("/tmp/add"))  # doctest: +SKIP
-    Built(library=PosixPath('/tmp/add/add.so'), ...)
     """
     _check_sources(sources, arch)
     cxx = find_cxx()
@@ -105,34 +90,42 @@ def build(
     # A library that is shared by checkouts and machines: __FILE__ is to hold no path of this one.
     roots = dict.fromkeys([*directories, *(source.resolve().parent for source in sources)])
     maps = [f"-fmacro-prefix-map={root}/=" for root in roots]
-    cxx_command = [*cxx.command, *CFLAGS, *maps, *_words(cflags), *includes]
+    cxx_command = [*cxx.command, *with_defaults([*CFLAGS, *maps], _words(cflags)), *includes]
     nvcc_command: list[str] = []
-    if any(source.suffix == ".cu" for source in sources):
+    if arch is not None and any(source.suffix == ".cu" for source in sources):
         cuda = find_cuda_home()
-        nvcc_command = [str(cuda.nvcc), *CUDA_CFLAGS, *_arch_flags(arch)]
+        defaults = [*CUDA_CFLAGS, f"-gencode=arch={arch.compute},code={arch.sm}"]
         if settings().cxx is not None and len(cxx.command) == 1:
-            nvcc_command += ["-ccbin", cxx.command[0]]
+            defaults += ["-ccbin", cxx.command[0]]
         # nvcc takes a comma in -Xcompiler for the next option.
-        nvcc_command += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
-        nvcc_command += [*_words(cuda_cflags), *includes]
+        defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
+        flags = with_defaults(defaults, _words(cuda_cflags))
+        nvcc_command = [str(cuda.nvcc), *flags, *includes]
         # Plain C++ beside it may use the runtime as well.
         cxx_command += [f"-isystem{path}" for path in cuda.include_dirs]
         link += cuda.ldflags
 
-    edges: list[Edge] = []
-    for number, source in enumerate(sources):
-        output = f"{number}.{source.stem}.o"
-        command = nvcc_command if source.suffix == ".cu" else cxx_command
-        # -MMD would leave out headers of the system, which nvcc and the runtime are.
-        tail = ("-MD", "-MF", f"{output}.d", "-c", str(source.resolve()), "-o", output)
-        edges.append(Edge(output, (str(source.resolve()),), (*command, *tail), f"{output}.d"))
-    objects = tuple(edge.output for edge in edges)
+    steps = _compile_steps(sources, cxx_command, nvcc_command)
+    objects = tuple(step.output for step in steps)
     library = f"{name}.so"
     link_command = (*cxx.command, "-shared", *objects, *link, *_words(ldflags), "-o", library)
-    edges.append(Edge(library, objects, link_command))
+    steps.append(Step(library, objects, link_command))
 
-    log = run_ninja(name, directory, edges)
-    return Built(directory / library, read_deps(directory), log)
+    log = run_ninja(name, directory, steps)
+    return Library(directory / library, read_deps(directory), log)
+
+
+def _compile_steps(
+    sources: Sequence[Path], cxx_command: Sequence[str], nvcc_command: Sequence[str]
+) -> list[Step]:
+    steps = []
+    for number, source in enumerate(sources):
+        path, output = str(source.resolve()), f"{number}.{source.stem}.o"
+        # -MMD would leave out headers of the system, which nvcc and the runtime are.
+        tail = ("-MD", "-MF", f"{output}.d", "-c", path, "-o", output)
+        command = nvcc_command if source.suffix == ".cu" else cxx_command
+        steps.append(Step(output, (path,), (*command, *tail), f"{output}.d"))
+    return steps
 
 
 def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
@@ -145,10 +138,6 @@ def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
             raise ValueError(f"build: sources: {source} does not exist")
         if source.suffix == ".cu" and arch is None:
             raise ValueError(f"build: arch: None, expected an Arch to compile {source.name} for")
-
-
-def _arch_flags(arch: Arch | None) -> list[str]:
-    return [] if arch is None else [f"-gencode=arch={arch.compute},code={arch.sm}"]
 
 
 def _tvm_ffi() -> tuple[list[Path], list[str]]:

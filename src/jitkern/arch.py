@@ -1,4 +1,4 @@
-"""GPU architectures by compute capability."""
+"""GPU architectures by compute capability: which there are, and which are asked for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 
 from jitkern.env import settings
-
-__all__ = ["KNOWN_ARCHS", "Arch", "requested_archs"]
+from jitkern.errors import ToolchainError
 
 # From Turing, the oldest of CUDA 13, to Blackwell: what nvcc 13.0 and NVRTC 13.5 compile for.
 _KNOWN = (
@@ -97,6 +96,10 @@ KNOWN_ARCHS = tuple(Arch(major, minor) for major, minor in _KNOWN)
 """Every architecture that `Arch.parse` accepts, oldest first, without suffixes."""
 
 
+SUPPORTED_ARCHS = (Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0))
+"""What all kernels of jitkern's own are tested for: one of each generation in service."""
+
+
 def requested_archs() -> tuple[Arch, ...]:
     """Return what ``JITKERN_ARCH`` asks for, empty where it is unset.
 
@@ -109,3 +112,25 @@ def requested_archs() -> tuple[Arch, ...]:
         return tuple(Arch.parse(text) for text in settings().arch)
     except ValueError as error:
         raise ValueError(f"JITKERN_ARCH: {error}") from None
+
+
+def gpu_archs() -> list[Arch]:
+    """Return the arch of each GPU that torch sees."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [Arch(*torch.cuda.get_device_capability(i)) for i in range(count)]
+
+
+def target_arch() -> Arch:
+    """Return what to compile for: JITKERN_ARCH, else torch's device; ToolchainError for neither."""
+    wanted = requested_archs()
+    if wanted:
+        return wanted[0]
+    import torch
+
+    if torch.cuda.is_available():
+        return Arch(*torch.cuda.get_device_capability())
+    raise ToolchainError(
+        "there is no GPU to compile CUDA code for; set JITKERN_ARCH, such as JITKERN_ARCH=9.0"
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitkern.jit import host
-from jitkern.ops.common import type_text
+from jitkern.host import module as host
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +54,7 @@ def _parse(device: str | torch.device) -> torch.device:
     try:
         parsed = torch.device(device)
     except TypeError:
-        raise TypeError(f"check: device: {type_text(device)}, expected {_EXPECTED}") from None
+        raise TypeError(f"check: device: {type(device).__name__}, expected {_EXPECTED}") from None
     except RuntimeError:
         raise ValueError(f"check: device: {device!r}, expected {_EXPECTED}") from None
     if parsed.type not in ("cpu", "cuda"):

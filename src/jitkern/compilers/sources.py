@@ -1,4 +1,4 @@
-"""Device sources: where jitkern's own are, and the include closure that a compile sees.
+"""Sources: where jitkern's own are, the include closure that a compile sees, and its options.
 
 NVRTC is given headers in memory, by name, and finds a header only by the very spelling of its
 ``#include`` (measured with NVRTC 13.5: no lookup relative to the including file, and ``#pragma
@@ -9,8 +9,6 @@ exactly what is hashed and what is compiled. Line numbers stay.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import posixpath
 import re
@@ -18,13 +16,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CSRC", "INCLUDE_DIRS", "Closure", "digest", "include_closure"]
+from jitkern.files import digest
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 """The package's C++ and CUDA sources."""
 
-INCLUDE_DIRS = (CSRC / "include", CSRC)
-"""Where the sources of jitkern look for headers: ``<jitkern/copy.cuh>``, ``"ops/store.cu"``."""
+
+def include_dirs(csrc: Path) -> tuple[Path, ...]:
+    """Where sources of jitkern look for headers: ``<jitkern/copy.cuh>``, ``"ops/store.cu"``."""
+    return (csrc / "include", csrc)
+
+
+INCLUDE_DIRS = include_dirs(CSRC)
+
+DEVICE_STD = "-std=c++17"
+"""What device code is compiled as, by NVRTC and by nvcc."""
+
+# What takes files from elsewhere, in its long and short spellings.
+_FILE_OPTIONS = ("-I", "--include-path", "-include-path", "--pre-include", "-include")
 
 # Raw strings, comments and literals are matched only to be skipped: an #include inside is text.
 _TOKEN = re.compile(
@@ -60,7 +69,7 @@ class Closure:
 
     @property
     def digest(self) -> str:
-        """sha256 of source and headers, 64 hex digits."""
+        """20 hex digits over source and headers."""
         return digest({"": self.source, **self.headers})
 
 
@@ -97,16 +106,26 @@ def include_closure(source: str, *, include_dirs: Sequence[Path] = INCLUDE_DIRS)
     return _Walk([Path(d) for d in include_dirs]).run(source)
 
 
-def digest(texts: Mapping[str, str]) -> str:
-    """Return the sha256 (64 hex digits) of named texts, independent of their order.
+def check_options(options: Sequence[str]) -> None:
+    """Refuse options that bring in files which the include closure does not hold.
 
-    Examples
-    --------
-    >>> digest({"a": "1", "b": "2"}) == digest({"b": "2", "a": "1"})
-    True
+    Raises
+    ------
+    ValueError
+        An include directory or a pre-included file.
     """
-    canonical = json.dumps(sorted(texts.items()), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+    for option in options:
+        if option.startswith(_FILE_OPTIONS):
+            raise ValueError(f"options: {option!r}, expected extra_include_paths to hold it")
+
+
+def with_defaults(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return `defaults`, then `given`; without the default -std where one is given.
+
+    NVRTC takes it only once, nvcc warns of two, and for g++ the last one counts.
+    """
+    replaced = any(option.lstrip("-").partition("=")[0] == "std" for option in given)
+    return [o for o in defaults if not (replaced and o.startswith("-std="))] + list(given)
 
 
 class _Walk:

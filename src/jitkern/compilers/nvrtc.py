@@ -1,26 +1,30 @@
 """NVRTC through ctypes: source text and headers in memory to a cubin. Knows no cache.
 
-ctypes rather than cuda-bindings: eleven functions are needed, they are the same in every NVRTC 12
-and 13, and a binding has to match the library's version and takes longer to import than a kernel
-takes to load. A ctypes call releases the GIL, so threads compile in parallel.
+ctypes rather than cuda-bindings: thirteen functions are needed, the same in every NVRTC 12 and 13,
+and a binding has to match the library's version and takes longer to import than a kernel takes to
+load. A ctypes call releases the GIL, so threads compile in parallel; a fork waits for them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from jitkern.arch import Arch
+from jitkern.compilers.find_nvrtc import NVRTC_HINT, Nvrtc, find_nvrtc
+from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
-from jitkern.jit.toolchain import Arch, Nvrtc, find_nvrtc
+from jitkern.forks import PerProcess
 
-__all__ = ["BASE_OPTIONS", "Image", "compile", "supported_archs"]
-
-BASE_OPTIONS = ("-std=c++17", "-no-source-include")
+BASE_OPTIONS = (DEVICE_STD, "-no-source-include")
 """Given to every compile, in front of the caller's options.
 
 ``-no-source-include``: without it NVRTC also opens files in the current directory, and what was
@@ -29,8 +33,7 @@ hashed would not be what is compiled.
 
 _FIRST_MINIMAL = (12, 4)  # the version that knows -minimal
 
-# What takes files from elsewhere, in its long and short spellings.
-_FILE_OPTIONS = ("-I", "--include-path", "-include-path", "--pre-include", "-include")
+_FORK_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     name
         What it is called in messages, such as ``store.cu``.
     headers
-        Include name -> text, see `jitkern.jit.sources.include_closure`. No file is read.
+        Include name -> text, see `sources.include_closure`. No file is read.
     arch
         The architecture to compile for. Where the library does not know it, PTX for the newest
         older architecture that it does know.
@@ -82,11 +85,6 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
         declarations take 3.5 of the 40 ms of a kernel. The code is the same.
     library
         The libnvrtc to use; by default the one that `find_nvrtc` finds.
-
-    Returns
-    -------
-    Image
-        The cubin, or PTX.
 
     Raises
     ------
@@ -107,25 +105,26 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     ('cubin', b'\\x7fELF')
     """
     check_options(options)
-    api = _load((library or find_nvrtc()).path)
-    target, kind = _target(arch, api.archs, api.version)
-    arguments = [f"-arch={target}", *base_options(options), *options]
-    if minimal and api.release >= _FIRST_MINIMAL:
-        arguments.append("-minimal")
-    program = api.create(source, name, headers)
-    try:
-        status = api.compile_program(program, arguments)
-        log = api.program_log(program)
-        if status != 0:
-            raise CompileError(
-                f"{name}: NVRTC {api.version} for {arch}: {api.error_text(status)}",
-                command="nvrtc " + shlex.join(arguments),
-                log=log,
-                source=source,
-            )
-        return Image(api.result(program, kind), kind, log)
-    finally:
-        api.destroy(program)
+    with no_fork():
+        api = _load((library or find_nvrtc()).path)
+        target, kind = _target(arch, api.archs, api.version)
+        arguments = [f"-arch={target}", *with_defaults(BASE_OPTIONS, options)]
+        if minimal and api.release >= _FIRST_MINIMAL:
+            arguments.append("-minimal")
+        program = api.create(source, name, headers)
+        try:
+            status = api.compile_program(program, arguments)
+            log = api.program_log(program)
+            if status == 0:
+                return Image(api.result(program, kind), kind, log)
+        finally:
+            api.destroy(program)
+    raise CompileError(
+        f"{name}: NVRTC {api.version} for {arch}: {api.error_text(status)}",
+        command="nvrtc " + shlex.join(arguments),
+        log=log,
+        source=source,
+    )
 
 
 def supported_archs(library: Nvrtc | None = None) -> tuple[int, ...]:
@@ -133,23 +132,43 @@ def supported_archs(library: Nvrtc | None = None) -> tuple[int, ...]:
     return _load((library or find_nvrtc()).path).archs
 
 
-def base_options(options: Sequence[str]) -> list[str]:
-    """BASE_OPTIONS, less a -std that the caller's options replace (NVRTC takes it only once)."""
-    given = any(option.lstrip("-").startswith("std") for option in options)
-    return [option for option in BASE_OPTIONS if not (given and option.startswith("-std"))]
+class _ForkGate:
+    """How many threads are at work, and the door that a fork holds."""
+
+    def __init__(self) -> None:
+        self.door = threading.Condition()
+        self.inside = 0
 
 
-def check_options(options: Sequence[str]) -> None:
-    """Refuse options that bring in files which the include closure does not hold.
+_gate = PerProcess(_ForkGate)
 
-    Raises
-    ------
-    ValueError
-        An include directory or a pre-included file.
+
+def _before_fork() -> None:
+    # Bounded: a fork that comes too early is a risk, one that never comes is a hang.
+    gate = _gate.value
+    gate.door.acquire()
+    gate.door.wait_for(lambda: gate.inside == 0, timeout=_FORK_WAIT_S)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=lambda: _gate.value.door.release())
+
+
+@contextmanager
+def no_fork() -> Iterator[None]:
+    """Hold off a fork in other threads for the body.
+
+    A child that is forked while a compiler library is at work inherits its locks as they are, and
+    its own first compile never ends (seen with NVRTC 13.5).
     """
-    for option in options:
-        if option.startswith(_FILE_OPTIONS):
-            raise ValueError(f"options: {option!r}, expected extra_include_paths to hold it")
+    gate = _gate.value
+    with gate.door:
+        gate.inside += 1
+    try:
+        yield
+    finally:
+        with gate.door:
+            gate.inside -= 1
+            gate.door.notify_all()
 
 
 def _target(
@@ -174,9 +193,7 @@ class _Api:
             self._library = ctypes.CDLL(str(path))
             self._declare()
         except (OSError, AttributeError) as error:
-            raise ToolchainError(
-                f'{path} is no usable libnvrtc ({error}); pip install "jitkern[cuda]"'
-            ) from error
+            raise ToolchainError(f"{path} is no usable libnvrtc ({error}); {NVRTC_HINT}") from error
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.release = (major.value, minor.value)

@@ -1,0 +1,212 @@
+"""From a key to what it stands for: found in a cache, else built once per node and published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from jitkern.cache import stats
+from jitkern.cache.entry import Entry, Key, render_meta
+from jitkern.cache.search import caches, private_cache, search, user_cache
+from jitkern.cache.stats import Source
+from jitkern.cache.store import Cache
+from jitkern.env import settings
+from jitkern.errors import CacheError, CompileError, FrozenError
+
+T = TypeVar("T")
+
+_frozen = False
+
+
+def freeze() -> None:
+    """Make a missing kernel an error from now on, instead of a compile.
+
+    Call it when a server has warmed up: a miss then raises FrozenError, which names what to warm,
+    rather than stalling a request. ``JITKERN_FREEZE=1`` does the same from the start.
+
+    Examples
+    --------
+    >>> import jitkern
+    >>> jitkern.freeze()  # doctest: +SKIP
+    """
+    global _frozen
+    _frozen = True
+
+
+def is_frozen() -> bool:
+    """Tell whether a miss raises."""
+    return _frozen or settings().freeze
+
+
+@dataclass(frozen=True)
+class BuildOutput:
+    """What a build hands over for publication; the first file is the artefact."""
+
+    variant: str
+    files: Mapping[str, bytes]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lookup(Generic[T]):
+    """How something was found: where, in how many milliseconds, and what was made of its entry."""
+
+    source: Source
+    ms: float
+    entry: Entry
+    loaded: T
+
+    @property
+    def bytes(self) -> int:
+        """Size of the artefact."""
+        return len(self.entry.data)
+
+    @property
+    def path(self) -> Path | None:
+        """Directory of the entry, or None where it could be kept in memory only."""
+        return self.entry.path
+
+
+class Buildable(Generic[T]):
+    """Something that a cache may hold and that can be built.
+
+    Attributes
+    ----------
+    key
+        What it is made from.
+    variant
+        What it would be built with, if that is known before the build; empty where `accepts` tells,
+        or where there is nothing to build it with.
+    """
+
+    key: Key
+    variant: str = ""
+
+    def accepts(self, meta: Mapping[str, Any]) -> bool:
+        """Tell from its meta whether an entry will do."""
+        del meta
+        return True
+
+    def load(self, entry: Entry) -> T:
+        """Make of an entry what is wanted of it; a new one is published only if that works.
+
+        Raises
+        ------
+        CompileError
+            It does not load. One that was found counts as missing then.
+        """
+        raise NotImplementedError
+
+    def build(self) -> BuildOutput:
+        """Build it. A CompileError is kept for the ranks that wait for the same key."""
+        raise NotImplementedError
+
+    def inputs(self) -> str:
+        """Return a digest of what `build` reads beyond the key: equal ones fail alike."""
+        return self.variant
+
+    def hint(self) -> str:
+        """Say what would have built it before the process was frozen."""
+        return ""
+
+
+def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
+    """Return what is wanted, built if no cache has it.
+
+    Raises
+    ------
+    CompileError
+        It does not compile or load, here or in the process that was waited for.
+    FrozenError
+        It is missing and the process is frozen.
+    ToolchainError
+        It is missing and there is nothing to compile it with.
+    """
+    start = time.perf_counter()
+    began_unix_s = time.time()
+    found = _find(wanted, wanted.variant, start)
+    if found is None:
+        stats.count("misses")
+        if is_frozen():
+            # Better one made by another compiler than none at all.
+            found = _find(wanted, "", start)
+            if found is None:
+                raise _missing(wanted)
+        else:
+            found = _find_or_build_alone(wanted, start, began_unix_s)
+    stats.count("compiles" if found.source == "compiled" else found.source, found.ms)
+    stats.log_lookup(f"{wanted.key}/{found.entry.variant}", found.source, found.path, found.ms)
+    return found
+
+
+def _find(wanted: Buildable[T], variant: str, start: float) -> Lookup[T] | None:
+    for source, entry in search(wanted.key, variant, wanted.accepts):
+        try:
+            loaded = wanted.load(entry)
+        except CompileError:
+            # Made on a machine with newer system libraries, or evicted a moment ago.
+            continue
+        return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
+    return None
+
+
+def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
+    """Build, but let one process of this machine do it for all."""
+
+    def find() -> Lookup[T] | None:
+        return _find(wanted, wanted.variant, start)
+
+    cache = user_cache()
+    timeout_s = settings().lock_timeout_s
+    with cache.lock(wanted.key, timeout_s=timeout_s, done=lambda: find() is not None) as wait:
+        if wait.waited_ms > 1.0:
+            stats.count("waits", wait.waited_ms)
+        # Looked up again under the lock: another rank may have published between the two.
+        found = find()
+        if found is not None:
+            return found
+        failure = cache.failure(wanted.key)
+        inputs = wanted.inputs()
+        known = failure.recent(inputs, began_unix_s)
+        if known is not None:
+            stats.count("failures")
+            raise known
+        try:
+            entry, loaded = _publish(wanted, wanted.build())
+        except CompileError as error:
+            stats.count("failures")
+            failure.write(error, inputs)
+            raise
+    return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
+
+
+def _publish(wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
+    """Load what was built and publish it: for all, else in a cache of this process's own."""
+    try:
+        return _publish_in(user_cache(), wanted, built)
+    except CacheError as error:
+        private = private_cache(error)
+    if private is not None:
+        with suppress(CacheError):
+            return _publish_in(private, wanted, built)
+    meta = render_meta(wanted.key, built.variant, built.files, built.notes)
+    entry = Entry(None, built.files, meta)
+    return entry, wanted.load(entry)  # a CacheError where that takes a file
+
+
+def _publish_in(cache: Cache, wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
+    with cache.stage(wanted.key, built.variant, built.files, built.notes) as staged:
+        loaded = wanted.load(staged)
+        return cache.commit(staged), loaded
+
+
+def _missing(wanted: Buildable[T]) -> FrozenError:
+    searched = ", ".join(str(searched.cache.root) for searched in caches())
+    name = f"{wanted.key}/{wanted.variant or 'any'}"
+    return FrozenError(
+        f"{name}: not found in {searched}, and jitkern is frozen; {wanted.hint()}".rstrip()
+    )

@@ -1,0 +1,119 @@
+"""Which caches this process has: the order they are searched in, and the one that is written."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jitkern.cache.entry import Entry, Key
+from jitkern.cache.stats import Source
+from jitkern.cache.store import Cache
+from jitkern.env import Settings, settings
+from jitkern.errors import CacheError
+from jitkern.forks import PerProcess
+
+SHIPPED = Path(__file__).resolve().parent.parent / "_prebuilt"
+
+# Stands for ~/.cache where there is no home directory: nothing can be made below it.
+_NOWHERE = Path(os.devnull, "no-home")
+
+
+class Searched(NamedTuple):
+    """A cache that is searched: what names it, what stats() calls a hit in it."""
+
+    origin: str
+    source: Source
+    cache: Cache
+
+
+@lru_cache(maxsize=4)
+def _caches(current: Settings) -> tuple[Searched, ...]:
+    home_is_missing = current.cache_dir.parts[:1] == ("~",)
+    user = Cache(
+        _NOWHERE if home_is_missing else current.cache_dir, max_bytes=current.cache_max_bytes
+    )
+    shared = (Cache(path, read_only=True) for path in current.cache_path)
+    return (
+        *(Searched("JITKERN_CACHE_PATH", "cached", cache) for cache in shared),
+        Searched("JITKERN_CACHE_DIR", "cached", user),
+        Searched("shipped", "shipped", Cache(SHIPPED, read_only=True)),
+    )
+
+
+def caches() -> tuple[Searched, ...]:
+    """Return the caches of this process in the order they are searched in."""
+    return _caches(settings())
+
+
+def user_cache() -> Cache:
+    """Return the cache at JITKERN_CACHE_DIR: the one that is written."""
+    return caches()[-2].cache
+
+
+def search(
+    key: Key, variant: str = "", accepts: Callable[[Mapping[str, Any]], bool] | None = None
+) -> Iterator[tuple[Source, Entry]]:
+    """Look up `key` in every cache, in order: yields the entry of each that has one."""
+    everywhere = caches()
+    own = _private.value.cache
+    if own is not None:
+        everywhere = (*everywhere[:-1], Searched("private", "cached", own), everywhere[-1])
+    for _, source, cache in everywhere:
+        entry = cache.lookup(key, variant, accepts)
+        if entry is not None:
+            yield source, entry
+
+
+def private_cache(reason: CacheError) -> Cache | None:
+    """Return a temporary cache of this process's own, because of `reason`; warn once.
+
+    None where not even a temporary directory can be made.
+    """
+    if user_cache().root == _NOWHERE:
+        reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
+    return _private.value.get(reason)
+
+
+class _PrivateCache:
+    """The temporary directory of this process for when the cache cannot be written."""
+
+    def __init__(self) -> None:
+        self.cache: Cache | None = None
+        self._warned = False
+        self._guard = threading.Lock()
+
+    def get(self, reason: CacheError) -> Cache | None:
+        with self._guard:
+            if self.cache is None:
+                try:
+                    root = Path(tempfile.mkdtemp(prefix="jitkern-"))  # mode 0700
+                except OSError:
+                    self._warn(f"{reason}; nothing compiled by this process is kept")
+                    return None
+                self.cache = Cache(root)
+                atexit.register(_remove, root, os.getpid())
+            root = self.cache.root
+            self._warn(f"{reason}; this process keeps what it compiles in {root} until it ends")
+            return self.cache
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)
+
+
+def _remove(root: Path, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+# Anew in a forked child: the parent removes its directory when it ends, which may be before that.
+_private = PerProcess(_PrivateCache)

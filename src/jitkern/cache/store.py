@@ -1,0 +1,356 @@
+"""A cache directory: look up, publish, list, evict, clear.
+
+Layout below the root, ``v1/``::
+
+    <name>-<digest>/<variant>/{artefact, meta.json}    entries
+    .staging/    directories being written or thrown away
+    .locks/      one lock file per key, its holder beside it
+    .failed/     the last failed build per key
+    .bytes       the size of all entries, roughly
+
+An entry appears by one atomic rename and is never written to again, so a reader sees all of it or
+none. Every byte is checked on every read; whatever does not match is a miss and gets replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from jitkern.cache.entry import (
+    META_NAME,
+    Entry,
+    EntryInfo,
+    Key,
+    read_entry,
+    read_info,
+    read_meta,
+    render_meta,
+    write_entry,
+)
+from jitkern.cache.lock import FailureRecord, Wait, build_lock
+from jitkern.cache.size import evict
+from jitkern.errors import CacheError
+from jitkern.files import flush_directory, private_name, write_whole
+
+_log = logging.getLogger("jitkern")
+
+_TOUCH_EVERY_S = 60.0  # last use is kept to the minute: a warm start need not write at all
+_PUBLISHES_PER_SCAN = 64
+
+_DEAD_S = 600.0  # pids of two containers may look alike, so even a dead one's files rest a while
+_OLD_S = 86_400.0
+
+
+class Cache:
+    """A directory of entries.
+
+    Parameters
+    ----------
+    root
+        The directory; it is made by the first publish.
+    read_only
+        Never write, not even the time of last use.
+    max_bytes
+        Publishing beyond this evicts the least recently used entries.
+    """
+
+    def __init__(self, root: Path, *, read_only: bool = False, max_bytes: int | None = None):
+        self.root = Path(root)
+        self.read_only = read_only
+        self.max_bytes = max_bytes
+        self._base = self.root / "v1"
+        self._publishes = 0
+        self._bytes_file = self._base / ".bytes"
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        key: Key,
+        variant: str = "",
+        accepts: Callable[[Mapping[str, Any]], bool] | None = None,
+    ) -> Entry | None:
+        """Return a verified entry of `key`, or None.
+
+        Parameters
+        ----------
+        variant
+            Only this one; by default any, those of later names first.
+        accepts
+            Looks at an entry's meta and says whether it fits.
+        """
+        folder = self._base / key.directory
+        names: Iterable[str] = (variant,)
+        if not variant:
+            try:
+                names = sorted(os.listdir(folder), reverse=True)
+            except OSError:
+                return None
+        for name in names:
+            path = folder / name
+            try:
+                meta = read_meta(path)
+                if accepts is not None and not accepts(meta):
+                    continue
+                entry = read_entry(path, meta)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (OSError, CacheError) as error:
+                _log.info("jitkern: ignoring a damaged cache entry: %s", error)
+                continue
+            self._touch(path)
+            return entry
+        return None
+
+    def _touch(self, path: Path) -> None:
+        if self.read_only:
+            return
+        meta = path / META_NAME
+        try:
+            if time.time() - meta.stat().st_mtime > _TOUCH_EVERY_S:
+                os.utime(meta)
+        except OSError:
+            pass  # best effort: a read-only cache keeps its old order of eviction
+
+    def entries(self) -> list[EntryInfo]:
+        """List the readable entries, by name."""
+        found = []
+        for path in self._paths():
+            try:
+                found.append(read_info(path))
+            except (OSError, CacheError):
+                continue
+        return found
+
+    def verify(self) -> list[str]:
+        """Check every entry's checksums; return one line per damaged entry."""
+        problems = []
+        for path in self._paths():
+            try:
+                read_entry(path)
+            except (OSError, CacheError) as error:
+                problems.append(str(error))
+        return problems
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._base.glob("[!.]*/*"))
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def lock(
+        self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
+    ) -> AbstractContextManager[Wait]:
+        """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
+        path = self._base / ".locks" / f"{key.directory}.lock"
+        return build_lock(path, timeout_s=timeout_s, done=done)
+
+    def failure(self, key: Key) -> FailureRecord:
+        """Return the record of the last failed build of `key`."""
+        return FailureRecord(self._base / ".failed" / f"{key.directory}.json")
+
+    def publish(
+        self,
+        key: Key,
+        variant: str,
+        files: Mapping[str, bytes],
+        notes: Mapping[str, Any] | None = None,
+    ) -> Entry:
+        """Make `files` the entry of `key` and `variant`; the first file is the artefact.
+
+        Where another process was first its entry stays, and the returned entry still holds the
+        caller's own bytes.
+
+        Raises
+        ------
+        CacheError
+            The directory cannot be written; nothing half-written is left behind.
+        """
+        with self.stage(key, variant, files, notes) as staged:
+            return self.commit(staged)
+
+    @contextmanager
+    def stage(
+        self,
+        key: Key,
+        variant: str,
+        files: Mapping[str, bytes],
+        notes: Mapping[str, Any] | None = None,
+    ) -> Iterator[Entry]:
+        """Write an entry where nobody looks, to be tried before it is committed.
+
+        What has not been committed at the end of the body is gone. Raises as :meth:`publish`.
+        """
+        if self.read_only:
+            raise CacheError(f"{self.root}: this cache is read-only")
+        meta = render_meta(key, variant, files, notes or {})
+        with self._writing():
+            path = self._new_staging()
+        try:
+            with self._writing():
+                write_entry(path, files, meta)
+            yield Entry(path, dict(files), meta)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def commit(self, staged: Entry) -> Entry:
+        """Move a staged entry to its place by one rename. Raises as :meth:`publish`."""
+        if staged.path is None:
+            raise ValueError("commit: staged: not an entry of stage()")
+        target = self._base / staged.key.directory / staged.variant
+        with self._writing():
+            self._move_into_place(staged.path, target)
+        self.failure(staged.key).forget()
+        self._evict_beyond_cap(target, sum(map(len, staged.files.values())))
+        return Entry(target, staged.files, staged.meta)
+
+    def copy(self, entry: Entry) -> Entry:
+        """Publish an entry of another cache as it is. Raises as :meth:`publish`."""
+        files = {entry.artefact_name: entry.data, **entry.files}
+        return self.publish(entry.key, entry.variant, files, entry.notes)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CacheError(f"{self.root}: cannot publish an entry: {reason}") from error
+
+    def _new_staging(self) -> Path:
+        folder = self._base / ".staging"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._publishes == 0:
+            _sweep(folder)
+        self._publishes += 1
+        path = folder / private_name()
+        path.mkdir()
+        return path
+
+    def _move_into_place(self, staged: Path, target: Path) -> None:
+        while True:
+            # Made anew in each round: eviction may have removed it when it was empty.
+            target.parent.mkdir(exist_ok=True)
+            try:
+                os.rename(staged, target)
+                break
+            except FileNotFoundError:
+                if not staged.exists():
+                    raise
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                try:
+                    read_entry(target)
+                    return  # another process was first and its entry is sound
+                except (OSError, CacheError):
+                    self._discard(target)
+        flush_directory(target.parent)
+        flush_directory(self._base)
+
+    def _discard(self, path: Path) -> None:
+        """Take `path` out of sight in one step, then delete it."""
+        doomed = self._base / ".staging"
+        doomed.mkdir(parents=True, exist_ok=True)
+        doomed /= private_name()
+        try:
+            os.rename(path, doomed)
+        except FileNotFoundError:
+            return  # another process was faster
+        if doomed.is_dir():
+            shutil.rmtree(doomed, ignore_errors=True)
+        else:
+            doomed.unlink(missing_ok=True)
+
+    def _remove(self, path: Path) -> None:
+        """Discard an entry, and its key's directory if it was the last variant."""
+        self._discard(path)
+        try:
+            path.parent.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+
+    # -- size ------------------------------------------------------------------------------------
+
+    def _evict_beyond_cap(self, published: Path, new_bytes: int) -> None:
+        if self.max_bytes is None:
+            return
+        total = self._noted_bytes()
+        if total is None or self._publishes % _PUBLISHES_PER_SCAN == 0:
+            total = sum(info.bytes for info in self.entries())
+        else:
+            total += new_bytes
+        if total > self.max_bytes:
+            # Somewhat below the cap, so that the next publication need not evict again.
+            self.prune(self.max_bytes * 9 // 10, keep=published)
+        else:
+            self._note_bytes(total)
+
+    def _noted_bytes(self) -> int | None:
+        """Size as a file notes it, since reading every meta takes 0.1 s for a thousand entries.
+
+        Two processes may lose an addition between them: it is a note, not an account.
+        """
+        try:
+            return int(self._bytes_file.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _note_bytes(self, total_bytes: int) -> None:
+        try:
+            write_whole(self._bytes_file, str(total_bytes).encode())
+        except OSError as error:
+            _log.info("jitkern: cannot write %s: %s", self._bytes_file, error)
+
+    def prune(self, max_bytes: int, *, keep: Path | None = None) -> int:
+        """Evict least recently used entries until `max_bytes` remain; return how many went.
+
+        `keep` is an entry that stays whatever its age.
+        """
+        evicted, left_bytes = evict(self.entries(), max_bytes, self._remove, keep)
+        if not self.read_only:
+            self._note_bytes(left_bytes)
+        return evicted
+
+    def clear(self) -> int:
+        """Remove every entry, damaged ones too; return how many.
+
+        Raises
+        ------
+        CacheError
+            The directory cannot be written.
+        """
+        paths = self._paths()
+        try:
+            for path in paths:
+                self._remove(path)
+        except OSError as error:
+            raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
+        if paths:
+            self._note_bytes(0)
+        shutil.rmtree(self._base / ".failed", ignore_errors=True)
+        return len(paths)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what killed processes left in `folder` under private names."""
+    machine = socket.gethostname()
+    for path in folder.iterdir():
+        try:
+            age_s = time.time() - path.stat().st_mtime
+        except OSError:
+            continue  # another process sweeps too, or it is somebody else's
+        owner, _, rest = path.name.removeprefix(machine + ".").partition(".")
+        local = path.name.startswith(machine + ".") and owner.isdigit() and bool(rest)
+        dead = local and not Path("/proc", owner).exists()
+        if age_s > _OLD_S or (dead and age_s > _DEAD_S):
+            shutil.rmtree(path, ignore_errors=True)

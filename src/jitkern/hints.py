@@ -1,0 +1,24 @@
+"""What a message tells its reader to type: the only place but the command line that names commands.
+
+tests/test_cli.py proves that there are such commands.
+"""
+
+from __future__ import annotations
+
+_BUILD_WITH = "build it beforehand with: jitkern warm"
+
+
+def warm_host_module() -> str:
+    """Say how the host module is built before it is needed."""
+    return _BUILD_WITH
+
+
+def warm_op(op: str, element_size: str, arch: object) -> str:
+    """Say how the kernels of a built-in op are built before they are needed."""
+    return f"{_BUILD_WITH} --op {op} --element-size {element_size} --arch {arch}"
+
+
+def replay(arch: object = "") -> str:
+    """Say how what a run has used is built before the next one needs it."""
+    choice = f" --arch {arch}" if arch else ""
+    return f"record a run with JITKERN_RECORD=FILE and {_BUILD_WITH} --replay FILE{choice}"

@@ -1,0 +1,1 @@
+"""The host module: jitkern's own C++ as one library, built, loaded and wired to Python."""

@@ -1,0 +1,82 @@
+"""Building the host module: for the wheel, or where none is shipped that fits."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jitkern.cache import search
+from jitkern.cache.entry import Key
+from jitkern.cache.get import BuildOutput
+from jitkern.cache.store import Cache
+from jitkern.compilers import cxx
+from jitkern.compilers.identity import toolchain_id
+from jitkern.compilers.load import platform_abi
+from jitkern.compilers.sources import include_dirs
+from jitkern.errors import ToolchainError
+
+# For the wheel. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
+PORTABLE_LDFLAGS = ("-s",)
+
+
+def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
+    """Compile and link every ``.cc`` below `csrc`. Raises as `cxx.build`."""
+    import tvm_ffi
+
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
+        built = cxx.build(
+            key.name,
+            sources=sorted(csrc.rglob("*.cc")),
+            directory=Path(folder),
+            cflags=key.describe["cflags"],
+            ldflags=ldflags,
+            include_paths=include_dirs(csrc),
+        )
+        library = built.path.read_bytes()
+    notes = {
+        "tvm_ffi": tvm_ffi.__version__,
+        "libc": platform_abi()[1],
+        "build_ms": round((time.perf_counter() - start) * 1e3, 3),
+    }
+    variant = f"{toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
+    return BuildOutput(variant, {f"{key.name}.so": library}, notes)
+
+
+def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
+    """Build, after a line on standard error that says why; ToolchainError if that cannot be."""
+    import tvm_ffi
+
+    shipped = _shipped_tvm_ffi(key)
+    if shipped is not None:
+        against = f"built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
+    damaged = any(search.SHIPPED.glob(f"v1/{key.name}-*"))
+    if not toolchain_id():
+        if shipped is not None:
+            raise ToolchainError(
+                f"the shipped host module was {against}, and there is no C++ compiler to build "
+                f"another; pip install apache-tvm-ffi=={shipped}"
+            )
+        reason = "is damaged or was built from other sources" if damaged else "is not shipped"
+        raise ToolchainError(
+            f"the host module {reason} and there is no C++ compiler to build it; "
+            "install g++ (apt install g++) or a jitkern wheel"
+        )
+    if shipped is not None:
+        why = f"the shipped one was {against}"
+    elif damaged:
+        why = "the shipped one is damaged or was built from other sources"
+    else:
+        why = "a source checkout ships none"
+    sys.stderr.write(f"jitkern: building the host module with c++ (once per machine): {why}\n")
+    sys.stderr.flush()
+    return build(key, csrc)
+
+
+def _shipped_tvm_ffi(key: Key) -> str | None:
+    """Version that a shipped library of these very sources was built against."""
+    entry = Cache(search.SHIPPED, read_only=True).lookup(key)
+    return None if entry is None else str(entry.meta.get("tvm_ffi"))

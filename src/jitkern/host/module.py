@@ -1,0 +1,206 @@
+"""The host module: all of jitkern's own C++ as one library that checks, computes and launches.
+
+It needs no CUDA to build and none to load. The wheel ships it; a source checkout builds it once per
+machine, when it is first used.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jitkern import hints
+from jitkern.arch import Arch
+from jitkern.cache.entry import Entry, Key
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
+from jitkern.cache.store import Cache
+from jitkern.compilers.load import load_library, platform_abi
+from jitkern.compilers.sources import CSRC
+from jitkern.env import FAULT_MODES, settings
+from jitkern.errors import JitkernError
+from jitkern.files import digest, sha256
+from jitkern.forks import PerProcess
+
+if TYPE_CHECKING:
+    from tvm_ffi import Module
+
+NAME = "jitkern_host"
+CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the cache may be shared
+
+
+class Kernels(Protocol):
+    """What an op's builder returns: something with an image per arch."""
+
+    def image(self, arch: Arch) -> bytes:
+        """Return the code for `arch`."""
+        ...
+
+
+Builder = Callable[..., Kernels]
+
+_guard = PerProcess(threading.RLock)
+_found: Lookup[Module] | None = None
+_builders: dict[str, Builder] = {}
+
+
+def module() -> Module:
+    """Return the host module, loaded and initialised; built first if it has to be.
+
+    Raises
+    ------
+    CompileError
+        It does not compile.
+    ToolchainError
+        It has to be built and there is no C++ compiler; the message says what to install.
+    """
+    return find().loaded
+
+
+def find() -> Lookup[Module]:
+    """Return how this process came by the host module. Raises as :func:`module`."""
+    global _found
+    if _found is None:
+        with _guard.value:
+            if _found is None:
+                found = get_or_build(_HostModule(CSRC))
+                _initialise(found.loaded)
+                _found = found
+    return _found
+
+
+def op(name: str, builder: Builder) -> Callable[..., Any]:
+    """Return the exported C++ function `name`, its kernels made by `builder`.
+
+    Parameters
+    ----------
+    name
+        Name of the exported function and of the op in the C++ source.
+    builder
+        Called with the ints of a specialisation when a call on a GPU first needs it.
+
+    Examples
+    --------
+    >>> store = op("store", kernel)  # doctest: +SKIP
+    >>> store(k_cache, v_cache, indices, k, v)  # doctest: +SKIP
+    """
+    _builders[name] = builder
+    function: Callable[..., Any] = module()[name]
+    return function
+
+
+def build_host_module(out_dir: Path) -> Path:
+    """Build the host module as an entry below `out_dir`, for the wheel; return the library's path.
+
+    Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
+    """
+    from jitkern.host.build import PORTABLE_LDFLAGS, build
+
+    key = _HostModule(CSRC).key
+    built = build(key, CSRC, ldflags=PORTABLE_LDFLAGS)
+    return Cache(Path(out_dir)).publish(key, built.variant, built.files, built.notes).artefact
+
+
+# -- finding it ------------------------------------------------------------------------------------
+
+
+class _HostModule(Buildable["Module"]):
+    """The library of the sources in `csrc`.
+
+    No compiler is asked for its version: a library made by any of them is as good.
+    """
+
+    def __init__(self, csrc: Path) -> None:
+        self._csrc = csrc
+        content = {
+            "route": "cxx",
+            "name": NAME,
+            "sources": {
+                path.relative_to(csrc).as_posix(): sha256(path.read_bytes())
+                for path in sorted(csrc.rglob("*"))
+                if path.suffix in (".cc", ".h")
+            },
+            "cflags": CFLAGS,
+            "processor": platform_abi()[0],
+        }
+        self.key = Key("cxx", NAME, digest(content), {"op": NAME, "cflags": list(CFLAGS)})
+
+    def accepts(self, meta: Mapping[str, Any]) -> bool:
+        """tvm-ffi keeps its C ABI within 0.x: what an older patch release built runs."""
+        import tvm_ffi
+
+        return _fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
+
+    def load(self, entry: Entry) -> Module:
+        return load_library(NAME, entry.artefact)
+
+    def build(self) -> BuildOutput:
+        # Imported here: it is built once a machine, and loaded by every process.
+        from jitkern.host.build import announce_and_build
+
+        return announce_and_build(self.key, self._csrc)
+
+    def hint(self) -> str:
+        return hints.warm_host_module()
+
+
+def _fits(built_against: str, installed: str) -> bool:
+    built, have = _release(built_against), _release(installed)
+    return len(built) == 3 and built[:2] == have[:2] and built <= have
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(0, 1, 15) of "0.1.15.post2"."""
+    parts = version.split(".")[:3]
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+
+
+# -- wiring ----------------------------------------------------------------------------------------
+
+
+def _initialise(loaded: Module) -> None:
+    """Give the C++ side what it needs of Python and the settings, where it takes it."""
+    _register_relay()
+    for name, argument in (
+        ("set_resolver", lambda: _resolve),
+        ("set_fault_mode", lambda: FAULT_MODES.index(settings().faults)),
+        ("set_warner", lambda: _warn),
+    ):
+        if loaded.implements_function(name):
+            loaded[name](argument())
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _resolve(op_name: str, spec: Sequence[int], arch: int) -> bytes:
+    """Return the image of one specialisation; called from C++ at its first launch on a device."""
+    try:
+        kernels = _builders[op_name](*(int(value) for value in spec))
+        return kernels.image(Arch(*divmod(arch, 10)))
+    except JitkernError as error:
+        # Only kind and message survive the way through C++. The exception itself, with its log
+        # and command, is kept here and comes back in _Relay.__new__.
+        message = f"{type(error).__name__}: {error}"
+        relay = _Relay(message)
+        _Relay.pending[message] = error
+        raise relay from error
+
+
+class _Relay(RuntimeError):  # noqa: N818 - it is never seen
+    """Stands for a jitkern exception while it passes through C++."""
+
+    pending: dict[str, JitkernError] = {}  # noqa: RUF012
+
+    def __new__(cls, message: str) -> Any:
+        original = cls.pending.pop(message, None)
+        return original if original is not None else super().__new__(cls, message)
+
+
+def _register_relay() -> None:
+    from tvm_ffi.error import register_error
+
+    register_error("jitkern.Relay", _Relay)

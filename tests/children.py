@@ -1,0 +1,156 @@
+"""Processes that load a small kernel, to be killed, stopped and deprived by the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jitkern.cache.store import Cache
+
+ROOT = Path(__file__).resolve().parent.parent
+CHILD = Path(__file__).resolve().parent / "loader_child.py"
+
+# Sum<N> makes the compile as slow as a test needs it: 0.1 s for 4, 0.6 s for 150.
+TINY = """\
+#include "value.cuh"
+struct TinyParams { float* out; };
+template <int N> struct Sum {
+  static __device__ float of(float x) { return Sum<N - 1>::of(x * 1.5f + N) + x; }
+};
+template <> struct Sum<0> { static __device__ float of(float x) { return x; } };
+template <int N> struct Tiny {
+  using Params = TinyParams;
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) { p.out[threadIdx.x] = Sum<N>::of(VALUE); }
+};
+"""
+SLOW = 150
+
+# No header of tvm-ffi: 0.1 s to compile, and the constant from the header comes back.
+NATIVE = """\
+#include <cstdint>
+#include "value.h"
+struct Any { int32_t type_index; int32_t padding; int64_t value; };
+template <int N> struct Slow { static constexpr int value = Slow<N - 1>::value + N % 3; };
+template <> struct Slow<0> { static constexpr int value = 0; };
+static const int waste = Slow<COST>::value;
+extern "C" __attribute__((visibility("default")))
+int __tvm_ffi_value(void*, const Any*, int32_t, Any* result) {
+  result->type_index = 1;
+  result->padding = 0;
+  result->value = VALUE + 0 * waste;
+  return 0;
+}
+"""
+
+
+def write_sources(folder: Path, value: int = 1, cost: int = 1) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny.cu").write_text(TINY)
+    (folder / "value.cuh").write_text(f"#define VALUE {value}.0f\n")
+    (folder / "tiny.cc").write_text(NATIVE)
+    (folder / "value.h").write_text(f"#define VALUE {value}\n#define COST {cost}\n")
+    return folder
+
+
+class Children:
+    """Processes of one test, with one environment; what is left of them is killed at the end."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.env = {**os.environ, "JITKERN_TEST_MARK": self.mark}
+        self.env["PYTHONPATH"] = str(ROOT / "src")
+        self.env["JITKERN_CACHE_DIR"] = str(cache_dir)
+        self._started: list[subprocess.Popen[str]] = []
+        self._ready = Path(tempfile.mkdtemp(prefix="jitkern-ready-"))
+        self._ready.chmod(0o777)
+
+    def start(
+        self, file: Path, *, env: dict[str, str] | None = None, **config: Any
+    ) -> subprocess.Popen[str]:
+        config |= {"file": str(file), "ready": str(self._ready)}
+        command = [sys.executable, str(CHILD), json.dumps(config)]
+        process = subprocess.Popen(
+            command,
+            env={**self.env, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        self._started.append(process)
+        return process
+
+    def wait_ready(self, *processes: subprocess.Popen[str]) -> None:
+        """Wait until the children have imported all they need and turn to the kernel."""
+        wait_until(lambda: all((self._ready / str(p.pid)).exists() for p in processes))
+
+    def report(self, process: subprocess.Popen[str], timeout_s: float = 60) -> dict[str, Any]:
+        out, err = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
+        report: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return report
+
+    def run(self, file: Path, **config: Any) -> dict[str, Any]:
+        return self.report(self.start(file, **config))
+
+    def alive(self) -> list[int]:
+        """Processes of this test, by the mark in the environment that they inherited."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    environ = (entry / "environ").read_bytes()
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                except OSError:
+                    continue
+                if self.mark.encode() in environ and state != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def stop(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        shutil.rmtree(self._ready)
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    return write_sources(tmp_path / "sources")
+
+
+@pytest.fixture
+def children(cache_dir: Path) -> Iterator[Children]:
+    group = Children(cache_dir)
+    yield group
+    group.stop()
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.002)
+
+
+def sound(cache_dir: Path) -> bool:
+    """Nothing damaged and nothing half-written in sight."""
+    return Cache(cache_dir).verify() == []

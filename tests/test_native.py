@@ -1,0 +1,155 @@
+"""load_jit and load_aot on the C++ and CUDA routes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import needs_cxx, needs_nvcc
+from tiny import compiles
+
+from jitkern.cache.store import Cache
+from jitkern.env import settings
+from jitkern.errors import CompileError
+from jitkern.jit.loader import load_aot, load_jit
+
+
+@needs_cxx
+def test_cpp_files_with_wrappers(folder: Path, empty_cache: Path) -> None:
+    import torch
+
+    before = compiles()
+
+    def load(n: int) -> Any:
+        wrappers = [("scale", f"scale<{n}>"), ("rows", "rows")]
+        return load_jit("scale", str(n), cpp_files=["scale.cc"], cpp_wrappers=wrappers)
+
+    assert load(4)["scale"](10) == 40
+    assert load(4).rows(torch.zeros(3, 2)) == 3
+    assert compiles() - before == 1
+    (entry,) = Cache(empty_cache).entries()
+    assert (entry.name, entry.args, entry.route) == ("scale", "4", "cxx")
+    assert list(folder.glob("*.so")) == []  # nothing is left beside the sources
+
+
+@needs_cxx
+def test_load_aot_and_its_flags(folder: Path) -> None:
+    (folder / "own.cc").write_text(
+        "#include <tvm/ffi/function.h>\n#include <extra.h>\n"
+        "TVM_FFI_DLL_EXPORT_TYPED_FUNC(twice, [](int64_t x) { return x * FACTOR + EXTRA; });\n"
+    )
+    (folder / "more").mkdir()
+    (folder / "more" / "extra.h").write_text("#define EXTRA 1\n")
+    for how in (
+        {"extra_cflags": ["-DFACTOR=2"], "extra_include_paths": ["more"]},
+        {"extra_cflags": ["-DFACTOR=2", f"-I{folder}/more"]},
+    ):
+        before = compiles()
+        module = load_aot("own", cpp_files=[str(folder / "own.cc")], **how)
+        assert module["twice"](10) == 21
+        assert compiles() - before <= 1
+    assert before == compiles()  # an -I flag is an include path: the same key
+
+
+@needs_cxx
+def test_build_directory_keeps_the_files(folder: Path) -> None:
+    build = folder / "build"
+    wrappers = [("scale", "scale<3>")]
+
+    def load() -> Any:
+        return load_jit(
+            "scale", "3", cpp_files=["scale.cc"], cpp_wrappers=wrappers, build_directory=build
+        )
+
+    assert load()["scale"](2) == 6
+    assert {"build.ninja", "main.cc", "scale_3.so"} <= {path.name for path in build.iterdir()}
+    (build / "scale_3.so").unlink()
+    assert load()["scale"](2) == 6  # from the cache, and put there again
+    assert (build / "scale_3.so").exists()
+
+
+@needs_cxx
+def test_a_library_that_does_not_load_is_replaced_in_the_build_directory_too(
+    folder: Path, empty_cache: Path
+) -> None:
+    """As one made on a machine with newer system libraries: sound, but not for this one."""
+    build = folder / "build"
+
+    def load() -> Any:
+        wrappers = [("scale", "scale<5>")]
+        return load_jit(
+            "scale", "5", cpp_files=["scale.cc"], cpp_wrappers=wrappers, build_directory=build
+        )
+
+    load()
+    good = (build / "scale_5.so").read_bytes()
+    (entry,) = Cache(empty_cache).entries()
+    meta = json.loads((entry.path / "meta.json").read_text())
+    republish(entry.path, meta, b"\x7fELF and nothing that loads")
+    assert load()["scale"](2) == 10
+    assert (build / "scale_5.so").read_bytes() == good
+
+
+def republish(path: Path, meta: dict[str, Any], library: bytes) -> None:
+    """Put other bytes into an entry, with checksums that say they are right."""
+    (path / "scale_5.so").unlink()  # this process has loaded it
+    (path / "scale_5.so").write_bytes(library)
+    sha256 = hashlib.sha256(library).hexdigest()
+    meta["files"] = {"scale_5.so": {"bytes": len(library), "sha256": sha256}}
+    del meta["checksum"]
+    text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
+    meta["checksum"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "meta.json").write_text(json.dumps(meta))
+
+
+@needs_cxx
+def test_errors_of_the_cpp_route(folder: Path) -> None:
+    (folder / "scale.cc").write_text("int broken( { }\n")
+    with pytest.raises(CompileError, match=r"scale\.cc:1") as caught:
+        load_jit("scale", cpp_files=["scale.cc"])
+    assert "c++" in caught.value.command or "g++" in caught.value.command
+    (folder / "scale.cc").write_text(
+        "extern int nowhere();\n"
+        'extern "C" int __tvm_ffi_f(void*, const void*, int, void*) { return nowhere(); }\n'
+    )
+    with pytest.raises(CompileError, match="nowhere"):
+        load_aot("scale", cpp_files=["scale.cc"], extra_ldflags=["-Wl,-z,now"])
+
+
+@needs_nvcc
+@needs_cxx
+def test_a_single_source_cu_loads_as_in_mini_sglang(
+    folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JITKERN_ARCH", "9.0")
+    settings.cache_clear()
+
+    def load() -> Any:
+        return load_jit(
+            "add", "2", cuda_files=["single.cu"], cuda_wrappers=[("launch", "AddKernel<2>::run")]
+        )
+
+    before = compiles()
+    assert callable(load().launch)
+    assert callable(load().launch)
+    assert compiles() - before == 1
+    (entry,) = Cache(empty_cache).entries()
+    assert (entry.route, entry.arch) == ("cuda", "9.0")
+    assert entry.variant.startswith("nvcc-")
+    recorded = json.loads((entry.path / "meta.json").read_text())["depends"]["files"]
+    assert list(recorded) == ["0:single.cu"]  # the toolkit's headers go by its version
+
+
+@pytest.mark.cuda
+@needs_nvcc
+def test_a_single_source_cu_runs(folder: Path) -> None:
+    import torch
+
+    x = torch.arange(1000, device="cuda", dtype=torch.float32)
+    wrappers = [("launch", "AddKernel<2>::run")]
+    module = load_jit("add", "2", cuda_files=["single.cu"], cuda_wrappers=wrappers)
+    module.launch(x)
+    assert torch.equal(x, torch.arange(1000, device="cuda", dtype=torch.float32) + 2)

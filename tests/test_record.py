@@ -1,0 +1,141 @@
+"""What a process says of its loads: freeze, JITKERN_RECORD, JITKERN_LOG."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from needs import needs_cxx, needs_nvrtc
+from tiny import SM_90, compiles, tiny
+
+import jitkern.ops.store
+from jitkern.arch import Arch
+from jitkern.cache import get
+from jitkern.cache.get import freeze
+from jitkern.cache.store import Cache
+from jitkern.env import settings
+from jitkern.errors import FrozenError
+from jitkern.jit.loader import load_device, load_jit, load_library
+from jitkern.jit.record import replay
+
+Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@needs_nvrtc
+def test_frozen_misses_name_what_to_warm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tiny().image(SM_90)
+    freeze()
+    assert tiny().image(SM_90) == kept
+    with pytest.raises(FrozenError, match=r"tiny_5-.*jitkern warm --replay FILE --arch 9\.0"):
+        tiny(5).image(SM_90)
+    store = jitkern.ops.store.kernel(656, 16, 4)
+    with pytest.raises(
+        FrozenError, match=r"jitkern warm --op store --element-size 656 --arch 9\.0$"
+    ):
+        store.image(SM_90)
+    get._frozen = False
+    monkeypatch.setenv("JITKERN_FREEZE", "1")
+    settings.cache_clear()
+    with pytest.raises(FrozenError):
+        tiny(5).image(SM_90)
+
+
+@needs_nvrtc
+def test_frozen_takes_an_entry_of_another_compiler_rather_than_none(
+    folder: Path, empty_cache: Path
+) -> None:
+    Cache(empty_cache).publish(tiny().key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"foreign"})
+    freeze()
+    assert tiny().image(SM_90) == b"foreign"
+
+
+@needs_nvrtc
+@needs_cxx
+def test_record_and_replay(
+    folder: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "used.jsonl"
+    monkeypatch.setenv("JITKERN_RECORD", str(file))
+    settings.cache_clear()
+    for n in (4, 5, 4):
+        module = tiny(n, extra_cuda_cflags=["-lineinfo"])
+        module.image(SM_90)
+        module.image(SM_90)
+    module.image(Arch(8, 0))
+    load_jit("scale", "4", cpp_files=["scale.cc"], cpp_wrappers=[("scale", "scale<4>")])
+    used = replay(file)
+    assert [str(one) for one in used] == [
+        "tiny<4> for 9.0",
+        "tiny<5> for 9.0",
+        "tiny<4> for 8.0",
+        "scale<4>",
+    ]
+    before = compiles()
+    for one in used:
+        if "device_files" in one.options:
+            found = load_device(one).lookup(Arch.parse(one.arch))
+        else:
+            found = load_library(one)
+        assert found.source == "cached"
+    assert compiles() == before
+
+    with file.open("a") as out:
+        out.write("{}\n")
+    with pytest.raises(ValueError, match=r"used\.jsonl:5: not a recorded"):
+        replay(file)
+
+
+@needs_nvrtc
+def test_many_processes_record_into_one_file(
+    folder: Path, empty_cache: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "used.jsonl"
+    code = """
+import sys
+from jitkern.jit.loader import load_jit
+from jitkern.arch import Arch
+for n in range(4, 8):
+    load_jit("tiny", str(n), device_files=["tiny.cu"],
+             device_wrappers=[("tiny", f"Tiny<{n}>")]).image(Arch(9, 0))
+"""
+    source = str(Path(get.__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": source, "JITKERN_RECORD": str(file)}
+    children = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
+    assert [child.wait() for child in children] == [0] * 4
+    assert {str(one) for one in replay(file)} == {f"tiny<{n}> for 9.0" for n in range(4, 8)}
+
+
+@needs_nvrtc
+def test_log_has_one_line_per_lookup(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JITKERN_LOG", "1")
+    settings.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jitkern"):
+        tiny().image(SM_90)
+        tiny().image(SM_90)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert lines[0].startswith("jitkern: tiny_4-")
+    assert ": compiled, " in lines[0]
+    assert ": cached, " in lines[1]
+    assert " ms (" in lines[1]
+
+
+@needs_nvrtc
+def test_log_goes_to_stderr_where_nobody_configured_logging(
+    folder: Path, fresh_python: Fresh
+) -> None:
+    code = """
+from jitkern.jit.loader import load_jit
+from jitkern.arch import Arch
+load_jit("tiny", "4", device_files=["tiny.cu"], device_wrappers=[("tiny", "Tiny<4>")]).image(
+    Arch(9, 0))
+"""
+    assert "compiled" in fresh_python(code, env={"JITKERN_LOG": "1"}).stderr
+    assert fresh_python(code).stderr == ""

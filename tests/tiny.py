@@ -1,0 +1,76 @@
+"""Small kernels that the loader's tests compile, and the folder they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jitkern.arch import Arch
+from jitkern.cache import get
+from jitkern.cache.stats import stats
+from jitkern.jit.loader import DeviceModule, load_jit
+
+SM_90 = Arch(9, 0)
+
+TINY = """\
+#include "half.cuh"
+template <int N> struct Tiny {
+  struct Params { int* out; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) { p.out[threadIdx.x] = half(N); }
+};
+"""
+
+# As in mini-sglang: templates with a host function, exported by wrappers.
+SCALE_CC = """\
+template <int N> int64_t scale(int64_t x) { return x * N; }
+int64_t rows(tvm::ffi::TensorView x) { return x.size(0); }
+"""
+
+# A single source with kernel and host code: the style of mini-sglang's own files.
+SINGLE_CU = """\
+#include <cuda_runtime.h>
+template <int N> __global__ void add_kernel(float* x, int64_t n) {
+  const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+  if (i < n) x[i] += N;
+}
+template <int N> struct AddKernel {
+  static void run(tvm::ffi::TensorView x) {
+    const int64_t n = x.size(0);
+    auto stream = static_cast<cudaStream_t>(
+        TVMFFIEnvGetStream(x.device().device_type, x.device().device_id));
+    add_kernel<N><<<(n + 255) / 256, 256, 0, stream>>>(static_cast<float*>(x.data_ptr()), n);
+  }
+};
+"""
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    yield
+    get._frozen = False
+
+
+@pytest.fixture
+def folder(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Current directory with the sources above, and an empty cache."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "tiny.cu").write_text(TINY)
+    (folder / "half.cuh").write_text("__device__ inline int half(int n) { return n / 2; }\n")
+    (folder / "scale.cc").write_text(SCALE_CC)
+    (folder / "single.cu").write_text(SINGLE_CU)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def tiny(n: int = 4, **kwargs: Any) -> DeviceModule:
+    wrappers = [("tiny", f"Tiny<{n}>")]
+    return load_jit("tiny", str(n), device_files=["tiny.cu"], device_wrappers=wrappers, **kwargs)
+
+
+def compiles() -> int:
+    return stats().compiles.count
