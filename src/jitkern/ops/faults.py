@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from jitkern.jit import host
@@ -10,7 +11,6 @@ from jitkern.ops.common import type_text
 if TYPE_CHECKING:
     import torch
 
-_MAX_DEVICES = 64
 _EXPECTED = "a CUDA device or the CPU"
 
 
@@ -44,9 +44,14 @@ def check(device: int | str | torch.device | None = None) -> None:
         if parsed.type == "cpu" or not torch.cuda.is_available():
             return
         device = torch.cuda.current_device() if parsed.index is None else parsed.index
-    if isinstance(device, bool) or not 0 <= device < _MAX_DEVICES:
+    if isinstance(device, bool) or not 0 <= device < _max_devices():
         raise ValueError(f"check: device: {device}, expected {_EXPECTED}")
     host.module()["check_faults"](device)
+
+
+@cache
+def _max_devices() -> int:
+    return int(host.module()["max_devices"]())
 
 
 def _parse(device: str | torch.device) -> torch.device:

@@ -9,25 +9,37 @@ from typing import TYPE_CHECKING, Any
 from jitkern.jit import host
 from jitkern.jit.loader import DeviceModule, load_jit
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, name_unreadable, type_text, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, name_unreadable, widest_vec_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # On an H200 1 to 2 % faster than 256 threads, and than 4 vectors of a row per lane.
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
+IN_FLIGHT = 4  # vectors that a lane moves at a time, of several rows where they are short
+VECS_PER_SPLIT = 2 * 32  # two for each lane of a warp
+
+
+def num_splits(row_bytes: int, vec_bytes: int | None = None) -> int:
+    """Return into how many parts a row is cut, each for a warp of its own.
+
+    ``vec_bytes`` is the vector's width, by default the widest that divides the row.
+    """
+    return -(-row_bytes // (VECS_PER_SPLIT * (vec_bytes or widest_vec_bytes(row_bytes))))
 
 
 @cache
 def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     """Return the device module of one row size, vector width and index type."""
-    args = make_cpp_args(row_bytes, vec_bytes, index_bytes, CONFIG)
-    return load_jit(
+    splits = num_splits(row_bytes, vec_bytes)
+    args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
+    module = load_jit(
         "index",
         *args,
         device_files=["ops/index.cu"],
         device_wrappers=[("index", f"jitkern::IndexKernel<{args}>")],
     )
+    return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=splits)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
@@ -38,7 +50,7 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
 
 @cache
 def _op() -> Callable[..., Any]:
-    return host.op("index", kernel)
+    return host.op("indexing", kernel)
 
 
 def indexing(
@@ -94,29 +106,16 @@ def indexing(
     """
     start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
     try:
-        if output is None:
-            output = _new_output(weights, indices)
-        _op()(weights, indices, output, start, length)
+        made = _op()(weights, indices, output, start, length)
     except RuntimeError as error:
         name_unreadable(error, "indexing", weights=weights, indices=indices, output=output)
-        raise
-    return output
-
-
-def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
-    try:
-        return weights.new_empty(indices.shape + weights.shape[1:])
-    except (AttributeError, TypeError) as error:  # not tensors
-        raise _not_a_tensor(weights=weights, indices=indices) or error from None
-
-
-def _not_a_tensor(**arguments: object) -> TypeError | None:
-    import torch
-
-    for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor):
-            return TypeError(f"indexing: {name}: {type_text(value)}, expected a tensor")
-    return None
+        if output is not None or hasattr(type(weights), "__dlpack_c_exchange_api__"):
+            raise
+        # PyTorch before 2.10 without torch-c-dlpack-ext: C++ cannot ask it for memory.
+        output = weights.new_empty(indices.shape + weights.shape[1:])
+        return indexing(weights, indices, output=output, vocab_range=vocab_range)
+    result: Tensor = made if output is None else output
+    return result
 
 
 def _start_and_length(vocab_range: tuple[int, int]) -> tuple[int, int]:

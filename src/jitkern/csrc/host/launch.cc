@@ -1,6 +1,6 @@
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/function.h>
+#include <tvm/ffi/container/tuple.h>
 #include <tvm/ffi/string.h>
 
 #include <memory>
@@ -14,9 +14,13 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Bytes;
 using tvm::ffi::Function;
+using tvm::ffi::String;
 
-// resolve(op, spec, arch) -> image bytes; set once from Python. Never destroyed, because Python may
-// be gone when static objects are.
+[[noreturn]] void raise(const std::string& message) {
+  throw tvm::ffi::Error("RuntimeError", message, "");
+}
+
+// Set once from Python. Never destroyed, because Python may be gone when static objects are.
 Function& resolver() {
   static auto* function = new Function();
   return *function;
@@ -34,47 +38,95 @@ CUmodule load_image(const Driver& driver, const Bytes& image, const char* op) {
   return module;
 }
 
-}  // namespace
-
-CUfunction load_function(const Device& device, const Bytes& image, const char* name) {
-  const Driver& driver = Driver::get();
-  const RelaxedCapture relaxed;
-  const ContextScope scope(device);
-  CUfunction function = nullptr;
-  driver.check(driver.cuModuleGetFunction(&function, load_image(driver, image, name), name), name);
-  return function;
+Kernel load_kernel(const Driver& driver, CUmodule module, const char* name) {
+  Kernel kernel{};
+  driver.check(driver.cuModuleGetFunction(&kernel.function, module, name), name);
+  const auto attribute = [&](int which) {
+    int value = 0;
+    driver.check(driver.cuFuncGetAttribute(&value, which, kernel.function), "cuFuncGetAttribute");
+    return value;
+  };
+  kernel.max_threads = static_cast<unsigned>(attribute(kFunctionMaxThreadsPerBlock));
+  kernel.own_shared_bytes = attribute(kFunctionSharedBytes);
+  kernel.params_bytes = -1;
+  if (driver.cuFuncGetParamInfo == nullptr) return kernel;
+  size_t offset = 0;
+  size_t bytes = 0;
+  driver.check(driver.cuFuncGetParamInfo(kernel.function, 0, &offset, &bytes),
+               "cuFuncGetParamInfo");
+  kernel.params_bytes = static_cast<i64>(bytes);
+  return kernel;
 }
 
-const Kernel* KernelTable::load(const Device& device, const Spec& spec) {
-  if (resolver() == nullptr) {
-    throw tvm::ffi::Error("RuntimeError", std::string(op_) + ": no kernel resolver was set", "");
+// Lets launches of `kernel` have all the shared memory of a block and clusters of more than 8
+// blocks, which a function has to ask for once.
+void ask_for_all(const Driver& driver, const Device& device, const Kernel& kernel) {
+  driver.check(driver.cuFuncSetAttribute(kernel.function, kFunctionMaxDynamicSharedBytes,
+                                         device.max_shared_bytes - kernel.own_shared_bytes),
+               "cuFuncSetAttribute");
+  if (device.arch < 90) return;
+  driver.check(driver.cuFuncSetAttribute(kernel.function, kFunctionNonPortableClusterSize, 1),
+               "cuFuncSetAttribute");
+}
+
+}  // namespace
+
+const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
+  const Function& resolve = resolve_ != nullptr ? resolve_ : resolver();
+  if (resolve == nullptr) raise(std::string(op_) + ": no kernel resolver was set");
+  if (static_cast<size_t>(spec.size) != names_.size()) {
+    raise(std::string(op_) + ": a specialisation of " + std::to_string(spec.size) +
+          " values, expected " + std::to_string(names_.size()));
   }
   // Python is called without a lock held: it may compile, and another thread may hold the GIL.
+  Array<String> names;
+  for (const char* name : names_) names.push_back(name);
   Array<int64_t> values;
-  for (int i = 0; i < spec.size; ++i) values.push_back(spec.values[i]);
-  const Bytes image = resolver()(op_, values, device.arch).cast<Bytes>();
+  for (int i = 0; i < spec.size; ++i) values.push_back(spec[i]);
+  const auto [image, entries, config] =
+      resolve(op_, names, values, device.arch)
+          .cast<tvm::ffi::Tuple<Bytes, Array<String>, Array<int64_t>>>();
 
   const std::lock_guard<std::mutex> lock(load_mutex);
   std::atomic<Node*>& head = heads_[device.ordinal];
   for (Node* node = head.load(); node != nullptr; node = node->next) {
-    if (node->spec == spec) return node->kernels.data();  // another thread was first
+    if (node->kernels.spec == spec) return node->kernels;  // another thread was first
   }
   const Driver& driver = Driver::get();
   const RelaxedCapture relaxed;
   const ContextScope scope(device);
   const CUmodule module = load_image(driver, image, op_);
-  auto node = std::make_unique<Node>(Node{spec, {}, head.load()});
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    Kernel& kernel = node->kernels[i];
-    driver.check(driver.cuModuleGetFunction(&kernel.function, module, entries_[i]), entries_[i]);
-    int num_threads = 0;
-    driver.check(
-        driver.cuFuncGetAttribute(&num_threads, kFunctionMaxThreadsPerBlock, kernel.function),
-        "cuFuncGetAttribute");
-    kernel.num_threads = static_cast<unsigned>(num_threads);
+  auto node = std::make_unique<Node>(Node{{spec, {}, {}}, head.load()});
+  for (const String& name : entries) {
+    node->kernels.entries.push_back(load_kernel(driver, module, name.c_str()));
+  }
+  if (shape_of_ != nullptr) {
+    take_config(node->kernels, config);
+  } else {
+    for (const Kernel& kernel : node->kernels.entries) ask_for_all(driver, device, kernel);
   }
   head.store(node.get(), std::memory_order_release);
-  return node.release()->kernels.data();  // lives as long as the process
+  return node.release()->kernels;  // lives as long as the process
+}
+
+void KernelTable::take_config(LoadedKernels& kernels, const Array<int64_t>& config) const {
+  std::vector<Kernel>& entries = kernels.entries;
+  const size_t expected = 2 * entries.size() + 2;
+  if (config.size() != expected) {
+    raise(std::string(op_) + ": a launch configuration of " + std::to_string(config.size()) +
+          " values, expected " + std::to_string(expected));
+  }
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (config[2 * i] < 1 || config[2 * i] > entries[i].max_threads) {
+      raise(std::string(op_) + ": " + std::to_string(config[2 * i]) +
+            " threads for a kernel that was compiled for " +
+            std::to_string(entries[i].max_threads));
+    }
+    entries[i].num_threads = static_cast<unsigned>(config[2 * i]);
+    entries[i].use_pdl = config[2 * i + 1] != 0;
+  }
+  kernels.shape = shape_of_(kernels.spec, static_cast<int>(config[expected - 2]),
+                            static_cast<int>(config[expected - 1]));
 }
 
 void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) const {
@@ -84,24 +136,50 @@ void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) cons
                "cuMemsetD8Async");
 }
 
-void LaunchScope::launch_with(const Kernel& kernel, i64 grid_x, int grid_y, int block_x,
-                              void** arguments, bool use_pdl) const {
-  LaunchAttribute attribute{};
-  attribute.id = kLaunchProgrammaticStreamSerialization;
-  attribute.value.enabled = 1;
-  const LaunchConfig config{static_cast<unsigned>(grid_x),
-                            static_cast<unsigned>(grid_y),
-                            1,
-                            static_cast<unsigned>(block_x),
-                            1,
-                            1,
-                            0,
-                            stream_,
-                            use_pdl ? &attribute : nullptr,
-                            use_pdl ? 1u : 0u};
+void LaunchScope::check_params(const Kernel& kernel, i64 bytes) {
+  if (kernel.params_bytes == bytes || kernel.params_bytes == -1) return;
+  raise("jitkern: a kernel's parameters are " + std::to_string(kernel.params_bytes) +
+        " bytes on the device and " + std::to_string(bytes) + " on the host");
+}
+
+void launch_kernel(const Device& device, CUstream stream, const Kernel& kernel,
+                   const Launch& launch, const void* params) {
+  LaunchAttribute attributes[3];
+  unsigned count = 0;
+  const auto add = [&](int id) -> LaunchAttribute& {
+    attributes[count].id = id;
+    return attributes[count++];
+  };
+  if (launch.use_pdl && device.knows_pdl) {
+    add(kLaunchProgrammaticStreamSerialization).value.enabled = 1;
+  }
+  if (launch.cooperative) add(kLaunchCooperative).value.enabled = 1;
+  if (launch.cluster[0] != 0) {
+    std::copy_n(launch.cluster, 3, add(kLaunchClusterDimension).value.cluster);
+  }
+  const LaunchConfig config{launch.grid[0],
+                            launch.grid[1],
+                            launch.grid[2],
+                            launch.block[0],
+                            launch.block[1],
+                            launch.block[2],
+                            launch.shared_bytes,
+                            stream,
+                            count == 0 ? nullptr : attributes,
+                            count};
+  void* arguments[] = {const_cast<void*>(params)};
   const Driver& driver = Driver::get();
   driver.check(driver.cuLaunchKernelEx(&config, kernel.function, arguments, nullptr),
                "cuLaunchKernelEx");
+}
+
+tvm::ffi::Tensor allocate(tvm::ffi::ShapeView shape, DLDataType dtype, DLDevice device) {
+  if (TVMFFIEnvGetDLPackManagedTensorAllocator() == nullptr) {
+    raise(
+        "jitkern: this torch cannot be asked for memory through tvm-ffi; pip install "
+        "torch-c-dlpack-ext, or torch 2.10 or newer");
+  }
+  return tvm::ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, shape, dtype, device);
 }
 
 namespace {
@@ -115,18 +193,7 @@ int64_t device_count() {
   return count;
 }
 
-int64_t device_arch(int64_t ordinal) {
-  const Driver& driver = Driver::get();
-  CUdevice device = 0;
-  int major = 0;
-  int minor = 0;
-  driver.check(driver.cuDeviceGet(&device, static_cast<int>(ordinal)), "cuDeviceGet");
-  driver.check(driver.cuDeviceGetAttribute(&major, kAttributeComputeMajor, device),
-               "cuDeviceGetAttribute");
-  driver.check(driver.cuDeviceGetAttribute(&minor, kAttributeComputeMinor, device),
-               "cuDeviceGetAttribute");
-  return 10 * major + minor;
-}
+int64_t device_arch(int64_t ordinal) { return arch_of(static_cast<int>(ordinal)); }
 
 int64_t driver_version() {
   const Driver* driver = Driver::get_or_null();

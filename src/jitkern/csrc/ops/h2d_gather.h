@@ -1,7 +1,7 @@
 // Parameters of the kernels that spare h2d_gather a second read of the same row.
 #pragma once
 
-#include <jitkern/pair_copy.h>
+#include <jitkern/types.h>
 
 namespace jitkern {
 
@@ -17,12 +17,15 @@ struct ClaimParams {
   i64 num_dst_rows;
   u32* table;            // open addressing over source rows: the number of the pair that owns one
   u32 table_mask;        // its size, a power of two, less 1
-  u32* counts_m1;        // [2]: the length of each list, less 1
+  u32* last_entries;     // [2]: the last entry of each list, -1: none
   void* fetches;         // [num_pairs, 2]: source row, destination row
   void* copies;          // [num_pairs, 2]: destination row to copy from, destination row
   void* copied_rows;     // [num_pairs]: source row of a copy that the slot map must learn of, or -1
   const void* slot_map;  // where rows already live in device memory, -1: nowhere; null: unknown
   i32 slot_map_bytes;
+  FaultSite src_site;
+  FaultSite dst_site;
+  FaultSite slot_map_site;
   FaultRecord* fault;
 };
 

@@ -54,10 +54,10 @@ __device__ inline void store_vec(char* address, Vec<kBytes> value) {
 }
 
 // The part of the rows that this thread's group works on.
-template <i64 kRowBytes, int kVecBytes, int kMaxChunks, int kInFlight>
+template <i64 kRowBytes, int kVecBytes, int kInFlight, int kSplits = 1>
 struct Group {
   static_assert(kRowBytes < (1ll << 31), "offsets inside a row are 32-bit");
-  static constexpr GroupShape kShape = group_shape(kRowBytes, kVecBytes, kMaxChunks, kInFlight);
+  static constexpr GroupShape kShape = group_shape(kRowBytes, kVecBytes, kInFlight, kSplits);
   static constexpr int kRows = kShape.rows;
   static constexpr int kChunks = kShape.chunks;
 
@@ -66,10 +66,10 @@ struct Group {
 
   __device__ explicit Group(i64 thread) {
     const i64 group = thread / kShape.lanes;
-    const i32 piece = static_cast<i32>(group % kShape.pieces);
+    const i32 split = static_cast<i32>(group % kShape.splits);
     const i32 lane = static_cast<i32>(thread % kShape.lanes);
-    first_row = group / kShape.pieces * kRows;
-    first_offset = (piece * kChunks * kShape.lanes + lane) * kVecBytes;
+    first_row = group / kShape.splits * kRows;
+    first_offset = (split * kChunks * kShape.lanes + lane) * kVecBytes;
   }
 
   // Whether this thread is the one of its group's rows that reports for them.

@@ -1,0 +1,248 @@
+// DeviceModule.launch: Python arguments become the bytes of a kernel's Params, checked against what
+// the kernel takes, and off it goes.
+#include <jitkern/launch.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/string.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+
+namespace jitkern {
+
+namespace {
+
+using tvm::ffi::Any;
+using tvm::ffi::Array;
+using tvm::ffi::Bytes;
+using tvm::ffi::Function;
+using tvm::ffi::PackedArgs;
+using tvm::ffi::TypeIndex;
+
+constexpr const char* kOp = "launch";
+constexpr i64 kMaxParamsBytes = 32764;  // the driver's limit; 4,096 before CUDA 12.1
+
+std::string arg_name(int position) { return "args[" + std::to_string(position) + "]"; }
+
+// The bytes of a C struct whose members are the arguments, in order, and the device that its
+// pointers are for.
+class Packed {
+ public:
+  explicit Packed(PackedArgs args) {
+    for (int i = 0; i < args.size(); ++i) put(i, args[i]);
+    pad_to(alignment_);
+  }
+
+  int device() const { return device_; }  // -1: no argument says it
+  // Whether torch has told its stream along with a tensor.
+  bool has_stream() const { return has_stream_; }
+  const char* data() const { return bytes_; }
+
+  // ValueError where a pointer that only the driver knows is for another device.
+  void check_pointers(PackedArgs args, const Device& device) const {
+    for (int i = 0; i < args.size(); ++i) {
+      if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
+      const void* pointer = args[i].cast<void*>();
+      if (pointer == nullptr) continue;
+      const MemoryRange range = memory_range(pointer);
+      const bool there = range.type == kMemoryTypeDevice && range.ordinal == device.ordinal;
+      if (there || range.type == kMemoryTypeHost) continue;
+      raise_value_error(kOp, arg_name(i).c_str(),
+                        range.type == kMemoryTypeDevice
+                            ? "memory of cuda:" + std::to_string(range.ordinal)
+                            : "memory that no GPU can read",
+                        "memory of cuda:" + std::to_string(device.ordinal));
+    }
+  }
+
+  // ValueError unless these are the bytes that `kernel` takes.
+  void check_size(const Kernel& kernel, int count) const {
+    // An empty struct has one byte.
+    if (kernel.params_bytes == -1 || kernel.params_bytes == std::max(size_, i64(1))) return;
+    raise_value_error(
+        kOp, "args", std::to_string(count) + " of " + std::to_string(size_) + " bytes in all",
+        std::to_string(kernel.params_bytes) + " bytes, the members of the kernel's Params");
+  }
+
+ private:
+  void put(int position, AnyView value) {
+    switch (value.type_index()) {
+      case TypeIndex::kTVMFFIBool:
+        return put_value(value.cast<bool>());
+      case TypeIndex::kTVMFFIInt:
+        return put_value(value.cast<int64_t>());
+      case TypeIndex::kTVMFFIFloat:
+        return put_value(value.cast<double>());
+      case TypeIndex::kTVMFFIOpaquePtr:
+        return put_value(value.cast<void*>());
+      case TypeIndex::kTVMFFIDLTensorPtr:
+      case TypeIndex::kTVMFFITensor:
+        return put_tensor(position, value);
+      case TypeIndex::kTVMFFIBigInt:
+        raise_type_error(position, value, "an int of 64 bits, or a ctypes value");
+    }
+    // A ctypes value: its alignment, then its bytes.
+    const auto bytes = value.try_cast<Bytes>();
+    if (!bytes.has_value()) {
+      raise_type_error(position, value, "a tensor, int, float, bool or a ctypes value");
+    }
+    put_bytes(bytes->data() + 1, bytes->size() - 1, static_cast<unsigned char>(bytes->data()[0]));
+  }
+
+  void put_tensor(int position, AnyView value) {
+    const DLTensor& dl = *value.cast<DLTensor*>();
+    const DLDevice device = dl.device;
+    if (device.device_type != kDLCUDA || (device_ != -1 && device.device_id != device_)) {
+      const std::string name = arg_name(position);
+      const Tensor tensor(kOp, name.c_str(), value);
+      tensor.value_error(
+          "device " + tensor.device_name(),
+          device_ == -1 ? "a CUDA device" : "cuda:" + std::to_string(device_) + ", as the others");
+    }
+    device_ = device.device_id;
+    has_stream_ |= value.type_index() == TypeIndex::kTVMFFIDLTensorPtr;
+    put_value(static_cast<char*>(dl.data) + dl.byte_offset);
+  }
+
+  template <class T>
+  void put_value(T value) {
+    put_bytes(&value, sizeof(T), alignof(T));
+  }
+
+  void put_bytes(const void* from, size_t size, int alignment) {
+    pad_to(alignment);
+    if (size_ + static_cast<i64>(size) > kMaxParamsBytes) {
+      raise_value_error(kOp, "args", "more than " + std::to_string(kMaxParamsBytes) + " bytes",
+                        "what the driver takes");
+    }
+    std::memcpy(bytes_ + size_, from, size);
+    size_ += static_cast<i64>(size);
+    alignment_ = std::max(alignment_, alignment);
+  }
+
+  void pad_to(int alignment) {
+    while (size_ % alignment != 0) bytes_[size_++] = 0;
+  }
+
+  [[noreturn]] static void raise_type_error(int position, AnyView value, const char* expected) {
+    throw tvm::ffi::Error("TypeError",
+                          std::string(kOp) + ": " + arg_name(position) + ": " + type_text(value) +
+                              ", expected " + expected,
+                          "");
+  }
+
+  i64 size_ = 0;
+  int alignment_ = 1;
+  int device_ = -1;
+  bool has_stream_ = false;
+  alignas(16) char bytes_[kMaxParamsBytes + 16];
+};
+
+void take_size(const char* arg, AnyView value, int d, const i64 (&limits)[3],
+               unsigned (&sizes)[3]) {
+  const i64 size = int_arg(kOp, arg, value);
+  if (size < 1 || size > limits[d]) {
+    raise_value_error(kOp, arg, std::to_string(size) + " in dimension " + std::to_string(d),
+                      "1 to " + std::to_string(limits[d]));
+  }
+  sizes[d] = static_cast<unsigned>(size);
+}
+
+// One to three sizes, an int or a sequence of them, at most `limits`.
+void take_sizes(const char* arg, AnyView value, const i64 (&limits)[3], unsigned (&sizes)[3]) {
+  const auto sequence = value.try_cast<Array<Any>>();
+  if (!sequence.has_value()) return take_size(arg, value, 0, limits, sizes);
+  const int count = static_cast<int>(sequence->size());
+  if (count < 1 || count > 3) {
+    raise_value_error(kOp, arg, std::to_string(count) + " sizes", "one to three");
+  }
+  for (int d = 0; d < count; ++d) take_size(arg, (*sequence)[d], d, limits, sizes);
+}
+
+constexpr i64 kMaxGrid[] = {(i64(1) << 31) - 1, 65535, 65535};
+constexpr i64 kMaxBlock[] = {1024, 1024, 64};
+constexpr i64 kMaxCluster[] = {16, 16, 16};
+
+Launch checked_launch(AnyView grid, AnyView block, AnyView shared_bytes, AnyView use_pdl,
+                      AnyView cluster, AnyView cooperative) {
+  Launch launch;
+  take_sizes("grid", grid, kMaxGrid, launch.grid);
+  take_sizes("block", block, kMaxBlock, launch.block);
+  const i64 shared = int_arg(kOp, "shared_bytes", shared_bytes);
+  if (shared < 0 || shared > (i64(1) << 30)) {
+    raise_value_error(kOp, "shared_bytes", std::to_string(shared), "0 or more");
+  }
+  launch.shared_bytes = static_cast<unsigned>(shared);
+  launch.use_pdl = bool_arg(kOp, "use_pdl", use_pdl);
+  launch.cooperative = bool_arg(kOp, "cooperative", cooperative);
+  if (is_none(cluster)) return launch;
+  std::fill_n(launch.cluster, 3, 1u);
+  take_sizes("cluster", cluster, kMaxCluster, launch.cluster);
+  for (int d = 0; d < 3; ++d) {
+    if (launch.grid[d] % launch.cluster[d] == 0) continue;
+    raise_value_error(
+        kOp, "cluster",
+        std::to_string(launch.cluster[d]) + " blocks in dimension " + std::to_string(d),
+        "a divisor of the grid's " + std::to_string(launch.grid[d]));
+  }
+  return launch;
+}
+
+// Checks a launch against the loaded kernel and its GPU.
+void check_launch(const Device& device, const Kernel& kernel, const Launch& launch) {
+  const unsigned threads = launch.block[0] * launch.block[1] * launch.block[2];
+  if (threads > kernel.max_threads) {
+    raise_value_error(kOp, "block", std::to_string(threads) + " threads",
+                      "at most " + std::to_string(kernel.max_threads) + " for this kernel");
+  }
+  const i64 most = device.max_shared_bytes - kernel.own_shared_bytes;
+  if (launch.shared_bytes > most) {
+    raise_value_error(kOp, "shared_bytes", std::to_string(launch.shared_bytes),
+                      "at most " + std::to_string(most) + " on this GPU");
+  }
+  if (launch.cluster[0] != 0 && device.arch < 90) {
+    raise_value_error(kOp, "cluster", "given", "None on a GPU before compute capability 9.0");
+  }
+}
+
+// launch(export, grid, block, shared_bytes, use_pdl, cluster, cooperative, device, stream, *args)
+//
+// Returns None once it has launched. Where it cannot know the stream it returns the device, or -1
+// for torch's current one, and wants to be called again with device and stream.
+constexpr int kNumOptions = 9;
+
+void launch_user(KernelTable& table, PackedArgs all, Any* result) {
+  const Launch launch = checked_launch(all[1], all[2], all[3], all[4], all[5], all[6]);
+  const PackedArgs args = all.Slice(kNumOptions);
+  const Packed params(args);
+  const int given = static_cast<int>(all[7].cast<int64_t>());
+  if (given == -1 && !params.has_stream()) {
+    *result = params.device();
+    return;
+  }
+  const int ordinal = given == -1 ? params.device() : given;
+  Device& device = Device::get(ordinal);
+  check_pending_fault(device);
+  const ContextScope scope(device);
+  params.check_pointers(args, device);
+  const Kernel& kernel = table.find(device, {}).entries.at(all[0].cast<int64_t>());
+  params.check_size(kernel, args.size());
+  check_launch(device, kernel, launch);
+  void* stream = given == -1 ? TVMFFIEnvGetStream(kDLCUDA, ordinal)
+                             : reinterpret_cast<void*>(all[8].cast<int64_t>());
+  launch_kernel(device, static_cast<CUstream>(stream), kernel, launch, params.data());
+}
+
+// A function as above for the kernels of one module, of which resolve(...) returns the image.
+Function make_launch(Function resolve) {
+  auto table = std::make_shared<KernelTable>(kOp, std::vector<const char*>(), nullptr, resolve);
+  return Function::FromPacked(
+      [table](PackedArgs args, Any* result) { launch_user(*table, args, result); });
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_launch, make_launch);
+
+}  // namespace jitkern
