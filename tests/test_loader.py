@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import logging
@@ -18,7 +17,7 @@ from needs import needs_cxx, needs_nvcc, needs_nvrtc
 
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, ToolchainError
-from jitkern.jit import launch, resolve
+from jitkern.jit import resolve
 from jitkern.jit.cache import Cache
 from jitkern.jit.loader import (
     DeviceModule,
@@ -476,16 +475,7 @@ def test_no_gpu_and_no_arch_names_the_cure(folder: Path, monkeypatch: pytest.Mon
         load_jit("x", cuda_files=["single.cu"])
 
 
-def test_launch_arguments(folder: Path) -> None:
-    assert launch.pack([7, True, 0.5]) == (
-        (7).to_bytes(8, "little") + b"\1" + bytes(7) + bytes([0, 0, 0, 0, 0, 0, 0xE0, 0x3F])
-    )
-    assert launch.pack([ctypes.c_int32(1), ctypes.c_int32(2)]) == b"\1\0\0\0\2\0\0\0"
-    assert launch.dim3("grid", (2, 3)) == (2, 3, 1)
-    with pytest.raises(ValueError, match="grid: 0"):
-        launch.dim3("grid", 0)
-    with pytest.raises(TypeError, match=r"args\[1\]: str"):
-        launch.pack([1, "x"])
+def test_an_export_that_is_not_there(folder: Path) -> None:
     with pytest.raises(ValueError, match="'nope', expected one of tiny"):
         tiny().launch("nope", grid=1, block=1)
 

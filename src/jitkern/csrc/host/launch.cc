@@ -48,13 +48,11 @@ Kernel load_kernel(const Driver& driver, CUmodule module, const char* name) {
   };
   kernel.max_threads = static_cast<unsigned>(attribute(kFunctionMaxThreadsPerBlock));
   kernel.own_shared_bytes = attribute(kFunctionSharedBytes);
-  kernel.params_bytes = -1;
-  if (driver.cuFuncGetParamInfo == nullptr) return kernel;
   size_t offset = 0;
   size_t bytes = 0;
-  driver.check(driver.cuFuncGetParamInfo(kernel.function, 0, &offset, &bytes),
-               "cuFuncGetParamInfo");
-  kernel.params_bytes = static_cast<i64>(bytes);
+  const bool known = driver.cuFuncGetParamInfo != nullptr &&
+                     driver.cuFuncGetParamInfo(kernel.function, 0, &offset, &bytes) == kCudaSuccess;
+  kernel.params_bytes = known ? static_cast<i64>(bytes) : -1;
   return kernel;
 }
 
