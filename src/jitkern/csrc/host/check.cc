@@ -14,8 +14,7 @@ namespace {
                         "");
 }
 
-}  // namespace
-
+// What Python calls the type of an argument.
 std::string type_text(AnyView value) {
   const std::string key = value.GetTypeKey();
   static const std::pair<const char*, const char*> names[] = {
@@ -38,9 +37,11 @@ std::string type_text(AnyView value) {
   return key;
 }
 
+}  // namespace
+
 Tensor::Tensor(const char* op, const char* arg, AnyView value) : op(op), arg(arg), dl(nullptr) {
   const auto tensor = value.try_cast<DLTensor*>();
-  if (!tensor.has_value()) raise("TypeError", op, arg, type_text(value), "a tensor");
+  if (!tensor.has_value()) raise_type_error(op, arg, value, "a tensor");
   dl = *tensor;
   const auto type = dl->device.device_type;
   if (type != kDLCPU && type != kDLCUDAHost && type != kDLCUDA) {
@@ -159,16 +160,20 @@ void raise_value_error(const char* op, const char* arg, const std::string& came,
   raise("ValueError", op, arg, came, expected);
 }
 
+void raise_type_error(const char* op, const char* arg, AnyView came, const std::string& expected) {
+  raise("TypeError", op, arg, type_text(came), expected);
+}
+
 i64 int_arg(const char* op, const char* arg, AnyView value) {
   if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIInt) {
-    raise("TypeError", op, arg, type_text(value), "an int");
+    raise_type_error(op, arg, value, "an int");
   }
   return value.cast<int64_t>();
 }
 
 bool bool_arg(const char* op, const char* arg, AnyView value) {
   if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIBool) {
-    raise("TypeError", op, arg, type_text(value), "a bool");
+    raise_type_error(op, arg, value, "a bool");
   }
   return value.cast<bool>();
 }

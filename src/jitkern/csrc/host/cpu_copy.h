@@ -6,6 +6,7 @@
 
 #include <jitkern/types.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 
@@ -21,7 +22,7 @@ void for_parts(i64 count, i64 threads, const std::function<void(i64, i64)>& run)
 // Copies a row past the caches for every whole line of `dst`; plainly if this is no x86.
 void stream_row(char* dst, const char* src, i64 row_bytes);
 
-constexpr u64 kLineBytes = 64;
+constexpr i64 kLineBytes = 64;
 constexpr i64 kRowsAhead = 4;                // between the prefetch and the copy
 constexpr i64 kBytesAhead = 4 * kLineBytes;  // of a row; the processor sees by itself what follows
 
@@ -40,21 +41,6 @@ struct CpuRow {
   const char* src;  // null: zeros
 };
 
-// What the copy will wait for: a source at a random place, and the lines that the row shares with
-// its neighbours. (Not inlined, GCC takes this for a function without effects and drops the call.)
-template <int kRandomRows>
-__attribute__((always_inline)) inline void prefetch_row(const CpuRow& row, i64 row_bytes) {
-  if (row.dst == nullptr) return;
-  if ((kRandomRows & kRandomSources) != 0 && row.src != nullptr) {
-    for (i64 at = 0; at < row_bytes && at < kBytesAhead; at += kLineBytes) {
-      __builtin_prefetch(row.src + at);
-    }
-  }
-  for (const char* end : {row.dst, row.dst + row_bytes}) {
-    if (reinterpret_cast<u64>(end) % kLineBytes != 0) __builtin_prefetch(end, 1);
-  }
-}
-
 // Copies rows [0, count); `row_at(i)` says where row i goes and where it comes from. `dst_bytes` is
 // the size of the table that they go to.
 template <int kRandomRows, class RowAt>
@@ -63,9 +49,18 @@ void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
   const bool stream =
       dst_bytes >= ((kRandomRows & kRandomTargets) != 0 ? kStreamRandomMinBytes
                                                         : threads * kStreamMinBytesPerThread);
+  const i64 max_ahead = (kRandomRows & kRandomSources) != 0 ? std::min(row_bytes, kBytesAhead) : 0;
   const auto copy_part = [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
-      if (i + kRowsAhead < end) prefetch_row<kRandomRows>(row_at(i + kRowsAhead), row_bytes);
+      // What a later copy will wait for: its source, and lines that it shares with its neighbours.
+      const CpuRow later = i + kRowsAhead < end ? row_at(i + kRowsAhead) : CpuRow{};
+      if (later.dst != nullptr) {
+        const i64 src_ahead = later.src == nullptr ? 0 : max_ahead;
+        for (i64 at = 0; at < src_ahead; at += kLineBytes) __builtin_prefetch(later.src + at);
+        for (const char* edge : {later.dst, later.dst + row_bytes}) {
+          if (reinterpret_cast<u64>(edge) % kLineBytes != 0) __builtin_prefetch(edge, 1);
+        }
+      }
       const CpuRow row = row_at(i);
       if (row.dst == nullptr) continue;
       if (row.src == nullptr) {

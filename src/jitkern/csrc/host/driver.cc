@@ -12,10 +12,6 @@ namespace jitkern {
 
 namespace {
 
-[[noreturn]] void raise(const std::string& message) {
-  throw tvm::ffi::Error("RuntimeError", message, "");
-}
-
 struct Loaded {
   Driver driver{};
   std::string error;  // empty if the driver is usable
@@ -28,7 +24,7 @@ struct Loaded {
           "start the container with GPU access";
       return;
     }
-#define JITKERN_RESOLVE(name, symbol, parameters) resolve(library, #symbol, driver.name);
+#define JITKERN_RESOLVE(name, parameters) resolve(library, #name, driver.name);
     JITKERN_DRIVER_SYMBOLS(JITKERN_RESOLVE)
 #undef JITKERN_RESOLVE
     driver.cuFuncGetParamInfo =
@@ -95,15 +91,20 @@ std::unique_ptr<Device> open_device(int ordinal) {
       "cuMemHostAlloc");
   device->fault = new (record) FaultRecord{};
   CUdeviceptr mapped = 0;
-  driver.check(driver.cuMemHostGetDevicePointer(&mapped, record, 0), "cuMemHostGetDevicePointer");
+  driver.check(driver.cuMemHostGetDevicePointer_v2(&mapped, record, 0),
+               "cuMemHostGetDevicePointer");
   device->fault_device = reinterpret_cast<FaultRecord*>(mapped);
   return device;
 }
 
 }  // namespace
 
+void raise_runtime_error(const std::string& message) {
+  throw tvm::ffi::Error("RuntimeError", message, "");
+}
+
 const Driver& Driver::get() {
-  if (!loaded().error.empty()) raise(loaded().error);
+  if (!loaded().error.empty()) raise_runtime_error(loaded().error);
   return loaded().driver;
 }
 
@@ -115,7 +116,7 @@ void Driver::check(CUresult result, const char* what) const {
   const char* text = "";
   cuGetErrorName(result, &name);
   cuGetErrorString(result, &text);
-  raise(std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
+  raise_runtime_error(std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
 }
 
 int arch_of(int ordinal) {
@@ -132,8 +133,8 @@ Device* Device::find(int ordinal) {
 Device& Device::get(int ordinal) {
   if (Device* device = find(ordinal)) return *device;
   if (ordinal < 0 || ordinal >= kMaxDevices) {
-    raise("jitkern: device cuda:" + std::to_string(ordinal) + ", expected 0 to " +
-          std::to_string(kMaxDevices - 1));
+    raise_runtime_error("jitkern: device cuda:" + std::to_string(ordinal) + ", expected 0 to " +
+                        std::to_string(kMaxDevices - 1));
   }
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);

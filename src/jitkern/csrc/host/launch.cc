@@ -16,10 +16,6 @@ using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::String;
 
-[[noreturn]] void raise(const std::string& message) {
-  throw tvm::ffi::Error("RuntimeError", message, "");
-}
-
 // Set once from Python. Never destroyed, because Python may be gone when static objects are.
 Function& resolver() {
   static auto* function = new Function();
@@ -71,11 +67,7 @@ void ask_for_all(const Driver& driver, const Device& device, const Kernel& kerne
 
 const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
   const Function& resolve = resolve_ != nullptr ? resolve_ : resolver();
-  if (resolve == nullptr) raise(std::string(op_) + ": no kernel resolver was set");
-  if (static_cast<size_t>(spec.size) != names_.size()) {
-    raise(std::string(op_) + ": a specialisation of " + std::to_string(spec.size) +
-          " values, expected " + std::to_string(names_.size()));
-  }
+  if (resolve == nullptr) raise_runtime_error(std::string(op_) + ": no kernel resolver was set");
   // Python is called without a lock held: it may compile, and another thread may hold the GIL.
   Array<String> names;
   for (const char* name : names_) names.push_back(name);
@@ -108,23 +100,17 @@ const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
 }
 
 void KernelTable::take_config(LoadedKernels& kernels, const Array<int64_t>& config) const {
-  std::vector<Kernel>& entries = kernels.entries;
-  const size_t expected = 2 * entries.size() + 2;
-  if (config.size() != expected) {
-    raise(std::string(op_) + ": a launch configuration of " + std::to_string(config.size()) +
-          " values, expected " + std::to_string(expected));
+  const size_t count = kernels.entries.size();
+  bool fits = config.size() == 2 * count + 2;
+  for (size_t i = 0; fits && i < count; ++i) {
+    Kernel& kernel = kernels.entries[i];
+    kernel.num_threads = static_cast<unsigned>(config[2 * i]);
+    kernel.use_pdl = config[2 * i + 1] != 0;
+    fits = kernel.num_threads >= 1 && kernel.num_threads <= kernel.max_threads;
   }
-  for (size_t i = 0; i < entries.size(); ++i) {
-    if (config[2 * i] < 1 || config[2 * i] > entries[i].max_threads) {
-      raise(std::string(op_) + ": " + std::to_string(config[2 * i]) +
-            " threads for a kernel that was compiled for " +
-            std::to_string(entries[i].max_threads));
-    }
-    entries[i].num_threads = static_cast<unsigned>(config[2 * i]);
-    entries[i].use_pdl = config[2 * i + 1] != 0;
-  }
-  kernels.shape = shape_of_(kernels.spec, static_cast<int>(config[expected - 2]),
-                            static_cast<int>(config[expected - 1]));
+  if (!fits) raise_runtime_error(std::string(op_) + ": launched as it was not compiled");
+  kernels.shape = shape_of_(kernels.spec, static_cast<int>(config[2 * count]),
+                            static_cast<int>(config[2 * count + 1]));
 }
 
 void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) const {
@@ -136,44 +122,21 @@ void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) cons
 
 void LaunchScope::check_params(const Kernel& kernel, i64 bytes) {
   if (kernel.params_bytes == bytes || kernel.params_bytes == -1) return;
-  raise("jitkern: a kernel's parameters are " + std::to_string(kernel.params_bytes) +
-        " bytes on the device and " + std::to_string(bytes) + " on the host");
+  raise_runtime_error("jitkern: a kernel's parameters are " + std::to_string(kernel.params_bytes) +
+                      " bytes on the device and " + std::to_string(bytes) + " on the host");
 }
 
-void launch_kernel(const Device& device, CUstream stream, const Kernel& kernel,
-                   const Launch& launch, const void* params) {
-  LaunchAttribute attributes[3];
-  unsigned count = 0;
-  const auto add = [&](int id) -> LaunchAttribute& {
-    attributes[count].id = id;
-    return attributes[count++];
-  };
-  if (launch.use_pdl && device.knows_pdl) {
-    add(kLaunchProgrammaticStreamSerialization).value.enabled = 1;
-  }
-  if (launch.cooperative) add(kLaunchCooperative).value.enabled = 1;
-  if (launch.cluster[0] != 0) {
-    std::copy_n(launch.cluster, 3, add(kLaunchClusterDimension).value.cluster);
-  }
-  const LaunchConfig config{launch.grid[0],
-                            launch.grid[1],
-                            launch.grid[2],
-                            launch.block[0],
-                            launch.block[1],
-                            launch.block[2],
-                            launch.shared_bytes,
-                            stream,
-                            count == 0 ? nullptr : attributes,
-                            count};
+void Launch::run(CUfunction function, CUstream stream, const void* params) {
+  config.stream = stream;
+  config.attributes = attributes;
   void* arguments[] = {const_cast<void*>(params)};
   const Driver& driver = Driver::get();
-  driver.check(driver.cuLaunchKernelEx(&config, kernel.function, arguments, nullptr),
-               "cuLaunchKernelEx");
+  driver.check(driver.cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
 }
 
 tvm::ffi::Tensor allocate(tvm::ffi::ShapeView shape, DLDataType dtype, DLDevice device) {
   if (TVMFFIEnvGetDLPackManagedTensorAllocator() == nullptr) {
-    raise(
+    raise_runtime_error(
         "jitkern: this torch cannot be asked for memory through tvm-ffi; pip install "
         "torch-c-dlpack-ext, or torch 2.10 or newer");
   }

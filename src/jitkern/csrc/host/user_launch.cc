@@ -80,12 +80,14 @@ class Packed {
       case TypeIndex::kTVMFFITensor:
         return put_tensor(position, value);
       case TypeIndex::kTVMFFIBigInt:
-        raise_type_error(position, value, "an int of 64 bits, or a ctypes value");
+        raise_type_error(kOp, arg_name(position).c_str(), value,
+                         "an int of 64 bits, or a ctypes value");
     }
     // A ctypes value: its alignment, then its bytes.
     const auto bytes = value.try_cast<Bytes>();
     if (!bytes.has_value()) {
-      raise_type_error(position, value, "a tensor, int, float, bool or a ctypes value");
+      raise_type_error(kOp, arg_name(position).c_str(), value,
+                       "a tensor, int, float, bool or a ctypes value");
     }
     put_bytes(bytes->data() + 1, bytes->size() - 1, static_cast<unsigned char>(bytes->data()[0]));
   }
@@ -125,13 +127,6 @@ class Packed {
     while (size_ % alignment != 0) bytes_[size_++] = 0;
   }
 
-  [[noreturn]] static void raise_type_error(int position, AnyView value, const char* expected) {
-    throw tvm::ffi::Error("TypeError",
-                          std::string(kOp) + ": " + arg_name(position) + ": " + type_text(value) +
-                              ", expected " + expected,
-                          "");
-  }
-
   i64 size_ = 0;
   int alignment_ = 1;
   int device_ = -1;
@@ -163,75 +158,78 @@ void take_sizes(const char* arg, AnyView value, const i64 (&limits)[3], unsigned
 constexpr i64 kMaxGrid[] = {(i64(1) << 31) - 1, 65535, 65535};
 constexpr i64 kMaxBlock[] = {1024, 1024, 64};
 constexpr i64 kMaxCluster[] = {16, 16, 16};
+constexpr i64 kMaxSharedBytes = 1 << 30;  // more than any GPU has
 
-Launch checked_launch(AnyView grid, AnyView block, AnyView shared_bytes, AnyView use_pdl,
-                      AnyView cluster, AnyView cooperative) {
+// The options of launch() that no kernel or GPU is needed to check; see below.
+Launch checked_launch(const AnyView* options) {
   Launch launch;
-  take_sizes("grid", grid, kMaxGrid, launch.grid);
-  take_sizes("block", block, kMaxBlock, launch.block);
-  const i64 shared = int_arg(kOp, "shared_bytes", shared_bytes);
-  if (shared < 0 || shared > (i64(1) << 30)) {
-    raise_value_error(kOp, "shared_bytes", std::to_string(shared), "0 or more");
+  LaunchConfig& config = launch.config;
+  take_sizes("grid", options[1], kMaxGrid, config.grid);
+  take_sizes("block", options[2], kMaxBlock, config.block);
+  const i64 shared_bytes = int_arg(kOp, "shared_bytes", options[3]);
+  if (shared_bytes < 0 || shared_bytes > kMaxSharedBytes) {
+    raise_value_error(kOp, "shared_bytes", std::to_string(shared_bytes), "0 or more");
   }
-  launch.shared_bytes = static_cast<unsigned>(shared);
-  launch.use_pdl = bool_arg(kOp, "use_pdl", use_pdl);
-  launch.cooperative = bool_arg(kOp, "cooperative", cooperative);
-  if (is_none(cluster)) return launch;
-  std::fill_n(launch.cluster, 3, 1u);
-  take_sizes("cluster", cluster, kMaxCluster, launch.cluster);
+  config.shared_bytes = static_cast<unsigned>(shared_bytes);
+  if (bool_arg(kOp, "cooperative", options[5])) launch.add(kLaunchCooperative, 1);
+  if (is_none(options[6])) return launch;
+  unsigned cluster[3] = {1, 1, 1};
+  take_sizes("cluster", options[6], kMaxCluster, cluster);
   for (int d = 0; d < 3; ++d) {
-    if (launch.grid[d] % launch.cluster[d] == 0) continue;
-    raise_value_error(
-        kOp, "cluster",
-        std::to_string(launch.cluster[d]) + " blocks in dimension " + std::to_string(d),
-        "a divisor of the grid's " + std::to_string(launch.grid[d]));
+    if (config.grid[d] % cluster[d] == 0) continue;
+    raise_value_error(kOp, "cluster",
+                      std::to_string(cluster[d]) + " in dimension " + std::to_string(d),
+                      "a divisor of the grid's " + std::to_string(config.grid[d]));
   }
+  launch.add(kLaunchClusterDimension, cluster[0], cluster[1], cluster[2]);
   return launch;
 }
 
 // Checks a launch against the loaded kernel and its GPU.
-void check_launch(const Device& device, const Kernel& kernel, const Launch& launch) {
-  const unsigned threads = launch.block[0] * launch.block[1] * launch.block[2];
+void check_launch(const Device& device, const Kernel& kernel, const LaunchConfig& config,
+                  bool has_cluster) {
+  const unsigned threads = config.block[0] * config.block[1] * config.block[2];
   if (threads > kernel.max_threads) {
     raise_value_error(kOp, "block", std::to_string(threads) + " threads",
                       "at most " + std::to_string(kernel.max_threads) + " for this kernel");
   }
   const i64 most = device.max_shared_bytes - kernel.own_shared_bytes;
-  if (launch.shared_bytes > most) {
-    raise_value_error(kOp, "shared_bytes", std::to_string(launch.shared_bytes),
+  if (config.shared_bytes > most) {
+    raise_value_error(kOp, "shared_bytes", std::to_string(config.shared_bytes),
                       "at most " + std::to_string(most) + " on this GPU");
   }
-  if (launch.cluster[0] != 0 && device.arch < 90) {
+  if (has_cluster && device.arch < 90) {
     raise_value_error(kOp, "cluster", "given", "None on a GPU before compute capability 9.0");
   }
 }
 
-// launch(export, grid, block, shared_bytes, use_pdl, cluster, cooperative, device, stream, *args)
+// launch(export, grid, block, shared_bytes, use_pdl, cooperative, cluster, device, stream, *args)
 //
 // Returns None once it has launched. Where it cannot know the stream it returns the device, or -1
 // for torch's current one, and wants to be called again with device and stream.
 constexpr int kNumOptions = 9;
 
 void launch_user(KernelTable& table, PackedArgs all, Any* result) {
-  const Launch launch = checked_launch(all[1], all[2], all[3], all[4], all[5], all[6]);
+  Launch launch = checked_launch(all.data());
+  const bool use_pdl = bool_arg(kOp, "use_pdl", all[4]);
   const PackedArgs args = all.Slice(kNumOptions);
   const Packed params(args);
-  const int given = static_cast<int>(all[7].cast<int64_t>());
-  if (given == -1 && !params.has_stream()) {
-    *result = params.device();
-    return;
+  int ordinal = static_cast<int>(all[7].cast<int64_t>());
+  void* stream = reinterpret_cast<void*>(all[8].cast<int64_t>());
+  if (ordinal == -1) {
+    ordinal = params.device();
+    if (!params.has_stream()) return static_cast<void>(*result = ordinal);
+    stream = TVMFFIEnvGetStream(kDLCUDA, ordinal);
   }
-  const int ordinal = given == -1 ? params.device() : given;
   Device& device = Device::get(ordinal);
   check_pending_fault(device);
   const ContextScope scope(device);
   params.check_pointers(args, device);
   const Kernel& kernel = table.find(device, {}).entries.at(all[0].cast<int64_t>());
   params.check_size(kernel, args.size());
-  check_launch(device, kernel, launch);
-  void* stream = given == -1 ? TVMFFIEnvGetStream(kDLCUDA, ordinal)
-                             : reinterpret_cast<void*>(all[8].cast<int64_t>());
-  launch_kernel(device, static_cast<CUstream>(stream), kernel, launch, params.data());
+  check_launch(device, kernel, launch.config, !is_none(all[6]));
+  if (use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
+  launch.run(kernel.function, static_cast<CUstream>(stream), params.data());
 }
 
 // A function as above for the kernels of one module, of which resolve(...) returns the image.

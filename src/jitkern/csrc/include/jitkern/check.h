@@ -89,6 +89,8 @@ struct Indices : Tensor {
 
 [[noreturn]] void raise_value_error(const char* op, const char* arg, const std::string& came,
                                     const std::string& expected);
+[[noreturn]] void raise_type_error(const char* op, const char* arg, AnyView came,
+                                   const std::string& expected);
 
 // A plain integer argument. TypeError on anything else (a bool included).
 i64 int_arg(const char* op, const char* arg, AnyView value);
@@ -118,8 +120,5 @@ int vec_bytes_for(const Tables&... rows) {
 inline bool is_none(AnyView value) {
   return value.type_index() == tvm::ffi::TypeIndex::kTVMFFINone;
 }
-
-// What Python calls the type of an argument.
-std::string type_text(AnyView value);
 
 }  // namespace jitkern

@@ -5,6 +5,7 @@
 #include <jitkern/types.h>
 
 #include <cstddef>
+#include <string>
 
 namespace jitkern {
 
@@ -49,52 +50,48 @@ struct LaunchAttribute {
   int id;
   int padding;
   union {
-    int enabled;
-    unsigned cluster[3];
+    unsigned sizes[3];  // or a flag, the first
     char bytes[64];
   } value;
 };
 static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
 
 struct LaunchConfig {
-  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  unsigned grid[3], block[3], shared_bytes;
   CUstream stream;
   LaunchAttribute* attributes;
   unsigned num_attributes;
 };
 static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
 
-// What is used of the driver: name, symbol, parameters.
-#define JITKERN_DRIVER_SYMBOLS(USE)                                                               \
-  USE(cuInit, cuInit, (unsigned flags))                                                           \
-  USE(cuDriverGetVersion, cuDriverGetVersion, (int* version))                                     \
-  USE(cuDeviceGetCount, cuDeviceGetCount, (int* count))                                           \
-  USE(cuDeviceGet, cuDeviceGet, (CUdevice * device, int ordinal))                                 \
-  USE(cuDeviceGetAttribute, cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))   \
-  USE(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device)) \
-  USE(cuCtxGetCurrent, cuCtxGetCurrent, (CUcontext * context))                                    \
-  USE(cuCtxSetCurrent, cuCtxSetCurrent, (CUcontext context))                                      \
-  USE(cuModuleLoadDataEx, cuModuleLoadDataEx,                                                     \
-      (CUmodule * module, const void* image, unsigned num_options, int* options, void** values))  \
-  USE(cuModuleGetFunction, cuModuleGetFunction,                                                   \
-      (CUfunction * function, CUmodule module, const char* name))                                 \
-  USE(cuFuncGetAttribute, cuFuncGetAttribute, (int* value, int attribute, CUfunction function))   \
-  USE(cuFuncSetAttribute, cuFuncSetAttribute, (CUfunction function, int attribute, int value))    \
-  USE(cuLaunchKernelEx, cuLaunchKernelEx,                                                         \
-      (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))         \
-  USE(cuMemsetD8Async, cuMemsetD8Async,                                                           \
-      (CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream))                  \
-  USE(cuMemHostAlloc, cuMemHostAlloc, (void** pointer, size_t bytes, unsigned flags))             \
-  USE(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2,                                    \
-      (CUdeviceptr * device_pointer, void* pointer, unsigned flags))                              \
-  USE(cuPointerGetAttributes, cuPointerGetAttributes,                                             \
-      (unsigned count, int* attributes, void** values, CUdeviceptr pointer))                      \
-  USE(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int* mode))          \
-  USE(cuGetErrorName, cuGetErrorName, (CUresult error, const char** text))                        \
-  USE(cuGetErrorString, cuGetErrorString, (CUresult error, const char** text))
+// What is used of the driver.
+#define JITKERN_DRIVER_SYMBOLS(USE)                                                                \
+  USE(cuInit, (unsigned flags))                                                                    \
+  USE(cuDriverGetVersion, (int* version))                                                          \
+  USE(cuDeviceGetCount, (int* count))                                                              \
+  USE(cuDeviceGet, (CUdevice * device, int ordinal))                                               \
+  USE(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                          \
+  USE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                            \
+  USE(cuCtxGetCurrent, (CUcontext * context))                                                      \
+  USE(cuCtxSetCurrent, (CUcontext context))                                                        \
+  USE(cuModuleLoadDataEx,                                                                          \
+      (CUmodule * module, const void* image, unsigned num_options, int* options, void** values))   \
+  USE(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))             \
+  USE(cuFuncGetAttribute, (int* value, int attribute, CUfunction function))                        \
+  USE(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
+  USE(cuLaunchKernelEx,                                                                            \
+      (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))          \
+  USE(cuMemsetD8Async, (CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream))  \
+  USE(cuMemHostAlloc, (void** pointer, size_t bytes, unsigned flags))                              \
+  USE(cuMemHostGetDevicePointer_v2, (CUdeviceptr * device_pointer, void* pointer, unsigned flags)) \
+  USE(cuPointerGetAttributes,                                                                      \
+      (unsigned count, int* attributes, void** values, CUdeviceptr pointer))                       \
+  USE(cuThreadExchangeStreamCaptureMode, (int* mode))                                              \
+  USE(cuGetErrorName, (CUresult error, const char** text))                                         \
+  USE(cuGetErrorString, (CUresult error, const char** text))
 
 struct Driver {
-#define JITKERN_DECLARE(name, symbol, parameters) CUresult(*name) parameters;
+#define JITKERN_DECLARE(name, parameters) CUresult(*name) parameters;
   JITKERN_DRIVER_SYMBOLS(JITKERN_DECLARE)
 #undef JITKERN_DECLARE
   // From 12.4 on; null in an older driver.
@@ -114,6 +111,8 @@ int arch_of(int ordinal);
 
 // The devices of one process, 0 to kMaxDevices - 1.
 constexpr int kMaxDevices = 64;
+
+[[noreturn]] void raise_runtime_error(const std::string& message);
 
 // One GPU: its primary context (the one that torch uses), and what launches need to know of it.
 struct Device {

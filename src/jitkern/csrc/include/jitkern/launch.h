@@ -94,20 +94,17 @@ inline void check_pending_fault(Device& device) {
   if (*const_cast<volatile u32*>(&device.fault->state) == 2) raise_pending_fault(device);
 }
 
-// How a kernel is launched: sizes, and what else the driver is told.
+// A launch to be: one block of one thread, until more is asked for.
 struct Launch {
-  unsigned grid[3] = {1, 1, 1};
-  unsigned block[3] = {1, 1, 1};
-  unsigned shared_bytes = 0;
-  bool use_pdl = false;
-  bool cooperative = false;
-  unsigned cluster[3] = {0, 0, 0};  // blocks; 0: none
-};
+  LaunchConfig config{{1, 1, 1}, {1, 1, 1}, 0, nullptr, nullptr, 0};
+  LaunchAttribute attributes[3];
 
-// Launches `kernel` on `stream` with its one parameter at `params`. The device's context is
-// current.
-void launch_kernel(const Device& device, CUstream stream, const Kernel& kernel,
-                   const Launch& launch, const void* params);
+  void add(int attribute, unsigned x, unsigned y = 0, unsigned z = 0) {
+    attributes[config.num_attributes++] = {attribute, 0, {{x, y, z}}};
+  }
+  // `params` is the kernel's one parameter; the device's context is current.
+  void run(CUfunction function, CUstream stream, const void* params);
+};
 
 // What a launch on a tensor's device needs: its context made current and torch's current stream.
 class LaunchScope {
@@ -123,11 +120,11 @@ class LaunchScope {
   void launch(const Kernel& kernel, i64 grid_x, const Params& params, int grid_y = 1) const {
     check_params(kernel, sizeof(Params));
     Launch launch;
-    launch.grid[0] = static_cast<unsigned>(grid_x);
-    launch.grid[1] = static_cast<unsigned>(grid_y);
-    launch.block[0] = kernel.num_threads;
-    launch.use_pdl = kernel.use_pdl;
-    launch_kernel(device, stream_, kernel, launch, &params);
+    launch.config.grid[0] = static_cast<unsigned>(grid_x);
+    launch.config.grid[1] = static_cast<unsigned>(grid_y);
+    launch.config.block[0] = kernel.num_threads;
+    if (kernel.use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
+    launch.run(kernel.function, stream_, &params);
   }
 
   // Sets device memory on the stream.
