@@ -250,9 +250,11 @@ class DeviceModule:
             raise ValueError(f"launch: export: {export!r}, expected one of {known}")
         launch = self._made.get("launch") or self._make_launch()
         members = args if PLAIN.issuperset(map(type, args)) else readable(args)
-        how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
-        wanted = launch(*how, -1, 0, *members)
+        wanted = launch(
+            number, grid, block, shared_bytes, use_pdl, cooperative, cluster, -1, 0, *members
+        )
         if wanted is not None:  # no tensor of torch among them, which would have told its stream
+            how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
             launch(*how, *device_and_stream(wanted), *members)
 
     def _make_launch(self) -> Callable[..., Any]:

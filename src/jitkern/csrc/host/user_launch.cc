@@ -1,8 +1,6 @@
 // DeviceModule.launch: Python arguments become the bytes of a kernel's Params, checked against what
 // the kernel takes, and off it goes.
 #include <jitkern/launch.h>
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <cstring>
@@ -22,89 +20,58 @@ using tvm::ffi::TypeIndex;
 
 constexpr const char* kOp = "launch";
 constexpr i64 kMaxParamsBytes = 32764;  // the driver's limit; 4,096 before CUDA 12.1
+// Sizes that no GPU exceeds.
+constexpr i64 kMaxGrid[] = {(i64(1) << 31) - 1, 65535, 65535};
+constexpr i64 kMaxBlock[] = {1024, 1024, 64};
+constexpr i64 kMaxCluster[] = {16, 16, 16};
+constexpr i64 kMaxSharedBytes = 1 << 30;
 
 std::string arg_name(int position) { return "args[" + std::to_string(position) + "]"; }
+std::string device_name(int ordinal) { return "cuda:" + std::to_string(ordinal); }
 
 // The bytes of a C struct whose members are the arguments, in order, and the device that its
-// pointers are for.
-class Packed {
- public:
+// tensors are on.
+struct Packed {
+  i64 size = 0;
+  int device = -1;          // -1: no tensor says it
+  bool has_stream = false;  // torch has told its stream along with a tensor
+  alignas(16) char bytes[kMaxParamsBytes + 16];
+
   explicit Packed(PackedArgs args) {
     for (int i = 0; i < args.size(); ++i) put(i, args[i]);
     pad_to(alignment_);
   }
 
-  int device() const { return device_; }  // -1: no argument says it
-  // Whether torch has told its stream along with a tensor.
-  bool has_stream() const { return has_stream_; }
-  const char* data() const { return bytes_; }
-
-  // ValueError where a pointer that only the driver knows is for another device.
-  void check_pointers(PackedArgs args, const Device& device) const {
-    for (int i = 0; i < args.size(); ++i) {
-      if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
-      const void* pointer = args[i].cast<void*>();
-      if (pointer == nullptr) continue;
-      const MemoryRange range = memory_range(pointer);
-      const bool there = range.type == kMemoryTypeDevice && range.ordinal == device.ordinal;
-      if (there || range.type == kMemoryTypeHost) continue;
-      raise_value_error(kOp, arg_name(i).c_str(),
-                        range.type == kMemoryTypeDevice
-                            ? "memory of cuda:" + std::to_string(range.ordinal)
-                            : "memory that no GPU can read",
-                        "memory of cuda:" + std::to_string(device.ordinal));
-    }
-  }
-
-  // ValueError unless these are the bytes that `kernel` takes.
-  void check_size(const Kernel& kernel, int count) const {
-    // An empty struct has one byte.
-    if (kernel.params_bytes == -1 || kernel.params_bytes == std::max(size_, i64(1))) return;
-    raise_value_error(
-        kOp, "args", std::to_string(count) + " of " + std::to_string(size_) + " bytes in all",
-        std::to_string(kernel.params_bytes) + " bytes, the members of the kernel's Params");
-  }
-
  private:
   void put(int position, AnyView value) {
-    switch (value.type_index()) {
-      case TypeIndex::kTVMFFIBool:
-        return put_value(value.cast<bool>());
-      case TypeIndex::kTVMFFIInt:
-        return put_value(value.cast<int64_t>());
-      case TypeIndex::kTVMFFIFloat:
-        return put_value(value.cast<double>());
-      case TypeIndex::kTVMFFIOpaquePtr:
-        return put_value(value.cast<void*>());
-      case TypeIndex::kTVMFFIDLTensorPtr:
-      case TypeIndex::kTVMFFITensor:
-        return put_tensor(position, value);
-      case TypeIndex::kTVMFFIBigInt:
-        raise_type_error(kOp, arg_name(position).c_str(), value,
-                         "an int of 64 bits, or a ctypes value");
+    const int type = value.type_index();
+    if (type == TypeIndex::kTVMFFIInt) return put_value(value.cast<int64_t>());
+    if (type == TypeIndex::kTVMFFIFloat) return put_value(value.cast<double>());
+    if (type == TypeIndex::kTVMFFIBool) return put_value(value.cast<bool>());
+    if (type == TypeIndex::kTVMFFIOpaquePtr) return put_value(value.cast<void*>());
+    if (type == TypeIndex::kTVMFFIDLTensorPtr || type == TypeIndex::kTVMFFITensor) {
+      const DLTensor& dl = *value.cast<DLTensor*>();
+      const int there = dl.device.device_id;
+      if (dl.device.device_type != kDLCUDA || (device != -1 && there != device)) {
+        const std::string name = arg_name(position);
+        const Tensor tensor(kOp, name.c_str(), value);
+        tensor.value_error(
+            "device " + tensor.device_name(),
+            device == -1 ? "a CUDA device" : device_name(device) + ", as the others");
+      }
+      device = there;
+      has_stream |= type == TypeIndex::kTVMFFIDLTensorPtr;
+      return put_value(static_cast<char*>(dl.data) + dl.byte_offset);
     }
     // A ctypes value: its alignment, then its bytes.
-    const auto bytes = value.try_cast<Bytes>();
-    if (!bytes.has_value()) {
+    const auto packed = value.try_cast<Bytes>();
+    if (!packed.has_value()) {
       raise_type_error(kOp, arg_name(position).c_str(), value,
-                       "a tensor, int, float, bool or a ctypes value");
+                       type == TypeIndex::kTVMFFIBigInt
+                           ? "an int of 64 bits, or a ctypes value"
+                           : "a tensor, int, float, bool or a ctypes value");
     }
-    put_bytes(bytes->data() + 1, bytes->size() - 1, static_cast<unsigned char>(bytes->data()[0]));
-  }
-
-  void put_tensor(int position, AnyView value) {
-    const DLTensor& dl = *value.cast<DLTensor*>();
-    const DLDevice device = dl.device;
-    if (device.device_type != kDLCUDA || (device_ != -1 && device.device_id != device_)) {
-      const std::string name = arg_name(position);
-      const Tensor tensor(kOp, name.c_str(), value);
-      tensor.value_error(
-          "device " + tensor.device_name(),
-          device_ == -1 ? "a CUDA device" : "cuda:" + std::to_string(device_) + ", as the others");
-    }
-    device_ = device.device_id;
-    has_stream_ |= value.type_index() == TypeIndex::kTVMFFIDLTensorPtr;
-    put_value(static_cast<char*>(dl.data) + dl.byte_offset);
+    put_bytes(packed->data() + 1, packed->size() - 1, packed->data()[0]);
   }
 
   template <class T>
@@ -112,55 +79,42 @@ class Packed {
     put_bytes(&value, sizeof(T), alignof(T));
   }
 
-  void put_bytes(const void* from, size_t size, int alignment) {
+  void put_bytes(const void* from, i64 count, int alignment) {
     pad_to(alignment);
-    if (size_ + static_cast<i64>(size) > kMaxParamsBytes) {
+    if (size + count > kMaxParamsBytes) {
       raise_value_error(kOp, "args", "more than " + std::to_string(kMaxParamsBytes) + " bytes",
                         "what the driver takes");
     }
-    std::memcpy(bytes_ + size_, from, size);
-    size_ += static_cast<i64>(size);
+    std::memcpy(bytes + size, from, static_cast<size_t>(count));
+    size += count;
     alignment_ = std::max(alignment_, alignment);
   }
 
   void pad_to(int alignment) {
-    while (size_ % alignment != 0) bytes_[size_++] = 0;
+    while (size % alignment != 0) bytes[size++] = 0;
   }
 
-  i64 size_ = 0;
   int alignment_ = 1;
-  int device_ = -1;
-  bool has_stream_ = false;
-  alignas(16) char bytes_[kMaxParamsBytes + 16];
 };
-
-void take_size(const char* arg, AnyView value, int d, const i64 (&limits)[3],
-               unsigned (&sizes)[3]) {
-  const i64 size = int_arg(kOp, arg, value);
-  if (size < 1 || size > limits[d]) {
-    raise_value_error(kOp, arg, std::to_string(size) + " in dimension " + std::to_string(d),
-                      "1 to " + std::to_string(limits[d]));
-  }
-  sizes[d] = static_cast<unsigned>(size);
-}
 
 // One to three sizes, an int or a sequence of them, at most `limits`.
 void take_sizes(const char* arg, AnyView value, const i64 (&limits)[3], unsigned (&sizes)[3]) {
-  const auto sequence = value.try_cast<Array<Any>>();
-  if (!sequence.has_value()) return take_size(arg, value, 0, limits, sizes);
-  const int count = static_cast<int>(sequence->size());
+  const auto items = value.try_cast<Array<Any>>();
+  const int count = items.has_value() ? static_cast<int>(items->size()) : 1;
   if (count < 1 || count > 3) {
     raise_value_error(kOp, arg, std::to_string(count) + " sizes", "one to three");
   }
-  for (int d = 0; d < count; ++d) take_size(arg, (*sequence)[d], d, limits, sizes);
+  for (int d = 0; d < count; ++d) {
+    const i64 size = int_arg(kOp, arg, items.has_value() ? AnyView((*items)[d]) : value);
+    if (size < 1 || size > limits[d]) {
+      raise_value_error(kOp, arg, std::to_string(size) + " in dimension " + std::to_string(d),
+                        "1 to " + std::to_string(limits[d]));
+    }
+    sizes[d] = static_cast<unsigned>(size);
+  }
 }
 
-constexpr i64 kMaxGrid[] = {(i64(1) << 31) - 1, 65535, 65535};
-constexpr i64 kMaxBlock[] = {1024, 1024, 64};
-constexpr i64 kMaxCluster[] = {16, 16, 16};
-constexpr i64 kMaxSharedBytes = 1 << 30;  // more than any GPU has
-
-// The options of launch() that no kernel or GPU is needed to check; see below.
+// The options of launch() as far as they need no GPU to be checked.
 Launch checked_launch(const AnyView* options) {
   Launch launch;
   LaunchConfig& config = launch.config;
@@ -185,9 +139,28 @@ Launch checked_launch(const AnyView* options) {
   return launch;
 }
 
-// Checks a launch against the loaded kernel and its GPU.
-void check_launch(const Device& device, const Kernel& kernel, const LaunchConfig& config,
-                  bool has_cluster) {
+// Checks arguments and sizes against the loaded kernel and its GPU.
+void check_launch(const Device& device, const Kernel& kernel, PackedArgs args, const Packed& params,
+                  const LaunchConfig& config, bool has_cluster) {
+  for (int i = 0; i < args.size(); ++i) {  // pointers that only the driver knows
+    if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
+    const void* pointer = args[i].cast<void*>();
+    if (pointer == nullptr) continue;
+    const MemoryRange range = memory_range(pointer);
+    const bool on_gpu = range.type == kMemoryTypeDevice;
+    if (on_gpu ? range.ordinal == device.ordinal : range.type == kMemoryTypeHost) continue;
+    raise_value_error(
+        kOp, arg_name(i).c_str(),
+        on_gpu ? "memory of " + device_name(range.ordinal) : "memory that no GPU can read",
+        "memory of " + device_name(device.ordinal));
+  }
+  // An empty struct has one byte.
+  if (kernel.params_bytes != -1 && kernel.params_bytes != std::max(params.size, i64(1))) {
+    raise_value_error(
+        kOp, "args",
+        std::to_string(args.size()) + " of " + std::to_string(params.size) + " bytes in all",
+        std::to_string(kernel.params_bytes) + " bytes, the members of the kernel's Params");
+  }
   const unsigned threads = config.block[0] * config.block[1] * config.block[2];
   if (threads > kernel.max_threads) {
     raise_value_error(kOp, "block", std::to_string(threads) + " threads",
@@ -217,19 +190,17 @@ void launch_user(KernelTable& table, PackedArgs all, Any* result) {
   int ordinal = static_cast<int>(all[7].cast<int64_t>());
   void* stream = reinterpret_cast<void*>(all[8].cast<int64_t>());
   if (ordinal == -1) {
-    ordinal = params.device();
-    if (!params.has_stream()) return static_cast<void>(*result = ordinal);
+    ordinal = params.device;
+    if (!params.has_stream) return static_cast<void>(*result = ordinal);
     stream = TVMFFIEnvGetStream(kDLCUDA, ordinal);
   }
   Device& device = Device::get(ordinal);
   check_pending_fault(device);
   const ContextScope scope(device);
-  params.check_pointers(args, device);
   const Kernel& kernel = table.find(device, {}).entries.at(all[0].cast<int64_t>());
-  params.check_size(kernel, args.size());
-  check_launch(device, kernel, launch.config, !is_none(all[6]));
+  check_launch(device, kernel, args, params, launch.config, !is_none(all[6]));
   if (use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
-  launch.run(kernel.function, static_cast<CUstream>(stream), params.data());
+  launch.run(kernel.function, static_cast<CUstream>(stream), params.bytes);
 }
 
 // A function as above for the kernels of one module, of which resolve(...) returns the image.

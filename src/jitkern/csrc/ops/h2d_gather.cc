@@ -68,23 +68,15 @@ void launch_deduplicated(const LaunchScope& scope, const PairArgs& args,
   u32* table = reinterpret_cast<u32*>(memory);
   char* lists = memory + table_bytes;
 
-  ClaimParams claim{};
-  claim.pairs = p.pairs;
-  claim.num_pairs = p.num_pairs;
-  claim.num_src_rows = p.num_src_rows;
-  claim.num_dst_rows = p.num_dst_rows;
+  ClaimParams claim{p};
   claim.table = table;
   claim.table_mask = static_cast<u32>(table_size - 1);
   claim.last_entries = table + table_size;
   claim.fetches = lists;
   claim.copies = lists + list_bytes;
   claim.copied_rows = lists + 2 * list_bytes;
-  claim.slot_map = reuse_resident ? p.slot_map : nullptr;
-  claim.slot_map_bytes = p.slot_map_bytes;
-  claim.src_site = p.src_site;
-  claim.dst_site = p.dst_site;
+  if (!reuse_resident) claim.slot_map = nullptr;
   claim.slot_map_site = kSlotMapSite;
-  claim.fault = p.fault;
   scope.fill_bytes(table, 0xff, table_bytes);
   const Kernel& claim_rows = kernels.entries[1];
   scope.launch(claim_rows, ceil_div(p.num_pairs, claim_rows.num_threads), claim);
