@@ -13,6 +13,7 @@ constexpr const char* kOp = "store_cache";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 
 void store_cpu(const Indices& indices, const StoreParams& p, i64 row_bytes) {
+  if (row_bytes == 0) return;
   indices.check_below(p.num_slots);
   indices.with_index([&](const auto* slots) {
     // K and V in turn, so that an index is read once: row 2 i is of K, row 2 i + 1 of V.
