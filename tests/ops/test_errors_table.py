@@ -377,13 +377,15 @@ def test_the_table_has_every_argument(op: str) -> None:
 
 
 def test_indexing_without_output_has_the_same_messages() -> None:
+    """There the output is made in Python, before the checks in C++ can run."""
     for change, kind, text in TABLES["indexing"]:
         if "output" in change:
             continue
         with pytest.raises(kind) as caught:
             jitkern.indexing(**{**good_arguments("indexing"), "output": None, **change})
         came = str(caught.value).replace(": NotATensor,", ": object,")
-        assert came == f"indexing: {text}"
+        wanted = text.replace("int of more than 64 bits, expected a t", "int, expected a t")
+        assert came == f"indexing: {wanted}"
 
 
 MIXED: list[tuple[str, str, str, str]] = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.jit import host
 from jitkern.jit.loader import DeviceModule, load_jit
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, name_unreadable, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, name_unreadable, type_text, widest_vec_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,16 +106,31 @@ def indexing(
     """
     start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
     try:
-        made = _op()(weights, indices, output, start, length)
+        if output is None:
+            output = _new_output(weights, indices)
+        _op()(weights, indices, output, start, length)
     except RuntimeError as error:
         name_unreadable(error, "indexing", weights=weights, indices=indices, output=output)
-        if output is not None or hasattr(type(weights), "__dlpack_c_exchange_api__"):
-            raise
-        # PyTorch before 2.10 without torch-c-dlpack-ext: C++ cannot ask it for memory.
-        output = weights.new_empty(indices.shape + weights.shape[1:])
-        return indexing(weights, indices, output=output, vocab_range=vocab_range)
-    result: Tensor = made if output is None else output
-    return result
+        raise
+    return output
+
+
+def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
+    # Not in C++, which would be 1.5 us faster: a tensor that comes through DLPack is not the
+    # allocator's own, so that record_stream() on it does nothing and resize_() is refused.
+    try:
+        return weights.new_empty((*indices.shape, *weights.shape[1:]))
+    except (AttributeError, TypeError) as error:  # not tensors
+        raise _not_a_tensor(weights=weights, indices=indices) or error from None
+
+
+def _not_a_tensor(**arguments: object) -> TypeError | None:
+    import torch
+
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            return TypeError(f"indexing: {name}: {type_text(value)}, expected a tensor")
+    return None
 
 
 def _start_and_length(vocab_range: tuple[int, int]) -> tuple[int, int]:

@@ -13,12 +13,11 @@ namespace jitkern {
 
 namespace {
 
-using tvm::ffi::Optional;
-
 constexpr const char* kOp = "indexing";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 
 void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
+  if (row_bytes == 0) return;
   indices.check_below(p.bound);
   indices.with_index([&](const auto* rows) {
     copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&](i64 i) {
@@ -28,13 +27,6 @@ void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
                     inside ? p.weights + row * p.weights_stride_bytes : nullptr};
     });
   });
-}
-
-// [*indices.shape, *weights.shape[1:]]
-std::vector<int64_t> output_shape(const Indices& indices, const Rows& weights) {
-  std::vector<int64_t> shape(indices.dl->shape, indices.dl->shape + indices.dl->ndim);
-  shape.insert(shape.end(), weights.dl->shape + 1, weights.dl->shape + weights.dl->ndim);
-  return shape;
 }
 
 // `output` as one row for each index. ValueError unless it is of that shape.
@@ -47,23 +39,32 @@ Rows output_rows(const Tensor& output, const Indices& indices, const Rows& weigh
   if (out.ndim != in.ndim + table.ndim - 1 ||
       !std::equal(in.shape, in.shape + in.ndim, out.shape) ||
       !std::equal(table.shape + 1, table.shape + table.ndim, out.shape + in.ndim)) {
-    const std::vector<int64_t> shape = output_shape(indices, weights);
+    std::vector<int64_t> shape(in.shape, in.shape + in.ndim);
+    shape.insert(shape.end(), table.shape + 1, table.shape + table.ndim);
     output.value_error("shape " + output.shape_text(),
                        "shape " + shape_text(shape.data(), shape.size()));
   }
   return Rows(output, in.ndim);
 }
 
-// Returns the output if it was allocated here, for output_arg None. Start and length are None where
-// no vocab_range was given.
-Optional<tvm::ffi::Tensor> index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg,
-                                 AnyView start_arg, AnyView length_arg) {
+// Start and length are None where no vocab_range was given.
+void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView start_arg,
+           AnyView length_arg) {
   const Rows weights(kOp, "weights", weights_arg);
   const Indices indices(kOp, "indices", indices_arg);
   indices.same_device(weights);
-  IndexParams params{nullptr,          weights.data,  0,      weights.stride_bytes,
-                     indices.data,     indices.count, 0,      weights.num_rows,
-                     weights.num_rows, kIndicesSite,  nullptr};
+  const Rows output = output_rows(Tensor(kOp, "output", output_arg), indices, weights);
+  IndexParams params{output.data,
+                     weights.data,
+                     output.stride_bytes,
+                     weights.stride_bytes,
+                     indices.data,
+                     indices.count,
+                     0,
+                     weights.num_rows,
+                     weights.num_rows,
+                     kIndicesSite,
+                     nullptr};
   if (!is_none(start_arg)) {
     params.vocab_start = int_arg(kOp, "vocab_range[0]", start_arg);
     params.vocab_length = int_arg(kOp, "vocab_range[1]", length_arg);
@@ -77,23 +78,10 @@ Optional<tvm::ffi::Tensor> index(AnyView weights_arg, AnyView indices_arg, AnyVi
                             std::to_string(weights.num_rows) + ", the rows of weights");
     }
   }
-  Optional<tvm::ffi::Tensor> made;
-  if (is_none(output_arg)) {
-    const std::vector<int64_t> shape = output_shape(indices, weights);
-    made = allocate({shape.data(), shape.size()}, weights.dl->dtype, weights.dl->device);
-    output_arg = *made;
-  }
-  const Rows output = output_rows(Tensor(kOp, "output", output_arg), indices, weights);
-  params.output = output.data;
-  params.output_stride_bytes = output.stride_bytes;
-  if (!weights.on_cuda()) {
-    index_cpu(indices, params, weights.row_bytes);
-    return made;
-  }
+  if (!weights.on_cuda()) return index_cpu(indices, params, weights.row_bytes);
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
   const Spec spec(weights.row_bytes, vec_bytes_for(weights, output), indices.index_bytes);
   launch_rows(kernels, weights, spec, indices.count, params);
-  return made;
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(indexing, index);
