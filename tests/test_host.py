@@ -31,6 +31,7 @@ except ToolchainError:
 SOURCE = """\
 #include <jitkern/answer.h>
 #include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tuple.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
@@ -39,6 +40,7 @@ using tvm::ffi::Array;
 using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::String;
+using tvm::ffi::Tuple;
 
 Function& resolver() { static auto* f = new Function(); return *f; }
 Function& warner() { static auto* f = new Function(); return *f; }
@@ -51,7 +53,10 @@ void set_fault_mode(int64_t mode) { fault_mode = mode; }
 int64_t get_fault_mode() { return fault_mode; }
 void warn(String text) { warner()(text); }
 int64_t demo(int64_t rows, int64_t bytes) {
-  return resolver()("demo", Array<int64_t>{rows, bytes}, 90).cast<Bytes>().size();
+  const Array<String> names{"rows", "bytes"};
+  const auto [image, entries, config] = resolver()("demo", names, Array<int64_t>{rows, bytes}, 90)
+      .cast<Tuple<Bytes, Array<String>, Array<int64_t>>>();
+  return image.size() + 100 * entries.size() + 10000 * config[0];
 }
 void refuse(int64_t) { TVM_FFI_THROW(ValueError) << "demo: x: wrong"; }
 }  // namespace
@@ -258,6 +263,9 @@ def test_a_source_that_does_not_compile(stand_in: Path) -> None:
 
 
 class Kernels:
+    exports = ("one", "two")
+    launch_config = (7, 8)
+
     def __init__(self, image: bytes | Exception) -> None:
         self.answer = image
 
@@ -269,16 +277,22 @@ class Kernels:
 
 
 def test_ops_resolve_through_python(shipped: Path) -> None:
-    seen: list[tuple[int, ...]] = []
+    seen: list[dict[str, int]] = []
 
-    def kernel(*spec: int) -> Kernels:
+    def kernel(**spec: int) -> Kernels:
         seen.append(spec)
         return Kernels(b"12345")
 
     demo = host.op("demo", kernel)
-    assert demo(656, 16) == 5
-    assert seen == [(656, 16)]
-    assert all(type(value) is int for value in seen[0])
+    assert demo(656, 16) == 70205  # image, entry points and configuration
+    assert seen == [{"rows": 656, "bytes": 16}]
+    assert all(type(name) is str and type(value) is int for name, value in seen[0].items())
+
+
+def test_a_builder_that_knows_other_parameters_is_refused(shipped: Path) -> None:
+    demo = host.op("demo", lambda bytes_, lines: Kernels(b""))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
+        demo(656, 16)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +304,7 @@ def test_ops_resolve_through_python(shipped: Path) -> None:
     ],
 )
 def test_exceptions_survive_the_way_through_cxx(shipped: Path, error: Exception) -> None:
-    demo = host.op("demo", lambda *_: Kernels(error))
+    demo = host.op("demo", lambda **_: Kernels(error))
     with pytest.raises(type(error)) as caught:
         demo(1, 2)
     assert caught.value is error

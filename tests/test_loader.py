@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import subprocess
 import threading
@@ -22,7 +21,6 @@ from jitkern.compilers.find_cuda import find_nvcc
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
-from jitkern.jit import launch
 from jitkern.jit.loader import load_aot, load_jit
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -300,15 +298,6 @@ def test_no_gpu_and_no_arch_says_what_to_set(folder: Path, monkeypatch: pytest.M
         load_jit("x", cuda_files=["single.cu"])
 
 
-def test_launch_arguments(folder: Path) -> None:
-    assert launch.pack([7, True, 0.5]) == (
-        (7).to_bytes(8, "little") + b"\1" + bytes(7) + bytes([0, 0, 0, 0, 0, 0, 0xE0, 0x3F])
-    )
-    assert launch.pack([ctypes.c_int32(1), ctypes.c_int32(2)]) == b"\1\0\0\0\2\0\0\0"
-    assert launch.dim3("grid", (2, 3)) == (2, 3, 1)
-    with pytest.raises(ValueError, match="grid: 0"):
-        launch.dim3("grid", 0)
-    with pytest.raises(TypeError, match=r"args\[1\]: str"):
-        launch.pack([1, "x"])
+def test_an_export_that_is_not_there(folder: Path) -> None:
     with pytest.raises(ValueError, match="'nope', expected one of tiny"):
         tiny().launch("nope", grid=1, block=1)

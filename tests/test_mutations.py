@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from emulate.runner import CSRC, Runner, Sweep, compiler
 
-# Vectors of 1, 4 and 8 bytes, both index types, rows for part of a warp and rows cut into pieces.
+# Vectors of 1, 4 and 8 bytes, both index types, rows for part of a warp and rows cut into splits.
 ROWS = ("SWEEP_ROWS=3,40,300,301",)
 STORE = Sweep("store", ROWS)
 INDEX = Sweep("index", ROWS)
@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     *mutants_of(
         PAIR_COPY,
-        "include/jitkern/pair_copy.cuh",
+        "ops/pairs.cuh",
         ("source bound off by one", "src_row < p.num_src_rows &&", "src_row <= p.num_src_rows &&"),
         ("target bound off by one", "dst_row < p.num_dst_rows;", "dst_row <= p.num_dst_rows;"),
         ("padding copied", "!is_padding() && src_row", "src_row"),
@@ -103,10 +103,10 @@ MUTANTS = [
         ("one round only", "batch + gridDim.x * (blockDim.x / 32)", "num_batches"),
         (
             "batch lost",
-            "atomicAdd(p.next_batch_m1, 1u) + 1u",
-            "atomicAdd(p.next_batch_m1, 1u) + 2u",
+            "atomicAdd(p.last_batch, 1u) + 1u",
+            "atomicAdd(p.last_batch, 1u) + 2u",
         ),
-        ("count off by one", "*p.num_pairs_m1 + 1u", "*p.num_pairs_m1"),
+        ("count off by one", "*p.last_pair + 1u", "*p.last_pair"),
         (
             "slot map of a fault",
             "p.num_src_rows : p.num_dst_rows);\n      return;",
@@ -129,8 +129,8 @@ MUTANTS = [
     *mutants_of(
         STORE,
         "include/jitkern/copy.cuh",
-        ("piece forgotten", "group % kShape.pieces", "group * 0"),
-        ("rows overlap", "kShape.pieces * kRows", "kShape.pieces"),
+        ("split forgotten", "group % kShape.splits", "group * 0"),
+        ("rows overlap", "kShape.splits * kRows", "kShape.splits"),
         ("chunks overlap", "chunk * (kShape.lanes * kVecBytes)", "chunk * kVecBytes"),
     ),
     *mutants_of(

@@ -19,7 +19,7 @@ from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 KERNEL = 'extern "C" __global__ void kernel(int* x) { *x = VALUE; }\n'
 STORE = """\
 #include "ops/store.cu"
-using K = jitkern::StoreKernel<656, 16, 4, 256, 2, false>;
+using K = jitkern::StoreKernel<656, 256, 2, false, 16, 4, 2>;
 extern "C" __global__ void __launch_bounds__(K::kNumThreads, K::kMinBlocks)
     store(const __grid_constant__ K::Params params) { K::run(params); }
 """

@@ -5,6 +5,7 @@ Both are launched in the same way, from the same parameters; only the kernel's s
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 
 from bench.cases.store import Buffers, case_of
-from jitkern import load_jit
+from jitkern import load_jit, make_cpp_args
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
 from jitkern.compilers.sources import CSRC
-from jitkern.ops.store import CONFIG
+from jitkern.ops.store import CONFIG, IN_FLIGHT
 from jitkern.ops.store import kernel as store_kernel
 
 CHECKED, UNCHECKED = "with checks", "without checks"
@@ -60,7 +61,7 @@ def _unchecked(row_bytes: int) -> Any:
         source = source.replace(checked, unchecked)
     folder = Path(tempfile.mkdtemp(prefix="jitkern-bench-"))
     (folder / "store_unchecked.cu").write_text(source.replace('"store.h"', '"ops/store.h"'))
-    args = f"{row_bytes}, {VEC_BYTES}, {INDEX_BYTES}, {CONFIG.template_args}"
+    args = make_cpp_args(row_bytes, *CONFIG, VEC_BYTES, INDEX_BYTES, IN_FLIGHT)
     return load_jit(
         "store_unchecked",
         device_files=[str(folder / "store_unchecked.cu")],
@@ -71,10 +72,10 @@ def _unchecked(row_bytes: int) -> Any:
 def _launches(module: Any, row_bytes: int, rows: int) -> Run:
     fault = torch.zeros(8, dtype=torch.int64, pin_memory=True)  # a FaultRecord nobody reads
     lanes = min(32, 1 << (row_bytes // VEC_BYTES - 1).bit_length())
-    chunks = min(2, -(-row_bytes // (lanes * VEC_BYTES)))
-    pieces = -(-row_bytes // (lanes * VEC_BYTES * chunks))
-    rows_at_once = 1 if pieces > 1 or chunks >= 2 else 2
-    threads = -(-rows // rows_at_once) * pieces * lanes
+    chunks = min(IN_FLIGHT, -(-row_bytes // (lanes * VEC_BYTES)))
+    splits = -(-row_bytes // (lanes * VEC_BYTES * chunks))
+    rows_at_once = 1 if splits > 1 else IN_FLIGHT // chunks
+    threads = -(-rows // rows_at_once) * splits * lanes
     grid = (-(-threads // CONFIG.num_threads), 2)
 
     def launch(b: Buffers) -> None:
@@ -83,9 +84,10 @@ def _launches(module: Any, row_bytes: int, rows: int) -> Run:
             "store",
             *(b.k_cache, b.k, stride, stride),
             *(b.v_cache, b.v, stride, stride),
-            *(b.indices, rows, b.k_cache.shape[0], fault.data_ptr()),
+            *(b.indices, rows, b.k_cache.shape[0], ctypes.c_uint32(0), fault.data_ptr()),
             grid=grid,
             block=CONFIG.num_threads,
+            use_pdl=CONFIG.use_pdl,
         )
 
     return launch

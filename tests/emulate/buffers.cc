@@ -106,7 +106,7 @@ void IntBuffer::check() {
 
 FaultWord::FaultWord(u32 state)
     : record_(static_cast<FaultRecord*>(std::malloc(sizeof(FaultRecord)))),
-      before_{state, FaultSite::kNone, 0, 0, 0} {
+      before_{state, FaultSite{}, 0, 0, 0} {
   if (state != 0) before_ = {state, FaultSite(77), -1, -2, -3};
   *record_ = before_;
 }

@@ -16,6 +16,10 @@ using jitkern::PairCopyParams;
 constexpr i64 kRowBytes = 24;
 constexpr int kVecBytes = 8;
 
+constexpr FaultSite kSrcSite{5};
+constexpr FaultSite kDstSite{6};
+constexpr FaultSite kSlotMapSite{7};
+
 // Where no entry was written.
 constexpr i64 kUntouched = -9;
 
@@ -107,7 +111,7 @@ void one_run(Random& random, Tally& tally) {
   i64 table_size = 2;
   while (table_size < 2 * call.num_pairs) table_size *= 2;
   IntBuffer table("table", std::vector<i64>(table_size, -1), 4);
-  IntBuffer counts_m1("counts", {-1, -1, -1}, 4);
+  IntBuffer last_entries("counts", {-1, -1, -1}, 4);
   const std::vector<i64> untouched(2 * call.num_pairs, kUntouched);
   IntBuffer fetches("fetches", untouched, kIndexBytes);
   IntBuffer copies("copies", untouched, kIndexBytes);
@@ -122,11 +126,11 @@ void one_run(Random& random, Tally& tally) {
     const i64 target = pairs.at(2 * i + 1);
     if (source < 0 || target < 0) continue;
     if (source >= call.src_rows) {
-      fault.expect(FaultSite::kH2dGatherSrc, i, source, call.src_rows);
+      fault.expect(kSrcSite, i, source, call.src_rows);
     } else if (target >= call.dst_rows) {
-      fault.expect(FaultSite::kH2dGatherDst, i, target, call.dst_rows);
+      fault.expect(kDstSite, i, target, call.dst_rows);
     } else if (!call.valid(pairs, i)) {
-      fault.expect(FaultSite::kH2dGatherSlotMap, source, call.slot_of.at(source), call.dst_rows);
+      fault.expect(kSlotMapSite, source, call.slot_of.at(source), call.dst_rows);
     }
   }
   ClaimParams claim{};
@@ -136,14 +140,17 @@ void one_run(Random& random, Tally& tally) {
   claim.num_dst_rows = call.dst_rows;
   claim.table = static_cast<u32*>(table.data());
   claim.table_mask = static_cast<u32>(table_size - 1);
-  claim.counts_m1 = static_cast<u32*>(counts_m1.data());
+  claim.last_entries = static_cast<u32*>(last_entries.data());
   claim.fetches = fetches.data();
   claim.copies = copies.data();
   claim.copied_rows = copied_rows.data();
   claim.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
   claim.slot_map_bytes = map_bytes;
+  claim.src_site = kSrcSite;
+  claim.dst_site = kDstSite;
+  claim.slot_map_site = kSlotMapSite;
   claim.fault = fault.record();
-  using Claim = jitkern::ClaimRows<kIndexBytes>;
+  using Claim = jitkern::ClaimRows<kIndexBytes, CLAIM_CONFIG>;
   const unsigned blocks = ceil_div(call.num_pairs, Claim::kNumThreads);
   launch_fibers({blocks}, {Claim::kNumThreads}, any_order(random), [&] { Claim::run(claim); });
   ++tally.runs;
@@ -151,8 +158,8 @@ void one_run(Random& random, Tally& tally) {
   tally.threads += i64(blocks) * Claim::kNumThreads;
   fault.check();
   slot_map.check();
-  const i64 num_fetches = counts_m1.at(0) + 1;
-  const i64 num_copies = counts_m1.at(1) + 1;
+  const i64 num_fetches = last_entries.at(0) + 1;
+  const i64 num_copies = last_entries.at(1) + 1;
   check_lists(call, pairs, fetches, num_fetches, copies, copied_rows, num_copies);
 
   // Both copies, as the host launches them: the numbers of pairs are known on the device only.
@@ -172,20 +179,20 @@ void one_run(Random& random, Tally& tally) {
   fetch.src = src.row(0);
   fetch.dst_stride_bytes = fetch.src_stride_bytes = kRowBytes;
   fetch.pairs = fetches.data();
-  fetch.num_pairs_m1 = claim.counts_m1;
-  fetch.next_batch_m1 = claim.counts_m1 + 2;
+  fetch.last_pair = claim.last_entries;
+  fetch.last_batch = claim.last_entries + 2;
   fetch.num_src_rows = call.src_rows;
   fetch.num_dst_rows = call.dst_rows;
   fetch.fault = fault.record();
-  using Fetch = jitkern::H2DGather<kRowBytes, kVecBytes, kIndexBytes, false,
-                                   jitkern::kLargeInFlight, 1024, 1>;
+  using Fetch =
+      jitkern::H2DGather<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, GATHER_IN_FLIGHT>;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {2}, 128,
                              random, fetch, tally, true);
   PairCopyParams copy = fetch;
   copy.src = dst.row(0);
   copy.pairs = copies.data();
-  copy.next_batch_m1 = nullptr;
-  copy.num_pairs_m1 = claim.counts_m1 + 1;
+  copy.last_batch = nullptr;
+  copy.last_pair = claim.last_entries + 1;
   copy.num_src_rows = call.dst_rows;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {3}, 128,
                              random, copy, tally);

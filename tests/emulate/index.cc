@@ -9,9 +9,17 @@ namespace emulate {
 
 using jitkern::IndexParams;
 
+constexpr FaultSite kIndicesSite{4};
+
+constexpr int num_splits(i64 row_bytes, int vec_bytes) {
+  const i64 bytes = i64(INDEX_VECS_PER_SPLIT) * vec_bytes;
+  return static_cast<int>((row_bytes + bytes - 1) / bytes);
+}
+
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
 void add(Specialisations<IndexParams>& list) {
-  using Kernel = jitkern::IndexKernel<kRowBytes, kVecBytes, kIndexBytes, 128, 8, true>;
+  using Kernel = jitkern::IndexKernel<kRowBytes, num_splits(kRowBytes, kVecBytes), INDEX_CONFIG,
+                                      kVecBytes, kIndexBytes, INDEX_IN_FLIGHT>;
   list.push_back({kRowBytes, kVecBytes, kIndexBytes, 0, Kernel::kNumThreads, Kernel::run});
 }
 
@@ -27,7 +35,7 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
   const jitkern::GroupShape shape =
-      jitkern::group_shape(row_bytes, vec_bytes, jitkern::kIndexMaxChunks, jitkern::kIndexInFlight);
+      jitkern::group_shape(row_bytes, vec_bytes, INDEX_IN_FLIGHT, num_splits(row_bytes, vec_bytes));
   const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
   const i64 table_rows = random.pick({1, 2, 7, 20});
 
@@ -52,7 +60,7 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_rows; ++i) {
     const i64 index = indices.at(i);
-    if (index >= bound) fault.expect(FaultSite::kIndexingIndices, i, index, bound);
+    if (index >= bound) fault.expect(kIndicesSite, i, index, bound);
     if (index >= vocab_start && index - vocab_start < vocab_length) {
       std::memcpy(output.expected(i), weights.row(index - vocab_start), row_bytes);
     } else {
@@ -68,6 +76,7 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
                            vocab_start,
                            vocab_length,
                            bound,
+                           kIndicesSite,
                            fault.record()};
   const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
   run_kernel(kernel, {blocks}, kernel.num_threads, random, params, tally);

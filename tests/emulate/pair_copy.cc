@@ -12,10 +12,21 @@ using jitkern::PairCopyParams;
 // Bits of Specialisation::variant.
 enum Variant { kScatter = 1, kLineAligned = 2, kSmallCall = 4 };
 
+constexpr FaultSite kSrcSite{5};
+constexpr FaultSite kDstSite{6};
+
 constexpr int in_flight(int variant) {
-  return variant & kSmallCall ? jitkern::kSmallInFlight
-         : variant & kScatter ? jitkern::kScatterInFlight
-                              : jitkern::kLargeInFlight;
+  return variant & kSmallCall ? SMALL_IN_FLIGHT
+         : variant & kScatter ? SCATTER_IN_FLIGHT
+                              : GATHER_IN_FLIGHT;
+}
+
+struct Config {
+  int num_threads, max_occupancy;
+  bool use_pdl;
+};
+constexpr Config config(int variant) {
+  return variant & kSmallCall ? Config{SMALL_CONFIG} : Config{LARGE_CONFIG};
 }
 
 template <class Kernel>
@@ -25,15 +36,18 @@ void add(Specialisations<PairCopyParams>& list, i64 row_bytes, int vec_bytes, in
 }
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kVariant>
 void add_gather(Specialisations<PairCopyParams>& list) {
-  using Kernel = jitkern::H2DGather<kRowBytes, kVecBytes, kIndexBytes,
-                                    bool(kVariant & kLineAligned), in_flight(kVariant), 1024, 1>;
+  using Kernel =
+      jitkern::H2DGather<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
+                         kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
+                         !(kVariant & kSmallCall), in_flight(kVariant)>;
   add<Kernel>(list, kRowBytes, kVecBytes, kIndexBytes, kVariant);
 }
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kVariant>
 void add_scatter(Specialisations<PairCopyParams>& list) {
   using Kernel =
-      jitkern::D2HScatter<kRowBytes, kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
-                          in_flight(kVariant | kScatter), 1024, 1>;
+      jitkern::D2HScatter<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
+                          kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
+                          !(kVariant & kSmallCall), in_flight(kVariant | kScatter)>;
   add<Kernel>(list, kRowBytes, kVecBytes, kIndexBytes, kVariant | kScatter);
 }
 
@@ -74,9 +88,10 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   // Either many small blocks, or one or two full ones that go round several times, in equal shares
   // or as each warp comes free.
   const bool shares = !small_call && random.below(6) == 0;
-  const unsigned num_threads = small_call ? 256 : shares ? 64 : kernel.num_threads;
+  const unsigned num_threads = shares ? 64 : kernel.num_threads;
   const jitkern::GroupShape shape =
-      jitkern::pair_copy_shape(row_bytes, vec_bytes, line_aligned, in_flight(kernel.variant));
+      jitkern::group_shape(jitkern::window_bytes(row_bytes, vec_bytes, line_aligned), vec_bytes,
+                           in_flight(kernel.variant));
   const i64 num_pairs = any_num_rows(shape, num_threads, random);
   const i64 src_rows = random.pick({i64(1), num_pairs, 2 * num_pairs});
   const i64 dst_rows = num_pairs + random.below(num_pairs + 2);
@@ -103,8 +118,8 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
 
   // The number of pairs may be known on the device only; the argument is then of no meaning.
   const bool counted = random.below(2) == 0;
-  const IntBuffer count("num_pairs_m1", {num_pairs - 1}, 4);
-  IntBuffer next_batch("next_batch_m1", {-1}, 4);
+  const IntBuffer count("last_pair", {num_pairs - 1}, 4);
+  IntBuffer next_batch("last_batch", {-1}, 4);
   // The slot map is told of the source rows of the pairs, or of others, -1 being none.
   const int map_bytes = random.pick({0, 4, 8});
   const bool other_rows = random.below(3) == 0;
@@ -116,15 +131,13 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   IntBuffer slot_map("slot_map", std::vector<i64>(other_rows ? 2 * num_pairs : src_rows, -7),
                      map_bytes == 4 ? 4 : 8);
 
-  const FaultSite src_site = scatter ? FaultSite::kD2hScatterSrc : FaultSite::kH2dGatherSrc;
-  const FaultSite dst_site = scatter ? FaultSite::kD2hScatterDst : FaultSite::kH2dGatherDst;
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_pairs; ++i) {
     const i64 source = pairs.at(2 * i);
     const i64 target = pairs.at(2 * i + 1);
     if (source < 0 || target < 0) continue;
-    if (source >= src_rows) fault.expect(src_site, i, source, src_rows);
-    if (target >= dst_rows) fault.expect(dst_site, i, target, dst_rows);
+    if (source >= src_rows) fault.expect(kSrcSite, i, source, src_rows);
+    if (target >= dst_rows) fault.expect(kDstSite, i, target, dst_rows);
     if (source >= src_rows || target >= dst_rows) continue;
     std::memcpy(dst.expected(target), src.row(source), row_bytes);
     const i64 slot_row = other_rows ? slot_rows.at(i) : source;
@@ -136,16 +149,16 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   params.dst_stride_bytes = dst_at.stride_bytes;
   params.src_stride_bytes = src_at.stride_bytes;
   params.pairs = pairs.data();
-  params.num_pairs_m1 = counted ? static_cast<const u32*>(count.data()) : nullptr;
-  params.next_batch_m1 = shares ? static_cast<u32*>(next_batch.data()) : nullptr;
+  params.last_pair = counted ? static_cast<const u32*>(count.data()) : nullptr;
+  params.last_batch = shares ? static_cast<u32*>(next_batch.data()) : nullptr;
   params.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
   params.slot_rows = other_rows ? slot_rows.data() : nullptr;
   params.num_pairs = counted ? 3 * num_pairs : num_pairs;
   params.num_src_rows = src_rows;
   params.num_dst_rows = dst_rows;
   params.slot_map_bytes = map_bytes;
-  params.src_site = src_site;
-  params.dst_site = dst_site;
+  params.src_site = kSrcSite;
+  params.dst_site = kDstSite;
   params.fault = fault.record();
   const unsigned blocks = ceil_div(shape.num_threads(num_pairs), num_threads);
   run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from jitkern.compilers.sources import CSRC, include_dirs
+from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
 
 HERE = Path(__file__).resolve().parent
 SUPPORT = ("buffers.cc", "fibers.cc", "sweep.cc")
@@ -32,6 +33,25 @@ FLAGS = (
     # What is left out takes a third of the time to compile, and AddressSanitizer finds it as well.
     "-fno-sanitize=null,object-size,vptr,pointer-overflow",
 )
+
+
+def _launch_facts() -> tuple[str, ...]:
+    """What the ops say of their launches, for the drivers: the kernels that are run are those."""
+    claim = h2d_gather.CLAIM_CONFIG
+    facts = {
+        "CLAIM_CONFIG": f"{claim.num_threads}, {claim.max_occupancy}",
+        "STORE_CONFIG": store.CONFIG.template_args,
+        "STORE_IN_FLIGHT": store.IN_FLIGHT,
+        "INDEX_CONFIG": index.CONFIG.template_args,
+        "INDEX_IN_FLIGHT": index.IN_FLIGHT,
+        "INDEX_VECS_PER_SPLIT": index.VECS_PER_SPLIT,
+        "LARGE_CONFIG": pairs.LARGE_CONFIG.template_args,
+        "SMALL_CONFIG": pairs.SMALL_CONFIG.template_args,
+        "SMALL_IN_FLIGHT": pairs.SMALL_IN_FLIGHT,
+        "GATHER_IN_FLIGHT": h2d_gather.LARGE_IN_FLIGHT,
+        "SCATTER_IN_FLIGHT": d2h_scatter.LARGE_IN_FLIGHT,
+    }
+    return tuple(f"-D{name}={value}" for name, value in facts.items())
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,7 @@ class Runner:
     def build(self, sweep: Sweep) -> Path:
         """Return the program of one driver, compiled unless it is there already."""
         objects = [self._compile(name, ["-c"], ".o", []) for name in SUPPORT]
-        defines = [f"-D{text}" for text in sweep.defines]
+        defines = [*_launch_facts(), *(f"-D{text}" for text in sweep.defines)]
         return self._compile(f"{sweep.driver}.cc", defines, "", objects)
 
     def run(self, sweep: Sweep, *args: str) -> subprocess.CompletedProcess[str]:

@@ -86,7 +86,7 @@ void mistake(std::string_view kind) {
   }
   rows.check();
   FaultWord fault(0);
-  if (kind == "fault not written") fault.expect(FaultSite::kStoreIndices, 1, 2, 3);
+  if (kind == "fault not written") fault.expect(FaultSite{1}, 1, 2, 3);
   if (kind == "fault overwritten") fault.record()->value = 5;
   fault.check();
   (void)sink;

@@ -7,9 +7,12 @@ namespace emulate {
 
 using jitkern::StoreParams;
 
+constexpr FaultSite kIndicesSite{3};
+
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
 void add(Specialisations<StoreParams>& list) {
-  using Kernel = jitkern::StoreKernel<kRowBytes, kVecBytes, kIndexBytes, 128, 8, true>;
+  using Kernel =
+      jitkern::StoreKernel<kRowBytes, STORE_CONFIG, kVecBytes, kIndexBytes, STORE_IN_FLIGHT>;
   list.push_back({kRowBytes, kVecBytes, kIndexBytes, 0, Kernel::kNumThreads, Kernel::run});
 }
 
@@ -24,8 +27,7 @@ EMULATE_COLLECT(StoreParams, kernels)
 void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random, Tally& tally) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
-  const jitkern::GroupShape shape =
-      jitkern::group_shape(row_bytes, vec_bytes, jitkern::kStoreMaxChunks, jitkern::kStoreInFlight);
+  const jitkern::GroupShape shape = jitkern::group_shape(row_bytes, vec_bytes, STORE_IN_FLIGHT);
   const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
   const i64 num_slots = num_rows + random.below(num_rows + 2);
 
@@ -54,7 +56,7 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_rows; ++i) {
     if (indices.at(i) >= num_slots) {
-      fault.expect(FaultSite::kStoreIndices, i, indices.at(i), num_slots);
+      fault.expect(kIndicesSite, i, indices.at(i), num_slots);
     } else if (indices.at(i) >= 0) {
       std::memcpy(caches.expected(cache_row(0, indices.at(i))), k.row(i), row_bytes);
       std::memcpy(caches.expected(cache_row(1, indices.at(i))), v.row(i), row_bytes);
@@ -67,6 +69,7 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
       indices.data(),
       num_rows,
       num_slots,
+      kIndicesSite,
       fault.record()};
   const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
   run_kernel(kernel, {blocks, 2}, kernel.num_threads, random, params, tally);

@@ -28,7 +28,7 @@ void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random)
 }
 
 i64 any_num_rows(const jitkern::GroupShape& shape, i64 threads_per_block, Random& random) {
-  const i64 full = std::max(i64(1), threads_per_block / (shape.lanes * shape.pieces) * shape.rows);
+  const i64 full = std::max(i64(1), threads_per_block / (shape.lanes * shape.splits) * shape.rows);
   return random.pick({i64(1), i64(2), full, full - (full > 1), full + 1, full * 5 / 2 + 1});
 }
 

@@ -16,7 +16,7 @@ from buffers import (
 from ref import ref_indexing, same_bits
 from torch import Tensor
 
-from jitkern import indexing
+from jitkern import indexing, store_cache
 
 VOCAB = 41
 
@@ -235,3 +235,16 @@ def test_large_calls_on_several_threads(device: torch.device) -> None:
     indices = torch.arange(4003, dtype=torch.int32, device=device) * 7 % 2000
     indices[::13] = -1
     compare_with_output(weights, indices, make_buffer((4003, 1657), device=device, seed=1))
+
+
+def test_rows_of_no_bytes_have_nothing_to_be_wrong(device: torch.device) -> None:
+    table = torch.zeros(5, 0, device=device)
+    past_the_end = torch.tensor([7], device=device)
+    assert indexing(table, past_the_end).shape == (1, 0)
+    store_cache(table, table, past_the_end, table[:1], table[:1])
+
+
+def test_a_new_output_is_of_the_allocator(device: torch.device) -> None:
+    """So that record_stream() knows it; memory that came through DLPack is not."""
+    output = indexing(torch.ones(5, 3, device=device), torch.tensor([1], device=device))
+    assert output.untyped_storage().resizable()

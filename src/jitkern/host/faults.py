@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from jitkern.host import module as host
@@ -9,7 +10,6 @@ from jitkern.host import module as host
 if TYPE_CHECKING:
     import torch
 
-_MAX_DEVICES = 64
 _EXPECTED = "a CUDA device or the CPU"
 
 
@@ -43,9 +43,14 @@ def check(device: int | str | torch.device | None = None) -> None:
         if parsed.type == "cpu" or not torch.cuda.is_available():
             return
         device = torch.cuda.current_device() if parsed.index is None else parsed.index
-    if isinstance(device, bool) or not 0 <= device < _MAX_DEVICES:
+    if isinstance(device, bool) or not 0 <= device < _max_devices():
         raise ValueError(f"check: device: {device}, expected {_EXPECTED}")
     host.module()["check_faults"](device)
+
+
+@cache
+def _max_devices() -> int:
+    return int(host.module()["max_devices"]())
 
 
 def _parse(device: str | torch.device) -> torch.device:

@@ -32,7 +32,17 @@ CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the c
 
 
 class Kernels(Protocol):
-    """What an op's builder returns: something with an image per arch."""
+    """What an op's builder returns: an image per arch, its entry points, how they are launched."""
+
+    @property
+    def exports(self) -> Sequence[str]:
+        """Names of the kernels in the image."""
+        ...
+
+    @property
+    def launch_config(self) -> Sequence[int]:
+        """Threads and PDL of each kernel, then vectors in flight and splits of a row."""
+        ...
 
     def image(self, arch: Arch) -> bytes:
         """Return the code for `arch`."""
@@ -79,7 +89,7 @@ def op(name: str, builder: Builder) -> Callable[..., Any]:
     name
         Name of the exported function and of the op in the C++ source.
     builder
-        Called with the ints of a specialisation when a call on a GPU first needs it.
+        Called with the ints of a specialisation, by name, when a call on a GPU first needs it.
 
     Examples
     --------
@@ -89,6 +99,24 @@ def op(name: str, builder: Builder) -> Callable[..., Any]:
     _builders[name] = builder
     function: Callable[..., Any] = module()[name]
     return function
+
+
+def launcher(exports: Sequence[str], image: Callable[[Arch], bytes]) -> Callable[..., Any]:
+    """Return the C++ function that launches the kernels of one image; see csrc/host/user_launch.cc.
+
+    Parameters
+    ----------
+    exports
+        Names of the kernels in the image.
+    image
+        Called at the first launch on a GPU.
+    """
+
+    def resolve(_op: str, _names: Any, _values: Any, arch: int) -> tuple[Any, ...]:
+        return _relayed(lambda: (image(Arch(*divmod(arch, 10))), tuple(exports), ()))
+
+    made: Callable[..., Any] = module()["make_launch"](resolve)
+    return made
 
 
 def build_host_module(out_dir: Path) -> Path:
@@ -176,11 +204,28 @@ def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def _resolve(op_name: str, spec: Sequence[int], arch: int) -> bytes:
-    """Return the image of one specialisation; called from C++ at its first launch on a device."""
+def _resolve(
+    op_name: str, names: Sequence[str], values: Sequence[int], arch: int
+) -> tuple[Any, ...]:
+    """Return image, entry points and launch configuration of one specialisation.
+
+    Called from C++ at its first launch on a device. C++ names what it asks for, so that a builder
+    with other parameters, or in another order, is an error and not another kernel.
+    """
+
+    def resolved() -> tuple[Any, ...]:
+        spec = {str(name): int(value) for name, value in zip(names, values, strict=True)}
+        kernels = _builders[op_name](**spec)
+        image = kernels.image(Arch(*divmod(arch, 10)))
+        return image, tuple(kernels.exports), tuple(kernels.launch_config)
+
+    return _relayed(resolved)
+
+
+def _relayed(call: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return what `call` does, for C++; a jitkern exception passes through it unharmed."""
     try:
-        kernels = _builders[op_name](*(int(value) for value in spec))
-        return kernels.image(Arch(*divmod(arch, 10)))
+        return call()
     except JitkernError as error:
         # Only kind and message survive the way through C++. The exception itself, with its log
         # and command, is kept here and comes back in _Relay.__new__.

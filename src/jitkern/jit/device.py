@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,9 @@ from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, include_closure
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.files import digest, sha256, slug
+from jitkern.jit.launch import PLAIN, device_and_stream, readable
 from jitkern.jit.record import Specialisation, record
+from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
     from jitkern.compilers.nvrtc import Image
@@ -79,9 +82,11 @@ class DeviceModule:
     Attributes
     ----------
     name
-        The kernel's name and template arguments, e.g. ``store_656_16_4_128_8_true``.
+        The kernel's name and template arguments, e.g. ``store_656_128_8_true_16_4_2``.
     closure
         The rendered translation unit with all that it includes.
+    launch_config
+        What :meth:`launched_with` was told.
     """
 
     def __init__(
@@ -109,7 +114,9 @@ class DeviceModule:
             include_dirs=[*map(Path, include_dirs), *INCLUDE_DIRS],
         )
         self._images: dict[Arch, Lookup[bytes]] = {}
-        self._functions: dict[tuple[str, int], int] = {}
+        self._numbers = {export: number for number, export in enumerate(self.exports)}
+        self._made: dict[str, Callable[..., Any]] = {}
+        self.launch_config: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"DeviceModule({self.op!r}, {', '.join(self.args)})"
@@ -156,6 +163,32 @@ class DeviceModule:
             record(replace(self._recorded, arch=str(arch)), file)
         return found
 
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """The kernels' names."""
+        return tuple(export for export, _ in self.wrappers)
+
+    def launched_with(
+        self, *configs: KernelConfig, in_flight: int, splits: int = 1
+    ) -> DeviceModule:
+        """Say how C++ launches these kernels; return the module itself.
+
+        This is for kernels of jitkern's own, in their ``kernel(...)``: what they are compiled for
+        goes to C++ with their code, so that it is said once.
+
+        Parameters
+        ----------
+        configs
+            Of each kernel, in the order of ``device_wrappers``.
+        in_flight, splits
+            Vectors that a lane has in flight, and how many parts a row is cut into at least.
+        """
+        if len(configs) != len(self.wrappers):
+            raise ValueError(f"launched_with: {len(configs)} configs, expected {self.exports}")
+        flat = [int(value) for config in configs for value in (config.num_threads, config.use_pdl)]
+        self.launch_config = (*flat, in_flight, splits)
+        return self
+
     def launch(
         self,
         export: str,
@@ -163,11 +196,14 @@ class DeviceModule:
         grid: int | Sequence[int],
         block: int | Sequence[int],
         shared_bytes: int = 0,
+        use_pdl: bool = False,
+        cluster: int | Sequence[int] | None = None,
+        cooperative: bool = False,
     ) -> None:
         """Launch a kernel on the current torch stream; returns at once.
 
-        Loads the code at the first call on a device, also while a stream is being captured. Where
-        microseconds count write a host function in C++: this one packs its arguments in Python.
+        Loads the code at the first call on a device, once for all kernels of the module: they share
+        its ``__device__`` variables. This works while a stream is being captured, too.
 
         Parameters
         ----------
@@ -175,17 +211,27 @@ class DeviceModule:
             The kernel's name in ``device_wrappers``.
         *args
             Members of the kernel's ``Params``, in order: tensors (their data pointers), int
-            (``long long``), float (``double``), bool, or ctypes values of other widths.
+            (``long long``), float (``double``), bool, or ctypes values of other widths. An object
+            with ``__dlpack__``, ``data_ptr()`` or ``__cuda_array_interface__`` is its pointer, too.
         grid, block
             Numbers of blocks and threads, one to three of them.
         shared_bytes
             Dynamic shared memory of a block, bytes, up to what the GPU can give one (227 KiB on an
             H200).
+        use_pdl
+            Let the kernel start while the one before it drains (programmatic dependent launch, from
+            compute capability 9.0 on; elsewhere without effect). It must wait by itself before it
+            touches what earlier kernels write: ``wait_for_earlier_kernels`` of ``jitkern/pdl.cuh``.
+        cluster
+            Blocks of a thread block cluster, one to three sizes that divide the grid's.
+        cooperative
+            Have all blocks resident at once, so that they may wait for each other.
 
         Raises
         ------
         ValueError, TypeError
-            An unknown kernel, an argument of another type, tensors that are not on one GPU.
+            An unknown kernel, an argument of another type, arguments of other bytes than the
+            kernel's ``Params``, memory that is not on one GPU, sizes that no GPU has.
         UnsupportedError
             There is no GPU.
 
@@ -193,19 +239,27 @@ class DeviceModule:
         --------
         >>> module.launch("copy", dst, src, 1024, grid=4, block=256)  # doctest: +SKIP
         """
-        from jitkern.jit import launch
-
-        if export not in {name for name, _ in self.wrappers}:
-            known = ", ".join(name for name, _ in self.wrappers)
+        number = self._numbers.get(export)
+        if number is None:
+            known = ", ".join(self.exports)
             raise ValueError(f"launch: export: {export!r}, expected one of {known}")
-        params = launch.pack(args)
-        device = launch.cuda_device(args)
-        function = self._functions.get((export, device))
-        if function is None:
-            image = self.image(Arch(*launch.device_arch(device)))
-            function = launch.load_function(image, export, device)
-            self._functions[export, device] = function
-        launch.launch(function, device, params, grid, block, shared_bytes)
+        launch = self._made.get("launch") or self._make_launch()
+        members = args if PLAIN.issuperset(map(type, args)) else readable(args)
+        wanted = launch(
+            number, grid, block, shared_bytes, use_pdl, cooperative, cluster, -1, 0, *members
+        )
+        if wanted is not None:  # no tensor of torch among them, which would have told its stream
+            how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
+            launch(*how, *device_and_stream(wanted), *members)
+
+    def _make_launch(self) -> Callable[..., Any]:
+        from jitkern.host import module as host
+
+        # Weak, because C++ keeps the function: the module would hold itself.
+        this = weakref.proxy(self)
+        made = host.launcher(self.exports, lambda arch: this.image(arch))
+        # Of two threads one is first, and both launch from what it loads.
+        return self._made.setdefault("launch", made)
 
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""

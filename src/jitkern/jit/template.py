@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["CppArgs", "KernelConfig", "make_cpp_args"]
@@ -26,6 +27,8 @@ class CppArgs(tuple[str, ...]):
 @dataclass(frozen=True)
 class KernelConfig:
     """The launch shape that a kernel is compiled for, in the order of the C++ template.
+
+    Unpacks to its three values: ``make_cpp_args(element_size, *config)``.
 
     Parameters
     ----------
@@ -68,6 +71,9 @@ class KernelConfig:
                 f"KernelConfig: max_occupancy: {self.max_occupancy}, expected 1 or more"
             )
 
+    def __iter__(self) -> Iterator[int]:
+        yield from (self.num_threads, self.max_occupancy, self.use_pdl)
+
     @property
     def template_args(self) -> str:
         """The three template arguments, such as ``256, 2, true``."""
@@ -103,7 +109,7 @@ def make_cpp_args(*args: int | float | bool | KernelConfig) -> CppArgs:
     literals: list[str] = []
     for position, value in enumerate(args):
         if isinstance(value, KernelConfig):
-            literals += make_cpp_args(value.num_threads, value.max_occupancy, value.use_pdl)
+            literals += make_cpp_args(*value)
         else:
             literals.append(_literal(value, position))
     return CppArgs(literals)

@@ -10,32 +10,38 @@ from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops.common import name_unreadable
 from jitkern.ops.kernels import load_jit
-from jitkern.ops.pairs import pair_copy_args, pair_specialisations
+from jitkern.ops.pairs import (
+    SMALL_IN_FLIGHT,
+    pair_config,
+    pair_copy_args,
+    pair_specialisations,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Vectors in flight per thread, as in csrc/include/jitkern/pair_copy.h: of small and of large calls.
-_IN_FLIGHT = (1, 4)
+LARGE_IN_FLIGHT = 4  # vectors: writes are posted, nothing waits for their answer
 
 
 @cache
 def kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, in_flight: int
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
 ) -> DeviceModule:
-    """Return the device module of one row size, vector width, index type, alignment and depth."""
-    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, in_flight)
-    return load_jit(
+    """Return the device module of one row size, vector width, index type, alignment and size."""
+    in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
+    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
+    module = load_jit(
         "d2h_scatter",
         *args,
         device_files=["ops/d2h_scatter.cu"],
         device_wrappers=[("d2h_scatter", f"jitkern::D2HScatter<{args}>")],
     )
+    return module.launched_with(pair_config(large), in_flight=in_flight)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need."""
-    return pair_specialisations(row_bytes, _IN_FLIGHT)
+    return pair_specialisations(row_bytes)
 
 
 @cache

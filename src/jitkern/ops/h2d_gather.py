@@ -8,47 +8,53 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
+from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import name_unreadable
 from jitkern.ops.kernels import load_jit
-from jitkern.ops.pairs import pair_copy_args, pair_specialisations
+from jitkern.ops.pairs import (
+    SMALL_IN_FLIGHT,
+    pair_config,
+    pair_copy_args,
+    pair_specialisations,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Vectors in flight per thread, as in csrc/include/jitkern/pair_copy.h: of small and of large calls.
-_SMALL_IN_FLIGHT, _LARGE_IN_FLIGHT = 1, 8
-# From here on a call looks for repeated rows. The search costs about 10 us of the GPU, 2 % of the
-# 0.5 ms in which this many rows of 656 bytes come over the bus.
-_MIN_PAIRS_TO_DEDUP = 32_768
+LARGE_IN_FLIGHT = 8  # vectors: 8 * 16 B * 2,048 threads are 5 us of the bus
+CLAIM_CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
 
 
 @cache
 def kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, in_flight: int
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
 ) -> DeviceModule:
-    """Return the device module of one row size, vector width, index type, alignment and depth."""
-    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, in_flight)
+    """Return the device module of one row size, vector width, index type, alignment and size.
+
+    For large calls it holds a second kernel, which finds repeated rows.
+    """
+    in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
+    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
     wrappers = [("h2d_gather", f"jitkern::H2DGather<{args}>")]
-    if in_flight == _LARGE_IN_FLIGHT:
-        wrappers.append(("claim", f"jitkern::ClaimRows<{index_bytes}>"))
-    return load_jit(
-        "h2d_gather", *args, device_files=["ops/h2d_gather.cu"], device_wrappers=wrappers
-    )
+    configs = [pair_config(large)]
+    if large:
+        num_threads, max_occupancy, _ = CLAIM_CONFIG
+        claim_args = make_cpp_args(index_bytes, num_threads, max_occupancy)
+        wrappers.append(("claim", f"jitkern::ClaimRows<{claim_args}>"))
+        configs.append(CLAIM_CONFIG)
+    files = ["ops/h2d_gather.cu"]
+    module = load_jit("h2d_gather", *args, device_files=files, device_wrappers=wrappers)
+    return module.launched_with(*configs, in_flight=in_flight)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need."""
-    return pair_specialisations(row_bytes, (_SMALL_IN_FLIGHT, _LARGE_IN_FLIGHT))
+    return pair_specialisations(row_bytes)
 
 
 @cache
 def _op() -> Callable[..., Any]:
     return host.op("h2d_gather", kernel)
-
-
-@cache
-def _workspace_bytes() -> Callable[[int, int], int]:
-    return host.module()["h2d_gather_workspace_bytes"]
 
 
 def h2d_gather(
@@ -122,29 +128,12 @@ def h2d_gather(
     >>> jitkern.h2d_gather(src, dst, pairs)
     """
     try:
-        workspace = _workspace(pairs, reuse_resident) if dedup or reuse_resident else None
-        _op()(src, dst, pairs, slot_map, num_sms, workspace, reuse_resident)
+        _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident)
         if record_source:
             _record_use(src, dst)
     except RuntimeError as error:
         name_unreadable(error, "h2d_gather", src=src, dst=dst, pairs=pairs, slot_map=slot_map)
         raise
-
-
-def _workspace(pairs: Tensor, reuse_resident: bool) -> Tensor | None:
-    """Return scratch memory on the GPU for a call that shall look for repeated rows."""
-    try:
-        num_pairs = pairs.numel() // 2
-        wanted = pairs.is_cuda and (num_pairs >= _MIN_PAIRS_TO_DEDUP or reuse_resident)
-    except AttributeError:  # not a tensor: the op's own check says so
-        return None
-    # The search numbers pairs by 32 bits.
-    if not wanted or num_pairs == 0 or num_pairs >= 2**31:
-        return None
-    import torch
-
-    size_bytes = _workspace_bytes()(num_pairs, pairs.element_size())
-    return torch.empty(size_bytes, dtype=torch.uint8, device=pairs.device)
 
 
 def _record_use(src: Tensor, dst: Tensor) -> None:

@@ -5,31 +5,36 @@ from __future__ import annotations
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, widest_vec_bytes
 
-CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
+# A large call runs on a few full blocks, each lane with several vectors on their way; in a small
+# one, spread over the GPU, vectors are spread over threads instead.
+LARGE_CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
+SMALL_CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
+SMALL_IN_FLIGHT = 1
 _LINE_BYTES = 128
 
 
+def pair_config(large: int) -> KernelConfig:
+    """Return how a call of that size is launched."""
+    return LARGE_CONFIG if large else SMALL_CONFIG
+
+
 def pair_copy_args(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, in_flight: int
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int, in_flight: int
 ) -> CppArgs:
     """Return the template arguments of a copy between host and device memory."""
+    num_threads, max_occupancy, _ = pair_config(large)
+    flags = (bool(line_aligned), bool(large))
     return make_cpp_args(
-        row_bytes,
-        vec_bytes,
-        index_bytes,
-        bool(line_aligned),
-        in_flight,
-        CONFIG.num_threads,
-        CONFIG.max_occupancy,
+        row_bytes, num_threads, max_occupancy, vec_bytes, index_bytes, *flags, in_flight
     )
 
 
-def pair_specialisations(row_bytes: int, in_flight: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return what contiguous rows need: both index types, each number of vectors in flight."""
+def pair_specialisations(row_bytes: int) -> list[tuple[int, ...]]:
+    """Return what contiguous rows need: both index types, small and large calls."""
     vec_bytes = widest_vec_bytes(row_bytes)
     line_aligned = int(row_bytes % _LINE_BYTES == 0)
     return [
-        (row_bytes, vec_bytes, index_bytes, line_aligned, depth)
+        (row_bytes, vec_bytes, index_bytes, line_aligned, large)
         for index_bytes in INDEX_BYTES
-        for depth in in_flight
+        for large in (0, 1)
     ]

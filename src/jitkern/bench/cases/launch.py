@@ -10,18 +10,19 @@ import torch
 import jitkern
 from jitkern.bench.case import Case, Context, Impl, Run
 from jitkern.bench.cases.common import call_case
+from jitkern.host import module as host
 
 GRAPH_CALLS = 20
 
 
 def cases(ctx: Context) -> Iterator[Case]:
     """Yield what the guard measures."""
-    from jitkern.jit.launch import pack
-
-    x = torch.zeros(64, dtype=torch.float32, device=ctx.device)
-    for arguments in ((x, 2.0, 64), (x, x, x, x, 1, 2, 3, 4, 5, 0.5, True)):
+    # A launcher that is not told of a GPU: it checks sizes, packs, and gives up.
+    launch = host.launcher(("none",), lambda _: b"")
+    for arguments in ((1, 2.0, 64), (1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, True)):
         name = f"arguments to bytes, {len(arguments)}"
-        yield call_case("launch", name, partial(pack, arguments), arguments)
+        call = partial(launch, 0, 1, 256, 0, False, False, None, -1, 0, *arguments)
+        yield call_case("launch", name, call, arguments)
     if ctx.device == "cuda":
         yield _users_kernel()
         yield _graph_replay()

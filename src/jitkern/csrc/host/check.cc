@@ -41,7 +41,7 @@ std::string type_text(AnyView value) {
 
 Tensor::Tensor(const char* op, const char* arg, AnyView value) : op(op), arg(arg), dl(nullptr) {
   const auto tensor = value.try_cast<DLTensor*>();
-  if (!tensor.has_value()) raise("TypeError", op, arg, type_text(value), "a tensor");
+  if (!tensor.has_value()) raise_type_error(op, arg, value, "a tensor");
   dl = *tensor;
   const auto type = dl->device.device_type;
   if (type != kDLCPU && type != kDLCUDAHost && type != kDLCUDA) {
@@ -78,9 +78,9 @@ std::string Tensor::dtype_name() const {
   return tvm::ffi::DLDataTypeToString(dl->dtype);
 }
 
-std::string Tensor::shape_text() const {
+std::string shape_text(const int64_t* sizes, size_t count) {
   std::string text = "[";
-  for (int d = 0; d < dl->ndim; ++d) text += (d ? ", " : "") + std::to_string(dl->shape[d]);
+  for (size_t d = 0; d < count; ++d) text += (d ? ", " : "") + std::to_string(sizes[d]);
   return text + "]";
 }
 
@@ -111,7 +111,8 @@ void Tensor::contiguous() const {
   }
 }
 
-Rows::Rows(const Tensor& t, int row_dims) : data(t.data()), num_rows(1), stride_bytes(0) {
+Rows::Rows(const Tensor& t, int row_dims)
+    : Tensor(t), data(t.data()), num_rows(1), stride_bytes(0) {
   const DLTensor& dl = *t.dl;
   if (dl.ndim < row_dims) {
     t.value_error("shape " + t.shape_text(), "at least " + std::to_string(row_dims) +
@@ -145,7 +146,7 @@ Rows::Rows(const Tensor& t, int row_dims) : data(t.data()), num_rows(1), stride_
   }
 }
 
-Indices::Indices(const Tensor& t) : data(t.data()), count(t.numel()) {
+Indices::Indices(const Tensor& t) : Tensor(t), data(t.data()), count(t.numel()) {
   const DLDataType dtype = t.dl->dtype;
   if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64) || dtype.lanes != 1) {
     t.type_error("dtype " + t.dtype_name(), "int32 or int64");
@@ -159,39 +160,49 @@ void raise_value_error(const char* op, const char* arg, const std::string& came,
   raise("ValueError", op, arg, came, expected);
 }
 
+void raise_type_error(const char* op, const char* arg, AnyView came, const std::string& expected) {
+  raise("TypeError", op, arg, type_text(came), expected);
+}
+
 i64 int_arg(const char* op, const char* arg, AnyView value) {
   if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIInt) {
-    raise("TypeError", op, arg, type_text(value), "an int");
+    raise_type_error(op, arg, value, "an int");
   }
   return value.cast<int64_t>();
 }
 
 bool bool_arg(const char* op, const char* arg, AnyView value) {
   if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIBool) {
-    raise("TypeError", op, arg, type_text(value), "a bool");
+    raise_type_error(op, arg, value, "a bool");
   }
   return value.cast<bool>();
 }
 
-void same_row_bytes(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows) {
-  if (a_rows.row_bytes == b_rows.row_bytes) return;
-  a.value_error(
-      "rows of " + std::to_string(a_rows.row_bytes) + " bytes (shape " + a.shape_text() + ")",
-      std::to_string(b_rows.row_bytes) + " bytes as in " + b.arg + " (shape " + b.shape_text() +
-          ")");
+void Rows::same_row_bytes(const Rows& other) const {
+  if (row_bytes == other.row_bytes) return;
+  value_error("rows of " + std::to_string(row_bytes) + " bytes (shape " + shape_text() + ")",
+              std::to_string(other.row_bytes) + " bytes as in " + other.arg + " (shape " +
+                  other.shape_text() + ")");
 }
 
-void same_num_rows(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows) {
-  if (a_rows.num_rows == b_rows.num_rows) return;
-  a.value_error(std::to_string(a_rows.num_rows) + " rows (shape " + a.shape_text() + ")",
-                std::to_string(b_rows.num_rows) + " rows as in " + b.arg);
+void Rows::same_num_rows(const Rows& other) const {
+  if (num_rows == other.num_rows) return;
+  value_error(std::to_string(num_rows) + " rows (shape " + shape_text() + ")",
+              std::to_string(other.num_rows) + " rows as in " + other.arg);
 }
 
-void one_row_per_index(const Tensor& tensor, const Rows& rows, const Tensor& indices) {
-  const i64 count = indices.numel();
-  if (rows.num_rows == count) return;
-  tensor.value_error(std::to_string(rows.num_rows) + " rows (shape " + tensor.shape_text() + ")",
-                     std::to_string(count) + " rows, one for each index in " + indices.arg);
+void Rows::one_per_index(const Indices& indices) const {
+  if (num_rows == indices.count) return;
+  value_error(std::to_string(num_rows) + " rows (shape " + shape_text() + ")",
+              std::to_string(indices.count) + " rows, one for each index in " + indices.arg);
+}
+
+void Indices::check_below(i64 bound) const {
+  with_index([&](const auto* indices) {
+    for (i64 i = 0; i < count; ++i) {
+      if (indices[i] >= bound) raise_index_error(op, arg, i, indices[i], bound);
+    }
+  });
 }
 
 void raise_index_error(const char* op, const char* arg, i64 position, i64 value, i64 bound,

@@ -12,12 +12,6 @@ namespace jitkern {
 
 namespace {
 
-constexpr int kMaxDevices = 64;
-
-[[noreturn]] void raise(const std::string& message) {
-  throw tvm::ffi::Error("RuntimeError", message, "");
-}
-
 struct Loaded {
   Driver driver{};
   std::string error;  // empty if the driver is usable
@@ -30,26 +24,11 @@ struct Loaded {
           "start the container with GPU access";
       return;
     }
-    resolve(library, "cuInit", driver.cuInit);
-    resolve(library, "cuDriverGetVersion", driver.cuDriverGetVersion);
-    resolve(library, "cuDeviceGetCount", driver.cuDeviceGetCount);
-    resolve(library, "cuDeviceGet", driver.cuDeviceGet);
-    resolve(library, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute);
-    resolve(library, "cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain);
-    resolve(library, "cuCtxGetCurrent", driver.cuCtxGetCurrent);
-    resolve(library, "cuCtxSetCurrent", driver.cuCtxSetCurrent);
-    resolve(library, "cuModuleLoadDataEx", driver.cuModuleLoadDataEx);
-    resolve(library, "cuModuleGetFunction", driver.cuModuleGetFunction);
-    resolve(library, "cuFuncGetAttribute", driver.cuFuncGetAttribute);
-    resolve(library, "cuFuncSetAttribute", driver.cuFuncSetAttribute);
-    resolve(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx);
-    resolve(library, "cuMemsetD8Async", driver.cuMemsetD8Async);
-    resolve(library, "cuMemHostAlloc", driver.cuMemHostAlloc);
-    resolve(library, "cuMemHostGetDevicePointer_v2", driver.cuMemHostGetDevicePointer);
-    resolve(library, "cuPointerGetAttributes", driver.cuPointerGetAttributes);
-    resolve(library, "cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode);
-    resolve(library, "cuGetErrorName", driver.cuGetErrorName);
-    resolve(library, "cuGetErrorString", driver.cuGetErrorString);
+#define JITKERN_RESOLVE(name, parameters) resolve(library, #name, driver.name);
+    JITKERN_DRIVER_SYMBOLS(JITKERN_RESOLVE)
+#undef JITKERN_RESOLVE
+    driver.cuFuncGetParamInfo =
+        reinterpret_cast<decltype(driver.cuFuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));
     if (!error.empty()) return;
     if (const CUresult result = driver.cuInit(0); result != kCudaSuccess) {
       const char* name = "unknown error";
@@ -76,27 +55,35 @@ const Loaded& loaded() {
 
 std::array<std::atomic<Device*>, kMaxDevices> devices;
 
+int attribute_of(CUdevice handle, int attribute) {
+  const Driver& driver = Driver::get();
+  int value = 0;
+  driver.check(driver.cuDeviceGetAttribute(&value, attribute, handle), "cuDeviceGetAttribute");
+  return value;
+}
+
+CUdevice handle_of(int ordinal) {
+  const Driver& driver = Driver::get();
+  CUdevice handle = 0;
+  driver.check(driver.cuDeviceGet(&handle, ordinal), "cuDeviceGet");
+  return handle;
+}
+
 std::unique_ptr<Device> open_device(int ordinal) {
   const Driver& driver = Driver::get();
   const RelaxedCapture relaxed;
   auto device = std::make_unique<Device>();
   device->ordinal = ordinal;
-  CUdevice handle = 0;
-  driver.check(driver.cuDeviceGet(&handle, ordinal), "cuDeviceGet");
+  const CUdevice handle = handle_of(ordinal);
   driver.check(driver.cuDevicePrimaryCtxRetain(&device->context, handle),
                "cuDevicePrimaryCtxRetain");
-  int major = 0;
-  int minor = 0;
-  driver.check(driver.cuDeviceGetAttribute(&major, kAttributeComputeMajor, handle),
-               "cuDeviceGetAttribute");
-  driver.check(driver.cuDeviceGetAttribute(&minor, kAttributeComputeMinor, handle),
-               "cuDeviceGetAttribute");
-  driver.check(driver.cuDeviceGetAttribute(&device->num_sms, kAttributeMultiprocessorCount, handle),
-               "cuDeviceGetAttribute");
-  device->arch = 10 * major + minor;
+  device->arch = arch_of(ordinal);
+  device->num_sms = attribute_of(handle, kAttributeMultiprocessorCount);
+  device->max_shared_bytes = attribute_of(handle, kAttributeMaxSharedBytesPerBlockOptin);
   int version = 0;
   driver.check(driver.cuDriverGetVersion(&version), "cuDriverGetVersion");
-  device->use_pdl = major >= 9 && version >= 12030;  // from 12.3 on also inside CUDA graphs
+  device->knows_pdl =
+      device->arch >= 90 && version >= 12030;  // from 12.3 on also inside CUDA graphs
   const ContextScope scope(*device);
   void* record = nullptr;
   driver.check(
@@ -104,15 +91,20 @@ std::unique_ptr<Device> open_device(int ordinal) {
       "cuMemHostAlloc");
   device->fault = new (record) FaultRecord{};
   CUdeviceptr mapped = 0;
-  driver.check(driver.cuMemHostGetDevicePointer(&mapped, record, 0), "cuMemHostGetDevicePointer");
+  driver.check(driver.cuMemHostGetDevicePointer_v2(&mapped, record, 0),
+               "cuMemHostGetDevicePointer");
   device->fault_device = reinterpret_cast<FaultRecord*>(mapped);
   return device;
 }
 
 }  // namespace
 
+void raise_runtime_error(const std::string& message) {
+  throw tvm::ffi::Error("RuntimeError", message, "");
+}
+
 const Driver& Driver::get() {
-  if (!loaded().error.empty()) raise(loaded().error);
+  if (!loaded().error.empty()) raise_runtime_error(loaded().error);
   return loaded().driver;
 }
 
@@ -124,7 +116,13 @@ void Driver::check(CUresult result, const char* what) const {
   const char* text = "";
   cuGetErrorName(result, &name);
   cuGetErrorString(result, &text);
-  raise(std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
+  raise_runtime_error(std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
+}
+
+int arch_of(int ordinal) {
+  const CUdevice handle = handle_of(ordinal);
+  return 10 * attribute_of(handle, kAttributeComputeMajor) +
+         attribute_of(handle, kAttributeComputeMinor);
 }
 
 Device* Device::find(int ordinal) {
@@ -135,8 +133,8 @@ Device* Device::find(int ordinal) {
 Device& Device::get(int ordinal) {
   if (Device* device = find(ordinal)) return *device;
   if (ordinal < 0 || ordinal >= kMaxDevices) {
-    raise("jitkern: device cuda:" + std::to_string(ordinal) + ", expected 0 to " +
-          std::to_string(kMaxDevices - 1));
+    raise_runtime_error("jitkern: device cuda:" + std::to_string(ordinal) + ", expected 0 to " +
+                        std::to_string(kMaxDevices - 1));
   }
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -158,22 +156,22 @@ ContextScope::~ContextScope() {
   if (changed_) Driver::get().cuCtxSetCurrent(previous_);
 }
 
-PinnedRange pinned_range(const void* host_address) {
-  u32 memory_type = 0;
+MemoryRange memory_range(const void* address) {
+  u32 type = 0;
+  int ordinal = 0;
   CUdeviceptr device_address = 0;
   CUdeviceptr begin = 0;
   size_t bytes = 0;
-  int attributes[] = {kPointerMemoryType, kPointerDevicePointer, kPointerRangeStart,
-                      kPointerRangeSize};
-  void* values[] = {&memory_type, &device_address, &begin, &bytes};
+  int attributes[] = {kPointerMemoryType, kPointerDeviceOrdinal, kPointerDevicePointer,
+                      kPointerRangeStart, kPointerRangeSize};
+  void* values[] = {&type, &ordinal, &device_address, &begin, &bytes};
   const Driver& driver = Driver::get();
   // Succeeds for any address; what is unknown of one that CUDA has never seen stays zero.
-  driver.check(driver.cuPointerGetAttributes(4, attributes, values,
-                                             reinterpret_cast<CUdeviceptr>(host_address)),
-               "cuPointerGetAttributes");
-  if (memory_type != kMemoryTypeHost) return {nullptr, nullptr, 0};
-  return {reinterpret_cast<const char*>(device_address), reinterpret_cast<const char*>(begin),
-          static_cast<i64>(bytes)};
+  driver.check(
+      driver.cuPointerGetAttributes(5, attributes, values, reinterpret_cast<CUdeviceptr>(address)),
+      "cuPointerGetAttributes");
+  return {type, ordinal, reinterpret_cast<const char*>(device_address),
+          reinterpret_cast<const char*>(begin), static_cast<i64>(bytes)};
 }
 
 RelaxedCapture::RelaxedCapture() : mode_(kCaptureModeRelaxed) {

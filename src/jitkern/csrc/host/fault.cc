@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <string>
+#include <vector>
 
 namespace jitkern {
 
@@ -25,34 +26,24 @@ struct SiteName {
   const char* arg;
 };
 
-SiteName name_of(FaultSite site) {
-  switch (site) {
-    case FaultSite::kStoreIndices:
-      return {"store_cache", "indices"};
-    case FaultSite::kIndexingIndices:
-      return {"indexing", "indices"};
-    case FaultSite::kH2dGatherSrc:
-      return {"h2d_gather", "pairs[..., 0]"};
-    case FaultSite::kH2dGatherDst:
-      return {"h2d_gather", "pairs[..., 1]"};
-    case FaultSite::kH2dGatherSlotMap:
-      return {"h2d_gather", "slot_map"};
-    case FaultSite::kD2hScatterSrc:
-      return {"d2h_scatter", "pairs[..., 0]"};
-    case FaultSite::kD2hScatterDst:
-      return {"d2h_scatter", "pairs[..., 1]"};
-    case FaultSite::kNone:
-      break;
-  }
-  return {"jitkern", "unknown argument"};
+// By the number of the site. Complete before the first call: ops ask for theirs as static objects.
+std::vector<SiteName>& site_names() {
+  static auto* names = new std::vector<SiteName>{{"jitkern", "unknown argument"}};
+  return *names;
 }
 
 }  // namespace
 
+FaultSite fault_site(const char* op, const char* arg) {
+  site_names().push_back({op, arg});
+  return static_cast<FaultSite>(site_names().size() - 1);
+}
+
 void raise_pending_fault(Device& device) {
   volatile FaultRecord* record = device.fault;
   std::atomic_thread_fence(std::memory_order_acquire);
-  const SiteName name = name_of(static_cast<FaultSite>(static_cast<u32>(record->site)));
+  const auto site = static_cast<u32>(record->site);
+  const SiteName name = site_names()[site < site_names().size() ? site : 0];
   const i64 position = record->position;
   const i64 value = record->value;
   const i64 bound = record->bound;
@@ -76,6 +67,8 @@ void check_faults(int64_t ordinal) {
   if (Device* device = Device::find(static_cast<int>(ordinal))) check_pending_fault(*device);
 }
 
+int64_t max_devices() { return kMaxDevices; }
+
 void set_fault_mode(int64_t mode) { fault_mode.store(static_cast<int>(mode)); }
 
 void set_warner(Function function) { warner() = std::move(function); }
@@ -83,6 +76,7 @@ void set_warner(Function function) { warner() = std::move(function); }
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_faults, check_faults);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(max_devices, max_devices);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_mode, set_fault_mode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_warner, set_warner);
 

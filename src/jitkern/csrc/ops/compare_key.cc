@@ -14,42 +14,33 @@ namespace {
 
 constexpr const char* kOp = "fast_compare_key";
 
-[[noreturn]] void raise_value_error(const char* arg, const std::string& came,
-                                    const std::string& expected) {
-  throw tvm::ffi::Error("ValueError",
-                        std::string(kOp) + ": " + arg + ": " + came + ", expected " + expected, "");
-}
-
-void check_key(const Tensor& key) {
+Indices key_of(const char* arg, AnyView value) {
+  const Tensor key(kOp, arg, value);
   if (key.on_cuda()) key.value_error("device " + key.device_name(), "cpu");
   if (key.dl->ndim != 1) key.value_error("shape " + key.shape_text(), "1 dimension");
+  return Indices(key);
 }
 
 i64 common_prefix(FirstDifference first_difference, AnyView x_arg, AnyView y_arg, AnyView start_arg,
                   AnyView page_size_arg) {
-  const Tensor x(kOp, "x", x_arg);
-  const Tensor y(kOp, "y", y_arg);
-  check_key(x);
-  check_key(y);
-  const Indices x_items(x);
-  const Indices y_items(y);
+  const Indices x = key_of("x", x_arg);
+  const Indices y = key_of("y", y_arg);
   y.same_dtype(x);
   const i64 start = int_arg(kOp, "start", start_arg);
-  if (start < 0 || start > x_items.count) {
-    raise_value_error("start", std::to_string(start),
-                      "0 to " + std::to_string(x_items.count) + ", the length of x");
+  if (start < 0 || start > x.count) {
+    raise_value_error(kOp, "start", std::to_string(start),
+                      "0 to " + std::to_string(x.count) + ", the length of x");
   }
   const i64 page_size = int_arg(kOp, "page_size", page_size_arg);
   if (page_size < 1) {
-    raise_value_error("page_size", std::to_string(page_size), "at least 1");
+    raise_value_error(kOp, "page_size", std::to_string(page_size), "at least 1");
   }
   // Both dtypes are whole numbers of words, and the first word that differs lies in the first item
   // that differs.
-  const int item_words = x_items.index_bytes / 4;
-  const i64 num_items = std::min(x_items.count - start, y_items.count);
-  const i64 num_words =
-      first_difference(static_cast<const u32*>(x_items.data) + start * item_words,
-                       static_cast<const u32*>(y_items.data), num_items * item_words);
+  const int item_words = x.index_bytes / 4;
+  const i64 num_items = std::min(x.count - start, y.count);
+  const i64 num_words = first_difference(static_cast<const u32*>(x.data) + start * item_words,
+                                         static_cast<const u32*>(y.data), num_items * item_words);
   const i64 length = num_words / item_words;
   return length - length % page_size;
 }
@@ -74,7 +65,7 @@ i64 compare_key_with(tvm::ffi::String name, AnyView x, AnyView y, AnyView start,
       return common_prefix(level.first_difference, x, y, start, page_size);
     }
   }
-  raise_value_error("level", std::string(name), "one of compare_key_levels()");
+  raise_value_error(kOp, "level", std::string(name), "one of compare_key_levels()");
 }
 
 // The instruction sets that this CPU can run, the one in use first: "avx512 avx2 portable".

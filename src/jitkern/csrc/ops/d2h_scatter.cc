@@ -1,30 +1,26 @@
 // d2h_scatter on the host: checks, CPU implementation, launch.
-#include <jitkern/pair_args.h>
-#include <tvm/ffi/function.h>
+#include "pairs_host.h"
 
 namespace jitkern {
 
 namespace {
 
 constexpr const char* kOp = "d2h_scatter";
+const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
+const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 
 void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms) {
   PairArgs args(kOp, kHostTarget, src, dst, pairs, num_sms);
-  if (!args.src.on_cuda()) {
-    args.run_on_cpu();
-    return;
-  }
-  static KernelTable kernels("d2h_scatter", {"d2h_scatter"});
+  if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
   args.map_host_rows();
   if (args.empty()) return;
+  args.params.src_site = kSrcSite;
+  args.params.dst_site = kDstSite;
   args.params.fault = scope.device.fault_device;
-  const PairLayout layout(args);
-  const int in_flight = args.is_small_call() ? kSmallInFlight : kScatterInFlight;
-  const Kernel& kernel = *kernels.find(
-      scope.device,
-      {args.row_bytes, layout.vec_bytes, args.pairs.index_bytes, layout.line_aligned, in_flight});
-  launch_pair_copy(scope, args, layout, kernel, in_flight);
+  static KernelTable table = pair_kernels(kOp);
+  const LoadedKernels& kernels = table.find(scope.device, pair_spec(args, !is_small_call(args)));
+  launch_pair_copy(scope, args, kernels, args.params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(d2h_scatter, d2h_scatter);

@@ -1,11 +1,11 @@
 // d2h_scatter on the device: rows of device memory are written to pinned host memory.
-#include <jitkern/pair_copy.cuh>
+#include "pairs.cuh"
 
 namespace jitkern {
 
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes, bool kLineAligned, int kInFlight,
-          int kThreads, int kMaxOccupancy>
-using D2HScatter = PairCopy<kRowBytes, kVecBytes, kIndexBytes, kLineAligned, kInFlight, kHostTarget,
-                            kThreads, kMaxOccupancy>;
+template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
+          bool kLineAligned, bool kLarge, int kInFlight>
+using D2HScatter = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes,
+                            kLineAligned, kLarge, kInFlight, kHostTarget>;
 
 }  // namespace jitkern

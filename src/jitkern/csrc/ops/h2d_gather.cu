@@ -1,23 +1,22 @@
 // h2d_gather on the device. Small calls are one launch of H2DGather over the pairs. Large ones put
 // ClaimRows in front, which leaves each distinct source row to one fetch over PCIe, and H2DGather
 // once more behind: on all SMs it copies the repeats in device memory, 80 times as fast as the bus.
-#include <jitkern/pair_copy.cuh>
-
 #include "h2d_gather.h"
+#include "pairs.cuh"
 
 namespace jitkern {
 
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes, bool kLineAligned, int kInFlight,
-          int kThreads, int kMaxOccupancy>
-using H2DGather = PairCopy<kRowBytes, kVecBytes, kIndexBytes, kLineAligned, kInFlight, kHostSource,
-                           kThreads, kMaxOccupancy>;
+template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
+          bool kLineAligned, bool kLarge, int kInFlight>
+using H2DGather = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes, kLineAligned,
+                           kLarge, kInFlight, kHostSource>;
 
-template <int kIndexBytes>
+template <int kIndexBytes, int kThreads, int kMaxOccupancy>
 struct ClaimRows {
   using Params = ClaimParams;
   using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = 256;
-  static constexpr int kMinBlocks = 4;
+  static constexpr int kNumThreads = kThreads;
+  static constexpr int kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
     __shared__ u32 block_counts[2];
@@ -33,7 +32,7 @@ struct ClaimRows {
     // does, so that one memset prepares both.
     if (threadIdx.x < 2) {
       block_starts[threadIdx.x] =
-          atomicAdd(&p.counts_m1[threadIdx.x], block_counts[threadIdx.x]) + 1u;
+          atomicAdd(&p.last_entries[threadIdx.x], block_counts[threadIdx.x]) + 1u;
     }
     __syncthreads();
     if (found.list == kSkip) return;
@@ -62,18 +61,18 @@ struct ClaimRows {
     const i64 dst_row = pairs[2 * number + 1];
     if (src_row < 0 || dst_row < 0) return {kSkip, 0, 0, 0};  // padding
     if (src_row >= p.num_src_rows) {
-      report_fault(p.fault, FaultSite::kH2dGatherSrc, number, src_row, p.num_src_rows);
+      report_fault(p.fault, p.src_site, number, src_row, p.num_src_rows);
       return {kSkip, 0, 0, 0};
     }
     if (dst_row >= p.num_dst_rows) {
-      report_fault(p.fault, FaultSite::kH2dGatherDst, number, dst_row, p.num_dst_rows);
+      report_fault(p.fault, p.dst_site, number, dst_row, p.num_dst_rows);
       return {kSkip, 0, 0, 0};
     }
     if (p.slot_map != nullptr) {
       const i64 slot = p.slot_map_bytes == 4 ? i64(static_cast<const i32*>(p.slot_map)[src_row])
                                              : static_cast<const i64*>(p.slot_map)[src_row];
       if (slot >= p.num_dst_rows) {
-        report_fault(p.fault, FaultSite::kH2dGatherSlotMap, src_row, slot, p.num_dst_rows);
+        report_fault(p.fault, p.slot_map_site, src_row, slot, p.num_dst_rows);
         return {kSkip, 0, 0, 0};
       }
       if (slot >= 0) return {kCopy, slot, dst_row, src_row};

@@ -7,8 +7,8 @@
 
 namespace jitkern {
 
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kThreads, int kMaxOccupancy,
-          bool kUsePdl>
+template <i64 kRowBytes, int kSplits, int kThreads, int kMaxOccupancy, bool kUsePdl, int kVecBytes,
+          int kIndexBytes, int kInFlight>
 struct IndexKernel {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
   using Params = IndexParams;
@@ -16,7 +16,8 @@ struct IndexKernel {
   static constexpr int kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
-    using Rows = Group<kRowBytes, kVecBytes, kIndexMaxChunks, kIndexInFlight>;
+    using Rows = Group<kRowBytes, kVecBytes, kInFlight, kSplits>;
+    static_assert(Rows::kShape.splits == kSplits, "each split is of some use, and small enough");
     const auto* indices = static_cast<const Index<kIndexBytes>*>(p.indices);
     const Rows group(thread_number());
     wait_for_earlier_kernels<kUsePdl>();
@@ -62,7 +63,7 @@ struct IndexKernel {
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       if (index[r] < p.bound) continue;
-      report_fault(p.fault, FaultSite::kIndexingIndices, group.first_row + r, index[r], p.bound);
+      report_fault(p.fault, p.indices_site, group.first_row + r, index[r], p.bound);
     }
   }
 };

@@ -1,12 +1,9 @@
 // Parameters of indexing, filled by index.cc and read by index.cu.
 #pragma once
 
-#include <jitkern/groups.h>
+#include <jitkern/types.h>
 
 namespace jitkern {
-
-constexpr int kIndexMaxChunks = 2;  // vectors of one row that a lane moves at a time
-constexpr int kIndexInFlight = 4;   // the same over several rows, where rows are short
 
 struct IndexParams {
   char* output;
@@ -20,6 +17,7 @@ struct IndexParams {
   // The first index that is a fault. Between the vocabulary range and this bound lies another
   // rank's part of the table: zeros, no fault.
   i64 bound;
+  FaultSite indices_site;
   FaultRecord* fault;
 };
 

@@ -7,8 +7,8 @@
 
 namespace jitkern {
 
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kThreads, int kMaxOccupancy,
-          bool kUsePdl>
+template <i64 kRowBytes, int kThreads, int kMaxOccupancy, bool kUsePdl, int kVecBytes,
+          int kIndexBytes, int kInFlight>
 struct StoreKernel {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
   using Params = StoreParams;
@@ -16,7 +16,7 @@ struct StoreKernel {
   static constexpr int kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
-    using Rows = Group<kRowBytes, kVecBytes, kStoreMaxChunks, kStoreInFlight>;
+    using Rows = Group<kRowBytes, kVecBytes, kInFlight>;
     const StoreParams::Copy& copy = p.copies[blockIdx.y];
     const auto* indices = static_cast<const Index<kIndexBytes>*>(p.indices);
     const Rows group(thread_number());
@@ -60,7 +60,7 @@ struct StoreKernel {
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       if (slot[r] < p.num_slots) continue;
-      report_fault(p.fault, FaultSite::kStoreIndices, group.first_row + r, slot[r], p.num_slots);
+      report_fault(p.fault, p.indices_site, group.first_row + r, slot[r], p.num_slots);
     }
   }
 };

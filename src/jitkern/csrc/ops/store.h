@@ -1,12 +1,9 @@
 // Parameters of store_cache, filled by store.cc and read by store.cu.
 #pragma once
 
-#include <jitkern/groups.h>
+#include <jitkern/types.h>
 
 namespace jitkern {
-
-constexpr int kStoreMaxChunks = 2;  // vectors of one row that a lane moves at a time
-constexpr int kStoreInFlight = 2;   // the same over several rows, where rows are short
 
 struct StoreParams {
   struct Copy {
@@ -19,6 +16,7 @@ struct StoreParams {
   const void* indices;
   i64 num_rows;
   i64 num_slots;
+  FaultSite indices_site;
   FaultRecord* fault;
 };
 

@@ -13,6 +13,9 @@ namespace jitkern {
 
 using tvm::ffi::AnyView;
 
+// "[3, 4]"
+std::string shape_text(const int64_t* sizes, size_t count);
+
 // One tensor argument together with the names that a message about it needs.
 struct Tensor {
   const char* op;
@@ -31,16 +34,18 @@ struct Tensor {
   i64 item_bytes() const { return (i64(dl->dtype.bits) * dl->dtype.lanes + 7) / 8; }
   std::string device_name() const;
   std::string dtype_name() const;
-  std::string shape_text() const;
+  std::string shape_text() const { return jitkern::shape_text(dl->shape, dl->ndim); }
 
   void same_dtype(const Tensor& other) const;
   void same_device(const Tensor& other) const;
   void contiguous() const;
 };
 
+struct Indices;
+
 // A tensor seen as rows of bytes: the first `row_dims` dimensions count rows, the others are one
 // contiguous row.
-struct Rows {
+struct Rows : Tensor {
   char* data;
   i64 num_rows;
   i64 row_bytes;
@@ -48,25 +53,44 @@ struct Rows {
 
   // ValueError unless rows are contiguous and equally spaced.
   explicit Rows(const Tensor& tensor, int row_dims = 1);
+  Rows(const char* op, const char* arg, AnyView value) : Rows(Tensor(op, arg, value)) {}
 
   // Bytes from the first to behind the last row.
   i64 span_bytes() const {
     return num_rows == 0 || row_bytes == 0 ? 0 : (num_rows - 1) * stride_bytes + row_bytes;
   }
+
+  // ValueError unless both have rows of as many bytes, as many rows, or one for each index.
+  void same_row_bytes(const Rows& other) const;
+  void same_num_rows(const Rows& other) const;
+  void one_per_index(const Indices& indices) const;
 };
 
 // A contiguous tensor of int32 or int64.
-struct Indices {
+struct Indices : Tensor {
   const void* data;
   i64 count;
   int index_bytes;
 
   // TypeError on any other dtype, ValueError where it is not contiguous.
   explicit Indices(const Tensor& tensor);
+  Indices(const char* op, const char* arg, AnyView value) : Indices(Tensor(op, arg, value)) {}
+
+  // Calls `use` with a pointer to int32_t or int64_t. On CPU tensors only.
+  template <class Use>
+  void with_index(const Use& use) const {
+    index_bytes == 4 ? use(static_cast<const int32_t*>(data))
+                     : use(static_cast<const int64_t*>(data));
+  }
+
+  // IndexError for the first index of `bound` or more. On CPU tensors only.
+  void check_below(i64 bound) const;
 };
 
 [[noreturn]] void raise_value_error(const char* op, const char* arg, const std::string& came,
                                     const std::string& expected);
+[[noreturn]] void raise_type_error(const char* op, const char* arg, AnyView came,
+                                   const std::string& expected);
 
 // A plain integer argument. TypeError on anything else (a bool included).
 i64 int_arg(const char* op, const char* arg, AnyView value);
@@ -74,24 +98,27 @@ i64 int_arg(const char* op, const char* arg, AnyView value);
 // True or False. TypeError on anything else.
 bool bool_arg(const char* op, const char* arg, AnyView value);
 
-// ValueError unless both tensors have rows of the same number of bytes, or the same number of rows.
-void same_row_bytes(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows);
-void same_num_rows(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows& b_rows);
-
-// ValueError unless there is one row for each index.
-void one_row_per_index(const Tensor& tensor, const Rows& rows, const Tensor& indices);
+inline u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer); }
 
 // The widest vector (16, 8, 4, 2 or 1 bytes) that divides every one of the addresses and sizes.
-template <class... Bits>
-int vec_bytes_for(Bits... bits) {
-  const u64 all = (static_cast<u64>(bits) | ... | 16u);
-  return static_cast<int>(all & ~(all - 1));
+inline int widest_vec(u64 bits) {
+  bits |= 16;
+  return static_cast<int>(bits & ~(bits - 1));
 }
 
-inline u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer); }
+// The same for copies between these tensors.
+template <class... Tables>
+int vec_bytes_for(const Tables&... rows) {
+  return widest_vec(
+      (static_cast<u64>(rows.row_bytes | rows.stride_bytes | address(rows.data)) | ...));
+}
 
 // Raises IndexError for index `value` at flat position `position` of `arg`; `note` ends the text.
 [[noreturn]] void raise_index_error(const char* op, const char* arg, i64 position, i64 value,
-                                    i64 bound, const char* note);
+                                    i64 bound, const char* note = "; nothing was written");
+
+inline bool is_none(AnyView value) {
+  return value.type_index() == tvm::ffi::TypeIndex::kTVMFFINone;
+}
 
 }  // namespace jitkern

@@ -6,42 +6,24 @@
 namespace jitkern {
 
 template <int kBytes>
-struct VecOf;
-template <>
-struct VecOf<1> {
-  using type = unsigned char;
-};
-template <>
-struct VecOf<2> {
-  using type = unsigned short;
-};
-template <>
-struct VecOf<4> {
-  using type = unsigned int;
-};
-template <>
-struct VecOf<8> {
-  using type = uint2;
-};
-template <>
-struct VecOf<16> {
-  using type = uint4;
-};
+__device__ constexpr auto any_vec() {
+  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
+  if constexpr (kBytes == 1) return static_cast<unsigned char>(0);
+  if constexpr (kBytes == 2) return static_cast<unsigned short>(0);
+  if constexpr (kBytes == 4) return 0u;
+  if constexpr (kBytes == 8) return uint2{};
+  if constexpr (kBytes == 16) return uint4{};
+}
 template <int kBytes>
-using Vec = typename VecOf<kBytes>::type;
+using Vec = decltype(any_vec<kBytes>());
 
 template <int kBytes>
-struct IndexOf;
-template <>
-struct IndexOf<4> {
-  using type = i32;
-};
-template <>
-struct IndexOf<8> {
-  using type = i64;
-};
+__device__ constexpr auto any_index() {
+  if constexpr (kBytes == 4) return i32(0);
+  if constexpr (kBytes == 8) return i64(0);
+}
 template <int kBytes>
-using Index = typename IndexOf<kBytes>::type;
+using Index = decltype(any_index<kBytes>());
 
 template <int kBytes>
 __device__ inline Vec<kBytes> load_vec(const char* address) {
@@ -54,10 +36,10 @@ __device__ inline void store_vec(char* address, Vec<kBytes> value) {
 }
 
 // The part of the rows that this thread's group works on.
-template <i64 kRowBytes, int kVecBytes, int kMaxChunks, int kInFlight>
+template <i64 kRowBytes, int kVecBytes, int kInFlight, int kSplits = 1>
 struct Group {
   static_assert(kRowBytes < (1ll << 31), "offsets inside a row are 32-bit");
-  static constexpr GroupShape kShape = group_shape(kRowBytes, kVecBytes, kMaxChunks, kInFlight);
+  static constexpr GroupShape kShape = group_shape(kRowBytes, kVecBytes, kInFlight, kSplits);
   static constexpr int kRows = kShape.rows;
   static constexpr int kChunks = kShape.chunks;
 
@@ -66,10 +48,10 @@ struct Group {
 
   __device__ explicit Group(i64 thread) {
     const i64 group = thread / kShape.lanes;
-    const i32 piece = static_cast<i32>(group % kShape.pieces);
+    const i32 split = static_cast<i32>(group % kShape.splits);
     const i32 lane = static_cast<i32>(thread % kShape.lanes);
-    first_row = group / kShape.pieces * kRows;
-    first_offset = (piece * kChunks * kShape.lanes + lane) * kVecBytes;
+    first_row = group / kShape.splits * kRows;
+    first_offset = (split * kChunks * kShape.lanes + lane) * kVecBytes;
   }
 
   // Whether this thread is the one of its group's rows that reports for them.

@@ -5,6 +5,7 @@
 #include <jitkern/types.h>
 
 #include <cstddef>
+#include <string>
 
 namespace jitkern {
 
@@ -26,16 +27,21 @@ enum : int {
   kFunctionMaxThreadsPerBlock = 0,
   kFunctionSharedBytes = 1,
   kFunctionMaxDynamicSharedBytes = 8,
+  kFunctionNonPortableClusterSize = 14,
   kPointerMemoryType = 2,
   kPointerDevicePointer = 3,
+  kPointerDeviceOrdinal = 9,
   kPointerRangeStart = 11,
   kPointerRangeSize = 12,
   kMemoryTypeHost = 1,
+  kMemoryTypeDevice = 2,
   kHostAllocPortable = 1,
   kHostAllocDeviceMap = 2,
   kCaptureModeRelaxed = 2,
   kJitErrorLogBuffer = 5,
   kJitErrorLogBufferBytes = 6,
+  kLaunchCooperative = 2,
+  kLaunchClusterDimension = 4,
   kLaunchProgrammaticStreamSerialization = 6,
 };
 
@@ -44,45 +50,52 @@ struct LaunchAttribute {
   int id;
   int padding;
   union {
-    int enabled;
+    unsigned sizes[3];  // or a flag, the first
     char bytes[64];
   } value;
 };
 static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
 
 struct LaunchConfig {
-  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  unsigned grid[3], block[3], shared_bytes;
   CUstream stream;
   LaunchAttribute* attributes;
   unsigned num_attributes;
 };
 static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
 
+// What is used of the driver.
+#define JITKERN_DRIVER_SYMBOLS(USE)                                                                \
+  USE(cuInit, (unsigned flags))                                                                    \
+  USE(cuDriverGetVersion, (int* version))                                                          \
+  USE(cuDeviceGetCount, (int* count))                                                              \
+  USE(cuDeviceGet, (CUdevice * device, int ordinal))                                               \
+  USE(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                          \
+  USE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                            \
+  USE(cuCtxGetCurrent, (CUcontext * context))                                                      \
+  USE(cuCtxSetCurrent, (CUcontext context))                                                        \
+  USE(cuModuleLoadDataEx,                                                                          \
+      (CUmodule * module, const void* image, unsigned num_options, int* options, void** values))   \
+  USE(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))             \
+  USE(cuFuncGetAttribute, (int* value, int attribute, CUfunction function))                        \
+  USE(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
+  USE(cuLaunchKernelEx,                                                                            \
+      (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))          \
+  USE(cuMemsetD8Async, (CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream))  \
+  USE(cuMemHostAlloc, (void** pointer, size_t bytes, unsigned flags))                              \
+  USE(cuMemHostGetDevicePointer_v2, (CUdeviceptr * device_pointer, void* pointer, unsigned flags)) \
+  USE(cuPointerGetAttributes,                                                                      \
+      (unsigned count, int* attributes, void** values, CUdeviceptr pointer))                       \
+  USE(cuThreadExchangeStreamCaptureMode, (int* mode))                                              \
+  USE(cuGetErrorName, (CUresult error, const char** text))                                         \
+  USE(cuGetErrorString, (CUresult error, const char** text))
+
 struct Driver {
-  CUresult (*cuInit)(unsigned flags);
-  CUresult (*cuDriverGetVersion)(int* version);
-  CUresult (*cuDeviceGetCount)(int* count);
-  CUresult (*cuDeviceGet)(CUdevice* device, int ordinal);
-  CUresult (*cuDeviceGetAttribute)(int* value, int attribute, CUdevice device);
-  CUresult (*cuDevicePrimaryCtxRetain)(CUcontext* context, CUdevice device);
-  CUresult (*cuCtxGetCurrent)(CUcontext* context);
-  CUresult (*cuCtxSetCurrent)(CUcontext context);
-  CUresult (*cuModuleLoadDataEx)(CUmodule* module, const void* image, unsigned num_options,
-                                 int* options, void** values);
-  CUresult (*cuModuleGetFunction)(CUfunction* function, CUmodule module, const char* name);
-  CUresult (*cuFuncGetAttribute)(int* value, int attribute, CUfunction function);
-  CUresult (*cuFuncSetAttribute)(CUfunction function, int attribute, int value);
-  CUresult (*cuLaunchKernelEx)(const LaunchConfig* config, CUfunction function, void** parameters,
-                               void** extra);
-  CUresult (*cuMemsetD8Async)(CUdeviceptr pointer, unsigned char value, size_t bytes,
-                              CUstream stream);
-  CUresult (*cuMemHostAlloc)(void** pointer, size_t bytes, unsigned flags);
-  CUresult (*cuMemHostGetDevicePointer)(CUdeviceptr* device_pointer, void* pointer, unsigned flags);
-  CUresult (*cuPointerGetAttributes)(unsigned count, int* attributes, void** values,
-                                     CUdeviceptr pointer);
-  CUresult (*cuThreadExchangeStreamCaptureMode)(int* mode);
-  CUresult (*cuGetErrorName)(CUresult error, const char** text);
-  CUresult (*cuGetErrorString)(CUresult error, const char** text);
+#define JITKERN_DECLARE(name, parameters) CUresult(*name) parameters;
+  JITKERN_DRIVER_SYMBOLS(JITKERN_DECLARE)
+#undef JITKERN_DECLARE
+  // From 12.4 on; null in an older driver.
+  CUresult (*cuFuncGetParamInfo)(CUfunction function, size_t number, size_t* offset, size_t* bytes);
 
   // The loaded driver, after cuInit. RuntimeError with the cure where there is none.
   static const Driver& get();
@@ -93,13 +106,22 @@ struct Driver {
   void check(CUresult result, const char* what) const;
 };
 
+// 10 * major + minor of a device's compute capability; makes no context on it.
+int arch_of(int ordinal);
+
+// The devices of one process, 0 to kMaxDevices - 1.
+constexpr int kMaxDevices = 64;
+
+[[noreturn]] void raise_runtime_error(const std::string& message);
+
 // One GPU: its primary context (the one that torch uses), and what launches need to know of it.
 struct Device {
   int ordinal;
   CUcontext context;
-  int arch;  // 10 * major + minor
+  int arch;  // as of arch_of()
   int num_sms;
-  bool use_pdl;               // the GPU and the driver know programmatic dependent launch
+  int max_shared_bytes;       // that a block may ask for
+  bool knows_pdl;             // the GPU and the driver have programmatic dependent launch
   FaultRecord* fault;         // pinned host memory
   FaultRecord* fault_device;  // the same memory as kernels see it
 
@@ -122,13 +144,15 @@ class ContextScope {
   bool changed_;
 };
 
-// What the driver knows of a host address.
-struct PinnedRange {
-  const char* device_address;  // null if the memory is not pinned
+// What the driver knows of an address.
+struct MemoryRange {
+  u32 type;  // kMemoryTypeHost: pinned, kMemoryTypeDevice, or 0: CUDA has never seen it
+  int ordinal;
+  const char* device_address;
   const char* begin;
   i64 bytes;
 };
-PinnedRange pinned_range(const void* host_address);
+MemoryRange memory_range(const void* address);
 
 // Lets this thread load code and allocate while another or the same thread captures a stream.
 class RelaxedCapture {

@@ -7,16 +7,16 @@
 namespace jitkern {
 
 // A group of `lanes` neighbouring lanes works on `rows` rows at a time, each lane on `chunks`
-// vectors of each; a long row is cut into `pieces`. All rows * chunks vectors of a lane are loaded
+// vectors of each; a long row is cut into `splits`. All rows * chunks vectors of a lane are loaded
 // before the first is stored.
 struct GroupShape {
   int lanes;
   int chunks;
-  int pieces;
+  int splits;
   int rows;
 
   JITKERN_HOST_DEVICE constexpr i64 num_groups(i64 num_rows) const {
-    return (num_rows + rows - 1) / rows * pieces;
+    return (num_rows + rows - 1) / rows * splits;
   }
   JITKERN_HOST_DEVICE constexpr i64 num_threads(i64 num_rows) const {
     return num_groups(num_rows) * lanes;
@@ -27,19 +27,20 @@ struct GroupShape {
 // that 1,024 threads leave to each (h2d_gather of 512-byte rows: 32 GB/s, with 4 rows 50).
 constexpr int kMaxRows = 4;
 
-// The shape for rows of `row_bytes`: a lane has at most `max_chunks` vectors of one row, and
-// `in_flight` vectors in all where rows are short.
-JITKERN_HOST_DEVICE constexpr GroupShape group_shape(i64 row_bytes, i64 vec_bytes, int max_chunks,
-                                                     int in_flight) {
+// The shape for rows of `row_bytes`, cut into `splits` or into as many more as it takes for a lane
+// to have at most `in_flight` vectors. Of short rows it has as many vectors, of several rows.
+JITKERN_HOST_DEVICE constexpr GroupShape group_shape(i64 row_bytes, i64 vec_bytes, int in_flight,
+                                                     int splits = 1) {
   const i64 vecs = (row_bytes + vec_bytes - 1) / vec_bytes;
   int lanes = 1;
   while (lanes < 32 && lanes < vecs) lanes *= 2;
   const i64 chunks_per_row = (vecs + lanes - 1) / lanes;
-  const i64 chunks = chunks_per_row < max_chunks ? chunks_per_row : max_chunks;
-  const i64 pieces = (chunks_per_row + chunks - 1) / chunks;
-  i64 rows = pieces > 1 || chunks >= in_flight ? 1 : in_flight / chunks;
+  i64 chunks = (chunks_per_row + splits - 1) / splits;
+  if (chunks > in_flight) chunks = in_flight;
+  const i64 parts = (chunks_per_row + chunks - 1) / chunks;
+  i64 rows = parts > 1 || chunks >= in_flight ? 1 : in_flight / chunks;
   if (rows > kMaxRows) rows = kMaxRows;
-  return {lanes, static_cast<int>(chunks), static_cast<int>(pieces), static_cast<int>(rows)};
+  return {lanes, static_cast<int>(chunks), static_cast<int>(parts), static_cast<int>(rows)};
 }
 
 }  // namespace jitkern

@@ -3,68 +3,89 @@
 
 #include <jitkern/check.h>
 #include <jitkern/driver.h>
+#include <jitkern/groups.h>
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/string.h>
+#include <tvm/ffi/function.h>
 
 #include <array>
 #include <atomic>
-#include <initializer_list>
 #include <vector>
 
 namespace jitkern {
 
 constexpr int kMaxSpec = 6;
-constexpr int kMaxEntries = 2;
 
-// The template arguments that a call's shapes and alignment ask for, in the order of the op's
-// Python `kernel(*spec)`.
+// The template arguments that a call's shapes and alignment ask for.
 struct Spec {
   std::array<i64, kMaxSpec> values{};
   int size = 0;
 
-  Spec(std::initializer_list<i64> list) {
-    for (const i64 value : list) values[size++] = value;
+  template <class... Ints>
+  Spec(Ints... ints) : values{static_cast<i64>(ints)...}, size(sizeof...(ints)) {
+    static_assert(sizeof...(ints) <= kMaxSpec, "raise kMaxSpec");
   }
+  i64 operator[](int i) const { return values[i]; }
   bool operator==(const Spec& other) const { return values == other.values; }
 };
 
+// One entry point. What it was compiled for is said by the Python that compiled it.
 struct Kernel {
   CUfunction function;
-  unsigned num_threads;  // its launch bound
+  unsigned num_threads;  // of a block; 0 where the caller says it
+  bool use_pdl;
+  unsigned max_threads;  // of a block
+  int own_shared_bytes;  // static ones of a block
+  i64 params_bytes;      // of its parameter, -1 where the driver cannot tell
 };
 
-// Kernel `name` of `image` on `device`, also while a stream is being captured.
-CUfunction load_function(const Device& device, const tvm::ffi::Bytes& image, const char* name);
+// What was compiled for one specialisation, loaded on one device.
+struct LoadedKernels {
+  Spec spec;
+  std::vector<Kernel> entries;  // in the order of the builder's device_wrappers
+  GroupShape shape;             // of a kernel that copies rows
+};
 
-// The kernels of one op: for each specialisation and device its entry points, loaded at first use
-// with an image that Python's `resolve(op, spec, arch)` returns.
+// The kernels of one op, or of one module of a user: for each specialisation and device its entry
+// points, loaded at first use with what Python's resolve(op, names, values, arch) returns:
+//   (image, names of the entry points, [num_threads, use_pdl] of each + [in_flight, splits])
 class KernelTable {
  public:
-  KernelTable(const char* op, std::initializer_list<const char*> entries)
-      : op_(op), entries_(entries) {}
+  using ShapeOf = GroupShape (*)(const Spec& spec, int in_flight, int splits);
 
-  // The entry points of `spec` on `device`. Lock-free once loaded: a walk over a short list.
-  const Kernel* find(const Device& device, const Spec& spec) {
+  // `names` are the parameters of the op's Python `kernel(...)`, in the order of a Spec. Without
+  // `shape_of` the resolver gives no configuration; without a resolver it is set_resolver's.
+  KernelTable(const char* op, std::vector<const char*> names, ShapeOf shape_of,
+              tvm::ffi::Function resolve = nullptr)
+      : op_(op), names_(std::move(names)), shape_of_(shape_of), resolve_(std::move(resolve)) {}
+
+  // The kernels of `spec` on `device`. Lock-free once loaded: a walk over a short list.
+  const LoadedKernels& find(const Device& device, const Spec& spec) {
     const Node* node = heads_[device.ordinal].load(std::memory_order_acquire);
     for (; node != nullptr; node = node->next) {
-      if (node->spec == spec) return node->kernels.data();
+      if (node->kernels.spec == spec) return node->kernels;
     }
     return load(device, spec);
   }
 
  private:
   struct Node {
-    Spec spec;
-    std::array<Kernel, kMaxEntries> kernels;
+    LoadedKernels kernels;
     Node* next;
   };
 
-  const Kernel* load(const Device& device, const Spec& spec);
+  const LoadedKernels& load(const Device& device, const Spec& spec);
+  void take_config(LoadedKernels& kernels, const tvm::ffi::Array<int64_t>& config) const;
 
   const char* op_;
-  std::vector<const char*> entries_;
-  std::array<std::atomic<Node*>, 64> heads_{};
+  std::vector<const char*> names_;
+  ShapeOf shape_of_;
+  tvm::ffi::Function resolve_;
+  std::array<std::atomic<Node*>, kMaxDevices> heads_{};
 };
+
+// The number of an index argument of an op, for the op's parameters: a fault is raised in its name.
+FaultSite fault_site(const char* op, const char* arg);
 
 // Raises, or warns of, a fault that an earlier kernel recorded on this device.
 void raise_pending_fault(Device& device);
@@ -72,6 +93,18 @@ void raise_pending_fault(Device& device);
 inline void check_pending_fault(Device& device) {
   if (*const_cast<volatile u32*>(&device.fault->state) == 2) raise_pending_fault(device);
 }
+
+// A launch to be: one block of one thread, until more is asked for.
+struct Launch {
+  LaunchConfig config{{1, 1, 1}, {1, 1, 1}, 0, nullptr, nullptr, 0};
+  LaunchAttribute attributes[3];
+
+  void add(int attribute, unsigned x, unsigned y = 0, unsigned z = 0) {
+    attributes[config.num_attributes++] = {attribute, 0, {{x, y, z}}};
+  }
+  // `params` is the kernel's one parameter; the device's context is current.
+  void run(CUfunction function, CUstream stream, const void* params);
+};
 
 // What a launch on a tensor's device needs: its context made current and torch's current stream.
 class LaunchScope {
@@ -84,10 +117,14 @@ class LaunchScope {
   }
 
   template <class Params>
-  void launch(const Kernel& kernel, i64 grid_x, int grid_y, int block_x, const Params& params,
-              bool use_pdl = false) const {
-    void* arguments[] = {const_cast<Params*>(&params)};
-    launch_with(kernel, grid_x, grid_y, block_x, arguments, use_pdl);
+  void launch(const Kernel& kernel, i64 grid_x, const Params& params, int grid_y = 1) const {
+    check_params(kernel, sizeof(Params));
+    Launch launch;
+    launch.config.grid[0] = static_cast<unsigned>(grid_x);
+    launch.config.grid[1] = static_cast<unsigned>(grid_y);
+    launch.config.block[0] = kernel.num_threads;
+    if (kernel.use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
+    launch.run(kernel.function, stream_, &params);
   }
 
   // Sets device memory on the stream.
@@ -96,13 +133,35 @@ class LaunchScope {
   Device& device;
 
  private:
-  void launch_with(const Kernel& kernel, i64 grid_x, int grid_y, int block_x, void** arguments,
-                   bool use_pdl) const;
+  // RuntimeError where host and device disagree on the parameters: a header that changed.
+  static void check_params(const Kernel& kernel, i64 bytes);
 
   ContextScope context_;
   CUstream stream_;
 };
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+
+// Launches the first of the kernels of `spec` on `num_rows` rows of `grid_y` tables, on the device
+// of `tensor`. An empty call raises an earlier fault, and launches nothing.
+template <class Params>
+void launch_rows(KernelTable& table, const Tensor& tensor, const Spec& spec, i64 num_rows,
+                 Params& params, int grid_y = 1) {
+  const LaunchScope scope(tensor);
+  if (num_rows == 0 || spec[0] == 0) return;
+  params.fault = scope.device.fault_device;
+  const LoadedKernels& kernels = table.find(scope.device, spec);
+  const Kernel& kernel = kernels.entries[0];
+  scope.launch(kernel, ceil_div(kernels.shape.num_threads(num_rows), kernel.num_threads), params,
+               grid_y);
+}
+
+// The shape for rows whose specialisation begins with their bytes and those of a vector.
+inline GroupShape row_shape(const Spec& spec, int in_flight, int splits) {
+  return group_shape(spec[0], spec[1], in_flight, splits);
+}
+
+// A tensor of `shape` from torch's allocator, as of the call's other tensors.
+tvm::ffi::Tensor allocate(tvm::ffi::ShapeView shape, DLDataType dtype, DLDevice device);
 
 }  // namespace jitkern

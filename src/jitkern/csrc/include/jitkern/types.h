@@ -15,17 +15,9 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 static_assert(sizeof(i32) == 4 && sizeof(i64) == 8 && sizeof(void*) == 8, "a 64-bit platform");
 
-// Which index argument of which op a fault came from. The names for messages are in host/fault.cc.
-enum class FaultSite : u32 {
-  kNone = 0,
-  kStoreIndices,
-  kIndexingIndices,
-  kH2dGatherSrc,
-  kH2dGatherDst,
-  kH2dGatherSlotMap,
-  kD2hScatterSrc,
-  kD2hScatterDst,
-};
+// Which index argument of which op a fault came from: the number that fault_site() gave to its
+// names, which an op's parameters carry to the kernel.
+enum class FaultSite : u32 {};
 
 // The first out-of-range index a device met: pinned host memory that kernels write and the host
 // reads without a synchronisation. `state` goes 0 (empty) -> 1 (being written) -> 2 (complete).

@@ -3,17 +3,18 @@
 // Over PCIe what counts is the number of 128-byte lines asked for and the bytes in flight, not the
 // number of SMs: lanes start at the line below the row on the host's side, so that a row of 656
 // bytes costs 6 requests and not 7 (48.7 against 46.3 GB/s on an H200 where the copy engine moves
-// 55.4), and in large calls every thread has kLargeInFlight loads in flight before its first store.
+// 55.4), and in large calls every thread has kInFlight loads in flight before its first store.
 #pragma once
 
-#include <jitkern/pair_copy.h>
 #include <jitkern/copy.cuh>
 #include <jitkern/fault.cuh>
 
+#include "pairs.h"
+
 namespace jitkern {
 
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes, bool kLineAligned, int kInFlight,
-          int kHostSide, int kThreads, int kMaxOccupancy>
+template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
+          bool kLineAligned, bool kLarge, int kInFlight, HostSide kHostSide>
 struct PairCopy {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
   static_assert(kRowBytes < (1 << 30), "a row of less than 1 GiB");
@@ -22,15 +23,14 @@ struct PairCopy {
   using Int = Index<kIndexBytes>;
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
-  using Rows =
-      Group<window_bytes(kRowBytes, kVecBytes, kLineAligned), kVecBytes, kInFlight, kInFlight>;
+  using Rows = Group<window_bytes(kRowBytes, kVecBytes, kLineAligned), kVecBytes, kInFlight>;
 
   static __device__ void run(const Params& p) {
-    const i64 num_pairs = p.num_pairs_m1 == nullptr ? p.num_pairs : i64(*p.num_pairs_m1 + 1u);
-    if constexpr (kInFlight == kSmallInFlight) {
-      copy_rows(p, num_pairs, Rows(thread_number()));  // the launch has a thread for each share
-    } else {
+    const i64 num_pairs = p.last_pair == nullptr ? p.num_pairs : i64(*p.last_pair + 1u);
+    if constexpr (kLarge) {
       copy_batches(p, num_pairs);
+    } else {
+      copy_rows(p, num_pairs, Rows(thread_number()));  // the launch has a thread for each share
     }
   }
 
@@ -57,7 +57,7 @@ struct PairCopy {
   // A batch is what a warp takes at a time; 2^32 of them would be terabytes.
   static __device__ void copy_batches(const Params& p, i64 num_pairs) {
     const u32 num_batches = static_cast<u32>((Rows::kShape.num_threads(num_pairs) + 31) / 32);
-    const bool as_they_come = p.next_batch_m1 != nullptr;
+    const bool as_they_come = p.last_batch != nullptr;
     u32 batch = as_they_come ? take_batch(p) : static_cast<u32>(thread_number() / 32);
     while (true) {
       if (as_they_come) batch = __shfl_sync(0xffffffffu, batch, 0);
@@ -71,7 +71,7 @@ struct PairCopy {
 
   // The number of the next batch, in lane 0.
   static __device__ u32 take_batch(const Params& p) {
-    return threadIdx.x % 32 == 0 ? atomicAdd(p.next_batch_m1, 1u) + 1u : 0u;
+    return threadIdx.x % 32 == 0 ? atomicAdd(p.last_batch, 1u) + 1u : 0u;
   }
 
   // Straight-line loops, one for each step: a branch between two loads would make the second wait

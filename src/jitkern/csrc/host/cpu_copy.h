@@ -1,0 +1,85 @@
+// Copies of many rows on the CPU. A plain store first reads the line that it overwrites, a
+// streaming (non-temporal) one does not; rows at random places are asked for ahead of their copy.
+// Against memcpy row by row, 8,192 rows that no cache holds, one core of a Xeon: store 2.5x (256 B)
+// to 1.5x (8 KB), indexing 1.2x to 1.5x.
+#pragma once
+
+#include <jitkern/types.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+
+namespace jitkern {
+
+// How many threads a loop of `count` rounds that reads and writes `bytes` is worth, at most
+// torch.get_num_threads(). One without torch, in a forked child, and where no more can be had.
+i64 threads_for(i64 count, i64 bytes);
+
+// Calls run(begin, end), which must not throw, for parts of [0, count) on torch's team of threads.
+void for_parts(i64 count, i64 threads, const std::function<void(i64, i64)>& run);
+
+// Copies a row past the caches for every whole line of `dst`; plainly if this is no x86. Other
+// threads may read the rows after end_stream().
+using CopyRow = void (*)(char* dst, const char* src, i64 row_bytes);
+extern const CopyRow stream_row;
+void end_stream();
+void plain_row(char* dst, const char* src, i64 row_bytes);
+
+constexpr i64 kLineBytes = 64;
+constexpr i64 kRowsAhead = 4;     // between the prefetch and the copy
+constexpr i64 kBytesAhead = 256;  // of a row; the processor sees by itself what follows
+// The size of the table written to from which rows are streamed. At random places a plain store
+// waits for its line, unless the table stays in the 2 MiB of L2 that a core has.
+constexpr i64 kStreamRandomMinBytes = i64(2) << 20;
+// Of a table written from begin to end, for each thread: the processor fetches lines ahead, and to
+// stream past lines that caches hold is slower (16 MiB, 16 threads: 147 us, plain stores 95).
+constexpr i64 kStreamMinBytesPerThread = i64(4) << 20;
+
+// Which rows are at random places in their tables.
+enum RandomRows : int { kRandomSources = 1, kRandomTargets = 2, kRandomBoth = 3 };
+
+struct CpuRow {
+  char* dst;        // null: nothing to do
+  const char* src;  // null: zeros
+};
+
+inline bool splits_line(const char* edge) { return reinterpret_cast<u64>(edge) % kLineBytes != 0; }
+
+// Copies rows [0, count); `row_at(i)` says where row i goes and where it comes from. `dst_bytes` is
+// the size of the table that they go to.
+template <int kRandomRows, class RowAt>
+void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
+  const i64 threads = threads_for(count, 2 * count * row_bytes);
+  const bool stream =
+      dst_bytes >= ((kRandomRows & kRandomTargets) != 0 ? kStreamRandomMinBytes
+                                                        : threads * kStreamMinBytesPerThread);
+  const CopyRow copy = stream ? stream_row : plain_row;
+  const i64 bytes_ahead =
+      (kRandomRows & kRandomSources) != 0 ? std::min(row_bytes, kBytesAhead) : 0;
+  const auto copy_part = [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      // What a later copy will wait for: its source, and lines that it shares with its neighbours.
+      const CpuRow later = i + kRowsAhead < end ? row_at(i + kRowsAhead) : CpuRow{};
+      if (later.dst != nullptr) {
+        for (i64 at = 0; at < bytes_ahead && later.src != nullptr; at += kLineBytes) {
+          __builtin_prefetch(later.src + at);
+        }
+        if (splits_line(later.dst)) __builtin_prefetch(later.dst, 1);
+        if (splits_line(later.dst + row_bytes)) __builtin_prefetch(later.dst + row_bytes, 1);
+      }
+      const CpuRow row = row_at(i);
+      if (row.dst == nullptr) continue;
+      if (row.src == nullptr) {
+        std::memset(row.dst, 0, row_bytes);
+      } else {
+        copy(row.dst, row.src, row_bytes);
+      }
+    }
+    if (stream) end_stream();
+  };
+  if (threads > 1) return for_parts(count, threads, std::ref(copy_part));
+  copy_part(0, count);  // here, where the compiler sees it: 5 % faster on rows of 16 bytes
+}
+
+}  // namespace jitkern

@@ -1,0 +1,165 @@
+#include "pairs_host.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "host/cpu_copy.h"
+
+namespace jitkern {
+
+namespace {
+
+// What to have on its way by default. Rows of 656 bytes have 128 KiB in flight per SM: 2 SMs
+// saturate an idle bus, but beside a GEMM, where lines take longer to come, they move 33 GB/s and 3
+// SMs 47.
+constexpr i64 kBytesInFlight = 320 << 10;
+constexpr i64 kMaxDefaultSms = 8;         // where vectors are narrow, the bus is out of reach
+constexpr i64 kSmallCallBytes = 2 << 20;  // 40 us of the bus
+
+i64 num_sms_arg(const char* op, AnyView value) {
+  if (is_none(value)) return kMaxDefaultSms;
+  const i64 num_sms = int_arg(op, "num_sms", value);
+  if (num_sms < 1) raise_value_error(op, "num_sms", std::to_string(num_sms), "at least 1");
+  return num_sms;
+}
+
+GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
+  return group_shape(window_bytes(spec[0], spec[1], spec[3] != 0), spec[1], in_flight, splits);
+}
+
+}  // namespace
+
+PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView dst_arg,
+                   AnyView pairs_arg, AnyView num_sms_value)
+    : host_side(host_side),
+      src(op, "src", src_arg),
+      dst(op, "dst", dst_arg),
+      pairs(op, "pairs", pairs_arg),
+      sms_given(!is_none(num_sms_value)),
+      num_sms(num_sms_arg(op, num_sms_value)),
+      params{} {
+  if (host().on_cuda()) host().value_error("device " + host().device_name(), "cpu");
+  src.same_dtype(dst);
+  pairs.same_device(device());
+  if (pairs.dl->ndim < 1 || pairs.dl->shape[pairs.dl->ndim - 1] != 2) {
+    pairs.value_error("shape " + pairs.shape_text(),
+                      "shape [..., 2] of (source row, destination row)");
+  }
+  src.same_row_bytes(dst);
+  params.dst = dst.data;
+  params.src = src.data;
+  params.dst_stride_bytes = dst.stride_bytes;
+  params.src_stride_bytes = src.stride_bytes;
+  params.pairs = pairs.data;
+  params.num_pairs = pairs.count / 2;
+  params.num_src_rows = src.num_rows;
+  params.num_dst_rows = dst.num_rows;
+}
+
+void PairArgs::take_slot_map(AnyView value) {
+  if (is_none(value)) return;
+  const Indices slot_map(src.op, "slot_map", value);
+  slot_map.same_device(device());
+  if (slot_map.dl->ndim != 1 || slot_map.count != src.num_rows) {
+    slot_map.value_error(
+        "shape " + slot_map.shape_text(),
+        "shape [" + std::to_string(src.num_rows) + "], one entry for each row of src");
+  }
+  if (slot_map.index_bytes == 4 && dst.num_rows > std::numeric_limits<i32>::max()) {
+    slot_map.type_error("dtype int32", "int64 for a dst of 2^31 or more rows");
+  }
+  params.slot_map = const_cast<void*>(slot_map.data);
+  params.slot_map_bytes = slot_map.index_bytes;
+}
+
+void PairArgs::check_pairs() const {
+  pairs.with_index([&](const auto* items) {
+    for (i64 i = 0; i < params.num_pairs; ++i) {
+      const i64 src_row = items[2 * i];
+      const i64 dst_row = items[2 * i + 1];
+      if (src_row < 0 || dst_row < 0) continue;
+      if (src_row >= src.num_rows) {
+        raise_index_error(src.op, "pairs[..., 0]", i, src_row, src.num_rows);
+      }
+      if (dst_row >= dst.num_rows) {
+        raise_index_error(src.op, "pairs[..., 1]", i, dst_row, dst.num_rows);
+      }
+    }
+  });
+}
+
+void PairArgs::run_on_cpu() const {
+  if (empty()) return;
+  check_pairs();
+  const PairCopyParams& p = params;
+  pairs.with_index([&](const auto* items) {
+    const auto skipped = [&](i64 i) { return items[2 * i] < 0 || items[2 * i + 1] < 0; };
+    copy_rows<kRandomBoth>(p.num_pairs, src.row_bytes, p.num_dst_rows * src.row_bytes, [&](i64 i) {
+      if (skipped(i)) return CpuRow{nullptr, nullptr};
+      return CpuRow{p.dst + items[2 * i + 1] * p.dst_stride_bytes,
+                    p.src + items[2 * i] * p.src_stride_bytes};
+    });
+    if (p.slot_map == nullptr) return;
+    for (i64 i = 0; i < p.num_pairs; ++i) {
+      if (skipped(i)) continue;
+      if (p.slot_map_bytes == 4) {
+        static_cast<int32_t*>(p.slot_map)[items[2 * i]] = static_cast<int32_t>(items[2 * i + 1]);
+      } else {
+        static_cast<int64_t*>(p.slot_map)[items[2 * i]] = items[2 * i + 1];
+      }
+    }
+  });
+}
+
+void PairArgs::map_host_rows() {
+  const Rows& rows = host();
+  if (rows.span_bytes() == 0) return;
+  const MemoryRange range = memory_range(rows.data);
+  if (range.type != kMemoryTypeHost || range.device_address == nullptr ||
+      rows.data + rows.span_bytes() > range.begin + range.bytes) {
+    rows.value_error("pageable host memory",
+                     "pinned host memory for a copy with a GPU; allocate it with "
+                     "torch.empty(..., pin_memory=True) or call .pin_memory()");
+  }
+  if (host_side == kHostSource) {
+    params.src = range.device_address;
+  } else {
+    params.dst = const_cast<char*>(range.device_address);
+  }
+}
+
+KernelTable pair_kernels(const char* op) {
+  return KernelTable(op, {"row_bytes", "vec_bytes", "index_bytes", "line_aligned", "large"},
+                     pair_shape);
+}
+
+bool is_small_call(const PairArgs& args) {
+  return !args.sms_given && args.bytes() <= kSmallCallBytes;
+}
+
+Spec pair_spec(const PairArgs& args, bool large) {
+  const PairCopyParams& p = args.params;
+  const u64 src_bits = address(p.src) | static_cast<u64>(p.src_stride_bytes);
+  const u64 dst_bits = address(p.dst) | static_cast<u64>(p.dst_stride_bytes);
+  const u64 host_bits = args.host_side == kHostSource ? src_bits : dst_bits;
+  const int vec_bytes = widest_vec(src_bits | dst_bits | static_cast<u64>(args.src.row_bytes));
+  return Spec(args.src.row_bytes, vec_bytes, args.pairs.index_bytes,
+              host_bits % kHostLineBytes == 0, large);
+}
+
+void launch_pair_copy(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
+                      const PairCopyParams& params) {
+  const Kernel& kernel = kernels.entries[0];
+  const GroupShape& shape = kernels.shape;
+  i64 blocks = ceil_div(shape.num_threads(params.num_pairs), kernel.num_threads);
+  if (const bool large = kernels.spec[4] != 0; large) {
+    const i64 vec_bytes = kernels.spec[1];
+    const i64 block_bytes = i64(kernel.num_threads) * shape.rows * shape.chunks * vec_bytes;
+    const i64 worth = args.sms_given ? args.num_sms : ceil_div(kBytesInFlight, block_bytes);
+    blocks = std::min({blocks, worth, args.num_sms, i64(scope.device.num_sms)});
+  }
+  scope.launch(kernel, blocks, params);
+}
+
+}  // namespace jitkern

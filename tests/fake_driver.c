@@ -1,0 +1,162 @@
+// A libcuda.so.1 without a GPU behind it: it writes down what it is asked for, one line each, so
+// that the way to a launch can be tested anywhere. Two devices of FAKE_ARCH (90).
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int CUresult;
+
+struct Attribute {
+  int id, padding;
+  unsigned value[16];
+};
+struct Config {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  struct Attribute* attributes;
+  unsigned count;
+};
+struct Function {
+  char name[64];
+  int module, threads;
+  size_t bytes;
+};
+struct Memory {
+  uint64_t begin, bytes;
+  unsigned type;
+  int ordinal;
+};
+
+static char text[1 << 16];
+static size_t used;
+static struct Function functions[64];
+static struct Memory memories[16];
+static int num_functions, num_memories, num_modules;
+static void* current;
+
+static void say(const char* format, ...) {
+  va_list list;
+  va_start(list, format);
+  used += (size_t)vsnprintf(text + used, sizeof(text) - used, format, list);
+  va_end(list);
+}
+
+// What tests call: the lines since the last call, memory that the driver knows, and of the kernels
+// of this name that are loaded later on the bytes of their parameter and their launch bound.
+const char* fake_log(void) {
+  static char copy[sizeof(text)];
+  memcpy(copy, text, used);
+  copy[used] = 0;
+  used = 0;
+  return copy;
+}
+void fake_memory(uint64_t begin, uint64_t bytes, unsigned type, int ordinal) {
+  memories[num_memories++] = (struct Memory){begin, bytes, type, ordinal};
+}
+static struct Function expected[16];
+static int num_expected;
+void fake_kernel(const char* name, uint64_t bytes, int threads) {
+  struct Function* one = &expected[num_expected++];
+  snprintf(one->name, sizeof(one->name), "%s", name);
+  one->bytes = bytes;
+  one->threads = threads;
+}
+
+CUresult cuInit(unsigned flags) { return flags != 0; }
+CUresult cuDriverGetVersion(int* version) {
+  const char* given = getenv("FAKE_DRIVER");
+  *version = given != NULL ? atoi(given) : 13000;
+  return 0;
+}
+CUresult cuDeviceGetCount(int* count) { return *count = 2, 0; }
+CUresult cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal >= 2; }
+CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
+  const char* given = getenv("FAKE_ARCH");
+  const int arch = given != NULL ? atoi(given) : 90;
+  *value = attribute == 75 ? arch / 10 : attribute == 76 ? arch % 10 : attribute == 97 ? 232448 : 8;
+  return device >= 2;
+}
+CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
+  return *context = (void*)(intptr_t)(device + 1), 0;
+}
+CUresult cuCtxGetCurrent(void** context) { return *context = current, 0; }
+CUresult cuCtxSetCurrent(void* context) { return current = context, 0; }
+CUresult cuModuleLoadDataEx(void** module, const void* image, unsigned n, int* o, void** v) {
+  (void)n, (void)o, (void)v;
+  *module = (void*)(intptr_t)(++num_modules);
+  say("module %d on %d\n", num_modules, (int)(intptr_t)current - 1);
+  return image == NULL;
+}
+CUresult cuModuleGetFunction(struct Function** function, void* module, const char* name) {
+  struct Function* one = &functions[num_functions++];
+  *one = (struct Function){.threads = 1024};
+  for (int i = 0; i < num_expected; ++i) {
+    if (strcmp(expected[i].name, name) == 0) *one = expected[i];
+  }
+  snprintf(one->name, sizeof(one->name), "%s", name);
+  one->module = (int)(intptr_t)module;
+  *function = one;
+  return 0;
+}
+CUresult cuFuncGetAttribute(int* value, int attribute, struct Function* function) {
+  *value = attribute == 0 ? function->threads : attribute == 1 ? 1024 : 0;
+  return 0;
+}
+CUresult cuFuncSetAttribute(struct Function* function, int attribute, int value) {
+  say("%s: attribute %d = %d\n", function->name, attribute, value);
+  return 0;
+}
+#ifndef OLD_DRIVER
+CUresult cuFuncGetParamInfo(struct Function* function, size_t number, size_t* at, size_t* bytes) {
+  *at = 0;
+  *bytes = function->bytes;
+  return number != 0 || *bytes == 0;
+}
+#endif
+CUresult cuLaunchKernelEx(const struct Config* c, struct Function* function, void** params,
+                          void** extra) {
+  (void)extra;
+  say("%s of %d: grid %u,%u,%u block %u,%u,%u shared %u stream %llu", function->name,
+      function->module, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2],
+      c->shared, (unsigned long long)(uintptr_t)c->stream);
+  for (unsigned i = 0; i < c->count; ++i) {
+    say(" %d=%u", c->attributes[i].id, c->attributes[i].value[0]);
+    if (c->attributes[i].id != 4) continue;
+    say(",%u,%u", c->attributes[i].value[1], c->attributes[i].value[2]);
+  }
+  say(" ");
+  for (size_t i = 0; i < function->bytes; ++i) say("%02x", ((unsigned char*)params[0])[i]);
+  say("\n");
+  return 0;
+}
+CUresult cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void* stream) {
+  (void)at, (void)stream;
+  return say("memset %u, %zu\n", value, bytes), 0;
+}
+CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned flags) {
+  (void)flags;
+  return *pointer = calloc(1, bytes), 0;
+}
+CUresult cuMemHostGetDevicePointer_v2(uint64_t* device, void* pointer, unsigned flags) {
+  (void)flags;
+  return *device = (uint64_t)(uintptr_t)pointer, 0;
+}
+CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, uint64_t at) {
+  for (int i = 0; i < num_memories; ++i) {
+    const struct Memory* one = &memories[i];
+    if (at < one->begin || at >= one->begin + one->bytes) continue;
+    for (unsigned a = 0; a < count; ++a) {
+      if (attributes[a] == 2) *(unsigned*)values[a] = one->type;
+      if (attributes[a] == 9) *(int*)values[a] = one->ordinal;
+      if (attributes[a] == 3) *(uint64_t*)values[a] = at;
+      if (attributes[a] == 11) *(uint64_t*)values[a] = one->begin;
+      if (attributes[a] == 12) *(size_t*)values[a] = one->bytes;
+    }
+  }
+  return 0;
+}
+CUresult cuThreadExchangeStreamCaptureMode(int* mode) { return (void)mode, 0; }
+CUresult cuGetErrorName(CUresult error, const char** name) { return *name = "ERROR", error = 0; }
+CUresult cuGetErrorString(CUresult error, const char** name) { return *name = "fake", error = 0; }

@@ -1,0 +1,185 @@
+"""DeviceModule.launch on a GPU: what users' kernels get of it. Without one see test_launch.py."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from needs import needs_nvrtc
+
+from jitkern import load_jit, make_cpp_args
+
+FILL = """
+struct Fill {
+  struct Params { int* out; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) { p.out[threadIdx.x] = 5; }
+};
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "fill.cu").write_text(FILL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fill_module() -> Any:
+    return load_jit("fill", device_files=["fill.cu"], device_wrappers=[("fill", "Fill")])
+
+
+class Pointer:
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def data_ptr(self) -> int:
+        return int(self._tensor.data_ptr())
+
+
+SHARED = """
+__device__ int counter;
+struct Add {
+  struct Params { int amount; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) { if (threadIdx.x == 0) counter += p.amount; }
+};
+struct Read {
+  struct Params { int* out; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) { *p.out = counter; }
+};
+"""
+
+
+@pytest.mark.cuda
+@needs_nvrtc
+def test_exports_share_device_variables(folder: Path) -> None:
+    (folder / "shared.cu").write_text(SHARED)
+    module = load_jit(
+        "shared", device_files=["shared.cu"], device_wrappers=[("add", "Add"), ("read", "Read")]
+    )
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for _ in range(3):
+        module.launch("add", ctypes.c_int(14), grid=1, block=32)  # no tensor says the stream
+    module.launch("read", out, grid=1, block=1)
+    assert out.item() == 42
+    with pytest.raises(ValueError, match=r"launch: args: 1 of 8 bytes in all, expected 4 bytes"):
+        module.launch("add", 14, grid=1, block=32)
+
+
+CLUSTER = """
+struct Ranks {
+  struct Params { int* out; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) {
+    unsigned rank, size;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    if (threadIdx.x == 0) p.out[blockIdx.x] = rank + 100 * size;
+  }
+};
+"""
+
+
+@pytest.mark.cuda
+@needs_nvrtc
+@pytest.mark.parametrize("size", [2, 8, 16])
+def test_launch_of_a_cluster(folder: Path, size: int) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    (folder / "ranks.cu").write_text(CLUSTER)
+    module = load_jit("ranks", device_files=["ranks.cu"], device_wrappers=[("ranks", "Ranks")])
+    out = torch.zeros(32, dtype=torch.int32, device="cuda")
+    module.launch("ranks", out, grid=32, block=32, cluster=size)
+    assert out.tolist() == [100 * size + rank % size for rank in range(32)]
+    module.launch("ranks", out, grid=32, block=32)
+    assert out.tolist() == [100] * 32
+
+
+TOGETHER = """
+struct Together {
+  struct Params { unsigned* arrived; int* out; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) {
+    if (threadIdx.x != 0) return;
+    atomicAdd(p.arrived, 1u);
+    while (atomicAdd(p.arrived, 0u) < gridDim.x) {}
+    p.out[blockIdx.x] = 1;
+  }
+};
+"""
+
+
+@pytest.mark.cuda
+@needs_nvrtc
+def test_cooperative_launch(folder: Path) -> None:
+    """All blocks are there at once; too many are refused and not waited for in vain."""
+    (folder / "together.cu").write_text(TOGETHER)
+    wrappers = [("together", "Together")]
+    module = load_jit("together", device_files=["together.cu"], device_wrappers=wrappers)
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
+    out = torch.zeros(blocks, dtype=torch.int32, device="cuda")
+    module.launch("together", arrived, out, grid=blocks, block=32, cooperative=True)
+    assert out.sum().item() == blocks
+    with pytest.raises(RuntimeError, match="TOO_LARGE"):
+        module.launch("together", arrived, out, grid=1 << 20, block=32, cooperative=True)
+
+
+DEPENDENT = """
+#include <jitkern/pdl.cuh>
+template <bool kUsePdl>
+struct Next {
+  struct Params { int* data; long long count; };
+  static constexpr int kNumThreads = 128, kMinBlocks = 1;
+  static __device__ void run(const Params& p) {
+    jitkern::wait_for_earlier_kernels<kUsePdl>();
+    const long long i = blockIdx.x * 128ll + threadIdx.x;
+    if (i < p.count) p.data[p.count + i] = p.data[i] + 1;
+    if (i < p.count) p.data[i] = p.data[p.count + i];
+    jitkern::let_next_kernel_start<kUsePdl>();
+  }
+};
+"""
+
+
+@pytest.mark.cuda
+@needs_nvrtc
+@pytest.mark.parametrize("use_pdl", [False, True])
+def test_dependent_launches_of_users(folder: Path, use_pdl: bool) -> None:
+    (folder / "next.cu").write_text(DEPENDENT)
+    wrappers = [("next", f"Next<{make_cpp_args(use_pdl)}>")]
+    module = load_jit("next", device_files=["next.cu"], device_wrappers=wrappers)
+    data = torch.zeros(2 * 100_000, dtype=torch.int32, device="cuda")
+    for _ in range(50):
+        module.launch("next", data, 100_000, grid=782, block=128, use_pdl=use_pdl)
+    assert data[:100_000].tolist() == [50] * 100_000
+
+
+@pytest.mark.cuda
+@needs_nvrtc
+def test_launch_takes_the_current_stream(folder: Path) -> None:
+    """Whoever says it: a tensor of torch, or nobody."""
+    module = fill_module()
+    out = torch.zeros(32, dtype=torch.int32, device="cuda")
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):  # an error where it is not on the stream
+        module.launch("fill", out, grid=1, block=32)
+        module.launch("fill", Pointer(out), grid=1, block=32)
+    graph.replay()
+    assert out.tolist() == [5] * 32
+
+
+@pytest.mark.multigpu
+@needs_nvrtc
+def test_pointers_of_another_gpu_are_refused(folder: Path) -> None:
+    here, there = (torch.zeros(32, dtype=torch.int32, device=f"cuda:{i}") for i in (0, 1))
+    with torch.cuda.device(0), pytest.raises(ValueError, match="memory of cuda:1, expected memory"):
+        fill_module().launch("fill", Pointer(there), grid=1, block=32)
+    fill_module().launch("fill", Pointer(here), grid=1, block=32)
+    assert here.tolist() == [5] * 32
