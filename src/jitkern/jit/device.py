@@ -20,7 +20,7 @@ from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, include_closure
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.files import digest, sha256, slug
-from jitkern.jit.launch import PLAIN, device_and_stream, readable
+from jitkern.jit.launch import PLAIN, TORCH, device_and_stream, readable
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
 
@@ -244,12 +244,13 @@ class DeviceModule:
             known = ", ".join(self.exports)
             raise ValueError(f"launch: export: {export!r}, expected one of {known}")
         launch = self._made.get("launch") or self._make_launch()
-        members = args if PLAIN.issuperset(map(type, args)) else readable(args)
-        wanted = launch(
-            number, grid, block, shared_bytes, use_pdl, cooperative, cluster, -1, 0, *members
-        )
-        if wanted is not None:  # no tensor of torch among them, which would have told its stream
-            how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
+        kinds = set(map(type, args))
+        members = args if PLAIN.issuperset(kinds) else readable(args)
+        how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
+        # A tensor of torch tells its stream on the way to C++; to ask torch for it takes 5 us.
+        is_told = not TORCH.isdisjoint(kinds)
+        wanted = launch(*how, -1, is_told, *members)
+        if wanted is not None:
             launch(*how, *device_and_stream(wanted), *members)
 
     def _make_launch(self) -> Callable[..., Any]:

@@ -11,6 +11,9 @@ from jitkern.errors import UnsupportedError
 PLAIN: set[type] = {int, float, bool}
 """What C++ takes as it is. The classes of torch join when they are first seen."""
 
+TORCH: set[type] = set()
+"""Those classes of torch: tensors, parameters, ..."""
+
 
 def readable(args: Sequence[Any]) -> list[Any]:
     """Return `args` as C++ reads them: tensors, numbers, and bytes or pointers for all else.
@@ -29,6 +32,7 @@ def _readable(arg: Any, position: int) -> Any:
 
     if isinstance(arg, torch.Tensor):
         PLAIN.add(type(arg))
+        TORCH.add(type(arg))
         return arg
     if isinstance(arg, (ctypes._SimpleCData, ctypes.Structure)):
         return bytes([ctypes.alignment(arg)]) + bytes(arg)

@@ -33,8 +33,7 @@ std::string device_name(int ordinal) { return "cuda:" + std::to_string(ordinal);
 // tensors are on.
 struct Packed {
   i64 size = 0;
-  int device = -1;          // -1: no tensor says it
-  bool has_stream = false;  // torch has told its stream along with a tensor
+  int device = -1;  // -1: no tensor says it
   alignas(16) char bytes[kMaxParamsBytes + 16];
 
   explicit Packed(PackedArgs args) {
@@ -60,7 +59,6 @@ struct Packed {
             device == -1 ? "a CUDA device" : device_name(device) + ", as the others");
       }
       device = there;
-      has_stream |= type == TypeIndex::kTVMFFIDLTensorPtr;
       return put_value(static_cast<char*>(dl.data) + dl.byte_offset);
     }
     // A ctypes value: its alignment, then its bytes.
@@ -178,8 +176,9 @@ void check_launch(const Device& device, const Kernel& kernel, PackedArgs args, c
 
 // launch(export, grid, block, shared_bytes, use_pdl, cooperative, cluster, device, stream, *args)
 //
-// Returns None once it has launched. Where it cannot know the stream it returns the device, or -1
-// for torch's current one, and wants to be called again with device and stream.
+// A device of -1 is that of the tensors, on torch's current stream if `stream` is 1: a tensor of
+// torch among the arguments has told it on its way here. Else nothing was launched: the device, or
+// -1 for torch's current one, is returned, and wants to be given together with a stream.
 constexpr int kNumOptions = 9;
 
 void launch_user(KernelTable& table, PackedArgs all, Any* result) {
@@ -191,7 +190,7 @@ void launch_user(KernelTable& table, PackedArgs all, Any* result) {
   void* stream = reinterpret_cast<void*>(all[8].cast<int64_t>());
   if (ordinal == -1) {
     ordinal = params.device;
-    if (!params.has_stream) return static_cast<void>(*result = ordinal);
+    if (stream == nullptr) return static_cast<void>(*result = ordinal);
     stream = TVMFFIEnvGetStream(kDLCUDA, ordinal);
   }
   Device& device = Device::get(ordinal);
