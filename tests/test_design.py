@@ -1,0 +1,114 @@
+"""docs/design.md says which files a call passes: the calls are watched, the includes are read."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from needs import needs_nvrtc
+
+from jitkern.compilers.sources import CSRC
+
+ROOT = Path(__file__).resolve().parent.parent
+Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Which files of the package run a function, by step. Importing one runs none of its functions, but
+# what a module does at its end, such as a decorator of another module, does not count either.
+WATCH = """
+import sys, torch, tvm_ffi, jitkern
+from pathlib import Path
+
+PACKAGE = Path(jitkern.__file__).parent
+steps, passed = {}, None
+
+def watch(frame, event, arg):
+    code = frame.f_code
+    if event == "call" and code.co_name != "<module>" and code.co_filename.startswith(str(PACKAGE)):
+        importing, f = False, frame.f_back
+        while f is not None and not importing:
+            importing = f.f_code.co_name == "<module>" and "jitkern" in f.f_code.co_filename
+            f = f.f_back
+        if not importing:
+            passed.add(Path(code.co_filename).relative_to(PACKAGE).as_posix())
+
+def step(name, call):
+    global passed
+    passed = steps[name] = set()
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+
+def call():
+    jitkern.store_cache(cache, cache, index, cache[:1], cache[:1])
+
+def look_up():
+    from jitkern.arch import Arch
+    from jitkern.ops import store
+    store.kernel(int(sys.argv[1]), 1, 4).image(Arch(9, 0))
+
+cache = torch.zeros(4, 656, dtype=torch.uint8)
+index = torch.zeros(1, dtype=torch.int32)
+step("host module", call)
+step("warm", call)
+step("kernel", look_up)
+for name, files in steps.items():
+    print(name, *sorted(files), sep=":")
+"""
+
+
+def passed_by_a_call(fresh_python: Fresh, row_bytes: int) -> dict[str, set[str]]:
+    lines = fresh_python(WATCH, str(row_bytes)).stdout.strip().splitlines()
+    return {name: set(files) for name, *files in (line.split(":") for line in lines)}
+
+
+def named(text: str) -> set[str]:
+    """The Python files that a part of the page names."""
+    return set(re.findall(r"`([\w/]+\.py)`", text))
+
+
+@needs_nvrtc
+def test_the_files_that_a_call_passes(fresh_python: Fresh) -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    section = page.partition("## The files that a call passes")[2].partition("\n## ")[0]
+    warm, _, cold = section.partition("- **Cold**")
+    host, _, rest = cold.partition("The kernel, in a cache:")
+    cached, _, compiled = rest.partition("The kernel, compiled:")
+
+    first = passed_by_a_call(fresh_python, 9973)  # a row size of no other test: compiled
+    again = passed_by_a_call(fresh_python, 9973)
+    assert again["warm"] == named(warm)
+    assert again["host module"] == named(host)
+    in_cache = {file for file in named(host) if file.startswith("cache/")}
+    assert again["kernel"] == named(cached) | in_cache
+    assert first["kernel"] == again["kernel"] | named(compiled)
+
+    includes = included(CSRC / "ops" / "store.cc") | included(CSRC / "ops" / "store.cu")
+    names = set(re.findall(r"`(?:[\w/]+/)?([\w{},]+\.(?:cc|cu|cuh|h|\{cc,h\}))`", warm))
+    files = {f"store.{end}" for end in ("cc", "h")} if "store.{cc,h}" in names else set()
+    listed = files | {name for name in names if "{" not in name}
+    headers = {path.name for path in includes} - {"cpu_copy.h"}  # that one is of the CPU
+    assert headers <= listed
+    assert {name for name in listed if not name.endswith(".cc")} <= headers
+    for name in listed:
+        assert list(CSRC.rglob(name)), f"{name}: named in docs/design.md, and is nowhere"
+
+
+def included(file: Path) -> set[Path]:
+    """The file and jitkern's own headers that it includes, and they include."""
+    found: set[Path] = set()
+    todo = [file]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in re.findall(r'#include [<"]([\w./]+)[>"]', path.read_text()):
+            for place in (path.parent, CSRC, CSRC / "include"):
+                if (place / name).is_file():
+                    todo.append((place / name).resolve())
+                    break
+    return found
