@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ class Lookup(Generic[T]):
         return self.entry.path
 
 
-class Buildable(Generic[T]):
+class Buildable(ABC, Generic[T]):
     """Something that a cache may hold and that can be built.
 
     Attributes
@@ -91,6 +92,7 @@ class Buildable(Generic[T]):
         del meta
         return True
 
+    @abstractmethod
     def load(self, entry: Entry) -> T:
         """Make of an entry what is wanted of it; a new one is published only if that works.
 
@@ -99,11 +101,10 @@ class Buildable(Generic[T]):
         CompileError
             It does not load. One that was found counts as missing then.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def build(self) -> BuildOutput:
         """Build it. A CompileError is kept for the ranks that wait for the same key."""
-        raise NotImplementedError
 
     def inputs(self) -> str:
         """Return a digest of what `build` reads beyond the key: equal ones fail alike."""
