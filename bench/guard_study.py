@@ -85,7 +85,7 @@ SEEDS = (
         "csrc/host/check.cc",
         "  t.contiguous();\n  index_bytes = dtype.bits / 8;\n",
         "  t.contiguous();\n  index_bytes = dtype.bits / 8;\n"
-        "  for (volatile int i = 0; i < 300; i = i + 1) {\n  }\n",
+        "  for (volatile int i = 0; i < 1650; i = i + 1) {\n  }\n",
         "call, checks only",
     ),
     Seed(
