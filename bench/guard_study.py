@@ -56,25 +56,10 @@ _SPIN_CC = """
 
 }  // namespace jitkern
 """
-_PACK = """
-
-_packed = pack
-
-
-def pack(args: Sequence[Any]) -> bytes:
-    from time import perf_counter
-
-    began = perf_counter()
-    made = _packed(args)
-    spun_from = perf_counter()
-    while perf_counter() < spun_from + 0.3 * (spun_from - began):
-        pass
-    return made
-"""
 SEEDS = (
     Seed(
         "30 % in a CPU copy",
-        "csrc/include/jitkern/cpu_copy.h",
+        "csrc/host/cpu_copy.h",
         "void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {\n",
         "void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {\n"
         "  const auto began = std::chrono::steady_clock::now();\n",
@@ -105,12 +90,19 @@ SEEDS = (
     ),
     Seed(
         "2 ms in the warm load, waiting",
-        "jit/resolve.py",
-        "    began_unix_s = time.time()\n    found = search(",
-        "    began_unix_s = time.time()\n    time.sleep(0.002)\n    found = search(",
+        "cache/get.py",
+        "    began_unix_s = time.time()\n    found = _find(",
+        "    began_unix_s = time.time()\n    time.sleep(0.002)\n    found = _find(",
         "warm load of a kernel",
     ),
-    Seed("30 % in launch packing", "jit/launch.py", "", _PACK, "arguments to bytes"),
+    Seed(
+        "30 % in launch packing",
+        "csrc/host/user_launch.cc",
+        "    for (int i = 0; i < args.size(); ++i) put(i, args[i]);\n",
+        "    for (int i = 0; i < args.size(); ++i) put(i, args[i]);\n"
+        "    for (volatile int i = 0; i < 300; i = i + 1) {\n    }\n",
+        "arguments to bytes",
+    ),
 )
 
 
