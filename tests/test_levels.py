@@ -33,6 +33,7 @@ LAYERS = """
 3  jit.template jit.record jit.launch
 3  jit.device jit.native
 3  jit.loader
+4  ops._ops
 4  ops.common ops.kernels
 4  ops.pairs
 4  ops
