@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fuzzer import SIZES, Call, Fuzzer
 from mistakes import Mistake, good_pair_arguments, pair_mistakes
 from ref import ref_h2d_gather as ref_copy_pairs
 from ref import same_bits
+from stems import OpCheck, Rows
 from torch import Tensor
 
 from jitkern import d2h_scatter, h2d_gather
@@ -171,3 +173,10 @@ def fuzz(f: Fuzzer) -> Call:
 
     arguments = {"src": src, "dst": dst, "pairs": pairs, "num_sms": f.rng.choice([None, 3])}
     return Call(d2h_scatter, arguments, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    if where.is_cuda:
+        return  # opcheck clones all arguments, and the clone of a pinned one is pageable
+    pairs = torch.stack([where, where.flip(0)], dim=1)
+    yield "default", (rows(slots), rows(slots), pairs), {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from mistakes import (
     pair_mistakes,
 )
 from ref import ref_h2d_gather, same_bits
+from stems import OpCheck, Rows
 from torch import Tensor
 
 from jitkern import h2d_gather
@@ -314,6 +316,8 @@ def good_arguments() -> dict[str, Any]:
     return {**good_pair_arguments(), "slot_map": torch.arange(3), **flags}
 
 
+# 1024 threads leave 64 registers each: two 8-byte values do not fit, and the bound is the bus.
+ALLOWED_SPILL_BYTES = 16
 UNCHECKED = {"dedup", "record_source"}  # only their truth counts
 
 
@@ -378,3 +382,13 @@ def fuzz(f: Fuzzer) -> Call:
          "reuse_resident": reuse_resident},
         prove,
     )  # fmt: skip
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    if where.is_cuda:
+        return  # opcheck clones all arguments, and the clone of a pinned one is pageable
+    pairs = torch.stack([where, where.flip(0)], dim=1)
+    slot_map = torch.full((slots,), -1, dtype=where.dtype)
+    arguments = (rows(slots), rows(slots), pairs)
+    yield "default", arguments, {}
+    yield "default", arguments, {"slot_map": slot_map, "num_sms": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from buffers import (
 from fuzzer import SIZES, Call, Fuzzer
 from mistakes import Mistake, bad_indices, index_text, not_tensors, stride_text, zeros
 from ref import ref_indexing, same_bits
+from stems import OpCheck, Rows
 from torch import Tensor
 
 from jitkern import indexing, store_cache
@@ -354,3 +356,10 @@ def fuzz(f: Fuzzer) -> Call:
 
     arguments = {"weights": weights, "indices": indices, "output": output}
     return Call(indexing, {**arguments, "vocab_range": vocab_range}, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    table = rows(slots)
+    yield "default", (table, where), {}
+    yield "default", (table, where), {"vocab_range": [3, 20]}
+    yield "out", (table, where), {"output": rows(len(where))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from mistakes import (
     zeros,
 )
 from ref import ref_store, same_bits
+from stems import OpCheck, Rows
 from torch import Tensor
 
 from jitkern import store_cache
@@ -345,3 +347,8 @@ def fuzz(f: Fuzzer) -> Call:
 
     arguments = dict(zip(good_arguments(), [*caches, indices, *new], strict=True))
     return Call(store_cache, arguments, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    new = rows(len(where))
+    yield "default", (rows(slots), rows(slots), where, new, new.clone()), {}
