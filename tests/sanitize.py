@@ -49,6 +49,10 @@ def tests_of(names: Iterable[str]) -> list[str]:
     return [str(path) for path in found if not path.stem.endswith("_properties")]
 
 
+HOST_TESTS = [*tests_of(op.stem for op in OPS), *tests_of(("cpu_copy", "errors_table"))]
+CUDA_TESTS = tests_of(op.stem for op in OPS if op.has_kernels)
+
+
 def cxx() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
@@ -91,8 +95,7 @@ def run_host(thin: int, args: Sequence[str]) -> int:
         "ASAN_OPTIONS": "detect_leaks=0,verify_asan_link_order=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    files = [*tests_of(op.stem for op in OPS), *tests_of(("cpu_copy", "errors_table"))]
-    tests = [*files, "-m", "not cuda", "-k", NOT_UNDER_ASAN, *args]
+    tests = [*HOST_TESTS, "-m", "not cuda", "-k", NOT_UNDER_ASAN, *args]
     return subprocess.run(inner(thin, tests), env=env).returncode
 
 
@@ -108,8 +111,7 @@ def run_tool(tool: str, thin: int, args: Sequence[str]) -> int:
         options += ["--report-api-errors", "no", "--padding", "64"]
     # An allocation of its own for every tensor, so that its end is known to the tool.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    files = tests_of(op.stem for op in OPS if op.has_kernels)
-    tests = [*files, "-m", "cuda and not multigpu", "-k", NOT_UNDER_TOOLS, *args]
+    tests = [*CUDA_TESTS, "-m", "cuda and not multigpu", "-k", NOT_UNDER_TOOLS, *args]
     return subprocess.run([program, *options, *inner(thin, tests)], env=env).returncode
 
 
