@@ -6,6 +6,8 @@ table, in the imports for type checkers, in the navigation of the documentation 
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import os
 import re
@@ -35,6 +37,98 @@ def test_no_page_is_of_no_op() -> None:
     pages = {path.stem for path in (ROOT / "docs" / "ops").glob("*.md")}
     assert pages == set(STEMS)
 
+
+# -- who names an op -------------------------------------------------------------------------------
+
+# Files that use ops, as anyone may who calls them, to do or to prove something else. An op that is
+# new, or goes, is no matter to them, unless it is the very one that they took for an example.
+USERS = {
+    "ops that meet: their CPU copies, in graphs, in graphs of torch.compile, at large sizes": """
+        tests/ops/test_cpu_copy.py tests/ops/test_cuda_graphs.py tests/ops/test_large.py
+        tests/ops/test_together.py tests/test_torch_ops.py tests/emulate/pair_copy.cc
+    """,
+    "an op to compile, to launch, to keep or to time, where any would do": """
+        src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py
+        src/jitkern/bench/worker.py tests/launch_child.py tests/test_bench.py
+        tests/test_bench_guard.py tests/test_bundle.py tests/test_cli.py tests/test_nvrtc.py
+        tests/test_package.py tests/test_record.py tests/test_wheel.py
+    """,
+    "a figure or a show of a few ops": """
+        bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py
+        bench/cases/host_overhead.py bench/plots.py src/jitkern/cli/demo.py
+        src/jitkern/cli/doctor.py
+    """,
+}
+MAX_FOREIGN = 3  # the table, the import for type checkers, and a reference that several tests use
+
+
+def code_of(path: Path) -> str:
+    """The words of a source file that are no prose: no comments, no docstrings."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return re.sub(r"//.*", "", text)
+    tree = ast.parse(text)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            names = node.value.split(",") if re.fullmatch(r"[\w,]+", node.value) else []
+            found += [node.value, *(f'"{name}"' for name in names)]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            found += [str(getattr(node, name, "")) for name in ("id", "attr", "name")]
+    return "\n".join(found)
+
+
+def stem_of(path: Path) -> str | None:
+    """The op whose file it is: store.cu, test_store.py, test_store_properties.py, ..."""
+    if path.parent.name not in ("ops", "cases", "emulate"):
+        return None
+    name = path.stem.removeprefix("test_")
+    return next((stem for stem in STEMS if name == stem or name.startswith(f"{stem}_")), None)
+
+
+@functools.cache
+def names_of_files() -> dict[str, set[str]]:
+    """The ops that each file of src, tests and bench names, but for files that are an op's.
+
+    A name is the public function, also in a message, a reference of it in PyTorch, or the stem
+    where that is no plain word: as a string of its own, or in the path of a file or module.
+    """
+    ways = {
+        stem: re.compile(
+            rf'\b(ref_)?{op.function}\b|\b(ref|test)_{stem}\b|"{stem}"|\b(ops|cases)[./]{stem}\b'
+        )
+        for stem, op in STEMS.items()
+    }
+    found = {}
+    for folder in ("src", "tests", "bench"):
+        for path in sorted((ROOT / folder).rglob("*.*")):
+            name = path.relative_to(ROOT).as_posix()
+            if path.suffix not in (".py", ".cc", ".cu", ".h", ".cuh") or stem_of(path):
+                continue
+            if path == Path(__file__) or name.startswith("tests/twice/"):
+                continue
+            code = code_of(path)
+            found[name] = {stem for stem, way in ways.items() if way.search(code)}
+    return found
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_few_files_know_an_op(stem: str) -> None:
+    users = " ".join(USERS.values()).split()
+    foreign = [name for name, ops in names_of_files().items() if stem in ops and name not in users]
+    assert len(foreign) <= MAX_FOREIGN, foreign
+
+
+def test_every_user_names_an_op_and_none_names_all() -> None:
+    """One that names all is a list: it belongs to the table."""
+    for name in " ".join(USERS.values()).split():
+        assert 0 < len(names_of_files()[name]) < len(STEMS), name
+
+
+# -- an op more ------------------------------------------------------------------------------------
 
 # file: the line behind which the new one goes
 LINES = {

@@ -1,4 +1,4 @@
-"""``twice``: write every row of a table twice. The op that tests/test_table.py adds to the table."""
+"""``twice``: write every row of a table twice. An op for tests/test_table.py."""
 
 from __future__ import annotations
 
