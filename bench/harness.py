@@ -7,28 +7,17 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from bench import goals, peers
+from bench import cases, goals, peers
 from jitkern.bench import Context, Row, report
 from jitkern.bench.case import error_row
 
 ROOT = Path(__file__).resolve().parent
-OPS = (
-    "store",
-    "index",
-    "h2d_gather",
-    "d2h_scatter",
-    "gemm_beside",
-    "compare_key",
-    "checks",
-    "host_overhead",
-    "first_call",
-)
+OPS = cases.NAMES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = report.machine(device)
     console.print(report.machine_line(machine))
     torch.manual_seed(0)
-    peers.prebuild(device, ops)
+    peers.prebuild(device, [peer for op in ops for peer in getattr(cases.module(op), "PEERS", ())])
     rows: list[Row] = []
     for op in ops:
         done = _run(ctx, op)
@@ -79,7 +68,7 @@ def _run(ctx: Context, op: str) -> list[Row]:
     gc.collect()
     gc.freeze()  # every graph capture collects garbage: 0.1 s each with torch's objects in it
     try:
-        for row in import_module(f"bench.cases.{op}").run(ctx):
+        for row in cases.module(op).run(ctx):
             rows.append(row)
     except Exception as error:  # keep what the other benchmarks measured
         rows.append(error_row(op, "", "the benchmark itself", "ours", error))

@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from bench.cases import NAMES, module
 from jitkern.bench.report import Payload
 
 RowData = dict[str, Any]
@@ -24,11 +25,9 @@ def draw(data: Payload, directory: Path) -> list[Path]:
     machine = data["machine"]["name"]
     rows = {op: entry["rows"] for op, entry in data["benchmarks"].items()}
     made: list[Path] = []
-    for op in ("store", "index"):
-        made += _bandwidth(rows.get(op, []), op, machine, directory)
-    made += _ladder(rows.get("h2d_gather", []), machine, directory)
-    made += _row_sizes(rows.get("h2d_gather", []), machine, directory)
-    made += _gemm(rows.get("gemm_beside", []), machine, directory)
+    for name in NAMES:
+        for plot in getattr(module(name), "PLOTS", ()):
+            made += _PLOTS[plot](rows.get(name, []), name, machine, directory)
     return made
 
 
@@ -67,7 +66,7 @@ def _bandwidth(rows: Sequence[RowData], op: str, machine: str, directory: Path) 
     return [_save(figure, directory / f"{op}_bandwidth.png")]
 
 
-def _ladder(rows: Sequence[RowData], machine: str, directory: Path) -> list[Path]:
+def _ladder(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
     """The rungs from the naive kernel to ours, on the usual script's parameters."""
     here = [r for r in rows if r["params"].get("sources") == "repeats" and r["gb_s"]]
     if not here:
@@ -86,11 +85,11 @@ def _ladder(rows: Sequence[RowData], machine: str, directory: Path) -> list[Path
             axes.text(r["gb_s"], -0.9, f"{r['impl']} {r['gb_s']:.1f}", fontsize=7, ha="right")
     axes.invert_yaxis()
     axes.set_xlabel("GB/s that arrive")
-    axes.set_title(f"h2d_gather, {here[0]['case']}, {machine}", fontsize=9)
+    axes.set_title(f"{op}, {here[0]['case']}, {machine}", fontsize=9)
     return [_save(figure, directory / "h2d_ladder.png")]
 
 
-def _row_sizes(rows: Sequence[RowData], machine: str, directory: Path) -> list[Path]:
+def _row_sizes(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
     """GB/s against the row size, at a constant number of bytes."""
     here = [
         r
@@ -107,11 +106,11 @@ def _row_sizes(rows: Sequence[RowData], machine: str, directory: Path) -> list[P
     axes.set(xlabel="row bytes", ylabel="GB/s that arrive", xscale="log", ylim=(0, None))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=7)
-    axes.set_title(f"h2d_gather by row size, distinct rows, {machine}", fontsize=9)
+    axes.set_title(f"{op} by row size, distinct rows, {machine}", fontsize=9)
     return [_save(figure, directory / "h2d_row_sizes.png")]
 
 
-def _gemm(rows: Sequence[RowData], machine: str, directory: Path) -> list[Path]:
+def _gemm(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
     """What the GEMM loses and the gather keeps, against the SMs given to the gather."""
     ours = [r for r in rows if r["role"] == "ours" and r["params"].get("num_sms", -1) > 0]
     ours = sorted((r for r in ours if r["median_us"]), key=lambda r: r["params"]["num_sms"])
@@ -142,6 +141,9 @@ def _gemm(rows: Sequence[RowData], machine: str, directory: Path) -> list[Path]:
     axes.legend(handles=handles, fontsize=7, loc="center right")
     axes.set_title(f"8192^3 bf16 GEMM beside h2d_gather, {machine}", fontsize=9)
     return [_save(figure, directory / "gemm_slowdown.png")]
+
+
+_PLOTS = {"bandwidth": _bandwidth, "ladder": _ladder, "row sizes": _row_sizes, "gemm": _gemm}
 
 
 def _line(axes: Any, rows: Sequence[RowData], name: str, *, x: str = "rows", **style: Any) -> None:

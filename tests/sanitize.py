@@ -13,17 +13,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from jitkern.ops._ops import OPS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OPS = ("store", "index", "h2d_gather", "d2h_scatter")
-HOST_TESTS = (*OPS, "compare_key", "cpu_copy", "errors_table")
 FOUND = 97  # exit status of compute-sanitizer; pytest's own are 0 to 5
 
 # ASan itself ends a process in which a new thread finds no memory.
@@ -41,6 +41,16 @@ class Thin:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = items[:: self.step]
+
+
+def tests_of(names: Iterable[str]) -> list[str]:
+    """The test files of these stems, but for those of hundreds of calls a test."""
+    found = [path for name in names for path in sorted((HERE / "ops").glob(f"test_{name}*.py"))]
+    return [str(path) for path in found if not path.stem.endswith("_properties")]
+
+
+HOST_TESTS = [*tests_of(op.stem for op in OPS), *tests_of(("cpu_copy", "errors_table"))]
+CUDA_TESTS = tests_of(op.stem for op in OPS if op.has_kernels)
 
 
 def cxx() -> list[str]:
@@ -85,8 +95,7 @@ def run_host(thin: int, args: Sequence[str]) -> int:
         "ASAN_OPTIONS": "detect_leaks=0,verify_asan_link_order=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    files = [str(HERE / "ops" / f"test_{name}.py") for name in HOST_TESTS]
-    tests = [*files, "-m", "not cuda", "-k", NOT_UNDER_ASAN, *args]
+    tests = [*HOST_TESTS, "-m", "not cuda", "-k", NOT_UNDER_ASAN, *args]
     return subprocess.run(inner(thin, tests), env=env).returncode
 
 
@@ -102,8 +111,7 @@ def run_tool(tool: str, thin: int, args: Sequence[str]) -> int:
         options += ["--report-api-errors", "no", "--padding", "64"]
     # An allocation of its own for every tensor, so that its end is known to the tool.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    files = [str(HERE / "ops" / f"test_{name}.py") for name in OPS]
-    tests = [*files, "-m", "cuda and not multigpu", "-k", NOT_UNDER_TOOLS, *args]
+    tests = [*CUDA_TESTS, "-m", "cuda and not multigpu", "-k", NOT_UNDER_TOOLS, *args]
     return subprocess.run([program, *options, *inner(thin, tests)], env=env).returncode
 
 

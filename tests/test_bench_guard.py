@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from needs import needs_nvrtc
+from stems import ON_GPU
 
 from jitkern.bench import Context, baseline, case, ci, compare, counts, output, pairs, report
 from jitkern.bench.baseline import Baseline, BaselineError, Figure
@@ -152,7 +153,7 @@ def test_every_builtin_case_computes_the_right_thing() -> None:
 
 def test_every_op_has_a_case_for_its_checks() -> None:
     keys = {one.key for one in builtin_cases(CPU)}
-    for op in ("store", "index", "h2d_gather", "d2h_scatter"):
+    for op in ON_GPU:
         assert {f"{op}: call, checks only", f"{op}: call, 1 row"} <= keys
 
 

@@ -33,6 +33,7 @@ LAYERS = """
 3  jit.template jit.record jit.launch
 3  jit.device jit.native
 3  jit.loader
+4  ops._ops
 4  ops.common ops.kernels
 4  ops.pairs
 4  ops
@@ -41,9 +42,9 @@ LAYERS = """
 5  bench.report bench.client bench.pairs bench.measure
 5  bench.counts bench.fresh bench.compare bench.baseline
 5  bench.cases.common
-5  bench.cases.store bench.cases.index bench.cases.h2d_gather bench.cases.compare_key
-5  bench.cases.d2h_scatter bench.cases.launch bench.cases.threads
+5  bench.cases.pair_ops
 5  bench.cases
+5  bench.cases.launch bench.cases.threads
 5  bench.ci bench.output
 5  bench.worker
 5  bench

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from needs import needs_cxx
 from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
+from stems import own_tests
 from torch import Tensor
 from torch.library import opcheck
 
 import jitkern
 import jitkern.torch_ops
+from jitkern.ops._ops import OPS as TABLE
 
 OPS = torch.ops.jitkern
 SLOTS = 40
@@ -58,32 +61,28 @@ def compiled(function: Callable[..., Any], backend: str, **options: Any) -> Call
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
+SHAPES = [((8,), 6), ((3, 5), 6), ((3, 5), 1), ((1,), 0)]
+
+
 @index_dtypes
-@pytest.mark.parametrize(("row_shape", "count"), [((8,), 6), ((3, 5), 1), ((1,), 0)], ids=str)
+@pytest.mark.parametrize(("row_shape", "count"), SHAPES, ids=str)
 def test_opcheck(
     row_shape: tuple[int, ...], count: int, index_dtype: torch.dtype, device: torch.device
 ) -> None:
-    cache, more = rows(SLOTS, row_shape, device), rows(SLOTS, row_shape, device)
-    new = rows(count, row_shape, device)
-    where = slots(count, index_dtype, device)
-    opcheck(OPS.store_cache.default, (cache, more, where, new, new.clone()))
-    opcheck(OPS.indexing.default, (cache, where))
-    opcheck(OPS.indexing.default, (cache, where), {"vocab_range": [3, 20]})
-    opcheck(OPS.indexing.out, (cache, where), {"output": new})
+    """Every op that is one for PyTorch, with the calls that its own tests name."""
+    for op in TABLE:
+        if not hasattr(import_module(f"jitkern.ops.{op.stem}"), "TORCH_OVERLOADS"):
+            continue
+        where = slots(count, index_dtype, device)
+        calls = own_tests(op).opchecks(lambda n: rows(n, row_shape, device), SLOTS, where)
+        for overload, args, kwargs in calls:
+            opcheck(getattr(getattr(OPS, op.function), overload), args, kwargs)
 
 
-@index_dtypes
-@pytest.mark.parametrize("count", [6, 0])
-def test_opcheck_of_pair_ops(count: int, index_dtype: torch.dtype) -> None:
-    """On the CPU only: opcheck clones all arguments, and the clone of a pinned one is pageable."""
-    cpu = torch.device("cpu")
-    src, dst = rows(SLOTS, (3, 5), cpu), rows(SLOTS, (3, 5), cpu)
-    where = slots(count, index_dtype, cpu)
-    pairs = torch.stack([where, where.flip(0)], dim=1)
-    slot_map = torch.full((SLOTS,), -1, dtype=index_dtype)
-    opcheck(OPS.h2d_gather.default, (src, dst, pairs))
-    opcheck(OPS.h2d_gather.default, (src, dst, pairs), {"slot_map": slot_map, "num_sms": 1})
-    opcheck(OPS.d2h_scatter.default, (src, dst, pairs))
+def test_every_op_with_kernels_is_one_for_pytorch() -> None:
+    assert [op.function for op in TABLE if op.has_kernels] == [
+        op.function for op in TABLE if hasattr(OPS, op.function)
+    ]
 
 
 @backends

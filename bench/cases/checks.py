@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bench.cases.store import Buffers, case_of
+from bench.goals import Figures, Goal, at_most
 from jitkern import load_jit, make_cpp_args
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
@@ -38,6 +39,18 @@ def run(ctx: Context) -> Iterator[Row]:
         for rows in (1, 128, 1024, 131_072) if not ctx.quick else (1, 131_072):
             case = case_of(ctx, row_bytes, rows)
             yield from measure(ctx, _both(case, row_bytes, rows))
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    for case in f.cases("checks"):
+        checked, bare = (f.us("checks", case, impl) for impl in (CHECKED, UNCHECKED))
+        if checked is None or bare is None:
+            continue
+        name = f"bounds checks of store, {case}"
+        if case.startswith("131072 "):
+            yield from at_most(f"{name}: time", checked / bare, 1.01)
+        else:
+            yield from at_most(f"{name}: added", checked - bare, 0.1, "us")
 
 
 def _both(case: Case, row_bytes: int, rows: int) -> Case:

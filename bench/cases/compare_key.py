@@ -13,11 +13,14 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.goals import Figures, Goal, at_least, at_most
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import compare, fill
 from jitkern.perf import Replay, cpu_replay, time_replays
 
 DTYPES = (torch.int32, torch.int64)
+
+PEERS = (peers.host,)
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -25,6 +28,20 @@ def run(ctx: Context) -> Iterator[Row]:
     for dtype in DTYPES:
         for length in lengths:
             yield from _rows(ctx, dtype, length)
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    op, case = "compare_key", "131072 equal int32 tokens"
+    got = f.speed(op, case, "jitkern", "std::mismatch -O3")
+    yield from at_least(f"fast_compare_key, {case}: of std::mismatch -O3", got, 4.0)
+    slower = f.speed(op, case, "memcmp", "jitkern")
+    yield from at_most(f"fast_compare_key, {case}: time of memcmp", slower, 1.3)
+    for tokens in (1, 16):
+        case = f"{tokens} equal int32 tokens"
+        ours, floor = f.us(op, case, "jitkern"), f.us(op, case, "no-op FFI call")
+        if ours and floor:
+            name = f"fast_compare_key, {case}: above a no-op FFI call"
+            yield from at_most(name, ours - floor, 0.1, "us")
 
 
 def _rows(ctx: Context, dtype: torch.dtype, length: int) -> list[Row]:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 import jitkern
-from bench.cases.h2d_gather import (
+from bench import peers
+from bench.goals import MEMCPY, Figures, Goal, at_least
+from bench.peers.host_rows import (
     LINE_ALIGNED,
     LOADS_FIRST,
     ROW_BYTES,
@@ -22,6 +24,8 @@ from bench.cases.h2d_gather import (
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import empty_rows, measure, random_rows
 
+PEERS = (peers.ladder,)
+
 
 def run(ctx: Context) -> Iterator[Row]:
     if ctx.device != "cuda":
@@ -31,6 +35,12 @@ def run(ctx: Context) -> Iterator[Row]:
     dst = empty_rows(SLOTS, ROW_BYTES, "cpu", pin=True)
     for rows in (ROWS,) if ctx.quick else (1, 128, 2048, ROWS):
         yield from measure(ctx, _case(ctx, src, dst, rows))
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    case = "262144 rows of 656 B, distinct"
+    got = f.speed("d2h_scatter", case, "jitkern", MEMCPY)
+    yield from at_least(f"d2h, {case}: of {MEMCPY}", got, 0.85)
 
 
 def _case(ctx: Context, src: torch.Tensor, dst: torch.Tensor, rows: int) -> Case:

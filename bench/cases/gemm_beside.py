@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.cases.h2d_gather import (
+from bench import peers
+from bench.cases.h2d_gather import case_of, ours
+from bench.goals import MEMCPY, Figures, Goal, at_least, at_most
+from bench.peers.host_rows import (
     LINE_ALIGNED,
     LOADS_FIRST,
     ROW_BYTES,
     ROWS,
     TOTAL_BYTES,
     Buffers,
-    case_of,
     copy_engine,
-    ours,
     rung,
 )
 from jitkern.bench.case import Context, Row, Run, error_row
@@ -30,6 +31,9 @@ from jitkern.perf import Timing
 N = 8192
 GEMMS = 6  # timed together
 MAX_BACKGROUND = 400
+
+PEERS = (peers.ladder,)
+PLOTS = ("gemm",)
 
 
 @dataclass
@@ -64,6 +68,21 @@ def run(ctx: Context) -> Iterator[Row]:
         except Exception as error:  # a peer that fails is a row, not the end of the run
             row.error = error_row("", "", "", "", error).error
         yield row
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    rows = f.all("gemm_beside", "GEMM beside a gather")
+    ours, engine = rows.get("jitkern"), rows.get(MEMCPY)
+    if ours is None or engine is None:
+        return
+    more = ours.params["gemm_slowdown"] - engine.params["gemm_slowdown"]
+    yield from at_most("GEMM beside h2d_gather: slowdown above the copy engine's", more, 0.05)
+
+    def kept(row: Row) -> float:
+        return float(row.params["gather_beside_gb_s"] / row.params["gather_alone_gb_s"])
+
+    name = "h2d beside the GEMM: bandwidth kept, of what the copy engine keeps"
+    yield from at_least(name, kept(ours) / kept(engine), 0.95)
 
 
 def _gathers(ctx: Context) -> Iterator[tuple[str, str, int, Callable[[], Run]]]:

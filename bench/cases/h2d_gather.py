@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,24 +16,27 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.store import empty_launch
+from bench.goals import MEMCPY, Figures, Goal, at_least, at_most
+from bench.peers.host_rows import (
+    BYTE_LOADS,
+    LINE_ALIGNED,
+    LOADS_FIRST,
+    ROW_BYTES,
+    ROWS,
+    SLOTS,
+    TOTAL_BYTES,
+    VECTOR_LOADS,
+    WARP_A_ROW,
+    Buffers,
+    ceilings,
+    copy_engine,
+    rung,
+)
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import empty_rows, measure, random_rows
 
-BATCH, TOP_K, SLOTS, ROW_BYTES = 128, 2048, 300_000, 656
-ROWS = BATCH * TOP_K
-TOTAL_BYTES = ROWS * ROW_BYTES
-# Rungs of bench/peers/ladder.cu
-BYTE_LOADS, VECTOR_LOADS, WARP_A_ROW, LOADS_FIRST, LINE_ALIGNED = 1, 2, 3, 4, 6
-
-
-@dataclass
-class Buffers:
-    src: torch.Tensor  # pinned
-    dst: torch.Tensor
-    pairs: torch.Tensor  # int32 [rows, 2]
-    pairs64: torch.Tensor
-    staging: torch.Tensor  # pinned, for the peers that gather on the CPU first
+PEERS = (peers.ladder,)
+PLOTS = ("ladder", "row sizes")
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -50,6 +52,32 @@ def run(ctx: Context) -> Iterator[Row]:
     sizes = (4096,) if ctx.quick else (512, 576, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
     for row_bytes in sizes:
         yield from measure(ctx, case_of("distinct", TOTAL_BYTES // row_bytes, row_bytes, _wide()))
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    op, two = "h2d_gather", TWO_SMS
+    case = "262144 rows of 656 B, distinct"
+    aligned = "6 line-aligned, 2 SMs"
+    yield from at_least(f"h2d, {case}, 2 SMs: of {aligned}", f.speed(op, case, two, aligned), 0.99)
+    yield from at_least(f"h2d, {case}, 2 SMs: of {MEMCPY}", f.speed(op, case, two, MEMCPY), 0.87)
+    cost = f.speed(op, case, "jitkern, dedup=False", "jitkern, dedup=True")
+    yield from at_most(f"h2d, {case}: dedup=True, time of dedup=False", cost, 1.02)
+    case = "262144 rows of 656 B, repeats"
+    yield from at_least(f"h2d, {case}: of {MEMCPY}", f.speed(op, case, "jitkern", MEMCPY), 1.25)
+    for case in f.cases(op):
+        rows = f.all(op, case)
+        ours = rows.get("jitkern")
+        if ours is None or not ours.median_us or not ours.gb_s:
+            continue  # it failed, and its row says why
+        rungs = [r.median_us for r in rows.values() if r.role == "peer" and r.median_us]
+        if rungs and ours.bytes_moved and ours.bytes_moved <= 2048 * 656:
+            name = f"h2d, {case}: time of the best rung"
+            yield from at_most(name, ours.median_us / min(rungs), 1.2)
+        sm_path = [r.gb_s for r in rows.values() if r.role == "sm ceiling" and r.gb_s]
+        if sm_path and ours.params["sources"] == "distinct":
+            limit = max(sm_path) * ours.params.get("line_efficiency", 1.0)
+            name = f"h2d, {case}: of contiguous zero-copy x line efficiency"
+            yield from at_least(name, ours.gb_s / limit, 0.95)
 
 
 @lru_cache(maxsize=2)
@@ -135,7 +163,7 @@ def _small() -> list[Impl]:
         Impl("6 line-aligned, full grid", "peer", lambda: rung(LINE_ALIGNED)),
         Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
         Impl("cudaMemcpyAsync, contiguous", "ceiling", copy_engine, check=False),
-        Impl("empty kernel", "floor", empty_launch, check=False, bytes_moved=0),
+        Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0),
     ]
 
 
@@ -218,11 +246,6 @@ def ours(**options: Any) -> Run:
     return lambda b: jitkern.h2d_gather(b.src, b.dst, b.pairs, **options)
 
 
-def rung(number: int, num_blocks: int = 0) -> Run:
-    gather = peers.ladder().gather
-    return lambda b: gather(number, b.src, b.dst, b.pairs, num_blocks)
-
-
 def _outsiders(ctx: Context) -> list[Impl]:
     impls = [Impl("triton", "peer", _triton)]
     if not ctx.quick:
@@ -243,27 +266,3 @@ def _torch(b: Buffers) -> None:
     sources = b.pairs64[:, 0].cpu()
     torch.index_select(b.src, 0, sources, out=b.staging)
     b.dst.index_copy_(0, b.pairs64[:, 1], b.staging.to("cuda", non_blocking=True))
-
-
-def ceilings() -> list[Impl]:
-    return [
-        Impl("cudaMemcpyAsync, contiguous", "ceiling", copy_engine, check=False),
-        Impl("zero-copy kernel, contiguous, 132 SMs", "sm ceiling", contiguous, check=False),
-        Impl(
-            "zero-copy kernel, contiguous, 2 SMs", "sm ceiling", lambda: contiguous(2), check=False
-        ),
-    ]
-
-
-def copy_engine() -> Run:
-    copy = peers.ladder().copy_engine
-    return lambda b: copy(b.src, b.dst, _size(b))
-
-
-def contiguous(num_blocks: int = 132) -> Run:
-    copy = peers.ladder().copy_contiguous
-    return lambda b: copy(b.src, b.dst, _size(b), num_blocks)
-
-
-def _size(b: Buffers) -> int:
-    return b.pairs.shape[0] * b.src.shape[1] * b.src.element_size()

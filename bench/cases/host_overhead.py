@@ -13,12 +13,15 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.goals import Figures, Goal, at_most
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import empty_rows, fill, host_us_of, random_rows
 from jitkern.perf import Timing
 
 ROW_BYTES, SLOTS, CALLS = 656, 1024, 400
 STORE = "store_cache, 1 row of 656 B"
+
+PEERS = (peers.host,)
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -75,6 +78,19 @@ def run(ctx: Context) -> Iterator[Row]:
         rows.insert(2, _bare_launch(ctx))
     _compare(rows)
     yield from rows
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    rows = f.all("host_overhead", "store_cache, 1 row of 656 B")
+    floors = [r.median_us for r in rows.values() if r.role == "floor" and r.median_us]
+    peers = [r.median_us for r in rows.values() if r.role == "peer" and r.median_us]
+    ours = rows.get("jitkern")
+    if ours and ours.median_us and len(floors) == 2:
+        name = "host time of store_cache: of a bare launch + a no-op FFI call"
+        yield from at_most(name, ours.median_us / sum(floors), 1.15)
+        yield from at_most(
+            "host time of store_cache: of torch's two", ours.median_us / min(peers), 0.333
+        )
 
 
 def _row(

@@ -9,17 +9,34 @@ from typing import Any
 import torch
 
 from bench import peers
-from bench.cases.store import empty_launch
+from bench.goals import Figures, Goal, at_least, cpu_goals
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.cases.index import VOCAB, Buffers, Size, masked, ours
 from jitkern.bench.cases.index import case_of as guarded
 from jitkern.bench.measure import measure
 from jitkern.perf import copy_kernel
 
+PEERS = (peers.rows,)
+PLOTS = ("bandwidth",)
+
 
 def run(ctx: Context) -> Iterator[Row]:
     for size in _sizes(ctx):
         yield from measure(ctx, case_of(ctx, size))
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    for case in f.cases("index"):
+        if not case.startswith("65536 "):
+            continue
+        for other, wanted in (
+            ("copy kernel", 0.97),
+            ("torch index_select(out=)", 1.05),
+            ("torch F.embedding", 1.05),
+        ):
+            got = f.speed("index", case, "jitkern", other)
+            yield from at_least(f"indexing, {case}: of {other}", got, wanted)
+    yield from cpu_goals(f, "index")
 
 
 def _sizes(ctx: Context) -> list[Size]:
@@ -78,7 +95,7 @@ def _impls(ctx: Context, size: Size) -> Iterator[Impl]:
     yield Impl("copy kernel", "ceiling", _copy_kernel, check=False, bytes_moved=copied)
     yield Impl("torch copy_", "ceiling", lambda: _copy_, check=False, bytes_moved=copied)
     if size.rows <= 1024:
-        yield Impl("empty kernel", "floor", empty_launch, check=False, bytes_moved=0)
+        yield Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
 
 
 def _nvcc(row_bytes: int) -> Run:

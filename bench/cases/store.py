@@ -9,16 +9,43 @@ from typing import Any
 import torch
 
 from bench import peers
+from bench.goals import NVCC, Figures, Goal, at_least, at_most, cpu_goals
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.cases.store import Buffers, ours
 from jitkern.bench.cases.store import case_of as guarded
 from jitkern.bench.measure import measure
 from jitkern.perf import copy_kernel
 
+PEERS = (peers.rows,)
+PLOTS = ("bandwidth",)
+
 
 def run(ctx: Context) -> Iterator[Row]:
     for row_bytes, rows in _sizes(ctx):
         yield from measure(ctx, case_of(ctx, row_bytes, rows))
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    for row_bytes, share in ((256, 0.97), (1024, 0.97), (2048, 0.97), (656, 0.93)):
+        case = f"131072 rows of {row_bytes} B"
+        name = f"store, {case}"
+        for other, wanted in (
+            ("copy kernel, same bytes", share),
+            (NVCC, 1.0),
+            ("torch cache[idx] = x, twice", 4.0),
+        ):
+            yield from at_least(
+                f"{name}: of {other}", f.speed("store", case, "jitkern", other), wanted
+            )
+    for case in f.cases("store"):
+        ours, floor = f.us("store", case, "jitkern"), f.us("store", case, "empty kernel")
+        if ours is None or floor is None:
+            continue  # the empty kernel runs beside small calls only
+        yield from at_most(f"store, {case}: above the empty kernel", ours - floor, 0.3, "us")
+        yield from at_least(
+            f"store, {case}: of {NVCC}", f.speed("store", case, "jitkern", NVCC), 1.0
+        )
+    yield from cpu_goals(f, "store", "torch cache[idx] = x, twice", 8.0)
 
 
 def _sizes(ctx: Context) -> list[tuple[int, int]]:
@@ -71,7 +98,7 @@ def _impls(ctx: Context, row_bytes: int, rows: int) -> Iterator[Impl]:
     yield Impl("copy kernel, same bytes", "ceiling", _copy_kernel, check=False)
     yield Impl("torch copy_, same bytes", "ceiling", lambda: _copy_, check=False)
     if rows <= 1024:
-        yield Impl("empty kernel", "floor", empty_launch, check=False, bytes_moved=0)
+        yield Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
 
 
 def _no_such_row_size() -> Run:
@@ -151,10 +178,3 @@ def _flashinfer() -> Run:
 def _copy_kernel() -> Run:
     copy = copy_kernel()
     return lambda b: copy(b.copied, b.kv)
-
-
-def empty_launch() -> Run:
-    """Return a launch of a kernel that does nothing: the floor of small calls."""
-    module = peers.empty()
-    words = [0] * 11
-    return lambda _: module.launch(peers.EMPTY_KERNEL, *words, grid=1, block=128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,16 @@ empty = Once(_empty)
 triton = Once(_triton)
 
 
-def prebuild(device: str, ops: list[str]) -> None:
+def empty_launch() -> Callable[[Any], object]:
+    """Return a launch of a kernel that does nothing: the floor of small calls."""
+    module = empty()
+    words = [0] * 11
+    return lambda _: module.launch(EMPTY_KERNEL, *words, grid=1, block=128)
+
+
+def prebuild(device: str, wanted: Iterable[Once]) -> None:
     """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
-    wanted: list[Once] = []
-    if {"compare_key", "host_overhead"} & set(ops):
-        wanted.append(host)
-    if device == "cuda":
-        if {"store", "index"} & set(ops):
-            wanted.append(rows)
-        if {"h2d_gather", "d2h_scatter", "gemm_beside"} & set(ops):
-            wanted.append(ladder)
+    wanted = [once for once in dict.fromkeys(wanted) if device == "cuda" or once is host]
     with ThreadPoolExecutor(max_workers=4) as pool:
         for done in [pool.submit(_quietly, once) for once in wanted]:
             done.result()

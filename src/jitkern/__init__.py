@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from jitkern.ops._ops import OPS as _OPS
+
 if TYPE_CHECKING:
     from jitkern.cache.get import freeze as freeze
     from jitkern.cache.stats import stats as stats
@@ -36,11 +38,7 @@ __version__ = "0.1.0"
 # The public names by the module that defines them. The imports above say the same to a type
 # checker, which cannot read a table; tests/test_package.py proves that the two agree.
 _PUBLIC = {
-    "jitkern.ops.store": ("store_cache",),
-    "jitkern.ops.index": ("indexing",),
-    "jitkern.ops.d2h_scatter": ("d2h_scatter",),
-    "jitkern.ops.h2d_gather": ("h2d_gather",),
-    "jitkern.ops.compare_key": ("fast_compare_key",),
+    **{f"jitkern.ops.{op.stem}": (op.function,) for op in _OPS},
     "jitkern.host.faults": ("check",),
     "jitkern.perf": ("compare_memory_kernel_perf", "perf_cuda"),
     "jitkern.jit.loader": ("load_aot", "load_jit"),

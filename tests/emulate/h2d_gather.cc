@@ -12,6 +12,10 @@ using jitkern::ClaimParams;
 using jitkern::kNoOwner;
 using jitkern::PairCopyParams;
 
+// Its launch says whether it waits for the kernel before; it has no use for that.
+template <int kIndexBytes, int kThreads, int kMaxOccupancy, bool kUsePdl>
+using ClaimOf = jitkern::ClaimRows<kIndexBytes, kThreads, kMaxOccupancy>;
+
 // Of the copies, which have sweeps of their own, one row size will do.
 constexpr i64 kRowBytes = 24;
 constexpr int kVecBytes = 8;
@@ -150,7 +154,7 @@ void one_run(Random& random, Tally& tally) {
   claim.dst_site = kDstSite;
   claim.slot_map_site = kSlotMapSite;
   claim.fault = fault.record();
-  using Claim = jitkern::ClaimRows<kIndexBytes, CLAIM_CONFIG>;
+  using Claim = ClaimOf<kIndexBytes, H2D_GATHER_CLAIM_CONFIG>;
   const unsigned blocks = ceil_div(call.num_pairs, Claim::kNumThreads);
   launch_fibers({blocks}, {Claim::kNumThreads}, any_order(random), [&] { Claim::run(claim); });
   ++tally.runs;
@@ -184,8 +188,8 @@ void one_run(Random& random, Tally& tally) {
   fetch.num_src_rows = call.src_rows;
   fetch.num_dst_rows = call.dst_rows;
   fetch.fault = fault.record();
-  using Fetch =
-      jitkern::H2DGather<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, GATHER_IN_FLIGHT>;
+  using Fetch = jitkern::H2DGather<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true,
+                                   H2D_GATHER_LARGE_IN_FLIGHT>;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {2}, 128,
                              random, fetch, tally, true);
   PairCopyParams copy = fetch;

@@ -1,4 +1,5 @@
 // The copies between host and device memory, h2d_gather and d2h_scatter, on exact buffers.
+// 50 row sizes to a program.
 #include "ops/d2h_scatter.cu"
 #include "ops/h2d_gather.cu"
 
@@ -16,9 +17,9 @@ constexpr FaultSite kSrcSite{5};
 constexpr FaultSite kDstSite{6};
 
 constexpr int in_flight(int variant) {
-  return variant & kSmallCall ? SMALL_IN_FLIGHT
-         : variant & kScatter ? SCATTER_IN_FLIGHT
-                              : GATHER_IN_FLIGHT;
+  return variant & kSmallCall ? PAIRS_SMALL_IN_FLIGHT
+         : variant & kScatter ? D2H_SCATTER_LARGE_IN_FLIGHT
+                              : H2D_GATHER_LARGE_IN_FLIGHT;
 }
 
 struct Config {
@@ -26,7 +27,7 @@ struct Config {
   bool use_pdl;
 };
 constexpr Config config(int variant) {
-  return variant & kSmallCall ? Config{SMALL_CONFIG} : Config{LARGE_CONFIG};
+  return variant & kSmallCall ? Config{PAIRS_SMALL_CONFIG} : Config{PAIRS_LARGE_CONFIG};
 }
 
 template <class Kernel>

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ from functools import cache
 from pathlib import Path
 
 from jitkern.compilers.sources import CSRC, include_dirs
-from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
+from jitkern.jit.template import KernelConfig
+from jitkern.ops import device_ops, pairs
 
 HERE = Path(__file__).resolve().parent
 SUPPORT = ("buffers.cc", "fibers.cc", "sweep.cc")
@@ -36,22 +38,18 @@ FLAGS = (
 
 
 def _launch_facts() -> tuple[str, ...]:
-    """What the ops say of their launches, for the drivers: the kernels that are run are those."""
-    claim = h2d_gather.CLAIM_CONFIG
-    facts = {
-        "CLAIM_CONFIG": f"{claim.num_threads}, {claim.max_occupancy}",
-        "STORE_CONFIG": store.CONFIG.template_args,
-        "STORE_IN_FLIGHT": store.IN_FLIGHT,
-        "INDEX_CONFIG": index.CONFIG.template_args,
-        "INDEX_IN_FLIGHT": index.IN_FLIGHT,
-        "INDEX_VECS_PER_SPLIT": index.VECS_PER_SPLIT,
-        "LARGE_CONFIG": pairs.LARGE_CONFIG.template_args,
-        "SMALL_CONFIG": pairs.SMALL_CONFIG.template_args,
-        "SMALL_IN_FLIGHT": pairs.SMALL_IN_FLIGHT,
-        "GATHER_IN_FLIGHT": h2d_gather.LARGE_IN_FLIGHT,
-        "SCATTER_IN_FLIGHT": d2h_scatter.LARGE_IN_FLIGHT,
-    }
-    return tuple(f"-D{name}={value}" for name, value in facts.items())
+    """What the ops say of their launches, for the drivers: the kernels that are run are those.
+
+    `CONFIG` of store.py becomes STORE_CONFIG.
+    """
+    facts = {}
+    for stem, module in {**device_ops(), "pairs": pairs}.items():
+        for name, value in vars(module).items():
+            if isinstance(value, KernelConfig):
+                facts[f"{stem}_{name}"] = value.template_args
+            elif name.isupper() and type(value) is int:
+                facts[f"{stem}_{name}"] = value
+    return tuple(f"-D{name.upper()}={value}" for name, value in facts.items())
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,19 @@ class Sweep:
         return "-".join([self.driver, *(text.rpartition("=")[2] for text in self.defines)])
 
 
+_SWEPT = re.compile(r"^// (\d+) row sizes to a program", re.MULTILINE)  # what compiles in seconds
+
+
 def sweeps(every: bool = False) -> list[Sweep]:
     """Every row size of 1 to 700 bytes and the large ones, in parts that compile in seconds."""
     more = ("SWEEP_ALL",) if every else ()
-    found = [Sweep("h2d_gather"), Sweep("compare_key")]
-    for driver, step in (("store", 100), ("index", 100), ("pair_copy", 50)):
+    found = []
+    for path in sorted(HERE.glob("*.cc")):
+        driver, swept = path.stem, _SWEPT.search(path.read_text())
+        if swept is None:
+            found += [] if path.name in (*SUPPORT, "self_test.cc") else [Sweep(driver)]
+            continue
+        step = int(swept[1])
         found.append(Sweep(driver, ("SWEEP_ROWS=1024,2048,7168,8192,65536", *more)))
         for begin in range(1, 701, step):
             rows = (f"SWEEP_BEGIN={begin}", f"SWEEP_END={begin + step}")

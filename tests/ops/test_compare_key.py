@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import tvm_ffi
+from buffers import INT_DTYPES
+from fuzzer import SIZES, Call, Fuzzer
 from hypothesis import given
 from hypothesis import strategies as st
+from mistakes import Mistake, bad_indices, not_tensors
 from torch import Tensor
 
 from jitkern import fast_compare_key
@@ -253,3 +257,55 @@ def test_pinned_memory_is_cpu_memory() -> None:
 def test_an_instruction_set_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="level: mmx, expected one of compare_key_levels"):
         with_level("mmx")(X, X)
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    return {"x": torch.arange(9), "y": torch.arange(5), "start": 0, "page_size": 1}
+
+
+def mistakes() -> list[Mistake]:
+    good = good_arguments()
+    table: list[Mistake] = []
+    for argument in ("x", "y"):
+        table += not_tensors(good, argument) + bad_indices(argument, good[argument])
+        table += [
+            ({argument: torch.tensor(3)}, ValueError,
+             f"{argument}: shape [], expected 1 dimension"),
+            ({argument: torch.zeros(3, 2, dtype=torch.int64)}, ValueError,
+             f"{argument}: shape [3, 2], expected 1 dimension"),
+        ]  # fmt: skip
+    table += [
+        ({"y": torch.arange(5, dtype=torch.int32)}, TypeError,
+         "y: dtype int32, expected int64 as in x"),
+        ({"start": -1}, ValueError, "start: -1, expected 0 to 9, the length of x"),
+        ({"start": 10}, ValueError, "start: 10, expected 0 to 9, the length of x"),
+        ({"start": None}, TypeError, "start: None, expected an int"),
+        ({"start": 1.0}, TypeError, "start: float, expected an int"),
+        ({"page_size": 0}, ValueError, "page_size: 0, expected at least 1"),
+        ({"page_size": -16}, ValueError, "page_size: -16, expected at least 1"),
+        ({"page_size": "16"}, TypeError, "page_size: str, expected an int"),
+    ]  # fmt: skip
+    return table
+
+
+def fuzz(f: Fuzzer) -> Call:
+    dtype = f.rng.choice(INT_DTYPES)
+    x, y = (
+        torch.randint(0, 2, (f.rng.choice([*SIZES, 100]),), generator=f.generator) for _ in "xy"
+    )
+    start, page_size = f.rng.randint(0, len(x)), f.rng.choice([1, 1, 2, 16])
+    length = min(len(x) - start, len(y))
+    differ = (x[start : start + length] != y[:length]).nonzero().flatten().tolist()
+    common = differ[0] if differ else length
+
+    def prove(result: Any) -> None:
+        assert result == common // page_size * page_size
+
+    return Call(
+        fast_compare_key,
+        {"x": x.to(dtype), "y": y.to(dtype), "start": start, "page_size": page_size},
+        prove,
+    )

@@ -6,6 +6,7 @@ import re
 import struct
 
 import pytest
+from stems import ON_GPU, STEMS, own_tests
 
 from jitkern import load_jit
 from jitkern.arch import SUPPORTED_ARCHS, Arch
@@ -13,15 +14,9 @@ from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.errors import ToolchainError
 from jitkern.ops import device_ops
 
-OPS = list(device_ops())
 ARCHS = list(map(str, SUPPORTED_ARCHS))
 # One row size for each vector width from 16 bytes down to 1, and the largest.
 ROW_BYTES = [656, 40, 12, 6, 657, 8192]
-
-
-# 1024 threads leave 64 registers each: two 8-byte values of h2d_gather do not fit, and its bound
-# is the bus.
-ALLOWED_SPILL_BYTES = {"h2d_gather": 16}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +37,7 @@ def arch_of(image: bytes) -> int:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ON_GPU)
 def test_every_row_size_compiles(op: str, arch: str) -> None:
     module = device_ops()[op]
     wanted = Arch.parse(arch)
@@ -55,7 +50,7 @@ def test_every_row_size_compiles(op: str, arch: str) -> None:
             assert b".text." + op.encode() in image  # found by its plain C name
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ON_GPU)
 def test_no_kernel_spills(op: str) -> None:
     """A spilled register would be memory traffic of its own; ptxas tells."""
     module = device_ops()[op]
@@ -72,4 +67,4 @@ def test_no_kernel_spills(op: str) -> None:
         log = verbose.entry(arch).meta["log"]
         spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", log)]
         assert spilled, log
-        assert max(spilled) <= ALLOWED_SPILL_BYTES.get(op, 0), log
+        assert max(spilled) <= getattr(own_tests(STEMS[op]), "ALLOWED_SPILL_BYTES", 0), log

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from buffers import (
@@ -15,7 +18,11 @@ from buffers import (
     out_of_range,
     to_index,
 )
+from fuzzer import SIZES, Call, Fuzzer
+from mistakes import Mistake, good_pair_arguments, pair_mistakes
 from ref import ref_h2d_gather as ref_copy_pairs
+from ref import same_bits
+from stems import OpCheck, Rows
 from torch import Tensor
 
 from jitkern import d2h_scatter, h2d_gather
@@ -136,3 +143,40 @@ def test_a_pageable_destination_is_refused_with_the_cure() -> None:
         )
     assert "pin_memory" in str(caught.value)
     assert dst.eq(0).all()
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    return good_pair_arguments()
+
+
+def mistakes() -> list[Mistake]:
+    return pair_mistakes(good_arguments())
+
+
+def fuzz(f: Fuzzer) -> Call:
+    row, dtype = f.row()
+    num_src, num_dst, count = (f.rng.choice(SIZES) for _ in range(3))
+    src = f.tensor([num_src, *row], dtype)
+    dst = f.tensor([num_dst, *row], dtype, host=True)
+    index_dtype = f.rng.choice(INT_DTYPES)
+    sources = f.distinct(count, num_src, index_dtype)
+    pairs = torch.stack([sources, f.distinct(count, num_dst, index_dtype)], dim=1)
+    expected = dst.clone()
+    ref_copy_pairs(src, expected, pairs)
+
+    def prove(result: Any) -> None:
+        assert result is None
+        assert same_bits(dst, expected)
+
+    arguments = {"src": src, "dst": dst, "pairs": pairs, "num_sms": f.rng.choice([None, 3])}
+    return Call(d2h_scatter, arguments, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    if where.is_cuda:
+        return  # opcheck clones all arguments, and the clone of a pinned one is pageable
+    pairs = torch.stack([where, where.flip(0)], dim=1)
+    yield "default", (rows(slots), rows(slots), pairs), {}

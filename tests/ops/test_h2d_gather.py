@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from buffers import (
@@ -15,7 +18,17 @@ from buffers import (
     out_of_range,
     to_index,
 )
-from ref import ref_h2d_gather
+from fuzzer import SIZES, Call, Fuzzer
+from mistakes import (
+    Mistake,
+    bad_indices,
+    good_pair_arguments,
+    index_text,
+    not_tensors,
+    pair_mistakes,
+)
+from ref import ref_h2d_gather, same_bits
+from stems import OpCheck, Rows
 from torch import Tensor
 
 from jitkern import h2d_gather
@@ -252,73 +265,6 @@ def test_a_source_only_partly_pinned_is_refused() -> None:
         torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
 
 
-def gather_with_map(
-    src: Buffer, dst: Buffer, pairs: Tensor, slot_map: Tensor, **how: bool
-) -> tuple[Tensor, Tensor]:
-    """Gather, and return where the map says each source row is, and the rows there."""
-    h2d_gather(src.view, dst.view, pairs, slot_map=slot_map, **how)
-    resident = (slot_map >= 0).nonzero().flatten()
-    return resident, dst.view[slot_map[resident].long()]
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("dedup", [True, False])
-@pytest.mark.parametrize("row_bytes", [5, 656, 1024])
-@pytest.mark.parametrize("distinct_rows", [1, 7, 20_000])
-def test_large_calls_with_repeated_sources(
-    device: torch.device, distinct_rows: int, row_bytes: int, dedup: bool, index_dtype: torch.dtype
-) -> None:
-    """40,000 pairs: on CUDA each source row is fetched once and copied on the GPU."""
-    count = 40_000
-    generator = torch.Generator().manual_seed(distinct_rows)
-    src = host_buffer((20_000, row_bytes), torch.uint8, device)
-    dst = make_buffer((count + 9, row_bytes), device=device, seed=1)
-    sources = torch.randint(0, distinct_rows, (count,), generator=generator)
-    sources[::97] = -1
-    pairs = torch.stack([sources, torch.randperm(count + 9, generator=generator)[:count]], dim=1)
-    pairs = pairs.to(index_dtype).to(device)
-    twin = dst.twin()
-    slot_map = torch.full((20_000,), -1, dtype=torch.int32, device=device)
-    resident, rows = gather_with_map(src, dst, pairs, slot_map, dedup=dedup)
-    ref_h2d_gather(src.view, twin.view, pairs)
-    assert dst.same(twin)
-    assert torch.equal(resident.cpu(), sources[sources >= 0].unique())
-    assert torch.equal(rows.cpu(), src.view[resident.cpu()])
-
-
-@pytest.mark.parametrize("map_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 50, 40_000])
-@pytest.mark.parametrize("row_bytes", [5, 656])
-def test_resident_rows_come_from_the_destination(
-    device: torch.device, row_bytes: int, count: int, map_dtype: torch.dtype
-) -> None:
-    """Their copies in `src` are overwritten, so that a fetch of one would show."""
-    num_src, generator = 2 * count + 3, torch.Generator().manual_seed(count)
-    src = host_buffer((num_src, row_bytes), torch.uint8, device)
-    dst = make_buffer((2 * num_src + count, row_bytes), device=device, seed=1)
-    original = src.view.clone()
-    resident = torch.randperm(num_src, generator=generator)[: num_src // 2]
-    slot_map = torch.full((num_src,), -1, dtype=map_dtype)
-    slot_map[resident] = torch.arange(len(resident), dtype=map_dtype)
-    dst.view[: len(resident)] = original[resident].to(device)
-    src.view[resident] = 255 - original[resident]
-    sources = torch.randint(0, num_src, (count,), generator=generator)
-    targets = num_src + torch.randperm(num_src + count, generator=generator)[:count]
-    pairs = torch.stack([sources, targets], dim=1).to(device)
-    twin = dst.twin()
-    slot_map = slot_map.to(device)
-    before = slot_map.clone()
-    h2d_gather(src.view, dst.view, pairs, slot_map=slot_map, reuse_resident=True)
-    twin.view[targets.to(device)] = original[sources].to(device)
-    assert dst.same(twin)
-    asked = torch.zeros(num_src, dtype=torch.bool)
-    asked[sources] = True
-    assert torch.equal(slot_map[~asked.to(device)], before[~asked.to(device)])
-    now = slot_map.cpu().long()[asked]
-    assert torch.equal(dst.view.cpu()[now], original[asked])
-    assert all(int(slot) >= num_src for slot in now)
-
-
 def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device) -> None:
     src, dst = buffers_for(device, (656,), torch.uint8)
     twin = dst.twin()
@@ -331,31 +277,6 @@ def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device)
     if device.type == "cuda":
         ref_h2d_gather(src.view, twin.view, pairs[:1])
     assert dst.same(twin)
-
-
-def test_out_of_range_in_a_large_call(device: torch.device) -> None:
-    src = host_buffer((1000, 40), torch.uint8, device)
-    dst = make_buffer((40_000, 40), device=device, seed=1)
-    twin = dst.twin()
-    pairs = torch.stack([torch.arange(40_000) % 1000, torch.arange(40_000)], dim=1).to(device)
-    pairs[33_333, 0] = 1000
-    with out_of_range(device, "h2d_gather: pairs[..., 0]: index 1000 at position 33333, expected"):
-        h2d_gather(src.view, dst.view, pairs)
-    if device.type == "cuda":
-        pairs[33_333, 0] = -1
-        ref_h2d_gather(src.view, twin.view, pairs)
-    assert dst.same(twin)
-
-
-@pytest.mark.parametrize("slot_dtype", INT_DTYPES)
-def test_resident_rows_past_int32_need_int64_pairs(slot_dtype: torch.dtype) -> None:
-    src = torch.zeros(3, 1, dtype=torch.uint8)
-    dst = torch.zeros(1, 1, dtype=torch.uint8).expand(2**31 + 1, 1)
-    pairs = torch.tensor([[0, 1]], dtype=torch.int32)
-    slot_map = torch.full((3,), -1, dtype=slot_dtype)
-    arg = "slot_map" if slot_dtype == torch.int32 else "pairs"
-    with pytest.raises(TypeError, match=f"^h2d_gather: {arg}: dtype int32, expected int64 for "):
-        h2d_gather(src, dst, pairs, slot_map=slot_map, reuse_resident=True)
 
 
 @pytest.mark.cuda
@@ -385,3 +306,89 @@ def test_record_source_changes_nothing_else(device: torch.device) -> None:
     h2d_gather(src.view.requires_grad_(), dst.view, pairs, record_source=True)
     ref_h2d_gather(src.view.detach(), twin.view, pairs)
     assert dst.same(twin)
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    flags = {"dedup": True, "reuse_resident": False, "record_source": False}
+    return {**good_pair_arguments(), "slot_map": torch.arange(3), **flags}
+
+
+# 1024 threads leave 64 registers each: two 8-byte values do not fit, and the bound is the bus.
+ALLOWED_SPILL_BYTES = 16
+UNCHECKED = {"dedup", "record_source"}  # only their truth counts
+
+
+def mistakes() -> list[Mistake]:
+    good = good_arguments()
+    of_map = "expected shape [3], one entry for each row of src"
+    without = "expected a slot_map that says which rows are resident, or False"
+    return [
+        *pair_mistakes(good),
+        *not_tensors(good, "slot_map", optional="slot_map"),
+        *bad_indices("slot_map", good["slot_map"]),
+        ({"slot_map": torch.arange(4)}, ValueError, f"slot_map: shape [4], {of_map}"),
+        ({"slot_map": torch.zeros(3, 1, dtype=torch.int32)}, ValueError,
+         f"slot_map: shape [3, 1], {of_map}"),
+        ({"reuse_resident": True, "slot_map": None}, ValueError,
+         f"reuse_resident: True without a slot_map, {without}"),
+        ({"reuse_resident": True, "slot_map": torch.tensor([-1, -1, 50])}, IndexError,
+         index_text("slot_map", 50, 2, 50)),
+        ({"reuse_resident": "yes"}, TypeError, "reuse_resident: str, expected a bool"),
+        ({"reuse_resident": None}, TypeError, "reuse_resident: None, expected a bool"),
+        ({"reuse_resident": 1}, TypeError, "reuse_resident: int, expected a bool"),
+    ]  # fmt: skip
+
+
+MIXED_DEVICES = [(name, "cuda:0 as in dst") for name in ("pairs", "slot_map")]
+
+
+@pytest.mark.cuda
+def test_a_source_on_the_gpu() -> None:
+    arguments = good_arguments()
+    arguments["src"] = arguments["src"].cuda()
+    with pytest.raises(ValueError, match=r"^h2d_gather: src: device cuda:0, expected cpu$"):
+        h2d_gather(**arguments)
+
+
+def fuzz(f: Fuzzer) -> Call:
+    row, dtype = f.row()
+    num_src, num_dst, count = (f.rng.choice(SIZES) for _ in range(3))
+    src = f.tensor([num_src, *row], dtype, host=True)
+    dst = f.tensor([num_dst, *row], dtype)
+    index_dtype = f.rng.choice(INT_DTYPES)
+    sources = f.distinct(count, num_src, index_dtype)
+    pairs = torch.stack([sources, f.distinct(count, num_dst, index_dtype)], dim=1)
+    slot_map, reuse_resident = None, False
+    if f.rng.random() < 0.5:
+        reuse_resident = f.rng.random() < 0.5
+        highest = 0 if reuse_resident else 9  # nothing is resident
+        slot_map = f.integers([num_src], -9, highest, f.rng.choice(INT_DTYPES))
+    expected, expected_map = dst.clone(), None if slot_map is None else slot_map.clone()
+    if 0 not in row:  # rows of no bytes: nothing to do
+        ref_h2d_gather(src, expected, pairs, expected_map)
+
+    def prove(result: Any) -> None:
+        assert result is None
+        assert same_bits(dst, expected)
+        assert slot_map is None or torch.equal(slot_map, expected_map)
+
+    return Call(
+        h2d_gather,
+        {"src": src, "dst": dst, "pairs": pairs, "slot_map": slot_map,
+         "num_sms": f.rng.choice([None, 1, 2, 7]), "dedup": f.rng.random() < 0.5,
+         "reuse_resident": reuse_resident},
+        prove,
+    )  # fmt: skip
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    if where.is_cuda:
+        return  # opcheck clones all arguments, and the clone of a pinned one is pageable
+    pairs = torch.stack([where, where.flip(0)], dim=1)
+    slot_map = torch.full((slots,), -1, dtype=where.dtype)
+    arguments = (rows(slots), rows(slots), pairs)
+    yield "default", arguments, {}
+    yield "default", arguments, {"slot_map": slot_map, "num_sms": 1}

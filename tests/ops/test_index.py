@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from buffers import (
@@ -13,7 +16,10 @@ from buffers import (
     out_of_range,
     to_index,
 )
+from fuzzer import SIZES, Call, Fuzzer
+from mistakes import Mistake, bad_indices, index_text, not_tensors, stride_text, zeros
 from ref import ref_indexing, same_bits
+from stems import OpCheck, Rows
 from torch import Tensor
 
 from jitkern import indexing, store_cache
@@ -248,3 +254,112 @@ def test_a_new_output_is_of_the_allocator(device: torch.device) -> None:
     """So that record_stream() knows it; memory that came through DLPack is not."""
     output = indexing(torch.ones(5, 3, device=device), torch.tensor([1], device=device))
     assert output.untyped_storage().resizable()
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    return {
+        "weights": zeros(50, 8),
+        "indices": torch.arange(3),
+        "output": zeros(3, 8),
+        "vocab_range": None,
+    }
+
+
+def mistakes() -> list[Mistake]:
+    good = good_arguments()
+    table = not_tensors(good, "weights", "indices", "output", optional="output")
+    table += bad_indices("indices", good["indices"])
+    expected = "expected (start, length) with start >= 0 and 0 <= length <= 50, the rows of weights"
+    equally_spaced = "expected equally spaced rows; call .contiguous()"
+    table += [
+        ({"output": zeros(3, 8, dtype=torch.float16)}, TypeError,
+         "output: dtype float16, expected float32 as in weights"),
+        ({"output": zeros(4, 8)}, ValueError,
+         "output: shape [4, 8], expected shape [3, 8]"),
+        ({"output": zeros(3, 9)}, ValueError,
+         "output: shape [3, 9], expected shape [3, 8]"),
+        ({"output": zeros(24)}, ValueError, "output: shape [24], expected shape [3, 8]"),
+        ({"output": zeros(3, 4, 2)}, ValueError,
+         "output: shape [3, 4, 2], expected shape [3, 8]"),
+        ({"output": zeros(8, 3).t()}, ValueError,
+         stride_text("output", 3, 1, [3, 8], 1)),
+        ({"output": zeros(2, 5, 8)[:, :3], "indices": torch.zeros(2, 3, dtype=torch.int32)},
+         ValueError,
+         f"output: stride 40 in dimension 0 of shape [2, 3, 8], {equally_spaced}"),
+        ({"weights": torch.tensor(1.0)}, ValueError,
+         "weights: shape [], expected at least 1 dimension"),
+        ({"weights": zeros(8, 50).t()}, ValueError,
+         stride_text("weights", 50, 1, [50, 8], 1)),
+        ({"vocab_range": (0, 51)}, ValueError, f"vocab_range: (0, 51), {expected}"),
+        ({"vocab_range": (-1, 5)}, ValueError, f"vocab_range: (-1, 5), {expected}"),
+        ({"vocab_range": (5, -1)}, ValueError, f"vocab_range: (5, -1), {expected}"),
+        ({"vocab_range": 5}, TypeError, "vocab_range: 5, expected (start, length)"),
+        ({"vocab_range": (5,)}, TypeError, "vocab_range: (5,), expected (start, length)"),
+        ({"vocab_range": (1, 2, 3)}, TypeError,
+         "vocab_range: (1, 2, 3), expected (start, length)"),
+        ({"vocab_range": (None, 5)}, TypeError,
+         "vocab_range: (None, 5), expected two ints"),
+        ({"vocab_range": (None, None)}, TypeError,
+         "vocab_range: (None, None), expected two ints"),
+        ({"vocab_range": (0, None)}, TypeError,
+         "vocab_range: (0, None), expected two ints"),
+        ({"vocab_range": (0.0, 5)}, TypeError,
+         "vocab_range[0]: float, expected an int"),
+        ({"vocab_range": (0, 5.0)}, TypeError,
+         "vocab_range[1]: float, expected an int"),
+        ({"vocab_range": (True, 5)}, TypeError, "vocab_range[0]: bool, expected an int"),
+        ({"vocab_range": ("0", 5)}, TypeError, "vocab_range[0]: str, expected an int"),
+        ({"vocab_range": (2**63, 5)}, TypeError,
+         "vocab_range[0]: int of more than 64 bits, expected an int"),
+        ({"indices": torch.tensor([0, 50, 51])}, IndexError,
+         index_text("indices", 50, 1, 50)),
+    ]  # fmt: skip
+    return table
+
+
+MIXED_DEVICES = [(name, "cuda:0 as in weights") for name in ("indices", "output")]
+
+
+def test_without_output_the_messages_are_the_same() -> None:
+    """There the output is made in Python, before the checks in C++ can run."""
+    for change, kind, text in mistakes():
+        if "output" in change:
+            continue
+        with pytest.raises(kind) as caught:
+            indexing(**{**good_arguments(), "output": None, **change})
+        came = str(caught.value).replace(": NotATensor,", ": object,")
+        wanted = text.replace("int of more than 64 bits, expected a t", "int, expected a t")
+        assert came == f"indexing: {wanted}"
+
+
+def fuzz(f: Fuzzer) -> Call:
+    row, dtype = f.row()
+    vocab = f.rng.choice(SIZES)
+    weights = f.tensor([vocab, *row], dtype)
+    shape = [f.rng.choice(SIZES) for _ in range(f.rng.randrange(3))]
+    vocab_range, highest = None, vocab
+    if f.rng.random() < 0.4:
+        vocab_range, highest = (f.rng.randrange(9), f.rng.randint(0, vocab)), 20
+    low = -2 if f.rng.random() < 0.5 or highest == 0 else 0
+    indices = f.integers(shape, low, highest, f.rng.choice(INT_DTYPES))
+    if highest == 0:
+        indices.fill_(-1)
+    expected = ref_indexing(weights, indices, vocab_range)
+    output = torch.empty_like(expected) if f.rng.random() < 0.5 else None
+
+    def prove(result: Any) -> None:
+        assert output is None or result is output
+        assert same_bits(result, expected)
+
+    arguments = {"weights": weights, "indices": indices, "output": output}
+    return Call(indexing, {**arguments, "vocab_range": vocab_range}, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    table = rows(slots)
+    yield "default", (table, where), {}
+    yield "default", (table, where), {"vocab_range": [3, 20]}
+    yield "out", (table, where), {"output": rows(len(where))}

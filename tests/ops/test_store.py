@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from buffers import (
@@ -14,7 +17,19 @@ from buffers import (
     out_of_range,
     to_index,
 )
-from ref import ref_store
+from fuzzer import SIZES, Call, Fuzzer
+from mistakes import (
+    Mistake,
+    bad_indices,
+    bytes_text,
+    count_text,
+    index_text,
+    not_tensors,
+    stride_text,
+    zeros,
+)
+from ref import ref_store, same_bits
+from stems import OpCheck, Rows
 from torch import Tensor
 
 from jitkern import store_cache
@@ -244,3 +259,96 @@ def test_large_calls_on_several_threads(device: torch.device) -> None:
     indices = to_index(distinct(4601, 9000), torch.int32, device)
     indices[::17] = -1
     run_and_compare(k_cache, v_cache, indices, k, v)
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    return {
+        "k_cache": zeros(50, 8),
+        "v_cache": zeros(50, 8),
+        "indices": torch.arange(3),
+        "k": zeros(3, 8),
+        "v": zeros(3, 8),
+    }
+
+
+def mistakes() -> list[Mistake]:
+    good = good_arguments()
+    table = not_tensors(good, *good)
+    table += bad_indices("indices", good["indices"])
+    halves = zeros(3, 8, dtype=torch.float16)
+    for argument in ("k", "v"):
+        table += [
+            ({argument: halves}, TypeError,
+             f"{argument}: dtype float16, expected float32 as in k_cache"),
+            ({argument: zeros(3, 8, dtype=torch.int32)}, TypeError,
+             f"{argument}: dtype int32, expected float32 as in k_cache"),
+            ({argument: zeros(3, 7)}, ValueError,
+             bytes_text(argument, 28, [3, 7], "k_cache")),
+            ({argument: zeros(4, 8)}, ValueError,
+             count_text(argument, 4, [4, 8], 3)),
+            ({argument: zeros(0, 8)}, ValueError,
+             count_text(argument, 0, [0, 8], 3)),
+            ({argument: zeros(8, 3).t()}, ValueError,
+             stride_text(argument, 3, 1, [3, 8], 1)),
+            ({argument: zeros(3, 16)[:, ::2]}, ValueError,
+             stride_text(argument, 2, 1, [3, 8], 1)),
+            ({argument: zeros(3, 1).expand(3, 8)}, ValueError,
+             stride_text(argument, 0, 1, [3, 8], 1)),
+            ({argument: zeros(3, 4, 3)[:, :, :2]}, ValueError,
+             stride_text(argument, 3, 1, [3, 4, 2], 2)),
+            ({argument: torch.tensor(1.0)}, ValueError,
+             f"{argument}: shape [], expected at least 1 dimension"),
+        ]  # fmt: skip
+    table += [
+        ({"v_cache": zeros(50, 8, dtype=torch.bfloat16)}, TypeError,
+         "v_cache: dtype bfloat16, expected float32 as in k_cache"),
+        ({"v_cache": zeros(50, 9)}, ValueError,
+         bytes_text("v_cache", 36, [50, 9], "k_cache")),
+        ({"v_cache": zeros(49, 8)}, ValueError,
+         "v_cache: 49 rows (shape [49, 8]), expected 50 rows as in k_cache"),
+        ({"v_cache": zeros(8, 50).t()}, ValueError,
+         stride_text("v_cache", 50, 1, [50, 8], 1)),
+        ({"k_cache": torch.tensor(1.0)}, ValueError,
+         "k_cache: shape [], expected at least 1 dimension"),
+        ({"k_cache": zeros(8, 50).t()}, ValueError,
+         stride_text("k_cache", 50, 1, [50, 8], 1)),
+        ({"indices": torch.zeros(3, 1, dtype=torch.int64)}, ValueError,
+         "indices: shape [3, 1], expected 1 dimension"),
+        ({"indices": torch.tensor(3)}, ValueError,
+         "indices: shape [], expected 1 dimension"),
+        ({"indices": torch.arange(4)}, ValueError,
+         count_text("k", 3, [3, 8], 4)),
+        ({"indices": torch.tensor([4, 50, 51])}, IndexError,
+         index_text("indices", 50, 1, 50)),
+        ({"indices": torch.tensor([-4, -50, 2**40])}, IndexError,
+         index_text("indices", 1099511627776, 2, 50)),
+    ]  # fmt: skip
+    return table
+
+
+MIXED_DEVICES = [(name, "cuda:0 as in k_cache") for name in ("v_cache", "k", "v", "indices")]
+
+
+def fuzz(f: Fuzzer) -> Call:
+    row, dtype = f.row()
+    slots, rows = f.rng.choice(SIZES), f.rng.choice(SIZES)
+    caches = [f.tensor([slots, *row], dtype) for _ in "kv"]
+    new = [f.tensor([rows, *row], dtype) for _ in "kv"]
+    indices = f.distinct(rows, slots, f.rng.choice(INT_DTYPES))
+    expected = [cache.clone() for cache in caches]
+    ref_store(*expected, indices, *new)
+
+    def prove(result: Any) -> None:
+        assert result is None
+        assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
+
+    arguments = dict(zip(good_arguments(), [*caches, indices, *new], strict=True))
+    return Call(store_cache, arguments, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    new = rows(len(where))
+    yield "default", (rows(slots), rows(slots), where, new, new.clone()), {}

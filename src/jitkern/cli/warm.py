@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jitkern.arch import Arch, gpu_archs, requested_archs
 from jitkern.cli import ui
 from jitkern.errors import CacheError, JitkernError
+from jitkern.ops._ops import OPS
 
 if TYPE_CHECKING:
     from jitkern.jit.record import Specialisation
@@ -21,9 +22,10 @@ SUMMARY = "compile kernels before they are needed, with or without a GPU"
 DESCRIPTION = """\
 Compile kernels into the cache, for the archs of --arch, else of JITKERN_ARCH, else of the GPUs
 present. Needs no GPU. The host module is built first, so that a first request pays nothing."""
-EXAMPLE = """
+_STEMS = [op.stem for op in OPS if op.has_kernels]
+EXAMPLE = f"""
 jitkern warm --element-size 656
-jitkern warm --element-size 256,1024 --op store,index --arch 9.0,10.0 --out kernels/
+jitkern warm --element-size 256,1024 --op {",".join(_STEMS[:2])} --arch 9.0,10.0 --out kernels/
 jitkern warm --replay run.jsonl --arch 9.0
 """
 
@@ -42,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=ui.names,
         action="extend",
         metavar="OP[,OP]",
-        help="such as store,index; default: all ops that have a kernel",
+        help=f"of {', '.join(_STEMS)}; default: all",
     )
     parser.add_argument(
         "--arch",
@@ -135,17 +137,15 @@ def _progress(total: int) -> Iterator[Callable[[Job], None]]:
 
 
 def _op_jobs(args: argparse.Namespace) -> list[Job]:
-    from jitkern.ops import device_ops
     from jitkern.warming import op_jobs
 
-    known = list(device_ops())
     for op in args.op or ():
-        if op not in known:
-            raise ui.UsageError(f"warm: --op: {op!r}, expected one of {', '.join(known)}")
+        if op not in _STEMS:
+            raise ui.UsageError(f"warm: --op: {op!r}, expected one of {', '.join(_STEMS)}")
     archs = _archs(args.arch)
     return [
         job
-        for op in dict.fromkeys(args.op or known)
+        for op in dict.fromkeys(args.op or _STEMS)
         for row_bytes in dict.fromkeys(args.element_size)
         for job in op_jobs(op, row_bytes, archs)
     ]

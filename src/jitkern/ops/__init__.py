@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-_DEVICE_OPS = ("store", "index", "h2d_gather", "d2h_scatter")
+from jitkern.ops._ops import OPS
 
 
 def device_ops() -> dict[str, ModuleType]:
@@ -14,4 +14,4 @@ def device_ops() -> dict[str, ModuleType]:
     Each has ``kernel(*spec) -> DeviceModule`` and ``specialisations(row_bytes)``, the template
     arguments that ``jitkern warm --element-size`` builds for that row size.
     """
-    return {name: import_module(f"jitkern.ops.{name}") for name in _DEVICE_OPS}
+    return {op.stem: import_module(f"jitkern.ops.{op.stem}") for op in OPS if op.has_kernels}

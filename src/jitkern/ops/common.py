@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 INDEX_BYTES = (4, 8)
 """Bytes of the index types that every op takes: int32 and int64."""
+
+
+class TorchOverload(NamedTuple):
+    """One operator that an op is for PyTorch: an entry of its module's ``TORCH_OVERLOADS``."""
+
+    schema: str
+    """Behind ``torch.ops.jitkern.``: ``indexing.out(Tensor weights, ...) -> ()``."""
+
+    function: Callable[..., Any]
+
+    fake: Callable[..., Any] | None = None
+    """The same on tensors without memory: returns one of the result's shape; None: no result."""
 
 
 def widest_vec_bytes(row_bytes: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
-from jitkern.ops.common import name_unreadable
+from jitkern.ops.common import TorchOverload, name_unreadable
 from jitkern.ops.kernels import load_jit
 from jitkern.ops.pairs import (
     SMALL_IN_FLIGHT,
@@ -94,3 +94,11 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
     except RuntimeError as error:
         name_unreadable(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)
         raise
+
+
+TORCH_OVERLOADS = (
+    TorchOverload(
+        "d2h_scatter(Tensor src, Tensor(a!) dst, Tensor pairs, *, SymInt? num_sms=None) -> ()",
+        d2h_scatter,
+    ),
+)

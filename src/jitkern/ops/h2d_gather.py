@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import name_unreadable
+from jitkern.ops.common import TorchOverload, name_unreadable
 from jitkern.ops.kernels import load_jit
 from jitkern.ops.pairs import (
     SMALL_IN_FLIGHT,
@@ -148,3 +148,13 @@ def _record_use(src: Tensor, dst: Tensor) -> None:
         return
     item = src.detach()[(0,) * src.ndim]
     torch.empty_like(item, device=dst.device).copy_(item, non_blocking=True)
+
+
+TORCH_OVERLOADS = (
+    TorchOverload(
+        "h2d_gather(Tensor src, Tensor(a!) dst, Tensor pairs, *, Tensor(b!)? slot_map=None,"
+        " bool dedup=True, bool reuse_resident=False, SymInt? num_sms=None,"
+        " bool record_source=False) -> ()",
+        h2d_gather,
+    ),
+)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, name_unreadable, type_text, widest_vec_bytes
+from jitkern.ops.common import (
+    INDEX_BYTES,
+    TorchOverload,
+    name_unreadable,
+    type_text,
+    widest_vec_bytes,
+)
 from jitkern.ops.kernels import load_jit
 
 if TYPE_CHECKING:
@@ -144,3 +150,57 @@ def _start_and_length(vocab_range: tuple[int, int]) -> tuple[int, int]:
     if start is None or length is None:
         raise TypeError(f"indexing: vocab_range: {vocab_range!r}, expected two ints")
     return start, length
+
+
+# -- for torch.compile -----------------------------------------------------------------------------
+
+
+def _new(weights: Tensor, indices: Tensor, *, vocab_range: Any = None) -> Tensor:
+    return indexing(weights, indices, vocab_range=_as_given(vocab_range))
+
+
+def _into(weights: Tensor, indices: Tensor, *, output: Tensor, vocab_range: Any = None) -> None:
+    indexing(weights, indices, output=output, vocab_range=_as_given(vocab_range))
+
+
+def _as_given(vocab_range: list[int] | None) -> Any:
+    """Return the tuple that the dispatcher has made a list: error messages quote it."""
+    return None if vocab_range is None else tuple(vocab_range)
+
+
+def _fake(weights: Tensor, indices: Tensor, *, vocab_range: Any = None) -> Tensor:
+    return weights.new_empty((*indices.shape, *weights.shape[1:]))
+
+
+TORCH_OVERLOADS = (
+    TorchOverload(
+        "indexing(Tensor weights, Tensor indices, *, SymInt[]? vocab_range=None) -> Tensor",
+        _new,
+        _fake,
+    ),
+    # Not `-> Tensor(a!)`: functionalization refuses to return what is written to.
+    TorchOverload(
+        "indexing.out(Tensor weights, Tensor indices, *, Tensor(a!) output,"
+        " SymInt[]? vocab_range=None) -> ()",
+        _into,
+    ),
+)
+
+
+def torch_traced(operator: Any) -> Callable[..., Tensor]:
+    """Return what ``torch.compile`` traces for `indexing`: one overload returns no `output`."""
+
+    def traced(
+        weights: Tensor,
+        indices: Tensor,
+        *,
+        output: Tensor | None = None,
+        vocab_range: tuple[int, int] | None = None,
+    ) -> Tensor:
+        if output is None:
+            result: Tensor = operator(weights, indices, vocab_range=vocab_range)
+            return result
+        operator(weights, indices, output=output, vocab_range=vocab_range)
+        return output
+
+    return traced

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, name_unreadable, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, TorchOverload, name_unreadable, widest_vec_bytes
 from jitkern.ops.kernels import load_jit
 
 if TYPE_CHECKING:
@@ -88,3 +88,12 @@ def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v:
             error, "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v
         )
         raise
+
+
+TORCH_OVERLOADS = (
+    TorchOverload(
+        "store_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor indices, Tensor k, Tensor v)"
+        " -> ()",
+        store_cache,
+    ),
+)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from jitkern.bench.case import Case, Context
+from jitkern.ops._ops import OPS
 
 # Threads last: those of torch go on spinning for a while.
-MODULES = ("store", "index", "h2d_gather", "d2h_scatter", "compare_key", "launch", "threads")
+MODULES = (*(op.stem for op in OPS), "launch", "threads")
 
 
 def builtin_cases(ctx: Context) -> Iterator[Case]:

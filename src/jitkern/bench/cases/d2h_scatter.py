@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import jitkern
 from jitkern.bench.case import Case, Context
-from jitkern.bench.cases.h2d_gather import call_cases, pair_cases
+from jitkern.bench.cases.pair_ops import call_cases, pair_cases
 
 
 def cases(ctx: Context) -> Iterator[Case]:

@@ -1,0 +1,27 @@
+"""The table of the ops: what lists them, in the package, its tests and its benchmarks, reads it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Op(NamedTuple):
+    """One op. Whatever else is particular to it lies in the files of its stem."""
+
+    stem: str
+    """Its short name, that of its files: ``ops/store.py``, ``csrc/ops/store.cc``, ..."""
+
+    function: str
+    """The public function, which ``ops/<stem>.py`` defines and ``jitkern`` shows."""
+
+    has_kernels: bool = True
+    """Whether it runs on a GPU: ``kernel`` and ``specialisations`` are in its module, then."""
+
+
+OPS = (
+    Op("store", "store_cache"),
+    Op("index", "indexing"),
+    Op("h2d_gather", "h2d_gather"),
+    Op("d2h_scatter", "d2h_scatter"),
+    Op("compare_key", "fast_compare_key", has_kernels=False),
+)

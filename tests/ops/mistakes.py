@@ -1,0 +1,165 @@
+"""Wrong arguments that several ops have, and the texts of their errors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS, SLOTS = 3, 50
+Mistake = tuple[dict[str, Any], type[Exception], str]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def stride_text(argument: str, stride: int, dim: int, shape: list[int], expected: int) -> str:
+    return (
+        f"{argument}: stride {stride} in dimension {dim} of shape {shape}, expected contiguous "
+        f"rows, stride {expected}; call .contiguous()"
+    )
+
+
+def count_text(argument: str, rows: int, shape: list[int], expected: int) -> str:
+    return (
+        f"{argument}: {rows} rows (shape {shape}), expected {expected} rows, one for each index in "
+        "indices"
+    )
+
+
+def bytes_text(argument: str, row_bytes: int, shape: list[int], like: str) -> str:
+    return (
+        f"{argument}: rows of {row_bytes} bytes (shape {shape}), expected 32 bytes as in {like} "
+        "(shape [50, 8])"
+    )
+
+
+def index_text(argument: str, value: int, position: int, bound: int) -> str:
+    return (
+        f"{argument}: index {value} at position {position}, expected below {bound}; nothing was "
+        "written"
+    )
+
+
+class NotATensor:
+    pass
+
+
+def non_tensors(argument: str, *, optional: bool = False) -> list[Mistake]:
+    """What is not a tensor at all, under the name that Python has for it."""
+    values: dict[str, Any] = {
+        "None": None,
+        "int": 7,
+        "int of more than 64 bits": 2**70,
+        "float": 1.5,
+        "bool": True,
+        "str": "cache",
+        "list": [1, 2],
+        "dict": {},
+        "bytes": b"row",
+        "object": NotATensor(),
+        "dtype": torch.float32,
+        "function": zeros,
+    }
+    return [
+        ({argument: value}, TypeError, f"{argument}: {came}, expected a tensor")
+        for came, value in values.items()
+        if not (value is None and optional)
+    ]
+
+
+def unreadable(argument: str, like: Tensor) -> list[Mistake]:
+    """Tensors without plain memory behind them."""
+    shape, dtype = like.shape, like.dtype
+    good = torch.zeros(shape, dtype=dtype)
+    freed = torch.zeros(shape, dtype=dtype)
+    freed.untyped_storage().resize_(0)
+    cases = [
+        (good.to("meta"), "device meta, expected cpu or cuda"),
+        (good.to_sparse(), "layout sparse_coo, expected strided"),
+        (freed, "no memory behind it, expected allocated memory"),
+    ]
+    if good.dim() == 2:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch: CSR is in beta state
+            cases.append((good.to_sparse_csr(), "layout sparse_csr, expected strided"))
+    if dtype == torch.float32:
+        cases.append((good.to_mkldnn(), "layout _mkldnn, expected strided"))
+        zero = torch._efficientzerotensor(shape)
+        cases.append((zero, "no memory behind it, expected allocated memory"))
+    return [({argument: tensor}, ValueError, f"{argument}: {text}") for tensor, text in cases]
+
+
+def bad_indices(argument: str, good: Tensor) -> list[Mistake]:
+    """Indices of a wrong dtype, and some that are not contiguous."""
+    mistakes: list[Mistake] = [
+        ({argument: good.to(dtype)}, TypeError,
+         f"{argument}: dtype {name}, expected int32 or int64")
+        for name, dtype in [
+            ("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int16", torch.int16),
+            ("uint8", torch.uint8), ("bool", torch.bool), ("uint32", torch.uint32),
+            ("uint64", torch.uint64), ("complex64", torch.complex64),
+        ]
+    ]  # fmt: skip
+    spread = torch.stack([good, good], dim=-1)[..., 0]
+    last = good.dim() - 1
+    came = f"not contiguous (stride 2 in dimension {last} of shape {list(good.shape)})"
+    text = f"{argument}: {came}, expected a contiguous tensor; call .contiguous()"
+    return [*mistakes, ({argument: spread}, ValueError, text)]
+
+
+def not_tensors(good: dict[str, Any], *arguments: str, optional: str = "") -> list[Mistake]:
+    """What is no tensor, or none that can be read, in the place of each of these arguments."""
+    return [
+        mistake
+        for name in arguments
+        for mistake in (
+            *non_tensors(name, optional=name == optional),
+            *unreadable(name, good[name]),
+        )
+    ]
+
+
+def good_pair_arguments() -> dict[str, Any]:
+    pairs = torch.tensor([[0, 1], [2, 3]])
+    return {"src": zeros(ROWS, 8), "dst": zeros(SLOTS, 8), "pairs": pairs, "num_sms": 2}
+
+
+def pair_mistakes(good: dict[str, Any]) -> list[Mistake]:
+    """What the ops of pairs have in common."""
+    table = not_tensors(good, "src", "dst", "pairs") + bad_indices("pairs", good["pairs"])
+    wanted = "expected shape [..., 2] of (source row, destination row)"
+    table += [
+        ({"src": zeros(ROWS, 8, dtype=torch.float16)}, TypeError,
+         "src: dtype float16, expected float32 as in dst"),
+        ({"src": zeros(ROWS, 7)}, ValueError,
+         bytes_text("src", 28, [3, 7], "dst")),
+        ({"src": torch.tensor(1.0)}, ValueError,
+         "src: shape [], expected at least 1 dimension"),
+        ({"src": zeros(8, ROWS).t()}, ValueError,
+         stride_text("src", 3, 1, [3, 8], 1)),
+        ({"dst": torch.tensor(1.0)}, ValueError,
+         "dst: shape [], expected at least 1 dimension"),
+        ({"dst": zeros(8, SLOTS).t()}, ValueError,
+         stride_text("dst", 50, 1, [50, 8], 1)),
+        ({"pairs": torch.tensor(3)}, ValueError, f"pairs: shape [], {wanted}"),
+        ({"pairs": torch.arange(3)}, ValueError, f"pairs: shape [3], {wanted}"),
+        ({"pairs": torch.zeros(2, 3, dtype=torch.int32)}, ValueError,
+         f"pairs: shape [2, 3], {wanted}"),
+        ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
+        ({"num_sms": -3}, ValueError, "num_sms: -3, expected at least 1"),
+        ({"num_sms": 1.5}, TypeError, "num_sms: float, expected an int"),
+        ({"num_sms": True}, TypeError, "num_sms: bool, expected an int"),
+        ({"num_sms": "2"}, TypeError, "num_sms: str, expected an int"),
+        ({"num_sms": 2**63}, TypeError,
+         "num_sms: int of more than 64 bits, expected an int"),
+        ({"num_sms": torch.tensor(2)}, TypeError, "num_sms: Tensor, expected an int"),
+        ({"pairs": torch.tensor([[0, 1], [3, 3]])}, IndexError,
+         index_text("pairs[..., 0]", 3, 1, 3)),
+        ({"pairs": torch.tensor([[[0, 50]], [[0, 1]]])}, IndexError,
+         index_text("pairs[..., 1]", 50, 0, 50)),
+    ]  # fmt: skip
+    return table

@@ -1,0 +1,101 @@
+"""What hypothesis makes calls of, and how one is judged.
+
+`--hypothesis-profile thorough` runs 2,000 random examples of each test instead of 200 fixed ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from buffers import Buffer, raised_by
+from hypothesis import strategies as st
+from torch import Tensor
+
+# Few enough that a GPU compiles all of them in seconds, each with up to five vector widths.
+ROW_BYTES = [1, 6, 16, 40, 656, 657, 1024]
+DTYPES = {
+    1: [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2],
+    2: [torch.bfloat16, torch.float16, torch.int16],
+    4: [torch.float32, torch.int32],
+    8: [torch.int64, torch.complex64],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@st.composite
+def row_types(draw: st.DrawFn) -> Row:
+    row_bytes = draw(st.sampled_from(ROW_BYTES))
+    dtype = draw(st.sampled_from([t for n in DTYPES if row_bytes % n == 0 for t in DTYPES[n]]))
+    items = row_bytes // dtype.itemsize
+    inner = draw(st.sampled_from([n for n in (1, 2, 4, items) if items % n == 0]))
+    return Row(dtype, draw(st.sampled_from([(items,), (items // inner, inner)])))
+
+
+gaps = st.sampled_from([0, 0, 1, 2, 16])
+offsets = st.sampled_from([0, 0, 1, 2, 4])
+seeds = st.integers(0, 2**31)
+counts = st.integers(0, 40)
+index_dtypes = st.sampled_from([torch.int32, torch.int64])
+
+
+@st.composite
+def row_numbers(draw: st.DrawFn, count: int, bound: int, dtype: torch.dtype) -> list[int]:
+    """Draw indices: mostly good ones, in some calls padding, in a few one that is too large."""
+    good = st.integers(0, bound - 1) if bound > 0 else st.just(-1)
+    some_padding = draw(st.booleans())
+    value = st.one_of(good, good, st.integers(-3, -1)) if some_padding else good
+    values = draw(st.lists(value, min_size=count, max_size=count))
+    if count > 0 and draw(st.integers(0, 7)) == 0:
+        highest = torch.iinfo(dtype).max
+        extremes = st.sampled_from([bound, bound + 1, highest, highest - 1, torch.iinfo(dtype).min])
+        values[draw(st.integers(0, count - 1))] = draw(extremes)
+    return values
+
+
+def bad_position(values: list[int], bound: int) -> int | None:
+    return next((i for i, value in enumerate(values) if value >= bound), None)
+
+
+def check_call(
+    call: Callable[[], object],
+    reference: Callable[[], object],
+    fault: str | None,
+    device: torch.device,
+    written: list[tuple[Buffer, Buffer]],
+) -> None:
+    """Call, then compare every byte: on the CPU a fault means that nothing was written."""
+    error = raised_by(call, device)
+    if fault is None:
+        assert error is None
+    else:
+        assert isinstance(error, IndexError)
+        assert re.match(fault, str(error)), str(error)
+    if fault is None or device.type == "cuda":
+        reference()
+    for buffer, twin in written:
+        assert buffer.same(twin)
+
+
+def rows_by_slot(rows: Buffer, values: list[int]) -> None:
+    """Make rows that go to one slot equal, as any of them may win."""
+    first: dict[int, int] = {}
+    for i, value in enumerate(values):
+        j = first.setdefault(value, i)
+        if j != i:
+            store_bits(rows.view[i], rows.view[j])
+
+
+def store_bits(target: Tensor, values: Tensor) -> None:
+    """Copy without a conversion: a bool of 7 stays 7."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    width = integers[target.dtype.itemsize]
+    if target.numel() > 0:
+        target.view(width).copy_(values.view(width))
