@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bench.goals import Figures, Goal
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS = ROOT / "bench" / "peers"
+SOURCES = ROOT / "bench" / "peers"
 # A multiple of 128, so that the nvcc peer compiles too, and sizes that no cache holds already.
 ROW_BYTES, OTHER_ROW_BYTES = 4480, 4352
 OPS = ("store", "index", "h2d_gather")
@@ -265,7 +265,7 @@ def _inline(op: str, work: Path) -> dict[str, dict[str, Any]]:
     _prepare_nvcc()
     file, run_function = INLINE[op]
     export = f"\nTVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, ({run_function}));\n"
-    source = (PEERS / file).read_text() + "#include <tvm/ffi/function.h>" + export
+    source = (SOURCES / file).read_text() + "#include <tvm/ffi/function.h>" + export
     directory = work / f"inline_{op}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
