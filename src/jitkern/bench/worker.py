@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -74,7 +75,6 @@ def _prepare(job: dict[str, Any]) -> None:
 
 # Nanoseconds that this thread ran, that it waited for a core, and in how many slices.
 _SCHEDSTAT = "/proc/thread-self/schedstat"
-_NO_PROGRAM = f"print(open({_SCHEDSTAT!r}).read())" if os.path.exists(_SCHEDSTAT) else "print(0, 0)"
 
 
 def _waited_ms() -> float:
@@ -97,16 +97,11 @@ def _ms(call: Callable[[], object]) -> float:
 
 
 def _empty_process_ms() -> float:
-    """Return the same of the shortest program there is, which tells how long it waited itself."""
-    told: list[str] = []
-
-    def run() -> None:
-        command = [sys.executable, "-I", "-S", "-c", _NO_PROGRAM]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        told.extend(done.stdout.split())
-
-    ms = _ms(run)
-    return ms - int(told[1]) / 1e6
+    """Return the milliseconds that the shortest program there is computes: it waits for nothing."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-I", "-S", "-c", "pass"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) * 1e3
 
 
 def warm(job: dict[str, Any]) -> Times:
