@@ -20,7 +20,8 @@ import tvm_ffi
 
 import jitkern
 from jitkern.errors import UnsupportedError
-from jitkern.jit import device, host
+from jitkern.host import module as host
+from jitkern.jit import device
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
