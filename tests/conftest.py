@@ -20,7 +20,7 @@ from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
-collect_ignore = ["twice"]  # an op that tests/test_table.py adds to a copy of the tree
+collect_ignore = ["toy_op"]  # an op that tests/test_table.py adds to a copy of the tree
 
 # The same examples in every run; `--hypothesis-profile thorough` looks for new ones.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}

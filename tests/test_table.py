@@ -1,7 +1,8 @@
 """The table of the ops: one line makes an op; what an op's own files do not say nobody says.
 
-The op `twice` is added in a copy of the tree: the files below tests/twice, and one line each in the
-table, in the imports for type checkers, in the navigation of the documentation and in its index.
+The op `write_twice` is added in a copy of the tree: the files below tests/toy_op, and one line each
+in the table, in the imports for type checkers, in the navigation of the documentation and in its
+index.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def names_of_files() -> dict[str, set[str]]:
             name = path.relative_to(ROOT).as_posix()
             if path.suffix not in (".py", ".cc", ".cu", ".h", ".cuh") or stem_of(path):
                 continue
-            if path == Path(__file__) or name.startswith("tests/twice/"):
+            if path == Path(__file__) or name.startswith("tests/toy_op/"):
                 continue
             code = code_of(path)
             found[name] = {stem for stem, way in ways.items() if way.search(code)}
@@ -132,13 +133,13 @@ def test_every_user_names_an_op_and_none_names_all() -> None:
 
 # file: the line behind which the new one goes
 LINES = {
-    "src/jitkern/ops/_ops.py": ("OPS = (", '    Op("twice", "twice"),'),
+    "src/jitkern/ops/_ops.py": ("OPS = (", '    Op("twice", "write_twice"),'),
     "src/jitkern/__init__.py": (
         "    from jitkern.jit.template import make_cpp_args as make_cpp_args",
-        "    from jitkern.ops.twice import twice as twice",
+        "    from jitkern.ops.twice import write_twice as write_twice",
     ),
-    "mkdocs.yml": ("  - Ops:", "      - twice: ops/twice.md"),
-    "docs/index.md": ("|---|---|", "| [`twice`](ops/twice.md) | writes every row twice |"),
+    "mkdocs.yml": ("  - Ops:", "      - write_twice: ops/twice.md"),
+    "docs/index.md": ("|---|---|", "| [`write_twice`](ops/twice.md) | writes every row twice |"),
 }
 
 # In the copy, after its tests: what is found by asking.
@@ -150,11 +151,11 @@ def check():
     assert output.tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
 
 rows, output = torch.arange(6).reshape(2, 3), torch.zeros(4, 3, dtype=torch.int64)
-jitkern.twice(rows, output)
+jitkern.write_twice(rows, output)
 check()
 import jitkern.torch_ops
 output.zero_()
-torch.ops.jitkern.twice(rows, output)
+torch.ops.jitkern.write_twice(rows, output)
 check()
 
 assert main(["warm", "--op", "twice", "--element-size", "16", "--arch", "9.0"]) == 0
@@ -172,25 +173,26 @@ assert main(["bench", *arguments]) == 0
 """
 PASSED = (
     "test_row_sizes[cpu-656]",
-    "test_mistake[twice-0]",
-    "test_the_table_has_every_argument[twice]",
+    "test_mistake[write_twice-0]",
+    "test_the_table_has_every_argument[write_twice]",
     "test_random_calls[cpu-twice]",
-    "test_public_name[twice]",
+    "test_public_name[write_twice]",
     "test_the_table_says_what_the_type_checker_sees",
     "test_imports_go_down[ops.twice]",
     "test_imports_go_down[bench.cases.twice]",
     "test_every_op_has_its_page[twice]",
+    "test_few_files_know_an_op[twice]",
 )
 
 
 def copy_of_the_tree(target: Path) -> None:
     """Copy what there is, lay the files of the op over it, and add its lines."""
-    left_out = shutil.ignore_patterns("__pycache__", "_prebuilt", "results", "twice")
+    left_out = shutil.ignore_patterns("__pycache__", "_prebuilt", "results", "toy_op")
     for name in ("src", "tests", "bench", "docs"):
         shutil.copytree(ROOT / name, target / name, ignore=left_out)
     for name in ("mkdocs.yml", "pyproject.toml"):
         shutil.copy(ROOT / name, target)
-    shutil.copytree(ROOT / "tests" / "twice", target, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "tests" / "toy_op", target, dirs_exist_ok=True)
     for name, (behind, line) in LINES.items():
         text = (target / name).read_text()
         assert text.count(f"{behind}\n") == 1

@@ -1,4 +1,4 @@
-// twice on the host: checks, CPU implementation, launch.
+// write_twice on the host: checks, CPU implementation, launch.
 #include "twice.h"
 
 #include <jitkern/launch.h>
@@ -11,7 +11,7 @@ namespace jitkern {
 
 namespace {
 
-constexpr const char* kOp = "twice";
+constexpr const char* kOp = "write_twice";
 
 void twice_cpu(const TwiceParams& p, i64 row_bytes) {
   if (row_bytes == 0) return;
@@ -38,7 +38,7 @@ void twice(AnyView rows_arg, AnyView output_arg) {
   launch_rows(kernels, rows, spec, rows.num_rows, params);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(twice, twice);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_twice, twice);
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// twice on the device: row i of the input goes to rows 2 i and 2 i + 1 of the output.
+// write_twice on the device: row i of the input goes to rows 2 i and 2 i + 1 of the output.
 #include <jitkern/copy.cuh>
 
 #include "twice.h"

@@ -1,4 +1,4 @@
-// Parameters of twice, filled by twice.cc and read by twice.cu.
+// Parameters of write_twice, filled by twice.cc and read by twice.cu.
 #pragma once
 
 #include <jitkern/types.h>

@@ -1,4 +1,4 @@
-"""``twice``: write every row of a table twice. An op for tests/test_table.py."""
+"""``write_twice``: write every row of a table twice. An op for tests/test_table.py."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
 
 @cache
 def _op() -> Callable[..., Any]:
-    return host.op("twice", kernel)
+    return host.op("write_twice", kernel)
 
 
-def twice(rows: Tensor, output: Tensor) -> None:
+def write_twice(rows: Tensor, output: Tensor) -> None:
     """Copy row ``i`` of ``rows`` to rows ``2 * i`` and ``2 * i + 1`` of ``output``."""
     try:
         _op()(rows, output)
     except RuntimeError as error:
-        name_unreadable(error, "twice", rows=rows, output=output)
+        name_unreadable(error, "write_twice", rows=rows, output=output)
         raise
 
 
-TORCH_OVERLOADS = (TorchOverload("twice(Tensor rows, Tensor(a!) output) -> ()", twice),)
+TORCH_OVERLOADS = (TorchOverload("write_twice(Tensor rows, Tensor(a!) output) -> ()", write_twice),)

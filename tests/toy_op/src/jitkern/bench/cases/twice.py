@@ -1,4 +1,4 @@
-"""twice: rows of a table to two rows each, beside a copy of the same bytes."""
+"""write_twice: rows of a table to two rows each, beside a copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def cases(ctx: Context) -> Iterator[Case]:
         ("call, checks only", (rows[:0], output[:0])),
         ("call, 1 row", (rows, output)),
     ):
-        yield call_case("twice", name, partial(jitkern.twice, *arguments), arguments)
+        yield call_case("twice", name, partial(jitkern.write_twice, *arguments), arguments)

@@ -1,4 +1,4 @@
-"""twice: beside PyTorch."""
+"""write_twice: beside PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(ctx: Context) -> Iterator[Row]:
             outputs=lambda b: (b[1],),
             reference=lambda b: (b[0].repeat_interleave(2, dim=0),),
             impls=[
-                Impl("jitkern", "ours", lambda: lambda b: jitkern.twice(*b)),
+                Impl("jitkern", "ours", lambda: lambda b: jitkern.write_twice(*b)),
                 Impl("torch", "peer", lambda: _torch, returns=True),
             ],
         ),

@@ -1,4 +1,4 @@
-"""twice against PyTorch."""
+"""write_twice against PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ref import same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
-from jitkern import twice
+from jitkern import write_twice
 
 
 def ref_twice(rows: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def test_row_sizes(device: torch.device, row_bytes: int) -> None:
     rows = make_buffer((19, row_bytes), device=device).view
     output = make_buffer((38, row_bytes), device=device, seed=1)
     twin = output.twin()
-    assert twice(rows, output.view) is None
+    assert write_twice(rows, output.view) is None
     twin.view.copy_(ref_twice(rows))
     assert output.same(twin)
 
@@ -61,7 +61,7 @@ def fuzz(f: Fuzzer) -> Call:
         assert result is None
         assert same_bits(output, expected)
 
-    return Call(twice, {"rows": rows, "output": output}, prove)
+    return Call(write_twice, {"rows": rows, "output": output}, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
