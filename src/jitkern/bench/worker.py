@@ -91,8 +91,8 @@ def _ms(call: Callable[[], object]) -> float:
     Beside two busy processes what takes 85 ms alone takes 175 to 250 by the clock, and 73 to 89 by
     this. What it sleeps, or waits for the disk, counts.
     """
-    # The clock is the first to be read and the last: who loses the core in between is too slow in one
-    # sample, and never too fast.
+    # The clock is read first and last: who loses the core in between is too slow in one sample,
+    # and never too fast.
     start = time.perf_counter()
     waited_ms = _waited_ms()
     call()
