@@ -1,0 +1,276 @@
+"""`jitkern bench --ci`: the command, fresh processes, counts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from guard import HALF, IDENTITY, baseline_of, result_of, row_of
+from needs import needs_nvrtc
+
+from jitkern.bench import Context, baseline, ci, counts, report
+from jitkern.bench.case import Row
+from jitkern.bench.client import Worker
+from jitkern.bench.fresh import FIGURES, FreshProcesses
+from jitkern.cli import main
+from jitkern.env import settings
+from jitkern.errors import JitkernError
+
+CPU = Context("cpu")
+
+GOOD = """
+import torch
+from jitkern.bench import case
+
+@case("copy", against="clone", bytes_moved=128)
+def copy(ctx):
+    x = torch.arange(64, device=ctx.device)
+    y = torch.empty_like(x)
+    return lambda: y.copy_(x), lambda: x.clone()
+"""
+BROKEN = """
+from jitkern.bench import case
+
+@case("broken")
+def broken(ctx):
+    raise OSError("no such kernel")
+"""
+
+
+def bench(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str, str]:
+    status = main(["bench", *map(str, argv)])
+    return status, *capsys.readouterr()
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def test_what_looks_slower_is_timed_again() -> None:
+    class Fake:
+        asked: list[list[str]] = []  # noqa: RUF012
+
+        def again(self, keys: list[str]) -> list[Row]:
+            self.asked.append(list(keys))
+            return [row_of(1.01, 1.01)]
+
+    fake: Any = Fake()
+    found = baseline_of(**HALF)
+
+    def suspects(result: report.Payload) -> list[str]:
+        return [v.key for v in baseline.compare(found, result) if v.outcome == "slower"]
+
+    result = ci.confirmed(fake, result_of(row_of(2.0, 2.0, 7.0)), suspects)
+    assert fake.asked == [["store: call"]]
+    (row,) = report.rows_of(result)
+    assert (row.ratio_median, row.instructions) == (1.01, 7.0)
+    assert result["counts"]["identity"] == IDENTITY
+
+
+@pytest.fixture
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting takes half a minute; the tests that are not about it go without."""
+    monkeypatch.setattr(counts, "source_here", lambda: ("", "switched off for this test"))
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_a_broken_case_fails_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "bad.py").write_text(BROKEN)
+    files = [part for name in ("bad", "good") for part in ("--cases", tmp_path / f"{name}.py")]
+    more = ("--cases", tmp_path / "none.py", "--device", "cpu", "--json", tmp_path / "r.json")
+    status, out, err = bench(capsys, "--ci", *files, *more)
+    assert status == 1
+    assert "OSError: no such kernel" in out
+    assert "no such file of cases" in out
+    assert "good: copy" in out
+    assert "note: instructions: switched off for this test" in out
+    assert "1/3 good: copy" in err  # plain lines where there is no terminal
+    rows = {row.key: row for row in report.rows_of(report.read(tmp_path / "r.json"))}
+    assert (rows["good: copy"].ratio_median or 0) > 0
+    assert (rows["good: copy"].gb_s or 0) > 0
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_a_baseline_is_made_and_compared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.setenv("PATH", "")  # nothing to count with, in the runs' processes too
+    guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "good.py", "--baseline", tmp_path)
+    status, out, _ = bench(capsys, *guard, "--update", "--runs", "2")
+    assert (status, "1 figures of 2 runs" in out) == (0, True)
+    made = baseline.read(next(tmp_path.glob("*-cores.json")))
+    assert made.runs == {"quiet": 2}
+
+    summary, reports = tmp_path / "summary.md", ("--junit", tmp_path / "j.xml")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    settings.cache_clear()
+    status, out, _ = bench(capsys, *guard, *reports, "--gate", "none")
+    assert status == 0
+    assert "time / clone" in out
+    assert "### jitkern bench" in summary.read_text()
+    assert ElementTree.parse(tmp_path / "j.xml").getroot().get("tests") == "1"
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ci", "--update"], "--update: needs --baseline"),
+        (["--ci", "--runs", "3"], "--runs, --beside: only with --update"),
+        (["--ci", "--baseline", "/nowhere/b.json"], "/nowhere/b.json: no such baseline"),
+        (["--ci", "--compare", "a", "b"], "not allowed with"),
+        (["--ci", "--runs", "0"], "expected 1 or more"),
+    ],
+)
+def test_a_wrong_command_is_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    status, _, err = bench(capsys, *argv)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = tmp_path / "good.json"
+    report.save(good, result_of(row_of()))
+    for name, text, message in (
+        ("none", None, "cannot be read: No such file"),
+        ("text", "hello", "not JSON"),
+        ("other", "{}", "not a result of jitkern bench"),
+        ("new", '{"schema": 7, "benchmarks": {}}', "schema 7, this jitkern reads 1"),
+    ):
+        file = tmp_path / name
+        if text is not None:
+            file.write_text(text)
+        status, _, err = bench(capsys, "--compare", good, file)
+        assert (status, message in err) == (1, True), err
+    assert bench(capsys, "--compare", good, good)[0] == 0
+
+
+def test_an_output_in_the_place_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    status, _, err = bench(capsys, "--ci", "--json", tmp_path / "file" / "r.json")
+    assert status == 1
+    assert "cannot be written" in err
+
+
+# ------------------------------------------------------------------------------- fresh processes
+
+
+@needs_nvrtc
+def test_what_a_fresh_process_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jitkern.bench import fresh
+
+    monkeypatch.setattr(fresh, "SAMPLES", dict.fromkeys(fresh.SAMPLES, 2))
+    with Worker("cpu", "9.0") as worker:
+        found = FreshProcesses(CPU, worker)
+        rows = list(found.rows(lambda _: True))
+        more = list(found.rows(lambda key: "host module" in key))
+    assert [row.case for row in rows] == [figure.case for figure in FIGURES]
+    assert [row.error for row in rows] == [""] * len(FIGURES)
+    assert all((row.ratio_median or 0) > 0 for row in rows)
+    by_case = {row.case: row.median_us or 0.0 for row in rows}
+    assert by_case["first call"] > by_case["load of the host module"]
+    assert [row.case for row in more] == ["load of the host module"]
+
+
+def test_without_a_compiler_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jitkern.bench import fresh
+
+    monkeypatch.setattr(fresh, "SAMPLES", dict.fromkeys(fresh.SAMPLES, 1))
+    monkeypatch.setenv("JITKERN_NVRTC", "/nowhere/libnvrtc.so")
+    with Worker("cpu", "9.0") as worker:
+        rows = {row.case: row for row in FreshProcesses(CPU, worker).rows(lambda _: True)}
+    assert rows["import of jitkern and tvm-ffi"].ratio_median
+    assert "left out: " in rows["NVRTC compile, cold"].note
+    assert rows["NVRTC compile, cold"].ratio_median is None
+    assert "its kernel left out" in rows["first call"].note
+
+
+def test_a_job_that_fails_is_an_error_and_the_worker_lives() -> None:
+    with Worker("cpu", "9.0") as worker:
+        with pytest.raises(JitkernError, match="nonsense: KeyError"):
+            worker.ask("nonsense")
+        worker._process.kill()
+        worker._process.wait()
+        with pytest.raises(JitkernError, match="the worker process ended"):
+            worker.ask("nonsense")
+
+
+# ------------------------------------------------------------------------------------------ counts
+
+
+def test_the_way_to_a_processors_counter() -> None:
+    try:
+        counter = counts.open_perf_counter(counts.SOFTWARE_TASK_CLOCK)
+    except OSError as error:
+        pytest.skip(f"no performance events here: {error}")
+    before = int.from_bytes(os.read(counter, 8), "little")
+    end = time.perf_counter() + 0.01
+    while time.perf_counter() < end:
+        pass
+    ns = int.from_bytes(os.read(counter, 8), "little") - before
+    os.close(counter)
+    assert ns > 1e6
+    with pytest.raises(OSError, match="perf_event_open"):
+        counts.open_perf_counter((99, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
+@pytest.mark.skipif(not torch._C._valgrind_supported_platform(), reason="torch without its marks")
+def test_a_count_does_not_vary_and_shows_more_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counts, "source_here", lambda: ("callgrind", ""))
+    text = "from jitkern.bench import case\n"
+    for number, (name, loop) in enumerate((("a", 50), ("same as a", 50), ("a fifth more", 60))):
+        text += f"""
+@case({name!r})
+def work_{number}(ctx):
+    return (lambda: sum(i * i for i in range({loop}))), (lambda: None)
+"""
+    (tmp_path / "work.py").write_text(text)
+    keys = ["work: a", "work: same as a", "work: a fifth more"]
+    found = counts.count("cpu", "9.0", kernels=False, cases=[tmp_path / "work.py"], wanted=keys)
+    assert found.note == ""
+    a, same, more = (found.by_key[key] for key in keys)
+    assert same == pytest.approx(a, rel=0.01)  # the first fills a cache of the interpreter
+    assert 1.10 < more / a < 1.25
+    assert found.identity["counted by"] == "callgrind"
+    assert found.identity["valgrind"].startswith("valgrind-")
+
+
+def test_no_counter_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError("no counter")
+
+    monkeypatch.setattr(counts, "open_perf_counter", refuse)
+    monkeypatch.setenv("PATH", "")
+    source, reason = counts.source_here()
+    assert source == ""
+    assert "apt install valgrind" in reason
+    found = counts.count("cpu", "9.0", kernels=False, cases=[], wanted=[])
+    assert (found.by_key, found.note) == ({}, reason)
+
+
+@pytest.mark.cuda
+def test_every_builtin_case_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = bench(capsys, "--ci", "--json", tmp_path / "r.json")
+    assert status == 0, out
+    rows = report.rows_of(report.read(tmp_path / "r.json"))
+    assert not [row for row in rows if row.error]
+    keys = [row.key for row in rows]
+    assert "launch: launch of a user's kernel" in keys
