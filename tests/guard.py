@@ -13,6 +13,18 @@ MACHINE = {"device": "cpu", "name": "Some CPU", "cpu_cores": 2, "python": "3", "
 KIND = "some-cpu-2-cores"
 HALF = {"ratio_min": (0.99, 1.0, 1.02), "ratio_median": (0.97, 1.0, 1.05)}
 
+# A file of cases.
+GOOD = """
+import torch
+from jitkern.bench import case
+
+@case("copy", against="clone", bytes_moved=128)
+def copy(ctx):
+    x = torch.arange(64, device=ctx.device)
+    y = torch.empty_like(x)
+    return lambda: y.copy_(x), lambda: x.clone()
+"""
+
 
 def result_of(*rows: Row, identity: dict[str, str] | None = None, **more: Any) -> report.Payload:
     made = report.payload(MACHINE, rows, quick=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from guard import GOOD
 from hypothesis import given
 from hypothesis import strategies as st
 from stems import ON_GPU
@@ -15,17 +16,6 @@ from jitkern.bench.case import CaseError, cases_of
 from jitkern.bench.cases import builtin_cases
 
 CPU = Context("cpu")
-
-GOOD = """
-import torch
-from jitkern.bench import case
-
-@case("copy", against="clone", bytes_moved=128)
-def copy(ctx):
-    x = torch.arange(64, device=ctx.device)
-    y = torch.empty_like(x)
-    return lambda: y.copy_(x), lambda: x.clone()
-"""
 
 
 # ------------------------------------------------------------------------------------------- pairs

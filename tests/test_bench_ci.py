@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from guard import HALF, IDENTITY, baseline_of, result_of, row_of
+from guard import GOOD, HALF, IDENTITY, baseline_of, result_of, row_of
 from needs import needs_nvrtc
 
 from jitkern.bench import Context, baseline, ci, counts, report
@@ -24,16 +24,6 @@ from jitkern.errors import JitkernError
 
 CPU = Context("cpu")
 
-GOOD = """
-import torch
-from jitkern.bench import case
-
-@case("copy", against="clone", bytes_moved=128)
-def copy(ctx):
-    x = torch.arange(64, device=ctx.device)
-    y = torch.empty_like(x)
-    return lambda: y.copy_(x), lambda: x.clone()
-"""
 BROKEN = """
 from jitkern.bench import case
 

@@ -70,8 +70,11 @@ def check_call(
     fault: str | None,
     device: torch.device,
     written: list[tuple[Buffer, Buffer]],
-) -> None:
-    """Call, then compare every byte: on the CPU a fault means that nothing was written."""
+) -> Exception | None:
+    """Call, then compare every byte: on the CPU a fault means that nothing was written.
+
+    Returns what was raised, which is of the right kind and text.
+    """
     error = raised_by(call, device)
     if fault is None:
         assert error is None
@@ -82,6 +85,7 @@ def check_call(
         reference()
     for buffer, twin in written:
         assert buffer.same(twin)
+    return error
 
 
 def rows_by_slot(rows: Buffer, values: list[int]) -> None:

@@ -43,10 +43,11 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
     kept = pairs.clone()
     kept[kept[:, 0] >= num_src] = -1
     where = "" if bad is None else f"index {sources[bad]} at position {bad},"
-    check_call(
+    error = check_call(
         lambda: d2h_scatter(src.view, dst.view, pairs, num_sms=draw(st.sampled_from([None, 1, 5]))),
         lambda: ref_h2d_gather(src.view, twin.view, kept),
         None if bad is None else rf"d2h_scatter: pairs\[\.\.\., 0\]: {where}",
         device,
         [(dst, twin)],
     )
+    assert (error is None) == (bad is None)

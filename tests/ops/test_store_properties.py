@@ -57,10 +57,11 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
     indices = torch.tensor(values, dtype=index_dtype, device=device)
     kept = torch.where(indices < slots, indices, -1)
     bad = bad_position(values, slots)
-    check_call(
+    error = check_call(
         lambda: store_cache(k_cache.view, v_cache.view, indices, k.view, v.view),
         lambda: ref_store(k_twin, v_twin, kept, k.view, v.view),
         bad if bad is None else rf"store_cache: indices: index {values[bad]} at position {bad},",
         device,
         written,
     )
+    assert (error is None) == (bad is None)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 Run = Callable[[Any], object]
-Role = Literal["ours", "peer", "ceiling", "sm ceiling", "floor"]
 Clock = Literal["device", "host"]
 
 

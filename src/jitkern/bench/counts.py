@@ -147,6 +147,7 @@ def identity(source: str) -> dict[str, str]:
     import torch
     import tvm_ffi
 
+    from jitkern.bench.report import cpu_name
     from jitkern.compilers.identity import toolchain_id
 
     described: dict[str, Any] = {
@@ -162,11 +163,5 @@ def identity(source: str) -> dict[str, str]:
         done = subprocess.run(["valgrind", "--version"], capture_output=True, text=True)
         described["valgrind"] = done.stdout.strip()
     else:
-        described["cpu"] = _cpu_name()
+        described["cpu"] = cpu_name()
     return {name: str(value) for name, value in described.items()}
-
-
-def _cpu_name() -> str:
-    from jitkern.bench.report import cpu_name
-
-    return cpu_name()

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 from jitkern.bench import report
 from jitkern.bench.baseline import Gate, Verdict
 
-COLUMNS = ("figure", "of", ">then", ">now", ">change", "verdict")
-TABLE_COLUMNS = (*COLUMNS, "")
+TABLE_COLUMNS = ("figure", "of", ">then", ">now", ">change", "verdict", "")
 
 
 def cells(verdicts: Sequence[Verdict], result: report.Payload) -> list[tuple[str, ...]]:

@@ -45,10 +45,6 @@ class Pairs:
         pairs = zip(self.ours_us, self.reference_us, strict=True)
         return statistics.median(ours / reference for ours, reference in pairs)
 
-    def extended(self, other: Pairs) -> Pairs:
-        """Return both runs as one."""
-        return Pairs(self.ours_us + other.ours_us, self.reference_us + other.reference_us)
-
 
 def time_pairs(ours: Sample, reference: Sample, *, budget_s: float) -> Pairs:
     """Take samples of both in turn for about that long. A sample returns microseconds per call."""

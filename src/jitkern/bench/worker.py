@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-ROW_BYTES, NEXT_ROW_BYTES = 4480, 4352
+ROW_BYTES = 4480
 
 Times = dict[str, float]
 
