@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from guard import GOOD, HALF, IDENTITY, baseline_of, result_of, row_of
+from guard import GOOD, HALF, IDENTITY, KIND, MACHINE, baseline_of, result_of, row_of
 from needs import needs_nvrtc
 
 from jitkern.bench import Context, baseline, ci, counts, report
@@ -65,7 +66,7 @@ def test_what_looks_slower_is_timed_again() -> None:
 @pytest.fixture
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting takes half a minute; the tests that are not about it go without."""
-    monkeypatch.setattr(counts, "source_here", lambda: ("", "switched off for this test"))
+    monkeypatch.setattr(counts, "source_here", lambda _: ("", "switched off for this test"))
 
 
 @pytest.mark.usefixtures("uncounted")
@@ -110,11 +111,44 @@ def test_a_baseline_is_made_and_compared_with(
     assert ElementTree.parse(tmp_path / "j.xml").getroot().get("tests") == "1"
     settings.cache_clear()
 
+    status, _, err = bench(capsys, *guard, "--gate", "counts", "--require-counts")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "bench: --require-counts: switched off for this test" in err
+
+
+@pytest.mark.parametrize(
+    ("counted_by", "kind", "message"),
+    [
+        ({}, KIND, "the baseline holds none; renew it with --update"),
+        ({**IDENTITY, "python": "3.0"}, KIND, "python is 3.12.1, in the baseline 3.0"),
+        ({**IDENTITY, "python": "3.0"}, "other-cpu", f"no baseline of {KIND} in"),
+    ],
+    ids=["no counts", "other software", "none that fits"],
+)
+def test_a_gate_on_counts_may_not_stand_open(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    counted_by: dict[str, str],
+    kind: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(counts, "source_here", lambda _: ("callgrind", ""))
+    monkeypatch.setattr(counts, "identity", lambda _: IDENTITY)
+    monkeypatch.setattr(report, "machine", lambda _: MACHINE)
+    found = replace(baseline_of(kind, **HALF), counted_by=counted_by)
+    baseline.write(tmp_path / f"{kind}.json", found)
+    status, _, err = bench(capsys, "--ci", "--baseline", tmp_path, "--require-counts")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "bench: --require-counts: " in err
+    assert message in err
+
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--ci", "--update"], "--update: needs --baseline"),
+        (["--ci", "--require-counts"], "--require-counts: needs --baseline"),
         (["--ci", "--runs", "3"], "--runs, --beside: only with --update"),
         (["--ci", "--baseline", "/nowhere/b.json"], "/nowhere/b.json: no such baseline"),
         (["--ci", "--compare", "a", "b"], "not allowed with"),
@@ -224,7 +258,7 @@ def test_the_way_to_a_processors_counter() -> None:
 def test_a_count_does_not_vary_and_shows_more_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counts, "source_here", lambda: ("callgrind", ""))
+    monkeypatch.setattr(counts, "source_here", lambda _: ("callgrind", ""))
     text = "from jitkern.bench import case\n"
     for number, (name, loop) in enumerate((("a", 50), ("same as a", 50), ("a fifth more", 60))):
         text += f"""
@@ -249,7 +283,7 @@ def test_no_counter_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(counts, "open_perf_counter", refuse)
     monkeypatch.setenv("PATH", "")
-    source, reason = counts.source_here()
+    source, reason = counts.source_here("cpu")
     assert source == ""
     assert "apt install valgrind" in reason
     found = counts.count("cpu", "9.0", kernels=False, cases=[], wanted=[])

@@ -68,13 +68,18 @@ def open_perf_counter(event: tuple[int, int] = HARDWARE_INSTRUCTIONS) -> int:
     return descriptor
 
 
-def source_here() -> tuple[str, str]:
-    """Return how instructions can be counted on this machine, and if they cannot, why."""
+def source_here(device: str) -> tuple[str, str]:
+    """Return how instructions can be counted on this machine, and if they cannot, why.
+
+    Of a run on a GPU only by the processor itself.
+    """
     try:
         os.close(open_perf_counter())
         return "perf", ""
     except OSError:
         pass
+    if device == "cuda":
+        return "", "no hardware counter, and valgrind does not know the CUDA driver"
     missing = [name for name in ("valgrind", "vgdb") if shutil.which(name) is None]
     if missing:
         return "", "no hardware counter, and valgrind is not installed (apt install valgrind)"
@@ -93,14 +98,12 @@ def count(
     cases: Sequence[Path],
     wanted: Sequence[str],
 ) -> Counts:
-    """Count these figures on the CPU; on a GPU only where the processor itself counts.
+    """Count these figures.
 
     `cases` are files of cases, none for jitkern's own and the steps of a first call; `kernels`
     says whether these can be compiled here.
     """
-    source, note = source_here()
-    if device == "cuda" and source == "callgrind":
-        source, note = "", "no hardware counter, and valgrind does not know the CUDA driver"
+    source, note = source_here(device)
     if not source:
         return Counts("", note=note)
     # One order of every set and dict, one thread.

@@ -78,6 +78,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what ends the run with status 1: anything slower (default), instructions only, or "
         "nothing; a case that breaks always does",
     )
+    parser.add_argument(
+        "--require-counts",
+        action="store_true",
+        help="fail where instructions cannot be counted, or not compared with the baseline's: a "
+        "gate that looks at nothing is open",
+    )
     parser.add_argument("--update", action="store_true", help="write the baseline anew")
     parser.add_argument(
         "--runs", type=ui.jobs, default=1, metavar="N", help="runs that a baseline is made of"
@@ -112,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         raise ui.UsageError("bench: --ci or --compare A B (see: jitkern bench --help)")
     if args.update and args.baseline is None:
         raise ui.UsageError("bench: --update: needs --baseline, the file or directory to write")
+    if args.require_counts and (args.update or args.baseline is None):
+        raise ui.UsageError("bench: --require-counts: needs --baseline, and not --update")
     if (args.runs > 1 or args.beside) and not args.update:
         raise ui.UsageError("bench: --runs, --beside: only with --update")
     import torch
@@ -157,12 +165,16 @@ def _guard(args: argparse.Namespace, device: str) -> int:
         # Before anything is measured: a mistake here shall not cost a minute.
         try:
             kind = report.kind_of(report.machine(device))
-            source, _ = counts.source_here()
+            source, why_not = counts.source_here(device)
             identity = counts.identity(source) if source else {}
             baseline, note = baselines.find(args.baseline, kind, identity)
         except baselines.BaselineError as error:
             raise ui.UsageError(f"bench: --baseline: {error}") from error
         notes += [note] if note else []
+        comparable = baseline is not None and identity and baseline.counted_by == identity
+        if args.require_counts and not comparable:
+            reason = why_not or note or "the baseline holds none; renew it with --update"
+            raise ui.UsageError(f"bench: --require-counts: {reason}")
 
     def wanted(key: str) -> bool:
         return not args.only or any(text in key for text in args.only)
@@ -180,6 +192,8 @@ def _guard(args: argparse.Namespace, device: str) -> int:
     if note := result["counts"]["note"]:
         notes.append(f"instructions: {note}")
     verdicts = verdicts_of(result)
+    if args.require_counts and not result["counts"]["source"]:
+        raise JitkernError(f"bench: --require-counts: {result['counts']['note']}")
     if baseline is None:
         ui.console().print(ui.table(output.FIGURE_COLUMNS, output.figures(result)))
     else:
