@@ -23,6 +23,7 @@ from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
 from jitkern.jit import device
 from jitkern.jit.device import DeviceModule
+from jitkern.jit.record import Specialisation
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
 
@@ -74,7 +75,8 @@ class Interface:
 
 
 def module_of(*names: str) -> DeviceModule:
-    return DeviceModule("toy", [], files=[], wrappers=[(name, "Toy") for name in names])
+    used = Specialisation("load_jit", ("toy",), {}, "")
+    return DeviceModule(used, [], [(name, "Toy") for name in names])
 
 
 def user(name: str, params_bytes: int, threads: int = 1024) -> DeviceModule:

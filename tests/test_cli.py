@@ -8,17 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import jitkern
 from jitkern import hints
+from jitkern.bench import Case, Impl
 from jitkern.cache.store import Cache
-from jitkern.cli import _parser, bench_cmd, main
+from jitkern.cli import _parser, bench_cmd, demo, main
 from jitkern.env import settings
 from jitkern.host import module as host
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 Capture = pytest.CaptureFixture[str]
 
+DIFFERS = "jitkern: error: demo: store_cache: ValueError: the result differs from the PyTorch"
 CLI = "import sys; from jitkern.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -353,6 +356,28 @@ def test_doctor_fails_without_what_is_needed(
     assert status == 1
     assert re.search(r"^host module +broken", out, re.MULTILINE)
     assert "broken: host module" in out
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_demo_says_which_result_differs(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    copy = Impl("jitkern", "ours", lambda: lambda b: b[1].copy_(b[0]) if writes else None)
+    theirs = Impl("clone", "peer", lambda: lambda b: b[0].clone(), returns=True)
+    one = Case(
+        op="store",
+        name="64 B",
+        impls=[copy, theirs],
+        bytes_moved=128,
+        make=lambda _: (torch.ones(64).byte(), torch.empty(64).byte()),
+        outputs=lambda b: (b[1],),
+        reference=lambda b: (b[0],),
+    )
+    monkeypatch.setattr(demo, "_cases", lambda ctx: [one])
+    monkeypatch.setattr(demo, "_compile", lambda: None)
+    status, out, err = run(capsys, "demo")
+    assert re.search(rf"^store_cache +64 B +{'ok' if writes else 'failed'} ", out, re.MULTILINE)
+    assert (status, err) == (0, "") if writes else (status, err.startswith(DIFFERS)) == (1, True)
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
 from jitkern import errors
 
 
@@ -43,9 +41,13 @@ def test_compile_error_survives_pickling() -> None:
     assert copy.source == error.source
 
 
-@pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "JitkernError"])
-def test_one_base_class(name: str) -> None:
-    assert issubclass(getattr(errors, name), errors.JitkernError)
+def test_one_base_class() -> None:
+    here = vars(errors).values()
+    classes = [
+        kind for kind in here if isinstance(kind, type) and kind.__module__ == errors.__name__
+    ]
+    assert len(classes) > 4
+    assert all(issubclass(kind, errors.JitkernError) for kind in classes)
 
 
 def test_unsupported_is_a_runtime_error() -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,15 @@ using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
 Function& resolver() { static auto* f = new Function(); return *f; }
-Function& warner() { static auto* f = new Function(); return *f; }
-int64_t fault_mode = -1;
+Function& fault_handler() { static auto* f = new Function(); return *f; }
 
 int64_t answer() { return ANSWER; }
 void set_resolver(Function f) { resolver() = f; }
-void set_warner(Function f) { warner() = f; }
-void set_fault_mode(int64_t mode) { fault_mode = mode; }
-int64_t get_fault_mode() { return fault_mode; }
-void warn(String text) { warner()(text); }
+void set_fault_handler(Function f) { fault_handler() = f; }
+void fault(String text) {
+  if (fault_handler() == nullptr) TVM_FFI_THROW(IndexError) << text;
+  fault_handler()(text);
+}
 int64_t demo(int64_t rows, int64_t bytes) {
   const Array<String> names{"rows", "bytes"};
   const auto [image, entries, config] = resolver()("demo", names, Array<int64_t>{rows, bytes}, 90)
@@ -63,10 +64,8 @@ void refuse(int64_t) { TVM_FFI_THROW(ValueError) << "demo: x: wrong"; }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_resolver, set_resolver);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_warner, set_warner);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_mode, set_fault_mode);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(get_fault_mode, get_fault_mode);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(warn, warn);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_handler, set_fault_handler);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fault, fault);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(demo, demo);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(refuse, refuse);
 """
@@ -308,18 +307,44 @@ def test_exceptions_survive_the_way_through_cxx(shipped: Path, error: Exception)
     with pytest.raises(type(error)) as caught:
         demo(1, 2)
     assert caught.value is error
-    assert host._Relay.pending == {}
+    assert host.ThroughCpp.waiting == {}
 
 
-def test_wiring(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JITKERN_FAULTS", "ignore")
+def test_two_threads_may_fail_with_the_same_words() -> None:
+    errors = [FrozenError("demo: missing") for _ in range(2)]
+    words = []
+    for error in errors:
+        with pytest.raises(host.ThroughCpp) as caught, host._through_cpp():
+            raise error
+        words.append(str(caught.value))
+    assert [host.ThroughCpp(text) for text in words] == errors
+    assert host.ThroughCpp.waiting == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "outcome"),
+    [
+        ("raise", pytest.raises(IndexError, match="row 3 was skipped")),
+        ("warn", pytest.warns(RuntimeWarning, match="row 3 was skipped")),
+        ("ignore", nullcontext()),
+    ],
+)
+def test_what_python_says_of_faults_is_what_cxx_does(
+    shipped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    outcome: AbstractContextManager[object],
+) -> None:
+    monkeypatch.setenv("JITKERN_FAULTS", mode)
     settings.cache_clear()
     module = host.module()
-    assert module["get_fault_mode"]() == 2
-    with pytest.warns(RuntimeWarning, match="row 3 was skipped"):
-        module["warn"]("row 3 was skipped")
+    with outcome:
+        module["fault"]("row 3 was skipped")
+
+
+def test_what_cxx_refuses_is_raised(shipped: Path) -> None:
     with pytest.raises(ValueError, match="demo: x: wrong"):
-        module["refuse"](1)
+        host.module()["refuse"](1)
 
 
 def test_a_fork_keeps_the_module(shipped: Path) -> None:

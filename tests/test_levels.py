@@ -34,12 +34,13 @@ LAYERS = """
 3  jit.device jit.native
 3  jit.loader
 4  ops._ops
-4  ops.common ops.kernels
+4  ops.common
 4  ops.pairs
 4  ops
-5  perf torch_ops warming
-5  bench.case
-5  bench.report bench.client bench.pairs bench.measure
+5  torch_ops warming
+5  bench.case bench.timing
+5  perf bench.report bench.client bench.pairs
+5  bench.measure
 5  bench.counts bench.fresh bench.compare bench.baseline
 5  bench.cases.common
 5  bench.cases.pair_ops
@@ -69,8 +70,8 @@ SHOWN = {
     """,
     "host": "check module",
     "jit": """
-        CppArgs DeviceModule KernelConfig Specialisation Wrapper load_aot load_device load_jit
-        load_library make_cpp_args replay
+        CppArgs DeviceModule KernelConfig Specialisation load_aot load_device load_jit
+        load_library load_own make_cpp_args replay
     """,
 }
 READS_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

@@ -41,7 +41,7 @@ def test_device_route_compiles_when_asked_and_once(folder: Path, empty_cache: Pa
     assert module.image(SM_90).startswith(b"\x7fELF")
     assert module.image(Arch(8, 0)) != module.image(SM_90)
     assert compiles() - before == 2
-    meta = module.entry(SM_90).meta
+    meta = module.lookup(SM_90).entry.meta
     assert meta["toolchain"] == find_nvrtc().id
     assert meta["describe"]["args"] == ["4"]
     assert meta["kind"] == "cubin"
@@ -68,7 +68,7 @@ def test_a_kernel_may_have_the_name_of_its_file(
 def test_other_toolchains_entry_counts_only_where_there_is_none(
     folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = tiny().entry(SM_90)
+    entry = tiny().lookup(SM_90).entry
     assert entry.path is not None
     key = tiny().key(SM_90)
     Cache(empty_cache).clear()
@@ -91,7 +91,7 @@ def test_other_toolchains_entry_counts_only_where_there_is_none(
 def test_nvcc_makes_the_same_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JITKERN_COMPILER", "nvcc")
     settings.cache_clear()
-    entry = tiny().entry(SM_90)
+    entry = tiny().lookup(SM_90).entry
     assert entry.data.startswith(b"\x7fELF")
     assert entry.meta["toolchain"] == find_nvcc().id
     assert b"tiny" in entry.data

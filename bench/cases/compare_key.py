@@ -16,7 +16,7 @@ from bench import peers
 from bench.goals import Figures, Goal, at_least, at_most
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import compare, fill
-from jitkern.perf import Replay, cpu_replay, time_replays
+from jitkern.bench.timing import Replay, cpu_replay, time_replays
 
 DTYPES = (torch.int32, torch.int64)
 

@@ -26,7 +26,7 @@ from bench.peers.host_rows import (
 )
 from jitkern.bench.case import Context, Row, Run, error_row
 from jitkern.bench.measure import fill
-from jitkern.perf import Timing
+from jitkern.bench.timing import Timing
 
 N = 8192
 GEMMS = 6  # timed together

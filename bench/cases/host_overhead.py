@@ -16,7 +16,7 @@ from bench import peers
 from bench.goals import Figures, Goal, at_most
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import empty_rows, fill, host_us_of, random_rows
-from jitkern.perf import Timing
+from jitkern.bench.timing import Timing
 
 ROW_BYTES, SLOTS, CALLS = 656, 1024, 400
 STORE = "store_cache, 1 row of 656 B"

@@ -11,10 +11,10 @@ import torch
 from bench import peers
 from bench.goals import NVCC, Figures, Goal, at_least, at_most, cpu_goals
 from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.cases.common import copy_kernel
 from jitkern.bench.cases.store import Buffers, ours
 from jitkern.bench.cases.store import case_of as guarded
 from jitkern.bench.measure import measure
-from jitkern.perf import copy_kernel
 
 PEERS = (peers.rows,)
 PLOTS = ("bandwidth",)

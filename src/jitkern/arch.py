@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
-
-# From Turing, the oldest of CUDA 13, to Blackwell: what nvcc 13.0 and NVRTC 13.5 compile for.
-_KNOWN = (
-    (7, 5), (8, 0), (8, 6), (8, 7), (8, 8), (8, 9), (9, 0),
-    (10, 0), (10, 3), (10, 7), (11, 0), (12, 0), (12, 1),
-)  # fmt: skip
 
 _TEXT = re.compile(r"(?:(?:sm|compute)_)?(?P<number>[0-9]+(?:\.[0-9])?)(?P<suffix>[af]?)")
 
@@ -54,19 +48,14 @@ class Arch:
         match = _TEXT.fullmatch(text.strip())
         if match is not None:
             tens = int(match["number"].replace(".", ""))
-            arch = cls(tens // 10, tens % 10, match["suffix"])
-            if arch.capability in _KNOWN and _valid_suffix(arch):
-                return arch
+            plain = cls(tens // 10, tens % 10)
+            if plain in KNOWN_ARCHS and plain >= _SUFFIX_SINCE[match["suffix"]]:
+                return replace(plain, suffix=match["suffix"])
         known = ", ".join(str(arch) for arch in KNOWN_ARCHS)
         raise ValueError(
             f"arch: {text!r}, expected one of {known} "
             "(with a from 9.0 on or f from 10.0 on, such as 9.0a, 10.0f)"
         )
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """(major, minor)."""
-        return (self.major, self.minor)
 
     @property
     def number(self) -> int:
@@ -87,14 +76,16 @@ class Arch:
         return f"{self.major}.{self.minor}{self.suffix}"
 
 
-def _valid_suffix(arch: Arch) -> bool:
-    first = {"": (0, 0), "a": (9, 0), "f": (10, 0)}
-    return arch.capability >= first[arch.suffix]
+KNOWN_ARCHS = tuple(
+    Arch(number // 10, number % 10)
+    for number in (75, 80, 86, 87, 88, 89, 90, 100, 103, 107, 110, 120, 121)
+)
+"""Every architecture that `Arch.parse` accepts, oldest first, without suffixes.
 
+From Turing, the oldest of CUDA 13, to Blackwell: what nvcc 13.0 and NVRTC 13.5 compile for.
+"""
 
-KNOWN_ARCHS = tuple(Arch(major, minor) for major, minor in _KNOWN)
-"""Every architecture that `Arch.parse` accepts, oldest first, without suffixes."""
-
+_SUFFIX_SINCE = {"": Arch(7, 5), "a": Arch(9, 0), "f": Arch(10, 0)}
 
 SUPPORTED_ARCHS = (Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0))
 """What all kernels of jitkern's own are tested for: one of each generation in service."""

@@ -18,7 +18,6 @@ FaultMode = Literal["raise", "warn", "ignore"]
 
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 FAULT_MODES: tuple[FaultMode, ...] = get_args(FaultMode)
-"""In the order of csrc/host/fault.cc, which is given the number of one."""
 
 T = TypeVar("T", bound=str)
 
@@ -87,13 +86,7 @@ class Settings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
-        """Parse a mapping of variables.
-
-        Raises
-        ------
-        ValueError
-            A variable holds something else than it should.
-        """
+        """Parse a mapping of variables. Raises as :func:`settings`."""
         return cls(
             cache_dir=_cache_dir(environ),
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),

@@ -6,14 +6,7 @@ compiling, caching, and what the machine lacks.
 
 from __future__ import annotations
 
-__all__ = [
-    "CacheError",
-    "CompileError",
-    "FrozenError",
-    "JitkernError",
-    "ToolchainError",
-    "UnsupportedError",
-]
+from functools import partial
 
 
 class JitkernError(Exception):
@@ -21,7 +14,7 @@ class JitkernError(Exception):
 
 
 class CompileError(JitkernError):
-    """A source did not compile; the exception carries all there is to know about it.
+    """A source did not compile; its attributes, as given, are all there is to know about it.
 
     Parameters
     ----------
@@ -33,11 +26,6 @@ class CompileError(JitkernError):
         The whole log of the compiler.
     source
         The text of the translation unit where jitkern rendered it, else None.
-
-    Attributes
-    ----------
-    message, command, log, source
-        As given.
 
     Examples
     --------
@@ -56,13 +44,16 @@ class CompileError(JitkernError):
     def __str__(self) -> str:
         parts = [self.message, f"command: {self.command}", f"log:\n{self.log.rstrip()}"]
         if self.source is not None:
-            parts.append(f"source:\n{_numbered(self.source)}")
+            # Numbered, since the compiler's log speaks of lines.
+            lines = self.source.splitlines()
+            parts += ["source:", *(f"{i:4d}  {line}" for i, line in enumerate(lines, 1))]
         return "\n".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments: the default reduction cannot rebuild the exception, and it has to
         # cross process boundaries (one rank's failure is handed to the ranks that waited for it).
-        return (_rebuild, (type(self), self.message, self.command, self.log, self.source))
+        rebuild = partial(type(self), command=self.command, log=self.log, source=self.source)
+        return (rebuild, (self.message,))
 
 
 class CacheError(JitkernError):
@@ -79,14 +70,3 @@ class FrozenError(JitkernError):
 
 class ToolchainError(JitkernError):
     """Something needed to compile is not installed; the message ends with what to install."""
-
-
-def _rebuild(
-    cls: type[CompileError], message: str, command: str, log: str, source: str | None
-) -> CompileError:
-    return cls(message, command=command, log=log, source=source)
-
-
-def _numbered(source: str) -> str:
-    """Source with line numbers: the compiler's log speaks of lines."""
-    return "\n".join(f"{i:4d}  {line}" for i, line in enumerate(source.splitlines(), 1))

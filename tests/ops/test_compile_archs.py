@@ -64,7 +64,7 @@ def test_no_kernel_spills(op: str) -> None:
             device_wrappers=kernel.wrappers,
             extra_cuda_cflags=["--ptxas-options=-v"],
         )
-        log = verbose.entry(arch).meta["log"]
+        log = verbose.lookup(arch).entry.meta["log"]
         spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", log)]
         assert spilled, log
         assert max(spilled) <= getattr(own_tests(STEMS[op]), "ALLOWED_SPILL_BYTES", 0), log

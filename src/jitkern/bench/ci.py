@@ -22,8 +22,8 @@ from jitkern.bench.pairs import (
     host_sampler,
     time_pairs,
 )
+from jitkern.bench.timing import ColdBuffers, cache_bytes_of
 from jitkern.errors import JitkernError
-from jitkern.perf import ColdBuffers, cache_bytes_of
 
 CASE_BUDGET_S = 0.5
 RETRIES = 2  # of a figure that looks slower: a neighbour does not stay for all of them

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
 from jitkern.bench.case import Case, Context, Impl, Row, Run, error_row
-from jitkern.perf import (
+from jitkern.bench.pairs import bind
+from jitkern.bench.timing import (
+    Call,
     ColdBuffers,
     Replay,
     Timing,
     cache_bytes_of,
     cpu_replay,
     cuda_replay,
-    percent_of_ceiling,
+    host_ms,
     time_replays,
 )
 
 POISON = 0xA5
 SLOW_REPLAY_MS = 60.0  # replays longer than this get fewer calls and fewer rounds
 
-_FLUSH: dict[str, Callable[[], object]] = {}
+_FLUSH: dict[str, Call] = {}
 
 
-def flush_of(ctx: Context) -> Callable[[], object] | None:
+def flush_of(ctx: Context) -> Call | None:
     """Return a call that fills the L2 with clean lines of something else; None on the CPU."""
     if ctx.device != "cuda":
         return None
@@ -87,7 +88,7 @@ def measure(ctx: Context, case: Case) -> list[Row]:
             check(ctx, case, impl, run, buffers[0], expected)
             once_ms = _once_ms(ctx, run, buffers[1])
             calls = max(1, min(case.calls, int(SLOW_REPLAY_MS / once_ms)))
-            bound = [_bind(run, buffers[i]) for i in range(calls)]
+            bound = [bind(run, buffers[i]) for i in range(calls)]
             replay = _replay(ctx, impl, bound, row)
             row.host_us = _host_us(ctx, bound, once_ms) if ctx.device == "cuda" else None
         except Exception as error:  # a peer that fails is a row, not the end of the run
@@ -125,12 +126,10 @@ def compare(rows: list[Row]) -> None:
         if row.role == "ours" and row.median_us and peer:
             row.ratio_to_best_peer = peer / row.median_us
         if ceiling and row.gb_s:
-            row.percent_of_ceiling = percent_of_ceiling(row.gb_s, ceiling)
+            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
 
 
-def host_us_of(
-    call: Callable[[], object], *, calls: int, repeats: int, sync: Callable[[], None]
-) -> Timing:
+def host_us_of(call: Call, *, calls: int, repeats: int, sync: Callable[[], None]) -> Timing:
     """Time the host's share of `call`: a loop that waits for nothing, from an idle device.
 
     Samples are milliseconds per call. `calls` stays below the 1,024 launches that a stream queues.
@@ -140,10 +139,7 @@ def host_us_of(
     samples = []
     for _ in range(repeats):
         sync()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        samples.append((time.perf_counter() - start) * 1e3 / calls)
+        samples.append(host_ms(call, calls))
     sync()
     return Timing(tuple(samples))
 
@@ -181,18 +177,15 @@ def check(
 
 
 def _once_ms(ctx: Context, run: Run, buffers: Any) -> float:
+    def call() -> None:
+        run(buffers)
+        ctx.sync()
+
     ctx.sync()
-    start = time.perf_counter()
-    run(buffers)
-    ctx.sync()
-    return (time.perf_counter() - start) * 1e3
+    return host_ms(call)
 
 
-def _bind(run: Run, buffers: Any) -> Callable[[], object]:
-    return lambda: run(buffers)
-
-
-def _replay(ctx: Context, impl: Impl, calls: list[Callable[[], object]], row: Row) -> Replay:
+def _replay(ctx: Context, impl: Impl, calls: list[Call], row: Row) -> Replay:
     if ctx.device != "cuda" or not impl.graph:
         return cpu_replay(calls)
     for call in dict.fromkeys(calls):
@@ -206,14 +199,12 @@ def _replay(ctx: Context, impl: Impl, calls: list[Callable[[], object]], row: Ro
         return cpu_replay(calls)
 
 
-def _host_us(ctx: Context, calls: list[Callable[[], object]], once_ms: float) -> float:
+def _host_us(ctx: Context, calls: list[Call], once_ms: float) -> float:
     count = 32 if once_ms < 2 else 4 if once_ms < 20 else 1
+    in_turn = cpu_replay([calls[i % len(calls)] for i in range(count)])
     samples = []
     for _ in range(3):
         ctx.sync()
-        start = time.perf_counter()
-        for i in range(count):
-            calls[i % len(calls)]()
-        samples.append((time.perf_counter() - start) * 1e6 / count)
+        samples.append(host_ms(in_turn.run) * 1e3 / count)
     ctx.sync()
     return statistics.median(samples)

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jitkern.perf import Timing
+from jitkern.bench.timing import Call, Timing, cuda_replay, cuda_timer, host_ms
 
 if TYPE_CHECKING:
     from jitkern.bench.case import Context, Row
 
-Call = Callable[[], object]
 Sample = Callable[[], float]
 
 SAMPLE_US = 250.0
@@ -70,49 +69,28 @@ def host_sampler(ctx: Context, call: Call) -> Sample:
     """Return a sample of the CPU's time per call; where kernels are launched, of the launch."""
     call()
     ctx.sync()
-    once_us = min(_timed(call, 1) for _ in range(3))
+    once_us = min(host_ms(call) for _ in range(3)) * 1e3
     count = max(1, int(SAMPLE_US / max(once_us, 0.05)))
     if ctx.device != "cuda":
-        return lambda: _timed(call, count)
+        return lambda: host_ms(call, count) * 1e3
     count = min(count, QUEUED_LAUNCHES)
 
     def on_idle_device() -> float:
         ctx.sync()
-        return _timed(call, count)
+        return host_ms(call, count) * 1e3
 
     return on_idle_device
-
-
-def _timed(call: Call, count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - start) * 1e6 / count
 
 
 def device_sampler(calls: list[Call]) -> Sample:
     """Return a sample of the GPU's time per call: a graph of `calls`, between two events."""
     import torch
 
-    from jitkern.perf import cuda_replay
-
-    event: Any = torch.cuda.Event
-
     for call in calls:
         call()
     torch.cuda.synchronize()
-    replay = cuda_replay(calls)
-    tic = event(enable_timing=True)
-    toc = event(enable_timing=True)
-
-    def sample() -> float:
-        tic.record()
-        replay.run()
-        toc.record()
-        toc.synchronize()
-        return float(tic.elapsed_time(toc)) * 1e3 / replay.calls
-
-    return sample
+    replay, timer = cuda_replay(calls), cuda_timer("device_sampler")
+    return lambda: timer(replay.run) * 1e3 / replay.calls
 
 
 def bind(run: Callable[[Any], object], buffers: Any) -> Call:

@@ -52,11 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except UsageError as error:
         return _fail(str(error), 2)
-    except CompileError as error:
-        # The line, then all that helps: a compiler's log is no user's mistake.
-        return _fail(str(error), 1)
     except JitkernError as error:
-        return _fail(_one_line(error), 1)
+        # One line, but for what a compiler has to say: all of its log helps.
+        text = str(error)
+        return _fail(text if isinstance(error, CompileError) else " ".join(text.split()), 1)
     except BrokenPipeError:
         # `jitkern cache list | head`: nobody reads on; Python's flush at exit must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,7 +71,7 @@ def _run(argv: list[str]) -> int:
     # torch says so while it is imported, wherever NumPy is not installed; nothing here needs it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     parser = _parser()
-    if argv[:1] == ["bench"] and not bench_cmd.takes(argv[1:]):
+    if argv[:1] == ["bench"] and not bench_cmd.GUARD_OPTIONS & set(argv):
         # A checkout's harness has its own options: nothing of them is looked at here.
         return bench_cmd.forward(argv[1:])
     args = parser.parse_args(argv)
@@ -99,10 +98,6 @@ def _parser() -> argparse.ArgumentParser:
         module.configure(command)
         command.set_defaults(run=module.run)
     return parser
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _fail(message: str, status: int) -> int:

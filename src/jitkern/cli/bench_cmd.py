@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jitkern
 from jitkern.cli import ui
@@ -17,7 +15,7 @@ from jitkern.errors import JitkernError, UnsupportedError
 
 if TYPE_CHECKING:
     from jitkern.bench.baseline import Baseline, Verdict
-    from jitkern.bench.ci import Advance
+    from jitkern.bench.report import Payload
 
 SUMMARY = "catch a slowdown in CI; compare two results"
 DESCRIPTION = (
@@ -31,9 +29,8 @@ jitkern bench --ci --baseline bench/baselines
 jitkern bench --ci --cases bench_mine.py --baseline mine.json
 jitkern bench --compare before.json after.json
 """
+# With any of these, the command line is for the options here and not for a checkout's harness.
 GUARD_OPTIONS = {"--ci", "--compare", "-h", "--help"}
-
-Payload = dict[str, Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -86,11 +83,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--update", action="store_true", help="write the baseline anew")
     parser.add_argument(
-        "--runs", type=ui.jobs, default=1, metavar="N", help="runs that a baseline is made of"
+        "--runs", type=ui.count, default=1, metavar="N", help="runs that a baseline is made of"
     )
     parser.add_argument(
         "--beside",
-        type=ui.jobs,
+        type=ui.count,
         default=0,
         metavar="N",
         help="with --update, as many runs again beside N busy processes",
@@ -103,11 +100,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="write a summary; appended to $GITHUB_STEP_SUMMARY where that is set",
     )
     parser.add_argument("--junit", type=Path, metavar="F", help="write a JUnit report")
-
-
-def takes(argv: list[str]) -> bool:
-    """Whether these arguments are for the options here, and not for a checkout's harness."""
-    return bool(GUARD_OPTIONS & set(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -186,7 +178,10 @@ def _guard(args: argparse.Namespace, device: str) -> int:
         slower = (v for v in verdicts_of(result) if v.measure == "time" and v.outcome == "slower")
         return [verdict.key for verdict in slower]
 
-    with _progress() as advance, ci.Run(device, args.cases, wanted, advance) as measured:
+    with (
+        ui.progress(lines=True) as advance,
+        ci.Run(device, args.cases, wanted, advance) as measured,
+    ):
         result = measured.measure()
         result = ci.confirmed(measured, result, suspects)
     if note := result["counts"]["note"]:
@@ -212,29 +207,6 @@ def _guard(args: argparse.Namespace, device: str) -> int:
     if args.junit is not None:
         args.junit.write_text(output.junit(verdicts, args.gate))
     return 1 if any(verdict.fails(args.gate) for verdict in verdicts) else 0
-
-
-@contextmanager
-def _progress() -> Iterator[Advance]:
-    """Yield what is told of each step: a bar on a terminal, a line elsewhere."""
-    console = ui.console(stderr=True)
-    if not console.is_terminal:
-
-        def line(text: str, done: int, steps: int) -> None:
-            console.print(f"{done}/{steps} {text}", markup=False)
-
-        yield line
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting")
-
-        def advance(text: str, done: int, steps: int) -> None:
-            bar.update(task, description=text, completed=done, total=steps)
-
-        yield advance
 
 
 # -- a new baseline --------------------------------------------------------------------------------

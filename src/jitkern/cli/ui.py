@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: object, example: str = "", **kwargs: object) -> None:
         if example:
-            kwargs["epilog"] = f"example:\n{_indented(example)}"
+            kwargs["epilog"] = f"example:\n{textwrap.indent(example.strip(), '  ')}"
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         # Abbreviated options would break scripts whenever an option is added.
         kwargs["allow_abbrev"] = False
@@ -40,23 +42,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see: {self.prog} --help)")
 
 
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.strip().splitlines())
-
-
 def row_bytes(text: str) -> list[int]:
     """Parse ``656`` or ``256,656``: bytes of a row, as argparse's ``type``."""
-    return [_integer(part, "bytes of a row, 1 or more") for part in _parts(text)]
-
-
-def jobs(text: str) -> int:
-    """Parse a number of threads, as argparse's ``type``."""
-    return _integer(text, "1 or more")
-
-
-def names(text: str) -> list[str]:
-    """Parse ``a,b``, as argparse's ``type``."""
-    return _parts(text)
+    return [count(part, "bytes of a row, 1 or more") for part in names(text)]
 
 
 def archs(text: str) -> list[Arch]:
@@ -64,20 +52,22 @@ def archs(text: str) -> list[Arch]:
     from jitkern.arch import Arch
 
     try:
-        return [Arch.parse(part) for part in _parts(text)]
+        return [Arch.parse(part) for part in names(text)]
     except ValueError as error:
         # argparse says which argument it is.
         raise argparse.ArgumentTypeError(str(error).removeprefix("arch: ")) from None
 
 
-def _parts(text: str) -> list[str]:
+def names(text: str) -> list[str]:
+    """Parse ``a,b``, as argparse's ``type``."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r}, expected at least one value")
     return parts
 
 
-def _integer(text: str, expected: str) -> int:
+def count(text: str, expected: str = "1 or more") -> int:
+    """Parse a number of threads or runs, as argparse's ``type``."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
     return int(text)
@@ -112,6 +102,27 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "failed": "bold red"}
+
+
+@contextmanager
+def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield what is told of each step: what it is, how many are done, and of how many.
+
+    A bar on standard error that goes at the end. Where that is no terminal, nothing; or `lines`.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    out = console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("starting")
+
+        def advance(what: str, done: int, steps: int) -> None:
+            if lines and not out.is_terminal:
+                out.print(f"{done}/{steps} {what}", markup=False)
+            bar.update(task, description=what, completed=done, total=steps)
+
+        yield advance
 
 
 def say(text: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=ui.jobs,
+        type=ui.count,
         metavar="N",
         help="compiles at a time; default: the cores, as far as memory allows",
     )
@@ -96,7 +96,13 @@ def run(args: argparse.Namespace) -> int:
     outcomes += [job.run() for job in replayed if not job.arch]
     jobs += [job for job in replayed if job.arch]
     threads = min(args.jobs or default_threads(), max(1, len(jobs)))
-    with _progress(len(jobs)) as advance:
+    done = itertools.count(1)
+    with ui.progress() as tell:
+        tell("compiling", 0, len(jobs))
+
+        def advance(job: Job) -> None:
+            tell(f"{job.name}<{job.parameters}> {job.arch}", next(done), len(jobs))
+
         built, failures = run_all(jobs, threads, advance)
     outcomes += built
 
@@ -116,24 +122,6 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     ms = "-" if found is None else ui.ms_text(found.ms)
     size = "-" if found is None or not job.arch else f"{found.bytes:,}"
     return (job.name, job.parameters, job.arch or "-", outcome.source, ms, size)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Job], None]]:
-    """Show a bar on standard error that goes when it is done; nothing where that is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = ui.console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("compiling", total=total)
-
-    def advance(job: Job) -> None:
-        what = f"{job.name}<{job.parameters}> {job.arch}"
-        bar.update(task, advance=1, description=what)
-
-    with bar:
-        yield advance
 
 
 def _op_jobs(args: argparse.Namespace) -> list[Job]:

@@ -35,9 +35,7 @@ def check(device: int | str | torch.device | None = None) -> None:
     import torch
 
     if device is None:
-        if not torch.cuda.is_available():
-            return
-        device = torch.cuda.current_device()
+        device = "cuda"
     if not isinstance(device, int):
         parsed = _parse(device)
         if parsed.type == "cpu" or not torch.cuda.is_available():

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jitkern import hints
 from jitkern.arch import Arch
@@ -19,7 +20,7 @@ from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
 from jitkern.cache.store import Cache
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
-from jitkern.env import FAULT_MODES, settings
+from jitkern.env import settings
 from jitkern.errors import JitkernError
 from jitkern.files import digest, sha256
 from jitkern.forks import PerProcess
@@ -37,16 +38,13 @@ class Kernels(Protocol):
     @property
     def exports(self) -> Sequence[str]:
         """Names of the kernels in the image."""
-        ...
 
     @property
     def launch_config(self) -> Sequence[int]:
         """Threads and PDL of each kernel, then vectors in flight and splits of a row."""
-        ...
 
     def image(self, arch: Arch) -> bytes:
         """Return the code for `arch`."""
-        ...
 
 
 Builder = Callable[..., Kernels]
@@ -112,8 +110,9 @@ def launcher(exports: Sequence[str], image: Callable[[Arch], bytes]) -> Callable
         Called at the first launch on a GPU.
     """
 
+    @_through_cpp()
     def resolve(_op: str, _names: Any, _values: Any, arch: int) -> tuple[Any, ...]:
-        return _relayed(lambda: (image(Arch(*divmod(arch, 10))), tuple(exports), ()))
+        return image(Arch(*divmod(arch, 10))), tuple(exports), ()
 
     made: Callable[..., Any] = module()["make_launch"](resolve)
     return made
@@ -189,21 +188,52 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _initialise(loaded: Module) -> None:
-    """Give the C++ side what it needs of Python and the settings, where it takes it."""
-    _register_relay()
-    for name, argument in (
-        ("set_resolver", lambda: _resolve),
-        ("set_fault_mode", lambda: FAULT_MODES.index(settings().faults)),
-        ("set_warner", lambda: _warn),
-    ):
-        if loaded.implements_function(name):
-            loaded[name](argument())
+    """Give the C++ side what it needs of Python and the settings."""
+    from tvm_ffi.error import register_error
+
+    register_error("jitkern.ThroughCpp", ThroughCpp)
+    loaded["set_resolver"](_resolve)
+    loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
+# What takes the message of a fault; for None C++ raises it.
+_FAULT_HANDLERS: dict[str, Callable[[str], None] | None] = {
+    "raise": None,
+    "warn": _warn,
+    "ignore": lambda _: None,
+}
+
+
+class ThroughCpp(RuntimeError):  # noqa: N818 - it is never seen
+    """A jitkern exception on its way through C++, which carries only its kind and message.
+
+    The exception itself, with its log and command, waits here and comes back in its place.
+    """
+
+    waiting: ClassVar[dict[str, JitkernError]] = {}
+
+    def __new__(cls, message: str) -> Any:
+        return cls.waiting.pop(message, None) or super().__new__(cls, message)
+
+
+@contextmanager
+def _through_cpp() -> Iterator[None]:
+    """Have a jitkern exception of this function arrive unharmed behind C++."""
+    try:
+        yield
+    except JitkernError as error:
+        # The number, since two threads may fail with the same words.
+        message = f"{type(error).__name__}: {error} [{id(error)}]"
+        carrier = ThroughCpp(message)
+        ThroughCpp.waiting[message] = error
+        raise carrier from error
+
+
+@_through_cpp()
 def _resolve(
     op_name: str, names: Sequence[str], values: Sequence[int], arch: int
 ) -> tuple[Any, ...]:
@@ -212,40 +242,7 @@ def _resolve(
     Called from C++ at its first launch on a device. C++ names what it asks for, so that a builder
     with other parameters, or in another order, is an error and not another kernel.
     """
-
-    def resolved() -> tuple[Any, ...]:
-        spec = {str(name): int(value) for name, value in zip(names, values, strict=True)}
-        kernels = _builders[op_name](**spec)
-        image = kernels.image(Arch(*divmod(arch, 10)))
-        return image, tuple(kernels.exports), tuple(kernels.launch_config)
-
-    return _relayed(resolved)
-
-
-def _relayed(call: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return what `call` does, for C++; a jitkern exception passes through it unharmed."""
-    try:
-        return call()
-    except JitkernError as error:
-        # Only kind and message survive the way through C++. The exception itself, with its log
-        # and command, is kept here and comes back in _Relay.__new__.
-        message = f"{type(error).__name__}: {error}"
-        relay = _Relay(message)
-        _Relay.pending[message] = error
-        raise relay from error
-
-
-class _Relay(RuntimeError):  # noqa: N818 - it is never seen
-    """Stands for a jitkern exception while it passes through C++."""
-
-    pending: dict[str, JitkernError] = {}  # noqa: RUF012
-
-    def __new__(cls, message: str) -> Any:
-        original = cls.pending.pop(message, None)
-        return original if original is not None else super().__new__(cls, message)
-
-
-def _register_relay() -> None:
-    from tvm_ffi.error import register_error
-
-    register_error("jitkern.Relay", _Relay)
+    spec = {str(name): int(value) for name, value in zip(names, values, strict=True)}
+    kernels = _builders[op_name](**spec)
+    image = kernels.image(Arch(*divmod(arch, 10)))
+    return image, tuple(kernels.exports), tuple(kernels.launch_config)

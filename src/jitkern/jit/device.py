@@ -64,18 +64,12 @@ class DeviceModule:
 
     Parameters
     ----------
-    name, args
-        The kernel's name and its template arguments, for keys and messages.
+    used
+        What load_jit was given.
     files
-        The device sources, absolute.
+        Its device sources, absolute.
     wrappers
         (name, class) of each kernel.
-    options
-        Extra options of the compiler.
-    include_dirs
-        Directories searched before the package's own.
-    recorded
-        What load_jit was given, for JITKERN_RECORD; None is not recorded.
     hint
         Says for an arch what would have built the kernel beforehand; FrozenError ends with it.
 
@@ -83,40 +77,32 @@ class DeviceModule:
     ----------
     name
         The kernel's name and template arguments, e.g. ``store_656_128_8_true_16_4_2``.
-    closure
-        The rendered translation unit with all that it includes.
-    launch_config
-        What :meth:`launched_with` was told.
     """
 
     def __init__(
         self,
-        name: str,
-        args: Sequence[str],
-        *,
+        used: Specialisation,
         files: Sequence[Path],
         wrappers: Sequence[Wrapper],
-        options: Sequence[str] = (),
-        include_dirs: Sequence[Path] = (),
-        recorded: Specialisation | None = None,
         hint: Callable[[Arch], str] = hints.replay,
     ) -> None:
-        self.op = name
+        self._used = used
+        self.op, *args = used.args
         self.args = tuple(args)
-        self.name = slug("_".join([name, *self.args]))
+        self.name = slug("_".join(used.args))
         self.wrappers = tuple(wrappers)
         self.files = tuple(files)
-        self._recorded = recorded
         self.hint = hint
-        self.options = tuple(options)
+        self.options = tuple(used.options.get("extra_cuda_cflags", ()))
+        include_dirs = map(Path, used.options.get("extra_include_paths", ()))
         self.closure = include_closure(
             render([_include_name(file) for file in files], wrappers),
-            include_dirs=[*map(Path, include_dirs), *INCLUDE_DIRS],
+            include_dirs=[*include_dirs, *INCLUDE_DIRS],
         )
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._numbers = {export: number for number, export in enumerate(self.exports)}
         self._made: dict[str, Callable[..., Any]] = {}
-        self.launch_config: tuple[int, ...] = ()
+        self.launch_config: tuple[int, ...] = ()  # what launched_with was told
 
     def __repr__(self) -> str:
         return f"DeviceModule({self.op!r}, {', '.join(self.args)})"
@@ -145,10 +131,6 @@ class DeviceModule:
         """
         return self.lookup(arch).loaded
 
-    def entry(self, arch: Arch) -> Entry:
-        """Return the cache entry of the code for `arch`; its ``meta`` says how it was built."""
-        return self.lookup(arch).entry
-
     def lookup(self, arch: Arch) -> Lookup[bytes]:
         """Find the code for `arch` and tell where it came from. Raises as :meth:`image`."""
         start = time.perf_counter()
@@ -159,8 +141,8 @@ class DeviceModule:
             return Lookup("memo", ms, found.entry, found.loaded)
         found = self._images[arch] = get_or_build(_Image(self, arch))
         file = settings().record
-        if file is not None and self._recorded is not None:
-            record(replace(self._recorded, arch=str(arch)), file)
+        if file is not None:
+            record(replace(self._used, arch=str(arch)), file)
         return found
 
     @property
@@ -284,6 +266,22 @@ class DeviceModule:
             "files": [file.name for file in self.files],
         }
         return Key("device", self.name, digest(content), describe)
+
+
+def load_own(
+    name: str, *args: str, device_files: Sequence[str], device_wrappers: Sequence[Wrapper]
+) -> DeviceModule:
+    """As :func:`jitkern.load_jit`; its FrozenError names the ``jitkern warm`` that was missing.
+
+    The first of `args` is the size of a row, as the command line takes it.
+    """
+    options = {"device_files": list(device_files), "device_wrappers": [*map(list, device_wrappers)]}
+    return DeviceModule(
+        Specialisation("load_jit", (name, *args), options, ""),
+        [CSRC / file for file in device_files],
+        device_wrappers,
+        hint=lambda arch: hints.warm_op(name, args[0], arch),
+    )
 
 
 class _Image(Buildable[bytes]):

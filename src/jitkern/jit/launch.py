@@ -16,13 +16,7 @@ TORCH: set[type] = set()
 
 
 def readable(args: Sequence[Any]) -> list[Any]:
-    """Return `args` as C++ reads them: tensors, numbers, and bytes or pointers for all else.
-
-    Raises
-    ------
-    TypeError
-        An argument that is no member of a struct.
-    """
+    """Return `args` as C++ reads them: tensors, numbers, and bytes or pointers for all else."""
     return [arg if type(arg) in PLAIN else _readable(arg, i) for i, arg in enumerate(args)]
 
 
@@ -49,13 +43,7 @@ def _readable(arg: Any, position: int) -> Any:
 
 
 def device_and_stream(device: int) -> tuple[int, int]:
-    """Return a device and torch's current stream on it; of the current device for -1.
-
-    Raises
-    ------
-    UnsupportedError
-        There is no GPU.
-    """
+    """Return a device and torch's current stream on it; of the current device for -1."""
     import torch
 
     if not torch.cuda.is_available():

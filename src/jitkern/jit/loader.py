@@ -112,8 +112,8 @@ def load_jit(
     >>> module.scale(10)  # doctest: +SKIP
     40
     """
-    loaded: DeviceModule | Module = _loaded(_specialisation("load_jit", args, locals()))
-    return loaded
+    used = _specialisation("load_jit", args, locals())
+    return load_device(used) if used.options.get("device_files") else load_library(used).loaded
 
 
 def load_aot(
@@ -153,8 +153,7 @@ def load_aot(
     --------
     >>> module = load_aot("radix", cpp_files=["radix.cc"])  # doctest: +SKIP
     """
-    module: Module = _loaded(_specialisation("load_aot", args, locals()))
-    return module
+    return load_library(_specialisation("load_aot", args, locals())).loaded
 
 
 def load_library(used: Specialisation) -> Lookup[Module]:
@@ -195,19 +194,8 @@ def load_device(used: Specialisation) -> DeviceModule:
         )
     if not options.get("device_wrappers"):
         raise ValueError("load_jit: device_wrappers: empty, expected (name, class) pairs")
-    return DeviceModule(
-        used.args[0],
-        used.args[1:],
-        files=_files(used, "device_files"),
-        wrappers=_wrappers(used, "device_wrappers"),
-        options=options.get("extra_cuda_cflags", ()),
-        include_dirs=[Path(path) for path in options.get("extra_include_paths", ())],
-        recorded=used,
-    )
-
-
-def _loaded(used: Specialisation) -> Any:
-    return load_device(used) if used.options.get("device_files") else load_library(used).loaded
+    files = _files(used, "device_files")
+    return DeviceModule(used, files, _wrappers(used, "device_wrappers"))
 
 
 def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -> Specialisation:

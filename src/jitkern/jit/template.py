@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["CppArgs", "KernelConfig", "make_cpp_args"]
-
 
 class CppArgs(tuple[str, ...]):
     """C++ literals, in order; ``str()`` joins them the way a template argument list is written.

@@ -7,15 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule, load_own
 from jitkern.ops.common import TorchOverload, name_unreadable
-from jitkern.ops.kernels import load_jit
-from jitkern.ops.pairs import (
-    SMALL_IN_FLIGHT,
-    pair_config,
-    pair_copy_args,
-    pair_specialisations,
-)
+from jitkern.ops.pairs import SMALL_IN_FLIGHT, pair_config, pair_copy_args
+from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,18 +25,13 @@ def kernel(
     """Return the device module of one row size, vector width, index type, alignment and size."""
     in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
     args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
-    module = load_jit(
+    module = load_own(
         "d2h_scatter",
         *args,
         device_files=["ops/d2h_scatter.cu"],
         device_wrappers=[("d2h_scatter", f"jitkern::D2HScatter<{args}>")],
     )
     return module.launched_with(pair_config(large), in_flight=in_flight)
-
-
-def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments that rows of ``row_bytes`` need."""
-    return pair_specialisations(row_bytes)
 
 
 @cache

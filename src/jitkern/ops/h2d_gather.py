@@ -7,16 +7,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import TorchOverload, name_unreadable
-from jitkern.ops.kernels import load_jit
-from jitkern.ops.pairs import (
-    SMALL_IN_FLIGHT,
-    pair_config,
-    pair_copy_args,
-    pair_specialisations,
-)
+from jitkern.ops.pairs import SMALL_IN_FLIGHT, pair_config, pair_copy_args
+from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,13 +38,8 @@ def kernel(
         wrappers.append(("claim", f"jitkern::ClaimRows<{claim_args}>"))
         configs.append(CLAIM_CONFIG)
     files = ["ops/h2d_gather.cu"]
-    module = load_jit("h2d_gather", *args, device_files=files, device_wrappers=wrappers)
+    module = load_own("h2d_gather", *args, device_files=files, device_wrappers=wrappers)
     return module.launched_with(*configs, in_flight=in_flight)
-
-
-def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments that rows of ``row_bytes`` need."""
-    return pair_specialisations(row_bytes)
 
 
 @cache

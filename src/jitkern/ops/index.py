@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import (
     INDEX_BYTES,
@@ -16,7 +16,6 @@ from jitkern.ops.common import (
     type_text,
     widest_vec_bytes,
 )
-from jitkern.ops.kernels import load_jit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +39,7 @@ def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     """Return the device module of one row size, vector width and index type."""
     splits = num_splits(row_bytes, vec_bytes)
     args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
-    module = load_jit(
+    module = load_own(
         "index",
         *args,
         device_files=["ops/index.cu"],

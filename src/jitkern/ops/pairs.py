@@ -29,8 +29,11 @@ def pair_copy_args(
     )
 
 
-def pair_specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return what contiguous rows need: both index types, small and large calls."""
+def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
+    """Return the template arguments that rows of ``row_bytes`` need.
+
+    Both index types, small and large calls, as far as rows are contiguous.
+    """
     vec_bytes = widest_vec_bytes(row_bytes)
     line_aligned = int(row_bytes % _LINE_BYTES == 0)
     return [

@@ -7,10 +7,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, TorchOverload, name_unreadable, widest_vec_bytes
-from jitkern.ops.kernels import load_jit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +23,7 @@ IN_FLIGHT = 2  # vectors that a lane moves at a time
 def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     """Return the device module of one row size, vector width and index type."""
     args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
-    module = load_jit(
+    module = load_own(
         "store",
         *args,
         device_files=["ops/store.cu"],

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import jitkern
 from jitkern.bench.case import Case, Context, Impl, Run
+from jitkern.bench.timing import Call
 
 if TYPE_CHECKING:
     import torch
+
+    from jitkern.jit.device import DeviceModule
 
 COPY, NO_OP = "copy of the same bytes", "no-op FFI call"
 # (rows, bytes of a row): in the L1, in the L2, in memory; on a GPU a small and a large call.
 CPU_SIZES = ((64, 656), (1024, 1024), (8192, 2048))
 CUDA_SIZES = ((1024, 656), (131_072, 1024))
-
-Call = Callable[[], object]
+COPY_THREADS = 256
 
 
 def sizes(ctx: Context) -> Sequence[tuple[int, int]]:
@@ -27,11 +31,7 @@ def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tens
     """Return a contiguous copy; `pair` gives its destination and its source."""
 
     def build() -> Run:
-        if ctx.device != "cuda":
-            return lambda buffers: _copy_(*pair(buffers))
-        from jitkern.perf import copy_kernel
-
-        copy = copy_kernel()
+        copy = copy_kernel() if ctx.device == "cuda" else _copy_
         return lambda buffers: copy(*pair(buffers))
 
     return Impl(COPY, "ceiling", build, check=False)
@@ -39,6 +39,33 @@ def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tens
 
 def _copy_(dst: torch.Tensor, src: torch.Tensor) -> None:
     dst.copy_(src)
+
+
+def copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return ``copy(dst, src)``: contiguous CUDA tensors of equal size, a multiple of 16 bytes.
+
+    What it reaches is the ceiling of this very machine.
+    """
+    module = copy_module()
+
+    def copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+        vecs, rest = divmod(src.numel() * src.element_size(), 16)
+        if rest or dst.numel() * dst.element_size() != vecs * 16:
+            raise ValueError("copy_kernel: dst, src: expected equal sizes, multiples of 16 bytes")
+        blocks = -(-vecs // COPY_THREADS)
+        module.launch("copy", dst, src, vecs, grid=blocks, block=COPY_THREADS)
+
+    return copy
+
+
+@cache
+def copy_module() -> DeviceModule:
+    """Return the kernel of :func:`copy_kernel`, for blocks of ``COPY_THREADS``."""
+    return jitkern.load_jit(
+        "copy",
+        device_files=["perf/copy.cu"],
+        device_wrappers=[("copy", f"jitkern::CopyKernel<{COPY_THREADS}>")],
+    )
 
 
 def call_case(op: str, name: str, call: Call, arguments: Sequence[Any]) -> Case:

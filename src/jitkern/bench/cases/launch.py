@@ -9,7 +9,7 @@ import torch
 
 import jitkern
 from jitkern.bench.case import Case, Context, Impl, Run
-from jitkern.bench.cases.common import call_case
+from jitkern.bench.cases.common import COPY_THREADS, call_case, copy_module
 from jitkern.host import module as host
 
 GRAPH_CALLS = 20
@@ -29,16 +29,12 @@ def cases(ctx: Context) -> Iterator[Case]:
 
 
 def _users_kernel() -> Case:
-    module = jitkern.load_jit(
-        "copy",
-        device_files=["perf/copy.cu"],
-        device_wrappers=[("copy", "jitkern::CopyKernel<256>")],
-    )
+    module = copy_module()
     src = torch.ones(4096, dtype=torch.uint8, device="cuda")
     dst = torch.empty_like(src)
 
     def launch() -> None:
-        module.launch("copy", dst, src, 256, grid=1, block=256)
+        module.launch("copy", dst, src, 256, grid=1, block=COPY_THREADS)
 
     return call_case("launch", "launch of a user's kernel", launch, (dst, src))
 

@@ -37,7 +37,7 @@ def pair_cases(ctx: Context, op: str, function: PairOp, dst_device: str) -> Iter
     """Yield the cases of an op of pairs; `function` takes source, destination and pairs."""
     on_gpu = ctx.device == "cuda"
     for rows, row_bytes in LINK_SIZES if on_gpu else CPU_SIZES:
-        yield _case(ctx, op, function, dst_device, rows, row_bytes)
+        yield case_of(ctx, op, function, dst_device, rows, row_bytes)
     yield from call_cases(ctx, op, function, dst_device)
 
 
@@ -64,9 +64,10 @@ def _pairs(ctx: Context, slots: int, rows: int) -> torch.Tensor:
     return torch.stack(columns, 1).to(torch.int32)
 
 
-def _case(
+def case_of(
     ctx: Context, op: str, function: PairOp, dst_device: str, rows: int, row_bytes: int
 ) -> Case:
+    """Return the case of one size: the op and a copy of as many rows in one piece."""
     slots = LINK_SLOTS if ctx.device == "cuda" else 2 * rows
     shared = _buffers(ctx, dst_device, slots, 1, row_bytes)
 

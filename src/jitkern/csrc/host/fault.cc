@@ -13,10 +13,8 @@ namespace {
 
 using tvm::ffi::Function;
 
-enum FaultMode : int { kRaise = 0, kWarn = 1, kIgnore = 2 };
-std::atomic<int> fault_mode{kRaise};
-
-Function& warner() {
+// Takes the message of a fault; where Python has set none, a fault is raised.
+Function& fault_handler() {
   static auto* function = new Function();  // never destroyed: Python may be gone by then
   return *function;
 }
@@ -49,15 +47,13 @@ void raise_pending_fault(Device& device) {
   const i64 bound = record->bound;
   std::atomic_thread_fence(std::memory_order_release);
   record->state = 0;
-  const int mode = fault_mode.load(std::memory_order_relaxed);
-  if (mode == kIgnore) return;
   const std::string note = " (found by an earlier call on cuda:" + std::to_string(device.ordinal) +
                            "; the row was not copied)";
   try {
     raise_index_error(name.op, name.arg, position, value, bound, note.c_str());
   } catch (const tvm::ffi::Error& error) {
-    if (mode == kRaise || warner() == nullptr) throw;
-    warner()(error.message());
+    if (fault_handler() == nullptr) throw;
+    fault_handler()(error.message());
   }
 }
 
@@ -69,15 +65,12 @@ void check_faults(int64_t ordinal) {
 
 int64_t max_devices() { return kMaxDevices; }
 
-void set_fault_mode(int64_t mode) { fault_mode.store(static_cast<int>(mode)); }
-
-void set_warner(Function function) { warner() = std::move(function); }
+void set_fault_handler(Function function) { fault_handler() = std::move(function); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_faults, check_faults);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(max_devices, max_devices);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_mode, set_fault_mode);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_warner, set_warner);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_handler, set_fault_handler);
 
 }  // namespace jitkern

@@ -7,10 +7,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import TorchOverload, name_unreadable, widest_vec_bytes
-from jitkern.ops.kernels import load_jit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +23,7 @@ def kernel(row_bytes: int, vec_bytes: int) -> DeviceModule:
     """Return the device module of one row size and vector width."""
     args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, IN_FLIGHT)
     wrappers = [("twice", f"jitkern::TwiceKernel<{args}>")]
-    module = load_jit("twice", *args, device_files=["ops/twice.cu"], device_wrappers=wrappers)
+    module = load_own("twice", *args, device_files=["ops/twice.cu"], device_wrappers=wrappers)
     return module.launched_with(CONFIG, in_flight=IN_FLIGHT)
 
 

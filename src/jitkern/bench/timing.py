@@ -1,0 +1,173 @@
+"""What comparisons are made of: replays timed in turn, and buffers that have left the cache.
+
+Nothing here knows of cases.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+
+from jitkern.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+Call = Callable[[], object]
+
+# What counts as "cache" on a CPU when the buffers rotate. Shared L3 slices of hundreds of MB are
+# reported by virtual machines and cannot be defeated in a short run; the same for every peer.
+CPU_CACHE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call, one sample per replay."""
+
+    samples_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    @property
+    def iqr_ms(self) -> float:
+        """Distance between the quartiles; 0.0 for a single sample."""
+        if len(self.samples_ms) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
+        return high - low
+
+    def gb_s(self, bytes_moved: int) -> float:
+        return bytes_moved / (self.median_ms * 1e6)
+
+
+class Replay(NamedTuple):
+    """Something that can be run again and again, and how many calls one run holds."""
+
+    run: Call
+    calls: int
+
+
+class ColdBuffers(Generic[T]):
+    """Working sets to rotate over, so that none is in the cache when its turn comes again.
+
+    Parameters
+    ----------
+    make : callable
+        ``make(i)`` builds the i-th working set.
+    bytes_each : int
+        Bytes that one call on one working set touches.
+    cache_bytes : int
+        Size of the cache to defeat; :func:`cache_bytes_of` gives the device's.
+    at_most : int
+        The largest number of working sets; there are two at least. Where that is less than twice
+        the cache, the caller flushes between replays.
+    """
+
+    def __init__(
+        self, make: Callable[[int], T], bytes_each: int, *, cache_bytes: int, at_most: int = 64
+    ) -> None:
+        if bytes_each <= 0:
+            raise ValueError(f"ColdBuffers: bytes_each: got {bytes_each}, expected at least 1")
+        count = min(at_most, 2 * cache_bytes // bytes_each + 1)
+        self._sets = [make(i) for i in range(max(2, count))]
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def __getitem__(self, i: int) -> T:
+        return self._sets[i % len(self._sets)]
+
+
+def cache_bytes_of(device: torch.device | str | int) -> int:
+    """Return the L2 size of a CUDA device in bytes, or the figure assumed for a CPU."""
+    import torch
+
+    where = torch.device(device)
+    if where.type != "cuda":
+        return CPU_CACHE_BYTES
+    return int(torch.cuda.get_device_properties(where).L2_cache_size)
+
+
+def cuda_replay(calls: Sequence[Call]) -> Replay:
+    """Capture ``calls``, in order, into one CUDA graph; every one must have run before."""
+    torch = torch_with_cuda("cuda_replay")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return Replay(graph.replay, len(calls))
+
+
+def cpu_replay(calls: Sequence[Call]) -> Replay:
+    """Run ``calls`` in order; also the way to time CUDA work that no graph can hold."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return Replay(run, len(calls))
+
+
+def time_replays(
+    replays: Mapping[str, Replay],
+    *,
+    device: Literal["cuda", "cpu"],
+    rounds: int = 10,
+    before: Call | None = None,
+) -> dict[str, Timing]:
+    """Time several replays in turn, round after round, so that drift hits all of them alike.
+
+    ``before`` runs ahead of each replay, outside the timed region (an L2 flush, say). One
+    untimed round comes first.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in replays}
+    timer = cuda_timer("time_replays") if device == "cuda" else host_ms
+    for round_number in range(rounds + 1):
+        for name, replay in replays.items():
+            if before is not None:
+                before()
+            ms = timer(replay.run) / replay.calls
+            if round_number > 0:
+                samples[name].append(ms)
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def host_ms(call: Call, count: int = 1) -> float:
+    """Return the milliseconds of the host for one of `count` calls in a row."""
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) * 1e3 / count
+
+
+def cuda_timer(who: str) -> Callable[[Call], float]:
+    """Return what takes the milliseconds of the GPU between two events around a call."""
+    torch = torch_with_cuda(who)
+    tic = torch.cuda.Event(enable_timing=True)
+    toc = torch.cuda.Event(enable_timing=True)
+
+    def timer(call: Call) -> float:
+        tic.record()
+        call()
+        toc.record()
+        toc.synchronize()
+        return float(tic.elapsed_time(toc))
+
+    return timer
+
+
+def torch_with_cuda(who: str) -> Any:
+    """Return torch; raise UnsupportedError in the name of `who` where it sees no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"{who}: PyTorch sees no CUDA device; on a machine without a GPU use perf_cpu"
+        )
+    return torch

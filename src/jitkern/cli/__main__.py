@@ -1,9 +1,0 @@
-"""``python -m jitkern.cli``: the command line."""
-
-from __future__ import annotations
-
-import sys
-
-from jitkern.cli import main
-
-sys.exit(main())
