@@ -1,6 +1,5 @@
 // indexing on the device: output row i is weights row indices[i], or zeros outside the vocabulary.
 #include <jitkern/copy.cuh>
-#include <jitkern/fault.cuh>
 #include <jitkern/pdl.cuh>
 
 #include "index.h"
