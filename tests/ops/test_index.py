@@ -22,6 +22,7 @@ from ref import ref_indexing, same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
+import jitkern
 from jitkern import indexing, store_cache
 
 VOCAB = 41
@@ -96,6 +97,21 @@ def test_vocab_range_with_an_index_beyond_int32(device: torch.device) -> None:
     indices = torch.tensor([start - 1, start, start + 40, start + 41, 2**62], device=device)
     output = make_buffer((5, 16), torch.float32, device, seed=1)
     compare_with_output(weights, indices, output, (start, VOCAB))
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("start", [0, 5, 2**31 - VOCAB, 2**31 - 1, 2**63 - VOCAB, 2**63 - 1])
+def test_vocab_range_with_the_extremes_of_both_types(
+    device: torch.device, index_dtype: torch.dtype, start: int
+) -> None:
+    """Zeros or a row, no fault: also where the range would go on behind the last index."""
+    weights = table(device, (40,), torch.uint8)
+    lowest, highest = torch.iinfo(index_dtype).min, torch.iinfo(index_dtype).max
+    values = [lowest, lowest + 1, lowest + VOCAB, -1, 0, highest - VOCAB, highest - 1, highest]
+    indices = to_index(values, index_dtype, device)
+    output = make_buffer((len(values), 40), device=device, seed=1)
+    compare_with_output(weights, indices, output, (start, VOCAB))
+    jitkern.check(device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,9 +16,12 @@ namespace {
 constexpr const char* kOp = "indexing";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 
+// No index is larger.
+constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
+
 void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
   if (row_bytes == 0) return;
-  indices.check_below(p.bound);
+  if (p.last_index < kMaxIndex) indices.check_below(p.last_index + 1);
   indices.with_index([&](const auto* rows) {
     copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&](i64 i) {
       const i64 row = rows[i] < 0 ? -1 : rows[i] - p.vocab_start;
@@ -62,13 +65,13 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
                      indices.count,
                      0,
                      weights.num_rows,
-                     weights.num_rows,
+                     weights.num_rows - 1,
                      kIndicesSite,
                      nullptr};
   if (!is_none(start_arg)) {
     params.vocab_start = int_arg(kOp, "vocab_range[0]", start_arg);
     params.vocab_length = int_arg(kOp, "vocab_range[1]", length_arg);
-    params.bound = std::numeric_limits<i64>::max();
+    params.last_index = kMaxIndex;
     if (params.vocab_start < 0 || params.vocab_length < 0 ||
         params.vocab_length > weights.num_rows) {
       raise_value_error(kOp, "vocab_range",
@@ -77,6 +80,10 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
                         "(start, length) with start >= 0 and 0 <= length <= " +
                             std::to_string(weights.num_rows) + ", the rows of weights");
     }
+    // No index is behind kMaxIndex. A range that goes on there would hold negative ones: kernels
+    // subtract its start without a sign.
+    const u64 behind_start = static_cast<u64>(kMaxIndex) + 1 - static_cast<u64>(params.vocab_start);
+    params.vocab_length = std::min(static_cast<u64>(params.vocab_length), behind_start);
   }
   if (!weights.on_cuda()) return index_cpu(indices, params, weights.row_bytes);
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
