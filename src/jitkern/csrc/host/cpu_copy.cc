@@ -82,7 +82,7 @@ template <void (*kStreamLines)(char* dst, const char* src, i64 bytes)>
 static void stream_by(char* dst, const char* src, i64 row_bytes) {
   // A part of a line, streamed alone, would cost memory a read and a write.
   const i64 head = static_cast<i64>(-reinterpret_cast<u64>(dst) % kLineBytes);
-  const i64 tail = row_bytes - (row_bytes - head) % kLineBytes;
+  const i64 tail = row_bytes - static_cast<i64>(static_cast<u64>(row_bytes - head) % kLineBytes);
   if (tail <= head) return plain_row(dst, src, row_bytes);
   if (head != 0) std::memcpy(dst, src, head);
   kStreamLines(dst + head, src + head, tail - head);

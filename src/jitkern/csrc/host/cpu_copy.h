@@ -52,11 +52,11 @@ template <int kRandomRows, class RowAt>
 void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
   const i64 threads = threads_for(count, 2 * count * row_bytes);
   const bool stream =
-      dst_bytes >= (kRandomRows & kRandomTargets ? kStreamRandomMinBytes
-                                                 : threads * kStreamMinBytesPerThread);
+      dst_bytes >=
+      (kRandomRows & kRandomTargets ? kStreamRandomMinBytes : threads * kStreamMinBytesPerThread);
   const CopyRow copy = stream ? stream_row : plain_row;
   const i64 bytes_ahead = kRandomRows & kRandomSources ? std::min(row_bytes, kBytesAhead) : 0;
-  const auto copy_part = [&](i64 begin, i64 end) {
+  const auto copy_part = [=](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       // What a later copy will wait for: its source, and lines that it shares with its neighbours.
       const CpuRow later = i + kRowsAhead < end ? row_at(i + kRowsAhead) : CpuRow{};
