@@ -17,7 +17,15 @@ from buffers import (
     to_index,
 )
 from fuzzer import SIZES, Call, Fuzzer
-from mistakes import Mistake, bad_indices, index_text, not_tensors, stride_text, zeros
+from mistakes import (
+    Mistake,
+    bad_indices,
+    index_text,
+    not_tensors,
+    overlap_text,
+    stride_text,
+    zeros,
+)
 from ref import ref_indexing, same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
@@ -290,6 +298,7 @@ def mistakes() -> list[Mistake]:
     table += bad_indices("indices", good["indices"])
     expected = "expected (start, length) with start >= 0 and 0 <= length <= 50, the rows of weights"
     equally_spaced = "expected equally spaced rows; call .contiguous()"
+    memory = torch.zeros(3, 4, dtype=torch.int64)
     table += [
         ({"output": zeros(3, 8, dtype=torch.float16)}, TypeError,
          "output: dtype float16, expected float32 as in weights"),
@@ -309,6 +318,8 @@ def mistakes() -> list[Mistake]:
          "weights: shape [], expected at least 1 dimension"),
         ({"weights": zeros(8, 50).t()}, ValueError,
          stride_text("weights", 50, 1, [50, 8], 1)),
+        ({"output": memory.view(torch.float32), "indices": memory[1, :3]}, ValueError,
+         overlap_text("indices", "output")),
         ({"vocab_range": (0, 51)}, ValueError, f"vocab_range: (0, 51), {expected}"),
         ({"vocab_range": (-1, 5)}, ValueError, f"vocab_range: (-1, 5), {expected}"),
         ({"vocab_range": (5, -1)}, ValueError, f"vocab_range: (5, -1), {expected}"),

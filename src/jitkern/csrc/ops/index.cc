@@ -22,12 +22,13 @@ constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
 void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
   if (row_bytes == 0) return;
   if (p.last_index < kMaxIndex) indices.check_below(p.last_index + 1);
-  indices.with_index([&](const auto* rows) {
-    copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&](i64 i) {
-      const i64 row = rows[i] < 0 ? -1 : rows[i] - p.vocab_start;
-      const bool inside = row >= 0 && row < p.vocab_length;
+  indices.with_index([&](const auto index_at) {
+    copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&p, index_at](i64 i) {
+      // Without a sign, so that one comparison also sends negative indices outside.
+      const u64 row = u64(index_at(i)) - u64(p.vocab_start);
+      const bool inside = row < u64(p.vocab_length);
       return CpuRow{p.output + i * p.output_stride_bytes,
-                    inside ? p.weights + row * p.weights_stride_bytes : nullptr};
+                    inside ? p.weights + i64(row) * p.weights_stride_bytes : nullptr};
     });
   });
 }
@@ -57,6 +58,7 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
   const Indices indices(kOp, "indices", indices_arg);
   indices.same_device(weights);
   const Rows output = output_rows(Tensor(kOp, "output", output_arg), indices, weights);
+  indices.apart_from(output);
   IndexParams params{output.data,
                      weights.data,
                      output.stride_bytes,
