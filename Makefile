@@ -48,8 +48,8 @@ bench: $(call ready,bench)
 bench-ci: $(call ready,test)
 	$(PY) -m jitkern bench --ci --baseline bench/baselines $(BENCH_ARGS)
 
-# The host module under Address- and UBSan; on a GPU also compute-sanitizer (part of the CUDA toolkit)
-# over the kernels. SANITIZE="memcheck --thin 5" runs one tool over every fifth test.
+# The host module under Address- and UBSan, its threads under TSan; on a GPU also compute-sanitizer
+# (of the CUDA toolkit) over the kernels. SANITIZE="memcheck --thin 5": one tool, every fifth test.
 sanitize: $(call ready,test)
 	$(PY) tests/sanitize.py $(SANITIZE)
 

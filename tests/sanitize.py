@@ -1,8 +1,10 @@
-"""The ops' tests under sanitizers: ``python tests/sanitize.py [host | memcheck | ...]``.
+"""The ops' tests under sanitizers: ``python tests/sanitize.py [host | threads | memcheck | ...]``.
 
-``host`` builds the host module with Address- and UBSan and runs the tests that need no GPU. The
-others are the tools of compute-sanitizer, over the tests that need one. Without a name: all that
-this machine can run. ``--thin 5`` keeps every fifth test; further arguments go to pytest.
+``host`` builds the host module with Address- and UBSan and runs the tests that need no GPU.
+``threads`` calls the ops of the CPU from several threads under ThreadSanitizer, beside one that
+rewrites their indices. The others are the tools of compute-sanitizer, over the tests that need a
+GPU. Without a name: all that this machine can run. ``--thin 5`` keeps every fifth test; further
+arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -13,18 +15,21 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from jitkern.compilers.sources import CSRC, INCLUDE_DIRS
 from jitkern.ops._ops import OPS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-FOUND = 97  # exit status of compute-sanitizer; pytest's own are 0 to 5
+FOUND = 97  # exit status of a sanitizer; pytest's own are 0 to 5
 
 # ASan itself ends a process in which a new thread finds no memory.
 NOT_UNDER_ASAN = "not no_more_threads"
@@ -49,7 +54,7 @@ def tests_of(names: Iterable[str]) -> list[str]:
     return [str(path) for path in found if not path.stem.endswith("_properties")]
 
 
-HOST_TESTS = [*tests_of(op.stem for op in OPS), *tests_of(("cpu_copy", "errors_table"))]
+HOST_TESTS = tests_of((*(op.stem for op in OPS), "cpu_copy", "errors_table", "memory_of_indices"))
 CUDA_TESTS = tests_of(op.stem for op in OPS if op.has_kernels)
 
 
@@ -99,6 +104,34 @@ def run_host(thin: int, args: Sequence[str]) -> int:
     return subprocess.run(inner(thin, tests), env=env).returncode
 
 
+def run_threads(_thin: int, _args: Sequence[str]) -> int:
+    from tvm_ffi import libinfo
+
+    library = Path(libinfo.find_libtvm_ffi()).parent
+    includes = [*INCLUDE_DIRS, libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    command = [*cxx(), "-std=c++17", "-O1", "-g1", "-fPIC", "-fsanitize=thread", "-Wno-tsan"]
+    command += [f"-I{path}" for path in includes]
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def compiled(source: Path) -> str:
+            target = f"{scratch}/{source.parent.name}-{source.stem}.o"
+            subprocess.run([*command, "-c", str(source), "-o", target], check=True)
+            return target
+
+        team, program = f"{scratch}/libtorch_cpu.so", f"{scratch}/ops"
+        soname = ["-shared", "-Wl,-soname,libtorch_cpu.so"]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            sources = [HERE / "threads" / "ops.cc", *CSRC.rglob("*.cc")]
+            objects = list(pool.map(compiled, sources))
+        stand_in = compiled(HERE / "threads" / "team.cc")
+        subprocess.run([*command, *soname, stand_in, "-o", team], check=True)
+        link = ["-Wl,--no-as-needed", team, f"-L{library}", "-ltvm_ffi", "-ldl"]
+        link += [f"-Wl,-rpath,{library}", f"-Wl,-rpath,{scratch}", "-o", program]
+        subprocess.run([*command, *objects, *link], check=True)
+        env = {**os.environ, "TSAN_OPTIONS": f"halt_on_error=1:exitcode={FOUND}"}
+        return subprocess.run([program], env=env).returncode
+
+
 def run_tool(tool: str, thin: int, args: Sequence[str]) -> int:
     program = compute_sanitizer()
     if program is None:
@@ -115,17 +148,20 @@ def run_tool(tool: str, thin: int, args: Sequence[str]) -> int:
     return subprocess.run([program, *options, *inner(thin, tests)], env=env).returncode
 
 
+ON_CPU = {"host": run_host, "threads": run_threads}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the ops' tests under sanitizers.")
-    parser.add_argument("what", nargs="*", choices=["host", *TOOLS, "inner", []])
+    parser.add_argument("what", nargs="*", choices=["host", "threads", *TOOLS, "inner", []])
     parser.add_argument("--thin", type=int, default=1, help="keep every THIN-th test")
     known, args = parser.parse_known_args()
     if known.what == ["inner"]:
         return int(pytest.main(["-q", "-p", "no:cacheprovider", *args], plugins=[Thin(known.thin)]))
     results = {}
-    for what in known.what or ["host", *(TOOLS if torch.cuda.is_available() else ())]:
+    for what in known.what or ["host", "threads", *(TOOLS if torch.cuda.is_available() else ())]:
         print(f"== {what}", flush=True)
-        run = run_host if what == "host" else lambda *rest, tool=what: run_tool(tool, *rest)
+        run = ON_CPU.get(what) or (lambda *rest, tool=what: run_tool(tool, *rest))
         results[what] = run(known.thin, args)
     for what, status in results.items():
         meaning = {0: "no findings", FOUND: "findings"}.get(status, f"tests failed ({status})")

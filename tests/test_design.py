@@ -97,6 +97,16 @@ def test_the_files_that_a_call_passes(fresh_python: Fresh) -> None:
         assert list(CSRC.rglob(name)), f"{name}: named in docs/design.md, and is nowhere"
 
 
+def test_headers_that_users_may_include() -> None:
+    """Each says so, the page for users names them, and they stand alone."""
+    page = (ROOT / "docs" / "writing-kernels.md").read_text()
+    folder = CSRC / "include" / "jitkern"
+    for_users = {path for path in folder.iterdir() if "Users may include it." in path.read_text()}
+    assert {path.name for path in for_users} == set(re.findall(r"`jitkern/([\w.]+)`", page))
+    for path in for_users:
+        assert included(path) <= for_users
+
+
 def included(file: Path) -> set[Path]:
     """The file and jitkern's own headers that it includes, and they include."""
     found: set[Path] = set()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bench import peers
 from bench.cases.store import Buffers, case_of
 from bench.goals import Figures, Goal, at_most
 from jitkern import load_jit, make_cpp_args
@@ -22,6 +23,7 @@ from jitkern.compilers.sources import CSRC
 from jitkern.ops.store import CONFIG, IN_FLIGHT
 from jitkern.ops.store import kernel as store_kernel
 
+PEERS = (peers.host,)
 CHECKED, UNCHECKED = "with checks", "without checks"
 VEC_BYTES, INDEX_BYTES = 16, 4
 # Every line of the kernel that looks at an index, and what is left of it.
@@ -84,11 +86,7 @@ def _unchecked(row_bytes: int) -> Any:
 
 def _launches(module: Any, row_bytes: int, rows: int) -> Run:
     fault = torch.zeros(8, dtype=torch.int64, pin_memory=True)  # a FaultRecord nobody reads
-    lanes = min(32, 1 << (row_bytes // VEC_BYTES - 1).bit_length())
-    chunks = min(IN_FLIGHT, -(-row_bytes // (lanes * VEC_BYTES)))
-    splits = -(-row_bytes // (lanes * VEC_BYTES * chunks))
-    rows_at_once = 1 if splits > 1 else IN_FLIGHT // chunks
-    threads = -(-rows // rows_at_once) * splits * lanes
+    threads = peers.host().num_threads(row_bytes, VEC_BYTES, IN_FLIGHT, rows)
     grid = (-(-threads // CONFIG.num_threads), 2)
 
     def launch(b: Buffers) -> None:

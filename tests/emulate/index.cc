@@ -44,10 +44,10 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
   const bool part = random.below(2) == 0;
   const i64 vocab_start = part ? random.below(30) : 0;
   const i64 vocab_length = part ? random.below(table_rows + 1) : table_rows;
-  const i64 bound = part ? std::numeric_limits<i64>::max() : table_rows;
+  const i64 last_index = part ? std::numeric_limits<i64>::max() : table_rows - 1;
   std::vector<i64> values(num_rows);
   for (i64& value : values) value = random.below(part ? vocab_start + table_rows + 3 : table_rows);
-  spoil(values, part ? vocab_start + vocab_length : bound, kernel.index_bytes, random);
+  spoil(values, part ? vocab_start + vocab_length : table_rows, kernel.index_bytes, random);
   IntBuffer indices("indices", values, kernel.index_bytes);
 
   Placement weights_at = any_placement(row_bytes, vec_bytes, random);
@@ -61,7 +61,7 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_rows; ++i) {
     const i64 index = indices.at(i);
-    if (index >= bound) fault.expect(kIndicesSite, i, index, bound);
+    if (index > last_index) fault.expect(kIndicesSite, i, index, last_index + 1);
     if (index >= vocab_start && index - vocab_start < vocab_length) {
       std::memcpy(output.expected(i), weights.row(index - vocab_start), row_bytes);
     } else {
@@ -76,7 +76,7 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
                            num_rows,
                            vocab_start,
                            vocab_length,
-                           bound,
+                           last_index,
                            kIndicesSite,
                            fault.record()};
   const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);

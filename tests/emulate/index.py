@@ -27,6 +27,6 @@ MUTANTS = [
         ),
         ("rows swapped", "char* target = p.output + row", "char* target = p.output + (row ^ 1)"),
         ("skipped lane", ALL_CHUNKS, ALL_CHUNKS + " if (threadIdx.x == 7) continue;", 1, 2),
-        ("fault for the last row", "if (index[r] < p.bound)", "if (index[r] < p.bound - 1)"),
+        ("fault for the last row", "if (index[r] <= p.last_index)", "if (index[r] < p.last_index)"),
     ),
 ]

@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     *mutants_of(
         SWEEP,
-        "include/jitkern/fault.cuh",
+        "include/jitkern/copy.cuh",
         (
             "first fault overwritten",
             "seen->state != 0 || atomicCAS(&record->state, 0u, 1u) != 0u",

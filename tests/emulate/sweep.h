@@ -6,7 +6,7 @@
 //   -DSWEEP_ALL                       every specialisation of every row size, not only of some
 #pragma once
 
-#include <jitkern/groups.h>
+#include <jitkern/types.h>
 
 #include <utility>
 

@@ -44,6 +44,10 @@ def index_text(argument: str, value: int, position: int, bound: int) -> str:
     )
 
 
+def overlap_text(argument: str, written: str) -> str:
+    return f"{argument}: overlaps {written}, expected memory of its own"
+
+
 class NotATensor:
     pass
 
@@ -132,6 +136,7 @@ def pair_mistakes(good: dict[str, Any]) -> list[Mistake]:
     """What the ops of pairs have in common."""
     table = not_tensors(good, "src", "dst", "pairs") + bad_indices("pairs", good["pairs"])
     wanted = "expected shape [..., 2] of (source row, destination row)"
+    memory = torch.zeros(SLOTS, 4, dtype=torch.int64)
     table += [
         ({"src": zeros(ROWS, 8, dtype=torch.float16)}, TypeError,
          "src: dtype float16, expected float32 as in dst"),
@@ -149,6 +154,8 @@ def pair_mistakes(good: dict[str, Any]) -> list[Mistake]:
         ({"pairs": torch.arange(3)}, ValueError, f"pairs: shape [3], {wanted}"),
         ({"pairs": torch.zeros(2, 3, dtype=torch.int32)}, ValueError,
          f"pairs: shape [2, 3], {wanted}"),
+        ({"dst": memory.view(torch.float32), "pairs": memory[7].view(2, 2)}, ValueError,
+         overlap_text("pairs", "dst")),
         ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
         ({"num_sms": -3}, ValueError, "num_sms: -3, expected at least 1"),
         ({"num_sms": 1.5}, TypeError, "num_sms: float, expected an int"),

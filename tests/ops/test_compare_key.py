@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,6 +125,26 @@ def guarded() -> tuple[Tensor, Tensor]:
     first.copy_(torch.arange(first.numel()))
     second.copy_(first)
     return first, second
+
+
+def test_keys_that_are_rewritten_during_the_call(compare: Compare) -> None:
+    """Whatever is read, the result is within the shorter key."""
+    x, y = torch.zeros(1000, dtype=torch.int32), torch.zeros(777, dtype=torch.int32)
+    done = threading.Event()
+
+    def rewrite() -> None:
+        while not done.is_set():
+            x.random_(0, 2)
+            x.zero_()
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    try:
+        for _ in range(300):
+            assert 0 <= compare(x, y) <= 777
+    finally:
+        done.set()
+        writer.join()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,6 +25,7 @@ from mistakes import (
     good_pair_arguments,
     index_text,
     not_tensors,
+    overlap_text,
     pair_mistakes,
 )
 from ref import ref_h2d_gather, same_bits
@@ -325,6 +326,7 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     of_map = "expected shape [3], one entry for each row of src"
     without = "expected a slot_map that says which rows are resident, or False"
+    memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
         *pair_mistakes(good),
         *not_tensors(good, "slot_map", optional="slot_map"),
@@ -332,6 +334,10 @@ def mistakes() -> list[Mistake]:
         ({"slot_map": torch.arange(4)}, ValueError, f"slot_map: shape [4], {of_map}"),
         ({"slot_map": torch.zeros(3, 1, dtype=torch.int32)}, ValueError,
          f"slot_map: shape [3, 1], {of_map}"),
+        ({"dst": memory.view(torch.float32), "slot_map": memory[7, :3]}, ValueError,
+         overlap_text("slot_map", "dst")),
+        ({"pairs": memory[7].view(2, 2), "slot_map": memory[7, :3]}, ValueError,
+         overlap_text("pairs", "slot_map")),
         ({"reuse_resident": True, "slot_map": None}, ValueError,
          f"reuse_resident: True without a slot_map, {without}"),
         ({"reuse_resident": True, "slot_map": torch.tensor([-1, -1, 50])}, IndexError,

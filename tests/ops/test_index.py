@@ -17,11 +17,20 @@ from buffers import (
     to_index,
 )
 from fuzzer import SIZES, Call, Fuzzer
-from mistakes import Mistake, bad_indices, index_text, not_tensors, stride_text, zeros
+from mistakes import (
+    Mistake,
+    bad_indices,
+    index_text,
+    not_tensors,
+    overlap_text,
+    stride_text,
+    zeros,
+)
 from ref import ref_indexing, same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
+import jitkern
 from jitkern import indexing, store_cache
 
 VOCAB = 41
@@ -96,6 +105,21 @@ def test_vocab_range_with_an_index_beyond_int32(device: torch.device) -> None:
     indices = torch.tensor([start - 1, start, start + 40, start + 41, 2**62], device=device)
     output = make_buffer((5, 16), torch.float32, device, seed=1)
     compare_with_output(weights, indices, output, (start, VOCAB))
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("start", [0, 5, 2**31 - VOCAB, 2**31 - 1, 2**63 - VOCAB, 2**63 - 1])
+def test_vocab_range_with_the_extremes_of_both_types(
+    device: torch.device, index_dtype: torch.dtype, start: int
+) -> None:
+    """Zeros or a row, no fault: also where the range would go on behind the last index."""
+    weights = table(device, (40,), torch.uint8)
+    lowest, highest = torch.iinfo(index_dtype).min, torch.iinfo(index_dtype).max
+    values = [lowest, lowest + 1, lowest + VOCAB, -1, 0, highest - VOCAB, highest - 1, highest]
+    indices = to_index(values, index_dtype, device)
+    output = make_buffer((len(values), 40), device=device, seed=1)
+    compare_with_output(weights, indices, output, (start, VOCAB))
+    jitkern.check(device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -274,6 +298,7 @@ def mistakes() -> list[Mistake]:
     table += bad_indices("indices", good["indices"])
     expected = "expected (start, length) with start >= 0 and 0 <= length <= 50, the rows of weights"
     equally_spaced = "expected equally spaced rows; call .contiguous()"
+    memory = torch.zeros(3, 4, dtype=torch.int64)
     table += [
         ({"output": zeros(3, 8, dtype=torch.float16)}, TypeError,
          "output: dtype float16, expected float32 as in weights"),
@@ -293,6 +318,8 @@ def mistakes() -> list[Mistake]:
          "weights: shape [], expected at least 1 dimension"),
         ({"weights": zeros(8, 50).t()}, ValueError,
          stride_text("weights", 50, 1, [50, 8], 1)),
+        ({"output": memory.view(torch.float32), "indices": memory[1, :3]}, ValueError,
+         overlap_text("indices", "output")),
         ({"vocab_range": (0, 51)}, ValueError, f"vocab_range: (0, 51), {expected}"),
         ({"vocab_range": (-1, 5)}, ValueError, f"vocab_range: (-1, 5), {expected}"),
         ({"vocab_range": (5, -1)}, ValueError, f"vocab_range: (5, -1), {expected}"),

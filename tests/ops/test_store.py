@@ -25,6 +25,7 @@ from mistakes import (
     count_text,
     index_text,
     not_tensors,
+    overlap_text,
     stride_text,
     zeros,
 )
@@ -279,6 +280,7 @@ def mistakes() -> list[Mistake]:
     table = not_tensors(good, *good)
     table += bad_indices("indices", good["indices"])
     halves = zeros(3, 8, dtype=torch.float16)
+    memory = torch.zeros(50, 4, dtype=torch.int64)
     for argument in ("k", "v"):
         table += [
             ({argument: halves}, TypeError,
@@ -321,6 +323,10 @@ def mistakes() -> list[Mistake]:
          "indices: shape [], expected 1 dimension"),
         ({"indices": torch.arange(4)}, ValueError,
          count_text("k", 3, [3, 8], 4)),
+        ({"k_cache": memory.view(torch.float32), "indices": memory[7, :3]}, ValueError,
+         overlap_text("indices", "k_cache")),
+        ({"v_cache": memory.view(torch.float32), "indices": memory[7, :3]}, ValueError,
+         overlap_text("indices", "v_cache")),
         ({"indices": torch.tensor([4, 50, 51])}, IndexError,
          index_text("indices", 50, 1, 50)),
         ({"indices": torch.tensor([-4, -50, 2**40])}, IndexError,

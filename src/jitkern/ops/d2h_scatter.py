@@ -56,8 +56,8 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
         ``src`` is on a GPU.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``src``. A pair with a negative member is skipped. Destinations should be distinct: of one
-        that appears twice the content is undefined.
+        ``src``, in memory of their own. A pair with a negative member is skipped. Destinations
+        should be distinct: of one that appears twice the content is undefined.
     num_sms : int, optional
         Blocks of 1024 threads that write over the bus, at most one an SM, clamped to the GPU's SMs;
         as many as keep the bus busy by default, as for :func:`jitkern.h2d_gather`.
@@ -65,8 +65,8 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, or a pageable destination. Nothing was launched or
-        written.
+        Wrong dtype, device, shape or stride, a pageable destination, or ``pairs`` in a row of
+        ``dst``. Nothing was launched or written.
     IndexError
         A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
         written. On CUDA the row is skipped, and the next jitkern call on the device or

@@ -74,13 +74,14 @@ def h2d_gather(
         ``[num_dst_rows, ...]``, dtype and bytes per row as in ``src``, on a GPU or the CPU.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``dst``. A pair with a negative member is skipped. Destinations should be distinct: of one
-        that appears twice the content is undefined, and with ``dedup`` also that of other
-        destinations of the same source rows. No memory outside ``dst`` is ever touched.
+        ``dst``, in memory of their own. A pair with a negative member is skipped. Destinations
+        should be distinct: of one that appears twice the content is undefined, and with ``dedup``
+        also that of other destinations of the same source rows. No memory outside ``dst`` is ever
+        touched.
     slot_map : Tensor, optional
-        ``[num_src_rows]``, int32 or int64, on the device of ``dst``: where each source row now
-        lives. Ends with ``slot_map[source row] == destination row`` for every copied pair (one of
-        them for a repeated row); other entries keep their value.
+        ``[num_src_rows]``, int32 or int64, on the device of ``dst``, in memory of its own: where
+        each source row now lives. Ends with ``slot_map[source row] == destination row`` for every
+        copied pair (one of them for a repeated row); other entries keep their value.
     dedup : bool
         Fetch a source row that a large call asks for several times only once, and copy the repeats
         in device memory. On distinct rows this costs less than 2 %.
@@ -103,8 +104,9 @@ def h2d_gather(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, a pageable source, or ``reuse_resident`` without
-        ``slot_map``. Nothing was launched or written.
+        Wrong dtype, device, shape or stride, a pageable source, ``reuse_resident`` without
+        ``slot_map``, or ``pairs`` or ``slot_map`` in what the call writes. Nothing was launched or
+        written.
     IndexError
         A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
         written. On CUDA the row is skipped, and the next jitkern call on the device or

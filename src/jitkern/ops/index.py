@@ -78,8 +78,8 @@ def indexing(
     weights : Tensor
         ``[num_rows, ...]``; rows contiguous, row stride free, any row size from 1 byte up.
     indices : Tensor
-        Any shape, int32 or int64, contiguous, on the device of ``weights``. A negative index gives
-        a row of zeros.
+        Any shape, int32 or int64, contiguous, on the device of ``weights``, in memory of their own.
+        A negative index gives a row of zeros.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype and device of ``weights``, rows contiguous
         and equally spaced. Must not overlap ``weights``.
@@ -96,8 +96,8 @@ def indexing(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, or a ``vocab_range`` longer than ``weights``. Nothing
-        was launched or written.
+        Wrong dtype, device, shape or stride, a ``vocab_range`` longer than ``weights``, or indices
+        in a row of ``output``. Nothing was launched or written.
     IndexError
         Without ``vocab_range``: an index of ``num_rows`` or more. On the CPU at once, and nothing
         was written. On CUDA its row is zeros, and the next jitkern call on the device or

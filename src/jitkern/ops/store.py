@@ -58,8 +58,8 @@ def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v:
         be contiguous; the row stride is free, so K and V may be interleaved in one tensor
         (``kv[:, 0]`` and ``kv[:, 1]``). Rows of any size from 1 byte up; the same size for K and V.
     indices : Tensor
-        ``[num_rows]``, int32 or int64, contiguous. A negative index skips its row. Where an index
-        appears twice, the slot ends as a mix of both rows.
+        ``[num_rows]``, int32 or int64, contiguous, in memory of their own. A negative index skips
+        its row. Where an index appears twice, the slot ends as a mix of both rows.
     k, v : Tensor
         ``[num_rows, ...]``, dtype and bytes per row as in the caches; their trailing shape may
         differ from the caches'.
@@ -67,7 +67,8 @@ def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v:
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride. Nothing was launched or written.
+        Wrong dtype, device, shape or stride, or indices in a row of the caches. Nothing was
+        launched or written.
     IndexError
         ``indices`` holds a value of ``num_slots`` or more. On the CPU at once, and nothing was
         written. On CUDA the row is skipped, and the next jitkern call on the device or

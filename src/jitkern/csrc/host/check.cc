@@ -198,11 +198,23 @@ void Rows::one_per_index(const Indices& indices) const {
 }
 
 void Indices::check_below(i64 bound) const {
-  with_index([&](const auto* indices) {
+  with_index([&](const auto index_at) {
     for (i64 i = 0; i < count; ++i) {
-      if (indices[i] >= bound) raise_index_error(op, arg, i, indices[i], bound);
+      const i64 index = index_at(i);
+      if (index >= bound) raise_index_error(op, arg, i, index, bound);
     }
   });
+}
+
+void Indices::apart_from(const Rows& written) const {
+  const i64 begin = static_cast<i64>(address(data) - address(written.data));
+  const i64 end = begin + count * index_bytes;
+  if (count == 0 || end <= 0 || begin >= written.span_bytes()) return;
+  // The first row that ends behind their begin has to begin before their end.
+  const i64 ahead = begin - written.row_bytes;
+  const i64 first_row = ahead < 0 ? 0 : ahead / written.stride_bytes + 1;
+  if (first_row * written.stride_bytes >= end) return;
+  value_error(std::string("overlaps ") + written.arg, "memory of its own");
 }
 
 void raise_index_error(const char* op, const char* arg, i64 position, i64 value, i64 bound,

@@ -1,11 +1,11 @@
+#include <dlfcn.h>
 #include <jitkern/launch.h>
-#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tuple.h>
+#include <tvm/ffi/error.h>
 #include <tvm/ffi/string.h>
 
 #include <memory>
 #include <mutex>
-#include <string>
 
 namespace jitkern {
 
@@ -15,6 +15,193 @@ using tvm::ffi::Array;
 using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::String;
+
+[[noreturn]] void raise_runtime_error(const std::string& message) {
+  throw tvm::ffi::Error("RuntimeError", message, "");
+}
+
+struct Loaded {
+  Driver driver{};
+  std::string error;  // empty if the driver is usable
+
+  Loaded() {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      error =
+          "jitkern: no CUDA driver (libcuda.so.1 was not found); install the NVIDIA driver, or "
+          "start the container with GPU access";
+      return;
+    }
+#define JITKERN_RESOLVE(name, parameters) resolve(library, #name, driver.name);
+    JITKERN_DRIVER_SYMBOLS(JITKERN_RESOLVE)
+#undef JITKERN_RESOLVE
+    driver.cuFuncGetParamInfo =
+        reinterpret_cast<decltype(driver.cuFuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));
+    if (!error.empty()) return;
+    if (const CUresult result = driver.cuInit(0); result != kCudaSuccess) {
+      const char* name = "unknown error";
+      driver.cuGetErrorName(result, &name);
+      error = std::string("jitkern: the CUDA driver did not start: ") + name +
+              "; check `nvidia-smi` and CUDA_VISIBLE_DEVICES";
+    }
+  }
+
+  template <class F>
+  void resolve(void* library, const char* name, F& function) {
+    function = reinterpret_cast<F>(dlsym(library, name));
+    if (function == nullptr && error.empty()) {
+      error = std::string("jitkern: the CUDA driver has no ") + name +
+              "; install a driver for CUDA 11.8 or newer";
+    }
+  }
+};
+
+const Loaded& loaded() {
+  static const Loaded instance;
+  return instance;
+}
+
+// Lets this thread load code and allocate while another or the same thread captures a stream.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() {
+    driver_.check(driver_.cuThreadExchangeStreamCaptureMode(&mode_),
+                  "cuThreadExchangeStreamCaptureMode");
+  }
+  ~RelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const Driver& driver_ = Driver::get();
+  int mode_ = kCaptureModeRelaxed;
+};
+
+std::array<std::atomic<Device*>, kMaxDevices> devices;
+
+// What the driver answers to a question, 0 where there is no usable driver.
+int64_t answer_to(CUresult (*Driver::*question)(int*), const char* name) {
+  int answer = 0;
+  if (loaded().error.empty()) {
+    loaded().driver.check((loaded().driver.*question)(&answer), name);
+  }
+  return answer;
+}
+int64_t device_count() { return answer_to(&Driver::cuDeviceGetCount, "cuDeviceGetCount"); }
+int64_t driver_version() { return answer_to(&Driver::cuDriverGetVersion, "cuDriverGetVersion"); }
+
+int attribute_of(CUdevice handle, int attribute) {
+  const Driver& driver = Driver::get();
+  int value = 0;
+  driver.check(driver.cuDeviceGetAttribute(&value, attribute, handle), "cuDeviceGetAttribute");
+  return value;
+}
+
+CUdevice handle_of(int ordinal) {
+  const Driver& driver = Driver::get();
+  CUdevice handle = 0;
+  driver.check(driver.cuDeviceGet(&handle, ordinal), "cuDeviceGet");
+  return handle;
+}
+
+// 10 * major + minor of a device's compute capability; makes no context on it.
+int arch_of(CUdevice handle) {
+  return 10 * attribute_of(handle, kAttributeComputeMajor) +
+         attribute_of(handle, kAttributeComputeMinor);
+}
+
+std::unique_ptr<Device> open_device(int ordinal) {
+  const Driver& driver = Driver::get();
+  const RelaxedCapture relaxed;
+  auto device = std::make_unique<Device>();
+  device->ordinal = ordinal;
+  const CUdevice handle = handle_of(ordinal);
+  driver.check(driver.cuDevicePrimaryCtxRetain(&device->context, handle),
+               "cuDevicePrimaryCtxRetain");
+  device->arch = arch_of(handle);
+  device->num_sms = attribute_of(handle, kAttributeMultiprocessorCount);
+  device->max_shared_bytes = attribute_of(handle, kAttributeMaxSharedBytesPerBlockOptin);
+  // Programmatic dependent launch: from 12.3 on also inside CUDA graphs.
+  device->knows_pdl = device->arch >= 90 && driver_version() >= 12030;
+  const ContextScope scope(*device);
+  void* record = nullptr;
+  driver.check(
+      driver.cuMemHostAlloc(&record, sizeof(FaultRecord), kHostAllocPortable | kHostAllocDeviceMap),
+      "cuMemHostAlloc");
+  device->fault = new (record) FaultRecord{};
+  CUdeviceptr mapped = 0;
+  driver.check(driver.cuMemHostGetDevicePointer_v2(&mapped, record, 0),
+               "cuMemHostGetDevicePointer");
+  device->fault_device = reinterpret_cast<FaultRecord*>(mapped);
+  return device;
+}
+
+}  // namespace
+
+const Driver& Driver::get() {
+  if (!loaded().error.empty()) raise_runtime_error(loaded().error);
+  return loaded().driver;
+}
+
+void Driver::check(CUresult result, const char* what) const {
+  if (result == kCudaSuccess) return;
+  const char* name = "unknown error";
+  const char* text = "";
+  cuGetErrorName(result, &name);
+  cuGetErrorString(result, &text);
+  raise_runtime_error(std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
+}
+
+Device* Device::find(int ordinal) {
+  if (ordinal < 0 || ordinal >= kMaxDevices) return nullptr;
+  return devices[ordinal].load(std::memory_order_acquire);
+}
+
+Device& Device::get(int ordinal) {
+  if (Device* device = find(ordinal)) return *device;
+  if (ordinal < 0 || ordinal >= kMaxDevices) {
+    raise_runtime_error("jitkern: device cuda:" + std::to_string(ordinal) + ", expected 0 to " +
+                        std::to_string(kMaxDevices - 1));
+  }
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (Device* device = find(ordinal)) return *device;
+  Device* device = open_device(ordinal).release();  // lives as long as the process
+  devices[ordinal].store(device, std::memory_order_release);
+  return *device;
+}
+
+ContextScope::ContextScope(const Device& device) : previous_(nullptr), changed_(false) {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuCtxGetCurrent(&previous_), "cuCtxGetCurrent");
+  if (previous_ == device.context) return;
+  driver.check(driver.cuCtxSetCurrent(device.context), "cuCtxSetCurrent");
+  changed_ = true;
+}
+
+ContextScope::~ContextScope() {
+  if (changed_) Driver::get().cuCtxSetCurrent(previous_);
+}
+
+MemoryRange memory_range(const void* address) {
+  u32 type = 0;
+  int ordinal = 0;
+  CUdeviceptr device_address = 0;
+  CUdeviceptr begin = 0;
+  size_t bytes = 0;
+  int attributes[] = {kPointerMemoryType, kPointerDeviceOrdinal, kPointerDevicePointer,
+                      kPointerRangeStart, kPointerRangeSize};
+  void* values[] = {&type, &ordinal, &device_address, &begin, &bytes};
+  const Driver& driver = Driver::get();
+  // Succeeds for any address; what is unknown of one that CUDA has never seen stays zero.
+  driver.check(
+      driver.cuPointerGetAttributes(5, attributes, values, reinterpret_cast<CUdeviceptr>(address)),
+      "cuPointerGetAttributes");
+  return {type, ordinal, reinterpret_cast<const char*>(device_address),
+          reinterpret_cast<const char*>(begin), static_cast<i64>(bytes)};
+}
+
+namespace {
 
 // Set once from Python. Never destroyed, because Python may be gone when static objects are.
 Function& resolver() {
@@ -147,21 +334,7 @@ namespace {
 
 void set_resolver(Function function) { resolver() = std::move(function); }
 
-int64_t device_count() {
-  const Driver* driver = Driver::get_or_null();
-  int count = 0;
-  if (driver != nullptr) driver->check(driver->cuDeviceGetCount(&count), "cuDeviceGetCount");
-  return count;
-}
-
-int64_t device_arch(int64_t ordinal) { return arch_of(static_cast<int>(ordinal)); }
-
-int64_t driver_version() {
-  const Driver* driver = Driver::get_or_null();
-  int version = 0;
-  if (driver != nullptr) driver->check(driver->cuDriverGetVersion(&version), "cuDriverGetVersion");
-  return version;
-}
+int64_t device_arch(int64_t ordinal) { return arch_of(handle_of(static_cast<int>(ordinal))); }
 
 }  // namespace
 

@@ -19,38 +19,32 @@ const FaultSite kSlotMapSite = fault_site(kOp, "slot_map");
 // 0.5 ms in which this many rows of 656 bytes come over the bus.
 constexpr i64 kMinPairsToDedup = 32768;
 
-// Rows that `slot_map` says are in device memory come from there.
-template <class Index, class Slot>
-void gather_resident(const PairCopyParams& p, const Index* pairs, Slot* slot_map, i64 row_bytes) {
-  const auto skipped = [&](i64 i) { return pairs[2 * i] < 0 || pairs[2 * i + 1] < 0; };
-  for (i64 i = 0; i < p.num_pairs; ++i) {
-    if (!skipped(i) && slot_map[pairs[2 * i]] >= p.num_dst_rows) {
-      raise_index_error(kOp, "slot_map", pairs[2 * i], slot_map[pairs[2 * i]], p.num_dst_rows);
-    }
-  }
-  for (i64 i = 0; i < p.num_pairs; ++i) {
-    if (skipped(i)) continue;
-    const i64 slot = slot_map[pairs[2 * i]];
-    const char* source =
-        slot >= 0 ? p.dst + slot * p.dst_stride_bytes : p.src + pairs[2 * i] * p.src_stride_bytes;
-    std::memmove(p.dst + pairs[2 * i + 1] * p.dst_stride_bytes, source, row_bytes);
-  }
-  for (i64 i = 0; i < p.num_pairs; ++i) {
-    if (!skipped(i)) slot_map[pairs[2 * i]] = static_cast<Slot>(pairs[2 * i + 1]);
-  }
-}
-
+// Rows that the slot map says are in device memory come from there.
 void gather_resident_on_cpu(const PairArgs& args) {
   if (args.empty()) return;
   args.check_pairs();
   const PairCopyParams& p = args.params;
-  args.pairs.with_index([&](const auto* pairs) {
-    if (p.slot_map_bytes == 4) {
-      gather_resident(p, pairs, static_cast<int32_t*>(p.slot_map), args.src.row_bytes);
-    } else {
-      gather_resident(p, pairs, static_cast<int64_t*>(p.slot_map), args.src.row_bytes);
-    }
+  args.pairs.with_index([&](const auto index_at) {
+    args.slot_map->with_index([&](const auto slot_at) {
+      for (i64 i = 0; i < p.num_pairs; ++i) {
+        const Pair pair(index_at, i);
+        if (!pair.is_inside(p)) continue;
+        const i64 slot = slot_at(pair.src_row);
+        if (slot < p.num_dst_rows) continue;
+        raise_index_error(kOp, "slot_map", pair.src_row, slot, p.num_dst_rows);
+      }
+      for (i64 i = 0; i < p.num_pairs; ++i) {
+        const Pair pair(index_at, i);
+        if (!pair.is_inside(p)) continue;
+        const i64 slot = slot_at(pair.src_row);
+        if (slot >= p.num_dst_rows) continue;  // by now
+        const char* source = slot >= 0 ? p.dst + slot * p.dst_stride_bytes
+                                       : p.src + pair.src_row * p.src_stride_bytes;
+        std::memmove(p.dst + pair.dst_row * p.dst_stride_bytes, source, args.src.row_bytes);
+      }
+    });
   });
+  args.update_slot_map();
 }
 
 // Sorts the pairs, fetches each distinct row once, copies the repeats in device memory.

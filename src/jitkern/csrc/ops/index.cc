@@ -16,15 +16,19 @@ namespace {
 constexpr const char* kOp = "indexing";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 
+// No index is larger.
+constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
+
 void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
   if (row_bytes == 0) return;
-  indices.check_below(p.bound);
-  indices.with_index([&](const auto* rows) {
-    copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&](i64 i) {
-      const i64 row = rows[i] < 0 ? -1 : rows[i] - p.vocab_start;
-      const bool inside = row >= 0 && row < p.vocab_length;
+  if (p.last_index < kMaxIndex) indices.check_below(p.last_index + 1);
+  indices.with_index([&](const auto index_at) {
+    copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&p, index_at](i64 i) {
+      // Without a sign, so that one comparison also sends negative indices outside.
+      const u64 row = u64(index_at(i)) - u64(p.vocab_start);
+      const bool inside = row < u64(p.vocab_length);
       return CpuRow{p.output + i * p.output_stride_bytes,
-                    inside ? p.weights + row * p.weights_stride_bytes : nullptr};
+                    inside ? p.weights + i64(row) * p.weights_stride_bytes : nullptr};
     });
   });
 }
@@ -54,6 +58,7 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
   const Indices indices(kOp, "indices", indices_arg);
   indices.same_device(weights);
   const Rows output = output_rows(Tensor(kOp, "output", output_arg), indices, weights);
+  indices.apart_from(output);
   IndexParams params{output.data,
                      weights.data,
                      output.stride_bytes,
@@ -62,13 +67,13 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
                      indices.count,
                      0,
                      weights.num_rows,
-                     weights.num_rows,
+                     weights.num_rows - 1,
                      kIndicesSite,
                      nullptr};
   if (!is_none(start_arg)) {
     params.vocab_start = int_arg(kOp, "vocab_range[0]", start_arg);
     params.vocab_length = int_arg(kOp, "vocab_range[1]", length_arg);
-    params.bound = std::numeric_limits<i64>::max();
+    params.last_index = kMaxIndex;
     if (params.vocab_start < 0 || params.vocab_length < 0 ||
         params.vocab_length > weights.num_rows) {
       raise_value_error(kOp, "vocab_range",
@@ -77,6 +82,10 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
                         "(start, length) with start >= 0 and 0 <= length <= " +
                             std::to_string(weights.num_rows) + ", the rows of weights");
     }
+    // No index is behind kMaxIndex. A range that goes on there would hold negative ones: kernels
+    // subtract its start without a sign.
+    const u64 behind_start = static_cast<u64>(kMaxIndex) + 1 - static_cast<u64>(params.vocab_start);
+    params.vocab_length = std::min(static_cast<u64>(params.vocab_length), behind_start);
   }
   if (!weights.on_cuda()) return index_cpu(indices, params, weights.row_bytes);
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);

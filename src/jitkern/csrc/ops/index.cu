@@ -1,6 +1,5 @@
 // indexing on the device: output row i is weights row indices[i], or zeros outside the vocabulary.
 #include <jitkern/copy.cuh>
-#include <jitkern/fault.cuh>
 #include <jitkern/pdl.cuh>
 
 #include "index.h"
@@ -50,7 +49,7 @@ struct IndexKernel {
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       const i64 row = group.first_row + r;
-      fault |= index[r] >= p.bound;
+      fault |= index[r] > p.last_index;
       char* target = p.output + row * p.output_stride_bytes;
 #pragma unroll
       for (int c = 0; c < Rows::kChunks; ++c) {
@@ -62,8 +61,8 @@ struct IndexKernel {
     if (!fault || !group.reports()) return;
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
-      if (index[r] < p.bound) continue;
-      report_fault(p.fault, p.indices_site, group.first_row + r, index[r], p.bound);
+      if (index[r] <= p.last_index) continue;
+      report_fault(p.fault, p.indices_site, group.first_row + r, index[r], p.last_index + 1);
     }
   }
 };

@@ -14,9 +14,9 @@ struct IndexParams {
   i64 num_rows;
   i64 vocab_start;  // index `vocab_start + r` reads row r of `weights`
   i64 vocab_length;
-  // The first index that is a fault. Between the vocabulary range and this bound lies another
-  // rank's part of the table: zeros, no fault.
-  i64 bound;
+  // Larger ones are faults. Of a part of a table none is: what lies outside of it may be another
+  // rank's, and is zeros here.
+  i64 last_index;
   FaultSite indices_site;
   FaultRecord* fault;
 };

@@ -47,6 +47,7 @@ PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView 
                       "shape [..., 2] of (source row, destination row)");
   }
   src.same_row_bytes(dst);
+  pairs.apart_from(dst);
   params.dst = dst.data;
   params.src = src.data;
   params.dst_stride_bytes = dst.stride_bytes;
@@ -59,32 +60,31 @@ PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView 
 
 void PairArgs::take_slot_map(AnyView value) {
   if (is_none(value)) return;
-  const Indices slot_map(src.op, "slot_map", value);
-  slot_map.same_device(device());
-  if (slot_map.dl->ndim != 1 || slot_map.count != src.num_rows) {
-    slot_map.value_error(
-        "shape " + slot_map.shape_text(),
+  slot_map.emplace(src.op, "slot_map", value);
+  slot_map->same_device(device());
+  if (slot_map->dl->ndim != 1 || slot_map->count != src.num_rows) {
+    slot_map->value_error(
+        "shape " + slot_map->shape_text(),
         "shape [" + std::to_string(src.num_rows) + "], one entry for each row of src");
   }
-  if (slot_map.index_bytes == 4 && dst.num_rows > std::numeric_limits<i32>::max()) {
-    slot_map.type_error("dtype int32", "int64 for a dst of 2^31 or more rows");
+  if (slot_map->index_bytes == 4 && dst.num_rows > std::numeric_limits<i32>::max()) {
+    slot_map->type_error("dtype int32", "int64 for a dst of 2^31 or more rows");
   }
-  params.slot_map = const_cast<void*>(slot_map.data);
-  params.slot_map_bytes = slot_map.index_bytes;
+  slot_map->apart_from(dst);
+  pairs.apart_from(Rows(*slot_map));
+  params.slot_map = const_cast<void*>(slot_map->data);
+  params.slot_map_bytes = slot_map->index_bytes;
 }
 
 void PairArgs::check_pairs() const {
-  pairs.with_index([&](const auto* items) {
+  pairs.with_index([&](const auto index_at) {
     for (i64 i = 0; i < params.num_pairs; ++i) {
-      const i64 src_row = items[2 * i];
-      const i64 dst_row = items[2 * i + 1];
-      if (src_row < 0 || dst_row < 0) continue;
-      if (src_row >= src.num_rows) {
-        raise_index_error(src.op, "pairs[..., 0]", i, src_row, src.num_rows);
+      const Pair pair(index_at, i);
+      if (pair.is_padding() || pair.is_inside(params)) continue;
+      if (pair.src_row >= src.num_rows) {
+        raise_index_error(src.op, "pairs[..., 0]", i, pair.src_row, src.num_rows);
       }
-      if (dst_row >= dst.num_rows) {
-        raise_index_error(src.op, "pairs[..., 1]", i, dst_row, dst.num_rows);
-      }
+      raise_index_error(src.op, "pairs[..., 1]", i, pair.dst_row, dst.num_rows);
     }
   });
 }
@@ -93,20 +93,29 @@ void PairArgs::run_on_cpu() const {
   if (empty()) return;
   check_pairs();
   const PairCopyParams& p = params;
-  pairs.with_index([&](const auto* items) {
-    const auto skipped = [&](i64 i) { return items[2 * i] < 0 || items[2 * i + 1] < 0; };
-    copy_rows<kRandomBoth>(p.num_pairs, src.row_bytes, p.num_dst_rows * src.row_bytes, [&](i64 i) {
-      if (skipped(i)) return CpuRow{nullptr, nullptr};
-      return CpuRow{p.dst + items[2 * i + 1] * p.dst_stride_bytes,
-                    p.src + items[2 * i] * p.src_stride_bytes};
-    });
-    if (p.slot_map == nullptr) return;
+  pairs.with_index([&](const auto index_at) {
+    copy_rows<kRandomBoth>(p.num_pairs, src.row_bytes, p.num_dst_rows * src.row_bytes,
+                           [&p, index_at](i64 i) {
+                             const Pair pair(index_at, i);
+                             if (!pair.is_inside(p)) return CpuRow{nullptr, nullptr};
+                             return CpuRow{p.dst + pair.dst_row * p.dst_stride_bytes,
+                                           p.src + pair.src_row * p.src_stride_bytes};
+                           });
+  });
+  update_slot_map();
+}
+
+void PairArgs::update_slot_map() const {
+  const PairCopyParams& p = params;
+  if (p.slot_map == nullptr) return;
+  pairs.with_index([&](const auto index_at) {
     for (i64 i = 0; i < p.num_pairs; ++i) {
-      if (skipped(i)) continue;
+      const Pair pair(index_at, i);
+      if (!pair.is_inside(p)) continue;
       if (p.slot_map_bytes == 4) {
-        static_cast<int32_t*>(p.slot_map)[items[2 * i]] = static_cast<int32_t>(items[2 * i + 1]);
+        static_cast<int32_t*>(p.slot_map)[pair.src_row] = static_cast<int32_t>(pair.dst_row);
       } else {
-        static_cast<int64_t*>(p.slot_map)[items[2 * i]] = items[2 * i + 1];
+        static_cast<int64_t*>(p.slot_map)[pair.src_row] = pair.dst_row;
       }
     }
   });

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <jitkern/copy.cuh>
-#include <jitkern/fault.cuh>
 
 #include "pairs.h"
 

@@ -4,9 +4,26 @@
 
 #include <jitkern/launch.h>
 
+#include <optional>
+
 #include "pairs.h"
 
 namespace jitkern {
+
+// A pair, read once.
+struct Pair {
+  i64 src_row;
+  i64 dst_row;
+
+  template <class IndexAt>
+  Pair(const IndexAt& index_at, i64 i) : src_row(index_at(2 * i)), dst_row(index_at(2 * i + 1)) {}
+
+  bool is_padding() const { return src_row < 0 || dst_row < 0; }
+  // Neither padding nor out of range.
+  bool is_inside(const PairCopyParams& p) const {
+    return is_below(src_row, p.num_src_rows) && is_below(dst_row, p.num_dst_rows);
+  }
+};
 
 struct PairArgs {
   // Checks everything but slot_map. TypeError or ValueError naming `op` and the argument.
@@ -26,6 +43,8 @@ struct PairArgs {
 
   // On CPU tensors: raises IndexError before anything is written, else copies.
   void run_on_cpu() const;
+  // What every copied pair means for the slot map, if there is one. On CPU tensors.
+  void update_slot_map() const;
 
   // Replaces the host side's address by the one that the GPU uses. ValueError with the cure where
   // that memory is not pinned.
@@ -35,6 +54,7 @@ struct PairArgs {
   Rows src;
   Rows dst;
   Indices pairs;
+  std::optional<Indices> slot_map;
   bool sms_given;
   i64 num_sms;
   PairCopyParams params;

@@ -15,14 +15,17 @@ const FaultSite kIndicesSite = fault_site(kOp, "indices");
 void store_cpu(const Indices& indices, const StoreParams& p, i64 row_bytes) {
   if (row_bytes == 0) return;
   indices.check_below(p.num_slots);
-  indices.with_index([&](const auto* slots) {
-    // K and V in turn, so that an index is read once: row 2 i is of K, row 2 i + 1 of V.
-    copy_rows<kRandomTargets>(2 * p.num_rows, row_bytes, 2 * p.num_slots * row_bytes, [&](i64 row) {
-      const i64 i = row / 2;
-      const StoreParams::Copy& copy = p.copies[row % 2];
-      char* slot = slots[i] < 0 ? nullptr : copy.cache + slots[i] * copy.cache_stride_bytes;
-      return CpuRow{slot, copy.rows + i * copy.row_stride_bytes};
-    });
+  indices.with_index([&](const auto index_at) {
+    // K and V in turn, so that an index comes from memory once: row 2 i is of K, row 2 i + 1 of V.
+    copy_rows<kRandomTargets>(
+        2 * p.num_rows, row_bytes, 2 * p.num_slots * row_bytes, [&p, index_at](i64 row) {
+          const i64 i = row / 2;
+          const i64 slot = index_at(i);
+          const StoreParams::Copy& copy = p.copies[row % 2];
+          const bool inside = is_below(slot, p.num_slots);
+          return CpuRow{inside ? copy.cache + slot * copy.cache_stride_bytes : nullptr,
+                        copy.rows + i * copy.row_stride_bytes};
+        });
   });
 }
 
@@ -43,6 +46,8 @@ void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyVie
   if (indices.dl->ndim != 1) indices.value_error("shape " + indices.shape_text(), "1 dimension");
   k.one_per_index(indices);
   v.one_per_index(indices);
+  indices.apart_from(k_cache);
+  indices.apart_from(v_cache);
 
   StoreParams params{{{k_cache.data, k.data, k_cache.stride_bytes, k.stride_bytes},
                       {v_cache.data, v.data, v_cache.stride_bytes, v.stride_bytes}},

@@ -1,6 +1,5 @@
 // store_cache on the device: row i of K and V goes to slot indices[i] of the caches.
 #include <jitkern/copy.cuh>
-#include <jitkern/fault.cuh>
 #include <jitkern/pdl.cuh>
 
 #include "store.h"

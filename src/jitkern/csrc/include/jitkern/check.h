@@ -66,6 +66,11 @@ struct Rows : Tensor {
   void one_per_index(const Indices& indices) const;
 };
 
+// Whether 0 <= index < bound, in one comparison.
+inline bool is_below(i64 index, i64 bound) {
+  return static_cast<u64>(index) < static_cast<u64>(bound);
+}
+
 // A contiguous tensor of int32 or int64.
 struct Indices : Tensor {
   const void* data;
@@ -76,15 +81,22 @@ struct Indices : Tensor {
   explicit Indices(const Tensor& tensor);
   Indices(const char* op, const char* arg, AnyView value) : Indices(Tensor(op, arg, value)) {}
 
-  // Calls `use` with a pointer to int32_t or int64_t. On CPU tensors only.
+  // Calls `use` with a function that reads index i: once, as another thread may write it during
+  // the call. So it is compared where it is used, however often it was before. On CPU tensors only.
   template <class Use>
   void with_index(const Use& use) const {
-    index_bytes == 4 ? use(static_cast<const int32_t*>(data))
-                     : use(static_cast<const int64_t*>(data));
+    const auto reader = [](const auto* items) {
+      return [items](i64 i) { return i64(__atomic_load_n(items + i, __ATOMIC_RELAXED)); };
+    };
+    index_bytes == 4 ? use(reader(static_cast<const int32_t*>(data)))
+                     : use(reader(static_cast<const int64_t*>(data)));
   }
 
   // IndexError for the first index of `bound` or more. On CPU tensors only.
   void check_below(i64 bound) const;
+
+  // ValueError where one of them lies in a row that the op writes, not only between two.
+  void apart_from(const Rows& written) const;
 };
 
 [[noreturn]] void raise_value_error(const char* op, const char* arg, const std::string& came,

@@ -1,7 +1,8 @@
-// Moving vectors of 1 to 16 bytes, and which of them a thread moves.
+// What the kernels that move rows share: vectors of 1 to 16 bytes, which of them a thread moves,
+// and the note of an index that is out of range. Users may include it.
 #pragma once
 
-#include <jitkern/groups.h>
+#include <jitkern/types.h>
 
 namespace jitkern {
 
@@ -64,5 +65,21 @@ struct Group {
 };
 
 __device__ inline i64 thread_number() { return i64(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+// Keeps the first fault until the host has read it (the row is skipped, the host raises later). The
+// plain read in front keeps a batch full of bad indices from sending one atomic each over PCIe. On
+// PCIe the compare-and-swap is atomic among the threads of this device, which is what is needed:
+// the host only ever turns 2 into 0.
+__device__ inline void report_fault(FaultRecord* record, FaultSite site, i64 position, i64 value,
+                                    i64 bound) {
+  volatile FaultRecord* seen = record;
+  if (seen->state != 0 || atomicCAS(&record->state, 0u, 1u) != 0u) return;
+  seen->site = site;
+  seen->position = position;
+  seen->value = value;
+  seen->bound = bound;
+  __threadfence_system();
+  seen->state = 2;
+}
 
 }  // namespace jitkern

@@ -1,5 +1,5 @@
 // Programmatic dependent launch (compute capability 9.0 and up): the next kernel of the stream may
-// start its prologue while this one drains.
+// start its prologue while this one drains. Users may include it.
 #pragma once
 
 namespace jitkern {

@@ -1,0 +1,180 @@
+// The kernels while another thread rewrites their indices: whichever they come to read, they touch
+// nothing but rows. What those hold afterwards is anyone's guess.
+#include <atomic>
+#include <thread>
+
+#include "ops/h2d_gather.cu"
+#include "ops/index.cu"
+#include "ops/store.cu"
+#include "sweep.h"
+
+namespace emulate {
+
+using jitkern::ClaimParams;
+using jitkern::group_shape;
+using jitkern::IndexParams;
+using jitkern::PairCopyParams;
+using jitkern::StoreParams;
+
+constexpr int kRuns = 300;
+constexpr i64 kRows = 64;  // of every table, and pairs of them
+constexpr i64 kRowBytes = 24;
+constexpr int kVecBytes = 8;
+constexpr i64 kStrideBytes = kRowBytes + 16;
+
+// Writes row numbers and -1 into its buffers, then what is out of range, until it is destroyed.
+template <class Int>
+class Rewriter {
+ public:
+  explicit Rewriter(std::vector<IntBuffer*> buffers)
+      : buffers_(std::move(buffers)), thread_([this] {
+          for (i64 round = 0; !stop_.load(std::memory_order_relaxed); ++round) {
+            for (IntBuffer* buffer : buffers_) rewrite(*buffer, round);
+          }
+        }) {}
+  ~Rewriter() {
+    stop_ = true;
+    thread_.join();
+  }
+
+ private:
+  static void rewrite(IntBuffer& buffer, i64 round) {
+    constexpr i64 kFar = sizeof(Int) == 4 ? (i64(1) << 31) - 1 : i64(1) << 40;
+    for (i64 i = 0; i < buffer.size(); ++i) {
+      const i64 good = (round + i) % (kRows + 1) - 1;
+      const i64 bad = (round / 2 + i) % 3 == 0 ? kRows : kFar;
+      __atomic_store_n(static_cast<Int*>(buffer.data()) + i,
+                       static_cast<Int>(round % 2 == 0 ? good : bad), __ATOMIC_RELAXED);
+    }
+  }
+
+  std::vector<IntBuffer*> buffers_;
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+// A table of which only the bytes between the rows have to stay as they are.
+struct Table : RowBuffer {
+  Table(const char* name, Random& random)
+      : RowBuffer(name, kRows, kRowBytes, kStrideBytes, 0, random) {}
+  void check_padding() {
+    for (i64 i = 0; i < kRows; ++i) std::memcpy(expected(i), row(i), kRowBytes);
+    check();
+  }
+};
+
+// Of `grid_y` tables, on as many threads as the host would start for rows shared out in `shape`.
+template <class Kernel>
+void run(const jitkern::GroupShape& shape, typename Kernel::Params params, Random& random,
+         Tally& tally, unsigned grid_y = 1) {
+  FaultWord fault(0);
+  params.fault = fault.record();
+  const unsigned blocks = ceil_div(shape.num_threads(kRows), Kernel::kNumThreads);
+  run_kernel<typename Kernel::Params>(
+      {kRowBytes, kVecBytes, 0, 0, Kernel::kNumThreads, Kernel::run}, {blocks, grid_y},
+      Kernel::kNumThreads, random, params, tally);
+}
+
+template <class Int>
+void store_and_index(IntBuffer& indices, Random& random, Tally& tally) {
+  using Store =
+      jitkern::StoreKernel<kRowBytes, STORE_CONFIG, kVecBytes, sizeof(Int), STORE_IN_FLIGHT>;
+  using Index =
+      jitkern::IndexKernel<kRowBytes, 1, INDEX_CONFIG, kVecBytes, sizeof(Int), INDEX_IN_FLIGHT>;
+  Table a("a", random), b("b", random), c("c", random), d("d", random);
+  run<Store>(group_shape(kRowBytes, kVecBytes, STORE_IN_FLIGHT),
+             {{{a.row(0), c.row(0), kStrideBytes, kStrideBytes},
+               {b.row(0), d.row(0), kStrideBytes, kStrideBytes}},
+              indices.data(),
+              kRows,
+              kRows,
+              FaultSite(1),
+              nullptr},
+             random, tally, 2);
+  run<Index>(group_shape(kRowBytes, kVecBytes, INDEX_IN_FLIGHT),
+             {c.row(0), a.row(0), kStrideBytes, kStrideBytes, indices.data(), kRows, 0, kRows,
+              kRows - 1, FaultSite(1), nullptr},
+             random, tally);
+  for (Table* table : {&a, &b, &c, &d}) table->check_padding();
+}
+
+// A small call, which also writes the slot map; then a large one that reads it.
+template <class Int>
+void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally) {
+  struct Config {
+    int num_threads, max_occupancy;
+    bool use_pdl;
+  };
+  constexpr Config kSmall{PAIRS_SMALL_CONFIG}, kLarge{PAIRS_LARGE_CONFIG};
+  constexpr Config kClaim{H2D_GATHER_CLAIM_CONFIG};
+  using Small = jitkern::H2DGather<kRowBytes, kSmall.num_threads, 1, kVecBytes, sizeof(Int), false,
+                                   false, PAIRS_SMALL_IN_FLIGHT>;
+  using Large = jitkern::H2DGather<kRowBytes, kLarge.num_threads, 1, kVecBytes, sizeof(Int), false,
+                                   true, H2D_GATHER_LARGE_IN_FLIGHT>;
+  using Claim = jitkern::ClaimRows<sizeof(Int), kClaim.num_threads, 1>;
+  constexpr i64 kWindowBytes = jitkern::window_bytes(kRowBytes, kVecBytes, false);
+  const auto shape = [](int in_flight) { return group_shape(kWindowBytes, kVecBytes, in_flight); };
+
+  Table src("src", random), dst("dst", random);
+  IntBuffer written_map("written_map", std::vector<i64>(kRows, -1), sizeof(Int));
+  PairCopyParams params{};
+  params.dst = dst.row(0);
+  params.src = src.row(0);
+  params.dst_stride_bytes = params.src_stride_bytes = kStrideBytes;
+  params.pairs = pairs.data();
+  params.num_pairs = params.num_src_rows = params.num_dst_rows = kRows;
+  params.slot_map = written_map.data();
+  params.slot_map_bytes = sizeof(Int);
+  run<Small>(shape(PAIRS_SMALL_IN_FLIGHT), params, random, tally);
+
+  const std::vector<i64> none(2 * kRows, -1);
+  IntBuffer table("table", none, 4), last_entries("last_entries", {-1, -1, -1}, 4);
+  IntBuffer fetches("fetches", none, sizeof(Int)), copies("copies", none, sizeof(Int));
+  IntBuffer copied_rows("copied_rows", std::vector<i64>(kRows, -1), sizeof(Int));
+  FaultWord fault(0);
+  ClaimParams claim{params};
+  claim.slot_map = slot_map.data();
+  claim.table = static_cast<u32*>(table.data());
+  claim.table_mask = static_cast<u32>(table.size() - 1);
+  claim.last_entries = static_cast<u32*>(last_entries.data());
+  claim.fetches = fetches.data();
+  claim.copies = copies.data();
+  claim.copied_rows = copied_rows.data();
+  claim.fault = fault.record();
+  launch_fibers({1}, {Claim::kNumThreads}, any_order(random), [&] { Claim::run(claim); });
+  params.pairs = fetches.data();
+  params.last_pair = claim.last_entries;
+  run<Large>(shape(H2D_GATHER_LARGE_IN_FLIGHT), params, random, tally);
+  params.pairs = copies.data();
+  params.last_pair = claim.last_entries + 1;
+  params.src = params.dst;
+  params.slot_rows = copied_rows.data();
+  run<Large>(shape(H2D_GATHER_LARGE_IN_FLIGHT), params, random, tally);
+  src.check_padding();
+  dst.check_padding();
+}
+
+template <class Int>
+void all_runs(Tally& tally) {
+  IntBuffer indices("indices", std::vector<i64>(2 * kRows), sizeof(Int));
+  IntBuffer slot_map("slot_map", std::vector<i64>(kRows), sizeof(Int));
+  const Rewriter<Int> rewriter({&indices, &slot_map});
+  for (int run = 0; run < kRuns; ++run) {
+    now_running = "race: indices of " + std::to_string(sizeof(Int)) + ", run ";
+    now_running += std::to_string(run);
+    Random random(run);
+    store_and_index<Int>(indices, random, tally);
+    gather<Int>(indices, slot_map, random, tally);
+  }
+}
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+  install_reports();
+  Tally tally;
+  all_runs<i32>(tally);
+  all_runs<i64>(tally);
+  report("race", 2 * 5, tally);
+}

@@ -1,0 +1,112 @@
+// Every op on the CPU, from two threads at once, each copying on a team of three, while another
+// thread rewrites the indices that both of them read. ThreadSanitizer looks on.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+using tvm::ffi::Function;
+
+#define OP(name)                                                                 \
+  extern "C" int __tvm_ffi_##name(void*, const TVMFFIAny*, int32_t, TVMFFIAny*); \
+  static Function name() { return Function::FromExternC(nullptr, __tvm_ffi_##name, nullptr); }
+OP(store_cache)
+OP(indexing)
+OP(h2d_gather)
+OP(d2h_scatter)
+#undef OP
+
+namespace {
+
+constexpr int64_t kRows = 256;
+constexpr int64_t kRowBytes = 8192;  // a call is worth several threads, and rows are streamed
+constexpr int64_t kFar = int64_t(1) << 40;
+constexpr int kRounds = 40;
+
+// A tensor of bytes or of int64.
+struct Memory {
+  std::vector<char> bytes;
+  std::vector<int64_t> shape;
+  DLTensor dl;
+
+  Memory(std::vector<int64_t> sizes, uint8_t code, uint8_t bits) : shape(std::move(sizes)) {
+    size_t items = 1;
+    for (const int64_t size : shape) items *= static_cast<size_t>(size);
+    bytes.resize(items * bits / 8);
+    dl = {bytes.data(),
+          {kDLCPU, 0},
+          static_cast<int>(shape.size()),
+          {code, bits, 1},
+          shape.data(),
+          nullptr,
+          0};
+  }
+};
+Memory rows() { return Memory({kRows, kRowBytes}, kDLUInt, 8); }
+Memory indices(std::vector<int64_t> shape) { return Memory(std::move(shape), kDLInt, 64); }
+
+std::atomic<int64_t> passed{0}, refused{0};
+
+template <class... Args>
+void call(const Function& op, Args... args) {
+  try {
+    op(args...);
+    ++passed;
+  } catch (const tvm::ffi::Error& error) {
+    if (error.kind() != "IndexError") std::abort();
+    ++refused;
+  }
+}
+
+// Rows 0, 1, 2, ..., each `times` times, and every other round what is out of range.
+void rewrite(Memory& memory, int64_t times, int64_t round) {
+  auto* items = reinterpret_cast<int64_t*>(memory.bytes.data());
+  for (int64_t i = 0; i < times * kRows; ++i) {
+    const int64_t now = round % 2 == 0 ? i / times : i % 3 == 0 ? kRows : kFar;
+    __atomic_store_n(items + i, now, __ATOMIC_RELAXED);
+  }
+}
+
+// One thread's calls, on tables of its own and the indices of all.
+void calls(Memory& slots, Memory& pairs) {
+  Memory a = rows(), b = rows(), c = rows(), d = rows();
+  Memory slot_map = indices({kRows});
+  for (int64_t i = 0; i < kRows; ++i) reinterpret_cast<int64_t*>(slot_map.bytes.data())[i] = -1;
+  for (int round = 0; round < kRounds; ++round) {
+    call(store_cache(), &a.dl, &b.dl, &slots.dl, &c.dl, &d.dl);
+    call(indexing(), &a.dl, &slots.dl, &b.dl, nullptr, nullptr);
+    call(indexing(), &a.dl, &slots.dl, &b.dl, 3, kRows);
+    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, false);
+    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, true);
+    call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr);
+  }
+}
+
+}  // namespace
+
+int main() {
+  Memory slots = indices({kRows}), pairs = indices({kRows, 2});
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    for (int64_t round = 0; !done; ++round) {
+      // Slots and destinations are distinct: rows of one call that meet would be a race.
+      rewrite(slots, 1, round);
+      rewrite(pairs, 2, round);
+      std::this_thread::sleep_for(std::chrono::microseconds(round % 2 == 0 ? 200 : 20));
+    }
+  });
+  std::thread other([&] { calls(slots, pairs); });
+  calls(slots, pairs);
+  other.join();
+  done = true;
+  writer.join();
+  std::printf("%lld calls passed, %lld were refused\n", static_cast<long long>(passed.load()),
+              static_cast<long long>(refused.load()));
+  return passed > 0 && refused > 0 ? 0 : 1;
+}
