@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import os
 import re
 import socket
+import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]*\Z")
@@ -87,3 +90,58 @@ def flush_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- places that others might reach ----------------------------------------------------------------
+
+
+def make_folders(path: Path, mode: int = 0o700) -> None:
+    """Make the directory `path` and those above it that are missing, of this mode under any umask.
+
+    Raises
+    ------
+    OSError
+        It cannot be made, or is something else.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_folders(path.parent, mode)
+        make_folders(path, mode)
+    else:
+        if mode != 0o700:
+            setgid = path.stat().st_mode & stat.S_ISGID  # handed down from the directory above
+            path.chmod(mode | setgid)
+
+
+@contextmanager
+def opened(
+    name: str | Path, flags: int = 0, *, dir_fd: int | None = None
+) -> Iterator[tuple[int, os.stat_result]]:
+    """Hold a file or a directory open for reading: its descriptor, and what that one is.
+
+    A symbolic link in its place is an OSError, and a FIFO does not keep the process waiting.
+
+    Parameters
+    ----------
+    flags
+        More flags of open(2), such as ``O_DIRECTORY``.
+    dir_fd
+        Descriptor of the directory that `name` is relative to.
+    """
+    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(name, flags, dir_fd=dir_fd)
+    try:
+        yield descriptor, os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_open(descriptor: int) -> bytes:
+    """Return all of an open regular file, from where its descriptor is."""
+    return io.FileIO(descriptor, closefd=False).readall()

@@ -6,17 +6,26 @@ was made with: one directory below the other. Nothing here knows where caches ar
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jitkern.cache.trust import require_trusted
+from jitkern.env import Trust
 from jitkern.errors import CacheError
 from jitkern.files import (
     canonical_json,
     flush_directory,
     is_safe_name,
+    opened,
+    read_open,
     sha256,
     slug,
     write_new,
@@ -24,6 +33,7 @@ from jitkern.files import (
 
 SCHEMA = 1
 META_NAME = "meta.json"
+META_MAX_BYTES = 16 << 20  # that of a kernel has 1 KB, one that notes 5,000 headers 1 MB
 
 # What render_meta() works out from key, variant and files; the rest of a meta is the builder's.
 _DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
@@ -81,17 +91,9 @@ class Entry:
         return self.files[self.artefact_name]
 
     @property
-    def artefact(self) -> Path:
-        """Path of the artefact.
-
-        Raises
-        ------
-        CacheError
-            The entry lives in memory only.
-        """
-        if self.path is None:
-            raise CacheError(f"{self.artefact_name}: no directory to keep it in can be written")
-        return self.path / self.artefact_name
+    def artefact(self) -> Path | None:
+        """Path of the artefact, if it is in a directory."""
+        return None if self.path is None else self.path / self.artefact_name
 
     @property
     def key(self) -> Key:
@@ -155,44 +157,85 @@ def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) 
         raise CacheError(f"{where}: {name}: checksum does not match")
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Read and verify ``meta.json`` of the entry at `path`.
+def read_meta(path: Path, trust: Trust | None = None) -> dict[str, Any]:
+    """Read and verify ``meta.json`` of the entry at `path`; `trust` as for :func:`read_entry`.
 
     Raises
     ------
     CacheError
         It is damaged. FileNotFoundError and other OSError pass through.
     """
-    return parse_meta((path / META_NAME).read_bytes(), str(path / META_NAME))
+    with _opened_entry(path, trust) as folder:
+        return _parse(folder, path, trust)
 
 
-def read_entry(path: Path, meta: Mapping[str, Any] | None = None) -> Entry:
+def read_entry(
+    path: Path, meta: Mapping[str, Any] | None = None, trust: Trust | None = None
+) -> Entry:
     """Read the entry at `path`, every byte checked against its recorded SHA-256.
 
     Parameters
     ----------
     meta
         Its meta, if it has been read already.
+    trust
+        Who may have written it beside this user and root; None does not look.
 
     Raises
     ------
     CacheError
-        Something in it is damaged or missing.
+        Something in it is damaged or missing, or can be somebody else's (UntrustedError).
     FileNotFoundError
         There is no entry.
     """
-    if meta is None:
-        meta = read_meta(path)
     files: dict[str, bytes] = {}
-    for name, expected in meta["files"].items():
-        try:
-            # The name is checked before the path is touched: a meta may come from anywhere.
-            data = (path / name).read_bytes() if is_safe_name(name) else b""
-        except OSError as error:
-            raise CacheError(f"{path / name}: {error.strerror}") from error
-        check_file(name, data, expected, str(path))
-        files[name] = data
+    with _opened_entry(path, trust) as folder:
+        if meta is None:
+            meta = _parse(folder, path, trust)
+        for name, expected in meta["files"].items():
+            try:
+                # The name is checked before the path is touched: a meta may come from anywhere.
+                data = _read(folder, path / name, trust) if is_safe_name(name) else b""
+            except OSError as error:
+                raise CacheError(f"{path / name}: {error.strerror}") from error
+            check_file(name, data, expected, str(path))
+            files[name] = data
     return Entry(path, files, meta)
+
+
+@contextmanager
+def _opened_entry(path: Path, trust: Trust | None) -> Iterator[int]:
+    """Hold the directory of an entry open; neither it nor its key's is reached through a link."""
+    with (
+        opened(path.parent, os.O_DIRECTORY) as (key, key_status),
+        opened(path.name, os.O_DIRECTORY, dir_fd=key) as (folder, status),
+    ):
+        if trust is not None:
+            require_trusted(path.parent, key_status, trust)
+            require_trusted(path, status, trust)
+        yield folder
+
+
+def _parse(folder: int, path: Path, trust: Trust | None) -> dict[str, Any]:
+    file = path / META_NAME
+    return parse_meta(_read(folder, file, trust, META_MAX_BYTES), str(file))
+
+
+def _read(folder: int, file: Path, trust: Trust | None, max_bytes: float = math.inf) -> bytes:
+    """Return the content of `file`, which lies in the directory that is open as `folder`."""
+    try:
+        with opened(file.name, dir_fd=folder) as (descriptor, status):
+            if not stat.S_ISREG(status.st_mode):
+                raise CacheError(f"{file}: not a regular file")
+            if status.st_size > max_bytes:
+                raise CacheError(f"{file}: {status.st_size} bytes, expected at most {max_bytes}")
+            if trust is not None:
+                require_trusted(file, status, trust)
+            return read_open(descriptor)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CacheError(f"{file}: a symbolic link, expected a regular file") from error
+        raise
 
 
 def read_info(path: Path) -> EntryInfo:
@@ -236,11 +279,18 @@ def render_meta(
     }
 
 
-def write_entry(path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
-    """Write `files` and `meta` into the existing directory `path` and flush them to the disk."""
+def write_entry(
+    path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any], mode: int = 0o600
+) -> None:
+    """Write `files` and `meta` into the existing directory `path` and flush them to the disk.
+
+    Their mode is `mode` under any umask.
+    """
     for name, data in files.items():
         write_new(path / name, data, flush=True)
     body = {**meta, "checksum": sha256(canonical_json(meta))}
     text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
     write_new(path / META_NAME, text.encode(), flush=True)
+    for name in (*files, META_NAME):
+        (path / name).chmod(mode)
     flush_directory(path)

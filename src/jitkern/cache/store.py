@@ -20,10 +20,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jitkern.cache.entry import (
     META_NAME,
@@ -38,8 +38,12 @@ from jitkern.cache.entry import (
 )
 from jitkern.cache.lock import FailureRecord, Wait, build_lock
 from jitkern.cache.size import evict
+from jitkern.cache.trust import Place, UntrustedError
+from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
 from jitkern.files import flush_directory, private_name, write_whole
+
+T = TypeVar("T")
 
 _log = logging.getLogger("jitkern")
 
@@ -61,13 +65,25 @@ class Cache:
         Never write, not even the time of last use.
     max_bytes
         Publishing beyond this evicts the least recently used entries.
+    trust, home, shared
+        See :class:`jitkern.cache.trust.Place`.
     """
 
-    def __init__(self, root: Path, *, read_only: bool = False, max_bytes: int | None = None):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        read_only: bool = False,
+        max_bytes: int | None = None,
+        trust: Trust = NOBODY,
+        home: Path | None = None,
+        shared: bool = False,
+    ):
         self.root = Path(root)
+        self.place = Place(self.root, trust, home, shared=shared)
         self.read_only = read_only
         self.max_bytes = max_bytes
-        self._base = self.root / "v1"
+        self._base = self.place.base
         self._publishes = 0
         self._bytes_file = self._base / ".bytes"
 
@@ -84,31 +100,42 @@ class Cache:
         Parameters
         ----------
         variant
-            Only this one; by default any, those of later names first.
+            Only this one; by default any, the newest build first: a name is anybody's choice.
         accepts
             Looks at an entry's meta and says whether it fits.
+
+        Raises
+        ------
+        UntrustedError
+            Others can have written what is in this cache. A single entry that others can have
+            written is no entry, after a warning.
         """
-        folder = self._base / key.directory
-        names: Iterable[str] = (variant,)
-        if not variant:
-            try:
-                names = sorted(os.listdir(folder), reverse=True)
-            except OSError:
-                return None
-        for name in names:
-            path = folder / name
-            try:
-                meta = read_meta(path)
-                if accepts is not None and not accepts(meta):
-                    continue
-                entry = read_entry(path, meta)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except (OSError, CacheError) as error:
-                _log.info("jitkern: ignoring a damaged cache entry: %s", error)
-                continue
-            self._touch(path)
-            return entry
+        if not self.place.check():
+            return None
+        folder, trust = self._base / key.directory, self.place.trust
+        found = []
+        for name in [variant] if variant else _names(folder):
+            meta = self._sound(read_meta, folder / name, trust)
+            if meta is not None:
+                found.append((_built_unix_s(meta), name, meta))
+        for _, name, meta in sorted(found, key=lambda one: one[:2], reverse=True):
+            if accepts is None or accepts(meta):
+                entry = self._sound(read_entry, folder / name, meta, trust)
+                if entry is not None:
+                    self._touch(folder / name)
+                    return entry
+        return None
+
+    def _sound(self, read: Callable[..., T], *args: Any) -> T | None:
+        """Return what `read(*args)` does, or None for what is missing, damaged or not ours."""
+        try:
+            return read(*args)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except UntrustedError as error:
+            self.place.warn(f"this cache entry is not used: {error}")
+        except (OSError, CacheError) as error:
+            _log.info("jitkern: ignoring a damaged cache entry: %s", error)
         return None
 
     def _touch(self, path: Path) -> None:
@@ -150,12 +177,23 @@ class Cache:
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Wait]:
         """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
-        path = self._base / ".locks" / f"{key.directory}.lock"
+        with suppress(OSError, UntrustedError):  # then there are no locks
+            self.place.make(".locks")
+        path = self._notes / ".locks" / f"{key.directory}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done)
 
     def failure(self, key: Key) -> FailureRecord:
         """Return the record of the last failed build of `key`."""
-        return FailureRecord(self._base / ".failed" / f"{key.directory}.json")
+        return FailureRecord(self._notes / ".failed" / f"{key.directory}.json")
+
+    @property
+    def _notes(self) -> Path:
+        """Where locks and failures lie: nowhere, if others could have written them."""
+        try:
+            self.place.check()
+        except UntrustedError:
+            return Path(os.devnull)
+        return self._base
 
     def publish(
         self,
@@ -193,10 +231,12 @@ class Cache:
             raise CacheError(f"{self.root}: this cache is read-only")
         meta = render_meta(key, variant, files, notes or {})
         with self._writing():
+            self.place.make(".staging")
             path = self._new_staging()
+            path.chmod(self.place.mode)
         try:
             with self._writing():
-                write_entry(path, files, meta)
+                write_entry(path, files, meta, self.place.file_mode)
             yield Entry(path, dict(files), meta)
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -238,7 +278,7 @@ class Cache:
     def _move_into_place(self, staged: Path, target: Path) -> None:
         while True:
             # Made anew in each round: eviction may have removed it when it was empty.
-            target.parent.mkdir(exist_ok=True)
+            self.place.make(target.parent.name)
             try:
                 os.rename(staged, target)
                 break
@@ -249,7 +289,7 @@ class Cache:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 try:
-                    read_entry(target)
+                    read_entry(target, trust=self.place.trust)
                     return  # another process was first and its entry is sound
                 except (OSError, CacheError):
                     self._discard(target)
@@ -339,6 +379,18 @@ class Cache:
             self._note_bytes(0)
         shutil.rmtree(self._base / ".failed", ignore_errors=True)
         return len(paths)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _built_unix_s(meta: Mapping[str, Any]) -> float:
+    when = meta.get("built_unix_s")
+    return float(when) if isinstance(when, (int, float)) else 0.0
 
 
 def _sweep(folder: Path) -> None:
