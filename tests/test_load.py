@@ -138,6 +138,15 @@ def test_profilers_see_the_files_own_name(file: Path, libraries: dict[int, bytes
     del module
 
 
+def test_debuggers_open_the_loaders_name(file: Path, libraries: dict[int, bytes]) -> None:
+    load_library("tiny", libraries[1], file)
+    status = file.stat()
+    path = load._paths[status.st_dev, status.st_ino]
+    file.unlink()
+    command = ["cat", path]  # another process, for which the number stands for something else
+    assert subprocess.run(command, capture_output=True, timeout=60).stdout == libraries[1]
+
+
 def test_the_same_file_takes_one_descriptor(file: Path, libraries: dict[int, bytes]) -> None:
     load_library("tiny", libraries[1], file)
     before = len(os.listdir("/proc/self/fd"))
@@ -187,7 +196,7 @@ def test_a_library_that_is_in_no_file(libraries: dict[int, bytes]) -> None:
 def test_where_descriptors_have_no_names(
     file: Path, libraries: dict[int, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "_DESCRIPTORS", "/nowhere/fd/")
+    monkeypatch.setattr(load, "_PROC", "/nowhere")
     assert load_library("tiny", libraries[1], file)["value"]() == 1
 
 

@@ -31,6 +31,11 @@ def test_the_root_may_be_a_link_and_is_followed_once(cache_root: Path, tmp_path:
     assert cache.lookup(key()) is not None
 
 
+@pytest.mark.parametrize("prefix", ["/", "/.", "/nowhere/..", "/tmp/.."])
+def test_a_root_may_be_spelled_oddly(cache_root: Path, prefix: str) -> None:
+    assert found(Path(f"{prefix}{cache_root}"))
+
+
 def move_behind_a_link(path: Path, tmp_path: Path) -> Path:
     target = tmp_path / "elsewhere"
     path.rename(target)

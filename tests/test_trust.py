@@ -308,6 +308,7 @@ def test_above_the_home_directory_nothing_is_asked(tmp_path: Path, no_private_gr
     home = tmp_path / "open" / "home"
     home.mkdir(parents=True)
     home.chmod(0o755)
+    home.parent.chmod(0o755)
     root = home / ".cache" / "jitkern"
     publish(Cache(root))
     (tmp_path / "open").chmod(0o777)

@@ -81,7 +81,9 @@ def open_folder() -> Iterator[Path]:
         pytest.skip("needs root, to become somebody else")
     folder = Path(tempfile.mkdtemp(prefix="jitkern-test-"))
     folder.chmod(0o755)
+    before = os.umask(0o022)
     yield folder
+    os.umask(before)
     shutil.rmtree(folder)
 
 

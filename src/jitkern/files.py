@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -11,8 +10,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]*\Z")
@@ -119,13 +117,11 @@ def make_folders(path: Path, mode: int = 0o700) -> None:
             path.chmod(mode | setgid)
 
 
-@contextmanager
-def opened(
-    name: str | Path, flags: int = 0, *, dir_fd: int | None = None
-) -> Iterator[tuple[int, os.stat_result]]:
-    """Hold a file or a directory open for reading: its descriptor, and what that one is.
+def open_itself(name: str | Path, flags: int = 0, *, dir_fd: int | None = None) -> int:
+    """Open a file or a directory for reading, but not through a link; return its descriptor.
 
-    A symbolic link in its place is an OSError, and a FIFO does not keep the process waiting.
+    A symbolic link is an OSError (ELOOP), and a FIFO does not keep the process waiting: what it is
+    says fstat.
 
     Parameters
     ----------
@@ -134,14 +130,4 @@ def opened(
     dir_fd
         Descriptor of the directory that `name` is relative to.
     """
-    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(name, flags, dir_fd=dir_fd)
-    try:
-        yield descriptor, os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_open(descriptor: int) -> bytes:
-    """Return all of an open regular file, from where its descriptor is."""
-    return io.FileIO(descriptor, closefd=False).readall()
+    return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=dir_fd)

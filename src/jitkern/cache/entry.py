@@ -11,8 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from jitkern.files import (
     canonical_json,
     flush_directory,
     is_safe_name,
-    opened,
-    read_open,
+    open_itself,
     sha256,
     slug,
     write_new,
@@ -157,85 +155,107 @@ def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) 
         raise CacheError(f"{where}: {name}: checksum does not match")
 
 
-def read_meta(path: Path, trust: Trust | None = None) -> dict[str, Any]:
-    """Read and verify ``meta.json`` of the entry at `path`; `trust` as for :func:`read_entry`.
-
-    Raises
-    ------
-    CacheError
-        It is damaged. FileNotFoundError and other OSError pass through.
-    """
-    with _opened_entry(path, trust) as folder:
-        return _parse(folder, path, trust)
-
-
-def read_entry(
-    path: Path, meta: Mapping[str, Any] | None = None, trust: Trust | None = None
-) -> Entry:
-    """Read the entry at `path`, every byte checked against its recorded SHA-256.
+class OpenEntry:
+    """The directory of an entry, held open: neither it nor its key's was reached through a link.
 
     Parameters
     ----------
-    meta
-        Its meta, if it has been read already.
+    path
+        The directory.
     trust
         Who may have written it beside this user and root; None does not look.
 
     Raises
     ------
-    CacheError
-        Something in it is damaged or missing, or can be somebody else's (UntrustedError).
-    FileNotFoundError
+    FileNotFoundError, NotADirectoryError
         There is no entry.
+    UntrustedError
+        Somebody else can have written it. So do the methods.
     """
-    files: dict[str, bytes] = {}
-    with _opened_entry(path, trust) as folder:
-        if meta is None:
-            meta = _parse(folder, path, trust)
+
+    def __init__(self, path: Path, trust: Trust | None = None) -> None:
+        self.path = path
+        self._trust = trust
+        key = self._open(path.parent, os.O_DIRECTORY)[0]
+        try:
+            self._folder = self._open(path, os.O_DIRECTORY, key)[0]
+        finally:
+            os.close(key)
+
+    def __enter__(self) -> OpenEntry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._folder)
+
+    def meta(self) -> dict[str, Any]:
+        """Read and verify its ``meta.json``.
+
+        Raises
+        ------
+        CacheError
+            It is damaged. FileNotFoundError and other OSError pass through.
+        """
+        file = self.path / META_NAME
+        return parse_meta(self._read(file, META_MAX_BYTES), str(file))
+
+    def entry(self, meta: Mapping[str, Any]) -> Entry:
+        """Read all of it, every byte checked against the SHA-256 that `meta` records.
+
+        Raises
+        ------
+        CacheError
+            Something in it is damaged or missing.
+        """
+        files: dict[str, bytes] = {}
         for name, expected in meta["files"].items():
             try:
                 # The name is checked before the path is touched: a meta may come from anywhere.
-                data = _read(folder, path / name, trust) if is_safe_name(name) else b""
+                data = self._read(self.path / name) if is_safe_name(name) else b""
             except OSError as error:
-                raise CacheError(f"{path / name}: {error.strerror}") from error
-            check_file(name, data, expected, str(path))
+                raise CacheError(f"{self.path / name}: {error.strerror}") from error
+            check_file(name, data, expected, str(self.path))
             files[name] = data
-    return Entry(path, files, meta)
+        return Entry(self.path, files, meta)
 
+    def _open(
+        self, path: Path, flags: int = 0, folder: int | None = None
+    ) -> tuple[int, os.stat_result]:
+        descriptor = open_itself(path if folder is None else path.name, flags, dir_fd=folder)
+        try:
+            status = os.fstat(descriptor)
+            if self._trust is not None:
+                require_trusted(path, status, self._trust)
+        except (OSError, CacheError):
+            os.close(descriptor)
+            raise
+        return descriptor, status
 
-@contextmanager
-def _opened_entry(path: Path, trust: Trust | None) -> Iterator[int]:
-    """Hold the directory of an entry open; neither it nor its key's is reached through a link."""
-    with (
-        opened(path.parent, os.O_DIRECTORY) as (key, key_status),
-        opened(path.name, os.O_DIRECTORY, dir_fd=key) as (folder, status),
-    ):
-        if trust is not None:
-            require_trusted(path.parent, key_status, trust)
-            require_trusted(path, status, trust)
-        yield folder
-
-
-def _parse(folder: int, path: Path, trust: Trust | None) -> dict[str, Any]:
-    file = path / META_NAME
-    return parse_meta(_read(folder, file, trust, META_MAX_BYTES), str(file))
-
-
-def _read(folder: int, file: Path, trust: Trust | None, max_bytes: float = math.inf) -> bytes:
-    """Return the content of `file`, which lies in the directory that is open as `folder`."""
-    try:
-        with opened(file.name, dir_fd=folder) as (descriptor, status):
+    def _read(self, file: Path, max_bytes: float = math.inf) -> bytes:
+        try:
+            descriptor, status = self._open(file, folder=self._folder)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CacheError(f"{file}: a symbolic link, expected a regular file") from error
+            raise
+        with open(descriptor, "rb", buffering=0) as stream:
             if not stat.S_ISREG(status.st_mode):
                 raise CacheError(f"{file}: not a regular file")
             if status.st_size > max_bytes:
                 raise CacheError(f"{file}: {status.st_size} bytes, expected at most {max_bytes}")
-            if trust is not None:
-                require_trusted(file, status, trust)
-            return read_open(descriptor)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CacheError(f"{file}: a symbolic link, expected a regular file") from error
-        raise
+            return stream.read()
+
+
+def read_meta(path: Path, trust: Trust | None = None) -> dict[str, Any]:
+    """Read and verify ``meta.json`` of the entry at `path`; raises as :class:`OpenEntry`."""
+    with OpenEntry(path, trust) as opened:
+        return opened.meta()
+
+
+def read_entry(path: Path, trust: Trust | None = None) -> Entry:
+    """Read and verify the entry at `path`; raises as :class:`OpenEntry`."""
+    with OpenEntry(path, trust) as opened:
+        return opened.entry(opened.meta())
 
 
 def read_info(path: Path) -> EntryInfo:

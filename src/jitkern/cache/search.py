@@ -39,16 +39,14 @@ class Searched(NamedTuple):
 @lru_cache(maxsize=4)
 def _caches(current: Settings) -> tuple[Searched, ...]:
     home_is_missing = current.cache_dir.parts[:1] == ("~",)
-    # Resolved, as the caches are: /home may be a link.
-    home = None if current.home is None else Path(os.path.realpath(current.home))
     user = Cache(
         _NOWHERE if home_is_missing else current.cache_dir,
         max_bytes=current.cache_max_bytes,
         trust=current.cache_trust,
-        home=home,
+        home=current.home,
     )
     shared = (
-        Cache(path, read_only=True, trust=current.cache_trust, home=home)
+        Cache(path, read_only=True, trust=current.cache_trust, home=current.home)
         for path in current.cache_path
     )
     return (
@@ -135,7 +133,7 @@ class _PrivateCache:
                 except OSError:
                     self._warn(f"{reason}; nothing compiled by this process is kept")
                     return None
-                self.cache = Cache(root, home=Path(os.path.realpath(root)))
+                self.cache = Cache(root, home=root)
                 atexit.register(_remove, root, os.getpid())
             root = self.cache.root
             self._warn(f"{reason}; this process keeps what it compiles in {root} until it ends")

@@ -30,6 +30,7 @@ from jitkern.cache.entry import (
     Entry,
     EntryInfo,
     Key,
+    OpenEntry,
     read_entry,
     read_info,
     read_meta,
@@ -83,9 +84,15 @@ class Cache:
         self.place = Place(self.root, trust, home, shared=shared)
         self.read_only = read_only
         self.max_bytes = max_bytes
-        self._base = self.place.base
         self._publishes = 0
-        self._bytes_file = self._base / ".bytes"
+
+    @property
+    def _base(self) -> Path:
+        return self.place.base
+
+    @property
+    def _bytes_file(self) -> Path:
+        return self._base / ".bytes"
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -112,19 +119,32 @@ class Cache:
         """
         if not self.place.check():
             return None
-        folder, trust = self._base / key.directory, self.place.trust
-        found = []
-        for name in [variant] if variant else _names(folder):
-            meta = self._sound(read_meta, folder / name, trust)
-            if meta is not None:
-                found.append((_built_unix_s(meta), name, meta))
-        for _, name, meta in sorted(found, key=lambda one: one[:2], reverse=True):
-            if accepts is None or accepts(meta):
-                entry = self._sound(read_entry, folder / name, meta, trust)
-                if entry is not None:
-                    self._touch(folder / name)
-                    return entry
+        folder = self._base / key.directory
+        for name in [variant] if variant else self._newest_first(folder):
+            entry = self._sound(self._read, folder / name, accepts)
+            if entry is not None:
+                self._touch(folder / name)
+                return entry
         return None
+
+    def _newest_first(self, folder: Path) -> list[str]:
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return []
+        if len(names) > 1:
+            metas = {
+                name: self._sound(read_meta, folder / name, self.place.trust) for name in names
+            }
+            names.sort(key=lambda name: (_built_unix_s(metas[name] or {}), name), reverse=True)
+        return names
+
+    def _read(
+        self, path: Path, accepts: Callable[[Mapping[str, Any]], bool] | None
+    ) -> Entry | None:
+        with OpenEntry(path, self.place.trust) as opened:
+            meta = opened.meta()
+            return opened.entry(meta) if accepts is None or accepts(meta) else None
 
     def _sound(self, read: Callable[..., T], *args: Any) -> T | None:
         """Return what `read(*args)` does, or None for what is missing, damaged or not ours."""
@@ -177,23 +197,21 @@ class Cache:
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Wait]:
         """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
-        with suppress(OSError, UntrustedError):  # then there are no locks
-            self.place.make(".locks")
-        path = self._notes / ".locks" / f"{key.directory}.lock"
+        path = self._beside(".locks") / f"{key.directory}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done)
 
     def failure(self, key: Key) -> FailureRecord:
         """Return the record of the last failed build of `key`."""
-        return FailureRecord(self._notes / ".failed" / f"{key.directory}.json")
+        return FailureRecord(self._beside(".failed") / f"{key.directory}.json")
 
-    @property
-    def _notes(self) -> Path:
-        """Where locks and failures lie: nowhere, if others could have written them."""
-        try:
-            self.place.check()
-        except UntrustedError:
-            return Path(os.devnull)
-        return self._base
+    def _beside(self, name: str) -> Path:
+        """Directory `name` beside the entries; nowhere, if others could write to it."""
+        with suppress(OSError):  # read-only or full: neither locks nor failures then
+            try:
+                return self.place.make(name)
+            except UntrustedError:
+                return Path(os.devnull)
+        return self._base / name
 
     def publish(
         self,
@@ -379,13 +397,6 @@ class Cache:
             self._note_bytes(0)
         shutil.rmtree(self._base / ".failed", ignore_errors=True)
         return len(paths)
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _built_unix_s(meta: Mapping[str, Any]) -> float:

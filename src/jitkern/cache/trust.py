@@ -13,7 +13,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from jitkern.env import Trust
@@ -44,24 +44,23 @@ class Place:
     shared
         It is written for other users to read, and nothing is loaded from it: nobody is asked whose
         it is.
-
-    Attributes
-    ----------
-    base
-        The directory that holds the entries.
     """
 
     def __init__(
         self, root: Path, trust: Trust, home: Path | None = None, *, shared: bool = False
     ) -> None:
-        # Once and for all: a link that is changed later leads nowhere new.
-        self._root = Path(os.path.realpath(root))
-        self.base = self._root / "v1"
+        self._root = root
         self.trust = Trust(everyone=True) if shared else trust
         self._home = home
         self._shared = shared
         self._verdict: tuple[int, str] | None = None
         self._warned = False
+
+    @cached_property
+    def base(self) -> Path:
+        """The directory that holds the entries."""
+        # Resolved once and for all: a link that is changed later leads nowhere new.
+        return Path(os.path.realpath(self._root), "v1")
 
     def check(self) -> bool:
         """Tell whether there is a cache here. Looks once a process, and again while there is none.
@@ -86,23 +85,20 @@ class Place:
         return True
 
     def _look(self) -> bool:
-        for path in (*self._above(), self._root, self.base):
-            try:
-                status = os.lstat(path)
-            except OSError:
-                return False  # not made yet, or closed to us
-            above = path not in (self._root, self.base)
-            if not stat.S_ISDIR(status.st_mode) and not stat.S_ISLNK(status.st_mode):
-                return False
-            require_trusted(path, status, self.trust, above=above)
-        return True
-
-    def _above(self) -> list[Path]:
-        """Directories above the root, the highest first, from the home directory on if in it."""
-        above = list(reversed(self._root.parents))
-        if self._home == self._root:
-            return []
-        return above[above.index(self._home) :] if self._home in above else above
+        base, home, there = str(self.base), _identity(self._home), True
+        on_the_way: list[tuple[str, os.stat_result]] = []
+        for path in _from_the_top(base):
+            status = _status(path)
+            if status is None:
+                there = False
+                break
+            if (status.st_dev, status.st_ino) == home:
+                on_the_way.clear()
+            on_the_way.append((path, status))
+        inside = (os.path.dirname(base), base)
+        for path, status in on_the_way:
+            require_trusted(path, status, self.trust, above=path not in inside)
+        return there
 
     def make(self, name: str = "") -> Path:
         """Make directory `name` of the place, and the place itself, where they are missing.
@@ -130,7 +126,7 @@ class Place:
         if self._shared:
             return 0o755
         try:
-            root = os.stat(self._root).st_mode
+            root = os.stat(self.base.parent).st_mode
         except OSError:
             return 0o700
         return 0o770 if root & stat.S_IWGRP and root & stat.S_ISGID else 0o700
@@ -143,7 +139,7 @@ class Place:
     def rights(self) -> str:
         """Return ``owner alice, mode 0700``, or nothing where there is no directory."""
         try:
-            return _owner_and_mode(os.stat(self._root))
+            return _owner_and_mode(os.stat(self.base.parent))
         except OSError:
             return ""
 
@@ -155,7 +151,7 @@ class Place:
 
 
 def require_trusted(
-    path: Path, status: os.stat_result, trust: Trust, *, above: bool = False
+    path: Path | str, status: os.stat_result, trust: Trust, *, above: bool = False
 ) -> None:
     """Raise UntrustedError where others can have written `path`, whose lstat or fstat is `status`.
 
@@ -184,7 +180,7 @@ def require_trusted(
         )
 
 
-def _advice(path: Path, owner: list[str], writers: list[str], recursively: str) -> str:
+def _advice(path: Path | str, owner: list[str], writers: list[str], recursively: str) -> str:
     from shlex import quote
 
     commands = []
@@ -204,7 +200,7 @@ def _owner_and_mode(status: os.stat_result) -> str:
     return f"owner {_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
 
 
-def _writers(path: Path, status: os.stat_result, trust: Trust) -> list[str]:
+def _writers(path: Path | str, status: os.stat_result, trust: Trust) -> list[str]:
     """Name who may write to `path` by its mode or its access list, beside those who may own it."""
     if status.st_mode & stat.S_IWOTH:
         return ["everyone"]
@@ -217,7 +213,7 @@ def _writers(path: Path, status: os.stat_result, trust: Trust) -> list[str]:
     return found
 
 
-def _granted(path: Path, status: os.stat_result) -> Iterator[tuple[int, int]]:
+def _granted(path: Path | str, status: os.stat_result) -> Iterator[tuple[int, int]]:
     """Yield (kind, number) of each user and group that may write to `path`.
 
     Of a file with an access list the group's bits are its mask, without which it grants nothing:
@@ -236,6 +232,32 @@ def _granted(path: Path, status: os.stat_result) -> Iterator[tuple[int, int]]:
             yield tag, status.st_gid
         elif rights & _ACL_WRITE and tag in (_ACL_USER, _ACL_GROUP):
             yield tag, number
+
+
+def _from_the_top(path: str) -> list[str]:
+    """Return each directory from ``/`` down to `path`. Of strings: Path takes thrice as long."""
+    found = [path]
+    while (above := os.path.dirname(path)) != path:
+        found.append(path := above)
+    return found[::-1]
+
+
+def _status(path: str) -> os.stat_result | None:
+    """What `path` is, but for what is not made yet, closed to us, or a file."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    is_a_way = stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)
+    return status if is_a_way else None
+
+
+def _identity(path: Path | None) -> tuple[int, int] | None:
+    try:
+        status = None if path is None else os.stat(path)
+    except OSError:
+        return None
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def _may_own(user: int, trust: Trust) -> bool:

@@ -8,13 +8,12 @@ import os
 import platform
 import stat
 import threading
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitkern.errors import CompileError
-from jitkern.files import opened, read_open
+from jitkern.files import open_itself
 from jitkern.forks import PerProcess
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 # What tvm-ffi raises where a library does not load.
 _LOAD_ERRORS = (RuntimeError, OSError, ValueError)
 
-# Spelled as by nobody else: dlopen takes a name that it knows for what it has loaded by it.
-_DESCRIPTORS = "/proc/self/fd/./"
+_PROC = "/proc"
 
 _paths: dict[tuple[int, int], str] = {}  # device and inode -> path of our descriptor
 _given: set[str] = set()
@@ -95,11 +93,15 @@ def _fixed_path(shown: str, data: bytes, file: Path | None) -> str:
     """Return a path under which this process, as long as it lives, opens a file that holds `data`.
 
     A file that has been read and is then opened by its name may be another one. So it is read and
-    loaded through one descriptor, which stays open: its path is not given to another file, for
-    dlopen goes by the names that it knows before it looks at a file. Profilers see the file's own
-    name in ``/proc/PID/maps`` all the same.
+    loaded through one descriptor, which stays open. Profilers see the file's own name in
+    ``/proc/PID/maps`` all the same.
     """
-    if file is not None and not os.path.exists(_DESCRIPTORS):
+    try:
+        # Not "self": gdb opens the path too, and hung at a pipe that has the number in gdb.
+        process = os.readlink(f"{_PROC}/self")
+    except OSError:
+        if file is None:
+            raise
         return str(file)  # a chroot without /proc; nobody but its owner can change the file
     descriptor = _same_file(data, file)
     if descriptor is None:
@@ -111,7 +113,8 @@ def _fixed_path(shown: str, data: bytes, file: Path | None) -> str:
         if path and _leads_to(path, identity):
             os.close(descriptor)
             return path
-        while (path := _DESCRIPTORS + str(descriptor)) in _given:
+        # Spelled as by nobody else, for dlopen takes a name that it knows for the library it knows.
+        while (path := f"{_PROC}/{process}/fd/./{descriptor}") in _given:
             # Somebody has closed a descriptor of ours, and its number has come up again.
             another = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, descriptor + 1)
             os.close(descriptor)
@@ -125,11 +128,28 @@ def _same_file(data: bytes, file: Path | None) -> int | None:
     """Open `file`, if it is a regular one that holds `data`."""
     if file is None:
         return None
-    with suppress(OSError), opened(file) as (descriptor, status):
-        regular = stat.S_ISREG(status.st_mode) and status.st_size == len(data)
-        if regular and read_open(descriptor) == data:
-            return os.dup(descriptor)
-    return None  # gone, or something else in its place
+    try:
+        descriptor = open_itself(file)
+    except OSError:
+        return None  # gone, or a link in its place
+    try:
+        status = os.fstat(descriptor)
+        same = stat.S_ISREG(status.st_mode) and status.st_size == len(data)
+        same = same and _holds(descriptor, data)
+    except OSError:
+        same = False
+    if same:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _holds(descriptor: int, data: bytes) -> bool:
+    # In pieces: 0.05 ms for the host module of 320 KB. As a whole its memory is new to a process
+    # that has just started, and that takes 0.27 ms.
+    piece = 1 << 16
+    starts = range(0, len(data), piece)
+    return all(os.read(descriptor, piece) == data[start : start + piece] for start in starts)
 
 
 def _in_memory(shown: str, data: bytes) -> int:
