@@ -15,7 +15,7 @@ from jitkern.cache.entry import META_NAME, Key, read_entry
 from jitkern.cache.lock import build_lock, read_holder
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
-from jitkern.files import canonical_json, digest, slug
+from jitkern.files import canonical_json, digest, make_folders, slug
 
 DATA = bytes(range(256)) * 16
 
@@ -127,7 +127,7 @@ def test_a_meta_of_another_kind_is_a_miss(cache: Cache) -> None:
 
 def test_a_file_in_the_place_of_the_entry_is_replaced(cache: Cache) -> None:
     target = cache.root / "v1" / key().directory / VARIANT
-    target.parent.mkdir(parents=True)
+    make_folders(target.parent)
     target.write_text("not a directory")
     assert cache.lookup(key()) is None
     publish(cache)
@@ -217,6 +217,7 @@ def test_publishing_beyond_the_cap_evicts(tmp_path: Path) -> None:
 
 def test_dead_staging_is_swept_and_live_staging_is_not(cache: Cache) -> None:
     folder = cache.root / "v1" / ".staging"
+    make_folders(folder)
     host = os.uname().nodename
     for name, age_s in {
         f"{host}.{os.getpid()}.0.ab": 3600,
@@ -225,7 +226,7 @@ def test_dead_staging_is_swept_and_live_staging_is_not(cache: Cache) -> None:
         "elsewhere.999999999.0.ab": 3600,
         "elsewhere.999999999.0.cd": 100_000,
     }.items():
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir()
         os.utime(folder / name, (time.time() - age_s,) * 2)
     publish(cache)
     assert sorted(staging(cache)) == sorted(

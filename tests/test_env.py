@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jitkern.arch import requested_archs
-from jitkern.env import Settings, settings
+from jitkern.env import NOBODY, Settings, Trust, settings
 
 
 def parse(**environ: str) -> Settings:
@@ -18,6 +18,7 @@ def test_defaults() -> None:
     found = parse()
     assert found.cache_dir == Path("/home/u/.cache/jitkern")
     assert found.cache_path == ()
+    assert found.cache_trust == NOBODY
     assert found.cache_max_bytes == 4 << 30
     assert found.compiler == "nvrtc"
     assert found.lock_timeout_s > 0
@@ -28,7 +29,7 @@ def test_defaults() -> None:
 
 def test_empty_means_unset() -> None:
     names = ("CACHE_DIR", "CACHE_PATH", "CACHE_MAX_BYTES", "ARCH", "COMPILER", "NVRTC", "FREEZE")
-    names += ("LOCK_TIMEOUT_S", "RECORD", "LOG", "FAULTS")
+    names += ("LOCK_TIMEOUT_S", "RECORD", "LOG", "FAULTS", "CACHE_TRUST")
     assert parse(**{f"JITKERN_{name}": "" for name in names}) == parse()
 
 
@@ -51,6 +52,20 @@ def test_cache_path_is_a_list() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
+    [
+        ("root", Trust(frozenset({0}))),
+        ("1001, 1002,", Trust(frozenset({1001, 1002}))),
+        ("group:root,group:2000", Trust(groups=frozenset({0, 2000}))),
+        ("everyone", Trust(everyone=True)),
+        ("1001,group:2000,everyone", Trust(frozenset({1001}), frozenset({2000}), everyone=True)),
+    ],
+)
+def test_cache_trust(text: str, expected: Trust) -> None:
+    assert parse(JITKERN_CACHE_TRUST=text).cache_trust == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
     [("0", 0), ("123", 123), ("2k", 2048), ("512M", 512 << 20), ("4GiB", 4 << 30), ("1T", 1 << 40)],
 )
 def test_cache_max_bytes(text: str, expected: int) -> None:
@@ -69,6 +84,10 @@ def test_cuda_home_goes_before_cuda_path() -> None:
         ("JITKERN_CACHE_MAX_BYTES", "-1", "a number of bytes such as"),
         ("JITKERN_CACHE_MAX_BYTES", "4X", "a number of bytes such as"),
         ("JITKERN_CACHE_MAX_BYTES", "G", "a number of bytes such as"),
+        ("JITKERN_CACHE_TRUST", "no such user", "users and group:NAME of this machine, by name or"),
+        ("JITKERN_CACHE_TRUST", "group:no-such", "users and group:NAME of this machine"),
+        ("JITKERN_CACHE_TRUST", "group:", "users and group:NAME of this machine"),
+        ("JITKERN_CACHE_TRUST", "-1", "users and group:NAME of this machine"),
         ("JITKERN_COMPILER", "clang", "nvrtc or nvcc"),
         ("JITKERN_FAULTS", "explode", "raise or warn or ignore"),
         ("JITKERN_FREEZE", "yes", "0 or 1"),

@@ -93,8 +93,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("host")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "CSRC", write_csrc(folder / "csrc"))
-        library = host.build_host_module(folder / "_prebuilt")
-    assert library.name == "jitkern_host.so"
+        entry = host.build_host_module(folder / "_prebuilt")
+    assert entry.artefact_name == "jitkern_host.so"
     return folder / "_prebuilt"
 
 

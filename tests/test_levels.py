@@ -17,7 +17,8 @@ PACKAGE = Path(jitkern.__file__).parent
 LAYERS = """
 0  errors env files forks hints
 0  arch
-1  cache.entry cache.stats
+1  cache.trust cache.stats
+1  cache.entry
 1  cache.lock cache.size
 1  cache.store
 1  cache.bundle cache.search

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 Compiler = Literal["nvrtc", "nvcc"]
 FaultMode = Literal["raise", "warn", "ignore"]
@@ -22,6 +22,27 @@ FAULT_MODES: tuple[FaultMode, ...] = get_args(FaultMode)
 T = TypeVar("T", bound=str)
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Trust(NamedTuple):
+    """Whom JITKERN_CACHE_TRUST names: by number, beside this user and root.
+
+    Attributes
+    ----------
+    users
+        They may own what is in a cache.
+    groups
+        Their members may own it, and write to it.
+    everyone
+        Anybody may.
+    """
+
+    users: frozenset[int] = frozenset()
+    groups: frozenset[int] = frozenset()
+    everyone: bool = False
+
+
+NOBODY = Trust()
 
 
 @dataclass(frozen=True)
@@ -35,6 +56,10 @@ class Settings:
         ``~/.cache/jitkern``; a ``~`` with no home directory is left for the cache to degrade.
     cache_path : tuple of Path
         ``JITKERN_CACHE_PATH``: read-only caches, separated as in ``PATH``.
+    cache_trust : Trust
+        ``JITKERN_CACHE_TRUST``: whose kernels and libraries are loaded beside those of this user
+        and of root, such as ``alice,1001,group:kernels``; ``everyone`` looks at no owner and no
+        mode. Default nobody's.
     cache_max_bytes : int
         ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
         Default 4G.
@@ -59,6 +84,8 @@ class Settings:
         ``CUDA_HOME``, else ``CUDA_PATH``.
     cxx : str or None
         ``CXX``: the C++ compiler, a name or a path, with arguments if there are any.
+    home : Path or None
+        ``HOME``: owner and mode of the directories above it do not matter to a cache in it.
     path : str
         ``PATH``: where programs are looked up.
     library_path : tuple of Path
@@ -69,6 +96,7 @@ class Settings:
 
     cache_dir: Path
     cache_path: tuple[Path, ...]
+    cache_trust: Trust
     cache_max_bytes: int
     arch: tuple[str, ...]
     compiler: Compiler
@@ -80,6 +108,7 @@ class Settings:
     faults: FaultMode
     cuda_home: Path | None
     cxx: str | None
+    home: Path | None
     path: str
     library_path: tuple[Path, ...]
     step_summary: Path | None
@@ -90,6 +119,7 @@ class Settings:
         return cls(
             cache_dir=_cache_dir(environ),
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
+            cache_trust=_trust(environ, "JITKERN_CACHE_TRUST"),
             cache_max_bytes=_bytes(environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30),
             arch=_archs(environ, "JITKERN_ARCH"),
             compiler=_choice(environ, "JITKERN_COMPILER", COMPILERS),
@@ -101,6 +131,7 @@ class Settings:
             faults=_choice(environ, "JITKERN_FAULTS", FAULT_MODES),
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
             cxx=environ.get("CXX", "").strip() or None,
+            home=_path(environ, "HOME"),
             path=environ.get("PATH", os.defpath),
             library_path=_paths(environ, "LD_LIBRARY_PATH"),
             step_summary=_path(environ, "GITHUB_STEP_SUMMARY"),
@@ -167,6 +198,35 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
     if os.path.isabs(xdg):
         return Path(xdg) / "jitkern"
     return _expand(environ, "~/.cache/jitkern")
+
+
+def _trust(environ: Mapping[str, str], name: str) -> Trust:
+    value = _text(environ, name)
+    users, groups, everyone = set(), set(), False
+    for word in (part.strip() for part in value.split(",")):
+        try:
+            if word == "everyone":
+                everyone = True
+            elif word.startswith("group:"):
+                groups.add(_group_number(word.removeprefix("group:")))
+            elif word:
+                users.add(_user_number(word))
+        except KeyError:
+            expected = "users and group:NAME of this machine, by name or number, or everyone"
+            raise _bad(name, word, expected) from None
+    return Trust(frozenset(users), frozenset(groups), everyone)
+
+
+def _user_number(name: str) -> int:
+    import pwd
+
+    return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
+
+
+def _group_number(name: str) -> int:
+    import grp
+
+    return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
 
 
 def _bytes(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -87,3 +88,46 @@ def flush_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- places that others might reach ----------------------------------------------------------------
+
+
+def make_folders(path: Path, mode: int = 0o700) -> None:
+    """Make the directory `path` and those above it that are missing, of this mode under any umask.
+
+    Raises
+    ------
+    OSError
+        It cannot be made, or is something else.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_folders(path.parent, mode)
+        make_folders(path, mode)
+    else:
+        if mode != 0o700:
+            setgid = path.stat().st_mode & stat.S_ISGID  # handed down from the directory above
+            path.chmod(mode | setgid)
+
+
+def open_itself(name: str | Path, flags: int = 0, *, dir_fd: int | None = None) -> int:
+    """Open a file or a directory for reading, but not through a link; return its descriptor.
+
+    A symbolic link is an OSError (ELOOP), and a FIFO does not keep the process waiting: what it is
+    says fstat.
+
+    Parameters
+    ----------
+    flags
+        More flags of open(2), such as ``O_DIRECTORY``.
+    dir_fd
+        Descriptor of the directory that `name` is relative to.
+    """
+    return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=dir_fd)

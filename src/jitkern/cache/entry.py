@@ -6,17 +6,24 @@ was made with: one directory below the other. Nothing here knows where caches ar
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jitkern.cache.trust import require_trusted
+from jitkern.env import Trust
 from jitkern.errors import CacheError
 from jitkern.files import (
     canonical_json,
     flush_directory,
     is_safe_name,
+    open_itself,
     sha256,
     slug,
     write_new,
@@ -24,6 +31,7 @@ from jitkern.files import (
 
 SCHEMA = 1
 META_NAME = "meta.json"
+META_MAX_BYTES = 16 << 20  # that of a kernel has 1 KB, one that notes 5,000 headers 1 MB
 
 # What render_meta() works out from key, variant and files; the rest of a meta is the builder's.
 _DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
@@ -81,17 +89,9 @@ class Entry:
         return self.files[self.artefact_name]
 
     @property
-    def artefact(self) -> Path:
-        """Path of the artefact.
-
-        Raises
-        ------
-        CacheError
-            The entry lives in memory only.
-        """
-        if self.path is None:
-            raise CacheError(f"{self.artefact_name}: no directory to keep it in can be written")
-        return self.path / self.artefact_name
+    def artefact(self) -> Path | None:
+        """Path of the artefact, if it is in a directory."""
+        return None if self.path is None else self.path / self.artefact_name
 
     @property
     def key(self) -> Key:
@@ -155,44 +155,107 @@ def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) 
         raise CacheError(f"{where}: {name}: checksum does not match")
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Read and verify ``meta.json`` of the entry at `path`.
-
-    Raises
-    ------
-    CacheError
-        It is damaged. FileNotFoundError and other OSError pass through.
-    """
-    return parse_meta((path / META_NAME).read_bytes(), str(path / META_NAME))
-
-
-def read_entry(path: Path, meta: Mapping[str, Any] | None = None) -> Entry:
-    """Read the entry at `path`, every byte checked against its recorded SHA-256.
+class OpenEntry:
+    """The directory of an entry, held open: neither it nor its key's was reached through a link.
 
     Parameters
     ----------
-    meta
-        Its meta, if it has been read already.
+    path
+        The directory.
+    trust
+        Who may have written it beside this user and root; None does not look.
 
     Raises
     ------
-    CacheError
-        Something in it is damaged or missing.
-    FileNotFoundError
+    FileNotFoundError, NotADirectoryError
         There is no entry.
+    UntrustedError
+        Somebody else can have written it. So do the methods.
     """
-    if meta is None:
-        meta = read_meta(path)
-    files: dict[str, bytes] = {}
-    for name, expected in meta["files"].items():
+
+    def __init__(self, path: Path, trust: Trust | None = None) -> None:
+        self.path = path
+        self._trust = trust
+        key = self._open(path.parent, os.O_DIRECTORY)[0]
         try:
-            # The name is checked before the path is touched: a meta may come from anywhere.
-            data = (path / name).read_bytes() if is_safe_name(name) else b""
+            self._folder = self._open(path, os.O_DIRECTORY, key)[0]
+        finally:
+            os.close(key)
+
+    def __enter__(self) -> OpenEntry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._folder)
+
+    def meta(self) -> dict[str, Any]:
+        """Read and verify its ``meta.json``.
+
+        Raises
+        ------
+        CacheError
+            It is damaged. FileNotFoundError and other OSError pass through.
+        """
+        file = self.path / META_NAME
+        return parse_meta(self._read(file, META_MAX_BYTES), str(file))
+
+    def entry(self, meta: Mapping[str, Any]) -> Entry:
+        """Read all of it, every byte checked against the SHA-256 that `meta` records.
+
+        Raises
+        ------
+        CacheError
+            Something in it is damaged or missing.
+        """
+        files: dict[str, bytes] = {}
+        for name, expected in meta["files"].items():
+            try:
+                # The name is checked before the path is touched: a meta may come from anywhere.
+                data = self._read(self.path / name) if is_safe_name(name) else b""
+            except OSError as error:
+                raise CacheError(f"{self.path / name}: {error.strerror}") from error
+            check_file(name, data, expected, str(self.path))
+            files[name] = data
+        return Entry(self.path, files, meta)
+
+    def _open(
+        self, path: Path, flags: int = 0, folder: int | None = None
+    ) -> tuple[int, os.stat_result]:
+        descriptor = open_itself(path if folder is None else path.name, flags, dir_fd=folder)
+        try:
+            status = os.fstat(descriptor)
+            if self._trust is not None:
+                require_trusted(path, status, self._trust)
+        except (OSError, CacheError):
+            os.close(descriptor)
+            raise
+        return descriptor, status
+
+    def _read(self, file: Path, max_bytes: float = math.inf) -> bytes:
+        try:
+            descriptor, status = self._open(file, folder=self._folder)
         except OSError as error:
-            raise CacheError(f"{path / name}: {error.strerror}") from error
-        check_file(name, data, expected, str(path))
-        files[name] = data
-    return Entry(path, files, meta)
+            if error.errno == errno.ELOOP:
+                raise CacheError(f"{file}: a symbolic link, expected a regular file") from error
+            raise
+        with open(descriptor, "rb", buffering=0) as stream:
+            if not stat.S_ISREG(status.st_mode):
+                raise CacheError(f"{file}: not a regular file")
+            if status.st_size > max_bytes:
+                raise CacheError(f"{file}: {status.st_size} bytes, expected at most {max_bytes}")
+            return stream.read()
+
+
+def read_meta(path: Path, trust: Trust | None = None) -> dict[str, Any]:
+    """Read and verify ``meta.json`` of the entry at `path`; raises as :class:`OpenEntry`."""
+    with OpenEntry(path, trust) as opened:
+        return opened.meta()
+
+
+def read_entry(path: Path, trust: Trust | None = None) -> Entry:
+    """Read and verify the entry at `path`; raises as :class:`OpenEntry`."""
+    with OpenEntry(path, trust) as opened:
+        return opened.entry(opened.meta())
 
 
 def read_info(path: Path) -> EntryInfo:
@@ -236,11 +299,18 @@ def render_meta(
     }
 
 
-def write_entry(path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
-    """Write `files` and `meta` into the existing directory `path` and flush them to the disk."""
+def write_entry(
+    path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any], mode: int = 0o600
+) -> None:
+    """Write `files` and `meta` into the existing directory `path` and flush them to the disk.
+
+    Their mode is `mode` under any umask.
+    """
     for name, data in files.items():
         write_new(path / name, data, flush=True)
     body = {**meta, "checksum": sha256(canonical_json(meta))}
     text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
     write_new(path / META_NAME, text.encode(), flush=True)
+    for name in (*files, META_NAME):
+        (path / name).chmod(mode)
     flush_directory(path)

@@ -196,7 +196,7 @@ def _publish(wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
             return _publish_in(private, wanted, built)
     meta = render_meta(wanted.key, built.variant, built.files, built.notes)
     entry = Entry(None, built.files, meta)
-    return entry, wanted.load(entry)  # a CacheError where that takes a file
+    return entry, wanted.load(entry)
 
 
 def _publish_in(cache: Cache, wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import warnings
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.stats import Source
 from jitkern.cache.store import Cache
-from jitkern.env import Settings, settings
+from jitkern.cache.trust import UntrustedError
+from jitkern.env import Settings, Trust, settings
 from jitkern.errors import CacheError
 from jitkern.forks import PerProcess
 
@@ -38,14 +40,30 @@ class Searched(NamedTuple):
 def _caches(current: Settings) -> tuple[Searched, ...]:
     home_is_missing = current.cache_dir.parts[:1] == ("~",)
     user = Cache(
-        _NOWHERE if home_is_missing else current.cache_dir, max_bytes=current.cache_max_bytes
+        _NOWHERE if home_is_missing else current.cache_dir,
+        max_bytes=current.cache_max_bytes,
+        trust=current.cache_trust,
+        home=current.home,
     )
-    shared = (Cache(path, read_only=True) for path in current.cache_path)
+    shared = (
+        Cache(path, read_only=True, trust=current.cache_trust, home=current.home)
+        for path in current.cache_path
+    )
     return (
         *(Searched("JITKERN_CACHE_PATH", "cached", cache) for cache in shared),
         Searched("JITKERN_CACHE_DIR", "cached", user),
-        Searched("shipped", "shipped", Cache(SHIPPED, read_only=True)),
+        Searched("shipped", "shipped", _shipped()),
     )
+
+
+def _shipped() -> Cache:
+    """Return the cache in this package, trusted as far as the Python files beside it are."""
+    package = SHIPPED.parent
+    status = package.stat()
+    groups = {status.st_gid} if status.st_mode & stat.S_IWGRP else set()
+    everyone = bool(status.st_mode & stat.S_IWOTH)
+    trust = Trust(frozenset({status.st_uid}), frozenset(groups), everyone)
+    return Cache(SHIPPED, read_only=True, trust=trust, home=package)
 
 
 def caches() -> tuple[Searched, ...]:
@@ -67,9 +85,26 @@ def search(
     if own is not None:
         everywhere = (*everywhere[:-1], Searched("private", "cached", own), everywhere[-1])
     for _, source, cache in everywhere:
-        entry = cache.lookup(key, variant, accepts)
+        try:
+            entry = cache.lookup(key, variant, accepts)
+        except UntrustedError as error:
+            _skip(cache, error)
+            continue
         if entry is not None:
             yield source, entry
+
+
+def shipped_cache() -> Cache:
+    """Return what the wheel has brought."""
+    return caches()[-1].cache
+
+
+def _skip(cache: Cache, reason: UntrustedError) -> None:
+    """Do without a cache that others can have written, and say so once."""
+    if cache is user_cache():
+        private_cache(reason)  # says where it writes instead
+    else:
+        cache.place.warn(f"this cache is not searched: {reason}")
 
 
 def private_cache(reason: CacheError) -> Cache | None:
@@ -98,7 +133,7 @@ class _PrivateCache:
                 except OSError:
                     self._warn(f"{reason}; nothing compiled by this process is kept")
                     return None
-                self.cache = Cache(root)
+                self.cache = Cache(root, home=root)
                 atexit.register(_remove, root, os.getpid())
             root = self.cache.root
             self._warn(f"{reason}; this process keeps what it compiles in {root} until it ends")

@@ -20,16 +20,17 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jitkern.cache.entry import (
     META_NAME,
     Entry,
     EntryInfo,
     Key,
+    OpenEntry,
     read_entry,
     read_info,
     read_meta,
@@ -38,8 +39,12 @@ from jitkern.cache.entry import (
 )
 from jitkern.cache.lock import FailureRecord, Wait, build_lock
 from jitkern.cache.size import evict
+from jitkern.cache.trust import Place, UntrustedError
+from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
 from jitkern.files import flush_directory, private_name, write_whole
+
+T = TypeVar("T")
 
 _log = logging.getLogger("jitkern")
 
@@ -61,15 +66,33 @@ class Cache:
         Never write, not even the time of last use.
     max_bytes
         Publishing beyond this evicts the least recently used entries.
+    trust, home, shared
+        See :class:`jitkern.cache.trust.Place`.
     """
 
-    def __init__(self, root: Path, *, read_only: bool = False, max_bytes: int | None = None):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        read_only: bool = False,
+        max_bytes: int | None = None,
+        trust: Trust = NOBODY,
+        home: Path | None = None,
+        shared: bool = False,
+    ):
         self.root = Path(root)
+        self.place = Place(self.root, trust, home, shared=shared)
         self.read_only = read_only
         self.max_bytes = max_bytes
-        self._base = self.root / "v1"
         self._publishes = 0
-        self._bytes_file = self._base / ".bytes"
+
+    @property
+    def _base(self) -> Path:
+        return self.place.base
+
+    @property
+    def _bytes_file(self) -> Path:
+        return self._base / ".bytes"
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -84,31 +107,55 @@ class Cache:
         Parameters
         ----------
         variant
-            Only this one; by default any, those of later names first.
+            Only this one; by default any, the newest build first: a name is anybody's choice.
         accepts
             Looks at an entry's meta and says whether it fits.
+
+        Raises
+        ------
+        UntrustedError
+            Others can have written what is in this cache. A single entry that others can have
+            written is no entry, after a warning.
         """
+        if not self.place.check():
+            return None
         folder = self._base / key.directory
-        names: Iterable[str] = (variant,)
-        if not variant:
-            try:
-                names = sorted(os.listdir(folder), reverse=True)
-            except OSError:
-                return None
-        for name in names:
-            path = folder / name
-            try:
-                meta = read_meta(path)
-                if accepts is not None and not accepts(meta):
-                    continue
-                entry = read_entry(path, meta)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except (OSError, CacheError) as error:
-                _log.info("jitkern: ignoring a damaged cache entry: %s", error)
-                continue
-            self._touch(path)
-            return entry
+        for name in [variant] if variant else self._newest_first(folder):
+            entry = self._sound(self._read, folder / name, accepts)
+            if entry is not None:
+                self._touch(folder / name)
+                return entry
+        return None
+
+    def _newest_first(self, folder: Path) -> list[str]:
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return []
+        if len(names) > 1:
+            metas = {
+                name: self._sound(read_meta, folder / name, self.place.trust) for name in names
+            }
+            names.sort(key=lambda name: (_built_unix_s(metas[name] or {}), name), reverse=True)
+        return names
+
+    def _read(
+        self, path: Path, accepts: Callable[[Mapping[str, Any]], bool] | None
+    ) -> Entry | None:
+        with OpenEntry(path, self.place.trust) as opened:
+            meta = opened.meta()
+            return opened.entry(meta) if accepts is None or accepts(meta) else None
+
+    def _sound(self, read: Callable[..., T], *args: Any) -> T | None:
+        """Return what `read(*args)` does, or None for what is missing, damaged or not ours."""
+        try:
+            return read(*args)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except UntrustedError as error:
+            self.place.warn(f"this cache entry is not used: {error}")
+        except (OSError, CacheError) as error:
+            _log.info("jitkern: ignoring a damaged cache entry: %s", error)
         return None
 
     def _touch(self, path: Path) -> None:
@@ -150,12 +197,21 @@ class Cache:
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Wait]:
         """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
-        path = self._base / ".locks" / f"{key.directory}.lock"
+        path = self._beside(".locks") / f"{key.directory}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done)
 
     def failure(self, key: Key) -> FailureRecord:
         """Return the record of the last failed build of `key`."""
-        return FailureRecord(self._base / ".failed" / f"{key.directory}.json")
+        return FailureRecord(self._beside(".failed") / f"{key.directory}.json")
+
+    def _beside(self, name: str) -> Path:
+        """Directory `name` beside the entries; nowhere, if others could write to it."""
+        with suppress(OSError):  # read-only or full: neither locks nor failures then
+            try:
+                return self.place.make(name)
+            except UntrustedError:
+                return Path(os.devnull)
+        return self._base / name
 
     def publish(
         self,
@@ -193,10 +249,12 @@ class Cache:
             raise CacheError(f"{self.root}: this cache is read-only")
         meta = render_meta(key, variant, files, notes or {})
         with self._writing():
+            self.place.make(".staging")
             path = self._new_staging()
+            path.chmod(self.place.mode)
         try:
             with self._writing():
-                write_entry(path, files, meta)
+                write_entry(path, files, meta, self.place.file_mode)
             yield Entry(path, dict(files), meta)
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -238,7 +296,7 @@ class Cache:
     def _move_into_place(self, staged: Path, target: Path) -> None:
         while True:
             # Made anew in each round: eviction may have removed it when it was empty.
-            target.parent.mkdir(exist_ok=True)
+            self.place.make(target.parent.name)
             try:
                 os.rename(staged, target)
                 break
@@ -249,7 +307,7 @@ class Cache:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 try:
-                    read_entry(target)
+                    read_entry(target, trust=self.place.trust)
                     return  # another process was first and its entry is sound
                 except (OSError, CacheError):
                     self._discard(target)
@@ -339,6 +397,11 @@ class Cache:
             self._note_bytes(0)
         shutil.rmtree(self._base / ".failed", ignore_errors=True)
         return len(paths)
+
+
+def _built_unix_s(meta: Mapping[str, Any]) -> float:
+    when = meta.get("built_unix_s")
+    return float(when) if isinstance(when, (int, float)) else 0.0
 
 
 def _sweep(folder: Path) -> None:

@@ -18,6 +18,7 @@ from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError
 
 if TYPE_CHECKING:
+    from jitkern.cache.store import Cache
     from jitkern.compilers.find import Tool
     from jitkern.compilers.find_nvrtc import Nvrtc
 
@@ -205,20 +206,39 @@ _USED_FOR = {
 
 
 def _caches() -> Iterator[Check]:
-    root = settings().cache_dir
+    from jitkern.cache.search import caches
+
+    for origin, _, cache in caches():
+        yield _cache(origin, cache)
+
+
+_CACHES = {
+    "JITKERN_CACHE_DIR": ("cache", "", ""),
+    "JITKERN_CACHE_PATH": (
+        "read-only cache",
+        "no such directory",
+        "make it, or take it out of JITKERN_CACHE_PATH",
+    ),
+    "shipped": ("shipped cache", "none, as in a source checkout", ""),
+}
+
+
+def _cache(origin: str, cache: Cache) -> Check:
+    """Whether it is used, and whose it is."""
+    what, absent, fix = _CACHES[origin]
     try:
-        ui.require_writable(root, "set JITKERN_CACHE_DIR to a directory of yours")
-        yield Check("cache", f"{root}, writable")
+        cache.place.check()
+        if not cache.read_only:
+            ui.require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
     except JitkernError as error:
         reason, fix = ui.split_hint(error)
         # Not broken: a process then keeps what it compiles in a directory of its own.
-        yield Check("cache", reason, "note", fix)
-    for path in settings().cache_path:
-        if path.is_dir():
-            yield Check("read-only cache", str(path))
-        else:
-            fix = "make it, or take it out of JITKERN_CACHE_PATH"
-            yield Check("read-only cache", f"{path}: no such directory", "note", fix)
+        return Check(what, reason, "note", fix)
+    rights = cache.place.rights()
+    if not rights:
+        return Check(what, f"{cache.root}: {absent}", "note" if fix else "ok", fix)
+    verdict = "trusted" if cache.read_only else "trusted, writable"
+    return Check(what, f"{cache.root}: {rights}, {verdict}")
 
 
 def _trial(device: str) -> Check:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from jitkern.errors import CacheError
+from jitkern.files import make_folders
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -156,14 +157,14 @@ def natural(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
-def require_writable(directory: Path, hint: str) -> None:
-    """Raise CacheError unless files can be made in `directory`, which is created if needed.
+def require_writable(directory: Path, hint: str, mode: int = 0o700) -> None:
+    """Raise CacheError unless files can be made in `directory`, created with `mode` if needed.
 
     By making one: what the mode bits say is not the truth for root, on a read-only mount or on a
     full disk.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folders(directory, mode)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".jitkern-") as file:
             file.write(b"x")
             file.flush()

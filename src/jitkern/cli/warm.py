@@ -81,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     if not args.element_size and args.replay is None:
         raise ui.UsageError("warm: expected --element-size BYTES or --replay FILE")
+    user_cache().place.check()
     ui.require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
     if args.out is not None:
-        ui.require_writable(args.out, "give --out a directory of yours")
+        ui.require_writable(args.out, "give --out a directory of yours", mode=0o755)
 
     recorded = _recorded(args.replay)
     jobs = _op_jobs(args) if args.element_size else []
@@ -177,7 +178,7 @@ def _copy_kernels(outcomes: Sequence[Outcome], directory: Path) -> None:
     from jitkern.cache.store import Cache
 
     paths = [o.lookup.path for o in outcomes if o.lookup is not None and o.lookup.path is not None]
-    count = copy_entries(paths, Cache(directory))
+    count = copy_entries(paths, Cache(directory, shared=True))
     if not count:
         raise CacheError(f"{directory}: nothing was written there")
     ui.say(f"{count} entries in {directory}; use them with JITKERN_CACHE_PATH={directory}")

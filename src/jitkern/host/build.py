@@ -11,12 +11,11 @@ from pathlib import Path
 from jitkern.cache import search
 from jitkern.cache.entry import Key
 from jitkern.cache.get import BuildOutput
-from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
 from jitkern.compilers.identity import toolchain_id
 from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import include_dirs
-from jitkern.errors import ToolchainError
+from jitkern.errors import CacheError, ToolchainError
 
 # For the wheel. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
 PORTABLE_LDFLAGS = ("-s",)
@@ -41,6 +40,7 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
         "tvm_ffi": tvm_ffi.__version__,
         "libc": platform_abi()[1],
         "build_ms": round((time.perf_counter() - start) * 1e3, 3),
+        "built_unix_s": round(time.time(), 3),
     }
     variant = f"{toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
     return BuildOutput(variant, {f"{key.name}.so": library}, notes)
@@ -78,5 +78,8 @@ def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
 
 def _shipped_tvm_ffi(key: Key) -> str | None:
     """Version that a shipped library of these very sources was built against."""
-    entry = Cache(search.SHIPPED, read_only=True).lookup(key)
+    try:
+        entry = search.shipped_cache().lookup(key)
+    except CacheError:
+        return None  # others can have written it, which has been said
     return None if entry is None else str(entry.meta.get("tvm_ffi"))

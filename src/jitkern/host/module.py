@@ -118,8 +118,8 @@ def launcher(exports: Sequence[str], image: Callable[[Arch], bytes]) -> Callable
     return made
 
 
-def build_host_module(out_dir: Path) -> Path:
-    """Build the host module as an entry below `out_dir`, for the wheel; return the library's path.
+def build_host_module(out_dir: Path) -> Entry:
+    """Build the host module as an entry below `out_dir`, for the wheel.
 
     Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
     """
@@ -127,7 +127,8 @@ def build_host_module(out_dir: Path) -> Path:
 
     key = _HostModule(CSRC).key
     built = build(key, CSRC, ldflags=PORTABLE_LDFLAGS)
-    return Cache(Path(out_dir)).publish(key, built.variant, built.files, built.notes).artefact
+    cache = Cache(Path(out_dir), shared=True)
+    return cache.publish(key, built.variant, built.files, built.notes)
 
 
 # -- finding it ------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class _HostModule(Buildable["Module"]):
         return _fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
 
     def load(self, entry: Entry) -> Module:
-        return load_library(NAME, entry.artefact)
+        return load_library(NAME, entry.data, entry.artefact)
 
     def build(self) -> BuildOutput:
         # Imported here: it is built once a machine, and loaded by every process.

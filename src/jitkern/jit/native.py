@@ -109,7 +109,7 @@ class _Library(Buildable["Module"]):
         self._build_directory = build_directory
 
     def load(self, entry: Entry) -> Module:
-        return load_library(self._build.name, entry.artefact, cuda=self._build.cuda)
+        return load_library(self._build.name, entry.data, entry.artefact, cuda=self._build.cuda)
 
     def hint(self) -> str:
         return f"load it before freezing, or {hints.replay()}"
