@@ -12,18 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jitkern.cache.schema import (
+    META_MAX_BYTES,
+    META_NAME,
+    SCHEMA,
+    check_file,
+    parse_meta,
+)
 from jitkern.errors import CacheError
 from jitkern.files import (
     canonical_json,
     flush_directory,
     is_safe_name,
+    read_regular,
     sha256,
     slug,
     write_new,
 )
-
-SCHEMA = 1
-META_NAME = "meta.json"
 
 # What render_meta() works out from key, variant and files; the rest of a meta is the builder's.
 _DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
@@ -124,37 +129,6 @@ class EntryInfo:
     path: Path
 
 
-def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse the text of a ``meta.json`` and verify its checksum.
-
-    Raises
-    ------
-    CacheError
-        It is damaged; the message starts with `where`.
-    """
-    try:
-        meta = json.loads(raw)
-    except ValueError as error:
-        raise CacheError(f"{where}: not JSON: {error}") from error
-    if not isinstance(meta, dict):
-        raise CacheError(f"{where}: not an object")
-    if meta.pop("checksum", None) != sha256(canonical_json(meta)):
-        raise CacheError(f"{where}: checksum does not match")
-    if meta.get("schema") != SCHEMA:
-        raise CacheError(f"{where}: schema {meta.get('schema')}, expected {SCHEMA}")
-    return meta
-
-
-def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) -> None:
-    """Raise CacheError unless `data` is what the meta recorded for file `name`."""
-    if not is_safe_name(name):
-        raise CacheError(f"{where}: file name {name!r}, expected a plain name")
-    if len(data) != expected["bytes"]:
-        raise CacheError(f"{where}: {name}: {len(data)} bytes, expected {expected['bytes']}")
-    if sha256(data) != expected["sha256"]:
-        raise CacheError(f"{where}: {name}: checksum does not match")
-
-
 def read_meta(path: Path) -> dict[str, Any]:
     """Read and verify ``meta.json`` of the entry at `path`.
 
@@ -163,7 +137,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     CacheError
         It is damaged. FileNotFoundError and other OSError pass through.
     """
-    return parse_meta((path / META_NAME).read_bytes(), str(path / META_NAME))
+    return parse_meta(read_regular(path / META_NAME, META_MAX_BYTES), str(path / META_NAME))
 
 
 def read_entry(path: Path, meta: Mapping[str, Any] | None = None) -> Entry:
@@ -200,13 +174,12 @@ def read_info(path: Path) -> EntryInfo:
     meta = read_meta(path)
     used = (path / META_NAME).stat()
     describe = meta["describe"]
-    args = describe.get("args", "")
     return EntryInfo(
-        name=str(describe.get("op", meta["name"])),
-        args=args if isinstance(args, str) else ", ".join(map(str, args)),
-        arch=str(describe.get("arch", "")),
-        route=str(meta["route"]),
-        variant=str(meta["toolchain"]),
+        name=describe.get("op", meta["name"]),
+        args=", ".join(describe.get("args", ())),
+        arch=describe.get("arch", ""),
+        route=meta["route"],
+        variant=meta["toolchain"],
         bytes=used.st_size + sum(file["bytes"] for file in meta["files"].values()),
         last_used=used.st_mtime,
         path=path,
