@@ -25,8 +25,8 @@ STAGING, LOCKS, FAILED = ".staging", ".locks", ".failed"
 TAG_NAME = "CACHEDIR.TAG"
 _SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55\n"  # https://bford.info/cachedir/
 _TAG = (
-    _SIGNATURE + b"# This directory is a cache of compiled kernels, made by jitkern. Nothing in it\n"
-    b"# needs a backup, and it may be deleted. See https://bford.info/cachedir/\n"
+    _SIGNATURE + b"# This directory is a cache of kernels compiled by jitkern: a backup need not\n"
+    b"# have it. See https://bford.info/cachedir/\n"
 )
 _MAX_TAG_BYTES = 4096
 
@@ -97,9 +97,9 @@ def _measured(folder: int, key: str, variant: str) -> Found:
     return Found(key, variant, size_bytes, last_used_unix_s)
 
 
-def strange_part(base: int, found: Found) -> str:
+def strange_part(base: int, key: str, variant: str) -> str:
     """Name what is in an entry's place and no part of one; empty where all is the cache's own."""
-    with opened(found.key, base) as folder, opened(found.variant, folder) as inside:
+    with opened(key, base) as folder, opened(variant, folder) as inside:
         with os.scandir(inside) as items:
             names = {item.name: item.is_file(follow_symlinks=False) for item in items}
         recorded: dict[str, object] = {META_NAME: None}
@@ -108,7 +108,7 @@ def strange_part(base: int, found: Found) -> str:
             recorded |= parse_meta(raw, META_NAME)["files"]
     for name, is_file in sorted(names.items()):
         if not is_file or (name not in recorded and PurePath(name).suffix not in _ARTEFACTS):
-            return f"{found}/{name}"
+            return f"{key}/{variant}/{name}"
     return ""
 
 
@@ -120,7 +120,8 @@ def strangers(base: int) -> list[str]:
         if name in keys:
             with suppress(OSError), opened(name, base) as folder:
                 variants = set(filter(is_safe_name, _directories(folder)))
-                found += [f"{name}/{other}" for other in os.listdir(folder) if other not in variants]
+                others = set(os.listdir(folder)) - variants
+                found += [f"{name}/{other}" for other in others]
         elif not _BESIDE.match(name):
             found.append(name)
     return sorted(found)
@@ -152,6 +153,57 @@ def tag(path: Path) -> None:
 # -- deleting --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Cleared:
+    """What has been removed, and what was left alone because it is not the cache's own."""
+
+    removed: list[str]
+    left: list[str]
+
+
+def clear(base: int, path: Path, *, dry_run: bool) -> Cleared:
+    """Remove every entry below the descriptor `base` of `path`, and the records of failures.
+
+    Raises
+    ------
+    CacheError
+        There is something to remove, and jitkern has not marked the directory as its own.
+    OSError
+        Something cannot be deleted.
+    """
+    if not is_tagged(base):
+        _refuse_untagged(base, path)
+    cleared = Cleared([], [])
+    for found in list(survey(base)):
+        with suppress(FileNotFoundError):  # evicted meanwhile
+            strange = strange_part(base, found.key, found.variant)
+            if strange:
+                cleared.left.append(strange)
+                continue
+            if not dry_run:
+                remove(base, found)
+            cleared.removed.append(str(found))
+    cleared.left.extend(strangers(base))
+    if not dry_run:
+        _forget_failures(base)
+    return cleared
+
+
+def _refuse_untagged(base: int, path: Path) -> None:
+    strange = next(iter(strangers(base)), None)
+    if strange is not None:
+        raise CacheError(
+            f"{path}: not cleared, for it holds {strange!r}, which jitkern has not written, and no "
+            f"{TAG_NAME} of jitkern's; if JITKERN_CACHE_DIR is right, move that elsewhere, or "
+            "delete the entries by hand"
+        )
+    if next(survey(base), None) is not None:
+        raise CacheError(
+            f"{path}: not cleared, for it holds no {TAG_NAME} of jitkern's: an older version has "
+            "made it; compile anything into it, which marks it, or delete it by hand"
+        )
+
+
 def remove(base: int, found: Found) -> None:
     """Discard an entry, and its key's directory if it was the last variant.
 
@@ -162,7 +214,7 @@ def remove(base: int, found: Found) -> None:
     OSError
         It cannot be deleted.
     """
-    strange = strange_part(base, found)
+    strange = strange_part(base, found.key, found.variant)
     if strange:
         raise CacheError(f"{strange}: not written by jitkern; left alone")
     discard(base, found.key, found.variant)
@@ -174,21 +226,28 @@ def remove(base: int, found: Found) -> None:
 
 
 def discard(base: int, key: str, variant: str) -> None:
-    """Take what is in an entry's place out of sight in one step, then delete it if it is flat."""
-    doomed = private_name()
+    """Take what is in an entry's place out of sight in one step; delete it if it is the cache's own.
+
+    What is not stays in the staging directory, under a name that sweep() leaves alone.
+    """
+    try:
+        own = not strange_part(base, key, variant)
+    except FileNotFoundError:
+        return  # another process was faster
+    except OSError:
+        own = False  # a file or a link
+    doomed = private_name() if own else f"not-of-jitkern-{os.urandom(8).hex()}"
     with suppress(FileExistsError):
         os.mkdir(STAGING, 0o700, dir_fd=base)
     with opened(STAGING, base) as staging:
-        try:
-            with opened(key, base) as folder:
-                os.rename(variant, doomed, src_dir_fd=folder, dst_dir_fd=staging)
-        except FileNotFoundError:
-            return  # another process was faster
-        with suppress(OSError):  # out of sight it is: sweep() tries again
-            _delete(doomed, staging)
+        with suppress(FileNotFoundError), opened(key, base) as folder:
+            os.rename(variant, doomed, src_dir_fd=folder, dst_dir_fd=staging)
+        if own:
+            with suppress(OSError):  # out of sight it is: sweep() tries again
+                _delete(doomed, staging)
 
 
-def forget_failures(base: int) -> None:
+def _forget_failures(base: int) -> None:
     """Delete the records of failed builds."""
     with suppress(FileNotFoundError), opened(FAILED, base) as folder:
         for name in os.listdir(folder):

@@ -20,10 +20,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jitkern.cache import cleanup
 from jitkern.cache.entry import (
@@ -45,13 +45,6 @@ from jitkern.files import flush_directory, private_name
 _log = logging.getLogger("jitkern")
 
 _TOUCH_EVERY_S = 60.0  # last use is kept to the minute: a warm start need not write at all
-
-
-class Cleared(NamedTuple):
-    """What clear() has removed, and what it has left alone because it is not the cache's own."""
-
-    removed: list[Path]
-    left: list[Path]
 
 
 class Cache:
@@ -310,7 +303,7 @@ class Cache:
         self._fill.is_now(left_bytes)
         return evicted
 
-    def clear(self, *, dry_run: bool = False) -> Cleared:
+    def clear(self, *, dry_run: bool = False) -> cleanup.Cleared:
         """Remove every entry, damaged ones too; what jitkern has not written stays.
 
         Parameters
@@ -323,38 +316,10 @@ class Cache:
         CacheError
             The directory is not marked as a cache of jitkern's, or cannot be written.
         """
-        cleared = Cleared([], [])
+        if not os.path.lexists(self._base):
+            return cleanup.Cleared([], [])
         try:
-            with suppress(FileNotFoundError), self._opened() as base:
-                self._require_own(base)
-                for found in list(cleanup.survey(base)):
-                    strange = cleanup.strange_part(base, found)
-                    if strange:
-                        cleared.left.append(self._base / strange)
-                        continue
-                    if not dry_run:
-                        cleanup.remove(base, found)
-                    cleared.removed.append(self._path(found))
-                cleared.left.extend(self._base / name for name in cleanup.strangers(base))
-                if not dry_run:
-                    cleanup.forget_failures(base)
+            with self._opened() as base:
+                return cleanup.clear(base, self._base, dry_run=dry_run)
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
-        return cleared
-
-    def _require_own(self, base: int) -> None:
-        if cleanup.is_tagged(base):
-            return
-        strangers = cleanup.strangers(base)
-        if strangers:
-            raise CacheError(
-                f"{self._base}: not cleared, for it holds {strangers[0]!r}, which jitkern has not "
-                f"written, and no {cleanup.TAG_NAME} of jitkern's; if JITKERN_CACHE_DIR is right, "
-                "move that elsewhere, or delete the entries by hand"
-            )
-        if next(cleanup.survey(base), None) is not None:
-            raise CacheError(
-                f"{self._base}: not cleared, for it holds no {cleanup.TAG_NAME} of jitkern's: it "
-                "was made by an older version; compile anything into it, which marks it, or "
-                "delete it by hand"
-            )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from jitkern.env import parse_bytes
 from jitkern.errors import CacheError
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ def jobs(text: str) -> int:
     return _integer(text, "1 or more")
 
 
+def byte_count(text: str) -> int:
+    """Parse ``4G``, as argparse's ``type``."""
+    count = parse_bytes(text)
+    if not count:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected bytes such as 4294967296 or 4G")
+    return count
+
+
 def names(text: str) -> list[str]:
     """Parse ``a,b``, as argparse's ``type``."""
     return _parts(text)
@@ -96,7 +105,7 @@ def console(*, stderr: bool = False) -> Console:
 def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table; a column whose name starts with ``>`` is right-aligned.
 
-    Cells are taken literally: ``jitkern[cuda]`` is no markup here.
+    Cells are taken literally: ``jitkern[cuda]`` is no markup here, and no cell steers the terminal.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -107,7 +116,7 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
         right = name.startswith(">")
         made.add_column(name.removeprefix(">"), justify="right" if right else "left")
     for row in rows:
-        made.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        made.add_row(*(Text(_visible(cell), style=_STYLES.get(cell, "")) for cell in row))
     return made
 
 
@@ -115,8 +124,14 @@ _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "failed": "bol
 
 
 def say(text: str) -> None:
-    """Write one line to standard output, literally."""
-    console().print(text, markup=False, soft_wrap=True)
+    """Write a line, or several, to standard output, literally."""
+    lines = "\n".join(map(_visible, text.split("\n")))
+    console().print(lines, markup=False, soft_wrap=True)
+
+
+def _visible(text: str) -> str:
+    """Spell out what does not print: a name may come from a bundle, and be an escape sequence."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def bytes_text(count: int) -> str:
