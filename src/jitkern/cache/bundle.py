@@ -107,6 +107,7 @@ def import_bundle(
     *,
     trust: bool = False,
     max_unpacked_bytes: int = MAX_UNPACKED_BYTES,
+    show: Callable[[Bundle], None] = lambda _: None,
 ) -> int:
     """Publish every entry of a bundle in `cache`; return how many.
 
@@ -119,6 +120,8 @@ def import_bundle(
         Import even what other users could have written.
     max_unpacked_bytes
         As for :func:`read_bundle`.
+    show
+        Called with what has been read, before it is refused or published.
 
     Raises
     ------
@@ -126,13 +129,9 @@ def import_bundle(
         The file is damaged, somebody else's, or the cache cannot be written.
     """
     bundle = read_bundle(file, max_unpacked_bytes=max_unpacked_bytes)
+    show(bundle)
     if not trust:
         bundle.require_trusted()
-    return publish_bundle(cache, bundle)
-
-
-def publish_bundle(cache: Cache, bundle: Bundle) -> int:
-    """Publish what has been read; return how many. CacheError where `cache` cannot be written."""
     return len([cache.copy(entry) for entry in bundle.entries])
 
 

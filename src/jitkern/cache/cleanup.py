@@ -226,7 +226,7 @@ def remove(base: int, found: Found) -> None:
 
 
 def discard(base: int, key: str, variant: str) -> None:
-    """Take what is in an entry's place out of sight in one step; delete it if it is the cache's own.
+    """Take what is in an entry's place out of sight in one step; delete what is the cache's own.
 
     What is not stays in the staging directory, under a name that sweep() leaves alone.
     """

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jitkern.cache.cleanup import opened
 from jitkern.cache.schema import is_time
 from jitkern.errors import CompileError
 from jitkern.files import parse_json, read_regular, write_whole
@@ -71,7 +72,8 @@ def build_lock(path: Path, *, timeout_s: float, done: Callable[[], bool]) -> Ite
     Parameters
     ----------
     path
-        The lock file. ``<path>.holder`` beside it says who holds it.
+        The lock file, in a directory that is no symbolic link. ``<path>.holder`` beside it says who
+        holds it.
     timeout_s
         Longest wait in seconds, threads of this process included.
     done
@@ -116,6 +118,8 @@ def _acquire(
     start = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with opened(path.parent):  # a link would have files made somewhere else
+            pass
         lock.acquire(timeout=max(0.0, deadline - start), poll_interval=_POLL_S, cancel_check=done)
     except Timeout:
         if not done():
@@ -185,7 +189,9 @@ class FailureRecord:
             "source": error.source,
         }
         with suppress(OSError):
-            write_whole(self.path, json.dumps(record).encode())
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with opened(self.path.parent):  # no link
+                write_whole(self.path, json.dumps(record).encode())
 
     def recent(self, inputs: str, since_unix_s: float) -> CompileError | None:
         """Return the recorded failure of a build of the same `inputs`, if it is still fresh.
@@ -214,5 +220,5 @@ class FailureRecord:
 
     def forget(self) -> None:
         """Remove the record: the key has been built."""
-        with suppress(OSError):  # it grows stale by itself
-            self.path.unlink(missing_ok=True)
+        with suppress(OSError), opened(self.path.parent) as folder:  # it grows stale by itself
+            os.unlink(self.path.name, dir_fd=folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from jitkern.cache.cleanup import Found
 from jitkern.errors import CacheError
@@ -17,15 +18,15 @@ _LEAST_S = 1.0
 _TIMES_THE_LOOK = 100.0
 
 
+@dataclass
 class Fill:
     """How full a cache is, as far as this process knows: looked up now and then, added up between.
 
     What other processes publish between two looks is missing, and nobody's note is believed.
     """
 
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._look_at_s = 0.0
+    _bytes: int = 0
+    _look_at_s: float = 0.0
 
     def after(self, new_bytes: int, look: Callable[[], int]) -> int:
         """Return the bytes of all entries, after one of `new_bytes` has been published.

@@ -12,6 +12,7 @@ from jitkern.env import settings
 from jitkern.errors import CacheError
 
 if TYPE_CHECKING:
+    from jitkern.cache.bundle import Bundle
     from jitkern.cache.entry import Entry, EntryInfo
     from jitkern.cache.store import Cache
 
@@ -171,20 +172,28 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from jitkern.cache.bundle import MAX_UNPACKED_BYTES, publish_bundle, read_bundle
-    from jitkern.files import user_name
+    from jitkern.cache.bundle import MAX_UNPACKED_BYTES, import_bundle
 
     _require_file(args.file)
     cache = _user_cache()
-    bundle = read_bundle(args.file, max_unpacked_bytes=args.max_bytes or MAX_UNPACKED_BYTES)
-    rows = [_brought(entry) for entry in bundle.entries]
-    ui.console().print(ui.table(("op", "parameters", "arch", "built by", ">bytes"), rows))
-    owner = user_name(bundle.owner_uid)
-    ui.say(f"{args.file}: {_entries(len(rows))}, owner {owner}, mode {bundle.mode:04o}")
-    if not args.trust:
-        bundle.require_trusted()
-    ui.say(f"{_entries(publish_bundle(cache, bundle))} imported into {cache.root}")
+    count = import_bundle(
+        cache,
+        args.file,
+        trust=args.trust,
+        max_unpacked_bytes=args.max_bytes or MAX_UNPACKED_BYTES,
+        show=_show,
+    )
+    ui.say(f"{_entries(count)} imported into {cache.root}")
     return 0
+
+
+def _show(bundle: Bundle) -> None:
+    from jitkern.files import user_name
+
+    columns = ("op", "parameters", "arch", "built by", ">bytes")
+    ui.console().print(ui.table(columns, map(_brought, bundle.entries)))
+    owner = f"owner {user_name(bundle.owner_uid)}, mode {bundle.mode:04o}"
+    ui.say(f"{bundle.file}: {_entries(len(bundle.entries))}, {owner}")
 
 
 def _brought(entry: Entry) -> tuple[str, ...]:

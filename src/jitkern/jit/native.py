@@ -159,7 +159,7 @@ class _Library(Buildable["Module | None"]):
             with scratch_folder("build") as folder:
                 return self._build_in(folder)
         self._build_directory.mkdir(parents=True, exist_ok=True)
-        lock = self._build_directory / "jitkern.lock"
+        lock = self._build_directory.resolve() / "jitkern.lock"
         with build_lock(lock, timeout_s=settings().lock_timeout_s, done=lambda: False):
             return self._build_in(self._build_directory)
 
