@@ -31,6 +31,12 @@ EXPORT int __tvm_ffi_nothing(void*, const void*, int, void*) { return 0; }
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def host_module(session_cache: Path) -> None:
+    """Build the host module in the session's cache, not once more in each test's empty one."""
+    host.module()
+
+
 def run(capsys: Capture, *argv: object) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of one command, in this process."""
     status = main([str(arg) for arg in argv])
@@ -173,15 +179,9 @@ def recording(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def shipped(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host module is there: it would be built first otherwise, in each test."""
-    host.module()
-
-
 @needs_cxx
 def test_replay_builds_and_does_not_load(
-    capsys: Capture, shipped: None, empty_cache: Path, recording: Path
+    capsys: Capture, empty_cache: Path, recording: Path
 ) -> None:
     mark = recording.parent / "mark"
     for source in ("compiled", "cached"):
@@ -195,7 +195,7 @@ def test_replay_builds_and_does_not_load(
 
 @needs_cxx
 def test_a_library_that_does_not_load_is_found_by_load(
-    capsys: Capture, shipped: None, empty_cache: Path, recording: Path
+    capsys: Capture, empty_cache: Path, recording: Path
 ) -> None:
     source = recording.parent / "marking.cc"
     source.write_text('extern "C" int missing;\nint* needed = &missing;\n')

@@ -107,7 +107,7 @@ def test_metas(raw: bytes) -> None:
     except CacheError as error:
         check_error(error, "where: ")
         return
-    entry = Entry(None, {name: b"" for name in meta["files"]}, meta)
+    entry = Entry(None, dict.fromkeys(meta["files"], b""), meta)
     assert entry.key.directory.endswith(f"-{meta['family']}")
     assert "/" not in entry.key.directory + entry.variant + entry.artefact_name
     assert parse_meta(sealed(meta), "again") == meta

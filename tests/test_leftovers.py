@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from children import wait_until
-from entries import DATA, publish
+from entries import DATA, key, publish
 from strangers import MALLORY, needs_root
 
 from jitkern.cache import size
@@ -181,3 +181,14 @@ def test_damaged_entries_count_and_go_too(tmp_path: Path) -> None:
         (publish(Cache(tmp_path), f"old{n}") / "meta.json").write_bytes(b"")
     publish(Cache(tmp_path, max_bytes=3 * EACH), "new")
     assert total(tmp_path) <= 3 * EACH
+
+
+def test_entries_of_the_future_go_first_unless_they_are_used(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    for name, ahead_s in (("unused", 86_400), ("used", 86_400), ("old", -86_400), ("new", 0)):
+        age(publish(cache, name) / "meta.json", -ahead_s)
+    assert cache.lookup(key("used")) is not None
+    assert cache.prune(3 * EACH) == 1
+    assert [info.name for info in cache.entries()] == ["new", "old", "used"]
+    assert cache.prune(2 * EACH) == 1
+    assert [info.name for info in cache.entries()] == ["new", "used"]

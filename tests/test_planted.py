@@ -149,9 +149,7 @@ def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> No
 
 
 @needs_cxx
-def test_a_build_directory_with_planted_links(
-    folder: Path, tmp_path: Path, victim: Path
-) -> None:
+def test_a_build_directory_with_planted_links(folder: Path, tmp_path: Path, victim: Path) -> None:
     directory = tmp_path / "build"
     directory.mkdir()
     for name in ("build.ninja", "main.cc", "jitkern.lock.holder", "scale_4.so"):
@@ -184,8 +182,7 @@ def test_a_record_is_not_written_through_a_link(
     file = tmp_path / "used.jsonl"
     file.symlink_to(victim)
     assert recorded(file, caplog) == (
-        f"jitkern: JITKERN_RECORD: cannot write {file}: "
-        "a symbolic link, which is not followed here"
+        f"jitkern: JITKERN_RECORD: cannot write {file}: a symbolic link, which is not followed here"
     )
     assert victim.read_text() == "months of work"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jitkern import hints
-from jitkern.cache.entry import Entry, EntryInfo, read_entry, read_info
+from jitkern.cache.entry import Entry, EntryInfo, read_entry
 from jitkern.cache.schema import META_MAX_BYTES, META_NAME, check_file, parse_meta
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError
@@ -213,6 +213,7 @@ class _Bounded(io.RawIOBase):
                 f"(max_unpacked_bytes); {hints.larger_bundle(self._file)}"
             )
         return count
+
 
 def _read_files(
     tar: tarfile.TarFile, folders: dict[tuple[str, str], dict[str, bytes]], file: Path

@@ -136,7 +136,8 @@ def _acquire(
 def read_holder(path: Path) -> Holder | None:
     """Return who says to hold the lock file `path`, or None where nobody can be read."""
     record = _read(_holder_path(path), _MAX_HOLDER_BYTES)
-    pid, machine, since_unix_s = map(record.get, ("pid", "host", "since_unix_s"))
+    fields: list[Any] = [record.get(name) for name in ("pid", "host", "since_unix_s")]
+    pid, machine, since_unix_s = fields
     if type(pid) is not int or not 0 < pid < 1 << 31 or not is_time(since_unix_s):
         return None
     if type(machine) is not str or not machine.isprintable():
@@ -205,18 +206,17 @@ class FailureRecord:
             of the future does not: a clock was wrong, and may have been by a day.
         """
         record = _read(self.path, _MAX_FAILURE_BYTES)
-        at_unix_s = record.get("at_unix_s")
+        at_unix_s: Any = record.get("at_unix_s")
         if record.get("inputs") != inputs or not is_time(at_unix_s):
             return None
         # Machines that share a file server differ by some seconds.
         if not since_unix_s - _FRESH_S <= at_unix_s <= time.time() + _FRESH_S:
             return None
-        message, command, log, source = map(record.get, ("message", "command", "log", "source"))
-        if {type(message), type(command), type(log)} != {str}:
+        told: list[Any] = [record.get(name) for name in ("message", "command", "log")]
+        source: Any = record.get("source")
+        if not all(type(text) is str for text in told) or type(source) not in (str, type(None)):
             return None
-        if source is not None and type(source) is not str:
-            return None
-        return CompileError(message, command=command, log=log, source=source)
+        return CompileError(told[0], command=told[1], log=told[2], source=source)
 
     def forget(self) -> None:
         """Remove the record: the key has been built."""

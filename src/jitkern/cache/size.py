@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from jitkern.cache.cleanup import Found
 from jitkern.errors import CacheError
@@ -17,16 +16,17 @@ _log = logging.getLogger("jitkern")
 _LEAST_S = 1.0
 _TIMES_THE_LOOK = 100.0
 
+_SKEW_S = 60.0  # between machines that share a file server
 
-@dataclass
+
 class Fill:
     """How full a cache is, as far as this process knows: looked up now and then, added up between.
 
     What other processes publish between two looks is missing, and nobody's note is believed.
     """
 
-    _bytes: int = 0
-    _look_at_s: float = 0.0
+    _bytes = 0
+    _look_at_s = 0.0
 
     def after(self, new_bytes: int, look: Callable[[], int]) -> int:
         """Return the bytes of all entries, after one of `new_bytes` has been published.
@@ -60,7 +60,11 @@ def evict(
     (int, int)
         How many went, and the bytes that are left.
     """
-    by_age = sorted(entries, key=lambda found: found.last_used_unix_s)
+    # A time of the future is that of a clock that was wrong: what has been used since has another.
+    latest_s = time.time() + _SKEW_S
+    by_age = sorted(
+        entries, key=lambda found: (found.last_used_unix_s <= latest_s, found.last_used_unix_s)
+    )
     total_bytes = sum(found.bytes for found in by_age)
     evicted = 0
     for found in by_age:

@@ -113,7 +113,7 @@ class Cache:
             return
         meta = path / META_NAME
         try:
-            if time.time() - meta.stat().st_mtime > _TOUCH_EVERY_S:
+            if abs(time.time() - meta.stat().st_mtime) > _TOUCH_EVERY_S:
                 os.utime(meta)
         except OSError:
             pass  # best effort: a read-only cache keeps its old order of eviction
