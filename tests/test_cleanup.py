@@ -265,6 +265,7 @@ def test_a_link_that_another_user_plants_in_a_shared_cache(open_place: Path, vic
     cache = Cache(open_place / "shared")
     publish(cache)
     base = cache.root / "v1"
+    cache.root.chmod(0o755)
     base.chmod(0o777)
     before = tree(victim)
     as_user(MALLORY, lambda: (base / f"evil-{digest('evil')}").symlink_to(victim))

@@ -133,7 +133,6 @@ def test_files_of_another_type_or_size(cache: Cache, files: dict[str, Any]) -> N
         (b'{"a": -Infinity}', "not JSON: -Infinity is not JSON"),
         (b"[1]", "not an object"),
         (b"{}", "checksum does not match"),
-        (bytes(META_MAX_BYTES + 1), f"{META_MAX_BYTES + 1} bytes, expected at most"),
     ],
 )
 def test_texts_that_are_no_meta(cache: Cache, raw: bytes, says: str) -> None:
@@ -142,6 +141,19 @@ def test_texts_that_are_no_meta(cache: Cache, raw: bytes, says: str) -> None:
     assert cache.entries() == []
     (problem,) = cache.verify()
     assert says in problem
+
+
+def test_a_meta_that_is_too_large(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = publish(cache)
+    os.truncate(path / META_NAME, META_MAX_BYTES + 1)
+    (problem,) = cache.verify()
+    assert f"{META_MAX_BYTES + 1} bytes, expected at most {META_MAX_BYTES}" in problem
+    with pytest.raises(CacheError, match="where: 67108865 bytes, expected at most 67108864"):
+        parse_meta(bytes(META_MAX_BYTES + 1), "where")
+    monkeypatch.setattr("jitkern.cache.entry.META_MAX_BYTES", 100)
+    with pytest.raises(CacheError, match=r"^meta\.json: \d+ bytes, expected at most 100$"):
+        publish(cache, "other")
+    assert os.listdir(cache.root / "v1" / ".staging") == []
 
 
 def test_a_meta_of_many_braces_is_read(cache: Cache) -> None:

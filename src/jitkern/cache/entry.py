@@ -215,5 +215,7 @@ def write_entry(path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any])
         write_new(path / name, data, flush=True)
     body = {**meta, "checksum": sha256(canonical_json(meta))}
     text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+    if len(text) > META_MAX_BYTES:  # nobody would read it back
+        raise CacheError(f"{META_NAME}: {len(text)} bytes, expected at most {META_MAX_BYTES}")
     write_new(path / META_NAME, text.encode(), flush=True)
     flush_directory(path)
