@@ -17,7 +17,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]*\Z")
 _UNSAFE_CHAR = re.compile(r"[^A-Za-z0-9_.+-]")
 
 # What private_name() gives, alone or behind the name of the file that was being written.
-_PRIVATE_NAME = re.compile(r"(?P<before>.+\.)(?P<pid>[0-9]{1,10})\.[0-9a-f]{16}\Z")
+_PRIVATE_NAME = r"(?P<before>.+\.)(?P<pid>[0-9]{1,10})\.[0-9a-f]{16}\Z"
 
 _DEAD_S = 600.0  # pids of two containers may look alike, so even a dead one's files rest a while
 _OLD_S = 86_400.0
@@ -69,7 +69,7 @@ def is_abandoned(name: str, age_s: float, dead_s: float = _DEAD_S) -> bool:
     dead_s
         How old it has to be where its process is known to be gone. Otherwise that is a day.
     """
-    match = _PRIVATE_NAME.match(name)
+    match = re.match(_PRIVATE_NAME, name)
     if match is None:
         return False
     here = f".{match['before']}".endswith(f".{socket.gethostname()}.")

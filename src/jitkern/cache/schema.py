@@ -7,7 +7,6 @@ behind it relies on. Notes of the builders may be anything that JSON can say.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +22,7 @@ META_MAX_BYTES = 64 << 20
 _MAX_FILE_BYTES = 1 << 32
 _YEAR_5000_S = 1e11
 
-_DIGEST = re.compile(r"[0-9a-f]{20}\Z")
-_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_HEX = frozenset("0123456789abcdef")
 
 
 def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
@@ -80,8 +78,12 @@ def _is_name(value: Any) -> bool:
     return type(value) is str and is_safe_name(value)
 
 
+def _is_hex(value: Any, digits: int) -> bool:
+    return type(value) is str and len(value) == digits and _HEX.issuperset(value)
+
+
 def _is_digest(value: Any) -> bool:
-    return type(value) is str and _DIGEST.match(value) is not None
+    return _is_hex(value, 20)
 
 
 def _is_describe(value: Any) -> bool:
@@ -108,8 +110,7 @@ def _is_file(name: str, value: Any) -> bool:
         and value.keys() == {"bytes", "sha256"}
         and type(value["bytes"]) is int
         and 0 <= value["bytes"] <= _MAX_FILE_BYTES
-        and type(value["sha256"]) is str
-        and _SHA256.match(value["sha256"]) is not None
+        and _is_hex(value["sha256"], 64)
     )
 
 
