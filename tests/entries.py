@@ -39,3 +39,11 @@ def change(path: Path, **changes: Any) -> None:
     del meta["checksum"]
     meta = {name: value for name, value in {**meta, **changes}.items() if value is not None}
     (path / META_NAME).write_bytes(sealed(meta))
+
+
+def make(folder: Path) -> Path:
+    """Make a directory of a cache as the cache would: nobody else's, whatever the umask."""
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            path.mkdir(mode=0o700)
+    return folder

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from entries import DATA, VARIANT, key, publish
+from entries import DATA, VARIANT, key, make, publish
 from strangers import MALLORY, as_user, needs_root
 
 from jitkern.cache import cleanup
@@ -79,7 +79,7 @@ def test_a_cache_of_an_older_version_is_marked_by_the_next_publication(cache: Ca
 def test_somebody_elses_directory_is_never_marked_nor_cleared(cache: Cache, stranger: str) -> None:
     """`JITKERN_CACHE_DIR=proj`, and there is a proj/v1: it lost its checkpoints."""
     file = cache.root / "v1" / stranger
-    file.parent.mkdir(parents=True)
+    make(file.parent)
     file.write_text("months of work")
     entry = publish(cache)
     assert not (cache.root / "v1" / "CACHEDIR.TAG").exists()
@@ -290,11 +290,11 @@ def test_dead_staging_is_swept_and_nothing_else(cache: Cache, tmp_path: Path) ->
         "my-experiments": 100_000,
     }
     for name, age_s in ages_s.items():
-        (folder / name).mkdir(parents=True)
+        make(folder / name)
         (folder / name / "kernel.cubin").write_bytes(DATA)
         os.utime(folder / name, (time.time() - age_s,) * 2)
     nested = folder / f"{here}.999999996.{token}"
-    (nested / "inner").mkdir(parents=True)
+    make(nested / "inner")
     os.utime(nested, (1, 1))
     publish(cache)
     assert sorted(os.listdir(folder)) == sorted(
@@ -310,8 +310,7 @@ def test_dead_staging_is_swept_and_nothing_else(cache: Cache, tmp_path: Path) ->
 
 @pytest.mark.parametrize("place", [".locks", ".failed"])
 def test_half_written_files_of_the_dead_are_swept(cache: Cache, place: str) -> None:
-    folder = cache.root / "v1" / place
-    folder.mkdir(parents=True)
+    folder = make(cache.root / "v1" / place)
     dead = f".{key().directory}.lock.holder.{os.uname().nodename}.999999999.{'a' * 16}"
     for name in (dead, f"{key().directory}.lock"):
         (folder / name).write_text("{")

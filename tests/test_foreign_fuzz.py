@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from entries import VARIANT, key, publish, sealed
+from entries import VARIANT, key, make, publish, sealed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,7 +122,7 @@ def test_entries(place: Path, raw: bytes) -> None:
     """Whatever lies in the place of a meta: listed or not, named or not, and always replaced."""
     cache = Cache(place / "cache")
     path = cache.root / "v1" / key().directory / VARIANT
-    path.mkdir(parents=True, exist_ok=True)
+    make(path)
     (path / META_NAME).write_bytes(raw)
     (path / "kernel.cubin").write_bytes(b"x")
     listed = cache.entries()

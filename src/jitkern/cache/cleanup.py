@@ -143,15 +143,20 @@ def is_tagged(base: int) -> bool:
     return text.startswith(_SIGNATURE) and b"jitkern" in text
 
 
-def tag(path: Path) -> None:
+def tag(path: Path, mode: int | None = None) -> None:
     """Mark the directory `path`, unless it is marked or has something in it that is not jitkern's.
 
     Backup tools leave out what is marked: with somebody's files in it that would be their loss.
+
+    Parameters
+    ----------
+    mode
+        Of the tag, as for :func:`jitkern.files.write_new`.
     """
     with opened(path) as base:
         if is_tagged(base) or strangers(base):
             return
-    write_whole(path / TAG_NAME, _TAG)
+    write_whole(path / TAG_NAME, _TAG, mode=mode)
 
 
 # -- deleting --------------------------------------------------------------------------------------

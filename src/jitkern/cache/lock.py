@@ -117,7 +117,7 @@ def _acquire(
     lock = FileLock(path, fallback_to_soft=False)
     start = time.monotonic()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with opened(path.parent):  # a link would have files made somewhere else
             pass
         lock.acquire(timeout=max(0.0, deadline - start), poll_interval=_POLL_S, cancel_check=done)
@@ -190,7 +190,7 @@ class FailureRecord:
             "source": error.source,
         }
         with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with opened(self.path.parent):  # no link
                 write_whole(self.path, json.dumps(record).encode())
 
