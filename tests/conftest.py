@@ -15,6 +15,7 @@ from children import cache_dir, children, sources  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from owned import cache_root, no_private_groups  # noqa: F401
+from strangers import open_place  # noqa: F401
 from tiny import folder, thawed  # noqa: F401
 
 from jitkern.env import settings

@@ -8,10 +8,10 @@ import pwd
 from pathlib import Path
 
 import pytest
-from test_cache import VARIANT, key, publish
+from entries import VARIANT, key, publish
 
 from jitkern.cache import trust
-from jitkern.cache.entry import META_NAME
+from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.env import NOBODY, Trust
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from jitkern.cache.bundle import copy_entries, export_bundle, import_bundle, read_bundle
-from jitkern.cache.entry import META_NAME, Key
+from jitkern.cache.entry import Key
+from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError
 from jitkern.files import digest
@@ -31,7 +32,7 @@ def cache(tmp_path: Path) -> Cache:
 def test_round_trip(cache: Cache, tmp_path: Path) -> None:
     file = tmp_path / "out" / "kernels.jkb"
     assert export_bundle(cache, file) == 4
-    assert len(read_bundle(file)) == 4
+    assert len(read_bundle(file).entries) == 4
     other = Cache(tmp_path / "other")
     assert import_bundle(other, file) == 4
     assert [(i.name, i.arch, i.bytes) for i in other.entries()] == [

@@ -16,8 +16,8 @@ import pytest
 from children import SLOW, Children, sound, wait_until, write_sources
 from needs import needs_cxx, needs_nvrtc
 
-from jitkern.cache.entry import META_NAME
 from jitkern.cache.lock import read_holder
+from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 
 # -- races -----------------------------------------------------------------------------------------

@@ -157,6 +157,7 @@ def test_failure(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text("no such thing\n")
+    Path("bad.jsonl").chmod(0o644)  # whatever the umask
     status, out, err = run(capsys, *argv.split())
     assert (status, out) == (1, "")
     assert err.startswith("jitkern: error: ")
@@ -311,6 +312,7 @@ def test_what_does_not_compile_is_shown_and_fails(
         '{"function": "load_jit", "args": ["bad", "1"], "arch": "9.0", "options": '
         f'{{"device_files": ["{source}"], "device_wrappers": [["bad", "Bad"]]}}}}\n'
     )
+    record.chmod(0o644)
     status, out, err = run(capsys, "warm", "--replay", str(record))
     assert status == 1
     assert "failed" in out

@@ -17,7 +17,7 @@ import pytest
 
 from jitkern.arch import Arch
 from jitkern.cache import search
-from jitkern.cache.entry import META_NAME
+from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import find_cxx
 from jitkern.env import settings

@@ -17,13 +17,13 @@ PACKAGE = Path(jitkern.__file__).parent
 LAYERS = """
 0  errors env files forks hints
 0  arch
-1  cache.trust cache.stats
-1  cache.entry
+1  cache.trust cache.schema cache.stats
+1  cache.entry cache.cleanup
 1  cache.lock cache.size
 1  cache.store
 1  cache.bundle cache.search
 1  cache.get
-1  compilers.find_nvrtc compilers.sources compilers.depends
+1  compilers.find_nvrtc compilers.sources compilers.depends compilers.scratch
 1  compilers.find
 1  compilers.find_cuda
 1  compilers.identity compilers.load compilers.ninja compilers.nvrtc
@@ -60,14 +60,14 @@ RANK = {module: rank for rank, line in enumerate(LAYERS.split("\n")) for module 
 # What the rooms below the ops show to others: a name that is not here stays inside.
 SHOWN = {
     "cache": """
-        Buildable BuildOutput Cache Entry EntryInfo Key Lookup build_lock caches copy_entries
-        export_bundle freeze get_or_build import_bundle is_frozen read_bundle search stats
-        user_cache
+        Buildable BuildOutput Bundle Cache Entry EntryInfo Key Lookup MAX_UNPACKED_BYTES build_lock
+        caches copy_entries export_bundle freeze get_or_build import_bundle is_frozen read_bundle
+        search stats user_cache
     """,
     "compilers": """
         CSRC INCLUDE_DIRS Image Nvrtc Tool cxx depends find_cxx find_ninja find_nvcc find_nvrtc
         include_closure include_dirs load_library nvcc nvrtc platform_abi program_stats
-        toolchain_directories toolchain_id
+        scratch_folder toolchain_directories toolchain_id
     """,
     "host": "check module",
     "jit": """

@@ -229,16 +229,30 @@ def _group_number(name: str) -> int:
     return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
 
 
+def parse_bytes(text: str) -> int | None:
+    """Parse ``4294967296``, ``512M`` or ``4GiB``; None where it is something else.
+
+    Examples
+    --------
+    >>> parse_bytes("512M") == 512 << 20
+    True
+    """
+    digits = text.lower().removesuffix("b").removesuffix("i")
+    unit = digits[-1:] if digits[-1:].isalpha() else ""
+    digits = digits.removesuffix(unit)
+    if unit not in _UNITS or not (digits.isascii() and digits.isdigit()):
+        return None
+    return int(digits) * _UNITS[unit]
+
+
 def _bytes(environ: Mapping[str, str], name: str, default: int) -> int:
     value = _text(environ, name)
     if not value:
         return default
-    digits = value.lower().removesuffix("b").removesuffix("i")
-    unit = digits[-1:] if digits[-1:].isalpha() else ""
-    digits = digits.removesuffix(unit)
-    if unit not in _UNITS or not (digits.isascii() and digits.isdigit()):
+    count = parse_bytes(value)
+    if count is None:
         raise _bad(name, value, "a number of bytes such as 4294967296, 512M or 4G")
-    return int(digits) * _UNITS[unit]
+    return count
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

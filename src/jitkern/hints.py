@@ -22,3 +22,18 @@ def replay(arch: object = "") -> str:
     """Say how what a run has used is built before the next one needs it."""
     choice = f" --arch {arch}" if arch else ""
     return f"record a run with JITKERN_RECORD=FILE and {_BUILD_WITH} --replay FILE{choice}"
+
+
+def trust(file: object) -> str:
+    """Say how a bundle is imported that somebody else could have written."""
+    return f"if you trust them, import it with: jitkern cache import --trust {file}"
+
+
+def trust_record(file: object) -> str:
+    """Say how a record is replayed that somebody else could have written."""
+    return f"if you trust them, replay it with: jitkern warm --trust --replay {file}"
+
+
+def larger_bundle(file: object) -> str:
+    """Say how a bundle is imported that is larger than most."""
+    return f"if that is right, import it with: jitkern cache import --max-bytes 4G {file}"

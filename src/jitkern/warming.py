@@ -62,7 +62,9 @@ def op_jobs(op: str, row_bytes: int, archs: Iterable[Arch]) -> list[Job]:
     return [_kernel_job(kernel, arch) for kernel in kernels for arch in archs]
 
 
-def recorded_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch] = ()) -> list[Job]:
+def recorded_jobs(
+    recorded: Iterable[Specialisation], archs: Sequence[Arch] = (), *, load: bool = False
+) -> list[Job]:
     """Return the jobs of a recorded run.
 
     Parameters
@@ -72,6 +74,8 @@ def recorded_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch] = ()
     archs
         What to compile kernels for, instead of what each was recorded for. nvcc builds libraries
         for JITKERN_ARCH, else for the GPU here.
+    load
+        Load the libraries too, which runs code in them; by default they are only built.
 
     Raises
     ------
@@ -82,7 +86,7 @@ def recorded_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch] = ()
     for used in recorded:
         name, *parameters = used.args
         if "device_files" not in used.options:
-            build = partial(load_library, used)
+            build = partial(load_library, used, load=load)
             jobs[used.to_json()] = Job(name, ", ".join(parameters), "", build)
             continue
         kernel = load_device(used)

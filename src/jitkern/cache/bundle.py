@@ -1,22 +1,68 @@
 """Bundles: any number of cache entries in one file, to be carried to machines with no compiler.
 
 A bundle is a gzipped tar of ``<name>-<digest>/<variant>/<file>``. The same entries give the same
-bytes; everything is verified before anything is used.
+bytes; everything is verified before anything is used. That finds damage; what a bundle brings is
+code, and whoever wrote the file has written the code.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from jitkern.cache.entry import META_NAME, Entry, EntryInfo, check_file, parse_meta, read_entry
+from jitkern import hints
+from jitkern.cache.entry import Entry, EntryInfo, read_entry
+from jitkern.cache.schema import META_MAX_BYTES, META_NAME, check_file, parse_meta
 from jitkern.cache.store import Cache
+from jitkern.cache.trust import written_by_others
 from jitkern.errors import CacheError
-from jitkern.files import is_safe_name, write_whole
+from jitkern.files import (
+    is_safe_name,
+    open_regular,
+    read_regular,
+    write_whole,
+)
+
+MAX_UNPACKED_BYTES = 1 << 30
+"""What a bundle may unpack to, unless more is allowed; 384 kernels of jitkern's own have 6 MB."""
+
+_MAX_FILES = 100_000  # a file costs 1.5 KB of memory before its first byte
+
+# What gzip and tarfile raise for damage, some of it undocumented: a chain of long names recurses.
+_DAMAGE = (
+    *(tarfile.TarError, EOFError, zlib.error),
+    *(ValueError, LookupError, OverflowError, RecursionError),
+)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that has been read: verified entries, which live in memory only.
+
+    Attributes
+    ----------
+    file, entries
+        Where it was, and what is in it.
+    status
+        The fstat of the very file that was read.
+    """
+
+    file: Path
+    entries: list[Entry]
+    status: os.stat_result
+
+    def require_trusted(self) -> None:
+        """Raise CacheError where others could have written the file."""
+        reason = written_by_others(self.file, self.status)
+        if reason:
+            raise CacheError(f"{self.file}: {reason}; {hints.trust(self.file)}")
 
 
 def export_bundle(
@@ -38,7 +84,7 @@ def export_bundle(
             continue
         try:
             entry = read_entry(info.path)
-            meta = (info.path / META_NAME).read_bytes()
+            meta = read_regular(info.path / META_NAME, META_MAX_BYTES)
         except (OSError, CacheError):
             continue
         folder = f"{info.path.parent.name}/{info.path.name}"
@@ -52,20 +98,38 @@ def export_bundle(
     return count
 
 
-def import_bundle(cache: Cache, file: Path) -> int:
+def import_bundle(
+    cache: Cache,
+    file: Path,
+    *,
+    trust: bool = False,
+    max_unpacked_bytes: int = MAX_UNPACKED_BYTES,
+    show: Callable[[Bundle], None] = lambda _: None,
+) -> int:
     """Publish every entry of a bundle in `cache`; return how many.
 
-    Everything is verified first: a damaged bundle changes nothing.
+    Everything is verified first: a damaged bundle changes nothing. What it brings is code, which
+    runs in every process that loads it: import only what you would install.
+
+    Parameters
+    ----------
+    trust
+        Import even what other users could have written.
+    max_unpacked_bytes
+        As for :func:`read_bundle`.
+    show
+        Called with what has been read, before it is refused or published.
 
     Raises
     ------
     CacheError
-        The file is damaged, or the cache cannot be written.
+        The file is damaged, somebody else's, or the cache cannot be written.
     """
-    entries = read_bundle(file)
-    for entry in entries:
-        cache.copy(entry)
-    return len(entries)
+    bundle = read_bundle(file, max_unpacked_bytes=max_unpacked_bytes)
+    show(bundle)
+    if not trust:
+        bundle.require_trusted()
+    return len([cache.copy(entry) for entry in bundle.entries])
 
 
 def copy_entries(paths: Iterable[Path], cache: Cache) -> int:
@@ -89,39 +153,85 @@ def _packed(members: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def read_bundle(file: Path) -> list[Entry]:
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_bundle(file: Path, *, max_unpacked_bytes: int = MAX_UNPACKED_BYTES) -> Bundle:
     """Read and verify all entries of a bundle; they live in memory only.
 
     Nothing is unpacked to the disk, so no name in the file can lead anywhere.
 
+    Parameters
+    ----------
+    max_unpacked_bytes
+        Give up when more than this has been unpacked: 14 MB may hold 3 GiB.
+
     Raises
     ------
     CacheError
-        It cannot be read, is no bundle, or any entry in it is damaged.
+        It cannot be read, is no bundle, is too large, or any entry in it is damaged.
     """
     folders: dict[tuple[str, str], dict[str, bytes]] = {}
     try:
-        # Unpacked as a whole: read piece by piece, the checksum at its end would go unread.
-        unpacked = gzip.decompress(file.read_bytes())
-        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as tar:
-            for info in tar:
-                folder, name = _split(info, file)
-                stream = tar.extractfile(info)
-                files = folders.setdefault(folder, {})
-                if stream is None or name in files:
-                    raise CacheError(f"{file}: {info.name}: not a plain, single file")
-                files[name] = stream.read()
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        with open(open_regular(file, follow=True), "rb") as packed:
+            status = os.fstat(packed.fileno())
+            with gzip.GzipFile(fileobj=packed) as unpacked:
+                stream = io.BufferedReader(_Bounded(unpacked, max_unpacked_bytes, file))
+                with tarfile.open(fileobj=stream, mode="r|") as tar:
+                    _read_files(tar, folders, file)
+                # To the end, where the checksum is.
+                while stream.read(1 << 20):
+                    pass
+    except _DAMAGE as error:
         raise CacheError(f"{file}: not a bundle, or damaged: {error}") from error
     except OSError as error:
         raise CacheError(f"{file}: {error.strerror or error}") from error
-    return [_entry(file, folder, files) for folder, files in sorted(folders.items())]
+    entries = [_entry(file, folder, files) for folder, files in sorted(folders.items())]
+    return Bundle(file, entries, status)
+
+
+class _Bounded(io.RawIOBase):
+    """The unpacked bytes, counted as they come: what a header promises is not asked."""
+
+    def __init__(self, unpacked: gzip.GzipFile, max_bytes: int, file: Path) -> None:
+        self._unpacked = unpacked
+        self._left_bytes = self._max_bytes = max_bytes
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._unpacked.readinto(buffer)
+        self._left_bytes -= count
+        if self._left_bytes < 0:
+            raise CacheError(
+                f"{self._file}: unpacks to more than {self._max_bytes} bytes "
+                f"(max_unpacked_bytes); {hints.larger_bundle(self._file)}"
+            )
+        return count
+
+
+def _read_files(
+    tar: tarfile.TarFile, folders: dict[tuple[str, str], dict[str, bytes]], file: Path
+) -> None:
+    for number, info in enumerate(tar, start=1):
+        if number > _MAX_FILES:
+            raise CacheError(f"{file}: more than {_MAX_FILES} files")
+        folder, name = _split(info, file)
+        files = folders.setdefault(folder, {})
+        stream = tar.extractfile(info)
+        if stream is None or name in files:
+            raise CacheError(f"{file}: {info.name!r}: not a plain, single file")
+        files[name] = stream.read()
 
 
 def _split(info: tarfile.TarInfo, file: Path) -> tuple[tuple[str, str], str]:
     parts = info.name.split("/")
-    if not info.isreg() or len(parts) != 3 or not all(map(is_safe_name, parts)):
-        raise CacheError(f"{file}: {info.name}: not a path of a bundle")
+    # A sparse file may have any size and no bytes.
+    plain = info.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not info.issparse()
+    if not plain or len(parts) != 3 or not all(map(is_safe_name, parts)):
+        raise CacheError(f"{file}: {info.name!r}: not a path of a bundle")
     return (parts[0], parts[1]), parts[2]
 
 
@@ -131,13 +241,9 @@ def _entry(file: Path, folder: tuple[str, str], files: dict[str, bytes]) -> Entr
     if raw is None:
         raise CacheError(f"{where}: {META_NAME} is missing")
     entry = Entry(None, files, parse_meta(raw, where))
-    try:
-        recorded = entry.meta["files"]
-        if (entry.key.directory, entry.variant) != folder or set(recorded) != set(files):
-            raise CacheError(f"{where}: its meta describes something else")
-        for name, expected in recorded.items():
-            check_file(name, files[name], expected, where)
-        _ = entry.data
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CacheError(f"{where}: its meta lacks {error}") from error
+    recorded = entry.meta["files"]
+    if (entry.key.directory, entry.variant) != folder or set(recorded) != set(files):
+        raise CacheError(f"{where}: its meta describes something else")
+    for name, expected in recorded.items():
+        check_file(name, files[name], expected, where)
     return entry

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jitkern.cache.schema import META_MAX_BYTES, META_NAME, SCHEMA, check_file, parse_meta
 from jitkern.cache.trust import require_trusted
 from jitkern.env import Trust
 from jitkern.errors import CacheError
@@ -28,10 +29,6 @@ from jitkern.files import (
     slug,
     write_new,
 )
-
-SCHEMA = 1
-META_NAME = "meta.json"
-META_MAX_BYTES = 16 << 20  # that of a kernel has 1 KB, one that notes 5,000 headers 1 MB
 
 # What render_meta() works out from key, variant and files; the rest of a meta is the builder's.
 _DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
@@ -122,37 +119,6 @@ class EntryInfo:
     bytes: int
     last_used: float
     path: Path
-
-
-def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse the text of a ``meta.json`` and verify its checksum.
-
-    Raises
-    ------
-    CacheError
-        It is damaged; the message starts with `where`.
-    """
-    try:
-        meta = json.loads(raw)
-    except ValueError as error:
-        raise CacheError(f"{where}: not JSON: {error}") from error
-    if not isinstance(meta, dict):
-        raise CacheError(f"{where}: not an object")
-    if meta.pop("checksum", None) != sha256(canonical_json(meta)):
-        raise CacheError(f"{where}: checksum does not match")
-    if meta.get("schema") != SCHEMA:
-        raise CacheError(f"{where}: schema {meta.get('schema')}, expected {SCHEMA}")
-    return meta
-
-
-def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) -> None:
-    """Raise CacheError unless `data` is what the meta recorded for file `name`."""
-    if not is_safe_name(name):
-        raise CacheError(f"{where}: file name {name!r}, expected a plain name")
-    if len(data) != expected["bytes"]:
-        raise CacheError(f"{where}: {name}: {len(data)} bytes, expected {expected['bytes']}")
-    if sha256(data) != expected["sha256"]:
-        raise CacheError(f"{where}: {name}: checksum does not match")
 
 
 class OpenEntry:
@@ -263,13 +229,12 @@ def read_info(path: Path) -> EntryInfo:
     meta = read_meta(path)
     used = (path / META_NAME).stat()
     describe = meta["describe"]
-    args = describe.get("args", "")
     return EntryInfo(
-        name=str(describe.get("op", meta["name"])),
-        args=args if isinstance(args, str) else ", ".join(map(str, args)),
-        arch=str(describe.get("arch", "")),
-        route=str(meta["route"]),
-        variant=str(meta["toolchain"]),
+        name=describe.get("op", meta["name"]),
+        args=", ".join(describe.get("args", ())),
+        arch=describe.get("arch", ""),
+        route=meta["route"],
+        variant=meta["toolchain"],
         bytes=used.st_size + sum(file["bytes"] for file in meta["files"].values()),
         last_used=used.st_mtime,
         path=path,
@@ -307,10 +272,10 @@ def write_entry(
     Their mode is `mode` under any umask.
     """
     for name, data in files.items():
-        write_new(path / name, data, flush=True)
+        write_new(path / name, data, flush=True, mode=mode)
     body = {**meta, "checksum": sha256(canonical_json(meta))}
     text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
-    write_new(path / META_NAME, text.encode(), flush=True)
-    for name in (*files, META_NAME):
-        (path / name).chmod(mode)
+    if len(text) > META_MAX_BYTES:  # nobody would read it back
+        raise CacheError(f"{META_NAME}: {len(text)} bytes, expected at most {META_MAX_BYTES}")
+    write_new(path / META_NAME, text.encode(), flush=True, mode=mode)
     flush_directory(path)

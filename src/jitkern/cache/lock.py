@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jitkern.cache.cleanup import opened
+from jitkern.cache.schema import is_time
 from jitkern.errors import CompileError
-from jitkern.files import write_whole
+from jitkern.files import parse_json, read_regular, write_whole
 from jitkern.forks import PerProcess
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ _FOREVER_S = 86_400.0  # threading refuses timeouts above about 292 years
 
 # Ranks of one job start within seconds of each other; a person who tries again is slower.
 _FRESH_S = 10.0
+
+_MAX_HOLDER_BYTES = 4096
+_MAX_FAILURE_BYTES = 16 << 20  # nvcc's log of a failed template may have some MB
 
 _thread_locks: PerProcess[dict[str, threading.Lock]] = PerProcess(dict)
 
@@ -67,7 +72,8 @@ def build_lock(path: Path, *, timeout_s: float, done: Callable[[], bool]) -> Ite
     Parameters
     ----------
     path
-        The lock file. ``<path>.holder`` beside it says who holds it.
+        The lock file, in a directory that is no symbolic link. ``<path>.holder`` beside it says who
+        holds it.
     timeout_s
         Longest wait in seconds, threads of this process included.
     done
@@ -111,7 +117,9 @@ def _acquire(
     lock = FileLock(path, fallback_to_soft=False)
     start = time.monotonic()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with opened(path.parent):  # a link would have files made somewhere else
+            pass
         lock.acquire(timeout=max(0.0, deadline - start), poll_interval=_POLL_S, cancel_check=done)
     except Timeout:
         if not done():
@@ -127,11 +135,23 @@ def _acquire(
 
 def read_holder(path: Path) -> Holder | None:
     """Return who says to hold the lock file `path`, or None where nobody can be read."""
-    try:
-        record = json.loads(_holder_path(path).read_bytes())
-        return Holder(int(record["pid"]), str(record["host"]), float(record["since_unix_s"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    record = _read(_holder_path(path), _MAX_HOLDER_BYTES)
+    fields: list[Any] = [record.get(name) for name in ("pid", "host", "since_unix_s")]
+    pid, machine, since_unix_s = fields
+    if type(pid) is not int or not 0 < pid < 1 << 31 or not is_time(since_unix_s):
         return None
+    if type(machine) is not str or not machine.isprintable():
+        return None
+    return Holder(pid, machine, since_unix_s)
+
+
+def _read(file: Path, max_bytes: int) -> dict[str, Any]:
+    """Read a record that any process may have left; empty where there is none that makes sense."""
+    try:
+        record = parse_json(read_regular(file, max_bytes))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _holder_path(path: Path) -> Path:
@@ -141,7 +161,7 @@ def _holder_path(path: Path) -> Path:
 def _write_holder(path: Path) -> None:
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since_unix_s": time.time()}
     with suppress(OSError):  # a full disk: waiters say "an unknown process"; the lock itself holds
-        _holder_path(path).write_text(json.dumps(record))
+        write_whole(_holder_path(path), json.dumps(record).encode())
 
 
 def _warn_held(path: Path, timeout_s: float, holder: str) -> None:
@@ -170,7 +190,9 @@ class FailureRecord:
             "source": error.source,
         }
         with suppress(OSError):
-            write_whole(self.path, json.dumps(record).encode())
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with opened(self.path.parent):  # no link
+                write_whole(self.path, json.dumps(record).encode())
 
     def recent(self, inputs: str, since_unix_s: float) -> CompileError | None:
         """Return the recorded failure of a build of the same `inputs`, if it is still fresh.
@@ -180,22 +202,23 @@ class FailureRecord:
         inputs
             Digest of what the build reads, as given to `write`.
         since_unix_s
-            When the caller began to wait; a failure recorded later than 10 s before counts.
+            When the caller began to wait; a failure recorded later than 10 s before counts. One
+            of the future does not: a clock was wrong, and may have been by a day.
         """
-        try:
-            record = json.loads(self.path.read_bytes())
-            if record["inputs"] != inputs or record["at_unix_s"] < since_unix_s - _FRESH_S:
-                return None
-            return CompileError(
-                str(record["message"]),
-                command=str(record["command"]),
-                log=str(record["log"]),
-                source=record["source"],
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+        record = _read(self.path, _MAX_FAILURE_BYTES)
+        at_unix_s: Any = record.get("at_unix_s")
+        if record.get("inputs") != inputs or not is_time(at_unix_s):
             return None
+        # Machines that share a file server differ by some seconds.
+        if not since_unix_s - _FRESH_S <= at_unix_s <= time.time() + _FRESH_S:
+            return None
+        told: list[Any] = [record.get(name) for name in ("message", "command", "log")]
+        source: Any = record.get("source")
+        if not all(type(text) is str for text in told) or type(source) not in (str, type(None)):
+            return None
+        return CompileError(told[0], command=told[1], log=told[2], source=source)
 
     def forget(self) -> None:
         """Remove the record: the key has been built."""
-        with suppress(OSError):  # it grows stale by itself
-            self.path.unlink(missing_ok=True)
+        with suppress(OSError), opened(self.path.parent) as folder:  # it grows stale by itself
+            os.unlink(self.path.name, dir_fd=folder)

@@ -6,7 +6,7 @@ Layout below the root, ``v1/``::
     .staging/    directories being written or thrown away
     .locks/      one lock file per key, its holder beside it
     .failed/     the last failed build per key
-    .bytes       the size of all entries, roughly
+    CACHEDIR.TAG  says that all of this is a cache of jitkern's
 
 An entry appears by one atomic rename and is never written to again, so a reader sees all of it or
 none. Every byte is checked on every read; whatever does not match is a miss and gets replaced.
@@ -18,15 +18,15 @@ import errno
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jitkern.cache import cleanup
 from jitkern.cache.entry import (
-    META_NAME,
     Entry,
     EntryInfo,
     Key,
@@ -38,21 +38,18 @@ from jitkern.cache.entry import (
     write_entry,
 )
 from jitkern.cache.lock import FailureRecord, Wait, build_lock
-from jitkern.cache.size import evict
+from jitkern.cache.schema import META_NAME
+from jitkern.cache.size import Fill, evict
 from jitkern.cache.trust import Place, UntrustedError
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
-from jitkern.files import flush_directory, private_name, write_whole
+from jitkern.files import flush_directory, private_name
 
 T = TypeVar("T")
 
 _log = logging.getLogger("jitkern")
 
 _TOUCH_EVERY_S = 60.0  # last use is kept to the minute: a warm start need not write at all
-_PUBLISHES_PER_SCAN = 64
-
-_DEAD_S = 600.0  # pids of two containers may look alike, so even a dead one's files rest a while
-_OLD_S = 86_400.0
 
 
 class Cache:
@@ -84,15 +81,12 @@ class Cache:
         self.place = Place(self.root, trust, home, shared=shared)
         self.read_only = read_only
         self.max_bytes = max_bytes
-        self._publishes = 0
+        self._fill = Fill()
+        self._is_swept = False
 
     @property
     def _base(self) -> Path:
         return self.place.base
-
-    @property
-    def _bytes_file(self) -> Path:
-        return self._base / ".bytes"
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -163,7 +157,7 @@ class Cache:
             return
         meta = path / META_NAME
         try:
-            if time.time() - meta.stat().st_mtime > _TOUCH_EVERY_S:
+            if abs(time.time() - meta.stat().st_mtime) > _TOUCH_EVERY_S:
                 os.utime(meta)
         except OSError:
             pass  # best effort: a read-only cache keeps its old order of eviction
@@ -189,7 +183,23 @@ class Cache:
         return problems
 
     def _paths(self) -> list[Path]:
-        return sorted(self._base.glob("[!.]*/*"))
+        return [self._path(found) for found in self._survey()]
+
+    def _path(self, found: cleanup.Found) -> Path:
+        return self._base / found.key / found.variant
+
+    def _survey(self) -> list[cleanup.Found]:
+        try:
+            with self._opened() as base:
+                return list(cleanup.survey(base))
+        except OSError:
+            return []  # not made yet, or closed to us
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Hold the descriptor of `v1`: the root may be a link to another disk, `v1` may not."""
+        with cleanup.opened(self._base.parent) as root, cleanup.opened("v1", root) as base:
+            yield base
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -197,12 +207,12 @@ class Cache:
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Wait]:
         """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
-        path = self._beside(".locks") / f"{key.directory}.lock"
+        path = self._beside(cleanup.LOCKS) / f"{key.directory}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done)
 
     def failure(self, key: Key) -> FailureRecord:
         """Return the record of the last failed build of `key`."""
-        return FailureRecord(self._beside(".failed") / f"{key.directory}.json")
+        return FailureRecord(self._beside(cleanup.FAILED) / f"{key.directory}.json")
 
     def _beside(self, name: str) -> Path:
         """Directory `name` beside the entries; nowhere, if others could write to it."""
@@ -249,9 +259,7 @@ class Cache:
             raise CacheError(f"{self.root}: this cache is read-only")
         meta = render_meta(key, variant, files, notes or {})
         with self._writing():
-            self.place.make(".staging")
             path = self._new_staging()
-            path.chmod(self.place.mode)
         try:
             with self._writing():
                 write_entry(path, files, meta, self.place.file_mode)
@@ -284,13 +292,16 @@ class Cache:
             raise CacheError(f"{self.root}: cannot publish an entry: {reason}") from error
 
     def _new_staging(self) -> Path:
-        folder = self._base / ".staging"
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._publishes == 0:
-            _sweep(folder)
-        self._publishes += 1
-        path = folder / private_name()
-        path.mkdir()
+        path = self.place.make(cleanup.STAGING) / private_name()
+        if not self._is_swept:
+            self._is_swept = True
+            cleanup.tag(self._base, self.place.file_mode)
+            with self._opened() as base:
+                cleanup.sweep(base)
+        # Not through a link in the place of the folder.
+        with self._opened() as base, cleanup.opened(cleanup.STAGING, base) as staging:
+            os.mkdir(path.name, 0o700, dir_fd=staging)
+        path.chmod(self.place.mode)
         return path
 
     def _move_into_place(self, staged: Path, target: Path) -> None:
@@ -298,7 +309,8 @@ class Cache:
             # Made anew in each round: eviction may have removed it when it was empty.
             self.place.make(target.parent.name)
             try:
-                os.rename(staged, target)
+                with self._opened() as base, cleanup.opened(target.parent.name, base) as folder:
+                    os.rename(staged, target.name, dst_dir_fd=folder)
                 break
             except FileNotFoundError:
                 if not staged.exists():
@@ -310,110 +322,60 @@ class Cache:
                     read_entry(target, trust=self.place.trust)
                     return  # another process was first and its entry is sound
                 except (OSError, CacheError):
-                    self._discard(target)
+                    with self._opened() as base:
+                        cleanup.discard(base, target.parent.name, target.name)
         flush_directory(target.parent)
         flush_directory(self._base)
-
-    def _discard(self, path: Path) -> None:
-        """Take `path` out of sight in one step, then delete it."""
-        doomed = self._base / ".staging"
-        doomed.mkdir(parents=True, exist_ok=True)
-        doomed /= private_name()
-        try:
-            os.rename(path, doomed)
-        except FileNotFoundError:
-            return  # another process was faster
-        if doomed.is_dir():
-            shutil.rmtree(doomed, ignore_errors=True)
-        else:
-            doomed.unlink(missing_ok=True)
-
-    def _remove(self, path: Path) -> None:
-        """Discard an entry, and its key's directory if it was the last variant."""
-        self._discard(path)
-        try:
-            path.parent.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise
 
     # -- size ------------------------------------------------------------------------------------
 
     def _evict_beyond_cap(self, published: Path, new_bytes: int) -> None:
         if self.max_bytes is None:
             return
-        total = self._noted_bytes()
-        if total is None or self._publishes % _PUBLISHES_PER_SCAN == 0:
-            total = sum(info.bytes for info in self.entries())
-        else:
-            total += new_bytes
-        if total > self.max_bytes:
+        if self._fill.after(new_bytes, self._total_bytes) > self.max_bytes:
             # Somewhat below the cap, so that the next publication need not evict again.
             self.prune(self.max_bytes * 9 // 10, keep=published)
-        else:
-            self._note_bytes(total)
 
-    def _noted_bytes(self) -> int | None:
-        """Size as a file notes it, since reading every meta takes 0.1 s for a thousand entries.
-
-        Two processes may lose an addition between them: it is a note, not an account.
-        """
-        try:
-            return int(self._bytes_file.read_text())
-        except (OSError, ValueError):
-            return None
-
-    def _note_bytes(self, total_bytes: int) -> None:
-        try:
-            write_whole(self._bytes_file, str(total_bytes).encode())
-        except OSError as error:
-            _log.info("jitkern: cannot write %s: %s", self._bytes_file, error)
+    def _total_bytes(self) -> int:
+        return sum(found.bytes for found in self._survey())
 
     def prune(self, max_bytes: int, *, keep: Path | None = None) -> int:
         """Evict least recently used entries until `max_bytes` remain; return how many went.
 
         `keep` is an entry that stays whatever its age.
         """
-        evicted, left_bytes = evict(self.entries(), max_bytes, self._remove, keep)
-        if not self.read_only:
-            self._note_bytes(left_bytes)
+        kept = "" if keep is None else f"{keep.parent.name}/{keep.name}"
+        try:
+            with self._opened() as base:
+                remove = partial(cleanup.remove, base)
+                evicted, left_bytes = evict(cleanup.survey(base), max_bytes, remove, kept)
+        except OSError as error:
+            _log.info("jitkern: cannot evict from %s: %s", self.root, error)
+            return 0
+        self._fill.is_now(left_bytes)
         return evicted
 
-    def clear(self) -> int:
-        """Remove every entry, damaged ones too; return how many.
+    def clear(self, *, dry_run: bool = False) -> cleanup.Cleared:
+        """Remove every entry, damaged ones too; what jitkern has not written stays.
+
+        Parameters
+        ----------
+        dry_run
+            Only say what would be removed.
 
         Raises
         ------
         CacheError
-            The directory cannot be written.
+            The directory is not marked as a cache of jitkern's, or cannot be written.
         """
-        paths = self._paths()
+        if not os.path.lexists(self._base):
+            return cleanup.Cleared([], [])
         try:
-            for path in paths:
-                self._remove(path)
+            with self._opened() as base:
+                return cleanup.clear(base, self._base, dry_run=dry_run)
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
-        if paths:
-            self._note_bytes(0)
-        shutil.rmtree(self._base / ".failed", ignore_errors=True)
-        return len(paths)
 
 
 def _built_unix_s(meta: Mapping[str, Any]) -> float:
-    when = meta.get("built_unix_s")
-    return float(when) if isinstance(when, (int, float)) else 0.0
-
-
-def _sweep(folder: Path) -> None:
-    """Delete what killed processes left in `folder` under private names."""
-    machine = socket.gethostname()
-    for path in folder.iterdir():
-        try:
-            age_s = time.time() - path.stat().st_mtime
-        except OSError:
-            continue  # another process sweeps too, or it is somebody else's
-        owner, _, rest = path.name.removeprefix(machine + ".").partition(".")
-        local = path.name.startswith(machine + ".") and owner.isdigit() and bool(rest)
-        dead = local and not Path("/proc", owner).exists()
-        if age_s > _OLD_S or (dead and age_s > _DEAD_S):
-            shutil.rmtree(path, ignore_errors=True)
+    return float(meta.get("built_unix_s") or 0.0)

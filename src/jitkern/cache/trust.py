@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from jitkern.env import Trust
+from jitkern.env import Trust, settings
 from jitkern.errors import CacheError
 from jitkern.files import make_folders
 
@@ -139,7 +139,7 @@ class Place:
     def rights(self) -> str:
         """Return ``owner alice, mode 0700``, or nothing where there is no directory."""
         try:
-            return _owner_and_mode(os.stat(self.base.parent))
+            return owner_and_mode(os.stat(self.base.parent))
         except OSError:
             return ""
 
@@ -168,16 +168,44 @@ def require_trusted(
         )
     if status.st_uid in (0, os.geteuid()) and not mode & _WRITTEN_BY_OTHERS:
         return  # as it nearly always is: the rest may take its time
+    owner, writers = _others(path, status, trust, above=above)
+    if owner or writers:
+        who = " and ".join([*owner, *writers])
+        raise UntrustedError(
+            f"{path} ({owner_and_mode(status)}): {who} can change what is in it; "
+            + _advice(path, owner, writers, "" if above else "-R ")
+        )
+
+
+def written_by_others(path: Path, status: os.stat_result) -> str:
+    """Say who could have written a file beside this user, root, and whom JITKERN_CACHE_TRUST names.
+
+    Empty where nobody could. `status` is the file's fstat.
+    """
+    owner, writers = _others(path, status, settings().cache_trust)
+    if owner:
+        return f"it belongs to {owner[0]}"
+    mode = f"{stat.S_IMODE(status.st_mode):04o}"
+    return f"its mode, {mode}, lets {' and '.join(writers)} write it" if writers else ""
+
+
+def owner_and_mode(status: os.stat_result) -> str:
+    """Return ``owner alice, mode 0700``."""
+    return f"owner {_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
+
+
+def _others(
+    path: Path | str, status: os.stat_result, trust: Trust, *, above: bool = False
+) -> tuple[list[str], list[str]]:
+    """Name the owner, if it is a stranger, and the strangers who may write."""
+    if trust.everyone:
+        return [], []
+    mode = status.st_mode
     owner = [] if _may_own(status.st_uid, trust) else [_user(status.st_uid)]
     writers = []
     if mode & _WRITTEN_BY_OTHERS and not (above and mode & stat.S_ISVTX):
         writers = _writers(path, status, trust)
-    if (owner or writers) and not trust.everyone:
-        who = " and ".join([*owner, *writers])
-        raise UntrustedError(
-            f"{path} ({_owner_and_mode(status)}): {who} can change what is in it; "
-            + _advice(path, owner, writers, "" if above else "-R ")
-        )
+    return owner, writers
 
 
 def _advice(path: Path | str, owner: list[str], writers: list[str], recursively: str) -> str:
@@ -194,10 +222,6 @@ def _advice(path: Path | str, owner: list[str], writers: list[str], recursively:
     if "everyone" not in writers:
         advice += f", or set JITKERN_CACHE_TRUST={','.join([*owner, *writers])} if you trust them"
     return advice
-
-
-def _owner_and_mode(status: os.stat_result) -> str:
-    return f"owner {_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
 
 
 def _writers(path: Path | str, status: os.stat_result, trust: Trust) -> list[str]:

@@ -12,7 +12,8 @@ from jitkern.env import settings
 from jitkern.errors import CacheError
 
 if TYPE_CHECKING:
-    from jitkern.cache.entry import EntryInfo
+    from jitkern.cache.bundle import Bundle
+    from jitkern.cache.entry import Entry, EntryInfo
     from jitkern.cache.store import Cache
 
 SUMMARY = "look at the cache of compiled kernels, empty it, carry it elsewhere"
@@ -22,22 +23,29 @@ jitkern cache list
 jitkern cache export kernels.jkb --arch 9.0
 jitkern cache import kernels.jkb
 """
+_CODE = "It is code, which runs wherever it is loaded: import only what you would install."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
-    def add(name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    def add(name: str, summary: str, example: str, more: str = "") -> argparse.ArgumentParser:
+        description = f"{summary[0].upper()}{summary[1:]}. {more}".rstrip()
         made: argparse.ArgumentParser = actions.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", example=example
+            name, help=summary, description=description, example=example
         )
         made.set_defaults(action=_ACTIONS[name])
         return made
 
     add("list", "list the entries", "jitkern cache list")
     add("info", "show where the caches are and how full", "jitkern cache info")
-    add("clear", "remove every entry", "jitkern cache clear")
+    clear = add(
+        "clear", "remove every entry; what jitkern has not written stays", "jitkern cache clear"
+    )
+    clear.add_argument(
+        "--dry-run", action="store_true", help="only list what would go, and what would stay"
+    )
     export = add(
         "export", "write entries into one file", "jitkern cache export kernels.jkb --arch 9.0"
     )
@@ -48,14 +56,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--arch", type=ui.archs, action="extend", metavar="A[,A]", help="only these archs"
     )
-    add(
-        "import", "publish the entries of a bundle", "jitkern cache import kernels.jkb"
-    ).add_argument("file", type=Path, metavar="FILE", help="a bundle")
-    add(
+    imported = add(
+        "import", "publish the entries of a bundle", "jitkern cache import kernels.jkb", _CODE
+    )
+    imported.add_argument("file", type=Path, metavar="FILE", help="a bundle")
+    imported.add_argument(
+        "--trust", action="store_true", help="import even what other users could have written"
+    )
+    verify = add(
         "verify", "check every checksum of a bundle or of the cache", "jitkern cache verify k.jkb"
-    ).add_argument(
+    )
+    verify.add_argument(
         "file", type=Path, metavar="FILE", nargs="?", help="a bundle; without it, the cache itself"
     )
+    for reader in (imported, verify):
+        reader.add_argument(
+            "--max-bytes",
+            type=ui.byte_count,
+            metavar="N",
+            help="unpacked bytes that a bundle may have, such as 4G; default 1G",
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,9 +140,16 @@ def _rights(cache: Cache) -> str:
     return "writable"
 
 
-def _clear(_: argparse.Namespace) -> int:
+def _clear(args: argparse.Namespace) -> int:
     cache = _user_cache()
-    ui.say(f"{_entries(cache.clear())} removed from {cache.root}")
+    cleared = cache.clear(dry_run=args.dry_run)
+    if args.dry_run:
+        for name in cleared.removed:
+            ui.say(name)
+    for name in cleared.left:
+        ui.say(f"left alone, for jitkern has not written it: {name}")
+    done = "would be removed" if args.dry_run else "removed"
+    ui.say(f"{_entries(len(cleared.removed))} {done} from {cache.root}")
     return 0
 
 
@@ -145,20 +172,45 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from jitkern.cache.bundle import import_bundle
+    from jitkern.cache.bundle import MAX_UNPACKED_BYTES, import_bundle
 
     _require_file(args.file)
     cache = _user_cache()
-    ui.say(f"{_entries(import_bundle(cache, args.file))} imported into {cache.root}")
+    count = import_bundle(
+        cache,
+        args.file,
+        trust=args.trust,
+        max_unpacked_bytes=args.max_bytes or MAX_UNPACKED_BYTES,
+        show=_show,
+    )
+    ui.say(f"{_entries(count)} imported into {cache.root}")
     return 0
 
 
+def _show(bundle: Bundle) -> None:
+    from jitkern.cache.trust import owner_and_mode
+
+    columns = ("op", "parameters", "arch", "built by", ">bytes")
+    ui.console().print(ui.table(columns, map(_brought, bundle.entries)))
+    entries = _entries(len(bundle.entries))
+    ui.say(f"{bundle.file}: {entries}, {owner_and_mode(bundle.status)}")
+
+
+def _brought(entry: Entry) -> tuple[str, ...]:
+    describe = entry.key.describe
+    args = ", ".join(describe.get("args", ()))
+    size_bytes = sum(map(len, entry.files.values()))
+    op, arch = describe.get("op", entry.key.name), describe.get("arch")
+    return (op, args or "-", arch or "-", entry.variant, f"{size_bytes:,}")
+
+
 def _verify(args: argparse.Namespace) -> int:
-    from jitkern.cache.bundle import read_bundle
+    from jitkern.cache.bundle import MAX_UNPACKED_BYTES, read_bundle
 
     if args.file is not None:
         _require_file(args.file)
-        ui.say(f"{args.file}: ok, {_entries(len(read_bundle(args.file)))}")
+        bundle = read_bundle(args.file, max_unpacked_bytes=args.max_bytes or MAX_UNPACKED_BYTES)
+        ui.say(f"{args.file}: ok, {_entries(len(bundle.entries))}")
         return 0
     cache = _user_cache()
     problems = cache.verify()

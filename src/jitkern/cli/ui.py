@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from jitkern.env import parse_bytes
 from jitkern.errors import CacheError
 from jitkern.files import make_folders
 
@@ -46,6 +47,14 @@ class Parser(argparse.ArgumentParser):
 def row_bytes(text: str) -> list[int]:
     """Parse ``656`` or ``256,656``: bytes of a row, as argparse's ``type``."""
     return [count(part, "bytes of a row, 1 or more") for part in names(text)]
+
+
+def byte_count(text: str) -> int:
+    """Parse ``4G``, as argparse's ``type``."""
+    found = parse_bytes(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected bytes such as 4294967296 or 4G")
+    return found
 
 
 def archs(text: str) -> list[Arch]:
@@ -87,7 +96,7 @@ def console(*, stderr: bool = False) -> Console:
 def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table; a column whose name starts with ``>`` is right-aligned.
 
-    Cells are taken literally: ``jitkern[cuda]`` is no markup here.
+    Cells are taken literally: ``jitkern[cuda]`` is no markup here, and no cell steers the terminal.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -98,7 +107,7 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
         right = name.startswith(">")
         made.add_column(name.removeprefix(">"), justify="right" if right else "left")
     for row in rows:
-        made.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        made.add_row(*(Text(_visible(cell), style=_STYLES.get(cell, "")) for cell in row))
     return made
 
 
@@ -127,8 +136,14 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
 
 
 def say(text: str) -> None:
-    """Write one line to standard output, literally."""
-    console().print(text, markup=False, soft_wrap=True)
+    """Write a line, or several, to standard output, literally."""
+    lines = "\n".join(map(_visible, text.split("\n")))
+    console().print(lines, markup=False, soft_wrap=True)
+
+
+def _visible(text: str) -> str:
+    """Spell out what does not print: a name may come from a bundle, and be an escape sequence."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def bytes_text(count: int) -> str:

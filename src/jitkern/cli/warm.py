@@ -54,7 +54,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="such as 9.0,10.0; default: JITKERN_ARCH, else the GPUs present",
     )
     parser.add_argument(
-        "--replay", type=Path, metavar="FILE", help="build what JITKERN_RECORD=FILE has written"
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="build what JITKERN_RECORD=FILE has written; it names sources and flags to compile: "
+        "replay only what you would run",
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="replay even what other users could have written",
+    )
+    parser.add_argument(
+        "--load",
+        action="store_true",
+        help="also load the libraries that are replayed, to see that they do; that runs their code",
     )
     parser.add_argument(
         "--out",
@@ -79,6 +93,9 @@ def run(args: argparse.Namespace) -> int:
     from jitkern.warming import default_threads, host_module_job, recorded_jobs, run_all
 
     start = time.perf_counter()
+    for option in ("trust", "load"):
+        if getattr(args, option) and args.replay is None:
+            raise ui.UsageError(f"warm: --{option}: expected along with --replay FILE")
     if not args.element_size and args.replay is None:
         raise ui.UsageError("warm: expected --element-size BYTES or --replay FILE")
     user_cache().place.check()
@@ -86,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         ui.require_writable(args.out, "give --out a directory of yours", mode=0o755)
 
-    recorded = _recorded(args.replay)
+    recorded = _recorded(args.replay, trust=args.trust)
     jobs = _op_jobs(args) if args.element_size else []
     outcomes = [host_module_job().run()]
     try:
-        replayed = recorded_jobs(recorded, args.arch or ())
+        replayed = recorded_jobs(recorded, args.arch or (), load=args.load)
     except ValueError as error:
         raise JitkernError(f"--replay: {error}; choose with --arch") from error
     # Libraries one after the other, since ninja keeps all cores busy with each.
@@ -153,13 +170,13 @@ def _archs(given: Sequence[Arch] | None) -> list[Arch]:
     return list(dict.fromkeys(archs))
 
 
-def _recorded(file: Path | None) -> list[Specialisation]:
+def _recorded(file: Path | None, *, trust: bool) -> list[Specialisation]:
     from jitkern.jit.record import replay
 
     if file is None:
         return []
     try:
-        return replay(file)
+        return replay(file, trust=trust)
     except ValueError as error:
         raise JitkernError(f"--replay: {error}") from error
 

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jitkern.files import sha256
+from jitkern.files import read_regular, sha256
 
 Manifest = dict[str, Any]
+
+_MAX_BYTES = 1 << 30
 
 
 def manifest(read: Iterable[Path], roots: Sequence[Path], toolchain: Sequence[Path]) -> Manifest:
@@ -45,7 +47,7 @@ def manifest(read: Iterable[Path], roots: Sequence[Path], toolchain: Sequence[Pa
         if any(_is_below(path, root) for root in resolved_roots)
         or not any(_is_below(path, folder) for folder in left_out)
     ]
-    files = {_name(path, resolved_roots): _content(path) for path in paths}
+    files = {_name(path, resolved_roots): sha256(Path(path).read_bytes()) for path in paths}
 
     # A quoted include looks beside the including file first, then along the include paths.
     folders = dict.fromkeys([*resolved_roots, *(os.path.dirname(path) for path in paths)])
@@ -100,4 +102,5 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _content(path: str) -> str:
-    return sha256(Path(path).read_bytes())
+    # A manifest may come from anywhere and name anything: what is no plain file does not hold.
+    return sha256(read_regular(path, _MAX_BYTES, follow=True))

@@ -20,6 +20,7 @@ from pathlib import Path
 from jitkern.compilers.find import find_ninja
 from jitkern.env import process_environment
 from jitkern.errors import CompileError, ToolchainError
+from jitkern.files import write_whole
 
 # Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The
 # parent may die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
@@ -102,7 +103,7 @@ def run_ninja(name: str, directory: Path, steps: Sequence[Step]) -> str:
     """
     ninja = find_ninja()
     text = ninja_text(steps)
-    (directory / "build.ninja").write_text(text, encoding="utf-8", errors="surrogateescape")
+    write_whole(directory / "build.ninja", text.encode("utf-8", "surrogateescape"))
     status, log = _run([*ninja.command, "-v"], directory)
     if status != 0:
         command = _failed_command(log) or shlex.join(ninja.command)

@@ -6,7 +6,6 @@ source line, or to read the resource report in the log.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from jitkern.arch import Arch
 from jitkern.compilers.find_cuda import find_nvcc
 from jitkern.compilers.ninja import Step, run_ninja
 from jitkern.compilers.nvrtc import Image
+from jitkern.compilers.scratch import scratch_folder
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
 from jitkern.errors import CompileError
 
@@ -46,8 +46,7 @@ def compile_with_nvcc(
     """
     check_options(options)
     nvcc = find_nvcc()
-    with tempfile.TemporaryDirectory(prefix="jitkern-nvcc-") as temporary:
-        root = Path(temporary)
+    with scratch_folder("nvcc") as root:
         unit = root / f"{Path(name).stem}.cu"
         written = {
             unit: source,

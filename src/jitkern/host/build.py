@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from jitkern.cache.get import BuildOutput
 from jitkern.compilers import cxx
 from jitkern.compilers.identity import toolchain_id
 from jitkern.compilers.load import platform_abi
+from jitkern.compilers.scratch import scratch_folder
 from jitkern.compilers.sources import include_dirs
 from jitkern.errors import CacheError, ToolchainError
 
@@ -26,11 +26,11 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
     import tvm_ffi
 
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
+    with scratch_folder("build") as folder:
         built = cxx.build(
             key.name,
             sources=sorted(csrc.rglob("*.cc")),
-            directory=Path(folder),
+            directory=folder,
             cflags=key.describe["cflags"],
             ldflags=ldflags,
             include_paths=include_dirs(csrc),

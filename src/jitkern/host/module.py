@@ -182,7 +182,9 @@ def _fits(built_against: str, installed: str) -> bool:
 def _release(version: str) -> tuple[int, ...]:
     """(0, 1, 15) of "0.1.15.post2"."""
     parts = version.split(".")[:3]
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+    # Of a meta that may come from anywhere: "²" is a digit, and no number.
+    plain = all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
+    return tuple(map(int, parts)) if plain else ()
 
 
 # -- wiring ----------------------------------------------------------------------------------------

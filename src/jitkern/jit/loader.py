@@ -153,11 +153,15 @@ def load_aot(
     --------
     >>> module = load_aot("radix", cpp_files=["radix.cc"])  # doctest: +SKIP
     """
-    return load_library(_specialisation("load_aot", args, locals())).loaded
+    module: Module = load_library(_specialisation("load_aot", args, locals())).loaded
+    return module
 
 
-def load_library(used: Specialisation) -> Lookup[Module]:
-    """Load a module with host functions, as load_jit or load_aot was asked to."""
+def load_library(used: Specialisation, *, load: bool = True) -> Lookup[Any]:
+    """Load a module with host functions, as load_jit or load_aot was asked to.
+
+    Without `load` it is only built and published.
+    """
     # Imported here, with the compilers of this route: kernels for a GPU need none of them.
     from jitkern.jit.native import NativeBuild, load_native
 
@@ -178,7 +182,8 @@ def load_library(used: Specialisation) -> Lookup[Module]:
         ldflags=tuple(options.get("extra_ldflags", ())),
         include_dirs=tuple(map(Path, options.get("extra_include_paths", ()))),
     )
-    return load_native(build, None if directory is None else Path(directory), used)
+    build_directory = None if directory is None else Path(directory)
+    return load_native(build, build_directory, used, load=load)
 
 
 def load_device(used: Specialisation) -> DeviceModule:

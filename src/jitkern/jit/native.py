@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from jitkern.cache.lock import build_lock
 from jitkern.compilers import cxx, depends
 from jitkern.compilers.identity import program_stats, toolchain_directories, toolchain_id
 from jitkern.compilers.load import load_library, platform_abi
+from jitkern.compilers.scratch import scratch_folder
 from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
 from jitkern.env import settings
 from jitkern.files import digest, sha256, slug, write_whole
@@ -83,14 +83,17 @@ class NativeBuild:
 
 
 def load_native(
-    build: NativeBuild, build_directory: Path | None, used: Specialisation
-) -> Lookup[Module]:
-    """Load the library of `build`, from the cache or newly built; see jitkern.load_jit."""
+    build: NativeBuild, build_directory: Path | None, used: Specialisation, *, load: bool = True
+) -> Lookup[Any]:
+    """Load the library of `build`, from the cache or newly built; see jitkern.load_jit.
+
+    Without `load` it is only built and published: none of its code runs.
+    """
     if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
         raise ValueError(f"{used.function}: cpp_files, cuda_files: both empty")
     build = _without_include_flags(build)
     arch = target_arch() if build.cuda else None
-    found = get_or_build(_Library(build, arch, build_directory))
+    found = get_or_build(_Library(build, arch, build_directory, load))
     if build_directory is not None:
         _put(build_directory / found.entry.artefact_name, found.entry.data)
     file = settings().record
@@ -99,16 +102,21 @@ def load_native(
     return found
 
 
-class _Library(Buildable["Module"]):
+class _Library(Buildable["Module | None"]):
     """The library of one build for one arch."""
 
-    def __init__(self, build: NativeBuild, arch: Arch | None, build_directory: Path | None) -> None:
+    def __init__(
+        self, build: NativeBuild, arch: Arch | None, build_directory: Path | None, load: bool
+    ) -> None:
         self.key = _key(build, arch)
         self._build = build
         self._arch = arch
         self._build_directory = build_directory
+        self._load = load
 
-    def load(self, entry: Entry) -> Module:
+    def load(self, entry: Entry) -> Module | None:
+        if not self._load:
+            return None
         return load_library(self._build.name, entry.data, entry.artefact, cuda=self._build.cuda)
 
     def hint(self) -> str:
@@ -148,10 +156,10 @@ class _Library(Buildable["Module"]):
 
     def build(self) -> BuildOutput:
         if self._build_directory is None:
-            with tempfile.TemporaryDirectory(prefix="jitkern-build-") as folder:
-                return self._build_in(Path(folder))
+            with scratch_folder("build") as folder:
+                return self._build_in(folder)
         self._build_directory.mkdir(parents=True, exist_ok=True)
-        lock = self._build_directory / "jitkern.lock"
+        lock = self._build_directory.resolve() / "jitkern.lock"
         with build_lock(lock, timeout_s=settings().lock_timeout_s, done=lambda: False):
             return self._build_in(self._build_directory)
 
@@ -239,7 +247,7 @@ def _translation_units(build: NativeBuild, folder: Path) -> list[Path]:
             for export, expression in wrappers
         ]
         unit = folder / name
-        unit.write_text("\n".join(lines) + "\n")
+        write_whole(unit, ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape"))
         units.append(unit)
     return units
 

@@ -1,0 +1,225 @@
+"""The parsers of foreign input, fuzzed: each outcome is a sound value or one clear error.
+
+``--hypothesis-profile thorough`` looks for more than the 200 examples of each.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from entries import VARIANT, key, make, publish, sealed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jitkern.cache.bundle import export_bundle, read_bundle
+from jitkern.cache.entry import Entry
+from jitkern.cache.lock import FailureRecord, Holder, read_holder
+from jitkern.cache.schema import META_NAME, parse_meta
+from jitkern.cache.store import Cache
+from jitkern.errors import CacheError, CompileError
+from jitkern.files import sha256
+from jitkern.jit.record import replay
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
+ANYTHING = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+META: dict[str, Any] = {
+    "schema": 1,
+    "route": "device",
+    "name": key().name,
+    "family": key().digest,
+    "toolchain": VARIANT,
+    "describe": {"op": "store", "args": ["656"], "arch": "9.0"},
+    "artefact": "kernel.cubin",
+    "files": {"kernel.cubin": {"bytes": 1, "sha256": sha256(b"x")}},
+    "build_ms": 12.5,
+}
+LINE: dict[str, Any] = {
+    "function": "load_jit",
+    "args": ["tiny", "4"],
+    "options": {"device_files": ["tiny.cu"], "device_wrappers": [["tiny", "Tiny<4>"]]},
+    "arch": "9.0",
+}
+HOLDER = {"pid": 1, "host": "machine", "since_unix_s": 1.5e9}
+FAILURE = {"inputs": "", "message": "m", "command": "c", "log": "l", "source": None}
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """`value` with a part of it replaced, missing or more, somewhere."""
+    if isinstance(value, dict) and value and draw(st.integers(0, 3)):
+        name = draw(st.sampled_from(sorted(value)))
+        what = draw(st.sampled_from(["inside", "gone", "more", "renamed"]))
+        rest = {other: part for other, part in value.items() if other != name}
+        if what == "gone":
+            return rest
+        if what == "more":
+            return {**value, draw(TEXTS): draw(ANYTHING)}
+        if what == "renamed":
+            return {**rest, draw(TEXTS): value[name]}
+        return {**rest, name: draw(changed(value[name]))}
+    if isinstance(value, list) and value and draw(st.booleans()):
+        return [*value[:-1], draw(changed(value[-1]))]
+    return draw(ANYTHING)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, data: bytes) -> bytes:
+    """`data` with some bytes changed, and cut short or with a part of it twice."""
+    raw = bytearray(data)
+    for _ in range(draw(st.integers(0, 4))):
+        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+    at = draw(st.integers(0, len(raw)))
+    return bytes(draw(st.sampled_from([raw, raw[:at], raw[at:], raw + raw[:at]])))
+
+
+def texts(value: dict[str, Any]) -> st.SearchStrategy[bytes]:
+    """Texts of JSON that are nearly `value`."""
+    whole = changed(value).map(lambda one: json.dumps(one).encode())
+    return whole | damaged(json.dumps(value).encode()) | st.binary(max_size=100)
+
+
+def check_error(error: Exception, where: object) -> None:
+    message = str(error)
+    assert message.startswith(str(where))
+    assert message.isprintable()
+    assert len(message) < 1000
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)  # 45 of the 50 ms that a publication takes
+        yield tmp_path_factory.mktemp("fuzz")
+
+
+@given(changed(META).map(lambda one: sealed(one) if isinstance(one, dict) else b"5") | texts(META))
+def test_metas(raw: bytes) -> None:
+    try:
+        meta = parse_meta(raw, "where")
+    except CacheError as error:
+        check_error(error, "where: ")
+        return
+    entry = Entry(None, dict.fromkeys(meta["files"], b""), meta)
+    assert entry.key.directory.endswith(f"-{meta['family']}")
+    assert "/" not in entry.key.directory + entry.variant + entry.artefact_name
+    assert parse_meta(sealed(meta), "again") == meta
+
+
+@given(changed(META).map(lambda one: sealed(one) if isinstance(one, dict) else b"5") | texts(META))
+def test_entries(place: Path, raw: bytes) -> None:
+    """Whatever lies in the place of a meta: listed or not, named or not, and always replaced."""
+    cache = Cache(place / "cache")
+    path = cache.root / "v1" / key().directory / VARIANT
+    make(path)
+    (path / META_NAME).write_bytes(raw)
+    (path / "kernel.cubin").write_bytes(b"x")
+    listed = cache.entries()
+    problems = cache.verify()
+    found = cache.lookup(key())
+    assert (found is None) == bool(problems)
+    assert all(isinstance(info.args, str) and info.bytes >= 0 for info in listed)
+    publish(cache)
+    assert cache.verify() == []
+    assert cache.prune(0) == 1
+
+
+@pytest.fixture(scope="module")
+def bundle(place: Path) -> bytes:
+    cache = Cache(place / "bundled")
+    publish(cache, data=b"x" * 600)
+    publish(cache, "a_name_that_needs_a_header_of_its_own" * 2, data=b"y", variant="v" * 60)
+    export_bundle(cache, place / "good.jkb")
+    return (place / "good.jkb").read_bytes()
+
+
+@given(st.data())
+def test_bundles(place: Path, bundle: bytes, data: st.DataObject) -> None:
+    tar = gzip.decompress(bundle)
+    what = data.draw(st.sampled_from(["packed", "unpacked", "headers"]))
+    if what == "packed":
+        raw = data.draw(damaged(bundle))
+    elif what == "unpacked":
+        raw = gzip.compress(data.draw(damaged(tar)), 1)
+    else:
+        raw = gzip.compress(data.draw(headers_changed(tar)), 1)
+    file = place / "x.jkb"
+    file.write_bytes(raw)
+    try:
+        read = read_bundle(file, max_unpacked_bytes=1 << 20)
+    except CacheError as error:
+        check_error(error, file)
+        return
+    for entry in read.entries:
+        assert entry.key.directory.endswith(entry.key.digest)
+        assert sha256(entry.data) == entry.meta["files"][entry.artefact_name]["sha256"]
+
+
+@st.composite
+def headers_changed(draw: st.DrawFn, tar: bytes) -> bytes:
+    """A tar whose headers say something else and have the checksums that belong to it."""
+    raw = bytearray(tar)
+    headers = [at for at in range(0, len(raw), 512) if raw[at + 257 : at + 262] == b"ustar"]
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.sampled_from(headers))
+        start, size = draw(st.sampled_from([(0, 100), (124, 12), (156, 1), (157, 100), (345, 155)]))
+        if size == 1:
+            field = draw(st.sampled_from([bytes([kind]) for kind in b"01234567LKSxgXNDMV\0"]))
+        else:
+            field = draw(st.binary(max_size=size) | st.sampled_from(SIZES)).ljust(size, b"\0")
+        raw[at + start : at + start + size] = field[:size]
+        raw[at + 148 : at + 156] = b" " * 8
+        raw[at + 148 : at + 156] = b"%06o\0 " % sum(raw[at : at + 512])
+    return bytes(raw)
+
+
+SIZES = [
+    b"00000000000\0",
+    b"77777777777\0",
+    b"-0000000001\0",
+    b"\x80" + (1 << 60).to_bytes(11, "big"),
+    b"\xff" * 12,
+    b"\xff" * 10 + b"\xfe\x00",
+]
+
+
+@given(st.lists(texts(LINE), max_size=4))
+def test_recordings(place: Path, lines: list[bytes]) -> None:
+    file = place / "used.jsonl"
+    file.write_bytes(b"\n".join(lines))
+    file.chmod(0o644)
+    try:
+        found = replay(file)
+    except ValueError as error:
+        check_error(error, file)
+        return
+    for used in found:
+        assert used.args
+        assert str(used).startswith(used.args[0])
+
+
+@given(texts(HOLDER))
+def test_holders(place: Path, raw: bytes) -> None:
+    (place / "x.lock.holder").write_bytes(raw)
+    holder = read_holder(place / "x.lock")
+    assert holder is None or isinstance(holder, Holder)
+    assert str(holder).isprintable()
+
+
+@given(texts({**FAILURE, "at_unix_s": 1.5e9}))
+def test_failures(place: Path, raw: bytes) -> None:
+    record = FailureRecord(place / "x.json")
+    record.path.write_bytes(raw.replace(b"1500000000.0", str(time.time()).encode()))
+    known = record.recent("", time.time())
+    assert known is None or (isinstance(known, CompileError) and str(known))

@@ -1,0 +1,251 @@
+"""Files that jitkern writes under names that somebody has planted a link, a FIFO or a file at."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from entries import key, publish
+from needs import needs_cxx
+from strangers import MALLORY, as_user, needs_root
+
+from jitkern import files
+from jitkern.cache.bundle import export_bundle
+from jitkern.cache.lock import FailureRecord, build_lock, read_holder
+from jitkern.cache.store import Cache
+from jitkern.errors import CacheError, CompileError
+from jitkern.files import write_whole
+from jitkern.jit.loader import load_jit
+from jitkern.jit.record import Specialisation, record, replay
+
+USED = Specialisation("load_jit", ("tiny", "4"), {"device_files": ["tiny.cu"]}, "9.0")
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    file = tmp_path / "victim"
+    file.write_text("months of work")
+    return file
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+def never() -> bool:
+    return False
+
+
+# -- locks and failures ----------------------------------------------------------------------------
+
+
+def test_the_holder_is_not_written_through_a_link(tmp_path: Path, victim: Path) -> None:
+    lock = tmp_path / "x.lock"
+    (tmp_path / "x.lock.holder").symlink_to(victim)
+    with build_lock(lock, timeout_s=1, done=never) as wait:
+        assert wait.held
+        holder = read_holder(lock)
+        assert holder is not None
+        assert holder.pid == os.getpid()
+    assert victim.read_text() == "months of work"
+    assert not os.path.lexists(tmp_path / "x.lock.holder")
+
+
+def test_a_link_in_the_place_of_the_lock_is_no_lock(tmp_path: Path, victim: Path) -> None:
+    """filelock opens with O_NOFOLLOW: the caller builds privately, as where none can be made."""
+    (tmp_path / "x.lock").symlink_to(victim)
+    with build_lock(tmp_path / "x.lock", timeout_s=1, done=never) as wait:
+        assert not wait.held
+    assert victim.read_text() == "months of work"
+
+
+def test_a_fifo_in_the_place_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.lock")
+    with build_lock(tmp_path / "x.lock", timeout_s=5, done=never):
+        pass
+
+
+def test_links_in_the_place_of_the_directories_lead_nowhere(cache: Cache, tmp_path: Path) -> None:
+    publish(cache)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / f"{key().directory}.json").write_text("months of work")
+    for name in (".locks", ".failed"):
+        (cache.root / "v1" / name).symlink_to(elsewhere)
+    with cache.lock(key(), timeout_s=1) as wait:
+        assert not wait.held
+    failure = cache.failure(key())
+    failure.write(CompileError("no", command="", log=""), "digest")
+    failure.forget()
+    assert os.listdir(elsewhere) == [f"{key().directory}.json"]
+    assert (elsewhere / f"{key().directory}.json").read_text() == "months of work"
+
+
+def test_a_failure_replaces_a_link(tmp_path: Path, victim: Path) -> None:
+    failure = FailureRecord(tmp_path / "failed" / "x.json")
+    failure.path.parent.mkdir()
+    failure.path.symlink_to(victim)
+    failure.write(CompileError("no", command="", log=""), "digest")
+    assert victim.read_text() == "months of work"
+    assert not failure.path.is_symlink()
+
+
+# -- whole files -----------------------------------------------------------------------------------
+
+
+def test_private_names_cannot_be_guessed() -> None:
+    names = {files.private_name() for _ in range(100)}
+    assert len({name[-16:] for name in names}) == 100
+    assert {name[:-17] for name in names} == {f"{os.uname().nodename}.{os.getpid()}"}
+
+
+def test_a_bundle_replaces_a_link(cache: Cache, tmp_path: Path, victim: Path) -> None:
+    publish(cache)
+    (tmp_path / "k.jkb").symlink_to(victim)
+    export_bundle(cache, tmp_path / "k.jkb")
+    assert victim.read_text() == "months of work"
+    assert not (tmp_path / "k.jkb").is_symlink()
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, os.link], ids=["link", "hard link"])
+def test_a_name_that_was_guessed_is_not_written_through(
+    cache: Cache,
+    tmp_path: Path,
+    victim: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[Path, Path], None],
+) -> None:
+    publish(cache)
+    monkeypatch.setattr(files, "private_name", lambda: "guessed")
+    planted = tmp_path / ".k.jkb.guessed"
+    plant(*((planted, victim) if plant is Path.symlink_to else (victim, planted)))
+    with pytest.raises(CacheError, match=r"k\.jkb: cannot write the bundle: File exists"):
+        export_bundle(cache, tmp_path / "k.jkb")
+    assert victim.read_text() == "months of work"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "plain", b"x")
+        write_whole(tmp_path / "open", b"x", mode=0o644)
+        write_whole(tmp_path / "closed", b"x", mode=0o600)
+        record(USED, tmp_path / "used.jsonl")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {
+        "plain": 0o644 & ~umask,
+        "used.jsonl": 0o644 & ~umask,
+        "open": 0o644,
+        "closed": 0o600,
+    }
+
+
+@needs_cxx
+def test_a_build_directory_with_planted_links(folder: Path, tmp_path: Path, victim: Path) -> None:
+    directory = tmp_path / "build"
+    directory.mkdir()
+    for name in ("build.ninja", "main.cc", "jitkern.lock.holder", "scale_4.so"):
+        (directory / name).symlink_to(victim)
+    module = load_jit(
+        "scale",
+        "4",
+        cpp_files=["scale.cc"],
+        cpp_wrappers=[("scale", "scale<4>")],
+        build_directory=directory,
+    )
+    assert module.scale(10) == 40
+    assert victim.read_text() == "months of work"
+
+
+# -- JITKERN_RECORD --------------------------------------------------------------------------------
+
+
+def recorded(file: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """What is said aloud when `USED` is recorded into `file`."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="jitkern"):
+        record(USED, file)
+    return "\n".join(line.getMessage() for line in caplog.records)
+
+
+def test_a_record_is_not_written_through_a_link(
+    tmp_path: Path, victim: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "used.jsonl"
+    file.symlink_to(victim)
+    assert recorded(file, caplog) == (
+        f"jitkern: JITKERN_RECORD: cannot write {file}: a symbolic link, which is not followed here"
+    )
+    assert victim.read_text() == "months of work"
+
+
+def test_a_record_is_not_written_into_a_file_of_two_names(
+    tmp_path: Path, victim: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "used.jsonl"
+    os.link(victim, file)
+    assert recorded(file, caplog).endswith("used.jsonl: a file of 2 names, expected one")
+    assert victim.read_text() == "months of work"
+
+
+@pytest.mark.parametrize("reader", [False, True])
+def test_a_record_is_not_written_into_a_fifo(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reader: bool
+) -> None:
+    file = tmp_path / "used.jsonl"
+    os.mkfifo(file)
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK) if reader else -1
+    said = recorded(file, caplog)
+    assert said.endswith("not a regular file" if reader else "No such device or address")
+    if reader:
+        assert os.read(descriptor, 1) == b""
+        os.close(descriptor)
+
+
+@needs_root
+def test_a_record_is_not_written_into_somebody_elses_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "used.jsonl"
+    file.touch()
+    os.chown(file, MALLORY, MALLORY)
+    assert recorded(file, caplog).endswith(f"used.jsonl: belongs to uid {MALLORY}")
+    assert file.read_bytes() == b""
+
+
+@needs_root
+def test_a_user_may_record_into_a_file_that_root_has_made(
+    open_place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = open_place / "used.jsonl"
+    file.touch()
+    file.chmod(0o666)
+    open_place.chmod(0o755)  # in a directory like /tmp the kernel itself would refuse
+    as_user(MALLORY, lambda: record(USED, file))
+    assert [str(used) for used in replay(file, trust=True)] == ["tiny<4> for 9.0"]
+
+
+def test_a_record_of_no_text_is_no_obstacle(tmp_path: Path) -> None:
+    file = tmp_path / "used.jsonl"
+    file.write_bytes(b"\xff\xfe\n")
+    record(USED, file)
+    assert file.read_bytes() == b"\xff\xfe\n" + USED.to_json().encode() + b"\n"
+
+
+def test_many_threads_write_one_line_each(tmp_path: Path) -> None:
+    file = tmp_path / "used.jsonl"
+    used = [Specialisation("load_jit", ("tiny", str(n)), {}, "9.0") for n in range(50)]
+    threads = [threading.Thread(target=record, args=(one, file)) for one in used]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {str(one) for one in replay(file)} == {str(one) for one in used}
