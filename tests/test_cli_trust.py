@@ -107,7 +107,7 @@ def test_import_refuses_the_file_of_somebody_else(
     os.chown(bundle, MALLORY, MALLORY)
     status, out, err = run(capsys, "cache", "import", bundle)
     assert status == 1
-    assert f"2 entries, owner uid {MALLORY}, mode 0644" in out  # it is shown all the same
+    assert f"2 entries, owner {MALLORY}, mode 0644" in out  # it is shown all the same
     assert err == (
         f"jitkern: error: {bundle}: it belongs to {MALLORY}; if you trust them, "
         f"import it with: jitkern cache import --trust {bundle}\n"

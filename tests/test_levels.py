@@ -62,7 +62,7 @@ SHOWN = {
     "cache": """
         Buildable BuildOutput Bundle Cache Entry EntryInfo Key Lookup MAX_UNPACKED_BYTES build_lock
         caches copy_entries export_bundle freeze get_or_build import_bundle is_frozen read_bundle
-        search stats user_cache
+        owner_and_mode search stats user_cache written_by_others
     """,
     "compilers": """
         CSRC INCLUDE_DIRS Image Nvrtc Tool cxx depends find_cxx find_ninja find_nvcc find_nvrtc

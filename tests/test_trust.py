@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from entries import key, publish
 from owned import ENTRY, EVERYONE, ME, OTHER, PLACE, found, group_of, needs_root, part
-from test_cache import key, publish
 
 from jitkern.cache import trust
 from jitkern.cache.store import Cache

@@ -207,6 +207,8 @@ class Cache:
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Wait]:
         """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
+        with suppress(OSError, CacheError):  # read-only or full, say: it is built without the lock
+            self.place.make(cleanup.LOCKS)
         path = self._beside(cleanup.LOCKS) / f"{key.directory}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done)
 
@@ -216,12 +218,10 @@ class Cache:
 
     def _beside(self, name: str) -> Path:
         """Directory `name` beside the entries; nowhere, if others could write to it."""
-        with suppress(OSError):  # read-only or full: neither locks nor failures then
-            try:
-                return self.place.make(name)
-            except UntrustedError:
-                return Path(os.devnull)
-        return self._base / name
+        try:
+            return self.place.folder(name)
+        except (OSError, UntrustedError):
+            return Path(os.devnull)
 
     def publish(
         self,

@@ -13,6 +13,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -111,10 +112,21 @@ class Place:
             It cannot be made.
         """
         self.check()  # nothing is made below a directory that is not ours
-        folder = self.base / name
-        make_folders(folder, self.mode)
+        make_folders(self.base / name, self.mode)
+        return self.folder(name)
+
+    def folder(self, name: str) -> Path:
+        """Return directory `name` of the place, whether it is there or not.
+
+        Raises
+        ------
+        UntrustedError
+            It is there, and others can write to it.
+        """
         self.check()
-        require_trusted(folder, os.lstat(folder), self.trust)
+        folder = self.base / name
+        with suppress(FileNotFoundError):
+            require_trusted(folder, os.lstat(folder), self.trust)
         return folder
 
     @property
