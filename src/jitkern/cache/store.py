@@ -42,7 +42,7 @@ from jitkern.cache.size import evict
 from jitkern.cache.trust import Place, UntrustedError
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
-from jitkern.files import flush_directory, private_name, write_whole
+from jitkern.files import flush_directory, private_name, set_mode, write_whole
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ class Cache:
         with self._writing():
             self.place.make(".staging")
             path = self._new_staging()
-            path.chmod(self.place.mode)
+            set_mode(path, self.place.mode)
         try:
             with self._writing():
                 write_entry(path, files, meta, self.place.file_mode)
