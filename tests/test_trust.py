@@ -61,14 +61,18 @@ def test_a_groups_own_cache_stays_the_groups(
 ) -> None:
     root = tmp_path / "cache"
     root.mkdir()
+    if os.geteuid() == 0:
+        os.chown(root, -1, OTHER)  # not the group that files get elsewhere
     root.chmod(0o2770)
     whom = Trust(groups=frozenset({root.stat().st_gid}))
     publish(Cache(root, trust=whom))
-    folders = {oct(stat.S_IMODE(part(root, name).stat().st_mode)) for name in ("base", "key")}
+    folders = {
+        oct(stat.S_IMODE(part(root, name).stat().st_mode)) for name in ("base", "key", "entry")
+    }
     assert folders == {"0o2770"}
     assert stat.S_IMODE(part(root, "meta").stat().st_mode) == 0o640
     assert found(root, whom)
-    assert stat.S_IMODE(part(root, "entry").stat().st_mode) == 0o770
+    assert {path.stat().st_gid for path in root.rglob("*")} == {root.stat().st_gid}
     with pytest.raises(UntrustedError):
         found(root)
 
@@ -324,5 +328,9 @@ def test_above_the_home_directory_nothing_is_asked(tmp_path: Path, no_private_gr
 def test_somebody_elses_directory_above(cache_root: Path) -> None:
     os.chown(cache_root.parent, OTHER, OTHER)
     cache_root.parent.chmod(0o1755)
-    with pytest.raises(UntrustedError, match=f"{OTHER} can change what is in it; chown {ME} "):
+    with pytest.raises(UntrustedError) as caught:
         found(cache_root)
+    assert str(caught.value) == (
+        f"{cache_root.parent} (owner {OTHER}, mode 1755): {OTHER} can change what is in it; "
+        f"put the cache elsewhere, or set JITKERN_CACHE_TRUST={OTHER} if you trust them"
+    )

@@ -180,8 +180,12 @@ def make_folders(path: Path, mode: int = 0o700) -> None:
         make_folders(path, mode)
     else:
         if mode != 0o700:
-            setgid = path.stat().st_mode & stat.S_ISGID  # handed down from the directory above
-            path.chmod(mode | setgid)
+            set_mode(path, mode)
+
+
+def set_mode(folder: Path, mode: int) -> None:
+    """Give a new directory its mode, but for the setgid bit that the one above hands down."""
+    folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))
 
 
 def open_itself(name: str | Path, flags: int = 0, *, dir_fd: int | None = None) -> int:

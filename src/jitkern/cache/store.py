@@ -43,7 +43,7 @@ from jitkern.cache.size import Fill, evict
 from jitkern.cache.trust import Place, UntrustedError
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
-from jitkern.files import flush_directory, private_name
+from jitkern.files import flush_directory, private_name, set_mode
 
 T = TypeVar("T")
 
@@ -301,7 +301,7 @@ class Cache:
         # Not through a link in the place of the folder.
         with self._opened() as base, cleanup.opened(cleanup.STAGING, base) as staging:
             os.mkdir(path.name, 0o700, dir_fd=staging)
-        path.chmod(self.place.mode)
+        set_mode(path, self.place.mode)
         return path
 
     def _move_into_place(self, staged: Path, target: Path) -> None:

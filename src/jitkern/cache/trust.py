@@ -185,7 +185,7 @@ def require_trusted(
         who = " and ".join([*owner, *writers])
         raise UntrustedError(
             f"{path} ({owner_and_mode(status)}): {who} can change what is in it; "
-            + _advice(path, owner, writers, "" if above else "-R ")
+            + _advice(path, owner, writers, above)
         )
 
 
@@ -220,17 +220,15 @@ def _others(
     return owner, writers
 
 
-def _advice(path: Path | str, owner: list[str], writers: list[str], recursively: str) -> str:
+def _advice(path: Path | str, owner: list[str], writers: list[str], above: bool) -> str:
     from shlex import quote
 
-    commands = []
-    if owner:
-        commands.append(f"chown {recursively}{_user(os.geteuid())} {quote(str(path))}")
-    if writers:
-        commands.append(f"chmod {recursively}go-w {quote(str(path))}")
-    advice = " && ".join(commands)
-    if recursively:
-        advice += " if all in it is yours"
+    if above:
+        advice = "put the cache elsewhere" if owner else f"chmod go-w {quote(str(path))}"
+    else:
+        commands = [f"chown -R {_user(os.geteuid())} {quote(str(path))}"] if owner else []
+        commands += [f"chmod -R go-w {quote(str(path))}"] if writers else []
+        advice = f"{' && '.join(commands)} if all in it is yours"
     if "everyone" not in writers:
         advice += f", or set JITKERN_CACHE_TRUST={','.join([*owner, *writers])} if you trust them"
     return advice
