@@ -24,7 +24,7 @@ from jitkern.cache.lock import FailureRecord, Holder, read_holder
 from jitkern.cache.schema import META_NAME, parse_meta
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
-from jitkern.files import sha256
+from jitkern.files import sha256, write_whole
 from jitkern.jit.record import replay
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -123,8 +123,8 @@ def test_entries(place: Path, raw: bytes) -> None:
     cache = Cache(place / "cache")
     path = cache.root / "v1" / key().directory / VARIANT
     make(path)
-    (path / META_NAME).write_bytes(raw)
-    (path / "kernel.cubin").write_bytes(b"x")
+    for name, data in ((META_NAME, raw), ("kernel.cubin", b"x")):
+        write_whole(path / name, data)
     listed = cache.entries()
     problems = cache.verify()
     found = cache.lookup(key())
