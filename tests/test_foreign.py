@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
-import tarfile
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from entries import VARIANT, change, key, publish, sealed
-from owned import group_of
-from strangers import MALLORY, needs_root
+from entries import BAD_METAS, FILE, VARIANT, change, key, nested, publish, sealed
 
-from jitkern.cache.bundle import export_bundle, import_bundle, read_bundle
+from jitkern.cache.bundle import export_bundle, read_bundle
 from jitkern.cache.cleanup import Cleared
 from jitkern.cache.lock import FailureRecord, read_holder
 from jitkern.cache.schema import META_MAX_BYTES, META_NAME, parse_meta
@@ -34,50 +30,6 @@ def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "cache", max_bytes=1 << 20)
 
 
-def nested(levels: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-FILE = {"bytes": 1, "sha256": sha256(b"x")}
-A_NAME = "expected a plain name"
-FILES = "expected an object: for each plain name its bytes and sha256"
-DESCRIBE = "expected an object: op and arch strings, args a list of strings"
-
-# Each of these had a right checksum and was imported; then list, info, export, verify and warm
-# ended in a TypeError for ever.
-BAD_METAS: list[tuple[dict[str, Any], str]] = [
-    ({"describe": {"args": 5}}, f"describe: {{'args': 5}}, {DESCRIBE}"),
-    ({"describe": {"args": [5]}}, f"describe: {{'args': [5]}}, {DESCRIBE}"),
-    ({"describe": {"args": "656"}}, f"describe: {{'args': '656'}}, {DESCRIBE}"),
-    ({"describe": {"op": ["x"]}}, f"describe: {{'op': ['x']}}, {DESCRIBE}"),
-    ({"describe": {"arch": 9.0}}, f"describe: {{'arch': 9.0}}, {DESCRIBE}"),
-    ({"describe": "x"}, f"describe: 'x', {DESCRIBE}"),
-    ({"describe": []}, f"describe: [], {DESCRIBE}"),
-    ({"describe": None}, f"describe: None, {DESCRIBE}"),
-    ({"route": 5}, f"route: 5, {A_NAME}"),
-    ({"route": "../x"}, f"route: '../x', {A_NAME}"),
-    ({"name": ["x"]}, "name: ['x'], expected a string"),
-    ({"family": 5}, "family: 5, expected 20 hex digits"),
-    ({"family": "../../etc"}, "family: '../../etc', expected 20 hex digits"),
-    ({"family": f"{'0' * 20}\n"}, f"family: '{'0' * 20}\\n', expected 20 hex digits"),
-    ({"toolchain": {}}, f"toolchain: {{}}, {A_NAME}"),
-    ({"toolchain": ".."}, f"toolchain: '..', {A_NAME}"),
-    ({"artefact": 5}, f"artefact: 5, {A_NAME}"),
-    ({"artefact": "other"}, "artefact: 'other', expected one of files"),
-    ({"schema": True}, "schema: True, expected 1"),
-    ({"schema": 1.0}, "schema: 1.0, expected 1"),
-    ({"schema": 2}, "schema: 2, expected 1"),
-    ({"files": []}, f"files: [], {FILES}"),
-    ({"files": {}}, f"files: {{}}, {FILES}"),
-    ({"files": {"a": 5}}, f"files: {{'a': 5}}, {FILES}"),
-    ({"build_ms": "1"}, "build_ms: '1', expected a number, 0 or more"),
-    ({"built_unix_s": True}, "built_unix_s: True, expected seconds since 1970"),
-    ({"built_unix_s": 1e300}, "built_unix_s: 1e+300, expected seconds since 1970"),
-    ({"note": nested(50)}, "not JSON: nested deeper than 32 levels"),
-]
 BAD_FILES: list[dict[str, Any]] = [
     {"../kernel.cubin": FILE},
     {META_NAME: FILE},
@@ -142,6 +94,17 @@ def test_texts_that_are_no_meta(cache: Cache, raw: bytes, says: str) -> None:
     assert cache.entries() == []
     (problem,) = cache.verify()
     assert says in problem
+
+
+@pytest.mark.parametrize("key_name, variant", [("index_656", VARIANT), ("store_656", "nvrtc-1.0")])
+def test_an_entry_in_the_place_of_another(cache: Cache, key_name: str, variant: str) -> None:
+    path = publish(cache)
+    other = cache.root / "v1" / key(key_name).directory / variant
+    shutil.copytree(path, other, dirs_exist_ok=True)
+    assert cache.lookup(key(key_name), variant) is None
+    assert cache.verify() == [
+        f"{other / META_NAME}: its meta is that of {path.parent.name}/{path.name}"
+    ]
 
 
 def test_a_meta_that_is_too_large(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,190 +249,6 @@ def test_a_failure_of_the_future_is_stale(tmp_path: Path) -> None:
     for ahead_s, is_fresh in ((0, True), (5, True), (60, False), (86_400, False), (-60, False)):
         record.path.write_text(json.dumps({**failure, "at_unix_s": time.time() + ahead_s}))
         assert (record.recent("", time.time()) is not None) == is_fresh
-
-
-# -- bundles ---------------------------------------------------------------------------------------
-
-
-def packed(members: list[tuple[tarfile.TarInfo, bytes]]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for info, data in members:
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return gzip.compress(buffer.getvalue())
-
-
-@pytest.mark.parametrize(("changes", "says"), BAD_METAS)
-def test_a_bundle_with_a_meta_that_only_its_checksum_vouches_for(
-    cache: Cache, tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
-    path = publish(cache)
-    change(path, **changes)
-    folder = f"{key().directory}/{VARIANT}"
-    members = [
-        (tarfile.TarInfo(f"{folder}/{name}"), (path / name).read_bytes())
-        for name in (META_NAME, "kernel.cubin")
-    ]
-    file = tmp_path / "k.jkb"
-    file.write_bytes(packed(members))
-    file.chmod(0o644)
-    other = Cache(tmp_path / "other")
-    with pytest.raises(CacheError) as error:
-        import_bundle(other, file)
-    assert str(error.value) == f"{file}: {folder}: {says}"
-    assert not other.root.exists()
-
-
-def test_a_bundle_that_unpacks_to_more_than_it_should(cache: Cache, tmp_path: Path) -> None:
-    file = tmp_path / "k.jkb"
-    file.write_bytes(gzip.compress(bytes(64 << 20)))
-    assert file.stat().st_size < 100_000
-    with pytest.raises(CacheError) as error:
-        read_bundle(file, max_unpacked_bytes=1 << 20)
-    assert str(error.value) == (
-        f"{file}: unpacks to more than 1048576 bytes (max_unpacked_bytes); if that is right, "
-        f"import it with: jitkern cache import --max-bytes 4G {file}"
-    )
-    publish(cache)
-    export_bundle(cache, file)
-    assert len(read_bundle(file, max_unpacked_bytes=20_000).entries) == 1
-    with pytest.raises(CacheError, match="unpacks to more than 5000 bytes"):
-        read_bundle(file, max_unpacked_bytes=5000)
-
-
-def test_a_header_that_promises_much_is_not_believed(tmp_path: Path) -> None:
-    """A member of 1 TiB, of which nothing comes; a sparse one, whose bytes are all holes."""
-    info = tarfile.TarInfo(f"{key().directory}/{VARIANT}/kernel.cubin")
-    info.size = 1 << 40
-    file = tmp_path / "k.jkb"
-    file.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
-    with pytest.raises(CacheError, match="not a bundle, or damaged: unexpected end of data"):
-        read_bundle(file)
-    sparse = tarfile.TarInfo(info.name)
-    sparse.pax_headers = {
-        "GNU.sparse.map": "0,0",
-        "GNU.sparse.size": str(1 << 40),
-        "GNU.sparse.realsize": str(1 << 40),
-        "GNU.sparse.major": "0",
-        "GNU.sparse.minor": "1",
-    }
-    file.write_bytes(packed([(sparse, b"")]))
-    with pytest.raises(CacheError, match="not a path of a bundle"):
-        read_bundle(file)
-
-
-def test_a_chain_of_headers_without_end(tmp_path: Path) -> None:
-    """tarfile calls itself for each of them."""
-    long_name = tarfile.TarInfo("././@LongLink")
-    long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 4
-    link = long_name.tobuf(tarfile.GNU_FORMAT) + b"abc\0".ljust(512, b"\0")
-    file = tmp_path / "k.jkb"
-    file.write_bytes(gzip.compress(link * 5000))
-    with pytest.raises(CacheError, match="not a bundle, or damaged"):
-        read_bundle(file)
-
-
-def test_more_files_than_any_bundle_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jitkern.cache.bundle._MAX_FILES", 3)
-    file = tmp_path / "k.jkb"
-    file.write_bytes(packed([(tarfile.TarInfo(f"a/b/{n}"), b"") for n in range(4)]))
-    with pytest.raises(CacheError) as error:
-        read_bundle(file)
-    assert str(error.value) == f"{file}: more than 3 files"
-
-
-def test_names_that_would_steer_the_terminal_are_spelled_out(tmp_path: Path) -> None:
-    file = tmp_path / "k.jkb"
-    file.write_bytes(packed([(tarfile.TarInfo("a/b/\x1b[2Jx"), b"")]))
-    with pytest.raises(CacheError) as error:
-        read_bundle(file)
-    assert str(error.value) == f"{file}: 'a/b/\\x1b[2Jx': not a path of a bundle"
-
-
-@pytest.mark.parametrize(
-    ("mode", "reason"),
-    [
-        (0o664, "its mode, 0664, lets group:{group} write it"),
-        (0o646, "its mode, 0646, lets everyone write it"),
-    ],
-)
-@pytest.mark.usefixtures("no_private_groups")
-def test_a_bundle_that_others_could_have_written(
-    cache: Cache, tmp_path: Path, mode: int, reason: str
-) -> None:
-    publish(cache)
-    file = tmp_path / "k.jkb"
-    export_bundle(cache, file)
-    file.chmod(mode)
-    reason = reason.format(group=group_of(file))
-    other = Cache(tmp_path / "other")
-    with pytest.raises(CacheError) as error:
-        import_bundle(other, file)
-    assert str(error.value) == (
-        f"{file}: {reason}; if you trust them, import it with: jitkern cache import --trust {file}"
-    )
-    assert not other.root.exists()
-    assert import_bundle(other, file, trust=True) == 1
-
-
-@needs_root
-def test_a_bundle_of_somebody_else(cache: Cache, tmp_path: Path) -> None:
-    publish(cache)
-    file = tmp_path / "k.jkb"
-    export_bundle(cache, file)
-    os.chown(file, MALLORY, MALLORY)
-    other = Cache(tmp_path / "other")
-    with pytest.raises(CacheError, match=f"it belongs to {MALLORY}; if you trust them"):
-        import_bundle(other, file)
-    assert import_bundle(other, file, trust=True) == 1
-
-
-# -- recordings ------------------------------------------------------------------------------------
-
-LINE = {"function": "load_jit", "args": ["a"], "options": {}, "arch": "9.0"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"function": "exec"}, "function: expected load_jit or load_aot"),
-        ({"function": ["load_jit"]}, "function: expected load_jit or load_aot"),
-        ({"args": "abc"}, "args: expected a list of strings, the name first"),
-        ({"args": []}, "args: expected a list of strings, the name first"),
-        ({"args": [5]}, "args: expected a list of strings, the name first"),
-        ({"arch": None}, "arch: expected a string"),
-        ({"options": []}, "options: expected an object"),
-        ({"options": {"shell": "rm"}}, "options: 'shell', expected one of build_directory, "),
-        ({"options": {"cpp_files": "a.cc"}}, "options: cpp_files: of another type than load_jit"),
-        ({"options": {"cpp_wrappers": [["a"]]}}, "options: cpp_wrappers: of another type"),
-        ({"options": {"build_directory": 5}}, "options: build_directory: of another type"),
-        ({"more": 5}, "expected an object of function, args, options and arch"),
-        ({"arch": nested(50)}, "nested deeper than 32 levels"),
-    ],
-)
-def test_lines_that_are_no_specialisation(
-    tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
-    file = tmp_path / "used.jsonl"
-    file.write_text(f"{json.dumps(LINE)}\n{json.dumps({**LINE, **changes})}\n")
-    file.chmod(0o644)
-    with pytest.raises(ValueError, match="not a recorded specialisation") as error:
-        replay(file)
-    assert str(error.value).startswith(f"{file}:2: not a recorded specialisation: {says}")
-
-
-def test_a_recording_that_others_could_have_written(tmp_path: Path) -> None:
-    file = tmp_path / "used.jsonl"
-    file.write_text(json.dumps(LINE))
-    file.chmod(0o666)
-    with pytest.raises(ValueError, match="lets everyone write it") as error:
-        replay(file)
-    assert str(error.value) == (
-        f"{file}: its mode, 0666, lets everyone write it; if you trust them, replay it with: "
-        f"jitkern warm --trust --replay {file}"
-    )
-    assert [used.args for used in replay(file, trust=True)] == [("a",)]
 
 
 def test_plain_json_is_what_json_says() -> None:

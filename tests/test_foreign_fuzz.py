@@ -40,7 +40,7 @@ META: dict[str, Any] = {
     "name": key().name,
     "family": key().digest,
     "toolchain": VARIANT,
-    "describe": {"op": "store", "args": ["656"], "arch": "9.0"},
+    "describe": {"op": "tiny", "args": ["656"], "arch": "9.0"},
     "artefact": "kernel.cubin",
     "files": {"kernel.cubin": {"bytes": 1, "sha256": sha256(b"x")}},
     "build_ms": 12.5,

@@ -70,6 +70,7 @@ def test_contents(wheel: Path) -> None:
     assert "jitkern/py.typed" in names
     assert "jitkern/csrc/ops/store.cu" in names
     assert any(name.startswith("jitkern/_prebuilt/") and name.endswith(".so") for name in names)
+    assert not any(name.endswith("CACHEDIR.TAG") for name in names)
     assert not [
         name for name in names if "__pycache__" in name or name.startswith(("tests", "src"))
     ]

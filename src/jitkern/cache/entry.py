@@ -160,10 +160,14 @@ class OpenEntry:
         Raises
         ------
         CacheError
-            It is damaged. FileNotFoundError and other OSError pass through.
+            It is damaged, or of another entry. FileNotFoundError and other OSError pass through.
         """
         file = self.path / META_NAME
-        return parse_meta(self._read(file, META_MAX_BYTES), str(file))
+        meta = parse_meta(self._read(file, META_MAX_BYTES), str(file))
+        place = (f"{slug(meta['name'])}-{meta['family']}", meta["toolchain"])
+        if place != (self.path.parent.name, self.path.name):
+            raise CacheError(f"{file}: its meta is that of {'/'.join(place)}")
+        return meta
 
     def entry(self, meta: Mapping[str, Any]) -> Entry:
         """Read all of it, every byte checked against the SHA-256 that `meta` records.
