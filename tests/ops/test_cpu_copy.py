@@ -13,7 +13,7 @@ from ref import ref_h2d_gather, ref_indexing, ref_store
 
 from jitkern import h2d_gather, indexing, store_cache
 
-# A table of this size is streamed: kStreamRandomMinBytes, kStreamMinBytesPerThread of cpu_copy.h.
+# A table of this size is streamed: kStreamRandomBytes, kStreamThreadBytes of cpu_copy.h.
 STREAM_BYTES = 2 << 20
 STREAM_BYTES_PER_THREAD = 4 << 20
 

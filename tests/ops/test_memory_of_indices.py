@@ -12,6 +12,7 @@ import torch
 from buffers import INT_DTYPES, host_buffer
 
 from jitkern import d2h_scatter, h2d_gather, indexing, store_cache
+from jitkern.host import module as host
 
 Call = Callable[[], object]
 
@@ -21,7 +22,7 @@ def overlaps(device: torch.device) -> Iterator[tuple[Call, str]]:
     memory = torch.zeros(64, 16, dtype=torch.int64, device=device)
     other, rows = memory.clone(), memory[:2].clone()
     indices, pairs = memory[5, :2], memory[5, 8:12].view(2, 2)
-    host = host_buffer((64, 16), torch.int64, device).view
+    src = host_buffer((64, 16), torch.int64, device).view
     text = "overlaps {}, expected memory of its own"
     for name, caches in (("k_cache", (memory, other)), ("v_cache", (other, memory))):
         yield (
@@ -32,13 +33,13 @@ def overlaps(device: torch.device) -> Iterator[tuple[Call, str]]:
         lambda: indexing(other, indices, output=memory[4:6]),
         f"indexing: indices: {text.format('output')}",
     )
-    yield (lambda: h2d_gather(host, memory, pairs), f"h2d_gather: pairs: {text.format('dst')}")
+    yield (lambda: h2d_gather(src, memory, pairs), f"h2d_gather: pairs: {text.format('dst')}")
     yield (
-        lambda: h2d_gather(host, memory, pairs.clone(), slot_map=memory[8:12].view(64)),
+        lambda: h2d_gather(src, memory, pairs.clone(), slot_map=memory[8:12].view(64)),
         f"h2d_gather: slot_map: {text.format('dst')}",
     )
     yield (
-        lambda: h2d_gather(host, other, pairs, slot_map=memory[4:8].view(64)),
+        lambda: h2d_gather(src, other, pairs, slot_map=memory[4:8].view(64)),
         f"h2d_gather: pairs: {text.format('slot_map')}",
     )
     if device.type == "cpu":  # elsewhere they are on the GPU, and what is written is not
@@ -178,6 +179,7 @@ finally:
 def test_indices_that_are_rewritten_during_the_call(
     fresh_python: Callable[..., subprocess.CompletedProcess[str]], dtype: torch.dtype
 ) -> None:
+    host.module()  # built here if it has to be, and not beside the attack
     done = fresh_python(ATTACK, {torch.int32: "i", torch.int64: "q"}[dtype], "0.3", check=False)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     for line in done.stdout.splitlines():

@@ -5,7 +5,7 @@
 
 #include <atomic>
 #include <cstdio>
-#include <future>
+#include <thread>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -43,7 +43,9 @@ const pid_t parallel_process = [] {
 
 // Whether `count` threads can be had beside this one: each starts the next and waits for it.
 bool can_start(i64 count) try {
-  return count == 0 || std::async(std::launch::async, can_start, count - 1).get();
+  bool started = true;
+  if (count > 0) std::thread([&] { started = can_start(count - 1); }).join();
+  return started;
 } catch (...) {  // std::system_error: no more
   return false;
 }

@@ -31,10 +31,10 @@ constexpr i64 kRowsAhead = 4;     // between the prefetch and the copy
 constexpr i64 kBytesAhead = 256;  // of a row; the processor sees by itself what follows
 // From this size of the table written to on rows are streamed. At random places a plain store waits
 // for its line, unless the table stays in the 2 MiB of L2 that a core has.
-constexpr i64 kStreamRandomMinBytes = i64(2) << 20;
+constexpr i64 kStreamRandomBytes = i64(2) << 20;
 // From begin to end, for each thread: the processor fetches lines ahead, and to stream past lines
 // that caches hold is slower (16 MiB, 16 threads: 147 us, plain stores 95).
-constexpr i64 kStreamMinBytesPerThread = i64(4) << 20;
+constexpr i64 kStreamThreadBytes = i64(4) << 20;
 
 // Which rows are at random places in their tables.
 enum RandomRows : int { kRandomSources = 1, kRandomTargets = 2, kRandomBoth = 3 };
@@ -44,16 +44,13 @@ struct CpuRow {
   const char* src;  // null: zeros
 };
 
-inline bool splits_line(const char* edge) { return reinterpret_cast<u64>(edge) % kLineBytes != 0; }
-
 // Copies rows [0, count); `row_at(i)` says where row i goes and where it comes from. `dst_bytes` is
 // the size of the table that they go to.
 template <int kRandomRows, class RowAt>
 void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
   const i64 threads = threads_for(count, 2 * count * row_bytes);
-  const bool stream =
-      dst_bytes >=
-      (kRandomRows & kRandomTargets ? kStreamRandomMinBytes : threads * kStreamMinBytesPerThread);
+  const bool stream = dst_bytes >= (kRandomRows & kRandomTargets ? kStreamRandomBytes
+                                                                 : threads * kStreamThreadBytes);
   const CopyRow copy = stream ? stream_row : plain_row;
   const i64 bytes_ahead = kRandomRows & kRandomSources ? std::min(row_bytes, kBytesAhead) : 0;
   const auto copy_part = [=](i64 begin, i64 end) {
@@ -64,8 +61,9 @@ void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
         for (i64 at = 0; at < bytes_ahead && later.src != nullptr; at += kLineBytes) {
           __builtin_prefetch(later.src + at);
         }
-        if (splits_line(later.dst)) __builtin_prefetch(later.dst, 1);
-        if (splits_line(later.dst + row_bytes)) __builtin_prefetch(later.dst + row_bytes, 1);
+        for (const char* edge : {later.dst, later.dst + row_bytes}) {
+          if (reinterpret_cast<u64>(edge) % kLineBytes != 0) __builtin_prefetch(edge, 1);
+        }
       }
       const CpuRow row = row_at(i);
       if (row.dst == nullptr) continue;
