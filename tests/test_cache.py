@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from entries import DATA, VARIANT, key, publish
 
-from jitkern.cache.entry import read_entry
 from jitkern.cache.lock import build_lock, read_holder
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
@@ -130,8 +129,8 @@ def test_the_first_publication_stays_and_the_loser_has_its_own_bytes(cache: Cach
 
 def test_what_is_staged_is_not_seen_before_it_is_committed(cache: Cache) -> None:
     with cache.stage(key(), VARIANT, {"kernel.cubin": DATA}) as staged:
-        assert staged.path is not None
-        assert read_entry(staged.path).data == DATA
+        assert staged.artefact is not None
+        assert staged.artefact.read_bytes() == DATA
         assert cache.lookup(key()) is None
         cache.commit(staged)
     assert cache.lookup(key()) is not None

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from entries import change, key, publish
 from needs import needs_cxx
+from owned import ME
 from strangers import MALLORY, needs_root
 
 from jitkern.cache.bundle import export_bundle
 from jitkern.cache.store import Cache
 from jitkern.cli import main, ui
-from jitkern.files import user_name
 from jitkern.host import module as host
 
 Capture = pytest.CaptureFixture[str]
@@ -95,7 +95,7 @@ def test_import_shows_what_comes_and_whose_it_is(
     assert re.search(r"^op +parameters +arch +built by +bytes", out, re.MULTILINE)
     for op in ("index_8192", "store_656"):
         assert re.search(rf"^{op} +656 +9\.0 +nvrtc-13\.5 +4,096", out, re.MULTILINE)
-    assert f"{bundle}: 2 entries, owner {user_name(os.geteuid())}, mode 0644\n" in out
+    assert f"{bundle}: 2 entries, owner {ME}, mode 0644\n" in out
     assert out.endswith(f"2 entries imported into {empty_cache}\n")
 
 
