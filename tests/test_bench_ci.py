@@ -109,11 +109,11 @@ def test_a_baseline_is_made_and_compared_with(
     assert "time / clone" in out
     assert "### jitkern bench" in summary.read_text()
     assert ElementTree.parse(tmp_path / "j.xml").getroot().get("tests") == "1"
-    settings.cache_clear()
 
     status, _, err = bench(capsys, *guard, "--gate", "counts", "--require-counts")
     assert (status, err.count("\n")) == (2, 1)
     assert "bench: --require-counts: switched off for this test" in err
+    settings.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.cache.cleanup import opened
 from jitkern.cache.schema import is_time
 from jitkern.errors import CompileError
-from jitkern.files import parse_json, read_regular, write_whole
+from jitkern.files import make_folders, parse_json, read_regular, write_whole
 from jitkern.forks import PerProcess
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _acquire(
     lock = FileLock(path, fallback_to_soft=False)
     start = time.monotonic()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(path.parent)
         with opened(path.parent):  # a link would have files made somewhere else
             pass
         lock.acquire(timeout=max(0.0, deadline - start), poll_interval=_POLL_S, cancel_check=done)
@@ -190,7 +190,7 @@ class FailureRecord:
             "source": error.source,
         }
         with suppress(OSError):
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folders(self.path.parent)
             with opened(self.path.parent):  # no link
                 write_whole(self.path, json.dumps(record).encode())
 
