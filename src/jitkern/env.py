@@ -7,6 +7,7 @@ variable, what came and what is expected.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,9 +16,19 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 Compiler = Literal["nvrtc", "nvcc"]
 FaultMode = Literal["raise", "warn", "ignore"]
+FreezeMode = Literal["raise", "warn"]
 
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 FAULT_MODES: tuple[FaultMode, ...] = get_args(FaultMode)
+FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
+
+PREFIX = "JITKERN_"
+VARIABLES = (
+    *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
+    *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS", "JITKERN_FREEZE"),
+    *("JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NVRTC", "JITKERN_NVTX", "JITKERN_RECORD"),
+)
+"""What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
 
 T = TypeVar("T", bound=str)
 
@@ -64,7 +75,9 @@ class Settings:
         ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
         Default 4G.
     arch : tuple of str
-        ``JITKERN_ARCH``: archs to compile for where no GPU says it, such as ``9.0,10.0``.
+        ``JITKERN_ARCH``: archs to compile for where no GPU is asked, such as ``9.0,10.0``:
+        by ``jitkern warm`` without ``--arch``, and for ``cuda_files`` on a machine without a GPU,
+        which are built for each. A GPU that is there is compiled for whatever this says.
     compiler : {"nvrtc", "nvcc"}
         ``JITKERN_COMPILER``: what turns device code into a cubin. Default nvrtc.
     nvrtc : Path or None
@@ -74,10 +87,13 @@ class Settings:
         kernel before compiling it privately. Default 120; 0 does not wait.
     record : Path or None
         ``JITKERN_RECORD``: file that receives each specialisation used.
-    freeze : bool
-        ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile.
+    freeze : {"raise", "warn"} or None
+        ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile; warn compiles
+        it, with a warning. :func:`jitkern.freeze` and :func:`jitkern.unfreeze` go before it.
     log : bool
         ``JITKERN_LOG``: 1 logs one line per lookup.
+    nvtx : bool
+        ``JITKERN_NVTX``: 1 makes each call a range in NVIDIA's profilers.
     faults : {"raise", "warn", "ignore"}
         ``JITKERN_FAULTS``: what happens to an index out of range that a kernel recorded.
     cuda_home : Path or None
@@ -103,8 +119,9 @@ class Settings:
     nvrtc: Path | None
     lock_timeout_s: float
     record: Path | None
-    freeze: bool
+    freeze: FreezeMode | None
     log: bool
+    nvtx: bool
     faults: FaultMode
     cuda_home: Path | None
     cxx: str | None
@@ -126,8 +143,9 @@ class Settings:
             nvrtc=_path(environ, "JITKERN_NVRTC"),
             lock_timeout_s=_seconds(environ, "JITKERN_LOCK_TIMEOUT_S", 120.0),
             record=_path(environ, "JITKERN_RECORD"),
-            freeze=_flag(environ, "JITKERN_FREEZE"),
+            freeze=_freeze(environ, "JITKERN_FREEZE"),
             log=_flag(environ, "JITKERN_LOG"),
+            nvtx=_flag(environ, "JITKERN_NVTX"),
             faults=_choice(environ, "JITKERN_FAULTS", FAULT_MODES),
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
             cxx=environ.get("CXX", "").strip() or None,
@@ -142,7 +160,8 @@ class Settings:
 def settings() -> Settings:
     """Return the settings of this process, read from the environment once.
 
-    `settings.cache_clear()` makes the next call read the environment again.
+    `settings.cache_clear()` makes the next call read the environment again. A variable that starts
+    with ``JITKERN_`` and is none of jitkern's is a RuntimeWarning with the name that is nearest.
 
     Raises
     ------
@@ -155,7 +174,22 @@ def settings() -> Settings:
     >>> settings().compiler
     'nvrtc'
     """
-    return Settings.from_environ(os.environ)
+    found = Settings.from_environ(os.environ)
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            warnings.warn(f"jitkern: {name}: {_unknown(name)}", RuntimeWarning, stacklevel=2)
+    return found
+
+
+def _unknown(name: str) -> str:
+    # Imported here: 2 ms, and nobody pays them who makes no mistake.
+    from difflib import get_close_matches
+
+    # Behind the prefix, which all have: with it, anything is near.
+    known = [variable.removeprefix(PREFIX) for variable in VARIABLES]
+    near = get_close_matches(name.removeprefix(PREFIX), known, n=1)
+    hint = f"did you mean {PREFIX}{near[0]}?" if near else f"there are {', '.join(VARIABLES)}"
+    return f"no setting of this name, so it does nothing; {hint}"
 
 
 def process_environment() -> dict[str, str]:
@@ -273,6 +307,15 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
     if value not in ("", "0", "1"):
         raise _bad(name, value, "0 or 1")
     return value == "1"
+
+
+def _freeze(environ: Mapping[str, str], name: str) -> FreezeMode | None:
+    value = _text(environ, name)
+    if value == "warn":
+        return "warn"
+    if value not in ("", "0", "1"):
+        raise _bad(name, value, "0, 1 or warn")
+    return "raise" if value == "1" else None
 
 
 def _choice(environ: Mapping[str, str], name: str, choices: tuple[T, ...]) -> T:

@@ -6,7 +6,9 @@ compiling, caching, and what the machine lacks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 
 class JitkernError(Exception):
@@ -58,6 +60,22 @@ class CompileError(JitkernError):
 
 class CacheError(JitkernError):
     """The kernel cache cannot do what was asked of it."""
+
+
+class WarmError(JitkernError):
+    """Some of what `warm()` was to have is not there; the message names each that is not, and why.
+
+    Parameters
+    ----------
+    message
+        What is wrong with each.
+    outcomes
+        What became of every job, as :func:`jitkern.warm` returns it.
+    """
+
+    def __init__(self, message: str, outcomes: Sequence[Any] = ()) -> None:
+        self.outcomes = list(outcomes)
+        super().__init__(message)
 
 
 class UnsupportedError(JitkernError, RuntimeError):

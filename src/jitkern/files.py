@@ -143,7 +143,9 @@ def append(file: Path, data: bytes) -> None:
             _refuse(errno.EMLINK, f"a file of {status.st_nlink} names, expected one", file)
         if status.st_uid not in (os.geteuid(), 0):
             _refuse(errno.EPERM, f"belongs to uid {status.st_uid}", file)
-        os.write(descriptor, data)
+        count = os.write(descriptor, data)
+        if count < len(data):
+            _refuse(errno.ENOSPC, f"{count} of {len(data)} bytes written, the disk is full", file)
     finally:
         os.close(descriptor)
 

@@ -37,7 +37,7 @@ _MAX_FILES = 100_000  # a file costs 1.5 KB of memory before its first byte
 
 # What gzip and tarfile raise for damage, some of it undocumented: a chain of long names recurses.
 _DAMAGE = (
-    *(tarfile.TarError, EOFError, zlib.error),
+    *(tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error),
     *(ValueError, LookupError, OverflowError, RecursionError),
 )
 
@@ -70,26 +70,27 @@ def export_bundle(
 ) -> int:
     """Write the sound entries of `cache` that `select` accepts into one file; return how many.
 
-    The same entries give the same file, byte for byte.
+    The same entries give the same file, byte for byte. What others can have written is left out:
+    the file is this user's own, and would make it trusted.
 
     Raises
     ------
     CacheError
-        The file cannot be written.
+        The file cannot be written, or others can have written what is in the cache.
     """
+    cache.place.check()
     members: dict[str, bytes] = {}
     count = 0
     for info in cache.entries():
         if not select(info):
             continue
         try:
-            entry = read_entry(info.path)
+            entry = read_entry(info.path, cache.place.trust)
             meta = read_regular(info.path / META_NAME, META_MAX_BYTES)
         except (OSError, CacheError):
             continue
-        folder = f"{info.path.parent.name}/{info.path.name}"
-        members[f"{folder}/{META_NAME}"] = meta
-        members.update({f"{folder}/{name}": data for name, data in entry.files.items()})
+        members[f"{info}/{META_NAME}"] = meta
+        members.update({f"{info}/{name}": data for name, data in entry.files.items()})
         count += 1
     try:
         write_whole(file, _packed(members), flush=True)

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -175,8 +175,10 @@ class Cleared(NamedTuple):
     left: list[str]
 
 
-def clear(base: int, path: Path, *, dry_run: bool) -> Cleared:
+def clear(base: int, path: Path, *, only: Container[str] | None = None, dry_run: bool) -> Cleared:
     """Remove every entry below the descriptor `base` of `path`, and the records of failures.
+
+    With `only`, just the entries that it names.
 
     Raises
     ------
@@ -189,6 +191,8 @@ def clear(base: int, path: Path, *, dry_run: bool) -> Cleared:
         _refuse_untagged(base, path)
     cleared = Cleared([], [])
     for found in list(survey(base)):
+        if only is not None and str(found) not in only:
+            continue
         with suppress(FileNotFoundError):  # evicted meanwhile
             strange = strange_part(base, found.key, found.variant)
             if strange:
@@ -197,6 +201,8 @@ def clear(base: int, path: Path, *, dry_run: bool) -> Cleared:
             if not dry_run:
                 remove(base, found)
             cleared.removed.append(str(found))
+    if only is not None:
+        return cleared
     cleared.left.extend(strangers(base))
     if not dry_run:
         _forget_failures(base)

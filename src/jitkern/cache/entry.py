@@ -120,6 +120,9 @@ class EntryInfo:
     last_used: float
     path: Path
 
+    def __str__(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name}"
+
 
 class OpenEntry:
     """The directory of an entry, held open: neither it nor its key's was reached through a link.

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, render_meta
 from jitkern.cache.search import caches, private_cache, search, user_cache
-from jitkern.cache.stats import Source
+from jitkern.cache.stats import LookupEvent, Source
 from jitkern.cache.store import Cache
-from jitkern.env import settings
+from jitkern.env import FREEZE_MODES, FreezeMode, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
 
 T = TypeVar("T")
 
-_frozen = False
+# What freeze() and unfreeze() have said last; nothing yet: JITKERN_FREEZE decides.
+_frozen: FreezeMode | Literal["off", ""] = ""
+_warned_of: set[str] = set()
 
 
-def freeze() -> None:
+def freeze(mode: FreezeMode = "raise") -> None:
     """Make a missing kernel an error from now on, instead of a compile.
 
     Call it when a server has warmed up: a miss then raises FrozenError, which names what to warm,
-    rather than stalling a request. ``JITKERN_FREEZE=1`` does the same from the start.
+    rather than stalling a request. ``JITKERN_FREEZE=1`` or ``warn`` does the same from the start.
+    A kernel that another version of the compiler has made counts as there.
+
+    Parameters
+    ----------
+    mode : {"raise", "warn"}
+        What becomes of a miss: FrozenError, or a RuntimeWarning with the same words, once for each
+        kernel, and then the compile.
+
+    Raises
+    ------
+    ValueError
+        Another mode.
 
     Examples
     --------
@@ -35,12 +50,30 @@ def freeze() -> None:
     >>> jitkern.freeze()  # doctest: +SKIP
     """
     global _frozen
-    _frozen = True
+    if mode not in FREEZE_MODES:
+        raise ValueError(f"freeze: mode: {mode!r}, expected {' or '.join(FREEZE_MODES)}")
+    _frozen = mode
+
+
+def unfreeze() -> None:
+    """Compile what is missing again, whatever :func:`freeze` or ``JITKERN_FREEZE`` has said.
+
+    Examples
+    --------
+    >>> import jitkern
+    >>> jitkern.unfreeze()  # doctest: +SKIP
+    """
+    global _frozen
+    _frozen = "off"
 
 
 def is_frozen() -> bool:
-    """Tell whether a miss raises."""
-    return _frozen or settings().freeze
+    """Tell whether a miss raises or warns."""
+    return _freeze_mode() is not None
+
+
+def _freeze_mode() -> FreezeMode | None:
+    return None if _frozen == "off" else _frozen or settings().freeze
 
 
 @dataclass(frozen=True)
@@ -115,6 +148,15 @@ class Buildable(ABC, Generic[T]):
         return ""
 
 
+def find(wanted: Buildable[T]) -> Lookup[T] | None:
+    """Return what is wanted if a cache has it; nothing is built."""
+    start = time.perf_counter()
+    found = _find(wanted, wanted.variant, start)
+    if found is None and _freeze_mode() is not None:
+        found = _find(wanted, "", start)  # made by another compiler: a frozen process takes it
+    return found if found is None else _counted(wanted, found)
+
+
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
     """Return what is wanted, built if no cache has it.
 
@@ -128,20 +170,63 @@ def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
         It is missing and there is nothing to compile it with.
     """
     start = time.perf_counter()
-    began_unix_s = time.time()
-    found = _find(wanted, wanted.variant, start)
-    if found is None:
-        stats.count("misses")
-        if is_frozen():
-            # Better one made by another compiler than none at all.
-            found = _find(wanted, "", start)
-            if found is None:
-                raise _missing(wanted)
-        else:
-            found = _find_or_build_alone(wanted, start, began_unix_s)
+    try:
+        found = _found_or_built(wanted, start)
+    except Exception as error:
+        _tell(wanted, "failed", wanted.variant, time.perf_counter() - start, error)
+        raise
+    return _counted(wanted, found)
+
+
+def _counted(wanted: Buildable[T], found: Lookup[T]) -> Lookup[T]:
     stats.count("compiles" if found.source == "compiled" else found.source, found.ms)
     stats.log_lookup(f"{wanted.key}/{found.entry.variant}", found.source, found.path, found.ms)
+    _tell(wanted, found.source, found.entry.variant, found.ms / 1e3)
     return found
+
+
+def _found_or_built(wanted: Buildable[T], start: float) -> Lookup[T]:
+    began_unix_s = time.time()
+    found = _find(wanted, wanted.variant, start)
+    if found is not None:
+        return found
+    stats.count("misses")
+    mode = _freeze_mode()
+    if mode is not None:
+        # Better one made by another compiler than none at all.
+        found = _find(wanted, "", start)
+        if found is not None:
+            return found
+        if mode == "raise":
+            raise FrozenError(_missing(wanted, "jitkern is frozen"))
+        _warn_once(wanted)
+    return _find_or_build_alone(wanted, start, began_unix_s)
+
+
+def _tell(
+    wanted: Buildable[T],
+    source: Source | Literal["failed"],
+    variant: str,
+    seconds: float,
+    error: Exception | None = None,
+) -> None:
+    if not stats.is_watched():
+        return
+    key = wanted.key
+    describe = key.describe
+    stats.tell(
+        LookupEvent(
+            name=describe.get("op", key.name),
+            args=tuple(describe.get("args", ())),
+            arch=describe.get("arch", ""),
+            route=key.route,
+            source=source,
+            seconds=seconds,
+            key=str(key),
+            variant=variant,
+            error=error,
+        )
+    )
 
 
 def _find(wanted: Buildable[T], variant: str, start: float) -> Lookup[T] | None:
@@ -205,9 +290,15 @@ def _publish_in(cache: Cache, wanted: Buildable[T], built: BuildOutput) -> tuple
         return cache.commit(staged), loaded
 
 
-def _missing(wanted: Buildable[T]) -> FrozenError:
+def _missing(wanted: Buildable[T], so: str) -> str:
     searched = ", ".join(str(searched.cache.root) for searched in caches())
     name = f"{wanted.key}/{wanted.variant or 'any'}"
-    return FrozenError(
-        f"{name}: not found in {searched}, and jitkern is frozen; {wanted.hint()}".rstrip()
-    )
+    return f"{name}: not found in {searched}, and {so}; {wanted.hint()}".removesuffix("; ")
+
+
+def _warn_once(wanted: Buildable[T]) -> None:
+    key = str(wanted.key)
+    if key not in _warned_of:
+        _warned_of.add(key)
+        reason = _missing(wanted, "jitkern is frozen to warn: it is compiled now")
+        warnings.warn(f"jitkern: {reason}", RuntimeWarning, stacklevel=2)

@@ -63,7 +63,9 @@ class Wait:
 
 
 @contextmanager
-def build_lock(path: Path, *, timeout_s: float, done: Callable[[], bool]) -> Iterator[Wait]:
+def build_lock(
+    path: Path, *, timeout_s: float, done: Callable[[], bool], mode: int = 0o600
+) -> Iterator[Wait]:
     """Hold the lock file `path` for the body, or give up after `timeout_s` seconds.
 
     Never raises for a lock that cannot be had: after the timeout it warns once, naming the holder;
@@ -78,7 +80,14 @@ def build_lock(path: Path, *, timeout_s: float, done: Callable[[], bool]) -> Ite
         Longest wait in seconds, threads of this process included.
     done
         Called while waiting; true ends the wait because there is nothing left to build.
+    mode
+        Of the lock file, under any umask: who cannot write to it cannot lock it.
     """
+    # Imported here: it costs 37 ms, and a warm load never comes this far.
+    from filelock import FileLock
+
+    # Soft locks outlive a holder that is killed: a file system without locks is to be an OSError.
+    lock = FileLock(path, fallback_to_soft=False, mode=mode)
     start = time.monotonic()
     deadline = start + min(timeout_s, _FOREVER_S)
     wait = Wait()
@@ -86,11 +95,12 @@ def build_lock(path: Path, *, timeout_s: float, done: Callable[[], bool]) -> Ite
         wait.waited_ms = (time.monotonic() - start) * 1e3
         if not thread_held:
             _warn_held(path, timeout_s, "another thread of this process")
-        lock = _acquire(path, deadline, timeout_s, done, wait) if thread_held else None
+        else:
+            _acquire(lock, path, deadline, timeout_s, done, wait)
         try:
             yield wait
         finally:
-            if lock is not None:
+            if wait.held:
                 with suppress(OSError):  # a disk that has become read-only meanwhile
                     _holder_path(path).unlink(missing_ok=True)
                 lock.release()
@@ -108,13 +118,15 @@ def _thread_lock(path: Path, deadline: float) -> Iterator[bool]:
 
 
 def _acquire(
-    path: Path, deadline: float, timeout_s: float, done: Callable[[], bool], wait: Wait
-) -> BaseFileLock | None:
-    # Imported here: it costs 37 ms, and a warm load never comes this far.
-    from filelock import FileLock, Timeout
+    lock: BaseFileLock,
+    path: Path,
+    deadline: float,
+    timeout_s: float,
+    done: Callable[[], bool],
+    wait: Wait,
+) -> None:
+    from filelock import Timeout
 
-    # Soft locks outlive a holder that is killed: a file system without locks is to be an OSError.
-    lock = FileLock(path, fallback_to_soft=False)
     start = time.monotonic()
     try:
         make_folders(path.parent)
@@ -130,7 +142,6 @@ def _acquire(
         wait.held = True
         _write_holder(path)
     wait.waited_ms += (time.monotonic() - start) * 1e3
-    return lock if wait.held else None
 
 
 def read_holder(path: Path) -> Holder | None:

@@ -6,7 +6,6 @@ import atexit
 import os
 import shutil
 import stat
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +17,10 @@ from jitkern.cache.entry import Entry, Key
 from jitkern.cache.stats import Source
 from jitkern.cache.store import Cache
 from jitkern.cache.trust import UntrustedError
-from jitkern.env import Settings, Trust, settings
+from jitkern.env import NOBODY, Settings, Trust, settings
 from jitkern.errors import CacheError
 from jitkern.forks import PerProcess
+from jitkern.scratch import make_scratch_folder
 
 SHIPPED = Path(__file__).resolve().parent.parent / "_prebuilt"
 
@@ -59,10 +59,14 @@ def _caches(current: Settings) -> tuple[Searched, ...]:
 def _shipped() -> Cache:
     """Return the cache in this package, trusted as far as the Python files beside it are."""
     package = SHIPPED.parent
-    status = package.stat()
-    groups = {status.st_gid} if status.st_mode & stat.S_IWGRP else set()
-    everyone = bool(status.st_mode & stat.S_IWOTH)
-    trust = Trust(frozenset({status.st_uid}), frozenset(groups), everyone)
+    try:
+        status = package.stat()
+    except OSError:  # closed to the user that this process has become since its imports
+        trust = NOBODY
+    else:
+        groups = {status.st_gid} if status.st_mode & stat.S_IWGRP else set()
+        everyone = bool(status.st_mode & stat.S_IWOTH)
+        trust = Trust(frozenset({status.st_uid}), frozenset(groups), everyone)
     return Cache(SHIPPED, read_only=True, trust=trust, home=package)
 
 
@@ -129,7 +133,7 @@ class _PrivateCache:
         with self._guard:
             if self.cache is None:
                 try:
-                    root = Path(tempfile.mkdtemp(prefix="jitkern-"))  # mode 0700
+                    root = make_scratch_folder("cache")
                 except OSError:
                     self._warn(f"{reason}; nothing compiled by this process is kept")
                     return None

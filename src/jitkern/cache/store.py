@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -210,7 +210,7 @@ class Cache:
         with suppress(OSError, CacheError):  # read-only or full, say: it is built without the lock
             self.place.make(cleanup.LOCKS)
         path = self._beside(cleanup.LOCKS) / f"{key.directory}.lock"
-        return build_lock(path, timeout_s=timeout_s, done=done)
+        return build_lock(path, timeout_s=timeout_s, done=done, mode=self.place.mode & 0o666)
 
     def failure(self, key: Key) -> FailureRecord:
         """Return the record of the last failed build of `key`."""
@@ -355,11 +355,21 @@ class Cache:
         self._fill.is_now(left_bytes)
         return evicted
 
-    def clear(self, *, dry_run: bool = False) -> cleanup.Cleared:
+    def beyond(self, max_bytes: int) -> list[str]:
+        """Name what :meth:`prune` would evict, as ``key/variant``."""
+        going: list[cleanup.Found] = []
+        evict(self._survey(), max_bytes, going.append, keep="")
+        return list(map(str, going))
+
+    def clear(
+        self, *, only: Container[str] | None = None, dry_run: bool = False
+    ) -> cleanup.Cleared:
         """Remove every entry, damaged ones too; what jitkern has not written stays.
 
         Parameters
         ----------
+        only
+            Which entries, by ``key/variant``.
         dry_run
             Only say what would be removed.
 
@@ -372,7 +382,7 @@ class Cache:
             return cleanup.Cleared([], [])
         try:
             with self._opened() as base:
-                return cleanup.clear(base, self._base, dry_run=dry_run)
+                return cleanup.clear(base, self._base, only=only, dry_run=dry_run)
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
 

@@ -1,4 +1,4 @@
-"""Temporary directories of builds, and those that killed builds have left."""
+"""Temporary directories, and those that killed processes have left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from jitkern.files import is_abandoned, private_name
+from jitkern.errors import CacheError
+from jitkern.files import is_abandoned, make_folders, private_name
 
 _PREFIX = "jitkern-"
 
@@ -19,9 +20,8 @@ _PREFIX = "jitkern-"
 _DEAD_S = 3600.0
 
 
-@contextmanager
-def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Make a directory of this user's own for the body: ``jitkern-<purpose>-...`` in TMPDIR.
+def make_scratch_folder(purpose: str) -> Path:
+    """Make a directory of this user's own: ``jitkern-<purpose>-...`` in TMPDIR.
 
     Those of processes that were killed are deleted first. A deletion that fails is no error.
     """
@@ -29,10 +29,32 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
     _sweep(above)
     folder = above / f"{_PREFIX}{purpose}-.{private_name()}"
     folder.mkdir(mode=0o700)
+    return folder
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """Make a directory as :func:`make_scratch_folder` does, for the body only."""
+    folder = make_scratch_folder(purpose)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_writable(directory: Path, hint: str, mode: int = 0o700) -> None:
+    """Raise CacheError unless files can be made in `directory`, created with `mode` if needed.
+
+    By making one: what the mode bits say is not the truth for root, on a read-only mount or on a
+    full disk.
+    """
+    try:
+        make_folders(directory, mode)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".jitkern-") as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        raise CacheError(f"{directory}: cannot be written: {error.strerror}; {hint}") from error
 
 
 def _sweep(above: Path) -> None:
