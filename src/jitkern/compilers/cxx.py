@@ -84,8 +84,8 @@ def build(
     """
     _check_sources(sources, arch)
     cxx = find_cxx()
-    tvm_includes, link = _tvm_ffi()
-    directories = [*(path.resolve() for path in include_paths), *tvm_includes]
+    link = _tvm_ffi_ldflags()
+    directories = [*(path.resolve() for path in include_paths), *tvm_ffi_include_dirs()]
     includes = [f"-I{path}" for path in directories]
     # A library that is shared by checkouts and machines: __FILE__ is to hold no path of this one.
     roots = dict.fromkeys([*directories, *(source.resolve().parent for source in sources)])
@@ -140,14 +140,19 @@ def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
             raise ValueError(f"build: arch: None, expected an Arch to compile {source.name} for")
 
 
-def _tvm_ffi() -> tuple[list[Path], list[str]]:
-    """Include directories and linker flags of tvm-ffi."""
+def tvm_ffi_include_dirs() -> list[Path]:
+    """Return where the headers of tvm-ffi are."""
     # Here and not above: tvm_ffi imports torch where there is one, which takes a second.
     from tvm_ffi import libinfo
 
     directories = dict.fromkeys([libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
-    library = Path(libinfo.find_libtvm_ffi())
-    return [Path(path) for path in directories], [f"-L{library.parent}", "-ltvm_ffi"]
+    return [Path(path) for path in directories]
+
+
+def _tvm_ffi_ldflags() -> list[str]:
+    from tvm_ffi import libinfo
+
+    return [f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
 
 
 def _words(flags: Sequence[str]) -> list[str]:

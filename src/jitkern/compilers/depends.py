@@ -8,7 +8,7 @@ that two checkouts at different places share entries.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,50 @@ def manifest(read: Iterable[Path], roots: Sequence[Path], toolchain: Sequence[Pa
     ]
     files = {_name(path, resolved_roots): sha256(Path(path).read_bytes()) for path in paths}
 
-    # A quoted include looks beside the including file first, then along the include paths.
-    folders = dict.fromkeys([*resolved_roots, *(os.path.dirname(path) for path in paths)])
-    absent = set()
-    for path in paths:
-        for root in resolved_roots:
-            if not _is_below(path, root):
-                continue
-            spelling = os.path.relpath(path, root)
-            for folder in folders:
-                candidate = os.path.join(folder, spelling)
-                if not os.path.exists(candidate):
-                    absent.add(_name(candidate, resolved_roots))
+    missing = (path for path in _looked_for(paths, resolved_roots) if not os.path.exists(path))
+    absent = {_name(path, resolved_roots) for path in missing}
     return {"files": files, "absent": sorted(absent)}
+
+
+def sources(
+    recorded: Mapping[str, Any], roots: Sequence[Path], links: Iterable[str] = ()
+) -> list[str]:
+    """Return all files that a build read or looked for: what another machine needs to have.
+
+    Parameters
+    ----------
+    recorded
+        A manifest that holds.
+    roots
+        The roots that it was made with.
+    links
+        By which paths files were found, where these are others than those of the files.
+
+    Returns
+    -------
+    list of str
+        Absolute paths: the files that were read, and those that were not but lie where one of them
+        is looked for. Without these the build elsewhere notes that they are missing, and its
+        manifest does not hold here.
+    """
+    resolved_roots = [os.path.realpath(root) for root in roots]
+    paths = [os.path.normpath(_path(name, resolved_roots)) for name in recorded["files"]]
+    paths += links
+    # Known to be absent, all but a few: of torch's headers 5 million are looked for.
+    absent = {os.path.normpath(_path(name, resolved_roots)) for name in recorded["absent"]}
+    looked_for = (path for path in _looked_for(paths, resolved_roots) if path not in absent)
+    return list(dict.fromkeys([*paths, *filter(os.path.isfile, looked_for)]))
+
+
+def _looked_for(paths: Sequence[str], roots: Sequence[str]) -> Iterator[str]:
+    """Yield where a compiler may look for the files at `paths`, before it finds them or not."""
+    # A quoted include looks beside the including file first, then along the include paths.
+    folders = dict.fromkeys([*roots, *(os.path.dirname(path) for path in paths)])
+    for path in paths:
+        for root in roots:
+            if _is_below(path, root):
+                spelling = os.path.relpath(path, root)
+                yield from (os.path.join(folder, spelling) for folder in folders)
 
 
 def holds(recorded: Mapping[str, Any], roots: Sequence[Path]) -> bool:

@@ -57,7 +57,10 @@ def cxx_command() -> list[str]:
     """Find the C++ compiler as `find_cxx` does, but do not ask for its version."""
     now = settings()
     if now.cxx is not None:
-        command = shlex.split(now.cxx)
+        try:
+            command = shlex.split(now.cxx)
+        except ValueError as error:  # an open quote
+            raise ToolchainError(f"CXX: {now.cxx!r}: {error}; {_CXX_HINT}") from None
         found = shutil.which(command[0], path=now.path)
         if found is None:
             raise ToolchainError(f"CXX: {now.cxx!r} was not found; {_CXX_HINT}")

@@ -60,7 +60,10 @@ def _find_nvrtc(
     for library in _nvrtc_candidates(homes, library_path, site):
         if os.path.isfile(library):
             return Nvrtc(library, _nvrtc_version(library))
-    raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {NVRTC_HINT}")
+    nvccs = [on_path, *(str(home / "bin/nvcc") for home in (*homes, SYSTEM_CUDA))]
+    nvcc = next((nvcc for nvcc in nvccs if nvcc and os.path.isfile(nvcc)), "")
+    instead = f", or set JITKERN_COMPILER=nvcc, for there is {nvcc}" if nvcc else ""
+    raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {NVRTC_HINT}{instead}")
 
 
 def _nvrtc_candidates(

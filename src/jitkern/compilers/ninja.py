@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jitkern.compilers.find import find_ninja
+from jitkern.compilers.progress import Progress, shown
 from jitkern.env import process_environment
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.files import write_whole
@@ -32,6 +33,8 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 _STOP_TIMEOUT_S = 10.0
+
+_STATUS = re.compile(rb"\[(\d+)/(\d+)\] ")  # as NINJA_STATUS asks for it
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def _path(text: str) -> str:
 
 
 def run_ninja(name: str, directory: Path, steps: Sequence[Step]) -> str:
-    """Build in a directory; blocks until done.
+    """Build in a directory; blocks until done, and shows how far it is.
 
     Parameters
     ----------
@@ -104,7 +107,8 @@ def run_ninja(name: str, directory: Path, steps: Sequence[Step]) -> str:
     ninja = find_ninja()
     text = ninja_text(steps)
     write_whole(directory / "build.ninja", text.encode("utf-8", "surrogateescape"))
-    status, log = _run([*ninja.command, "-v"], directory)
+    with shown(name) as progress:
+        status, log = _run([*ninja.command, "-v"], directory, progress)
     if status != 0:
         command = _failed_command(log) or shlex.join(ninja.command)
         raise CompileError(f"{name}: build failed", command=command, log=log)
@@ -127,7 +131,7 @@ def read_deps(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted((directory / name).resolve() for name in names))
 
 
-def _run(command: list[str], directory: Path) -> tuple[int, str]:
+def _run(command: list[str], directory: Path, progress: Progress | None = None) -> tuple[int, str]:
     if not sys.executable:
         raise ToolchainError("sys.executable is empty; start Python by its full path")
     process = subprocess.Popen(
@@ -143,8 +147,14 @@ def _run(command: list[str], directory: Path) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    lines = []
     try:
-        output, _ = process.communicate()
+        for line in process.stdout or ():
+            lines.append(line)
+            step = _STATUS.match(line)
+            if step is not None and progress is not None:
+                progress.done, progress.total = int(step[1]), int(step[2])
+        process.wait()
     except BaseException:
         # SIGTERM, not the SIGKILL of subprocess.run: ninja has to kill its jobs.
         process.terminate()
@@ -153,7 +163,10 @@ def _run(command: list[str], directory: Path) -> tuple[int, str]:
         except subprocess.TimeoutExpired:
             process.kill()
         raise
-    return process.returncode, output.decode("utf-8", "replace")
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
+    return process.returncode, b"".join(lines).decode("utf-8", "replace")
 
 
 def _failed_command(log: str) -> str | None:

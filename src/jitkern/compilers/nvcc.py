@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jitkern.arch import Arch
 from jitkern.compilers.find_cuda import find_nvcc
+from jitkern.compilers.for_nvrtc import words
 from jitkern.compilers.ninja import Step, run_ninja
 from jitkern.compilers.nvrtc import Image
-from jitkern.compilers.scratch import scratch_folder
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
 from jitkern.errors import CompileError
+from jitkern.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from jitkern.compilers.find_headers import CudaHeaders
 
 BASE_OPTIONS = (DEVICE_STD, "-lineinfo", "-Xptxas=-v")
 """Given to every compile: line numbers for the profiler, the resource report in the log."""
@@ -28,12 +33,13 @@ def compile_with_nvcc(
     headers: Mapping[str, str],
     arch: Arch,
     options: Sequence[str] = (),
+    cuda_headers: CudaHeaders | None = None,
 ) -> Image:
     """Compile device code to a cubin with nvcc; blocks until done.
 
     Parameters and result as `nvrtc.compile`. The headers are written to a temporary directory;
     those of the toolkit itself, which nvcc includes on its own, are not part of the closure and
-    are covered by nvcc's version in the key.
+    are covered by nvcc's version in the key; other ones of CUDA's are `cuda_headers`.
 
     Raises
     ------
@@ -44,6 +50,7 @@ def compile_with_nvcc(
     ValueError
         An option that names an include directory or file.
     """
+    options = words(options)
     check_options(options)
     nvcc = find_nvcc()
     with scratch_folder("nvcc") as root:
@@ -57,7 +64,9 @@ def compile_with_nvcc(
             path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
         flags = with_defaults(BASE_OPTIONS, options)
         command = (*nvcc.command, "-cubin", f"-arch={arch.sm}", *flags)
-        tail = ("-I", "include", unit.name, "-o", "out.cubin")
+        directories = [] if cuda_headers is None else cuda_headers.directories
+        includes = ("-I", "include", *(f"-I{directory}" for directory in directories))
+        tail = (*includes, unit.name, "-o", "out.cubin")
         try:
             log = run_ninja(name, root, [Step("out.cubin", (unit.name,), (*command, *tail))])
         except CompileError as error:

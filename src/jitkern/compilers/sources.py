@@ -22,6 +22,20 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 """The package's C++ and CUDA sources."""
 
 
+OWN_PREFIX = "jitkern:"
+"""In front of the name of a source of the package: ``jitkern:ops/store.cu``."""
+
+
+def source_path(name: str) -> Path:
+    """Return the path of a source: of the package's with `OWN_PREFIX`, else from here.
+
+    Nothing else is tried: a name means one file, whatever other files there are.
+    """
+    if name.startswith(OWN_PREFIX):
+        return CSRC / name.removeprefix(OWN_PREFIX)
+    return Path(os.path.abspath(name))
+
+
 def include_dirs(csrc: Path) -> tuple[Path, ...]:
     """Where sources of jitkern look for headers: ``<jitkern/copy.cuh>``, ``"ops/store.cu"``."""
     return (csrc / "include", csrc)
@@ -33,7 +47,7 @@ DEVICE_STD = "-std=c++17"
 """What device code is compiled as, by NVRTC and by nvcc."""
 
 # What takes files from elsewhere, in its long and short spellings.
-_FILE_OPTIONS = ("-I", "--include-path", "-include-path", "--pre-include", "-include")
+_FILE_OPTIONS = ("-I", "--include-path", "-include-path", "--pre-include", "-include", "-isystem")
 
 # Raw strings, comments and literals are matched only to be skipped: an #include inside is text.
 _TOKEN = re.compile(
@@ -61,11 +75,14 @@ class Closure:
         Include name -> text, in order of discovery. Names are relative and hold no ``..``.
     files : tuple of Path
         The file behind each header, in the same order.
+    missing : tuple of str
+        What directives name that resolve nowhere: headers of CUDA's own, or of a branch not taken.
     """
 
     source: str
     headers: Mapping[str, str]
     files: tuple[Path, ...]
+    missing: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -77,8 +94,9 @@ def include_closure(source: str, *, include_dirs: Sequence[Path] = INCLUDE_DIRS)
     """Read everything that a source may include, directly or not.
 
     Conditionals are not evaluated, so the closure holds at least what a compile needs. A directive
-    that resolves nowhere is left as it is: in a branch not taken it does no harm (``<cstdint>``
-    outside NVRTC), in one that is taken the compiler reports it.
+    that resolves nowhere stays, in angle brackets: in quotes NVRTC would look for it in the current
+    directory. In a branch not taken it does no harm (``<vector>`` outside NVRTC), in one that is
+    taken it is CUDA's own, or the compiler reports it.
 
     Parameters
     ----------
@@ -135,6 +153,7 @@ class _Walk:
         self._include_dirs = include_dirs
         self._name_of: dict[str, str] = {}  # absolute path -> include name
         self._path_of: dict[str, Path] = {}  # include name -> path, in order of discovery
+        self._missing: dict[str, None] = {}  # in order of discovery
 
     def run(self, source: str) -> Closure:
         rewritten = self._rewrite(source, None)
@@ -147,7 +166,8 @@ class _Walk:
                 text = path.read_bytes().decode("utf-8", "surrogateescape")
                 headers[name] = self._rewrite(text, name)
             pending = [name for name in self._path_of if name not in headers]
-        return Closure(rewritten, headers, tuple(self._path_of[name] for name in headers))
+        files = tuple(self._path_of[name] for name in headers)
+        return Closure(rewritten, headers, files, tuple(self._missing))
 
     def _rewrite(self, text: str, includer: str | None) -> str:
         def replace(match: re.Match[str]) -> str:
@@ -163,8 +183,8 @@ class _Walk:
                 )
             name = self._resolve(spelling, includer if argument[0] == '"' else None)
             if name is None:
-                return match[0]
-            return f"{match[0][: -len(argument)]}<{name}>"
+                self._missing[spelling] = None
+            return f"{match[0][: -len(argument)]}<{name or spelling}>"
 
         return _TOKEN.sub(replace, text)
 
