@@ -113,15 +113,23 @@ def gpu_archs() -> list[Arch]:
     return [Arch(*torch.cuda.get_device_capability(i)) for i in range(count)]
 
 
-def target_arch() -> Arch:
-    """Return what to compile for: JITKERN_ARCH, else torch's device; ToolchainError for neither."""
-    wanted = requested_archs()
-    if wanted:
-        return wanted[0]
+def target_archs() -> tuple[Arch, ...]:
+    """Return what to compile host and device code for: the GPU here, else all of JITKERN_ARCH.
+
+    The GPU goes first, since what is loaded is to run on it.
+
+    Raises
+    ------
+    ToolchainError
+        There is neither.
+    """
     import torch
 
     if torch.cuda.is_available():
-        return Arch(*torch.cuda.get_device_capability())
-    raise ToolchainError(
-        "there is no GPU to compile CUDA code for; set JITKERN_ARCH, such as JITKERN_ARCH=9.0"
-    )
+        return (Arch(*torch.cuda.get_device_capability()),)
+    wanted = requested_archs()
+    if not wanted:
+        raise ToolchainError(
+            "there is no GPU to compile CUDA code for; set JITKERN_ARCH, such as JITKERN_ARCH=9.0"
+        )
+    return tuple(dict.fromkeys(wanted))

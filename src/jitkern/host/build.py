@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +13,11 @@ from jitkern.cache.get import BuildOutput
 from jitkern.compilers import cxx
 from jitkern.compilers.identity import toolchain_id
 from jitkern.compilers.load import platform_abi
-from jitkern.compilers.scratch import scratch_folder
 from jitkern.compilers.sources import include_dirs
 from jitkern.errors import CacheError, ToolchainError
+from jitkern.scratch import scratch_folder
+
+_log = logging.getLogger("jitkern")
 
 # For the wheel. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
 PORTABLE_LDFLAGS = ("-s",)
@@ -47,7 +49,7 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
 
 
 def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
-    """Build, after a line on standard error that says why; ToolchainError if that cannot be."""
+    """Build, after a line of log that says why; ToolchainError if that cannot be."""
     import tvm_ffi
 
     shipped = _shipped_tvm_ffi(key)
@@ -71,8 +73,8 @@ def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
         why = "the shipped one is damaged or was built from other sources"
     else:
         why = "a source checkout ships none"
-    sys.stderr.write(f"jitkern: building the host module with c++ (once per machine): {why}\n")
-    sys.stderr.flush()
+    # A warning, which Python shows where nobody has configured logging: it takes long.
+    _log.warning("jitkern: building the host module with c++ (once per machine): %s", why)
     return build(key, csrc)
 
 

@@ -10,20 +10,23 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jitkern import hints
 from jitkern.arch import Arch
+from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
 from jitkern.cache.store import Cache
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
-from jitkern.errors import JitkernError
+from jitkern.errors import JitkernError, UnsupportedError
 from jitkern.files import digest, sha256
 from jitkern.forks import PerProcess
+from jitkern.host.torch_state import torch_state
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -69,13 +72,19 @@ def module() -> Module:
 
 def find() -> Lookup[Module]:
     """Return how this process came by the host module. Raises as :func:`module`."""
-    global _found
     if _found is None:
         with _guard.value:
             if _found is None:
-                found = get_or_build(_HostModule(CSRC))
-                _initialise(found.loaded)
-                _found = found
+                return _initialised(get_or_build(_HostModule(CSRC)))
+    return _found
+
+
+def find_built() -> Lookup[Module] | None:
+    """As :func:`find`, but None where it would have to be built."""
+    with _guard.value:
+        if _found is None:
+            found = get.find(_HostModule(CSRC))
+            return None if found is None else _initialised(found)
     return _found
 
 
@@ -89,17 +98,34 @@ def op(name: str, builder: Builder) -> Callable[..., Any]:
     builder
         Called with the ints of a specialisation, by name, when a call on a GPU first needs it.
 
+    Returns
+    -------
+    callable
+        Returns true and does nothing where a mode or a tracer of PyTorch has to see the call.
+
     Examples
     --------
     >>> store = op("store", kernel)  # doctest: +SKIP
     >>> store(k_cache, v_cache, indices, k, v)  # doctest: +SKIP
     """
     _builders[name] = builder
-    function: Callable[..., Any] = module()[name]
-    return function
+    module()["set_torch_state"](*torch_state())
+    return _ranged(module()[name], lambda _: name)
 
 
-def launcher(exports: Sequence[str], image: Callable[[Arch], bytes]) -> Callable[..., Any]:
+@cache
+def op_now(name: str, builder: Builder) -> Callable[..., Any]:
+    """As :func:`op`, but the function runs whatever PyTorch does: for PyTorch's own calls."""
+    _builders[name] = builder
+    return _ranged(module()[f"{name}_now"], lambda _: name)
+
+
+def launcher(
+    exports: Sequence[str],
+    image: Callable[[Arch], bytes],
+    signatures: Sequence[tuple[str, bool, Sequence[tuple[Any, ...]]]] = (),
+    params_bytes: Callable[[bytes, Sequence[str]], Sequence[int]] = lambda *_: (),
+) -> Callable[..., Any]:
     """Return the C++ function that launches the kernels of one image; see csrc/host/user_launch.cc.
 
     Parameters
@@ -108,14 +134,48 @@ def launcher(exports: Sequence[str], image: Callable[[Arch], bytes]) -> Callable
         Names of the kernels in the image.
     image
         Called at the first launch on a GPU.
+    signatures
+        Of each kernel its name, whether C++ does the same on the CPU, and its declared parameters;
+        none for kernels of which nothing is declared.
+    params_bytes
+        Returns the bytes of the kernels' parameters, as far as the image says them: for drivers
+        that do not.
     """
 
     @_through_cpp()
     def resolve(_op: str, _names: Any, _values: Any, arch: int) -> tuple[Any, ...]:
-        return image(Arch(*divmod(arch, 10))), tuple(exports), ()
+        code = image(Arch(*divmod(arch, 10)))
+        return code, tuple(exports), tuple(params_bytes(code, exports))
 
-    made: Callable[..., Any] = module()["make_launch"](resolve)
-    return made
+    made = module()["make_launch"](resolve, signatures)
+    return _ranged(made, lambda args: exports[args[0]])
+
+
+def _ranged(
+    function: Callable[..., Any], name_of: Callable[[tuple[Any, ...]], str]
+) -> Callable[..., Any]:
+    """Return `function` itself; under JITKERN_NVTX=1 each of its calls is a range in profilers."""
+    if not settings().nvtx:
+        return function
+    import torch
+
+    nvtx: Any = torch.cuda.nvtx
+    try:
+        nvtx.range_push("jitkern")
+        nvtx.range_pop()
+    except RuntimeError as error:
+        raise UnsupportedError(
+            "JITKERN_NVTX: this torch has no NVTX; install a CUDA build of torch, or unset it"
+        ) from error
+
+    def ranged(*args: Any) -> Any:
+        nvtx.range_push(f"jitkern.{name_of(args)}")
+        try:
+            return function(*args)
+        finally:
+            nvtx.range_pop()
+
+    return ranged
 
 
 def build_host_module(out_dir: Path) -> Entry:
@@ -190,13 +250,16 @@ def _release(version: str) -> tuple[int, ...]:
 # -- wiring ----------------------------------------------------------------------------------------
 
 
-def _initialise(loaded: Module) -> None:
-    """Give the C++ side what it needs of Python and the settings."""
+def _initialised(found: Lookup[Module]) -> Lookup[Module]:
+    """Give the C++ side what it needs of Python and the settings, and keep it."""
+    global _found
     from tvm_ffi.error import register_error
 
     register_error("jitkern.ThroughCpp", ThroughCpp)
-    loaded["set_resolver"](_resolve)
-    loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
+    found.loaded["set_resolver"](_resolve)
+    found.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
+    _found = found
+    return found
 
 
 def _warn(message: str) -> None:

@@ -4,56 +4,50 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jitkern import hints
 from jitkern.arch import Arch
 from jitkern.cache import stats
-from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
+from jitkern.cache.entry import Key
+from jitkern.cache.get import Lookup, find, get_or_build
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, include_closure
 from jitkern.env import settings
-from jitkern.errors import CompileError, ToolchainError
 from jitkern.files import digest, sha256, slug
-from jitkern.jit.launch import PLAIN, TORCH, device_and_stream, readable
+from jitkern.jit.cubin import params_bytes
+from jitkern.jit.image import DeviceImage
+from jitkern.jit.launch import ON_CPU, PLAIN, TORCH, device_and_stream, for_cpu, readable
+from jitkern.jit.params import Param
 from jitkern.jit.record import Specialisation, record
+from jitkern.jit.render import Wrapper, render
 from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
-    from jitkern.compilers.nvrtc import Image
+    from jitkern.compilers.find_headers import CudaHeaders
 
 # Raised when the same text has to be compiled anew: how entry points and parameters are rendered.
 DEVICE_ABI = 1
 
-# Name and template class of a kernel.
-Wrapper = tuple[str, str]
 
+@dataclass(frozen=True)
+class CpuForm:
+    """C++ that does on the CPU what kernels of a module do.
 
-def render(includes: Sequence[str], wrappers: Sequence[Wrapper]) -> str:
-    """Return the translation unit that gives each kernel class a plain C entry point.
-
-    Examples
-    --------
-    >>> print(render(["ops/copy.cu"], [("copy", "Copy<4>")]))
-    #include "ops/copy.cu"
-    extern "C" __global__ void __launch_bounds__(Copy<4>::kNumThreads, Copy<4>::kMinBlocks)
-    copy(const __grid_constant__ Copy<4>::Params params) {
-      Copy<4>::run(params);
-    }
-    <BLANKLINE>
+    Attributes
+    ----------
+    names
+        The kernels that it has a function for.
+    load
+        Returns the loaded C++ module, at the first call on CPU tensors.
     """
-    lines = [f'#include "{name}"' for name in includes]
-    for export, kernel in wrappers:
-        bounds = f"{kernel}::kNumThreads, {kernel}::kMinBlocks"
-        lines.append(f'extern "C" __global__ void __launch_bounds__({bounds})')
-        lines.append(f"{export}(const __grid_constant__ {kernel}::Params params) {{")
-        lines += [f"  {kernel}::run(params);", "}"]
-    return "\n".join(lines) + "\n"
+
+    names: frozenset[str] = frozenset()
+    load: Callable[[], Any] = dict
 
 
 class DeviceModule:
@@ -72,6 +66,10 @@ class DeviceModule:
         (name, class) of each kernel.
     hint
         Says for an arch what would have built the kernel beforehand; FrozenError ends with it.
+    params
+        The members of ``Params``, by the kernel's name; none where they are not known.
+    cpu
+        What runs on tensors on the CPU.
 
     Attributes
     ----------
@@ -85,6 +83,9 @@ class DeviceModule:
         files: Sequence[Path],
         wrappers: Sequence[Wrapper],
         hint: Callable[[Arch], str] = hints.replay,
+        *,
+        params: Mapping[str, tuple[Param, ...]] = MappingProxyType({}),
+        cpu: CpuForm = CpuForm(),
     ) -> None:
         self._used = used
         self.op, *args = used.args
@@ -94,14 +95,17 @@ class DeviceModule:
         self.files = tuple(files)
         self.hint = hint
         self.options = tuple(used.options.get("extra_cuda_cflags", ()))
-        include_dirs = map(Path, used.options.get("extra_include_paths", ()))
+        include_dirs = list(map(Path, used.options.get("extra_include_paths", ())))
+        self._cuda_dirs = _cuda_dirs(include_dirs)
         self.closure = include_closure(
-            render([_include_name(file) for file in files], wrappers),
-            include_dirs=[*include_dirs, *INCLUDE_DIRS],
+            render([_include_name(file) for file in files], wrappers, params),
+            include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
         )
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._numbers = {export: number for number, export in enumerate(self.exports)}
         self._made: dict[str, Callable[..., Any]] = {}
+        self._params = params
+        self._cpu = cpu
         self.launch_config: tuple[int, ...] = ()  # what launched_with was told
 
     def __repr__(self) -> str:
@@ -133,16 +137,31 @@ class DeviceModule:
 
     def lookup(self, arch: Arch) -> Lookup[bytes]:
         """Find the code for `arch` and tell where it came from. Raises as :meth:`image`."""
+        return self._memo(arch) or self._kept(arch, get_or_build(DeviceImage(self, arch)))
+
+    def find(self, arch: Arch) -> Lookup[bytes] | None:
+        """As :meth:`lookup`, but None where it would have to be compiled."""
+        found = self._memo(arch)
+        if found is None:
+            found = find(DeviceImage(self, arch))
+            if found is not None:
+                self._kept(arch, found)
+        return found
+
+    def _memo(self, arch: Arch) -> Lookup[bytes] | None:
         start = time.perf_counter()
         found = self._images.get(arch)
-        if found is not None:
-            ms = (time.perf_counter() - start) * 1e3
-            stats.count("memo", ms)
-            return Lookup("memo", ms, found.entry, found.loaded)
-        found = self._images[arch] = get_or_build(_Image(self, arch))
+        if found is None:
+            return None
+        ms = (time.perf_counter() - start) * 1e3
+        stats.count("memo", ms)
+        return Lookup("memo", ms, found.entry, found.loaded)
+
+    def _kept(self, arch: Arch, found: Lookup[bytes]) -> Lookup[bytes]:
+        self._images[arch] = found
         file = settings().record
         if file is not None:
-            record(replace(self._used, arch=str(arch)), file)
+            record(replace(self._used, arch=str(arch)), self.closure.files, file)
         return found
 
     @property
@@ -184,6 +203,9 @@ class DeviceModule:
     ) -> None:
         """Launch a kernel on the current torch stream; returns at once.
 
+        Where all tensors are on the CPU, the C++ of the kernel's name that ``load_jit`` was given
+        is called with the same arguments; grid, block and the like are only checked.
+
         Loads the code at the first call on a device, once for all kernels of the module: they share
         its ``__device__`` variables. This works while a stream is being captured, too.
 
@@ -192,9 +214,12 @@ class DeviceModule:
         export
             The kernel's name in ``device_wrappers``.
         *args
-            Members of the kernel's ``Params``, in order: tensors (their data pointers), int
-            (``long long``), float (``double``), bool, or ctypes values of other widths. An object
-            with ``__dlpack__``, ``data_ptr()`` or ``__cuda_array_interface__`` is its pointer, too.
+            Members of the kernel's ``Params``, in order. Where these are known (see
+            :func:`jitkern.load_jit`), a number becomes what its member is, and a tensor is
+            contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
+            bool ``bool``, and only the bytes of all are checked. A ctypes value is what it says. An
+            object with ``__dlpack__``, ``data_ptr()`` or ``__cuda_array_interface__`` is its
+            pointer, as a tensor is.
         grid, block
             Numbers of blocks and threads, one to three of them.
         shared_bytes
@@ -212,10 +237,12 @@ class DeviceModule:
         Raises
         ------
         ValueError, TypeError
-            An unknown kernel, an argument of another type, arguments of other bytes than the
-            kernel's ``Params``, memory that is not on one GPU, sizes that no GPU has.
+            An unknown kernel, an argument that is not its member's, arguments of other bytes
+            than the kernel's ``Params``, memory that is not on one GPU, sizes that no GPU has.
         UnsupportedError
             There is no GPU.
+        CompileError, ToolchainError
+            The first call on a device, or on the CPU, has to compile, and cannot.
 
         Examples
         --------
@@ -227,12 +254,18 @@ class DeviceModule:
             raise ValueError(f"launch: export: {export!r}, expected one of {known}")
         launch = self._made.get("launch") or self._make_launch()
         kinds = set(map(type, args))
-        members = args if PLAIN.issuperset(kinds) else readable(args)
+        members = args
+        if not PLAIN.issuperset(kinds):
+            members = tuple(readable(export, self._params.get(export, ()), args))
         how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
         # A tensor of torch tells its stream on the way to C++; to ask torch for it takes 5 us.
         is_told = not TORCH.isdisjoint(kinds)
         wanted = launch(*how, -1, is_told, *members)
-        if wanted is not None:
+        if wanted is None:
+            return
+        if wanted == ON_CPU:
+            self._cpu.load()[export](*for_cpu(args, members))
+        else:
             launch(*how, *device_and_stream(wanted), *members)
 
     def _make_launch(self) -> Callable[..., Any]:
@@ -240,9 +273,27 @@ class DeviceModule:
 
         # Weak, because C++ keeps the function: the module would hold itself.
         this = weakref.proxy(self)
-        made = host.launcher(self.exports, lambda arch: this.image(arch))
+        signatures = [
+            (
+                export,
+                export in self._cpu.names,
+                [param.for_cpp() for param in self._params.get(export, ())],
+            )
+            for export in self.exports
+        ]
+        made = host.launcher(self.exports, lambda arch: this.image(arch), signatures, params_bytes)
         # Of two threads one is first, and both launch from what it loads.
         return self._made.setdefault("launch", made)
+
+    def cuda_headers(self) -> CudaHeaders | None:
+        """Return CUDA's own headers that the sources may include; None where they name none."""
+        if not self.closure.missing:
+            return None
+        # Imported here: most kernels have no need of it.
+        from jitkern.compilers.find_headers import find_headers
+
+        library = find_nvrtc() if settings().compiler == "nvrtc" else None
+        return find_headers(self.closure.missing, self._cuda_dirs, library)
 
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""
@@ -275,82 +326,26 @@ def load_own(
 
     The first of `args` is the size of a row, as the command line takes it.
     """
-    options = {"device_files": list(device_files), "device_wrappers": [*map(list, device_wrappers)]}
+    files = [CSRC / file for file in device_files]
+    options = {
+        "device_files": list(map(str, files)),
+        "device_wrappers": list(map(list, device_wrappers)),
+    }
     return DeviceModule(
         Specialisation("load_jit", (name, *args), options, ""),
-        [CSRC / file for file in device_files],
+        files,
         device_wrappers,
         hint=lambda arch: hints.warm_op(name, args[0], arch),
     )
 
 
-class _Image(Buildable[bytes]):
-    """The code of a module for one arch.
+def _cuda_dirs(include_dirs: Sequence[Path]) -> list[Path]:
+    """Those that hold CUDA's own headers, which are not read here."""
+    if not include_dirs:
+        return []
+    from jitkern.compilers.find_headers import is_cuda_headers
 
-    Its variant, the compiler's version, comes from file names: nothing is loaded and no process
-    started. Without a compiler an entry of any is good, and a miss raises the compiler's error.
-    """
-
-    def __init__(self, module: DeviceModule, arch: Arch) -> None:
-        self._module = module
-        self._arch = arch
-        self.key = module.key(arch)
-        try:
-            self.variant = _toolchain_id()
-        except ToolchainError:
-            self.variant = ""
-
-    def load(self, entry: Entry) -> bytes:
-        return entry.data
-
-    def hint(self) -> str:
-        return self._module.hint(self._arch)
-
-    def build(self) -> BuildOutput:
-        start = time.perf_counter()
-        module = self._module
-        image = _compiler(minimal=all(file.is_relative_to(CSRC) for file in module.files))(
-            module.closure.source,
-            # Not NAME.cu: a header of that name, the user's own file, would include itself.
-            name=f"{module.name}.instance.cu",
-            headers=module.closure.headers,
-            arch=self._arch,
-            options=module.options,
-        )
-        if image.kind == "cubin" and not image.data.startswith(b"\x7fELF"):
-            raise CompileError(
-                f"{module.name}: the compiler's output is not a cubin",
-                command=" ".join(module.options),
-                log=image.log,
-                source=module.closure.source,
-            )
-        notes = {
-            "kind": image.kind,
-            "log": image.log,
-            "build_ms": round((time.perf_counter() - start) * 1e3, 3),
-            "built_unix_s": round(time.time(), 3),
-        }
-        return BuildOutput(_toolchain_id(), {f"{slug(module.op)}.{image.kind}": image.data}, notes)
-
-
-def _compiler(*, minimal: bool) -> Callable[..., Image]:
-    # Imported here: a warm load needs neither, a cold one needs one of them.
-    if settings().compiler == "nvrtc":
-        from jitkern.compilers import nvrtc
-
-        # The sources of the package have no need of what -minimal leaves out.
-        return partial(nvrtc.compile, minimal=minimal)
-    from jitkern.compilers import nvcc
-
-    return nvcc.compile_with_nvcc
-
-
-def _toolchain_id() -> str:
-    if settings().compiler == "nvrtc":
-        return find_nvrtc().id
-    from jitkern.compilers.find_cuda import find_nvcc
-
-    return find_nvcc().id
+    return list(filter(is_cuda_headers, include_dirs))
 
 
 def _content(text: str) -> str:

@@ -8,29 +8,46 @@ library through nvcc (``cuda_files``).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from jitkern.arch import Arch, target_archs
 from jitkern.cache.get import Lookup
-from jitkern.compilers.sources import CSRC
-from jitkern.jit.device import DeviceModule, Wrapper
-from jitkern.jit.record import Specialisation
+from jitkern.compilers.sources import OWN_PREFIX, source_path
+from jitkern.jit.device import CpuForm, DeviceModule
+from jitkern.jit.params import parse_params
+from jitkern.jit.record import FILES, FOLDERS, Specialisation
+from jitkern.jit.render import Wrapper
+from jitkern.jit.structs import read_params
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
+    from jitkern.jit.native import NativeLibrary
+
 File = str | PathLike[str]
 Files = Sequence[File]
+# Name and template class of a kernel, and the members of its Params.
+DeclaredWrapper = tuple[str, str, str]
+
+_CPU_OPTIONS = ("cpp_files", "cpp_wrappers", "extra_cflags", "extra_ldflags")
+_SHARED_OPTIONS = ("extra_include_paths",)
 
 
 @overload
 def load_jit(
     *args: str,
     device_files: Files,
-    device_wrappers: Sequence[Wrapper],
+    device_wrappers: Sequence[Wrapper | DeclaredWrapper],
+    cpp_files: Files | None = None,
+    cpp_wrappers: Sequence[Wrapper] | None = None,
+    extra_cflags: Sequence[str] | None = None,
     extra_cuda_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Files | None = None,
 ) -> DeviceModule: ...
 
@@ -57,7 +74,7 @@ def load_jit(
     cpp_wrappers: Sequence[Wrapper] | None = None,
     cuda_wrappers: Sequence[Wrapper] | None = None,
     device_files: Files | None = None,
-    device_wrappers: Sequence[Wrapper] | None = None,
+    device_wrappers: Sequence[Wrapper | DeclaredWrapper] | None = None,
     extra_cflags: Sequence[str] | None = None,
     extra_cuda_cflags: Sequence[str] | None = None,
     extra_ldflags: Sequence[str] | None = None,
@@ -67,19 +84,27 @@ def load_jit(
     """Compile templated sources for given template arguments, or find them compiled.
 
     Give ``device_files`` for device code that is compiled by NVRTC and launched by jitkern, or
-    ``cpp_files`` and ``cuda_files`` for code that brings its own host function.
+    ``cpp_files`` and ``cuda_files`` for code that brings its own host function. ``cpp_files`` along
+    with ``device_files`` are what runs on tensors on the CPU.
 
     Parameters
     ----------
     *args
         The module's name, then its template arguments (see :func:`jitkern.make_cpp_args`).
     cpp_files, cuda_files, device_files
-        Sources: absolute, or looked up in the package's ``csrc``, then in the current directory.
+        Sources: paths, relative ones from the current directory. ``jitkern:ops/store.cu`` is a
+        source of jitkern's own.
     cpp_wrappers, cuda_wrappers
-        (name, expression): each C++ expression is exported as function `name` of the module.
+        (name, expression): each C++ expression is exported as function `name` of the module. Along
+        with ``device_files`` the name is that of a kernel, and the function takes its arguments.
     device_wrappers
-        (name, class) of each kernel. The class has a POD type ``Params``, the constants
-        ``kNumThreads`` and ``kMinBlocks``, and ``static __device__ void run(const Params&)``.
+        (name, class) or (name, class, params) of each kernel. The class has a POD type ``Params``,
+        the constants ``kNumThreads`` and ``kMinBlocks``, and
+        ``static __device__ void run(const Params&)``. Each launch checks its arguments by the
+        members of ``Params``, which are read in `device_files` where they are plainly written;
+        otherwise `params` declares them, such as ``"float* data, double factor, int64 count"``: a
+        type is a dtype of torch or a number of C, ``void*`` a tensor of any dtype,
+        ``strided float*`` one of any strides. The compiler compares either with the struct.
     extra_cflags, extra_cuda_cflags, extra_ldflags
         Flags beyond the default ones of the C++ compiler, of nvcc or NVRTC, of the linker.
     extra_include_paths
@@ -135,7 +160,8 @@ def load_aot(
     *args
         The module's name; further ones only make the name longer.
     cpp_files, cuda_files
-        Sources: absolute, or looked up in the package's ``csrc``, then in the current directory.
+        Sources: paths, relative ones from the current directory. ``jitkern:ops/store.cu`` is a
+        source of jitkern's own.
     extra_cflags, extra_cuda_cflags, extra_ldflags, extra_include_paths, build_directory
         As for :func:`load_jit`.
 
@@ -157,13 +183,29 @@ def load_aot(
     return module
 
 
-def load_library(used: Specialisation, *, load: bool = True) -> Lookup[Any]:
+def load_library(used: Specialisation) -> Lookup[Any]:
     """Load a module with host functions, as load_jit or load_aot was asked to.
 
-    Without `load` it is only built and published.
+    CUDA code is compiled for the GPU here. Without one it is for each of JITKERN_ARCH, so that all
+    of them are in the cache, and the first one's is returned.
+    """
+    archs = target_archs() if has_cuda(used) else (None,)
+    first, *_ = [native_library(used, arch).get() for arch in archs]
+    return first
+
+
+def has_cuda(used: Specialisation) -> bool:
+    """Tell whether a library holds code for a GPU, and is built for one arch therefore."""
+    return bool(used.options.get("cuda_files") or used.options.get("cuda_wrappers"))
+
+
+def native_library(used: Specialisation, arch: Arch | None, *, load: bool = True) -> NativeLibrary:
+    """Return the library that load_jit or load_aot was asked for, to be found or built.
+
+    Without `load` none of its code runs.
     """
     # Imported here, with the compilers of this route: kernels for a GPU need none of them.
-    from jitkern.jit.native import NativeBuild, load_native
+    from jitkern.jit.native import NativeBuild, NativeLibrary
 
     if used.options.get("device_wrappers"):
         raise ValueError("load_jit: device_wrappers: given without device_files")
@@ -172,35 +214,72 @@ def load_library(used: Specialisation, *, load: bool = True) -> Lookup[Any]:
     build = NativeBuild(
         name="_".join(used.args),
         args=used.args,
-        cpp_files=_files(used, "cpp_files"),
-        cuda_files=_files(used, "cuda_files"),
+        cpp_files=_paths(used, "cpp_files"),
+        cuda_files=_paths(used, "cuda_files"),
         cpp_wrappers=_wrappers(used, "cpp_wrappers"),
         cuda_wrappers=_wrappers(used, "cuda_wrappers"),
         inline=used.function == "load_jit",
         cflags=tuple(options.get("extra_cflags", ())),
         cuda_cflags=tuple(options.get("extra_cuda_cflags", ())),
         ldflags=tuple(options.get("extra_ldflags", ())),
-        include_dirs=tuple(map(Path, options.get("extra_include_paths", ()))),
+        include_dirs=_paths(used, "extra_include_paths"),
     )
     build_directory = None if directory is None else Path(directory)
-    return load_native(build, build_directory, used, load=load)
+    return NativeLibrary(build, arch, used, build_directory, load=load)
 
 
 def load_device(used: Specialisation) -> DeviceModule:
     """Return the module of device code that load_jit was asked for."""
     options = used.options
-    for argument in ("cpp_files", "cuda_files", "cpp_wrappers", "cuda_wrappers"):
+    for argument in ("cuda_files", "cuda_wrappers"):
         if options.get(argument):
             raise ValueError(f"load_jit: {argument}: given along with device_files")
-    if any(map(options.get, ("build_directory", "extra_cflags", "extra_ldflags"))):
+    if options.get("build_directory"):
         raise ValueError(
-            "load_jit: build_directory, extra_cflags, extra_ldflags: given along with "
-            "device_files, which need none of them"
+            "load_jit: build_directory: given along with device_files, which need none"
         )
-    if not options.get("device_wrappers"):
+    given = _device_wrappers(options)
+    wrappers = tuple((name, kernel) for name, kernel, _ in given)
+    if not wrappers:
         raise ValueError("load_jit: device_wrappers: empty, expected (name, class) pairs")
-    files = _files(used, "device_files")
-    return DeviceModule(used, files, _wrappers(used, "device_wrappers"))
+    # Each is recorded and built by itself, the C++ when it is first called.
+    on_gpu = {name: value for name, value in options.items() if name not in _CPU_OPTIONS}
+    on_cpu = {
+        name: value
+        for name, value in options.items()
+        if name in _CPU_OPTIONS or name in _SHARED_OPTIONS
+    }
+    files = _paths(used, "device_files")
+    texts = [file.read_text(errors="replace") for file in files]
+    return DeviceModule(
+        replace(used, options=on_gpu),
+        files,
+        wrappers,
+        params={
+            name: read_params(kernel, texts) if params is None else parse_params(name, params)
+            for name, kernel, params in given
+        },
+        cpu=_cpu_form(replace(used, options=on_cpu), [name for name, _ in wrappers]),
+    )
+
+
+def _cpu_form(used: Specialisation, kernels: Sequence[str]) -> CpuForm:
+    """Return what runs on the CPU: nothing without C++ files."""
+    names = [name for name, _ in _wrappers(used, "cpp_wrappers")]
+    if bool(names) != bool(used.options.get("cpp_files")):
+        raise ValueError(
+            "load_jit: cpp_files, cpp_wrappers: one without the other along with device_files; "
+            "expected a function for kernels on the CPU, or neither"
+        )
+    for name in names:
+        if name not in kernels:
+            raise ValueError(
+                f"load_jit: cpp_wrappers: {name!r}, expected the name of a kernel: "
+                f"{', '.join(kernels)}"
+            )
+    if not names and any(map(used.options.get, _CPU_OPTIONS)):
+        raise ValueError("load_jit: extra_cflags, extra_ldflags: given without cpp_files")
+    return CpuForm(frozenset(names), cache(lambda: load_library(used).loaded))
 
 
 def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -> Specialisation:
@@ -214,33 +293,78 @@ def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -
                 "make_cpp_args() turns values into template arguments"
             )
     options = {
-        name: str(value) if isinstance(value, (str, PathLike)) else [_plain(item) for item in value]
+        name: _plain(f"{function}: {name}", name, value)
         for name, value in given.items()
         if name != "args" and value is not None
     }
+    # Absolute from here on: the process may go elsewhere before a kernel is needed.
+    for name in FILES.intersection(options):
+        options[name] = [str(_file(function, name, file)) for file in options[name]]
+    for name in FOLDERS.intersection(options):
+        options[name] = [os.path.abspath(folder) for folder in options[name]]
     return Specialisation(function, tuple(args), options, "")
 
 
-def _plain(item: Any) -> Any:
-    return str(item) if isinstance(item, (str, PathLike)) else list(item)
+def _plain(argument: str, name: str, value: Any) -> Any:
+    """Return one option as JSON can keep it: a path, or a list of strings or of tuples of them."""
+    if name == "build_directory":
+        return str(value)
+    is_wrappers = name.endswith("wrappers")
+    one = ("scale", "Scale<256>") if is_wrappers else ""
+    if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
+        raise TypeError(f"{argument}: {_shown(value)}, expected a list: [{_shown(one or value)}]")
+    return [_plain_item(f"{argument}[{i}]", item, is_wrappers) for i, item in enumerate(value)]
+
+
+def _plain_item(argument: str, item: Any, is_wrapper: bool) -> Any:
+    if not is_wrapper:
+        if isinstance(item, (str, PathLike)):
+            return str(item)
+        raise TypeError(f"{argument}: {_shown(item)}, expected a str")
+    lengths = (2, 3) if "device_wrappers" in argument else (2,)
+    is_tuple = isinstance(item, Sequence) and not isinstance(item, str)
+    if not is_tuple or len(item) not in lengths or not all(isinstance(text, str) for text in item):
+        expected = (
+            "(name, class) or (name, class, params)" if 3 in lengths else "(name, expression)"
+        )
+        raise TypeError(f"{argument}: {_shown(item)}, expected {expected}")
+    return list(item)
+
+
+def _shown(value: Any) -> str:
+    text = str(value) if isinstance(value, PathLike) else value
+    return repr(text) if isinstance(text, (str, tuple, list)) else type(value).__name__
 
 
 def _wrappers(used: Specialisation, argument: str) -> tuple[Wrapper, ...]:
     wrappers = tuple((str(name), str(target)) for name, target in used.options.get(argument, ()))
     for name, _ in wrappers:
-        if not name.isidentifier():
-            raise ValueError(f"load_jit: {argument}: name {name!r}, expected a C identifier")
+        _check_name(argument, name)
     return wrappers
 
 
-def _files(used: Specialisation, argument: str) -> tuple[Path, ...]:
-    return tuple(_file(used.function, argument, Path(f)) for f in used.options.get(argument, ()))
+def _paths(used: Specialisation, argument: str) -> tuple[Path, ...]:
+    return tuple(map(Path, used.options.get(argument, ())))
 
 
-def _file(function: str, argument: str, file: Path) -> Path:
-    candidates = [file] if file.is_absolute() else [CSRC / file, Path.cwd() / file]
-    for path in candidates:
-        if os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
-            return path
-    tried = " and ".join(map(str, candidates))
-    raise FileNotFoundError(f"{function}: {argument}: {str(file)!r} does not exist, tried {tried}")
+def _device_wrappers(options: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
+    """Return name, class, and declared parameters of each kernel."""
+    given = []
+    for name, kernel, *params in options.get("device_wrappers", ()):
+        _check_name("device_wrappers", name)
+        given.append((name, kernel, params[0] if params else None))
+    return given
+
+
+def _check_name(argument: str, name: str) -> None:
+    if not name.isidentifier():
+        raise ValueError(f"load_jit: {argument}: name {name!r}, expected a C identifier")
+
+
+def _file(function: str, argument: str, name: str) -> Path:
+    path = source_path(name)
+    if os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
+        return path
+    own = f"{OWN_PREFIX}{os.path.normpath(name)}"
+    hint = f"; jitkern's own is {own}" if os.path.isfile(source_path(own)) else ""
+    raise FileNotFoundError(f"{function}: {argument}: {name!r} does not exist, tried {path}{hint}")

@@ -10,25 +10,26 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitkern import hints
-from jitkern.arch import Arch, target_arch
+from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build, is_frozen
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build, is_frozen
 from jitkern.cache.lock import build_lock
 from jitkern.compilers import cxx, depends
 from jitkern.compilers.identity import program_stats, toolchain_directories, toolchain_id
 from jitkern.compilers.load import load_library, platform_abi
-from jitkern.compilers.scratch import scratch_folder
 from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
 from jitkern.env import settings
 from jitkern.files import digest, sha256, slug, write_whole
 from jitkern.jit.record import Specialisation, record
+from jitkern.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -82,37 +83,84 @@ class NativeBuild:
         return list(dict.fromkeys([*folders, *self.include_dirs, *INCLUDE_DIRS]))
 
 
-def load_native(
-    build: NativeBuild, build_directory: Path | None, used: Specialisation, *, load: bool = True
-) -> Lookup[Any]:
-    """Load the library of `build`, from the cache or newly built; see jitkern.load_jit.
+class NativeLibrary(Buildable["Module | None"]):
+    """The library of one build for one arch: `get` finds or builds it, see jitkern.load_jit.
 
-    Without `load` it is only built and published: none of its code runs.
+    Parameters
+    ----------
+    build
+        What to build.
+    arch
+        What its CUDA code is for; None where it has none.
+    used
+        What load_jit or load_aot was given.
+    build_directory
+        Where to build and keep the files, if anywhere.
+    load
+        Without it, the library is only built and published: none of its code runs.
     """
-    if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
-        raise ValueError(f"{used.function}: cpp_files, cuda_files: both empty")
-    build = _without_include_flags(build)
-    arch = target_arch() if build.cuda else None
-    found = get_or_build(_Library(build, arch, build_directory, load))
-    if build_directory is not None:
-        _put(build_directory / found.entry.artefact_name, found.entry.data)
-    file = settings().record
-    if file is not None:
-        record(replace(used, arch="" if arch is None else str(arch)), file)
-    return found
-
-
-class _Library(Buildable["Module | None"]):
-    """The library of one build for one arch."""
 
     def __init__(
-        self, build: NativeBuild, arch: Arch | None, build_directory: Path | None, load: bool
+        self,
+        build: NativeBuild,
+        arch: Arch | None,
+        used: Specialisation,
+        build_directory: Path | None = None,
+        *,
+        load: bool = True,
     ) -> None:
+        if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
+            raise ValueError(f"{used.function}: cpp_files, cuda_files: both empty")
+        build = _without_include_flags(build)
         self.key = _key(build, arch)
         self._build = build
         self._arch = arch
+        self._used = used
         self._build_directory = build_directory
         self._load = load
+
+    def find(self) -> Lookup[Any] | None:
+        """Return the library where a cache has it."""
+        found = find(self)
+        return None if found is None else self._kept(found)
+
+    def get(self) -> Lookup[Any]:
+        """Return the library, built if need be."""
+        return self._kept(get_or_build(self))
+
+    def _kept(self, found: Lookup[Any]) -> Lookup[Any]:
+        if self._build_directory is not None:
+            _put(self._build_directory / found.entry.artefact_name, found.entry.data)
+        file = settings().record
+        if file is not None:
+            self._record(found.entry, file)
+        return found
+
+    def _record(self, entry: Entry, file: Path) -> None:
+        # The compiler names what it has read with links resolved, so all directories are.
+        build = self._build
+        folders = list(map(os.path.realpath, build.include_dirs))
+        cpp, cuda = (
+            [os.path.join(os.path.realpath(path.parent), path.name) for path in files]
+            for files in (build.cpp_files, build.cuda_files)
+        )
+        options = {
+            **self._used.options,
+            "cpp_files": cpp,
+            "cuda_files": cuda,
+            "extra_include_paths": folders,
+            "extra_cflags": list(build.cflags),
+            "extra_cuda_cflags": list(build.cuda_cflags),
+        }
+        links: list[str] = []
+        with suppress(ValueError):  # a computed include
+            # What is found by a link has to be found by the same name again.
+            include_dirs = [*map(Path, folders), *INCLUDE_DIRS]
+            found = include_closure(_includes([*cpp, *cuda]), include_dirs=include_dirs).files
+            links = [str(path) for path in found if str(path) != os.path.realpath(path)]
+        read = depends.sources(entry.meta["depends"], build.roots, links)
+        arch = "" if self._arch is None else str(self._arch)
+        record(replace(self._used, options=options, arch=arch), map(Path, read), file)
 
     def load(self, entry: Entry) -> Module | None:
         if not self._load:
@@ -146,10 +194,9 @@ class _Library(Buildable["Module | None"]):
 
     def inputs(self) -> str:
         """Digest of all that a failing build may have read; the compiler reports nothing then."""
-        text = "\n".join(f'#include "{file}"' for file in self._build.files)
         include_dirs = [*self._build.include_dirs, *INCLUDE_DIRS]
         try:
-            closure = include_closure(text, include_dirs=include_dirs)
+            closure = include_closure(_includes(self._build.files), include_dirs=include_dirs)
         except ValueError:
             return f"unknown {os.getpid()} {time.time_ns()}"  # a computed include: never the same
         return digest([closure.digest, self._toolchain])
@@ -230,6 +277,10 @@ def _key(build: NativeBuild, arch: Arch | None) -> Key:
     return Key(route, build.name, digest(content), describe)
 
 
+def _includes(files: Sequence[Path | str]) -> str:
+    return "\n".join(f'#include "{file}"' for file in files)
+
+
 def _translation_units(build: NativeBuild, folder: Path) -> list[Path]:
     if not build.inline:
         return list(build.files)
@@ -241,7 +292,7 @@ def _translation_units(build: NativeBuild, folder: Path) -> list[Path]:
         if not files and not wrappers:
             continue
         lines = [f"#include <{header}>" for header in PRELUDE]
-        lines += [f'#include "{file}"' for file in files]
+        lines.append(_includes(files))
         lines += [
             f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({export}, ({expression}));"
             for export, expression in wrappers

@@ -1,7 +1,10 @@
-"""Record which specialisations a run used, and read such a file back (``JITKERN_RECORD``).
+"""Record which specialisations a run used, with their sources (``JITKERN_RECORD``).
 
-A line is one JSON object: what ``load_jit`` or ``load_aot`` was given, and the arch. It names files
-to compile and flags to compile them with, so a record is code, of whoever could write it.
+A record holds lines of JSON, of two kinds: the text of a source, once, and what ``load_jit`` or
+``load_aot`` was given, with the arch. That one names each source by its place in a tree of its own
+(``./src/scale.cu``), or by its name in this package (``jitkern:ops/store.cu``), and says which text
+lies there. So a record needs nothing of the machine that it was made on. It is code to compile, and
+flags to compile it with, of whoever could write it.
 """
 
 from __future__ import annotations
@@ -10,26 +13,45 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jitkern import hints
-from jitkern.cache.trust import written_by_others
-from jitkern.files import append, open_regular, parse_json, read_regular
+from jitkern.compilers.sources import CSRC, OWN_PREFIX
+from jitkern.files import append, read_regular, sha256
 from jitkern.forks import PerProcess
 
 _log = logging.getLogger("jitkern")
 _guard = PerProcess(threading.Lock)
-_seen: dict[Path, set[str]] = {}
 
-_MAX_BYTES = 64 << 20  # 200,000 lines
+FORMAT = 2
+"""Of the lines. Those of 1 had no such number, and named files of the recording machine."""
+
+MAX_BYTES = 64 << 20
+"""Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch."""
+
+FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
+"""Options that are lists of sources."""
+
+FOLDERS = frozenset(("extra_include_paths",))
+"""Options that are lists of directories."""
+
+
+@dataclass
+class _Seen:
+    """Digests of the lines of a file, and how many bytes it had."""
+
+    lines: set[str]
+    bytes: int
+
+
+_seen: dict[Path, _Seen] = {}
 
 
 @dataclass(frozen=True)
 class Specialisation:
-    """One line of a recorded file.
+    """What makes a kernel or a library.
 
     Attributes
     ----------
@@ -38,7 +60,7 @@ class Specialisation:
     args
         Its positional arguments: the name, then the template arguments.
     options
-        Its keyword arguments.
+        Its keyword arguments. Paths are absolute, or in a record the places there.
     arch
         E.g. ``"9.0"``; empty for host code.
     """
@@ -52,121 +74,95 @@ class Specialisation:
         name, *rest = self.args
         return f"{name}<{', '.join(rest)}>" + (f" for {self.arch}" if self.arch else "")
 
-    def to_json(self) -> str:
-        """Return the line, equal for equal specialisations."""
+    def to_json(self, **more: Any) -> str:
+        """Return a line, equal for equal specialisations and equal `more`."""
         value = {
+            "record": FORMAT,
             "function": self.function,
             "args": list(self.args),
             "options": {name: option for name, option in self.options.items() if option},
             "arch": self.arch,
+            **more,
         }
         return json.dumps(value, sort_keys=True)
 
 
-def record(used: Specialisation, file: Path) -> None:
-    """Append `used` to `file`, once per process.
+def record(used: Specialisation, read: Iterable[Path], file: Path) -> None:
+    """Append `used` and its sources to `file`, once per process.
 
-    Many processes may append at once: a line is one write to a file opened for appending.
-    """
-    line = used.to_json()
-    with _guard.value:
-        seen = _seen.get(file)
-        if seen is None:
-            seen = _seen[file] = _lines(file)
-        if line in seen:
-            return
-        seen.add(line)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            append(file, (line + "\n").encode())
-        except OSError as error:
-            # A record that cannot be kept must not stop a server, but it is said aloud.
-            _log.warning("jitkern: JITKERN_RECORD: cannot write %s: %s", file, error.strerror)
-
-
-def _lines(file: Path) -> set[str]:
-    try:
-        return set(read_regular(file, _MAX_BYTES).decode(errors="replace").splitlines())
-    except OSError:
-        return set()
-
-
-def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Specialisation]:
-    """Read a file written under ``JITKERN_RECORD``: each specialisation once, by first use.
-
-    What is read is meant to be compiled, and a compiler does what its flags say: replay only a
-    record that you would run.
+    Many processes may append at once: what is added is one write to a file opened for appending.
 
     Parameters
     ----------
-    trust
-        Read even what other users could have written.
-
-    Raises
-    ------
-    ValueError
-        A line is something else, or others could have written the file; the message names it.
-    OSError
-        The file cannot be read, or is no regular file.
+    used
+        Paths in it are absolute.
+    read
+        What else a compiler may read of it: its headers.
+    file
+        The record.
     """
-    with open(open_regular(Path(file), follow=True), "rb") as stream:
-        status = os.fstat(stream.fileno())
-        reason = "" if trust else written_by_others(Path(file), status)
-        if reason:
-            raise ValueError(f"{file}: {reason}; {hints.trust_record(file)}")
-        if status.st_size > _MAX_BYTES:
-            raise ValueError(f"{file}: {status.st_size} bytes, expected at most {_MAX_BYTES}")
-        raw = stream.read(status.st_size + 1)
-    found: dict[str, Specialisation] = {}
-    for number, line in enumerate(raw.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            used = _parsed(line)
-        except ValueError as error:
-            raise ValueError(f"{file}:{number}: not a recorded specialisation: {error}") from error
-        found.setdefault(used.to_json(), used)
-    return list(found.values())
+    try:
+        *texts, line = _lines(used, read)
+        with _guard.value:
+            size = file.stat().st_size if file.exists() else 0
+            seen = _seen.get(file)
+            if seen is None or size < seen.bytes:  # else it has been begun anew meanwhile
+                seen = _seen[file] = _Seen(_digests(file), size)
+            if sha256(line) in seen.lines:
+                return
+            seen.lines.add(sha256(line))  # what cannot be kept is said once
+            new = [text for text in texts if sha256(text) not in seen.lines]
+            data = b"".join(part + b"\n" for part in (*new, line))
+            if size + len(data) > MAX_BYTES:
+                raise OSError(0, f"it would have more than {MAX_BYTES} bytes, {used} left out")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            append(file, data)
+            seen.lines.update(map(sha256, new))
+            seen.bytes = size + len(data)
+    except OSError as error:
+        # A record that cannot be kept must not stop a server, but it is said aloud.
+        _log.warning("jitkern: JITKERN_RECORD: cannot write %s: %s", file, error.strerror)
 
 
-def _parsed(line: bytes) -> Specialisation:
-    value = parse_json(line)
-    if not isinstance(value, dict) or value.keys() != {"function", "args", "options", "arch"}:
-        raise ValueError("expected an object of function, args, options and arch")
-    if value["function"] not in ("load_jit", "load_aot"):
-        raise ValueError("function: expected load_jit or load_aot")
-    if not _is_texts(value["args"]) or not value["args"]:
-        raise ValueError("args: expected a list of strings, the name first")
-    if not _is_text(value["arch"]):
-        raise ValueError("arch: expected a string")
-    if not isinstance(value["options"], dict):
-        raise ValueError("options: expected an object")
-    for name, option in value["options"].items():
-        is_right = _OPTIONS.get(name)
-        if is_right is None:
-            raise ValueError(f"options: {name!r}, expected one of {', '.join(_OPTIONS)}")
-        if not is_right(option):
-            raise ValueError(f"options: {name}: of another type than load_jit takes")
-    args, options = tuple(value["args"]), value["options"]
-    return Specialisation(value["function"], args, options, value["arch"])
+def _lines(used: Specialisation, read: Iterable[Path]) -> list[bytes]:
+    """The texts of the sources, then what was used of them."""
+    # Where something was built besides the cache is no matter, and a path of this machine.
+    options = {name: value for name, value in used.options.items() if name != "build_directory"}
+    files = [path for name in FILES for path in options.get(name, ())]
+    folders = [path for name in FOLDERS for path in options.get(name, ())]
+    files += [os.path.abspath(path) for path in read]
+    places = _places(files, folders)
+    for name in FILES | FOLDERS:
+        if name in options:
+            options[name] = [places[path] for path in options[name]]
+
+    texts: list[bytes] = []
+    digests: dict[str, str] = {}
+    for path in dict.fromkeys(files):
+        if not places[path].startswith(OWN_PREFIX):
+            data = read_regular(path, MAX_BYTES, follow=True)
+            text = data.decode("utf-8", "surrogateescape")
+            texts.append(json.dumps({"record": FORMAT, "text": text}).encode())
+            digests[places[path]] = sha256(data)
+    line = Specialisation(used.function, used.args, options, used.arch).to_json(files=digests)
+    return [*texts, line.encode()]
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _places(files: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
+    """Name each path by its place in the record: the package's own, else below what all share."""
+    own = {path: os.path.relpath(path, CSRC) for path in (*files, *folders)}
+    own = {path: name for path, name in own.items() if name.split("/")[0] != ".."}
+    others = [path for path in folders if path not in own]
+    others += [os.path.dirname(path) for path in files if path not in own]
+    above = os.path.commonpath(others) if others else ""
+    return {
+        path: f"{OWN_PREFIX}{own[path]}" if path in own else f"./{os.path.relpath(path, above)}"
+        for path in (*files, *folders)
+    }
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_pairs(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_texts(pair) and len(pair) == 2 for pair in value)
-
-
-# What load_jit and load_aot take by name, as the loader writes it down.
-_OPTIONS: dict[str, Callable[[Any], bool]] = {
-    "build_directory": _is_text,
-    **dict.fromkeys(("cpp_files", "cuda_files", "device_files", "extra_include_paths"), _is_texts),
-    **dict.fromkeys(("extra_cflags", "extra_cuda_cflags", "extra_ldflags"), _is_texts),
-    **dict.fromkeys(("cpp_wrappers", "cuda_wrappers", "device_wrappers"), _is_pairs),
-}
+def _digests(file: Path) -> set[str]:
+    try:
+        return {sha256(line) for line in read_regular(file, MAX_BYTES).split(b"\n")}
+    except OSError:
+        return set()

@@ -98,14 +98,14 @@ void Tensor::same_device(const Tensor& other) const {
   if (!same) value_error("device " + device_name(), other.device_name() + " as in " + other.arg);
 }
 
-void Tensor::contiguous() const {
+void Tensor::contiguous(const char* cure) const {
   i64 expected = 1;
   for (int d = dl->ndim - 1; d >= 0; --d) {
     if (dl->shape[d] == 0) return;
     if (dl->shape[d] != 1 && dl->strides != nullptr && dl->strides[d] != expected) {
       value_error("not contiguous (stride " + std::to_string(dl->strides[d]) + " in dimension " +
                       std::to_string(d) + " of shape " + shape_text() + ")",
-                  "a contiguous tensor; call .contiguous()");
+                  std::string("a contiguous tensor; ") + cure);
     }
     expected *= dl->shape[d];
   }
@@ -144,6 +144,24 @@ Rows::Rows(const Tensor& t, int row_dims)
     num_rows *= dl.shape[d];
     items *= dl.shape[d];
   }
+  set_range();
+}
+
+Rows::Rows(const Indices& indices)
+    : Tensor(indices),
+      data(static_cast<char*>(const_cast<void*>(indices.data))),
+      num_rows(1),
+      row_bytes(indices.count * indices.index_bytes),
+      stride_bytes(row_bytes) {
+  set_range();
+}
+
+void Rows::set_range() {
+  // To the last row, which is the lowest where the stride is negative. Of empty tensors it means
+  // nothing, and must not overflow.
+  const u64 steps = static_cast<u64>(num_rows - 1) * static_cast<u64>(stride_bytes);
+  begin = address(data) + (stride_bytes < 0 ? steps : 0);
+  end = address(data) + (stride_bytes < 0 ? 0 : steps) + static_cast<u64>(row_bytes);
 }
 
 Indices::Indices(const Tensor& t) : Tensor(t), data(t.data()), count(t.numel()) {
@@ -191,6 +209,53 @@ void Rows::same_num_rows(const Rows& other) const {
               std::to_string(other.num_rows) + " rows as in " + other.arg);
 }
 
+void Rows::refuse_shared_rows() const {
+  const std::string bytes = std::to_string(row_bytes);
+  value_error("rows of " + bytes + " bytes, " + std::to_string(std::abs(stride_bytes)) +
+                  " bytes apart (shape " + shape_text() + ")",
+              bytes + " or more in a tensor that is written; .clone() one that was expanded");
+}
+
+namespace {
+
+// Whether the bytes [begin, end) meet one of `num_rows` rows, the first of which begins at 0.
+bool meets_row(i64 begin, i64 end, i64 num_rows, i64 row_bytes, i64 stride_bytes) {
+  if (end <= 0 || begin >= (num_rows - 1) * stride_bytes + row_bytes) return false;
+  // The first row that ends behind their begin has to begin before their end.
+  const i64 ahead = begin - row_bytes;
+  const i64 first_row = ahead < 0 ? 0 : ahead / stride_bytes + 1;
+  return first_row * stride_bytes < end;
+}
+
+// The same of all rows of two tensors that have some bytes.
+bool rows_meet(const Rows& a, const Rows& b) {
+  const Rows& few = a.num_rows < b.num_rows ? a : b;
+  const Rows& many = &few == &a ? b : a;
+  const i64 stride = std::abs(many.stride_bytes);
+  const i64 step = std::abs(few.stride_bytes);
+  const i64 begin = static_cast<i64>(few.begin - many.begin);
+  if (step == stride) {
+    // Row i of `few` meets row j of `many` where its row 0 meets row j - i, of which some are ahead
+    // of the first.
+    const i64 ahead = (few.num_rows - 1) * step;
+    return meets_row(begin + ahead, begin + ahead + few.row_bytes, many.num_rows + few.num_rows - 1,
+                     many.row_bytes, stride);
+  }
+  for (i64 i = 0; i < few.num_rows; ++i) {
+    const i64 at = begin + i * step;
+    if (meets_row(at, at + few.row_bytes, many.num_rows, many.row_bytes, stride)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void Rows::apart_by_rows(const Rows& other, const char* expected) const {
+  if (!empty() && !other.empty() && rows_meet(*this, other)) {
+    value_error(std::string("overlaps ") + other.arg, expected);
+  }
+}
+
 void Rows::one_per_index(const Indices& indices) const {
   if (num_rows == indices.count) return;
   value_error(std::to_string(num_rows) + " rows (shape " + shape_text() + ")",
@@ -204,17 +269,6 @@ void Indices::check_below(i64 bound) const {
       if (index >= bound) raise_index_error(op, arg, i, index, bound);
     }
   });
-}
-
-void Indices::apart_from(const Rows& written) const {
-  const i64 begin = static_cast<i64>(address(data) - address(written.data));
-  const i64 end = begin + count * index_bytes;
-  if (count == 0 || end <= 0 || begin >= written.span_bytes()) return;
-  // The first row that ends behind their begin has to begin before their end.
-  const i64 ahead = begin - written.row_bytes;
-  const i64 first_row = ahead < 0 ? 0 : ahead / written.stride_bytes + 1;
-  if (first_row * written.stride_bytes >= end) return;
-  value_error(std::string("overlaps ") + written.arg, "memory of its own");
 }
 
 void raise_index_error(const char* op, const char* arg, i64 position, i64 value, i64 bound,

@@ -280,7 +280,11 @@ const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
   if (shape_of_ != nullptr) {
     take_config(node->kernels, config);
   } else {
-    for (const Kernel& kernel : node->kernels.entries) ask_for_all(driver, device, kernel);
+    for (size_t i = 0; i < node->kernels.entries.size(); ++i) {
+      Kernel& kernel = node->kernels.entries[i];
+      ask_for_all(driver, device, kernel);
+      if (kernel.params_bytes == -1 && i < config.size()) kernel.params_bytes = config[i];
+    }
   }
   head.store(node.get(), std::memory_order_release);
   return node.release()->kernels;  // lives as long as the process

@@ -1,11 +1,15 @@
-// DeviceModule.launch: Python arguments become the bytes of a kernel's Params, checked against what
-// the kernel takes, and off it goes.
+// DeviceModule.launch: what user_params.h has made of the arguments is checked against the kernel
+// and its GPU, and off it goes.
 #include <jitkern/launch.h>
+#include <tvm/ffi/container/tuple.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "host/user_params.h"
 
 namespace jitkern {
 
@@ -13,87 +17,15 @@ namespace {
 
 using tvm::ffi::Any;
 using tvm::ffi::Array;
-using tvm::ffi::Bytes;
 using tvm::ffi::Function;
-using tvm::ffi::PackedArgs;
-using tvm::ffi::TypeIndex;
+using tvm::ffi::String;
+using tvm::ffi::Tuple;
 
-constexpr const char* kOp = "launch";
-constexpr i64 kMaxParamsBytes = 32764;  // the driver's limit; 4,096 before CUDA 12.1
 // Sizes that no GPU exceeds.
 constexpr i64 kMaxGrid[] = {(i64(1) << 31) - 1, 65535, 65535};
 constexpr i64 kMaxBlock[] = {1024, 1024, 64};
 constexpr i64 kMaxCluster[] = {16, 16, 16};
 constexpr i64 kMaxSharedBytes = 1 << 30;
-
-std::string arg_name(int position) { return "args[" + std::to_string(position) + "]"; }
-std::string device_name(int ordinal) { return "cuda:" + std::to_string(ordinal); }
-
-// The bytes of a C struct whose members are the arguments, in order, and the device that its
-// tensors are on.
-struct Packed {
-  i64 size = 0;
-  int device = -1;  // -1: no tensor says it
-  alignas(16) char bytes[kMaxParamsBytes + 16];
-
-  explicit Packed(PackedArgs args) {
-    for (int i = 0; i < args.size(); ++i) put(i, args[i]);
-    pad_to(alignment_);
-  }
-
- private:
-  void put(int position, AnyView value) {
-    const int type = value.type_index();
-    if (type == TypeIndex::kTVMFFIInt) return put_value(value.cast<int64_t>());
-    if (type == TypeIndex::kTVMFFIFloat) return put_value(value.cast<double>());
-    if (type == TypeIndex::kTVMFFIBool) return put_value(value.cast<bool>());
-    if (type == TypeIndex::kTVMFFIOpaquePtr) return put_value(value.cast<void*>());
-    if (type == TypeIndex::kTVMFFIDLTensorPtr || type == TypeIndex::kTVMFFITensor) {
-      const DLTensor& dl = *value.cast<DLTensor*>();
-      const int there = dl.device.device_id;
-      if (dl.device.device_type != kDLCUDA || (device != -1 && there != device)) {
-        const std::string name = arg_name(position);
-        const Tensor tensor(kOp, name.c_str(), value);
-        tensor.value_error(
-            "device " + tensor.device_name(),
-            device == -1 ? "a CUDA device" : device_name(device) + ", as the others");
-      }
-      device = there;
-      return put_value(static_cast<char*>(dl.data) + dl.byte_offset);
-    }
-    // A ctypes value: its alignment, then its bytes.
-    const auto packed = value.try_cast<Bytes>();
-    if (!packed.has_value()) {
-      raise_type_error(kOp, arg_name(position).c_str(), value,
-                       type == TypeIndex::kTVMFFIBigInt
-                           ? "an int of 64 bits, or a ctypes value"
-                           : "a tensor, int, float, bool or a ctypes value");
-    }
-    put_bytes(packed->data() + 1, packed->size() - 1, packed->data()[0]);
-  }
-
-  template <class T>
-  void put_value(T value) {
-    put_bytes(&value, sizeof(T), alignof(T));
-  }
-
-  void put_bytes(const void* from, i64 count, int alignment) {
-    pad_to(alignment);
-    if (size + count > kMaxParamsBytes) {
-      raise_value_error(kOp, "args", "more than " + std::to_string(kMaxParamsBytes) + " bytes",
-                        "what the driver takes");
-    }
-    std::memcpy(bytes + size, from, static_cast<size_t>(count));
-    size += count;
-    alignment_ = std::max(alignment_, alignment);
-  }
-
-  void pad_to(int alignment) {
-    while (size % alignment != 0) bytes[size++] = 0;
-  }
-
-  int alignment_ = 1;
-};
 
 // One to three sizes, an int or a sequence of them, at most `limits`.
 void take_sizes(const char* arg, AnyView value, const i64 (&limits)[3], unsigned (&sizes)[3]) {
@@ -138,8 +70,9 @@ Launch checked_launch(const AnyView* options) {
 }
 
 // Checks arguments and sizes against the loaded kernel and its GPU.
-void check_launch(const Device& device, const Kernel& kernel, PackedArgs args, const Packed& params,
-                  const LaunchConfig& config, bool has_cluster) {
+void check_launch(const Device& device, const Kernel& kernel, const Signature& signature,
+                  PackedArgs args, const Packed& params, const LaunchConfig& config,
+                  bool has_cluster) {
   for (int i = 0; i < args.size(); ++i) {  // pointers that only the driver knows
     if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
     const void* pointer = args[i].cast<void*>();
@@ -148,7 +81,7 @@ void check_launch(const Device& device, const Kernel& kernel, PackedArgs args, c
     const bool on_gpu = range.type == kMemoryTypeDevice;
     if (on_gpu ? range.ordinal == device.ordinal : range.type == kMemoryTypeHost) continue;
     raise_value_error(
-        kOp, arg_name(i).c_str(),
+        signature.op(), signature.arg(i).c_str(),
         on_gpu ? "memory of " + device_name(range.ordinal) : "memory that no GPU can read",
         "memory of " + device_name(device.ordinal));
   }
@@ -176,19 +109,26 @@ void check_launch(const Device& device, const Kernel& kernel, PackedArgs args, c
 
 // launch(export, grid, block, shared_bytes, use_pdl, cooperative, cluster, device, stream, *args)
 //
-// A device of -1 is that of the tensors, on torch's current stream if `stream` is 1: a tensor of
-// torch among the arguments has told it on its way here. Else nothing was launched: the device, or
-// -1 for torch's current one, is returned, and wants to be given together with a stream.
+// A device of kNoDevice is that of the tensors, on torch's current stream if `stream` is 1: a
+// tensor of torch among the arguments has told it on its way here. Else nothing was launched: the
+// device, or kNoDevice for torch's current one, is returned, and wants to be given together with a
+// stream. Nor is anything launched for tensors on the CPU: kOnCpu is returned, and all has been
+// checked.
 constexpr int kNumOptions = 9;
 
-void launch_user(KernelTable& table, PackedArgs all, Any* result) {
+void launch_user(KernelTable& table, const std::vector<Signature>& signatures, PackedArgs all,
+                 Any* result) {
+  static const Signature unknown;
   Launch launch = checked_launch(all.data());
   const bool use_pdl = bool_arg(kOp, "use_pdl", all[4]);
   const PackedArgs args = all.Slice(kNumOptions);
-  const Packed params(args);
+  const size_t number = static_cast<size_t>(all[0].cast<int64_t>());
+  const Signature& signature = number < signatures.size() ? signatures[number] : unknown;
+  const Packed params(signature, args);
+  if (params.device == kOnCpu) return static_cast<void>(*result = kOnCpu);
   int ordinal = static_cast<int>(all[7].cast<int64_t>());
   void* stream = reinterpret_cast<void*>(all[8].cast<int64_t>());
-  if (ordinal == -1) {
+  if (ordinal == kNoDevice) {
     ordinal = params.device;
     if (stream == nullptr) return static_cast<void>(*result = ordinal);
     stream = TVMFFIEnvGetStream(kDLCUDA, ordinal);
@@ -196,17 +136,32 @@ void launch_user(KernelTable& table, PackedArgs all, Any* result) {
   Device& device = Device::get(ordinal);
   check_pending_fault(device);
   const ContextScope scope(device);
-  const Kernel& kernel = table.find(device, {}).entries.at(all[0].cast<int64_t>());
-  check_launch(device, kernel, args, params, launch.config, !is_none(all[6]));
+  const Kernel& kernel = table.find(device, {}).entries.at(number);
+  check_launch(device, kernel, signature, args, params, launch.config, !is_none(all[6]));
   if (use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
   launch.run(kernel.function, static_cast<CUstream>(stream), params.bytes);
 }
 
+// (name, its dtype's name, code and bits, whether it is a pointer, whether it may have strides)
+using ParamTuple = Tuple<String, String, int64_t, int64_t, bool, bool>;
+// (kernel, whether it has a form for the CPU, its parameters)
+using SignatureTuple = Tuple<String, bool, Array<ParamTuple>>;
+
 // A function as above for the kernels of one module, of which resolve(...) returns the image.
-Function make_launch(Function resolve) {
+Function make_launch(Function resolve, Array<SignatureTuple> given) {
+  std::vector<Signature> signatures;
+  for (const auto& [kernel, has_cpu_form, params] : given) {
+    Signature& signature = signatures.emplace_back(Signature{kernel, has_cpu_form, {}});
+    for (const auto& [name, dtype_name, code, bits, is_pointer, is_strided] : params) {
+      const DLDataType dtype{static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1};
+      signature.params.push_back({name, dtype_name, dtype, is_pointer, is_strided});
+    }
+  }
   auto table = std::make_shared<KernelTable>(kOp, std::vector<const char*>(), nullptr, resolve);
   return Function::FromPacked(
-      [table](PackedArgs args, Any* result) { launch_user(*table, args, result); });
+      [table, signatures = std::move(signatures)](PackedArgs args, Any* result) {
+        launch_user(*table, signatures, args, result);
+      });
 }
 
 }  // namespace

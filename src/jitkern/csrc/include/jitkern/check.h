@@ -7,11 +7,34 @@
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/tensor.h>
 
+#include <cstdlib>
 #include <string>
 
 namespace jitkern {
 
 using tvm::ffi::AnyView;
+
+inline u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer); }
+
+// Whether a dispatch mode or a tracer of PyTorch is active in this thread; or PyTorch is unknown.
+bool torch_has_to_see_it();
+
+// An op for Python: does nothing and returns true where PyTorch has to see the call.
+template <auto kOp>
+struct UnlessTorch;
+template <typename... Args, void (*kOp)(Args...)>
+struct UnlessTorch<kOp> {
+  static bool call(Args... args) {
+    if (torch_has_to_see_it()) return true;
+    kOp(args...);
+    return false;
+  }
+};
+
+// Exports an op twice: as `name`, and as `name`_now, which asks nobody.
+#define JITKERN_EXPORT_OP(name, op)                                      \
+  TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, ::jitkern::UnlessTorch<op>::call); \
+  TVM_FFI_DLL_EXPORT_TYPED_FUNC(name##_now, op)
 
 // "[3, 4]"
 std::string shape_text(const int64_t* sizes, size_t count);
@@ -38,10 +61,12 @@ struct Tensor {
 
   void same_dtype(const Tensor& other) const;
   void same_device(const Tensor& other) const;
-  void contiguous() const;
+  void contiguous(const char* cure = "call .contiguous()") const;
 };
 
 struct Indices;
+
+constexpr const char* kOwnMemory = "memory of its own";
 
 // A tensor seen as rows of bytes: the first `row_dims` dimensions count rows, the others are one
 // contiguous row.
@@ -50,20 +75,38 @@ struct Rows : Tensor {
   i64 num_rows;
   i64 row_bytes;
   i64 stride_bytes;
+  u64 begin;  // address of the lowest byte, unless it is empty
+  u64 end;    // behind the highest
 
   // ValueError unless rows are contiguous and equally spaced.
   explicit Rows(const Tensor& tensor, int row_dims = 1);
   Rows(const char* op, const char* arg, AnyView value) : Rows(Tensor(op, arg, value)) {}
+  // The indices as one row.
+  explicit Rows(const Indices& indices);
 
-  // Bytes from the first to behind the last row.
-  i64 span_bytes() const {
-    return num_rows == 0 || row_bytes == 0 ? 0 : (num_rows - 1) * stride_bytes + row_bytes;
+  bool empty() const { return num_rows == 0 || row_bytes == 0; }
+
+  // Of a tensor that the op writes: ValueError where its rows share bytes.
+  void distinct_rows() const {
+    if (num_rows > 1 && std::abs(stride_bytes) < row_bytes) refuse_shared_rows();
+  }
+
+  // ValueError where a row shares a byte with a row of `other`; those of one may lie between those
+  // of the other. One of both is written. Nearly always their addresses are ranges apart, which
+  // takes a nanosecond to see.
+  void apart_from(const Rows& other, const char* expected = kOwnMemory) const {
+    if (begin < other.end && other.begin < end) apart_by_rows(other, expected);
   }
 
   // ValueError unless both have rows of as many bytes, as many rows, or one for each index.
   void same_row_bytes(const Rows& other) const;
   void same_num_rows(const Rows& other) const;
   void one_per_index(const Indices& indices) const;
+
+ private:
+  void set_range();
+  [[noreturn]] void refuse_shared_rows() const;
+  void apart_by_rows(const Rows& other, const char* expected) const;
 };
 
 // Whether 0 <= index < bound, in one comparison.
@@ -95,8 +138,13 @@ struct Indices : Tensor {
   // IndexError for the first index of `bound` or more. On CPU tensors only.
   void check_below(i64 bound) const;
 
-  // ValueError where one of them lies in a row that the op writes, not only between two.
-  void apart_from(const Rows& written) const;
+  // ValueError where one of them lies in a row, not only between two.
+  void apart_from(const Rows& rows) const {
+    const u64 begin = address(data);
+    if (begin < rows.end && rows.begin < begin + static_cast<u64>(count * index_bytes)) {
+      Rows(*this).apart_from(rows);
+    }
+  }
 };
 
 [[noreturn]] void raise_value_error(const char* op, const char* arg, const std::string& came,
@@ -109,8 +157,6 @@ i64 int_arg(const char* op, const char* arg, AnyView value);
 
 // True or False. TypeError on anything else.
 bool bool_arg(const char* op, const char* arg, AnyView value);
-
-inline u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer); }
 
 // The widest vector (16, 8, 4, 2 or 1 bytes) that divides every one of the addresses and sizes.
 inline int widest_vec(u64 bits) {

@@ -177,7 +177,7 @@ struct Kernel {
   bool use_pdl;
   unsigned max_threads;  // of a block
   int own_shared_bytes;  // static ones of a block
-  i64 params_bytes;      // of its parameter, -1 where the driver cannot tell
+  i64 params_bytes;      // of its parameter, -1 where neither driver nor image can tell
 };
 
 // What was compiled for one specialisation, loaded on one device.
@@ -190,12 +190,13 @@ struct LoadedKernels {
 // The kernels of one op, or of one module of a user: for each specialisation and device its entry
 // points, loaded at first use with what Python's resolve(op, names, values, arch) returns:
 //   (image, names of the entry points, [num_threads, use_pdl] of each + [in_flight, splits])
+// or of a module of a user, instead of these, [bytes of the parameter] of each, -1 if unknown.
 class KernelTable {
  public:
   using ShapeOf = GroupShape (*)(const Spec& spec, int in_flight, int splits);
 
   // `names` are the parameters of the op's Python `kernel(...)`, in the order of a Spec. Without
-  // `shape_of` the resolver gives no configuration; without a resolver it is set_resolver's.
+  // `shape_of` the resolver gives bytes of parameters; without a resolver it is set_resolver's.
   KernelTable(const char* op, std::vector<const char*> names, ShapeOf shape_of,
               tvm::ffi::Function resolve = nullptr)
       : op_(op), names_(std::move(names)), shape_of_(shape_of), resolve_(std::move(resolve)) {}

@@ -1,0 +1,104 @@
+"""The code of a device module for one arch: what it is built with, and how."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jitkern.arch import Arch
+from jitkern.cache.entry import Entry
+from jitkern.cache.get import Buildable, BuildOutput
+from jitkern.compilers.find_nvrtc import find_nvrtc
+from jitkern.compilers.sources import CSRC
+from jitkern.env import settings
+from jitkern.errors import CompileError, ToolchainError
+from jitkern.files import slug
+
+if TYPE_CHECKING:
+    from jitkern.compilers.find_headers import CudaHeaders
+    from jitkern.compilers.nvrtc import Image
+
+
+class DeviceImage(Buildable[bytes]):
+    """The code of a :class:`jitkern.DeviceModule` for one arch.
+
+    Its variant, the compiler's version and which headers of CUDA's own it may include, comes from
+    file names: nothing is loaded and no process started. Without a compiler or those headers an
+    entry of any is good, and a miss raises the compiler's error.
+    """
+
+    def __init__(self, module: Any, arch: Arch) -> None:
+        self._module = module
+        self._arch = arch
+        self.key = module.key(arch)
+        try:
+            headers = module.cuda_headers()
+            self.variant = _variant(headers) if headers is None or headers.complete else ""
+        except ToolchainError:
+            self.variant = ""
+
+    def load(self, entry: Entry) -> bytes:
+        return entry.data
+
+    def hint(self) -> str:
+        return str(self._module.hint(self._arch))
+
+    def build(self) -> BuildOutput:
+        start = time.perf_counter()
+        module = self._module
+        compile_ = _compiler(minimal=all(file.is_relative_to(CSRC) for file in module.files))
+        for _ in range(2):  # again, where somebody has changed CUDA's own headers meanwhile
+            headers = module.cuda_headers()
+            variant = _variant(headers)
+            image = compile_(
+                module.closure.source,
+                # Not NAME.cu: a header of that name, the user's own file, would include itself.
+                name=f"{module.name}.instance.cu",
+                headers=module.closure.headers,
+                arch=self._arch,
+                options=module.options,
+                cuda_headers=headers,
+            )
+            if variant == _variant(headers):
+                break
+        if image.kind == "cubin" and not image.data.startswith(b"\x7fELF"):
+            raise CompileError(
+                f"{module.name}: the compiler's output is not a cubin",
+                command=" ".join(module.options),
+                log=image.log,
+                source=module.closure.source,
+            )
+        notes = {
+            "kind": image.kind,
+            "log": image.log,
+            "build_ms": round((time.perf_counter() - start) * 1e3, 3),
+            "built_unix_s": round(time.time(), 3),
+        }
+        return BuildOutput(variant, {f"{slug(module.op)}.{image.kind}": image.data}, notes)
+
+
+def _compiler(*, minimal: bool) -> Callable[..., Image]:
+    # Imported here: a warm load needs neither, a cold one needs one of them.
+    if settings().compiler == "nvrtc":
+        from jitkern.compilers import nvrtc
+
+        # The sources of the package have no need of what -minimal leaves out.
+        return partial(nvrtc.compile, minimal=minimal)
+    from jitkern.compilers import nvcc
+
+    return nvcc.compile_with_nvcc
+
+
+def _toolchain_id() -> str:
+    if settings().compiler == "nvrtc":
+        return find_nvrtc().id
+    from jitkern.compilers.find_cuda import find_nvcc
+
+    return find_nvcc().id
+
+
+def _variant(headers: CudaHeaders | None) -> str:
+    found = "" if headers is None else headers.id
+    return f"{_toolchain_id()}+{found}" if found else _toolchain_id()
