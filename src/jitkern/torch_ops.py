@@ -1,12 +1,11 @@
-"""The ops as PyTorch operators, for ``torch.compile`` and ``torch.export``.
+"""The ops as PyTorch operators, ``torch.ops.jitkern.*``, for all that traces or differentiates.
 
-Importing this module registers ``torch.ops.jitkern.*`` and has ``torch.compile`` put them in the
-place of the public functions, so that one call serves in eager mode and in a compiled function. The
-eager functions do not know of it: they cost what they cost without it.
+Importing this module registers them. The public functions do so by themselves when they are traced
+or differentiated (see :mod:`jitkern.ops.dispatch`); import it where an exported program is loaded,
+which names the operators but calls no function.
 
-What an op is for PyTorch is said in its own module: ``TORCH_OVERLOADS``, and ``torch_traced`` where
-the compiler cannot simply trace the operator of the same name. An op without them, which returns
-other things than tensors, stays outside of graphs.
+What an op is for PyTorch is said in its own module, as ``TORCH_OVERLOADS``. An op without them,
+which returns other things than tensors, stays outside of graphs.
 """
 
 from __future__ import annotations
@@ -18,40 +17,126 @@ from typing import Any
 import torch
 
 from jitkern.ops._ops import OPS
-from jitkern.ops.common import TorchOverload
+from jitkern.ops.common import TorchOverload, name_unreadable
 
 # Not torch.library.custom_op: its wrappers add 12 to 15 us to a call, this 1.2 us.
 _LIBRARY: Any = vars(torch.library)["Library"]("jitkern", "FRAGMENT")
+
+
+def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
+    """Call ``torch.ops.jitkern.<op>.<overload>``.
+
+    Raises
+    ------
+    RuntimeError
+        It writes to an argument, so that it has neither gradient nor batches, and one of the
+        arguments requires a gradient or is batched by ``torch.vmap``.
+    """
+    function = _DIFFERENTIABLE.get((op, overload))
+    if function is None:
+        _refuse_gradients(op, arguments)
+        _refuse_batches(op, arguments)
+    elif torch._C._are_functorch_transforms_active():
+        # They go over an autograd.Function as a whole, but not over an operator that applies one.
+        return function.apply(*arguments.values())
+    return getattr(getattr(torch.ops.jitkern, op), overload)(**arguments)
+
+
+def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise RuntimeError(
+                f"{op}: {name}: requires a gradient, expected none: the op writes in place and has "
+                f"no gradient; call it under torch.no_grad(), or pass {name}.detach()"
+            )
+
+
+def _refuse_batches(op: str, arguments: dict[str, Any]) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # PyTorch's own error names the operator
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and torch._C._functorch.is_batchedtensor(value):
+            raise RuntimeError(
+                f"{op}: {name}: batched by torch.vmap, expected a plain tensor: the op writes in "
+                "place; call it in a loop, or once with all rows"
+            )
+
+
+def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
+    """Return what runs where the tensors are plain: PyTorch's rules, then the op."""
+    arguments = torch._C.parse_schema(f"jitkern::{overload.schema}").arguments
+    names = [argument.name for argument in arguments]
+    written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    function = overload.function
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        changed = [value for name, value in named.items() if name in written and value is not None]
+        if changed:
+            _refuse_gradients(op, named)
+            if not torch.is_inference_mode_enabled():
+                _refuse_inference_tensors(op, {name: named.get(name) for name in written})
+            torch.autograd.graph.increment_version(changed)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            name_unreadable(error, op, **named)
+            raise
+
+    return kernel
+
+
+def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
+    for name, value in written.items():
+        if value is not None and value.is_inference():
+            raise RuntimeError(
+                f"{op}: {name}: made in inference mode, expected a tensor that is not: such a one "
+                "is written to under torch.inference_mode() only; call the op there, or pass "
+                f"{name}.clone()"
+            )
 
 
 def _fake_nothing(*args: Any, **kwargs: Any) -> None:
     """Say that an op has no result. Wrong arguments are left to the op itself, when it runs."""
 
 
-def _register(overload: TorchOverload) -> None:
+def _register(op: str, overload: TorchOverload) -> None:
     name = overload.schema.partition("(")[0]
     _LIBRARY.define(overload.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, overload.function, "CompositeExplicitAutograd")
-    # No op has a gradient, compiled or not; without this PyTorch invents one that only warns.
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    _LIBRARY.impl(name, _kernel(op, overload), "CompositeExplicitAutograd")
     fake = overload.fake or _fake_nothing
     torch.library.register_fake(f"jitkern::{name}", fake, lib=_LIBRARY)
+    if overload.differentiable is None:
+        # Without this PyTorch invents a gradient that only warns.
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        return
+    operator = getattr(getattr(torch.ops.jitkern, op), name.partition(".")[2] or "default")
+
+    def without_gradient(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    function = overload.differentiable(without_gradient)
+    _LIBRARY.impl(name, _apply(function, operator), "Autograd")
+    _DIFFERENTIABLE[op, operator._overloadname] = function
 
 
-def _traced(operator: Any) -> Callable[..., None]:
-    """Return what is traced in the place of a function that returns nothing."""
+def _apply(function: Any, operator: Any) -> Callable[..., Any]:
+    """Return `function`'s apply() for arguments as the dispatcher gives them."""
+    arguments = operator._schema.arguments
 
-    def traced(*args: Any, **kwargs: Any) -> None:
-        operator(*args, **kwargs)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        rest = arguments[len(args) :]  # the dispatcher leaves out what has its default
+        return function.apply(*args, *(kwargs.get(a.name, a.default_value) for a in rest))
 
-    return traced
+    return apply
 
+
+# (op, overload) -> the autograd.Function of an operator that has a gradient
+_DIFFERENTIABLE: dict[tuple[str, str], Any] = {}
 
 for _op in OPS:
-    _module = import_module(f"jitkern.ops.{_op.stem}")
-    if _overloads := getattr(_module, "TORCH_OVERLOADS", ()):
-        for _overload in _overloads:
-            _register(_overload)
-        _make = getattr(_module, "torch_traced", _traced)
-        _operator = getattr(torch.ops.jitkern, _op.function)
-        torch.compiler.substitute_in_graph(getattr(_module, _op.function))(_make(_operator))
+    for _overload in getattr(import_module(f"jitkern.ops.{_op.stem}"), "TORCH_OVERLOADS", ()):
+        _register(_op.function, _overload)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 INDEX_BYTES = (4, 8)
 """Bytes of the index types that every op takes: int32 and int64."""
@@ -20,6 +20,12 @@ class TorchOverload(NamedTuple):
     fake: Callable[..., Any] | None = None
     """The same on tensors without memory: returns one of the result's shape; None: no result."""
 
+    differentiable: Callable[[Callable[..., Any]], Any] | None = None
+    """Given the operator without a gradient, returns the ``torch.autograd.Function`` that has one.
+
+    Its ``apply`` takes the operator's arguments in their order.
+    """
+
 
 def widest_vec_bytes(row_bytes: int) -> int:
     """Return the widest vector (16, 8, 4, 2 or 1 bytes) that divides a row.
@@ -32,8 +38,22 @@ def widest_vec_bytes(row_bytes: int) -> int:
     return min(16, row_bytes & -row_bytes)
 
 
-def name_unreadable(error: Exception, op: str, **arguments: Any) -> None:
-    """Raise ValueError naming the argument whose memory cannot be read; return if all can.
+def entry_name(
+    stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, *, kind: str = ""
+) -> str:
+    """Return what a profiler shows of an op's kernel.
+
+    Examples
+    --------
+    >>> entry_name("index", 656, 16, 8)
+    'jitkern_index_656B_v16_i64'
+    """
+    name = f"jitkern_{stem}_{row_bytes}B_v{vec_bytes}_i{8 * index_bytes}"
+    return f"{name}_{kind}" if kind else name
+
+
+def name_unreadable(error: Exception, op: str, **arguments: Any) -> NoReturn:
+    """Raise ValueError naming the argument whose memory cannot be read; `error` if all can.
 
     The way to C++ fails with PyTorch's own words, and no argument's name, for a tensor that is not
     plain memory: on the meta device, sparse, quantised, nested, or inside vmap. Called once a call
@@ -50,6 +70,7 @@ def name_unreadable(error: Exception, op: str, **arguments: Any) -> None:
         except Exception as refusal:
             came, expected = _trait_of(tensor, refusal)
             raise ValueError(f"{op}: {name}: {came}, expected {expected}") from error
+    raise error
 
 
 def _trait_of(tensor: Any, refusal: Exception) -> tuple[str, str]:

@@ -71,4 +71,3 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
         return _op(x, y, start, page_size)
     except RuntimeError as error:
         name_unreadable(error, "fast_compare_key", x=x, y=y)
-        raise

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
-from jitkern.ops.common import TorchOverload, name_unreadable
-from jitkern.ops.pairs import SMALL_IN_FLIGHT, pair_config, pair_copy_args
+from jitkern.ops import dispatch
+from jitkern.ops.common import TorchOverload
+from jitkern.ops.pairs import SMALL_IN_FLIGHT, pair_config, pair_copy_args, pair_entry_name
 from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
@@ -25,12 +26,10 @@ def kernel(
     """Return the device module of one row size, vector width, index type, alignment and size."""
     in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
     args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
-    module = load_own(
-        "d2h_scatter",
-        *args,
-        device_files=["ops/d2h_scatter.cu"],
-        device_wrappers=[("d2h_scatter", f"jitkern::D2HScatter<{args}>")],
-    )
+    name = pair_entry_name("d2h_scatter", row_bytes, vec_bytes, index_bytes, large)
+    wrappers = [(name, f"jitkern::D2HScatter<{args}>")]
+    files = ["ops/d2h_scatter.cu"]
+    module = load_own("d2h_scatter", *args, device_files=files, device_wrappers=wrappers)
     return module.launched_with(pair_config(large), in_flight=in_flight)
 
 
@@ -39,6 +38,11 @@ def _op() -> Callable[..., Any]:
     return host.op("d2h_scatter", kernel)
 
 
+def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None = None) -> None:
+    dispatch.through_torch("d2h_scatter", src=src, dst=dst, pairs=pairs, num_sms=num_sms)
+
+
+@dispatch.traced_as(_through_torch)
 def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None = None) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
@@ -53,7 +57,7 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
         from 1 byte up.
     dst : Tensor
         ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row as in ``src``, pinned if
-        ``src`` is on a GPU.
+        ``src`` is on a GPU. Its rows share no memory with each other or with those of ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
         ``src``, in memory of their own. A pair with a negative member is skipped. Destinations
@@ -65,8 +69,11 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, a pageable destination, or ``pairs`` in a row of
-        ``dst``. Nothing was launched or written.
+        Wrong dtype, device, shape or stride, a pageable destination, or memory that the call would
+        write twice, or write and read. Nothing was launched or written.
+    RuntimeError
+        With gradients enabled: an argument requires one. Outside of inference mode: what is written
+        to was made in it. Nothing was written.
     IndexError
         A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
         written. On CUDA the row is skipped, and the next jitkern call on the device or
@@ -79,16 +86,20 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
     >>> pairs = torch.tensor([[0, 7], [1, 299_999]], device="cuda")
     >>> jitkern.d2h_scatter(cache, host_cache, pairs)
     """
-    try:
-        _op()(src, dst, pairs, num_sms)
-    except RuntimeError as error:
-        name_unreadable(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)
-        raise
+    if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
+        try:
+            if not _op()(src, dst, pairs, num_sms):
+                return
+        except (RuntimeError, ValueError) as error:
+            dispatch.require_wrapper(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)
+    _through_torch(src, dst, pairs, num_sms=num_sms)
 
 
 TORCH_OVERLOADS = (
     TorchOverload(
         "d2h_scatter(Tensor src, Tensor(a!) dst, Tensor pairs, *, SymInt? num_sms=None) -> ()",
-        d2h_scatter,
+        lambda src, dst, pairs, *, num_sms=None: host.op_now("d2h_scatter", kernel)(
+            src, dst, pairs, num_sms
+        ),
     ),
 )

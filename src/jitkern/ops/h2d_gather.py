@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import TorchOverload, name_unreadable
-from jitkern.ops.pairs import SMALL_IN_FLIGHT, pair_config, pair_copy_args
+from jitkern.ops import dispatch
+from jitkern.ops.common import TorchOverload
+from jitkern.ops.pairs import SMALL_IN_FLIGHT, pair_config, pair_copy_args, pair_entry_name
 from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ def kernel(
     """
     in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
     args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
-    wrappers = [("h2d_gather", f"jitkern::H2DGather<{args}>")]
+    name = pair_entry_name("h2d_gather", row_bytes, vec_bytes, index_bytes, large)
+    wrappers = [(name, f"jitkern::H2DGather<{args}>")]
     configs = [pair_config(large)]
     if large:
         num_threads, max_occupancy, _ = CLAIM_CONFIG
         claim_args = make_cpp_args(index_bytes, num_threads, max_occupancy)
-        wrappers.append(("claim", f"jitkern::ClaimRows<{claim_args}>"))
+        claim = f"jitkern_h2d_gather_claim_i{8 * index_bytes}"
+        wrappers.append((claim, f"jitkern::ClaimRows<{claim_args}>"))
         configs.append(CLAIM_CONFIG)
     files = ["ops/h2d_gather.cu"]
     module = load_own("h2d_gather", *args, device_files=files, device_wrappers=wrappers)
@@ -47,6 +50,11 @@ def _op() -> Callable[..., Any]:
     return host.op("h2d_gather", kernel)
 
 
+def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, **options: Any) -> None:
+    dispatch.through_torch("h2d_gather", src=src, dst=dst, pairs=pairs, **options)
+
+
+@dispatch.traced_as(_through_torch)
 def h2d_gather(
     src: Tensor,
     dst: Tensor,
@@ -71,7 +79,8 @@ def h2d_gather(
         ``[num_src_rows, ...]`` in host memory, pinned if ``dst`` is on a GPU. Rows contiguous, row
         stride free, any row size from 1 byte up.
     dst : Tensor
-        ``[num_dst_rows, ...]``, dtype and bytes per row as in ``src``, on a GPU or the CPU.
+        ``[num_dst_rows, ...]``, dtype and bytes per row as in ``src``, on a GPU or the CPU. Its
+        rows share no memory with each other or with those of ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
         ``dst``, in memory of their own. A pair with a negative member is skipped. Destinations
@@ -105,8 +114,11 @@ def h2d_gather(
     ------
     TypeError, ValueError
         Wrong dtype, device, shape or stride, a pageable source, ``reuse_resident`` without
-        ``slot_map``, or ``pairs`` or ``slot_map`` in what the call writes. Nothing was launched or
-        written.
+        ``slot_map``, or memory that the call would write twice, or write and read. Nothing was
+        launched or written.
+    RuntimeError
+        With gradients enabled: an argument requires one. Outside of inference mode: what is written
+        to was made in it. Nothing was written.
     IndexError
         A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
         written. On CUDA the row is skipped, and the next jitkern call on the device or
@@ -119,13 +131,44 @@ def h2d_gather(
     >>> pairs = torch.tensor([[7, 0], [299_999, 1]], device="cuda")
     >>> jitkern.h2d_gather(src, dst, pairs)
     """
-    try:
-        _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident)
-        if record_source:
-            _record_use(src, dst)
-    except RuntimeError as error:
-        name_unreadable(error, "h2d_gather", src=src, dst=dst, pairs=pairs, slot_map=slot_map)
-        raise
+    written = (dst,) if slot_map is None else (dst, slot_map)
+    if dispatch.in_inference_mode() or dispatch.may_write(written, (src,)):
+        try:
+            if not _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident):
+                if record_source:
+                    _record_use(src, dst)
+                return
+        except (RuntimeError, ValueError) as error:
+            dispatch.require_wrapper(
+                error, "h2d_gather", src=src, dst=dst, pairs=pairs, slot_map=slot_map
+            )
+    _through_torch(
+        src,
+        dst,
+        pairs,
+        slot_map=slot_map,
+        dedup=dedup,
+        reuse_resident=reuse_resident,
+        num_sms=num_sms,
+        record_source=record_source,
+    )
+
+
+def _now(
+    src: Tensor,
+    dst: Tensor,
+    pairs: Tensor,
+    *,
+    slot_map: Tensor | None = None,
+    dedup: bool = True,
+    reuse_resident: bool = False,
+    num_sms: int | None = None,
+    record_source: bool = False,
+) -> None:
+    op = host.op_now("h2d_gather", kernel)
+    op(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident)
+    if record_source:
+        _record_use(src, dst)
 
 
 def _record_use(src: Tensor, dst: Tensor) -> None:
@@ -147,6 +190,6 @@ TORCH_OVERLOADS = (
         "h2d_gather(Tensor src, Tensor(a!) dst, Tensor pairs, *, Tensor(b!)? slot_map=None,"
         " bool dedup=True, bool reuse_resident=False, SymInt? num_sms=None,"
         " bool record_source=False) -> ()",
-        h2d_gather,
+        _now,
     ),
 )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.ops import dispatch
 from jitkern.ops.common import (
     INDEX_BYTES,
     TorchOverload,
-    name_unreadable,
+    entry_name,
     type_text,
     widest_vec_bytes,
 )
@@ -39,12 +40,9 @@ def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     """Return the device module of one row size, vector width and index type."""
     splits = num_splits(row_bytes, vec_bytes)
     args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
-    module = load_own(
-        "index",
-        *args,
-        device_files=["ops/index.cu"],
-        device_wrappers=[("index", f"jitkern::IndexKernel<{args}>")],
-    )
+    name = entry_name("index", row_bytes, vec_bytes, index_bytes)
+    wrappers = [(name, f"jitkern::IndexKernel<{args}>")]
+    module = load_own("index", *args, device_files=["ops/index.cu"], device_wrappers=wrappers)
     return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=splits)
 
 
@@ -59,6 +57,21 @@ def _op() -> Callable[..., Any]:
     return host.op("indexing", kernel)
 
 
+def _through_torch(
+    weights: Tensor,
+    indices: Tensor,
+    *,
+    output: Tensor | None = None,
+    vocab_range: tuple[int, int] | None = None,
+) -> Tensor:
+    given = {"weights": weights, "indices": indices, "vocab_range": vocab_range}
+    if output is None:
+        return cast("Tensor", dispatch.through_torch("indexing", **given))
+    dispatch.through_torch("indexing", "out", output=output, **given)
+    return output
+
+
+@dispatch.traced_as(_through_torch)
 def indexing(
     weights: Tensor,
     indices: Tensor,
@@ -71,7 +84,7 @@ def indexing(
     Runs on the current stream without a synchronisation; allocates only the output, and that only
     if none is given. The copy is bit-exact for every dtype, of the bytes as they lie in memory:
     call ``resolve_conj()`` or ``resolve_neg()`` on lazy views first. May be captured in a CUDA
-    graph, also by its first call.
+    graph, also by its first call. Differentiable in ``weights``, unless ``output`` is given.
 
     Parameters
     ----------
@@ -82,7 +95,8 @@ def indexing(
         A negative index gives a row of zeros.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype and device of ``weights``, rows contiguous
-        and equally spaced. Must not overlap ``weights``.
+        and equally spaced. No two of its rows share memory, and none does with a row of
+        ``weights``, between which they may lie.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
         that is split over ranks. An index outside of it gives a row of zeros, so that a sum over
@@ -96,8 +110,12 @@ def indexing(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, a ``vocab_range`` longer than ``weights``, or indices
-        in a row of ``output``. Nothing was launched or written.
+        Wrong dtype, device, shape or stride, a ``vocab_range`` longer than ``weights``, or an
+        ``output`` whose rows share memory with each other, ``weights`` or ``indices``. Nothing was
+        launched or written.
+    RuntimeError
+        `output` is given, and with gradients enabled an argument requires one, or outside of
+        inference mode it was made in it. Nothing was written.
     IndexError
         Without ``vocab_range``: an index of ``num_rows`` or more. On the CPU at once, and nothing
         was written. On CUDA its row is zeros, and the next jitkern call on the device or
@@ -110,15 +128,21 @@ def indexing(
     >>> jitkern.indexing(weights, tokens).shape
     torch.Size([3, 4096])
     """
-    start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
-    try:
-        if output is None:
-            output = _new_output(weights, indices)
-        _op()(weights, indices, output, start, length)
-    except RuntimeError as error:
-        name_unreadable(error, "indexing", weights=weights, indices=indices, output=output)
-        raise
-    return output
+    if dispatch.in_inference_mode() or (
+        not dispatch.wants_gradient(weights)
+        if output is None
+        else dispatch.may_write((output,), (weights,))
+    ):
+        start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
+        try:
+            result = _new_output(weights, indices) if output is None else output
+            if not _op()(weights, indices, result, start, length):
+                return result
+        except (RuntimeError, ValueError) as error:
+            dispatch.require_wrapper(
+                error, "indexing", weights=weights, indices=indices, output=output
+            )
+    return _through_torch(weights, indices, output=output, vocab_range=vocab_range)
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
@@ -151,24 +175,75 @@ def _start_and_length(vocab_range: tuple[int, int]) -> tuple[int, int]:
     return start, length
 
 
-# -- for torch.compile -----------------------------------------------------------------------------
+# -- for PyTorch -----------------------------------------------------------------------------------
 
 
 def _new(weights: Tensor, indices: Tensor, *, vocab_range: Any = None) -> Tensor:
-    return indexing(weights, indices, vocab_range=_as_given(vocab_range))
+    output = _new_output(weights, indices)
+    _into(weights, indices, output=output, vocab_range=vocab_range)
+    return output
 
 
 def _into(weights: Tensor, indices: Tensor, *, output: Tensor, vocab_range: Any = None) -> None:
-    indexing(weights, indices, output=output, vocab_range=_as_given(vocab_range))
-
-
-def _as_given(vocab_range: list[int] | None) -> Any:
-    """Return the tuple that the dispatcher has made a list: error messages quote it."""
-    return None if vocab_range is None else tuple(vocab_range)
+    # The dispatcher has made the tuple a list: error messages quote what was given.
+    start, length = (None, None) if vocab_range is None else _start_and_length(tuple(vocab_range))
+    host.op_now("indexing", kernel)(weights, indices, output, start, length)
 
 
 def _fake(weights: Tensor, indices: Tensor, *, vocab_range: Any = None) -> Tensor:
     return weights.new_empty((*indices.shape, *weights.shape[1:]))
+
+
+def _differentiable(operator: Callable[..., Tensor]) -> Any:
+    import torch
+
+    class Indexing(torch.autograd.Function):
+        @staticmethod
+        def forward(weights: Tensor, indices: Tensor, vocab_range: Any) -> Tensor:
+            return operator(weights, indices, vocab_range=vocab_range)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            weights, indices, ctx.vocab_range = inputs
+            ctx.save_for_backward(indices)
+            ctx.save_for_forward(indices)
+            ctx.weights_shape = weights.shape
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+            """Add up the gradients of equal rows; a last row takes those of zeros, and goes."""
+            (indices,) = ctx.saved_tensors
+            num_rows, *row_shape = ctx.weights_shape
+            start, length = ctx.vocab_range or (0, num_rows)
+            rows = indices.reshape(-1).long() - start
+            rows = rows.where((rows >= 0) & (rows < length), num_rows)
+            gradients = gradient.reshape(rows.shape[0], *row_shape)
+            total = gradient.new_zeros(num_rows + 1, *row_shape).index_add(0, rows, gradients)
+            return total[:num_rows], None, None
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+            (indices,) = ctx.saved_tensors
+            return indexing(tangent.contiguous(), indices, vocab_range=ctx.vocab_range)
+
+        @staticmethod
+        def vmap(
+            info: Any, in_dims: Any, weights: Tensor, indices: Tensor, vocab_range: Any
+        ) -> tuple[Tensor, int]:
+            """One call for a table that all share, else one for each table."""
+            in_weights, in_indices, _ = in_dims
+            if in_weights is None:
+                indices = indices.movedim(in_indices, 0).contiguous()
+                return indexing(weights, indices, vocab_range=vocab_range), 0
+            tables = weights.unbind(in_weights)
+            each = [indices] * len(tables) if in_indices is None else indices.unbind(in_indices)
+            results = [
+                indexing(table, where.contiguous(), vocab_range=vocab_range)
+                for table, where in zip(tables, each, strict=True)
+            ]
+            return torch.stack(results), 0
+
+    return Indexing
 
 
 TORCH_OVERLOADS = (
@@ -176,6 +251,7 @@ TORCH_OVERLOADS = (
         "indexing(Tensor weights, Tensor indices, *, SymInt[]? vocab_range=None) -> Tensor",
         _new,
         _fake,
+        _differentiable,
     ),
     # Not `-> Tensor(a!)`: functionalization refuses to return what is written to.
     TorchOverload(
@@ -184,22 +260,3 @@ TORCH_OVERLOADS = (
         _into,
     ),
 )
-
-
-def torch_traced(operator: Any) -> Callable[..., Tensor]:
-    """Return what ``torch.compile`` traces for `indexing`: one overload returns no `output`."""
-
-    def traced(
-        weights: Tensor,
-        indices: Tensor,
-        *,
-        output: Tensor | None = None,
-        vocab_range: tuple[int, int] | None = None,
-    ) -> Tensor:
-        if output is None:
-            result: Tensor = operator(weights, indices, vocab_range=vocab_range)
-            return result
-        operator(weights, indices, output=output, vocab_range=vocab_range)
-        return output
-
-    return traced

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
 
 # A large call runs on a few full blocks, each lane with several vectors on their way; in a small
 # one, spread over the GPU, vectors are spread over threads instead.
@@ -27,6 +27,12 @@ def pair_copy_args(
     return make_cpp_args(
         row_bytes, num_threads, max_occupancy, vec_bytes, index_bytes, *flags, in_flight
     )
+
+
+def pair_entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, large: int) -> str:
+    """Return the kernel's name, which says whether it is that of large calls."""
+    kind = "large" if large else "small"
+    return entry_name(stem, row_bytes, vec_bytes, index_bytes, kind=kind)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:

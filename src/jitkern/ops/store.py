@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from jitkern import hints
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, TorchOverload, name_unreadable, widest_vec_bytes
+from jitkern.ops import dispatch
+from jitkern.ops.common import INDEX_BYTES, TorchOverload, entry_name, widest_vec_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,20 +22,27 @@ IN_FLIGHT = 2  # vectors that a lane moves at a time
 
 
 @cache
-def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
-    """Return the device module of one row size, vector width and index type."""
-    args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
-    module = load_own(
-        "store",
-        *args,
-        device_files=["ops/store.cu"],
-        device_wrappers=[("store", f"jitkern::StoreKernel<{args}>")],
-    )
+def kernel(
+    row_bytes: int, vec_bytes: int, index_bytes: int, first_row_bytes: int | None = None
+) -> DeviceModule:
+    """Return the device module of one row size, vector width and index type.
+
+    Rows of ``first_row_bytes``, shorter ones, are those of K and V that go first, if K and V are of
+    different sizes. One kernel serves K and V of one size and a single cache.
+    """
+    first = () if first_row_bytes in (None, row_bytes) else (first_row_bytes,)
+    args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT, *first)
+    kind = f"{first_row_bytes}B_first" if first else ""
+    name = entry_name("store", row_bytes, vec_bytes, index_bytes, kind=kind)
+    wrappers = [(name, f"jitkern::StoreKernel<{args}>")]
+    module = load_own("store", *args, device_files=["ops/store.cu"], device_wrappers=wrappers)
+    if first:
+        module.hint = hints.replay  # an --element-size is one
     return module.launched_with(CONFIG, in_flight=IN_FLIGHT)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments that rows of ``row_bytes`` need."""
+    """Return the template arguments that rows of ``row_bytes`` need, of both caches or of one."""
     vec_bytes = widest_vec_bytes(row_bytes)
     return [(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
 
@@ -43,7 +52,29 @@ def _op() -> Callable[..., Any]:
     return host.op("store_cache", kernel)
 
 
-def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: Tensor) -> None:
+def _through_torch(
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    indices: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+) -> None:
+    if v_cache is None and v is None:
+        dispatch.through_torch("store_cache", "single", k_cache=k_cache, indices=indices, k=k)
+    else:
+        dispatch.through_torch(
+            "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v
+        )
+
+
+@dispatch.traced_as(_through_torch)
+def store_cache(
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    indices: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+) -> None:
     """Copy row ``i`` of ``k`` and ``v`` to row ``indices[i]`` of ``k_cache`` and ``v_cache``.
 
     K and V go in one launch, on the current stream, without a synchronisation or an allocation. The
@@ -53,22 +84,31 @@ def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v:
 
     Parameters
     ----------
-    k_cache, v_cache : Tensor
-        ``[num_slots, ...]``, on one device. The dimensions behind the first form the row and must
-        be contiguous; the row stride is free, so K and V may be interleaved in one tensor
-        (``kv[:, 0]`` and ``kv[:, 1]``). Rows of any size from 1 byte up; the same size for K and V.
+    k_cache : Tensor
+        ``[num_slots, ...]``. The dimensions behind the first form the row and must be contiguous;
+        the row stride is free. Rows of any size from 1 byte up, which share no memory.
+    v_cache : Tensor or None
+        The same, of as many slots, on the device and of the dtype of ``k_cache``, with rows of the
+        same size or of another. Its rows may lie between those of ``k_cache``, so K and V may be
+        interleaved in one tensor (``kv[:, 0]`` and ``kv[:, 1]``). None for a single cache, such as
+        MLA's: ``store_cache(cache, None, indices, rows)``.
     indices : Tensor
         ``[num_rows]``, int32 or int64, contiguous, in memory of their own. A negative index skips
         its row. Where an index appears twice, the slot ends as a mix of both rows.
     k, v : Tensor
-        ``[num_rows, ...]``, dtype and bytes per row as in the caches; their trailing shape may
-        differ from the caches'.
+        ``[num_rows, ...]``, dtype and bytes per row as in their caches, in memory that is not a
+        row of either cache; their trailing shape may differ from the caches'. ``v`` is None if
+        ``v_cache`` is.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, or indices in a row of the caches. Nothing was
-        launched or written.
+        Wrong dtype, device, shape or stride; indices, ``k`` or ``v`` in a row of the caches, or
+        caches that share one; only one of ``v_cache`` and ``v`` is None. Nothing was launched or
+        written.
+    RuntimeError
+        With gradients enabled: an argument requires one. Outside of inference mode: what is written
+        to was made in it. Nothing was written.
     IndexError
         ``indices`` holds a value of ``num_slots`` or more. On the CPU at once, and nothing was
         written. On CUDA the row is skipped, and the next jitkern call on the device or
@@ -81,19 +121,34 @@ def store_cache(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v:
     >>> slots = torch.randperm(1024, device="cuda")[:16]
     >>> jitkern.store_cache(k_cache, v_cache, slots, k, v)
     """
-    try:
-        _op()(k_cache, v_cache, indices, k, v)
-    except RuntimeError as error:
-        name_unreadable(
-            error, "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v
-        )
-        raise
+    if dispatch.in_inference_mode() or dispatch.may_write(
+        (k_cache,) if v_cache is None else (k_cache, v_cache), (k,) if v is None else (k, v)
+    ):
+        try:
+            if not _op()(k_cache, v_cache, indices, k, v):
+                return
+        except (RuntimeError, ValueError) as error:
+            dispatch.require_wrapper(
+                error, "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v
+            )
+    _through_torch(k_cache, v_cache, indices, k, v)
+
+
+def _now(
+    k_cache: Tensor, v_cache: Tensor | None, indices: Tensor, k: Tensor, v: Tensor | None
+) -> None:
+    host.op_now("store_cache", kernel)(k_cache, v_cache, indices, k, v)
 
 
 TORCH_OVERLOADS = (
     TorchOverload(
         "store_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor indices, Tensor k, Tensor v)"
         " -> ()",
-        store_cache,
+        _now,
+    ),
+    # A single cache.
+    TorchOverload(
+        "store_cache.single(Tensor(a!) k_cache, Tensor indices, Tensor k) -> ()",
+        lambda k_cache, indices, k: _now(k_cache, None, indices, k, None),
     ),
 )

@@ -23,7 +23,7 @@ void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms) {
   launch_pair_copy(scope, args, kernels, args.params);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(d2h_scatter, d2h_scatter);
+JITKERN_EXPORT_OP(d2h_scatter, d2h_scatter);
 
 }  // namespace
 

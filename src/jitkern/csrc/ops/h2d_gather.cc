@@ -129,7 +129,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(h2d_gather, h2d_gather);
+JITKERN_EXPORT_OP(h2d_gather, h2d_gather);
 
 }  // namespace
 

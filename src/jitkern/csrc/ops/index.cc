@@ -58,6 +58,8 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
   const Indices indices(kOp, "indices", indices_arg);
   indices.same_device(weights);
   const Rows output = output_rows(Tensor(kOp, "output", output_arg), indices, weights);
+  output.distinct_rows();
+  output.apart_from(weights);
   indices.apart_from(output);
   IndexParams params{output.data,
                      weights.data,
@@ -93,7 +95,7 @@ void index(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView
   launch_rows(kernels, weights, spec, indices.count, params);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(indexing, index);
+JITKERN_EXPORT_OP(indexing, index);
 
 }  // namespace
 

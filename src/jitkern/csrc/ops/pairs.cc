@@ -47,6 +47,8 @@ PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView 
                       "shape [..., 2] of (source row, destination row)");
   }
   src.same_row_bytes(dst);
+  dst.distinct_rows();
+  dst.apart_from(src);
   pairs.apart_from(dst);
   params.dst = dst.data;
   params.src = src.data;
@@ -71,6 +73,7 @@ void PairArgs::take_slot_map(AnyView value) {
     slot_map->type_error("dtype int32", "int64 for a dst of 2^31 or more rows");
   }
   slot_map->apart_from(dst);
+  slot_map->apart_from(src);
   pairs.apart_from(Rows(*slot_map));
   params.slot_map = const_cast<void*>(slot_map->data);
   params.slot_map_bytes = slot_map->index_bytes;
@@ -123,10 +126,10 @@ void PairArgs::update_slot_map() const {
 
 void PairArgs::map_host_rows() {
   const Rows& rows = host();
-  if (rows.span_bytes() == 0) return;
+  if (rows.empty()) return;
   const MemoryRange range = memory_range(rows.data);
   if (range.type != kMemoryTypeHost || range.device_address == nullptr ||
-      rows.data + rows.span_bytes() > range.begin + range.bytes) {
+      rows.end > address(range.begin) + static_cast<u64>(range.bytes)) {
     rows.value_error("pageable host memory",
                      "pinned host memory for a copy with a GPU; allocate it with "
                      "torch.empty(..., pin_memory=True) or call .pin_memory()");

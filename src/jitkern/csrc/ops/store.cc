@@ -3,6 +3,11 @@
 
 #include <jitkern/launch.h>
 
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+
 #include "host/cpu_copy.h"
 
 namespace jitkern {
@@ -12,57 +17,114 @@ namespace {
 constexpr const char* kOp = "store_cache";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 
-void store_cpu(const Indices& indices, const StoreParams& p, i64 row_bytes) {
+// A cache, and the rows that go to it.
+struct Table {
+  Rows cache;
+  Rows rows;
+
+  Table(const char* cache_arg, AnyView cache, const char* rows_arg, AnyView rows)
+      : cache(kOp, cache_arg, cache), rows(kOp, rows_arg, rows) {}
+
+  StoreParams::Copy copy() const {
+    return {cache.data, rows.data, cache.stride_bytes, rows.stride_bytes};
+  }
+
+  void check(const Rows& k_cache, const Indices& indices) const {
+    rows.same_device(k_cache);
+    rows.same_dtype(k_cache);
+    rows.same_row_bytes(cache);
+    rows.one_per_index(indices);
+    cache.distinct_rows();
+    indices.apart_from(cache);
+    rows.apart_from(cache);
+  }
+};
+
+[[noreturn]] void raise_one_is_none(const char* arg, const char* other) {
+  raise_type_error(
+      kOp, arg, nullptr,
+      std::string("a tensor along with ") + other + ", or None as both for a single cache");
+}
+
+void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes, i64 row_bytes,
+               int num_copies) {
   if (row_bytes == 0) return;
   indices.check_below(p.num_slots);
   indices.with_index([&](const auto index_at) {
-    // K and V in turn, so that an index comes from memory once: row 2 i is of K, row 2 i + 1 of V.
-    copy_rows<kRandomTargets>(
-        2 * p.num_rows, row_bytes, 2 * p.num_slots * row_bytes, [&p, index_at](i64 row) {
-          const i64 i = row / 2;
-          const i64 slot = index_at(i);
-          const StoreParams::Copy& copy = p.copies[row % 2];
-          const bool inside = is_below(slot, p.num_slots);
-          return CpuRow{inside ? copy.cache + slot * copy.cache_stride_bytes : nullptr,
-                        copy.rows + i * copy.row_stride_bytes};
-        });
+    // Several take turns, so that an index comes from memory once: of K and V row 2 i is of K, row
+    // 2 i + 1 of V.
+    const auto copy_in_turn = [&](const auto count, const StoreParams::Copy* copies, i64 bytes) {
+      copy_rows<kRandomTargets>(
+          count * p.num_rows, bytes, count * p.num_slots * bytes,
+          [&p, index_at, copies, count](i64 row) {
+            const i64 i = row / count;
+            const i64 slot = index_at(i);
+            const StoreParams::Copy& copy = copies[row % count];
+            const bool inside = is_below(slot, p.num_slots);
+            return CpuRow{inside ? copy.cache + slot * copy.cache_stride_bytes : nullptr,
+                          copy.rows + i * copy.row_stride_bytes};
+          });
+    };
+    const std::integral_constant<i64, 1> one;
+    const std::integral_constant<i64, 2> both;
+    if (num_copies == 2 && first_row_bytes == row_bytes) {
+      return copy_in_turn(both, p.copies, row_bytes);
+    }
+    copy_in_turn(one, p.copies, first_row_bytes);
+    if (num_copies == 2) copy_in_turn(one, p.copies + 1, row_bytes);
   });
 }
 
+// v_cache and v are None where there is one cache.
 void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyView k_arg,
            AnyView v_arg) {
-  const Rows k_cache(kOp, "k_cache", k_cache_arg);
-  const Rows v_cache(kOp, "v_cache", v_cache_arg);
-  const Indices indices(kOp, "indices", indices_arg);
-  const Rows k(kOp, "k", k_arg);
-  const Rows v(kOp, "v", v_arg);
-  indices.same_device(k_cache);
-  for (const Rows* rows : {&v_cache, &k, &v}) {
-    rows->same_device(k_cache);
-    rows->same_dtype(k_cache);
-    rows->same_row_bytes(k_cache);
+  const Table k("k_cache", k_cache_arg, "k", k_arg);
+  std::optional<Table> v;
+  if (!is_none(v_cache_arg) || !is_none(v_arg)) {
+    if (is_none(v_cache_arg)) raise_one_is_none("v_cache", "v");
+    if (is_none(v_arg)) raise_one_is_none("v", "v_cache");
+    v.emplace("v_cache", v_cache_arg, "v", v_arg);
   }
-  v_cache.same_num_rows(k_cache);
+  const Indices indices(kOp, "indices", indices_arg);
+  indices.same_device(k.cache);
   if (indices.dl->ndim != 1) indices.value_error("shape " + indices.shape_text(), "1 dimension");
-  k.one_per_index(indices);
-  v.one_per_index(indices);
-  indices.apart_from(k_cache);
-  indices.apart_from(v_cache);
+  k.check(k.cache, indices);
+  if (v) {
+    v->cache.same_device(k.cache);
+    v->cache.same_dtype(k.cache);
+    v->cache.same_num_rows(k.cache);
+    v->check(k.cache, indices);
+    v->cache.apart_from(k.cache,
+                        "memory of its own; for a single cache give None as v_cache and v");
+    k.rows.apart_from(v->cache);
+    v->rows.apart_from(k.cache);
+  }
 
-  StoreParams params{{{k_cache.data, k.data, k_cache.stride_bytes, k.stride_bytes},
-                      {v_cache.data, v.data, v_cache.stride_bytes, v.stride_bytes}},
+  // Those of shorter rows come first; of no bytes they are left out.
+  const Table* first = &k;
+  const Table* last = v ? &*v : &k;
+  if (last->cache.row_bytes < first->cache.row_bytes) std::swap(first, last);
+  if (first->cache.row_bytes == 0) first = last;
+  const int num_copies = first == last ? 1 : 2;
+  const i64 row_bytes = last->cache.row_bytes;
+  const i64 first_row_bytes = first->cache.row_bytes;
+  StoreParams params{{first->copy(), last->copy()},
                      indices.data,
                      indices.count,
-                     k_cache.num_rows,
+                     k.cache.num_rows,
                      kIndicesSite,
                      nullptr};
-  if (!k_cache.on_cuda()) return store_cpu(indices, params, k_cache.row_bytes);
-  static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
-  const Spec spec(k_cache.row_bytes, vec_bytes_for(k_cache, v_cache, k, v), indices.index_bytes);
-  launch_rows(kernels, k_cache, spec, indices.count, params, 2);
+  if (!k.cache.on_cuda()) {
+    return store_cpu(indices, params, first_row_bytes, row_bytes, num_copies);
+  }
+  static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes", "first_row_bytes"},
+                             row_shape);
+  const int vec_bytes = vec_bytes_for(first->cache, first->rows, last->cache, last->rows);
+  const Spec spec(row_bytes, vec_bytes, indices.index_bytes, first_row_bytes);
+  launch_rows(kernels, k.cache, spec, indices.count, params, num_copies);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_cache, store);
+JITKERN_EXPORT_OP(store_cache, store);
 
 }  // namespace
 

@@ -7,16 +7,29 @@
 namespace jitkern {
 
 template <i64 kRowBytes, int kThreads, int kMaxOccupancy, bool kUsePdl, int kVecBytes,
-          int kIndexBytes, int kInFlight>
+          int kIndexBytes, int kInFlight, i64 kFirstRowBytes = kRowBytes>
 struct StoreKernel {
-  static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
+  static_assert(kRowBytes % kVecBytes == 0 && kFirstRowBytes % kVecBytes == 0,
+                "a row is a whole number of vectors");
+  static_assert(kFirstRowBytes <= kRowBytes, "the launch has threads for rows of kRowBytes");
   using Params = StoreParams;
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
 
+  // Of two sizes the shorter rows leave threads without work. They come first, so that these are
+  // done while other blocks wait for memory, and not at the end.
   static __device__ void run(const Params& p) {
-    using Rows = Group<kRowBytes, kVecBytes, kInFlight>;
-    const StoreParams::Copy& copy = p.copies[blockIdx.y];
+    if (kFirstRowBytes == kRowBytes || blockIdx.y != 0) {
+      copy_rows<kRowBytes>(p, p.copies[blockIdx.y]);
+    } else {
+      copy_rows<kFirstRowBytes>(p, p.copies[0]);
+    }
+  }
+
+ private:
+  template <i64 kBytes>
+  static __device__ void copy_rows(const Params& p, const StoreParams::Copy& copy) {
+    using Rows = Group<kBytes, kVecBytes, kInFlight>;
     const auto* indices = static_cast<const Index<kIndexBytes>*>(p.indices);
     const Rows group(thread_number());
     wait_for_earlier_kernels<kUsePdl>();
@@ -36,7 +49,7 @@ struct StoreKernel {
       const char* source = copy.rows + row * copy.row_stride_bytes;
 #pragma unroll
       for (int c = 0; c < Rows::kChunks; ++c) {
-        if (row < p.num_rows && group.offset(c) < kRowBytes) {
+        if (row < p.num_rows && group.offset(c) < kBytes) {
           value[r][c] = load_vec<kVecBytes>(source + group.offset(c));
         }
       }
@@ -50,7 +63,7 @@ struct StoreKernel {
       char* target = copy.cache + (inside ? slot[r] * copy.cache_stride_bytes : 0);
 #pragma unroll
       for (int c = 0; c < Rows::kChunks; ++c) {
-        if (inside && group.offset(c) < kRowBytes) {
+        if (inside && group.offset(c) < kBytes) {
           store_vec<kVecBytes>(target + group.offset(c), value[r][c]);
         }
       }

@@ -12,7 +12,7 @@ struct StoreParams {
     i64 cache_stride_bytes;
     i64 row_stride_bytes;
   };
-  Copy copies[2];  // K and V; blockIdx.y chooses
+  Copy copies[2];  // K and V, or one alone; blockIdx.y chooses. Those of shorter rows come first
   const void* indices;
   i64 num_rows;
   i64 num_slots;

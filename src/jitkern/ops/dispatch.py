@@ -1,0 +1,117 @@
+"""Where a call of an op goes: straight to C++, or through PyTorch's dispatcher first.
+
+A plain call, of tensors that hold memory and want no gradient, goes to C++. What traces,
+differentiates or wraps tensors has to see the op: it goes through ``torch.ops.jitkern``. Whether
+something traces is asked in C++, where that takes 3 ns (csrc/host/torch_state.cc); what only a
+tensor of PyTorch can say is asked here, and not in inference mode, which has no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jitkern.ops.common import name_unreadable
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+# PyTorch's functions, from the first call on: importing an op, as `jitkern warm` does to compile
+# its kernels, does not import PyTorch, which takes a second.
+_is_grad_enabled: Callable[[], bool]
+_increment_version: Callable[[Any], None]
+_forward_ad: Any
+
+
+def in_inference_mode() -> bool:
+    """Tell whether inference mode is on: ``torch.is_inference_mode_enabled`` from then on."""
+    global _is_grad_enabled, _increment_version, _forward_ad
+    import torch
+
+    _is_grad_enabled = torch.is_grad_enabled
+    # The public name, torch.autograd.graph.increment_version, takes 0.1 us more.
+    _increment_version = torch._C._increment_version
+    _forward_ad = torch.autograd.forward_ad
+    globals()["in_inference_mode"] = torch.is_inference_mode_enabled
+    return torch.is_inference_mode_enabled()
+
+
+def may_write(written: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
+    """Tell whether a call may go straight to C++; if so, what it will write counts as changed.
+
+    That is what an in-place operation of PyTorch does, so that a backward pass which has kept the
+    old content raises instead of using the new. Not to be asked in inference mode, where PyTorch
+    keeps no count either.
+
+    Parameters
+    ----------
+    written, read
+        The tensors that were given, but for indices, which have no gradient. What is no tensor is
+        left to C++, which names it.
+    """
+    try:
+        if _is_grad_enabled():
+            if _forward_ad._current_level >= 0:  # a dual tensor looks like any other
+                return False
+            for tensor in (*written, *read):
+                if tensor.requires_grad:
+                    return False
+        for tensor in written:
+            tensor._version  # noqa: B018 - half of what is_inference() takes
+        _increment_version(written)
+    except RuntimeError:
+        return False  # made in inference mode: it has no version
+    except (AttributeError, TypeError):
+        pass  # no tensor
+    return True
+
+
+def wants_gradient(tensor: Any) -> bool:
+    """Tell whether PyTorch has to see what becomes of `tensor`."""
+    if not _is_grad_enabled():
+        return False
+    return _forward_ad._current_level >= 0 or getattr(tensor, "requires_grad", False)
+
+
+def require_wrapper(error: Exception, op: str, **arguments: Any) -> None:
+    """Raise for a call that failed in C++, unless PyTorch can take it apart.
+
+    That is where a tensor holds other tensors instead of memory of its own: inside ``torch.vmap``
+    and ``torch.func.grad``, a fake tensor, any subclass with ``__torch_dispatch__``.
+
+    Raises
+    ------
+    ValueError
+        Names the argument whose memory cannot be read.
+    Exception
+        `error` itself, where all can.
+    """
+    import torch
+
+    for tensor in arguments.values():
+        if isinstance(tensor, torch.Tensor) and (
+            torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        ):
+            return
+    name_unreadable(error, op, **arguments)
+
+
+def through_torch(op: str, overload: str = "default", /, **arguments: Any) -> Any:
+    """Call an op as the PyTorch operator that it is; see :func:`jitkern.torch_ops.call`."""
+    from jitkern import torch_ops
+
+    return torch_ops.call(op, overload, **arguments)
+
+
+def traced_as(function: Callable[..., Any]) -> Callable[[T], T]:
+    """Have ``torch.compile`` trace `function` in the place of the one below.
+
+    PyTorch's public way, ``torch.compiler.substitute_in_graph``, imports its compiler, for a second
+    and more, and to ask ``is_dynamo_compiling()`` takes 25 ns a call.
+    """
+
+    def mark(public: T) -> T:
+        public._torchdynamo_inline = function  # type: ignore[attr-defined]
+        return public
+
+    return mark
