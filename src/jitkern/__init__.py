@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 from jitkern.ops._ops import OPS as _OPS
 
 if TYPE_CHECKING:
+    from jitkern.arch import Arch as Arch
     from jitkern.cache.get import freeze as freeze
+    from jitkern.cache.get import unfreeze as unfreeze
+    from jitkern.cache.stats import LookupEvent as LookupEvent
+    from jitkern.cache.stats import on_compile as on_compile
     from jitkern.cache.stats import stats as stats
     from jitkern.errors import CacheError as CacheError
     from jitkern.errors import CompileError as CompileError
@@ -20,7 +24,9 @@ if TYPE_CHECKING:
     from jitkern.errors import JitkernError as JitkernError
     from jitkern.errors import ToolchainError as ToolchainError
     from jitkern.errors import UnsupportedError as UnsupportedError
+    from jitkern.errors import WarmError as WarmError
     from jitkern.host.faults import check as check
+    from jitkern.jit.device import DeviceModule as DeviceModule
     from jitkern.jit.loader import load_aot as load_aot
     from jitkern.jit.loader import load_jit as load_jit
     from jitkern.jit.template import KernelConfig as KernelConfig
@@ -31,7 +37,9 @@ if TYPE_CHECKING:
     from jitkern.ops.index import indexing as indexing
     from jitkern.ops.store import store_cache as store_cache
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
+    from jitkern.perf import perf_cpu as perf_cpu
     from jitkern.perf import perf_cuda as perf_cuda
+    from jitkern.warming import warm as warm
 
 __version__ = "0.1.0"
 
@@ -40,10 +48,13 @@ __version__ = "0.1.0"
 _PUBLIC = {
     **{f"jitkern.ops.{op.stem}": (op.function,) for op in _OPS},
     "jitkern.host.faults": ("check",),
-    "jitkern.perf": ("compare_memory_kernel_perf", "perf_cuda"),
+    "jitkern.perf": ("compare_memory_kernel_perf", "perf_cpu", "perf_cuda"),
+    "jitkern.warming": ("warm",),
     "jitkern.jit.loader": ("load_aot", "load_jit"),
-    "jitkern.cache.get": ("freeze",),
-    "jitkern.cache.stats": ("stats",),
+    "jitkern.jit.device": ("DeviceModule",),
+    "jitkern.arch": ("Arch",),
+    "jitkern.cache.get": ("freeze", "unfreeze"),
+    "jitkern.cache.stats": ("LookupEvent", "on_compile", "stats"),
     "jitkern.jit.template": ("KernelConfig", "make_cpp_args"),
     "jitkern.errors": (
         "CacheError",
@@ -52,6 +63,7 @@ _PUBLIC = {
         "JitkernError",
         "ToolchainError",
         "UnsupportedError",
+        "WarmError",
     ),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -1,58 +1,191 @@
-"""Compiling kernels before they are needed: what there is to build, and many builds at a time."""
+"""`jitkern.warm`: kernels and libraries in the cache before they are needed."""
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
 from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jitkern.arch import Arch
-from jitkern.cache.get import Lookup
-from jitkern.errors import CompileError
+from jitkern.arch import Arch, gpu_archs, requested_archs
+from jitkern.cache.bundle import copy_entries
+from jitkern.cache.get import Lookup, is_frozen
+from jitkern.cache.search import user_cache
+from jitkern.cache.store import Cache
+from jitkern.env import settings
+from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
-from jitkern.jit.loader import load_device, load_library
+from jitkern.jit.loader import has_cuda, load_device, native_library
 from jitkern.jit.record import Specialisation
+from jitkern.jit.replay import Recorded, replay
+from jitkern.jobs import (
+    FAILURES,
+    Job,
+    Outcome,
+    default_threads,
+    failures_text,
+    look_all,
+    named,
+    run_all,
+)
 from jitkern.ops import device_ops
+from jitkern.ops._ops import OPS
+from jitkern.scratch import require_writable, scratch_folder
 
-# NVRTC 13.5 took 146 MB for one compile at a time and 12 MB more for each further thread; nvcc
-# takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
-_COMPILE_BYTES = 400 << 20
-
-
-@dataclass(frozen=True)
-class Job:
-    """One thing to have: a kernel for one arch, or a library."""
-
-    name: str
-    parameters: str
-    arch: str
-    build: Callable[[], Lookup[Any]]
-
-    def run(self) -> Outcome:
-        """Build it, unless it is there already; raises what `build` raises."""
-        return Outcome(self, self.build())
+Progress = Callable[[Job, int, int], None]
 
 
-class Outcome(NamedTuple):
-    """What became of a job; `lookup` is None where it did not compile."""
+def warm(
+    ops: Sequence[str] | None = None,
+    element_sizes: Sequence[int] = (),
+    archs: Sequence[Arch | str] | None = None,
+    files: Sequence[str | PathLike[str]] = (),
+    *,
+    check: bool = False,
+    trust: bool = False,
+    load: bool = False,
+    out: str | PathLike[str] | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[Outcome]:
+    """Have kernels and libraries in the cache before they are needed, with or without a GPU.
 
-    job: Job
-    lookup: Lookup[Any] | None
+    The host module always is among them; with no arguments it is all. What a cache has is not
+    built, and nothing is written then.
 
-    @property
-    def source(self) -> str:
-        """``compiled``, ``cached``, ``shipped``, ``memo`` or ``failed``."""
-        return "failed" if self.lookup is None else self.lookup.source
+    Parameters
+    ----------
+    ops
+        Names of ops, such as ``store_cache`` or ``store``. Default all that have kernels.
+    element_sizes
+        Bytes of a row of the tensors: of each, the kernels for contiguous tensors.
+    archs
+        What to compile for, such as ``["9.0", "10.0"]``. Default for ops JITKERN_ARCH, else the
+        GPUs present; for records what they were recorded for.
+    files
+        Records, written by runs under ``JITKERN_RECORD``. They are code: give what you would run.
+    check
+        Only look: nothing is built, and what no cache has is ``missing``. Where there is no
+        compiler, code by any compiler counts as there, as it does for a call.
+    trust
+        Read even records that other users could have written.
+    load
+        Also load the libraries of the records, which runs code in them.
+    out
+        A directory that receives all of it as well, a cache for JITKERN_CACHE_PATH.
+    threads
+        Kernels compiled at a time. Default: the cores, as far as memory allows.
+    progress
+        Called with each job that has been built, how many are done, and of how many.
+
+    Returns
+    -------
+    list of Outcome
+        For each kernel and arch, and each library: ``name``, ``parameters``, ``arch``, ``source``
+        (``compiled``, ``cached``, ``shipped``, ``memo``, ``missing``), ``ms``, ``bytes``.
+
+    Raises
+    ------
+    WarmError
+        Some failed. The others have been built; ``outcomes`` has all, ``error`` of each says why.
+    FrozenError
+        Some are missing, and the process is frozen.
+    CacheError
+        Some are missing, and the cache cannot be written; or `out` cannot.
+    ValueError, TypeError
+        An argument makes no sense, or a file is no record.
+
+    Examples
+    --------
+    >>> import jitkern
+    >>> for one in jitkern.warm(element_sizes=[656], archs=["9.0"]):  # doctest: +SKIP
+    ...     print(one.name, one.parameters, one.arch, one.source)
+    """
+    stems = _stems(ops)
+    wanted = _archs(archs)
+    sizes = list(dict.fromkeys(_listed("element_sizes", element_sizes)))
+    for size in sizes:
+        if type(size) is not int or size < 1:
+            raise ValueError(f"warm: element_sizes: {size!r}, expected bytes of a row, 1 or more")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
+    if ops is not None and not sizes:
+        raise ValueError("warm: ops: given without element_sizes, the bytes of their rows")
+    if check and out is not None:
+        raise ValueError("warm: out: given along with check, which writes nothing")
+    user_cache().place.check()
+    if out is not None:
+        require_writable(Path(out), "give a directory of yours", mode=0o755)
+    recorded = [one for file in _listed("files", files) for one in replay(file, trust=trust)]
+    jobs = [host_module_job()]
+    if sizes:
+        for_archs = wanted or default_archs()
+        if not for_archs:
+            raise ValueError(
+                "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
+                "expected one of them, such as archs=['9.0']"
+            )
+        jobs += [job for stem in stems for size in sizes for job in op_jobs(stem, size, for_archs)]
+    with ExitStack() as stack:
+        if recorded:
+            folder = stack.enter_context(scratch_folder("replay"))
+            jobs += recorded_jobs(recorded, folder, wanted, load=load)
+        outcomes = look_all(jobs, threads or default_threads())
+        if not check:
+            outcomes = _built(outcomes, threads or default_threads(), progress)
+    if out is not None:
+        _copy(outcomes, Path(out))
+    if any(outcome.error for outcome in outcomes):
+        raise WarmError(failures_text(outcomes), outcomes)
+    return outcomes
+
+
+def default_archs() -> list[Arch]:
+    """Return the archs to warm kernels for where none is given: JITKERN_ARCH, else the GPUs'."""
+    return list(dict.fromkeys(requested_archs() or gpu_archs()))
+
+
+def op_names() -> dict[str, str]:
+    """Return the stem of each op that has kernels by its names: the public one, and the stem."""
+    with_kernels = [op for op in OPS if op.has_kernels]
+    return {name: op.stem for op in with_kernels for name in (op.function, op.stem)}
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def _listed(argument: str, value: Any) -> Sequence[Any]:
+    if isinstance(value, (str, PathLike, int, Arch)):
+        raise TypeError(f"warm: {argument}: {value!r}, expected a list, such as [{value!r}]")
+    return list(value)
+
+
+def _stems(ops: Sequence[str] | None) -> list[str]:
+    known = op_names()
+    if ops is None:
+        return list(dict.fromkeys(known.values()))
+    for op in _listed("ops", ops):
+        if op not in known:
+            raise ValueError(f"warm: ops: {op!r}, expected one of {', '.join(known)}")
+    return list(dict.fromkeys(known[op] for op in ops))
+
+
+def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
+    given = [] if archs is None else _listed("archs", archs)
+    parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in given]
+    return list(dict.fromkeys(parsed))
+
+
+# -- jobs ------------------------------------------------------------------------------------------
 
 
 def host_module_job() -> Job:
     """Return the job of the host module."""
-    return Job("host module", "", "", host.find)
+    return Job("host module", "", "", host.find_built, host.find, is_library=True)
 
 
 def op_jobs(op: str, row_bytes: int, archs: Iterable[Arch]) -> list[Job]:
@@ -63,95 +196,98 @@ def op_jobs(op: str, row_bytes: int, archs: Iterable[Arch]) -> list[Job]:
 
 
 def recorded_jobs(
-    recorded: Iterable[Specialisation], archs: Sequence[Arch] = (), *, load: bool = False
+    recorded: Iterable[Recorded], folder: Path, archs: Sequence[Arch] = (), *, load: bool = False
 ) -> list[Job]:
-    """Return the jobs of a recorded run.
+    """Return the jobs of a recorded run: what cannot be made of it is a job that fails.
 
     Parameters
     ----------
     recorded
-        What :func:`jitkern.jit.record.replay` has read.
+        What :func:`jitkern.jit.replay.replay` has read.
+    folder
+        Receives their sources; it is needed until all jobs are done.
     archs
-        What to compile kernels for, instead of what each was recorded for. nvcc builds libraries
-        for JITKERN_ARCH, else for the GPU here.
+        What to compile for, instead of what each was recorded for.
     load
         Load the libraries too, which runs code in them; by default they are only built.
-
-    Raises
-    ------
-    ValueError
-        A recorded arch is not known.
     """
     jobs: dict[str, Job] = {}
-    for used in recorded:
-        name, *parameters = used.args
-        if "device_files" not in used.options:
-            build = partial(load_library, used, load=load)
-            jobs[used.to_json()] = Job(name, ", ".join(parameters), "", build)
+    for one in recorded:
+        name, *rest = one.used.args
+        parameters = ", ".join(rest)
+        is_kernel = bool(one.used.options.get("device_files"))
+        for_archs = archs if is_kernel or has_cuda(one.used) else ()
+        try:
+            used = one.unpack(folder)
+            kernel = load_device(used) if is_kernel else None
+            if (is_kernel or has_cuda(used)) and not for_archs:
+                for_archs = (Arch.parse(used.arch),)
+        except FAILURES as error:
+            fail = partial(_fail, error)
+            jobs[one.to_json(one.used.arch)] = Job(name, parameters, one.used.arch, fail, fail)
             continue
-        kernel = load_device(used)
-        for arch in archs or (Arch.parse(used.arch),):
+        for arch in for_archs or (None,):
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
-            jobs.setdefault(replace(used, arch=str(arch)).to_json(), _kernel_job(kernel, arch))
+            text = one.to_json("" if arch is None else str(arch))
+            if text in jobs:
+                continue
+            if kernel is not None and arch is not None:
+                jobs[text] = _kernel_job(kernel, arch)
+            else:
+                jobs[text] = _library_job(used, arch, parameters, load)
     return list(jobs.values())
 
 
 def _kernel_job(kernel: DeviceModule, arch: Arch) -> Job:
-    return Job(kernel.op, ", ".join(kernel.args), str(arch), lambda: kernel.lookup(arch))
+    find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
+    return Job(kernel.op, ", ".join(kernel.args), str(arch), find, build)
 
 
-def run_all(
-    jobs: Sequence[Job], threads: int, advance: Callable[[Job], None] = lambda _: None
-) -> tuple[list[Outcome], list[CompileError]]:
-    """Run `jobs` on `threads` threads; the outcomes are in the order of the jobs.
+def _library_job(used: Specialisation, arch: Arch | None, parameters: str, load: bool) -> Job:
+    # Made when it is asked for: tvm-ffi is imported for its key.
+    def find() -> Lookup[Any] | None:
+        return native_library(used, arch, load=load).find()
 
-    What does not compile is an outcome and an error of the result; any other failure ends it.
-    """
-    outcomes: dict[int, Outcome] = {}
-    failures: list[CompileError] = []
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="jitkern-warm")
-    try:
-        pending = {pool.submit(job.run): i for i, job in enumerate(jobs)}
-        for future in as_completed(pending):
-            i = pending[future]
-            try:
-                outcomes[i] = future.result()
-            except CompileError as error:
-                outcomes[i] = Outcome(jobs[i], None)
-                failures.append(error)
-            advance(jobs[i])
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [outcomes[i] for i in sorted(outcomes)], failures
+    def build() -> Lookup[Any]:
+        return native_library(used, arch, load=load).get()
+
+    text = "" if arch is None else str(arch)
+    return Job(used.args[0], parameters, text, find, build, is_library=True)
 
 
-def default_threads() -> int:
-    """Return how many compiles to run at a time: this process's cores, as far as memory allows."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, _free_memory_bytes() // _COMPILE_BYTES))
+def _fail(error: Exception) -> Any:
+    raise error
 
 
-def _free_memory_bytes() -> int:
-    """Memory that can be had, within the limit of the control group that a container runs in."""
-    free = 1 << 62
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        most, now = _text(limit).strip(), _text(used).strip()
-        if most.isdigit() and now.isdigit():  # "max" where there is no limit
-            free = min(free, int(most) - int(now))
-    return free
+# -- building --------------------------------------------------------------------------------------
 
 
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""  # no such control group
+def _built(outcomes: Sequence[Outcome], threads: int, progress: Progress | None) -> list[Outcome]:
+    """Build what is missing; where nothing is, nothing is asked of the cache."""
+    missing = [outcome.job for outcome in outcomes if outcome.source == "missing"]
+    if not missing:
+        return list(outcomes)
+    if is_frozen():
+        by = "JITKERN_FREEZE=1 is set" if settings().freeze else "jitkern.freeze() was called"
+        raise FrozenError(
+            f"warm: {named(missing)}: missing, and {by}, which forbids to compile: warm without it"
+        )
+    require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
+    done = itertools.count(1)
+
+    def advance(job: Job) -> None:
+        if progress is not None:
+            progress(job, next(done), len(missing))
+
+    built, _ = run_all(missing, threads, advance)
+    built_of = {id(outcome.job): outcome for outcome in built}
+    return [built_of.get(id(outcome.job), outcome) for outcome in outcomes]
+
+
+def _copy(outcomes: Iterable[Outcome], directory: Path) -> None:
+    """Publish what there is in a cache at `directory`, but for what each installation has."""
+    lookups = [outcome.lookup for outcome in outcomes if outcome.source != "shipped"]
+    paths = [lookup.path for lookup in lookups if lookup is not None]
+    if None in paths:
+        raise CacheError(f"{directory}: not all was written there: some is in memory only")
+    copy_entries([path for path in paths if path is not None], Cache(directory, shared=True))

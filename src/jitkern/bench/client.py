@@ -144,7 +144,7 @@ class Worker:
 
 def _environment(kernels: Path) -> dict[str, str]:
     environment = process_environment()
-    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG"):
+    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG", "JITKERN_NVTX"):
         environment.pop(variable, None)
     # The host module comes from where it is, kernels from a cache of our own.
     places = [str(settings().cache_dir), *map(str, settings().cache_path)]

@@ -107,7 +107,25 @@ def read(path: Path) -> Payload:
         raise CaseError(f"{path}: not a result of jitkern bench: it has no 'benchmarks'")
     if data.get("schema", SCHEMA) != SCHEMA:
         raise CaseError(f"{path}: schema {data['schema']}, this jitkern reads {SCHEMA}")
+    try:
+        kind_of(data["machine"])
+        dict(data["machine"].get("versions", {}))
+        for row in rows_of(data):
+            _check(row)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CaseError(f"{path}: damaged: {type(error).__name__}: {error}") from error
     return data
+
+
+def _check(row: Row) -> None:
+    """Raise TypeError where a field is of another type than a measured row's."""
+    for field in fields(Row):
+        value = getattr(row, field.name)
+        expected: Any = str
+        if isinstance(field.default, (int, float, type(None))):
+            expected = (int, float, type(None))
+        if field.name != "params" and not isinstance(value, expected):
+            raise TypeError(f"{field.name}: {value!r} in a row")
 
 
 def rows_of(data: Payload) -> list[Row]:

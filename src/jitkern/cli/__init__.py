@@ -1,4 +1,4 @@
-"""The command line: ``jitkern warm | doctor | cache | demo | bench``.
+"""The command line: ``jitkern warm | doctor | cache | demo | bench | clangd | completion``.
 
 Each command is a module with ``configure(parser)`` and ``run(args)``; what is heavy is imported
 when it runs, so that ``jitkern --help`` answers at once.
@@ -7,16 +7,18 @@ when it runs, so that ``jitkern --help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 
 from jitkern import __version__
-from jitkern.cli import bench_cmd, cache_cmd, demo, doctor, warm
+from jitkern.cli import bench_cmd, cache_cmd, clangd, completion, demo, doctor, warm
 from jitkern.cli.ui import Parser, UsageError
 from jitkern.env import settings
-from jitkern.errors import CompileError, JitkernError
+from jitkern.errors import CompileError, JitkernError, WarmError
 
 _COMMANDS = {
     "warm": warm,
@@ -24,12 +26,19 @@ _COMMANDS = {
     "cache": cache_cmd,
     "demo": demo,
     "bench": bench_cmd,
+    "clangd": clangd,
+    "completion": completion,
 }
 
 _EXAMPLE = """
 jitkern doctor
 jitkern warm --element-size 656 --arch 9.0
 """
+
+_BUG = (
+    "jitkern: this is a bug of jitkern's: please report it to its maintainers, with all of the "
+    "lines above, the command, and what jitkern doctor prints"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["cache", "info"])  # doctest: +SKIP
     0
     """
+    _make_streams_usable()
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(given)
@@ -53,18 +63,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _fail(str(error), 2)
     except JitkernError as error:
-        # One line, but for what a compiler has to say: all of its log helps.
+        # One line, but for what a compiler has to say, or many of them: all of it helps.
         text = str(error)
-        return _fail(text if isinstance(error, CompileError) else " ".join(text.split()), 1)
+        is_long = isinstance(error, (CompileError, WarmError))
+        return _fail(text if is_long else " ".join(text.split()), 1)
     except BrokenPipeError:
-        # `jitkern cache list | head`: nobody reads on; Python's flush at exit must not fail either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _let_go_of_stdout()  # `jitkern cache list | head`: nobody reads on
         return 1
     except OSError as error:
+        _let_go_of_stdout()  # which may be what is full
         what = f"{error.filename}: " if error.filename is not None else ""
         return _fail(f"{what}{error.strerror or error}", 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except Exception:
+        sys.stderr.write(f"{traceback.format_exc()}{_BUG}\n")
+        return 1
+
+
+def _make_streams_usable() -> None:
+    """Have output to write to that takes any character: `>&-` leaves none, Latin-1 not all."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _let_go_of_stdout() -> None:
+    """Drop what cannot be written: Python's flush at exit would fail once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:
@@ -79,7 +111,10 @@ def _run(argv: list[str]) -> int:
         settings()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+    except UsageError as error:
+        raise UsageError(f"{error} (see: {args.prog} --help)") from error
     return status
 
 
@@ -97,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         module.configure(command)
         command.set_defaults(run=module.run)
+    parser.set_defaults(parser=parser)
     return parser
 
 

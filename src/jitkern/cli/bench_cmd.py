@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 SUMMARY = "catch a slowdown in CI; compare two results"
 DESCRIPTION = (
     "Measure jitkern, or your own kernels, as ratios and as instruction counts, and compare with a "
-    "baseline. Without --ci or --compare: the benchmarks beside every peer, of a source checkout, "
-    "whose options python -m bench --help lists."
+    "baseline."
+)
+_OF_A_CHECKOUT = (
+    " Without --ci or --compare: the benchmarks beside every peer, whose options python -m bench "
+    "--help lists."
 )
 EXAMPLE = """
-jitkern bench --ci --baseline bench/baselines --update --runs 20
-jitkern bench --ci --baseline bench/baselines
+jitkern bench --ci --baseline baselines --update --runs 20
+jitkern bench --ci --baseline baselines
 jitkern bench --ci --cases bench_mine.py --baseline mine.json
 jitkern bench --compare before.json after.json
 """
@@ -35,6 +38,8 @@ GUARD_OPTIONS = {"--ci", "--compare", "-h", "--help"}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the guard; the harness of a checkout has its own."""
+    if _checkout() is not None:
+        parser.description = f"{DESCRIPTION}{_OF_A_CHECKOUT}"
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--ci", action="store_true", help="measure, and compare with a baseline")
     mode.add_argument(
@@ -92,7 +97,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --update, as many runs again beside N busy processes",
     )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures")
+    parser.add_argument(
+        "--json", type=Path, metavar="F", help="write the figures, or what --compare says"
+    )
     parser.add_argument(
         "--markdown",
         type=Path,
@@ -105,9 +112,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the guard, or compare two results."""
     if args.compare:
-        return _compare(*args.compare)
+        a_path, b_path = args.compare
+        return _compare(a_path, b_path, args.json)
     if not args.ci:
-        raise ui.UsageError("bench: --ci or --compare A B (see: jitkern bench --help)")
+        raise ui.UsageError("bench: expected --ci or --compare A B")
     if args.update and args.baseline is None:
         raise ui.UsageError("bench: --update: needs --baseline, the file or directory to write")
     if args.require_counts and (args.update or args.baseline is None):
@@ -133,15 +141,22 @@ def forward(argv: list[str]) -> int:
     UnsupportedError
         jitkern runs from an installed package, which holds no benchmarks.
     """
-    root = Path(jitkern.__file__).resolve().parents[2]
-    if not (root / "bench" / "__main__.py").is_file():
+    root = _checkout()
+    if root is None:
         raise UnsupportedError(
-            "bench: the benchmarks beside other libraries are not part of the installed package; "
-            "use jitkern bench --ci, or clone the repository and run python -m bench"
+            "bench: expected --ci or --compare A B: the benchmarks beside other libraries are not "
+            "part of the installed package; clone the repository for those and run python -m bench "
+            "(see: jitkern bench --help)"
         )
     sys.path.insert(0, str(root))
     status: int = import_module("bench.__main__").main(argv)
     return status or 0
+
+
+def _checkout() -> Path | None:
+    """Where the benchmarks are; None where jitkern is an installed package, which has none."""
+    root = Path(jitkern.__file__).resolve().parents[2]
+    return root if (root / "bench" / "__main__.py").is_file() else None
 
 
 # -- the guard -------------------------------------------------------------------------------------
@@ -183,6 +198,10 @@ def _guard(args: argparse.Namespace, device: str) -> int:
         ci.Run(device, args.cases, wanted, advance) as measured,
     ):
         result = measured.measure()
+        if args.only and not result["benchmarks"]:
+            raise ui.UsageError(
+                f"bench: --only: no figure has {' or '.join(args.only)} in its name"
+            )
         result = ci.confirmed(measured, result, suspects)
     if note := result["counts"]["note"]:
         notes.append(f"instructions: {note}")
@@ -240,7 +259,12 @@ def _child(args: argparse.Namespace, device: str, path: Path, beside: int) -> Pa
 
     from jitkern.bench import report
 
-    command = [sys.executable, "-m", "jitkern", "bench", "--ci", "--device", device]
+    # Appended: this very package, also where only this process's sys.path leads to it.
+    code = (
+        "import sys; sys.path.append(sys.argv.pop(1)); import jitkern.cli as c; sys.exit(c.main())"
+    )
+    root = str(Path(jitkern.__file__).parents[1])
+    command = [sys.executable, "-c", code, root, "bench", "--ci", "--device", device]
     command += [option for file in args.cases for option in ("--cases", str(file))]
     command += [option for text in args.only for option in ("--only", text)]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
@@ -259,11 +283,16 @@ def _child(args: argparse.Namespace, device: str, path: Path, beside: int) -> Pa
 # -- two results -----------------------------------------------------------------------------------
 
 
-def _compare(a_path: Path, b_path: Path) -> int:
+def _compare(a_path: Path, b_path: Path, json_path: Path | None) -> int:
     from jitkern.bench import compare, report
 
     a, b = report.read(a_path), report.read(b_path)
-    ui.console().print(ui.table(compare.COLUMNS, compare.rows(a, b)))
-    for note in compare.notes(a, b):
+    changes, notes = list(compare.rows(a, b)), compare.notes(a, b)
+    ui.console().print(ui.table(compare.COLUMNS, changes))
+    for note in notes:
         ui.say(f"note: {note}")
+    if json_path is not None:
+        names = ("case", "implementation", "a", "b", "b_by_a", "verdict")
+        rows = [dict(zip(names, change, strict=True)) for change in changes]
+        report.save(json_path, {"schema": ui.JSON_SCHEMA, "rows": rows, "notes": notes})
     return 0

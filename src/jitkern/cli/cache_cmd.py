@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jitkern.cli import ui
+from jitkern.cli import filters, ui
 from jitkern.env import settings
 from jitkern.errors import CacheError
 
 if TYPE_CHECKING:
     from jitkern.cache.bundle import Bundle
-    from jitkern.cache.entry import Entry, EntryInfo
+    from jitkern.cache.entry import Entry
     from jitkern.cache.store import Cache
 
 SUMMARY = "look at the cache of compiled kernels, empty it, carry it elsewhere"
@@ -36,12 +36,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
             name, help=summary, description=description, example=example
         )
         made.set_defaults(action=_ACTIONS[name])
+        ui.add_json(made)
         return made
 
-    add("list", "list the entries", "jitkern cache list")
+    listed = add("list", "list the entries", "jitkern cache list --op store --unused-for 30d")
     add("info", "show where the caches are and how full", "jitkern cache info")
     clear = add(
-        "clear", "remove every entry; what jitkern has not written stays", "jitkern cache clear"
+        "clear",
+        "remove every entry, or those chosen; what jitkern has not written stays",
+        "jitkern cache clear --unused-for 30d\njitkern cache clear --down-to 1G",
+    )
+    clear.add_argument(
+        "--down-to",
+        type=ui.byte_count,
+        metavar="SIZE",
+        help="only the least recently used, until SIZE remains: 512M, 1G",
     )
     clear.add_argument(
         "--dry-run", action="store_true", help="only list what would go, and what would stay"
@@ -50,12 +59,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "export", "write entries into one file", "jitkern cache export kernels.jkb --arch 9.0"
     )
     export.add_argument("file", type=Path, metavar="FILE", help="the bundle to write")
-    export.add_argument(
-        "--op", type=ui.names, action="extend", metavar="OP[,OP]", help="only these ops"
-    )
-    export.add_argument(
-        "--arch", type=ui.archs, action="extend", metavar="A[,A]", help="only these archs"
-    )
+    for chooser in (listed, clear, export):
+        filters.add_options(chooser)
     imported = add(
         "import", "publish the entries of a bundle", "jitkern cache import kernels.jkb", _CODE
     )
@@ -90,11 +95,35 @@ def _user_cache() -> Cache:
     return user_cache()
 
 
-def _list(_: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> int:
     cache = _user_cache()
+    everything = cache.entries()
     entries = sorted(
-        cache.entries(), key=lambda e: (e.name, ui.natural(e.args), ui.natural(e.arch), e.variant)
+        filter(filters.chosen_by(args), everything),
+        key=lambda e: (e.name, ui.natural(e.args), ui.natural(e.arch), e.variant),
     )
+    size_bytes = sum(entry.bytes for entry in entries)
+    if args.json:
+        ui.say_json(
+            directory=cache.root,
+            not_searched=_untrusted(cache),
+            all_entries=len(everything),
+            bytes=size_bytes,
+            entries=[
+                {
+                    "op": entry.name,
+                    "parameters": entry.args,
+                    "arch": entry.arch,
+                    "route": entry.route,
+                    "variant": entry.variant,
+                    "bytes": entry.bytes,
+                    "last_used_unix_s": round(entry.last_used, 3),
+                    "path": entry.path,
+                }
+                for entry in entries
+            ],
+        )
+        return 0
     if entries:
         now_unix_s = time.time()
         rows = [
@@ -111,24 +140,65 @@ def _list(_: argparse.Namespace) -> int:
         ]
         columns = ("op", "parameters", "arch", "route", "built by", ">bytes", "last used")
         ui.console().print(ui.table(columns, rows))
-    ui.say(_summary(entries, str(cache.root)))
+    count = _entries(len(entries))
+    if filters.given(args):
+        count = f"{len(entries)} of {_entries(len(everything))}"
+    ui.say(f"{count}, {ui.bytes_text(size_bytes)} in {cache.root}")
+    if reason := _untrusted(cache):
+        ui.say(f"not searched: {reason}")
     return 0
 
 
-def _info(_: argparse.Namespace) -> int:
+def _info(args: argparse.Namespace) -> int:
     from jitkern.cache.search import caches
 
-    rows = []
+    max_bytes = settings().cache_max_bytes
+    found: list[dict[str, Any]] = []
     for origin, _source, cache in caches():
         entries = cache.entries()
-        size = ui.bytes_text(sum(entry.bytes for entry in entries))
-        rows.append((origin, str(cache.root), str(len(entries)), size, _rights(cache)))
+        found.append(
+            {
+                "origin": origin,
+                "directory": str(cache.root),
+                "entries": len(entries),
+                "bytes": sum(entry.bytes for entry in entries),
+                "rights": _rights(cache),
+                "not_searched": _untrusted(cache),
+            }
+        )
+    if args.json:
+        ui.say_json(caches=found, max_bytes=max_bytes)
+        return 0
+    rows = [
+        (
+            one["origin"],
+            one["directory"],
+            str(one["entries"]),
+            ui.bytes_text(one["bytes"]),
+            one["rights"],
+        )
+        for one in found
+    ]
     ui.console().print(ui.table(("cache", "directory", ">entries", ">size", "rights"), rows))
-    ui.say(f"the least recently used go beyond {ui.bytes_text(settings().cache_max_bytes)}")
+    for one in found:
+        if one["not_searched"]:
+            ui.say(f"not searched: {one['not_searched']}")
+    ui.say(f"the least recently used go beyond {ui.bytes_text(max_bytes)}")
     return 0
+
+
+def _untrusted(cache: Cache) -> str:
+    """Say why nothing is loaded from `cache`; empty where that is not so."""
+    try:
+        cache.place.check()
+    except CacheError as error:
+        return str(error)
+    return ""
 
 
 def _rights(cache: Cache) -> str:
+    if _untrusted(cache):
+        return "others can write to it"
     if cache.read_only:
         return "read only" if cache.root.is_dir() else "absent"
     if not cache.root.exists():
@@ -142,32 +212,61 @@ def _rights(cache: Cache) -> str:
 
 def _clear(args: argparse.Namespace) -> int:
     cache = _user_cache()
-    cleared = cache.clear(dry_run=args.dry_run)
+    everything = cache.entries()
+    only: set[str] | None = None
+    if args.down_to is not None:
+        if filters.given(args):
+            raise ui.UsageError(
+                "cache clear: --down-to: it chooses by last use, expected without "
+                "--op, --arch, --unused-for and --larger-than"
+            )
+        only = set(cache.beyond(args.down_to))
+    elif filters.given(args):
+        only = set(map(str, filter(filters.chosen_by(args), everything)))
+    cleared = cache.clear(only=only, dry_run=args.dry_run)
+    if args.json:
+        ui.say_json(
+            directory=cache.root,
+            dry_run=args.dry_run,
+            removed=cleared.removed,
+            left_alone=cleared.left,
+        )
+        return 0
     if args.dry_run:
         for name in cleared.removed:
             ui.say(name)
     for name in cleared.left:
         ui.say(f"left alone, for jitkern has not written it: {name}")
     done = "would be removed" if args.dry_run else "removed"
-    ui.say(f"{_entries(len(cleared.removed))} {done} from {cache.root}")
+    left = ""
+    if only is not None:
+        gone = set(cleared.removed)
+        sizes = [entry.bytes for entry in everything if str(entry) not in gone]
+        left = f"; what is left: {_entries(len(sizes))}, {ui.bytes_text(sum(sizes))}"
+    ui.say(f"{_entries(len(cleared.removed))} {done} from {cache.root}{left}")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
     from jitkern.cache.bundle import export_bundle
 
-    wanted_archs = {str(arch) for arch in args.arch or ()}
-
-    def select(entry: EntryInfo) -> bool:
-        # Host code has no arch and goes with every choice of archs.
-        arch_fits = not wanted_archs or not entry.arch or entry.arch in wanted_archs
-        return arch_fits and (not args.op or entry.name in args.op)
-
+    # What the kernels need goes along with them.
+    select = filters.chosen_by(args, host_code_too=True)
     cache = _user_cache()
-    if not any(select(entry) for entry in cache.entries()):
+    everything = cache.entries()
+    if not any(map(select, everything)):
+        if everything:
+            raise CacheError(
+                f"{cache.root}: nothing to export: none of {_entries(len(everything))} is what was "
+                "asked for; jitkern cache list shows them"
+            )
         raise CacheError(f"{cache.root}: nothing to export; build something with jitkern warm")
     count = export_bundle(cache, args.file, select)
-    ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(args.file.stat().st_size)})")
+    size_bytes = args.file.stat().st_size
+    if args.json:
+        ui.say_json(file=args.file, entries=count, bytes=size_bytes)
+        return 0
+    ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(size_bytes)})")
     return 0
 
 
@@ -176,32 +275,54 @@ def _import(args: argparse.Namespace) -> int:
 
     _require_file(args.file)
     cache = _user_cache()
+    brought: list[dict[str, Any]] = []
+
+    def show(bundle: Bundle) -> None:
+        brought.extend(map(_brought, bundle.entries))
+        if not args.json:
+            _show(bundle, brought)
+
     count = import_bundle(
         cache,
         args.file,
         trust=args.trust,
         max_unpacked_bytes=args.max_bytes or MAX_UNPACKED_BYTES,
-        show=_show,
+        show=show,
     )
+    if args.json:
+        ui.say_json(file=args.file, directory=cache.root, entries=brought)
+        return 0
     ui.say(f"{_entries(count)} imported into {cache.root}")
     return 0
 
 
-def _show(bundle: Bundle) -> None:
+def _show(bundle: Bundle, brought: list[dict[str, Any]]) -> None:
     from jitkern.cache.trust import owner_and_mode
 
-    columns = ("op", "parameters", "arch", "built by", ">bytes")
-    ui.console().print(ui.table(columns, map(_brought, bundle.entries)))
-    entries = _entries(len(bundle.entries))
-    ui.say(f"{bundle.file}: {entries}, {owner_and_mode(bundle.status)}")
+    rows = [
+        (
+            one["op"],
+            one["parameters"] or "-",
+            one["arch"] or "-",
+            one["variant"],
+            f"{one['bytes']:,}",
+        )
+        for one in brought
+    ]
+    ui.console().print(ui.table(("op", "parameters", "arch", "built by", ">bytes"), rows))
+    ui.say(f"{bundle.file}: {_entries(len(brought))}, {owner_and_mode(bundle.status)}")
 
 
-def _brought(entry: Entry) -> tuple[str, ...]:
+def _brought(entry: Entry) -> dict[str, Any]:
     describe = entry.key.describe
-    args = ", ".join(describe.get("args", ()))
-    size_bytes = sum(map(len, entry.files.values()))
-    op, arch = describe.get("op", entry.key.name), describe.get("arch")
-    return (op, args or "-", arch or "-", entry.variant, f"{size_bytes:,}")
+    return {
+        "op": describe.get("op", entry.key.name),
+        "parameters": ", ".join(describe.get("args", ())),
+        "arch": describe.get("arch", ""),
+        "route": entry.key.route,
+        "variant": entry.variant,
+        "bytes": sum(map(len, entry.files.values())),
+    }
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -210,31 +331,36 @@ def _verify(args: argparse.Namespace) -> int:
     if args.file is not None:
         _require_file(args.file)
         bundle = read_bundle(args.file, max_unpacked_bytes=args.max_bytes or MAX_UNPACKED_BYTES)
-        ui.say(f"{args.file}: ok, {_entries(len(bundle.entries))}")
+        _verified(args, args.file, len(bundle.entries), [])
         return 0
     cache = _user_cache()
     problems = cache.verify()
-    for problem in problems:
-        ui.say(problem)
+    _verified(args, cache.root, len(cache.entries()), problems)
     if problems:
         raise CacheError(
             f"{cache.root}: {len(problems)} damaged; they count as absent and are replaced on use"
         )
-    ui.say(f"{cache.root}: ok, {_entries(len(cache.entries()))}")
     return 0
+
+
+def _verified(args: argparse.Namespace, what: Path, count: int, problems: list[str]) -> None:
+    if args.json:
+        ui.say_json(verified=what, entries=count, problems=problems)
+        return
+    for problem in problems:
+        ui.say(problem)
+    if not problems:
+        ui.say(f"{what}: ok, {_entries(count)}")
 
 
 def _require_file(file: Path) -> None:
     if not file.is_file():
-        raise CacheError(f"{file}: no such bundle")
+        wrong = "not a regular file, expected a bundle" if file.exists() else "no such bundle"
+        raise CacheError(f"{file}: {wrong}")
 
 
 def _entries(count: int) -> str:
     return f"{count} entry" if count == 1 else f"{count} entries"
-
-
-def _summary(entries: list[EntryInfo], root: str) -> str:
-    return f"{_entries(len(entries))}, {ui.bytes_text(sum(e.bytes for e in entries))} in {root}"
 
 
 def _ago(seconds: float) -> str:

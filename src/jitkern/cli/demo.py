@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jitkern
 from jitkern.arch import SUPPORTED_ARCHS
 from jitkern.cli import ui
-from jitkern.errors import JitkernError
+from jitkern.errors import JitkernError, ToolchainError
 from jitkern.ops._ops import OPS
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SUMMARY = "run the ops on real tensors against PyTorch"
 DESCRIPTION = """\
 Run three of the ops on real tensors, check every bit against PyTorch, and show time, bandwidth and
 ratio. On the GPU if there is one; else on the CPU, and the CUDA kernels are compiled for four
-archs all the same."""
+archs all the same. Without NVRTC it is the CPU alone, and what is missing is said."""
 EXAMPLE = "jitkern demo"
 
 # 656: one token's row of a latent KV cache with its scales, no multiple of 128.
@@ -41,18 +41,37 @@ def run(args: argparse.Namespace) -> int:
     from jitkern.bench.case import Context
 
     start = time.perf_counter()
-    gpu = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
+    missing = _missing_on_gpu() if has_gpu else ""
+    gpu = has_gpu and not missing
     torch.manual_seed(0)
     name = torch.cuda.get_device_name() if gpu else f"{torch.get_num_threads()} CPU threads"
     ui.say(f"jitkern {jitkern.__version__}, torch {torch.__version__}, {name}\n")
     wrong = _compare(Context("cuda" if gpu else "cpu", quick=True))
-    if not gpu:
+    if not has_gpu:
         ui.say("")
-        _compile()
+        try:
+            _compile()
+        except ToolchainError as error:
+            missing = str(error)
+    if missing:
+        ui.say(f"CUDA kernels: left out, for nothing here can compile them: {missing}")
     ui.say(f"\n{time.perf_counter() - start:.1f} s in all")
     if wrong:
         raise JitkernError(f"demo: {'; '.join(wrong)}")
     return 0
+
+
+def _missing_on_gpu() -> str:
+    """Say what a call on the GPU lacks, empty where nothing: a kernel of a cache will do."""
+    import torch
+
+    table = torch.zeros(1, _ROW_BYTES["index"], dtype=torch.uint8, device="cuda")
+    try:
+        jitkern.indexing(table, torch.zeros(1, dtype=torch.int64, device="cuda"))
+    except ToolchainError as error:
+        return str(error)
+    return ""
 
 
 def _compare(ctx: Context) -> list[str]:
@@ -124,7 +143,8 @@ def _cases(ctx: Context) -> Iterator[Case]:
 
 def _compile() -> None:
     """Compile the kernels of the demo for GPUs that are not here, and show how long it takes."""
-    from jitkern.warming import default_threads, op_jobs, run_all
+    from jitkern.jobs import default_threads, run_all
+    from jitkern.warming import op_jobs
 
     start = time.perf_counter()
     jobs = [job for op, size in _ROW_BYTES.items() for job in op_jobs(op, size, SUPPORTED_ARCHS)]

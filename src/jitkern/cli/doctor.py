@@ -6,7 +6,7 @@ import argparse
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,21 +42,26 @@ class Check:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: there is nothing to choose."""
+    """Add the one option."""
+    ui.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if the ops cannot run here."""
-    del args
+    from jitkern.compilers.progress import quiet
+
     checks = []
     console = ui.console(stderr=True)
-    with console.status("looking") as status:
+    with quiet(), console.status("looking") as status:
         for check in diagnose():
             checks.append(check)
             status.update(f"looked at {check.what}")
+    broken = [check.what for check in checks if check.state == "broken"]
+    if args.json:
+        ui.say_json(checks=list(map(asdict, checks)), broken=broken)
+        return 1 if broken else 0
     rows = [(check.what, check.state, check.found, check.fix) for check in checks]
     ui.console().print(ui.table(("", "", "found", "fix"), rows))
-    broken = [check.what for check in checks if check.state == "broken"]
     ui.say(f"broken: {', '.join(broken)}" if broken else "the ops run on this machine")
     return 1 if broken else 0
 

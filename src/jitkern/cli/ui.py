@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
-import tempfile
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jitkern.env import parse_bytes
-from jitkern.errors import CacheError
-from jitkern.files import make_folders
+from jitkern.scratch import require_writable as require_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from jitkern.arch import Arch
+
+JSON_SCHEMA = 1
+"""Of what ``--json`` prints: raised when a name goes or changes its meaning, not for a new one."""
 
 # A pipe or a file has no width: wide enough for a path, and tables take only what they need.
 _PIPE_WIDTH = 200
@@ -39,6 +41,14 @@ class Parser(argparse.ArgumentParser):
         # Abbreviated options would break scripts whenever an option is added.
         kwargs["allow_abbrev"] = False
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.set_defaults(prog=self.prog)  # of the innermost command: the one that was meant
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # Here and not in the outermost parser, whose help does not list the command's options.
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see: {self.prog} --help)")
@@ -55,6 +65,14 @@ def byte_count(text: str) -> int:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}, expected bytes such as 4294967296 or 4G")
     return found
+
+
+def age_s(text: str) -> int:
+    """Parse ``90min``, ``12h``, ``30d`` or ``8w``, as argparse's ``type``: seconds."""
+    match = re.fullmatch(r"([0-9]{1,6})(min|h|d|w)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected an age such as 90min, 12h, 30d or 8w")
+    return int(match[1]) * {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}[match[2]]
 
 
 def archs(text: str) -> list[Arch]:
@@ -122,9 +140,12 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    from jitkern.compilers.progress import quiet
+
     out = console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+    bar = Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
+    with quiet(), bar:
         task = bar.add_task("starting")
 
         def advance(what: str, done: int, steps: int) -> None:
@@ -133,6 +154,16 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
             bar.update(task, description=what, completed=done, total=steps)
 
         yield advance
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def say_json(**fields: Any) -> None:
+    """Write an object with `fields` to standard output, and the schema that it follows."""
+    sys.stdout.write(json.dumps({"schema": JSON_SCHEMA, **fields}, indent=1, default=str) + "\n")
 
 
 def say(text: str) -> None:
@@ -170,18 +201,3 @@ def ms_text(ms: float) -> str:
 def natural(text: str) -> list[tuple[int, str]]:
     """Return a key that sorts ``8.0`` before ``10.0``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
-
-
-def require_writable(directory: Path, hint: str, mode: int = 0o700) -> None:
-    """Raise CacheError unless files can be made in `directory`, created with `mode` if needed.
-
-    By making one: what the mode bits say is not the truth for root, on a read-only mount or on a
-    full disk.
-    """
-    try:
-        make_folders(directory, mode)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".jitkern-") as file:
-            file.write(b"x")
-            file.flush()
-    except OSError as error:
-        raise CacheError(f"{directory}: cannot be written: {error.strerror}; {hint}") from error

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jitkern.arch import Arch, gpu_archs, requested_archs
 from jitkern.cli import ui
-from jitkern.errors import CacheError, JitkernError
+from jitkern.errors import JitkernError, WarmError
 from jitkern.ops._ops import OPS
 
 if TYPE_CHECKING:
-    from jitkern.jit.record import Specialisation
-    from jitkern.warming import Job, Outcome
+    from jitkern.arch import Arch
+    from jitkern.jobs import Job, Outcome
 
 SUMMARY = "compile kernels before they are needed, with or without a GPU"
 DESCRIPTION = """\
 Compile kernels into the cache, for the archs of --arch, else of JITKERN_ARCH, else of the GPUs
-present. Needs no GPU. The host module is built first, so that a first request pays nothing."""
-_STEMS = [op.stem for op in OPS if op.has_kernels]
+present. Needs no GPU. The host module is built first, so that a first request pays nothing; with
+no option it is all. What the cache has is not built again."""
+_OPS = [op for op in OPS if op.has_kernels]
+_NAMES = [name for op in _OPS for name in dict.fromkeys((op.function, op.stem))]
+_FIRST = [op.function for op in _OPS[:2]]
+_NO_KERNELS = [op.function for op in OPS if not op.has_kernels]
 EXAMPLE = f"""
 jitkern warm --element-size 656
-jitkern warm --element-size 256,1024 --op {",".join(_STEMS[:2])} --arch 9.0,10.0 --out kernels/
+jitkern warm --element-size 256,1024 --op {",".join(_FIRST)} --arch 9.0,10.0 --out kernels/
 jitkern warm --replay run.jsonl --arch 9.0
+jitkern warm --replay run.jsonl --check
 """
+JSON_VERSION = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,21 +49,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=ui.names,
         action="extend",
         metavar="OP[,OP]",
-        help=f"of {', '.join(_STEMS)}; default: all",
+        help=f"of {', '.join(_NAMES)}; default: all; there is nothing to compile for "
+        f"{', '.join(_NO_KERNELS)}",
     )
     parser.add_argument(
         "--arch",
         type=ui.archs,
         action="extend",
         metavar="A[,A]",
-        help="such as 9.0,10.0; default: JITKERN_ARCH, else the GPUs present",
+        help="such as 9.0,10.0; default: JITKERN_ARCH, else the GPUs present; of --replay those "
+        "that were recorded",
     )
     parser.add_argument(
         "--replay",
         type=Path,
+        action="append",
         metavar="FILE",
-        help="build what JITKERN_RECORD=FILE has written; it names sources and flags to compile: "
-        "replay only what you would run",
+        help="build what JITKERN_RECORD=FILE has written, on any machine; it brings sources and "
+        "flags to compile: replay only what you would run; may be repeated",
     )
     parser.add_argument(
         "--trust",
@@ -69,6 +77,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--load",
         action="store_true",
         help="also load the libraries that are replayed, to see that they do; that runs their code",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compile nothing: list what is missing, and exit with 1 if anything is",
     )
     parser.add_argument(
         "--out",
@@ -82,84 +95,90 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="compiles at a time; default: the cores, as far as memory allows",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build all that is asked for and print the table."""
+    """Have all that is asked for, and print what became of it."""
     from jitkern.cache.search import user_cache
-    from jitkern.warming import default_threads, host_module_job, recorded_jobs, run_all
+    from jitkern.jobs import default_threads
+    from jitkern.warming import warm
 
     start = time.perf_counter()
-    for option in ("trust", "load"):
-        if getattr(args, option) and args.replay is None:
-            raise ui.UsageError(f"warm: --{option}: expected along with --replay FILE")
-    if not args.element_size and args.replay is None:
-        raise ui.UsageError("warm: expected --element-size BYTES or --replay FILE")
-    user_cache().place.check()
-    ui.require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
-    if args.out is not None:
-        ui.require_writable(args.out, "give --out a directory of yours", mode=0o755)
-
-    recorded = _recorded(args.replay, trust=args.trust)
-    jobs = _op_jobs(args) if args.element_size else []
-    outcomes = [host_module_job().run()]
-    try:
-        replayed = recorded_jobs(recorded, args.arch or (), load=args.load)
-    except ValueError as error:
-        raise JitkernError(f"--replay: {error}; choose with --arch") from error
-    # Libraries one after the other, since ninja keeps all cores busy with each.
-    outcomes += [job.run() for job in replayed if not job.arch]
-    jobs += [job for job in replayed if job.arch]
-    threads = min(args.jobs or default_threads(), max(1, len(jobs)))
-    done = itertools.count(1)
+    _check_options(args)
+    archs = _archs(args)
+    threads = args.jobs or default_threads()
+    failure: WarmError | None = None
     with ui.progress() as tell:
-        tell("compiling", 0, len(jobs))
 
-        def advance(job: Job) -> None:
-            tell(f"{job.name}<{job.parameters}> {job.arch}", next(done), len(jobs))
+        def progress(job: Job, done: int, steps: int) -> None:
+            tell(str(job), done, steps)
 
-        built, failures = run_all(jobs, threads, advance)
-    outcomes += built
+        try:
+            outcomes: Sequence[Outcome] = warm(
+                args.op,
+                args.element_size or (),
+                archs,
+                args.replay or (),
+                check=args.check,
+                trust=args.trust,
+                load=args.load,
+                out=args.out,
+                threads=threads,
+                progress=progress,
+            )
+        except WarmError as error:
+            outcomes, failure = error.outcomes, error
+        except ValueError as error:
+            raise JitkernError(f"--replay: {error}") from error  # all else has been looked at
 
-    ui.console().print(ui.table(COLUMNS, map(_cells, outcomes)))
     took_s = time.perf_counter() - start
-    ui.say(f"{_tally(outcomes)} in {took_s:.1f} s, {threads} at a time, in {user_cache().root}")
-    if failures:
-        # All have been tried, and each is a line of the table; the first one's log tells enough.
-        raise failures[0]
-    if args.out is not None:
-        _copy_kernels(built, args.out)
+    if args.json:
+        ui.say(_json(outcomes, user_cache().root, took_s))
+    else:
+        shown = [o for o in outcomes if o.lookup is None] if args.check else outcomes
+        if shown:
+            ui.console().print(ui.table(COLUMNS, map(_cells, shown)))
+        ui.say(f"{_tally(outcomes)} in {took_s:.1f} s, {threads} at a time, in {user_cache().root}")
+        if args.out is not None:
+            count = sum(o.lookup is not None and o.source != "shipped" for o in outcomes)
+            ui.say(f"{count} entries in {args.out}; use them with JITKERN_CACHE_PATH={args.out}")
+    if failure is not None:
+        raise failure
+    num_missing = sum(outcome.source == "missing" for outcome in outcomes)
+    if num_missing:
+        raise JitkernError(
+            f"{num_missing} of {len(outcomes)} missing; the same without --check compiles them"
+        )
     return 0
 
 
-def _cells(outcome: Outcome) -> tuple[str, ...]:
-    job, found = outcome.job, outcome.lookup
-    ms = "-" if found is None else ui.ms_text(found.ms)
-    size = "-" if found is None or not job.arch else f"{found.bytes:,}"
-    return (job.name, job.parameters, job.arch or "-", outcome.source, ms, size)
-
-
-def _op_jobs(args: argparse.Namespace) -> list[Job]:
-    from jitkern.warming import op_jobs
-
+def _check_options(args: argparse.Namespace) -> None:
+    for option in ("trust", "load"):
+        if getattr(args, option) and not args.replay:
+            raise ui.UsageError(f"warm: --{option}: expected along with --replay FILE")
     for op in args.op or ():
-        if op not in _STEMS:
-            raise ui.UsageError(f"warm: --op: {op!r}, expected one of {', '.join(_STEMS)}")
-    archs = _archs(args.arch)
-    return [
-        job
-        for op in dict.fromkeys(args.op or _STEMS)
-        for row_bytes in dict.fromkeys(args.element_size)
-        for job in op_jobs(op, row_bytes, archs)
-    ]
+        if op not in _NAMES:
+            raise ui.UsageError(f"warm: --op: {op!r}, expected one of {', '.join(_NAMES)}")
+    if args.op and not args.element_size:
+        raise ui.UsageError("warm: --op: expected along with --element-size BYTES")
+    if args.arch and not (args.element_size or args.replay):
+        raise ui.UsageError("warm: --arch: expected along with --element-size or --replay")
+    if args.check and args.out:
+        raise ui.UsageError("warm: --out: expected without --check, which writes nothing")
 
 
-def _archs(given: Sequence[Arch] | None) -> list[Arch]:
+def _archs(args: argparse.Namespace) -> list[Arch] | None:
+    """The archs for ops; where none is given, a record has its own."""
+    from jitkern.warming import default_archs
+
+    if args.arch or not args.element_size:
+        return args.arch or None
     try:
-        archs = given or requested_archs() or gpu_archs()
+        archs = default_archs()
     except ValueError as error:
         raise ui.UsageError(str(error)) from None
     if not archs:
@@ -167,35 +186,35 @@ def _archs(given: Sequence[Arch] | None) -> list[Arch]:
             "warm: no --arch is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
             "expected one of them, such as --arch 9.0"
         )
-    return list(dict.fromkeys(archs))
+    return None
 
 
-def _recorded(file: Path | None, *, trust: bool) -> list[Specialisation]:
-    from jitkern.jit.record import replay
-
-    if file is None:
-        return []
-    try:
-        return replay(file, trust=trust)
-    except ValueError as error:
-        raise JitkernError(f"--replay: {error}") from error
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    ms = "-" if outcome.ms is None else ui.ms_text(outcome.ms)
+    size = "-" if outcome.bytes is None else f"{outcome.bytes:,}"
+    return (outcome.name, outcome.parameters, outcome.arch or "-", outcome.source, ms, size)
 
 
 def _tally(outcomes: Sequence[Outcome]) -> str:
     sources = [outcome.source for outcome in outcomes]
-    order = ("compiled", "cached", "shipped", "memo", "failed")
+    order = ("compiled", "cached", "shipped", "memo", "missing", "failed")
     parts = [f"{sources.count(source)} {source}" for source in order if source in sources]
-    kernels = [o.lookup.bytes for o in outcomes if o.lookup is not None and o.job.arch]
-    return f"{', '.join(parts)}, {ui.bytes_text(sum(kernels))}"
+    total = sum(outcome.bytes or 0 for outcome in outcomes)
+    return f"{', '.join(parts)}, {ui.bytes_text(total)}"
 
 
-def _copy_kernels(outcomes: Sequence[Outcome], directory: Path) -> None:
-    """Publish the kernels' entries in a cache at `directory`."""
-    from jitkern.cache.bundle import copy_entries
-    from jitkern.cache.store import Cache
-
-    paths = [o.lookup.path for o in outcomes if o.lookup is not None and o.lookup.path is not None]
-    count = copy_entries(paths, Cache(directory, shared=True))
-    if not count:
-        raise CacheError(f"{directory}: nothing was written there")
-    ui.say(f"{count} entries in {directory}; use them with JITKERN_CACHE_PATH={directory}")
+def _json(outcomes: Sequence[Outcome], cache: Path, took_s: float) -> str:
+    jobs = [
+        {
+            "name": outcome.name,
+            "parameters": outcome.parameters,
+            "arch": outcome.arch,
+            "source": outcome.source,
+            "ms": outcome.ms,
+            "bytes": outcome.bytes,
+            "error": None if outcome.error is None else str(outcome.error),
+        }
+        for outcome in outcomes
+    ]
+    value = {"version": JSON_VERSION, "cache": str(cache), "seconds": took_s, "jobs": jobs}
+    return json.dumps(value, indent=1)

@@ -63,7 +63,7 @@ def copy_module() -> DeviceModule:
     """Return the kernel of :func:`copy_kernel`, for blocks of ``COPY_THREADS``."""
     return jitkern.load_jit(
         "copy",
-        device_files=["perf/copy.cu"],
+        device_files=["jitkern:perf/copy.cu"],
         device_wrappers=[("copy", f"jitkern::CopyKernel<{COPY_THREADS}>")],
     )
 
