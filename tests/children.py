@@ -69,7 +69,7 @@ class Children:
 
     def __init__(self, cache_dir: Path) -> None:
         self.mark = uuid.uuid4().hex
-        self.env = {**os.environ, "JITKERN_TEST_MARK": self.mark}
+        self.env = {**os.environ, "TEST_MARK_OF_JITKERN": self.mark}
         self.env["PYTHONPATH"] = str(ROOT / "src")
         self.env["JITKERN_CACHE_DIR"] = str(cache_dir)
         self._started: list[subprocess.Popen[str]] = []

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from children import cache_dir, children, sources  # noqa: F401
+from fake_toolkit import fake_nvcc  # noqa: F401
+from headers import bare_machine  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from owned import cache_root, no_private_groups  # noqa: F401
+from recorded_app import app, use  # noqa: F401
 from strangers import open_place  # noqa: F401
 from tiny import folder, thawed  # noqa: F401
 

@@ -132,7 +132,9 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
     def write(machine: str, op: str, us: float) -> None:
         row = Row(op, "c", "jitkern", "ours", median_us=us)
         report.write(
-            path, report.payload({"name": machine}, [row], quick=True), goals=goals.recorded
+            path,
+            report.payload({"device": "cuda", "name": machine}, [row], quick=True),
+            goals=goals.recorded,
         )
 
     write("here", "store", 1.0)

@@ -64,6 +64,9 @@ def lines_of(out: str, source: str) -> list[str]:
         "cache import",
         "cache verify",
         "demo",
+        "bench",
+        "clangd",
+        "completion",
     ],
 )
 def test_help_has_an_example(capsys: Capture, command: str) -> None:
@@ -114,14 +117,19 @@ except SystemExit:
         ("cache", "required: ACTION"),
         ("cache frob", "'frob'"),
         ("cache export", "FILE"),
-        ("warm", "--element-size BYTES or --replay FILE"),
+        ("warm --op store", "warm: --op: expected along with --element-size BYTES"),
+        ("warm --arch 9.0", "warm: --arch: expected along with --element-size or --replay"),
+        ("warm --check --out x", "warm: --out: expected without --check, which writes nothing"),
         ("warm --element-size 0 --arch 9.0", "--element-size: '0', expected bytes of a row"),
         ("warm --element-size -3 --arch 9.0", "--element-size"),
         ("warm --element-size 6.5 --arch 9.0", "--element-size: '6.5'"),
         ("warm --element-size , --arch 9.0", "--element-size"),
         ("warm --element-size 656 --arch 99", "--arch: '99', expected one of 7.5, 8.0"),
         ("warm --element-size 656 --arch 9.0,x", "--arch: 'x'"),
-        ("warm --element-size 656 --arch 9.0 --op frob", "--op: 'frob', expected one of store"),
+        (
+            "warm --element-size 656 --arch 9.0 --op frob",
+            "--op: 'frob', expected one of store_cache, store, indexing, index, h2d_gather, d2h_",
+        ),
         ("warm --element-size 656 --arch 9.0 --jobs 0", "--jobs: '0', expected 1 or more"),
         ("warm --element-size 656 --unknown", "--unknown"),
         ("warm --elem 656", "--elem"),
@@ -172,7 +180,7 @@ def test_failure(
         ("JITKERN_ARCH", "99", 2, "JITKERN_ARCH: "),
         ("JITKERN_NVRTC", "/nowhere/libnvrtc.so", 1, "jitkern[cuda]"),
         ("JITKERN_CACHE_DIR", "/proc/version/cache", 1, "/proc/version/cache: cannot be written"),
-        ("JITKERN_FREEZE", "1", 1, "frozen"),
+        ("JITKERN_FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
     ],
 )
 def test_bad_environment(
@@ -207,7 +215,7 @@ def test_no_arch(
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jitkern.cli.warm.gpu_archs", list)
+    monkeypatch.setattr("jitkern.warming.gpu_archs", list)
 
 
 def test_bench_of_an_installed_package(
@@ -300,24 +308,6 @@ def test_replay_builds_what_was_recorded(
     assert len(lines_of(out, "cached")) == 2
     status, out, _ = run(capsys, "warm", "--replay", str(record))
     assert len(lines_of(out, "cached")) == 2
-
-
-def test_what_does_not_compile_is_shown_and_fails(
-    capsys: Capture, empty_cache: Path, tmp_path: Path
-) -> None:
-    source = tmp_path / "bad.cu"
-    source.write_text("struct Bad { not C++ };\n")
-    record = tmp_path / "run.jsonl"
-    record.write_text(
-        '{"function": "load_jit", "args": ["bad", "1"], "arch": "9.0", "options": '
-        f'{{"device_files": ["{source}"], "device_wrappers": [["bad", "Bad"]]}}}}\n'
-    )
-    record.chmod(0o644)
-    status, out, err = run(capsys, "warm", "--replay", str(record))
-    assert status == 1
-    assert "failed" in out
-    assert err.startswith("jitkern: error: ")
-    assert "not C++" in err  # the compiler's whole log and the source
 
 
 # -------------------------------------------------------------------------------- doctor and demo

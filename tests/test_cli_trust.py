@@ -13,9 +13,10 @@ from needs import needs_cxx
 from owned import ME
 from strangers import MALLORY, needs_root
 
-from jitkern.cache.bundle import export_bundle
+from jitkern.cache.bundle import export_bundle, read_bundle
 from jitkern.cache.store import Cache
 from jitkern.cli import main, ui
+from jitkern.files import sha256
 from jitkern.host import module as host
 
 Capture = pytest.CaptureFixture[str]
@@ -71,6 +72,43 @@ def test_clear_refuses_a_project(capsys: Capture, empty_cache: Path) -> None:
         assert err.startswith(f"jitkern: error: {empty_cache / 'v1'}: not cleared, for it holds ")
         assert "'checkpoints'" in err
     assert checkpoints.is_dir()
+
+
+# -- what is not searched --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["list", "info"])
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_the_commands_say_that_a_cache_is_not_searched(
+    capsys: Capture, empty_cache: Path, action: str, mode: int
+) -> None:
+    publish(Cache(empty_cache))
+    empty_cache.chmod(mode)
+    status, out, _ = run(capsys, "cache", action)
+    assert status == 0
+    reason = f"{empty_cache} (owner {ME}, mode 0777): everyone can change what is in it; chmod -R"
+    assert (f"\nnot searched: {reason}" in out) == (mode == 0o777)
+    assert ("others can write to it" in out) == (mode == 0o777 and action == "info")
+
+
+def test_export_makes_nobodys_code_ours(capsys: Capture, empty_cache: Path, tmp_path: Path) -> None:
+    """The bundle would belong to this user, and be imported without a question."""
+    file = tmp_path / "k.jkb"
+    publish(Cache(empty_cache), "index_8192")
+    publish(Cache(empty_cache)).chmod(0o777)
+    assert run(capsys, "cache", "export", file)[0] == 0
+    assert [found.key.name for found in read_bundle(file).entries] == ["index_8192"]
+
+
+def test_nothing_is_exported_from_where_others_may_write(
+    capsys: Capture, empty_cache: Path, tmp_path: Path
+) -> None:
+    publish(Cache(empty_cache))
+    empty_cache.chmod(0o777)
+    status, _, err = run(capsys, "cache", "export", tmp_path / "k.jkb")
+    assert status == 1
+    assert "mode 0777): everyone can change what is in it" in err
+    assert list(tmp_path.glob("*.jkb")) == []
 
 
 # -- bundles ---------------------------------------------------------------------------------------
@@ -160,21 +198,27 @@ def test_a_bad_entry_stops_no_command(capsys: Capture, empty_cache: Path, tmp_pa
 # -- recordings ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    (tmp_path / "marking.cc").write_text(MARKING)
+def write_record(file: Path, source: str) -> None:
+    """A record of one library that somebody else has written."""
     line = {
+        "record": 2,
         "function": "load_aot",
         "args": ["marking"],
         "options": {
-            "cpp_files": [str(tmp_path / "marking.cc")],
-            "extra_cflags": [f"-DMARK='\"{tmp_path}/mark\"'"],
+            "cpp_files": ["./marking.cc"],
+            "extra_cflags": [f"-DMARK='\"{file.parent}/mark\"'"],
         },
         "arch": "",
+        "files": {"./marking.cc": sha256(source.encode())},
     }
-    file = tmp_path / "used.jsonl"
-    file.write_text(json.dumps(line))
+    file.write_text(f"{json.dumps({'record': 2, 'text': source})}\n{json.dumps(line)}\n")
     file.chmod(0o644)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    file = tmp_path / "used.jsonl"
+    write_record(file, MARKING)
     return file
 
 
@@ -196,8 +240,7 @@ def test_replay_builds_and_does_not_load(
 def test_a_library_that_does_not_load_is_found_by_load(
     capsys: Capture, empty_cache: Path, recording: Path
 ) -> None:
-    source = recording.parent / "marking.cc"
-    source.write_text('extern "C" int missing;\nint* needed = &missing;\n')
+    write_record(recording, 'extern "C" int missing;\nint* needed = &missing;\n')
     assert run(capsys, "warm", "--replay", recording)[0] == 0
     status, _, err = run(capsys, "warm", "--replay", recording, "--load")
     assert status == 1

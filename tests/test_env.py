@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from jitkern import env
 from jitkern.arch import requested_archs
-from jitkern.env import NOBODY, Settings, Trust, settings
+from jitkern.env import NOBODY, VARIABLES, Settings, Trust, settings
 
 
 def parse(**environ: str) -> Settings:
@@ -23,7 +26,7 @@ def test_defaults() -> None:
     assert found.compiler == "nvrtc"
     assert found.lock_timeout_s > 0
     assert found.faults == "raise"
-    assert (found.freeze, found.log, found.record, found.nvrtc) == (False, False, None, None)
+    assert (found.freeze, found.log, found.record, found.nvrtc) == (None, False, None, None)
     assert (found.arch, found.cuda_home, found.cxx) == ((), None, None)
 
 
@@ -31,6 +34,13 @@ def test_empty_means_unset() -> None:
     names = ("CACHE_DIR", "CACHE_PATH", "CACHE_MAX_BYTES", "ARCH", "COMPILER", "NVRTC", "FREEZE")
     names += ("LOCK_TIMEOUT_S", "RECORD", "LOG", "FAULTS", "CACHE_TRUST")
     assert parse(**{f"JITKERN_{name}": "" for name in names}) == parse()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"), [("0", None), ("1", "raise"), (" warn ", "warn"), ("", None)]
+)
+def test_freeze(text: str, mode: str | None) -> None:
+    assert parse(JITKERN_FREEZE=text).freeze == mode
 
 
 @pytest.mark.parametrize(
@@ -90,8 +100,9 @@ def test_cuda_home_goes_before_cuda_path() -> None:
         ("JITKERN_CACHE_TRUST", "-1", "users and group:NAME of this machine"),
         ("JITKERN_COMPILER", "clang", "nvrtc or nvcc"),
         ("JITKERN_FAULTS", "explode", "raise or warn or ignore"),
-        ("JITKERN_FREEZE", "yes", "0 or 1"),
+        ("JITKERN_FREEZE", "yes", "0, 1 or warn"),
         ("JITKERN_LOG", "2", "0 or 1"),
+        ("JITKERN_NVTX", "yes", "0 or 1"),
         ("JITKERN_LOCK_TIMEOUT_S", "-1", "a number of seconds, 0 or more"),
         ("JITKERN_LOCK_TIMEOUT_S", "nan", "a number of seconds, 0 or more"),
         ("JITKERN_LOCK_TIMEOUT_S", "inf", "a number of seconds, 0 or more"),
@@ -111,6 +122,60 @@ def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings().log
     monkeypatch.undo()
     settings.cache_clear()
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Sets a variable that the settings have not been read with."""
+
+    def put(name: str, value: str) -> None:
+        monkeypatch.setenv(name, value)
+        settings.cache_clear()
+
+    yield put
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("JITKERN_CACHEDIR", "did you mean JITKERN_CACHE_DIR?"),
+        ("JITKERN_ARCHS", "did you mean JITKERN_ARCH?"),
+        ("JITKERN_CACHE", "did you mean JITKERN_CACHE_DIR?"),
+        ("JITKERN_TRUST", "did you mean JITKERN_CACHE_TRUST?"),
+        ("JITKERN_LOGGING", "did you mean JITKERN_LOG?"),
+        ("JITKERN_DEBUG", f"there are {', '.join(VARIABLES)}"),
+        ("JITKERN_", f"there are {', '.join(VARIABLES)}"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_named_once(
+    environ: Callable[[str, str], None], name: str, hint: str
+) -> None:
+    """It was ignored without a word."""
+    environ(name, "/x")
+    with pytest.warns(RuntimeWarning) as caught:
+        assert settings() is settings()
+    (warning,) = caught
+    assert (
+        str(warning.message)
+        == f"jitkern: {name}: no setting of this name, so it does nothing; {hint}"
+    )
+
+
+def test_settings_that_are_there_are_no_warning(
+    environ: Callable[[str, str], None], recwarn: pytest.WarningsRecorder
+) -> None:
+    for name in VARIABLES:
+        environ(name, "")
+    assert settings().arch == ()
+    assert list(recwarn) == []
+
+
+def test_the_known_variables_are_those_that_are_read_and_described() -> None:
+    read = set(re.findall(r'environ, "(JITKERN_\w+)"', Path(env.__file__).read_text()))
+    assert read == set(VARIABLES)
+    assert set(re.findall(r"``(JITKERN_[A-Z_]+)``:", Settings.__doc__ or "")) == read
 
 
 def test_bad_arch_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from jitkern.compilers import depends
 from jitkern.errors import CacheError
 from jitkern.files import parse_json, read_regular, sha256
 from jitkern.host.module import _fits
-from jitkern.jit.record import replay
+from jitkern.jit.replay import replay
 
 
 @pytest.fixture

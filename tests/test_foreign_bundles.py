@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from jitkern.cache.bundle import export_bundle, import_bundle, read_bundle
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError
-from jitkern.jit.record import replay
+from jitkern.files import sha256
+from jitkern.jit.replay import replay
 
 
 @pytest.fixture
@@ -166,12 +168,25 @@ def test_a_bundle_of_somebody_else(cache: Cache, tmp_path: Path) -> None:
 
 # -- recordings ------------------------------------------------------------------------------------
 
-LINE = {"function": "load_jit", "args": ["a"], "options": {}, "arch": "9.0"}
+TEXT = {"record": 2, "text": "int x;\n"}
+PLACE = "./src/a.cu"
+LINE: dict[str, Any] = {
+    "record": 2,
+    "function": "load_jit",
+    "args": ["a"],
+    "options": {"device_files": [PLACE]},
+    "arch": "9.0",
+    "files": {PLACE: sha256(b"int x;\n")},
+}
+DIGEST = LINE["files"][PLACE]
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"record": 1}, "record: 1, expected 2"),
+        ({"record": 2.0}, "record: 2.0, expected 2"),
+        ({"record": None}, "record: None, expected 2"),
         ({"function": "exec"}, "function: expected load_jit or load_aot"),
         ({"function": ["load_jit"]}, "function: expected load_jit or load_aot"),
         ({"args": "abc"}, "args: expected a list of strings, the name first"),
@@ -179,11 +194,32 @@ LINE = {"function": "load_jit", "args": ["a"], "options": {}, "arch": "9.0"}
         ({"args": [5]}, "args: expected a list of strings, the name first"),
         ({"arch": None}, "arch: expected a string"),
         ({"options": []}, "options: expected an object"),
-        ({"options": {"shell": "rm"}}, "options: 'shell', expected one of build_directory, "),
+        ({"options": {"shell": "rm"}}, "options: 'shell', expected one of cpp_files, "),
+        ({"options": {"build_directory": "x"}}, "options: 'build_directory', expected one of "),
         ({"options": {"cpp_files": "a.cc"}}, "options: cpp_files: of another type than load_jit"),
         ({"options": {"cpp_wrappers": [["a"]]}}, "options: cpp_wrappers: of another type"),
-        ({"options": {"build_directory": 5}}, "options: build_directory: of another type"),
-        ({"more": 5}, "expected an object of function, args, options and arch"),
+        (
+            {"options": {"cpp_files": ["/etc/passwd"]}},
+            "options: cpp_files: '/etc/passwd', expected",
+        ),
+        ({"options": {"cpp_files": ["./no.cc"]}}, "options: cpp_files: './no.cc', expected one of"),
+        (
+            {"options": {"extra_include_paths": ["./../x"]}},
+            "options: extra_include_paths: './../x'",
+        ),
+        ({"options": {"extra_include_paths": ["jitkern:../x"]}}, "options: extra_include_paths: "),
+        ({"files": [PLACE]}, "files: expected an object of strings"),
+        ({"files": {PLACE: 5}}, "files: expected an object of strings"),
+        ({"files": {"/etc/cron.d/x": DIGEST}}, "files: '/etc/cron.d/x', expected a place such as"),
+        ({"files": {"./../x": DIGEST}}, "files: './../x', expected a place"),
+        ({"files": {"./a//x": DIGEST}}, "files: './a//x', expected a place"),
+        ({"files": {"./a/\0": DIGEST}}, "files: './a/\\x00', expected a place"),
+        ({"files": {"./\ud800": DIGEST}}, "files: './\\ud800', expected a place"),
+        ({"files": {"jitkern:perf/copy.cu": DIGEST}}, "files: 'jitkern:perf/copy.cu', expected a"),
+        ({"files": {"./" + "a/" * 200 + "x": DIGEST}}, "files: './a/a/a/"),
+        ({"files": {"./" + "a" * 2000: DIGEST}}, "files: './aaaa"),
+        ({"more": 5}, "expected an object of arch, args, files, function, options, record, or of"),
+        ({"text": 5}, "expected an object of arch, args, files, function, options, record, or of"),
         ({"arch": nested(50)}, "nested deeper than 32 levels"),
     ],
 )
@@ -191,16 +227,17 @@ def test_lines_that_are_no_specialisation(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     file = tmp_path / "used.jsonl"
-    file.write_text(f"{json.dumps(LINE)}\n{json.dumps({**LINE, **changes})}\n")
+    lines = [TEXT, LINE, {**LINE, **changes}]
+    file.write_text("\n".join(map(json.dumps, lines)))
     file.chmod(0o644)
     with pytest.raises(ValueError, match="not a recorded specialisation") as error:
         replay(file)
-    assert str(error.value).startswith(f"{file}:2: not a recorded specialisation: {says}")
+    assert str(error.value).startswith(f"{file}:3: not a recorded specialisation: {says}")
 
 
 def test_a_recording_that_others_could_have_written(tmp_path: Path) -> None:
     file = tmp_path / "used.jsonl"
-    file.write_text(json.dumps(LINE))
+    file.write_text(f"{json.dumps(TEXT)}\n{json.dumps(LINE)}\n")
     file.chmod(0o666)
     with pytest.raises(ValueError, match="lets everyone write it") as error:
         replay(file)
@@ -208,4 +245,82 @@ def test_a_recording_that_others_could_have_written(tmp_path: Path) -> None:
         f"{file}: its mode, 0666, lets everyone write it; if you trust them, replay it with: "
         f"jitkern warm --trust --replay {file}"
     )
-    assert [used.args for used in replay(file, trust=True)] == [("a",)]
+    assert [one.used.args for one in replay(file, trust=True)] == [("a",)]
+
+
+def written(file: Path, *lines: object) -> Path:
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    file.chmod(0o644)
+    return file
+
+
+FIRST_FORMAT = {name: LINE[name] for name in ("function", "args", "options", "arch")}
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], ": nothing is recorded in it; record a run with JITKERN_RECORD=FILE and build it "),
+        (
+            [TEXT],
+            ": nothing is recorded in it; record a run with JITKERN_RECORD=FILE and build it ",
+        ),
+        ([LINE], f":1: the record has no text for '{PLACE}'"),
+        (
+            [FIRST_FORMAT],
+            ":1: not a recorded specialisation: a record of an older jitkern, which names files of "
+            "the machine that it was made on; record the run again",
+        ),
+        ([{"schema": 1}], ":1: not a recorded specialisation: record: None, expected 2"),
+        ([5], ":1: not a recorded specialisation: expected an object"),
+        ([{"record": 2, "text": 5}], ":1: not a recorded specialisation: expected an object of "),
+        ([{"record": 2, "text": "\ud800"}], ":1: not a recorded specialisation: 'utf-8' codec"),
+    ],
+)
+def test_files_that_are_no_record(tmp_path: Path, lines: list[object], says: str) -> None:
+    file = written(tmp_path / "used.jsonl", *lines)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{file}{says}')}"):
+        replay(file)
+
+
+def test_what_a_record_unpacks_to_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of a megabyte in a thousand places: once for each tree, and equal trees once."""
+    wide = {**LINE, "files": {PLACE: DIGEST, **{f"./{n}.h": DIGEST for n in range(99)}}}
+    again = {**wide, "args": ["b"]}
+    monkeypatch.setattr("jitkern.jit.replay.MAX_UNPACKED_FILES", 100)
+    monkeypatch.setattr("jitkern.jit.replay.MAX_UNPACKED_BYTES", 700)
+    file = written(tmp_path / "used.jsonl", TEXT, wide, again)
+    assert len(replay(file)) == 2
+    for limit in ("FILES", "BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"jitkern.jit.replay.MAX_UNPACKED_{limit}", 99)
+            with pytest.raises(ValueError, match=r"unpacks to more than \d+ bytes or \d+ files$"):
+                replay(file)
+    written(file, TEXT, wide, LINE)
+    with pytest.raises(ValueError, match=r"unpacks to more than 700 bytes or 100 files$"):
+        replay(file)
+
+
+def test_a_record_lays_out_nothing_outside_of_its_folder(tmp_path: Path) -> None:
+    line = {**LINE, "files": {PLACE: DIGEST, "./src": DIGEST}}  # a file and a directory
+    (one,) = replay(written(tmp_path / "used.jsonl", TEXT, line))
+    with pytest.raises(OSError, match="src"):
+        one.unpack(tmp_path / "laid")
+    assert list((tmp_path / "laid").iterdir()) == []
+    line = {**LINE, "options": {**LINE["options"], "extra_include_paths": ["./.", "./more/inc"]}}
+    (one,) = replay(written(tmp_path / "used.jsonl", TEXT, line))
+    tree = tmp_path / "laid" / one.tree
+    assert one.unpack(tmp_path / "laid").options == {
+        "device_files": [str(tree / "src/a.cu")],
+        "extra_include_paths": [str(tree), str(tree / "more/inc")],
+    }
+    assert sorted(path.name for path in tree.rglob("*")) == ["a.cu", "inc", "more", "src"]
+
+
+def test_a_source_that_this_version_does_not_have(tmp_path: Path) -> None:
+    line = {**LINE, "options": {"device_files": ["jitkern:ops/gone.cu"]}, "files": {}}
+    (one,) = replay(written(tmp_path / "used.jsonl", line))
+    with pytest.raises(FileNotFoundError, match=r"gone\.cu: this version of jitkern has no such"):
+        one.unpack(tmp_path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,10 @@ from jitkern.cache.entry import Entry
 from jitkern.cache.lock import FailureRecord, Holder, read_holder
 from jitkern.cache.schema import META_NAME, parse_meta
 from jitkern.cache.store import Cache
+from jitkern.compilers.sources import CSRC
 from jitkern.errors import CacheError, CompileError
 from jitkern.files import sha256, write_whole
-from jitkern.jit.record import replay
+from jitkern.jit.replay import replay
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
@@ -45,11 +47,18 @@ META: dict[str, Any] = {
     "files": {"kernel.cubin": {"bytes": 1, "sha256": sha256(b"x")}},
     "build_ms": 12.5,
 }
+TEXT = {"record": 2, "text": "int x;\n"}
 LINE: dict[str, Any] = {
+    "record": 2,
     "function": "load_jit",
     "args": ["tiny", "4"],
-    "options": {"device_files": ["tiny.cu"], "device_wrappers": [["tiny", "Tiny<4>"]]},
+    "options": {
+        "device_files": ["./src/tiny.cu", "jitkern:perf/copy.cu"],
+        "device_wrappers": [["tiny", "Tiny<4>"]],
+        "extra_include_paths": ["./inc"],
+    },
     "arch": "9.0",
+    "files": {"./src/tiny.cu": sha256(b"int x;\n")},
 }
 HOLDER = {"pid": 1, "host": "machine", "since_unix_s": 1.5e9}
 FAILURE = {"inputs": "", "message": "m", "command": "c", "log": "l", "source": None}
@@ -194,19 +203,31 @@ SIZES = [
 ]
 
 
-@given(st.lists(texts(LINE), max_size=4))
+@given(st.lists(texts(LINE) | texts(TEXT), max_size=4))
 def test_recordings(place: Path, lines: list[bytes]) -> None:
     file = place / "used.jsonl"
-    file.write_bytes(b"\n".join(lines))
+    file.write_bytes(b"\n".join([json.dumps(TEXT).encode(), *lines]))
     file.chmod(0o644)
+    folder = place / "laid out"
     try:
         found = replay(file)
     except ValueError as error:
         check_error(error, file)
         return
-    for used in found:
-        assert used.args
-        assert str(used).startswith(used.args[0])
+    for one in found:
+        assert str(one.used).startswith(one.used.args[0])
+        try:
+            used = one.unpack(folder)
+        except OSError:  # a file in the place of a directory, a name that no disk takes
+            continue
+        for path in used.options.get("device_files", ()):
+            assert Path(path).is_relative_to(folder) or Path(path).is_relative_to(CSRC)
+    assert set(os.listdir(place)) <= {"used.jsonl", "laid out", "cache", "bundled", *BESIDE}
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# Files that the other tests of this module make in the same place.
+BESIDE = ("good.jkb", "x.jkb", "x.lock.holder", "x.json")
 
 
 @given(texts(HOLDER))

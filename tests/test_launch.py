@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-SOURCE = (HERE / "launch_child.py").read_text()
+SOURCE = "".join((HERE / name).read_text() for name in ("launch_child.py", "launch_users.py"))
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 pytestmark = [

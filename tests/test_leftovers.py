@@ -17,7 +17,7 @@ from strangers import MALLORY, needs_root
 
 from jitkern.cache import size
 from jitkern.cache.store import Cache
-from jitkern.compilers.scratch import scratch_folder
+from jitkern.scratch import scratch_folder
 
 TOKEN = "0123456789abcdef"
 HERE = os.uname().nodename
@@ -53,7 +53,7 @@ def test_a_killed_build_is_swept_by_the_next(tmpdir: Path) -> None:
     code = """
 import sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from jitkern.compilers.scratch import scratch_folder
+from jitkern.scratch import scratch_folder
 with scratch_folder("build") as folder:
     (folder / "inner").mkdir()
     (folder / "inner" / "0.main.o").write_bytes(b"x")

@@ -16,29 +16,35 @@ PACKAGE = Path(jitkern.__file__).parent
 # of docs/design.md. A package's name stands for those of its modules that are not named.
 LAYERS = """
 0  errors env files forks hints
-0  arch
+0  arch scratch
 1  cache.trust cache.schema cache.stats
 1  cache.entry cache.cleanup
 1  cache.lock cache.size
 1  cache.store
 1  cache.bundle cache.search
 1  cache.get
-1  compilers.find_nvrtc compilers.sources compilers.depends compilers.scratch
-1  compilers.find
+1  compilers.find_nvrtc compilers.sources compilers.depends compilers.for_nvrtc
+1  compilers.progress
+1  compilers.find compilers.find_headers
 1  compilers.find_cuda
 1  compilers.identity compilers.load compilers.ninja compilers.nvrtc
 1  compilers.cxx compilers.nvcc
-2  host.build
+2  host.build host.torch_state
 2  host.module
 2  host.faults
-3  jit.template jit.record jit.launch
-3  jit.device jit.native
+3  jit.cubin jit.template jit.record jit.params
+3  jit.launch jit.render jit.structs
+3  jit.image jit.native jit.replay
+3  jit.device
 3  jit.loader
 4  ops._ops
 4  ops.common
+4  torch_ops
+4  ops.dispatch
 4  ops.pairs
 4  ops
-5  torch_ops warming
+5  jobs
+5  warming
 5  bench.case bench.timing
 5  perf bench.report bench.client bench.pairs
 5  bench.measure
@@ -51,7 +57,8 @@ LAYERS = """
 5  bench.worker
 5  bench
 6  cli.ui
-6  cli.bench_cmd cli.cache_cmd cli.demo cli.doctor cli.warm
+6  cli.filters
+6  cli.bench_cmd cli.cache_cmd cli.clangd cli.completion cli.demo cli.doctor cli.warm
 6  cli
 6  __main__
 """
@@ -60,19 +67,21 @@ RANK = {module: rank for rank, line in enumerate(LAYERS.split("\n")) for module 
 # What the rooms below the ops show to others: a name that is not here stays inside.
 SHOWN = {
     "cache": """
-        Buildable BuildOutput Bundle Cache Entry EntryInfo Key Lookup MAX_UNPACKED_BYTES build_lock
-        caches copy_entries export_bundle freeze get_or_build import_bundle is_frozen read_bundle
-        owner_and_mode search stats user_cache written_by_others
+        Buildable BuildOutput Bundle Cache Entry EntryInfo Key Lookup LookupEvent MAX_UNPACKED_BYTES
+        build_lock caches copy_entries export_bundle find freeze get get_or_build import_bundle
+        is_frozen on_compile owner_and_mode read_bundle search stats unfreeze user_cache
+        written_by_others
     """,
     "compilers": """
-        CSRC INCLUDE_DIRS Image Nvrtc Tool cxx depends find_cxx find_ninja find_nvcc find_nvrtc
-        include_closure include_dirs load_library nvcc nvrtc platform_abi program_stats
-        scratch_folder toolchain_directories toolchain_id
+        CSRC CudaHeaders DEVICE_STD INCLUDE_DIRS Image OWN_PREFIX Nvrtc Tool cxx depends
+        find_cuda_home find_cxx find_headers find_ninja find_nvcc find_nvrtc include_closure
+        include_dirs is_cuda_headers load_library nvcc nvrtc platform_abi program_stats quiet
+        source_path toolchain_directories toolchain_id
     """,
     "host": "check module",
     "jit": """
-        CppArgs DeviceModule KernelConfig Specialisation load_aot load_device load_jit
-        load_library load_own make_cpp_args replay
+        CppArgs DeviceModule KernelConfig PRELUDE Recorded Specialisation has_cuda load_aot
+        load_device load_jit load_own make_cpp_args native_library replay
     """,
 }
 READS_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

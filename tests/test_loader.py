@@ -19,6 +19,7 @@ from jitkern.cache.stats import stats
 from jitkern.cache.store import Cache
 from jitkern.compilers.find_cuda import find_nvcc
 from jitkern.compilers.find_nvrtc import find_nvrtc
+from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.jit.loader import load_aot, load_jit
@@ -79,7 +80,7 @@ def test_other_toolchains_entry_counts_only_where_there_is_none(
     def missing() -> None:
         raise ToolchainError("no NVRTC; install one")
 
-    monkeypatch.setattr("jitkern.jit.device.find_nvrtc", missing)
+    monkeypatch.setattr("jitkern.jit.image.find_nvrtc", missing)
     assert tiny().image(SM_90) == b"foreign"
     monkeypatch.setattr("jitkern.compilers.nvrtc.find_nvrtc", missing)
     with pytest.raises(ToolchainError, match="install one"):
@@ -267,10 +268,30 @@ def test_launch_with_much_shared_memory(folder: Path) -> None:
 
 
 def test_a_missing_file_is_named_with_the_places(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"'nope\.cu' does not exist, tried .*csrc.* and "):
+    with pytest.raises(FileNotFoundError) as error:
         load_jit("x", device_files=["nope.cu"], device_wrappers=[("x", "X")])
+    assert str(error.value) == (
+        f"load_jit: device_files: 'nope.cu' does not exist, tried {folder}/nope.cu"
+    )
     with pytest.raises(FileNotFoundError, match=r"'/nope\.cc' does not exist, tried /nope\.cc$"):
         load_aot("x", cpp_files=["/nope.cc"])
+
+
+def test_a_name_means_one_file(folder: Path) -> None:
+    """The user's own file was not taken where the package has one of that name."""
+    how = {"device_wrappers": [("tiny", "Tiny<4>")]}
+    own = CSRC / "perf" / "copy.cu"
+    assert load_jit("x", device_files=["jitkern:perf/copy.cu"], **how).files == (own,)
+    for name in ("perf/copy.cu", "./perf/copy.cu"):
+        with pytest.raises(FileNotFoundError, match=r"; jitkern's own is jitkern:perf/copy.cu$"):
+            load_jit("x", device_files=[name], **how)
+    (folder / "perf").mkdir()
+    mine = folder / "perf" / "copy.cu"
+    mine.write_text("")
+    for name in ("perf/copy.cu", "./perf/copy.cu", Path("perf/copy.cu"), mine):
+        assert load_jit("x", device_files=[name], **how).files == (mine,)
+    with pytest.raises(FileNotFoundError, match=r"'jitkern:perf/mine\.cu' does not exist, tried /"):
+        load_jit("x", device_files=["jitkern:perf/mine.cu"], **how)
 
 
 def test_wrong_arguments(folder: Path) -> None:
@@ -282,8 +303,8 @@ def test_wrong_arguments(folder: Path) -> None:
         load_jit("x")
     with pytest.raises(ValueError, match="device_wrappers: empty"):
         load_jit("x", device_files=["tiny.cu"], device_wrappers=[])
-    with pytest.raises(ValueError, match="cpp_files: given along with device_files"):
-        load_jit("x", device_files=["tiny.cu"], cpp_files=["scale.cc"])  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="cuda_files: given along with device_files"):
+        load_jit("x", device_files=["tiny.cu"], cuda_files=["single.cu"])  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="expected a C identifier"):
         load_jit("x", cpp_files=["scale.cc"], cpp_wrappers=[("a b", "scale<4>")])
     with pytest.raises(ValueError, match="expected extra_include_paths"):

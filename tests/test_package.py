@@ -65,6 +65,7 @@ def test_a_first_call_imports_what_it_needs(fresh_python: Fresh) -> None:
     assert not {name.partition(".")[0] for name in loaded} & {"ninja", "filelock", "rich", "cuda"}
     building = {"host.build", "cache.bundle", "jit.native"}
     compilers = {"cxx", "ninja", "nvcc", "nvrtc", "find", "find_cuda", "identity", "depends"}
+    compilers |= {"find_headers", "for_nvrtc"}
     building |= {f"compilers.{name}" for name in compilers}
     assert not loaded & {f"jitkern.{name}" for name in building}
 

@@ -20,9 +20,10 @@ from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
 from jitkern.files import write_whole
 from jitkern.jit.loader import load_jit
-from jitkern.jit.record import Specialisation, record, replay
+from jitkern.jit.record import Specialisation, record
+from jitkern.jit.replay import replay
 
-USED = Specialisation("load_jit", ("tiny", "4"), {"device_files": ["tiny.cu"]}, "9.0")
+USED = Specialisation("load_jit", ("tiny", "4"), {}, "9.0")
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> No
         write_whole(tmp_path / "plain", b"x")
         write_whole(tmp_path / "open", b"x", mode=0o644)
         write_whole(tmp_path / "closed", b"x", mode=0o600)
-        record(USED, tmp_path / "used.jsonl")
+        record(USED, [], tmp_path / "used.jsonl")
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
@@ -172,7 +173,7 @@ def recorded(file: Path, caplog: pytest.LogCaptureFixture) -> str:
     """What is said aloud when `USED` is recorded into `file`."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="jitkern"):
-        record(USED, file)
+        record(USED, [], file)
     return "\n".join(line.getMessage() for line in caplog.records)
 
 
@@ -229,23 +230,23 @@ def test_a_user_may_record_into_a_file_that_root_has_made(
     file.touch()
     file.chmod(0o666)
     open_place.chmod(0o755)  # in a directory like /tmp the kernel itself would refuse
-    as_user(MALLORY, lambda: record(USED, file))
-    assert [str(used) for used in replay(file, trust=True)] == ["tiny<4> for 9.0"]
+    as_user(MALLORY, lambda: record(USED, [], file))
+    assert [str(one.used) for one in replay(file, trust=True)] == ["tiny<4> for 9.0"]
 
 
 def test_a_record_of_no_text_is_no_obstacle(tmp_path: Path) -> None:
     file = tmp_path / "used.jsonl"
     file.write_bytes(b"\xff\xfe\n")
-    record(USED, file)
-    assert file.read_bytes() == b"\xff\xfe\n" + USED.to_json().encode() + b"\n"
+    record(USED, [], file)
+    assert file.read_bytes() == b"\xff\xfe\n" + USED.to_json(files={}).encode() + b"\n"
 
 
 def test_many_threads_write_one_line_each(tmp_path: Path) -> None:
     file = tmp_path / "used.jsonl"
     used = [Specialisation("load_jit", ("tiny", str(n)), {}, "9.0") for n in range(50)]
-    threads = [threading.Thread(target=record, args=(one, file)) for one in used]
+    threads = [threading.Thread(target=record, args=(one, [], file)) for one in used]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {str(one) for one in replay(file)} == {str(one) for one in used}
+    assert {str(one.used) for one in replay(file)} == {str(one) for one in used}

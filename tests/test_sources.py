@@ -169,5 +169,13 @@ def test_our_own_sources_are_closed(source: Path) -> None:
     """Everything an op's device code includes is in the package."""
     closure = include_closure(f'#include "ops/{source.name}"\n')
     assert all(path.is_relative_to(CSRC) for path in closure.files)
-    texts = "\n".join(closure.headers.values())
-    assert '#include "' not in texts, "a directive that resolved nowhere"
+    assert closure.missing == ()
+
+
+def test_what_resolves_nowhere_is_told(tmp_path: Path) -> None:
+    """In angle brackets: in quotes NVRTC would look for it in the current directory."""
+    (tmp_path / "a.h").write_text('#include "nowhere.h"\n#include <cuda_fp16.h>\n')
+    closure = include_closure('#include "a.h"\n#include "mma.h"\n', include_dirs=[tmp_path])
+    assert closure.missing == ("mma.h", "nowhere.h", "cuda_fp16.h")
+    assert closure.source == "#include <a.h>\n#include <mma.h>\n"
+    assert closure.headers["a.h"] == "#include <nowhere.h>\n#include <cuda_fp16.h>\n"

@@ -44,18 +44,22 @@ def test_no_page_is_of_no_op() -> None:
 # Files that use ops, as anyone may who calls them, to do or to prove something else. An op that is
 # new, or goes, is no matter to them, unless it is the very one that they took for an example.
 USERS = {
-    "ops that meet: CPU copies, graphs, torch.compile, large sizes, threads that write indices": """
+    "ops that meet: CPU copies, graphs, PyTorch, large sizes, threads that write indices": """
         tests/ops/test_cpu_copy.py tests/ops/test_cuda_graphs.py tests/ops/test_large.py
-        tests/ops/test_together.py tests/test_torch_ops.py tests/emulate/pair_copy.cc
-        tests/emulate/race.cc tests/emulate/race.py tests/ops/test_memory_of_indices.py
+        tests/ops/test_together.py tests/test_torch_ops.py tests/test_autograd.py
+        tests/test_tracing.py tests/emulate/pair_copy.cc tests/emulate/race.cc
+        tests/emulate/race.py tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
         tests/threads/ops.cc
     """,
     "an op to compile, to launch, to keep or to time, where any would do": """
         src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py
         src/jitkern/bench/worker.py tests/guard.py tests/launch_child.py
-        tests/test_bench.py tests/test_bench_baseline.py
+        tests/test_bench.py tests/test_bench_baseline.py tests/test_cli_cache.py
+        tests/test_cli_lacking.py
         tests/test_bundle.py tests/test_cli.py tests/test_design.py
-        tests/test_nvrtc.py tests/test_package.py tests/test_record.py tests/test_wheel.py
+        tests/test_nvrtc.py tests/test_package.py tests/test_record.py tests/recorded_app.py
+        tests/test_replay.py
+        tests/test_warm.py tests/test_wheel.py
     """,
     "a figure or a show of a few ops": """
         bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py

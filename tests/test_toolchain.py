@@ -111,6 +111,18 @@ def test_no_nvrtc_names_the_extra(machine: Callable[..., Path]) -> None:
         find_nvrtc.find_nvrtc()
 
 
+@pytest.mark.parametrize("where", ["PATH", "CUDA_HOME", "/usr/local/cuda"])
+def test_no_nvrtc_but_nvcc_names_it(machine: Callable[..., Path], where: str) -> None:
+    home = toolkit(machine() / ("usr-local-cuda" if where.startswith("/") else "opt/cuda"))
+    machine(**{where: home / "bin" if where == "PATH" else home} if where.isupper() else {})
+    with pytest.raises(ToolchainError) as raised:
+        find_nvrtc.find_nvrtc()
+    assert str(raised.value) == (
+        'NVRTC (libnvrtc.so) was not found; pip install "jitkern[cuda]", or set '
+        f"JITKERN_COMPILER=nvcc, for there is {home / 'bin/nvcc'}"
+    )
+
+
 @pytest.mark.parametrize(
     ("where", "version"),
     [

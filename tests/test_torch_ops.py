@@ -15,9 +15,12 @@ from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
 from stems import own_tests
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitkern
 import jitkern.torch_ops
+from jitkern.host import module as host_module
+from jitkern.host.torch_state import torch_state
 from jitkern.ops._ops import OPS as TABLE
 
 OPS = torch.ops.jitkern
@@ -236,21 +239,15 @@ def test_an_error_is_that_of_eager(mistake: str, backend: str) -> None:
         compiled(step, backend)(**arguments)
 
 
-def test_no_gradient_as_in_eager() -> None:
-    weights = torch.nn.Parameter(torch.randn(SLOTS, 8))
-    lookup = compiled(lambda table, where: jitkern.indexing(table, where) * 1, "aot_eager")
-    assert not jitkern.indexing(weights, torch.tensor([1])).requires_grad
-    assert not lookup(weights, torch.tensor([1])).requires_grad
-
-
-def test_export() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
     class Step(torch.nn.Module):
         def forward(self, cache: Tensor, where: Tensor, rows: Tensor) -> Tensor:
-            OPS.store_cache(cache, cache.clone(), where, rows, rows)
-            return OPS.indexing(cache, where)
+            jitkern.store_cache(cache, cache.clone(), where, rows, rows)
+            return jitkern.indexing(cache, where)
 
     cache, where, new = torch.zeros(SLOTS, 8), torch.tensor([3, 1]), torch.randn(2, 8)
-    exported = torch.export.export(Step(), (cache, where, new))
+    exported = torch.export.export(Step(), (cache, where, new), strict=strict)
     assert same_bits(exported.module()(cache, where, new), new)
     assert same_bits(cache[where], new)
 
@@ -260,7 +257,7 @@ def test_the_first_call_may_be_a_compiled_one(
 ) -> None:
     """Also where neither the public name nor the host module has been used before."""
     code = """
-import torch, jitkern, jitkern.torch_ops
+import torch, jitkern
 weights = torch.randn(9, 4)
 lookup = torch.compile(lambda i: jitkern.indexing(weights, i), fullgraph=True, backend="eager")
 assert torch.equal(lookup(torch.tensor([2, 1])), weights[[2, 1]])
@@ -268,13 +265,63 @@ assert torch.equal(lookup(torch.tensor([2, 1])), weights[[2, 1]])
     fresh_python(code)
 
 
-def test_the_package_does_not_register_by_itself(
+def test_a_plain_call_registers_nothing(
     fresh_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """It takes torch._dynamo, a second of import, that a user of the eager calls has no use for."""
     code = """
 import sys, torch, jitkern
 jitkern.store_cache(*torch.zeros(2, 4, 8), torch.tensor([1]), *torch.ones(2, 1, 8))
 assert "jitkern.torch_ops" not in sys.modules and "torch._dynamo" not in sys.modules
+import jitkern.torch_ops
+assert "torch._dynamo" not in sys.modules  # a second of import
 """
     fresh_python(code)
+
+
+def test_importing_an_op_does_not_import_torch(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """`jitkern warm` compiles kernels, and PyTorch takes a second to import."""
+    fresh_python("import sys, jitkern.ops.store; assert 'torch' not in sys.modules")
+
+
+def test_the_first_call_may_be_a_compiled_one_of_a_module(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """The op is imported before PyTorch is, so that nothing is bound yet."""
+    code = """
+from jitkern.ops.index import indexing
+import torch
+weights = torch.randn(9, 4)
+lookup = torch.compile(lambda i: indexing(weights, i), fullgraph=True, backend="eager")
+assert torch.equal(lookup(torch.tensor([2, 1])), weights[[2, 1]])
+"""
+    fresh_python(code)
+
+
+def test_a_pytorch_that_is_unknown_sees_every_call(device: torch.device) -> None:
+    """It may have renamed what says whether something traces; then nothing is taken for plain."""
+    set_torch_state = host_module.module()["set_torch_state"]
+    weights, where = rows(SLOTS, (8,), device), slots(6, torch.int64, device)
+    assert all(torch_state())  # this one is known
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    jitkern.indexing(weights, where)
+    for known in (True, False):
+        set_torch_state(*torch_state()) if known else set_torch_state(0, 0)
+        try:
+            found = jitkern.indexing(weights, where)
+            with Log():
+                jitkern.indexing(weights, where)
+        finally:
+            set_torch_state(*torch_state())
+        assert same_bits(found, ref_indexing(weights, where))
+        assert seen.count("jitkern.indexing.default") == 1
+        seen.clear()

@@ -16,7 +16,7 @@ import pytest
 from entries import key, publish
 from owned import ENTRY, EVERYONE, ME, OTHER, PLACE, found, group_of, needs_root, part
 
-from jitkern.cache import trust
+from jitkern.cache import search, trust
 from jitkern.cache.store import Cache
 from jitkern.cache.trust import UntrustedError
 from jitkern.env import Trust
@@ -45,8 +45,11 @@ def test_what_is_made_is_closed_under_any_umask(umask: None, tmp_path: Path) -> 
     cache = Cache(tmp_path / "above" / "cache")
     publish(cache)
     assert modes(tmp_path / "above") == {("folder", "0o700"), ("file", "0o600")}
-    with cache.lock(key(), timeout_s=1):
-        assert stat.S_IMODE((cache.root / "v1" / ".locks").stat().st_mode) == 0o700
+    with cache.lock(key(), timeout_s=1) as wait:
+        assert wait.held
+        locks = cache.root / "v1" / ".locks"
+        assert stat.S_IMODE(locks.stat().st_mode) == 0o700
+        assert stat.S_IMODE((locks / f"{key().directory}.lock").stat().st_mode) == 0o600
 
 
 def test_what_is_made_for_others_is_open_to_them_under_any_umask(
@@ -71,6 +74,10 @@ def test_a_groups_own_cache_stays_the_groups(
     }
     assert folders == {"0o2770"}
     assert stat.S_IMODE(part(root, "meta").stat().st_mode) == 0o640
+    with Cache(root, trust=whom).lock(key(), timeout_s=1) as wait:
+        assert wait.held
+        (lock,) = (root / "v1" / ".locks").glob("*.lock")
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o660  # the other members have to lock it too
     assert found(root, whom)
     assert {path.stat().st_gid for path in root.rglob("*")} == {root.stat().st_gid}
     with pytest.raises(UntrustedError):
@@ -334,3 +341,16 @@ def test_somebody_elses_directory_above(cache_root: Path) -> None:
         f"{cache_root.parent} (owner {OTHER}, mode 1755): {OTHER} can change what is in it; "
         f"put the cache elsewhere, or set JITKERN_CACHE_TRUST={OTHER} if you trust them"
     )
+
+
+# -- the cache of the package ----------------------------------------------------------------------
+
+
+def test_a_package_that_is_closed_to_us_has_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is for a server that has become another user since its imports."""
+    monkeypatch.setattr(search, "SHIPPED", tmp_path / "closed" / "_prebuilt")
+    shipped = search._shipped()
+    assert shipped.lookup(key()) is None
+    assert shipped.entries() == []

@@ -67,8 +67,13 @@ def test_exports_share_device_variables(folder: Path) -> None:
         module.launch("add", ctypes.c_int(14), grid=1, block=32)  # no tensor says the stream
     module.launch("read", out, grid=1, block=1)
     assert out.item() == 42
-    with pytest.raises(ValueError, match=r"launch: args: 1 of 8 bytes in all, expected 4 bytes"):
-        module.launch("add", 14, grid=1, block=32)
+    module.launch("add", -2, grid=1, block=32)  # an int becomes the struct's
+    module.launch("read", out, grid=1, block=1)
+    assert out.item() == 40
+    with pytest.raises(ValueError, match=r"^add: args: 2 arguments, expected 1: amount$"):
+        module.launch("add", 14, 14, grid=1, block=32)
+    with pytest.raises(TypeError, match=r"^read: out: dtype int64, expected int32$"):
+        module.launch("read", out.long(), grid=1, block=1)
 
 
 CLUSTER = """

@@ -10,24 +10,34 @@ using jitkern::StoreParams;
 
 constexpr FaultSite kIndicesSite{3};
 
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
+// The variant is the size of the rows that come first.
+template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kFirstRowBytes = kRowBytes>
 void add(Specialisations<StoreParams>& list) {
-  using Kernel =
-      jitkern::StoreKernel<kRowBytes, STORE_CONFIG, kVecBytes, kIndexBytes, STORE_IN_FLIGHT>;
-  list.push_back({kRowBytes, kVecBytes, kIndexBytes, 0, Kernel::kNumThreads, Kernel::run});
+  using Kernel = jitkern::StoreKernel<kRowBytes, STORE_CONFIG, kVecBytes, kIndexBytes,
+                                      STORE_IN_FLIGHT, kFirstRowBytes>;
+  list.push_back(
+      {kRowBytes, kVecBytes, kIndexBytes, kFirstRowBytes, Kernel::kNumThreads, Kernel::run});
 }
 
 template <i64 kRowBytes, int kVecBytes>
 void kernels(Specialisations<StoreParams>& list) {
   constexpr int kIndexBytes = index_bytes_in_turn(kRowBytes);
   add<kRowBytes, kVecBytes, kIndexBytes>(list);
-  if constexpr (sweeps_all(kRowBytes)) add<kRowBytes, kVecBytes, 12 - kIndexBytes>(list);
+  if constexpr (sweeps_all(kRowBytes)) {
+    add<kRowBytes, kVecBytes, 12 - kIndexBytes>(list);
+    constexpr int kTwoThirds = kRowBytes / kVecBytes * 2 / 3 * kVecBytes;
+    if constexpr (kTwoThirds > 0) add<kRowBytes, kVecBytes, kIndexBytes, kTwoThirds>(list);
+    if constexpr (kTwoThirds > kVecBytes) add<kRowBytes, kVecBytes, kIndexBytes, kVecBytes>(list);
+  }
 }
 EMULATE_COLLECT(StoreParams, kernels)
 
 void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random, Tally& tally) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
+  // Of K, which comes first, and of V; or there is one cache alone.
+  const i64 k_bytes = kernel.variant;
+  const unsigned num_copies = k_bytes == row_bytes && random.below(4) == 0 ? 1 : 2;
   const jitkern::GroupShape shape = jitkern::group_shape(row_bytes, vec_bytes, STORE_IN_FLIGHT);
   const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
   const i64 num_slots = num_rows + random.below(num_rows + 2);
@@ -51,7 +61,7 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
   };
   const Placement k_at = place(random.below(8) == 0);
   const Placement v_at = place(false);
-  RowBuffer k("k", num_rows, row_bytes, k_at.stride_bytes, k_at.offset, random);
+  RowBuffer k("k", num_rows, k_bytes, k_at.stride_bytes, k_at.offset, random);
   RowBuffer v("v", num_rows, row_bytes, v_at.stride_bytes, v_at.offset, random);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
@@ -59,7 +69,8 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
     if (indices.at(i) >= num_slots) {
       fault.expect(kIndicesSite, i, indices.at(i), num_slots);
     } else if (indices.at(i) >= 0) {
-      std::memcpy(caches.expected(cache_row(0, indices.at(i))), k.row(i), row_bytes);
+      std::memcpy(caches.expected(cache_row(0, indices.at(i))), k.row(i), k_bytes);
+      if (num_copies == 1) continue;
       std::memcpy(caches.expected(cache_row(1, indices.at(i))), v.row(i), row_bytes);
     }
   }
@@ -73,7 +84,7 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
       kIndicesSite,
       fault.record()};
   const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
-  run_kernel(kernel, {blocks, 2}, kernel.num_threads, random, params, tally);
+  run_kernel(kernel, {blocks, num_copies}, kernel.num_threads, random, params, tally);
   caches.check();
   k.check();
   v.check();

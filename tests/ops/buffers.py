@@ -137,6 +137,6 @@ def raised_by(call: Callable[[], object], device: torch.device) -> Exception | N
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             jitkern.check(device)
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
         return error
     return None

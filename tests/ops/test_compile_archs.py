@@ -45,9 +45,25 @@ def test_every_row_size_compiles(op: str, arch: str) -> None:
         specs = module.specialisations(row_bytes)
         assert specs
         for spec in specs if row_bytes == 656 else specs[:1]:
-            image = module.kernel(*spec).image(wanted)
+            kernel = module.kernel(*spec)
+            image = kernel.image(wanted)
             assert arch_of(image) == wanted.major * 10 + wanted.minor
-            assert b".text." + op.encode() in image  # found by its plain C name
+            for export in kernel.exports:
+                assert b".text." + export.encode() + b"\0" in image  # found by its plain C name
+
+
+@pytest.mark.parametrize("op", ON_GPU)
+def test_a_profiler_tells_kernels_apart(op: str) -> None:
+    """By op, row size, index type and what else a call of rows of that size may use."""
+    module = device_ops()[op]
+    names = [
+        module.kernel(*spec).exports[0]
+        for row_bytes in ROW_BYTES
+        for spec in module.specialisations(row_bytes)
+    ]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert re.match(rf"jitkern_{op}_\d+B_v\d+", name)
 
 
 @pytest.mark.parametrize("op", ON_GPU)
@@ -60,7 +76,7 @@ def test_no_kernel_spills(op: str) -> None:
         verbose = load_jit(
             op,
             *kernel.args,
-            device_files=[f"ops/{file}" for file in kernel.key(arch).describe["files"]],
+            device_files=[f"jitkern:ops/{file}" for file in kernel.key(arch).describe["files"]],
             device_wrappers=kernel.wrappers,
             extra_cuda_cflags=["--ptxas-options=-v"],
         )

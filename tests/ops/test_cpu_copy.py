@@ -93,7 +93,7 @@ import os, resource, torch
 from jitkern import store_cache
 cache, k = torch.zeros(8192, 16384, dtype=torch.uint8), torch.ones(8192, 16384, dtype=torch.uint8)
 slots = torch.randperm(8192)
-store_cache(cache[:1], cache[:1], slots[:1] * 0, k[:1] * 2, k[:1] * 2)
+store_cache(cache[:1], None, slots[:1] * 0, k[:1] * 2)
 child = os.fork() if FORK else 0
 if child != 0:
     raise SystemExit(os.waitpid(child, 0)[1] != 0)
@@ -102,7 +102,7 @@ with open("/proc/self/statm") as statm:
     used_bytes = int(statm.read().split()[0]) * resource.getpagesize()
 hard = resource.getrlimit(resource.RLIMIT_AS)[1]
 resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ROOM, hard))
-store_cache(cache, cache, slots, k, k)
+store_cache(cache, None, slots, k)
 resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 torch.set_num_threads(1)  # torch itself would hang in the child
 os._exit(not bool((cache == 1).all()))
@@ -127,12 +127,12 @@ threes = rows + 3  # by a team of OpenMP, with which GNU's runtime would hang in
 slots = torch.randperm(4096)
 if LOAD_FIRST:
     from jitkern import store_cache
-    store_cache(rows, rows, slots, rows.clone(), rows.clone())
+    store_cache(rows, None, slots, rows.clone())
 child = os.fork()
 if child != 0:
     raise SystemExit(os.waitpid(child, 0)[1] != 0)
 from jitkern import store_cache
-store_cache(rows, rows, slots, threes, threes)
+store_cache(rows, None, slots, threes)
 torch.set_num_threads(1)  # torch itself would hang in the child
 os._exit(not bool((rows == 3).all()))
 """
@@ -153,10 +153,10 @@ torch.set_num_threads(THREADS)
 def count():
     return len(os.listdir("/proc/self/task"))
 def run():
-    rows = torch.empty(4096, 4096, dtype=torch.uint8)
-    store_cache(rows[:1], rows[:1], torch.arange(1), rows[:1], rows[:1])
+    rows, more = torch.empty(2, 4096, 4096, dtype=torch.uint8)
+    store_cache(rows[:1], None, torch.arange(1), more[:1])
     before = count()
-    store_cache(rows, rows, torch.arange(4096), rows, rows)
+    store_cache(rows, None, torch.arange(4096), more)
     ours = count()
     rows.fill_(1)
     print(ours - before, count() - ours)
@@ -185,11 +185,11 @@ from jitkern import store_cache
 torch.set_num_threads(4)
 def threads():
     return sorted(os.listdir("/proc/self/task"))
-rows = torch.empty(16, 8192, dtype=torch.uint8)  # worth two threads
-store_cache(rows, rows, torch.arange(16), rows, rows)
+rows, more = torch.empty(2, 32, 8192, dtype=torch.uint8)  # worth two threads
+store_cache(rows, None, torch.arange(32), more)
 torch.empty(1 << 24).fill_(1)
 before = threads()
-store_cache(rows, rows, torch.arange(16), rows, rows)
+store_cache(rows, None, torch.arange(32), more)
 torch.empty(1 << 24).fill_(1)
 assert threads() == before, (before, threads())
 """

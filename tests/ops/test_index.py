@@ -245,14 +245,6 @@ def test_nan_payloads_survive(device: torch.device) -> None:
     assert torch.equal(result.view(torch.int32).cpu(), payloads.repeat(VOCAB, 1))
 
 
-def test_a_parameter_of_a_model(device: torch.device) -> None:
-    weights = torch.nn.Embedding(VOCAB, 16, device=device).weight
-    assert weights.requires_grad
-    result = indexing(weights, tokens(device))
-    assert not result.requires_grad
-    assert same_bits(result, ref_indexing(weights.detach(), tokens(device)))
-
-
 def test_under_inference_mode(device: torch.device) -> None:
     with torch.inference_mode():
         weights = table(device, (8,), torch.float32)

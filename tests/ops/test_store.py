@@ -244,15 +244,6 @@ def test_nan_payloads_survive(device: torch.device) -> None:
     assert torch.equal(cache[:ROWS].view(torch.int32).cpu(), payloads.repeat(ROWS, 2))
 
 
-def test_weights_that_require_grad(device: torch.device) -> None:
-    k_cache = torch.zeros(SLOTS, 8, device=device)
-    v_cache = torch.nn.Parameter(torch.zeros(SLOTS, 8, device=device))
-    k = torch.randn(3, 8, device=device, requires_grad=True)
-    store_cache(k_cache, v_cache, torch.arange(3, device=device), k, k * 2)
-    assert torch.equal(k_cache[:3], k.detach())
-    assert torch.equal(v_cache[:3].detach(), k.detach() * 2)
-
-
 def test_large_calls_on_several_threads(device: torch.device) -> None:
     """12 MB: above the size from which the CPU implementation uses more than one thread."""
     k_cache, v_cache = (make_buffer((9000, 657), device=device, seed=s) for s in (1, 2))
@@ -277,18 +268,19 @@ def good_arguments() -> dict[str, Any]:
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
-    table = not_tensors(good, *good)
+    table = not_tensors(good, "k_cache", "indices", "k")
+    table += not_tensors(good, "v_cache", optional="v_cache") + not_tensors(good, "v", optional="v")
     table += bad_indices("indices", good["indices"])
-    halves = zeros(3, 8, dtype=torch.float16)
+    halves, cache = zeros(3, 8, dtype=torch.float16), zeros(50, 8)
     memory = torch.zeros(50, 4, dtype=torch.int64)
-    for argument in ("k", "v"):
+    for argument, other in (("k", "v"), ("v", "k")):
         table += [
             ({argument: halves}, TypeError,
              f"{argument}: dtype float16, expected float32 as in k_cache"),
             ({argument: zeros(3, 8, dtype=torch.int32)}, TypeError,
              f"{argument}: dtype int32, expected float32 as in k_cache"),
             ({argument: zeros(3, 7)}, ValueError,
-             bytes_text(argument, 28, [3, 7], "k_cache")),
+             bytes_text(argument, 28, [3, 7], f"{argument}_cache")),
             ({argument: zeros(4, 8)}, ValueError,
              count_text(argument, 4, [4, 8], 3)),
             ({argument: zeros(0, 8)}, ValueError,
@@ -303,12 +295,21 @@ def mistakes() -> list[Mistake]:
              stride_text(argument, 3, 1, [3, 4, 2], 2)),
             ({argument: torch.tensor(1.0)}, ValueError,
              f"{argument}: shape [], expected at least 1 dimension"),
+            ({f"{argument}_cache": cache, argument: cache[4:7]}, ValueError,
+             overlap_text(argument, f"{argument}_cache")),
+            ({f"{other}_cache": cache, argument: cache[4:7]}, ValueError,
+             overlap_text(argument, f"{other}_cache")),
         ]  # fmt: skip
+    for argument, other in (("v", "v_cache"), ("v_cache", "v")):
+        came = f"{argument}: None, expected a tensor along with {other}"
+        table.append(({argument: None}, TypeError, f"{came}, or None as both for a single cache"))
     table += [
         ({"v_cache": zeros(50, 8, dtype=torch.bfloat16)}, TypeError,
          "v_cache: dtype bfloat16, expected float32 as in k_cache"),
         ({"v_cache": zeros(50, 9)}, ValueError,
-         bytes_text("v_cache", 36, [50, 9], "k_cache")),
+         "v: rows of 32 bytes (shape [3, 8]), expected 36 bytes as in v_cache (shape [50, 9])"),
+        ({"k_cache": cache, "v_cache": cache}, ValueError,
+         f"{overlap_text('v_cache', 'k_cache')}; for a single cache give None as v_cache and v"),
         ({"v_cache": zeros(49, 8)}, ValueError,
          "v_cache: 49 rows (shape [49, 8]), expected 50 rows as in k_cache"),
         ({"v_cache": zeros(8, 50).t()}, ValueError,
@@ -340,21 +341,27 @@ MIXED_DEVICES = [(name, "cuda:0 as in k_cache") for name in ("v_cache", "k", "v"
 
 def fuzz(f: Fuzzer) -> Call:
     row, dtype = f.row()
+    other = f.rng.choice([row, row, f.row()[0]])  # of V, which is left out at times
     slots, rows = f.rng.choice(SIZES), f.rng.choice(SIZES)
-    caches = [f.tensor([slots, *row], dtype) for _ in "kv"]
-    new = [f.tensor([rows, *row], dtype) for _ in "kv"]
+    caches = [f.tensor([slots, *shape], dtype) for shape in (row, other)]
+    new = [f.tensor([rows, *shape], dtype) for shape in (row, other)]
     indices = f.distinct(rows, slots, f.rng.choice(INT_DTYPES))
     expected = [cache.clone() for cache in caches]
     ref_store(*expected, indices, *new)
+    arguments: dict[str, Any] = dict(zip(good_arguments(), [*caches, indices, *new], strict=True))
+    if f.rng.random() < 0.25:
+        expected[1] = caches[1].clone()
+        arguments.update(v_cache=None, v=None)
 
     def prove(result: Any) -> None:
         assert result is None
         assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
 
-    arguments = dict(zip(good_arguments(), [*caches, indices, *new], strict=True))
     return Call(store_cache, arguments, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     new = rows(len(where))
     yield "default", (rows(slots), rows(slots), where, new, new.clone()), {}
+    yield "single", (rows(slots), where, new), {}
+    yield "default", (rows(slots), rows(slots)[:, :1], where, new, new[:, :1].contiguous()), {}

@@ -38,7 +38,7 @@ void twice(AnyView rows_arg, AnyView output_arg) {
   launch_rows(kernels, rows, spec, rows.num_rows, params);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_twice, twice);
+JITKERN_EXPORT_OP(write_twice, twice);
 
 }  // namespace
 

@@ -1,0 +1,96 @@
+"""Tensors that say they are on a GPU, and kernels that the driver of fake_driver.c is told of."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import tvm_ffi
+
+from jitkern.jit import device
+from jitkern.jit.device import CpuForm, DeviceModule
+from jitkern.jit.params import parse_params
+from jitkern.jit.record import Specialisation
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.fake_log.restype = ctypes.c_char_p
+STREAM = 4711
+
+
+def log() -> str:
+    return bytes(driver.fake_log()).decode()
+
+
+class OnCuda:
+    """A tensor in CPU memory that says that it is on a GPU."""
+
+    def __init__(self, tensor: torch.Tensor, number: int = 0) -> None:
+        self._tensor = tensor
+        self._number = number
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._number
+
+    def __dlpack__(self, **_: object) -> object:
+        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        get_pointer.restype = ctypes.c_void_p
+        get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        capsule = self._tensor.__dlpack__()
+        address = get_pointer(capsule, b"dltensor")
+        ctypes.c_int32.from_address(address + 8).value = 2
+        ctypes.c_int32.from_address(address + 12).value = self._number
+        return capsule
+
+
+def cuda(*shape: int, dtype: torch.dtype = torch.float32, number: int = 0) -> Any:
+    return tvm_ffi.from_dlpack(OnCuda(torch.zeros(*shape, dtype=dtype), number))
+
+
+class Pointer:
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def data_ptr(self) -> int:
+        return self._value
+
+
+class Interface:
+    def __init__(self, value: int) -> None:
+        self.__cuda_array_interface__ = {"data": (value, False)}
+
+
+def module_of(*names: str) -> DeviceModule:
+    used = Specialisation("load_jit", ("toy",), {}, "")
+    return DeviceModule(used, [], [(name, "Toy") for name in names])
+
+
+def user(name: str, params_bytes: int, threads: int = 1024) -> DeviceModule:
+    driver.fake_kernel(name.encode(), ctypes.c_uint64(params_bytes), threads)
+    return module_of(name)
+
+
+def declared(name: str, text: str, cpu: CpuForm = CpuForm()) -> DeviceModule:  # noqa: B008
+    """A kernel whose Params are declared; the driver knows nothing of them, as before 12.4."""
+    used = Specialisation("load_jit", ("toy",), {}, "")
+    members = {name: parse_params(name, text)}
+    return DeviceModule(used, [], [(name, "Toy")], params=members, cpu=cpu)
+
+
+def params(line: str) -> bytes:
+    return bytes.fromhex(line.split(" ")[-1])
+
+
+def refused(kind: type[Exception], text: str, call: Callable[..., object], *args: Any, **how: Any):
+    try:
+        call(*args, **how)
+    except kind as error:
+        assert re.fullmatch(text, str(error)), f"{error!r} is not {text!r}"
+    else:
+        raise AssertionError(f"no {kind.__name__}: {text}")
+    assert "grid" not in log(), "launched all the same"
+
+
+real_device_and_stream = device.device_and_stream

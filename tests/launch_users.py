@@ -1,0 +1,299 @@
+"""Launches of users' kernels on the fake driver; run by launch_child.py."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import torch
+import tvm_ffi
+from launch_fake import (
+    STREAM,
+    Interface,
+    OnCuda,
+    Pointer,
+    cuda,
+    declared,
+    driver,
+    log,
+    module_of,
+    params,
+    real_device_and_stream,
+    refused,
+    user,
+)
+
+from jitkern.errors import UnsupportedError
+from jitkern.jit import device
+from jitkern.jit.device import CpuForm
+
+# -- kernels of users ------------------------------------------------------------------------------
+
+
+def check_arguments_become_a_struct() -> None:
+    x = cuda(4)
+    module = user("members", 40)
+    module.launch(
+        "members", x, 7, True, ctypes.c_int32(-2), 0.5, ctypes.c_float(0.25), grid=1, block=1
+    )
+    want = struct.pack("<Qq?xxxidf4x", x.data_ptr(), 7, True, -2, 0.5, 0.25)
+    assert params(log().splitlines()[-1]) == want
+
+    class Pair(ctypes.Structure):
+        _fields_ = (("a", ctypes.c_int8), ("b", ctypes.c_int64))
+
+    module = user("pair", 32)
+    module.launch(
+        "pair", ctypes.c_int8(1), Pair(2, -3), ctypes.c_uint64(2**64 - 1), grid=1, block=1
+    )
+    want = struct.pack("<bxxxxxxxbxxxxxxxqQ", 1, 2, -3, 2**64 - 1)
+    assert params(log().splitlines()[-1]) == want
+
+
+def check_sizes_that_do_not_match_are_refused() -> None:
+    module = user("sized", 16)
+    x = cuda(4)
+    text = (
+        r"launch: args: 3 of 24 bytes in all, expected 16 bytes, the members of the kernel's Params"
+    )
+    refused(ValueError, text, module.launch, "sized", x, 1, 2, grid=1, block=1)
+    module.launch("sized", x, 1, grid=1, block=1)
+    module.launch("sized", x, ctypes.c_int32(1), grid=1, block=1)  # with the padding behind it
+    log()
+    text = text.replace("3 of 24", "1 of 8")
+    refused(ValueError, text, module.launch, "sized", x, grid=1, block=1)
+    user("nothing", 1).launch("nothing", grid=1, block=1)
+
+
+def check_wrong_values_are_refused() -> None:
+    module = user("wrong", 16)
+    x = cuda(4)
+
+    def bad(
+        kind: type[Exception], text: str, *args: Any, grid: Any = 1, block: Any = 1, **how: Any
+    ):
+        refused(
+            kind, "launch: " + text, module.launch, "wrong", *args, grid=grid, block=block, **how
+        )
+
+    big = "int of more than 64 bits"
+    bad(
+        TypeError, rf"args\[1\]: {big}, expected an int of 64 bits, or a ctypes value", x, 2**64 + 5
+    )
+    bad(TypeError, rf"args\[1\]: {big}, .*", x, 2**63)
+    bad(TypeError, r"args\[1\]: str, expected a tensor, int, float, bool or a ctypes value", x, "x")
+    bad(TypeError, r"args\[0\]: bytes, expected a tensor.*", b"x", 1)
+    bad(TypeError, r"args\[0\]: NoneType, expected a tensor.*", None, 1)
+    for size in (0, -1, 2**31, 2**32):
+        bad(ValueError, rf"grid: {size} in dimension 0, expected 1 to 2147483647", x, 1, grid=size)
+    bad(TypeError, "grid: int of more than 64 bits, expected an int", x, 1, grid=2**64 + 1)
+    bad(ValueError, "grid: 65536 in dimension 1, expected 1 to 65535", x, 1, grid=(1, 65536))
+    bad(ValueError, "grid: 4 sizes, expected one to three", x, 1, grid=(1, 1, 1, 1))
+    bad(ValueError, "grid: 0 sizes, expected one to three", x, 1, grid=())
+    bad(TypeError, "grid: bool, expected an int", x, 1, grid=True)
+    bad(TypeError, "block: float, expected an int", x, 1, block=1.0)
+    bad(TypeError, "block: bool, expected an int", x, 1, block=(1, True))
+    bad(ValueError, "block: 1025 in dimension 0, expected 1 to 1024", x, 1, block=1025)
+    bad(ValueError, "block: 2048 threads, expected at most 1024 .*", x, 1, block=(1024, 2))
+    bad(ValueError, "shared_bytes: -1, expected 0 or more", x, 1, shared_bytes=-1)
+    bad(
+        ValueError,
+        "shared_bytes: 231425, expected at most 231424 on this GPU",
+        x,
+        1,
+        shared_bytes=231425,
+    )
+    bad(TypeError, "shared_bytes: bool, expected an int", x, 1, shared_bytes=True)
+    bad(TypeError, "use_pdl: int, expected a bool", x, 1, use_pdl=1)
+    bad(
+        ValueError,
+        "cluster: 2 in dimension 0, expected a divisor of the grid's 3",
+        x,
+        1,
+        grid=3,
+        cluster=2,
+    )
+    bad(ValueError, "cluster: 17 in dimension 0, expected 1 to 16", x, 1, grid=17, cluster=17)
+    refused(
+        ValueError,
+        "launch: export: 'nope', expected one of wrong",
+        module.launch,
+        "nope",
+        grid=1,
+        block=1,
+    )
+
+
+def check_declared_numbers_become_what_is_declared() -> None:
+    """Also where the driver cannot tell the size of the kernel's parameters."""
+    text = "float* x, float a, double b, int c, int8 d, uint8 e, bool f, long long g, uint64 h"
+    want = "<QfxxxxdibB?xqQ"
+    driver.fake_kernel(b"numbers", ctypes.c_uint64(struct.calcsize(want)), 1024)
+    module = declared("numbers", text)
+    x = cuda(4)
+    how = {"grid": 1, "block": 1}
+    module.launch("numbers", x, 2, 2, -3, -128, 255, True, -(2**63), 2**63 - 1, **how)
+    got = params(log().splitlines()[-1])
+    assert got == struct.pack(
+        want, x.data_ptr(), 2.0, 2.0, -3, -128, 255, True, -(2**63), 2**63 - 1
+    )
+    ct = (ctypes.c_float(0.5), ctypes.c_double(2), ctypes.c_int(1), ctypes.c_int8(1))
+    ct += (ctypes.c_uint8(1), ctypes.c_bool(True), ctypes.c_int64(1), ctypes.c_uint64(2**64 - 1))
+    module.launch("numbers", ctypes.c_void_p(x.data_ptr()), *ct, **how)
+    got = params(log().splitlines()[-1])
+    assert got == struct.pack(want, x.data_ptr(), 0.5, 2.0, 1, 1, 1, True, 1, 2**64 - 1)
+
+    class Pair(ctypes.Structure):
+        _fields_ = (("low", ctypes.c_int32), ("high", ctypes.c_int32))
+
+    # Of 8 bytes, aligned as the member is and not as it is itself.
+    module.launch("numbers", x, *ct[:6], Pair(5, 0), ct[7], **how)
+    assert params(log().splitlines()[-1])[-16:-8] == struct.pack("<q", 5)
+    module.launch("numbers", x, float("inf"), 1e300, 1, 1, 1, False, 1, 1, **how)
+    log()
+
+
+def check_declared_arguments_are_refused_by_name() -> None:
+    module = declared(
+        "scale", "float* x, float a, int n, uint8 u, bool f, void* any, strided half* s"
+    )
+    good = [cuda(4), 2.0, 3, 4, True, cuda(2), cuda(3, dtype=torch.float16)]
+    how = {"grid": 1, "block": 1}
+
+    def bad(kind: type[Exception], text: str, **wrong: Any) -> None:
+        names = ["x", "a", "n", "u", "f", "any", "s"]
+        args = [wrong.get(name, value) for name, value in zip(names, good, strict=True)]
+        refused(kind, "scale: " + text, module.launch, "scale", *args, **how)
+
+    text = "scale: args: {} arguments, expected 7: x, a, n, u, f, any, s"
+    for args in (good[:-1], [*good, 1], []):
+        refused(ValueError, text.format(len(args)), module.launch, "scale", *args, **how)
+    bad(TypeError, "x: dtype float64, expected float32", x=cuda(4, dtype=torch.float64))
+    bad(TypeError, "s: dtype bfloat16, expected float16", s=cuda(4, dtype=torch.bfloat16))
+    bad(TypeError, "x: int, expected a tensor of float32", x=1)
+    bad(TypeError, "x: NoneType, expected a tensor of float32", x=None)
+    bad(TypeError, "any: float, expected a tensor", any=1.0)
+    text = (
+        r"x: not contiguous \(stride 2 in dimension 0 of shape \[2\]\), expected a contiguous "
+        r"tensor; call \.contiguous\(\), or declare it as strided in device_wrappers"
+    )
+    bad(ValueError, text, x=tvm_ffi.from_dlpack(OnCuda(torch.zeros(4)[::2])))
+    bad(TypeError, "a: str, expected float32", a="2")
+    bad(TypeError, "a: bool, expected float32", a=True)
+    bad(TypeError, "a: Tensor, expected float32", a=cuda(1))
+    bad(ValueError, "a: 1000+.*, expected a number that float32 holds", a=1e300)
+    bad(TypeError, "n: float, expected int32", n=2.0)
+    bad(TypeError, "n: bool, expected int32", n=True)
+    bad(ValueError, "n: 2147483648, expected a number that int32 holds", n=2**31)
+    bad(ValueError, "n: -2147483649, expected a number that int32 holds", n=-(2**31) - 1)
+    bad(TypeError, "n: int of more than 64 bits, expected int32", n=2**64)
+    bad(ValueError, "u: 256, expected a number that uint8 holds", u=256)
+    bad(ValueError, "u: -1, expected a number that uint8 holds", u=-1)
+    bad(ValueError, "n: 8 bytes, expected 4, those of int32", n=ctypes.c_int64(1))
+    bad(TypeError, "f: int, expected bool", f=1)
+    bad(ValueError, "x: device cpu, expected a CUDA device; .* cpp_files and .*", x=torch.zeros(4))
+    bad(ValueError, "any: device cuda:1, expected cuda:0, as the others", any=cuda(1, number=1))
+    module.launch("scale", *good, **how)
+    good[-1] = tvm_ffi.from_dlpack(OnCuda(torch.zeros(8, dtype=torch.float16)[::2]))
+    module.launch("scale", *good, **how)  # strided
+    log()
+    pointer = declared("one", "float* x")
+    text = r"one: x: memory that no GPU can read, expected memory of cuda:\d"
+    refused(ValueError, text, pointer.launch, "one", Pointer(0x777), **how)
+
+
+def check_tensors_on_the_cpu_go_to_the_form_for_it() -> None:
+    calls: list[Any] = []
+    cpu = CpuForm(frozenset({"scale"}), lambda: {"scale": lambda *args: calls.append(args)})
+    module = declared("scale", "float* x, double a, int64 n", cpu)
+    how = {"grid": 1, "block": 1}
+    x = torch.zeros(4)
+    module.launch("scale", x, 2, ctypes.c_int64(3), **how)
+    (got,) = calls
+    assert got[0] is x and got[1:] == (2, 3)
+    assert log() == "", "the driver was called"
+    text = "scale: x: dtype float64, expected float32"
+    refused(TypeError, text, module.launch, "scale", x.double(), 2, 3, **how)
+    text = "launch: grid: 0 in dimension 0, expected 1 to 2147483647"
+    refused(ValueError, text, module.launch, "scale", x, 2, 3, grid=0, block=1)
+    assert len(calls) == 1
+    module.launch("scale", cuda(4), 2, 3, **how)
+    assert len(calls) == 1 and "grid 1,1,1" in log()
+    both = declared("scale", "float* x, float* y", cpu)
+    text = "scale: y: device cpu, expected cuda:0, as the others"
+    refused(ValueError, text, both.launch, "scale", cuda(4), x, **how)
+    text = "scale: y: device cuda:0, expected cpu, as the others"
+    refused(ValueError, text, both.launch, "scale", x, cuda(4), **how)
+
+
+def check_every_pointer_is_on_the_device() -> None:
+    module = user("pointers", 16)
+    here, there, pinned = 0x10000000, 0x20000000, 0x30000000
+    for begin, kind, number in ((here, 2, 0), (there, 2, 1), (pinned, 1, 0)):
+        driver.fake_memory(ctypes.c_uint64(begin), ctypes.c_uint64(4096), kind, number)
+    x = cuda(4)
+    for make in (Pointer, Interface):
+        module.launch("pointers", x, make(here + 8), grid=1, block=1)
+        assert params(log().splitlines()[-1])[8:] == struct.pack("<Q", here + 8)
+        module.launch("pointers", x, make(pinned), grid=1, block=1)
+        module.launch("pointers", x, make(0), grid=1, block=1)
+        log()
+        text = r"launch: args\[1\]: memory of cuda:1, expected memory of cuda:0"
+        refused(ValueError, text, module.launch, "pointers", x, make(there), grid=1, block=1)
+        text = r"launch: args\[1\]: memory that no GPU can read, expected memory of cuda:0"
+        refused(ValueError, text, module.launch, "pointers", x, make(0x777), grid=1, block=1)
+    # A ctypes value is what it says.
+    module.launch("pointers", x, ctypes.c_void_p(there), grid=1, block=1)
+    log()
+    text = r"launch: args\[1\]: device cuda:1, expected cuda:0, as the others"
+    refused(ValueError, text, module.launch, "pointers", x, cuda(4, number=1), grid=1, block=1)
+    refused(
+        ValueError, text, module.launch, "pointers", x, OnCuda(torch.zeros(4), 1), grid=1, block=1
+    )
+    text = r"launch: args\[0\]: device cpu, expected a CUDA device; for tensors on the CPU .*"
+    refused(ValueError, text, module.launch, "pointers", torch.zeros(4), 1, grid=1, block=1)
+
+
+def check_one_image_for_all_exports_of_a_module() -> None:
+    """So that they share __device__ variables; and the limits are asked for once a function."""
+    module = module_of("first", "second")
+    for name in ("first", "second", "first"):
+        module.launch(name, cuda(1), grid=1, block=1)
+    lines = log().splitlines()
+    assert sum("module" in line for line in lines) == 1, lines
+    assert sum("attribute 8 = 231424" in line for line in lines) == 2, lines
+    module.launch("second", cuda(1, number=1), grid=1, block=1, shared_bytes=200_000)
+    lines = log().splitlines()
+    assert sum("module" in line and "on 1" in line for line in lines) == 1, lines
+    assert "shared 200000" in lines[-1]
+
+
+def check_how_it_is_launched() -> None:
+    module = module_of("how")
+    x = cuda(1)
+    module.launch("how", x, grid=(4, 2), block=(32, 2, 2))
+    assert f"grid 4,2,1 block 32,2,2 shared 0 stream {STREAM} \n" in log()
+    module.launch("how", x, grid=4, block=32, use_pdl=True)
+    assert f"stream {STREAM} 6=1 \n" in log()
+    module.launch("how", x, grid=[4, 2], block=32, cluster=(2, 1), cooperative=True)
+    assert f"grid 4,2,1 block 32,1,1 shared 0 stream {STREAM} 2=1 4=2,1,1 \n" in log()
+    how = {"grid": 4, "block": 32, "use_pdl": True, "cluster": 4, "cooperative": True}
+    module.launch("how", x, **how)
+    assert " 2=1 4=4,1,1 6=1 \n" in log()
+    module.launch("how", 1, grid=1, block=1)  # no tensor: torch's current device
+    assert "on 1\n" in (said := log()) and f"stream {STREAM}" in said, said
+
+
+def check_no_gpu_is_said() -> None:
+    device.device_and_stream, kept = real_device_and_stream, device.device_and_stream
+    refused(
+        UnsupportedError,
+        "launch: there is no CUDA device",
+        module_of("a").launch,
+        "a",
+        1,
+        grid=1,
+        block=1,
+    )
+    device.device_and_stream = kept

@@ -1,0 +1,196 @@
+"""store_cache with a single cache, and with K and V whose rows are of different sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from buffers import INT_DTYPES, Buffer, distinct, make_buffer, out_of_range, to_index
+from needs import needs_nvrtc
+from ref import ref_store
+from tiny import SM_90
+from torch import Tensor
+
+import jitkern.ops.store
+from jitkern import freeze, store_cache
+from jitkern.arch import SUPPORTED_ARCHS, Arch
+from jitkern.env import settings
+from jitkern.errors import FrozenError
+from jitkern.jit.loader import load_device
+from jitkern.jit.replay import replay
+
+SLOTS, ROWS = 37, 19
+# K and V: MLA's with and without a common vector, heads of 192 and 128, one of a few bytes, and of
+# shapes of warps that differ: rows in parts, several rows to a group.
+PAIRS = [(1536, 1024), (384, 256), (1024, 128), (656, 576), (657, 16), (8192, 3), (2, 1), (48, 40)]
+
+
+def table(row_bytes: int, device: torch.device, seed: int, **how: int) -> tuple[Buffer, Buffer]:
+    """A cache, and rows for it."""
+    return (
+        make_buffer((SLOTS, row_bytes), device=device, seed=seed, **how),
+        make_buffer((ROWS, row_bytes), device=device, seed=seed + 1, **how),
+    )
+
+
+def slots(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    values = distinct(ROWS, SLOTS)
+    values[3] = values[7] = -1
+    return to_index(values, dtype, device)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("row_bytes", [1, 16, 40, 656, 657, 8192])
+def test_a_single_cache(device: torch.device, row_bytes: int, index_dtype: torch.dtype) -> None:
+    cache, rows = table(row_bytes, device, 1)
+    twin, indices = cache.twin(), slots(device, index_dtype)
+    assert store_cache(cache.view, None, indices, rows.view) is None
+    ref_store(twin.view, twin.view, indices, rows.view, rows.view)
+    assert cache.same(twin)
+    store_cache(k_cache=cache.view, v_cache=None, indices=indices, k=rows.view, v=None)
+    assert cache.same(twin)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("v_is_longer", [False, True])
+@pytest.mark.parametrize("row_bytes", PAIRS, ids=str)
+def test_rows_of_two_sizes(
+    device: torch.device, row_bytes: tuple[int, int], v_is_longer: bool, index_dtype: torch.dtype
+) -> None:
+    k_bytes, v_bytes = row_bytes[::-1] if v_is_longer else row_bytes
+    k_cache, k = table(k_bytes, device, 1)
+    v_cache, v = table(v_bytes, device, 3, gap=5)
+    twins, indices = (k_cache.twin(), v_cache.twin()), slots(device, index_dtype)
+    store_cache(k_cache.view, v_cache.view, indices, k.view, v.view)
+    ref_store(twins[0].view, twins[1].view, indices, k.view, v.view)
+    assert k_cache.same(twins[0])
+    assert v_cache.same(twins[1])
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_one_misaligned_tensor_of_two_sizes(device: torch.device, which: int) -> None:
+    """The vectors suit all four."""
+    offsets = [int(i == which) for i in range(4)]
+    k_cache, k, v_cache, v = (
+        make_buffer((count, row_bytes), device=device, seed=i, offset=offsets[i])
+        for i, (count, row_bytes) in enumerate([(SLOTS, 96), (ROWS, 96), (SLOTS, 64), (ROWS, 64)])
+    )
+    twins = k_cache.twin(), v_cache.twin()
+    store_cache(k_cache.view, v_cache.view, slots(device), k.view, v.view)
+    ref_store(twins[0].view, twins[1].view, slots(device), k.view, v.view)
+    assert k_cache.same(twins[0])
+    assert v_cache.same(twins[1])
+
+
+def test_both_in_one_slot_of_one_tensor(device: torch.device) -> None:
+    """Heads of 192 and of 128 side by side: a slot is one row of memory."""
+    cache = make_buffer((SLOTS, 2, 192 + 128), torch.bfloat16, device)
+    new = make_buffer((ROWS, 2, 192 + 128), torch.bfloat16, device, seed=1).view
+    twin, indices = cache.twin(), slots(device)
+    sides = [
+        [whole[:, head, start:end] for start, end in ((0, 192), (192, 320))]
+        for whole, head in ((cache.view, 1), (new, 0), (twin.view, 1))
+    ]
+    (k_cache, v_cache), (k, v), (k_twin, v_twin) = sides
+    store_cache(k_cache, v_cache, indices, k, v)
+    ref_store(k_twin, v_twin, indices, k, v)
+    assert cache.same(twin)
+
+
+@pytest.mark.parametrize("empty", ["k", "v", "both"])
+def test_rows_of_no_bytes_beside_others(device: torch.device, empty: str) -> None:
+    cache, rows = table(24, device, 1)
+    twin, indices = cache.twin(), slots(device)
+    nothing = torch.empty(SLOTS, 0, dtype=torch.uint8, device=device)
+    none = nothing[:ROWS]
+    if empty == "k":
+        store_cache(nothing, cache.view, indices, none, rows.view)
+    elif empty == "v":
+        store_cache(cache.view, nothing, indices, rows.view, none)
+    else:
+        store_cache(nothing, nothing, indices, none, none)
+        assert cache.same(twin)
+        return
+    ref_store(twin.view, twin.view, indices, rows.view, rows.view)
+    assert cache.same(twin)
+
+
+@pytest.mark.parametrize("v_bytes", [None, 8, 40], ids=str)
+def test_out_of_range(device: torch.device, v_bytes: int | None) -> None:
+    """On the CPU neither of the caches is written."""
+    k_cache, k = table(24, device, 1)
+    v_cache, v = table(v_bytes or 1, device, 3)
+    twins, indices = (k_cache.twin(), v_cache.twin()), slots(device)
+    indices[11] = SLOTS
+    text = f"store_cache: indices: index {SLOTS} at position 11, expected below {SLOTS}"
+    with out_of_range(device, text):
+        if v_bytes is None:
+            store_cache(k_cache.view, None, indices, k.view)
+        else:
+            store_cache(k_cache.view, v_cache.view, indices, k.view, v.view)
+    if device.type == "cuda":  # only that row is left out
+        indices[11] = -1
+        ref_store(twins[0].view, twins[1].view, indices, k.view, v.view)
+    assert k_cache.same(twins[0])
+    assert v_bytes is None or v_cache.same(twins[1])
+
+
+@pytest.mark.parametrize("v_bytes", [None, 500], ids=str)
+def test_large_calls_on_several_threads(device: torch.device, v_bytes: int | None) -> None:
+    """6 MB and more: above the size from which the CPU implementation uses more than one thread."""
+    k_cache, k = (make_buffer((n, 657), device=device, seed=n) for n in (9000, 4601))
+    v_cache, v = (make_buffer((n, v_bytes or 1), device=device, seed=n + 1) for n in (9000, 4601))
+    indices = to_index(distinct(4601, 9000), torch.int32, device)
+    twins = k_cache.twin(), v_cache.twin()
+    ref_store(twins[0].view, twins[1].view, indices, k.view, v.view)
+    if v_bytes is None:
+        store_cache(k_cache.view, None, indices, k.view)
+    else:
+        store_cache(k_cache.view, v_cache.view, indices, k.view, v.view)
+        assert v_cache.same(twins[1])
+    assert k_cache.same(twins[0])
+
+
+# -- compiled beforehand ---------------------------------------------------------------------------
+
+
+def test_one_kernel_serves_both_caches_and_one() -> None:
+    store = jitkern.ops.store
+    assert store.specialisations(656) == [(656, 16, 4), (656, 16, 8)]
+    for spec in store.specialisations(656):
+        row_bytes = spec[0]
+        of_a_call = store.kernel(*spec, first_row_bytes=row_bytes)  # as C++ asks for it
+        assert of_a_call.key(SM_90) == store.kernel(*spec).key(SM_90)
+        assert of_a_call.key(SM_90) != store.kernel(*spec, first_row_bytes=128).key(SM_90)
+
+
+@needs_nvrtc
+def test_a_kernel_of_two_sizes_is_recorded_and_replayed(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.jsonl"
+    monkeypatch.setenv("JITKERN_RECORD", str(file))
+    settings.cache_clear()
+    recorded = jitkern.ops.store.kernel(1520, 16, 8, first_row_bytes=1008)
+    image = recorded.image(SM_90)
+    [line] = replay(file)
+    again = load_device(line.unpack(tmp_path / "unpacked"))
+    assert again.key(SM_90) == recorded.key(SM_90)
+    assert again.lookup(SM_90).source == "cached"
+    assert again.image(SM_90) == image
+    assert list(empty_cache.rglob("*.cubin"))
+
+
+def test_a_frozen_miss_of_two_sizes_names_the_way_to_build_it() -> None:
+    missing = jitkern.ops.store.kernel(4288, 16, 4, first_row_bytes=48)
+    freeze()
+    with pytest.raises(FrozenError, match=r"jitkern warm --replay FILE --arch 9\.0$"):
+        missing.image(SM_90)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", SUPPORTED_ARCHS, ids=str)
+def test_kernels_of_two_sizes_compile_everywhere(arch: Arch) -> None:
+    for spec in ((1536, 16, 8, 1024), (657, 1, 4, 16)):
+        assert jitkern.ops.store.kernel(*spec).image(arch).startswith(b"\x7fELF")

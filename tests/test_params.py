@@ -1,0 +1,363 @@
+"""What a user declares of a kernel's Params: the grammar, and the compiler's look at the struct."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import needs_cxx, needs_nvrtc
+from tiny import SM_90
+
+from jitkern.arch import SUPPORTED_ARCHS, Arch
+from jitkern.env import settings
+from jitkern.errors import CompileError
+from jitkern.jit.cubin import params_bytes
+from jitkern.jit.loader import load_device, load_jit
+from jitkern.jit.params import parse_params
+from jitkern.jit.replay import replay
+from jitkern.jit.structs import read_params
+
+MEMBERS = """
+template <int N> struct Members {
+  struct Params {
+    float* __restrict__ data; const float4* vecs; double factor; bool flag; signed char small;
+    int n; long long count; const void* any; unsigned short* raw;
+  };
+  static constexpr int kNumThreads = N, kMinBlocks = 1;
+  static __device__ void run(const Params&) {}
+};
+"""
+DECLARED = (
+    "float* data, const float* vecs, double factor, bool flag, int8 small, int n, int64 count, "
+    "const void* any, strided bfloat16 *raw"
+)
+
+
+def members(declared: str) -> Any:
+    Path("members.cu").write_text(MEMBERS)
+    wrappers = [("members", "Members<32>", declared)]
+    return load_jit("members", "32", device_files=["members.cu"], device_wrappers=wrappers)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "nbytes"),
+    [
+        ("float* x", "float32* x", 8),
+        ("const  float32 *x", "float32* x", 8),
+        ("strided const __half* x", "float16* x", 8),
+        ("void*x", "void* x", 8),
+        ("float8_e4m3fn* x", "float8_e4m3fn* x", 8),
+        ("long  long x", "int64 x", 8),
+        ("unsigned x", "uint32 x", 4),
+        ("int16_t x", "int16 x", 2),
+        ("bool x", "bool x", 1),
+    ],
+)
+def test_a_declaration(text: str, shown: str, nbytes: int) -> None:
+    (param,) = parse_params("k", text)
+    assert (str(param), param.nbytes, param.is_strided) == (shown, nbytes, "strided" in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"'', expected TYPE NAME or TYPE\* NAME, such as float\* data, int64 count"),
+        ("float* x,", "'', expected TYPE NAME or .*"),
+        ("float*", r"'float\*', expected TYPE NAME or .*"),
+        ("float", "'float', expected TYPE NAME or .*"),
+        ("float** x", r"'float\*\* x', expected TYPE NAME or .*"),
+        ("float x[4]", r"'float x\[4\]', expected TYPE NAME or .*"),
+        ("float* x; int n", r"'float\* x; int n', expected TYPE NAME or .*"),
+        ("float33 x", r"'float33 x', expected a dtype of torch \(float32, .* or void"),
+        ("half x", r"'half x', expected a number of 1 to 8 bytes, or a pointer: TYPE\* NAME"),
+        ("void x", "'void x', expected a number of 1 to 8 bytes, .*"),
+        ("strided int x", "'strided int x', expected strided in front of a pointer only"),
+        ("int x, float x", "'float x', expected another name: it is there twice"),
+    ],
+)
+def test_what_is_no_declaration_is_quoted(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_params("k", text)
+    assert re.fullmatch(f"load_jit: device_wrappers: k: {message}", str(caught.value))
+
+
+@needs_nvrtc
+def test_the_compiler_finds_the_struct_as_declared(folder: Path) -> None:
+    assert members(DECLARED).image(SM_90).startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("float* data", "double* data", "float64* data"),
+        ("float* data", "int* data", "int32* data"),
+        ("float* data", "bfloat16* data", "bfloat16* data"),
+        ("float* data", "int64 data", "int64 data"),
+        ("double factor", "int64 factor", "int64 factor"),
+        ("double factor", "float factor", "float32 factor"),
+        ("int n", "float n", "float32 n"),
+        ("bool flag", "int8 flag", "int8 flag"),
+        ("bool flag, int8 small", "int8 small, bool flag", "int8 small"),
+        (", strided bfloat16 *raw", "", "Params has more members than float32* data"),
+        ("int64 count", "int64 counts", 'has no member "counts"'),
+    ],
+)
+def test_a_struct_that_is_not_as_declared_does_not_compile(
+    folder: Path, right: str, wrong: str, message: str
+) -> None:
+    with pytest.raises(CompileError) as caught:
+        members(DECLARED.replace(right, wrong)).image(SM_90)
+    named = f"taken as {message}, but Params has another type or order"
+    assert (message if "members" in message or "member " in message else named) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ("float* a; double b; long long c;", "float32* a, float64 b, int64 c"),
+        ("const float *a, *b; int c, d;", "float32* a, float32* b, int32 c, int32 d"),
+        ("float* __restrict__ a; float const* b;", "float32* a, float32* b"),
+        ("__half* a; const __nv_bfloat16* b; bool* c;", "float16* a, bfloat16* b, bool* c"),
+        (
+            "unsigned* a; char* b; uint4* c; T* d; float** e;",
+            "void* a, void* b, void* c, void* d, void* e",
+        ),
+        (
+            "i64 a; unsigned long long b; uint8_t c; bool d; size_t e;",
+            "int64 a, uint64 b, uint8 c, bool d, uint64 e",
+        ),
+        ("float a; // the first\n int b; /* and\n b */", "float32 a, int32 b"),
+        ("mine::Shape* a;", "void* a"),
+        # What is left to the compiler.
+        ("", ""),
+        ("float a[4];", ""),
+        ("float a = 1;", ""),
+        ("Shape a;", ""),
+        ("T a;", ""),
+        ("half a;", ""),
+        ("int a : 3;", ""),
+        ("float& a;", ""),
+        ("static constexpr int kSize = 3; int a;", ""),
+        ("using T = float; T a;", ""),
+        ("Pair<int> a;", ""),
+        ("alignas(16) int a;", ""),
+        ("void (*a)(int);", ""),
+        ("MEMBERS", ""),
+        ("\n#if X\nint a;\n#endif\n", ""),
+    ],
+)
+def test_members_that_are_plainly_written_are_read(members: str, expected: str) -> None:
+    text = f"namespace mine {{ template <int N> struct Toy {{ struct Params {{ {members} }}; }}; }}"
+    assert ", ".join(map(str, read_params("mine::Toy<3>", [text]))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("struct Other { struct Params { int a; }; };", "another class"),
+        ("struct Toy; struct Toys { struct Params { int a; }; };", "declared only"),
+        ("struct Toy { struct Params { int a; }; }; struct Toy<3> { };", "specialised"),
+        ("struct Base { int a; }; struct Toy { struct Params : Base { int b; }; };", "a base"),
+        ("struct Shape { int a; }; struct Toy { using Params = Shape; };", "an alias"),
+        ("// struct Toy { struct Params { int a; }; };", "a comment"),
+        ("struct Toy { struct Params { int a; }", "not closed"),
+    ],
+)
+def test_what_is_not_plain_is_not_read(text: str, why: str) -> None:
+    assert read_params("Toy<3>", [text]) == (), why
+
+
+SIZES = """
+template <int N> struct Sized {
+  struct Params { float a[N]; int* b; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) { *p.b = p.a[1]; }
+};
+"""
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", SUPPORTED_ARCHS, ids=str)
+def test_a_cubin_says_the_bytes_of_its_kernels_parameters(folder: Path, arch: Arch) -> None:
+    Path("sized.cu").write_text(SIZES)
+    wrappers = [("one", "Sized<4>"), ("two", "Sized<1000>"), ("three", "Sized<7000>")]
+    image = load_jit("sized", device_files=["sized.cu"], device_wrappers=wrappers).image(arch)
+    assert params_bytes(image, ["three", "one", "none", "two"]) == [28008, 24, -1, 4008]
+
+
+SCALE_CU = """
+template <int kThreads> struct Scale {
+  struct Params { float* data; double factor; long long count; };
+  static constexpr int kNumThreads = kThreads, kMinBlocks = 1;
+  static __device__ void run(const Params& p) {
+    for (long long i = blockIdx.x * (long long)kThreads + threadIdx.x; i < p.count;
+         i += (long long)gridDim.x * kThreads) p.data[i] *= static_cast<float>(p.factor);
+  }
+};
+"""
+SCALE_CC = """
+void scale_on_cpu(tvm::ffi::TensorView data, double factor, int64_t count) {
+  float* items = static_cast<float*>(data.data_ptr());
+  for (int64_t i = 0; i < count; ++i) items[i] *= static_cast<float>(factor);
+}
+"""
+
+
+def scale(source: str = SCALE_CU, *params: str) -> Any:
+    Path("scale.cu").write_text(source)
+    Path("on_cpu.cc").write_text(SCALE_CC)
+    return load_jit(
+        "scale",
+        "256",
+        device_files=["scale.cu"],
+        device_wrappers=[("scale", "Scale<256>", *params)],
+        cpp_files=["on_cpu.cc"],
+        cpp_wrappers=[("scale", "scale_on_cpu")],
+    )
+
+
+PARAMS = "struct Params { float* data; double factor; long long count; };"
+OTHERWISE = SCALE_CU.replace(PARAMS, "#define N count\n  " + PARAMS)  # not read, as it has a #
+
+
+@needs_nvrtc
+@needs_cxx
+@pytest.mark.parametrize(
+    "given",
+    [(SCALE_CU,), (OTHERWISE, "float* data, double factor, int64 count")],
+    ids=["read", "declared"],
+)
+def test_one_call_for_both_devices(folder: Path, device: Any, given: tuple[str, ...]) -> None:
+    import torch
+
+    module = scale(*given)
+    x = torch.ones(1000, device=device)
+    module.launch("scale", x, 2, 1000, grid=4, block=256)  # 2 for 2.0
+    module.launch("scale", x, 1.5, 500, grid=4, block=256)
+    assert x.tolist() == [3.0] * 500 + [2.0] * 500
+    with pytest.raises(TypeError, match=r"^scale: data: dtype float64, expected float32$"):
+        module.launch("scale", x.double(), 2.0, 1000, grid=4, block=256)
+    with pytest.raises(ValueError, match=r"^scale: data: not contiguous \(stride 2 in dimension 0"):
+        module.launch("scale", x[::2], 2.0, 500, grid=4, block=256)
+    with pytest.raises(ValueError, match=r"^scale: args: 2 arguments, expected 3: data, factor, "):
+        module.launch("scale", x, 2.0, grid=4, block=256)
+    assert x.tolist() == [3.0] * 500 + [2.0] * 500
+
+
+@needs_cxx
+def test_on_the_cpu_with_values_of_ctypes(folder: Path) -> None:
+    import ctypes
+
+    import torch
+
+    module = scale()
+    x = torch.ones(8)
+    module.launch("scale", x, ctypes.c_double(2.0), ctypes.c_longlong(8), grid=1, block=256)
+    assert x.tolist() == [2.0] * 8
+
+
+@needs_nvrtc
+@needs_cxx
+def test_both_forms_are_recorded_and_replayed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    file = tmp_path / "used.jsonl"
+    monkeypatch.setenv("JITKERN_RECORD", str(file))
+    settings.cache_clear()
+    module = scale()
+    module.launch("scale", torch.ones(4), 2.0, 4, grid=1, block=256)
+    image = module.image(SM_90)
+    on_cpu, on_gpu = (one.unpack(tmp_path / "unpacked") for one in replay(file))
+    assert (on_cpu.arch, sorted(on_cpu.options)) == ("", ["cpp_files", "cpp_wrappers"])
+    assert (on_gpu.arch, sorted(on_gpu.options)) == ("9.0", ["device_files", "device_wrappers"])
+    found = load_device(on_gpu).lookup(SM_90)
+    assert (found.source, found.loaded) == ("cached", image)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"device_files": "scale.cu"},
+            TypeError,
+            r"device_files: 'scale.cu', expected a list: ['scale.cu']",
+        ),
+        (
+            {"device_files": Path("scale.cu")},
+            TypeError,
+            "device_files: 'scale.cu', expected a list: ['scale.cu']",
+        ),
+        ({"device_files": [3]}, TypeError, "device_files[0]: int, expected a str"),
+        (
+            {"extra_cuda_cflags": "-lineinfo"},
+            TypeError,
+            "extra_cuda_cflags: '-lineinfo', expected a list: ['-lineinfo']",
+        ),
+        (
+            {"extra_include_paths": "/a"},
+            TypeError,
+            "extra_include_paths: '/a', expected a list: ['/a']",
+        ),
+        (
+            {"device_wrappers": "scale"},
+            TypeError,
+            "device_wrappers: 'scale', expected a list: [('scale', 'Scale<256>')]",
+        ),
+        (
+            {"device_wrappers": ("scale", "Scale<256>")},
+            TypeError,
+            "device_wrappers[0]: 'scale', expected (name, class) or (name, class, params)",
+        ),
+        (
+            {"device_wrappers": [("scale",)]},
+            TypeError,
+            "device_wrappers[0]: ('scale',), expected (name, class) or (name, class, params)",
+        ),
+        (
+            {"device_wrappers": [("scale", "Scale<256>", ["float* x"])]},
+            TypeError,
+            "device_wrappers[0]: ('scale', 'Scale<256>', ['float* x']), expected (name, class) or "
+            "(name, class, params)",
+        ),
+        (
+            {"cpp_wrappers": [("scale", "f", "int n")], "cpp_files": ["on_cpu.cc"]},
+            TypeError,
+            "cpp_wrappers[0]: ('scale', 'f', 'int n'), expected (name, expression)",
+        ),
+        (
+            {"cpp_wrappers": [("scle", "scale_on_cpu")], "cpp_files": ["on_cpu.cc"]},
+            ValueError,
+            "cpp_wrappers: 'scle', expected the name of a kernel: scale",
+        ),
+        (
+            {"cpp_files": ["on_cpu.cc"]},
+            ValueError,
+            "cpp_files, cpp_wrappers: one without the other along with device_files; expected a "
+            "function for kernels on the CPU, or neither",
+        ),
+        (
+            {"extra_cflags": ["-g"]},
+            ValueError,
+            "extra_cflags, extra_ldflags: given without cpp_files",
+        ),
+        ({"cuda_files": ["scale.cu"]}, ValueError, "cuda_files: given along with device_files"),
+        (
+            {"build_directory": "b"},
+            ValueError,
+            "build_directory: given along with device_files, which need none",
+        ),
+    ],
+)
+def test_mistakes_in_the_arguments_are_named(
+    folder: Path, wrong: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    scale()
+    given = {"device_files": ["scale.cu"], "device_wrappers": [("scale", "Scale<256>")], **wrong}
+    with pytest.raises(error) as caught:
+        load_jit("scale", **given)
+    assert str(caught.value) == f"load_jit: {message}"
