@@ -34,6 +34,7 @@ def draw(data: Payload, directory: Path) -> list[Path]:
 def _bandwidth(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
     """One panel per row size: GB/s of each implementation against the number of rows."""
     timed = [r for r in rows if r["gb_s"] and not r["params"].get("vocab_range")]
+    timed = [r for r in timed if "v_row_bytes" not in r["params"]]  # K and V of one size only
     sizes = sorted({r["params"]["row_bytes"] for r in timed})
     sizes = [s for s in sizes if len({r["case"] for r in timed if _size(r) == s}) > 1]
     if not sizes:

@@ -92,7 +92,7 @@ def _launches(module: Any, row_bytes: int, rows: int) -> Run:
     def launch(b: Buffers) -> None:
         stride = row_bytes
         module.launch(
-            "store",
+            module.exports[0],
             *(b.k_cache, b.k, stride, stride),
             *(b.v_cache, b.v, stride, stride),
             *(b.indices, rows, b.k_cache.shape[0], ctypes.c_uint32(0), fault.data_ptr()),

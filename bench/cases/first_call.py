@@ -228,18 +228,16 @@ def _real_calls() -> dict[str, Callable[[], object]]:
 
     import jitkern
 
-    other_cache, k_cache, v_cache = (
+    other_cache, other_rows, k_cache, v_cache = (
         torch.zeros(64, row_bytes, dtype=torch.uint8, device="cuda")
-        for row_bytes in (OTHER_ROW_BYTES, ROW_BYTES, ROW_BYTES)
+        for row_bytes in (OTHER_ROW_BYTES, OTHER_ROW_BYTES, ROW_BYTES, ROW_BYTES)
     )
     rows = torch.ones(8, ROW_BYTES, dtype=torch.uint8, device="cuda")
     indices = torch.arange(8, dtype=torch.int32, device="cuda")
     pairs = torch.stack([indices, indices], 1)
     host_rows = torch.ones(64, ROW_BYTES, dtype=torch.uint8, pin_memory=True)
     calls: dict[str, Callable[[], object]] = {
-        FIRST_KERNEL: lambda: jitkern.store_cache(
-            other_cache, other_cache, indices, other_cache[:8], other_cache[:8]
-        ),
+        FIRST_KERNEL: lambda: jitkern.store_cache(other_cache, None, indices, other_rows[:8]),
         "store": lambda: jitkern.store_cache(k_cache, v_cache, indices, rows, rows),
         "index": lambda: jitkern.indexing(k_cache, indices, output=rows),
         "h2d_gather": lambda: jitkern.h2d_gather(host_rows, k_cache, pairs),

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+import jitkern
 from bench import peers
 from bench.goals import NVCC, Figures, Goal, at_least, at_most, cpu_goals
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.cases.common import copy_kernel
-from jitkern.bench.cases.store import Buffers, ours
+from jitkern.bench.cases.store import ODD_SIZES, Buffers, ours
 from jitkern.bench.cases.store import case_of as guarded
 from jitkern.bench.measure import measure
 
@@ -23,6 +24,11 @@ PLOTS = ("bandwidth",)
 def run(ctx: Context) -> Iterator[Row]:
     for row_bytes, rows in _sizes(ctx):
         yield from measure(ctx, case_of(ctx, row_bytes, rows))
+    for row_bytes, v_row_bytes in ODD_SIZES:
+        for rows in (8192,) if ctx.device == "cpu" else (1, 1024, 131_072):
+            case = guarded(ctx, row_bytes, rows, v_row_bytes)
+            impls = [case.ours(), *_odd_impls(ctx, bool(v_row_bytes))]
+            yield from measure(ctx, replace(case, impls=impls))
 
 
 def goals(f: Figures) -> Iterator[Goal]:
@@ -37,6 +43,10 @@ def goals(f: Figures) -> Iterator[Goal]:
             yield from at_least(
                 f"{name}: of {other}", f.speed("store", case, "jitkern", other), wanted
             )
+    for case in ("131072 rows of 656 B, one cache", "131072 rows of 1536 B and 1024 B"):
+        for other, wanted in (("copy kernel, same bytes", 0.93), ("jitkern, twice", 1.0)):
+            got = f.speed("store", case, "jitkern", other)
+            yield from at_least(f"store, {case}: of {other}", got, wanted)
     for case in f.cases("store"):
         ours, floor = f.us("store", case, "jitkern"), f.us("store", case, "empty kernel")
         if ours is None or floor is None:
@@ -99,6 +109,28 @@ def _impls(ctx: Context, row_bytes: int, rows: int) -> Iterator[Impl]:
     yield Impl("torch copy_, same bytes", "ceiling", lambda: _copy_, check=False)
     if rows <= 1024:
         yield Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
+
+
+def _odd_impls(ctx: Context, two_caches: bool) -> Iterator[Impl]:
+    """Return what K and V of two sizes, or one cache, are timed beside."""
+    if two_caches:
+        yield Impl("jitkern, twice", "peer", lambda: _one_by_one)
+        yield Impl("torch cache[idx] = x, twice", "peer", lambda: _torch_index_put)
+    else:
+        yield Impl("torch cache[idx] = x", "peer", lambda: _torch_index_put_k)
+    if ctx.device == "cpu":
+        yield Impl("copy_ of the same bytes", "ceiling", lambda: _copy_, check=False)
+    else:
+        yield Impl("copy kernel, same bytes", "ceiling", _copy_kernel, check=False)
+
+
+def _one_by_one(b: Buffers) -> None:
+    jitkern.store_cache(b.k_cache, None, b.indices, b.k)
+    jitkern.store_cache(b.v_cache, None, b.indices, b.v)
+
+
+def _torch_index_put_k(b: Buffers) -> None:
+    b.k_cache[b.indices64] = b.k
 
 
 def _no_such_row_size() -> Run:
