@@ -193,18 +193,23 @@ def count(job: dict[str, Any]) -> dict[str, Any]:
         if case.key not in job["wanted"]:
             continue
         try:
-            run, buffers = case.ours().build(), case.make(0)
-            short = case.clock == "host" or case.bytes_moved == 0
-
-            def call(run: Any = run, buffers: Any = buffers) -> None:
-                run(buffers)
-
-            for _ in range(UNCOUNTED_CALLS if short else 1):
-                call()
-            counter.count(case.key, call, SHORT_CALLS if short else LONG_CALLS)
+            with torch.inference_mode():
+                _count_case(counter, case)
         except Exception as error:  # it is reported where the case is timed as well
             errors[case.key] = f"{type(error).__name__}: {error}"
     return {"counts": counter.counts, "order": counter.order, "errors": errors}
+
+
+def _count_case(counter: Any, case: Any) -> None:
+    run, buffers = case.ours().build(), case.make(0)
+    short = case.clock == "host" or case.bytes_moved == 0
+
+    def call() -> None:
+        run(buffers)
+
+    for _ in range(UNCOUNTED_CALLS if short else 1):
+        call()
+    counter.count(case.key, call, SHORT_CALLS if short else LONG_CALLS)
 
 
 def _cases(job: dict[str, Any]) -> Any:

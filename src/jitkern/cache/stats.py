@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jitkern.env import settings
 from jitkern.forks import PerProcess
@@ -56,8 +56,7 @@ class Stats:
     waits: Tally = field(default_factory=Tally)
 
 
-@dataclass(frozen=True)
-class LookupEvent:
+class LookupEvent(NamedTuple):  # as a dataclass 0.7 ms more of every import
     """What :func:`jitkern.on_compile` tells of one look-up.
 
     Attributes

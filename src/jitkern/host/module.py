@@ -6,6 +6,7 @@ machine, when it is first used.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,11 +206,7 @@ class _HostModule(Buildable["Module"]):
         content = {
             "route": "cxx",
             "name": NAME,
-            "sources": {
-                path.relative_to(csrc).as_posix(): sha256(path.read_bytes())
-                for path in sorted(csrc.rglob("*"))
-                if path.suffix in (".cc", ".h")
-            },
+            "sources": _sources(str(csrc)),
             "cflags": CFLAGS,
             "processor": platform_abi()[0],
         }
@@ -232,6 +229,19 @@ class _HostModule(Buildable["Module"]):
 
     def hint(self) -> str:
         return hints.warm_host_module()
+
+
+def _sources(csrc: str) -> dict[str, str]:
+    """Return the digest of each C++ source and header below `csrc`, by its path there."""
+    # Not Path.rglob and relative_to, which take 2 of the 4 ms that a warm load takes with them.
+    found = {}
+    for folder, _, names in os.walk(csrc):
+        for name in names:
+            if name.endswith((".cc", ".h")):
+                file = f"{folder}/{name}"
+                with open(file, "rb") as source:
+                    found[file[len(csrc) + 1 :]] = sha256(source.read())
+    return found
 
 
 def _fits(built_against: str, installed: str) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitkern import hints
 from jitkern.arch import Arch
@@ -22,20 +22,19 @@ from jitkern.files import digest, sha256, slug
 from jitkern.jit.cubin import params_bytes
 from jitkern.jit.image import DeviceImage
 from jitkern.jit.launch import ON_CPU, PLAIN, TORCH, device_and_stream, for_cpu, readable
-from jitkern.jit.params import Param
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.render import Wrapper, render
 from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
     from jitkern.compilers.find_headers import CudaHeaders
+    from jitkern.jit.params import Param
 
 # Raised when the same text has to be compiled anew: how entry points and parameters are rendered.
 DEVICE_ABI = 1
 
 
-@dataclass(frozen=True)
-class CpuForm:
+class CpuForm(NamedTuple):
     """C++ that does on the CPU what kernels of a module do.
 
     Attributes
@@ -48,6 +47,9 @@ class CpuForm:
 
     names: frozenset[str] = frozenset()
     load: Callable[[], Any] = dict
+
+
+NO_CPU_FORM = CpuForm()
 
 
 class DeviceModule:
@@ -85,7 +87,7 @@ class DeviceModule:
         hint: Callable[[Arch], str] = hints.replay,
         *,
         params: Mapping[str, tuple[Param, ...]] = MappingProxyType({}),
-        cpu: CpuForm = CpuForm(),
+        cpu: CpuForm = NO_CPU_FORM,
     ) -> None:
         self._used = used
         self.op, *args = used.args

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jitkern.errors import UnsupportedError
-from jitkern.jit.params import Param
+
+if TYPE_CHECKING:
+    from jitkern.jit.params import Param
 
 _ANY = "a tensor, int, float, bool or a ctypes value"
 

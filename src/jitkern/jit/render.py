@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from jitkern.jit.params import Param
+if TYPE_CHECKING:
+    from jitkern.jit.params import Param
 
 # Name and template class of a kernel.
 Wrapper = tuple[str, str]
