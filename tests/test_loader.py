@@ -184,7 +184,7 @@ def test_threads_of_one_module(folder: Path) -> None:
 
 
 WARM = """
-import subprocess, sys, time
+import subprocess, sys
 sys.modules["torch"] = None
 import tvm_ffi  # imports cuda.bindings itself where it is installed
 theirs = set(sys.modules)
@@ -196,27 +196,22 @@ def forbidden(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.exec", "os.posix_spawn", "os.system"):
         raise RuntimeError(f"{event} {args}")
 sys.addaudithook(forbidden)
-start = time.perf_counter()
 for n in range(4, 12):
     module = jitkern.load_jit("tiny", str(n), device_files=[sys.argv[1]],
                               device_wrappers=[("tiny", f"Tiny<{n}>")])
     assert module.lookup(Arch(9, 0)).source == "cached"
-ms = (time.perf_counter() - start) * 1e3 / 8
 ours = set(sys.modules) - theirs
 names = [name for name in ours if name.partition(".")[0] in ("cuda", "ninja", "filelock", "torch")]
 maps = open("/proc/self/maps").read()
-print(ms, "libnvrtc" in maps, *names)
+print("libnvrtc" in maps, *names)
 """
 
 
 @needs_nvrtc
-def test_a_warm_load_is_fast_and_starts_nothing(folder: Path, fresh_python: Fresh) -> None:
+def test_a_warm_load_starts_and_imports_nothing(folder: Path, fresh_python: Fresh) -> None:
     for n in range(4, 12):
         tiny(n).image(SM_90)
-    done = [fresh_python(WARM, str(folder / "tiny.cu")).stdout.split() for _ in range(3)]
-    for _, loaded, *names in done:
-        assert (loaded, names) == ("False", [])
-    assert min(float(ms) for ms, *_ in done) < 2.0  # the best: the machine is shared
+    assert fresh_python(WARM, str(folder / "tiny.cu")).stdout.split() == ["False"]
 
 
 @pytest.mark.cuda

@@ -200,6 +200,7 @@ def copy_of_the_tree(target: Path) -> None:
     for name in ("mkdocs.yml", "pyproject.toml"):
         shutil.copy(ROOT / name, target)
     shutil.copytree(ROOT / "tests" / "toy_op", target, dirs_exist_ok=True)
+    target.chmod(0o755)  # it is to hold caches, and took the mode of the checkout, whatever that is
     for name, (behind, line) in LINES.items():
         text = (target / name).read_text()
         assert text.count(f"{behind}\n") == 1
