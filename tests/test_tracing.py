@@ -6,6 +6,7 @@ import io
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from needs import needs_cxx
 from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
@@ -107,10 +109,72 @@ def test_export_and_load(device: torch.device, strict: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_cxx)])
 def test_compile(device: torch.device, backend: str) -> None:
-    if backend == "inductor" and torch.__version__ < "2.12":
-        pytest.skip("inductor of torch 2.11 loses rows of v_cache here: docs/torch-ops.md says so")
     torch.compiler.reset()
     assert_does_the_same(torch.compile(Step(), fullgraph=True, backend=backend), device)
+
+
+# How engines lay K and V out; where they share an allocation, inductor by itself would copy it.
+LAYOUTS: dict[str, Callable[..., Any]] = {
+    "separate": lambda **on: (torch.zeros(SLOTS, 8, **on), torch.zeros(SLOTS, 8, **on)),
+    "halves": lambda **on: torch.zeros(2, SLOTS, 8, **on).unbind(0),
+    "interleaved": lambda **on: torch.zeros(SLOTS, 2, 8, **on).unbind(1),
+}
+
+
+@needs_cxx
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.inference_mode])
+def test_inductor_copies_no_cache(
+    device: torch.device,
+    layout: str,
+    grad_mode: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        jitkern.store_cache(k_cache, v_cache, where, k, v)
+        return jitkern.indexing(v_cache, where)
+
+    torch.compiler.reset()
+    # Code that is kept on disk is not told apart by what shares an allocation.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = torch.compile(step, fullgraph=True)
+    with grad_mode():
+        caches = LAYOUTS[layout](device=device)
+        k, v = torch.randn(2, 4, 8, device=device)
+        where = torch.tensor([7, 0, 3, 11], device=device)
+        result, (code,) = run_and_get_code(compiled, *caches, where, k, v)
+        assert same_bits(result, v)
+    for cache, rows in zip(caches, (k, v), strict=True):
+        wanted = torch.zeros(SLOTS, 8, device=device)
+        wanted[where] = rows
+        assert same_bits(cache.contiguous(), wanted)
+    stores = re.findall(r"torch\.ops\.jitkern\.(store_cache\.\w+)", code)
+    apart = {"store_cache.single", "store_cache.v"}
+    assert set(stores) == ({"store_cache.default"} if layout == "separate" else apart)
+    assert not re.findall(r"= empty_strided_\w+\(", code)
+
+
+def test_the_operator_of_the_v_cache_names_its_own_arguments(device: torch.device) -> None:
+    v_cache, where, v = torch.zeros(SLOTS, 8), torch.tensor([7, 0]), torch.zeros(2, 8)
+    v_cache, where, v = (tensor.to(device) for tensor in (v_cache, where, v))
+    import jitkern.torch_ops  # noqa: F401 - nothing has called an op yet
+
+    write = torch.ops.jitkern.store_cache.v
+    with pytest.raises(ValueError, match="store_cache: v: rows of 16 bytes"):
+        write(v_cache, where, v[:, :4].contiguous())
+    with pytest.raises(
+        TypeError, match="store_cache: v: dtype float16, expected float32 as in v_cache"
+    ):
+        write(v_cache, where, v.half())
+    write(v_cache, where, v + 1)
+    assert v_cache.sum() == 16
+
+
+def test_export_of_caches_in_one_allocation(device: torch.device) -> None:
+    """Free of writes, as export's inference graph is, and what it does is the same."""
+    program = torch.export.export(Step(), inputs(device)).run_decompositions({})
+    assert_does_the_same(program.module(), device)
 
 
 @pytest.mark.parametrize("tool", ["make_fx", "jit", "export", "compile", "fake", "vmap", "grad"])

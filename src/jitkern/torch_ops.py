@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from jitkern.ops._ops import OPS
 from jitkern.ops.common import TorchOverload, name_unreadable
@@ -108,11 +109,13 @@ def _register(op: str, overload: TorchOverload) -> None:
     _LIBRARY.impl(name, _kernel(op, overload), "CompositeExplicitAutograd")
     fake = overload.fake or _fake_nothing
     torch.library.register_fake(f"jitkern::{name}", fake, lib=_LIBRARY)
+    operator = getattr(getattr(torch.ops.jitkern, op), name.partition(".")[2] or "default")
+    if overload.one_by_one is not None:
+        operator.py_impl(FunctionalTensorMode)(_functional(operator, overload.one_by_one))
     if overload.differentiable is None:
         # Without this PyTorch invents a gradient that only warns.
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         return
-    operator = getattr(getattr(torch.ops.jitkern, op), name.partition(".")[2] or "default")
 
     def without_gradient(*args: Any, **kwargs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -121,6 +124,29 @@ def _register(op: str, overload: TorchOverload) -> None:
     function = overload.differentiable(without_gradient)
     _LIBRARY.impl(name, _apply(function, operator), "Autograd")
     _DIFFERENTIABLE[op, operator._overloadname] = function
+
+
+def _functional(operator: Any, one_by_one: Callable[..., None]) -> Callable[..., Any]:
+    """Return what stands for the operator where a graph is made free of writes, for a compiler."""
+    arguments = operator._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+    def functional(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+        allocations = {_allocation(named[name]) for name in written}
+        if len(allocations) == len(written):
+            return mode.__torch_dispatch__(operator, (), args, kwargs)
+        with mode:
+            return one_by_one(**named)
+
+    return functional
+
+
+def _allocation(tensor: Any) -> int:
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
 
 
 def _apply(function: Any, operator: Any) -> Callable[..., Any]:

@@ -26,6 +26,13 @@ class TorchOverload(NamedTuple):
     Its ``apply`` takes the operator's arguments in their order.
     """
 
+    one_by_one: Callable[..., None] | None = None
+    """The same by operators that write to one tensor each, for tensors that share an allocation.
+
+    Of two that do, PyTorch's inductor writes to one in place, and to a copy of the allocation, all
+    of a pool of K and V, in the other's stead; in torch 2.11 it copies from the wrong address.
+    """
+
 
 def widest_vec_bytes(row_bytes: int) -> int:
     """Return the widest vector (16, 8, 4, 2 or 1 bytes) that divides a row.

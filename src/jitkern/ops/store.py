@@ -140,15 +140,25 @@ def _now(
     host.op_now("store_cache", kernel)(k_cache, v_cache, indices, k, v)
 
 
+def _one_by_one(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
+    dispatch.through_torch("store_cache", "single", k_cache=k_cache, indices=indices, k=k)
+    dispatch.through_torch("store_cache", "v", v_cache=v_cache, indices=indices, v=v)
+
+
 TORCH_OVERLOADS = (
     TorchOverload(
         "store_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor indices, Tensor k, Tensor v)"
         " -> ()",
         _now,
+        one_by_one=_one_by_one,
     ),
     # A single cache.
     TorchOverload(
         "store_cache.single(Tensor(a!) k_cache, Tensor indices, Tensor k) -> ()",
         lambda k_cache, indices, k: _now(k_cache, None, indices, k, None),
+    ),
+    TorchOverload(
+        "store_cache.v(Tensor(a!) v_cache, Tensor indices, Tensor v) -> ()",
+        lambda v_cache, indices, v: host.op_now("store_v_cache", kernel)(v_cache, indices, v),
     ),
 )

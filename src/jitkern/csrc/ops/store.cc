@@ -75,16 +75,8 @@ void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes
   });
 }
 
-// v_cache and v are None where there is one cache.
-void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyView k_arg,
-           AnyView v_arg) {
-  const Table k("k_cache", k_cache_arg, "k", k_arg);
-  std::optional<Table> v;
-  if (!is_none(v_cache_arg) || !is_none(v_arg)) {
-    if (is_none(v_cache_arg)) raise_one_is_none("v_cache", "v");
-    if (is_none(v_arg)) raise_one_is_none("v", "v_cache");
-    v.emplace("v_cache", v_cache_arg, "v", v_arg);
-  }
+// `v` is none where there is one cache.
+void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices_arg) {
   const Indices indices(kOp, "indices", indices_arg);
   indices.same_device(k.cache);
   if (indices.dl->ndim != 1) indices.value_error("shape " + indices.shape_text(), "1 dimension");
@@ -124,7 +116,26 @@ void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyVie
   launch_rows(kernels, k.cache, spec, indices.count, params, num_copies);
 }
 
+// v_cache and v are None where there is one cache.
+void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyView k_arg,
+           AnyView v_arg) {
+  const Table k("k_cache", k_cache_arg, "k", k_arg);
+  std::optional<Table> v;
+  if (!is_none(v_cache_arg) || !is_none(v_arg)) {
+    if (is_none(v_cache_arg)) raise_one_is_none("v_cache", "v");
+    if (is_none(v_arg)) raise_one_is_none("v", "v_cache");
+    v.emplace("v_cache", v_cache_arg, "v", v_arg);
+  }
+  store_tables(k, v, indices_arg);
+}
+
+// A single cache, which messages call v_cache: the other half of a call that PyTorch took apart.
+void store_v(AnyView v_cache_arg, AnyView indices_arg, AnyView v_arg) {
+  store_tables(Table("v_cache", v_cache_arg, "v", v_arg), std::nullopt, indices_arg);
+}
+
 JITKERN_EXPORT_OP(store_cache, store);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_v_cache_now, store_v);
 
 }  // namespace
 
