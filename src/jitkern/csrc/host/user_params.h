@@ -122,8 +122,7 @@ struct Packed {
                        device == kNoDevice ? any : device_name(device) + ", as the others");
   }
 
-  // -- as the member wants it
-  // --------------------------------------------------------------------------
+  // -- as the member wants it ---------------------------------------------------------------------
 
   [[noreturn]] void wrong_count(int count) const {
     std::string names;
