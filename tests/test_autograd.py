@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import jitkern
+import jitkern.torch_ops
 
 ROWS = 12
 
@@ -125,6 +128,62 @@ def test_func_grad_and_vmap(device: torch.device) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("of_a_batch", [False, True])
+def test_a_table_that_is_no_argument_of_what_is_differentiated(
+    device: torch.device, of_a_batch: bool
+) -> None:
+    """Its output is a wrapper all the same, where its input is a plain tensor."""
+    weights, x = torch.randn(ROWS, 4, device=device), torch.randn(3, 4, device=device)
+    indices = torch.tensor([1, 0, 5], device=device)
+    factor = weights[indices]
+
+    def loss(x: Tensor) -> Tensor:
+        return (x * jitkern.indexing(weights, indices)).sum()
+
+    if of_a_batch:
+        gradients = torch.vmap(torch.func.grad(loss))(torch.stack([x, x + 1]))
+        assert torch.equal(gradients, torch.stack([factor, factor]))
+    else:
+        assert torch.equal(torch.func.grad(loss)(x), factor)
+        (gradient,) = torch.func.vjp(loss, x)[1](torch.ones((), device=device))
+        assert torch.equal(gradient, factor)
+        assert torch.equal(torch.func.jacrev(loss)(x), factor)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_forward_mode(device: torch.device, mode: Callable[[], torch.no_grad]) -> None:
+    """Which no_grad() does not switch off."""
+    weights, tangent = torch.randn(2, ROWS, 4, device=device)
+    indices = torch.tensor([1, -1, 5], device=device)
+    with forward_ad.dual_level(), mode():
+        dual = forward_ad.make_dual(weights, tangent)
+        result = forward_ad.unpack_dual(jitkern.indexing(dual, indices))
+        assert torch.equal(result.tangent, zeroed(tangent, indices, 0, ROWS))
+        text = "store_cache: k: has a tangent of forward-mode AD, expected none"
+        cache = torch.zeros_like(weights)
+        with pytest.raises(RuntimeError, match=text):
+            jitkern.store_cache(cache, None, indices, dual[:3])
+        assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"indices": [1, 2]}, "indices: list, expected a tensor"),
+        ({"vocab_range": 3}, "vocab_range: 3, expected (start, length)"),
+        ({"vocab_range": (1, None)}, "vocab_range: (1, None), expected two ints"),
+    ],
+)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_wrong_arguments_have_one_text(
+    device: torch.device, given: dict[str, Any], text: str, requires_grad: bool
+) -> None:
+    weights = torch.zeros(ROWS, 4, device=device, requires_grad=requires_grad)
+    arguments = {"indices": torch.tensor([1], device=device), **given}
+    with pytest.raises(TypeError, match=re.escape(f"indexing: {text}")):
+        jitkern.indexing(weights, **arguments)
+
+
 # -- what is written to ----------------------------------------------------------------------------
 
 
@@ -178,7 +237,7 @@ READ += [("h2d_gather", "src"), ("d2h_scatter", "src")]
 
 
 @pytest.mark.parametrize(("op", "name"), WRITTEN)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_what_is_written_to_counts_as_changed(
     device: torch.device, op: str, name: str, mode: Callable[[], torch.no_grad]
 ) -> None:
@@ -191,6 +250,22 @@ def test_what_is_written_to_counts_as_changed(
         call(**tensors)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("through_torch", [False, True])
+def test_a_refused_call_changes_nothing(
+    device: torch.device, mode: Callable[[], torch.no_grad], through_torch: bool
+) -> None:
+    cache, rows = torch.zeros(2, ROWS, 4, device=device)
+    wrong = torch.zeros(1, device=device, dtype=torch.int16)
+    jitkern.store_cache(cache, None, wrong.long(), rows[:1])
+    before = cache._version
+    call = torch.ops.jitkern.store_cache.single if through_torch else jitkern.store_cache
+    arguments = (cache, wrong, rows[:1]) if through_torch else (cache, None, wrong, rows[:1])
+    with mode(), pytest.raises(TypeError, match="store_cache: indices: dtype int16"):
+        call(*arguments)
+    assert cache._version == before
 
 
 def test_the_map_counts_as_changed_too(device: torch.device) -> None:

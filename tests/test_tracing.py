@@ -177,6 +177,14 @@ def test_export_of_caches_in_one_allocation(device: torch.device) -> None:
     assert_does_the_same(program.module(), device)
 
 
+def test_a_compiled_batch_of_look_ups(device: torch.device) -> None:
+    weights, indices = torch.randn(SLOTS, 8, device=device), torch.tensor([[3], [5]], device=device)
+    torch.compiler.reset()
+    many = torch.vmap(jitkern.indexing, in_dims=(None, 0))
+    compiled = torch.compile(many, fullgraph=True, backend="eager")
+    assert same_bits(compiled(weights, indices), weights[indices])
+
+
 @pytest.mark.parametrize("tool", ["make_fx", "jit", "export", "compile", "fake", "vmap", "grad"])
 def test_nothing_has_to_be_imported(
     fresh_python: Callable[..., subprocess.CompletedProcess[str]], tool: str

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
 
 from jitkern.ops._ops import OPS
 from jitkern.ops.common import TorchOverload, name_unreadable
@@ -44,13 +45,19 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
 
 
 def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
-    if not torch.is_grad_enabled():
-        return
+    is_dual_level = not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0
     for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if torch.is_grad_enabled() and value.requires_grad:
             raise RuntimeError(
                 f"{op}: {name}: requires a gradient, expected none: the op writes in place and has "
                 f"no gradient; call it under torch.no_grad(), or pass {name}.detach()"
+            )
+        if is_dual_level and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(
+                f"{op}: {name}: has a tangent of forward-mode AD, expected none: the op writes in "
+                f"place and has no gradient; pass forward_ad.unpack_dual({name}).primal"
             )
 
 
@@ -79,12 +86,14 @@ def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
             _refuse_gradients(op, named)
             if not torch.is_inference_mode_enabled():
                 _refuse_inference_tensors(op, {name: named.get(name) for name in written})
-            torch.autograd.graph.increment_version(changed)
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except RuntimeError as error:
             name_unreadable(error, op, **named)
             raise
+        if changed:
+            torch.autograd.graph.increment_version(changed)
+        return result
 
     return kernel
 
@@ -118,6 +127,8 @@ def _register(op: str, overload: TorchOverload) -> None:
         return
 
     def without_gradient(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return operator(*args, **kwargs)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args, **kwargs)
 
@@ -133,7 +144,7 @@ def _functional(operator: Any, one_by_one: Callable[..., None]) -> Callable[...,
 
     def functional(mode: Any, *args: Any, **kwargs: Any) -> Any:
         named = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-        allocations = {_allocation(named[name]) for name in written}
+        allocations = {_allocation(named[name]) for name in written if name in named}
         if len(allocations) == len(written):
             return mode.__torch_dispatch__(operator, (), args, kwargs)
         with mode:

@@ -89,6 +89,7 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
         try:
             if not _op()(src, dst, pairs, num_sms):
+                dispatch.wrote(dst)
                 return
         except (RuntimeError, ValueError) as error:
             dispatch.require_wrapper(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)

@@ -135,6 +135,7 @@ def h2d_gather(
     if dispatch.in_inference_mode() or dispatch.may_write(written, (src,)):
         try:
             if not _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident):
+                dispatch.wrote(*written)
                 if record_source:
                     _record_use(src, dst)
                 return

@@ -64,6 +64,12 @@ def _through_torch(
     output: Tensor | None = None,
     vocab_range: tuple[int, int] | None = None,
 ) -> Tensor:
+    # PyTorch's dispatcher has texts of its own for these.
+    wrong = _not_a_tensor(weights=weights, indices=indices)
+    if wrong is not None:
+        raise wrong
+    if vocab_range is not None:
+        vocab_range = _start_and_length(vocab_range)
     given = {"weights": weights, "indices": indices, "vocab_range": vocab_range}
     if output is None:
         return cast("Tensor", dispatch.through_torch("indexing", **given))
@@ -134,13 +140,18 @@ def indexing(
         else dispatch.may_write((output,), (weights,))
     ):
         start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
+        result = output
         try:
-            result = _new_output(weights, indices) if output is None else output
+            if result is None:
+                result = _new_output(weights, indices)
             if not _op()(weights, indices, result, start, length):
+                if output is not None:
+                    dispatch.wrote(output)
                 return result
         except (RuntimeError, ValueError) as error:
+            # The new output, too: under torch.func.grad of something else it is a wrapper.
             dispatch.require_wrapper(
-                error, "indexing", weights=weights, indices=indices, output=output
+                error, "indexing", weights=weights, indices=indices, output=result
             )
     return _through_torch(weights, indices, output=output, vocab_range=vocab_range)
 

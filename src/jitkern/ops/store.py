@@ -59,7 +59,13 @@ def _through_torch(
     k: Tensor,
     v: Tensor | None = None,
 ) -> None:
-    if v_cache is None and v is None:
+    if (v_cache is None) != (v is None):
+        missing, other = ("v_cache", "v") if v_cache is None else ("v", "v_cache")
+        raise TypeError(
+            f"store_cache: {missing}: None, expected a tensor along with {other}, or None as both "
+            "for a single cache"
+        )
+    if v_cache is None:
         dispatch.through_torch("store_cache", "single", k_cache=k_cache, indices=indices, k=k)
     else:
         dispatch.through_torch(
@@ -121,11 +127,12 @@ def store_cache(
     >>> slots = torch.randperm(1024, device="cuda")[:16]
     >>> jitkern.store_cache(k_cache, v_cache, slots, k, v)
     """
-    if dispatch.in_inference_mode() or dispatch.may_write(
-        (k_cache,) if v_cache is None else (k_cache, v_cache), (k,) if v is None else (k, v)
-    ):
+    written = (k_cache,) if v_cache is None else (k_cache, v_cache)
+    read = (k,) if v is None else (k, v)
+    if dispatch.in_inference_mode() or dispatch.may_write(written, read):
         try:
             if not _op()(k_cache, v_cache, indices, k, v):
+                dispatch.wrote(*written)
                 return
         except (RuntimeError, ValueError) as error:
             dispatch.require_wrapper(

@@ -49,6 +49,7 @@ def write_twice(rows: Tensor, output: Tensor) -> None:
     if dispatch.in_inference_mode() or dispatch.may_write((output,), (rows,)):
         try:
             if not _op()(rows, output):
+                dispatch.wrote(output)
                 return
         except (RuntimeError, ValueError) as error:
             dispatch.require_wrapper(error, "write_twice", rows=rows, output=output)
