@@ -21,6 +21,8 @@ from torch.autograd import forward_ad
 from jitkern.ops._ops import OPS
 from jitkern.ops.common import TorchOverload, name_unreadable
 
+_unpack_dual: Any = forward_ad.unpack_dual
+
 # Not torch.library.custom_op: its wrappers add 12 to 15 us to a call, this 1.2 us.
 _LIBRARY: Any = vars(torch.library)["Library"]("jitkern", "FRAGMENT")
 
@@ -54,7 +56,7 @@ def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
                 f"{op}: {name}: requires a gradient, expected none: the op writes in place and has "
                 f"no gradient; call it under torch.no_grad(), or pass {name}.detach()"
             )
-        if is_dual_level and forward_ad.unpack_dual(value).tangent is not None:
+        if is_dual_level and _unpack_dual(value).tangent is not None:
             raise RuntimeError(
                 f"{op}: {name}: has a tangent of forward-mode AD, expected none: the op writes in "
                 f"place and has no gradient; pass forward_ad.unpack_dual({name}).primal"
