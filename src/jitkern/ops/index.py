@@ -64,12 +64,16 @@ def _through_torch(
     output: Tensor | None = None,
     vocab_range: tuple[int, int] | None = None,
 ) -> Tensor:
-    # PyTorch's dispatcher has texts of its own for these.
-    wrong = _not_a_tensor(weights=weights, indices=indices)
-    if wrong is not None:
-        raise wrong
-    if vocab_range is not None:
-        vocab_range = _start_and_length(vocab_range)
+    import torch
+
+    # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
+    # runs: torch.compile makes another error of one that is raised while it traces.
+    if not torch.compiler.is_dynamo_compiling():
+        wrong = _not_a_tensor(weights=weights, indices=indices)
+        if wrong is not None:
+            raise wrong
+        if vocab_range is not None:
+            vocab_range = _start_and_length(vocab_range)
     given = {"weights": weights, "indices": indices, "vocab_range": vocab_range}
     if output is None:
         return cast("Tensor", dispatch.through_torch("indexing", **given))
