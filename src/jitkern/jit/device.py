@@ -297,6 +297,14 @@ class DeviceModule:
         library = find_nvrtc() if settings().compiler == "nvrtc" else None
         return find_headers(self.closure.missing, self._cuda_dirs, library)
 
+    def given_headers_id(self) -> str:
+        """Name the state of ``extra_include_paths`` with CUDA's own headers, empty without."""
+        if not (self.closure.missing and self._cuda_dirs):
+            return ""
+        from jitkern.compilers.find_headers import given_id
+
+        return given_id(self.closure.missing, self._cuda_dirs)
+
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""
         headers = self.closure.headers
