@@ -268,8 +268,16 @@ def test_a_frozen_process_says_what_is_the_case(
     jitkern.freeze()
     with pytest.raises(FrozenError, match=r"missing, and jitkern\.freeze\(\) was called, which"):
         jitkern.warm(files=[record])
-    get._frozen = False
-    jitkern.warm(files=[record])
+    use(FREEZE="1")
+    both = r"missing, and JITKERN_FREEZE=1 is set and jitkern\.freeze\(\) was called, which"
+    with pytest.raises(FrozenError, match=both):
+        jitkern.warm(files=[record])
+    use(FREEZE="warn")
+    with pytest.raises(FrozenError, match=r"missing, and jitkern\.freeze\(\) was called, which"):
+        jitkern.warm(files=[record])
+    get._frozen = ""
+    with pytest.warns(RuntimeWarning, match="frozen to warn"):  # which forbids nothing
+        jitkern.warm(files=[record])
     use(FREEZE="1")
     assert run(capsys, "--replay", record)[0] == 0
 

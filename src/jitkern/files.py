@@ -171,15 +171,20 @@ def make_folders(path: Path, mode: int = 0o700) -> None:
         It cannot be made, or is something else.
     """
     try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
+        _make_folder(path, mode)
     except FileNotFoundError:
         if path.parent == path:
             raise
         make_folders(path.parent, mode)
-        make_folders(path, mode)
+        _make_folder(path, mode)  # once: in /proc nothing can be made, which says the same
+
+
+def _make_folder(path: Path, mode: int) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
     else:
         if mode != 0o700:
             set_mode(path, mode)
