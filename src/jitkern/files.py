@@ -124,8 +124,13 @@ def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) 
             os.fsync(out.fileno())
 
 
-def append(file: Path, data: bytes) -> None:
+def append(file: Path, data: bytes) -> int:
     """Add `data` to the end of `file` by one write; the file is made if need be.
+
+    Returns
+    -------
+    int
+        Where `data` ends in it, bytes.
 
     Raises
     ------
@@ -146,6 +151,7 @@ def append(file: Path, data: bytes) -> None:
         count = os.write(descriptor, data)
         if count < len(data):
             _refuse(errno.ENOSPC, f"{count} of {len(data)} bytes written, the disk is full", file)
+        return os.lseek(descriptor, 0, os.SEEK_CUR)
     finally:
         os.close(descriptor)
 

@@ -163,7 +163,9 @@ class DeviceModule:
         self._images[arch] = found
         file = settings().record
         if file is not None:
-            record(replace(self._used, arch=str(arch)), self.closure.files, file)
+            files = self.closure.files
+            texts = dict(zip(map(str, files), self.closure.texts, strict=True))
+            record(replace(self._used, arch=str(arch)), files, file, texts)
         return found
 
     @property
