@@ -47,7 +47,11 @@ DEVICE_STD = "-std=c++17"
 """What device code is compiled as, by NVRTC and by nvcc."""
 
 # What takes files from elsewhere, in its long and short spellings.
-_FILE_OPTIONS = ("-I", "--include-path", "-include-path", "--pre-include", "-include", "-isystem")
+_FILE_OPTIONS = (
+    *("-I", "--include-path", "-include-path", "--pre-include", "-pre-include", "-include"),
+    *("-isystem", "--system-include", "-system-include"),
+    *("-optf", "--options-file", "-options-file"),
+)
 
 # Raw strings, comments and literals are matched only to be skipped: an #include inside is text.
 _TOKEN = re.compile(
@@ -133,11 +137,14 @@ def check_options(options: Sequence[str]) -> None:
     Raises
     ------
     ValueError
-        An include directory or a pre-included file.
+        An include directory, a pre-included file or a file of options.
     """
     for option in options:
         if option.startswith(_FILE_OPTIONS):
-            raise ValueError(f"options: {option!r}, expected extra_include_paths to hold it")
+            raise ValueError(
+                f"options: {option!r}, expected extra_include_paths for headers, and each option "
+                "itself"
+            )
 
 
 def with_defaults(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
