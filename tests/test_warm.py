@@ -21,6 +21,7 @@ from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.host import module as host
+from jitkern.jit import native
 from jitkern.jit.loader import load_aot, load_jit
 from jitkern.jobs import Outcome
 from jitkern.ops._ops import OPS
@@ -314,13 +315,23 @@ def test_cuda_files_are_built_for_each_of_the_variable(
     empty_cache: Path,
     use: Callable[..., None],
     fake_nvcc: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only the first one's library was built, and nobody said so."""
     text = TWICE.replace("args->value * 2", "FAKE_ARCH")
     (folder / "which.cu").write_text(text)
     use(ARCH="9.0,10.0")
+    loaded: list[Path] = []
+    real = native.load_library
+
+    def load_library(name: str, data: bytes, artefact: Path, **options: Any) -> Any:
+        loaded.append(artefact)
+        return real(name, data, artefact, **options)
+
+    monkeypatch.setattr(native, "load_library", load_library)
     assert load_jit("which", cuda_files=["which.cu"])["twice"](0) == 90
     assert calls(fake_nvcc) == 2
+    assert len(loaded) == 1  # static initialisers of the others have no business here
     use(ARCH="10.0")
     assert load_jit("which", cuda_files=["which.cu"])["twice"](0) == 100
     assert calls(fake_nvcc) == 2
