@@ -12,6 +12,7 @@ from headers import load, put, toolkit
 from needs import has, needs_nvcc, needs_nvrtc
 from tiny import SM_90
 
+from jitkern.cache import get
 from jitkern.compilers import find_headers, find_nvrtc, for_nvrtc, nvrtc
 from jitkern.compilers.find_cuda import find_cuda_home
 from jitkern.compilers.find_headers import header_hint
@@ -38,6 +39,10 @@ REAL = {
     "cuda_runtime.h": ("float4", "*p.out = make_float4(1, 2, 3, 4)"),
 }
 USES = [(kind, f"{body};".replace("p.out", "out")) for kind, body in REAL.values()]
+
+
+def no_nvrtc() -> Nvrtc:
+    raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {find_nvrtc.NVRTC_HINT}")
 
 
 def variant(module: DeviceModule) -> str:
@@ -161,6 +166,59 @@ def test_a_changed_header_is_compiled_anew(
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("state", ["frozen", "other toolkit", "without NVRTC's", "no NVRTC"])
+def test_given_headers_are_the_same_for_any_entry(
+    state: str,
+    bare_machine: Callable[..., Path],
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The user's own, in a directory with CUDA's: an entry of other content was loaded."""
+    monkeypatch.setattr(find_headers, "FIRST_BUNDLED", (99, 0))
+    root = bare_machine()
+    include = toolkit(root / "usr-local-cuda/include", 12080, "cuda_fp16.h")
+    given = put(root / "cccl/cub/version.cuh").parents[1]
+    factor = put(given / "my/factor.cuh", "#define VALUE 3\n")
+
+    def module() -> Any:
+        headers = ("<my/factor.cuh>", "<cuda_fp16.h>")
+        return load(root, *headers, body="*p.out = VALUE", extra_include_paths=[given])
+
+    image = module().image(SM_90)
+    if state in ("frozen", "other toolkit"):
+        get.freeze()
+    if state == "other toolkit":
+        grow(include)
+    if state == "without NVRTC's":
+        (include / "cuda_fp16.h").unlink()
+    if state == "no NVRTC":
+        monkeypatch.setattr(device, "find_nvrtc", no_nvrtc)
+    found = module().find(SM_90)
+    assert (found.source, found.loaded) == ("cached", image)
+    factor.write_text("#define VALUE 15\n")
+    assert module().find(SM_90) is None
+
+
+@needs_bundle
+def test_given_headers_then_those_of_nvrtc_then_a_toolkits(
+    bare_machine: Callable[..., Path], empty_cache: Path
+) -> None:
+    """A toolkit's went before NVRTC's own."""
+    root = bare_machine()
+    kit = toolkit(root / "usr-local-cuda/include", 12080, "curand.h")
+    put(kit / "cuda_fp16.h", "#error of the toolkit\n")
+    put(kit / "cub/version.cuh", "#error of the toolkit\n")
+    given = put(root / "given/cub/version.cuh").parents[1]
+    put(given / "mma.h", "#define FROM_GIVEN 1\n")
+    headers = ("<mma.h>", "<cuda_fp16.h>", "<curand.h>")
+    body = "*p.out = __float2half(FROM_GIVEN + FROM_TOOLKIT)"
+    module = load(root, *headers, type="__half", body=body, extra_include_paths=[given])
+    assert module.image(SM_90)
+    headers = ("<cub/version.cuh>", "<curand.h>")
+    assert load(root, *headers, body="*p.out = CUB_VERSION").image(SM_90)
+
+
+@needs_nvrtc
 def test_a_header_changed_while_it_is_compiled(
     bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,9 +315,6 @@ def test_a_missing_header_ends_with_the_hint(
 def test_a_machine_without_nvrtc_says_so(
     bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing() -> Nvrtc:
-        raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {find_nvrtc.NVRTC_HINT}")
-
-    monkeypatch.setattr(device, "find_nvrtc", nothing)
+    monkeypatch.setattr(device, "find_nvrtc", no_nvrtc)
     with pytest.raises(ToolchainError, match=r'pip install "jitkern\[cuda\]"$'):
         load(bare_machine(), "<cuda_fp16.h>").image(SM_90)

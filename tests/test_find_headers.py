@@ -86,9 +86,11 @@ def test_those_that_nvrtc_brings_come_first(bare_machine: Callable[..., Path]) -
     assert find(["curand.h"], library=NEW) == CudaHeaders((include,), bundled=True)
     assert find(["vector"], library=NEW) == CudaHeaders()
     assert find([], library=NEW) == CudaHeaders()
-    assert find(["cuda_fp16.h"], [include], NEW) == CudaHeaders((include,), bundled=True)
+    assert find(["cuda_fp16.h"], [include], NEW) == CudaHeaders(
+        (include,), bundled=True, num_given=1
+    )
     assert find(["cuda_bf16.h"], [include], NEW) == CudaHeaders((), bundled=True)
-    assert find(["cuda_bf16.h"], [include], None) == CudaHeaders((include,))
+    assert find(["cuda_bf16.h"], [include], None) == CudaHeaders((include,), num_given=1)
 
 
 def test_what_is_nowhere_is_told(bare_machine: Callable[..., Path]) -> None:

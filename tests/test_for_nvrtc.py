@@ -70,6 +70,13 @@ def test_options_without_a_meaning(
 
 
 @needs_nvrtc
+def test_an_open_quote_is_named(tmp_path: Path, empty_cache: Path) -> None:
+    message = "^extra_cuda_cflags: '-DX=\"a': No closing quotation, expected words quoted as in a"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, extra_cuda_cflags=["-lineinfo", '-DX="a']).image(SM_90)
+
+
+@needs_nvrtc
 def test_options_that_nvrtc_does_not_know(tmp_path: Path, empty_cache: Path) -> None:
     with pytest.raises(CompileError) as caught:
         load(tmp_path, extra_cuda_cflags=["--nope"]).image(SM_90)

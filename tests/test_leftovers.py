@@ -17,7 +17,7 @@ from strangers import MALLORY, needs_root
 
 from jitkern.cache import size
 from jitkern.cache.store import Cache
-from jitkern.scratch import scratch_folder
+from jitkern.scratch import make_scratch_folder, scratch_folder
 
 TOKEN = "0123456789abcdef"
 HERE = os.uname().nodename
@@ -76,6 +76,23 @@ with scratch_folder("build") as folder:
     age(left, 7200)
     with scratch_folder("build"):
         assert not left.exists()
+
+
+@pytest.mark.parametrize("pids_are_seen", [True, False])
+def test_what_a_process_keeps_while_it_lives_stays(
+    tmpdir: Path, monkeypatch: pytest.MonkeyPatch, pids_are_seen: bool
+) -> None:
+    """After a day, or an hour where its pid is of another container, it was deleted."""
+    kept = make_scratch_folder("cache")
+    with scratch_folder("build") as building:
+        if not pids_are_seen:
+            monkeypatch.setattr("jitkern.files.os.path.exists", lambda _: False)
+        for folder in (kept, building):
+            age(folder, 100_000)
+        with scratch_folder("other"):
+            assert kept.exists()
+            assert building.exists()
+    assert list(tmpdir.iterdir()) == [kept]
 
 
 def test_what_is_not_a_dead_build_stays(tmpdir: Path, tmp_path: Path) -> None:

@@ -88,6 +88,29 @@ def test_other_toolchains_entry_counts_only_where_there_is_none(
 
 
 @needs_nvcc
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NVCC_PREPEND_FLAGS", "-DFROM_OUTSIDE"),
+        ("NVCC_APPEND_FLAGS", "-include planted/outside.h"),
+        ("CPATH", "planted"),
+        ("CPLUS_INCLUDE_PATH", "planted"),
+    ],
+)
+def test_nvcc_sees_no_flags_and_headers_that_are_in_no_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    (folder / "planted").mkdir()
+    (folder / "planted" / "outside.h").write_text("#define FROM_OUTSIDE\n")
+    text = "#if __has_include(<outside.h>) || defined(FROM_OUTSIDE)\n#error outside\n#endif\n"
+    (folder / "half.cuh").write_text(f"{text}__device__ inline int half(int n) {{ return n; }}\n")
+    monkeypatch.setenv(variable, value.replace("planted", str(folder / "planted")))
+    monkeypatch.setenv("JITKERN_COMPILER", "nvcc")
+    settings.cache_clear()
+    assert tiny().image(SM_90).startswith(b"\x7fELF")
+
+
+@needs_nvcc
 @needs_nvrtc
 def test_nvcc_makes_the_same_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JITKERN_COMPILER", "nvcc")

@@ -36,6 +36,31 @@ def test_cpp_files_with_wrappers(folder: Path, empty_cache: Path) -> None:
 
 
 @needs_cxx
+def test_flags_in_cxx_are_part_of_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was built with others was loaded."""
+    Path("value.cc").write_text("int64_t value() { return VALUE; }\n")
+    for value in (3, 5):
+        monkeypatch.setenv("CXX", f"c++ -DVALUE={value}")
+        settings.cache_clear()
+        module = load_jit("value", cpp_files=["value.cc"], cpp_wrappers=[("value", "value")])
+        assert module.value() == value
+
+
+@pytest.mark.parametrize("argument", ["extra_cflags", "extra_cuda_cflags", "extra_ldflags"])
+def test_an_open_quote_is_named(folder: Path, argument: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_jit(
+            "scale",
+            cpp_files=["scale.cc"],
+            cpp_wrappers=[("scale", "scale<4>")],
+            **{argument: ["-g", '-DX="a']},
+        )
+    assert str(caught.value) == (
+        f"{argument}: '-DX=\"a': No closing quotation, expected words quoted as in a shell"
+    )
+
+
+@needs_cxx
 def test_load_aot_and_its_flags(folder: Path) -> None:
     (folder / "own.cc").write_text(
         "#include <tvm/ffi/function.h>\n#include <extra.h>\n"

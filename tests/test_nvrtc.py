@@ -111,7 +111,19 @@ def test_unknown_option_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["-I/usr/include", "-I", "--include-path=/x", "-include=a.h", "--pre-include=a.h"]
+    "option",
+    [
+        "-I/usr/include",
+        "-I",
+        "--include-path=/x",
+        "-include=a.h",
+        "--pre-include=a.h",
+        "--system-include=/x",
+        "-system-include",
+        "-isystem/x",
+        "-optf",
+        "--options-file=x",
+    ],
 )
 def test_options_bring_no_files(option: str) -> None:
     with pytest.raises(ValueError, match=r"options: '-.*', expected extra_include_paths"):

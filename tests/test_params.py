@@ -170,6 +170,60 @@ def test_what_is_not_plain_is_not_read(text: str, why: str) -> None:
     assert read_params("Toy<3>", [text]) == (), why
 
 
+@pytest.mark.parametrize(
+    "before",
+    ["#pragma pack(1)", "#pragma pack(push, 1)", "#define float double", "# define b (c)"],
+)
+def test_what_does_not_mean_what_is_written_is_not_read(before: str) -> None:
+    text = "struct Toy { struct Params { float a; int b; }; };"
+    assert read_params("Toy", [text])
+    assert read_params("Toy", [f"{before}\n{text}"]) == ()
+
+
+KERNEL = """
+struct Kernel {
+  struct Params { bool flag; int count; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params&) {}
+};
+"""
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("before", "flags"),
+    [
+        ("", ["-std=c++14"]),
+        ("", ["-lineinfo -std", "c++11"]),
+        ("#pragma pack(1)", []),
+        ("#define int long long", []),
+    ],
+)
+def test_what_is_read_is_no_obstacle(folder: Path, before: str, flags: list[str]) -> None:
+    """A kernel that compiled before its Params were read failed in jitkern's own checks."""
+    Path("kernel.cu").write_text(f"{before}\n{KERNEL}")
+    module = load_jit(
+        "kernel",
+        device_files=["kernel.cu"],
+        device_wrappers=[("kernel", "Kernel")],
+        extra_cuda_cflags=flags,
+    )
+    assert module.image(SM_90).startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+def test_what_was_read_wrongly_says_to_declare_it(folder: Path) -> None:
+    Path("odd.cuh").write_text("#define int long long\n")
+    Path("kernel.cu").write_text(f'#include "odd.cuh"\n{KERNEL}')
+    wrappers = [("kernel", "Kernel")]
+    with pytest.raises(CompileError) as caught:
+        load_jit("kernel", device_files=["kernel.cu"], device_wrappers=wrappers).image(SM_90)
+    assert (
+        "kernel: taken as int32 count, but Params has another type or order; "
+        "declare the parameters as the third item of device_wrappers"
+    ) in caught.value.log
+
+
 SIZES = """
 template <int N> struct Sized {
   struct Params { float a[N]; int* b; };

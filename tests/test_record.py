@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -20,7 +21,9 @@ from jitkern.cache.get import freeze, unfreeze
 from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.errors import FrozenError
+from jitkern.jit import record
 from jitkern.jit.loader import load_jit
+from jitkern.jit.record import Specialisation
 from jitkern.jit.replay import replay
 from jitkern.warming import recorded_jobs
 
@@ -104,6 +107,78 @@ for n in range(4, 8):
     children = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
     assert [child.wait() for child in children] == [0] * 4
     assert {str(one.used) for one in replay(file)} == {f"tiny<{n}> for 9.0" for n in range(4, 8)}
+
+
+def write_again(file: Path) -> None:
+    """Longer than it was, and of the same inode."""
+    file.write_bytes(b"\n" * 10_000)
+
+
+def replace(file: Path) -> None:
+    file.unlink()
+    write_again(file)
+
+
+@pytest.mark.parametrize("begin_anew", [Path.unlink, write_again, replace])
+def test_a_record_that_is_begun_anew_gets_the_texts_again(
+    tmp_path: Path, begin_anew: Callable[[Path], None]
+) -> None:
+    """Another rank may have made it as long as it was: what followed lacked its texts."""
+    file = tmp_path / "used.jsonl"
+    source = tmp_path / "tiny.cu"
+    source.write_text("// one\n")
+    options = {"device_files": [str(source)]}
+    for n in (4, 5):
+        record.record(Specialisation("load_jit", ("tiny", str(n)), options, "9.0"), [], file)
+        before = file.read_bytes()
+        record.record(Specialisation("load_jit", ("tiny", str(n)), options, "9.0"), [], file)
+        assert file.read_bytes() == before  # each once
+        if n == 4:
+            begin_anew(file)
+    (one,) = replay(file)
+    assert list(one.texts.values()) == [b"// one\n"]
+
+
+def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
+    """A writer that was killed; the next one's first line was part of it."""
+    file = tmp_path / "used.jsonl"
+    file.write_bytes(b'{"torn": ')
+    record.record(Specialisation("load_jit", ("tiny", "4"), {}, "9.0"), [], file)
+    torn, line, rest = file.read_bytes().split(b"\n")
+    assert (torn, rest) == (b'{"torn": ', b"")
+    assert json.loads(line)["args"] == ["tiny", "4"]
+
+
+@needs_nvrtc
+def test_what_is_recorded_is_what_was_compiled(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sources were read when the record was written: another text, or none any more."""
+    file = tmp_path / "used.jsonl"
+    monkeypatch.setenv("JITKERN_RECORD", str(file))
+    settings.cache_clear()
+    module = tiny()
+    compiled = (folder / "tiny.cu").read_bytes()
+    (folder / "tiny.cu").write_text("// edited\n")
+    (folder / "half.cuh").unlink()
+    module.image(SM_90)
+    assert caplog.messages == []
+    (one,) = replay(file)
+    assert sorted(one.files) == ["./half.cuh", "./tiny.cu"]
+    assert one.texts[one.files["./tiny.cu"]] == compiled
+
+
+def test_a_source_that_cannot_be_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record was blamed."""
+    used = Specialisation("load_jit", ("tiny", "4"), {"cpp_files": [str(tmp_path / "gone.cc")]}, "")
+    record.record(used, [], tmp_path / "used.jsonl")
+    assert caplog.messages == [
+        f"jitkern: JITKERN_RECORD: tiny<4> is left out: cannot read {tmp_path}/gone.cc: "
+        "No such file or directory"
+    ]
+    assert not (tmp_path / "used.jsonl").exists()
 
 
 @needs_nvrtc

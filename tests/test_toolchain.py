@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jitkern.arch import KNOWN_ARCHS, Arch
-from jitkern.compilers import find, find_cuda, find_nvrtc
+from jitkern.compilers import find, find_cuda, find_nvrtc, identity
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
@@ -307,6 +307,28 @@ def test_cxx_from_the_environment(machine: Callable[..., Path]) -> None:
     machine(CXX=f"{path} -m64")
     found = find.find_cxx()
     assert (found.command, found.id) == ((str(path), "-m64"), "clang-18.1.3")
+
+
+@pytest.mark.parametrize(
+    ("cxx", "flags"),
+    [("", ()), ("g++", ()), ("g++ -DX=1 -m32", ("-DX=1", "-m32")), ("ccache g++ -m32", ("-m32",))],
+)
+def test_flags_in_cxx(machine: Callable[..., Path], cxx: str, flags: tuple[str, ...]) -> None:
+    machine(CXX=cxx)
+    assert find.cxx_flags() == flags
+
+
+def test_the_nvcc_that_is_looked_at_is_the_one_that_is_used(machine: Callable[..., Path]) -> None:
+    """That on PATH was, whatever CUDA_HOME says."""
+    root = machine()
+    put(root / "bin/c++", "\x7fELF")
+    put(root / "bin/nvcc", "\x7fELF of the PATH")
+    put(toolkit(root / "home") / "bin/nvcc", "\x7fELF")
+    machine(CUDA_HOME=root / "home")
+    stats = identity.program_stats(cuda=True)
+    assert stats is not None
+    used = (root / "home/bin/nvcc").stat()
+    assert stats[1] == [used.st_mtime_ns, used.st_size]
 
 
 def test_cxx_on_path(machine: Callable[..., Path]) -> None:

@@ -65,12 +65,13 @@ def test_a_read_only_cache_works_warm_and_cold(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("what", ["a file", "below a file", "device"])
+@pytest.mark.parametrize("what", ["a file", "below a file", "device", "proc"])
 def test_a_place_that_is_no_directory(
     children: Children, sources: Path, cache_dir: Path, what: str
 ) -> None:
     cache_dir.write_text("not a directory")
     place = {"a file": cache_dir, "below a file": cache_dir / "x", "device": Path("/dev/null/x")}
+    place["proc"] = Path("/proc/nowhere")  # it is there, and nothing can be made in it
     report = children.run(sources / "tiny.cu", env={"JITKERN_CACHE_DIR": str(place[what])})
     assert_degrades(report)
     assert cache_dir.read_text() == "not a directory"

@@ -21,6 +21,7 @@ from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.host import module as host
+from jitkern.jit import native
 from jitkern.jit.loader import load_aot, load_jit
 from jitkern.jobs import Outcome
 from jitkern.ops._ops import OPS
@@ -268,8 +269,16 @@ def test_a_frozen_process_says_what_is_the_case(
     jitkern.freeze()
     with pytest.raises(FrozenError, match=r"missing, and jitkern\.freeze\(\) was called, which"):
         jitkern.warm(files=[record])
-    get._frozen = False
-    jitkern.warm(files=[record])
+    use(FREEZE="1")
+    both = r"missing, and JITKERN_FREEZE=1 is set and jitkern\.freeze\(\) was called, which"
+    with pytest.raises(FrozenError, match=both):
+        jitkern.warm(files=[record])
+    use(FREEZE="warn")
+    with pytest.raises(FrozenError, match=r"missing, and jitkern\.freeze\(\) was called, which"):
+        jitkern.warm(files=[record])
+    get._frozen = ""
+    with pytest.warns(RuntimeWarning, match="frozen to warn"):  # which forbids nothing
+        jitkern.warm(files=[record])
     use(FREEZE="1")
     assert run(capsys, "--replay", record)[0] == 0
 
@@ -306,13 +315,23 @@ def test_cuda_files_are_built_for_each_of_the_variable(
     empty_cache: Path,
     use: Callable[..., None],
     fake_nvcc: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only the first one's library was built, and nobody said so."""
     text = TWICE.replace("args->value * 2", "FAKE_ARCH")
     (folder / "which.cu").write_text(text)
     use(ARCH="9.0,10.0")
+    loaded: list[Path] = []
+    real = native.load_library
+
+    def load_library(name: str, data: bytes, artefact: Path, **options: Any) -> Any:
+        loaded.append(artefact)
+        return real(name, data, artefact, **options)
+
+    monkeypatch.setattr(native, "load_library", load_library)
     assert load_jit("which", cuda_files=["which.cu"])["twice"](0) == 90
     assert calls(fake_nvcc) == 2
+    assert len(loaded) == 1  # static initialisers of the others have no business here
     use(ARCH="10.0")
     assert load_jit("which", cuda_files=["which.cu"])["twice"](0) == 100
     assert calls(fake_nvcc) == 2

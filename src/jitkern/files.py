@@ -124,8 +124,13 @@ def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) 
             os.fsync(out.fileno())
 
 
-def append(file: Path, data: bytes) -> None:
+def append(file: Path, data: bytes) -> int:
     """Add `data` to the end of `file` by one write; the file is made if need be.
+
+    Returns
+    -------
+    int
+        Where `data` ends in it, bytes.
 
     Raises
     ------
@@ -146,6 +151,7 @@ def append(file: Path, data: bytes) -> None:
         count = os.write(descriptor, data)
         if count < len(data):
             _refuse(errno.ENOSPC, f"{count} of {len(data)} bytes written, the disk is full", file)
+        return os.lseek(descriptor, 0, os.SEEK_CUR)
     finally:
         os.close(descriptor)
 
@@ -171,15 +177,20 @@ def make_folders(path: Path, mode: int = 0o700) -> None:
         It cannot be made, or is something else.
     """
     try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
+        _make_folder(path, mode)
     except FileNotFoundError:
         if path.parent == path:
             raise
         make_folders(path.parent, mode)
-        make_folders(path, mode)
+        _make_folder(path, mode)  # once: in /proc nothing can be made, which says the same
+
+
+def _make_folder(path: Path, mode: int) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
     else:
         if mode != 0o700:
             set_mode(path, mode)

@@ -12,10 +12,9 @@ from typing import Any
 
 from jitkern.arch import Arch, gpu_archs, requested_archs
 from jitkern.cache.bundle import copy_entries
-from jitkern.cache.get import Lookup, is_frozen
+from jitkern.cache.get import Lookup, forbidden_by
 from jitkern.cache.search import user_cache
 from jitkern.cache.store import Cache
-from jitkern.env import settings
 from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
@@ -267,8 +266,8 @@ def _built(outcomes: Sequence[Outcome], threads: int, progress: Progress | None)
     missing = [outcome.job for outcome in outcomes if outcome.source == "missing"]
     if not missing:
         return list(outcomes)
-    if is_frozen():
-        by = "JITKERN_FREEZE=1 is set" if settings().freeze else "jitkern.freeze() was called"
+    by = forbidden_by()
+    if by:
         raise FrozenError(
             f"warm: {named(missing)}: missing, and {by}, which forbids to compile: warm without it"
         )

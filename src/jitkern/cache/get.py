@@ -72,6 +72,18 @@ def is_frozen() -> bool:
     return _freeze_mode() is not None
 
 
+def forbidden_by() -> str:
+    """Say what forbids to compile, such as ``JITKERN_FREEZE=1 is set``; empty where nothing does.
+
+    The mode ``warn`` forbids nothing.
+    """
+    if _freeze_mode() != "raise":
+        return ""
+    reasons = ["JITKERN_FREEZE=1 is set"] if settings().freeze == "raise" else []
+    reasons += ["jitkern.freeze() was called"] if _frozen else []
+    return " and ".join(reasons)
+
+
 def _freeze_mode() -> FreezeMode | None:
     return None if _frozen == "off" else _frozen or settings().freeze
 

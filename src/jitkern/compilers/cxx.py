@@ -6,7 +6,6 @@ for the architecture, and leaves its compilers running when the process is kille
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from jitkern.arch import Arch
 from jitkern.compilers.find import find_cxx
 from jitkern.compilers.find_cuda import find_cuda_home
+from jitkern.compilers.for_nvrtc import words
 from jitkern.compilers.ninja import Step, read_deps, run_ninja
 from jitkern.compilers.sources import with_defaults
 from jitkern.env import settings
@@ -90,7 +90,8 @@ def build(
     # A library that is shared by checkouts and machines: __FILE__ is to hold no path of this one.
     roots = dict.fromkeys([*directories, *(source.resolve().parent for source in sources)])
     maps = [f"-fmacro-prefix-map={root}/=" for root in roots]
-    cxx_command = [*cxx.command, *with_defaults([*CFLAGS, *maps], _words(cflags)), *includes]
+    given = words(cflags, "extra_cflags")
+    cxx_command = [*cxx.command, *with_defaults([*CFLAGS, *maps], given), *includes]
     nvcc_command: list[str] = []
     if arch is not None and any(source.suffix == ".cu" for source in sources):
         cuda = find_cuda_home()
@@ -99,7 +100,7 @@ def build(
             defaults += ["-ccbin", cxx.command[0]]
         # nvcc takes a comma in -Xcompiler for the next option.
         defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
-        flags = with_defaults(defaults, _words(cuda_cflags))
+        flags = with_defaults(defaults, words(cuda_cflags))
         nvcc_command = [str(cuda.nvcc), *flags, *includes]
         # Plain C++ beside it may use the runtime as well.
         cxx_command += [f"-isystem{path}" for path in cuda.include_dirs]
@@ -108,7 +109,8 @@ def build(
     steps = _compile_steps(sources, cxx_command, nvcc_command)
     objects = tuple(step.output for step in steps)
     library = f"{name}.so"
-    link_command = (*cxx.command, "-shared", *objects, *link, *_words(ldflags), "-o", library)
+    link += words(ldflags, "extra_ldflags")
+    link_command = (*cxx.command, "-shared", *objects, *link, "-o", library)
     steps.append(Step(library, objects, link_command))
 
     log = run_ninja(name, directory, steps)
@@ -153,7 +155,3 @@ def _tvm_ffi_ldflags() -> list[str]:
     from tvm_ffi import libinfo
 
     return [f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
-
-
-def _words(flags: Sequence[str]) -> list[str]:
-    return [word for flag in flags for word in shlex.split(flag)]

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import dropwhile
 from pathlib import Path
 
 from jitkern.compilers.find_nvrtc import site_directories
@@ -57,10 +58,7 @@ def cxx_command() -> list[str]:
     """Find the C++ compiler as `find_cxx` does, but do not ask for its version."""
     now = settings()
     if now.cxx is not None:
-        try:
-            command = shlex.split(now.cxx)
-        except ValueError as error:  # an open quote
-            raise ToolchainError(f"CXX: {now.cxx!r}: {error}; {_CXX_HINT}") from None
+        command = _cxx_words(now.cxx)
         found = shutil.which(command[0], path=now.path)
         if found is None:
             raise ToolchainError(f"CXX: {now.cxx!r} was not found; {_CXX_HINT}")
@@ -70,6 +68,22 @@ def cxx_command() -> list[str]:
         if found is not None:
             return [found]
     raise ToolchainError(f"no C++ compiler was found; {_CXX_HINT}")
+
+
+def cxx_flags() -> tuple[str, ...]:
+    """Return the flags that ``CXX`` brings, such as ``-m32``: what is built depends on them.
+
+    In ``ccache g++ -m32`` the first one is ``-m32``. Raises as `find_cxx`.
+    """
+    _, *arguments = _cxx_words(settings().cxx or "c++")
+    return tuple(dropwhile(lambda word: not word.startswith("-"), arguments))
+
+
+def _cxx_words(cxx: str) -> list[str]:
+    try:
+        return shlex.split(cxx)
+    except ValueError as error:  # an open quote
+        raise ToolchainError(f"CXX: {cxx!r}: {error}; {_CXX_HINT}") from None
 
 
 def find_ninja() -> Tool:

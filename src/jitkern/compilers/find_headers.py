@@ -53,15 +53,20 @@ class CudaHeaders:
         NVRTC's own are searched as well, behind those that the caller gave.
     complete : bool
         Whether all that was asked for is there.
+    num_given : int
+        How many of the directories, the first ones, the caller has named.
     """
 
     directories: tuple[Path, ...] = ()
     bundled: bool = False
     complete: bool = True
+    num_given: int = 0
 
     @property
     def id(self) -> str:
         """Name for a variant, such as ``cuda-12.8-1a2b3c4d5e6f``; empty without directories.
+
+        Ends with :func:`given_id` where the caller has named some of them.
 
         Looks at every file (2459 of CUDA 13.5: 20 ms), each time: whatever is changed, added or
         removed gives another one. Times are whole seconds, as layers of a container image keep.
@@ -69,7 +74,9 @@ class CudaHeaders:
         if not self.directories:
             return ""
         version = _version(self.directories) or "unknown"
-        return f"cuda-{version}-{digest(_files(self.directories))[:12]}"
+        files = _files(self.directories)
+        given = _given_id(files[: self.num_given]) if self.num_given else ""
+        return f"cuda-{version}-{digest(files)[:12]}{given}"
 
 
 NO_HEADERS = CudaHeaders()
@@ -100,22 +107,36 @@ def find_headers(
     others: pip packages, CUDA_HOME or CUDA_PATH, the toolkit of the nvcc on PATH, /usr/local/cuda,
     conda; a CUDA of NVRTC's major version before others.
     """
-    wanted = [name for name in missing if name not in STANDINS and not _STD.fullmatch(name)]
+    wanted = _wanted(missing)
     if not wanted:
         return NO_HEADERS
-    given = tuple(path for path in given if path.is_dir())
+    given = _present(given)
     if library is None:
-        return CudaHeaders(given)
+        return CudaHeaders(given, num_given=len(given))
     rest = [name for name in wanted if not _has(given, name)]
     cuda = [name for name in rest if _BUNDLED.fullmatch(name)]
     has_bundle = _release(library.version) >= FIRST_BUNDLED
     place = _place([name for name in rest if not (has_bundle and name in cuda)], library)
-    directories = (*(given if len(rest) < len(wanted) else ()), *place)
+    given = given if len(rest) < len(wanted) else ()
+    directories = tuple(dict.fromkeys((*given, *place)))
     return CudaHeaders(
-        tuple(dict.fromkeys(directories)),
+        directories,
         bundled=has_bundle and bool(cuda or directories),
         complete=has_bundle or all(_has(place, name) for name in cuda),
+        num_given=len(given),
     )
+
+
+def given_id(missing: Iterable[str], given: Sequence[Path]) -> str:
+    """Name the state of the `given` directories, as variants end that were built with them.
+
+    Empty where they have none of the `missing` headers. It depends on no compiler: their files may
+    be the user's own, and no version of NVRTC or of a toolkit stands for these.
+    """
+    given = _present(given)
+    if not any(_has(given, name) for name in _wanted(missing)):
+        return ""
+    return _given_id(_files(given))
 
 
 def header_hint(name: str, library: Nvrtc) -> str:
@@ -135,6 +156,18 @@ def header_hint(name: str, library: Nvrtc) -> str:
     if _STD.fullmatch(name):
         return "NVRTC has no C++ standard library; what CUDA has of it is in <cuda/std/...>"
     return ""
+
+
+def _wanted(missing: Iterable[str]) -> list[str]:
+    return [name for name in missing if name not in STANDINS and not _STD.fullmatch(name)]
+
+
+def _present(given: Iterable[Path]) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(path for path in given if path.is_dir()))
+
+
+def _given_id(files: Sequence[Sequence[tuple[str, int, int]]]) -> str:
+    return f"+given-{digest(files)[:12]}"
 
 
 def _place(names: Sequence[str], library: Nvrtc) -> tuple[Path, ...]:

@@ -76,9 +76,34 @@ _REFUSED = {
 }
 
 
-def words(options: Sequence[str]) -> list[str]:
-    """Return the words of options, each of which may hold several, quoted as in a shell."""
-    return [word for option in options for word in shlex.split(option)]
+def words(options: Sequence[str], argument: str = "extra_cuda_cflags") -> list[str]:
+    """Return the words of options, each of which may hold several, quoted as in a shell.
+
+    Raises
+    ------
+    ValueError
+        A quote that is not closed; the message names `argument` and the option.
+    """
+    found: list[str] = []
+    for option in options:
+        try:
+            found += shlex.split(option)
+        except ValueError as error:
+            raise ValueError(
+                f"{argument}: {option!r}: {error}, expected words quoted as in a shell"
+            ) from None
+    return found
+
+
+def is_cpp17(options: Sequence[str]) -> bool:
+    """Tell whether device code is C++17 or newer with these options, as it is without any."""
+    standard = ""
+    pending = iter(words(options))
+    for word in pending:
+        name, has_value, value = word.partition("=")
+        if name in ("-std", "--std"):
+            standard = value if has_value else next(pending, "")
+    return standard.rpartition("+")[2] not in ("98", "03", "11", "14")
 
 
 def nvrtc_options(options: Sequence[str]) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from jitkern.compilers.find import cxx_command, find_cxx, is_program
 from jitkern.compilers.find_cuda import find_cuda_home, find_nvcc
-from jitkern.env import settings
 from jitkern.errors import ToolchainError
 from jitkern.files import slug
 
@@ -33,14 +31,14 @@ def program_stats(*, cuda: bool = False) -> list[list[int]] | None:
     programs count, and only compilers: ccache is a program too.
     """
     try:
-        programs: list[str | None] = [cxx_command()[0]]
+        programs = [Path(cxx_command()[0])]
+        if cuda:
+            programs.append(find_cuda_home().nvcc)
     except ToolchainError:
         return None
-    if cuda:
-        programs.append(shutil.which("nvcc", path=settings().path))
     found = []
     for program in programs:
-        path = Path(program or "/").resolve()
+        path = program.resolve()
         try:
             if not any(word in path.name for word in _COMPILER_WORDS) or not is_program(path):
                 return None

@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,9 @@ def _path(text: str) -> str:
     return re.sub(r"\$(?! )", "$$", text)
 
 
-def run_ninja(name: str, directory: Path, steps: Sequence[Step]) -> str:
+def run_ninja(
+    name: str, directory: Path, steps: Sequence[Step], unset: Collection[str] = ()
+) -> str:
     """Build in a directory; blocks until done, and shows how far it is.
 
     Parameters
@@ -91,6 +93,8 @@ def run_ninja(name: str, directory: Path, steps: Sequence[Step]) -> str:
         Receives build.ninja, the outputs and ninja's own records. Must exist.
     steps
         The steps.
+    unset
+        Variables of the environment that they are not to see.
 
     Returns
     -------
@@ -108,7 +112,7 @@ def run_ninja(name: str, directory: Path, steps: Sequence[Step]) -> str:
     text = ninja_text(steps)
     write_whole(directory / "build.ninja", text.encode("utf-8", "surrogateescape"))
     with shown(name) as progress:
-        status, log = _run([*ninja.command, "-v"], directory, progress)
+        status, log = _run([*ninja.command, "-v"], directory, progress, unset)
     if status != 0:
         command = _failed_command(log) or shlex.join(ninja.command)
         raise CompileError(f"{name}: build failed", command=command, log=log)
@@ -131,15 +135,21 @@ def read_deps(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted((directory / name).resolve() for name in names))
 
 
-def _run(command: list[str], directory: Path, progress: Progress | None = None) -> tuple[int, str]:
+def _run(
+    command: list[str],
+    directory: Path,
+    progress: Progress | None = None,
+    unset: Collection[str] = (),
+) -> tuple[int, str]:
     if not sys.executable:
         raise ToolchainError("sys.executable is empty; start Python by its full path")
+    inherited = process_environment().items()
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
         cwd=directory,
         # Temporary files of compilers that are killed stay with the build, which is thrown away.
         env={
-            **process_environment(),
+            **{name: value for name, value in inherited if name not in unset},
             "NINJA_STATUS": "[%f/%t] ",
             "TMPDIR": str(directory.resolve()),
         },

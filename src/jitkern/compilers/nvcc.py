@@ -22,6 +22,12 @@ from jitkern.scratch import scratch_folder
 if TYPE_CHECKING:
     from jitkern.compilers.find_headers import CudaHeaders
 
+# By these nvcc and its preprocessor take options and headers that would be in no key.
+_UNSET = (
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"),
+)
+
 BASE_OPTIONS = (DEVICE_STD, "-lineinfo", "-Xptxas=-v")
 """Given to every compile: line numbers for the profiler, the resource report in the log."""
 
@@ -39,7 +45,8 @@ def compile_with_nvcc(
 
     Parameters and result as `nvrtc.compile`. The headers are written to a temporary directory;
     those of the toolkit itself, which nvcc includes on its own, are not part of the closure and
-    are covered by nvcc's version in the key; other ones of CUDA's are `cuda_headers`.
+    are covered by nvcc's version in the key; other ones of CUDA's are `cuda_headers`. Flags and
+    include directories of the environment (NVCC_APPEND_FLAGS, CPATH and the like) do not count.
 
     Raises
     ------
@@ -48,7 +55,7 @@ def compile_with_nvcc(
     ToolchainError
         There is no nvcc or no ninja.
     ValueError
-        An option that names an include directory or file.
+        An option that names an include directory or file, or has an open quote.
     """
     options = words(options)
     check_options(options)
@@ -68,7 +75,8 @@ def compile_with_nvcc(
         includes = ("-I", "include", *(f"-I{directory}" for directory in directories))
         tail = (*includes, unit.name, "-o", "out.cubin")
         try:
-            log = run_ninja(name, root, [Step("out.cubin", (unit.name,), (*command, *tail))])
+            step = Step("out.cubin", (unit.name,), (*command, *tail))
+            log = run_ninja(name, root, [step], unset=_UNSET)
         except CompileError as error:
             raise CompileError(
                 f"{name}: {nvcc.id} for {arch} failed",

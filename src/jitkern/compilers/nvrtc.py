@@ -207,10 +207,14 @@ def _shown(name: str) -> AbstractContextManager[object]:
 def _include_options(cuda_headers: CudaHeaders | None, library: Nvrtc) -> list[str]:
     if cuda_headers is None:
         return []
-    options = [f"-I{directory}" for directory in cuda_headers.directories]
-    if cuda_headers.bundled:
-        options.append(f"--use-bundled-headers={_unpacked.value.folder(library.path)}")
-    return options
+    directories = list(cuda_headers.directories)
+    if not cuda_headers.bundled:
+        return [f"-I{directory}" for directory in directories]
+    unpacked = _unpacked.value.folder(library.path)
+    if len(directories) > cuda_headers.num_given:
+        # NVRTC itself searches them last, behind a toolkit's of the same names.
+        directories[cuda_headers.num_given : cuda_headers.num_given] = [unpacked, unpacked / "cccl"]
+    return [*(f"-I{path}" for path in directories), f"--use-bundled-headers={unpacked}"]
 
 
 def supported_archs(library: Nvrtc | None = None) -> tuple[int, ...]:

@@ -47,7 +47,11 @@ DEVICE_STD = "-std=c++17"
 """What device code is compiled as, by NVRTC and by nvcc."""
 
 # What takes files from elsewhere, in its long and short spellings.
-_FILE_OPTIONS = ("-I", "--include-path", "-include-path", "--pre-include", "-include", "-isystem")
+_FILE_OPTIONS = (
+    *("-I", "--include-path", "-include-path", "--pre-include", "-pre-include", "-include"),
+    *("-isystem", "--system-include", "-system-include"),
+    *("-optf", "--options-file", "-options-file"),
+)
 
 # Raw strings, comments and literals are matched only to be skipped: an #include inside is text.
 _TOKEN = re.compile(
@@ -77,12 +81,15 @@ class Closure:
         The file behind each header, in the same order.
     missing : tuple of str
         What directives name that resolve nowhere: headers of CUDA's own, or of a branch not taken.
+    texts : tuple of bytes
+        What was read of each file, in the same order: their directives as they are.
     """
 
     source: str
     headers: Mapping[str, str]
     files: tuple[Path, ...]
     missing: tuple[str, ...] = ()
+    texts: tuple[bytes, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -130,11 +137,14 @@ def check_options(options: Sequence[str]) -> None:
     Raises
     ------
     ValueError
-        An include directory or a pre-included file.
+        An include directory, a pre-included file or a file of options.
     """
     for option in options:
         if option.startswith(_FILE_OPTIONS):
-            raise ValueError(f"options: {option!r}, expected extra_include_paths to hold it")
+            raise ValueError(
+                f"options: {option!r}, expected extra_include_paths for headers, and each option "
+                "itself"
+            )
 
 
 def with_defaults(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
@@ -158,16 +168,18 @@ class _Walk:
     def run(self, source: str) -> Closure:
         rewritten = self._rewrite(source, None)
         headers: dict[str, str] = {}
+        texts: list[bytes] = []
         pending = list(self._path_of)
         while pending:
             for name in pending:
                 path = self._path_of[name]
                 # Bytes that are not UTF-8 (an old comment) survive: encoded back by the compiler.
-                text = path.read_bytes().decode("utf-8", "surrogateescape")
+                texts.append(path.read_bytes())
+                text = texts[-1].decode("utf-8", "surrogateescape")
                 headers[name] = self._rewrite(text, name)
             pending = [name for name in self._path_of if name not in headers]
         files = tuple(self._path_of[name] for name in headers)
-        return Closure(rewritten, headers, files, tuple(self._missing))
+        return Closure(rewritten, headers, files, tuple(self._missing), tuple(texts))
 
     def _rewrite(self, text: str, includer: str | None) -> str:
         def replace(match: re.Match[str]) -> str:

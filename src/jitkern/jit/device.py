@@ -163,7 +163,9 @@ class DeviceModule:
         self._images[arch] = found
         file = settings().record
         if file is not None:
-            record(replace(self._used, arch=str(arch)), self.closure.files, file)
+            files = self.closure.files
+            texts = dict(zip(map(str, files), self.closure.texts, strict=True))
+            record(replace(self._used, arch=str(arch)), files, file, texts)
         return found
 
     @property
@@ -296,6 +298,14 @@ class DeviceModule:
 
         library = find_nvrtc() if settings().compiler == "nvrtc" else None
         return find_headers(self.closure.missing, self._cuda_dirs, library)
+
+    def given_headers_id(self) -> str:
+        """Name the state of ``extra_include_paths`` with CUDA's own headers, empty without."""
+        if not (self.closure.missing and self._cuda_dirs):
+            return ""
+        from jitkern.compilers.find_headers import given_id
+
+        return given_id(self.closure.missing, self._cuda_dirs)
 
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
@@ -26,7 +26,9 @@ class DeviceImage(Buildable[bytes]):
 
     Its variant, the compiler's version and which headers of CUDA's own it may include, comes from
     file names: nothing is loaded and no process started. Without a compiler or those headers an
-    entry of any is good, and a miss raises the compiler's error.
+    entry of any is good, as it is in a frozen process, and a miss raises the compiler's error. But
+    headers in directories that the user has named are as much source as compiler: these have to be
+    the same for any entry.
     """
 
     def __init__(self, module: Any, arch: Arch) -> None:
@@ -38,6 +40,14 @@ class DeviceImage(Buildable[bytes]):
             self.variant = _variant(headers) if headers is None or headers.complete else ""
         except ToolchainError:
             self.variant = ""
+
+    def accepts(self, meta: Mapping[str, Any]) -> bool:
+        variant = str(meta["toolchain"])
+        return variant == self.variant or variant.endswith(self._given_id)
+
+    @cached_property
+    def _given_id(self) -> str:
+        return str(self._module.given_headers_id())
 
     def load(self, entry: Entry) -> bytes:
         return entry.data

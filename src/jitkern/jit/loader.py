@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from jitkern.arch import Arch, target_archs
 from jitkern.cache.get import Lookup
+from jitkern.compilers.for_nvrtc import is_cpp17
 from jitkern.compilers.sources import OWN_PREFIX, source_path
 from jitkern.jit.device import CpuForm, DeviceModule
 from jitkern.jit.params import parse_params
@@ -101,10 +102,10 @@ def load_jit(
         (name, class) or (name, class, params) of each kernel. The class has a POD type ``Params``,
         the constants ``kNumThreads`` and ``kMinBlocks``, and
         ``static __device__ void run(const Params&)``. Each launch checks its arguments by the
-        members of ``Params``, which are read in `device_files` where they are plainly written;
-        otherwise `params` declares them, such as ``"float* data, double factor, int64 count"``: a
-        type is a dtype of torch or a number of C, ``void*`` a tensor of any dtype,
-        ``strided float*`` one of any strides. The compiler compares either with the struct.
+        members of ``Params``, which are read in `device_files` where they are plainly written, in
+        C++17 or newer; otherwise `params` declares them, such as ``"float* data, double factor,
+        int64 count"``: a type is a dtype of torch or a number of C, ``void*`` a tensor of any
+        dtype, ``strided float*`` one of any strides. The compiler compares either with the struct.
     extra_cflags, extra_cuda_cflags, extra_ldflags
         Flags beyond the default ones of the C++ compiler, of nvcc or NVRTC, of the linker.
     extra_include_paths
@@ -187,11 +188,12 @@ def load_library(used: Specialisation) -> Lookup[Any]:
     """Load a module with host functions, as load_jit or load_aot was asked to.
 
     CUDA code is compiled for the GPU here. Without one it is for each of JITKERN_ARCH, so that all
-    of them are in the cache, and the first one's is returned.
+    of them are in the cache, and the first one's is loaded and returned.
     """
-    archs = target_archs() if has_cuda(used) else (None,)
-    first, *_ = [native_library(used, arch).get() for arch in archs]
-    return first
+    first, *others = target_archs() if has_cuda(used) else (None,)
+    for arch in others:
+        native_library(used, arch, load=False).get()
+    return native_library(used, first).get()
 
 
 def has_cuda(used: Specialisation) -> bool:
@@ -250,7 +252,9 @@ def load_device(used: Specialisation) -> DeviceModule:
         if name in _CPU_OPTIONS or name in _SHARED_OPTIONS
     }
     files = _paths(used, "device_files")
-    texts = [file.read_text(errors="replace") for file in files]
+    # The compiler is asked about what is read, in C++17: a kernel of older C++ is left alone.
+    can_ask = is_cpp17(options.get("extra_cuda_cflags", ()))
+    texts = [file.read_text(errors="replace") for file in files] if can_ask else []
     return DeviceModule(
         replace(used, options=on_gpu),
         files,

@@ -1,8 +1,9 @@
 """The C++ and the single-source CUDA route: sources to a loaded library, through the cache.
 
-The key covers the main sources, flags, wrappers, arch and the ABI. What else the compiler read is
-in the entry's manifest, as the compiler itself reported it: an entry is good only while every file
-in it has its content, so a key has one variant per compiler and state of the headers.
+The key covers the main sources, flags (those in CXX too), wrappers, arch and the ABI. What else the
+compiler read is in the entry's manifest, as the compiler itself reported it: an entry is good only
+while every file in it has its content, so a key has one variant per compiler and state of the
+headers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build, is_frozen
 from jitkern.cache.lock import build_lock
 from jitkern.compilers import cxx, depends
+from jitkern.compilers.find import cxx_flags
+from jitkern.compilers.for_nvrtc import words
 from jitkern.compilers.identity import program_stats, toolchain_directories, toolchain_id
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
@@ -268,7 +271,7 @@ def _key(build: NativeBuild, arch: Arch | None) -> Key:
         "route": route,
         "abi": [NATIVE_ABI, f"tvm-ffi {tvm_ffi.__version__}", *platform_abi()],
         "describe": describe,
-        "defaults": [cxx.CFLAGS, cxx.CUDA_CFLAGS if arch is not None else ()],
+        "defaults": [cxx.CFLAGS, cxx.CUDA_CFLAGS if arch is not None else (), cxx_flags()],
         "sources": [[file.name, sha256(file.read_bytes())] for file in build.files],
         "wrappers": [build.cpp_wrappers, build.cuda_wrappers],
         "inline": build.inline,
@@ -308,14 +311,14 @@ def _without_include_flags(build: NativeBuild) -> NativeBuild:
     include_dirs = list(build.include_dirs)
     kept: dict[str, tuple[str, ...]] = {}
     for field, flags in (("cflags", build.cflags), ("cuda_cflags", build.cuda_cflags)):
-        words = [word for flag in flags for word in shlex.split(flag)]
+        pending = words(flags, f"extra_{field}")
         rest: list[str] = []
-        while words:
-            word = words.pop(0)
+        while pending:
+            word = pending.pop(0)
             if not word.startswith("-I"):
                 rest.append(shlex.quote(word))
-            elif word[2:] or words:
-                include_dirs.append(Path(word[2:] or words.pop(0)))
+            elif word[2:] or pending:
+                include_dirs.append(Path(word[2:] or pending.pop(0)))
         kept[field] = tuple(rest)
     unique = tuple(dict.fromkeys(path.absolute() for path in include_dirs))
     return replace(

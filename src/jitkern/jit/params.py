@@ -67,12 +67,15 @@ class Param:
         The argument is a tensor.
     is_strided
         It may have any strides; otherwise it is contiguous.
+    is_declared
+        The user says so; otherwise it was read in the source.
     """
 
     name: str
     dtype: str
     is_pointer: bool
     is_strided: bool
+    is_declared: bool = True
 
     def __str__(self) -> str:
         return f"{self.dtype}{'*' * self.is_pointer} {self.name}"

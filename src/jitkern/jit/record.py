@@ -16,10 +16,11 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jitkern.compilers.sources import CSRC, OWN_PREFIX
-from jitkern.files import append, read_regular, sha256
+from jitkern.files import append, open_regular, read_regular, sha256
 from jitkern.forks import PerProcess
 
 _log = logging.getLogger("jitkern")
@@ -31,6 +32,8 @@ FORMAT = 2
 MAX_BYTES = 64 << 20
 """Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch."""
 
+_TAIL_BYTES = 4096
+
 FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
 """Options that are lists of sources."""
 
@@ -40,10 +43,15 @@ FOLDERS = frozenset(("extra_include_paths",))
 
 @dataclass
 class _Seen:
-    """Digests of the lines of a file, and how many bytes it had."""
+    """Digests of the lines of a file, and how it went on up to where it was last looked at.
+
+    By these bytes a file that has been begun anew is known, though it be as long and have the same
+    inode by now.
+    """
 
     lines: set[str]
-    bytes: int
+    end: int
+    tail: bytes
 
 
 _seen: dict[Path, _Seen] = {}
@@ -87,7 +95,12 @@ class Specialisation:
         return json.dumps(value, sort_keys=True)
 
 
-def record(used: Specialisation, read: Iterable[Path], file: Path) -> None:
+def record(
+    used: Specialisation,
+    read: Iterable[Path],
+    file: Path,
+    texts: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
     """Append `used` and its sources to `file`, once per process.
 
     Many processes may append at once: what is added is one write to a file opened for appending.
@@ -100,31 +113,47 @@ def record(used: Specialisation, read: Iterable[Path], file: Path) -> None:
         What else a compiler may read of it: its headers.
     file
         The record.
+    texts
+        What was compiled of these files, by path; of others it is what they hold now.
     """
+    # A record that cannot be kept must not stop a server, but it is said aloud.
     try:
-        *texts, line = _lines(used, read)
-        with _guard.value:
-            size = file.stat().st_size if file.exists() else 0
-            seen = _seen.get(file)
-            if seen is None or size < seen.bytes:  # else it has been begun anew meanwhile
-                seen = _seen[file] = _Seen(_digests(file), size)
-            if sha256(line) in seen.lines:
-                return
-            seen.lines.add(sha256(line))  # what cannot be kept is said once
-            new = [text for text in texts if sha256(text) not in seen.lines]
-            data = b"".join(part + b"\n" for part in (*new, line))
-            if size + len(data) > MAX_BYTES:
-                raise OSError(0, f"it would have more than {MAX_BYTES} bytes, {used} left out")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            append(file, data)
-            seen.lines.update(map(sha256, new))
-            seen.bytes = size + len(data)
+        *parts, line = _lines(used, read, texts)
     except OSError as error:
-        # A record that cannot be kept must not stop a server, but it is said aloud.
+        why = f"{error.filename}: {error.strerror}"
+        _log.warning("jitkern: JITKERN_RECORD: %s is left out: cannot read %s", used, why)
+        return
+    try:
+        _append(used, parts, line, file)
+    except OSError as error:
         _log.warning("jitkern: JITKERN_RECORD: cannot write %s: %s", file, error.strerror)
 
 
-def _lines(used: Specialisation, read: Iterable[Path]) -> list[bytes]:
+def _append(used: Specialisation, texts: Iterable[bytes], line: bytes, file: Path) -> None:
+    with _guard.value:
+        size = file.stat().st_size if file.exists() else 0
+        seen = _seen.get(file)
+        if seen is None or _between(file, seen.end - len(seen.tail), seen.end) != seen.tail:
+            tail = _between(file, max(0, size - _TAIL_BYTES), size)
+            seen = _seen[file] = _Seen(_digests(file), size, tail)
+        if sha256(line) in seen.lines:
+            return
+        seen.lines.add(sha256(line))  # what cannot be kept is said once
+        new = [text for text in texts if sha256(text) not in seen.lines]
+        data = b"".join(part + b"\n" for part in (*new, line))
+        if size + len(data) > MAX_BYTES:
+            raise OSError(0, f"it would have more than {MAX_BYTES} bytes, {used} left out")
+        # A process that was killed, or found the disk full, has left half a line.
+        is_torn = _between(file, max(0, size - 1), size) not in (b"", b"\n")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        seen.end = append(file, b"\n" + data if is_torn else data)
+        seen.tail = data[-_TAIL_BYTES:]
+        seen.lines.update(map(sha256, new))
+
+
+def _lines(
+    used: Specialisation, read: Iterable[Path], compiled: Mapping[str, bytes]
+) -> list[bytes]:
     """The texts of the sources, then what was used of them."""
     # Where something was built besides the cache is no matter, and a path of this machine.
     options = {name: value for name, value in used.options.items() if name != "build_directory"}
@@ -140,7 +169,9 @@ def _lines(used: Specialisation, read: Iterable[Path]) -> list[bytes]:
     digests: dict[str, str] = {}
     for path in dict.fromkeys(files):
         if not places[path].startswith(OWN_PREFIX):
-            data = read_regular(path, MAX_BYTES, follow=True)
+            data = compiled.get(path)
+            if data is None:
+                data = read_regular(path, MAX_BYTES, follow=True)
             text = data.decode("utf-8", "surrogateescape")
             texts.append(json.dumps({"record": FORMAT, "text": text}).encode())
             digests[places[path]] = sha256(data)
@@ -159,6 +190,18 @@ def _places(files: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
         path: f"{OWN_PREFIX}{own[path]}" if path in own else f"./{os.path.relpath(path, above)}"
         for path in (*files, *folders)
     }
+
+
+def _between(file: Path, start: int, end: int) -> bytes:
+    """Bytes of the record; none where there is no file of that kind, which append() will say."""
+    try:
+        descriptor = open_regular(file)
+    except OSError:
+        return b""
+    try:
+        return os.pread(descriptor, end - start, start)
+    finally:
+        os.close(descriptor)
 
 
 def _digests(file: Path) -> set[str]:

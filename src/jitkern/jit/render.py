@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # Name and template class of a kernel.
 Wrapper = tuple[str, str]
 
+_DECLARE = "declare the parameters as the third item of device_wrappers"
+
 
 def render(
     includes: Sequence[str],
@@ -51,16 +53,18 @@ def _checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
     They need ``jitkern/declared.cuh``, and ``Params`` to name the struct.
     """
     lines, offset, alignment = [], 0, 1
+    is_declared = all(param.is_declared for param in params)
+    advice = "" if is_declared else f"; {_DECLARE}"
     for param in params:
         offset += -offset % param.nbytes + param.nbytes
         alignment = max(alignment, param.nbytes)
         fits = "points_to" if param.is_pointer else "is_number"
         asked = f"decltype(Params::{param.name}){{}}, '{param.kind}', {param.item_bytes}"
-        other = f"{kernel}: taken as {param}, but Params has another type or order"
+        other = f"{kernel}: taken as {param}, but Params has another type or order{advice}"
         lines.append(f'static_assert(jitkern::{fits}({asked}), "{other}");')
     members = ", ".join(map(str, params))
     size = offset + -offset % alignment
-    has_others = f"{kernel}: Params has more members than {members}"
+    has_others = f"{kernel}: Params has more members than {members}{advice}"
     lines.append(f'static_assert(sizeof(Params) == {size}, "{has_others}");')
     # By addresses, for NVRTC 13.0 has no __builtin_offsetof yet.
     names = [f"member{number}" for number in range(len(params))]
@@ -69,6 +73,6 @@ def _checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
         for name, param in zip(names, params, strict=True)
     )
     is_so = f"[](Params p) {{ auto& [{', '.join(names)}] = p; return {same}; }}"
-    other = f"{kernel}: taken as {members}, but Params has another type or order"
+    other = f"{kernel}: taken as {members}, but Params has another type or order{advice}"
     lines += [f"constexpr auto is_so = {is_so};", f'static_assert(is_so(Params{{}}), "{other}");']
     return lines

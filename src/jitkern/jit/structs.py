@@ -13,6 +13,9 @@ from jitkern.jit.params import Param, is_number, plain_type
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _PARAMS = re.compile(r"\bstruct\s+Params\s*\{(?P<members>[^{}]*)\}\s*;")
+# What is written is then not what it means.
+_DEFINED = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
+_PACKED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+pack\b", re.MULTILINE)
 _TOKEN = re.compile(r"[A-Za-z_][\w:]*|\S")
 _SAYS_NOTHING = {"const", "__restrict__", "__restrict"}
 # What pointers in C say of a dtype. Unsigned words and chars are as often raw memory.
@@ -37,15 +40,17 @@ def read_params(kernel: str, texts: Iterable[str]) -> tuple[Param, ...]:
     """
     name = re.escape(kernel.partition("<")[0].rpartition("::")[2].strip())
     head = re.compile(rf"\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
+    plain = [_COMMENT.sub(" ", text) for text in texts]
     bodies = [
-        _to_closing_brace(text, match.end())
-        for text in (_COMMENT.sub(" ", text) for text in texts)
-        for match in head.finditer(text)
+        _to_closing_brace(text, match.end()) for text in plain for match in head.finditer(text)
     ]
     if len(bodies) != 1:  # not here, or specialised
         return ()
     found = _PARAMS.findall(bodies[0])
     if len(found) != 1 or "#" in bodies[0]:  # conditions are for the compiler
+        return ()
+    macros = {name for text in plain for name in _DEFINED.findall(text)}
+    if any(map(_PACKED.search, plain)) or macros.intersection(_TOKEN.findall(found[0])):
         return ()
     params = list(_members(found[0]))
     return () if None in params else tuple(param for param in params if param is not None)
@@ -80,7 +85,7 @@ def _member(type_name: str, stars: int, name: str) -> Param | None:
     dtype = plain_type(type_name)
     if stars:
         known = dtype if stars == 1 and dtype in _POINTEES else "void"
-        return Param(name, known, is_pointer=True, is_strided=False)
+        return Param(name, known, is_pointer=True, is_strided=False, is_declared=False)
     if dtype is None or not is_number(dtype):
         return None
-    return Param(name, dtype, is_pointer=False, is_strided=False)
+    return Param(name, dtype, is_pointer=False, is_strided=False, is_declared=False)
