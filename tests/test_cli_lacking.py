@@ -98,8 +98,12 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_torch")
-@pytest.mark.parametrize("command", ["demo", "bench --ci"])
-def test_without_torch_one_line_says_what_to_install(capsys: Capture, command: str) -> None:
+@pytest.mark.parametrize("command", ["demo", "bench --ci", "warm --element-size 656"])
+def test_without_torch_one_line_says_what_to_install(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.delenv("JITKERN_ARCH", raising=False)
+    settings.cache_clear()
     assert main(command.split()) == 1
     out, err = capsys.readouterr()
     assert out == ""

@@ -174,11 +174,14 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _archs(args: argparse.Namespace) -> list[Arch] | None:
     """The archs for ops; where none is given, a record has its own."""
+    from jitkern.arch import requested_archs
     from jitkern.warming import default_archs
 
     if args.arch or not args.element_size:
         return args.arch or None
     try:
+        if not requested_archs():
+            ui.require_torch()  # which is asked for the GPUs
         archs = default_archs()
     except ValueError as error:
         raise ui.UsageError(str(error)) from None
