@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -19,11 +20,13 @@ from jitkern.bench import Context, baseline, ci, counts, report
 from jitkern.bench.case import Row
 from jitkern.bench.client import Worker
 from jitkern.bench.fresh import FIGURES, FreshProcesses
-from jitkern.cli import main
+from jitkern.cli import bench_cmd, main
+from jitkern.cli.ui import Parser
 from jitkern.env import settings
 from jitkern.errors import JitkernError
 
 CPU = Context("cpu")
+UPDATE = ["--update", "--baseline", "b"]
 
 BROKEN = """
 from jitkern.bench import case
@@ -150,7 +153,17 @@ def test_a_gate_on_counts_may_not_stand_open(
     [
         (["--ci", "--update"], "--update: needs --baseline"),
         (["--ci", "--require-counts"], "--require-counts: needs --baseline"),
-        (["--ci", "--runs", "3"], "--runs, --beside: only with --update"),
+        (["--ci", "--runs", "3"], "bench: --runs: only with --update"),
+        (["--ci", "--runs", "1", "--beside", "2"], "bench: --runs, --beside: only with --update"),
+        (["--ci", *UPDATE, "--junit", "j"], "bench: --junit: only without --update, which"),
+        (["--ci", *UPDATE, "--gate", "all"], "bench: --gate: only without --update, which"),
+        (["--compare", "a", "b", "--only", "store"], "bench: --only: only with --ci"),
+        (["--compare", "a", "b", "--gate=all"], "bench: --gate: only with --ci"),
+        (["--compare", "a", "b", "--markdown", "m"], "bench: --markdown: only with --ci"),
+        (["--compare", "a", "b", *UPDATE], "bench: --baseline, --update: only with --ci"),
+        (["--compare", "a", "b", "--device", "cpu"], "bench: --device: only with --ci"),
+        (UPDATE, "bench: expected --ci or --compare A B"),
+        (["--baseline=b"], "bench: expected --ci or --compare A B"),
         (["--ci", "--baseline", "/nowhere/b.json"], "/nowhere/b.json: no such baseline"),
         (["--ci", "--compare", "a", "b"], "not allowed with"),
         (["--ci", "--runs", "0"], "expected 1 or more"),
@@ -163,6 +176,15 @@ def test_a_wrong_command_is_one_line(
     assert status == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_every_option_is_for_the_guard_or_the_harness() -> None:
+    """Else it goes to a checkout's harness, whose usage says nothing of it."""
+    parser = Parser()
+    bench_cmd.configure(parser)
+    options = set(re.findall(r"--[a-z-]+", parser.format_usage()))
+    unknown = {option for option in options if not bench_cmd.is_for_guard([option])}
+    assert unknown == {"--json", "--device"}
 
 
 def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,8 @@ def names_of(cache: Cache) -> set[str]:
 CHOICES = [
     ("", "store8 store9 index9 mine"),
     ("--op store", "store8 store9"),
+    ("--op store_cache", "store8 store9"),
+    ("--op indexing,scale", "index9 mine"),
     ("--op store,scale --op index", "store8 store9 index9 mine"),
     ("--arch 9.0", "store9 index9"),
     ("--arch sm_80 --arch 9.0", "store8 store9 index9"),

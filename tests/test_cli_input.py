@@ -48,7 +48,7 @@ def child(
         ("doctor --frob", "unrecognized arguments: --frob", "jitkern doctor"),
         ("demo now", "unrecognized arguments: now", "jitkern demo"),
         ("warm --op store", "warm: --op: expected along with --element-size BYTES", "jitkern warm"),
-        ("bench --ci --runs 2", "bench: --runs, --beside: only with --update", "jitkern bench"),
+        ("bench --ci --runs 2", "bench: --runs: only with --update", "jitkern bench"),
         ("bench --ci --gate no", None, "jitkern bench"),
         ("completion fish", None, "jitkern completion"),
     ],
@@ -154,6 +154,20 @@ def test_what_is_no_file_is_one_line(
     (odd / "file").touch()
     files = [name, name] if reader == "bench --compare" else [name]
     assert name[:20] in one_line(capsys, *reader.split(), *files)
+
+
+def test_only_what_is_wrong_with_a_record_is_said_of_replay(
+    capsys: Capture, empty_cache: Path, odd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object) -> None:
+        raise ValueError("no such rows")
+
+    monkeypatch.setattr("jitkern.warming.op_jobs", wrong)
+    status, _, err = run(capsys, "warm", "--element-size", "656", "--arch", "9.0", "--check")
+    assert (status, "--replay" in err, "ValueError: no such rows" in err) == (1, False, True)
+    (odd / "r.jsonl").write_text("{}")
+    err = one_line(capsys, "warm", "--replay", "r.jsonl")
+    assert err.startswith("jitkern: error: --replay: r.jsonl:1: ")
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=range(len(RESULTS)))

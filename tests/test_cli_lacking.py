@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,39 @@ sys.exit(main(["demo"]))
 """
     done = fresh_python(code)
     assert done.stdout.splitlines()[2:4] == ["cpu", SAID.rstrip()]
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # what makes its import an ImportError
+
+
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("command", ["demo", "bench --ci", "warm --element-size 656"])
+def test_without_torch_one_line_says_what_to_install(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.delenv("JITKERN_ARCH", raising=False)
+    settings.cache_clear()
+    assert main(command.split()) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"jitkern: error: torch: import of torch .*; pip install torch\n", err)
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_doctor_without_torch(capsys: Capture) -> None:
+    assert main(["doctor", "--json"]) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    checks = {check["what"]: check for check in found["checks"]}
+    assert ("torch" in found["broken"], "GPU" in checks, err) == (True, False, "")
+    assert checks["torch"]["found"].startswith("import of torch halted")
+    assert checks["torch"]["fix"] == "pip install torch"
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert re.search(r"^torch +broken +import of torch .* pip install torch *$", out, re.MULTILINE)
+    assert (out.splitlines()[-1].startswith("broken: torch"), err) == (True, "")
 
 
 @pytest.mark.parametrize("lacks", [False, True])

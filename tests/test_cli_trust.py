@@ -175,8 +175,8 @@ def test_nothing_in_a_table_steers_the_terminal(capsys: Capture, empty_cache: Pa
     assert "\\x1b[2Jgone\\r" in out
     assert "a\\nb, \\ud800" in out
     assert all(line.isprintable() for line in out.splitlines())
-    ui.say("two\nlines")
-    assert capsys.readouterr().out == "two\nlines\n"
+    ui.say("two\nlines of /tmp/:x:/[a]")
+    assert capsys.readouterr().out == "two\nlines of /tmp/:x:/[a]\n"
 
 
 def test_a_bad_entry_stops_no_command(capsys: Capture, empty_cache: Path, tmp_path: Path) -> None:

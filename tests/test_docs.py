@@ -9,13 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from needs import needs_cxx, needs_nvrtc
+from needs import has, needs_cxx, needs_nvrtc
 
+from jitkern.cli import _COMMANDS, _parser, completion
+from jitkern.compilers.find_cuda import find_nvcc
+
+HAS_NVCC = has(find_nvcc)
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for p in sorted(ROOT.glob("docs/**/*.md")))]
 
 # As under torchrun, for a page that starts a process group.
-RANK_0 = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+RANK_0 = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -25,8 +35,13 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def program(page: str) -> str:
-    """All Python of a page, in its order: a later block may use what an earlier one has made."""
+    """All Python of a page, in its order: a later block may use what an earlier one has made.
+
+    What needs nvcc is left out where there is none; nothing else may use what it makes.
+    """
     found = [text for language, text in blocks(page) if language == "python"]
+    if not HAS_NVCC:
+        found = [text for text in found if "cuda_files=" not in text]
     code = "\n".join(text for text in found if not text.startswith(">>>"))
     return re.sub(r"^(.+)\n# (\w+Error): (.+)$", _expected, code, flags=re.MULTILINE)
 
@@ -71,6 +86,29 @@ def test_the_python_of_a_page_runs(
     for name, value in RANK_0.items():
         monkeypatch.setenv(name, value)
     assert fresh_python(code).returncode == 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_the_files_that_it_loads(page: str, tmp_path: Path) -> None:
+    """Also where nothing runs them, for they are about a GPU."""
+    write_files(page, tmp_path)
+    python = "\n".join(text for language, text in blocks(page) if language == "python")
+    lists = re.findall(r"(?:device|cuda|cpp)_files=\[(.*?)\]", python, re.DOTALL)
+    loaded = {name for names in lists for name in re.findall(r'"(.+?)"', names)}
+    assert loaded <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_the_page_of_the_command_line_names_the_options_that_there_are(command: str) -> None:
+    _, _, section = (ROOT / "docs/cli.md").read_text().partition(f"\n## jitkern {command}\n")
+    named = set(re.findall(r"--[a-z][a-z-]*", section.partition("\n## ")[0]))
+    there_are = {
+        option
+        for one in completion._commands(_parser(), "")
+        if one.path.split()[:1] == [command]
+        for option in one.options
+    }
+    assert named - {"--help"} == there_are - {"-h", "--help"}
 
 
 def test_the_pages_have_what_is_to_be_run() -> None:

@@ -32,7 +32,7 @@ from jitkern.jobs import (
     run_all,
 )
 from jitkern.ops import device_ops
-from jitkern.ops._ops import OPS
+from jitkern.ops._ops import op_names
 from jitkern.scratch import require_writable, scratch_folder
 
 Progress = Callable[[Job, int, int], None]
@@ -146,12 +146,6 @@ def warm(
 def default_archs() -> list[Arch]:
     """Return the archs to warm kernels for where none is given: JITKERN_ARCH, else the GPUs'."""
     return list(dict.fromkeys(requested_archs() or gpu_archs()))
-
-
-def op_names() -> dict[str, str]:
-    """Return the stem of each op that has kernels by its names: the public one, and the stem."""
-    with_kernels = [op for op in OPS if op.has_kernels]
-    return {name: op.stem for op in with_kernels for name in (op.function, op.stem)}
 
 
 # -- arguments -------------------------------------------------------------------------------------

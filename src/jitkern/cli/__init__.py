@@ -103,7 +103,7 @@ def _run(argv: list[str]) -> int:
     # torch says so while it is imported, wherever NumPy is not installed; nothing here needs it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     parser = _parser()
-    if argv[:1] == ["bench"] and not bench_cmd.GUARD_OPTIONS & set(argv):
+    if argv[:1] == ["bench"] and not bench_cmd.is_for_guard(argv[1:]):
         # A checkout's harness has its own options: nothing of them is looked at here.
         return bench_cmd.forward(argv[1:])
     args = parser.parse_args(argv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +33,20 @@ jitkern bench --ci --baseline baselines
 jitkern bench --ci --cases bench_mine.py --baseline mine.json
 jitkern bench --compare before.json after.json
 """
-# With any of these, the command line is for the options here and not for a checkout's harness.
-GUARD_OPTIONS = {"--ci", "--compare", "-h", "--help"}
+_OWN_OF_CI = (
+    *("--cases", "--only", "--baseline", "--gate", "--require-counts", "--update", "--runs"),
+    *("--beside", "--markdown", "--junit"),
+)
+# With any of these, the command line is for the options here and not for a checkout's harness,
+# which has a --device and a --json of its own.
+_GUARD_OPTIONS = {"--ci", "--compare", "-h", "--help", *_OWN_OF_CI}
+# What was not given is None until all has been looked at, so that what was given is known.
+_DEFAULTS = {"cases": [], "only": [], "gate": "all", "runs": 1, "beside": 0}
+
+
+def is_for_guard(argv: list[str]) -> bool:
+    """Tell whether `argv` is for the options here, and not for a checkout's harness."""
+    return any(word.partition("=")[0] in _GUARD_OPTIONS for word in argv)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +66,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--cases",
         action="append",
         type=Path,
-        default=[],
         metavar="FILE",
         help="a Python file of cases, instead of jitkern's own; may be repeated",
     )
     parser.add_argument(
         "--only",
         action="append",
-        default=[],
         metavar="TEXT",
         help="only figures whose name contains TEXT; may be repeated",
     )
@@ -76,24 +87,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gate",
         choices=("all", "counts", "none"),
-        default="all",
         help="what ends the run with status 1: anything slower (default), instructions only, or "
         "nothing; a case that breaks always does",
     )
     parser.add_argument(
         "--require-counts",
         action="store_true",
+        default=None,
         help="fail where instructions cannot be counted, or not compared with the baseline's: a "
         "gate that looks at nothing is open",
     )
-    parser.add_argument("--update", action="store_true", help="write the baseline anew")
     parser.add_argument(
-        "--runs", type=ui.count, default=1, metavar="N", help="runs that a baseline is made of"
+        "--update", action="store_true", default=None, help="write the baseline anew"
+    )
+    parser.add_argument(
+        "--runs",
+        type=ui.count,
+        metavar="N",
+        help="with --update, runs that the baseline is made of; default 1",
     )
     parser.add_argument(
         "--beside",
         type=ui.count,
-        default=0,
         metavar="N",
         help="with --update, as many runs again beside N busy processes",
     )
@@ -111,17 +126,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the guard, or compare two results."""
+    _check_options(args)
     if args.compare:
         a_path, b_path = args.compare
         return _compare(a_path, b_path, args.json)
-    if not args.ci:
-        raise ui.UsageError("bench: expected --ci or --compare A B")
-    if args.update and args.baseline is None:
-        raise ui.UsageError("bench: --update: needs --baseline, the file or directory to write")
-    if args.require_counts and (args.update or args.baseline is None):
-        raise ui.UsageError("bench: --require-counts: needs --baseline, and not --update")
-    if (args.runs > 1 or args.beside) and not args.update:
-        raise ui.UsageError("bench: --runs, --beside: only with --update")
+    ui.require_torch()
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,6 +140,32 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             ui.require_writable(path.parent, "give a path that can be written")
     return _update(args, device) if args.update else _guard(args, device)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse what the mode has no use for; fill in what was not given."""
+    if args.compare:
+        _refuse(args, ("--device", *_OWN_OF_CI), "only with --ci")
+    elif not args.ci:
+        raise ui.UsageError("bench: expected --ci or --compare A B")
+    if args.update and args.baseline is None:
+        raise ui.UsageError("bench: --update: needs --baseline, the file or directory to write")
+    if args.require_counts and (args.update or args.baseline is None):
+        raise ui.UsageError("bench: --require-counts: needs --baseline, and not --update")
+    if args.update:
+        reports = ("--gate", "--json", "--markdown", "--junit")
+        _refuse(args, reports, "only without --update, which compares nothing")
+    else:
+        _refuse(args, ("--runs", "--beside"), "only with --update")
+    for name, default in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+
+
+def _refuse(args: argparse.Namespace, options: Iterable[str], why: str) -> None:
+    given = [o for o in options if getattr(args, o[2:].replace("-", "_")) is not None]
+    if given:
+        raise ui.UsageError(f"bench: {', '.join(given)}: {why}")
 
 
 def forward(argv: list[str]) -> int:

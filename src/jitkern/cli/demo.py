@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the tables; raise JitkernError where a result differs."""
     del args
+    ui.require_torch()
     import torch
 
     from jitkern.bench.case import Context

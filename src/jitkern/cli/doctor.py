@@ -15,7 +15,7 @@ import jitkern
 from jitkern.arch import Arch, gpu_archs
 from jitkern.cli import ui
 from jitkern.env import settings
-from jitkern.errors import JitkernError, ToolchainError
+from jitkern.errors import JitkernError, ToolchainError, UnsupportedError
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
@@ -76,8 +76,9 @@ def diagnose() -> Iterator[Check]:
     host = _host_module()
     yield host
     gpus = int(_host().device_count()) if host.state == "ok" else 0
-    if host.state == "ok":
+    if host.state == torch.state == "ok":
         yield _gpu(gpus)
+    if host.state == "ok":
         yield from _driver(gpus)
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
     yield from _caches()
@@ -100,9 +101,12 @@ def _distribution(name: str, shown: str) -> Check:
 
 def _torch() -> Check:
     try:
-        import torch
-    except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
-        return Check("torch", " ".join(str(error).split()), "broken", "pip install torch")
+        ui.require_torch()
+    except UnsupportedError as error:
+        reason, fix = ui.split_hint(error)
+        return Check("torch", reason.removeprefix("torch: "), "broken", fix)
+    import torch
+
     cuda = torch.version.cuda
     return Check("torch", f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'no CUDA'})")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jitkern.cli import ui
+from jitkern.ops._ops import op_names
 
 if TYPE_CHECKING:
     from jitkern.cache.entry import EntryInfo
@@ -18,7 +19,7 @@ OPTIONS = ("op", "arch", "unused_for", "larger_than")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; several of them together mean entries that fit all."""
     parser.add_argument(
-        "--op", type=ui.names, action="extend", metavar="OP[,OP]", help="only these ops"
+        "--op", type=ui.names, action="extend", metavar="OP[,OP]", help="only these ops or kernels"
     )
     parser.add_argument(
         "--arch", type=ui.archs, action="extend", metavar="A[,A]", help="only these archs"
@@ -52,12 +53,15 @@ def chosen_by(
     host_code_too
         Host code, which has no arch, fits every choice of archs.
     """
+    # An entry of jitkern's own has the op's short name; one of a user any name, a public one too.
+    short = op_names()
+    ops = {name for op in args.op or () for name in (op, short.get(op, op))}
     archs = {str(arch) for arch in args.arch or ()} | ({""} if host_code_too else set())
     before_unix_s = time.time() - (args.unused_for or 0)
 
     def fits(entry: EntryInfo) -> bool:
         return (
-            (not args.op or entry.name in args.op)
+            (not args.op or entry.name in ops)
             and (not args.arch or entry.arch in archs)
             and (args.unused_for is None or entry.last_used < before_unix_s)
             and (args.larger_than is None or entry.bytes > args.larger_than)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jitkern.env import parse_bytes
+from jitkern.errors import UnsupportedError
 from jitkern.scratch import require_writable as require_writable
 
 if TYPE_CHECKING:
@@ -23,12 +25,30 @@ if TYPE_CHECKING:
 JSON_SCHEMA = 1
 """Of what ``--json`` prints: raised when a name goes or changes its meaning, not for a new one."""
 
+MAX_ROW_BYTES = (1 << 30) - 1
+"""Of the rows that every op has kernels for: csrc/ops/pairs.cuh asserts less than 1 GiB."""
+
 # A pipe or a file has no width: wide enough for a path, and tables take only what they need.
 _PIPE_WIDTH = 200
 
 
 class UsageError(Exception):
     """The command line or the environment asks for something that cannot be: exit status 2."""
+
+
+def require_torch() -> None:
+    """Import torch for what is about to import it, maybe deep down.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not installed, or broken; the message ends with what to install.
+    """
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
+        reason = " ".join(str(error).split())
+        raise UnsupportedError(f"torch: {reason}; pip install torch") from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +76,8 @@ class Parser(argparse.ArgumentParser):
 
 def row_bytes(text: str) -> list[int]:
     """Parse ``656`` or ``256,656``: bytes of a row, as argparse's ``type``."""
-    return [count(part, "bytes of a row, 1 or more") for part in names(text)]
+    expected = f"bytes of a row, 1 to {MAX_ROW_BYTES}"
+    return [count(part, expected, MAX_ROW_BYTES) for part in names(text)]
 
 
 def byte_count(text: str) -> int:
@@ -94,9 +115,10 @@ def names(text: str) -> list[str]:
     return parts
 
 
-def count(text: str, expected: str = "1 or more") -> int:
+def count(text: str, expected: str = "1 or more", largest: float = math.inf) -> int:
     """Parse a number of threads or runs, as argparse's ``type``."""
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+    # 19 digits are more than any count has; Python itself refuses to read thousands of them.
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not 1 <= int(text) <= largest:
         raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
     return int(text)
 
@@ -105,9 +127,10 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console for the stream as it is now; plain text where it is no terminal."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    # A path may hold :x: and is no emoji.
+    made = Console(stderr=stderr, highlight=False, emoji=False, soft_wrap=False)
     if not made.is_terminal:
-        made = Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+        made = Console(stderr=stderr, highlight=False, emoji=False, width=_PIPE_WIDTH)
     return made
 
 
@@ -149,6 +172,7 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
         task = bar.add_task("starting")
 
         def advance(what: str, done: int, steps: int) -> None:
+            what = _visible(what)
             if lines and not out.is_terminal:
                 out.print(f"{done}/{steps} {what}", markup=False)
             bar.update(task, description=what, completed=done, total=steps)
@@ -163,7 +187,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def say_json(**fields: Any) -> None:
     """Write an object with `fields` to standard output, and the schema that it follows."""
-    sys.stdout.write(json.dumps({"schema": JSON_SCHEMA, **fields}, indent=1, default=str) + "\n")
+    write_json({"schema": JSON_SCHEMA, **fields})
+
+
+def write_json(value: dict[str, Any]) -> None:
+    """Write `value` to standard output as it is: no console, which would wrap it."""
+    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
 
 
 def say(text: str) -> None:

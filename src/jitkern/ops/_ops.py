@@ -25,3 +25,9 @@ OPS = (
     Op("d2h_scatter", "d2h_scatter"),
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
+
+
+def op_names() -> dict[str, str]:
+    """Return the stem of each op that has kernels by its names: the public one, and the stem."""
+    with_kernels = [op for op in OPS if op.has_kernels]
+    return {name: op.stem for op in with_kernels for name in (op.function, op.stem)}
