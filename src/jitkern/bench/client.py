@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import shutil
 import subprocess
@@ -15,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jitkern
-from jitkern.env import process_environment, settings
+from jitkern.cache.bundle import copy_entries
+from jitkern.cache.store import Cache
+from jitkern.env import process_environment
 from jitkern.errors import JitkernError, ToolchainError
+from jitkern.host import module as host
 
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S, JOB_TIMEOUT_S = 180.0, 180.0
@@ -60,7 +62,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env={**_environment(self.kernels), **(environment or {})},
+                env={**_environment(self.caches), **(environment or {})},
             )
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -142,15 +144,17 @@ class Worker:
         return lines[-1] if lines else "it said nothing"
 
 
-def _environment(kernels: Path) -> dict[str, str]:
+def _environment(caches: Path) -> dict[str, str]:
     environment = process_environment()
     for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG", "JITKERN_NVTX"):
         environment.pop(variable, None)
-    # The host module comes from where it is, kernels from a cache of our own.
-    places = [str(settings().cache_dir), *map(str, settings().cache_path)]
+    # The host module alone: what else this user's caches have would be found instead of compiled.
+    found = host.find()
+    if found.path is not None and found.source != "shipped":
+        copy_entries([found.path], Cache(caches / "host", shared=True))
     return {
         **environment,
-        "JITKERN_CACHE_DIR": str(kernels),
-        "JITKERN_CACHE_PATH": os.pathsep.join(places),
+        "JITKERN_CACHE_DIR": str(caches / "kernels"),
+        "JITKERN_CACHE_PATH": str(caches / "host"),
         "CUDA_CACHE_DISABLE": "1",  # NVRTC 13 has a cache of its own, with which 40 ms are 15
     }
