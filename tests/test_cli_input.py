@@ -166,6 +166,7 @@ def test_only_what_is_wrong_with_a_record_is_said_of_replay(
     status, _, err = run(capsys, "warm", "--element-size", "656", "--arch", "9.0", "--check")
     assert (status, "--replay" in err, "ValueError: no such rows" in err) == (1, False, True)
     (odd / "r.jsonl").write_text("{}")
+    (odd / "r.jsonl").chmod(0o600)  # whatever the umask
     err = one_line(capsys, "warm", "--replay", "r.jsonl")
     assert err.startswith("jitkern: error: --replay: r.jsonl:1: ")
 

@@ -68,7 +68,7 @@ def wrote(*tensors: Any) -> None:
     """
     try:  # noqa: SIM105 - suppress() takes 0.3 us
         _increment_version(tensors)
-    except (AttributeError, TypeError):
+    except (RuntimeError, TypeError):
         pass  # memory of another library
 
 
