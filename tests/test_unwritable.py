@@ -16,6 +16,8 @@ import pytest
 from children import SLOW, Children, sound, write_sources
 from needs import needs_cxx, needs_nvrtc
 
+from jitkern.compilers.find_nvrtc import find_nvrtc
+
 
 @pytest.fixture
 def mount() -> Iterator[Callable[..., Path]]:
@@ -82,6 +84,10 @@ def open_folder() -> Iterator[Path]:
     """A directory that other users can enter: pytest's own are closed to them."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become somebody else")
+    library = find_nvrtc().path
+    for path in (library, *library.parents):
+        if not path.stat().st_mode & (0o001 if path.is_dir() else 0o004):
+            pytest.skip(f"{path} is closed to others, as NVRTC is that umask 077 installed")
     folder = Path(tempfile.mkdtemp(prefix="jitkern-test-"))
     folder.chmod(0o755)
     before = os.umask(0o022)
