@@ -38,7 +38,11 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
   // Of K, which comes first, and of V; or there is one cache alone.
   const i64 k_bytes = kernel.variant;
   const unsigned num_copies = k_bytes == row_bytes && random.below(4) == 0 ? 1 : 2;
-  const jitkern::GroupShape shape = jitkern::group_shape(row_bytes, vec_bytes, STORE_IN_FLIGHT);
+  const bool two_sizes = k_bytes != row_bytes;
+  const auto shape_of = [&](i64 bytes) {
+    return jitkern::group_shape(bytes, vec_bytes, STORE_IN_FLIGHT);
+  };
+  const jitkern::GroupShape shape = shape_of(row_bytes);
   const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
   const i64 num_slots = num_rows + random.below(num_rows + 2);
 
@@ -75,16 +79,21 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
     }
   }
   const i64 cache_stride = interleaved ? 2 * at.stride_bytes : at.stride_bytes;
+  const auto blocks = [&](i64 bytes) -> unsigned {
+    return ceil_div(shape_of(bytes).num_threads(num_rows), kernel.num_threads);
+  };
+  const unsigned k_blocks = two_sizes ? blocks(k_bytes) : 0;
   const StoreParams params{
       {{caches.row(cache_row(0, 0)), k.row(0), cache_stride, k_at.stride_bytes},
        {caches.row(cache_row(1, 0)), v.row(0), cache_stride, v_at.stride_bytes}},
       indices.data(),
       num_rows,
       num_slots,
+      k_blocks,
       kIndicesSite,
       fault.record()};
-  const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
-  run_kernel(kernel, {blocks, num_copies}, kernel.num_threads, random, params, tally);
+  const unsigned y = two_sizes ? 1 : num_copies;
+  run_kernel(kernel, {k_blocks + blocks(row_bytes), y}, kernel.num_threads, random, params, tally);
   caches.check();
   k.check();
   v.check();

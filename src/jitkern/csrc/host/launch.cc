@@ -300,8 +300,9 @@ void KernelTable::take_config(LoadedKernels& kernels, const Array<int64_t>& conf
     fits = kernel.num_threads >= 1 && kernel.num_threads <= kernel.max_threads;
   }
   if (!fits) raise_runtime_error(std::string(op_) + ": launched as it was not compiled");
-  kernels.shape = shape_of_(kernels.spec, static_cast<int>(config[2 * count]),
-                            static_cast<int>(config[2 * count + 1]));
+  kernels.in_flight = static_cast<int>(config[2 * count]);
+  kernels.shape =
+      shape_of_(kernels.spec, kernels.in_flight, static_cast<int>(config[2 * count + 1]));
 }
 
 void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) const {

@@ -75,6 +75,22 @@ void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes
   });
 }
 
+// Rows of two sizes: see StoreKernel::run.
+void launch_two_sizes(KernelTable& table, const Tensor& tensor, const Spec& spec,
+                      StoreParams& params) {
+  const LaunchScope scope(tensor);
+  if (params.num_rows == 0) return;
+  params.fault = scope.device.fault_device;
+  const LoadedKernels& kernels = table.find(scope.device, spec);
+  const Kernel& kernel = kernels.entries[0];
+  const GroupShape first = group_shape(spec[3], spec[1], kernels.in_flight);
+  const auto blocks = [&](const GroupShape& shape) {
+    return ceil_div(shape.num_threads(params.num_rows), kernel.num_threads);
+  };
+  params.first_blocks = static_cast<u32>(blocks(first));
+  scope.launch(kernel, blocks(first) + blocks(kernels.shape), params);
+}
+
 // `v` is none where there is one cache.
 void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices_arg) {
   const Indices indices(kOp, "indices", indices_arg);
@@ -104,6 +120,7 @@ void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices
                      indices.data,
                      indices.count,
                      k.cache.num_rows,
+                     0,
                      kIndicesSite,
                      nullptr};
   if (!k.cache.on_cuda()) {
@@ -113,7 +130,10 @@ void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices
                              row_shape);
   const int vec_bytes = vec_bytes_for(first->cache, first->rows, last->cache, last->rows);
   const Spec spec(row_bytes, vec_bytes, indices.index_bytes, first_row_bytes);
-  launch_rows(kernels, k.cache, spec, indices.count, params, num_copies);
+  if (first_row_bytes == row_bytes) {
+    return launch_rows(kernels, k.cache, spec, indices.count, params, num_copies);
+  }
+  launch_two_sizes(kernels, k.cache, spec, params);
 }
 
 // v_cache and v are None where there is one cache.

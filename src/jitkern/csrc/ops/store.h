@@ -12,10 +12,11 @@ struct StoreParams {
     i64 cache_stride_bytes;
     i64 row_stride_bytes;
   };
-  Copy copies[2];  // K and V, or one alone; blockIdx.y chooses. Those of shorter rows come first
+  Copy copies[2];  // K and V, or one alone; blockIdx.y chooses
   const void* indices;
   i64 num_rows;
   i64 num_slots;
+  u32 first_blocks;  // where rows are of two sizes: blocks of the shorter ones, which are copies[0]
   FaultSite indices_site;
   FaultRecord* fault;
 };

@@ -185,6 +185,7 @@ struct LoadedKernels {
   Spec spec;
   std::vector<Kernel> entries;  // in the order of the builder's device_wrappers
   GroupShape shape;             // of a kernel that copies rows
+  int in_flight;                // vectors, which its shape was made for
 };
 
 // The kernels of one op, or of one module of a user: for each specialisation and device its entry
