@@ -81,6 +81,7 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
     [
         hints.warm_host_module(),
         hints.warm_op("store", "656", "9.0"),
+        hints.warm_rows("9.0"),
         hints.replay(),
         hints.replay("9.0"),
     ],
@@ -263,7 +264,7 @@ def test_warm_out_is_a_cache(
     path = f"{out_dir}:{host_module}"
     env = {"JITKERN_CACHE_DIR": str(tmp_path / "other"), "JITKERN_CACHE_PATH": path}
     done = fresh_python(CLI, *argv, env=env)
-    assert len(lines_of(done.stdout, "cached")) == 2
+    assert len(lines_of(done.stdout, "cached")) == 6
     assert len(lines_of(done.stdout, "compiled")) == 0
 
 

@@ -18,6 +18,11 @@ def warm_op(op: str, element_size: str, arch: object) -> str:
     return f"{_BUILD_WITH} --op {op} --element-size {element_size} --arch {arch}"
 
 
+def warm_rows(arch: object) -> str:
+    """Say how what the ops on rows share is built before it is needed: with rows of any size."""
+    return f"{_BUILD_WITH} --element-size 16 --arch {arch}"
+
+
 def replay(arch: object = "") -> str:
     """Say how what a run has used is built before the next one needs it."""
     choice = f" --arch {arch}" if arch else ""

@@ -128,7 +128,7 @@ def warm(
                 "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
                 "expected one of them, such as archs=['9.0']"
             )
-        jobs += [job for stem in stems for size in sizes for job in op_jobs(stem, size, for_archs)]
+        jobs += op_jobs(itertools.product(stems, sizes), for_archs)
     with ExitStack() as stack:
         if recorded:
             folder = stack.enter_context(scratch_folder("replay"))
@@ -181,10 +181,13 @@ def host_module_job() -> Job:
     return Job("host module", "", "", host.find_built, host.find, is_library=True)
 
 
-def op_jobs(op: str, row_bytes: int, archs: Iterable[Arch]) -> list[Job]:
-    """Return the jobs of one op and row size: each specialisation for each arch."""
-    module = device_ops()[op]
-    kernels = [module.kernel(*spec) for spec in module.specialisations(row_bytes)]
+def op_jobs(wanted: Iterable[tuple[str, int]], archs: Iterable[Arch]) -> list[Job]:
+    """Return the jobs of ops and row sizes: each kernel for each arch, and once what they share."""
+    kernels: dict[DeviceModule, None] = {}
+    for op, row_bytes in wanted:
+        module = device_ops()[op]
+        of_size = [module.kernel(*spec) for spec in module.specialisations(row_bytes)]
+        kernels |= dict.fromkeys(of_size + getattr(module, "shared_kernels", list)())
     return [_kernel_job(kernel, arch) for kernel in kernels for arch in archs]
 
 

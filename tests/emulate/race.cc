@@ -5,14 +5,15 @@
 
 #include "ops/h2d_gather.cu"
 #include "ops/index.cu"
+#include "ops/pair_lists.cuh"
 #include "ops/store.cu"
 #include "sweep.h"
 
 namespace emulate {
 
-using jitkern::ClaimParams;
 using jitkern::group_shape;
 using jitkern::IndexParams;
+using jitkern::ListParams;
 using jitkern::PairCopyParams;
 using jitkern::StoreParams;
 
@@ -88,6 +89,7 @@ void store_and_index(IntBuffer& indices, Random& random, Tally& tally) {
               indices.data(),
               kRows,
               kRows,
+              0,
               FaultSite(1),
               nullptr},
              random, tally, 2);
@@ -106,12 +108,14 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally)
     bool use_pdl;
   };
   constexpr Config kSmall{PAIRS_SMALL_CONFIG}, kLarge{PAIRS_LARGE_CONFIG};
-  constexpr Config kClaim{H2D_GATHER_CLAIM_CONFIG};
+  constexpr Config kList{PAIRS_LIST_CONFIG}, kScan{PAIRS_SCAN_CONFIG};
   using Small = jitkern::H2DGather<kRowBytes, kSmall.num_threads, 1, kVecBytes, sizeof(Int), false,
                                    false, PAIRS_SMALL_IN_FLIGHT>;
   using Large = jitkern::H2DGather<kRowBytes, kLarge.num_threads, 1, kVecBytes, sizeof(Int), false,
                                    true, H2D_GATHER_LARGE_IN_FLIGHT>;
-  using Claim = jitkern::ClaimRows<sizeof(Int), kClaim.num_threads, 1>;
+  using List = jitkern::ListPairs<sizeof(Int), kList.num_threads, 1, jitkern::kHostSource>;
+  using Scan = jitkern::ScanRegions<kScan.num_threads, 1>;
+  using Place = jitkern::PlacePairs<sizeof(Int), kList.num_threads, 1, jitkern::kHostSource>;
   constexpr i64 kWindowBytes = jitkern::window_bytes(kRowBytes, kVecBytes, false);
   const auto shape = [](int in_flight) { return group_shape(kWindowBytes, kVecBytes, in_flight); };
 
@@ -132,21 +136,35 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally)
   IntBuffer fetches("fetches", none, sizeof(Int)), copies("copies", none, sizeof(Int));
   IntBuffer copied_rows("copied_rows", std::vector<i64>(kRows, -1), sizeof(Int));
   FaultWord fault(0);
-  ClaimParams claim{params};
-  claim.slot_map = slot_map.data();
-  claim.table = static_cast<u32*>(table.data());
-  claim.table_mask = static_cast<u32>(table.size() - 1);
-  claim.last_entries = static_cast<u32*>(last_entries.data());
-  claim.fetches = fetches.data();
-  claim.copies = copies.data();
-  claim.copied_rows = copied_rows.data();
-  claim.fault = fault.record();
-  launch_fibers({1}, {Claim::kNumThreads}, any_order(random), [&] { Claim::run(claim); });
+  ListParams list{params};
+  list.slot_map = slot_map.data();
+  list.table = static_cast<u32*>(table.data());
+  list.table_mask = static_cast<u32>(table.size() - 1);
+  list.last_entries = static_cast<u32*>(last_entries.data());
+  list.fetches = fetches.data();
+  list.copies = copies.data();
+  list.copied_rows = copied_rows.data();
+  IntBuffer ranks("ranks", std::vector<i64>(kRows, -1), 4);
+  constexpr u32 kRegions = jitkern::kScanRegionsPerThread * Scan::kNumThreads;
+  AlignedWords last_ranks(kRegions, 0xffffffffu), starts(kRegions, 0);
+  if (random.below(2) == 0) {
+    list.ranks = static_cast<u32*>(ranks.data());
+    list.last_ranks = last_ranks.data();
+    list.region_starts = starts.data();
+    list.num_regions = kRegions;
+    list.region_shift = 7;
+  }
+  list.fault = fault.record();
+  launch_fibers({1}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
+  if (list.ranks != nullptr) {
+    launch_fibers({1}, {Scan::kNumThreads}, any_order(random), [&] { Scan::run(list); });
+    launch_fibers({1}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
+  }
   params.pairs = fetches.data();
-  params.last_pair = claim.last_entries;
+  params.last_pair = list.last_entries;
   run<Large>(shape(H2D_GATHER_LARGE_IN_FLIGHT), params, random, tally);
   params.pairs = copies.data();
-  params.last_pair = claim.last_entries + 1;
+  params.last_pair = list.last_entries + 1;
   params.src = params.dst;
   params.slot_rows = copied_rows.data();
   run<Large>(shape(H2D_GATHER_LARGE_IN_FLIGHT), params, random, tally);

@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     *mutants_of(
         SWEEP,
-        "ops/h2d_gather.cu",
+        "ops/pair_lists.cuh",
         (
             "slot map read again",
             "if (slot >= 0) return {kCopy, slot, dst_row, src_row};",

@@ -129,11 +129,13 @@ def not_tensors(good: dict[str, Any], *arguments: str, optional: str = "") -> li
 
 def good_pair_arguments() -> dict[str, Any]:
     pairs = torch.tensor([[0, 1], [2, 3]])
-    return {"src": zeros(ROWS, 8), "dst": zeros(SLOTS, 8), "pairs": pairs, "num_sms": 2}
+    tensors = {"src": zeros(ROWS, 8), "dst": zeros(SLOTS, 8), "pairs": pairs}
+    return {**tensors, "num_sms": 2, "order": "auto"}
 
 
-def pair_mistakes(good: dict[str, Any]) -> list[Mistake]:
-    """What the ops of pairs have in common."""
+def pair_mistakes(good: dict[str, Any], by_host: str, other: str) -> list[Mistake]:
+    """What the ops of pairs have in common; `order` takes `by_host`, not the `other` op's word."""
+    orders = f'expected "auto", "{by_host}" or "given"'
     table = not_tensors(good, "src", "dst", "pairs") + bad_indices("pairs", good["pairs"])
     wanted = "expected shape [..., 2] of (source row, destination row)"
     memory = torch.zeros(SLOTS, 4, dtype=torch.int64)
@@ -164,6 +166,10 @@ def pair_mistakes(good: dict[str, Any]) -> list[Mistake]:
         ({"num_sms": 2**63}, TypeError,
          "num_sms: int of more than 64 bits, expected an int"),
         ({"num_sms": torch.tensor(2)}, TypeError, "num_sms: Tensor, expected an int"),
+        ({"order": other}, ValueError, f'order: "{other}", {orders}'),
+        ({"order": "Auto"}, ValueError, f'order: "Auto", {orders}'),
+        ({"order": ""}, ValueError, f'order: "", {orders}'),
+        ({"order": True}, TypeError, f"order: bool, {orders}"),
         ({"pairs": torch.tensor([[0, 1], [3, 3]])}, IndexError,
          index_text("pairs[..., 0]", 3, 1, 3)),
         ({"pairs": torch.tensor([[[0, 50]], [[0, 1]]])}, IndexError,

@@ -52,6 +52,14 @@ def test_every_row_size_compiles(op: str, arch: str) -> None:
                 assert b".text." + export.encode() + b"\0" in image  # found by its plain C name
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", ON_GPU)
+def test_what_all_row_sizes_share_compiles(op: str, arch: str) -> None:
+    for kernel in getattr(device_ops()[op], "shared_kernels", list)():
+        image = kernel.image(Arch.parse(arch))
+        assert all(b".text." + export.encode() + b"\0" in image for export in kernel.exports)
+
+
 @pytest.mark.parametrize("op", ON_GPU)
 def test_a_profiler_tells_kernels_apart(op: str) -> None:
     """By op, row size, index type and what else a call of rows of that size may use."""

@@ -153,7 +153,7 @@ def good_arguments() -> dict[str, Any]:
 
 
 def mistakes() -> list[Mistake]:
-    return pair_mistakes(good_arguments())
+    return pair_mistakes(good_arguments(), "destination", "source")
 
 
 def fuzz(f: Fuzzer) -> Call:
@@ -171,7 +171,11 @@ def fuzz(f: Fuzzer) -> Call:
         assert result is None
         assert same_bits(dst, expected)
 
-    arguments = {"src": src, "dst": dst, "pairs": pairs, "num_sms": f.rng.choice([None, 3])}
+    how = {
+        "num_sms": f.rng.choice([None, 3]),
+        "order": f.rng.choice(["auto", "destination", "given"]),
+    }
+    arguments = {"src": src, "dst": dst, "pairs": pairs, **how}
     return Call(d2h_scatter, arguments, prove)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -239,22 +240,44 @@ def test_memory_registered_with_cuda_counts_as_pinned() -> None:
         torch.cuda.cudart().cudaHostUnregister(src.data_ptr())
 
 
-@pytest.mark.cuda
-def test_a_source_only_partly_pinned_is_refused() -> None:
-    whole = torch.zeros(64 << 10, dtype=torch.uint8)
+def registered(memory: Tensor) -> Iterator[Tensor]:
+    """Pin `memory` in place while the generator lives."""
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    yield memory
+    torch.cuda.synchronize()
+    assert int(cudart.cudaHostUnregister(memory.data_ptr())) == 0
+
+
+@pytest.fixture
+def pages() -> Tensor:
+    """Four pages of memory that CUDA does not know."""
+    whole = torch.randint(0, 256, (64 << 10,), dtype=torch.uint8)
     start = -whole.data_ptr() % 4096
-    pages = whole[start : start + 8192]
-    assert int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), 8192, 0)) == 0
-    try:
-        src = whole[start : start + 16384].view(16, 1024)
-        with pytest.raises(ValueError, match="h2d_gather: src: pageable host memory"):
-            h2d_gather(
-                src,
-                torch.zeros(16, 1024, dtype=torch.uint8, device="cuda"),
-                torch.tensor([[0, 0]], device="cuda"),
-            )
-    finally:
-        torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
+    return whole[start : start + 16384]
+
+
+@pytest.mark.cuda
+def test_a_source_only_partly_pinned_is_refused(pages: Tensor) -> None:
+    begin = pages.data_ptr()
+    text = (
+        f"h2d_gather: src: rows at [{begin:#x}, {begin + 16384:#x}), of which [{begin:#x}, "
+        f"{begin + 8192:#x}) is pinned, expected pinned host memory for all of them"
+    )
+    dst, pairs = torch.zeros(16, 1024, dtype=torch.uint8), torch.tensor([[0, 0]], device="cuda")
+    for _ in registered(pages[:8192]):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            h2d_gather(pages.view(16, 1024), dst.cuda(), pairs)
+
+
+@pytest.mark.cuda
+def test_a_source_registered_in_pieces(pages: Tensor) -> None:
+    """As pools of hundreds of GiB are."""
+    src, dst = pages.view(16, 1024), torch.zeros(16, 1024, dtype=torch.uint8, device="cuda")
+    for _ in registered(pages[:8192]):
+        for _ in registered(pages[8192:]):
+            h2d_gather(src, dst, torch.arange(16, device="cuda").repeat_interleave(2).view(16, 2))
+            assert torch.equal(dst.cpu(), src)
 
 
 def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device) -> None:
@@ -320,7 +343,7 @@ def mistakes() -> list[Mistake]:
     without = "expected a slot_map that says which rows are resident, or False"
     memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
-        *pair_mistakes(good),
+        *pair_mistakes(good, "source", "destination"),
         *not_tensors(good, "slot_map", optional="slot_map"),
         *bad_indices("slot_map", good["slot_map"]),
         ({"slot_map": torch.arange(4)}, ValueError, f"slot_map: shape [4], {of_map}"),
@@ -377,7 +400,7 @@ def fuzz(f: Fuzzer) -> Call:
         h2d_gather,
         {"src": src, "dst": dst, "pairs": pairs, "slot_map": slot_map,
          "num_sms": f.rng.choice([None, 1, 2, 7]), "dedup": f.rng.random() < 0.5,
-         "reuse_resident": reuse_resident},
+         "reuse_resident": reuse_resident, "order": f.rng.choice(["auto", "source", "given"])},
         prove,
     )  # fmt: skip
 

@@ -148,7 +148,7 @@ def _compile() -> None:
     from jitkern.warming import op_jobs
 
     start = time.perf_counter()
-    jobs = [job for op, size in _ROW_BYTES.items() for job in op_jobs(op, size, SUPPORTED_ARCHS)]
+    jobs = op_jobs(_ROW_BYTES.items(), SUPPORTED_ARCHS)
     outcomes, failures = run_all(jobs, default_threads())
     took_s = time.perf_counter() - start
 

@@ -114,6 +114,11 @@ def op(name: str, builder: Builder) -> Callable[..., Any]:
     return _ranged(module()[name], lambda _: name)
 
 
+def builds(name: str, builder: Builder) -> None:
+    """Have `builder` make the kernels that C++ asks for as `name`, for several ops."""
+    _builders[name] = builder
+
+
 @cache
 def op_now(name: str, builder: Builder) -> Callable[..., Any]:
     """As :func:`op`, but the function runs whatever PyTorch does: for PyTorch's own calls."""

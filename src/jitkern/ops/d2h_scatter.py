@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
 from jitkern.ops.common import TorchOverload
-from jitkern.ops.pairs import SMALL_IN_FLIGHT, pair_config, pair_copy_args, pair_entry_name
+from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ def kernel(
     row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
 ) -> DeviceModule:
     """Return the device module of one row size, vector width, index type, alignment and size."""
-    in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
-    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
-    name = pair_entry_name("d2h_scatter", row_bytes, vec_bytes, index_bytes, large)
-    wrappers = [(name, f"jitkern::D2HScatter<{args}>")]
-    files = ["ops/d2h_scatter.cu"]
-    module = load_own("d2h_scatter", *args, device_files=files, device_wrappers=wrappers)
-    return module.launched_with(pair_config(large), in_flight=in_flight)
+    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
+    return pair_kernels("d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT, spec)
+
+
+def shared_kernels() -> list[DeviceModule]:
+    """Return what calls of any row size need besides."""
+    return list_kernels(host_target=1)
 
 
 @cache
@@ -38,17 +38,25 @@ def _op() -> Callable[..., Any]:
     return host.op("d2h_scatter", kernel)
 
 
-def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None = None) -> None:
-    dispatch.through_torch("d2h_scatter", src=src, dst=dst, pairs=pairs, num_sms=num_sms)
+def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, **options: Any) -> None:
+    dispatch.through_torch("d2h_scatter", src=src, dst=dst, pairs=pairs, **options)
 
 
 @dispatch.traced_as(_through_torch)
-def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None = None) -> None:
+def d2h_scatter(
+    src: Tensor,
+    dst: Tensor,
+    pairs: Tensor,
+    *,
+    num_sms: int | None = None,
+    order: Literal["auto", "destination", "given"] = "auto",
+) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
     The way back of :func:`jitkern.h2d_gather`: a persistent kernel of a few blocks writes ``dst``
-    over PCIe, on the current stream, without a synchronisation or an allocation. The host may read
-    ``dst`` once the stream has come past the call. May be captured in a CUDA graph.
+    over PCIe, on the current stream and without a synchronisation. The host may read ``dst`` once
+    the stream has come past the call. A call that sorts its pairs takes scratch memory from
+    PyTorch's caching allocator, another allocates nothing. May be captured in a CUDA graph.
 
     Parameters
     ----------
@@ -65,6 +73,11 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
     num_sms : int, optional
         Blocks of 1024 threads that write over the bus, at most one an SM, clamped to the GPU's SMs;
         as many as keep the bus busy by default, as for :func:`jitkern.h2d_gather`.
+    order : {"auto", "destination", "given"}
+        In which order rows cross the bus: that of their places in ``dst``, or as they come; what
+        ends up in ``dst`` is the same. By default that of ``dst`` where it is larger than what the
+        link's address translation reaches and the call is large enough to win by it; see
+        :func:`jitkern.h2d_gather`.
 
     Raises
     ------
@@ -88,19 +101,26 @@ def d2h_scatter(src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None 
     """
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
         try:
-            if not _op()(src, dst, pairs, num_sms):
+            by = None if order == "auto" else order  # a string costs 0.13 us on its way to C++
+            if not _op()(src, dst, pairs, num_sms, by):
                 dispatch.wrote(dst)
                 return
         except (RuntimeError, ValueError) as error:
             dispatch.require_wrapper(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)
-    _through_torch(src, dst, pairs, num_sms=num_sms)
+    _through_torch(src, dst, pairs, num_sms=num_sms, order=order)
+
+
+def _now(
+    src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None = None, order: str = "auto"
+) -> None:
+    by = None if order == "auto" else order
+    host.op_now("d2h_scatter", kernel)(src, dst, pairs, num_sms, by)
 
 
 TORCH_OVERLOADS = (
     TorchOverload(
-        "d2h_scatter(Tensor src, Tensor(a!) dst, Tensor pairs, *, SymInt? num_sms=None) -> ()",
-        lambda src, dst, pairs, *, num_sms=None: host.op_now("d2h_scatter", kernel)(
-            src, dst, pairs, num_sms
-        ),
+        "d2h_scatter(Tensor src, Tensor(a!) dst, Tensor pairs, *, SymInt? num_sms=None,"
+        ' str order="auto") -> ()',
+        _now,
     ),
 )

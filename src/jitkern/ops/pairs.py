@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
+from jitkern import hints
+from jitkern.host import module as host
+from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
 
@@ -10,6 +16,10 @@ from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
 LARGE_CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 SMALL_CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
 SMALL_IN_FLIGHT = 1
+# The lists that a large call sorts its pairs into: a thread a pair, and for the sums of the regions
+# one block of as many as fit, which then reads fewer of the others'.
+LIST_CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
+SCAN_CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 _LINE_BYTES = 128
 
 
@@ -22,11 +32,16 @@ def pair_copy_args(
     row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int, in_flight: int
 ) -> CppArgs:
     """Return the template arguments of a copy between host and device memory."""
-    num_threads, max_occupancy, _ = pair_config(large)
     flags = (bool(line_aligned), bool(large))
     return make_cpp_args(
-        row_bytes, num_threads, max_occupancy, vec_bytes, index_bytes, *flags, in_flight
+        row_bytes, *threads_of(pair_config(large)), vec_bytes, index_bytes, *flags, in_flight
     )
+
+
+def threads_of(config: KernelConfig) -> tuple[int, int]:
+    """Return what kernels that do not wait for others take of a configuration."""
+    num_threads, max_occupancy, _ = config
+    return num_threads, max_occupancy
 
 
 def pair_entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, large: int) -> str:
@@ -35,13 +50,71 @@ def pair_entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int,
     return entry_name(stem, row_bytes, vec_bytes, index_bytes, kind=kind)
 
 
+PairSpec = tuple[int, int, int, int, int]
+"""Row bytes, vector bytes, index bytes, and whether rows lie on lines and the call is large."""
+
+Entry = tuple[str, str, KernelConfig]
+"""An entry point of a module: its name, its type in ``jitkern::``, how it is launched."""
+
+
+def load_entries(
+    op: str, file: str, entries: Sequence[Entry], args: CppArgs, in_flight: int
+) -> DeviceModule:
+    """Return the device module of some entry points; `args` tell it from the op's others."""
+    wrappers = [(name, f"jitkern::{type_name}") for name, type_name, _ in entries]
+    module = load_own(op, *args, device_files=[f"ops/{file}"], device_wrappers=wrappers)
+    return module.launched_with(*(config for *_, config in entries), in_flight=in_flight)
+
+
+def pair_kernels(op: str, copy: str, large_in_flight: int, spec: PairSpec) -> DeviceModule:
+    """Return the device module of an op on pairs, whose kernel is ``jitkern::<copy>``."""
+    row_bytes, vec_bytes, index_bytes, _, large = spec
+    in_flight = large_in_flight if large else SMALL_IN_FLIGHT
+    args = pair_copy_args(*spec, in_flight)
+    name = pair_entry_name(op, row_bytes, vec_bytes, index_bytes, large)
+    entry = (name, f"{copy}<{args}>", pair_config(large))
+    return load_entries(op, f"{op}.cu", [entry], args, in_flight)
+
+
+@cache
+def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
+    """Return the device module that sorts the pairs of large calls, of any row size.
+
+    By source rows, or by destination rows where it is these that lie in host memory. It takes
+    100 ms to compile: with each row size it would double the first large call of each.
+    """
+    side, what = ("kHostTarget", "targets") if host_target else ("kHostSource", "sources")
+    listed = f"{make_cpp_args(index_bytes, *threads_of(LIST_CONFIG))}, jitkern::{side}"
+    scan = make_cpp_args(*threads_of(SCAN_CONFIG))
+    bits = 8 * index_bytes
+    entries = [
+        (f"jitkern_list_{what}_i{bits}", f"ListPairs<{listed}>", LIST_CONFIG),
+        ("jitkern_scan_regions", f"ScanRegions<{scan}>", SCAN_CONFIG),
+        (f"jitkern_place_{what}_i{bits}", f"PlacePairs<{listed}>", LIST_CONFIG),
+    ]
+    args = make_cpp_args(
+        index_bytes, host_target, *threads_of(LIST_CONFIG), *threads_of(SCAN_CONFIG)
+    )
+    module = load_entries("pair_lists", "pair_lists.cu", entries, args, in_flight=1)
+    module.hint = hints.warm_rows
+    return module
+
+
+host.builds("pair_lists", list_kernel)
+
+
+def list_kernels(host_target: int) -> list[DeviceModule]:
+    """Return what large calls of any row size need."""
+    return [list_kernel(index_bytes, host_target) for index_bytes in INDEX_BYTES]
+
+
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need.
 
     Both index types, small and large calls, as far as rows are contiguous.
     """
     vec_bytes = widest_vec_bytes(row_bytes)
-    line_aligned = int(row_bytes % _LINE_BYTES == 0)
+    line_aligned = int(row_bytes % _LINE_BYTES == 0 or _LINE_BYTES % row_bytes == 0)
     return [
         (row_bytes, vec_bytes, index_bytes, line_aligned, large)
         for index_bytes in INDEX_BYTES

@@ -9,8 +9,9 @@ constexpr const char* kOp = "d2h_scatter";
 const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
 const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 
-void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms) {
+void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyView order) {
   PairArgs args(kOp, kHostTarget, src, dst, pairs, num_sms);
+  const Lists lists{false, false, order_arg(args, order)};
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
   args.map_host_rows();
@@ -19,8 +20,7 @@ void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms) {
   args.params.dst_site = kDstSite;
   args.params.fault = scope.device.fault_device;
   static KernelTable table = pair_kernels(kOp);
-  const LoadedKernels& kernels = table.find(scope.device, pair_spec(args, !is_small_call(args)));
-  launch_pair_copy(scope, args, kernels, args.params);
+  launch_pairs(scope, args, table, lists);
 }
 
 JITKERN_EXPORT_OP(d2h_scatter, d2h_scatter);

@@ -1,4 +1,5 @@
-// d2h_scatter on the device: rows of device memory are written to pinned host memory.
+// d2h_scatter on the device: rows of device memory are written to pinned host memory, by large
+// calls into a large pool in the order of its memory.
 #include "pairs.cuh"
 
 namespace jitkern {

@@ -1,7 +1,7 @@
-// h2d_gather on the device. Small calls are one launch of H2DGather over the pairs. Large ones put
-// ClaimRows in front, which leaves each distinct source row to one fetch over PCIe, and H2DGather
-// once more behind: on all SMs it copies the repeats in device memory, 80 times as fast as the bus.
-#include "h2d_gather.h"
+// h2d_gather on the device. Small calls are one launch of H2DGather over the pairs. Large ones sort
+// the pairs first, so that each distinct source row is left to one fetch over PCIe, in the order of
+// a large pool, and run H2DGather once more behind: on all SMs it copies the repeats in device
+// memory, 80 times as fast as the bus.
 #include "pairs.cuh"
 
 namespace jitkern {
@@ -10,89 +10,5 @@ template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIn
           bool kLineAligned, bool kLarge, int kInFlight>
 using H2DGather = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes, kLineAligned,
                            kLarge, kInFlight, kHostSource>;
-
-template <int kIndexBytes, int kThreads, int kMaxOccupancy>
-struct ClaimRows {
-  using Params = ClaimParams;
-  using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
-
-  static __device__ void run(const Params& p) {
-    __shared__ u32 block_counts[2];
-    __shared__ u32 block_starts[2];
-    if (threadIdx.x < 2) block_counts[threadIdx.x] = 0;
-    __syncthreads();
-    const i64 number = thread_number();
-    const Found found = number < p.num_pairs ? look_up(p, number) : Found{kSkip, 0, 0, 0};
-    u32 place = 0;
-    if (found.list != kSkip) place = atomicAdd(&block_counts[found.list], 1u);
-    __syncthreads();
-    // One atomic for each list and block on the global counters. They start at -1, as the table
-    // does, so that one memset prepares both.
-    if (threadIdx.x < 2) {
-      block_starts[threadIdx.x] =
-          atomicAdd(&p.last_entries[threadIdx.x], block_counts[threadIdx.x]) + 1u;
-    }
-    __syncthreads();
-    if (found.list == kSkip) return;
-    place += block_starts[found.list];
-    Int* pair = static_cast<Int*>(found.list == kFetch ? p.fetches : p.copies) + 2 * i64(place);
-    pair[0] = static_cast<Int>(found.from_row);
-    pair[1] = static_cast<Int>(found.dst_row);
-    if (found.list == kCopy) {
-      static_cast<Int*>(p.copied_rows)[place] = static_cast<Int>(found.slot_row);
-    }
-  }
-
- private:
-  enum List : i32 { kSkip = -1, kFetch = 0, kCopy = 1 };
-
-  struct Found {
-    List list;
-    i64 from_row;
-    i64 dst_row;
-    i64 slot_row;  // of kCopy: see ClaimParams::copied_rows
-  };
-
-  static __device__ Found look_up(const Params& p, i64 number) {
-    const Int* pairs = static_cast<const Int*>(p.pairs);
-    const i64 src_row = pairs[2 * number];
-    const i64 dst_row = pairs[2 * number + 1];
-    if (src_row < 0 || dst_row < 0) return {kSkip, 0, 0, 0};  // padding
-    if (src_row >= p.num_src_rows) {
-      report_fault(p.fault, p.src_site, number, src_row, p.num_src_rows);
-      return {kSkip, 0, 0, 0};
-    }
-    if (dst_row >= p.num_dst_rows) {
-      report_fault(p.fault, p.dst_site, number, dst_row, p.num_dst_rows);
-      return {kSkip, 0, 0, 0};
-    }
-    if (p.slot_map != nullptr) {
-      const i64 slot = p.slot_map_bytes == 4 ? i64(static_cast<const i32*>(p.slot_map)[src_row])
-                                             : static_cast<const i64*>(p.slot_map)[src_row];
-      if (slot >= p.num_dst_rows) {
-        report_fault(p.fault, p.slot_map_site, src_row, slot, p.num_dst_rows);
-        return {kSkip, 0, 0, 0};
-      }
-      if (slot >= 0) return {kCopy, slot, dst_row, src_row};
-    }
-    const u32 owner = claim(p, pairs, static_cast<u32>(number), src_row);
-    if (owner == number) return {kFetch, src_row, dst_row, 0};
-    return {kCopy, i64(pairs[2 * i64(owner) + 1]), dst_row, -1};
-  }
-
-  // The pair that fetches `src_row`: this one if it is the first to come. The table is at least
-  // twice as large as the number of pairs, so a free place is never far.
-  static __device__ u32 claim(const Params& p, const Int* pairs, u32 number, i64 src_row) {
-    u32 place = static_cast<u32>((u64(src_row) * 0x9e3779b97f4a7c15ull) >> 32) & p.table_mask;
-    while (true) {
-      const u32 owner = atomicCAS(&p.table[place], kNoOwner, number);
-      if (owner == kNoOwner) return number;
-      if (pairs[2 * i64(owner)] == src_row) return owner;
-      place = (place + 1) & p.table_mask;
-    }
-  }
-};
 
 }  // namespace jitkern

@@ -5,24 +5,13 @@
 #include <string>
 
 #include "host/cpu_copy.h"
+#include "host/pinned.h"
 
 namespace jitkern {
 
 namespace {
 
-// What to have on its way by default. Rows of 656 bytes have 128 KiB in flight per SM: 2 SMs
-// saturate an idle bus, but beside a GEMM, where lines take longer to come, they move 33 GB/s and 3
-// SMs 47.
-constexpr i64 kBytesInFlight = 320 << 10;
-constexpr i64 kMaxDefaultSms = 8;         // where vectors are narrow, the bus is out of reach
-constexpr i64 kSmallCallBytes = 2 << 20;  // 40 us of the bus
-
-i64 num_sms_arg(const char* op, AnyView value) {
-  if (is_none(value)) return kMaxDefaultSms;
-  const i64 num_sms = int_arg(op, "num_sms", value);
-  if (num_sms < 1) raise_value_error(op, "num_sms", std::to_string(num_sms), "at least 1");
-  return num_sms;
-}
+constexpr i64 kMaxDefaultSms = 8;  // where vectors are narrow, the bus is out of reach
 
 GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(window_bytes(spec[0], spec[1], spec[3] != 0), spec[1], in_flight, splits);
@@ -30,18 +19,22 @@ GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
 
 }  // namespace
 
+std::optional<i64> num_sms_arg(const char* op, AnyView value) {
+  if (is_none(value)) return std::nullopt;
+  const i64 num_sms = int_arg(op, "num_sms", value);
+  if (num_sms < 1) raise_value_error(op, "num_sms", std::to_string(num_sms), "at least 1");
+  return num_sms;
+}
+
 PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView dst_arg,
                    AnyView pairs_arg, AnyView num_sms_value)
-    : host_side(host_side),
-      src(op, "src", src_arg),
-      dst(op, "dst", dst_arg),
-      pairs(op, "pairs", pairs_arg),
-      sms_given(!is_none(num_sms_value)),
-      num_sms(num_sms_arg(op, num_sms_value)),
-      params{} {
-  if (host().on_cuda()) host().value_error("device " + host().device_name(), "cpu");
+    : src(op, "src", src_arg), dst(op, "dst", dst_arg), pairs(op, "pairs", pairs_arg) {
+  this->host_side = host_side;
+  num_sms = num_sms_arg(op, num_sms_value);
+  const Rows& host = host_rows();
+  if (host.on_cuda()) host.value_error("device " + host.device_name(), "cpu");
   src.same_dtype(dst);
-  pairs.same_device(device());
+  pairs.same_device(device_rows());
   if (pairs.dl->ndim < 1 || pairs.dl->shape[pairs.dl->ndim - 1] != 2) {
     pairs.value_error("shape " + pairs.shape_text(),
                       "shape [..., 2] of (source row, destination row)");
@@ -58,12 +51,16 @@ PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView 
   params.num_pairs = pairs.count / 2;
   params.num_src_rows = src.num_rows;
   params.num_dst_rows = dst.num_rows;
+  row_bytes = src.row_bytes;
+  index_bytes = pairs.index_bytes;
+  device = device_rows().dl->device;
+  set_span(host.num_rows, host.stride_bytes);
 }
 
 void PairArgs::take_slot_map(AnyView value) {
   if (is_none(value)) return;
   slot_map.emplace(src.op, "slot_map", value);
-  slot_map->same_device(device());
+  slot_map->same_device(device_rows());
   if (slot_map->dl->ndim != 1 || slot_map->count != src.num_rows) {
     slot_map->value_error(
         "shape " + slot_map->shape_text(),
@@ -125,19 +122,12 @@ void PairArgs::update_slot_map() const {
 }
 
 void PairArgs::map_host_rows() {
-  const Rows& rows = host();
-  if (rows.empty()) return;
-  const MemoryRange range = memory_range(rows.data);
-  if (range.type != kMemoryTypeHost || range.device_address == nullptr ||
-      rows.end > address(range.begin) + static_cast<u64>(range.bytes)) {
-    rows.value_error("pageable host memory",
-                     "pinned host memory for a copy with a GPU; allocate it with "
-                     "torch.empty(..., pin_memory=True) or call .pin_memory()");
-  }
+  if (host_rows().empty()) return;
+  char* const mapped = mapped_rows(host_rows());
   if (host_side == kHostSource) {
-    params.src = range.device_address;
+    params.src = mapped;
   } else {
-    params.dst = const_cast<char*>(range.device_address);
+    params.dst = mapped;
   }
 }
 
@@ -146,32 +136,42 @@ KernelTable pair_kernels(const char* op) {
                      pair_shape);
 }
 
-bool is_small_call(const PairArgs& args) {
-  return !args.sms_given && args.bytes() <= kSmallCallBytes;
+bool is_small_call(const PairCall& call) {
+  return !call.num_sms && call.bytes() <= kSmallCallBytes;
 }
 
-Spec pair_spec(const PairArgs& args, bool large) {
-  const PairCopyParams& p = args.params;
+bool is_line_aligned(u64 host_bits, i64 row_bytes) {
+  const bool inside =
+      kHostLineBytes % row_bytes == 0 && host_bits % static_cast<u64>(row_bytes) == 0;
+  return inside || host_bits % kHostLineBytes == 0;
+}
+
+Spec pair_spec(const PairCall& call, bool large) {
+  const PairCopyParams& p = call.params;
   const u64 src_bits = address(p.src) | static_cast<u64>(p.src_stride_bytes);
   const u64 dst_bits = address(p.dst) | static_cast<u64>(p.dst_stride_bytes);
-  const u64 host_bits = args.host_side == kHostSource ? src_bits : dst_bits;
-  const int vec_bytes = widest_vec(src_bits | dst_bits | static_cast<u64>(args.src.row_bytes));
-  return Spec(args.src.row_bytes, vec_bytes, args.pairs.index_bytes,
-              host_bits % kHostLineBytes == 0, large);
+  const u64 host_bits = call.host_side == kHostSource ? src_bits : dst_bits;
+  const int vec_bytes = widest_vec(src_bits | dst_bits | static_cast<u64>(call.row_bytes));
+  return Spec(call.row_bytes, vec_bytes, call.index_bytes,
+              is_line_aligned(host_bits, call.row_bytes), large);
 }
 
-void launch_pair_copy(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
-                      const PairCopyParams& params) {
+i64 copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
+                std::optional<i64> num_sms, i64 bytes_in_flight) {
   const Kernel& kernel = kernels.entries[0];
   const GroupShape& shape = kernels.shape;
-  i64 blocks = ceil_div(shape.num_threads(params.num_pairs), kernel.num_threads);
-  if (const bool large = kernels.spec[4] != 0; large) {
-    const i64 vec_bytes = kernels.spec[1];
-    const i64 block_bytes = i64(kernel.num_threads) * shape.rows * shape.chunks * vec_bytes;
-    const i64 worth = args.sms_given ? args.num_sms : ceil_div(kBytesInFlight, block_bytes);
-    blocks = std::min({blocks, worth, args.num_sms, i64(scope.device.num_sms)});
-  }
-  scope.launch(kernel, blocks, params);
+  const i64 blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
+  if (const bool large = kernels.spec[4] != 0; !large) return blocks;
+  const i64 vec_bytes = kernels.spec[1];
+  const i64 block_bytes = i64(kernel.num_threads) * shape.rows * shape.chunks * vec_bytes;
+  const i64 worth = std::min(ceil_div(bytes_in_flight, block_bytes), kMaxDefaultSms);
+  return std::min({blocks, num_sms.value_or(worth), i64(scope.device.num_sms)});
+}
+
+void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
+                      const PairCopyParams& params, i64 bytes_in_flight) {
+  const i64 blocks = copy_blocks(scope, kernels, params.num_pairs, call.num_sms, bytes_in_flight);
+  scope.launch(kernels.entries[0], blocks, params);
 }
 
 }  // namespace jitkern

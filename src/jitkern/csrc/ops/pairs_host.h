@@ -1,9 +1,11 @@
 // What the ops on pairs of rows (h2d_gather, d2h_scatter) share on the host: checks of their
-// arguments, the CPU implementation, and the launch of a pair copy.
+// arguments, the CPU implementation, and the launches of a pair copy.
 #pragma once
 
 #include <jitkern/launch.h>
 
+#include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "pairs.h"
@@ -25,7 +27,25 @@ struct Pair {
   }
 };
 
-struct PairArgs {
+// What the launches of a copy between host and device memory are made from.
+struct PairCall {
+  PairCopyParams params{};
+  HostSide host_side = kHostSource;
+  i64 row_bytes = 0;
+  i64 span_bytes = 1;  // of the host's rows, from the first to the last
+  int index_bytes = 8;
+  DLDevice device{};
+  std::optional<i64> num_sms;  // as the caller says
+
+  // As many host rows lie `stride_bytes` apart.
+  void set_span(i64 num_rows, i64 stride_bytes) {
+    span_bytes = std::max(i64(1), num_rows * stride_bytes);
+  }
+  i64 bytes() const { return row_bytes * params.num_pairs; }
+};
+
+// The arguments of an op on pairs.
+struct PairArgs : PairCall {
   // Checks everything but slot_map. TypeError or ValueError naming `op` and the argument.
   PairArgs(const char* op, HostSide host_side, AnyView src, AnyView dst, AnyView pairs,
            AnyView num_sms);
@@ -33,9 +53,8 @@ struct PairArgs {
   // Checks `slot_map` (None or [num_src_rows], int32 or int64) and puts it into `params`.
   void take_slot_map(AnyView slot_map);
 
-  const Rows& host() const { return host_side == kHostSource ? src : dst; }
-  const Rows& device() const { return host_side == kHostSource ? dst : src; }
-  i64 bytes() const { return src.row_bytes * params.num_pairs; }
+  const Rows& host_rows() const { return host_side == kHostSource ? src : dst; }
+  const Rows& device_rows() const { return host_side == kHostSource ? dst : src; }
   bool empty() const { return bytes() == 0; }
 
   // On CPU tensors: IndexError for the first pair that is out of range.
@@ -50,28 +69,82 @@ struct PairArgs {
   // that memory is not pinned.
   void map_host_rows();
 
-  HostSide host_side;
   Rows src;
   Rows dst;
   Indices pairs;
   std::optional<Indices> slot_map;
-  bool sms_given;
-  i64 num_sms;
-  PairCopyParams params;
 };
+
+// Whether the call brings its rows in the order of the host's memory: as `order` says ("source" or
+// "destination", "given"), or, where it is none, as it pays. TypeError or ValueError on anything
+// else.
+bool order_arg(const PairArgs& args, AnyView order);
+
+// What a call's pairs are sorted by, in front of its copy.
+struct Lists {
+  bool search;          // each source row is brought once, repeats are copied in device memory
+  bool reuse_resident;  // so are rows that the slot map knows
+  bool ordered;         // rows are brought in the order of the host's memory
+  FaultSite slot_map_site{};
+};
+
+// Whether the order pays: for many short rows of more memory than the link's translation reaches.
+bool is_worth_ordering(const PairCall& call);
+
+// How many SMs a caller allows, or none. TypeError or ValueError on anything else.
+std::optional<i64> num_sms_arg(const char* op, AnyView value);
 
 // The kernels of `op`, each a PairCopy and what else its Python names.
 KernelTable pair_kernels(const char* op);
 
-// Whether a call is over in microseconds and may be spread over the GPU.
-bool is_small_call(const PairArgs& args);
+// A call of no more bytes is over in microseconds, 40 of the bus, and may be spread over the GPU.
+constexpr i64 kSmallCallBytes = 2 << 20;
+bool is_small_call(const PairCall& call);
+
+// Whether lanes may start at the rows: those begin where lines do, or each lies inside of one.
+// `host_bits` are those of their address and stride.
+bool is_line_aligned(u64 host_bits, i64 row_bytes);
 
 // The specialisation for these rows, once they are mapped.
-Spec pair_spec(const PairArgs& args, bool large);
+Spec pair_spec(const PairCall& call, bool large);
 
-// Launches the first of `kernels`: for a small call over the whole GPU, for a large one on
-// args.num_sms blocks. `params` are args.params, or another list of their pairs.
-void launch_pair_copy(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
-                      const PairCopyParams& params);
+// What a large call has on its way by default. Rows of 656 bytes have 128 KiB in flight per SM: 2
+// SMs saturate an idle bus, but beside a GEMM, where lines take longer to come, they move 33 GB/s
+// and 3 SMs 47.
+constexpr i64 kBytesInFlight = 320 << 10;
+
+// How many blocks a copy of so many rows is launched on; spec[4] says whether the call is large.
+i64 copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
+                std::optional<i64> num_sms, i64 bytes_in_flight);
+
+// Launches the first of `kernels`: for a small call over the whole GPU, for a large one on as many
+// blocks as the caller says, or as have `bytes_in_flight`. `params` are those of the call, or
+// another list of its pairs.
+void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
+                      const PairCopyParams& params, i64 bytes_in_flight);
+
+// Lists on their way, which a copy reads on the same stream.
+struct MadeLists {
+  tvm::ffi::Tensor memory;
+  Lists lists;
+  u32* last_entries;
+  const void* fetches;
+  const void* copies;
+  const void* copied_rows;
+};
+
+// Sorts the pairs of a large call into lists, which `num_copies` copies are made by: of tables
+// whose rows have the same numbers. Takes scratch memory from torch's caching allocator.
+constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
+MadeLists make_lists(const LaunchScope& scope, const PairCall& call, const Lists& lists,
+                     int num_copies = 1);
+
+// Copies by the lists, as copy `number` of those that they were made for.
+void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
+                   const MadeLists& made, int number = 0);
+
+// Launches a call: one copy of its pairs, or by its lists.
+void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
+                  const Lists& lists);
 
 }  // namespace jitkern

@@ -1,5 +1,6 @@
-// The large calls of h2d_gather: claim_rows, and then the fetches and copies that it asks for.
-#include "ops/h2d_gather.cu"
+// The lists of large calls of h2d_gather and d2h_scatter, and then the copies that they ask for.
+#include "ops/pair_lists.cuh"
+#include "ops/pairs.cuh"
 
 #include <map>
 #include <set>
@@ -8,13 +9,18 @@
 
 namespace emulate {
 
-using jitkern::ClaimParams;
-using jitkern::kNoOwner;
+using jitkern::HostSide;
+using jitkern::kHostSource;
+using jitkern::kNotFetched;
+using jitkern::ListParams;
 using jitkern::PairCopyParams;
 
-// Its launch says whether it waits for the kernel before; it has no use for that.
-template <int kIndexBytes, int kThreads, int kMaxOccupancy, bool kUsePdl>
-using ClaimOf = jitkern::ClaimRows<kIndexBytes, kThreads, kMaxOccupancy>;
+struct Config {
+  int num_threads, max_occupancy;
+  bool use_pdl;
+};
+constexpr Config kListConfig{PAIRS_LIST_CONFIG}, kScanConfig{PAIRS_SCAN_CONFIG};
+using Scan = jitkern::ScanRegions<kScanConfig.num_threads, 1>;
 
 // Of the copies, which have sweeps of their own, one row size will do.
 constexpr i64 kRowBytes = 24;
@@ -41,7 +47,7 @@ struct Call {
   }
 };
 
-Call any_call(int index_bytes, bool known, Random& random) {
+Call any_call(int index_bytes, bool repeats, bool known, Random& random) {
   Call call;
   call.num_pairs = random.pick({i64(1), i64(2), i64(255), i64(256), i64(257), i64(700)});
   call.src_rows = random.pick({i64(1), i64(5), call.num_pairs, 100 * call.num_pairs});
@@ -49,6 +55,10 @@ Call any_call(int index_bytes, bool known, Random& random) {
   call.dst_rows = num_slots + call.num_pairs + random.below(call.num_pairs);
   std::vector<i64> sources(call.num_pairs);
   for (i64& source : sources) source = random.below(call.src_rows);
+  if (!repeats) {
+    call.src_rows += call.num_pairs;
+    sources = random.distinct(call.num_pairs, call.src_rows);
+  }
   std::vector<i64> targets = random.distinct(call.num_pairs, call.dst_rows - num_slots);
   for (i64& target : targets) target += num_slots;
   if (known) {
@@ -106,12 +116,48 @@ void check_lists(const Call& call, const IntBuffer& pairs, const IntBuffer& fetc
   }
 }
 
-template <class Int>
+// Regions of a few rows, their counters and what is made of them.
+struct Regions {
+  static constexpr int kShift = 8;
+  static constexpr i64 kOfBlock = i64(jitkern::kScanRegionsPerThread) * kScanConfig.num_threads;
+  unsigned blocks;
+  IntBuffer ranks;
+  AlignedWords last_ranks, starts;
+
+  Regions(const Call& call, HostSide side)
+      : blocks(ceil_div(
+            ((side == kHostSource ? call.src_rows : call.dst_rows) * kRowBytes >> kShift) + 1,
+            kOfBlock)),
+        ranks("ranks", std::vector<i64>(call.num_pairs, kUntouched), 4),
+        last_ranks(blocks * kOfBlock, 0xffffffffu),
+        starts(blocks * kOfBlock, 0x99999999u) {}
+
+  void give(ListParams& list) {
+    list.ranks = static_cast<u32*>(ranks.data());
+    list.last_ranks = last_ranks.data();
+    list.region_starts = starts.data();
+    list.num_regions = static_cast<u32>(blocks * kOfBlock);
+    list.region_shift = kShift;
+  }
+};
+
+void check_order(const IntBuffer& fetches, i64 num_fetches, HostSide side) {
+  for (i64 i = 1; i < num_fetches; ++i) {
+    const auto region = [&](i64 k) {
+      return fetches.at(2 * k + (side == kHostSource ? 0 : 1)) * kRowBytes >> Regions::kShift;
+    };
+    if (region(i - 1) > region(i)) fail("fetch " + std::to_string(i) + " is out of order");
+  }
+}
+
+template <class Int, HostSide kSide>
 void one_run(Random& random, Tally& tally) {
   constexpr int kIndexBytes = sizeof(Int);
-  const int map_bytes = random.pick({0, 4, 8});
-  const Call call = any_call(kIndexBytes, map_bytes != 0, random);
-  const IntBuffer pairs("pairs", call.flat, kIndexBytes);
+  const bool searched = kSide == kHostSource && random.below(4) != 0;
+  const int map_bytes = searched ? random.pick({0, 4, 8}) : 0;
+  const bool ordered = !searched || random.below(2) == 0;
+  const Call call = any_call(kIndexBytes, searched, map_bytes != 0, random);
+  IntBuffer pairs("pairs", call.flat, kIndexBytes);
   i64 table_size = 2;
   while (table_size < 2 * call.num_pairs) table_size *= 2;
   IntBuffer table("table", std::vector<i64>(table_size, -1), 4);
@@ -123,6 +169,7 @@ void one_run(Random& random, Tally& tally) {
   std::vector<i64> slots(call.src_rows, -1);
   for (const auto& [source, slot] : call.slot_of) slots[source] = slot;
   IntBuffer slot_map("slot_map", slots, map_bytes == 4 ? 4 : 8);
+  Regions regions(call, kSide);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < call.num_pairs; ++i) {
@@ -137,34 +184,55 @@ void one_run(Random& random, Tally& tally) {
       fault.expect(kSlotMapSite, source, call.slot_of.at(source), call.dst_rows);
     }
   }
-  ClaimParams claim{};
-  claim.pairs = pairs.data();
-  claim.num_pairs = call.num_pairs;
-  claim.num_src_rows = call.src_rows;
-  claim.num_dst_rows = call.dst_rows;
-  claim.table = static_cast<u32*>(table.data());
-  claim.table_mask = static_cast<u32>(table_size - 1);
-  claim.last_entries = static_cast<u32*>(last_entries.data());
-  claim.fetches = fetches.data();
-  claim.copies = copies.data();
-  claim.copied_rows = copied_rows.data();
-  claim.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
-  claim.slot_map_bytes = map_bytes;
-  claim.src_site = kSrcSite;
-  claim.dst_site = kDstSite;
-  claim.slot_map_site = kSlotMapSite;
-  claim.fault = fault.record();
-  using Claim = ClaimOf<kIndexBytes, H2D_GATHER_CLAIM_CONFIG>;
-  const unsigned blocks = ceil_div(call.num_pairs, Claim::kNumThreads);
-  launch_fibers({blocks}, {Claim::kNumThreads}, any_order(random), [&] { Claim::run(claim); });
+  ListParams list{};
+  list.pairs = pairs.data();
+  list.num_pairs = call.num_pairs;
+  list.num_src_rows = call.src_rows;
+  list.num_dst_rows = call.dst_rows;
+  list.src_stride_bytes = list.dst_stride_bytes = kRowBytes;
+  list.table = searched ? static_cast<u32*>(table.data()) : nullptr;
+  list.table_mask = static_cast<u32>(table_size - 1);
+  list.last_entries = static_cast<u32*>(last_entries.data());
+  list.fetches = fetches.data();
+  list.copies = copies.data();
+  list.copied_rows = copied_rows.data();
+  list.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
+  list.slot_map_bytes = map_bytes;
+  list.src_site = kSrcSite;
+  list.dst_site = kDstSite;
+  list.slot_map_site = kSlotMapSite;
+  list.fault = fault.record();
+  if (ordered) regions.give(list);
+  using List = jitkern::ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using Place = jitkern::PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  const unsigned blocks = ceil_div(call.num_pairs, List::kNumThreads);
+  launch_fibers({blocks}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
+  if (ordered && random.below(8) == 0) {
+    // Another stream writes the pairs meanwhile: nothing is written outside of the lists.
+    launch_fibers({regions.blocks}, {Scan::kNumThreads}, any_order(random),
+                  [&] { Scan::run(list); });
+    auto* now = static_cast<Int*>(pairs.data());
+    for (i64 i = 0; i < 2 * call.num_pairs; ++i) {
+      const i64 last = (i % 2 == 0 ? call.src_rows : call.dst_rows) - 1;
+      now[i] = static_cast<Int>(random.below(3) == 0 ? -5 : last);
+    }
+    launch_fibers({blocks}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
+    return;
+  }
+  if (ordered) {
+    launch_fibers({regions.blocks}, {Scan::kNumThreads}, any_order(random),
+                  [&] { Scan::run(list); });
+    launch_fibers({blocks}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
+  }
   ++tally.runs;
   tally.faults += fault.record()->site < FaultSite(77) && fault.record()->state != 0;
-  tally.threads += i64(blocks) * Claim::kNumThreads;
+  tally.threads += i64(blocks) * List::kNumThreads;
   fault.check();
   slot_map.check();
   const i64 num_fetches = last_entries.at(0) + 1;
   const i64 num_copies = last_entries.at(1) + 1;
   check_lists(call, pairs, fetches, num_fetches, copies, copied_rows, num_copies);
+  if (ordered) check_order(fetches, num_fetches, kSide);
 
   // Both copies, as the host launches them: the numbers of pairs are known on the device only.
   RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
@@ -183,20 +251,20 @@ void one_run(Random& random, Tally& tally) {
   fetch.src = src.row(0);
   fetch.dst_stride_bytes = fetch.src_stride_bytes = kRowBytes;
   fetch.pairs = fetches.data();
-  fetch.last_pair = claim.last_entries;
-  fetch.last_batch = claim.last_entries + 2;
+  fetch.last_pair = list.last_entries;
+  fetch.last_batch = list.last_entries + 2;
   fetch.num_src_rows = call.src_rows;
   fetch.num_dst_rows = call.dst_rows;
   fetch.fault = fault.record();
-  using Fetch = jitkern::H2DGather<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true,
-                                   H2D_GATHER_LARGE_IN_FLIGHT>;
+  using Fetch = jitkern::PairCopy<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true,
+                                  H2D_GATHER_LARGE_IN_FLIGHT, kSide>;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {2}, 128,
                              random, fetch, tally, true);
   PairCopyParams copy = fetch;
   copy.src = dst.row(0);
   copy.pairs = copies.data();
   copy.last_batch = nullptr;
-  copy.last_pair = claim.last_entries + 1;
+  copy.last_pair = list.last_entries + 1;
   copy.num_src_rows = call.dst_rows;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {3}, 128,
                              random, copy, tally);
@@ -212,10 +280,13 @@ int main() {
   install_reports();
   Tally tally;
   for (int run = 0; run < 600; ++run) {
-    now_running = "claim_rows: run " + std::to_string(run);
+    now_running = "pair_lists: run " + std::to_string(run);
     Random random(run);
     for (int i = 0; i < 4; ++i) random.bits();
-    run % 2 ? one_run<i32>(random, tally) : one_run<i64>(random, tally);
+    run % 2 ? one_run<i32, kHostSource>(random, tally) : one_run<i64, kHostSource>(random, tally);
+    if (run % 3 != 0) continue;
+    run % 2 ? one_run<i32, jitkern::kHostTarget>(random, tally)
+            : one_run<i64, jitkern::kHostTarget>(random, tally);
   }
-  report("claim_rows", 2, tally);
+  report("pair_lists", 4, tally);
 }

@@ -1,0 +1,38 @@
+"""The lists of large calls on pairs made wrong."""
+
+from __future__ import annotations
+
+from emulate.mutant import mutants_of
+from emulate.runner import Sweep
+
+SWEEP = Sweep("pair_lists")
+MUTANTS = [
+    *mutants_of(
+        SWEEP,
+        "ops/pair_lists.cuh",
+        ("barrier forgotten", "__syncthreads();", "", 1, 4),
+        ("lists overlap", "place += block_starts[found.list];", ""),
+        ("first place lost", "block_counts[threadIdx.x]) + 1u;", "block_counts[threadIdx.x]);"),
+        ("fetched twice", "if (pairs[2 * i64(owner)] == src_row) return owner;", ""),
+        ("copied from another row", "pairs[2 * i64(owner) + 1]", "pairs[2 * i64(owner)]"),
+        ("known row ignored", "if (slot >= 0) return", "if (slot > 0) return"),
+        ("slot bound off by one", "slot >= p.num_dst_rows", "slot > p.num_dst_rows"),
+        ("search behind the table", "(place + 1) & p.table_mask", "place + 1"),
+        ("region not compared", "if (region >= p.num_regions) return;", ""),
+        ("place not compared", "if (place >= p.num_pairs) return;", ""),
+        ("first of a region lost", "[region], 1u) + 1u;", "[region], 1u);"),
+        ("regions of the other side", "kHostSide == kHostSource ?", "kHostSide != kHostSource ?"),
+        ("regions of other blocks", "i < blockIdx.x * kThreads", "i < 0"),
+        ("second of four", "start + last.x + 1u", "start + last.x"),
+        ("fourth of four", "third + last.z + 1u", "third"),
+        ("other warps", "(w < warp ? warp_sums[0][w] : 0u)", "0u"),
+        ("lane counted twice", "u32 start = sum - count;", "u32 start = sum;"),
+        ("no count of the fetches", "kScanRegionsPerThread - 1)", "kScanRegionsPerThread)"),
+        ("padding fetched", "if (rank == kNotFetched) return;", ""),
+        (
+            "all at the region's start",
+            "p.region_starts[region]) + rank",
+            "p.region_starts[region])",
+        ),
+    ),
+]

@@ -1,0 +1,182 @@
+"""h2d_gather and d2h_scatter in the order of the host's memory: the same result as they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range
+from ref import ref_h2d_gather
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from jitkern import d2h_scatter, h2d_gather
+
+HOST_ROWS = 3000
+DEVICE_ROWS = 2500
+
+
+def pairs_of(count: int, sources: int, targets: int, dtype: torch.dtype) -> Tensor:
+    """Random pairs of distinct rows on both sides, every seventh of them padding."""
+    generator = torch.Generator().manual_seed(count)
+    columns = [torch.randperm(n, generator=generator)[:count] for n in (sources, targets)]
+    pairs = torch.stack(columns, dim=1).to(dtype)
+    pairs[::7, count % 2] = -3
+    return pairs
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 31, 1025, 2500])
+@pytest.mark.parametrize("row_bytes", [1, 8, 40, 656, 1024])
+def test_gather(device: torch.device, row_bytes: int, count: int, index_dtype: torch.dtype) -> None:
+    src = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, gap=16)
+    dst = make_buffer((DEVICE_ROWS, row_bytes), device=device, seed=1)
+    twin = dst.twin()
+    pairs = pairs_of(count, HOST_ROWS, DEVICE_ROWS, index_dtype).to(device)
+    h2d_gather(src.view, dst.view, pairs, order="source")
+    ref_h2d_gather(src.view, twin.view, pairs)
+    assert dst.same(twin)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 31, 1025, 2500])
+@pytest.mark.parametrize("row_bytes", [1, 8, 40, 656, 1024])
+def test_scatter(
+    device: torch.device, row_bytes: int, count: int, index_dtype: torch.dtype
+) -> None:
+    src = make_buffer((DEVICE_ROWS, row_bytes), device=device, seed=1)
+    dst = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, gap=16)
+    twin = dst.twin()
+    pairs = pairs_of(count, DEVICE_ROWS, HOST_ROWS, index_dtype).to(device)
+    d2h_scatter(src.view, dst.view, pairs, order="destination")
+    ref_h2d_gather(src.view, twin.view, pairs)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert dst.same(twin)
+
+
+@pytest.mark.parametrize("map_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("how", [{}, {"dedup": False}, {"reuse_resident": True}], ids=str)
+def test_gather_with_repeats_and_a_slot_map(
+    device: torch.device, how: dict[str, Any], map_dtype: torch.dtype
+) -> None:
+    """40,000 pairs, enough for repeats to be looked for, of rows that lie far apart."""
+    count, num_src = 40_000, 9_000
+    generator = torch.Generator().manual_seed(5)
+    src = host_buffer((num_src, 24), torch.uint8, device, gap=1000)
+    dst = make_buffer((2 * count, 24), device=device, seed=1)
+    sources = torch.randint(0, num_src, (count,), generator=generator)
+    pairs = torch.stack([sources, torch.randperm(count, generator=generator) + count], dim=1)
+    pairs[::11, 0] = -1
+    slot_map = torch.full((num_src,), -1, dtype=map_dtype)
+    if how.get("reuse_resident"):
+        known = torch.randperm(num_src, generator=generator)[:500]
+        slot_map[known] = torch.arange(500, dtype=map_dtype)
+        dst.view[:500] = src.view[known].to(device)
+    slot_map, pairs = slot_map.to(device), pairs.to(device)
+    twin = dst.twin()
+    h2d_gather(src.view, dst.view, pairs, slot_map=slot_map, order="source", **how)
+    ref_h2d_gather(src.view, twin.view, pairs)
+    assert dst.same(twin)
+    wanted = pairs[pairs[:, 0] >= 0]
+    assert torch.equal(dst.view[slot_map[wanted[:, 0]].long()], dst.view[wanted[:, 1]])
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_out_of_range(device: torch.device, column: int) -> None:
+    src = host_buffer((HOST_ROWS, 40), torch.uint8, device)
+    dst = make_buffer((DEVICE_ROWS, 40), device=device, seed=1)
+    twin = dst.twin()
+    pairs = pairs_of(1025, HOST_ROWS, DEVICE_ROWS, torch.int64).to(device)
+    bound = (HOST_ROWS, DEVICE_ROWS)[column]
+    pairs[13] = 5
+    pairs[13, column] = bound + 2
+    text = f"h2d_gather: pairs[..., {column}]: index {bound + 2} at position 13, expected below"
+    with out_of_range(device, text):
+        h2d_gather(src.view, dst.view, pairs, order="source")
+    if device.type == "cuda":
+        pairs[13] = -1
+        ref_h2d_gather(src.view, twin.view, pairs)
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("row_bytes", [8, 656])
+def test_as_many_pairs_as_regions_and_more(row_bytes: int) -> None:
+    """300,000 of 600,000 rows that are 2 KiB apart: 2^18 regions, which 64 blocks sum up."""
+    count, num_src, device = 300_000, 600_000, torch.device("cuda")
+    memory = torch.empty(num_src * 2048, dtype=torch.uint8, pin_memory=True)
+    src = memory.view(num_src, 2048)[:, 64 : 64 + row_bytes]
+    src.random_()
+    dst = make_buffer((count, row_bytes), device=device, seed=1)
+    twin = dst.twin()
+    pairs = pairs_of(count, num_src, count, torch.int32).to(device)
+    h2d_gather(src, dst.view, pairs)
+    ref_h2d_gather(src, twin.view, pairs)
+    assert dst.same(twin)
+    src.zero_()
+    back = pairs.flip(1).contiguous()
+    d2h_scatter(dst.view, src, back)
+    wanted = torch.zeros_like(src)
+    ref_h2d_gather(dst.view, wanted, back)
+    torch.cuda.synchronize()
+    assert torch.equal(src, wanted)
+
+
+@pytest.mark.cuda
+def test_in_a_graph_from_the_first_call() -> None:
+    """A row size of its own, so that the kernels are compiled and loaded while it is captured."""
+    device = torch.device("cuda")
+    src = host_buffer((HOST_ROWS, 1237), torch.uint8, device)
+    dst = make_buffer((DEVICE_ROWS, 1237), device=device, seed=1)
+    twin = dst.twin()
+    pairs = pairs_of(1025, HOST_ROWS, DEVICE_ROWS, torch.int32).to(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h2d_gather(src.view, dst.view, pairs, order="source")
+        d2h_scatter(dst.view, src.view, pairs.flip(1).contiguous(), order="destination")
+    for seed in (1, 2):
+        pairs.copy_(pairs_of(1025, HOST_ROWS, DEVICE_ROWS, torch.int32)[torch.randperm(1025)])
+        src.view.copy_(host_buffer((HOST_ROWS, 1237), torch.uint8, device, seed=seed).view)
+        graph.replay()
+        ref_h2d_gather(src.view, twin.view, pairs)
+        assert dst.same(twin)
+
+
+def kernels_of(call: Any) -> list[str]:
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return [event.key for event in seen.key_averages() if event.key.startswith("jitkern")]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter])
+def test_auto_sorts_large_calls_on_large_pools(op: Any) -> None:
+    """1.5 GiB, of which the calls touch little."""
+    rows, few = 3 << 19, 3 << 18
+    pool = torch.empty(rows, 1024, dtype=torch.uint8, pin_memory=True)
+    cache = torch.zeros(7000, 1024, dtype=torch.uint8, device="cuda")
+    pairs = pairs_of(6000, pool.shape[0], 7000, torch.int64)
+    pairs, ends = (pairs, (pool, cache)) if op is h2d_gather else (pairs.flip(1), (cache, pool))
+    pairs = pairs.contiguous().cuda()
+
+    def ordered(pairs: Tensor, rows: int, **how: Any) -> bool:
+        large = ends[0][:rows] if op is h2d_gather else ends[0]
+        to = ends[1] if op is h2d_gather else ends[1][:rows]
+        found = kernels_of(lambda: op(large, to, pairs, **how))
+        assert len(found) in (1, 4), found
+        return "jitkern_scan_regions" in found
+
+    by_host = "source" if op is h2d_gather else "destination"
+    assert ordered(pairs, rows)
+    assert not ordered(pairs, rows, order="given")
+    assert not ordered(pairs[:4095], rows)
+    assert ordered(pairs[:64], rows, order=by_host)
+    inside = pairs.clone()
+    inside[:, 0 if op is h2d_gather else 1] %= few
+    assert not ordered(inside, few)
+    assert ordered(inside, few, order=by_host)
