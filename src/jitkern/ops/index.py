@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
@@ -17,6 +17,15 @@ from jitkern.ops.common import (
     type_text,
     widest_vec_bytes,
 )
+from jitkern.ops.pairs import (
+    LIST_CONFIG,
+    list_kernels,
+    load_entries,
+    pair_config,
+    pair_copy_args,
+    threads_of,
+)
+from jitkern.ops.pairs import specialisations as pair_specialisations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +34,7 @@ if TYPE_CHECKING:
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
 IN_FLIGHT = 4  # vectors that a lane moves at a time, of several rows where they are short
 VECS_PER_SPLIT = 2 * 32  # two for each lane of a warp
+TABLE_IN_FLIGHT = 8  # of a table in host memory, as for h2d_gather
 
 
 def num_splits(row_bytes: int, vec_bytes: int | None = None) -> int:
@@ -36,20 +46,46 @@ def num_splits(row_bytes: int, vec_bytes: int | None = None) -> int:
 
 
 @cache
-def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
-    """Return the device module of one row size, vector width and index type."""
-    splits = num_splits(row_bytes, vec_bytes)
-    args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
-    name = entry_name("index", row_bytes, vec_bytes, index_bytes)
-    wrappers = [(name, f"jitkern::IndexKernel<{args}>")]
-    module = load_own("index", *args, device_files=["ops/index.cu"], device_wrappers=wrappers)
-    return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=splits)
+def kernel(
+    row_bytes: int,
+    vec_bytes: int,
+    index_bytes: int,
+    line_aligned: int | None = None,
+    large: int = 1,
+) -> DeviceModule:
+    """Return the device module of one row size, vector width and index type.
+
+    With ``line_aligned`` it is that of large calls of a table in host memory, where small calls
+    run the same kernel as on one in device memory.
+    """
+    if line_aligned is None:
+        splits = num_splits(row_bytes, vec_bytes)
+        args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
+        name = entry_name("index", row_bytes, vec_bytes, index_bytes)
+        wrappers = [(name, f"jitkern::IndexKernel<{args}>")]
+        module = load_own("index", *args, device_files=["ops/index.cu"], device_wrappers=wrappers)
+        return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=splits)
+    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
+    name = entry_name("index", row_bytes, vec_bytes, index_bytes, kind="table")
+    args = pair_copy_args(*spec, TABLE_IN_FLIGHT)
+    pairs = make_cpp_args(row_bytes, vec_bytes, index_bytes, *threads_of(LIST_CONFIG))
+    entries = [
+        (name, f"TableFetch<{args}>", pair_config(large)),
+        (f"jitkern_index_pairs_i{8 * index_bytes}", f"PairsOfIndices<{pairs}>", LIST_CONFIG),
+    ]
+    return load_entries("index", "index_table.cu", entries, args, TABLE_IN_FLIGHT)
+
+
+def shared_kernels() -> list[DeviceModule]:
+    """Return what calls of any row size need besides, of tables in host memory."""
+    return list_kernels(host_target=0)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need."""
     vec_bytes = widest_vec_bytes(row_bytes)
-    return [(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
+    tables = [spec for spec in pair_specialisations(row_bytes) if spec[-1]]
+    return [*((row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES), *tables]
 
 
 @cache
@@ -57,14 +93,23 @@ def _op() -> Callable[..., Any]:
     return host.op("indexing", kernel)
 
 
+@cache
+def _op_together() -> Callable[..., Any]:
+    _op()  # whose kernels they are
+    return host.op("indexing_together", kernel)
+
+
 def _through_torch(
-    weights: Tensor,
-    indices: Tensor,
-    *,
-    output: Tensor | None = None,
-    vocab_range: tuple[int, int] | None = None,
-) -> Tensor:
+    weights: Any, indices: Tensor, *, output: Any = None, vocab_range: Any = None
+) -> Any:
     import torch
+
+    if type(weights) is tuple:
+        outputs = output or (None,) * len(weights)
+        return tuple(
+            _through_torch(table, indices, output=to, vocab_range=vocab_range)
+            for table, to in zip(weights, outputs, strict=True)
+        )
 
     # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
     # runs: torch.compile makes another error of one that is raised while it traces.
@@ -81,32 +126,57 @@ def _through_torch(
     return output
 
 
-@dispatch.traced_as(_through_torch)
+@overload
 def indexing(
     weights: Tensor,
     indices: Tensor,
     *,
     output: Tensor | None = None,
     vocab_range: tuple[int, int] | None = None,
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def indexing(
+    weights: tuple[Tensor, ...],
+    indices: Tensor,
+    *,
+    output: tuple[Tensor, ...] | None = None,
+    vocab_range: tuple[int, int] | None = None,
+) -> tuple[Tensor, ...]: ...
+
+
+@dispatch.traced_as(_through_torch)
+def indexing(
+    weights: Any, indices: Tensor, *, output: Any = None, vocab_range: Any = None
+) -> Tensor | tuple[Tensor, ...]:
     """Return ``weights[indices]``, with zeros where an index is not in this part of the table.
 
+    The table may lie in pinned host memory, larger than the GPU's, while the indices are on a GPU:
+    each row that is asked for then crosses the bus once, in the order of the table where that is
+    faster, as for :func:`jitkern.h2d_gather`.
+
     Runs on the current stream without a synchronisation; allocates only the output, and that only
-    if none is given. The copy is bit-exact for every dtype, of the bytes as they lie in memory:
+    if none is given (and scratch memory for large calls of a table in host memory, from PyTorch's
+    caching allocator). The copy is bit-exact for every dtype, of the bytes as they lie in memory:
     call ``resolve_conj()`` or ``resolve_neg()`` on lazy views first. May be captured in a CUDA
     graph, also by its first call. Differentiable in ``weights``, unless ``output`` is given.
 
     Parameters
     ----------
     weights : Tensor
-        ``[num_rows, ...]``; rows contiguous, row stride free, any row size from 1 byte up.
+        ``[num_rows, ...]``; rows contiguous, row stride free, any row size from 1 byte up. In host
+        memory, for indices on a GPU, it is pinned, and stays allocated and unchanged until the
+        stream has come past the call. A tuple of up to 8 tables of as many rows in one place, such
+        as values and their scales, is looked up together: in host memory repeats are looked for,
+        and the rows' order made, once for all.
     indices : Tensor
-        Any shape, int32 or int64, contiguous, on the device of ``weights``, in memory of their own.
-        A negative index gives a row of zeros.
+        Any shape, int32 or int64, contiguous, on the device of ``weights`` or, for a table in host
+        memory, on a GPU; in memory of their own. A negative index gives a row of zeros.
     output : Tensor, optional
-        ``[*indices.shape, *weights.shape[1:]]``, dtype and device of ``weights``, rows contiguous
-        and equally spaced. No two of its rows share memory, and none does with a row of
-        ``weights``, between which they may lie.
+        ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
+        ``indices``, rows contiguous and equally spaced. No two of its rows share memory, and none
+        does with a row of ``weights``, between which they may lie. Of several tables a tuple.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
         that is split over ranks. An index outside of it gives a row of zeros, so that a sum over
@@ -114,8 +184,8 @@ def indexing(
 
     Returns
     -------
-    Tensor
-        ``output``, or a new tensor.
+    Tensor or tuple of Tensor
+        ``output``, or a new tensor, for each table.
 
     Raises
     ------
@@ -138,13 +208,15 @@ def indexing(
     >>> jitkern.indexing(weights, tokens).shape
     torch.Size([3, 4096])
     """
+    if type(weights) is tuple:
+        return _together(weights, indices, output, vocab_range)
     if dispatch.in_inference_mode() or (
         not dispatch.wants_gradient(weights)
         if output is None
         else dispatch.may_write((output,), (weights,))
     ):
         start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
-        result = output
+        result: Tensor | None = output
         try:
             if result is None:
                 result = _new_output(weights, indices)
@@ -157,14 +229,46 @@ def indexing(
             dispatch.require_wrapper(
                 error, "indexing", weights=weights, indices=indices, output=result
             )
-    return _through_torch(weights, indices, output=output, vocab_range=vocab_range)
+    return cast("Tensor", _through_torch(weights, indices, output=output, vocab_range=vocab_range))
+
+
+def _together(
+    weights: tuple[Tensor, ...], indices: Tensor, output: Any, vocab_range: Any
+) -> tuple[Tensor, ...]:
+    if output is not None and type(output) is not tuple:
+        raise TypeError(f"indexing: output: {type_text(output)}, expected a tuple as for weights")
+    given = output or ()
+    if dispatch.in_inference_mode() or (
+        not any(map(dispatch.wants_gradient, weights))
+        and (not given or dispatch.may_write(given, weights))
+    ):
+        start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
+        outputs: tuple[Tensor, ...] = given
+        try:
+            if output is None:
+                outputs = tuple(_new_output(table, indices) for table in weights)
+            if not _op_together()(weights, indices, outputs, start, length):
+                if given:
+                    dispatch.wrote(*given)
+                return outputs
+        except (RuntimeError, ValueError) as error:
+            tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
+            made = {f"output[{i}]": to for i, to in enumerate(outputs)}
+            dispatch.require_wrapper(error, "indexing", **tables, indices=indices, **made)
+    return cast(
+        "tuple[Tensor, ...]",
+        _through_torch(weights, indices, output=output, vocab_range=vocab_range),
+    )
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
     # Not in C++, which would be 1.5 us faster: a tensor that comes through DLPack is not the
     # allocator's own, so that record_stream() on it does nothing and resize_() is refused.
     try:
-        return weights.new_empty((*indices.shape, *weights.shape[1:]))
+        shape = (*indices.shape, *weights.shape[1:])
+        if weights.is_cuda or not indices.is_cuda:
+            return weights.new_empty(shape)
+        return weights.new_empty(shape, device=indices.device)
     except (AttributeError, TypeError) as error:  # not tensors
         raise _not_a_tensor(weights=weights, indices=indices) or error from None
 
@@ -206,7 +310,7 @@ def _into(weights: Tensor, indices: Tensor, *, output: Tensor, vocab_range: Any 
 
 
 def _fake(weights: Tensor, indices: Tensor, *, vocab_range: Any = None) -> Tensor:
-    return weights.new_empty((*indices.shape, *weights.shape[1:]))
+    return weights.new_empty((*indices.shape, *weights.shape[1:]), device=indices.device)
 
 
 def _differentiable(operator: Callable[..., Tensor]) -> Any:
@@ -222,7 +326,7 @@ def _differentiable(operator: Callable[..., Tensor]) -> Any:
             weights, indices, ctx.vocab_range = inputs
             ctx.save_for_backward(indices)
             ctx.save_for_forward(indices)
-            ctx.weights_shape = weights.shape
+            ctx.weights_shape, ctx.weights_device = weights.shape, weights.device
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -232,8 +336,10 @@ def _differentiable(operator: Callable[..., Tensor]) -> Any:
             start, length = ctx.vocab_range or (0, num_rows)
             rows = indices.reshape(-1).long() - start
             rows = rows.where((rows >= 0) & (rows < length), num_rows)
-            gradients = gradient.reshape(rows.shape[0], *row_shape)
-            total = gradient.new_zeros(num_rows + 1, *row_shape).index_add(0, rows, gradients)
+            # A table in host memory may be larger than the GPU: its gradient is there, too.
+            rows = rows.to(ctx.weights_device)
+            gradients = gradient.reshape(rows.shape[0], *row_shape).to(ctx.weights_device)
+            total = gradients.new_zeros(num_rows + 1, *row_shape).index_add(0, rows, gradients)
             return total[:num_rows], None, None
 
         @staticmethod

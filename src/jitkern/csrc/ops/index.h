@@ -1,4 +1,4 @@
-// Parameters of indexing, filled by index.cc and read by index.cu.
+// Parameters of indexing, filled by index.cc and read by index.cu and index_table.cu.
 #pragma once
 
 #include <jitkern/types.h>
@@ -19,6 +19,11 @@ struct IndexParams {
   i64 last_index;
   FaultSite indices_site;
   FaultRecord* fault;
+};
+
+// Of a table in host memory, whose rows are fetched as pairs: see index_table.cu.
+struct IndexPairsParams : IndexParams {
+  void* pairs;  // [num_rows, 2]: row of `weights`, row of `output`, or both -1
 };
 
 }  // namespace jitkern

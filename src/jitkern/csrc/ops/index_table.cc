@@ -1,0 +1,87 @@
+// indexing of tables in pinned host memory: its launches.
+#include <algorithm>
+
+#include "host/pinned.h"
+#include "index_args.h"
+#include "pairs_host.h"
+
+namespace jitkern {
+
+namespace {
+
+// Entry point of a module: see kernel() in ops/index.py.
+constexpr int kPairsOfIndices = 1;
+
+PairCall fetch_call(const IndexArgs& args) {
+  PairCall call;
+  call.row_bytes = args.weights.row_bytes;
+  call.index_bytes = args.indices.index_bytes;
+  call.device = args.indices.dl->device;
+  call.set_span(args.weights.num_rows, args.weights.stride_bytes);
+  const IndexParams& params = args.params;
+  PairCopyParams& p = call.params;
+  p.dst = params.output;
+  p.src = params.weights;
+  p.dst_stride_bytes = params.output_stride_bytes;
+  p.src_stride_bytes = params.weights_stride_bytes;
+  p.num_pairs = params.num_rows;
+  p.num_src_rows = params.vocab_length;
+  p.num_dst_rows = params.num_rows;
+  p.src_site = p.dst_site = params.indices_site;  // none is reported: the pairs are inside
+  p.fault = params.fault;
+  return call;
+}
+
+bool is_large(const PairCall& call) {
+  return (is_worth_ordering(call) || !is_small_call(call)) &&
+         call.params.num_pairs <= kMaxListedPairs;
+}
+
+// The pairs and their lists are made once: row numbers are the same in all tables, and so is their
+// order. `calls` are not empty.
+void launch_large(const LaunchScope& scope, std::vector<PairCall>& calls,
+                  const std::vector<IndexArgs>& tables) {
+  static KernelTable table = pair_kernels("indexing");
+  const i64 num_pairs = calls[0].params.num_pairs;
+  const tvm::ffi::Tensor pairs =
+      allocate({2 * num_pairs * calls[0].index_bytes}, DLDataType{kDLUInt, 8, 1}, calls[0].device);
+  std::vector<const LoadedKernels*> kernels;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    kernels.push_back(&table.find(scope.device, pair_spec(calls[i], true)));
+    calls[i].params.pairs = pairs.data_ptr();
+    // Each writes the same pairs, and the zeros of its own output.
+    const Kernel& kernel = kernels[i]->entries[kPairsOfIndices];
+    scope.launch(kernel, ceil_div(num_pairs, kernel.num_threads),
+                 IndexPairsParams{tables[i].params, pairs.data_ptr()});
+  }
+  // The order is that of the table of the longest rows.
+  const auto by_span = [](const PairCall& a, const PairCall& b) {
+    return a.span_bytes < b.span_bytes;
+  };
+  const size_t widest = std::max_element(calls.begin(), calls.end(), by_span) - calls.begin();
+  const bool ordered = std::any_of(calls.begin(), calls.end(), is_worth_ordering);
+  const MadeLists made =
+      make_lists(scope, calls[widest], {true, false, ordered}, static_cast<int>(calls.size()));
+  for (size_t i = 0; i < calls.size(); ++i) {
+    copy_by_lists(scope, calls[i], *kernels[i], made, static_cast<int>(i));
+  }
+}
+
+}  // namespace
+
+void index_host_tables(std::vector<IndexArgs>& tables) {
+  const LaunchScope scope(tables[0].indices);
+  std::vector<PairCall> calls;
+  std::vector<IndexArgs> asked;
+  for (IndexArgs& args : tables) {
+    if (!args.weights.empty()) args.params.weights = mapped_rows(args.weights);
+    if (args.output.empty()) continue;
+    args.params.fault = scope.device.fault_device;
+    calls.push_back(fetch_call(args));
+    asked.push_back(args);
+  }
+  if (std::any_of(calls.begin(), calls.end(), is_large)) return launch_large(scope, calls, asked);
+  for (const IndexArgs& args : asked) launch_index(args);
+}
+
+}  // namespace jitkern

@@ -1,0 +1,259 @@
+"""indexing of a table in pinned host memory by indices on a GPU; on the CPU, of any table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range, to_index
+from ref import ref_indexing, same_bits
+from torch import Tensor
+
+import jitkern
+from jitkern import indexing
+
+ROWS = 500
+# A call of few bytes, which one kernel serves; and large ones, which fetch each row once.
+COUNTS = [1, 65, 70_000]
+
+
+def indices_of(count: int, dtype: torch.dtype, device: torch.device, rows: int = ROWS) -> Tensor:
+    """Return random indices with repeats, some of them negative."""
+    generator = torch.Generator().manual_seed(count)
+    indices = torch.randint(0, rows, (count,), generator=generator)
+    indices[3::7] = -1
+    indices[5::11] = -(2**31)
+    return indices.to(dtype).to(device)
+
+
+def compare(weights: Tensor, indices: Tensor, vocab_range: tuple[int, int] | None = None) -> None:
+    wanted = ref_indexing(weights, indices.cpu(), vocab_range)
+    found = indexing(weights, indices, vocab_range=vocab_range)
+    assert found.device == indices.device
+    assert same_bits(found, wanted)
+    output = make_buffer(tuple(wanted.shape), wanted.dtype, indices.device, seed=3)
+    assert indexing(weights, indices, output=output.view, vocab_range=vocab_range) is output.view
+    assert same_bits(output.view, wanted)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("row_bytes", [1, 8, 40, 256, 656])
+def test_row_sizes(
+    device: torch.device, row_bytes: int, count: int, index_dtype: torch.dtype
+) -> None:
+    weights = host_buffer((ROWS, row_bytes), torch.uint8, device)
+    twin = weights.twin()
+    compare(weights.view, indices_of(count, index_dtype, device))
+    assert weights.same(twin)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("start", [0, 7, 2**31 - 250, 2**62])
+def test_a_part_of_a_table(device: torch.device, start: int, count: int) -> None:
+    weights = host_buffer((ROWS, 40), torch.uint8, device, gap=24, offset=8).view
+    indices = indices_of(count, torch.int64, device, ROWS + 40) + start
+    indices[::5] -= 2 * ROWS
+    for length in (0, 300, ROWS):
+        compare(weights, indices, (start, length))
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (3, 0, 2), (2, 3), (5, 1, 9_000)])
+def test_shapes(device: torch.device, shape: tuple[int, ...]) -> None:
+    weights = host_buffer((ROWS, 3, 16), torch.bfloat16, device).view
+    count = torch.Size(shape).numel()
+    compare(weights, indices_of(count, torch.int32, device).reshape(shape))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_tables_of_few_rows(device: torch.device, rows: int) -> None:
+    weights = host_buffer((rows, 40), torch.uint8, device).view
+    compare(weights, torch.full((9,), -1, device=device))
+    compare(weights, torch.full((60_000,), rows - 1, device=device))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+def test_out_of_range(device: torch.device, index_dtype: torch.dtype, count: int) -> None:
+    weights = host_buffer((ROWS, 40), torch.uint8, device).view
+    indices = indices_of(count, index_dtype, device)
+    indices[0] = ROWS + 3
+    output = make_buffer((count, 40), device=device, seed=3)
+    twin = output.twin()
+    text = f"indexing: indices: index {ROWS + 3} at position 0, expected below {ROWS}"
+    with out_of_range(device, text):
+        indexing(weights, indices, output=output.view)
+    if device.type == "cuda":
+        indices[0] = -1
+        twin.view.copy_(ref_indexing(weights, indices.cpu()))
+    assert output.same(twin)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_rows_of_an_output_with_gaps(device: torch.device, count: int) -> None:
+    weights = host_buffer((ROWS, 40), torch.uint8, device, gap=8).view
+    output = make_buffer((count, 40), device=device, seed=3, gap=24, offset=8)
+    twin = output.twin()
+    indices = indices_of(count, torch.int64, device)
+    indexing(weights, indices, output=output.view)
+    twin.view.copy_(ref_indexing(weights, indices.cpu()))
+    assert output.same(twin)
+
+
+@pytest.mark.parametrize("count", [65, 70_000])
+def test_gradient(device: torch.device, count: int) -> None:
+    """It lies where the table does."""
+    weights = host_buffer((ROWS, 4), torch.float64, device).view.nan_to_num_(0.0, 0.0, 0.0)
+    weights.requires_grad_()
+    indices = indices_of(count, torch.int64, device)
+    factor = torch.arange(count, device=device).unsqueeze(1)
+    (indexing(weights, indices) * factor).sum().backward()
+    kept = indices >= 0
+    wanted = torch.zeros(ROWS, 4, dtype=torch.float64)
+    wanted.index_add_(0, indices[kept].cpu(), factor[kept].expand(-1, 4).cpu().double())
+    assert weights.grad is not None
+    assert torch.equal(weights.grad, wanted)
+
+
+def test_compiled(device: torch.device) -> None:
+    weights = host_buffer((ROWS, 8), torch.float32, device).view
+    indices = indices_of(65, torch.int64, device)
+    torch.compiler.reset()
+    look = torch.compile(lambda w, i: indexing(w, i), fullgraph=True, backend="eager")
+    assert same_bits(look(weights, indices), ref_indexing(weights, indices.cpu()))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("count", COUNTS)
+def test_in_a_graph_from_the_first_call(count: int) -> None:
+    device = torch.device("cuda")
+    weights = host_buffer((ROWS, 1003 + count % 7), torch.uint8, device)
+    indices = indices_of(count, torch.int32, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = indexing(weights.view, indices)
+    for step in (0, 1):
+        indices.copy_((indices + 3 * step).clamp(max=ROWS - 1))
+        graph.replay()
+        assert same_bits(found, ref_indexing(weights.view, indices.cpu()))
+
+
+@pytest.mark.cuda
+def test_a_table_larger_than_the_translation_reaches() -> None:
+    """1.1 GiB: 10,000 calls of few bytes in the order of the table."""
+    weights = torch.empty(9 << 24, 8, dtype=torch.uint8, pin_memory=True)
+    numbers = weights.view(torch.int64).squeeze(1)
+    torch.arange(9 << 24, out=numbers)
+    indices = torch.randint(0, 9 << 24, (100_000,), device="cuda")
+    indices[::9] = -1
+    found = indexing(weights, indices).view(torch.int64).squeeze(1)
+    assert torch.equal(found, indices.where(indices >= 0, 0))
+
+
+@pytest.mark.cuda
+def test_wrong_memory() -> None:
+    table, indices = torch.zeros(5, 4), torch.tensor([1], device="cuda")
+    with pytest.raises(ValueError, match=r"^indexing: weights: pageable host memory, expected pin"):
+        indexing(table, indices)
+    pinned, output = table.pin_memory(), torch.zeros(1, 4)
+    text = r"^indexing: output: device cpu, expected cuda:0 as in indices$"
+    with pytest.raises(ValueError, match=text):
+        indexing(pinned, indices, output=output)
+    text = r"^indexing: indices: device cpu, expected cuda:0 as in weights$"
+    with pytest.raises(ValueError, match=text):
+        indexing(table.cuda(), indices.cpu())
+    jitkern.check()
+
+
+@pytest.mark.multigpu
+def test_tables_for_a_gpu_that_is_not_the_current_one() -> None:
+    weights = torch.randn(ROWS, 8).pin_memory()
+    for count in COUNTS:
+        indices = to_index(indices_of(count, torch.int64, torch.device("cpu")).tolist(),
+                           torch.int64, torch.device("cuda:1"))  # fmt: skip
+        assert same_bits(indexing(weights, indices), ref_indexing(weights, indices.cpu()))
+
+
+# -- several tables --------------------------------------------------------------------------------
+
+
+def tables_of(device: torch.device) -> tuple[Tensor, ...]:
+    """Values, scales and something else, in host memory."""
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
+        ((256,), torch.uint8),
+        ((8,), torch.uint8),
+        ((3, 5), torch.float64),
+    )
+    return tuple(host_buffer((ROWS, *row), dtype, device).view for row, dtype in shapes)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, *COUNTS])
+@pytest.mark.parametrize("vocab_range", [None, (3, ROWS - 9)])
+def test_tables_together(
+    device: torch.device,
+    vocab_range: tuple[int, int] | None,
+    count: int,
+    index_dtype: torch.dtype,
+) -> None:
+    tables, indices = tables_of(device), indices_of(count, index_dtype, device)
+    wanted = [ref_indexing(table, indices.cpu(), vocab_range) for table in tables]
+    found = indexing(tables, indices, vocab_range=vocab_range)
+    assert isinstance(found, tuple)
+    assert all(map(same_bits, found, wanted))
+    outputs = tuple(torch.empty_like(one) for one in found)
+    assert indexing(tables, indices, output=outputs, vocab_range=vocab_range) is outputs
+    assert all(map(same_bits, outputs, wanted))
+
+
+def test_tables_together_on_one_device(device: torch.device) -> None:
+    tables = tuple(table.to(device) for table in tables_of(device))
+    indices = indices_of(65, torch.int64, device)
+    for found, table in zip(indexing(tables, indices), tables, strict=True):
+        assert same_bits(found, ref_indexing(table, indices))
+
+
+def test_gradient_of_one_table_of_two(device: torch.device) -> None:
+    weights = torch.randn(ROWS, 4, device=device, requires_grad=True)
+    scales = torch.randn(ROWS, 2, device=device)
+    indices = torch.tensor([4, 4, 7], device=device)
+    rows, factors = indexing((weights, scales), indices)
+    (rows * factors.sum(1, keepdim=True)).sum().backward()
+    assert weights.grad is not None
+    assert weights.grad[7].eq(scales[7].sum()).all()
+    assert weights.grad[4].eq(2 * scales[4].sum()).all()
+
+
+def test_tables_together_compiled(device: torch.device) -> None:
+    tables, indices = tables_of(device), indices_of(65, torch.int64, device)
+    torch.compiler.reset()
+    look = torch.compile(lambda w, i: indexing(w, i), fullgraph=True, backend="eager")
+    for found, table in zip(look(tables, indices), tables, strict=True):
+        assert same_bits(found, ref_indexing(table, indices.cpu()))
+
+
+def test_wrong_tables_together() -> None:
+    values, scales, indices = torch.zeros(5, 4), torch.zeros(5, 2), torch.tensor([1, 3])
+    shared = torch.zeros(2, 2)
+    wrong: list[tuple[dict[str, object], type[Exception], str]] = [
+        ({"weights": ()}, ValueError, "weights: a tuple of 0, expected 1 to 8 tables"),
+        ({"weights": (values,) * 9}, ValueError, "weights: a tuple of 9, expected 1 to 8 tables"),
+        ({"weights": (values, torch.zeros(6, 2))}, ValueError,
+         "weights[1]: 6 rows, expected 5 rows as in weights[0]"),
+        ({"weights": (values, 3)}, TypeError, "weights: int, expected a tensor"),
+        ({"output": (shared,)}, ValueError, "output: a tuple of 1, expected 2, one for each table"),
+        ({"output": shared}, TypeError, "output: Tensor, expected a tuple as for weights"),
+        ({"output": (torch.zeros(2, 4), torch.zeros(2, 3))}, ValueError,
+         "output[1]: shape [2, 3], expected shape [2, 2]"),
+        ({"weights": (scales, scales), "output": (shared, shared)}, ValueError,
+         "output[1]: overlaps output[0], expected memory of its own"),
+    ]  # fmt: skip
+    for change, kind, text in wrong:
+        arguments = {"weights": (values, scales), "indices": indices, **change}
+        with pytest.raises(kind) as caught:
+            indexing(**arguments)  # type: ignore[call-overload]
+        assert str(caught.value) == f"indexing: {text}"
+    text = r"^indexing: indices: index 5 at position 1, expected below 5; nothing was written$"
+    outputs = torch.ones(2, 4), torch.ones(2, 2)
+    with pytest.raises(IndexError, match=text):
+        indexing((values, scales), torch.tensor([1, 5]), output=outputs)
+    assert outputs[0].eq(1).all()
