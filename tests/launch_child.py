@@ -58,7 +58,7 @@ def check_store_is_launched_in_its_shape() -> None:
     assert "jitkern_store_8B_v8_i32 of" in said and "grid 1,2,1 block 128,1,1" in said, said
     cache, rows, slots = cuda(1000, 512), cuda(1000, 512), cuda(1000, dtype=torch.int64)
     longer, shorter = (cuda(1000, 512), rows), (cuda(1000, 4), cuda(1000, 4))  # two splits, none
-    for v, grid in ((longer, "500,2,1"), ((None, None), "500,1,1"), (shorter, "500,2,1")):
+    for v, grid in ((longer, "500,2,1"), ((None, None), "500,1,1"), (shorter, "504,1,1")):
         jitkern.store_cache(cache, v[0], slots, rows, v[1])
         assert f"grid {grid}" in log(), grid
 
@@ -101,6 +101,29 @@ def check_h2d_gather_small_and_large() -> None:
         and "grid 3,1,1 block 1024,1,1" in said
     ), said
     assert pairs.pair_config(1).num_threads == 1024
+
+
+def check_swap_rows_small_and_large() -> None:
+    host_rows = torch.zeros(64, 164)
+    driver.fake_memory(ctypes.c_uint64(host_rows.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
+    gpu, triples = cuda(64, 164), cuda(4096, 3, dtype=torch.int32)
+    few, none = cuda(9, 3, dtype=torch.int32), cuda(0, 3, dtype=torch.int32)
+    name = "jitkern_swap_656B_v16_i32"
+    for where, num_sms, said in (
+        (few, None, (f"{name}_small of", "grid 3,1,1 block 256,1,1")),  # two warps a row
+        (few, 2, (f"{name}_large of", "grid 1,1,1 block 1024,1,1")),
+        (triples, None, (f"{name}_large of", "grid 4,1,1 block 1024,1,1")),
+        (triples, 7, (f"{name}_large of", "grid 7,1,1 block 1024,1,1")),
+    ):
+        jitkern.swap_rows(host_rows, gpu, where, num_sms=num_sms)
+        told = log()
+        assert all(text in told for text in said), (said, told)
+    jitkern.swap_rows(host_rows, gpu, none)
+    assert "grid" not in log()
+    pageable = torch.zeros(64, 164)
+    driver.fake_memory(ctypes.c_uint64(pageable.data_ptr()), ctypes.c_uint64(1 << 20), 0, 0)
+    text = "swap_rows: host: pageable .*"
+    refused(ValueError, text, jitkern.swap_rows, pageable, gpu, triples)
 
 
 def check_wrong_facts_are_errors() -> None:

@@ -47,8 +47,9 @@ USERS = {
     "ops that meet: CPU copies, graphs, PyTorch, large sizes, threads that write indices": """
         tests/ops/test_cpu_copy.py tests/ops/test_cuda_graphs.py tests/ops/test_large.py
         tests/ops/test_together.py tests/test_torch_ops.py tests/test_autograd.py
-        tests/test_tracing.py tests/emulate/pair_copy.cc tests/emulate/race.cc
-        tests/emulate/race.py tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
+        tests/test_tracing.py tests/ops/test_pair_order.py tests/emulate/pair_copy.cc
+        tests/emulate/race.cc tests/emulate/race.py bench/cases/pools.py
+        tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
         tests/threads/ops.cc
     """,
     "an op to compile, to launch, to keep or to time, where any would do": """

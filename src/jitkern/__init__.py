@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
     from jitkern.ops.index import indexing as indexing
     from jitkern.ops.store import store_cache as store_cache
+    from jitkern.ops.swap import swap_rows as swap_rows
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
     from jitkern.perf import perf_cpu as perf_cpu
     from jitkern.perf import perf_cuda as perf_cuda

@@ -23,6 +23,7 @@ OPS = (
     Op("index", "indexing"),
     Op("h2d_gather", "h2d_gather"),
     Op("d2h_scatter", "d2h_scatter"),
+    Op("swap", "swap_rows"),
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
 

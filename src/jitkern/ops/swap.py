@@ -1,0 +1,126 @@
+"""``swap_rows``: exchange rows of a GPU cache for rows of pinned host memory, both ways at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from jitkern.host import module as host_module
+from jitkern.jit.device import DeviceModule
+from jitkern.ops import dispatch
+from jitkern.ops.common import TorchOverload
+from jitkern.ops.pairs import (
+    SMALL_IN_FLIGHT,
+    load_entries,
+    pair_config,
+    pair_copy_args,
+    pair_entry_name,
+)
+from jitkern.ops.pairs import specialisations as specialisations
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Vectors, of the new row and as many of the old one: 8 * 4 of the 64 registers that 1,024 threads
+# leave to each. 8 of each spill, and two rows of 656 bytes in flight are 76 GB/s, four 55.
+LARGE_IN_FLIGHT = 4
+
+
+@cache
+def kernel(
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
+) -> DeviceModule:
+    """Return the device module of one row size, vector width, index type, alignment and size."""
+    in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
+    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
+    name = pair_entry_name("swap", row_bytes, vec_bytes, index_bytes, large)
+    entries = [(name, f"SwapRows<{args}>", pair_config(large))]
+    return load_entries("swap", "swap.cu", entries, args, in_flight)
+
+
+@cache
+def _op() -> Callable[..., Any]:
+    return host_module.op("swap_rows", kernel)
+
+
+def _through_torch(host: Tensor, gpu: Tensor, triples: Tensor, **options: Any) -> None:
+    dispatch.through_torch("swap_rows", host=host, gpu=gpu, triples=triples, **options)
+
+
+@dispatch.traced_as(_through_torch)
+def swap_rows(host: Tensor, gpu: Tensor, triples: Tensor, *, num_sms: int | None = None) -> None:
+    """Write row ``triples[i, 1]`` of ``gpu`` to ``host`` and fetch another into its place.
+
+    For every ``i`` the old content of ``gpu[triples[i, 1]]`` goes to ``host[triples[i, 2]]``, and
+    ``host[triples[i, 0]]`` into ``gpu[triples[i, 1]]``: a :func:`jitkern.d2h_scatter` and a
+    :func:`jitkern.h2d_gather` in one kernel, which keeps both directions of the link busy. It runs
+    on a few SMs, on the current stream, without a synchronisation and without an allocation;
+    ``host`` must stay allocated, and the host may read what was written back, once the stream has
+    come past the call. May be captured in a CUDA graph, also by its first call.
+
+    It does not sort its rows: in a ``host`` of more than 0.75 GiB, where random rows miss in the
+    link's address translation, the two ops that do are twice as fast one after the other.
+
+    Parameters
+    ----------
+    host : Tensor
+        ``[num_host_rows, ...]`` in host memory, pinned if ``gpu`` is on a GPU. Rows contiguous, row
+        stride free, any row size from 1 byte up. Its rows share no memory with each other or with
+        those of ``gpu``.
+    gpu : Tensor
+        ``[num_slots, ...]``, dtype and bytes per row as in ``host``, on a GPU or the CPU. Its rows
+        share no memory with each other.
+    triples : Tensor
+        ``[..., 3]`` of (host row to fetch, slot, host row to write the slot's old content to),
+        int32 or int64, contiguous, on the device of ``gpu``, in memory of their own. Of a triple
+        with a negative host row only the other half is done, one with a negative slot is skipped.
+        One that fetches the row which it writes back to exchanges the two. Otherwise slots should
+        be distinct, rows to write back to as well, and none of these fetched by another triple.
+        Several may fetch the same row. On the CPU anything else is a ValueError; on a GPU the rows
+        that such triples write have undefined content (where one fetches a row that another writes
+        back to, each part of the old or of the new). No other memory is ever touched.
+    num_sms : int, optional
+        Blocks of 1024 threads that work on the bus, at most one an SM, clamped to the GPU's SMs; by
+        default as many as keep it busy: 4 for rows of more than 512 bytes, 8 for shorter ones and
+        where alignment forbids 16-byte loads. A small call is spread over the GPU for its few
+        microseconds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Wrong dtype, device, shape or stride, pageable host memory, or memory that the call would
+        write twice, or write and read. Nothing was launched or written.
+    RuntimeError
+        With gradients enabled: an argument requires one. Outside of inference mode: what is written
+        to was made in it. Nothing was written.
+    IndexError
+        A row number past the end of ``host`` or ``gpu``, in a triple that is not padding. On the
+        CPU at once, and nothing was written. On CUDA the triple is skipped, and the next jitkern
+        call on the device or :func:`jitkern.check` raises.
+
+    Examples
+    --------
+    >>> host = torch.randn(300_000, 328).bfloat16().pin_memory()
+    >>> cache = torch.randn(4096, 328, device="cuda").bfloat16()
+    >>> triples = torch.tensor([[7, 0, 299_999], [8, 1, -1], [-1, 2, 9]], device="cuda")
+    >>> jitkern.swap_rows(host, cache, triples)
+    """
+    if dispatch.in_inference_mode() or dispatch.may_write((host, gpu), ()):
+        try:
+            if not _op()(host, gpu, triples, num_sms):
+                dispatch.wrote(host, gpu)
+                return
+        except (RuntimeError, ValueError) as error:
+            dispatch.require_wrapper(error, "swap_rows", host=host, gpu=gpu, triples=triples)
+    _through_torch(host, gpu, triples, num_sms=num_sms)
+
+
+TORCH_OVERLOADS = (
+    TorchOverload(
+        "swap_rows(Tensor(a!) host, Tensor(b!) gpu, Tensor triples, *, SymInt? num_sms=None) -> ()",
+        lambda host, gpu, triples, *, num_sms=None: host_module.op_now("swap_rows", kernel)(
+            host, gpu, triples, num_sms
+        ),
+    ),
+)

@@ -1,0 +1,36 @@
+"""swap_rows made wrong."""
+
+from __future__ import annotations
+
+from emulate.mutant import ALL_CHUNKS, ROWS, mutants_of
+from emulate.runner import Sweep
+
+SWEEP = Sweep("swap", ROWS)
+# In the order of the source: loads of the new rows and of the old, stores of the old and the new.
+INSIDE = "offset >= 0 && offset < kRowBytes"
+MUTANTS = [
+    *mutants_of(
+        SWEEP,
+        "ops/swap.cu",
+        ("slot bound off by one", "slot < p.num_slots &&", "slot <= p.num_slots &&"),
+        ("fetch bound off by one", "fetch < p.num_host_rows &&", "fetch <= p.num_host_rows &&"),
+        ("write-back bound off by one", "back < p.num_host_rows;", "back <= p.num_host_rows;"),
+        ("padding swapped", "return slot >= 0 && slot <", "return slot <"),
+        ("fetched from nowhere", "inside && triple.fetch >= 0", "inside"),
+        ("written back to nowhere", "inside && triple.back >= 0", "inside"),
+        ("neighbour read on the host", INSIDE, "offset < kRowBytes", 0, 4),
+        ("neighbour read on the GPU", INSIDE, "offset < kRowBytes", 1, 4),
+        ("neighbour on the host", INSIDE, "offset < kRowBytes", 2, 4),
+        ("neighbour on the GPU", INSIDE, "offset < kRowBytes", 3, 4),
+        ("missing tail", INSIDE, "offset >= 0 && offset + kVecBytes < kRowBytes", 3, 4),
+        ("skipped lane", ALL_CHUNKS, ALL_CHUNKS + " if (threadIdx.x == 31) continue;", 2, 4),
+        ("wrong stride", "triple.back * p.host_stride_bytes", "triple.back * p.gpu_stride_bytes"),
+        ("columns mixed up", "triple[0], triple[1], triple[2]", "triple[2], triple[1], triple[0]"),
+        ("lanes do not wait", "if constexpr (kOwnLeads) __syncwarp();", ""),
+        ("warps at lines of their own", "!kLineAligned && Rows::kShape.splits == 1", "true"),
+        ("lead of the other row", "writes_back ? lead_of(begun)", "writes_back ? fetch_lead[r]"),
+        ("one round only", "batch += num_warps", "batch = num_batches"),
+        ("fault of padding", "triple.is_padding() || triple.is_inside(p)", "triple.is_inside(p)"),
+        ("fault of another row", "number, triple.back,", "number, triple.fetch,"),
+    ),
+]

@@ -1,0 +1,355 @@
+"""swap_rows against PyTorch, with every byte around both tables accounted for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from buffers import (
+    DTYPES,
+    INT_DTYPES,
+    ROW_BYTES,
+    Buffer,
+    distinct,
+    host_buffer,
+    make_buffer,
+    out_of_range,
+    to_index,
+)
+from fuzzer import SIZES, Call, Fuzzer
+from mistakes import (
+    ROWS,
+    SLOTS,
+    Mistake,
+    bad_indices,
+    bytes_text,
+    index_text,
+    not_tensors,
+    overlap_text,
+    stride_text,
+    zeros,
+)
+from ref import ref_h2d_gather as ref_copy_pairs
+from ref import same_bits
+from stems import OpCheck, Rows
+from torch import Tensor
+
+from jitkern import swap_rows
+
+HOST_ROWS = 61
+GPU_SLOTS = 29
+TRIPLES = 23
+
+
+def ref_swap(host: Tensor, gpu: Tensor, before: Tensor, triples: Tensor) -> None:
+    """Fetch, then write back what slots held; `before` is a copy of `gpu`."""
+    flat = triples.reshape(-1, 3)
+    ref_copy_pairs(host, gpu, flat[:, :2])
+    ref_copy_pairs(before, host, flat[:, 1:])
+
+
+def triples_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return triples of all kinds: halves, exchanges, rows fetched twice, and padding."""
+    rows, slots = distinct(HOST_ROWS, HOST_ROWS), distinct(TRIPLES, GPU_SLOTS, seed=1)
+    backs = rows[TRIPLES : 2 * TRIPLES]
+    triples = [list(triple) for triple in zip(rows[:TRIPLES], slots, backs, strict=True)]
+    for i in (3, 17):
+        triples[i][2] = -1
+    for i in (4, 18, 19):
+        triples[i][0] = -(2**31)
+    for i in (5, 6, 20):
+        triples[i][2] = triples[i][0]
+    triples[7][0] = triples[8][0] = triples[9][0]
+    triples[10] = [-1, slots[10], -2]
+    triples[11][1] = -1
+    triples[12] = [HOST_ROWS + 5, -3, HOST_ROWS]
+    return to_index(triples, dtype, device)
+
+
+def run_and_compare(host: Buffer, gpu: Buffer, triples: Tensor, num_sms: int | None = None) -> None:
+    host_twin, gpu_twin, before = host.twin(), gpu.twin(), gpu.twin()
+    assert swap_rows(host.view, gpu.view, triples, num_sms=num_sms) is None
+    if triples.is_cuda:
+        torch.cuda.synchronize()
+    ref_swap(host_twin.view, gpu_twin.view, before.view, triples)
+    assert gpu.same(gpu_twin)
+    assert host.same(host_twin)
+
+
+def buffers_for(
+    device: torch.device, row: tuple[int, ...], dtype: torch.dtype = torch.uint8
+) -> list[Buffer]:
+    host = host_buffer((HOST_ROWS, *row), dtype, device)
+    return [host, make_buffer((GPU_SLOTS, *row), dtype, device, seed=1)]
+
+
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+def test_row_sizes(device: torch.device, row_bytes: int) -> None:
+    triples = triples_of(device, INT_DTYPES[row_bytes % 2])
+    run_and_compare(*buffers_for(device, (row_bytes,)), triples)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 10_000])
+@pytest.mark.parametrize("row_bytes", [7, 64, 656, 1024, 8192])
+def test_number_of_sms(device: torch.device, row_bytes: int, num_sms: int) -> None:
+    """The kernel of large calls, with rows of a part of a warp, of a warp and of several."""
+    run_and_compare(*buffers_for(device, (row_bytes,)), triples_of(device), num_sms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(device: torch.device, dtype: torch.dtype) -> None:
+    run_and_compare(*buffers_for(device, (3, 4), dtype), triples_of(device))
+
+
+@pytest.mark.parametrize("host_gap", [0, 3, 32])
+@pytest.mark.parametrize("gpu_gap", [0, 1, 16])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("row_bytes", [1, 40, 656])
+def test_strides_and_misaligned_bases(
+    device: torch.device, row_bytes: int, offset: int, gpu_gap: int, host_gap: int
+) -> None:
+    host = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, gap=host_gap, offset=offset)
+    gpu = make_buffer((GPU_SLOTS, row_bytes), device=device, seed=1, gap=gpu_gap, offset=offset)
+    run_and_compare(host, gpu, triples_of(device))
+
+
+@pytest.mark.parametrize("num_sms", [None, 2])
+@pytest.mark.parametrize("offset", [0, 16, 48, 112])
+@pytest.mark.parametrize("row_bytes", [16, 144, 656, 1024, 4096])
+def test_rows_at_every_place_of_a_line(
+    device: torch.device, row_bytes: int, offset: int, num_sms: int | None
+) -> None:
+    """A triple's two host rows begin at different places of their lines, too."""
+    host = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, offset=offset, gap=48)
+    gpu = make_buffer((GPU_SLOTS, row_bytes), device=device, seed=1)
+    run_and_compare(host, gpu, triples_of(device), num_sms)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3,), (2, 3, 3), (3, 0, 3)])
+def test_shapes_of_triples(device: torch.device, shape: tuple[int, ...]) -> None:
+    count = torch.Size(shape).numel() // 3
+    triples = triples_of(device)[:count].reshape(shape)
+    run_and_compare(*buffers_for(device, (40,)), triples)
+
+
+@pytest.mark.parametrize(("host_rows", "slots"), [(0, 0), (0, 5), (5, 0)])
+def test_tables_without_rows(device: torch.device, host_rows: int, slots: int) -> None:
+    host = host_buffer((host_rows, 40), torch.uint8, device)
+    gpu = make_buffer((slots, 40), device=device, seed=1)
+    run_and_compare(host, gpu, to_index([[0, -1, 0], [-1, -1, -1]], torch.int64, device))
+    run_and_compare(host, gpu, to_index([], torch.int32, device).view(0, 3))
+
+
+@pytest.mark.parametrize("num_sms", [None, 1])
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_out_of_range(
+    device: torch.device, column: int, index_dtype: torch.dtype, num_sms: int | None
+) -> None:
+    """On a GPU the whole triple is skipped, the others are swapped."""
+    bound = (HOST_ROWS, GPU_SLOTS, HOST_ROWS)[column]
+    host, gpu = buffers_for(device, (656,))
+    host_twin, gpu_twin, before = host.twin(), gpu.twin(), gpu.twin()
+    triples = triples_of(device, index_dtype)
+    triples[13, column] = bound
+    where = f"index {bound} at position 13, expected below {bound}"
+    text = f"swap_rows: triples[..., {column}]: {where}"
+    with out_of_range(device, text):
+        swap_rows(host.view, gpu.view, triples, num_sms=num_sms)
+    if device.type == "cuda":
+        triples[13] = -1
+        ref_swap(host_twin.view, gpu_twin.view, before.view, triples)
+    assert host.same(host_twin)
+    assert gpu.same(gpu_twin)
+
+
+REPEATS = {
+    "slot": (
+        [[0, 7, 1], [2, 5, 3], [-1, 6, -1], [4, 5, -1], [8, 7, 9]],
+        "triples[..., 1]: 5 at positions 1 and 3, expected distinct slots",
+    ),
+    "slot of nothing": (
+        [[0, 7, 1], [-1, 7, -1]],
+        "triples[..., 1]: 7 at positions 0 and 1, expected distinct slots",
+    ),
+    "write back": (
+        [[0, 4, 9], [1, 3, 9], [-1, 5, 9]],
+        "triples[..., 2]: 9 at positions 0 and 1, expected distinct rows to write back to",
+    ),
+    "fetch": (
+        [[7, 0, -1], [9, 1, 7], [8, 2, 8]],
+        "triples[..., 0]: 7 at position 0, written back to at position 1, expected rows that no "
+        "other triple writes",
+    ),
+    "fetch of an exchange": (
+        [[8, 0, 8], [8, 1, -1]],
+        "triples[..., 0]: 8 at position 1, written back to at position 0, expected rows that no "
+        "other triple writes",
+    ),
+}
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", REPEATS)
+def test_what_would_depend_on_the_order_is_refused(kind: str, index_dtype: torch.dtype) -> None:
+    cpu = torch.device("cpu")
+    host, gpu = buffers_for(cpu, (656,))
+    host_twin, gpu_twin = host.twin(), gpu.twin()
+    triples, text = REPEATS[kind]
+    expected = re.escape(f"swap_rows: {text}; nothing was written")
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        swap_rows(host.view, gpu.view, to_index(triples, index_dtype, cpu))
+    assert host.same(host_twin)
+    assert gpu.same(gpu_twin)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", REPEATS)
+def test_what_depends_on_the_order_stays_inside(kind: str) -> None:
+    """Undefined are the rows that the triples name, and nothing else."""
+    cuda = torch.device("cuda")
+    host, gpu = buffers_for(cuda, (656,))
+    host_twin, gpu_twin = host.twin(), gpu.twin()
+    triples = torch.tensor(REPEATS[kind][0])
+    swap_rows(host.view, gpu.view, triples.cuda(), num_sms=2)
+    torch.cuda.synchronize()
+    back = triples[:, 2][triples[:, 2] >= 0]
+    host.view[back] = host_twin.view[back]
+    gpu.view[triples[:, 1].cuda()] = gpu_twin.view[triples[:, 1].cuda()]
+    assert host.same(host_twin)
+    assert gpu.same(gpu_twin)
+
+
+def test_padding_may_name_anything(device: torch.device) -> None:
+    host, gpu = buffers_for(device, (24,))
+    triples = [[5, 3, 6], [6, -1, 6], [HOST_ROWS, -1, 5], [1, -2, 5]]
+    run_and_compare(host, gpu, to_index(triples, torch.int32, device))
+
+
+def test_there_and_back(device: torch.device) -> None:
+    """13 MB each way: several threads on the CPU, the persistent kernel on CUDA."""
+    rows, slots, count = 60_000, 20_011, 20_000
+    host = host_buffer((rows, 656), torch.uint8, device)
+    gpu = make_buffer((slots, 656), torch.uint8, device, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    which = torch.randperm(rows, generator=generator)
+    fetch, back = which[:count], which[count : 2 * count].clone()
+    back[::3] = fetch[::3]
+    slot = torch.randperm(slots, generator=generator)[:count]
+    triples = torch.stack([fetch, slot, back], dim=1)
+    host_twin, gpu_twin = host.twin(), gpu.twin()
+    run_and_compare(host, gpu, triples.to(device))
+    run_and_compare(host, gpu, triples.flip(1).contiguous().to(device))
+    assert gpu.same(gpu_twin)
+    back_again = fetch[::3]
+    assert torch.equal(host.view[back_again], host_twin.view[back_again])
+
+
+@pytest.mark.cuda
+def test_where_memory_has_to_be() -> None:
+    good = good_arguments()
+    on_gpu = {name: good[name].cuda() for name in ("gpu", "triples")}
+    pinned = good["host"].pin_memory()
+    for change, text in (
+        ({"host": good["host"]}, "host: pageable host memory, expected pinned host memory"),
+        ({"host": pinned.cuda()}, "host: device cuda:0, expected cpu"),
+        ({"triples": good["triples"]}, "triples: device cpu, expected cuda:0 as in gpu"),
+    ):
+        arguments = {**good, **on_gpu, "host": pinned, **change}
+        with pytest.raises(ValueError, match=f"^swap_rows: {re.escape(text)}"):
+            swap_rows(**arguments)
+    assert good["host"].eq(0).all()
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    triples = torch.tensor([[0, 1, 2], [1, 3, 1]])
+    tensors = {"host": zeros(ROWS, 8), "gpu": torch.ones(SLOTS, 8), "triples": triples}
+    return {**tensors, "num_sms": 2}
+
+
+def mistakes() -> list[Mistake]:
+    good = good_arguments()
+    wanted = "expected shape [..., 3] of (host row to fetch, slot, host row to write back to)"
+    memory = torch.zeros(SLOTS, 4, dtype=torch.int64)
+    table = memory.view(torch.float32)
+    inside = memory[7:9].view(-1)[:6].view(2, 3)
+    apart = "expected 32 or more in a tensor that is written; .clone() one that was expanded"
+    return [
+        *not_tensors(good, "host", "gpu", "triples"),
+        *bad_indices("triples", good["triples"]),
+        ({"host": zeros(ROWS, 8, dtype=torch.float16)}, TypeError,
+         "host: dtype float16, expected float32 as in gpu"),
+        ({"host": zeros(ROWS, 7)}, ValueError, bytes_text("host", 28, [3, 7], "gpu")),
+        ({"host": torch.tensor(1.0)}, ValueError,
+         "host: shape [], expected at least 1 dimension"),
+        ({"host": zeros(8, ROWS).t()}, ValueError, stride_text("host", 3, 1, [3, 8], 1)),
+        ({"gpu": torch.tensor(1.0)}, ValueError, "gpu: shape [], expected at least 1 dimension"),
+        ({"gpu": zeros(8, SLOTS).t()}, ValueError, stride_text("gpu", 50, 1, [50, 8], 1)),
+        ({"triples": torch.tensor(3)}, ValueError, f"triples: shape [], {wanted}"),
+        ({"triples": torch.arange(4)}, ValueError, f"triples: shape [4], {wanted}"),
+        ({"triples": torch.zeros(4, 2, dtype=torch.int32)}, ValueError,
+         f"triples: shape [4, 2], {wanted}"),
+        ({"host": zeros(1, 8).expand(ROWS, 8)}, ValueError,
+         f"host: rows of 32 bytes, 0 bytes apart (shape [3, 8]), {apart}"),
+        ({"gpu": zeros(1, 8).expand(SLOTS, 8)}, ValueError,
+         f"gpu: rows of 32 bytes, 0 bytes apart (shape [50, 8]), {apart}"),
+        ({"host": table[:ROWS], "gpu": table[ROWS - 1 :]}, ValueError,
+         overlap_text("host", "gpu")),
+        ({"host": table, "triples": inside}, ValueError, overlap_text("triples", "host")),
+        ({"gpu": table, "triples": inside}, ValueError, overlap_text("triples", "gpu")),
+        ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
+        ({"num_sms": True}, TypeError, "num_sms: bool, expected an int"),
+        ({"num_sms": "2"}, TypeError, "num_sms: str, expected an int"),
+        *(({"triples": torch.tensor(triples)}, ValueError, f"{text}; nothing was written")
+          for triples, text in (
+              ([[0, 1, 2], [1, 1, -1]],
+               "triples[..., 1]: 1 at positions 0 and 1, expected distinct slots"),
+              ([[0, 1, 2], [-1, 2, 2]],
+               "triples[..., 2]: 2 at positions 0 and 1, expected distinct rows to write back to"),
+          )),
+        ({"triples": torch.tensor([[0, 1, -1], [3, 3, -1]])}, IndexError,
+         index_text("triples[..., 0]", 3, 1, 3)),
+        ({"triples": torch.tensor([[[0, 50, -1]], [[0, 1, -1]]])}, IndexError,
+         index_text("triples[..., 1]", 50, 0, 50)),
+        ({"triples": torch.tensor([[0, 1, -1], [-1, 0, 7]])}, IndexError,
+         index_text("triples[..., 2]", 7, 1, 3)),
+    ]  # fmt: skip
+
+
+def fuzz(f: Fuzzer) -> Call:
+    row, dtype = f.row()
+    num_host, num_slots, count = (f.rng.choice(SIZES) for _ in range(3))
+    host = f.tensor([num_host, *row], dtype, host=True)
+    gpu = f.tensor([num_slots, *row], dtype)
+    index_dtype = f.rng.choice(INT_DTYPES)
+    slots = f.distinct(count, num_slots, index_dtype)
+    back = f.distinct(count, num_host, index_dtype)
+    # What no triple writes back to, or its own row.
+    free = sorted({-1, *range(num_host)} - {int(row) for row in back if row >= 0})
+    fetch = torch.tensor([f.rng.choice([*free, int(row)]) for row in back]).to(back)
+    triples = torch.stack([fetch, slots, back], dim=1)
+    expected = host.clone(), gpu.clone()
+    if 0 not in row:  # rows of no bytes: nothing to do
+        ref_swap(*expected, gpu.clone(), triples)
+
+    def prove(result: Any) -> None:
+        assert result is None
+        assert same_bits(host, expected[0])
+        assert same_bits(gpu, expected[1])
+
+    arguments = {"host": host, "gpu": gpu, "triples": triples, "num_sms": f.rng.choice([None, 3])}
+    return Call(swap_rows, arguments, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    if where.is_cuda:
+        return  # opcheck clones all arguments, and the clone of a pinned one is pageable
+    exchange = torch.stack([where, where, where], dim=1)
+    yield "default", (rows(slots), rows(slots), exchange), {}
+    yield "default", (rows(slots), rows(slots), exchange), {"num_sms": 1}
