@@ -144,7 +144,39 @@ def _gemm(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> lis
     return [_save(figure, directory / "gemm_slowdown.png")]
 
 
-_PLOTS = {"bandwidth": _bandwidth, "ladder": _ladder, "row sizes": _row_sizes, "gemm": _gemm}
+def _pools(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
+    """GB/s against the size of the pool: as rows come, in its order, and the engine's line."""
+    most = max((r["params"]["rows"] for r in rows if r["params"]["row_bytes"] == 656), default=0)
+    here = [r for r in rows if r["gb_s"] and r["params"]["row_bytes"] == 656]
+    here = [r for r in here if r["params"]["rows"] == most and r["params"]["law"] == "uniform"]
+    if len({r["params"]["pool_gib"] for r in here}) < 2:
+        return []
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
+    for axes, kind in zip(panels, ("gather", "scatter"), strict=True):
+        points = [r for r in here if r["params"]["kind"] == kind]
+        timed_often = _common([r for r in points if r["role"] == "peer"])
+        for name, color in zip(timed_often, _cycle(PEERS), strict=False):
+            _line(axes, points, name, color=color, marker="o", markersize=3, x="pool_gib")
+        as_they_come = {"color": OURS, "marker": "o", "linestyle": ":"}
+        _line(axes, points, "jitkern, as they come", x="pool_gib", **as_they_come)
+        _line(axes, points, "jitkern", color=OURS, marker="o", linewidth=2, x="pool_gib")
+        engine = max((r["gb_s"] for r in points if r["role"] == "ceiling"), default=0.0)
+        axes.axhline(engine, color=CEILING, linestyle="--", linewidth=1, label="copy engine")
+        axes.set(title=kind, xlabel="GiB of the pool", xscale="log", ylim=(0, None))
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("GB/s that arrive")
+    panels[0].legend(fontsize=7, loc="lower left")
+    figure.suptitle(f"{most:,} random rows of 656 B, {machine}", fontsize=10)
+    return [_save(figure, directory / "pools.png")]
+
+
+_PLOTS = {
+    "bandwidth": _bandwidth,
+    "ladder": _ladder,
+    "row sizes": _row_sizes,
+    "gemm": _gemm,
+    "pools": _pools,
+}
 
 
 def _line(axes: Any, rows: Sequence[RowData], name: str, *, x: str = "rows", **style: Any) -> None:

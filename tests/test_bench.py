@@ -173,11 +173,17 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     for sms in (1, 2, 16):
         figures = {"num_sms": sms, "gemm_slowdown": 1.1, "gather_beside_gb_s": 40.0}
         rows.append(row("gemm_beside", f"jitkern, {sms}", "ours", 1.0, **figures))
+    for gib in (0.2, 4, 64):
+        for impl, role in (("jitkern", "ours"), ("6 aligned", "peer"), ("memcpy", "ceiling")):
+            for kind in ("gather", "scatter"):
+                pool = {"kind": kind, "rows": 9, "row_bytes": 656, "pool_gib": gib}
+                rows.append(row("pools", impl, role, 48.0, **pool, law="uniform"))
     made = plots.draw(report.payload({"name": "a machine"}, rows, quick=True), tmp_path)
     assert sorted(path.name for path in made) == [
         "gemm_slowdown.png",
         "h2d_ladder.png",
         "h2d_row_sizes.png",
+        "pools.png",
         "store_bandwidth.png",
     ]
     assert all(path.stat().st_size > 5000 for path in made)

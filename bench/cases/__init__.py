@@ -11,7 +11,10 @@ from typing import Any
 
 from jitkern.ops._ops import OPS
 
-NAMES = (*(op.stem for op in OPS), "gemm_beside", "checks", "host_overhead", "first_call")
+NAMES = (
+    *(op.stem for op in OPS),
+    *("pools", "gemm_beside", "checks", "host_overhead", "first_call"),
+)
 
 
 def module(name: str) -> Any:
