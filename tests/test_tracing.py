@@ -199,9 +199,7 @@ def test_a_compiled_batch_of_look_ups(device: torch.device, own_function: bool) 
         pytest.skip("torch.compile before 2.12 asks the op for a name that it does not see")
     weights, indices = torch.randn(SLOTS, 8, device=device), torch.tensor([[3], [5]], device=device)
     torch.compiler.reset()
-    compiled = torch.compile(
-        torch.vmap(look, in_dims=(None, 0)), fullgraph=True, backend="eager"
-    )
+    compiled = torch.compile(torch.vmap(look, in_dims=(None, 0)), fullgraph=True, backend="eager")
     assert same_bits(compiled(weights, indices), weights[indices])
 
 
