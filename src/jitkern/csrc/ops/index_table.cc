@@ -45,10 +45,14 @@ void launch_large(const LaunchScope& scope, std::vector<PairCall>& calls,
   const i64 num_pairs = calls[0].params.num_pairs;
   const tvm::ffi::Tensor pairs =
       allocate({2 * num_pairs * calls[0].index_bytes}, DLDataType{kDLUInt, 8, 1}, calls[0].device);
+  // All that may fail to compile comes before the first launch.
+  list_kernels(scope.device, calls[0]);
   std::vector<const LoadedKernels*> kernels;
+  for (PairCall& call : calls) {
+    kernels.push_back(&table.find(scope.device, pair_spec(call, true)));
+    call.params.pairs = pairs.data_ptr();
+  }
   for (size_t i = 0; i < calls.size(); ++i) {
-    kernels.push_back(&table.find(scope.device, pair_spec(calls[i], true)));
-    calls[i].params.pairs = pairs.data_ptr();
     // Each writes the same pairs, and the zeros of its own output.
     const Kernel& kernel = kernels[i]->entries[kPairsOfIndices];
     scope.launch(kernel, ceil_div(num_pairs, kernel.num_threads),

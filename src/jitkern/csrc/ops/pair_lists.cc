@@ -43,12 +43,6 @@ constexpr i64 kMaxRegions = 1 << 18;
 // Entry points of the module of lists: see list_kernel() in ops/pairs.py.
 enum Entry : int { kListPairs, kScanRegions, kPlacePairs };
 
-const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
-  static KernelTable table("pair_lists", {"index_bytes", "host_target"},
-                           [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
-  return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
-}
-
 // Scratch memory of a call, cut into pieces of whole 16 bytes.
 class Scratch {
  public:
@@ -79,6 +73,12 @@ void cut_regions(ListParams& list, i64 span, i64 scan_regions) {
 }
 
 }  // namespace
+
+const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
+  static KernelTable table("pair_lists", {"index_bytes", "host_target"},
+                           [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
+  return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
+}
 
 MadeLists make_lists(const LaunchScope& scope, const PairCall& call, const Lists& lists,
                      int num_copies) {

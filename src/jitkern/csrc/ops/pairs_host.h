@@ -123,6 +123,9 @@ i64 copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight);
 
+// The kernels that make the lists of a call; loaded, or refused, before it launches anything.
+const LoadedKernels& list_kernels(const Device& device, const PairCall& call);
+
 // Lists on their way, which a copy reads on the same stream.
 struct MadeLists {
   tvm::ffi::Tensor memory;
