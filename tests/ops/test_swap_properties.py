@@ -50,10 +50,11 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
         value = triples[bad][column]
         fault = rf"swap_rows: triples\[\.\.\., {column}\]: index {value} at position {bad},"
     num_sms = draw(st.sampled_from([None, 1, 5]))
-    check_call(
+    error = check_call(
         lambda: swap_rows(host.view, gpu.view, given_triples, num_sms=num_sms),
         lambda: ref_swap(host_twin.view, gpu_twin.view, before.view, kept),
         fault,
         device,
         [(host, host_twin), (gpu, gpu_twin)],
     )
+    assert (error is None) == (bad is None)
