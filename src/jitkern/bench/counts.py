@@ -136,12 +136,13 @@ def count(
 
 def _read(out: Path, order: list[tuple[str, int]]) -> dict[str, float]:
     """Return the totals of the files that Callgrind has dumped, OUT.1 for the first figure."""
-    found = {}
+    found: dict[str, float] = {}
     for position, (name, calls) in enumerate(order, start=1):
         dump = out.with_name(f"{out.name}.{position}")
         total = re.search(r"^totals: (\d+)", dump.read_text(errors="replace"), re.MULTILINE)
         if total is not None:
-            found[name] = int(total[1]) / calls
+            count = int(total[1]) / calls
+            found[name] = min(count, found.get(name, count))  # the rounds of one figure
     return found
 
 

@@ -274,12 +274,13 @@ class CallgrindCounter:
             raise OSError(f"vgdb could not switch Callgrind on: exit {vgdb.returncode}")
 
     def count(self, name: str, call: Callable[[], object], calls: int) -> None:
-        """Run that many calls between the two marks."""
-        self._toggle()
-        for _ in range(calls):
-            call()
-        self._dump()
-        self.order.append((name, calls))
+        """Run that many calls between two marks; of short ones the least of three rounds."""
+        for _ in range(3 if calls > 1 else 1):
+            self._toggle()
+            for _ in range(calls):
+                call()
+            self._dump()
+            self.order.append((name, calls))
 
 
 JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
