@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "pair_configs.h"
 #include "sweep.h"
 
 namespace emulate {
@@ -12,12 +13,6 @@ using jitkern::IndexPairsParams;
 
 constexpr FaultSite kIndicesSite{3};
 constexpr i64 kUntouched = -9;
-
-struct Config {
-  int num_threads, max_occupancy;
-  bool use_pdl;
-};
-constexpr Config kListConfig{PAIRS_LIST_CONFIG};
 
 template <class Int, i64 kRowBytes, int kVecBytes>
 void one_run(Random& random, Tally& tally) {

@@ -3,6 +3,7 @@
 #include "ops/d2h_scatter.cu"
 #include "ops/h2d_gather.cu"
 
+#include "pair_configs.h"
 #include "sweep.h"
 
 namespace emulate {
@@ -22,13 +23,7 @@ constexpr int in_flight(int variant) {
                               : H2D_GATHER_LARGE_IN_FLIGHT;
 }
 
-struct Config {
-  int num_threads, max_occupancy;
-  bool use_pdl;
-};
-constexpr Config config(int variant) {
-  return variant & kSmallCall ? Config{PAIRS_SMALL_CONFIG} : Config{PAIRS_LARGE_CONFIG};
-}
+constexpr Config config(int variant) { return variant & kSmallCall ? kSmallConfig : kLargeConfig; }
 
 template <class Kernel>
 void add(Specialisations<PairCopyParams>& list, i64 row_bytes, int vec_bytes, int index_bytes,

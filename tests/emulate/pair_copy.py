@@ -19,12 +19,6 @@ MUTANTS = [
         ("wrong stride", "pair.dst_row * p.dst_stride_bytes", "pair.dst_row * p.src_stride_bytes"),
         ("swapped pair", "return {pair[0], pair[1]};", "return {pair[1], pair[0]};"),
         ("skipped lane", ALL_CHUNKS, ALL_CHUNKS + " if (threadIdx.x == 31) continue;", 1, 2),
-        ("one round only", "batch + gridDim.x * (blockDim.x / 32)", "num_batches"),
-        (
-            "batch lost",
-            "atomicAdd(p.last_batch, 1u) + 1u",
-            "atomicAdd(p.last_batch, 1u) + 2u",
-        ),
         ("count off by one", "*p.last_pair + 1u", "*p.last_pair"),
         (
             "slot map of a fault",
@@ -32,5 +26,11 @@ MUTANTS = [
             "p.num_src_rows : p.num_dst_rows);",
         ),
         ("slot map of nobody", "if (row < 0) return;", ""),
+    ),
+    *mutants_of(
+        SWEEP,
+        "ops/batches.cuh",
+        ("one round only", "batch + gridDim.x * (blockDim.x / 32)", "num_batches"),
+        ("batch lost", "atomicAdd(last_batch, 1u) + 1u", "atomicAdd(last_batch, 1u) + 2u"),
     ),
 ]

@@ -5,22 +5,14 @@
 #include <map>
 #include <set>
 
-#include "sweep.h"
+#include "lists.h"
 
 namespace emulate {
 
 using jitkern::HostSide;
 using jitkern::kHostSource;
-using jitkern::kNotFetched;
 using jitkern::ListParams;
 using jitkern::PairCopyParams;
-
-struct Config {
-  int num_threads, max_occupancy;
-  bool use_pdl;
-};
-constexpr Config kListConfig{PAIRS_LIST_CONFIG}, kScanConfig{PAIRS_SCAN_CONFIG};
-using Scan = jitkern::ScanRegions<kScanConfig.num_threads, 1>;
 
 // Of the copies, which have sweeps of their own, one row size will do.
 constexpr i64 kRowBytes = 24;
@@ -116,35 +108,10 @@ void check_lists(const Call& call, const IntBuffer& pairs, const IntBuffer& fetc
   }
 }
 
-// Regions of a few rows, their counters and what is made of them.
-struct Regions {
-  static constexpr int kShift = 8;
-  static constexpr i64 kOfBlock = i64(jitkern::kScanRegionsPerThread) * kScanConfig.num_threads;
-  unsigned blocks;
-  IntBuffer ranks;
-  AlignedWords last_ranks, starts;
-
-  Regions(const Call& call, HostSide side)
-      : blocks(ceil_div(
-            ((side == kHostSource ? call.src_rows : call.dst_rows) * kRowBytes >> kShift) + 1,
-            kOfBlock)),
-        ranks("ranks", std::vector<i64>(call.num_pairs, kUntouched), 4),
-        last_ranks(blocks * kOfBlock, 0xffffffffu),
-        starts(blocks * kOfBlock, 0x99999999u) {}
-
-  void give(ListParams& list) {
-    list.ranks = static_cast<u32*>(ranks.data());
-    list.last_ranks = last_ranks.data();
-    list.region_starts = starts.data();
-    list.num_regions = static_cast<u32>(blocks * kOfBlock);
-    list.region_shift = kShift;
-  }
-};
-
-void check_order(const IntBuffer& fetches, i64 num_fetches, HostSide side) {
+void check_order(const IntBuffer& fetches, i64 num_fetches, HostSide side, int shift) {
   for (i64 i = 1; i < num_fetches; ++i) {
     const auto region = [&](i64 k) {
-      return fetches.at(2 * k + (side == kHostSource ? 0 : 1)) * kRowBytes >> Regions::kShift;
+      return fetches.at(2 * k + (side == kHostSource ? 0 : 1)) * kRowBytes >> shift;
     };
     if (region(i - 1) > region(i)) fail("fetch " + std::to_string(i) + " is out of order");
   }
@@ -169,7 +136,9 @@ void one_run(Random& random, Tally& tally) {
   std::vector<i64> slots(call.src_rows, -1);
   for (const auto& [source, slot] : call.slot_of) slots[source] = slot;
   IntBuffer slot_map("slot_map", slots, map_bytes == 4 ? 4 : 8);
-  Regions regions(call, kSide);
+  const i64 host_rows = kSide == kHostSource ? call.src_rows : call.dst_rows;
+  RegionBuffers region_buffers(host_rows * kRowBytes, 1, random);
+  IntBuffer ranks("ranks", std::vector<i64>(call.num_pairs, kUntouched), 4);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < call.num_pairs; ++i) {
@@ -202,15 +171,15 @@ void one_run(Random& random, Tally& tally) {
   list.dst_site = kDstSite;
   list.slot_map_site = kSlotMapSite;
   list.fault = fault.record();
-  if (ordered) regions.give(list);
+  list.regions = region_buffers.regions(list.last_entries);
+  if (ordered) list.ranks = static_cast<u32*>(ranks.data());
   using List = jitkern::ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
   using Place = jitkern::PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
   const unsigned blocks = ceil_div(call.num_pairs, List::kNumThreads);
   launch_fibers({blocks}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
   if (ordered && random.below(8) == 0) {
     // Another stream writes the pairs meanwhile: nothing is written outside of the lists.
-    launch_fibers({regions.blocks}, {Scan::kNumThreads}, any_order(random),
-                  [&] { Scan::run(list); });
+    scan(list.regions, random);
     auto* now = static_cast<Int*>(pairs.data());
     for (i64 i = 0; i < 2 * call.num_pairs; ++i) {
       const i64 last = (i % 2 == 0 ? call.src_rows : call.dst_rows) - 1;
@@ -220,8 +189,7 @@ void one_run(Random& random, Tally& tally) {
     return;
   }
   if (ordered) {
-    launch_fibers({regions.blocks}, {Scan::kNumThreads}, any_order(random),
-                  [&] { Scan::run(list); });
+    scan(list.regions, random);
     launch_fibers({blocks}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
   }
   ++tally.runs;
@@ -232,7 +200,7 @@ void one_run(Random& random, Tally& tally) {
   const i64 num_fetches = last_entries.at(0) + 1;
   const i64 num_copies = last_entries.at(1) + 1;
   check_lists(call, pairs, fetches, num_fetches, copies, copied_rows, num_copies);
-  if (ordered) check_order(fetches, num_fetches, kSide);
+  if (ordered) check_order(fetches, num_fetches, kSide, region_buffers.shift);
 
   // Both copies, as the host launches them: the numbers of pairs are known on the device only.
   RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);

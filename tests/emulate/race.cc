@@ -3,11 +3,11 @@
 #include <atomic>
 #include <thread>
 
+#include "lists.h"
 #include "ops/h2d_gather.cu"
 #include "ops/index.cu"
 #include "ops/pair_lists.cuh"
 #include "ops/store.cu"
-#include "sweep.h"
 
 namespace emulate {
 
@@ -103,19 +103,12 @@ void store_and_index(IntBuffer& indices, Random& random, Tally& tally) {
 // A small call, which also writes the slot map; then a large one that reads it.
 template <class Int>
 void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally) {
-  struct Config {
-    int num_threads, max_occupancy;
-    bool use_pdl;
-  };
-  constexpr Config kSmall{PAIRS_SMALL_CONFIG}, kLarge{PAIRS_LARGE_CONFIG};
-  constexpr Config kList{PAIRS_LIST_CONFIG}, kScan{PAIRS_SCAN_CONFIG};
-  using Small = jitkern::H2DGather<kRowBytes, kSmall.num_threads, 1, kVecBytes, sizeof(Int), false,
-                                   false, PAIRS_SMALL_IN_FLIGHT>;
-  using Large = jitkern::H2DGather<kRowBytes, kLarge.num_threads, 1, kVecBytes, sizeof(Int), false,
-                                   true, H2D_GATHER_LARGE_IN_FLIGHT>;
-  using List = jitkern::ListPairs<sizeof(Int), kList.num_threads, 1, jitkern::kHostSource>;
-  using Scan = jitkern::ScanRegions<kScan.num_threads, 1>;
-  using Place = jitkern::PlacePairs<sizeof(Int), kList.num_threads, 1, jitkern::kHostSource>;
+  using Small = jitkern::H2DGather<kRowBytes, kSmallConfig.num_threads, 1, kVecBytes, sizeof(Int),
+                                   false, false, PAIRS_SMALL_IN_FLIGHT>;
+  using Large = jitkern::H2DGather<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, sizeof(Int),
+                                   false, true, H2D_GATHER_LARGE_IN_FLIGHT>;
+  using List = jitkern::ListPairs<sizeof(Int), kListConfig.num_threads, 1, jitkern::kHostSource>;
+  using Place = jitkern::PlacePairs<sizeof(Int), kListConfig.num_threads, 1, jitkern::kHostSource>;
   constexpr i64 kWindowBytes = jitkern::window_bytes(kRowBytes, kVecBytes, false);
   const auto shape = [](int in_flight) { return group_shape(kWindowBytes, kVecBytes, in_flight); };
 
@@ -145,19 +138,13 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally)
   list.copies = copies.data();
   list.copied_rows = copied_rows.data();
   IntBuffer ranks("ranks", std::vector<i64>(kRows, -1), 4);
-  constexpr u32 kRegions = jitkern::kScanRegionsPerThread * Scan::kNumThreads;
-  AlignedWords last_ranks(kRegions, 0xffffffffu), starts(kRegions, 0);
-  if (random.below(2) == 0) {
-    list.ranks = static_cast<u32*>(ranks.data());
-    list.last_ranks = last_ranks.data();
-    list.region_starts = starts.data();
-    list.num_regions = kRegions;
-    list.region_shift = 7;
-  }
+  RegionBuffers regions(kRows * kStrideBytes, 1, random);
+  list.regions = regions.regions(list.last_entries);
+  if (random.below(2) == 0) list.ranks = static_cast<u32*>(ranks.data());
   list.fault = fault.record();
   launch_fibers({1}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
   if (list.ranks != nullptr) {
-    launch_fibers({1}, {Scan::kNumThreads}, any_order(random), [&] { Scan::run(list); });
+    scan(list.regions, random);
     launch_fibers({1}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
   }
   params.pairs = fetches.data();

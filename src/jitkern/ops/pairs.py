@@ -17,7 +17,7 @@ LARGE_CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 SMALL_CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
 SMALL_IN_FLIGHT = 1
 # The lists that a large call sorts its pairs into: a thread a pair, and for the sums of the regions
-# one block of as many as fit, which then reads fewer of the others'.
+# one block, of which each thread has four.
 LIST_CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
 SCAN_CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 _LINE_BYTES = 128
@@ -76,28 +76,34 @@ def pair_kernels(op: str, copy: str, large_in_flight: int, spec: PairSpec) -> De
     return load_entries(op, f"{op}.cu", [entry], args, in_flight)
 
 
-@cache
-def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
-    """Return the device module that sorts the pairs of large calls, of any row size.
+def load_sort(op: str, rows: str, what: str, spec: Sequence[int], side: str = "") -> DeviceModule:
+    """Return the device module that sorts the rows of large calls by their place in host memory.
 
-    By source rows, or by destination rows where it is these that lie in host memory. It takes
-    100 ms to compile: with each row size it would double the first large call of each.
+    Of any row size: it takes 100 ms to compile, which with each row size would double the first
+    large call of each. `rows` are its kernels' and `what` their names'; `spec` begins with the
+    bytes of an index.
     """
-    side, what = ("kHostTarget", "targets") if host_target else ("kHostSource", "sources")
-    listed = f"{make_cpp_args(index_bytes, *threads_of(LIST_CONFIG))}, jitkern::{side}"
+    index_bytes = spec[0]
+    listed = f"{make_cpp_args(index_bytes, *threads_of(LIST_CONFIG))}{side}"
     scan = make_cpp_args(*threads_of(SCAN_CONFIG))
     bits = 8 * index_bytes
     entries = [
-        (f"jitkern_list_{what}_i{bits}", f"ListPairs<{listed}>", LIST_CONFIG),
+        (f"jitkern_list_{what}_i{bits}", f"List{rows}<{listed}>", LIST_CONFIG),
         ("jitkern_scan_regions", f"ScanRegions<{scan}>", SCAN_CONFIG),
-        (f"jitkern_place_{what}_i{bits}", f"PlacePairs<{listed}>", LIST_CONFIG),
+        (f"jitkern_place_{what}_i{bits}", f"Place{rows}<{listed}>", LIST_CONFIG),
     ]
-    args = make_cpp_args(
-        index_bytes, host_target, *threads_of(LIST_CONFIG), *threads_of(SCAN_CONFIG)
-    )
-    module = load_entries("pair_lists", "pair_lists.cu", entries, args, in_flight=1)
+    args = make_cpp_args(*spec, *threads_of(LIST_CONFIG), *threads_of(SCAN_CONFIG))
+    module = load_entries(op, f"{op}.cu", entries, args, in_flight=1)
     module.hint = hints.warm_rows
     return module
+
+
+@cache
+def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
+    """Return the device module that sorts pairs, by source rows or by destination rows."""
+    side, what = ("kHostTarget", "targets") if host_target else ("kHostSource", "sources")
+    spec = (index_bytes, host_target)
+    return load_sort("pair_lists", "Pairs", what, spec, f", jitkern::{side}")
 
 
 host.builds("pair_lists", list_kernel)

@@ -11,7 +11,7 @@ const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 
 void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyView order) {
   PairArgs args(kOp, kHostTarget, src, dst, pairs, num_sms);
-  const Lists lists{false, false, order_arg(args, order)};
+  const Lists lists{false, false, order_arg(kOp, order, "destination", args.traffic())};
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
   args.map_host_rows();

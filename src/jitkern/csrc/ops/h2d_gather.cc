@@ -61,7 +61,8 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
                           "int64 for reuse_resident with a dst of 2^31 or more rows");
   }
   const bool search = reuse_resident || (dedup && args.params.num_pairs >= kMinPairsToDedup);
-  const Lists lists{search, reuse_resident, order_arg(args, order), kSlotMapSite};
+  const bool ordered = order_arg(kOp, order, "source", args.traffic());
+  const Lists lists{search, reuse_resident, ordered, kSlotMapSite};
   if (!args.dst.on_cuda()) {
     return reuse_resident ? gather_resident_on_cpu(args) : args.run_on_cpu();
   }

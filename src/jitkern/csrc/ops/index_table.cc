@@ -33,7 +33,7 @@ PairCall fetch_call(const IndexArgs& args) {
 }
 
 bool is_large(const PairCall& call) {
-  return (is_worth_ordering(call) || !is_small_call(call)) &&
+  return (is_worth_ordering(call.traffic()) || !is_small_call(call)) &&
          call.params.num_pairs <= kMaxListedPairs;
 }
 
@@ -63,7 +63,9 @@ void launch_large(const LaunchScope& scope, std::vector<PairCall>& calls,
     return a.span_bytes < b.span_bytes;
   };
   const size_t widest = std::max_element(calls.begin(), calls.end(), by_span) - calls.begin();
-  const bool ordered = std::any_of(calls.begin(), calls.end(), is_worth_ordering);
+  const bool ordered = std::any_of(calls.begin(), calls.end(), [](const PairCall& call) {
+    return is_worth_ordering(call.traffic());
+  });
   const MadeLists made =
       make_lists(scope, calls[widest], {true, false, ordered}, static_cast<int>(calls.size()));
   for (size_t i = 0; i < calls.size(); ++i) {

@@ -1,23 +1,15 @@
 // Sorting the pairs of a large call in front of its copy, which PairCopy then makes from the lists.
-//
-// On a pool larger than the reach of the link's address translation, rows as they come miss in it
-// at nearly every row (48.7 GB/s of 656-byte rows fall to 25 at 4 GiB, 18 at 64 GiB on an H200). In
-// the order of their region of the host's memory they hit; which row of a region comes first
-// matters little, so this is a counting sort of one pass over as many regions as fit one small
-// scan.
 #pragma once
 
-#include <jitkern/copy.cuh>
-
 #include "pair_lists.h"
+#include "regions.cuh"
 
 namespace jitkern {
 
 template <HostSide kHostSide>
-__device__ inline u64 region_of(const ListParams& p, i64 src_row, i64 dst_row) {
-  const i64 offset =
-      kHostSide == kHostSource ? src_row * p.src_stride_bytes : dst_row * p.dst_stride_bytes;
-  return u64(offset) >> p.region_shift;
+__device__ inline u64 region_of_pair(const ListParams& p, i64 src_row, i64 dst_row) {
+  return region_of(p.regions, kHostSide == kHostSource ? src_row * p.src_stride_bytes
+                                                       : dst_row * p.dst_stride_bytes);
 }
 
 template <int kIndexBytes, int kThreads, int kMaxOccupancy, HostSide kHostSide>
@@ -68,9 +60,8 @@ struct ListPairs {
   };
 
   static __device__ u32 rank_of(const Params& p, const Found& found) {
-    if (found.list != kFetch) return kNotFetched;
-    const u64 region = region_of<kHostSide>(p, found.from_row, found.dst_row);
-    return atomicAdd(&p.last_ranks[region], 1u) + 1u;
+    if (found.list != kFetch) return kNotListed;
+    return take_rank(p.regions, region_of_pair<kHostSide>(p, found.from_row, found.dst_row));
   }
 
   static __device__ Found look_up(const Params& p, i64 number) {
@@ -114,51 +105,6 @@ struct ListPairs {
   }
 };
 
-// Where the fetches of each region start, four regions a thread. Each block sums up all regions in
-// front of its own by itself: 64 blocks read 32 MB of L2 in all, and wait for nobody.
-template <int kThreads, int kMaxOccupancy>
-struct ScanRegions {
-  using Params = ListParams;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
-
-  static __device__ void run(const Params& p) {
-    constexpr int kWarps = kThreads / 32;
-    static_assert(kWarps <= 32, "one warp sums up those of the block");
-    static_assert(kScanRegionsPerThread == 4, "a uint4 is what a thread reads and writes");
-    __shared__ u32 warp_sums[2][32];
-    const auto* fours = reinterpret_cast<const uint4*>(p.last_ranks);
-    const u32 own = static_cast<u32>(thread_number());
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    u32 before = 0;
-#pragma unroll 8
-    for (u32 i = threadIdx.x; i < blockIdx.x * kThreads; i += kThreads) before += total(fours[i]);
-    const uint4 last = fours[own];
-    const u32 count = total(last);
-    u32 sum = count;  // of the lanes up to this one
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
-      before += __shfl_xor_sync(0xffffffffu, before, step);
-    }
-    if (lane == 31) warp_sums[0][warp] = sum;
-    if (lane == 31) warp_sums[1][warp] = before;
-    __syncthreads();
-    u32 start = sum - count;
-    for (int w = 0; w < kWarps; ++w) start += warp_sums[1][w] + (w < warp ? warp_sums[0][w] : 0u);
-    const u32 second = start + last.x + 1u;
-    const u32 third = second + last.y + 1u;
-    reinterpret_cast<uint4*>(p.region_starts)[own] = {start, second, third, third + last.z + 1u};
-    if (own == p.num_regions / kScanRegionsPerThread - 1) p.last_entries[0] = start + count - 1u;
-  }
-
- private:
-  // The fetches of four regions: the last place of none is -1.
-  static __device__ u32 total(const uint4& last) { return last.x + last.y + last.z + last.w + 4u; }
-};
-
 // Writes the list of fetches in the order of their regions.
 template <int kIndexBytes, int kThreads, int kMaxOccupancy, HostSide kHostSide>
 struct PlacePairs {
@@ -171,14 +117,14 @@ struct PlacePairs {
     const i64 number = thread_number();
     if (number >= p.num_pairs) return;
     const u32 rank = p.ranks[number];
-    if (rank == kNotFetched) return;
+    if (rank == kNotListed) return;
     const Int* pair = static_cast<const Int*>(p.pairs) + 2 * number;
     const Int src_row = pair[0];
     const Int dst_row = pair[1];
     // Compared again: the pairs may have changed since `list` read them.
-    const u64 region = region_of<kHostSide>(p, src_row, dst_row);
-    if (region >= p.num_regions) return;
-    const i64 place = i64(p.region_starts[region]) + rank;
+    const u64 region = region_of_pair<kHostSide>(p, src_row, dst_row);
+    if (region >= kNumRegions) return;
+    const i64 place = i64(p.regions.starts[region]) + rank;
     if (place >= p.num_pairs) return;
     Int* fetch = static_cast<Int*>(p.fetches) + 2 * place;
     fetch[0] = src_row;

@@ -2,34 +2,30 @@
 #pragma once
 
 #include "pairs.h"
+#include "regions.h"
 
 namespace jitkern {
 
 constexpr u32 kNoOwner = 0xffffffffu;
-constexpr u32 kNotFetched = 0xffffffffu;
-constexpr int kScanRegionsPerThread = 4;
 
 // `list` sorts the pairs of a call into two lists: rows to bring over PCIe, with a table each
 // source row once, and rows that are in device memory by then and are copied there. `slot_map` says
 // where rows already live in device memory, -1: nowhere; null: unknown.
 //
-// With regions the rows to bring are listed in the order of the host's memory: `list` numbers those
-// of each region as they come, `scan` sums up the regions, `place` writes the list. Table, counters
-// and regions start as all ones, so that one memset prepares them.
+// With `ranks` the rows to bring are listed in the order of the host's memory: `list` only numbers
+// them, `place` writes their list. Table, counters and regions start as all ones, so that one
+// memset prepares them.
 struct ListParams : PairCopyParams {
-  u32* table;          // open addressing over source rows: the number of the pair that owns one;
-                       // null: repeats are brought once each
-  u32 table_mask;      // its size, a power of two, less 1
-  u32* last_entries;   // [2]: the last entry of each list, -1: none
-  void* fetches;       // [num_pairs, 2]: source row, destination row
-  void* copies;        // [num_pairs, 2]: destination row to copy from, destination row
-  void* copied_rows;   // [num_pairs]: source row of a copy that the slot map must learn of, or -1
-  u32* ranks;          // [num_pairs]: place among the fetches of its region, or kNotFetched; null:
-                       // fetches are listed as they come
-  u32* last_ranks;     // [num_regions]: the last place of each region, -1: none; and
-  u32* region_starts;  // [num_regions]: fetches in the regions before; at multiples of 16 bytes
-  u32 num_regions;     // a multiple of those of a block of `scan`
-  i32 region_shift;    // a region is 2^region_shift bytes of host memory
+  u32* table;         // open addressing over source rows: the number of the pair that owns one;
+                      // null: repeats are brought once each
+  u32 table_mask;     // its size, a power of two, less 1
+  u32* last_entries;  // [2]: the last entry of each list, -1: none
+  void* fetches;      // [num_pairs, 2]: source row, destination row
+  void* copies;       // [num_pairs, 2]: destination row to copy from, destination row
+  void* copied_rows;  // [num_pairs]: source row of a copy that the slot map must learn of, or -1
+  u32* ranks;         // [num_pairs]: number among the fetches of its region, or kNotListed; null:
+                      // fetches are listed as they come
+  Regions regions;
   FaultSite slot_map_site;
 };
 

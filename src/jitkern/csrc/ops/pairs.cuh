@@ -6,8 +6,7 @@
 // 55.4), and in large calls every thread has kInFlight loads in flight before its first store.
 #pragma once
 
-#include <jitkern/copy.cuh>
-
+#include "batches.cuh"
 #include "pairs.h"
 
 namespace jitkern {
@@ -27,7 +26,8 @@ struct PairCopy {
   static __device__ void run(const Params& p) {
     const i64 num_pairs = p.last_pair == nullptr ? p.num_pairs : i64(*p.last_pair + 1u);
     if constexpr (kLarge) {
-      copy_batches(p, num_pairs);
+      for_batches<Rows>(num_pairs, p.last_batch,
+                        [&p, num_pairs](const Rows group) { copy_rows(p, num_pairs, group); });
     } else {
       copy_rows(p, num_pairs, Rows(thread_number()));  // the launch has a thread for each share
     }
@@ -51,26 +51,6 @@ struct PairCopy {
     if (number >= num_pairs) return {-1, -1};
     const Int* pair = static_cast<const Int*>(p.pairs) + 2 * number;
     return {pair[0], pair[1]};
-  }
-
-  // A batch is what a warp takes at a time; 2^32 of them would be terabytes.
-  static __device__ void copy_batches(const Params& p, i64 num_pairs) {
-    const u32 num_batches = static_cast<u32>((Rows::kShape.num_threads(num_pairs) + 31) / 32);
-    const bool as_they_come = p.last_batch != nullptr;
-    u32 batch = as_they_come ? take_batch(p) : static_cast<u32>(thread_number() / 32);
-    while (true) {
-      if (as_they_come) batch = __shfl_sync(0xffffffffu, batch, 0);
-      if (batch >= num_batches) return;
-      const Rows group(i64(batch) * 32 + threadIdx.x % 32);
-      // The next one before the rows, so that the answer comes while they do.
-      batch = as_they_come ? take_batch(p) : batch + gridDim.x * (blockDim.x / 32);
-      copy_rows(p, num_pairs, group);
-    }
-  }
-
-  // The number of the next batch, in lane 0.
-  static __device__ u32 take_batch(const Params& p) {
-    return threadIdx.x % 32 == 0 ? atomicAdd(p.last_batch, 1u) + 1u : 0u;
   }
 
   // Straight-line loops, one for each step: a branch between two loads would make the second wait

@@ -15,11 +15,9 @@ struct PairCopyParams {
   const char* src;
   i64 dst_stride_bytes;
   i64 src_stride_bytes;
-  const void* pairs;     // [num_pairs, 2]: source row, destination row
-  const u32* last_pair;  // in device memory, -1: none; null: there are num_pairs
-  // In device memory, the batch of rows that was taken last, -1: none. Warps take batches as they
-  // come free, because beside a GEMM one block may start 1 ms after the other. Null: equal shares.
-  u32* last_batch;
+  const void* pairs;      // [num_pairs, 2]: source row, destination row
+  const u32* last_pair;   // in device memory, -1: none; null: there are num_pairs
+  u32* last_batch;        // see for_batches; may be null
   void* slot_map;         // ends with slot_map[source row] = destination row; may be null
   const void* slot_rows;  // the source rows of slot_map, if not those of `pairs`; may be null
   i64 num_pairs;

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "pairs.h"
+#include "regions_host.h"
 
 namespace jitkern {
 
@@ -42,6 +43,7 @@ struct PairCall {
     span_bytes = std::max(i64(1), num_rows * stride_bytes);
   }
   i64 bytes() const { return row_bytes * params.num_pairs; }
+  HostTraffic traffic() const { return {params.num_pairs, row_bytes, span_bytes}; }
 };
 
 // The arguments of an op on pairs.
@@ -75,11 +77,6 @@ struct PairArgs : PairCall {
   std::optional<Indices> slot_map;
 };
 
-// Whether the call brings its rows in the order of the host's memory: as `order` says ("source" or
-// "destination", "given"), or, where it is none, as it pays. TypeError or ValueError on anything
-// else.
-bool order_arg(const PairArgs& args, AnyView order);
-
 // What a call's pairs are sorted by, in front of its copy.
 struct Lists {
   bool search;          // each source row is brought once, repeats are copied in device memory
@@ -87,9 +84,6 @@ struct Lists {
   bool ordered;         // rows are brought in the order of the host's memory
   FaultSite slot_map_site{};
 };
-
-// Whether the order pays: for many short rows of more memory than the link's translation reaches.
-bool is_worth_ordering(const PairCall& call);
 
 // How many SMs a caller allows, or none. TypeError or ValueError on anything else.
 std::optional<i64> num_sms_arg(const char* op, AnyView value);

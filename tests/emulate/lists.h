@@ -1,0 +1,37 @@
+// What the drivers of sorted calls share: how kernels are launched, and the memory of regions.
+#pragma once
+
+#include "ops/regions.cuh"
+
+#include "pair_configs.h"
+#include "sweep.h"
+
+namespace emulate {
+
+// Exactly the counters of a call's regions, which start as all ones, and what is made of them.
+struct RegionBuffers {
+  int shift;
+  u32 num_kinds;
+  AlignedWords last_ranks, starts;
+
+  // Regions of the smallest size that `span_bytes` allow, or of a few times that.
+  RegionBuffers(i64 span_bytes, u32 kinds, Random& random)
+      : shift(0),
+        num_kinds(kinds),
+        last_ranks(i64(kinds) * jitkern::kNumRegions, 0xffffffffu),
+        starts(i64(kinds) * jitkern::kNumRegions, 0x99999999u) {
+    while ((span_bytes - 1) >> shift >= i64(jitkern::kNumRegions)) ++shift;
+    shift += static_cast<int>(random.below(4));
+  }
+
+  jitkern::Regions regions(u32* last_entry) {
+    return {last_ranks.data(), starts.data(), last_entry, num_kinds, shift};
+  }
+};
+
+inline void scan(const jitkern::Regions& regions, Random& random) {
+  using Scan = jitkern::ScanRegions<kScanConfig.num_threads, 1>;
+  launch_fibers({1}, {Scan::kNumThreads}, any_order(random), [&] { Scan::run(regions); });
+}
+
+}  // namespace emulate
