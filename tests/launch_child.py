@@ -119,6 +119,7 @@ def check_swap_rows_small_and_large() -> None:
         told = log()
         assert all(text in told for text in said), (said, told)
     jitkern.swap_rows(host_rows, gpu, none)
+    jitkern.swap_rows(host_rows, gpu, none, order="host")
     assert "grid" not in log()
     pageable = torch.zeros(64, 164)
     driver.fake_memory(ctypes.c_uint64(pageable.data_ptr()), ctypes.c_uint64(1 << 20), 0, 0)

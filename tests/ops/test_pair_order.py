@@ -1,4 +1,4 @@
-"""h2d_gather and d2h_scatter in the order of the host's memory: the same result as they come."""
+"""What moves rows of host memory in its order: the same result as they come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ref import ref_h2d_gather
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from jitkern import d2h_scatter, h2d_gather
+from jitkern import d2h_scatter, h2d_gather, swap_rows
 
 HOST_ROWS = 3000
 DEVICE_ROWS = 2500
@@ -103,8 +103,8 @@ def test_out_of_range(device: torch.device, column: int) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("row_bytes", [8, 656])
-def test_as_many_pairs_as_regions_and_more(row_bytes: int) -> None:
-    """300,000 of 600,000 rows that are 2 KiB apart: 2^18 regions, which 64 blocks sum up."""
+def test_many_pairs_of_every_region(row_bytes: int) -> None:
+    """300,000 of 600,000 rows that are 2 KiB apart, in regions of 512 KiB."""
     count, num_src, device = 300_000, 600_000, torch.device("cuda")
     memory = torch.empty(num_src * 2048, dtype=torch.uint8, pin_memory=True)
     src = memory.view(num_src, 2048)[:, 64 : 64 + row_bytes]
@@ -180,3 +180,27 @@ def test_auto_sorts_large_calls_on_large_pools(op: Any) -> None:
     inside[:, 0 if op is h2d_gather else 1] %= few
     assert not ordered(inside, few)
     assert ordered(inside, few, order=by_host)
+
+
+@pytest.mark.cuda
+def test_auto_sorts_large_swaps_on_large_pools() -> None:
+    rows, few = 3 << 19, 3 << 18
+    pool = torch.empty(rows, 1024, dtype=torch.uint8, pin_memory=True)
+    cache = torch.zeros(7000, 1024, dtype=torch.uint8, device="cuda")
+    where = torch.randperm(rows)[:12_000].view(2, 6000)
+    triples = torch.stack([where[0], torch.randperm(7000)[:6000], where[1]], dim=1).cuda()
+
+    def ordered(triples: Tensor, rows: int = rows, **how: Any) -> bool:
+        found = kernels_of(lambda: swap_rows(pool[:rows], cache, triples, **how))
+        assert len(found) in (1, 5), found
+        return "jitkern_scan_regions" in found
+
+    assert ordered(triples)
+    assert not ordered(triples, order="given")
+    assert not ordered(triples[:4095])
+    assert ordered(triples[:64], order="host")
+    inside = triples.clone()
+    inside[:, 0] = torch.arange(6000)
+    inside[:, 2] = torch.arange(6000, 12_000)
+    assert not ordered(inside, few)
+    assert ordered(inside, few, order="host")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from jitkern import swap_rows
 HOST_ROWS = 61
 GPU_SLOTS = 29
 TRIPLES = 23
+ORDERS = ["given", "host"]
 
 
 def ref_swap(host: Tensor, gpu: Tensor, before: Tensor, triples: Tensor) -> None:
@@ -69,9 +71,11 @@ def triples_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor
     return to_index(triples, dtype, device)
 
 
-def run_and_compare(host: Buffer, gpu: Buffer, triples: Tensor, num_sms: int | None = None) -> None:
+def run_and_compare(
+    host: Buffer, gpu: Buffer, triples: Tensor, num_sms: int | None = None, order: Any = "auto"
+) -> None:
     host_twin, gpu_twin, before = host.twin(), gpu.twin(), gpu.twin()
-    assert swap_rows(host.view, gpu.view, triples, num_sms=num_sms) is None
+    assert swap_rows(host.view, gpu.view, triples, num_sms=num_sms, order=order) is None
     if triples.is_cuda:
         torch.cuda.synchronize()
     ref_swap(host_twin.view, gpu_twin.view, before.view, triples)
@@ -86,10 +90,11 @@ def buffers_for(
     return [host, make_buffer((GPU_SLOTS, *row), dtype, device, seed=1)]
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_row_sizes(device: torch.device, row_bytes: int) -> None:
+def test_row_sizes(device: torch.device, row_bytes: int, order: str) -> None:
     triples = triples_of(device, INT_DTYPES[row_bytes % 2])
-    run_and_compare(*buffers_for(device, (row_bytes,)), triples)
+    run_and_compare(*buffers_for(device, (row_bytes,)), triples, order=order)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 10_000])
@@ -116,38 +121,41 @@ def test_strides_and_misaligned_bases(
     run_and_compare(host, gpu, triples_of(device))
 
 
-@pytest.mark.parametrize("num_sms", [None, 2])
+@pytest.mark.parametrize(("num_sms", "order"), [(None, "given"), (2, "given"), (2, "host")])
 @pytest.mark.parametrize("offset", [0, 16, 48, 112])
 @pytest.mark.parametrize("row_bytes", [16, 144, 656, 1024, 4096])
 def test_rows_at_every_place_of_a_line(
-    device: torch.device, row_bytes: int, offset: int, num_sms: int | None
+    device: torch.device, row_bytes: int, offset: int, num_sms: int | None, order: str
 ) -> None:
     """A triple's two host rows begin at different places of their lines, too."""
     host = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, offset=offset, gap=48)
     gpu = make_buffer((GPU_SLOTS, row_bytes), device=device, seed=1)
-    run_and_compare(host, gpu, triples_of(device), num_sms)
+    run_and_compare(host, gpu, triples_of(device), num_sms, order)
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", [(0, 3), (3,), (2, 3, 3), (3, 0, 3)])
-def test_shapes_of_triples(device: torch.device, shape: tuple[int, ...]) -> None:
+def test_shapes_of_triples(device: torch.device, shape: tuple[int, ...], order: str) -> None:
     count = torch.Size(shape).numel() // 3
     triples = triples_of(device)[:count].reshape(shape)
-    run_and_compare(*buffers_for(device, (40,)), triples)
+    run_and_compare(*buffers_for(device, (40,)), triples, order=order)
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("host_rows", "slots"), [(0, 0), (0, 5), (5, 0)])
-def test_tables_without_rows(device: torch.device, host_rows: int, slots: int) -> None:
+def test_tables_without_rows(device: torch.device, host_rows: int, slots: int, order: str) -> None:
     host = host_buffer((host_rows, 40), torch.uint8, device)
     gpu = make_buffer((slots, 40), device=device, seed=1)
-    run_and_compare(host, gpu, to_index([[0, -1, 0], [-1, -1, -1]], torch.int64, device))
-    run_and_compare(host, gpu, to_index([], torch.int32, device).view(0, 3))
+    padding = to_index([[0, -1, 0], [-1, -1, -1]], torch.int64, device)
+    run_and_compare(host, gpu, padding, order=order)
+    run_and_compare(host, gpu, to_index([], torch.int32, device).view(0, 3), order=order)
 
 
-@pytest.mark.parametrize("num_sms", [None, 1])
+@pytest.mark.parametrize(("num_sms", "order"), [(None, "given"), (1, "given"), (None, "host")])
 @pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
 @pytest.mark.parametrize("column", [0, 1, 2])
 def test_out_of_range(
-    device: torch.device, column: int, index_dtype: torch.dtype, num_sms: int | None
+    device: torch.device, column: int, index_dtype: torch.dtype, num_sms: int | None, order: Any
 ) -> None:
     """On a GPU the whole triple is skipped, the others are swapped."""
     bound = (HOST_ROWS, GPU_SLOTS, HOST_ROWS)[column]
@@ -158,7 +166,7 @@ def test_out_of_range(
     where = f"index {bound} at position 13, expected below {bound}"
     text = f"swap_rows: triples[..., {column}]: {where}"
     with out_of_range(device, text):
-        swap_rows(host.view, gpu.view, triples, num_sms=num_sms)
+        swap_rows(host.view, gpu.view, triples, num_sms=num_sms, order=order)
     if device.type == "cuda":
         triples[13] = -1
         ref_swap(host_twin.view, gpu_twin.view, before.view, triples)
@@ -207,14 +215,15 @@ def test_what_would_depend_on_the_order_is_refused(kind: str, index_dtype: torch
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", REPEATS)
-def test_what_depends_on_the_order_stays_inside(kind: str) -> None:
+def test_what_depends_on_the_order_stays_inside(kind: str, order: Any) -> None:
     """Undefined are the rows that the triples name, and nothing else."""
     cuda = torch.device("cuda")
     host, gpu = buffers_for(cuda, (656,))
     host_twin, gpu_twin = host.twin(), gpu.twin()
     triples = torch.tensor(REPEATS[kind][0])
-    swap_rows(host.view, gpu.view, triples.cuda(), num_sms=2)
+    swap_rows(host.view, gpu.view, triples.cuda(), num_sms=2, order=order)
     torch.cuda.synchronize()
     back = triples[:, 2][triples[:, 2] >= 0]
     host.view[back] = host_twin.view[back]
@@ -223,13 +232,15 @@ def test_what_depends_on_the_order_stays_inside(kind: str) -> None:
     assert gpu.same(gpu_twin)
 
 
-def test_padding_may_name_anything(device: torch.device) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_padding_may_name_anything(device: torch.device, order: str) -> None:
     host, gpu = buffers_for(device, (24,))
     triples = [[5, 3, 6], [6, -1, 6], [HOST_ROWS, -1, 5], [1, -2, 5]]
-    run_and_compare(host, gpu, to_index(triples, torch.int32, device))
+    run_and_compare(host, gpu, to_index(triples, torch.int32, device), order=order)
 
 
-def test_there_and_back(device: torch.device) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_there_and_back(device: torch.device, order: str) -> None:
     """13 MB each way: several threads on the CPU, the persistent kernel on CUDA."""
     rows, slots, count = 60_000, 20_011, 20_000
     host = host_buffer((rows, 656), torch.uint8, device)
@@ -241,11 +252,37 @@ def test_there_and_back(device: torch.device) -> None:
     slot = torch.randperm(slots, generator=generator)[:count]
     triples = torch.stack([fetch, slot, back], dim=1)
     host_twin, gpu_twin = host.twin(), gpu.twin()
-    run_and_compare(host, gpu, triples.to(device))
-    run_and_compare(host, gpu, triples.flip(1).contiguous().to(device))
+    run_and_compare(host, gpu, triples.to(device), order=order)
+    run_and_compare(host, gpu, triples.flip(1).contiguous().to(device), order=order)
     assert gpu.same(gpu_twin)
     back_again = fetch[::3]
     assert torch.equal(host.view[back_again], host_twin.view[back_again])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bad", [None, 3, -2], ids=str)
+def test_more_triples_than_a_part_holds(bad: int | None) -> None:
+    """19 million rows of a byte, whose lists take more than the 512 MiB that a call may."""
+    count, cuda = 19_000_000, torch.device("cuda")
+    host = torch.randint(0, 256, (2 * count, 1), dtype=torch.uint8).pin_memory()
+    gpu = torch.randint(0, 256, (count, 1), dtype=torch.uint8, device=cuda)
+    torch.manual_seed(3)
+    rows, slots = torch.randperm(2 * count, device=cuda), torch.randperm(count, device=cuda)
+    triples = torch.stack([rows[:count], slots, rows[count:]], dim=1).int()
+    triples[::3, 2] = triples[::3, 0]
+    kept = triples.long()
+    expected_host, expected_gpu = host.cuda(), gpu.clone()
+    if bad is not None:
+        triples[bad, 1] = count
+        kept = torch.cat([kept[:bad], kept[bad % count + 1 :]])
+    expected_gpu[kept[:, 1]] = expected_host[kept[:, 0]]
+    expected_host[kept[:, 2]] = gpu[kept[:, 1]]
+    text = f"swap_rows: triples[..., 1]: index {count} at position {(bad or 0) % count}, expected"
+    with out_of_range(cuda, text) if bad is not None else nullcontext():
+        swap_rows(host, gpu, triples, order="host")
+    torch.cuda.synchronize()
+    assert torch.equal(gpu, expected_gpu)
+    assert torch.equal(host.cuda(), expected_host)
 
 
 @pytest.mark.cuda
@@ -270,7 +307,7 @@ def test_where_memory_has_to_be() -> None:
 def good_arguments() -> dict[str, Any]:
     triples = torch.tensor([[0, 1, 2], [1, 3, 1]])
     tensors = {"host": zeros(ROWS, 8), "gpu": torch.ones(SLOTS, 8), "triples": triples}
-    return {**tensors, "num_sms": 2}
+    return {**tensors, "num_sms": 2, "order": "auto"}
 
 
 def mistakes() -> list[Mistake]:
@@ -303,6 +340,9 @@ def mistakes() -> list[Mistake]:
          overlap_text("host", "gpu")),
         ({"host": table, "triples": inside}, ValueError, overlap_text("triples", "host")),
         ({"gpu": table, "triples": inside}, ValueError, overlap_text("triples", "gpu")),
+        ({"order": "source"}, ValueError,
+         'order: "source", expected "auto", "host" or "given"'),
+        ({"order": 3}, TypeError, 'order: int, expected "auto", "host" or "given"'),
         ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
         ({"num_sms": True}, TypeError, "num_sms: bool, expected an int"),
         ({"num_sms": "2"}, TypeError, "num_sms: str, expected an int"),
@@ -343,7 +383,8 @@ def fuzz(f: Fuzzer) -> Call:
         assert same_bits(host, expected[0])
         assert same_bits(gpu, expected[1])
 
-    arguments = {"host": host, "gpu": gpu, "triples": triples, "num_sms": f.rng.choice([None, 3])}
+    arguments = {"host": host, "gpu": gpu, "triples": triples}
+    arguments |= {"num_sms": f.rng.choice([None, 3]), "order": f.rng.choice(["auto", *ORDERS])}
     return Call(swap_rows, arguments, prove)
 
 
@@ -352,4 +393,4 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
         return  # opcheck clones all arguments, and the clone of a pinned one is pageable
     exchange = torch.stack([where, where, where], dim=1)
     yield "default", (rows(slots), rows(slots), exchange), {}
-    yield "default", (rows(slots), rows(slots), exchange), {"num_sms": 1}
+    yield "default", (rows(slots), rows(slots), exchange), {"num_sms": 1, "order": "host"}

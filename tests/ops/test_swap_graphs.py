@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ref import same_bits
@@ -24,7 +26,7 @@ def test_in_a_graph_of_pytorch(backend: str) -> None:
     """Later reads see both of what is written."""
 
     def step(host: Tensor, gpu: Tensor, triples: Tensor) -> Tensor:
-        swap_rows(host, gpu, triples, num_sms=1)
+        swap_rows(host, gpu, triples, num_sms=1, order="host")
         return host.sum() + 2 * gpu.sum()
 
     torch.compiler.reset()
@@ -53,17 +55,18 @@ def test_both_count_as_changed(argument: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_sms", [None, 4])
-def test_the_first_call_in_a_capture(num_sms: int | None) -> None:
+@pytest.mark.parametrize(
+    ("row_bytes", "how"), [(1712, {}), (1728, {"num_sms": 4}), (1744, {"order": "host"})], ids=str
+)
+def test_the_first_call_in_a_capture(row_bytes: int, how: dict[str, Any]) -> None:
     """A row size of no other test, so that it compiles while it is captured."""
-    row_bytes = 1712 if num_sms is None else 1728
     cuda = torch.device("cuda")
     host, gpu = buffers_for(cuda, (row_bytes,))
     triples = torch.full((TRIPLES, 3), -1, device="cuda")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        swap_rows(host.view, gpu.view, triples, num_sms=num_sms)
+        swap_rows(host.view, gpu.view, triples, **how)
     for turn in range(3):
         triples.copy_(triples_of(cuda).roll(turn, 0))
         host_twin, gpu_twin, before = host.twin(), gpu.twin(), gpu.twin()

@@ -7,7 +7,7 @@ from buffers import make_buffer
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import check_call, counts, gaps, index_dtypes, offsets, row_types, seeds
-from test_swap import ref_swap
+from test_swap import ORDERS, ref_swap
 
 from jitkern import swap_rows
 
@@ -49,9 +49,9 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
         kept[bad] = -1
         value = triples[bad][column]
         fault = rf"swap_rows: triples\[\.\.\., {column}\]: index {value} at position {bad},"
-    num_sms = draw(st.sampled_from([None, 1, 5]))
+    num_sms, order = draw(st.sampled_from([None, 1, 5])), draw(st.sampled_from(ORDERS))
     error = check_call(
-        lambda: swap_rows(host.view, gpu.view, given_triples, num_sms=num_sms),
+        lambda: swap_rows(host.view, gpu.view, given_triples, num_sms=num_sms, order=order),
         lambda: ref_swap(host_twin.view, gpu_twin.view, before.view, kept),
         fault,
         device,

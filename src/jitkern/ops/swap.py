@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jitkern.host import module as host_module
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
-from jitkern.ops.common import TorchOverload
+from jitkern.ops.common import INDEX_BYTES, TorchOverload, entry_name
 from jitkern.ops.pairs import (
     SMALL_IN_FLIGHT,
     load_entries,
+    load_sort,
     pair_config,
     pair_copy_args,
     pair_entry_name,
 )
-from jitkern.ops.pairs import specialisations as specialisations
+from jitkern.ops.pairs import specialisations as pair_specialisations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,18 +26,54 @@ if TYPE_CHECKING:
 # Vectors, of the new row and as many of the old one: 8 * 4 of the 64 registers that 1,024 threads
 # leave to each. 8 of each spill, and two rows of 656 bytes in flight are 76 GB/s, four 55.
 LARGE_IN_FLIGHT = 4
+PLACE_IN_FLIGHT = 8  # of rows that go from staging to their slots, as for h2d_gather
 
 
 @cache
 def kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int, in_order: int
 ) -> DeviceModule:
-    """Return the device module of one row size, vector width, index type, alignment and size."""
+    """Return the device module of one row size, vector width, index type, alignment and size.
+
+    Or of large calls in the order of the host's memory.
+    """
     in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
+    config = pair_config(large)
     args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
-    name = pair_entry_name("swap", row_bytes, vec_bytes, index_bytes, large)
-    entries = [(name, f"SwapRows<{args}>", pair_config(large))]
-    return load_entries("swap", "swap.cu", entries, args, in_flight)
+    if not in_order:
+        name = pair_entry_name("swap", row_bytes, vec_bytes, index_bytes, large)
+        entries = [(name, f"SwapRows<{args}>", config)]
+        return load_entries("swap", "swap.cu", entries, args, in_flight)
+    place = pair_copy_args(row_bytes, vec_bytes, index_bytes, 1, 1, PLACE_IN_FLIGHT)
+    swap_name, place_name = (
+        entry_name(stem, row_bytes, vec_bytes, index_bytes, kind="in_order")
+        for stem in ("swap", "place")
+    )
+    entries = [
+        (swap_name, f"SwapRows<{args}, true>", config),
+        (place_name, f"PlaceStaged<{place}>", config),
+    ]
+    return load_entries("swap_in_order", "swap.cu", entries, args, in_flight)
+
+
+@cache
+def list_kernel(index_bytes: int) -> DeviceModule:
+    """Return the device module that sorts the triples of calls in order."""
+    return load_sort("swap_lists", "Triples", "triples", (index_bytes,))
+
+
+host_module.builds("swap_lists", list_kernel)
+
+
+def shared_kernels() -> list[DeviceModule]:
+    """Return what calls of any row size need besides."""
+    return [list_kernel(index_bytes) for index_bytes in INDEX_BYTES]
+
+
+def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
+    """Return the template arguments that rows of ``row_bytes`` need."""
+    specs = pair_specialisations(row_bytes)
+    return [*((*spec, 0) for spec in specs), *((*spec, 1) for spec in specs if spec[-1])]
 
 
 @cache
@@ -49,18 +86,24 @@ def _through_torch(host: Tensor, gpu: Tensor, triples: Tensor, **options: Any) -
 
 
 @dispatch.traced_as(_through_torch)
-def swap_rows(host: Tensor, gpu: Tensor, triples: Tensor, *, num_sms: int | None = None) -> None:
+def swap_rows(
+    host: Tensor,
+    gpu: Tensor,
+    triples: Tensor,
+    *,
+    num_sms: int | None = None,
+    order: Literal["auto", "host", "given"] = "auto",
+) -> None:
     """Write row ``triples[i, 1]`` of ``gpu`` to ``host`` and fetch another into its place.
 
     For every ``i`` the old content of ``gpu[triples[i, 1]]`` goes to ``host[triples[i, 2]]``, and
     ``host[triples[i, 0]]`` into ``gpu[triples[i, 1]]``: a :func:`jitkern.d2h_scatter` and a
     :func:`jitkern.h2d_gather` in one kernel, which keeps both directions of the link busy. It runs
-    on a few SMs, on the current stream, without a synchronisation and without an allocation;
-    ``host`` must stay allocated, and the host may read what was written back, once the stream has
-    come past the call. May be captured in a CUDA graph, also by its first call.
-
-    It does not sort its rows: in a ``host`` of more than 0.75 GiB, where random rows miss in the
-    link's address translation, the two ops that do are twice as fast one after the other.
+    on a few SMs, on the current stream and without a synchronisation; ``host`` must stay allocated,
+    and the host may read what was written back, once the stream has come past the call. A call in
+    the order of ``host`` takes scratch memory from PyTorch's caching allocator, the bytes of the
+    rows and 28 or 48 for each triple, at most 512 MiB; another allocates nothing. May be captured
+    in a CUDA graph, also by its first call.
 
     Parameters
     ----------
@@ -85,6 +128,11 @@ def swap_rows(host: Tensor, gpu: Tensor, triples: Tensor, *, num_sms: int | None
         default as many as keep it busy: 4 for rows of more than 512 bytes, 8 for shorter ones and
         where alignment forbids 16-byte loads. A small call is spread over the GPU for its few
         microseconds.
+    order : {"auto", "host", "given"}
+        In which order rows cross the bus: that of their places in ``host``, rows to fetch and rows
+        to write back each in their own, or as they come; the result is the same. By default that of
+        ``host`` where it is larger than what the link's address translation reaches and the call is
+        large enough to win by it; see :func:`jitkern.h2d_gather`.
 
     Raises
     ------
@@ -108,19 +156,26 @@ def swap_rows(host: Tensor, gpu: Tensor, triples: Tensor, *, num_sms: int | None
     """
     if dispatch.in_inference_mode() or dispatch.may_write((host, gpu), ()):
         try:
-            if not _op()(host, gpu, triples, num_sms):
+            by = None if order == "auto" else order
+            if not _op()(host, gpu, triples, num_sms, by):
                 dispatch.wrote(host, gpu)
                 return
         except (RuntimeError, ValueError) as error:
             dispatch.require_wrapper(error, "swap_rows", host=host, gpu=gpu, triples=triples)
-    _through_torch(host, gpu, triples, num_sms=num_sms)
+    _through_torch(host, gpu, triples, num_sms=num_sms, order=order)
+
+
+def _now(
+    host: Tensor, gpu: Tensor, triples: Tensor, *, num_sms: int | None = None, order: str = "auto"
+) -> None:
+    by = None if order == "auto" else order
+    host_module.op_now("swap_rows", kernel)(host, gpu, triples, num_sms, by)
 
 
 TORCH_OVERLOADS = (
     TorchOverload(
-        "swap_rows(Tensor(a!) host, Tensor(b!) gpu, Tensor triples, *, SymInt? num_sms=None) -> ()",
-        lambda host, gpu, triples, *, num_sms=None: host_module.op_now("swap_rows", kernel)(
-            host, gpu, triples, num_sms
-        ),
+        "swap_rows(Tensor(a!) host, Tensor(b!) gpu, Tensor triples, *, SymInt? num_sms=None,"
+        ' str order="auto") -> ()',
+        _now,
     ),
 )

@@ -1,6 +1,4 @@
 // swap_rows on the host: checks, CPU implementation, launch.
-#include "swap.h"
-
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -8,7 +6,7 @@
 
 #include "host/cpu_copy.h"
 #include "host/pinned.h"
-#include "pairs_host.h"
+#include "swap_host.h"
 
 namespace jitkern {
 
@@ -21,10 +19,6 @@ constexpr const char* kBackArg = "triples[..., 2]";
 const FaultSite kFetchSite = fault_site(kOp, kFetchArg);
 const FaultSite kSlotSite = fault_site(kOp, kSlotArg);
 const FaultSite kBackSite = fault_site(kOp, kBackArg);
-
-// What a large call has on its way by default, in each direction: rows of 656 bytes on 4 SMs move
-// 76.0 GB/s both ways together, on 8 as much, on 2 59.5.
-constexpr i64 kSwapBytesInFlight = 256 << 10;
 
 struct SwapArgs {
   Rows host;
@@ -54,6 +48,9 @@ struct SwapArgs {
 
   i64 num_triples() const { return triples.count / 3; }
   i64 bytes() const { return gpu.row_bytes * num_triples(); }
+  HostTraffic traffic() const {
+    return {num_triples(), gpu.row_bytes, std::max(i64(1), host.num_rows * host.stride_bytes)};
+  }
 };
 
 // -- on the CPU ----------------------------------------------------------------------------------
@@ -177,35 +174,45 @@ GroupShape swap_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(window, spec[1], swap_in_flight(window, spec[1], in_flight), splits);
 }
 
-void swap_rows(AnyView host_arg, AnyView gpu_arg, AnyView triples_arg, AnyView num_sms) {
+void swap_rows(AnyView host_arg, AnyView gpu_arg, AnyView triples_arg, AnyView num_sms,
+               AnyView order) {
   const SwapArgs args(host_arg, gpu_arg, triples_arg, num_sms);
+  const bool in_order = order_arg(kOp, order, "host", args.traffic());
   if (!args.gpu.on_cuda()) return swap_cpu(args);
   const LaunchScope scope(args.gpu);
   char* const host = args.host.empty() ? args.host.data : mapped_rows(args.host);
   if (args.bytes() == 0) return;
-  const SwapParams params{host,
-                          args.gpu.data,
-                          args.host.stride_bytes,
-                          args.gpu.stride_bytes,
-                          args.triples.data,
-                          args.num_triples(),
-                          args.host.num_rows,
-                          args.gpu.num_rows,
-                          kFetchSite,
-                          kSlotSite,
-                          kBackSite,
-                          scope.device.fault_device};
-  const u64 host_bits = address(host) | static_cast<u64>(args.host.stride_bytes);
-  const u64 gpu_bits = address(args.gpu.data) | static_cast<u64>(args.gpu.stride_bytes);
+  SwapCall call{};
+  call.traffic = args.traffic();
+  call.index_bytes = args.triples.index_bytes;
+  call.device = args.gpu.dl->device;
+  call.num_sms = args.num_sms;
+  SwapParams& params = call.params;
+  params.host = host;
+  params.gpu = args.gpu.data;
+  params.host_stride_bytes = args.host.stride_bytes;
+  params.gpu_stride_bytes = args.gpu.stride_bytes;
+  params.triples = args.triples.data;
+  params.num_triples = args.num_triples();
+  params.num_host_rows = args.host.num_rows;
+  params.num_slots = args.gpu.num_rows;
+  params.fetch_site = kFetchSite;
+  params.slot_site = kSlotSite;
+  params.back_site = kBackSite;
+  params.fault = scope.device.fault_device;
+  const u64 host_bits = address(host) | static_cast<u64>(params.host_stride_bytes);
+  const u64 gpu_bits = address(params.gpu) | static_cast<u64>(params.gpu_stride_bytes);
   const i64 row_bytes = args.gpu.row_bytes;
-  const bool large = args.num_sms || args.bytes() > kSmallCallBytes;
+  const bool large = in_order || args.num_sms || args.bytes() > kSmallCallBytes;
   const Spec spec(row_bytes, widest_vec(host_bits | gpu_bits | static_cast<u64>(row_bytes)),
-                  args.triples.index_bytes, is_line_aligned(host_bits, row_bytes), large);
-  static KernelTable table(kOp, {"row_bytes", "vec_bytes", "index_bytes", "line_aligned", "large"},
-                           swap_shape);
+                  call.index_bytes, is_line_aligned(host_bits, row_bytes), large, in_order);
+  static KernelTable table(
+      kOp, {"row_bytes", "vec_bytes", "index_bytes", "line_aligned", "large", "in_order"},
+      swap_shape);
   const LoadedKernels& kernels = table.find(scope.device, spec);
+  if (in_order) return swap_in_order(scope, call, kernels);
   const i64 blocks =
-      copy_blocks(scope, kernels, params.num_triples, args.num_sms, kSwapBytesInFlight);
+      copy_blocks(scope, kernels, params.num_triples, call.num_sms, kSwapBytesInFlight);
   scope.launch(kernels.entries[0], blocks, params);
 }
 

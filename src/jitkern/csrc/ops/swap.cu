@@ -1,24 +1,25 @@
 // swap_rows on the device: a slot's old row goes to pinned host memory while its new one comes.
+// In a large pool the same kernel goes through the sorted moves, with a buffer for the new rows,
+// and PlaceStaged then takes these to their slots.
 //
 // Over PCIe both directions at once are worth twice one, if reads do not wait for writes: a lane
 // has the new vectors and the old ones of kInFlight chunks on their way before it stores the first.
 // Rows of 656 bytes, both directions together, on an H200 (PCIe Gen5) whose copy engines move 100.8
 // GB/s: two rows under way in a warp 76.0, one 68, four, which spill, 55; by cp.async 56; two
 // kernels one after the other 57.
-#include <jitkern/copy.cuh>
-
-#include "swap.h"
+#include "batches.cuh"
+#include "pairs.cuh"
+#include "swap.cuh"
 
 namespace jitkern {
 
 template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
-          bool kLineAligned, bool kLarge, int kInFlight>
+          bool kLineAligned, bool kLarge, int kInFlight, bool kStaged = false>
 struct SwapRows {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
   static_assert(kRowBytes < (1 << 30), "a row of less than 1 GiB");
   static_assert(kThreads % 32 == 0, "whole warps, which take batches");
   using Params = SwapParams;
-  using Int = Index<kIndexBytes>;
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
   static constexpr i64 kWindow = window_bytes(kRowBytes, kVecBytes, kLineAligned);
@@ -36,38 +37,29 @@ struct SwapRows {
   // A lead that puts every offset behind the row: nothing of it is copied.
   static constexpr i32 kNoRow = -(1 << 30);
   // Whether one warp has all of a row. Then each host row is begun at its own line, and what one
-  // lane reads of a slot another may overwrite; else every lane keeps to the same bytes.
-  static constexpr bool kOwnLeads = !kLineAligned && Rows::kShape.splits == 1;
-
-  struct Triple {
-    i64 fetch;
-    i64 slot;
-    i64 back;
-
-    __device__ bool is_padding() const { return slot < 0; }
-    __device__ bool is_inside(const Params& p) const {
-      return slot >= 0 && slot < p.num_slots && fetch < p.num_host_rows && back < p.num_host_rows;
-    }
-  };
-
-  static __device__ Triple read_triple(const Params& p, i64 number) {
-    if (number >= p.num_triples) return {-1, -1, -1};
-    const Int* triple = static_cast<const Int*>(p.triples) + 3 * number;
-    return {triple[0], triple[1], triple[2]};
-  }
+  // lane reads of a slot another may overwrite; else every lane keeps to the same bytes. What is
+  // fetched into staging overwrites nothing.
+  static constexpr bool kOneWarp = !kLineAligned && Rows::kShape.splits == 1;
+  static constexpr bool kOwnLeads = kOneWarp || kStaged;
 
   // Bytes of a neighbour in front of a host row, in its first line.
   static __device__ i32 lead_of(const char* row) {
     return kLineAligned ? 0 : static_cast<i32>(reinterpret_cast<u64>(row) % kHostLineBytes);
   }
 
-  // A batch is what a warp takes at a time; 2^32 of them would be terabytes.
+  // For a call as it comes in equal shares, of which the next one's number needs no register while
+  // rows are in flight: with one it spills.
   static __device__ void swap_batches(const Params& p) {
-    const u32 num_batches = static_cast<u32>((Rows::kShape.num_threads(p.num_triples) + 31) / 32);
-    const u32 num_warps = gridDim.x * (blockDim.x / 32);
-    for (u32 batch = static_cast<u32>(thread_number() / 32); batch < num_batches;
-         batch += num_warps) {
-      swap_rows(p, Rows(i64(batch) * 32 + threadIdx.x % 32));
+    if constexpr (kStaged) {
+      for_batches<Rows>(p.num_triples, p.last_batch,
+                        [&p](const Rows group) { swap_rows(p, group); });
+    } else {
+      const u32 num_batches = static_cast<u32>((Rows::kShape.num_threads(p.num_triples) + 31) / 32);
+      const u32 num_warps = gridDim.x * (blockDim.x / 32);
+      for (u32 batch = static_cast<u32>(thread_number() / 32); batch < num_batches;
+           batch += num_warps) {
+        swap_rows(p, Rows(i64(batch) * 32 + threadIdx.x % 32));
+      }
     }
   }
 
@@ -81,8 +73,9 @@ struct SwapRows {
     i32 back_lead[Rows::kRows];
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
-      const Triple triple = read_triple(p, group.first_row + r);
-      const bool inside = triple.is_inside(p);
+      const SwapTriple triple = read_triple<kIndexBytes>(p, group.first_row + r);
+      // A move is inside; one that only fetches has no slot, which is then not touched.
+      const bool inside = kStaged || triple.is_inside(p);
       const bool fetches = inside && triple.fetch >= 0;
       const bool writes_back = inside && triple.back >= 0;
       slot[r] = p.gpu + (inside ? triple.slot * p.gpu_stride_bytes : 0);
@@ -114,7 +107,7 @@ struct SwapRows {
         }
       }
     }
-    if constexpr (kOwnLeads) __syncwarp();
+    if constexpr (kOneWarp && !kStaged) __syncwarp();
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
 #pragma unroll
@@ -127,32 +120,30 @@ struct SwapRows {
     }
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
+      char* const taker = kStaged ? p.staging + (group.first_row + r) * kRowBytes : slot[r];
 #pragma unroll
       for (int c = 0; c < Rows::kChunks; ++c) {
         const i32 offset = group.offset(c) - fetch_lead[r];
         if (offset >= 0 && offset < kRowBytes) {
-          store_vec<kVecBytes>(slot[r] + offset, fetched[r][c]);
+          store_vec<kVecBytes>(taker + offset, fetched[r][c]);
         }
       }
     }
+    if constexpr (kStaged) return;
     if (!group.reports()) return;
+    // Read again (from L1): no register was kept for them while the rows were in flight.
 #pragma unroll 1
-    for (int r = 0; r < Rows::kRows; ++r) report(p, group.first_row + r);
-  }
-
-  // Once for each triple: its fault. Reads the triple again (from L1), for which no register was
-  // kept while the row was in flight.
-  static __device__ void report(const Params& p, i64 number) {
-    const Triple triple = read_triple(p, number);
-    if (triple.is_padding() || triple.is_inside(p)) return;
-    if (triple.fetch >= p.num_host_rows) {
-      report_fault(p.fault, p.fetch_site, number, triple.fetch, p.num_host_rows);
-    } else if (triple.slot >= p.num_slots) {
-      report_fault(p.fault, p.slot_site, number, triple.slot, p.num_slots);
-    } else {
-      report_fault(p.fault, p.back_site, number, triple.back, p.num_host_rows);
+    for (int r = 0; r < Rows::kRows; ++r) {
+      const i64 number = group.first_row + r;
+      report_triple(p, read_triple<kIndexBytes>(p, number), number);
     }
   }
 };
+
+// Takes the rows of staging to their slots, in device memory.
+template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
+          bool kLineAligned, bool kLarge, int kInFlight>
+using PlaceStaged = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes,
+                             kLineAligned, kLarge, kInFlight, kHostSource>;
 
 }  // namespace jitkern

@@ -1,0 +1,94 @@
+// Large calls of swap_rows in the order of the host's memory: lists of moves, the moves, and the
+// way of what was fetched from staging to its slots.
+#include <algorithm>
+
+#include "swap_host.h"
+
+namespace jitkern {
+
+namespace {
+
+// What a part of a call takes for staging and lists: that of 750,000 rows of 656 bytes, which lie
+// as dense as it pays.
+constexpr i64 kMaxScratchBytes = i64(512) << 20;
+
+// Entry points of the module of rows in order: see kernel() in ops/swap.py.
+enum Entry : int { kSwapStaged, kPlaceStaged };
+
+const LoadedKernels& triple_list_kernels(const Device& device, int index_bytes) {
+  static KernelTable table("swap_lists", {"index_bytes"},
+                           [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
+  return table.find(device, Spec(index_bytes));
+}
+
+void swap_part(const LaunchScope& scope, const SwapCall& call, const LoadedKernels& list_kernels,
+               const LoadedKernels& kernels) {
+  const i64 count = call.traffic.num_rows;
+  const i64 row_bytes = call.traffic.row_bytes;
+  SwapListParams list{call.params};
+  list.regions = cut_regions(call.traffic.span_bytes, kNumMoveKinds);
+
+  // The first pieces start as all ones.
+  Scratch scratch;
+  constexpr i64 kRegionsBytes = 4 * i64(kNumMoveKinds) * kNumRegions;
+  const i64 last_ranks_at = scratch.add(kRegionsBytes);
+  const i64 counters_at = scratch.add(4 * 2);
+  const i64 moves_at = scratch.add(3 * count * call.index_bytes);
+  const i64 places_at = scratch.add(2 * count * call.index_bytes);
+  const i64 ones_bytes = scratch.bytes();
+  const i64 starts_at = scratch.add(kRegionsBytes);
+  const i64 ranks_at = scratch.add(4 * 2 * count);
+  const i64 staging_at = scratch.add(count * row_bytes);
+  const tvm::ffi::Tensor memory = scratch.allocate_on(call.device);
+  char* base = static_cast<char*>(memory.data_ptr());
+  const auto words_at = [base](i64 at) { return reinterpret_cast<u32*>(base + at); };
+
+  list.regions.last_ranks = words_at(last_ranks_at);
+  list.regions.starts = words_at(starts_at);
+  list.regions.last_entry = words_at(counters_at);
+  list.ranks = words_at(ranks_at);
+  list.moves = base + moves_at;
+  list.places = base + places_at;
+  scope.fill_bytes(base, 0xff, ones_bytes);
+  launch_sort(scope, list_kernels, count, list);
+
+  SwapParams moves = call.params;
+  moves.triples = list.moves;
+  moves.staging = base + staging_at;
+  moves.last_batch = words_at(counters_at) + 1;
+  const i64 in_flight = ordered_bytes_in_flight(call.traffic, kSwapBytesInFlight);
+  scope.launch(kernels.entries[kSwapStaged],
+               copy_blocks(scope, kernels, count, call.num_sms, in_flight), moves);
+
+  PairCopyParams places{};
+  places.dst = moves.gpu;
+  places.src = moves.staging;
+  places.dst_stride_bytes = moves.gpu_stride_bytes;
+  places.src_stride_bytes = row_bytes;
+  places.pairs = list.places;
+  places.num_pairs = places.num_src_rows = count;
+  places.num_dst_rows = moves.num_slots;
+  places.src_site = places.dst_site = moves.slot_site;
+  places.fault = moves.fault;
+  scope.launch(kernels.entries[kPlaceStaged], scope.device.num_sms, places);
+}
+
+}  // namespace
+
+void swap_in_order(const LaunchScope& scope, const SwapCall& call, const LoadedKernels& kernels) {
+  const LoadedKernels& list_kernels = triple_list_kernels(scope.device, call.index_bytes);
+  const i64 count = call.params.num_triples;
+  const i64 triple_bytes = call.traffic.row_bytes + 5 * call.index_bytes + 8;
+  const i64 most = std::max(i64(1), kMaxScratchBytes / triple_bytes);
+  const i64 of_part = ceil_div(count, ceil_div(count, most));
+  for (i64 first = 0; first < count; first += of_part) {
+    SwapCall part = call;
+    SwapParams& params = part.params;
+    params.triples = static_cast<const char*>(call.params.triples) + 3 * first * call.index_bytes;
+    params.first_position = first;
+    params.num_triples = part.traffic.num_rows = std::min(of_part, count - first);
+    swap_part(scope, part, list_kernels, kernels);
+  }
+}
+
+}  // namespace jitkern

@@ -1,0 +1,2 @@
+// The lists of large calls of swap_rows. They know no row size, so that one module serves all.
+#include "swap_lists.cuh"
