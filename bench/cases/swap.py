@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,8 +24,9 @@ from jitkern.bench.measure import measure
 PEERS = (peers.ladder,)
 
 BOTH_ENGINES = "cudaMemcpyAsync both ways, contiguous"
+GIVEN = 'jitkern, order="given"'
 ONE_BY_ONE = "d2h_scatter, then h2d_gather"
-POOLS_GIB = (0.4, 4, 16)  # the smallest has 0.2 for each direction, as the other benchmarks
+POOLS_GIB = (0.4, 4, 16, 64)  # the smallest has 0.2 for each direction, as the other benchmarks
 SLOTS = 300_000
 
 
@@ -70,6 +72,11 @@ def goals(f: Figures) -> Iterator[Goal]:
     yield from at_least(f"swap, {case}: of both copy engines", got, 0.76)
     got = f.speed("swap", case, "jitkern", ONE_BY_ONE)
     yield from at_least(f"swap, {case}: of {ONE_BY_ONE}", got, 1.3)
+    for gib in (4, 16):
+        case = _name(ROWS, gib)
+        for other, wanted in ((GIVEN, 2.5), (ONE_BY_ONE, 1.3)):
+            got = f.speed("swap", case, "jitkern", other)
+            yield from at_least(f"swap, {case}: of {other}", got, wanted)
 
 
 def _name(rows: int, gib: float) -> str:
@@ -105,7 +112,7 @@ def _case(ctx: Context, pool: torch.Tensor, gib: float, rows: int) -> Case:
         outputs=lambda b: (b.host[b.back_cpu], b.gpu[b.slots64].cpu()),
         reference=reference,
         prepare=refill,
-        impls=list(_impls(ctx, rows)),
+        impls=list(_impls(ctx, rows, gib)),
         calls=3 if rows > 100_000 else 20,
     )
 
@@ -114,19 +121,21 @@ def _distinct(below: int, count: int) -> torch.Tensor:
     return torch.randperm(below, device="cuda")[:count]
 
 
-def _impls(ctx: Context, rows: int) -> Iterator[Impl]:
+def _impls(ctx: Context, rows: int, gib: float) -> Iterator[Impl]:
     yield Impl("jitkern", "ours", lambda: _ours())
+    if gib > POOLS_GIB[0]:
+        yield Impl(GIVEN, "ours", lambda: _ours(order="given"))
     if rows == ROWS and not ctx.quick:
         for sms in (1, 2, 4, 8, 16):
-            yield Impl(f"jitkern, num_sms={sms}", "ours", lambda sms=sms: _ours(sms))
+            yield Impl(f"jitkern, num_sms={sms}", "ours", lambda sms=sms: _ours(num_sms=sms))
     yield Impl(ONE_BY_ONE, "peer", lambda: _one_by_one)
     yield Impl("both on two streams, by a staging buffer", "peer", _on_two_streams)
     yield Impl("torch, index on the CPU", "peer", lambda: _torch, graph=False)
     yield Impl(BOTH_ENGINES, "ceiling", _both_engines, check=False)
 
 
-def _ours(num_sms: int | None = None) -> Run:
-    return lambda b: jitkern.swap_rows(b.host, b.gpu, b.triples, num_sms=num_sms)
+def _ours(**how: Any) -> Run:
+    return lambda b: jitkern.swap_rows(b.host, b.gpu, b.triples, **how)
 
 
 def _one_by_one(b: Buffers) -> None:
