@@ -125,9 +125,9 @@ def swap_rows(
         back to, each part of the old or of the new). No other memory is ever touched.
     num_sms : int, optional
         Blocks of 1024 threads that work on the bus, at most one an SM, clamped to the GPU's SMs; by
-        default as many as keep it busy: 4 for rows of more than 512 bytes, 8 for shorter ones and
-        where alignment forbids 16-byte loads. A small call is spread over the GPU for its few
-        microseconds.
+        default as many as keep it busy: 4 for rows of more than 512 bytes, 8 for shorter ones,
+        where alignment forbids 16-byte loads and in the order of ``host``. A small call is
+        spread over the GPU for its few microseconds.
     order : {"auto", "host", "given"}
         In which order rows cross the bus: that of their places in ``host``, rows to fetch and rows
         to write back each in their own, or as they come; the result is the same. By default that of
