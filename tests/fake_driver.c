@@ -139,11 +139,40 @@ CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned flags) {
   (void)flags;
   return *pointer = calloc(1, bytes), 0;
 }
+// The pinned pieces, as memory that the driver knows; the one after fake_refusal(n) more is refused.
+static int until_refusal = -1;
+void fake_refusal(int registrations) { until_refusal = registrations; }
+CUresult cuMemHostRegister_v2(void* pointer, size_t bytes, unsigned flags) {
+  if (until_refusal == 0) return until_refusal = -1, 2;
+  if (until_refusal > 0) --until_refusal;
+  say("register %zu, flags %u, on %d\n", bytes, flags, (int)(intptr_t)current - 1);
+  return fake_memory((uint64_t)(uintptr_t)pointer, bytes, 1, 0), 0;
+}
+CUresult cuMemHostUnregister(void* pointer) {
+  for (int i = 0; i < num_memories; ++i) {
+    if (memories[i].begin != (uint64_t)(uintptr_t)pointer || memories[i].type != 1) continue;
+    say("unregister %zu\n", (size_t)memories[i].bytes);
+    memories[i] = memories[--num_memories];
+    return 0;
+  }
+  return 1;
+}
+// Whether a stream is being captured, which refuses every wait.
+static int capturing;
+void fake_capture(int is_capturing) { capturing = is_capturing; }
+CUresult cuCtxSynchronize(void) {
+  if (capturing) return 900;
+  return say("synchronize %d\n", (int)(intptr_t)current - 1), 0;
+}
+CUresult cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+  return *flags = 0, *active = device == 0, 0;
+}
 CUresult cuMemHostGetDevicePointer_v2(uint64_t* device, void* pointer, unsigned flags) {
   (void)flags;
   return *device = (uint64_t)(uintptr_t)pointer, 0;
 }
 CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, uint64_t at) {
+  if (current == NULL) return 0;  // as the real one: nothing is known
   for (int i = 0; i < num_memories; ++i) {
     const struct Memory* one = &memories[i];
     if (at < one->begin || at >= one->begin + one->bytes) continue;

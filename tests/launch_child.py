@@ -7,12 +7,10 @@ on one.
 from __future__ import annotations
 
 import ctypes
-import json
-import sys
-import traceback
 
 import launch_users
 import torch
+from fake_gpu import report_checks
 from launch_fake import (
     STREAM,
     cuda,
@@ -184,16 +182,7 @@ def old_sizes_are_those_of_the_image() -> None:
 def main() -> None:
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     device.device_and_stream = lambda number: (1 if number < 0 else number, STREAM)
-    failed = {}
-    known = {**globals(), **vars(launch_users)}
-    for name in [name for name in known if name.startswith(sys.argv[1])]:
-        log()
-        try:
-            known[name]()
-            failed[name] = ""
-        except Exception:
-            failed[name] = traceback.format_exc()
-    print(json.dumps(failed))
+    report_checks({**globals(), **vars(launch_users)}, log)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ LAYERS = """
 4  ops
 5  jobs
 5  warming
+5  offload.hostmem offload.wire
+5  offload.memory offload.rank0
+5  offload.share
+5  offload.pool
+5  offload
 5  bench.case bench.timing
 5  perf bench.report bench.client bench.pairs
 5  bench.measure

@@ -88,3 +88,7 @@ class FrozenError(JitkernError):
 
 class ToolchainError(JitkernError):
     """Something needed to compile is not installed; the message ends with what to install."""
+
+
+class ShareError(JitkernError):
+    """The ranks of a shared pool do not come together; the message says which rank did what."""

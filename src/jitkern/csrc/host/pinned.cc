@@ -3,11 +3,39 @@
 
 #include <jitkern/launch.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <new>
+#include <shared_mutex>
+#include <vector>
 
 namespace jitkern {
 
 namespace {
+
+struct Pool {
+  u64 begin;
+  u64 end;
+  const char* device_address;  // null: closed
+};
+
+std::shared_mutex pools_mutex;
+std::atomic<bool> any_pool{false};
+std::vector<Pool>& pools() {
+  static auto* all = new std::vector<Pool>();  // tensors may outlive static objects
+  return *all;
+}
+
+// The pool that the address lies in; of no bytes if it is none.
+Pool pool_at(u64 at) {
+  if (!any_pool.load(std::memory_order_relaxed)) return {};
+  const std::shared_lock<std::shared_mutex> lock(pools_mutex);
+  for (const Pool& pool : pools()) {
+    if (pool.begin <= at && at < pool.end) return pool;
+  }
+  return {};
+}
 
 std::string range_text(u64 begin, u64 end) {
   char text[64];
@@ -21,7 +49,38 @@ bool is_mapped(const MemoryRange& range) {
 
 }  // namespace
 
+void add_pool(const char* begin, i64 num_bytes, const char* device_address) {
+  const std::lock_guard<std::shared_mutex> lock(pools_mutex);
+  pools().push_back({address(begin), address(begin) + static_cast<u64>(num_bytes), device_address});
+  any_pool = true;
+}
+
+void close_pool(const char* begin) {
+  const std::lock_guard<std::shared_mutex> lock(pools_mutex);
+  for (Pool& pool : pools()) {
+    if (pool.begin == address(begin)) pool.device_address = nullptr;
+  }
+}
+
+void forget_pool(u64 begin) {
+  const std::lock_guard<std::shared_mutex> lock(pools_mutex);
+  const auto is_it = [begin](const Pool& pool) { return pool.begin == begin; };
+  pools().erase(std::remove_if(pools().begin(), pools().end(), is_it), pools().end());
+}
+
+void forget_all_pools() {
+  new (&pools_mutex) std::shared_mutex;  // a thread that is gone may hold it
+  pools().clear();
+}
+
 char* mapped_rows(const Rows& rows) {
+  if (const Pool pool = pool_at(rows.begin); rows.end <= pool.end) {
+    if (pool.device_address == nullptr) {
+      rows.value_error("memory of a PinnedPool that was closed",
+                       "an open pool, or a copy on a GPU");
+    }
+    return const_cast<char*>(pool.device_address) + (address(rows.data) - pool.begin);
+  }
   const MemoryRange first = memory_range(rows.data);
   if (!is_mapped(first)) {
     rows.value_error("pageable host memory",

@@ -80,6 +80,8 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
   USE(cuDeviceGet, (CUdevice * device, int ordinal))                                               \
   USE(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                          \
   USE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                            \
+  USE(cuDevicePrimaryCtxGetState, (CUdevice device, unsigned* flags, int* active))                 \
+  USE(cuCtxSynchronize, ())                                                                        \
   USE(cuCtxGetCurrent, (CUcontext * context))                                                      \
   USE(cuCtxSetCurrent, (CUcontext context))                                                        \
   USE(cuModuleLoadDataEx,                                                                          \
@@ -91,6 +93,8 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
       (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))          \
   USE(cuMemsetD8Async, (CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream))  \
   USE(cuMemHostAlloc, (void** pointer, size_t bytes, unsigned flags))                              \
+  USE(cuMemHostRegister_v2, (void* pointer, size_t bytes, unsigned flags))                         \
+  USE(cuMemHostUnregister, (void* pointer))                                                        \
   USE(cuMemHostGetDevicePointer_v2, (CUdeviceptr * device_pointer, void* pointer, unsigned flags)) \
   USE(cuPointerGetAttributes,                                                                      \
       (unsigned count, int* attributes, void** values, CUdeviceptr pointer))                       \

@@ -1,0 +1,170 @@
+"""The memory of a pool, step by step: mapped, bound to nodes, touched by threads, registered."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from jitkern.host import module as host
+from jitkern.offload import hostmem
+
+if TYPE_CHECKING:
+    import torch
+
+_GIB = 1 << 30
+_HUGE_PAGE_BYTES = 2 << 20
+# A step of the first touch: after each one the display goes on, and Ctrl-C gets through.
+_TOUCH_BYTES = _GIB
+# One registration where it can be: a copy by the copy engine must not go across two.
+_PIECE_BYTES = 256 * _GIB
+_SHOWN_BYTES = 4 * _GIB  # from here on it takes long enough to wonder
+
+# Of mbind.
+_PREFERRED, _BIND, _INTERLEAVE = 1, 2, 3
+
+Shown = Callable[[str, float], None]
+"""Is told what is being done, and which part of it is."""
+
+
+def mapped(num_bytes: int, fd: int = -1) -> torch.Tensor:
+    """Return bytes that nothing backs yet: private ones, or those of a descriptor."""
+    from torch.utils.dlpack import from_dlpack
+
+    found: torch.Tensor = from_dlpack(host.module()["pool_map"](num_bytes, fd))
+    return found
+
+
+def open_to_ops(bytes_: torch.Tensor) -> None:
+    """Have the ops know the memory, all of which is registered."""
+    import torch
+
+    host.module()["pool_open"](bytes_.data_ptr(), torch.cuda.current_device())
+
+
+def close(bytes_: torch.Tensor) -> None:
+    """Wait for the GPUs and unregister what is registered."""
+    host.module()["pool_close"](bytes_.data_ptr())
+
+
+def bind(bytes_: torch.Tensor, numa: str | int | None) -> str:
+    """Say where pages that are not touched yet shall lie; return where that is, in words."""
+    import torch
+
+    unbound = "as Linux chose"
+    nodes = hostmem.numa_nodes()
+    wanted: tuple[int, ...]
+    if numa == "local":
+        node = _node_of_gpu() if torch.cuda.is_available() else None
+        mode, wanted = _PREFERRED, () if node is None else (node,)
+    elif numa == "interleave":
+        mode, wanted = _INTERLEAVE, nodes
+    else:
+        mode, wanted = _BIND, () if numa is None else (int(numa),)
+    if not wanted or (len(nodes) == 1 and numa in ("local", "interleave")):
+        return unbound
+    mask = sum(1 << node for node in wanted)
+    failed = host.module()["pool_bind"](bytes_.data_ptr(), len(bytes_), mode, mask)
+    if failed and not (failed == errno.EPERM and numa == "local"):
+        cure = "; docker run --cap-add SYS_NICE" if failed == errno.EPERM else ""
+        raise RuntimeError(f"PinnedPool: numa: {numa!r}: mbind: {os.strerror(failed)}{cure}")
+    if failed:
+        return unbound
+    text = " and ".join(str(node) for node in wanted)
+    return f"node{'s' if len(wanted) > 1 else ''} {text}"
+
+
+def _node_of_gpu() -> int | None:
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if not hasattr(found, "pci_bus_id"):
+        return None  # before torch 2.10
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return hostmem.node_of_pci(address)
+
+
+def touch(bytes_: torch.Tensor, rank: int, num_ranks: int, threads: int, shown: Shown) -> None:
+    """Have Linux back this rank's part of the memory, by as many threads."""
+    touch = host.module()["pool_touch"]
+    part = -(-len(bytes_) // num_ranks)
+    part = -(-part // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    first, last = min(rank * part, len(bytes_)), min((rank + 1) * part, len(bytes_))
+    for begin in range(first, last, _TOUCH_BYTES):
+        count = min(_TOUCH_BYTES, last - begin)
+        failed = touch(bytes_.data_ptr() + begin, count, threads)
+        if failed:
+            done = size_text(begin - first)
+            raise MemoryError(
+                f"PinnedPool: {os.strerror(failed)} after {done} of {size_text(len(bytes_))}; "
+                "free memory, or raise the limit of the container"
+            )
+        shown("touching", (begin + count - first) / max(1, last - first))
+
+
+def register(bytes_: torch.Tensor, shown: Shown) -> None:
+    """Register the memory with CUDA for all GPUs, or none of it."""
+    import torch
+
+    register_piece = host.module()["pool_register"]
+    num_bytes, device = len(bytes_), torch.cuda.current_device()
+    begins = range(0, num_bytes, _PIECE_BYTES)
+    for number, begin in enumerate(begins, 1):
+        count = min(_PIECE_BYTES, num_bytes - begin)
+        shown("registering", begin / num_bytes)
+        try:
+            register_piece(bytes_.data_ptr(), begin, count, device)
+        except RuntimeError as error:
+            close(bytes_)
+            raise RuntimeError(_refused(str(error), number, len(begins), begin, count)) from None
+    shown("registering", 1.0)
+
+
+def _refused(error: str, number: int, of: int, begin: int, count: int) -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
+    free = hostmem.free_bytes()
+    return (
+        f"PinnedPool: piece {number} of {of}, {size_text(count)} from {size_text(begin)} on, was "
+        f"not registered: {error}; what was is unregistered. RLIMIT_MEMLOCK is {limit} (ulimit -l "
+        f"unlimited, docker run --ulimit memlock=-1), {size_text(free or 0)} of memory are free"
+    )
+
+
+def require_free(num_bytes: int) -> None:
+    """Raise MemoryError where less is free: Linux would kill the process later."""
+    free = hostmem.free_bytes()
+    if free is not None and num_bytes > free:
+        text = f"{size_text(num_bytes)}, expected at most the {size_text(free)} that are free"
+        raise MemoryError(f"PinnedPool: size: {text}")
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size for people."""
+    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes} bytes"
+
+
+@contextmanager
+def display(num_bytes: int, progress: bool | None) -> Iterator[Shown]:
+    """Show on standard error what is being done and how much of it is, or nothing."""
+    if not (num_bytes >= _SHOWN_BYTES if progress is None else progress):
+        yield lambda what, done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True, force_terminal=True if progress else None)
+    if not console.is_terminal:
+        yield lambda what, done: None
+        return
+    with Progress(
+        console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
+        task = bar.add_task("PinnedPool", total=1.0)
+        yield lambda what, done: bar.update(task, description=f"PinnedPool: {what}", completed=done)

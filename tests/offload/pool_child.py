@@ -1,0 +1,169 @@
+"""PinnedPool on the driver of fake_driver.c; run by test_pool_registration.py.
+
+PyTorch has no GPU here, and is told that it has one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fake_gpu import report_checks
+from launch_fake import cuda, driver, log
+
+import jitkern
+from jitkern.jit import device
+from jitkern.jit.device import DeviceModule
+from jitkern.offload import PinnedPool, memory
+
+MIB = 1 << 20
+SIZE = 8 * MIB
+REGISTERED = f"register {SIZE}, flags 3, on 0\n"
+FREED = f"synchronize 0\nunregister {SIZE}\n"
+
+
+def raises(kind: type[Exception], text: str, call: Callable[..., Any], *args: Any) -> None:
+    try:
+        call(*args)
+    except kind as error:
+        assert re.fullmatch(text, str(error)), f"{error!r} is not {text!r}"
+    else:
+        raise AssertionError(f"no {kind.__name__}: {text}")
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as lines:
+        ranges = (line.split()[0].split("-") for line in lines)
+        return any(int(a, 16) <= address < int(b, 16) for a, b in ranges)
+
+
+def check_registered_once_and_freed_with_its_last_tensor() -> None:
+    pool = PinnedPool(SIZE)
+    assert log() == REGISTERED
+    assert pool.stats.is_registered and "pinned" in repr(pool)
+    tensor = pool.tensor([100], torch.int64)
+    address = tensor.data_ptr()
+    del pool
+    gc.collect()
+    assert log() == ""
+    assert tensor.sum() == 0
+    view = tensor[3:5]
+    del tensor
+    assert log() == "" and is_mapped(address)
+    del view
+    assert log() == FREED and not is_mapped(address)
+
+
+def check_closing_unregisters_and_keeps_the_tensors() -> None:
+    pool = PinnedPool(SIZE)
+    tensor = pool.tensor().view(-1, 64)
+    log()
+    pool.close()
+    assert log() == FREED
+    pool.close()
+    assert log() == ""
+    assert not pool.stats.is_registered and "closed" in repr(pool)
+    tensor[:] = 3
+    assert tensor.sum() == 3 * SIZE
+    raises(RuntimeError, "PinnedPool.tensor: the pool is closed", pool.tensor)
+    rows = cuda(5, 64, dtype=torch.uint8)
+    text = "h2d_gather: src: memory of a PinnedPool that was closed, expected .*"
+    raises(ValueError, text, jitkern.h2d_gather, tensor, rows, cuda(3, 2, dtype=torch.int32))
+
+
+def check_ops_find_it_without_asking_the_driver() -> None:
+    """The fake driver would say that the memory is pageable."""
+    with PinnedPool(SIZE) as pool:
+        table = pool.tensor().view(-1, 64)
+        driver.fake_memory(ctypes.c_uint64(table.data_ptr()), ctypes.c_uint64(SIZE), 0, 0)
+        log()
+        jitkern.h2d_gather(table, cuda(5, 64, dtype=torch.uint8), cuda(3, 2, dtype=torch.int32))
+        assert "jitkern_h2d_gather_64B" in log()
+    assert "unregister" in log()
+
+
+def check_of_several_pieces_all_are_registered_or_none() -> None:
+    kept, memory._PIECE_BYTES = memory._PIECE_BYTES, 3 * MIB
+    try:
+        pool = PinnedPool(SIZE)
+        pieces = [3 * MIB, 3 * MIB, 2 * MIB]
+        assert re.findall(r"register (\d+),", log()) == [str(size) for size in pieces]
+        pool.close()
+        freed = re.findall(r"unregister (\d+)", log())
+        assert freed == [str(size) for size in reversed(pieces)]
+        for number in range(3):
+            driver.fake_refusal(number)
+            begin = f"{3 * number} MiB" if number else "0 bytes"
+            text = (
+                rf"PinnedPool: piece {number + 1} of 3, {pieces[number] // MIB} MiB from {begin} "
+                r"on, was not registered: jitkern: cuMemHostRegister: ERROR \(fake\); what was is "
+                r"unregistered\. RLIMIT_MEMLOCK is .* \(ulimit -l unlimited, .*\), .* are free"
+            )
+            raises(RuntimeError, text, PinnedPool, SIZE)
+            said = log()
+            assert said.count("\nunregister") == number, said
+            assert said.count("register") == 2 * number, said
+    finally:
+        memory._PIECE_BYTES = kept
+
+
+def check_a_capture_keeps_it_open() -> None:
+    pool = PinnedPool(SIZE)
+    tensor = pool.tensor()
+    address = tensor.data_ptr()
+    driver.fake_capture(1)
+    try:
+        raises(RuntimeError, "jitkern: cuCtxSynchronize: .*", pool.close)
+        assert "unregister" not in log()
+        assert pool.stats.is_registered
+        del pool, tensor
+        gc.collect()
+        assert "unregister" not in log() and is_mapped(address)
+    finally:
+        driver.fake_capture(0)
+
+
+def check_a_forked_child_leaves_it_alone() -> None:
+    pool = PinnedPool(SIZE)
+    tensor = pool.tensor()
+    address = tensor.data_ptr()
+    log()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert not is_mapped(address)
+            raises(RuntimeError, "PinnedPool.tensor: a forked child .*", pool.tensor)
+            raises(RuntimeError, "PinnedPool.handle: a forked child .*", lambda: pool.handle)
+            pool.close()
+            other = PinnedPool(SIZE)  # may come to lie where the parent's was
+            assert log() == REGISTERED
+            del tensor, pool
+            gc.collect()
+            assert log() == "", "the parent's memory was freed in the child"
+            other.tensor()[:10] = 1  # few: torch's threads do not survive a fork
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    tensor[:] = 1
+    assert log() == ""
+    pool.close()
+
+
+def main() -> None:
+    DeviceModule.image = lambda self, arch: b"image"  # type: ignore[method-assign]
+    device.device_and_stream = lambda number: (max(number, 0), 1)
+    torch.cuda.is_available = lambda: True  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    memory._node_of_gpu = lambda: None
+    report_checks(globals(), log)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""One PinnedPool for several processes: all of them have it, or all raise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jitkern.host import module as host
+
+CHILD = Path(__file__).resolve().parent / "shared_pool_child.py"
+NUM_BYTES = (5 << 20) + 24
+NUM_RANKS = 3
+
+
+class Rank:
+    """A child, and what it says."""
+
+    def __init__(self, **told: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(CHILD), json.dumps(told)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def said(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else {"killed": -self.process.wait(60)}
+
+    def ask(self, **order: Any) -> Any:
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self.said()["value"]
+
+
+class Ranks:
+    """Starts children, none of which outlives the test."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.started: list[Rank] = []
+
+    def start(self, **told: Any) -> Rank:
+        common = {"name": self.name, "num_ranks": NUM_RANKS, "num_bytes": NUM_BYTES}
+        self.started.append(Rank(**{**common, **told}))
+        return self.started[-1]
+
+    def all(self, **told: Any) -> list[Rank]:
+        return [self.start(rank=rank, **told) for rank in range(NUM_RANKS)]
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    host.module()  # built here, once
+    ranks = Ranks(f"test-{os.getpid()}")
+    yield ranks
+    for rank in ranks.started:
+        rank.process.kill()
+        rank.process.communicate()
+
+
+def test_all_have_the_same_memory(ranks: Ranks) -> None:
+    three = ranks.all()
+    handles = [rank.said()["handle"] for rank in three]
+    assert handles == [[ranks.name, NUM_BYTES]] * 3
+    for number, rank in enumerate(three):
+        rank.ask(write=1000 * number, value=number + 5)
+    assert [[rank.ask(read=1000 * i) for i in range(3)] for rank in three] == [[5, 6, 7]] * 3
+
+
+def test_one_that_is_no_rank_attaches(ranks: Ranks) -> None:
+    three = ranks.all()
+    handles = [rank.said()["handle"] for rank in three]
+    three[1].ask(write=77, value=3)
+    other = ranks.start(handle=handles[0], num_bytes=None)
+    assert "error" not in other.said()
+    assert other.ask(read=77) == 3
+    other.ask(write=78, value=4)
+    other.process.kill()
+    assert three[0].ask(read=78) == 4
+    wrong = ranks.start(handle=handles[0], num_bytes=NUM_BYTES - 1)
+    text = f"num_bytes: {NUM_BYTES - 1} bytes, expected {NUM_BYTES}, the size of the pool"
+    assert text in wrong.said()["error"]
+
+
+def test_the_memory_outlives_a_rank(ranks: Ranks) -> None:
+    """Also rank 0, by kill -9; with the last one the name is free again."""
+    three = ranks.all()
+    for rank in three:
+        rank.said()
+    three[0].ask(write=9, value=1)
+    three[0].process.kill()
+    three[0].process.wait()
+    assert three[1].ask(read=9) == 1
+    three[1].ask(close=True)
+    assert three[2].ask(read=9) == 1
+    again = ranks.all()
+    for rank in again:
+        rank.said()
+    assert again[2].ask(read=9) == 0
+
+
+@pytest.mark.parametrize(
+    ("who", "becomes", "step"),
+    [
+        *((1, "killed", step) for step in ("mapped", "touch", "register")),
+        *((2, "failed", step) for step in ("mapped", "touch", "register")),
+        *((0, "killed", "register"), (0, "failed", "touch")),
+    ],
+)
+def test_all_raise_where_one_does_not_come(ranks: Ranks, becomes: str, step: str, who: int) -> None:
+    three = [
+        ranks.start(rank=rank, **({"step": step, "becomes": becomes} if rank == who else {}))
+        for rank in range(NUM_RANKS)
+    ]
+    said = [rank.said() for rank in three]
+    if becomes == "killed":
+        assert said[who] == {"killed": 9}
+    else:
+        assert said[who] == {"error": "RuntimeError: no more of this"}
+    for number, one in enumerate(said):
+        if number != who:
+            assert one["error"].startswith(
+                f"ShareError: PinnedPool: share '{ranks.name}': step "
+            ), one
+            assert f"rank {who} " in one["error"], one
+            assert ("no more of this" in one["error"]) == (becomes == "failed"), one
+
+
+def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+    two = [ranks.start(rank=rank, timeout_s=3) for rank in (0, 2)]
+    for rank in two:
+        said = rank.said()
+        assert said["error"].startswith("ShareError: ") and "rank 1" in said["error"], said
+
+
+def test_ranks_that_want_another_size(ranks: Ranks) -> None:
+    two = [ranks.start(rank=i, num_ranks=2, num_bytes=NUM_BYTES + 8 * i) for i in range(2)]
+    for rank in two:
+        said = rank.said()
+        assert f"{NUM_BYTES + 8}" in said["error"] and "rank 1" in said["error"], said
