@@ -46,7 +46,7 @@ def run(ctx: Context) -> Iterator[Row]:
     if ctx.device != "cuda":
         ctx.say("pools: needs a GPU, skipped")
         return
-    sizes = host_pool.sizes(4 if ctx.quick else 64)
+    sizes = host_pool.sizes(4 if ctx.quick else 96)
     if not sizes:
         ctx.say("pools: no memory for a pool, skipped")
         return
@@ -62,7 +62,15 @@ def run(ctx: Context) -> Iterator[Row]:
 
 def goals(f: Figures) -> Iterator[Goal]:
     small = _gb_s(f, _name("gather", ROWS, ROW_BYTES, 0.2), "jitkern")
-    for gib, share in ((1, 0.97), (4, 0.97), (8, 0.97), (16, 0.88), (32, 0.70), (64, 0.62)):
+    for gib, share in (
+        (1, 0.97),
+        (4, 0.97),
+        (8, 0.97),
+        (16, 0.88),
+        (32, 0.70),
+        (64, 0.62),
+        (96, 0.58),
+    ):
         got = _gb_s(f, _name("gather", ROWS, ROW_BYTES, gib), "jitkern")
         if small and got:
             name = f"h2d, {ROWS} rows of {ROW_BYTES} B: {gib} GiB, of a small pool"

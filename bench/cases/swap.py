@@ -56,7 +56,7 @@ def run(ctx: Context) -> Iterator[Row]:
     if ctx.device != "cuda":
         ctx.say("swap: needs a GPU, skipped")
         return
-    fit = host_pool.sizes(4 if ctx.quick else 64)  # as for `pools`, which takes the same one
+    fit = host_pool.sizes(4 if ctx.quick else 96)  # as for `pools`, which takes the same one
     if not fit or fit[-1] < POOLS_GIB[0]:
         ctx.say("swap: no memory for a pool, skipped")
         return

@@ -1,0 +1,76 @@
+"""Pins memory in one way after the other, in this process, and prints the seconds that each took.
+
+``python -m bench.peers.pin_memory 32 touched PinnedPool cuMemHostAlloc``
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from jitkern.offload import PinnedPool
+
+GIB = 1 << 30
+POPULATE = 0x8000  # MAP_POPULATE
+
+
+def touched(num_bytes: int) -> Callable[[], object]:
+    """Have the machine back as much memory, and give it back: no later way pays for that."""
+    pool = PinnedPool(num_bytes)
+    return pool.close
+
+
+def pool(num_bytes: int) -> Callable[[], object]:
+    return PinnedPool(num_bytes).close
+
+
+def without_huge_pages(num_bytes: int) -> Callable[[], object]:
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | POPULATE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+    assert int(error) == 0, error
+    return lambda: torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def host_alloc(num_bytes: int) -> Callable[[], object]:
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_void_p()
+    error = driver.cuMemHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(num_bytes), 0)
+    assert error == 0, error
+    return lambda: driver.cuMemFreeHost(pointer)
+
+
+def from_torch(num_bytes: int) -> Callable[[], object]:
+    kept = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)]
+    return kept.clear
+
+
+WAYS: dict[str, Callable[[int], Callable[[], object]]] = {
+    "touched": touched,
+    "PinnedPool": pool,
+    "cuMemHostAlloc": host_alloc,
+    "torch, pin_memory=True": from_torch,
+    "mmap by one thread, cudaHostRegister": without_huge_pages,
+}
+
+
+def main() -> None:
+    num_bytes = int(float(sys.argv[1]) * GIB)
+    torch.zeros(1, device="cuda")
+    seconds = []
+    for name in sys.argv[2:]:
+        started = time.perf_counter()
+        free = WAYS[name](num_bytes)
+        seconds.append(time.perf_counter() - started)
+        free()
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main()
