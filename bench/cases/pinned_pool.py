@@ -32,17 +32,19 @@ def run(ctx: Context) -> Iterator[Row]:
     sizes = [1] if ctx.quick else [gib for gib in SIZES_GIB if gib <= host_pool.sizes(64)[-1]]
     for gib in sizes:
         found: dict[str, list[float]] = {}
+        notes: dict[str, str] = {}
         # From 64 GiB on one order is half a minute of CUDA's own.
         orders = [(FOUND, POOL, ALLOC, POOL), ("touched", ALLOC, POOL)]
         orders += [("touched", POOL, TORCH)] if gib == sizes[0] else []
         for order in orders:
             try:
-                seconds = _measured(gib, order)
+                results = _measured(gib, order)
             except (subprocess.SubprocessError, ValueError) as error:
                 yield error_row("pinned_pool", _name(gib), " then ".join(order), "ours", error)
                 continue
-            for name, taken in zip(order, seconds, strict=True):
-                found.setdefault(name, []).append(taken)
+            for name, (taken_s, note) in zip(order, results, strict=True):
+                found.setdefault(name, []).append(taken_s)
+                notes[name] = note
         found.pop("touched", None)
         for name, taken in found.items():
             role = "ours" if name in (POOL, FOUND) else "peer"
@@ -51,6 +53,7 @@ def run(ctx: Context) -> Iterator[Row]:
                 "pinned_pool", _name(gib), name, role, {"gib": gib}, median_us=1e6 * middle,
                 min_us=1e6 * min(taken), gb_s=gib * host_pool.GIB / middle / 1e9,
                 bytes_moved=gib * host_pool.GIB, bytes_note="pinned",
+                note=notes[name],
             )  # fmt: skip
 
 
@@ -64,7 +67,8 @@ def _name(gib: int) -> str:
     return f"{gib} GiB"
 
 
-def _measured(gib: int, order: tuple[str, ...]) -> list[float]:
+def _measured(gib: int, order: tuple[str, ...]) -> list[tuple[float, str]]:
+    """Return seconds, and what is to be said of them, for each way."""
     ways = [POOL if name == FOUND else name for name in order]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "bench.peers.pin_memory", str(gib), *ways],
@@ -76,5 +80,4 @@ def _measured(gib: int, order: tuple[str, ...]) -> list[float]:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise ValueError(lines[-1])
-    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
+    return [(seconds, note) for seconds, note in json.loads(done.stdout.splitlines()[-1])]

@@ -1,4 +1,4 @@
-"""Pins memory in one way after the other, in this process, and prints the seconds that each took.
+"""Pins memory in one way after the other, in this process; prints what each took, and says of it.
 
 ``python -m bench.peers.pin_memory 32 touched PinnedPool cuMemHostAlloc``
 """
@@ -20,6 +20,9 @@ GIB = 1 << 30
 POPULATE = 0x8000  # MAP_POPULATE
 
 
+said: list[str] = []  # of a way by itself
+
+
 def touched(num_bytes: int) -> Callable[[], object]:
     """Have the machine back as much memory, and give it back: no later way pays for that."""
     pool = PinnedPool(num_bytes)
@@ -27,7 +30,9 @@ def touched(num_bytes: int) -> Callable[[], object]:
 
 
 def pool(num_bytes: int) -> Callable[[], object]:
-    return PinnedPool(num_bytes).close
+    made = PinnedPool(num_bytes)
+    said.append(str(made))
+    return made.close
 
 
 def without_huge_pages(num_bytes: int) -> Callable[[], object]:
@@ -63,13 +68,14 @@ WAYS: dict[str, Callable[[int], Callable[[], object]]] = {
 def main() -> None:
     num_bytes = int(float(sys.argv[1]) * GIB)
     torch.zeros(1, device="cuda")
-    seconds = []
+    results = []
     for name in sys.argv[2:]:
+        said.clear()
         started = time.perf_counter()
         free = WAYS[name](num_bytes)
-        seconds.append(time.perf_counter() - started)
+        results.append([time.perf_counter() - started, " ".join(said)])
         free()
-    print(json.dumps(seconds))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
