@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from jitkern.host import module as host
+from jitkern.offload import PinnedPool, Share
 
 CHILD = Path(__file__).resolve().parent / "shared_pool_child.py"
 NUM_BYTES = (5 << 20) + 24
@@ -86,6 +89,19 @@ def test_one_that_is_no_rank_attaches(ranks: Ranks) -> None:
     wrong = ranks.start(handle=handles[0], num_bytes=NUM_BYTES - 1)
     text = f"num_bytes: {NUM_BYTES - 1} bytes, expected {NUM_BYTES}, the size of the pool"
     assert text in wrong.said()["error"]
+
+
+def test_a_pool_that_is_dropped_leaves_nothing() -> None:
+    """No thread, no descriptor, no name."""
+    share = Share(f"test-dropped-{os.getpid()}", 0, 1)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        pool = PinnedPool(NUM_BYTES, share=share)
+        tensor = pool.tensor()
+        del pool
+        gc.collect()
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        assert not tensor.any()
 
 
 def test_the_memory_outlives_a_rank(ranks: Ranks) -> None:

@@ -273,8 +273,8 @@ class PinnedPool:
         try:
             with memory.display(num_bytes, progress) as shown:
                 fd = meeting.fd if meeting is not None else fd
-                with _met(meeting, "here"):  # so that a rank which fails later is heard of by all
-                    pass
+                if meeting is not None:
+                    meeting.step("here")  # so that all hear of a rank that fails later
                 with _met(meeting, "mapped"):
                     bytes_ = memory.mapped(num_bytes, fd)
                     where = memory.bind(bytes_, numa)
@@ -301,6 +301,8 @@ class PinnedPool:
         )
         self._bytes = bytes_
         self._number = next(_numbers)
+        if meeting is not None:
+            weakref.finalize(self, meeting.close)  # its thread would keep the memory and the name
         _open.add(self)
 
 
