@@ -44,13 +44,13 @@ def test_no_page_is_of_no_op() -> None:
 # Files that use ops, as anyone may who calls them, to do or to prove something else. An op that is
 # new, or goes, is no matter to them, unless it is the very one that they took for an example.
 USERS = {
-    "ops that meet: CPU copies, graphs, PyTorch, large sizes, threads that write indices": """
+    "ops that meet: CPU copies, graphs, pools, PyTorch, large sizes, threads that write indices": """
         tests/ops/test_cpu_copy.py tests/ops/test_cuda_graphs.py tests/ops/test_large.py
         tests/ops/test_together.py tests/test_torch_ops.py tests/test_autograd.py
         tests/test_tracing.py tests/ops/test_pair_order.py tests/emulate/pair_copy.cc
         tests/emulate/race.cc tests/emulate/race.py bench/cases/pools.py
         tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
-        tests/threads/ops.cc
+        tests/threads/ops.cc tests/offload/test_pool.py tests/offload/pool_child.py
     """,
     "an op to compile, to launch, to keep or to time, where any would do": """
         src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py

@@ -3,7 +3,7 @@
 #include "ops/swap.cu"
 
 #include "pair_configs.h"
-#include "triples.h"
+#include "swap_triples.h"
 
 namespace emulate {
 

@@ -4,7 +4,7 @@
 #include "ops/swap.cu"
 
 #include "lists.h"
-#include "triples.h"
+#include "swap_triples.h"
 
 namespace emulate {
 
