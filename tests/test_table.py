@@ -44,7 +44,7 @@ def test_no_page_is_of_no_op() -> None:
 # Files that use ops, as anyone may who calls them, to do or to prove something else. An op that is
 # new, or goes, is no matter to them, unless it is the very one that they took for an example.
 USERS = {
-    "ops that meet: CPU copies, graphs, pools, PyTorch, large sizes, threads that write indices": """
+    "ops that meet: on the CPU, in graphs, in pools, in PyTorch, of large sizes, among threads": """
         tests/ops/test_cpu_copy.py tests/ops/test_cuda_graphs.py tests/ops/test_large.py
         tests/ops/test_together.py tests/test_torch_ops.py tests/test_autograd.py
         tests/test_tracing.py tests/ops/test_pair_order.py tests/emulate/pair_copy.cc

@@ -5,7 +5,7 @@ from __future__ import annotations
 from emulate.mutant import mutants_of
 from emulate.runner import Sweep
 
-SWEEP = Sweep("swap_lists")
+SWEEP = Sweep("swap_lists", ("FEW_ROWS=1",))  # rows of a part of a warp and of one
 MUTANTS = [
     *mutants_of(
         SWEEP,
