@@ -34,7 +34,7 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
             sources=sorted(csrc.rglob("*.cc")),
             directory=folder,
             cflags=key.describe["cflags"],
-            ldflags=ldflags,
+            ldflags=("-pthread", *ldflags),  # before glibc 2.34 threads are a library of their own
             include_paths=include_dirs(csrc),
         )
         library = built.path.read_bytes()
