@@ -17,7 +17,7 @@ PairCall fetch_call(const IndexArgs& args) {
   call.row_bytes = args.weights.row_bytes;
   call.index_bytes = args.indices.index_bytes;
   call.device = args.indices.dl->device;
-  call.set_span(args.weights.num_rows, args.weights.stride_bytes);
+  call.span_bytes = args.weights.num_rows * args.weights.stride_bytes;
   const IndexParams& params = args.params;
   PairCopyParams& p = call.params;
   p.dst = params.output;

@@ -54,7 +54,7 @@ PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView 
   row_bytes = src.row_bytes;
   index_bytes = pairs.index_bytes;
   device = device_rows().dl->device;
-  set_span(host.num_rows, host.stride_bytes);
+  span_bytes = host.num_rows * host.stride_bytes;
 }
 
 void PairArgs::take_slot_map(AnyView value) {

@@ -4,7 +4,6 @@
 
 #include <jitkern/launch.h>
 
-#include <algorithm>
 #include <limits>
 #include <optional>
 
@@ -33,15 +32,11 @@ struct PairCall {
   PairCopyParams params{};
   HostSide host_side = kHostSource;
   i64 row_bytes = 0;
-  i64 span_bytes = 1;  // of the host's rows, from the first to the last
+  i64 span_bytes = 0;  // see HostTraffic
   int index_bytes = 8;
   DLDevice device{};
   std::optional<i64> num_sms;  // as the caller says
 
-  // As many host rows lie `stride_bytes` apart.
-  void set_span(i64 num_rows, i64 stride_bytes) {
-    span_bytes = std::max(i64(1), num_rows * stride_bytes);
-  }
   i64 bytes() const { return row_bytes * params.num_pairs; }
   HostTraffic traffic() const { return {params.num_pairs, row_bytes, span_bytes}; }
 };

@@ -33,6 +33,7 @@ constexpr i64 kInFlightSpanBytes = i64(1) << 30;
 }  // namespace
 
 bool is_worth_ordering(const HostTraffic& traffic) {
+  if (traffic.span_bytes < 1) return false;
   if (traffic.num_rows < kMinRowsToOrder || traffic.row_bytes > kMaxRowBytesToOrder) return false;
   const double hits = double(kReachBytes) / double(traffic.span_bytes);
   return double(traffic.num_rows) * (1.0 - hits) >= kMinMissesToOrder;
@@ -41,7 +42,9 @@ bool is_worth_ordering(const HostTraffic& traffic) {
 bool order_arg(const char* op, AnyView value, const char* by_host, const HostTraffic& traffic) {
   if (is_none(value)) return is_worth_ordering(traffic);
   const auto text = value.as<tvm::ffi::String>();
-  if (text && (*text == by_host || *text == "given")) return *text == by_host;
+  if (text && (*text == by_host || *text == "given")) {
+    return *text == by_host && traffic.span_bytes >= 1;
+  }
   const std::string expected = "\"auto\", \"" + std::string(by_host) + "\" or \"given\"";
   if (!text) raise_type_error(op, "order", value, expected);
   raise_value_error(op, "order", "\"" + std::string(*text) + "\"", expected);

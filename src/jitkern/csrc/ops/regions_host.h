@@ -11,7 +11,8 @@ namespace jitkern {
 struct HostTraffic {
   i64 num_rows;
   i64 row_bytes;
-  i64 span_bytes;  // of the host's rows, from the first to the last
+  i64 span_bytes;  // of the host's rows, from the first to the last; below 1 where these lie
+                   // backwards or there are none: such rows have no order to be brought in
 };
 
 // Whether the order pays: for many short rows of more memory than the link's translation reaches.

@@ -49,7 +49,7 @@ struct SwapArgs {
   i64 num_triples() const { return triples.count / 3; }
   i64 bytes() const { return gpu.row_bytes * num_triples(); }
   HostTraffic traffic() const {
-    return {num_triples(), gpu.row_bytes, std::max(i64(1), host.num_rows * host.stride_bytes)};
+    return {num_triples(), gpu.row_bytes, host.num_rows * host.stride_bytes};
   }
 };
 
