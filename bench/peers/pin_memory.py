@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch
 from jitkern.offload import PinnedPool
 
 GIB = 1 << 30
-POPULATE = 0x8000  # MAP_POPULATE
 
 
 said: list[str] = []  # of a way by itself
@@ -33,14 +31,6 @@ def pool(num_bytes: int) -> Callable[[], object]:
     made = PinnedPool(num_bytes)
     said.append(str(made))
     return made.close
-
-
-def without_huge_pages(num_bytes: int) -> Callable[[], object]:
-    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | POPULATE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
-    assert int(error) == 0, error
-    return lambda: torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def host_alloc(num_bytes: int) -> Callable[[], object]:
@@ -61,7 +51,6 @@ WAYS: dict[str, Callable[[int], Callable[[], object]]] = {
     "PinnedPool": pool,
     "cuMemHostAlloc": host_alloc,
     "torch, pin_memory=True": from_torch,
-    "mmap by one thread, cudaHostRegister": without_huge_pages,
 }
 
 

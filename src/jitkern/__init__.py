@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jitkern.errors import CompileError as CompileError
     from jitkern.errors import FrozenError as FrozenError
     from jitkern.errors import JitkernError as JitkernError
+    from jitkern.errors import ShareError as ShareError
     from jitkern.errors import ToolchainError as ToolchainError
     from jitkern.errors import UnsupportedError as UnsupportedError
     from jitkern.errors import WarmError as WarmError
@@ -62,6 +63,7 @@ _PUBLIC = {
         "CompileError",
         "FrozenError",
         "JitkernError",
+        "ShareError",
         "ToolchainError",
         "UnsupportedError",
         "WarmError",

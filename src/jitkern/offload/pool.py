@@ -98,6 +98,7 @@ class PinnedPool:
 
     Examples
     --------
+    >>> import torch
     >>> from jitkern.offload import PinnedPool
     >>> pool = PinnedPool([1000, 328], torch.bfloat16)
     >>> cache = pool.tensor()
