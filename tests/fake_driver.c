@@ -135,6 +135,29 @@ CUresult cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void* s
   (void)at, (void)stream;
   return say("memset %u, %zu\n", value, bytes), 0;
 }
+// Copies are done at once.
+CUresult cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t bytes, void* stream) {
+  (void)stream;
+  return memcpy((void*)(uintptr_t)device, host, bytes), 0;
+}
+CUresult cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t bytes, void* stream) {
+  (void)stream;
+  return memcpy(host, (void*)(uintptr_t)device, bytes), 0;
+}
+CUresult cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+  (void)flags, (void)priority;
+  return *stream = malloc(1), 0;
+}
+CUresult cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+  (void)stream, (void)event, (void)flags;
+  return 0;
+}
+CUresult cuEventCreate(void** event, unsigned flags) {
+  (void)flags;
+  return *event = malloc(1), 0;
+}
+CUresult cuEventRecord(void* event, void* stream) { return (void)event, (void)stream, 0; }
+CUresult cuEventQuery(void* event) { return (void)event, 0; }
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned flags) {
   (void)flags;
   return *pointer = calloc(1, bytes), 0;
@@ -160,6 +183,10 @@ CUresult cuMemHostUnregister(void* pointer) {
 // Whether a stream is being captured, which refuses every wait.
 static int capturing;
 void fake_capture(int is_capturing) { capturing = is_capturing; }
+CUresult cuStreamIsCapturing(void* stream, int* status) {
+  (void)stream;
+  return *status = capturing, 0;
+}
 CUresult cuCtxSynchronize(void) {
   if (capturing) return 900;
   return say("synchronize %d\n", (int)(intptr_t)current - 1), 0;

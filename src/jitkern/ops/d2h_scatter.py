@@ -10,7 +10,7 @@ from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
 from jitkern.ops.common import TorchOverload
-from jitkern.ops.pairs import list_kernels, pair_kernels
+from jitkern.ops.pairs import list_kernels, pair_kernels, way_of
 from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def d2h_scatter(
     *,
     num_sms: int | None = None,
     order: Literal["auto", "destination", "given"] = "auto",
+    method: Literal["auto", "sm", "cpu"] = "auto",
+    num_threads: int | None = None,
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
@@ -65,11 +67,11 @@ def d2h_scatter(
         from 1 byte up.
     dst : Tensor
         ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row as in ``src``, pinned if
-        ``src`` is on a GPU. Its rows share no memory with each other or with those of ``src``.
+        ``pairs`` are on a GPU. Its rows share no memory with each other or with those of ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``src``, in memory of their own. A pair with a negative member is skipped. Destinations
-        should be distinct: of one that appears twice the content is undefined.
+        ``src`` or on the CPU, in memory of their own. A pair with a negative member is skipped.
+        Destinations should be distinct: of one that appears twice the content is undefined.
     num_sms : int, optional
         Blocks of 1024 threads that write over the bus, at most one an SM, clamped to the GPU's SMs;
         as many as keep the bus busy by default, as for :func:`jitkern.h2d_gather`.
@@ -78,19 +80,27 @@ def d2h_scatter(
         ends up in ``dst`` is the same. By default that of ``dst`` where it is larger than what the
         link's address translation reaches and the call is large enough to win by it; see
         :func:`jitkern.h2d_gather`.
+    method : {"auto", "sm", "cpu"}
+        Which way rows take. "sm": SMs write them over the link. "cpu", with ``pairs`` on the CPU:
+        the copy engine brings them in chunks to pinned staging memory, from where the host's cores
+        put them into place. ``dst`` may be pageable, and is complete when the call returns: it
+        waits for the stream. "auto" is "cpu" where ``dst`` is pageable, else "sm".
+    num_threads : int, optional
+        Of the CPU, as for :func:`jitkern.h2d_gather`.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, a pageable destination, or memory that the call would
-        write twice, or write and read. Nothing was launched or written.
+        Wrong dtype, device, shape or stride, a pageable destination with ``pairs`` on a GPU, or
+        memory that the call would write twice, or write and read; a ``method`` that the other
+        arguments forbid. Nothing was launched or written.
     RuntimeError
         With gradients enabled: an argument requires one. Outside of inference mode: what is written
         to was made in it. Nothing was written.
     IndexError
         A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
-        written. On CUDA the row is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+        written; so too for ``pairs`` on the CPU. Else, on CUDA, the row is skipped, and the next
+        jitkern call on the device or :func:`jitkern.check` raises.
 
     Examples
     --------
@@ -102,25 +112,41 @@ def d2h_scatter(
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
         try:
             by = None if order == "auto" else order  # a string costs 0.13 us on its way to C++
-            if not _op()(src, dst, pairs, num_sms, by):
+            if not _op()(src, dst, pairs, num_sms, by, way_of(method, num_threads)):
                 dispatch.wrote(dst)
                 return
         except (RuntimeError, ValueError) as error:
             dispatch.require_wrapper(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)
-    _through_torch(src, dst, pairs, num_sms=num_sms, order=order)
+    _through_torch(
+        src,
+        dst,
+        pairs,
+        num_sms=num_sms,
+        order=order,
+        method=method,
+        num_threads=num_threads,
+    )
 
 
 def _now(
-    src: Tensor, dst: Tensor, pairs: Tensor, *, num_sms: int | None = None, order: str = "auto"
+    src: Tensor,
+    dst: Tensor,
+    pairs: Tensor,
+    *,
+    num_sms: int | None = None,
+    order: str = "auto",
+    method: str = "auto",
+    num_threads: int | None = None,
 ) -> None:
     by = None if order == "auto" else order
-    host.op_now("d2h_scatter", kernel)(src, dst, pairs, num_sms, by)
+    op = host.op_now("d2h_scatter", kernel)
+    op(src, dst, pairs, num_sms, by, way_of(method, num_threads))
 
 
 TORCH_OVERLOADS = (
     TorchOverload(
         "d2h_scatter(Tensor src, Tensor(a!) dst, Tensor pairs, *, SymInt? num_sms=None,"
-        ' str order="auto") -> ()',
+        ' str order="auto", str method="auto", SymInt? num_threads=None) -> ()',
         _now,
     ),
 )

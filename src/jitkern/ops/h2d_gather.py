@@ -10,7 +10,7 @@ from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
 from jitkern.ops.common import TorchOverload
-from jitkern.ops.pairs import list_kernels, pair_kernels
+from jitkern.ops.pairs import list_kernels, pair_kernels, way_of
 from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def h2d_gather(
     num_sms: int | None = None,
     order: Literal["auto", "source", "given"] = "auto",
     record_source: bool = False,
+    method: Literal["auto", "sm", "cpu", "both"] = "auto",
+    num_threads: int | None = None,
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
@@ -66,17 +68,17 @@ def h2d_gather(
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]`` in host memory, pinned if ``dst`` is on a GPU. Rows contiguous, row
-        stride free, any row size from 1 byte up.
+        ``[num_src_rows, ...]`` in host memory, pinned if ``pairs`` are on a GPU. Rows
+        contiguous, row stride free, any row size from 1 byte up.
     dst : Tensor
         ``[num_dst_rows, ...]``, dtype and bytes per row as in ``src``, on a GPU or the CPU. Its
         rows share no memory with each other or with those of ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``dst``, in memory of their own. A pair with a negative member is skipped. Destinations
-        should be distinct: of one that appears twice the content is undefined, and with ``dedup``
-        also that of other destinations of the same source rows. No memory outside ``dst`` is ever
-        touched.
+        ``dst`` or on the CPU, in memory of their own. A pair with a negative member is skipped.
+        Destinations should be distinct: of one that appears twice the content is undefined, and
+        with ``dedup`` also that of other destinations of the same source rows. No memory outside
+        ``dst`` is ever touched.
     slot_map : Tensor, optional
         ``[num_src_rows]``, int32 or int64, on the device of ``dst``, in memory of its own: where
         each source row now lives. Ends with ``slot_map[source row] == destination row`` for every
@@ -105,20 +107,39 @@ def h2d_gather(
         freed right after the call: its memory is not handed out again before the stream has come
         past. For memory from ``pin_memory``; costs a few microseconds of host time, and nothing is
         recorded while a graph is captured. Without it, keep ``src`` until the copy is done.
+    method : {"auto", "sm", "cpu", "both"}
+        Which way rows take. "sm": SMs fetch them over the link. "cpu": the host's cores gather them
+        into pinned staging memory, the copy engine sends chunks of it, a small kernel puts the rows
+        into place: next to no SM, and ``src`` may be pageable. "both": part of them each way at
+        once, which is the fastest for sources beyond the reach of the link's address translation.
+        The last two need ``pairs`` on the CPU, and no ``reuse_resident``. "auto", with such
+        ``pairs``: "cpu" for a pageable source, "both" for a large call on a source of 8 GiB and
+        more, else "sm". With ``pairs`` on a GPU always "sm".
+    num_threads : int, optional
+        Of the CPU, the caller's included, 1 to the cores of this process; by default as many as
+        ``torch.get_num_threads()``. They sleep where they wait.
+
+    Notes
+    -----
+    With ``pairs`` on the CPU the call reads them before it returns, and all their row numbers are
+    checked before anything is queued. What goes through the CPU has been read from ``src`` by then;
+    what SMs fetch has not: but for "cpu" the source must stay as it is until the stream has come
+    past. Rows go through six chunks of 4 MiB, so that a call of more waits for the stream to free
+    them. In a CUDA graph ``pairs`` have to be on the GPU.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, a pageable source, ``reuse_resident`` without
-        ``slot_map``, or memory that the call would write twice, or write and read. Nothing was
-        launched or written.
+        Wrong dtype, device, shape or stride, a pageable source with ``pairs`` on a GPU,
+        ``reuse_resident`` without ``slot_map``, or memory that the call would write twice, or write
+        and read; a ``method`` that the other arguments forbid. Nothing was launched or written.
     RuntimeError
         With gradients enabled: an argument requires one. Outside of inference mode: what is written
         to was made in it. Nothing was written.
     IndexError
         A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
-        written. On CUDA the row is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+        written; so too for ``pairs`` on the CPU. Else, on CUDA, the row is skipped, and the next
+        jitkern call on the device or :func:`jitkern.check` raises.
 
     Examples
     --------
@@ -131,7 +152,8 @@ def h2d_gather(
     if dispatch.in_inference_mode() or dispatch.may_write(written, (src,)):
         try:
             by = None if order == "auto" else order  # a string costs 0.13 us on its way to C++
-            if not _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by):
+            way = way_of(method, num_threads)
+            if not _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by, way):
                 dispatch.wrote(*written)
                 if record_source:
                     _record_use(src, dst)
@@ -150,6 +172,8 @@ def h2d_gather(
         num_sms=num_sms,
         order=order,
         record_source=record_source,
+        method=method,
+        num_threads=num_threads,
     )
 
 
@@ -164,10 +188,13 @@ def _now(
     num_sms: int | None = None,
     order: Literal["auto", "source", "given"] = "auto",
     record_source: bool = False,
+    method: Literal["auto", "sm", "cpu", "both"] = "auto",
+    num_threads: int | None = None,
 ) -> None:
     op = host.op_now("h2d_gather", kernel)
     by = None if order == "auto" else order
-    op(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by)
+    way = way_of(method, num_threads)
+    op(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by, way)
     if record_source:
         _record_use(src, dst)
 
@@ -190,7 +217,7 @@ TORCH_OVERLOADS = (
     TorchOverload(
         "h2d_gather(Tensor src, Tensor(a!) dst, Tensor pairs, *, Tensor(b!)? slot_map=None,"
         ' bool dedup=True, bool reuse_resident=False, SymInt? num_sms=None, str order="auto",'
-        " bool record_source=False) -> ()",
+        ' bool record_source=False, str method="auto", SymInt? num_threads=None) -> ()',
         _now,
     ),
 )

@@ -52,6 +52,8 @@ bool can_start(i64 count) try {
 
 }  // namespace
 
+i64 torch_num_threads() { return team().num_threads == nullptr ? 1 : team().size(); }
+
 i64 threads_for(i64 count, i64 bytes) {
   // One core reads and writes 256 KiB in about 20 us; to wake a thread takes 5 to 15.
   const i64 worth = std::min(count, bytes / (256 << 10));

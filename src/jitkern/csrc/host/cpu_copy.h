@@ -12,6 +12,9 @@
 
 namespace jitkern {
 
+// As torch.get_num_threads(); 1 without torch.
+i64 torch_num_threads();
+
 // How many threads a loop of `count` rounds that reads and writes `bytes` is worth, at most
 // torch.get_num_threads(). One without torch, in a forked child, and where no more can be had.
 i64 threads_for(i64 count, i64 bytes);

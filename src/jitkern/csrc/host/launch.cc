@@ -61,22 +61,6 @@ const Loaded& loaded() {
   return instance;
 }
 
-// Lets this thread load code and allocate while another or the same thread captures a stream.
-class RelaxedCapture {
- public:
-  RelaxedCapture() {
-    driver_.check(driver_.cuThreadExchangeStreamCaptureMode(&mode_),
-                  "cuThreadExchangeStreamCaptureMode");
-  }
-  ~RelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  const Driver& driver_ = Driver::get();
-  int mode_ = kCaptureModeRelaxed;
-};
-
 std::array<std::atomic<Device*>, kMaxDevices> devices;
 
 // What the driver answers to a question, 0 where there is no usable driver.
@@ -182,6 +166,14 @@ ContextScope::ContextScope(const Device& device) : previous_(nullptr), changed_(
 ContextScope::~ContextScope() {
   if (changed_) Driver::get().cuCtxSetCurrent(previous_);
 }
+
+RelaxedCapture::RelaxedCapture() : mode_(kCaptureModeRelaxed) {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuThreadExchangeStreamCaptureMode(&mode_),
+               "cuThreadExchangeStreamCaptureMode");
+}
+
+RelaxedCapture::~RelaxedCapture() { Driver::get().cuThreadExchangeStreamCaptureMode(&mode_); }
 
 MemoryRange memory_range(const void* address) {
   u32 type = 0;

@@ -47,6 +47,19 @@ bool is_mapped(const MemoryRange& range) {
   return range.type == kMemoryTypeHost && range.device_address != nullptr;
 }
 
+// Where the pinned memory ends that `first`, its rows' own, is the beginning of. Large pools are
+// registered piece by piece; the GPU's addresses have to follow each other, too.
+u64 mapped_end(const Rows& rows, const MemoryRange& first) {
+  u64 end = address(first.begin) + static_cast<u64>(first.bytes);
+  while (end < rows.end) {
+    const MemoryRange next = memory_range(reinterpret_cast<const void*>(end));
+    const u64 wanted = address(first.device_address) + (end - address(rows.data));
+    if (!is_mapped(next) || address(next.device_address) != wanted) break;
+    end = address(next.begin) + static_cast<u64>(next.bytes);
+  }
+  return end;
+}
+
 }  // namespace
 
 void add_pool(const char* begin, i64 num_bytes, const char* device_address) {
@@ -87,19 +100,18 @@ char* mapped_rows(const Rows& rows) {
                      "pinned host memory for a copy with a GPU; allocate it with "
                      "torch.empty(..., pin_memory=True) or call .pin_memory()");
   }
-  // Large pools are registered piece by piece. The GPU's addresses have to follow each other, too.
-  u64 end = address(first.begin) + static_cast<u64>(first.bytes);
-  while (end < rows.end) {
-    const MemoryRange next = memory_range(reinterpret_cast<const void*>(end));
-    const u64 wanted = address(first.device_address) + (end - address(rows.data));
-    if (!is_mapped(next) || address(next.device_address) != wanted) {
-      rows.value_error("rows at " + range_text(rows.begin, rows.end) + ", of which " +
-                           range_text(rows.begin, end) + " is pinned",
-                       "pinned host memory for all of them");
-    }
-    end = address(next.begin) + static_cast<u64>(next.bytes);
+  if (const u64 end = mapped_end(rows, first); end < rows.end) {
+    rows.value_error("rows at " + range_text(rows.begin, rows.end) + ", of which " +
+                         range_text(rows.begin, end) + " is pinned",
+                     "pinned host memory for all of them");
   }
   return const_cast<char*>(first.device_address);
+}
+
+bool is_mapped(const Rows& rows) {
+  if (const Pool pool = pool_at(rows.begin); rows.end <= pool.end) return true;  // or was closed
+  const MemoryRange first = memory_range(rows.data);
+  return is_mapped(first) && mapped_end(rows, first) >= rows.end;
 }
 
 }  // namespace jitkern

@@ -9,6 +9,8 @@ namespace jitkern {
 // registered, also in several pieces that follow each other. ValueError with the cure where not all
 // of them do. The device's context is current.
 char* mapped_rows(const Rows& rows);
+// Whether all of them lie in pinned memory.
+bool is_mapped(const Rows& rows);
 
 // Pools that are registered as a whole: of their rows the driver is not asked. Of one that was
 // closed mapped_rows says so, as long as tensors keep its memory.

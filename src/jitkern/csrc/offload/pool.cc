@@ -172,25 +172,27 @@ int populate(char* base, i64 num_bytes) {
   return 0;
 }
 
-// By as many threads, each a part of whole huge pages. Returns errno.
+// By as many threads, a huge page at a time: 16 threads back 32 GiB of used memory in 0.66 s so, in
+// 3.2 to 3.9 by one call for each thread's part (by stores, which cannot be refused, in 0.59).
+// Returns errno.
 int64_t pool_touch(int64_t base_arg, int64_t num_bytes, int64_t num_threads) {
   char* const base = reinterpret_cast<char*>(base_arg);
-  const i64 pages = ceil_div(num_bytes, kHugePageBytes);
-  const i64 part_bytes = ceil_div(pages, num_threads) * kHugePageBytes;
+  std::atomic<i64> taken{0};
   std::atomic<int> error{0};
-  std::vector<std::thread> threads;
-  for (i64 begin = 0; begin < num_bytes; begin += part_bytes) {
-    const auto touch = [=, &error] {
-      if (const int failed = populate(base + begin, std::min(part_bytes, num_bytes - begin))) {
+  const auto touch = [&] {
+    for (i64 at; error == 0 && (at = taken.fetch_add(kHugePageBytes)) < num_bytes;) {
+      if (const int failed = populate(base + at, std::min(kHugePageBytes, num_bytes - at))) {
         error = failed;
       }
-    };
-    try {
-      threads.emplace_back(touch);
-    } catch (const std::system_error&) {
-      touch();  // no more threads
     }
+  };
+  std::vector<std::thread> threads;
+  try {
+    while (static_cast<i64>(threads.size()) + 1 < num_threads) threads.emplace_back(touch);
+  } catch (const std::system_error&) {
+    // no more threads: those that there are do it all
   }
+  touch();
   for (std::thread& thread : threads) thread.join();
   return error;
 }

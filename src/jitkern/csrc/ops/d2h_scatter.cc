@@ -1,5 +1,5 @@
 // d2h_scatter on the host: checks, CPU implementation, launch.
-#include "pairs_host.h"
+#include "pairs_by_cpu.h"
 
 namespace jitkern {
 
@@ -9,18 +9,18 @@ constexpr const char* kOp = "d2h_scatter";
 const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
 const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 
-void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyView order) {
+void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyView order,
+                 AnyView way_value) {
   PairArgs args(kOp, kHostTarget, src, dst, pairs, num_sms);
   const Lists lists{false, false, order_arg(kOp, order, "destination", args.traffic())};
+  const Way way = way_arg(way_value, args);
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
-  args.map_host_rows();
-  if (args.empty()) return;
   args.params.src_site = kSrcSite;
   args.params.dst_site = kDstSite;
   args.params.fault = scope.device.fault_device;
   static KernelTable table = pair_kernels(kOp);
-  launch_pairs(scope, args, table, lists);
+  run_pairs(scope, args, table, lists, way);
 }
 
 JITKERN_EXPORT_OP(d2h_scatter, d2h_scatter);

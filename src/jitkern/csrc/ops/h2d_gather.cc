@@ -2,7 +2,7 @@
 #include <cstring>
 #include <limits>
 
-#include "pairs_host.h"
+#include "pairs_by_cpu.h"
 
 namespace jitkern {
 
@@ -46,7 +46,7 @@ void gather_resident_on_cpu(const PairArgs& args) {
 }
 
 void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyView num_sms,
-                bool dedup, AnyView reuse_resident_arg, AnyView order) {
+                bool dedup, AnyView reuse_resident_arg, AnyView order, AnyView way_value) {
   PairArgs args(kOp, kHostSource, src, dst, pairs, num_sms);
   args.take_slot_map(slot_map);
   const bool reuse_resident = bool_arg(kOp, "reuse_resident", reuse_resident_arg);
@@ -63,17 +63,16 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   const bool search = reuse_resident || (dedup && args.params.num_pairs >= kMinPairsToDedup);
   const bool ordered = order_arg(kOp, order, "source", args.traffic());
   const Lists lists{search, reuse_resident, ordered, kSlotMapSite};
+  const Way way = way_arg(way_value, args, reuse_resident);
   if (!args.dst.on_cuda()) {
     return reuse_resident ? gather_resident_on_cpu(args) : args.run_on_cpu();
   }
   const LaunchScope scope(args.dst);
-  args.map_host_rows();
-  if (args.empty()) return;
   args.params.src_site = kSrcSite;
   args.params.dst_site = kDstSite;
   args.params.fault = scope.device.fault_device;
   static KernelTable table = pair_kernels(kOp);
-  launch_pairs(scope, args, table, lists);
+  run_pairs(scope, args, table, lists, way);
 }
 
 JITKERN_EXPORT_OP(h2d_gather, h2d_gather);

@@ -83,6 +83,14 @@ void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedK
   scope.launch(kernels.entries[0], scope.device.num_sms, copy);
 }
 
+void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,
+                       const Lists& lists) {
+  const bool listed = lists.search || lists.ordered;
+  if (listed) list_kernels(scope.device, call);
+  table.find(scope.device, pair_spec(call, true));
+  if (!listed) table.find(scope.device, pair_spec(call, false));
+}
+
 void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
                   const Lists& lists) {
   const bool listed = (lists.search || lists.ordered) && call.params.num_pairs <= kMaxListedPairs;

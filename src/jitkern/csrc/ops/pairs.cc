@@ -34,7 +34,8 @@ PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView 
   const Rows& host = host_rows();
   if (host.on_cuda()) host.value_error("device " + host.device_name(), "cpu");
   src.same_dtype(dst);
-  pairs.same_device(device_rows());
+  // Pairs on the host may be those of a GPU's rows.
+  if (pairs.on_cuda() || !device_rows().on_cuda()) pairs.same_device(device_rows());
   if (pairs.dl->ndim < 1 || pairs.dl->shape[pairs.dl->ndim - 1] != 2) {
     pairs.value_error("shape " + pairs.shape_text(),
                       "shape [..., 2] of (source row, destination row)");

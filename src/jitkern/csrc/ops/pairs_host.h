@@ -17,6 +17,7 @@ struct Pair {
   i64 src_row;
   i64 dst_row;
 
+  Pair(i64 src_row, i64 dst_row) : src_row(src_row), dst_row(dst_row) {}
   template <class IndexAt>
   Pair(const IndexAt& index_at, i64 i) : src_row(index_at(2 * i)), dst_row(index_at(2 * i + 1)) {}
 
@@ -134,6 +135,10 @@ MadeLists make_lists(const LaunchScope& scope, const PairCall& call, const Lists
 // Copies by the lists, as copy `number` of those that they were made for.
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                    const MadeLists& made, int number = 0);
+
+// Has the kernels of a call found, or compiled, that goes in parts of any size.
+void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,
+                       const Lists& lists);
 
 // Launches a call: one copy of its pairs, or by its lists.
 void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,

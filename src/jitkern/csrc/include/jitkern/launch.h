@@ -24,10 +24,12 @@ using CUcontext = struct CUctx_st*;
 using CUmodule = struct CUmod_st*;
 using CUfunction = struct CUfunc_st*;
 using CUstream = struct CUstream_st*;
+using CUevent = struct CUevent_st*;
 
 // Values of cuda.h that are part of the driver's stable ABI.
 enum : int {
   kCudaSuccess = 0,
+  kCudaErrorNotReady = 600,
   kAttributeMultiprocessorCount = 16,
   kAttributeComputeMajor = 75,
   kAttributeComputeMinor = 76,
@@ -46,6 +48,9 @@ enum : int {
   kHostAllocPortable = 1,
   kHostAllocDeviceMap = 2,
   kCaptureModeRelaxed = 2,
+  kStreamNonBlocking = 1,
+  kHighestStreamPriority = -5,  // clamped to what the device has
+  kEventDisableTiming = 2,
   kJitErrorLogBuffer = 5,
   kJitErrorLogBufferBytes = 6,
   kLaunchCooperative = 2,
@@ -92,6 +97,14 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
   USE(cuLaunchKernelEx,                                                                            \
       (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))          \
   USE(cuMemsetD8Async, (CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream))  \
+  USE(cuMemcpyHtoDAsync_v2, (CUdeviceptr device, const void* host, size_t bytes, CUstream stream)) \
+  USE(cuMemcpyDtoHAsync_v2, (void* host, CUdeviceptr device, size_t bytes, CUstream stream))       \
+  USE(cuStreamCreateWithPriority, (CUstream * stream, unsigned flags, int priority))               \
+  USE(cuStreamIsCapturing, (CUstream stream, int* status))                                         \
+  USE(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags))                         \
+  USE(cuEventCreate, (CUevent * event, unsigned flags))                                            \
+  USE(cuEventRecord, (CUevent event, CUstream stream))                                             \
+  USE(cuEventQuery, (CUevent event))                                                               \
   USE(cuMemHostAlloc, (void** pointer, size_t bytes, unsigned flags))                              \
   USE(cuMemHostRegister_v2, (void* pointer, size_t bytes, unsigned flags))                         \
   USE(cuMemHostUnregister, (void* pointer))                                                        \
@@ -147,6 +160,19 @@ class ContextScope {
  private:
   CUcontext previous_;
   bool changed_;
+};
+
+// Lets this thread load code, allocate and ask for events while another one, or itself, captures a
+// stream.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_;
 };
 
 // What the driver knows of an address.
@@ -262,6 +288,12 @@ class LaunchScope {
         stream_(static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device.ordinal))) {
     check_pending_fault(device);
   }
+
+  // The same on another stream of the device.
+  LaunchScope(Device& device, CUstream stream)
+      : device(device), context_(device), stream_(stream) {}
+
+  CUstream stream() const { return stream_; }
 
   template <class Params>
   void launch(const Kernel& kernel, i64 grid_x, const Params& params, int grid_y = 1) const {

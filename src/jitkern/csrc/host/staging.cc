@@ -1,0 +1,138 @@
+#include "host/staging.h"
+
+#include <algorithm>
+
+#include "host/workers.h"
+
+namespace jitkern {
+
+namespace {
+
+constexpr i64 kAlignBytes = 128;
+
+std::array<std::atomic<Staging*>, kMaxDevices> all;
+
+char* allocate_pinned(i64 bytes) {
+  const Driver& driver = Driver::get();
+  void* memory = nullptr;
+  driver.check(driver.cuMemHostAlloc(&memory, static_cast<size_t>(bytes), kHostAllocPortable),
+               "cuMemHostAlloc");
+  return static_cast<char*>(memory);
+}
+
+CUstream make_stream(int priority) {
+  const Driver& driver = Driver::get();
+  CUstream stream = nullptr;
+  driver.check(driver.cuStreamCreateWithPriority(&stream, kStreamNonBlocking, priority),
+               "cuStreamCreate");
+  return stream;
+}
+
+}  // namespace
+
+CUevent make_event() {
+  const Driver& driver = Driver::get();
+  CUevent event = nullptr;
+  driver.check(driver.cuEventCreate(&event, kEventDisableTiming), "cuEventCreate");
+  return event;
+}
+
+void record(CUevent event, CUstream stream) {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuEventRecord(event, stream), "cuEventRecord");
+}
+
+void wait_for(CUstream stream, CUevent event) {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent");
+}
+
+bool is_done(CUevent event) {
+  const Driver& driver = Driver::get();
+  const CUresult result = driver.cuEventQuery(event);
+  if (result != kCudaErrorNotReady) driver.check(result, "cuEventQuery");
+  return result == kCudaSuccess;
+}
+
+void wait_for(CUevent event) {
+  for (Backoff backoff; !is_done(event);) backoff.wait();
+}
+
+void copy_to_device(char* device, const char* host, i64 bytes, CUstream stream) {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuMemcpyHtoDAsync_v2(reinterpret_cast<CUdeviceptr>(device), host,
+                                           static_cast<size_t>(bytes), stream),
+               "cuMemcpyHtoDAsync");
+}
+
+void copy_to_host(char* host, const char* device, i64 bytes, CUstream stream) {
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuMemcpyDtoHAsync_v2(host, reinterpret_cast<CUdeviceptr>(device),
+                                           static_cast<size_t>(bytes), stream),
+               "cuMemcpyDtoHAsync");
+}
+
+char* Uploads::take(i64 bytes) {
+  if (memory_ == nullptr) memory_ = allocate_pinned(kBytes);
+  bytes = ceil_div(bytes, kAlignBytes) * kAlignBytes;
+  if (end_ + bytes > kBytes) begin_ = end_ = 0;  // from the start again
+  const auto overlaps = [&](const Taken& other) {
+    return other.begin < end_ + bytes && end_ < other.end;
+  };
+  // Given back in the order of their taking, as they are read.
+  while (!taken_.empty()) {
+    const CUevent oldest = taken_.front().read;
+    if (std::any_of(taken_.begin(), taken_.end(), overlaps)) {
+      wait_for(oldest);
+    } else if (!is_done(oldest)) {
+      break;
+    }
+    free_.push_back(oldest);
+    taken_.pop_front();
+  }
+  char* const found = memory_ + end_;
+  end_ += bytes;
+  return found;
+}
+
+void Uploads::mark(CUstream stream) {
+  if (free_.empty()) free_.push_back(make_event());
+  record(free_.back(), stream);
+  taken_.push_back({begin_, end_, free_.back()});
+  free_.pop_back();
+  begin_ = end_;
+}
+
+Staging::Staging(int ordinal)
+    : copies(make_stream(0)),
+      places(make_stream(kHighestStreamPriority)),
+      start(make_event()),
+      end(make_event()),
+      fetched(make_event()),
+      ordinal_(ordinal) {}
+
+Staging& Staging::get(const LaunchScope& scope) {
+  std::atomic<Staging*>& found = all[scope.device.ordinal];
+  if (Staging* staging = found.load(std::memory_order_acquire)) return *staging;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (found.load() == nullptr) found = new Staging(scope.device.ordinal);
+  return *found;
+}
+
+Chunk* Staging::chunks() {
+  if (chunks_[0].host != nullptr) return chunks_.data();
+  // Kept for good: torch's allocator then counts it, and no other stream gets it.
+  static auto* kept = new std::vector<tvm::ffi::Tensor>();
+  const i64 bytes = kNumChunks * kChunkBytes;
+  const auto memory = allocate({bytes}, DLDataType{kDLUInt, 8, 1}, DLDevice{kDLCUDA, ordinal_});
+  char* const host = allocate_pinned(bytes);
+  kept->push_back(memory);
+  for (i64 i = kNumChunks - 1; i >= 0; --i) {
+    chunks_[i] = {host + i * kChunkBytes, static_cast<char*>(memory.data_ptr()) + i * kChunkBytes,
+                  make_event(), make_event()};
+  }
+  return chunks_.data();
+}
+
+}  // namespace jitkern

@@ -1,0 +1,85 @@
+// Pinned memory through which rows and row numbers travel to a GPU, and the streams that carry
+// them: made for a device at its first use, kept for good.
+#pragma once
+
+#include <jitkern/launch.h>
+
+#include <deque>
+#include <map>
+#include <mutex>
+
+namespace jitkern {
+
+// 76 us of the link. Chunks of 1 and 2 MiB move as much from 64 GiB and less from 16; all chunks
+// together stay in the last-level cache of a server.
+constexpr i64 kChunkBytes = i64(4) << 20;
+constexpr int kNumChunks = 6;
+
+// Rows between the CPU's cores and a GPU.
+struct Chunk {
+  char* host;
+  char* device;
+  CUevent copied;
+  CUevent done;  // the GPU has no more use for it
+};
+
+// Pinned memory from which small things are copied to the GPU, in turn.
+class Uploads {
+ public:
+  static constexpr i64 kBytes = i64(16) << 20;
+
+  // The next `bytes`, at most kBytes; waits until what the GPU copies from there has arrived.
+  char* take(i64 bytes);
+  // The GPU has read what was taken since once it has come to this place of the stream.
+  void mark(CUstream stream);
+
+ private:
+  struct Taken {
+    i64 begin;
+    i64 end;
+    CUevent read;
+  };
+  char* memory_ = nullptr;
+  i64 begin_ = 0;  // of what was taken and not marked
+  i64 end_ = 0;
+  std::deque<Taken> taken_;
+  std::vector<CUevent> free_;
+};
+
+class Staging {
+ public:
+  // Of the scope's device, whose context is current. RuntimeError where there is no memory for it.
+  static Staging& get(const LaunchScope& scope);
+
+  std::mutex turn;  // of a call
+  Uploads uploads;
+  // Those that rows are staged in; RuntimeError where there is no memory for them.
+  Chunk* chunks();
+  CUstream copies = nullptr;  // by the copy engine
+  CUstream places = nullptr;  // of rows, in device memory
+  CUevent start = nullptr;
+  CUevent end = nullptr;
+  CUevent fetched = nullptr;
+
+  // What part of a call's rows SMs took when they and the CPU ended at once, by what decides it.
+  using Traffic = std::array<i64, 4>;
+  std::map<Traffic, double> sms_shares;
+
+ private:
+  explicit Staging(int ordinal);
+
+  int ordinal_;
+  std::array<Chunk, kNumChunks> chunks_{};
+};
+
+CUevent make_event();
+void record(CUevent event, CUstream stream);
+void wait_for(CUstream stream, CUevent event);
+// Whether all that was recorded has been done.
+bool is_done(CUevent event);
+// Asleep most of the time.
+void wait_for(CUevent event);
+void copy_to_device(char* device, const char* host, i64 bytes, CUstream stream);
+void copy_to_host(char* host, const char* device, i64 bytes, CUstream stream);
+
+}  // namespace jitkern
