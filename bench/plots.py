@@ -170,12 +170,35 @@ def _pools(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> li
     return [_save(figure, directory / "pools.png")]
 
 
+def _ways(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
+    """GB/s against the size of the pool, for each way that rows may take."""
+    most = max((r["params"]["rows"] for r in rows if r["params"]["row_bytes"] == 656), default=0)
+    here = [r for r in rows if r["gb_s"] and r["params"]["row_bytes"] == 656]
+    here = [r for r in here if r["params"]["rows"] == most and "pageable" not in r["case"]]
+    if len({r["params"]["pool_gib"] for r in here}) < 2:
+        return []
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
+    for axes, kind in zip(panels, ("gather", "scatter"), strict=True):
+        points = [r for r in here if r["params"]["kind"] == kind]
+        named = [name for name in _common(points) if "threads" not in name and name != "auto"]
+        for name, color in zip(named, _cycle(PEERS), strict=False):
+            _line(axes, points, name, color=color, marker="o", markersize=3, x="pool_gib")
+        _line(axes, points, "auto", color=OURS, linestyle=":", linewidth=3, x="pool_gib")
+        axes.set(title=kind, xlabel="GiB of the pool", xscale="log", ylim=(0, None))
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=7, loc="lower left")
+    panels[0].set_ylabel("GB/s that arrive")
+    figure.suptitle(f"{most:,} random rows of 656 B, numbers on the host, {machine}", fontsize=10)
+    return [_save(figure, directory / "ways.png")]
+
+
 _PLOTS = {
     "bandwidth": _bandwidth,
     "ladder": _ladder,
     "row sizes": _row_sizes,
     "gemm": _gemm,
     "pools": _pools,
+    "ways": _ways,
 }
 
 

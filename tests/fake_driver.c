@@ -72,6 +72,9 @@ CUresult cuDriverGetVersion(int* version) {
 }
 CUresult cuDeviceGetCount(int* count) { return *count = 2, 0; }
 CUresult cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal >= 2; }
+CUresult cuDeviceGetName(char* name, int length, int device) {
+  return snprintf(name, (size_t)length, "Fake GPU"), device >= 2;
+}
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
   const char* given = getenv("FAKE_ARCH");
   const int arch = given != NULL ? atoi(given) : 90;

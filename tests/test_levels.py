@@ -29,7 +29,7 @@ LAYERS = """
 1  compilers.find_cuda
 1  compilers.identity compilers.load compilers.ninja compilers.nvrtc
 1  compilers.cxx compilers.nvcc
-2  host.build host.torch_state
+2  host.build host.torch_state host.tuning
 2  host.module
 2  host.faults
 3  jit.cubin jit.template jit.record jit.params
@@ -50,6 +50,7 @@ LAYERS = """
 5  offload.share
 5  offload.pool
 5  offload
+5  calibration
 5  bench.case bench.timing
 5  perf bench.report bench.client bench.pairs
 5  bench.measure
@@ -83,7 +84,7 @@ SHOWN = {
         include_closure include_dirs is_cpp17 is_cuda_headers load_library nvcc nvrtc platform_abi
         program_stats quiet source_path toolchain_directories toolchain_id words
     """,
-    "host": "check module",
+    "host": "check module tuning",
     "jit": """
         CppArgs DeviceModule KernelConfig PRELUDE Recorded Specialisation has_cuda load_aot
         load_device load_jit load_own make_cpp_args native_library replay

@@ -51,6 +51,7 @@ USERS = {
         tests/emulate/race.cc tests/emulate/race.py bench/cases/pools.py
         tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
         tests/threads/ops.cc tests/offload/test_pool.py tests/offload/pool_child.py
+        bench/cases/ways.py src/jitkern/calibration.py
     """,
     "an op to compile, to launch, to keep or to time, where any would do": """
         src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py

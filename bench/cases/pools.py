@@ -287,12 +287,7 @@ def _facts(kind: str, gib: float, rows: int, row_bytes: int, law: str) -> dict[s
 
 def _rows(rows: int, count: int, law: str) -> torch.Tensor:
     """Return random rows of the pool; distinct ones, but by Zipf's law."""
-    if law != "uniform":
-        return host_pool.zipf(rows, count)
-    if rows < 1 << 28:
-        return torch.randperm(rows, device="cuda")[:count]
-    found = torch.randint(0, rows, (count + count // 64,), device="cuda").unique()
-    return found[torch.randperm(found.numel(), device="cuda")[:count]]
+    return host_pool.distinct(rows, count) if law == "uniform" else host_pool.zipf(rows, count)
 
 
 def _pairs(sources: torch.Tensor, to: torch.Tensor, pool_rows: int) -> list[torch.Tensor]:

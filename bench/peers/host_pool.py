@@ -1,21 +1,17 @@
-"""Host memory of the size that servers keep: one registered allocation, of which cases take a part.
-
-Written by all cores and registered where it lies, which takes 20 s for 64 GiB; PyTorch's pinned
-allocator takes 30 and rounds up to a power of two.
-"""
+"""Host memory of the size that servers keep: one pinned pool, of which cases take a part."""
 
 from __future__ import annotations
 
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 
+from jitkern.offload import PinnedPool
+
 GIB = 1 << 30
 POOL_GIB = (0.2, 1, 4, 8, 16, 32, 64, 96)
-_HUGE_PAGE = 2 << 20
 
 
 @cache
@@ -31,13 +27,8 @@ def sizes(at_most: float) -> list[float]:
 @cache
 def allocated(gib: float) -> torch.Tensor:
     """Return pinned bytes that hold the number of each 8, for the rest of the process."""
-    length = int(gib * GIB)
-    memory = mmap.mmap(-1, length + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE
-    pool = whole[start : start + length]
-    numbers = pool[: length // 8 * 8].view(torch.int64)
+    pool = PinnedPool(int(gib * GIB), progress=False).tensor()
+    numbers = pool[: pool.numel() // 8 * 8].view(torch.int64)
     step = 1 << 24
 
     def write(begin: int) -> None:
@@ -49,9 +40,6 @@ def allocated(gib: float) -> torch.Tensor:
     with ThreadPoolExecutor(threads) as workers:
         list(workers.map(write, range(0, numbers.numel(), step)))
     torch.set_num_threads(threads)
-    error = torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), length, 0)
-    if int(error) != 0:
-        raise RuntimeError(f"cudaHostRegister of {gib} GiB: {error}")
     return pool
 
 
@@ -67,3 +55,11 @@ def zipf(rows: int, count: int, exponent: float = 1.1) -> torch.Tensor:
     power = 1.0 - exponent  # the inverse of the continuous law's distribution
     ranks = (uniform * (rows**power - 1.0) + 1.0) ** (1.0 / power)
     return (ranks.long() * 0x9E3779B1) % rows
+
+
+def distinct(rows: int, count: int) -> torch.Tensor:
+    """Return random rows of a pool, each once, on the GPU."""
+    if rows < 1 << 28:
+        return torch.randperm(rows, device="cuda")[:count]
+    found = torch.randint(0, rows, (count + count // 64,), device="cuda").unique()
+    return found[torch.randperm(found.numel(), device="cuda")[:count]]

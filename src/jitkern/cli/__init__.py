@@ -1,4 +1,4 @@
-"""The command line: ``jitkern warm | doctor | cache | demo | bench | clangd | completion``.
+"""The command line: ``jitkern warm``, ``jitkern doctor`` and the others.
 
 Each command is a module with ``configure(parser)`` and ``run(args)``; what is heavy is imported
 when it runs, so that ``jitkern --help`` answers at once.
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 from jitkern import __version__
-from jitkern.cli import bench_cmd, cache_cmd, clangd, completion, demo, doctor, warm
+from jitkern.cli import bench_cmd, cache_cmd, calibrate, clangd, completion, demo, doctor, warm
 from jitkern.cli.ui import Parser, UsageError
 from jitkern.env import settings
 from jitkern.errors import CompileError, JitkernError, WarmError
@@ -23,6 +23,7 @@ from jitkern.errors import CompileError, JitkernError, WarmError
 _COMMANDS = {
     "warm": warm,
     "doctor": doctor,
+    "calibrate": calibrate,
     "cache": cache_cmd,
     "demo": demo,
     "bench": bench_cmd,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -82,6 +83,8 @@ def diagnose() -> Iterator[Check]:
         yield from _driver(gpus)
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
     yield from _caches()
+    if gpus:
+        yield _calibration()
     if host.state == torch.state == "ok":
         yield _trial("cpu")
         for i in range(gpus):
@@ -153,19 +156,12 @@ def _driver_arch(device: int) -> str:
 def _driver(gpus: int) -> Iterator[Check]:
     version = int(_host().driver_version())
     if version:
+        from jitkern.host import tuning
+
         supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
-        yield Check("driver", f"{_kernel_driver() or 'version unknown'}, {supports}")
+        yield Check("driver", f"{tuning.kernel_driver() or 'version unknown'}, {supports}")
         if gpus:
             yield from _nvrtc_against_driver(version // 1000)
-
-
-def _kernel_driver() -> str:
-    """Version of the kernel's part of the driver, such as 580.95.05."""
-    try:
-        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
-    except (OSError, IndexError):
-        return ""
-    return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
 def _nvrtc_against_driver(driver_major: int) -> Iterator[Check]:
@@ -248,6 +244,23 @@ def _cache(origin: str, cache: Cache) -> Check:
         return Check(what, f"{cache.root}: {absent}", "note" if fix else "ok", fix)
     verdict = "trusted" if cache.read_only else "trusted, writable"
     return Check(what, f"{cache.root}: {rights}, {verdict}")
+
+
+def _calibration() -> Check:
+    """Whose figures "auto" decides by."""
+    from jitkern.host import tuning
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = tuning.find(str(_host().device_name(0)), int(_host().driver_version()))
+    if found is not None:
+        return Check("calibration", f"{found[0]}: of this machine")
+    for warning in caught:
+        reason, fix = ui.split_hint(RuntimeError(warning.message))
+        return Check("calibration", reason, "note", fix)
+    return Check(
+        "calibration", "none: the figures of an H200 are used", "note", "jitkern calibrate"
+    )
 
 
 def _trial(device: str) -> Check:

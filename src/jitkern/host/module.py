@@ -273,8 +273,16 @@ def _initialised(found: Lookup[Module]) -> Lookup[Module]:
     register_error("jitkern.ThroughCpp", ThroughCpp)
     found.loaded["set_resolver"](_resolve)
     found.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
+    found.loaded["set_tuner"](_measured)
     _found = found
     return found
+
+
+def _measured(gpu: str, cuda_version: int) -> Mapping[str, int]:
+    """Return what `jitkern calibrate` has found on this machine. Called once for each GPU."""
+    from jitkern.host.tuning import measured_figures
+
+    return measured_figures(str(gpu), int(cuda_version))
 
 
 def _warn(message: str) -> None:

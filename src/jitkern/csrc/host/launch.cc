@@ -72,7 +72,6 @@ int64_t answer_to(CUresult (*Driver::*question)(int*), const char* name) {
   return answer;
 }
 int64_t device_count() { return answer_to(&Driver::cuDeviceGetCount, "cuDeviceGetCount"); }
-int64_t driver_version() { return answer_to(&Driver::cuDriverGetVersion, "cuDriverGetVersion"); }
 
 int attribute_of(CUdevice handle, int attribute) {
   const Driver& driver = Driver::get();
@@ -318,6 +317,15 @@ void Launch::run(CUfunction function, CUstream stream, const void* params) {
   driver.check(driver.cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
 }
 
+std::string device_name(int ordinal) {
+  char name[256] = "";
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuDeviceGetName(name, sizeof(name), handle_of(ordinal)), "cuDeviceGetName");
+  return name;
+}
+
+int64_t driver_version() { return answer_to(&Driver::cuDriverGetVersion, "cuDriverGetVersion"); }
+
 tvm::ffi::Tensor allocate(tvm::ffi::ShapeView shape, DLDataType dtype, DLDevice device) {
   if (TVMFFIEnvGetDLPackManagedTensorAllocator() == nullptr) {
     raise_runtime_error(
@@ -339,5 +347,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_resolver, set_resolver);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_count, device_count);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_arch, device_arch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(driver_version, driver_version);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_name, device_name);
 
 }  // namespace jitkern

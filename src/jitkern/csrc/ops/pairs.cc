@@ -6,6 +6,7 @@
 
 #include "host/cpu_copy.h"
 #include "host/pinned.h"
+#include "host/tuning.h"
 
 namespace jitkern {
 
@@ -138,7 +139,7 @@ KernelTable pair_kernels(const char* op) {
 }
 
 bool is_small_call(const PairCall& call) {
-  return !call.num_sms && call.bytes() <= kSmallCallBytes;
+  return !call.num_sms && call.bytes() <= figure(call.ordinal(), kSmallCallBytes);
 }
 
 bool is_line_aligned(u64 host_bits, i64 row_bytes) {

@@ -9,6 +9,7 @@
 
 #include "host/cpu_copy.h"
 #include "host/pinned.h"
+#include "host/tuning.h"
 #include "host_pairs.h"
 
 namespace jitkern {
@@ -37,20 +38,25 @@ i64 num_threads_arg(const char* op, AnyView value) {
   return count;
 }
 
-// Rows out of so much memory, and so many of them, are worth the host's cores.
-constexpr i64 kMinSpanForBoth = i64(8) << 30;
-constexpr i64 kMinRowsForBoth = 16384;
-constexpr i64 kMaxRowBytesForBoth = 2048;
+// So many rows, as short, are worth the host's cores: longer ones hide the misses of the link's
+// address translation.
+constexpr i64 kMinRowsByCpu = 16384;
+constexpr i64 kMaxRowBytesByCpu = 2048;
 
 // The fastest way of a call on a GPU whose pairs are on the host. The device's context is current.
-Method fastest(const PairArgs& args, const Lists& lists) {
+Method fastest(const PairArgs& args, const Lists& lists, i64 num_threads) {
   if (lists.reuse_resident || args.empty()) return Method::kSms;
   if (!is_mapped(args.host_rows())) return Method::kCpu;
+  const bool gathers = args.host_side == kHostSource;
   const HostTraffic traffic = args.traffic();
-  const bool misses =
-      std::abs(traffic.span_bytes) >= kMinSpanForBoth && traffic.row_bytes <= kMaxRowBytesForBoth;
-  const bool both = args.host_side == kHostSource && misses && traffic.num_rows >= kMinRowsForBoth;
-  return both ? Method::kBoth : Method::kSms;
+  const auto limit = [&](Figure figure_of_gather, Figure figure_of_scatter) {
+    return figure(traffic.ordinal, gathers ? figure_of_gather : figure_of_scatter);
+  };
+  const bool pays = std::abs(traffic.span_bytes) >= limit(kBothSpanBytes, kCpuScatterSpanBytes) &&
+                    num_threads >= limit(kBothThreads, kCpuScatterThreads) &&
+                    traffic.num_rows >= kMinRowsByCpu && traffic.row_bytes <= kMaxRowBytesByCpu;
+  if (!pays) return Method::kSms;
+  return gathers ? Method::kBoth : Method::kCpu;
 }
 
 // A replay reads what was there when the graph was captured, and no memory of the host.
@@ -119,16 +125,18 @@ Way way_arg(AnyView value, const PairArgs& args, bool reuse_resident) {
 void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists,
                const Way& way) {
   const bool of_host = !args.pairs.on_cuda();
+  i64 num_threads = way.num_threads;
+  if (of_host && num_threads == 0) num_threads = std::min(torch_num_threads(), num_cores());
   Method method = way.method;
-  if (method == Method::kAuto) method = of_host ? fastest(args, lists) : Method::kSms;
+  if (method == Method::kAuto) {
+    method = of_host ? fastest(args, lists, num_threads) : Method::kSms;
+  }
   if (method != Method::kCpu) args.map_host_rows();
   if (args.empty()) return;
   if (!of_host) return launch_pairs(scope, args, table, lists);
 
   require_no_capture(scope, args);
   const RelaxedCapture relaxed;
-  const i64 num_threads =
-      way.num_threads > 0 ? way.num_threads : std::min(torch_num_threads(), num_cores());
   if (method == Method::kSms) return launch_pairs_of_host(scope, args, table, lists);
   if (args.host_side == kHostTarget) return scatter_by_cpu(scope, args, table, num_threads);
   gather_by_cpu(scope, args, table, lists, method == Method::kBoth, num_threads);

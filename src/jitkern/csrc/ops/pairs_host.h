@@ -39,7 +39,8 @@ struct PairCall {
   std::optional<i64> num_sms;  // as the caller says
 
   i64 bytes() const { return row_bytes * params.num_pairs; }
-  HostTraffic traffic() const { return {params.num_pairs, row_bytes, span_bytes}; }
+  int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
+  HostTraffic traffic() const { return {ordinal(), params.num_pairs, row_bytes, span_bytes}; }
 };
 
 // The arguments of an op on pairs.
@@ -87,8 +88,7 @@ std::optional<i64> num_sms_arg(const char* op, AnyView value);
 // The kernels of `op`, each a PairCopy and what else its Python names.
 KernelTable pair_kernels(const char* op);
 
-// A call of no more bytes is over in microseconds, 40 of the bus, and may be spread over the GPU.
-constexpr i64 kSmallCallBytes = 2 << 20;
+// Whether a call is so short that it may be spread over the GPU.
 bool is_small_call(const PairCall& call);
 
 // Whether lanes may start at the rows: those begin where lines do, or each lies inside of one.

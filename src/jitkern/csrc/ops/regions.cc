@@ -2,16 +2,13 @@
 #include <algorithm>
 #include <string>
 
+#include "host/tuning.h"
 #include "regions_host.h"
 
 namespace jitkern {
 
 namespace {
 
-// The span of host memory whose random rows still hit in the link's address translation: on an H200
-// those of 656 bytes out of 0.75 / 1 / 1.5 / 2 / 4 / 16 GiB come at 48 / 44 / 34 / 29 / 23 / 19
-// GB/s, in order at 48 to 8 GiB and 43 at 16.
-constexpr i64 kReachBytes = i64(768) << 20;
 // A miss lasts as long as 1.7 KB: rows of 2 KB out of 16 GiB come at 45, those of 3 KB at 51 GB/s
 // as they are, in order both at 51.
 constexpr i64 kMaxRowBytesToOrder = 2048;
@@ -35,7 +32,8 @@ constexpr i64 kInFlightSpanBytes = i64(1) << 30;
 bool is_worth_ordering(const HostTraffic& traffic) {
   if (traffic.span_bytes < 1) return false;
   if (traffic.num_rows < kMinRowsToOrder || traffic.row_bytes > kMaxRowBytesToOrder) return false;
-  const double hits = double(kReachBytes) / double(traffic.span_bytes);
+  const double reach_bytes = double(figure(traffic.ordinal, kReachBytes));
+  const double hits = reach_bytes / double(traffic.span_bytes);
   return double(traffic.num_rows) * (1.0 - hits) >= kMinMissesToOrder;
 }
 

@@ -9,6 +9,7 @@ namespace jitkern {
 
 // What a call moves over the link.
 struct HostTraffic {
+  int ordinal;  // of the GPU, -1: none
   i64 num_rows;
   i64 row_bytes;
   i64 span_bytes;  // of the host's rows, from the first to the last; below 1 where these lie

@@ -6,6 +6,7 @@
 
 #include "host/cpu_copy.h"
 #include "host/pinned.h"
+#include "host/tuning.h"
 #include "swap_host.h"
 
 namespace jitkern {
@@ -49,7 +50,7 @@ struct SwapArgs {
   i64 num_triples() const { return triples.count / 3; }
   i64 bytes() const { return gpu.row_bytes * num_triples(); }
   HostTraffic traffic() const {
-    return {num_triples(), gpu.row_bytes, host.num_rows * host.stride_bytes};
+    return {gpu.ordinal(), num_triples(), gpu.row_bytes, host.num_rows * host.stride_bytes};
   }
 };
 
@@ -203,7 +204,8 @@ void swap_rows(AnyView host_arg, AnyView gpu_arg, AnyView triples_arg, AnyView n
   const u64 host_bits = address(host) | static_cast<u64>(params.host_stride_bytes);
   const u64 gpu_bits = address(params.gpu) | static_cast<u64>(params.gpu_stride_bytes);
   const i64 row_bytes = args.gpu.row_bytes;
-  const bool large = in_order || args.num_sms || args.bytes() > kSmallCallBytes;
+  const bool large =
+      in_order || args.num_sms || args.bytes() > figure(call.traffic.ordinal, kSmallCallBytes);
   const Spec spec(row_bytes, widest_vec(host_bits | gpu_bits | static_cast<u64>(row_bytes)),
                   call.index_bytes, is_line_aligned(host_bits, row_bytes), large, in_order);
   static KernelTable table(

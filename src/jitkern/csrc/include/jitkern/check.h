@@ -53,6 +53,7 @@ struct Tensor {
 
   char* data() const { return static_cast<char*>(dl->data) + dl->byte_offset; }
   bool on_cuda() const { return dl->device.device_type == kDLCUDA; }
+  int ordinal() const { return on_cuda() ? dl->device.device_id : -1; }  // of the GPU, -1: none
   i64 numel() const;
   i64 item_bytes() const { return (i64(dl->dtype.bits) * dl->dtype.lanes + 7) / 8; }
   std::string device_name() const;

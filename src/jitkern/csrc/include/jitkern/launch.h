@@ -83,6 +83,7 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
   USE(cuDriverGetVersion, (int* version))                                                          \
   USE(cuDeviceGetCount, (int* count))                                                              \
   USE(cuDeviceGet, (CUdevice * device, int ordinal))                                               \
+  USE(cuDeviceGetName, (char* name, int length, CUdevice device))                                  \
   USE(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                          \
   USE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                            \
   USE(cuDevicePrimaryCtxGetState, (CUdevice device, unsigned* flags, int* active))                 \
@@ -339,6 +340,10 @@ void launch_rows(KernelTable& table, const Tensor& tensor, const Spec& spec, i64
 inline GroupShape row_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(spec[0], spec[1], in_flight, splits);
 }
+
+// The GPU's name, and the version of CUDA that the driver supports, such as 13000; 0: no driver.
+std::string device_name(int ordinal);
+int64_t driver_version();
 
 // A tensor of `shape` from torch's allocator, as of the call's other tensors.
 tvm::ffi::Tensor allocate(tvm::ffi::ShapeView shape, DLDataType dtype, DLDevice device);

@@ -1,0 +1,310 @@
+"""``calibrate``: measure what "auto" decides by on this machine, and keep it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jitkern.errors import UnsupportedError
+from jitkern.host import tuning
+from jitkern.host.module import module
+from jitkern.ops.d2h_scatter import d2h_scatter
+from jitkern.ops.h2d_gather import h2d_gather
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Say = Callable[[str], None]
+
+_GIB = 1 << 30
+_ROW_BYTES = 656  # an MLA row with its scales, which all measurements of this project have
+_ROWS = 131_072
+_DEVICE_ROWS = 4 * _ROWS
+_SETS = 5  # of row numbers, each used once: a second time the GPU's L2 knows their pages
+_NEVER = 1 << 60
+_WORTH = 1.03  # beside another way, which takes more of the machine
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, and the figures that follow.
+
+    Attributes
+    ----------
+    machine : Machine
+        What they hold for.
+    figures : mapping of str to int
+        What "auto" reads.
+    curves : mapping of str to list of (float, float)
+        What they come from: GB/s of random rows of 656 bytes over the size of their pool in GiB
+        (``as they come``, ``in order``, ``both ways``, ``scatter, in order``, ``scatter by the
+        CPU``) or over the number of the CPU's threads (``by the CPU, of threads``, ``both ways, of
+        threads``); microseconds of small calls over their MiB (``small``, ``large``).
+    took_s : float
+    file : Path
+        Where they are kept.
+    """
+
+    machine: tuning.Machine
+    figures: Mapping[str, int]
+    curves: Mapping[str, list[tuple[float, float]]]
+    took_s: float
+    file: Path
+
+
+def calibrate(say: Say = lambda _: None) -> Calibration:
+    """Measure this machine for "auto", in under a minute, and keep the figures beside the cache.
+
+    They are used from now on, in this process and in all that start later on a machine with the
+    same GPU, driver and processor; without them those of an H200 are. It takes a pool of pinned
+    memory of up to 32 GiB, a quarter of what is free, and wants an idle machine.
+
+    Parameters
+    ----------
+    say
+        Is told what is being measured.
+
+    Raises
+    ------
+    UnsupportedError
+        No GPU.
+    OSError
+        The figures cannot be written.
+    """
+    import torch
+
+    from jitkern.offload import PinnedPool, hostmem
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("calibrate: no GPU; run it where the ops will run")
+    started = time.perf_counter()
+    machine = this_machine(torch.cuda.current_device())
+    pool_gib = next((g for g in (32, 16, 8, 4) if 4 * g * _GIB <= (hostmem.free_bytes() or 0)), 2)
+    say(f"pinning {pool_gib} GiB")
+    with PinnedPool(pool_gib * _GIB, progress=False) as pool, _as_before() as set_figure:
+        bench = _Bench(pool.tensor())
+        say("how far the link's address translation reaches")
+        spans = [gib for gib in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if gib <= pool_gib]
+        as_they_come = [(gib, bench.gather(gib, order="given")) for gib in spans]
+        say("small calls")
+        small, large = bench.small_calls(set_figure)
+        say("ways through the CPU")
+        threads = _thread_counts()
+        far = [gib for gib in spans if gib >= 4]
+        curves: dict[str, list[tuple[float, float]]] = {
+            "as they come": as_they_come,
+            "in order": [(gib, bench.gather(gib, order="source")) for gib in spans],
+            "small": small,
+            "large": large,
+            "by the CPU, of threads": [(n, bench.by_cpu(spans[-1], "cpu", n)) for n in threads],
+            "both ways, of threads": [(n, bench.by_cpu(spans[-1], "both", n)) for n in threads],
+            "both ways": [(gib, bench.by_cpu(gib, "both", threads[-1])) for gib in far],
+            "scatter, in order": [(gib, bench.scatter(gib, "sm")) for gib in far],
+            "scatter by the CPU": [(gib, bench.scatter(gib, "cpu", threads[-1])) for gib in far],
+            "scatter by the CPU, of threads": [
+                (n, bench.scatter(spans[-1], "cpu", n)) for n in threads
+            ],
+        }
+    figures = figures_of(curves)
+    took_s = time.perf_counter() - started
+    file = tuning.save(machine, figures, curves=curves, took_s=took_s, unix_s=time.time())
+    for ordinal in range(torch.cuda.device_count()):
+        if this_machine(ordinal) == machine:
+            for name, value in figures.items():
+                module()["set_figure"](ordinal, name, value)
+    return Calibration(machine, figures, curves, took_s, file)
+
+
+def this_machine(ordinal: int) -> tuning.Machine:
+    """Return what this process runs on, with the GPU of this number."""
+    host = module()
+    return tuning.machine_with(str(host["device_name"](ordinal)), int(host["driver_version"]()))
+
+
+# -- what follows from what was measured -----------------------------------------------------------
+
+
+def figures_of(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, int]:
+    """Return the figures that "auto" reads, of the curves of :class:`Calibration`."""
+    in_order, scatter = dict(curves["in order"]), dict(curves["scatter, in order"])
+    farthest = max(scatter)
+    return {
+        "reach_bytes": _reach_bytes(curves["as they come"]),
+        "small_call_bytes": _crossing_bytes(curves["small"], curves["large"]),
+        "both_span_bytes": _span_bytes(curves["both ways"], in_order),
+        "both_threads": _threads(curves["both ways, of threads"], in_order[farthest]),
+        "cpu_scatter_span_bytes": _span_bytes(curves["scatter by the CPU"], scatter),
+        "cpu_scatter_threads": _threads(
+            curves["scatter by the CPU, of threads"], scatter[farthest]
+        ),
+    }
+
+
+def _reach_bytes(gb_s: Sequence[tuple[float, float]]) -> int:
+    """Return the span whose rows still hit in the link's address translation.
+
+    Beyond it a part ``1 - reach / span`` of the rows misses, and each that does takes as much
+    longer: a row's time is a straight line over ``1 / span``.
+    """
+    row_ns = [(gib, _ROW_BYTES / speed) for gib, speed in gb_s]
+    hit_ns = row_ns[0][1]
+    far = [(1 / gib, ns) for gib, ns in row_ns if gib >= 2]
+    if len(far) < 2 or far[-1][1] < 1.1 * hit_ns:
+        return _NEVER
+    slope, start = statistics.linear_regression(*zip(*far, strict=True))
+    reach_gib = -slope / max(start - hit_ns, 1e-9)
+    return int(min(max(reach_gib, 0.125), 64) * _GIB)
+
+
+def _crossing_bytes(
+    small: Sequence[tuple[float, float]], large: Sequence[tuple[float, float]]
+) -> int:
+    """Return the size of the largest call up to which all are no slower as small ones."""
+    found = small[0][0] / 4
+    for (mib, small_us), (_, large_us) in zip(small, large, strict=True):
+        if small_us > 1.02 * large_us:
+            break
+        found = mib
+    return int(found * (1 << 20))
+
+
+def _span_bytes(gb_s: Sequence[tuple[float, float]], beside: Mapping[float, float]) -> int:
+    """Return the span from which on a way is faster than that beside it."""
+    found = 2 * max(gib for gib, _ in gb_s)  # beyond what was measured
+    for gib, speed in sorted(gb_s, reverse=True):
+        if speed < _WORTH * beside[gib]:
+            break
+        found = gib
+    return int(found * _GIB)
+
+
+def _threads(gb_s: Sequence[tuple[float, float]], beside: float) -> int:
+    """Return the number of threads from which on a way is faster than that beside it."""
+    found = 2 * max(n for n, _ in gb_s)
+    for n, speed in sorted(gb_s, reverse=True):
+        if speed < _WORTH * beside:
+            break
+        found = n
+    return int(found)
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _as_before() -> Iterator[Callable[[str, int], None]]:
+    """Give a function that sets a figure of the current GPU, until the body is left."""
+    import torch
+
+    ordinal = torch.cuda.current_device()
+    before = dict(module()["figures"](ordinal))
+
+    def set_figure(name: str, value: int) -> None:
+        module()["set_figure"](ordinal, name, value)
+
+    try:
+        yield set_figure
+    finally:
+        for name, value in before.items():
+            set_figure(str(name), int(value))
+
+
+def _thread_counts() -> list[int]:
+    """1, 2, 4, ... and as many as a call takes by default."""
+    import os
+
+    import torch
+
+    most = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    return [n for n in (1, 2, 4, 8, 16, 32, 64) if n < most] + [most]
+
+
+class _Bench:
+    """Random distinct rows of a pool, as many times as there are sets of their numbers."""
+
+    def __init__(self, pool: Tensor) -> None:
+        import torch
+
+        self._pool = pool
+        self._dst = torch.empty(_DEVICE_ROWS, _ROW_BYTES, dtype=torch.uint8, device="cuda")
+
+    def gather(self, gib: float, order: Any) -> float:
+        """Return GB/s of SMs, the row numbers on the GPU."""
+        src = self._rows(gib)
+        sets = [pairs.cuda() for pairs in self._sets(len(src), _ROWS)]
+        return self._gb_s(lambda pairs: h2d_gather(src, self._dst, pairs, order=order), sets)
+
+    def by_cpu(self, gib: float, method: Any, num_threads: int) -> float:
+        """Return GB/s with row numbers on the host."""
+        src = self._rows(gib)
+
+        def run(pairs: Tensor) -> None:
+            h2d_gather(src, self._dst, pairs, method=method, num_threads=num_threads)
+
+        return self._gb_s(run, self._sets(len(src), _ROWS))
+
+    def scatter(self, gib: float, method: Any, num_threads: int | None = None) -> float:
+        """Return GB/s into the pool, with row numbers on the host."""
+        dst = self._rows(gib)
+
+        def run(pairs: Tensor) -> None:
+            d2h_scatter(self._dst, dst, pairs, method=method, num_threads=num_threads)
+
+        sets = [pairs.flip(1).contiguous() for pairs in self._sets(len(dst), _ROWS)]
+        return self._gb_s(run, sets)
+
+    def small_calls(
+        self, set_figure: Callable[[str, int], None]
+    ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """Return the microseconds of calls of 0.25 to 16 MiB as small ones and as large ones."""
+        src = self._rows(0.25)
+        found: dict[int, list[tuple[float, float]]] = {_NEVER: [], 1: []}
+        for mib in (0.25, 0.5, 1, 2, 4, 8, 16):
+            count = int(mib * (1 << 20)) // _ROW_BYTES
+            sets = [pairs.cuda() for pairs in self._sets(len(src), count)]
+            for limit, times in found.items():
+                set_figure("small_call_bytes", limit)
+                times.append((mib, 1e6 * self._seconds(self._gather_given(src), sets)))
+        return found[_NEVER], found[1]
+
+    def _gather_given(self, src: Tensor) -> Callable[[Tensor], None]:
+        return lambda pairs: h2d_gather(src, self._dst, pairs, order="given", dedup=False)
+
+    def _rows(self, gib: float) -> Tensor:
+        count = int(gib * _GIB) // _ROW_BYTES
+        return self._pool[: count * _ROW_BYTES].view(count, _ROW_BYTES)
+
+    def _sets(self, num_rows: int, count: int) -> list[Tensor]:
+        """Return (row of the pool, row of the GPU), all distinct, on the host."""
+        import torch
+
+        sets = []
+        for _ in range(_SETS):
+            drawn: Any = torch.randint(num_rows, (count + count // 4,), device="cuda")
+            rows = drawn.unique()
+            rows = rows[torch.randperm(len(rows), device="cuda")][:count]
+            to = torch.randperm(_DEVICE_ROWS, device="cuda")[: len(rows)]
+            sets.append(torch.stack([rows, to], 1).cpu())
+        return sets
+
+    def _gb_s(self, run: Callable[[Tensor], None], sets: Sequence[Tensor]) -> float:
+        return min(map(len, sets)) * _ROW_BYTES / self._seconds(run, sets) / 1e9
+
+    @staticmethod
+    def _seconds(run: Callable[[Tensor], None], sets: Sequence[Tensor]) -> float:
+        """Return the median of the calls; the first, which may compile and pin, is left out."""
+        import torch
+
+        taken = []
+        for pairs in sets:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            run(pairs)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken[1:])

@@ -1,0 +1,94 @@
+"""``jitkern calibrate``: measure this machine for what "auto" decides."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jitkern.cli import ui
+from jitkern.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from jitkern.calibration import Calibration
+
+SUMMARY = "measure this machine for what the ops decide by themselves"
+DESCRIPTION = """\
+Measure in under a minute how this machine moves rows between host memory and the GPU, and keep the
+figures beside the cache, for this model of GPU, driver and processor. Wants an idle machine, and a
+quarter of its free memory, 32 GiB at most. Without it the figures of an H200 are used."""
+EXAMPLE = "jitkern calibrate --plot calibration.png"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw what was measured (needs matplotlib)"
+    )
+    ui.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print the figures."""
+    ui.require_torch()
+    if args.plot is not None:
+        _require_matplotlib()
+    from jitkern.calibration import calibrate
+
+    console = ui.console(stderr=True)
+    with console.status("calibrating") as status:
+        found = calibrate(status.update)
+    if args.plot is not None:
+        _draw(found, args.plot)
+    if args.json:
+        ui.say_json(**{**asdict(found), "file": str(found.file)})
+        return 0
+    rows = [(name, _figure_text(name, value)) for name, value in found.figures.items()]
+    ui.console().print(ui.table(("figure", "of this machine"), rows))
+    ui.say(f"measured in {found.took_s:.0f} s, kept in {found.file}")
+    return 0
+
+
+def _figure_text(name: str, value: int) -> str:
+    if not name.endswith("_bytes"):
+        return str(value)
+    if value >= 1 << 50:
+        return "beyond any"
+    return f"{value / (1 << 30):.3g} GiB" if value >= 1 << 28 else f"{value / (1 << 20):.3g} MiB"
+
+
+def _require_matplotlib() -> None:
+    try:
+        import_module("matplotlib")
+    except ImportError:
+        raise UnsupportedError("--plot: needs matplotlib; pip install matplotlib") from None
+
+
+def _draw(found: Calibration, file: Path) -> None:
+    import_module("matplotlib").use("Agg")
+    pyplot = import_module("matplotlib.pyplot")
+
+    spans = ("as they come", "in order", "both ways", "scatter, in order", "scatter by the CPU")
+    counts = (
+        "by the CPU, of threads",
+        "both ways, of threads",
+        "scatter by the CPU, of threads",
+    )
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2), constrained_layout=True)
+    parts = (
+        (spans, "GiB of pinned memory", "GB/s"),
+        (counts, "threads of the CPU", "GB/s"),
+        (("small", "large"), "MiB of a call", "us"),
+    )
+    for plot, (names, x, y) in zip(axes, parts, strict=True):
+        for name in names:
+            plot.plot(*zip(*found.curves[name], strict=True), marker="o", label=name)
+        plot.set(xlabel=x, ylabel=y, xscale="log")
+        plot.set_xscale("log", base=2)
+        plot.set_ylim(bottom=0)
+        plot.legend(fontsize=8)
+        plot.grid(alpha=0.3)
+    figure.suptitle(f"random rows of 656 bytes: {found.machine}", fontsize=9)
+    figure.savefig(file, dpi=120)

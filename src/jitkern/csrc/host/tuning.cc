@@ -1,0 +1,97 @@
+#include "host/tuning.h"
+
+#include <jitkern/launch.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/string.h>
+
+namespace jitkern {
+
+namespace {
+
+using tvm::ffi::Array;
+using tvm::ffi::Function;
+using tvm::ffi::Map;
+using tvm::ffi::String;
+
+struct Default {
+  const char* name;
+  i64 value;
+};
+
+// Of one H200 and 16 cores of a Xeon.
+constexpr Default kDefaults[kNumFigures] = {
+    // The span of host memory whose random rows still hit in the link's address translation: those
+    // of 656 bytes out of 0.75 / 1 / 1.5 / 2 / 4 / 16 GiB come at 48 / 44 / 34 / 29 / 23 / 19 GB/s,
+    // in order at 48 to 8 GiB and 43 at 16.
+    {"reach_bytes", i64(768) << 20},
+    // A call of no more bytes is over in microseconds, 40 of the bus, and is spread over the GPU.
+    {"small_call_bytes", i64(2) << 20},
+    // From here on rows out of host memory come faster by SMs and the CPU's cores together, with as
+    // many threads: 42.6 and 44.4 GB/s by 8 of them out of 16 GiB, 29.4 and 41 out of 64.
+    {"both_span_bytes", i64(8) << 30},
+    {"both_threads", 8},
+    // The same of rows into host memory, by the cores alone: 41.5 and 38 GB/s by 8 of them into 16
+    // GiB, 29.4 and 32 into 64.
+    {"cpu_scatter_span_bytes", i64(32) << 30},
+    {"cpu_scatter_threads", 8},
+};
+
+using Figures = std::array<std::atomic<i64>, kNumFigures>;
+// Zero: not asked for yet.
+std::array<Figures, kMaxDevices> of_devices;
+
+Function& tuner() {
+  static auto* function = new Function();  // Python may be gone when static objects are
+  return *function;
+}
+
+// Asks Python for what was measured on this machine. Twice where two threads come first, for the
+// same: no lock is held while Python is called.
+void ask_for_figures(int ordinal) {
+  Map<String, int64_t> measured;
+  if (tuner() != nullptr)
+    measured = tuner()(device_name(ordinal), driver_version()).cast<Map<String, int64_t>>();
+  for (int i = 0; i < kNumFigures; ++i) {
+    const auto found = measured.find(kDefaults[i].name);
+    of_devices[ordinal][i] = found != measured.end() ? (*found).second : kDefaults[i].value;
+  }
+}
+
+void set_tuner(Function function) { tuner() = std::move(function); }
+
+// What is in use on a device, by name.
+Map<String, int64_t> figures(int64_t ordinal) {
+  Map<String, int64_t> all;
+  for (int i = 0; i < kNumFigures; ++i) {
+    all.Set(kDefaults[i].name, figure(static_cast<int>(ordinal), static_cast<Figure>(i)));
+  }
+  return all;
+}
+
+// From now on, in this process.
+void set_figure(int64_t ordinal, String name, int64_t value) {
+  figure(static_cast<int>(ordinal), kReachBytes);  // so that none is asked for later
+  for (int i = 0; i < kNumFigures; ++i) {
+    if (name == kDefaults[i].name) {
+      of_devices[ordinal][i] = value;
+      return;
+    }
+  }
+  throw tvm::ffi::Error("ValueError", "jitkern: no figure " + std::string(name), "");
+}
+
+}  // namespace
+
+i64 figure(int ordinal, Figure which) {
+  if (ordinal < 0 || ordinal >= kMaxDevices) return kDefaults[which].value;
+  const std::atomic<i64>& value = of_devices[ordinal][which];
+  if (value.load(std::memory_order_relaxed) == 0) ask_for_figures(ordinal);
+  return value.load(std::memory_order_relaxed);
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_tuner, set_tuner);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(figures, figures);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_figure, set_figure);
+
+}  // namespace jitkern
