@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ _ROWS = 131_072
 _DEVICE_ROWS = 4 * _ROWS
 _SETS = 5  # of row numbers, each used once: a second time the GPU's L2 knows their pages
 _NEVER = 1 << 60
+_PAGE_BYTES = 64 << 10  # that the link's translation knows as one
 _WORTH = 1.03  # beside another way, which takes more of the machine
 
 
@@ -133,41 +135,63 @@ def figures_of(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str,
     """Return the figures that "auto" reads, of the curves of :class:`Calibration`."""
     in_order, scatter = dict(curves["in order"]), dict(curves["scatter, in order"])
     farthest = max(scatter)
-    return {
+    figures = {
         "reach_bytes": _reach_bytes(curves["as they come"]),
-        "small_call_bytes": _crossing_bytes(curves["small"], curves["large"]),
-        "both_span_bytes": _span_bytes(curves["both ways"], in_order),
+        "small_call_bytes": _small_call_bytes(curves["small"], curves["large"]),
+        "page_miss_bytes": _page_miss_bytes(curves["in order"]),
         "both_threads": _threads(curves["both ways, of threads"], in_order[farthest]),
         "cpu_scatter_span_bytes": _span_bytes(curves["scatter by the CPU"], scatter),
         "cpu_scatter_threads": _threads(
             curves["scatter by the CPU, of threads"], scatter[farthest]
         ),
     }
+    return {name: value for name, value in figures.items() if value is not None}
 
 
-def _reach_bytes(gb_s: Sequence[tuple[float, float]]) -> int:
-    """Return the span whose rows still hit in the link's address translation.
+def _reach_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:
+    """Return the span up to which random rows hit in the link's address translation.
 
     Beyond it a part ``1 - reach / span`` of the rows misses, and each that does takes as much
-    longer: a row's time is a straight line over ``1 / span``.
+    longer: far off a row's time is a straight line over ``1 / span``. The knee is not sharp, so the
+    least reach that any span tells of is taken: to sort in vain costs 10 us.
     """
     row_ns = [(gib, _ROW_BYTES / speed) for gib, speed in gb_s]
     hit_ns = row_ns[0][1]
-    far = [(1 / gib, ns) for gib, ns in row_ns if gib >= 2]
-    if len(far) < 2 or far[-1][1] < 1.1 * hit_ns:
+    far = [(1 / gib, ns) for gib, ns in row_ns if gib >= 4]
+    if len(far) < 2:
+        return None
+    _, all_miss_ns = statistics.linear_regression(*zip(*far, strict=True))
+    if all_miss_ns < 1.2 * hit_ns:
         return _NEVER
-    slope, start = statistics.linear_regression(*zip(*far, strict=True))
-    reach_gib = -slope / max(start - hit_ns, 1e-9)
-    return int(min(max(reach_gib, 0.125), 64) * _GIB)
+    missed = [(gib, (ns - hit_ns) / (all_miss_ns - hit_ns)) for gib, ns in row_ns]
+    return int(_GIB * min(gib * (1 - part) for gib, part in missed if part > 0.02))
 
 
-def _crossing_bytes(
+def _page_miss_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:
+    """Return what the link carries while it translates a page, of rows in order.
+
+    Of spans so large that most rows are alone on their page.
+    """
+    best = max(speed for _, speed in gb_s)
+    found = []
+    for gib, speed in gb_s:
+        pages = gib * _GIB / _PAGE_BYTES
+        if 1.2 * pages >= _ROWS:
+            touched = -pages * math.expm1(-_ROWS / pages)
+            found.append(_ROWS * _ROW_BYTES * (best / speed) / touched)
+    return round(statistics.median(found)) if found else None
+
+
+def _small_call_bytes(
     small: Sequence[tuple[float, float]], large: Sequence[tuple[float, float]]
 ) -> int:
-    """Return the size of the largest call up to which all are no slower as small ones."""
+    """Return the size of the largest call up to which all are faster as small ones.
+
+    These take the whole GPU, so where both are as fast large ones are better.
+    """
     found = small[0][0] / 4
     for (mib, small_us), (_, large_us) in zip(small, large, strict=True):
-        if small_us > 1.02 * large_us:
+        if 1.01 * small_us > large_us:
             break
         found = mib
     return int(found * (1 << 20))
@@ -180,7 +204,7 @@ def _span_bytes(gb_s: Sequence[tuple[float, float]], beside: Mapping[float, floa
         if speed < _WORTH * beside[gib]:
             break
         found = gib
-    return int(found * _GIB)
+    return int(0.95 * found * _GIB)  # whole rows take a little less
 
 
 def _threads(gb_s: Sequence[tuple[float, float]], beside: float) -> int:
@@ -220,7 +244,7 @@ def _thread_counts() -> list[int]:
 
     import torch
 
-    most = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    most = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
     return [n for n in (1, 2, 4, 8, 16, 32, 64) if n < most] + [most]
 
 

@@ -84,7 +84,8 @@ def d2h_scatter(
         Which way rows take. "sm": SMs write them over the link. "cpu", with ``pairs`` on the CPU:
         the copy engine brings them in chunks to pinned staging memory, from where the host's cores
         put them into place. ``dst`` may be pageable, and is complete when the call returns: it
-        waits for the stream. "auto" is "cpu" where ``dst`` is pageable, else "sm".
+        waits for the stream. "auto" is "cpu" where ``dst`` is pageable, or of 12 GiB and more in a
+        call of 32,768 rows that 12 threads or more put into place, else "sm".
     num_threads : int, optional
         Of the CPU, as for :func:`jitkern.h2d_gather`.
 

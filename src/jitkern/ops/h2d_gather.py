@@ -113,11 +113,13 @@ def h2d_gather(
         into place: next to no SM, and ``src`` may be pageable. "both": part of them each way at
         once, which is the fastest for sources beyond the reach of the link's address translation.
         The last two need ``pairs`` on the CPU, and no ``reuse_resident``. "auto", with such
-        ``pairs``: "cpu" for a pageable source, "both" for a large call on a source of 8 GiB and
-        more, else "sm". With ``pairs`` on a GPU always "sm".
+        ``pairs``: "cpu" for a pageable source, "both" where SMs would wait for the translation of
+        pages longer than for rows (16,384 rows and more of 656 bytes out of 4 GiB, 262,144 out of
+        16; fewer: "cpu") and there are 8 threads, else "sm". With ``pairs`` on a GPU always "sm".
+        :func:`jitkern.calibrate` finds these limits for another machine.
     num_threads : int, optional
         Of the CPU, the caller's included, 1 to the cores of this process; by default as many as
-        ``torch.get_num_threads()``. They sleep where they wait.
+        ``torch.get_num_threads()``, but one core is left. They sleep where they wait.
 
     Notes
     -----

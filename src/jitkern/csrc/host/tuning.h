@@ -10,7 +10,7 @@ namespace jitkern {
 enum Figure : int {
   kReachBytes,
   kSmallCallBytes,
-  kBothSpanBytes,
+  kPageMissBytes,
   kBothThreads,
   kCpuScatterSpanBytes,
   kCpuScatterThreads,

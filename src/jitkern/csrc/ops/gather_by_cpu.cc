@@ -20,13 +20,14 @@ constexpr double kAtOnce = 0.85;
 constexpr i64 kMinRowsOfSms = 4096;
 // As many chunks are in the hands of the threads: one that ends, and the next.
 constexpr i64 kChunksInHand = 2;
+constexpr i64 kMinPartsInChunk = 8;
 
 class GatherByCpu : CpuWork {
  public:
   // `placing` are the kernels that put staged rows into place.
   GatherByCpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
               const LoadedKernels& placing, const Lists& lists, bool with_sms, i64 num_threads)
-      : CpuWork(args, num_threads),
+      : CpuWork(args, num_threads, args.bytes()),
         scope_(scope),
         table_(table),
         placing_(placing),
@@ -142,10 +143,13 @@ class GatherByCpu : CpuWork {
     if (in_hand >= kChunksInHand) return false;
     const i64 number = num_handed_ % kNumChunks;
     if (!is_done(chunks_[number].done)) return false;
-    // The first ones are small, so that the link does not wait long for them, and beside SMs, which
-    // keep it busy, all are: both ways then end closer to each other.
-    const i64 most = shape_.chunk_rows >> std::max<i64>(with_sms_ ? 1 : 0, 2 - num_handed_);
-    const i64 count = std::min(std::max(shape_.part_rows, most), back_ - front_);
+    // The first ones are small, so that the link does not wait long for them; beside SMs, which
+    // keep it busy, all are, and the last ones smaller still: both ways then end closer to each
+    // other.
+    i64 most = shape_.chunk_rows >> std::max<i64>(with_sms_ ? 1 : 0, 2 - num_handed_);
+    if (with_sms_) most = std::min(most, (back_ - front_) / 4);
+    const i64 least = std::min(shape_.chunk_rows, kMinPartsInChunk * shape_.part_rows);
+    const i64 count = std::min(std::max(least, most), back_ - front_);
     back_ -= count;
     InWork& work = in_work_[number];
     work.first = back_;

@@ -13,8 +13,7 @@ constexpr i64 kMaxPartRows = 2048;
 }  // namespace
 
 void CpuWork::run(const std::function<void()>& lead) {
-  const i64 bytes = args_.bytes() + 16 * args_.params.num_pairs;
-  const i64 others = std::min(num_threads_ - 1, bytes / kPartBytes);
+  const i64 others = std::min(num_threads_ - 1, bytes_ / kPartBytes);
   const auto work = [this] {
     for (i64 number; (number = parts_.take()) >= 0;) do_part(number);
   };

@@ -51,7 +51,9 @@ constexpr i64 kBlockPairs = i64(512) << 10;
 // check and copy the pairs, then those that move rows, which become known as the GPU gets on.
 class CpuWork {
  public:
-  CpuWork(const PairArgs& args, i64 num_threads) : args_(args), num_threads_(num_threads) {}
+  // `bytes` are what the threads go through, by which fewer of them may do.
+  CpuWork(const PairArgs& args, i64 num_threads, i64 bytes)
+      : args_(args), num_threads_(num_threads), bytes_(bytes) {}
   virtual ~CpuWork() = default;
 
   // Calls lead() while other threads do parts. To be called once.
@@ -84,6 +86,7 @@ class CpuWork {
   void check_part(i64 begin, i64 end, const i64* to);
 
   const i64 num_threads_;
+  const i64 bytes_;
   Parts parts_;
   std::atomic<i64> num_checked_{0};  // parts
   std::atomic<bool> any_outside_{false};

@@ -14,7 +14,7 @@ class ScatterByCpu : CpuWork {
  public:
   ScatterByCpu(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
                i64 num_threads)
-      : CpuWork(args, num_threads),
+      : CpuWork(args, num_threads, args.bytes()),
         scope_(scope),
         kernels_(kernels),
         shape_(args, narrow_index_bytes(args)),

@@ -1,0 +1,240 @@
+"""``calibrate``: the figures that follow from what was measured, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_gpu import checks_of, needs_fake_gpu, run_checks
+
+from jitkern import calibration
+from jitkern.cli import main
+from jitkern.errors import UnsupportedError
+from jitkern.host import tuning
+from jitkern.host.tuning import Machine
+
+CHILD = Path(__file__).with_name("calibration_child.py")
+
+# As an H200 with 16 cores had them on 2026-11-22, shortened.
+CURVES: dict[str, list[tuple[float, float]]] = {
+    "as they come": [
+        *((0.25, 47.4), (0.5, 47.4), (1, 44.8)),
+        *((2, 29.8), (4, 23.0), (8, 20.1), (16, 18.7)),
+    ],
+    "in order": [(0.25, 47.4), (1, 47.0), (4, 46.3), (8, 41.0), (16, 34.4)],
+    "small": [(0.25, 24.0), (0.5, 26.0), (1, 36.9), (2, 59.0), (4, 102.0), (8, 191.6)],
+    "large": [(0.25, 25.2), (0.5, 28.4), (1, 38.0), (2, 59.4), (4, 104.1), (8, 190.7)],
+    "by the CPU, of threads": [(1, 3.7), (4, 15.8), (8, 25.9), (16, 39.1)],
+    "both ways, of threads": [(1, 20.4), (4, 34.1), (8, 41.6), (16, 39.6)],
+    "both ways": [(4, 41.2), (8, 41.6), (16, 41.0)],
+    "scatter, in order": [(4, 37.0), (8, 33.4), (16, 28.0)],
+    "scatter by the CPU": [(4, 34.8), (8, 38.0), (16, 37.8)],
+    "scatter by the CPU, of threads": [(1, 7.0), (4, 18.6), (8, 31.3), (16, 37.7)],
+}  # fmt: skip
+MACHINE = Machine("Fake GPU", "580.1", "A processor", 16)
+FIGURES = {"reach_bytes": 1 << 30, "both_threads": 4}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("JITKERN_CACHE_DIR", str(folder))
+    monkeypatch.setattr(tuning, "machine_with", lambda gpu, cuda: replace(MACHINE, gpu=gpu))
+    return folder
+
+
+def test_figures_of_an_h200() -> None:
+    """Those that C++ has for a machine on which nothing was measured are of the same size."""
+    figures = calibration.figures_of(CURVES)
+    assert 0.9 < figures.pop("reach_bytes") / (1 << 30) < 1.1
+    assert 1000 < figures.pop("page_miss_bytes") < 1300
+    assert figures == {
+        "small_call_bytes": 1 << 20,
+        "both_threads": 8,
+        "cpu_scatter_span_bytes": int(0.95 * 8 * (1 << 30)),
+        "cpu_scatter_threads": 8,
+    }
+
+
+def test_a_link_that_never_misses() -> None:
+    flat = [(gib, 47.0) for gib, _ in CURVES["as they come"]]
+    figures = calibration.figures_of({**CURVES, "as they come": flat})
+    assert figures["reach_bytes"] > 1 << 50
+
+
+def test_a_pool_too_small_to_tell() -> None:
+    """What was not seen is left to the figures of an H200."""
+    near = {"as they come": CURVES["as they come"][:4], "in order": [(0.25, 47.0), (4, 46.0)]}
+    scatters = {
+        "scatter, in order": [(4, 37.0)],
+        "scatter by the CPU": [(4, 34.8)],
+        "both ways": [(4, 41.2)],
+    }
+    figures = calibration.figures_of({**CURVES, **near, **scatters})
+    assert "reach_bytes" not in figures
+    assert "page_miss_bytes" not in figures
+
+
+def test_a_way_that_never_wins_waits_for_more_than_was_measured() -> None:
+    slow = {
+        "scatter by the CPU": [(gib, 5.0) for gib in (4, 8, 16)],
+        "both ways, of threads": [(n, 5.0) for n in (1, 4, 8, 16)],
+    }
+    figures = calibration.figures_of({**CURVES, **slow})
+    assert figures["cpu_scatter_span_bytes"] > 16 << 30
+    assert figures["both_threads"] == 32
+
+
+def test_small_calls_that_are_never_faster() -> None:
+    figures = calibration.figures_of(
+        {**CURVES, "small": [(mib, 999.0) for mib, _ in CURVES["small"]]}
+    )
+    assert figures["small_call_bytes"] == 64 << 10
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_found(cache: Path) -> None:
+    assert tuning.find("Fake GPU", 13000) is None
+    file = tuning.save(MACHINE, FIGURES, curves=CURVES)
+    assert file.parent == cache
+    found = tuning.find("Fake GPU", 13000)
+    assert found is not None
+    assert found[0] == file
+    assert found[1]["figures"] == FIGURES
+    assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
+
+
+def test_another_machine_has_another_file(cache: Path) -> None:
+    tuning.save(MACHINE, FIGURES)
+    for other in (
+        replace(MACHINE, gpu="Other GPU"),
+        replace(MACHINE, driver="580.2"),
+        replace(MACHINE, cpu="Another"),
+        replace(MACHINE, num_cores=8),
+    ):
+        assert other.file_name != MACHINE.file_name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.find("Other GPU", 13000) is None
+
+
+def test_a_cache_of_the_image_is_read_too(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JITKERN_CACHE_PATH", str(tmp_path / "image"))
+    file = tuning.save(MACHINE, FIGURES)
+    assert file.parent == cache
+    (tmp_path / "image").mkdir()
+    file.rename(tmp_path / "image" / file.name)
+    assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
+
+
+def _of_other(file: Path) -> None:
+    content = json.loads(file.read_text())
+    content["machine"]["gpu"] = "Other GPU"
+    file.write_text(json.dumps(content))
+
+
+def _with_figures(value: object) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        content = json.loads(file.read_text())
+        content["figures"] = value
+        file.write_text(json.dumps(content))
+
+    return change
+
+
+def _as_link(file: Path) -> None:
+    file.rename(file.with_suffix(".kept"))
+    file.symlink_to(file.with_suffix(".kept"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:40]), ""),
+        (lambda file: file.write_bytes(b"\xff\xfe"), ""),
+        (lambda file: file.write_text("[]"), "not of format 1"),
+        (lambda file: file.write_text('{"format": 2}'), "not of format 1"),
+        (_of_other, "of another machine"),
+        (_with_figures({"reach_bytes": -1}), "figures are positive ints"),
+        (_with_figures({"reach_bytes": 1e9}), "figures are positive ints"),
+        (_with_figures({"reach_bytes": True}), "figures are positive ints"),
+        (_with_figures({"reach_bytes": 1 << 70}), "figures are positive ints"),
+        (_with_figures([1]), "figures are positive ints"),
+        (lambda file: file.chmod(0o666), "others can have written it"),
+        (_as_link, "a symbolic link"),
+    ],
+)
+def test_what_is_damaged_is_ignored_with_a_warning(
+    cache: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    file = tuning.save(MACHINE, FIGURES)
+    damage(file)
+    with pytest.warns(RuntimeWarning, match=f"{file.name} is not used: .*{reason}.*calibrate"):
+        assert tuning.measured_figures("Fake GPU", 13000) == {}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads all")
+def test_a_file_that_cannot_be_read(cache: Path) -> None:
+    tuning.save(MACHINE, FIGURES).chmod(0)
+    with pytest.warns(RuntimeWarning, match="Permission denied"):
+        assert tuning.find("Fake GPU", 13000) is None
+
+
+def test_the_machine_is_described() -> None:
+    machine = tuning.machine_with("Fake GPU", 12080)
+    assert machine.gpu == "Fake GPU"
+    assert machine.num_cores == len(os.sched_getaffinity(0))
+    assert machine.driver == (tuning.kernel_driver() or "for CUDA 12.8")
+    assert machine.cpu
+
+
+# -- who asks for it -------------------------------------------------------------------------------
+
+CHECKS = checks_of([CHILD], "check_")
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("fake")
+    return run_checks(CHILD, folder, "check_", JITKERN_CACHE_DIR=str(folder / "cache"))
+
+
+@needs_fake_gpu[0]
+@needs_fake_gpu[1]
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_a_fake_gpu(failed: dict[str, str], name: str) -> None:
+    assert failed[name] == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnsupportedError, match="calibrate: no GPU; run it where the ops will run"):
+        calibration.calibrate()
+    assert main(["calibrate"]) == 1
+    assert "calibrate: no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+def test_calibrate(cache: Path, tmp_path: Path) -> None:
+    """On a GPU: in use at once, and by the next process."""
+    said: list[str] = []
+    found = calibration.calibrate(said.append)
+    assert found.file.parent == cache
+    assert len(said) == 4
+    assert found.took_s < 120
+    names = set(calibration.module()["figures"](0))
+    assert set(found.figures) <= {str(name) for name in names}
+    in_use = {str(k): int(v) for k, v in calibration.module()["figures"](0).items()}
+    assert found.figures.items() <= in_use.items()
+    content = json.loads(found.file.read_text())
+    assert content["figures"] == dict(found.figures)
