@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from fake_gpu import checks_of, needs_fake_gpu, run_checks
 
 from jitkern import calibration
 from jitkern.cli import main
+from jitkern.env import settings
 from jitkern.errors import UnsupportedError
 from jitkern.host import tuning
 from jitkern.host.tuning import Machine
@@ -42,11 +43,16 @@ FIGURES = {"reach_bytes": 1 << 30, "both_threads": 4}
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's cache, behind one of the image; afterwards the environment is as before."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("JITKERN_CACHE_DIR", str(folder))
+    monkeypatch.setenv("JITKERN_CACHE_PATH", str(tmp_path / "image"))
     monkeypatch.setattr(tuning, "machine_with", lambda gpu, cuda: replace(MACHINE, gpu=gpu))
-    return folder
+    settings.cache_clear()
+    yield folder
+    monkeypatch.undo()
+    settings.cache_clear()
 
 
 def test_figures_of_an_h200() -> None:
@@ -126,10 +132,7 @@ def test_another_machine_has_another_file(cache: Path) -> None:
         assert tuning.find("Other GPU", 13000) is None
 
 
-def test_a_cache_of_the_image_is_read_too(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JITKERN_CACHE_PATH", str(tmp_path / "image"))
+def test_a_cache_of_the_image_is_read_too(cache: Path, tmp_path: Path) -> None:
     file = tuning.save(MACHINE, FIGURES)
     assert file.parent == cache
     (tmp_path / "image").mkdir()
