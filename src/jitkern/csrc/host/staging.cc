@@ -120,7 +120,7 @@ Staging& Staging::get(const LaunchScope& scope) {
   return *found;
 }
 
-Chunk* Staging::chunks() {
+Chunk* Staging::chunks(const LaunchScope& scope) {
   if (chunks_[0].host != nullptr) return chunks_.data();
   // Kept for good: torch's allocator then counts it, and no other stream gets it.
   static auto* kept = new std::vector<tvm::ffi::Tensor>();
@@ -128,6 +128,10 @@ Chunk* Staging::chunks() {
   const auto memory = allocate({bytes}, DLDataType{kDLUInt, 8, 1}, DLDevice{kDLCUDA, ordinal_});
   char* const host = allocate_pinned(bytes);
   kept->push_back(memory);
+  // Torch may hand out memory that kernels queued on its current stream still use.
+  record(start, scope.stream());
+  wait_for(copies, start);
+  wait_for(places, start);
   for (i64 i = kNumChunks - 1; i >= 0; --i) {
     chunks_[i] = {host + i * kChunkBytes, static_cast<char*>(memory.data_ptr()) + i * kChunkBytes,
                   make_event(), make_event()};

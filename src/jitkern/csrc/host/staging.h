@@ -53,8 +53,9 @@ class Staging {
 
   std::mutex turn;  // of a call
   Uploads uploads;
-  // Those that rows are staged in; RuntimeError where there is no memory for them.
-  Chunk* chunks();
+  // Those that rows are staged in; RuntimeError where there is no memory for them. The stream of
+  // the scope is torch's current one.
+  Chunk* chunks(const LaunchScope& scope);
   CUstream copies = nullptr;  // by the copy engine
   CUstream places = nullptr;  // of rows, in device memory
   CUevent start = nullptr;

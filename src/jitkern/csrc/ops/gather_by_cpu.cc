@@ -37,7 +37,7 @@ class GatherByCpu : CpuWork {
         shape_(args, narrow_index_bytes(args)),
         staging_(Staging::get(scope)),
         turn_(staging_.turn),
-        chunks_(staging_.chunks()) {}
+        chunks_(staging_.chunks(scope)) {}
 
   void run() {
     CpuWork::run([this] {
@@ -258,7 +258,7 @@ void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& 
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
   // Found in front of everything else: they may have to be compiled.
-  if (with_sms) find_pair_kernels(scope, call, table, lists);
+  if (with_sms) find_pair_kernels(scope, call, table, lists, true);
   call.params.src = nullptr;  // chunks and their rows lie on lines
   call.params.src_stride_bytes = args.row_bytes;
   const LoadedKernels& placing = table.find(scope.device, pair_spec(call, false));

@@ -83,17 +83,26 @@ void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedK
   scope.launch(kernels.entries[0], scope.device.num_sms, copy);
 }
 
+namespace {
+
+bool goes_by_lists(const PairCall& call, const Lists& lists) {
+  return (lists.search || lists.ordered) && call.params.num_pairs <= kMaxListedPairs;
+}
+
+}  // namespace
+
 void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,
-                       const Lists& lists) {
-  const bool listed = lists.search || lists.ordered;
+                       const Lists& lists, bool in_parts) {
+  const bool listed = goes_by_lists(call, lists);
+  const bool large = listed || !is_small_call(call);
   if (listed) list_kernels(scope.device, call);
-  table.find(scope.device, pair_spec(call, true));
-  if (!listed) table.find(scope.device, pair_spec(call, false));
+  table.find(scope.device, pair_spec(call, large));
+  if (in_parts && !listed) table.find(scope.device, pair_spec(call, !large));
 }
 
 void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
                   const Lists& lists) {
-  const bool listed = (lists.search || lists.ordered) && call.params.num_pairs <= kMaxListedPairs;
+  const bool listed = goes_by_lists(call, lists);
   const Spec spec = pair_spec(call, listed || !is_small_call(call));
   const LoadedKernels& kernels = table.find(scope.device, spec);
   if (listed) {

@@ -17,14 +17,16 @@ namespace jitkern {
 
 namespace {
 
-Method method_arg(const char* op, AnyView value) {
-  const char* const expected = "\"auto\", \"sm\", \"cpu\" or \"both\"";
+Method method_arg(const char* op, AnyView value, HostSide host_side) {
+  const bool may_be_both = host_side == kHostSource;
+  const char* const expected =
+      may_be_both ? "\"auto\", \"sm\", \"cpu\" or \"both\"" : "\"auto\", \"sm\" or \"cpu\"";
   const auto text = value.as<tvm::ffi::String>();
   if (!text) raise_type_error(op, "method", value, expected);
   if (*text == "auto") return Method::kAuto;
   if (*text == "sm") return Method::kSms;
   if (*text == "cpu") return Method::kCpu;
-  if (*text == "both") return Method::kBoth;
+  if (*text == "both" && may_be_both) return Method::kBoth;
   raise_value_error(op, "method", "\"" + std::string(*text) + "\"", expected);
 }
 
@@ -102,18 +104,21 @@ void require_no_capture(const LaunchScope& scope, const PairArgs& args) {
 // Copies the pairs to the GPU and launches the call there.
 void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
                           const Lists& lists, i64 num_threads) {
+  const int index_bytes = narrow_index_bytes(args);
+  const i64 num_pairs = args.params.num_pairs;
+  PairCall call = args;
+  call.index_bytes = index_bytes;
+  // In front of the locks: they may have to be compiled, in Python.
+  find_pair_kernels(scope, call, table, lists);
   Staging& staging = Staging::get(scope);
-  CpuWork work(args, num_threads, 16 * args.params.num_pairs);
+  // Ahead of the crew's turn, which run() takes: in the order of the calls that rows go through.
+  const std::lock_guard<std::mutex> turn(staging.turn);
+  CpuWork work(args, num_threads, 16 * num_pairs);
   work.run([&] {
     work.check_pairs();
-    const int index_bytes = narrow_index_bytes(args);
-    const i64 num_pairs = args.params.num_pairs;
-    PairCall call = args;
-    call.index_bytes = index_bytes;
     const auto list =
         allocate({2 * num_pairs * index_bytes}, DLDataType{kDLUInt, 8, 1}, args.device);
     call.params.pairs = list.data_ptr();
-    const std::lock_guard<std::mutex> turn(staging.turn);
     for (i64 begin = 0; begin < num_pairs; begin += kBlockPairs) {
       PairList block{nullptr, index_bytes};
       const i64 count = std::min(kBlockPairs, num_pairs - begin);
@@ -134,7 +139,7 @@ Way way_arg(AnyView value, const PairArgs& args, bool reuse_resident) {
   if (is_none(value)) return {};
   const char* op = args.src.op;
   const auto given = value.cast<tvm::ffi::Array<tvm::ffi::Any>>();
-  const Way way{method_arg(op, given[0]), num_threads_arg(op, given[1])};
+  const Way way{method_arg(op, given[0], args.host_side), num_threads_arg(op, given[1])};
   if (way.method != Method::kCpu && way.method != Method::kBoth) return way;
   const std::string came = way.method == Method::kCpu ? "\"cpu\"" : "\"both\"";
   if (args.pairs.on_cuda()) {
@@ -144,9 +149,6 @@ Way way_arg(AnyView value, const PairArgs& args, bool reuse_resident) {
   if (reuse_resident) {
     raise_value_error(op, "method", came + " with reuse_resident",
                       "\"sm\": the slot map is on the GPU");
-  }
-  if (way.method == Method::kBoth && args.host_side == kHostTarget) {
-    raise_value_error(op, "method", came, "\"auto\", \"sm\" or \"cpu\"");
   }
   return way;
 }

@@ -136,9 +136,9 @@ MadeLists make_lists(const LaunchScope& scope, const PairCall& call, const Lists
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                    const MadeLists& made, int number = 0);
 
-// Has the kernels of a call found, or compiled, that goes in parts of any size.
+// Has the kernels of a call found, or compiled; also those of parts of it, of any size.
 void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,
-                       const Lists& lists);
+                       const Lists& lists, bool in_parts = false);
 
 // Launches a call: one copy of its pairs, or by its lists.
 void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,

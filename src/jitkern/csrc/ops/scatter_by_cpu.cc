@@ -20,7 +20,7 @@ class ScatterByCpu : CpuWork {
         shape_(args, narrow_index_bytes(args)),
         staging_(Staging::get(scope)),
         turn_(staging_.turn),
-        chunks_(staging_.chunks()) {}
+        chunks_(staging_.chunks(scope)) {}
 
   void run() {
     CpuWork::run([this] {
@@ -64,6 +64,7 @@ class ScatterByCpu : CpuWork {
     if (front_ == num_pairs || num_sent_ - num_done_ == kNumChunks) return false;
     const i64 number = num_sent_ % kNumChunks;
     const Chunk& chunk = chunks_[number];
+    if (!is_done(chunk.done)) return false;  // a gather's rows may still be on their way
     InWork& work = in_work_[number];
     work.first = front_;
     work.count = std::min(shape_.chunk_rows, num_pairs - front_);
