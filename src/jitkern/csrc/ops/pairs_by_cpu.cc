@@ -80,8 +80,9 @@ Method fastest_scatter(const HostTraffic& traffic, i64 num_threads) {
 
 // The fastest way of a call on a GPU whose pairs are on the host. The device's context is current.
 Method fastest(const PairArgs& args, const Lists& lists, i64 num_threads) {
-  if (lists.reuse_resident || args.empty()) return Method::kSms;
-  if (!is_mapped(args.host_rows())) return Method::kCpu;
+  if (lists.reuse_resident) return Method::kSms;
+  if (!args.host_rows().empty() && !is_mapped(args.host_rows())) return Method::kCpu;
+  if (args.empty()) return Method::kSms;
   return args.host_side == kHostSource ? fastest_gather(args.traffic(), num_threads)
                                        : fastest_scatter(args.traffic(), num_threads);
 }
