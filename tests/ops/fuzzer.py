@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ DTYPES = [
     torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float64,
 ]  # fmt: skip
 SIZES = [0, 1, 1, 2, 3, 4, 5, 8]
+NUM_CORES = len(os.sched_getaffinity(0))
 
 
 @dataclass
@@ -59,6 +61,15 @@ class Fuzzer:
     def row(self) -> tuple[list[int], torch.dtype]:
         shape = [self.rng.choice([0, *SIZES[1:], 20, 33]) for _ in range(self.rng.randrange(3))]
         return shape, self.rng.choice(DTYPES)
+
+    def maybe_on_host(self, pairs: Tensor) -> Tensor:
+        """Return them as they are, or on the CPU, from where they may say what a GPU copies."""
+        return pairs.cpu() if self.rng.random() < 0.5 else pairs
+
+    def way(self, pairs: Tensor, methods: list[str]) -> dict[str, Any]:
+        """Draw one of the `methods` that go with such pairs, and a number of threads."""
+        method = self.rng.choice(["auto", "sm"] if pairs.is_cuda else methods)
+        return {"method": method, "num_threads": self.rng.choice([None, 1, NUM_CORES])}
 
     # -- arguments that are wrong --------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -130,7 +131,34 @@ def not_tensors(good: dict[str, Any], *arguments: str, optional: str = "") -> li
 def good_pair_arguments() -> dict[str, Any]:
     pairs = torch.tensor([[0, 1], [2, 3]])
     tensors = {"src": zeros(ROWS, 8), "dst": zeros(SLOTS, 8), "pairs": pairs}
-    return {**tensors, "num_sms": 2, "order": "auto"}
+    return {**tensors, "num_sms": 2, "order": "auto", "method": "auto", "num_threads": 1}
+
+
+def way_mistakes(methods: str) -> list[Mistake]:
+    """Ways that rows cannot take; `methods` are those that the op has, as its errors say."""
+    cores = len(os.sched_getaffinity(0))
+    known = f"expected {methods}"
+    some = f"expected 1 to {cores}, the cores of this process"
+    wide = "int of more than 64 bits"
+    return [
+        ({"method": "gpu"}, ValueError, f'method: "gpu", {known}'),
+        ({"method": "CPU"}, ValueError, f'method: "CPU", {known}'),
+        ({"method": ""}, ValueError, f'method: "", {known}'),
+        ({"method": None}, TypeError, f"method: None, {known}"),
+        ({"method": True}, TypeError, f"method: bool, {known}"),
+        ({"method": ["cpu"]}, TypeError, f"method: list, {known}"),
+        ({"method": "gpu", "num_threads": None}, ValueError, f'method: "gpu", {known}'),
+        ({"num_threads": 0}, ValueError, f"num_threads: 0, {some}"),
+        ({"num_threads": -2}, ValueError, f"num_threads: -2, {some}"),
+        ({"num_threads": cores + 1}, ValueError, f"num_threads: {cores + 1}, {some}"),
+        ({"num_threads": cores + 1, "method": "sm"}, ValueError,
+         f"num_threads: {cores + 1}, {some}"),
+        ({"num_threads": 1.0}, TypeError, "num_threads: float, expected an int"),
+        ({"num_threads": True}, TypeError, "num_threads: bool, expected an int"),
+        ({"num_threads": "2"}, TypeError, "num_threads: str, expected an int"),
+        ({"num_threads": torch.tensor(2)}, TypeError, "num_threads: Tensor, expected an int"),
+        ({"num_threads": 2**63}, TypeError, f"num_threads: {wide}, expected an int"),
+    ]  # fmt: skip
 
 
 def pair_mistakes(good: dict[str, Any], by_host: str, other: str) -> list[Mistake]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from buffers import Buffer, raised_by
+from fuzzer import NUM_CORES
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,6 +48,26 @@ counts = st.integers(0, 40)
 index_dtypes = st.sampled_from([torch.int32, torch.int64])
 
 
+@dataclass(frozen=True)
+class Way:
+    """How the rows of a call on pairs travel."""
+
+    pairs_on: torch.device
+    pinned: bool  # the host's rows
+    options: dict[str, Any]
+
+
+@st.composite
+def ways(draw: st.DrawFn, device: torch.device, methods: list[str]) -> Way:
+    """Draw one that is right for rows on `device`."""
+    pairs_on = draw(st.sampled_from([device, torch.device("cpu")]))
+    method = draw(st.sampled_from(["auto", "sm"] if pairs_on.type == "cuda" else methods))
+    options = {"method": method, "num_threads": draw(st.sampled_from([None, 1, NUM_CORES]))}
+    may_be_pageable = pairs_on.type == "cpu" and method in ("auto", "cpu")
+    pinned = device.type == "cuda" and not (may_be_pageable and draw(st.booleans()))
+    return Way(pairs_on, pinned, options)
+
+
 @st.composite
 def row_numbers(draw: st.DrawFn, count: int, bound: int, dtype: torch.dtype) -> list[int]:
     """Draw indices: mostly good ones, in some calls padding, in a few one that is too large."""
@@ -70,8 +92,12 @@ def check_call(
     fault: str | None,
     device: torch.device,
     written: list[tuple[Buffer, Buffer]],
+    *,
+    indices_on: torch.device | None = None,
 ) -> Exception | None:
-    """Call, then compare every byte: on the CPU a fault means that nothing was written.
+    """Call, then compare every byte: of indices on the CPU a fault means that nothing was written.
+
+    They are on `device` unless `indices_on` is given.
 
     Returns what was raised, which is of the right kind and text.
     """
@@ -81,7 +107,7 @@ def check_call(
     else:
         assert isinstance(error, IndexError)
         assert re.match(fault, str(error)), str(error)
-    if fault is None or device.type == "cuda":
+    if fault is None or (indices_on or device).type == "cuda":
         reference()
     for buffer, twin in written:
         assert buffer.same(twin)

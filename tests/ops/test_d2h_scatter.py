@@ -19,7 +19,7 @@ from buffers import (
     to_index,
 )
 from fuzzer import SIZES, Call, Fuzzer
-from mistakes import Mistake, good_pair_arguments, pair_mistakes
+from mistakes import Mistake, good_pair_arguments, pair_mistakes, way_mistakes
 from ref import ref_h2d_gather as ref_copy_pairs
 from ref import same_bits
 from stems import OpCheck, Rows
@@ -153,7 +153,12 @@ def good_arguments() -> dict[str, Any]:
 
 
 def mistakes() -> list[Mistake]:
-    return pair_mistakes(good_arguments(), "destination", "source")
+    ways = '"auto", "sm" or "cpu"'
+    return [
+        *pair_mistakes(good_arguments(), "destination", "source"),
+        *way_mistakes(ways),
+        ({"method": "both"}, ValueError, f'method: "both", expected {ways}'),
+    ]
 
 
 def fuzz(f: Fuzzer) -> Call:
@@ -164,6 +169,10 @@ def fuzz(f: Fuzzer) -> Call:
     index_dtype = f.rng.choice(INT_DTYPES)
     sources = f.distinct(count, num_src, index_dtype)
     pairs = torch.stack([sources, f.distinct(count, num_dst, index_dtype)], dim=1)
+    pairs = f.maybe_on_host(pairs)
+    way = f.way(pairs, ["auto", "sm", "cpu"])
+    if way["method"] == "cpu" and f.rng.random() < 0.5:
+        dst = dst.clone()  # pageable
     expected = dst.clone()
     ref_copy_pairs(src, expected, pairs)
 
@@ -174,13 +183,16 @@ def fuzz(f: Fuzzer) -> Call:
     how = {
         "num_sms": f.rng.choice([None, 3]),
         "order": f.rng.choice(["auto", "destination", "given"]),
+        **way,
     }
     arguments = {"src": src, "dst": dst, "pairs": pairs, **how}
     return Call(d2h_scatter, arguments, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
-    if where.is_cuda:
-        return  # opcheck clones all arguments, and the clone of a pinned one is pageable
-    pairs = torch.stack([where, where.flip(0)], dim=1)
-    yield "default", (rows(slots), rows(slots), pairs), {}
+    # opcheck clones all arguments, and the clone of a pinned one is pageable: on a GPU it sees only
+    # what goes through the CPU.
+    pairs = torch.stack([where, where.flip(0)], dim=1).cpu()
+    arguments = (rows(slots), rows(slots).cpu(), pairs)
+    yield "default", arguments, {}
+    yield "default", arguments, {"method": "cpu", "num_threads": 1}

@@ -27,6 +27,7 @@ from mistakes import (
     not_tensors,
     overlap_text,
     pair_mistakes,
+    way_mistakes,
 )
 from ref import ref_h2d_gather, same_bits
 from stems import OpCheck, Rows
@@ -278,6 +279,10 @@ def mistakes() -> list[Mistake]:
     memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
         *pair_mistakes(good, "source", "destination"),
+        *way_mistakes('"auto", "sm", "cpu" or "both"'),
+        *[({"method": method, "reuse_resident": True}, ValueError,
+           f'method: "{method}" with reuse_resident, expected "sm": the slot map is on the GPU')
+          for method in ("cpu", "both")],
         *not_tensors(good, "slot_map", optional="slot_map"),
         *bad_indices("slot_map", good["slot_map"]),
         ({"slot_map": torch.arange(4)}, ValueError, f"slot_map: shape [4], {of_map}"),
@@ -297,7 +302,7 @@ def mistakes() -> list[Mistake]:
     ]  # fmt: skip
 
 
-MIXED_DEVICES = [(name, "cuda:0 as in dst") for name in ("pairs", "slot_map")]
+MIXED_DEVICES = [("slot_map", "cuda:0 as in dst")]
 
 
 @pytest.mark.cuda
@@ -316,11 +321,16 @@ def fuzz(f: Fuzzer) -> Call:
     index_dtype = f.rng.choice(INT_DTYPES)
     sources = f.distinct(count, num_src, index_dtype)
     pairs = torch.stack([sources, f.distinct(count, num_dst, index_dtype)], dim=1)
+    pairs = f.maybe_on_host(pairs)
     slot_map, reuse_resident = None, False
     if f.rng.random() < 0.5:
         reuse_resident = f.rng.random() < 0.5
         highest = 0 if reuse_resident else 9  # nothing is resident
         slot_map = f.integers([num_src], -9, highest, f.rng.choice(INT_DTYPES))
+    methods = ["auto", "sm"] if reuse_resident else ["auto", "sm", "cpu", "both"]
+    way = f.way(pairs, methods)
+    if way["method"] == "cpu" and f.rng.random() < 0.5:
+        src = src.clone()  # pageable
     expected, expected_map = dst.clone(), None if slot_map is None else slot_map.clone()
     if 0 not in row:  # rows of no bytes: nothing to do
         ref_h2d_gather(src, expected, pairs, expected_map)
@@ -334,16 +344,18 @@ def fuzz(f: Fuzzer) -> Call:
         h2d_gather,
         {"src": src, "dst": dst, "pairs": pairs, "slot_map": slot_map,
          "num_sms": f.rng.choice([None, 1, 2, 7]), "dedup": f.rng.random() < 0.5,
-         "reuse_resident": reuse_resident, "order": f.rng.choice(["auto", "source", "given"])},
+         "reuse_resident": reuse_resident, "order": f.rng.choice(["auto", "source", "given"]),
+         **way},
         prove,
     )  # fmt: skip
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
-    if where.is_cuda:
-        return  # opcheck clones all arguments, and the clone of a pinned one is pageable
-    pairs = torch.stack([where, where.flip(0)], dim=1)
-    slot_map = torch.full((slots,), -1, dtype=where.dtype)
-    arguments = (rows(slots), rows(slots), pairs)
+    # opcheck clones all arguments, and the clone of a pinned one is pageable: on a GPU it sees only
+    # what goes through the CPU.
+    pairs = torch.stack([where, where.flip(0)], dim=1).cpu()
+    slot_map = torch.full((slots,), -1, dtype=where.dtype, device=where.device)
+    arguments = (rows(slots).cpu(), rows(slots), pairs)
     yield "default", arguments, {}
     yield "default", arguments, {"slot_map": slot_map, "num_sms": 1}
+    yield "default", arguments, {"method": "cpu", "num_threads": 1}

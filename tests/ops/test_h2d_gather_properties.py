@@ -16,6 +16,7 @@ from properties import (
     row_types,
     seeds,
     store_bits,
+    ways,
 )
 from ref import ref_h2d_gather
 
@@ -32,10 +33,10 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
     targets = draw(st.permutations(range(num_dst)))[:count]
     if count > 0 and draw(st.integers(0, 7)) == 0:
         targets[draw(st.integers(0, count - 1))] = draw(st.sampled_from([-1, num_dst, 2**31 - 1]))
-    seed = draw(seeds)
+    seed, way = draw(seeds), draw(ways(device, ["auto", "sm", "cpu", "both"]))
     src = make_buffer(
         (num_src, *row.shape), row.dtype, gap=draw(gaps), offset=draw(offsets), seed=seed,
-        pinned=device.type == "cuda",
+        pinned=way.pinned,
     )  # fmt: skip
     dst = make_buffer(
         (num_dst, *row.shape),
@@ -45,7 +46,8 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
         offset=draw(offsets),
         seed=seed + 1,
     )
-    pairs = torch.tensor([*zip(sources, targets, strict=True)], dtype=index_dtype, device=device)
+    listed = [*zip(sources, targets, strict=True)]
+    pairs = torch.tensor(listed, dtype=index_dtype, device=way.pairs_on)
     pairs = pairs.reshape(count, 2)
     twin = dst.twin()
     written = [(dst, twin)]
@@ -61,7 +63,7 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
     bad = (~padding & (bad_src | bad_dst)).nonzero().flatten().tolist()
     choices = [
         rf"{c}\]: index {int(pairs[i, c])} at position {i},"
-        for i in bad[: 1 if device.type == "cpu" else None]
+        for i in bad[: 1 if way.pairs_on.type == "cpu" else None]
         for c in (0, 1)
         if (bad_src, bad_dst)[c][i]
     ]
@@ -75,11 +77,13 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
             pairs,
             slot_map=slot_map,
             num_sms=draw(st.sampled_from([None, 1, 5])),
+            **way.options,
         ),
         lambda: ref_h2d_gather(src.view, twin.view, kept, map_twin and map_twin.view),
         fault,
         device,
         written,
+        indices_on=way.pairs_on,
     )
 
 
