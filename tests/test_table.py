@@ -52,6 +52,9 @@ USERS = {
         tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
         tests/threads/ops.cc tests/offload/test_pool.py tests/offload/pool_child.py
         bench/cases/ways.py src/jitkern/calibration.py
+        tests/ops/test_pairs_on_host.py tests/ops/test_pairs_on_host_large.py
+        tests/ops/test_pairs_on_host_cuda.py tests/ops/test_pairs_on_host_refused.py
+        tests/ops/test_pairs_on_host_threads.py
     """,
     "an op to compile, to launch, to keep or to time, where any would do": """
         src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py

@@ -1,0 +1,261 @@
+"""Pairs on the CPU and rows on a GPU: what waits for what, and what is refused there."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from buffers import Buffer, make_buffer, random_bytes
+from ref import ref_h2d_gather
+from test_pairs_on_host import GATHERS, SCATTERS, each_gather, pairs_of
+from torch import Tensor
+
+from jitkern import d2h_scatter, h2d_gather
+
+pytestmark = pytest.mark.cuda
+
+COUNT, ROW_BYTES = 20_000, 656  # 13 MB, which the chunks hold, so that a call need not wait
+
+
+def keep_busy(cycles: int = 200_000_000) -> None:
+    """Have the current stream do nothing for 0.1 s, in which what it is told next has not begun."""
+    torch.cuda._sleep(cycles)
+
+
+def host_rows(method: str = "sm", count: int = COUNT, row_bytes: int = ROW_BYTES) -> Tensor:
+    rows = random_bytes(count * row_bytes, seed=3).view(count, row_bytes)
+    return rows if method in ("auto", "cpu") else rows.pin_memory()
+
+
+def gpu_rows(count: int = COUNT, seed: int = 1) -> Buffer:
+    return make_buffer((count, ROW_BYTES), device="cuda", seed=seed)
+
+
+def gathered(src: Tensor, dst: Buffer, pairs: Tensor) -> Buffer:
+    """What `dst` will be, made before anything is queued; all that the call needs is compiled."""
+    expected = dst.twin()
+    ref_h2d_gather(src, expected.view, pairs)
+    spare = gpu_rows()
+    for method in GATHERS if src.is_pinned() else ["cpu"]:
+        h2d_gather(src, spare.view, pairs, method=method)
+    torch.cuda.synchronize()
+    return expected
+
+
+# -- when pairs and rows are read ------------------------------------------------------------------
+
+
+@each_gather
+@pytest.mark.parametrize("pinned", [False, True])
+def test_pairs_of_a_gather_may_change_right_after_the_call(method: str, pinned: bool) -> None:
+    src, dst, pairs = host_rows(method), gpu_rows(), pairs_of(COUNT, COUNT, COUNT)
+    expected = gathered(src, dst, pairs)
+    pairs = pairs.pin_memory() if pinned else pairs
+    keep_busy()
+    h2d_gather(src, dst.view, pairs, method=method)
+    pairs.copy_(pairs.flip(0))
+    assert dst.same(expected)
+
+
+def test_pairs_of_a_scatter_may_change_right_after_the_call() -> None:
+    src, dst, pairs = gpu_rows(), host_rows("sm"), pairs_of(COUNT, COUNT, COUNT)
+    expected = dst.clone()
+    ref_h2d_gather(src.view, expected, pairs)
+    d2h_scatter(src.view, torch.zeros_like(dst).pin_memory(), pairs, method="sm")
+    keep_busy()
+    d2h_scatter(src.view, dst, pairs, method="sm")
+    pairs.zero_()
+    torch.cuda.synchronize()
+    assert torch.equal(dst, expected)
+
+
+def test_pairs_of_many_calls_on_a_busy_stream() -> None:
+    """32 MB of them through 16 MB of pinned memory, which is not used again before it is read."""
+    count, rounds = 100_000, 40
+    src = random_bytes(count * 8).view(count, 8).pin_memory()
+    dst = torch.zeros(rounds, count, 8, dtype=torch.uint8, device="cuda")
+    orders = [torch.randperm(count) for _ in range(rounds)]
+    pairs = [torch.stack([order, torch.arange(count)], dim=1) for order in orders]
+    h2d_gather(src, dst[0], pairs[0], method="sm", dedup=False)
+    torch.cuda.synchronize()
+    keep_busy()
+    for i in range(rounds):
+        h2d_gather(src, dst[i], pairs[i], method="sm", dedup=False)
+    found = dst.cpu()
+    for i, order in enumerate(orders):
+        assert torch.equal(found[i], src[order]), i
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_source_may_change_right_after_the_call(pinned: bool) -> None:
+    src, dst, pairs = host_rows("cpu"), gpu_rows(), pairs_of(COUNT, COUNT, COUNT)
+    src = src.pin_memory() if pinned else src
+    expected = gathered(src, dst, pairs)
+    keep_busy()
+    h2d_gather(src, dst.view, pairs, method="cpu")
+    src.fill_(7)
+    assert dst.same(expected)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_source_may_be_freed_right_after_the_call(pinned: bool) -> None:
+    """Memory of 13 MB goes back to Linux, and where it is pinned to the next who asks for it."""
+    src, dst, pairs = host_rows("cpu"), gpu_rows(), pairs_of(COUNT, COUNT, COUNT)
+    src = src.pin_memory() if pinned else src
+    expected = gathered(src, dst, pairs)
+    keep_busy()
+    h2d_gather(src, dst.view, pairs, method="cpu")
+    del src
+    other = torch.empty(COUNT, ROW_BYTES, dtype=torch.uint8, pin_memory=pinned).fill_(7)
+    assert dst.same(expected)
+    assert other.eq(7).all()
+
+
+@each_gather
+@pytest.mark.parametrize("count", [60, COUNT, 92_000])
+def test_a_gather_is_in_the_order_of_its_stream(method: str, count: int) -> None:
+    """Behind what reads the old rows, in front of what reads and overwrites the new; 60 MB wait."""
+    src, dst = host_rows(method, count), gpu_rows(count)
+    pairs = pairs_of(count, count, count)
+    wanted, old = dst.twin(), dst.whole.clone()
+    ref_h2d_gather(src, wanted.view, pairs)
+    before, after = torch.zeros_like(old), torch.zeros_like(old)
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        dst.whole.copy_(old)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            keep_busy()
+            before.copy_(dst.whole)
+            h2d_gather(src, dst.view, pairs, method=method)
+            after.copy_(dst.whole)
+            dst.whole.zero_()
+        stream.synchronize()
+        assert torch.equal(before, old)
+        assert torch.equal(after, wanted.whole)
+        assert not dst.whole.any()
+
+
+@pytest.mark.parametrize(("method", "pinned"), [("cpu", True), ("cpu", False), ("auto", False)])
+@pytest.mark.parametrize("count", [60, COUNT, 92_000])
+def test_a_scatter_through_the_cpu_is_complete(count: int, method: str, pinned: bool) -> None:
+    """Of rows that kernels just queued make, and others overwrite: nobody waits but the call."""
+    made, pairs = gpu_rows(count, seed=2), pairs_of(count, count, count)
+    src, dst = gpu_rows(count), make_buffer((count, ROW_BYTES), pinned=pinned, gap=3)
+    expected, old = dst.twin(), dst.whole.clone()
+    ref_h2d_gather(made.view, expected.view, pairs)
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        dst.whole.copy_(old)
+        src.whole.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            keep_busy()
+            src.whole.copy_(made.whole)
+            d2h_scatter(src.view, dst.view, pairs, method=method)
+            src.whole.zero_()
+            assert dst.same(expected)
+        stream.synchronize()
+
+
+def test_a_scatter_by_sms_is_in_the_order_of_its_stream() -> None:
+    made, pairs = gpu_rows(seed=2), pairs_of(COUNT, COUNT, COUNT)
+    src, dst = gpu_rows(), make_buffer((COUNT, ROW_BYTES), pinned=True, gap=3)
+    expected = dst.twin()
+    ref_h2d_gather(made.view, expected.view, pairs)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        keep_busy()
+        src.whole.copy_(made.whole)
+        d2h_scatter(src.view, dst.view, pairs, method="sm")
+        src.whole.zero_()
+    stream.synchronize()
+    assert dst.same(expected)
+
+
+def test_a_scatter_leaves_a_gather_its_chunks() -> None:
+    """Rows of the gather are still on their way to the GPU, behind 1 GB of another stream."""
+    count = 1500
+    src, dst, pairs = host_rows("cpu", count), gpu_rows(count), pairs_of(count, count, count)
+    target = torch.zeros(count, ROW_BYTES, dtype=torch.uint8)
+    expected = dst.twin()
+    ref_h2d_gather(src, expected.view, pairs)
+    large = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    sink, side = torch.empty_like(large, device="cuda"), torch.cuda.Stream()
+    h2d_gather(src, gpu_rows(count).view, pairs, method="cpu")  # compiles
+    d2h_scatter(dst.view, target, pairs, method="cpu")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        sink.copy_(large, non_blocking=True)
+    h2d_gather(src, dst.view, pairs, method="cpu")
+    d2h_scatter(dst.view, target, pairs.flip(0).contiguous(), method="cpu")
+    assert dst.same(expected)
+    wanted = torch.zeros_like(target)
+    ref_h2d_gather(expected.view, wanted, pairs)
+    assert torch.equal(target, wanted)
+
+
+def test_to_and_fro_without_a_pause() -> None:
+    """Each call uses the chunks of the last one, of another size and the other direction."""
+    src, dst = host_rows("cpu"), gpu_rows()
+    back, expected_back = torch.zeros(2, COUNT, ROW_BYTES, dtype=torch.uint8)
+    expected = dst.whole.cpu()
+    view = expected.as_strided(dst.view.shape, dst.view.stride(), dst.view.storage_offset())
+    for i in range(30):
+        count = (COUNT, 60, 7000, 1)[i % 4]
+        there, fro = pairs_of(count, COUNT, COUNT, seed=i), pairs_of(count, COUNT, COUNT, seed=-i)
+        h2d_gather(src, dst.view, there, method="cpu")
+        if i % 3 == 0:
+            h2d_gather(src, dst.view, fro, method="cpu")
+            ref_h2d_gather(src, view, there)
+            there = fro
+        d2h_scatter(dst.view, back, fro, method="cpu")
+        ref_h2d_gather(src, view, there)
+        ref_h2d_gather(view, expected_back, fro)
+        assert torch.equal(back, expected_back), i
+    assert torch.equal(dst.whole.cpu(), expected)
+
+
+def test_a_call_that_waits_uses_no_core() -> None:
+    """Behind a stream that is busy for half a second. Not about speed: it is not to spin."""
+    src, dst = host_rows("cpu", 92_000), gpu_rows(92_000)
+    pairs = pairs_of(92_000, 92_000, 92_000)
+    target = torch.zeros_like(src)
+    for call in (
+        lambda: h2d_gather(src, dst.view, pairs, method="cpu", num_threads=2),
+        lambda: d2h_scatter(dst.view, target, pairs, method="cpu", num_threads=2),
+    ):
+        call()
+        torch.cuda.synchronize()
+        time.sleep(0.1)  # threads of OpenMP spin a while after their last call
+        keep_busy(1_000_000_000)
+        wall, used = time.perf_counter(), time.process_time()
+        call()
+        wall, used = time.perf_counter() - wall, time.process_time() - used
+        torch.cuda.synchronize()
+        assert wall > 0.2  # it did wait
+        assert used < 0.6 * wall
+
+
+@pytest.mark.multigpu
+def test_each_gpu_by_its_rows() -> None:
+    """Of the one that is not current, through staging memory of its own."""
+    for ordinal in (1, 0):
+        device = torch.device("cuda", ordinal)
+        src, pairs = host_rows("sm"), pairs_of(COUNT, COUNT, COUNT)
+        with torch.cuda.device(1 - ordinal):
+            for method in GATHERS:
+                dst = make_buffer((COUNT, ROW_BYTES), device=device, seed=1)
+                expected = dst.twin()
+                ref_h2d_gather(src, expected.view, pairs)
+                h2d_gather(src, dst.view, pairs, method=method)
+                torch.cuda.synchronize(device)
+                assert dst.same(expected), method
+            for method in SCATTERS:
+                back = make_buffer((COUNT, ROW_BYTES), pinned=True)
+                wanted = back.twin()
+                ref_h2d_gather(dst.view, wanted.view, pairs)
+                d2h_scatter(dst.view, back.view, pairs, method=method)
+                torch.cuda.synchronize(device)
+                assert back.same(wanted), method
+            assert torch.cuda.current_device() == 1 - ordinal

@@ -1,0 +1,102 @@
+"""Pairs on the CPU in calls of several chunks of rows, or several blocks of pairs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from buffers import make_buffer
+from fuzzer import NUM_CORES
+from ref import ref_h2d_gather
+from test_pairs_on_host import GATHERS, SCATTERS, each_index, pairs_of, synchronize
+
+from jitkern import d2h_scatter, h2d_gather
+
+CHUNK_BYTES = 4 << 20  # of which six are on their way
+BLOCK_PAIRS = 512 << 10  # that are copied at a time
+
+
+@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter])
+def test_many_chunks(device: torch.device, op: Any) -> None:
+    """60 MB through six chunks of 4, whatever the way and the number of threads."""
+    count = 92_000
+    host = make_buffer((count + 11, 656), gap=16, pinned=device.type == "cuda")
+    gpu = make_buffer((count + 11, 656), device=device, seed=1, gap=16)
+    assert count * 656 > 2 * 6 * CHUNK_BYTES
+    pairs = pairs_of(count, count + 11, count + 11)
+    src, dst = (host, gpu) if op is h2d_gather else (gpu, host)
+    expected, old = dst.twin(), dst.whole.clone()
+    ref_h2d_gather(src.view, expected.view, pairs)
+    for method in GATHERS if op is h2d_gather else SCATTERS:
+        for num_threads in (None, 1, 2, NUM_CORES):
+            dst.whole.copy_(old)
+            op(src.view, dst.view, pairs, method=method, num_threads=num_threads)
+            synchronize(device)
+            assert dst.same(expected), (method, num_threads)
+
+
+@each_index
+@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter])
+def test_many_blocks_of_pairs(device: torch.device, op: Any, index_dtype: torch.dtype) -> None:
+    """Three blocks of short rows, the last one small; a fault in it is found in front of them."""
+    count = 2 * BLOCK_PAIRS + 5000
+    host = make_buffer((count, 8), pinned=device.type == "cuda")
+    gpu = make_buffer((count, 8), device=device, seed=1)
+    pairs = pairs_of(count, count, count, index_dtype)
+    src, dst = (host, gpu) if op is h2d_gather else (gpu, host)
+    expected, old = dst.twin(), dst.twin()
+    ref_h2d_gather(src.view, expected.view, pairs)
+    bad = pairs.clone()
+    bad[count - 2] = torch.tensor([0, count])
+    text = f"{op.__name__}: pairs[..., 1]: index {count} at position {count - 2}, expected below "
+    for method in GATHERS if op is h2d_gather else SCATTERS:
+        dst.whole.copy_(old.whole)
+        with pytest.raises(IndexError, match=re.escape(text)):
+            op(src.view, dst.view, bad, method=method)
+        synchronize(device)
+        assert dst.same(old), method
+        op(src.view, dst.view, pairs, method=method)
+        synchronize(device)
+        assert dst.same(expected), method
+
+
+def test_slot_map_of_many_blocks(device: torch.device) -> None:
+    count = BLOCK_PAIRS + 70_000
+    src = make_buffer((count, 4), pinned=device.type == "cuda")
+    dst = make_buffer((count, 4), device=device, seed=1)
+    slot_map = make_buffer((count,), torch.int64, device, seed=2)
+    pairs = torch.stack([torch.randperm(count), torch.randperm(count)], dim=1)
+    pairs[::9, 0] = -4
+    dst_twin, map_twin = dst.twin(), slot_map.twin()
+    ref_h2d_gather(src.view, dst_twin.view, pairs, map_twin.view)
+    old_dst, old_map = dst.whole.clone(), slot_map.whole.clone()
+    for method in GATHERS:
+        dst.whole.copy_(old_dst)
+        slot_map.whole.copy_(old_map)
+        h2d_gather(src.view, dst.view, pairs, slot_map=slot_map.view, method=method)
+        assert dst.same(dst_twin), method
+        assert slot_map.same(map_twin), method
+
+
+@pytest.mark.parametrize("method", ["auto", "cpu"])
+def test_more_rows_than_int32_can_count(device: torch.device, method: str) -> None:
+    """Their numbers travel as int64."""
+    num_rows = 2**31 + 9
+    host = torch.empty(num_rows, 1, dtype=torch.uint8)  # touched at both ends, of 2 GiB
+    for row in (0, 1, 2, 9, 2**31 - 1, 2**31, num_rows - 1):
+        host[row] = row % 97 + 1
+    gpu = make_buffer((50, 1), device=device)
+    twin = gpu.twin()
+    pairs = torch.tensor([[2**31, 3], [9, 7], [num_rows - 1, 49], [-1, 5], [2**31 - 1, 0]])
+    h2d_gather(host, gpu.view, pairs, method=method)
+    for row, slot in ((2**31, 3), (9, 7), (num_rows - 1, 49), (2**31 - 1, 0)):
+        twin.view[slot] = row % 97 + 1
+    assert gpu.same(twin)
+    back = torch.tensor([[3, 1], [49, 2**31 - 1], [7, num_rows - 2], [0, 2**31]])
+    d2h_scatter(gpu.view, host, back, method=method)
+    at = [0, 1, 2, 2**31 - 1, 2**31, num_rows - 2, num_rows - 1]
+    wanted = [1, 2**31 % 97 + 1, 3, int(twin.view[49]), (2**31 - 1) % 97 + 1, 10]
+    wanted.append((num_rows - 1) % 97 + 1)
+    assert host[at].flatten().tolist() == wanted
