@@ -124,12 +124,14 @@ def time_replays(
     """Time several replays in turn, round after round, so that drift hits all of them alike.
 
     ``before`` runs ahead of each replay, outside the timed region (an L2 flush, say). One
-    untimed round comes first.
+    untimed round comes first. Every other round goes backwards, so that none always finds the
+    processor's caches as the same neighbour leaves them.
     """
     samples: dict[str, list[float]] = {name: [] for name in replays}
     timer = cuda_timer("time_replays") if device == "cuda" else host_ms
     for round_number in range(rounds + 1):
-        for name, replay in replays.items():
+        in_turn = list(replays.items())
+        for name, replay in in_turn[:: 1 if round_number % 2 == 0 else -1]:
             if before is not None:
                 before()
             ms = timer(replay.run) / replay.calls

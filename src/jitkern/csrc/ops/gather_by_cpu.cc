@@ -20,7 +20,6 @@ constexpr double kAtOnce = 0.85;
 constexpr i64 kMinRowsOfSms = 4096;
 // As many chunks are in the hands of the threads: one that ends, and the next.
 constexpr i64 kChunksInHand = 2;
-constexpr i64 kMinPartsInChunk = 8;
 
 class GatherByCpu : CpuWork {
  public:
@@ -143,13 +142,15 @@ class GatherByCpu : CpuWork {
     if (in_hand >= kChunksInHand) return false;
     const i64 number = num_handed_ % kNumChunks;
     if (!is_done(chunks_[number].done)) return false;
-    // The first ones are small, so that the link does not wait long for them; beside SMs, which
+    // The first ones are small, so that the link does not wait long for them. Beside SMs, which
     // keep it busy, all are, and the last ones smaller still: both ways then end closer to each
     // other.
-    i64 most = shape_.chunk_rows >> std::max<i64>(with_sms_ ? 1 : 0, 2 - num_handed_);
-    if (with_sms_) most = std::min(most, (back_ - front_) / 4);
-    const i64 least = std::min(shape_.chunk_rows, kMinPartsInChunk * shape_.part_rows);
-    const i64 count = std::min(std::max(least, most), back_ - front_);
+    i64 most = shape_.chunk_rows >> std::max<i64>(0, 2 - num_handed_);
+    if (with_sms_) {
+      const i64 at_once = num_threads() * shape_.part_rows;
+      most = std::min(most, std::max(2 * at_once, std::min(4 * at_once, (back_ - front_) / 4)));
+    }
+    const i64 count = std::min(std::max(most, shape_.part_rows), back_ - front_);
     back_ -= count;
     InWork& work = in_work_[number];
     work.first = back_;

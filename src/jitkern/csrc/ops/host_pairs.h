@@ -74,6 +74,7 @@ class CpuWork {
 
   // Parts up to `count` are there.
   void publish_moves(i64 count) { parts_.publish(first_move_ + count); }
+  i64 num_threads() const { return num_threads_; }
   // Does one part, if there is one that nobody does.
   bool help();
 
