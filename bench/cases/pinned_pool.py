@@ -33,9 +33,9 @@ def run(ctx: Context) -> Iterator[Row]:
     for gib in sizes:
         found: dict[str, list[float]] = {}
         notes: dict[str, str] = {}
-        # From 64 GiB on one order is half a minute of CUDA's own.
-        orders = [(FOUND, POOL, ALLOC, POOL), ("touched", ALLOC, POOL)]
-        orders += [("touched", POOL, TORCH)] if gib == sizes[0] else []
+        orders = [(FOUND, POOL, ALLOC), ("touched", ALLOC, POOL)]
+        if gib == sizes[0]:
+            orders[1] += (TORCH,)
         for order in orders:
             try:
                 results = _measured(gib, order)

@@ -63,7 +63,7 @@ class Staging {
   CUevent fetched = nullptr;
 
   // What part of a call's rows SMs took when they and the CPU ended at once, by what decides it.
-  using Traffic = std::array<i64, 4>;
+  using Traffic = std::array<i64, 5>;
   std::map<Traffic, double> sms_shares;
 
  private:

@@ -32,7 +32,8 @@ class GatherByCpu : CpuWork {
         placing_(placing),
         lists_(lists),
         with_sms_(with_sms),
-        traffic_{args.row_bytes, args.span_bytes >> 30, num_threads, args.num_sms.value_or(0)},
+        traffic_{args.row_bytes, args.span_bytes >> 30, 64 - __builtin_clzll(args.params.num_pairs),
+                 num_threads, args.num_sms.value_or(0)},
         shape_(args, narrow_index_bytes(args)),
         staging_(Staging::get(scope)),
         turn_(staging_.turn),
@@ -62,7 +63,7 @@ class GatherByCpu : CpuWork {
               shape_.index_bytes};
     front_ = 0;
     back_ = count;
-    rows_of_sms_ = rows_sent_ = num_handed_ = num_sent_ = 0;
+    num_fetches_ = rows_of_sms_ = rows_sent_ = num_handed_ = num_sent_ = 0;
     sms_are_busy_ = false;
     start_copy(pairs_, begin, count);
     // Threads go on to rows at once: as long as pairs are being checked nothing is sent.
@@ -93,7 +94,7 @@ class GatherByCpu : CpuWork {
     if (!with_sms_ || front_ == back_ || !sms_are_free()) return false;
     const i64 left = back_ - front_;
     const i64 count = static_cast<i64>(kAtOnce * share_of_sms() * double(left));
-    if (count < (rows_of_sms_ > 0 ? kMinRowsOfSms : 1)) return false;
+    if (count < (num_fetches_ > 0 ? kMinRowsOfSms : 1)) return false;
     fetch(count);
     return true;
   }
@@ -109,6 +110,7 @@ class GatherByCpu : CpuWork {
     launch_pairs(scope_, call, table_, lists_);
     record(staging_.fetched, scope_.stream());
     sms_are_busy_ = true;
+    ++num_fetches_;
     front_ += count;
     rows_of_sms_ += count;
   }
@@ -128,10 +130,14 @@ class GatherByCpu : CpuWork {
   }
 
   void learn_share(i64 count) {
-    if (rows_of_sms_ == 0 || rows_sent_ == 0) return;
-    const double share = double(rows_of_sms_) / double(count);
-    // Where SMs are still busy their share was too large, nobody knows by how much.
-    staging_.sms_shares[traffic_] = sms_are_free() ? share : 0.9 * share;
+    if (num_fetches_ == 0 || rows_sent_ == 0) return;
+    double share = double(rows_of_sms_) / double(count);
+    if (!sms_are_free()) {
+      share *= 0.9;  // it was too large, nobody knows by how much
+    } else if (num_fetches_ == 1) {
+      share *= 1.05 / kAtOnce;  // too small: nothing was left for them when they had fetched it
+    }
+    staging_.sms_shares[traffic_] = std::clamp(share, 0.05, 0.95);
   }
 
   // Gives the next chunk to the threads, if they run out of work and one is free.
@@ -244,6 +250,7 @@ class GatherByCpu : CpuWork {
   tvm::ffi::Tensor on_device_;
   i64 front_ = 0;
   i64 back_ = 0;
+  i64 num_fetches_ = 0;
   i64 rows_of_sms_ = 0;
   i64 rows_sent_ = 0;
   i64 num_handed_ = 0;  // chunks
