@@ -10,7 +10,7 @@ from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
 from jitkern.ops.common import TorchOverload
-from jitkern.ops.pairs import list_kernels, pair_kernels, way_of
+from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def d2h_scatter(
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
         try:
             by = None if order == "auto" else order  # a string costs 0.13 us on its way to C++
-            if not _op()(src, dst, pairs, num_sms, by, way_of(method, num_threads)):
+            way = None if method == "auto" and num_threads is None else (method, num_threads)
+            if not _op()(src, dst, pairs, num_sms, by, way):
                 dispatch.wrote(dst)
                 return
         except (RuntimeError, ValueError) as error:
@@ -141,7 +142,8 @@ def _now(
 ) -> None:
     by = None if order == "auto" else order
     op = host.op_now("d2h_scatter", kernel)
-    op(src, dst, pairs, num_sms, by, way_of(method, num_threads))
+    way = None if method == "auto" and num_threads is None else (method, num_threads)
+    op(src, dst, pairs, num_sms, by, way)
 
 
 TORCH_OVERLOADS = (

@@ -10,7 +10,7 @@ from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
 from jitkern.ops.common import TorchOverload
-from jitkern.ops.pairs import list_kernels, pair_kernels, way_of
+from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def h2d_gather(
     if dispatch.in_inference_mode() or dispatch.may_write(written, (src,)):
         try:
             by = None if order == "auto" else order  # a string costs 0.13 us on its way to C++
-            way = way_of(method, num_threads)
+            way = None if method == "auto" and num_threads is None else (method, num_threads)
             if not _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by, way):
                 dispatch.wrote(*written)
                 if record_source:
@@ -195,7 +195,7 @@ def _now(
 ) -> None:
     op = host.op_now("h2d_gather", kernel)
     by = None if order == "auto" else order
-    way = way_of(method, num_threads)
+    way = None if method == "auto" and num_threads is None else (method, num_threads)
     op(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by, way)
     if record_source:
         _record_use(src, dst)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from jitkern import hints
 from jitkern.host import module as host
@@ -49,11 +48,6 @@ def pair_entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int,
     """Return the kernel's name, which says whether it is that of large calls."""
     kind = "large" if large else "small"
     return entry_name(stem, row_bytes, vec_bytes, index_bytes, kind=kind)
-
-
-def way_of(method: Any, num_threads: Any) -> tuple[Any, Any] | None:
-    """Return how rows travel as C++ takes it: None for what is nearly always asked for."""
-    return None if method == "auto" and num_threads is None else (method, num_threads)
 
 
 PairSpec = tuple[int, int, int, int, int]
