@@ -120,23 +120,51 @@ Staging& Staging::get(const LaunchScope& scope) {
   return *found;
 }
 
-Chunk* Staging::chunks(const LaunchScope& scope) {
-  if (chunks_[0].host != nullptr) return chunks_.data();
-  // Kept for good: torch's allocator then counts it, and no other stream gets it.
-  static auto* kept = new std::vector<tvm::ffi::Tensor>();
+void Staging::make_chunks() {
+  if (chunks_[0].host != nullptr) return;
+  char* const host = allocate_pinned(kNumChunks * kChunkBytes);
+  for (i64 i = kNumChunks - 1; i >= 0; --i) {
+    chunks_[i] = {host + i * kChunkBytes, nullptr, make_event(), make_event()};
+  }
+}
+
+void Staging::give_device_memory(CUstream stream) {
   const i64 bytes = kNumChunks * kChunkBytes;
   const auto memory = allocate({bytes}, DLDataType{kDLUInt, 8, 1}, DLDevice{kDLCUDA, ordinal_});
-  char* const host = allocate_pinned(bytes);
-  kept->push_back(memory);
   // Torch may hand out memory that kernels queued on its current stream still use.
-  record(start, scope.stream());
+  record(start, stream);
   wait_for(copies, start);
-  wait_for(places, start);
-  for (i64 i = kNumChunks - 1; i >= 0; --i) {
-    chunks_[i] = {host + i * kChunkBytes, static_cast<char*>(memory.data_ptr()) + i * kChunkBytes,
-                  make_event(), make_event()};
+  device_memory_ = memory;
+  for (i64 i = 0; i < kNumChunks; ++i) {
+    chunks_[i].device = static_cast<char*>(memory.data_ptr()) + i * kChunkBytes;
   }
-  return chunks_.data();
+}
+
+Staging::Turn::Turn(Staging& staging, CUstream stream)
+    : staging_(staging), lock_(staging.turn), stream_(stream) {
+  staging.make_chunks();
+}
+
+void Staging::Turn::begin() {
+  if (staging_.chunks_[0].device == nullptr) staging_.give_device_memory(stream_);
+  record(staging_.start, stream_);
+  wait_for(staging_.places, staging_.start);
+  has_begun_ = true;
+}
+
+Staging::Turn::~Turn() {
+  if (!has_begun_) return;
+  // The call fails already: what fails here is not said.
+  const Driver& driver = Driver::get();
+  driver.cuEventRecord(staging_.end, staging_.copies);
+  driver.cuStreamWaitEvent(staging_.places, staging_.end, 0);
+  driver.cuEventRecord(staging_.end, staging_.places);
+  driver.cuStreamWaitEvent(stream_, staging_.end, 0);
+  for (const Chunk& chunk : staging_.chunks_) driver.cuEventRecord(chunk.done, staging_.places);
+  try {
+    staging_.uploads.mark(stream_);
+  } catch (const tvm::ffi::Error&) {
+  }
 }
 
 }  // namespace jitkern

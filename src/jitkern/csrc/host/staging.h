@@ -51,13 +51,34 @@ class Staging {
   // Of the scope's device, whose context is current. RuntimeError where there is no memory for it.
   static Staging& get(const LaunchScope& scope);
 
+  // A call's turn at the chunks, which have their host memory from then on; RuntimeError where
+  // there is none. If the call fails, its stream and later calls wait for what it has queued.
+  class Turn {
+   public:
+    // `stream` is torch's current one.
+    Turn(Staging& staging, CUstream stream);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    // In front of the first thing that is queued: `places` comes behind what is on the stream, and
+    // chunks have their device memory; RuntimeError where there is none.
+    void begin();
+    // The call's stream waits for all that was queued, or it is over.
+    void finish() { has_begun_ = false; }
+
+   private:
+    Staging& staging_;
+    const std::lock_guard<std::mutex> lock_;
+    const CUstream stream_;
+    bool has_begun_ = false;
+  };
+
   std::mutex turn;  // of a call
   Uploads uploads;
-  // Those that rows are staged in; RuntimeError where there is no memory for them. The stream of
-  // the scope is torch's current one.
-  Chunk* chunks(const LaunchScope& scope);
-  CUstream copies = nullptr;  // by the copy engine
-  CUstream places = nullptr;  // of rows, in device memory
+  Chunk* chunks() { return chunks_.data(); }  // of a call that has its turn
+  CUstream copies = nullptr;                  // by the copy engine
+  CUstream places = nullptr;                  // of rows, in device memory
   CUevent start = nullptr;
   CUevent end = nullptr;
   CUevent fetched = nullptr;
@@ -69,8 +90,13 @@ class Staging {
  private:
   explicit Staging(int ordinal);
 
+  void make_chunks();
+  void give_device_memory(CUstream stream);
+
   int ordinal_;
   std::array<Chunk, kNumChunks> chunks_{};
+  // Kept for good: torch's allocator then counts it, and no other stream gets it.
+  tvm::ffi::Tensor device_memory_;
 };
 
 CUevent make_event();

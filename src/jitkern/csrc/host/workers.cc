@@ -23,10 +23,8 @@ inline void pause_core() {
 #endif
 }
 
-// Threads that wait for the next call. They belong to the process that started them.
+// Threads that wait for the next call.
 struct Crew {
-  const pid_t owner = getpid();
-  std::mutex turn;  // of a call
   std::mutex mutex;
   std::condition_variable changed;
   i64 size = 0;
@@ -58,13 +56,32 @@ struct Crew {
   }
 };
 
-// Never destroyed: its threads sleep in it until the process ends. A forked child has none of its
-// parent's threads, so it begins with a crew of its own.
-Crew& crew() {
-  static std::atomic<Crew*> current{new Crew()};
-  Crew* found = current.load();
+// Those that no call has now. They belong to the process that started their threads.
+struct Crews {
+  const pid_t owner = getpid();
+  std::mutex mutex;
+  std::vector<Crew*> idle;
+
+  Crew* take() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (idle.empty()) return new Crew();
+    Crew* const crew = idle.back();
+    idle.pop_back();
+    return crew;
+  }
+  void give_back(Crew* crew) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    idle.push_back(crew);
+  }
+};
+
+// Never destroyed: threads sleep in them until the process ends. A forked child has none of its
+// parent's threads, so it begins with crews of its own.
+Crews& crews() {
+  static std::atomic<Crews*> current{new Crews()};
+  Crews* found = current.load();
   if (found->owner != getpid()) {
-    Crew* made = new Crew();
+    Crews* made = new Crews();
     if (!current.compare_exchange_strong(found, made)) {
       delete made;  // another thread of the child was first
     } else {
@@ -122,19 +139,23 @@ void Parts::close() {
 
 void run_with_workers(i64 count, const std::function<void()>& work,
                       const std::function<void()>& lead) {
-  Crew& all = crew();
-  const std::lock_guard<std::mutex> turn(all.turn);
+  if (count < 1) return lead();
+  Crews& all = crews();
+  Crew& crew = *all.take();
   {
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    all.work = &work;
-    all.wanted = all.running = all.hire(count);
-    all.changed.notify_all();
+    const std::lock_guard<std::mutex> lock(crew.mutex);
+    crew.work = &work;
+    crew.wanted = crew.running = crew.hire(count);
+    crew.changed.notify_all();
   }
-  const auto finish = [&all] {
-    std::unique_lock<std::mutex> lock(all.mutex);
-    all.running -= all.wanted;  // these have not woken up yet, and there is nothing left to do
-    all.wanted = 0;
-    all.changed.wait(lock, [&all] { return all.running == 0; });
+  const auto finish = [&] {
+    {
+      std::unique_lock<std::mutex> lock(crew.mutex);
+      crew.running -= crew.wanted;  // these have not woken up, and there is nothing left to do
+      crew.wanted = 0;
+      crew.changed.wait(lock, [&crew] { return crew.running == 0; });
+    }
+    all.give_back(&crew);
   };
   try {
     lead();

@@ -34,7 +34,8 @@ class Parts {
 
 // Calls work() on up to `count` other threads and lead() on this one; returns once all have
 // returned, with the exception of lead(), if any. work() must not throw, and must return whatever
-// becomes of lead(); where no thread can be had lead() is alone. Callers come one after the other.
+// becomes of lead(); where no thread can be had lead() is alone. Calls at the same time have
+// threads of their own each: one may wait for what its GPU waits for from another.
 void run_with_workers(i64 count, const std::function<void()>& work,
                       const std::function<void()>& lead);
 

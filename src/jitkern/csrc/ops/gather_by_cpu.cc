@@ -36,8 +36,8 @@ class GatherByCpu : CpuWork {
                  num_threads, args.num_sms.value_or(0)},
         shape_(args, narrow_index_bytes(args)),
         staging_(Staging::get(scope)),
-        turn_(staging_.turn),
-        chunks_(staging_.chunks(scope)) {}
+        turn_(staging_, scope.stream()),
+        chunks_(staging_.chunks()) {}
 
   void run() {
     CpuWork::run([this] {
@@ -48,6 +48,7 @@ class GatherByCpu : CpuWork {
       }
       record(staging_.end, staging_.places);
       wait_for(scope_.stream(), staging_.end);
+      turn_.finish();
     });
   }
 
@@ -73,10 +74,7 @@ class GatherByCpu : CpuWork {
       on_device_ = allocate({pairs_.bytes(count)}, DLDataType{kDLUInt, 8, 1}, args_.device);
     }
     finish_copy();
-    if (begin == 0) {
-      record(staging_.start, scope_.stream());
-      wait_for(staging_.places, staging_.start);
-    }
+    if (begin == 0) turn_.begin();
     Backoff backoff;
     while (front_ < back_ || num_sent_ < num_handed_) {
       if (feed_sms() || hand_out() || send() || help()) {
@@ -242,7 +240,7 @@ class GatherByCpu : CpuWork {
   const Staging::Traffic traffic_;
   const ChunkShape shape_;
   Staging& staging_;
-  const std::lock_guard<std::mutex> turn_;
+  Staging::Turn turn_;
   Chunk* const chunks_;
 
   // Of the block: SMs take pairs from its front, the CPU from its back.

@@ -69,13 +69,17 @@ void CpuWork::do_part(i64 number) {
 void CpuWork::check_part(i64 begin, i64 end, const i64* to) {
   const i64 last_src_row = args_.params.num_src_rows - 1;
   const i64 last_dst_row = args_.params.num_dst_rows - 1;
+  // Wraps around for padding below -2^63 + rows, of which the difference does not count.
+  const auto minus = [](i64 a, i64 b) {
+    return static_cast<i64>(static_cast<u64>(a) - static_cast<u64>(b));
+  };
   // By sign bits, without a branch: 0.95 ns a pair, where comparing and branching took 2.3.
   i64 outside = 0;
   const auto check = [&](const auto index_at, const auto& use) {
     for (i64 i = begin; i < end; ++i) {
       const Pair pair(index_at, i);
       const i64 padding = pair.src_row | pair.dst_row;
-      const i64 beyond = (last_src_row - pair.src_row) | (last_dst_row - pair.dst_row);
+      const i64 beyond = minus(last_src_row, pair.src_row) | minus(last_dst_row, pair.dst_row);
       outside |= beyond & ~padding;
       const i64 skipped = (padding | beyond) >> 63;
       use(i, pair.src_row | skipped, pair.dst_row | skipped);

@@ -112,7 +112,6 @@ void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, Kernel
   // In front of the locks: they may have to be compiled, in Python.
   find_pair_kernels(scope, call, table, lists);
   Staging& staging = Staging::get(scope);
-  // Ahead of the crew's turn, which run() takes: in the order of the calls that rows go through.
   const std::lock_guard<std::mutex> turn(staging.turn);
   CpuWork work(args, num_threads, 16 * num_pairs);
   work.run([&] {

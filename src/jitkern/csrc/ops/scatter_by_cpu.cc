@@ -19,8 +19,8 @@ class ScatterByCpu : CpuWork {
         kernels_(kernels),
         shape_(args, narrow_index_bytes(args)),
         staging_(Staging::get(scope)),
-        turn_(staging_.turn),
-        chunks_(staging_.chunks(scope)) {}
+        turn_(staging_, scope.stream()),
+        chunks_(staging_.chunks()) {}
 
   void run() {
     CpuWork::run([this] {
@@ -29,6 +29,7 @@ class ScatterByCpu : CpuWork {
       for (i64 begin = 0; begin < num_pairs; begin += kBlockPairs) {
         move_block(begin, std::min(kBlockPairs, num_pairs - begin));
       }
+      turn_.finish();
     });
   }
 
@@ -44,10 +45,7 @@ class ScatterByCpu : CpuWork {
               shape_.index_bytes};
     start_copy(pairs_, begin, count);
     finish_copy();
-    if (begin == 0) {
-      record(staging_.start, scope_.stream());
-      wait_for(staging_.places, staging_.start);
-    }
+    if (begin == 0) turn_.begin();
     front_ = num_sent_ = num_arrived_ = num_done_ = 0;
     Backoff backoff;
     while (front_ < count || num_done_ < num_sent_) {
@@ -140,7 +138,7 @@ class ScatterByCpu : CpuWork {
   const LoadedKernels& kernels_;
   const ChunkShape shape_;
   Staging& staging_;
-  const std::lock_guard<std::mutex> turn_;
+  Staging::Turn turn_;
   Chunk* const chunks_;
 
   // Of the block.
