@@ -184,9 +184,10 @@ def _ways(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> lis
         for name, color in zip(named, _cycle(PEERS), strict=False):
             _line(axes, points, name, color=color, marker="o", markersize=3, x="pool_gib")
         _line(axes, points, "auto", color=OURS, linestyle=":", linewidth=3, x="pool_gib")
-        axes.set(title=kind, xlabel="GiB of the pool", xscale="log", ylim=(0, None))
+        axes.set(title=kind, xlabel="GiB of the pool", xscale="log")
         axes.grid(alpha=0.25)
         axes.legend(fontsize=7, loc="lower left")
+    panels[0].set_ylim(0, 1.05 * max(r["gb_s"] for r in here))
     panels[0].set_ylabel("GB/s that arrive")
     figure.suptitle(f"{most:,} random rows of 656 B, numbers on the host, {machine}", fontsize=10)
     return [_save(figure, directory / "ways.png")]

@@ -58,7 +58,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_figures_of_an_h200() -> None:
     """Those that C++ has for a machine on which nothing was measured are of the same size."""
     figures = calibration.figures_of(CURVES)
-    assert 0.9 < figures.pop("reach_bytes") / (1 << 30) < 1.1
+    assert 1.0 < figures.pop("reach_bytes") / (1 << 30) < 1.4
     assert 1000 < figures.pop("page_miss_bytes") < 1300
     assert figures == {
         "small_call_bytes": 1 << 20,

@@ -91,7 +91,7 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
     with PinnedPool(pool_gib * _GIB, progress=False) as pool, _as_before() as set_figure:
         bench = _Bench(pool.tensor())
         say("how far the link's address translation reaches")
-        spans = [gib for gib in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if gib <= pool_gib]
+        spans = [gib for gib in (0.25, 0.5, 1, 1.5, 2, 4, 8, 16, 32) if gib <= pool_gib]
         as_they_come = [(gib, bench.gather(gib, order="given")) for gib in spans]
         say("small calls")
         small, large = bench.small_calls(set_figure)
@@ -153,7 +153,8 @@ def _reach_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:
 
     Beyond it a part ``1 - reach / span`` of the rows misses, and each that does takes as much
     longer: far off a row's time is a straight line over ``1 / span``. The knee is not sharp, so the
-    least reach that any span tells of is taken: to sort in vain costs 10 us.
+    least reach is taken that a span tells of where more than noise misses: to sort in vain costs
+    10 us.
     """
     row_ns = [(gib, _ROW_BYTES / speed) for gib, speed in gb_s]
     hit_ns = row_ns[0][1]
@@ -164,7 +165,7 @@ def _reach_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:
     if all_miss_ns < 1.2 * hit_ns:
         return _NEVER
     missed = [(gib, (ns - hit_ns) / (all_miss_ns - hit_ns)) for gib, ns in row_ns]
-    return int(_GIB * min(gib * (1 - part) for gib, part in missed if part > 0.02))
+    return int(_GIB * min(gib * (1 - part) for gib, part in missed if part > 0.1))
 
 
 def _page_miss_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:

@@ -31,13 +31,12 @@ constexpr Default kDefaults[kNumFigures] = {
     // call
     // in order waits for its rows or for their pages, whichever takes longer.
     {"page_miss_bytes", 1150},
-    // With so many threads of the CPU SMs that wait for pages are not the faster ones: 42.6 and
-    // 45.5 GB/s out of 16 GiB, 30.8 and 42.3 out of 64; with 4 threads 43.3 and 37.5, 30.8
-    // and 33.5.
+    // With so many threads of the CPU both ways beat SMs in order, 43.3 GB/s out of 16 GiB and 30.8
+    // out of 64: by 8 threads 45.4 and 45.8, by 4 42.1 and 36.0.
     {"both_threads", 8},
-    // Rows come faster into so much host memory by as many of the CPU's cores: into 16 GiB 43.0
-    // GB/s
-    // by SMs in order, 32.6 and 42.3 by 8 and 15 threads, into 64 30.8, 24.0 and 39.5.
+    // Into so much host memory rows go as fast, or faster, by as many of the CPU's cores: into 16
+    // GiB
+    // 43.1 GB/s by SMs in order, 42.1 and 40.5 by 8 and 15 threads, into 64 30.9, 36.2 and 41.9.
     {"cpu_scatter_span_bytes", i64(12) << 30},
     {"cpu_scatter_threads", 12},
 };
