@@ -1,10 +1,11 @@
 """The ops' tests under sanitizers: ``python tests/sanitize.py [host | threads | memcheck | ...]``.
 
 ``host`` builds the host module with Address- and UBSan and runs the tests that need no GPU.
-``threads`` calls the ops of the CPU from several threads under ThreadSanitizer, beside one that
-rewrites their indices. The others are the tools of compute-sanitizer, over the tests that need a
-GPU. Without a name: all that this machine can run. ``--thin 5`` keeps every fifth test; further
-arguments go to pytest.
+``threads`` runs the programs of tests/threads under ThreadSanitizer: the ops of the CPU, called
+from several threads beside one that rewrites their indices, and rows that go through the CPU to a
+GPU that is made of threads; these under Address- and UBSan, too. The others are the tools of
+compute-sanitizer, over the tests that need a GPU. Without a name: all that this machine can run.
+``--thin 5`` keeps every fifth test; further arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -17,19 +18,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from threads.program import ASAN, CPU_OPS, FOUND, STAGING, TSAN, Builder, cxx
 
-from jitkern.compilers.sources import CSRC, INCLUDE_DIRS
 from jitkern.ops._ops import OPS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-FOUND = 97  # exit status of a sanitizer; pytest's own are 0 to 5
 
 # ASan itself ends a process in which a new thread finds no memory.
 NOT_UNDER_ASAN = "not no_more_threads"
@@ -57,10 +56,6 @@ def tests_of(names: Iterable[str]) -> list[str]:
 
 HOST_TESTS = tests_of((*(op.stem for op in OPS), "cpu_copy", "errors_table", "memory_of_indices"))
 CUDA_TESTS = tests_of((*(op.stem for op in OPS if op.has_kernels), "pair_order"))
-
-
-def cxx() -> list[str]:
-    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
 def preload() -> str:
@@ -106,31 +101,13 @@ def run_host(thin: int, args: Sequence[str]) -> int:
 
 
 def run_threads(_thin: int, _args: Sequence[str]) -> int:
-    from tvm_ffi import libinfo
-
-    library = Path(libinfo.find_libtvm_ffi()).parent
-    includes = [*INCLUDE_DIRS, libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
-    command = [*cxx(), "-std=c++17", "-O1", "-g1", "-fPIC", "-fsanitize=thread", "-Wno-tsan"]
-    command += [f"-I{path}" for path in includes]
     with tempfile.TemporaryDirectory() as scratch:
-
-        def compiled(source: Path) -> str:
-            target = f"{scratch}/{source.parent.name}-{source.stem}.o"
-            subprocess.run([*command, "-c", str(source), "-o", target], check=True)
-            return target
-
-        team, program = f"{scratch}/libtorch_cpu.so", f"{scratch}/ops"
-        soname = ["-shared", "-Wl,-soname,libtorch_cpu.so"]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            sources = [HERE / "threads" / "ops.cc", *CSRC.rglob("*.cc")]
-            objects = list(pool.map(compiled, sources))
-        stand_in = compiled(HERE / "threads" / "team.cc")
-        subprocess.run([*command, *soname, stand_in, "-o", team], check=True)
-        link = ["-Wl,--no-as-needed", team, f"-L{library}", "-ltvm_ffi", "-ldl"]
-        link += [f"-Wl,-rpath,{library}", f"-Wl,-rpath,{scratch}", "-o", program]
-        subprocess.run([*command, *objects, *link], check=True)
-        env = {**os.environ, "TSAN_OPTIONS": f"halt_on_error=1:exitcode={FOUND}"}
-        return subprocess.run([program], env=env).returncode
+        results = []
+        for flags, program in ((TSAN, CPU_OPS), (TSAN, STAGING), (ASAN, STAGING)):
+            done = Builder(Path(scratch), flags).run(program)
+            print(done.stdout + done.stderr, end="", flush=True)
+            results.append(done.returncode)
+    return FOUND if FOUND in results else max(map(abs, results))
 
 
 def run_tool(tool: str, thin: int, args: Sequence[str]) -> int:

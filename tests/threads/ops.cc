@@ -82,9 +82,11 @@ void calls(Memory& slots, Memory& pairs) {
     call(store_cache(), &a.dl, &b.dl, &slots.dl, &c.dl, &d.dl);
     call(indexing(), &a.dl, &slots.dl, &b.dl, nullptr, nullptr);
     call(indexing(), &a.dl, &slots.dl, &b.dl, 3, kRows);
-    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, false, nullptr);
-    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, true, nullptr);
-    call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr);
+    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, false, nullptr,
+         nullptr);
+    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, true, nullptr,
+         nullptr);
+    call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr, nullptr);
   }
 }
 

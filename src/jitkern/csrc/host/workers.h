@@ -1,6 +1,6 @@
-// Threads of jitkern's own, for calls that keep the CPU's cores for milliseconds: to move rows while
-// a GPU works, to touch a pool. They sleep where torch's OpenMP would spin: such a call waits for
-// the GPU in between.
+// Threads of jitkern's own, for calls that keep the CPU's cores for milliseconds: to move rows
+// while a GPU works, to touch a pool. They sleep where torch's OpenMP would spin: such a call waits
+// for the GPU in between.
 #pragma once
 
 #include <jitkern/types.h>

@@ -1,0 +1,68 @@
+"""Threads of the host module, under sanitizers: programs of tests/threads, and mutants of sources.
+
+``ops`` calls every op on the CPU from two threads; ``staging`` those whose rows go through the CPU
+to and from a GPU, of which a late one is made of threads. Each of its cases is a test here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from needs import needs_cxx
+from threads.mutants import MUTANTS, Mutant
+from threads.program import ASAN, CPU_OPS, HERE, STAGING, TSAN, Builder, forget_old
+
+from jitkern.compilers.sources import CSRC
+
+pytestmark = needs_cxx
+
+CASES = [
+    name
+    for source in ("staging.cc", "trouble.cc")
+    for name in re.findall(r'\{"(\w+)", \1\}', (HERE / source).read_text())
+]
+# Of times and of memory, in which no thread meets another.
+NOT_UNDER_TSAN = ("asleep", "no_memory", "uploads")
+
+
+@pytest.fixture(scope="module")
+def store(request: pytest.FixtureRequest) -> Path:
+    store = Path(request.config.cache.mkdir("threads"))
+    forget_old(store)
+    return store
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(store: Path, case: str) -> None:
+    """Also that waiting threads sleep: AddressSanitizer makes nothing of sleep."""
+    done = Builder(store, ASAN).run(STAGING, case)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{case} passed\n"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_UNDER_TSAN])
+def test_case_is_free_of_races(store: Path, case: str) -> None:
+    done = Builder(store, TSAN).run(STAGING, case)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ops_are_free_of_races(store: Path) -> None:
+    done = Builder(store, TSAN).run(CPU_OPS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.replace(" ", "-"))
+def test_mutant_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
+    csrc = tmp_path / "csrc"
+    shutil.copytree(CSRC, csrc)
+    mutant.apply(csrc)
+    builder = Builder(store, mutant.flags, csrc)
+    done = builder.run(STAGING, mutant.case, STAGING_LIMIT_S="4")
+    shutil.rmtree(builder.build(STAGING).parent)
+    assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
+    # Noticed by a check, not by a crash of something else.
+    noticed = ("FAILED:", "AddressSanitizer", "ThreadSanitizer", "runtime error:")
+    assert any(text in done.stderr for text in noticed), done.stderr

@@ -1,0 +1,359 @@
+#include "fake_gpu.h"
+
+#include <linux/futex.h>
+#include <semaphore.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "fake_kernel.h"
+
+namespace {
+
+using fake::i64;
+using fake::Point;
+using namespace jitkern;
+
+constexpr CUresult kFailed = 719;  // "unspecified launch failure"
+
+// Kept for good, as its threads are.
+template <class T>
+T& global() {
+  static T* one = new T();
+  return *one;
+}
+
+std::atomic<i64> delays_us[fake::kNumRoles];
+std::atomic<i64> random_us{0};
+std::atomic<i64> num_calls_of[fake::kNumKinds];
+std::atomic<i64> failing_call[fake::kNumKinds];
+std::atomic<i64> queued{0};
+thread_local fake::Kind before_kind;
+thread_local std::function<void()> before_run;
+std::atomic<i64> launches[fake::kNumRoles];
+std::atomic<bool> is_capturing{false};
+
+struct Range {
+  i64 bytes;
+  u32 type;
+  int ordinal;
+};
+// Readers do not order each other, for ThreadSanitizer: streams only read.
+struct Memories {
+  std::shared_mutex mutex;
+  std::map<u64, Range> ranges;
+
+  void add(const void* at, Range range) {
+    const std::lock_guard<std::shared_mutex> lock(mutex);
+    ranges[reinterpret_cast<u64>(at)] = range;
+  }
+  void forget(const void* at) {
+    const std::lock_guard<std::shared_mutex> lock(mutex);
+    if (ranges.erase(reinterpret_cast<u64>(at)) == 0) fake::fail_program("frees what is no memory");
+  }
+  // The range that holds these bytes, of type 0 if none does.
+  std::pair<u64, Range> find(u64 at, i64 bytes) {
+    const std::shared_lock<std::shared_mutex> lock(mutex);
+    auto next = ranges.upper_bound(at);
+    if (next == ranges.begin()) return {};
+    --next;
+    const bool inside = at + static_cast<u64>(bytes) <= next->first + next->second.bytes;
+    return inside ? std::pair(next->first, next->second) : std::pair<u64, Range>{};
+  }
+};
+Memories& memories() { return global<Memories>(); }
+
+}  // namespace
+
+namespace jitkern {
+
+struct CUctx_st {
+  int device = -1;
+};
+static thread_local CUcontext current = nullptr;
+
+struct CUevent_st {
+  std::mutex mutex;
+  std::shared_ptr<Point> point;  // of the last record; none yet
+};
+struct CUmod_st : fake::KernelSpec {};
+struct CUfunc_st : fake::KernelSpec {};
+
+// What is queued is a list, of which the thread holds on to the last node that it did.
+struct CUstream_st {
+  struct Node {
+    std::function<void()> work;
+    std::atomic<Node*> next{nullptr};
+  };
+  fake::Role role;
+  int device;
+  std::mutex mutex;  // of those who queue
+  Node* last = new Node();
+  Node* done = last;
+  sem_t num_waiting;
+
+  CUstream_st(fake::Role role, int device) : role(role), device(device) {
+    sem_init(&num_waiting, 0, 0);
+    std::thread([this] { loop(); }).detach();
+  }
+  void put(std::function<void()> work) {
+    auto* node = new Node{std::move(work)};
+    const std::lock_guard<std::mutex> lock(mutex);
+    last->next.store(node, std::memory_order_release);
+    last = node;
+    sem_post(&num_waiting);
+  }
+  void loop() {
+    u32 state = static_cast<u32>(reinterpret_cast<u64>(this) >> 4) | 1;
+    while (true) {
+      while (sem_wait(&num_waiting) != 0) {
+      }
+      Node* node = done->next.load(std::memory_order_acquire);
+      state = state * 1664525u + 1013904223u;
+      const i64 most = random_us.load(std::memory_order_relaxed);
+      const i64 late = delays_us[role].load(std::memory_order_relaxed) +
+                       (most == 0 ? 0 : (state >> 8) % (most + 1));
+      if (late > 0) usleep(static_cast<useconds_t>(late));
+      node->work();
+      node->work = nullptr;
+      delete done;
+      done = node;
+    }
+  }
+};
+
+}  // namespace jitkern
+
+namespace {
+
+struct Streams {
+  std::mutex mutex;
+  std::vector<CUstream> all;
+};
+
+CUstream add_stream(fake::Role role, int device) {
+  auto* stream = new CUstream_st(role, device);
+  const std::lock_guard<std::mutex> lock(global<Streams>().mutex);
+  global<Streams>().all.push_back(stream);
+  return stream;
+}
+
+// Queues what a call of the driver asks for, unless that is to fail.
+CUresult queue(fake::Kind kind, CUstream stream, std::function<void()> work) {
+  if (current == nullptr || current->device != stream->device) {
+    fake::fail_program("has another device's context current");
+  }
+  if (fake::fails(kind)) return kFailed;
+  queued.fetch_add(1, std::memory_order_relaxed);
+  stream->put(std::move(work));
+  return kCudaSuccess;
+}
+
+}  // namespace
+
+namespace fake {
+
+void fail_program(const std::string& what) {
+  std::fprintf(stderr, "FAILED: the GPU %s\n", what.c_str());
+  std::abort();
+}
+void require_memory(const void* at, i64 bytes, const char* what) {
+  if (bytes == 0 || memories().find(reinterpret_cast<u64>(at), bytes).second.type != 0) return;
+  fail_program(std::string("touches what is no memory of it: ") + what);
+}
+
+void Point::set() {
+  is_set_.store(1, std::memory_order_release);
+  syscall(SYS_futex, &is_set_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+void Point::wait() const {
+  while (!is_set()) syscall(SYS_futex, &is_set_, FUTEX_WAIT_PRIVATE, 0, nullptr, nullptr, 0);
+}
+
+CUstream make_stream(int device) { return add_stream(kCallers, device); }
+int device_of(CUstream stream) { return stream->device; }
+
+void run_on(CUstream stream, std::function<void()> work) { stream->put(std::move(work)); }
+std::shared_ptr<Point> hold(CUstream stream) {
+  auto point = std::make_shared<Point>();
+  stream->put([point] { point->wait(); });
+  return point;
+}
+void synchronize(CUstream stream) {
+  const auto reached = std::make_shared<Point>();
+  stream->put([reached] { reached->set(); });
+  reached->wait();
+}
+void synchronize_all() {
+  std::vector<CUstream> streams;
+  {
+    const std::lock_guard<std::mutex> lock(global<Streams>().mutex);
+    streams = global<Streams>().all;
+  }
+  for (const CUstream stream : streams) synchronize(stream);
+}
+void delay(Role role, i64 us) { delays_us[role] = us; }
+void delay_at_random(i64 us) { random_us = us; }
+
+i64 num_queued() { return queued; }
+i64 num_launches(Role role) { return launches[role]; }
+i64 num_calls(Kind kind) { return num_calls_of[kind]; }
+void fail(Kind kind, i64 number) {
+  failing_call[kind] = number == 0 ? 0 : num_calls_of[kind] + number;
+}
+void before_next(Kind kind, std::function<void()> run) {
+  before_kind = kind;
+  before_run = std::move(run);
+}
+bool fails(Kind kind) {
+  if (before_run != nullptr && kind == before_kind) std::exchange(before_run, nullptr)();
+  const i64 number = num_calls_of[kind].fetch_add(1, std::memory_order_relaxed) + 1;
+  return number == failing_call[kind].load(std::memory_order_relaxed);
+}
+void set_capturing(bool capturing) { is_capturing = capturing; }
+
+void know(const char* memory, i64 bytes, u32 type, int device) {
+  memories().add(memory, {bytes, type, device});
+}
+void forget(const char* memory) { memories().forget(memory); }
+
+}  // namespace fake
+
+extern "C" {
+
+static CUctx_st contexts[fake::kNumDevices];
+
+CUresult cuInit(unsigned) { return 0; }
+CUresult cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+CUresult cuDeviceGetCount(int* count) { return *count = fake::kNumDevices, 0; }
+CUresult cuDeviceGet(CUdevice* device, int ordinal) { return *device = ordinal, 0; }
+CUresult cuDeviceGetName(char* name, int length, CUdevice) {
+  return std::snprintf(name, static_cast<size_t>(length), "a fake GPU") < 0;
+}
+CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice) {
+  *value = attribute == kAttributeComputeMajor ? 9 : attribute == kAttributeComputeMinor ? 0 : 132;
+  return 0;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  contexts[device].device = device;
+  return *context = &contexts[device], 0;
+}
+CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
+  return *flags = 0, *active = 1, 0;
+}
+CUresult cuCtxSynchronize() { return 0; }
+CUresult cuCtxGetCurrent(CUcontext* context) { return *context = current, 0; }
+CUresult cuCtxSetCurrent(CUcontext context) { return current = context, 0; }
+CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, int*, void**) {
+  auto* made = new CUmod_st{};
+  *module = made;
+  return std::sscanf(static_cast<const char*>(image), "%d %d %d %d %d %d", &made->row_bytes,
+                     &made->vec_bytes, &made->index_bytes, &made->line_aligned, &made->large,
+                     &made->host_side) != 6;
+}
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
+  return *function = new CUfunc_st{*module}, 0;
+}
+CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction) {
+  return *value = attribute == kFunctionMaxThreadsPerBlock ? 1024 : 0, 0;
+}
+CUresult cuFuncSetAttribute(CUfunction, int, int) { return 0; }
+CUresult cuFuncGetParamInfo(CUfunction, size_t number, size_t* offset, size_t* bytes) {
+  return *offset = 0, *bytes = sizeof(PairCopyParams), number != 0;
+}
+
+CUresult cuLaunchKernelEx(const LaunchConfig* config, CUfunction function, void** parameters,
+                          void**) {
+  const PairCopyParams params = *static_cast<const PairCopyParams*>(parameters[0]);
+  require_launch(*function, *config, params);
+  ++launches[config->stream->role];
+  return queue(fake::kLaunch, config->stream, [=] { copy_pairs(*function, params); });
+}
+CUresult cuMemsetD8Async(CUdeviceptr at, unsigned char value, size_t bytes, CUstream stream) {
+  return queue(fake::kCopy, stream,
+               [=] { std::memset(reinterpret_cast<void*>(at), value, bytes); });
+}
+static CUresult copy(void* to, const void* from, size_t bytes, CUstream stream) {
+  fake::require_memory(to, static_cast<i64>(bytes), "the target of a copy");
+  fake::require_memory(from, static_cast<i64>(bytes), "the source of a copy");
+  return queue(fake::kCopy, stream, [=] {
+    fake::require_memory(to, static_cast<i64>(bytes), "the target of a copy, freed since");
+    std::memcpy(to, from, bytes);
+  });
+}
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void* host, size_t bytes, CUstream stream) {
+  return copy(reinterpret_cast<void*>(device), host, bytes, stream);
+}
+CUresult cuMemcpyDtoHAsync_v2(void* host, CUdeviceptr device, size_t bytes, CUstream stream) {
+  return copy(host, reinterpret_cast<const void*>(device), bytes, stream);
+}
+
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
+  return *stream = add_stream(priority == 0 ? fake::kCopies : fake::kPlaces, current->device), 0;
+}
+CUresult cuStreamIsCapturing(CUstream, int* status) { return *status = is_capturing, 0; }
+CUresult cuThreadExchangeStreamCaptureMode(int*) { return 0; }
+CUresult cuEventCreate(CUevent* event, unsigned) { return *event = new CUevent_st(), 0; }
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+  const auto point = std::make_shared<Point>();
+  const CUresult result = queue(fake::kRecord, stream, [point] { point->set(); });
+  if (result != kCudaSuccess) return result;
+  const std::lock_guard<std::mutex> lock(event->mutex);
+  event->point = point;
+  return result;
+}
+static std::shared_ptr<Point> point_of(CUevent event) {
+  const std::lock_guard<std::mutex> lock(event->mutex);
+  return event->point;
+}
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+  const auto point = point_of(event);
+  return queue(fake::kWait, stream, [point] {
+    if (point != nullptr) point->wait();
+  });
+}
+CUresult cuEventQuery(CUevent event) {
+  if (fake::fails(fake::kQuery)) return kFailed;
+  const auto point = point_of(event);
+  return point == nullptr || point->is_set() ? kCudaSuccess : kCudaErrorNotReady;
+}
+
+CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+  *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  std::memset(*pointer, 0, bytes);
+  memories().add(*pointer, {static_cast<i64>(bytes), kMemoryTypeHost, 0});
+  return 0;
+}
+CUresult cuMemHostRegister_v2(void*, size_t, unsigned) { return 1; }
+CUresult cuMemHostUnregister(void*) { return 1; }
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* device, void* pointer, unsigned) {
+  return *device = reinterpret_cast<CUdeviceptr>(pointer), 0;
+}
+CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, CUdeviceptr at) {
+  const auto [begin, range] = memories().find(at, 1);
+  if (range.type == 0 || current == nullptr) return 0;
+  for (unsigned i = 0; i < count; ++i) {
+    const int which = attributes[i];
+    if (which == kPointerMemoryType) *static_cast<u32*>(values[i]) = range.type;
+    if (which == kPointerDeviceOrdinal) *static_cast<int*>(values[i]) = range.ordinal;
+    if (which == kPointerDevicePointer) *static_cast<CUdeviceptr*>(values[i]) = at;
+    if (which == kPointerRangeStart) *static_cast<CUdeviceptr*>(values[i]) = begin;
+    if (which == kPointerRangeSize) *static_cast<size_t*>(values[i]) = size_t(range.bytes);
+  }
+  return 0;
+}
+CUresult cuGetErrorName(CUresult, const char** text) { return *text = "CUDA_ERROR_FAKE", 0; }
+CUresult cuGetErrorString(CUresult, const char** text) { return *text = "as the test wants", 0; }
+
+}  // extern "C"

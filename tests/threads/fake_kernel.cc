@@ -1,0 +1,106 @@
+// The kernel of the fake GPU: what csrc/ops/pairs.cuh does.
+#include "fake_kernel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "fake_gpu.h"
+
+namespace fake {
+
+namespace {
+
+using namespace jitkern;
+
+std::atomic<i64> faults{0};
+
+struct HostPair {
+  i64 src_row, dst_row;
+};
+
+HostPair read_pair(const PairCopyParams& p, int index_bytes, i64 i) {
+  if (index_bytes == 4) {
+    const auto* pair = static_cast<const int32_t*>(p.pairs) + 2 * i;
+    return {pair[0], pair[1]};
+  }
+  const auto* pair = static_cast<const int64_t*>(p.pairs) + 2 * i;
+  return {pair[0], pair[1]};
+}
+
+// Rows [lowest, highest] of a table are memory of the GPU.
+void require_rows(const char* table, i64 stride, i64 row_bytes, i64 lowest, i64 highest,
+                  const char* what) {
+  const char* begin = table + std::min(lowest * stride, highest * stride);
+  require_memory(begin, std::abs(stride) * (highest - lowest) + row_bytes, what);
+}
+
+}  // namespace
+
+void copy_pairs(const KernelSpec& f, const PairCopyParams& p) {
+  const i64 count = p.last_pair == nullptr ? p.num_pairs : i64(*p.last_pair + 1u);
+  require_memory(p.pairs, 2 * count * f.index_bytes, "pairs");
+  i64 lowest[2] = {INT64_MAX, INT64_MAX};
+  i64 highest[2] = {-1, -1};
+  const auto is_inside = [&p](const HostPair& pair) {
+    return pair.src_row < p.num_src_rows && pair.dst_row < p.num_dst_rows;
+  };
+  for (i64 i = 0; i < count; ++i) {
+    const HostPair pair = read_pair(p, f.index_bytes, i);
+    if (pair.src_row < 0 || pair.dst_row < 0) continue;
+    if (!is_inside(pair)) {
+      ++faults;
+      continue;
+    }
+    lowest[0] = std::min(lowest[0], pair.src_row), highest[0] = std::max(highest[0], pair.src_row);
+    lowest[1] = std::min(lowest[1], pair.dst_row), highest[1] = std::max(highest[1], pair.dst_row);
+  }
+  if (highest[0] < 0) return;
+  require_rows(p.src, p.src_stride_bytes, f.row_bytes, lowest[0], highest[0], "source rows");
+  require_rows(p.dst, p.dst_stride_bytes, f.row_bytes, lowest[1], highest[1], "destination rows");
+  for (i64 i = 0; i < count; ++i) {
+    const HostPair pair = read_pair(p, f.index_bytes, i);
+    if (pair.src_row < 0 || pair.dst_row < 0 || !is_inside(pair)) continue;
+    std::memcpy(p.dst + pair.dst_row * p.dst_stride_bytes,
+                p.src + pair.src_row * p.src_stride_bytes, static_cast<size_t>(f.row_bytes));
+    if (p.slot_map == nullptr) continue;
+    i64 row = pair.src_row;
+    if (p.slot_rows != nullptr) {
+      row = f.index_bytes == 4 ? i64(static_cast<const int32_t*>(p.slot_rows)[i])
+                               : i64(static_cast<const int64_t*>(p.slot_rows)[i]);
+    }
+    if (row < 0) continue;
+    char* const entry = static_cast<char*>(p.slot_map) + row * p.slot_map_bytes;
+    require_memory(entry, p.slot_map_bytes, "slot map");
+    const auto narrow = static_cast<int32_t>(pair.dst_row);
+    std::memcpy(entry, p.slot_map_bytes == 4 ? static_cast<const void*>(&narrow) : &pair.dst_row,
+                static_cast<size_t>(p.slot_map_bytes));
+  }
+}
+
+void require_launch(const KernelSpec& f, const LaunchConfig& config, const PairCopyParams& p) {
+  const auto bits = [](const void* at, i64 stride) {
+    return reinterpret_cast<u64>(at) | static_cast<u64>(stride);
+  };
+  const u64 src_bits = bits(p.src, p.src_stride_bytes);
+  const u64 dst_bits = bits(p.dst, p.dst_stride_bytes);
+  const u64 vec_bytes = static_cast<u64>(f.vec_bytes);
+  if ((src_bits | dst_bits | static_cast<u64>(f.row_bytes)) % vec_bytes != 0) {
+    fail_program("is asked for unaligned vectors");
+  }
+  const u64 host_bits = f.host_side == kHostSource ? src_bits : dst_bits;
+  const bool in_line = kHostLineBytes % f.row_bytes == 0 && host_bits % u64(f.row_bytes) == 0;
+  if (f.line_aligned != 0 && !in_line && host_bits % kHostLineBytes != 0) {
+    fail_program("is asked for rows that do not begin where lines do");
+  }
+  if (f.large != 0) return;  // its blocks go on until all is done
+  const i64 window = window_bytes(f.row_bytes, f.vec_bytes, f.line_aligned != 0);
+  const i64 wanted = group_shape(window, f.vec_bytes, 1).num_threads(p.num_pairs);
+  if (i64(config.grid[0]) * config.block[0] < wanted) fail_program("is given too few threads");
+}
+
+i64 num_faults() { return faults; }
+
+}  // namespace fake

@@ -1,0 +1,118 @@
+"""Ways to get rows through the CPU wrong, one at a time, and the case of `staging` that sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from threads.program import ASAN, TSAN
+
+GATHER = "ops/gather_by_cpu.cc"
+SCATTER = "ops/scatter_by_cpu.cc"
+STAGE = """\
+args_.pairs.with_index(
+        [&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });
+"""
+ARRIVED = (
+    "copy_to_host(chunk.host + at, chunk.device + at, work.count * args_.row_bytes, "
+    "staging_.copies);"
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old``, which is once in ``file``, becomes ``new``."""
+
+    mistake: str
+    case: str
+    file: str
+    old: str
+    new: str = ""
+    flags: tuple[str, ...] = ASAN
+
+    def apply(self, csrc: Path) -> None:
+        path = csrc / self.file
+        text = path.read_text()
+        found = text.count(self.old)
+        assert found == 1, f"{self.file}: {found} of {self.old!r}, expected 1"
+        path.write_text(text.replace(self.old, self.new))
+
+
+MUTANTS = (
+    Mutant(
+        *("a chunk is filled before the GPU is done with it", "chunks", GATHER),
+        "if (!is_done(chunks_[number].done)) return false;",
+    ),
+    Mutant(
+        *("rows are placed before they have arrived", "in_a_row", GATHER),
+        "wait_for(staging_.places, chunk.copied);",
+    ),
+    Mutant(
+        *("the stream does not wait for the last rows", "ways", GATHER),
+        "wait_for(scope_.stream(), staging_.end);",
+    ),
+    Mutant(
+        *("rows are placed before the stream comes to the call", "in_order", "host/staging.cc"),
+        "wait_for(staging_.places, staging_.start);",
+    ),
+    Mutant(
+        *("a part counts as done before it is copied", "ways", GATHER),
+        f"{STAGE}    work.num_left.fetch_sub(1);",
+        f"work.num_left.fetch_sub(1);\n    {STAGE}",
+        flags=TSAN,
+    ),
+    Mutant(
+        *("pairs that SMs read are overwritten", "uploads", "ops/pairs_by_cpu.cc"),
+        "staging.uploads.mark(scope.stream());",
+    ),
+    Mutant(
+        *("the same where the CPU takes part", "uploads", GATHER),
+        "staging_.uploads.mark(scope_.stream());",
+    ),
+    Mutant(
+        *("a row that another thread wrote is believed", "rewritten_late", GATHER),
+        "const bool inside = pair.is_inside(p);",
+        "const bool inside = !pair.is_padding();",
+    ),
+    Mutant(
+        *("the same in the copy that SMs read", "rewritten_late", "ops/host_pairs.cc"),
+        "const i64 skipped = (padding | beyond) >> 63;",
+        "const i64 skipped = padding >> 63;",
+    ),
+    Mutant(
+        *("blocks are queued before all pairs are checked", "out_of_range", GATHER),
+        "check_pairs();",
+    ),
+    Mutant(
+        *("a chunk is taken from the call before", "in_a_row", SCATTER),
+        "if (!is_done(chunk.done)) return false;",
+    ),
+    Mutant(
+        *("rows are taken before they have arrived", "ways", SCATTER),
+        f"{ARRIVED}\n    record(chunk.done, staging_.copies);",
+        f"record(chunk.done, staging_.copies);\n    {ARRIVED}",
+    ),
+    Mutant(
+        *("chunks are used before their last owner is done", "first_use", "host/staging.cc"),
+        "wait_for(copies, start);",
+    ),
+    Mutant(
+        *("what a failed call queued is forgotten", "failing", "host/staging.cc"),
+        "if (!has_begun_) return;",
+        "return;",
+    ),
+    Mutant(
+        *("calls of two devices wait for each other", "apart", "host/workers.cc"),
+        "Crews& all = crews();",
+        "static std::mutex turn; const std::lock_guard lock(turn); Crews& all = crews();",
+    ),
+    Mutant(
+        *("threads do not sleep", "asleep", "host/workers.cc"),
+        "if (waited_ns_ < kSpinNs) return pause_core();",
+        "return pause_core();",
+    ),
+    Mutant(
+        *("a capture is not refused", "captured", "ops/pairs_by_cpu.cc"),
+        "require_no_capture(scope, args);",
+    ),
+)

@@ -1,0 +1,294 @@
+// What else may happen to calls whose rows go through the CPU: other threads, rows out of range, a
+// driver that fails, streams that are captured or busy.
+#include <time.h>
+#include <unistd.h>
+
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "calls.h"
+
+namespace calls {
+
+namespace {
+
+constexpr i64 kMegabyte = i64(1) << 20;
+constexpr i64 kFar = i64(1) << 40;
+
+struct Taken {
+  bool is_gather;
+  const char* method;
+};
+const Taken kWays[] = {{true, "sm"}, {true, "cpu"}, {true, "both"}, {false, "sm"}, {false, "cpu"}};
+
+Shape shape_of(const Taken& way, i64 row_bytes, i64 num_pairs, int device = 0) {
+  Shape shape;
+  shape.is_gather = way.is_gather;
+  shape.is_pinned = way.method != std::string("cpu");
+  shape.row_bytes = row_bytes;
+  shape.num_pairs = num_pairs;
+  shape.device = device;
+  return shape;
+}
+
+// Another thread writes pairs during the calls: other rows, padding, and what is out of range.
+void rewritten() {
+  const CUstream stream = fake::make_stream(0);
+  i64 passed = 0, refused = 0;
+  for (const Taken& way : kWays) {
+    for (const int index_bytes : {4, 8}) {
+      Shape shape = shape_of(way, 656, 1500);
+      shape.index_bytes = index_bytes;
+      Tables tables(shape, stream);
+      std::atomic<bool> done{false};
+      std::thread writer([&] {
+        for (i64 round = 0; !done; ++round) {
+          for (i64 i = round % 7; i < shape.num_pairs; i += 7) {
+            const i64 src_row = tables.pair_item(2 * i), dst_row = tables.pair_item(2 * i + 1);
+            const i64 far = index_bytes == 4 ? INT32_MAX : kFar;
+            const i64 kind = (round + i) % 40;
+            // The destinations that threads may see at a time are distinct.
+            tables.set_pair_item(2 * i, kind == 0 ? -1 : (src_row + 1) % tables.num_src_rows);
+            if (round % 3 != 0 || kind > 1) continue;
+            tables.set_pair_item(2 * i, kind == 0 ? tables.num_src_rows : far);
+            tables.set_pair_item(2 * i + 1, kind == 0 ? tables.num_dst_rows : far);
+            tables.set_pair_item(2 * i, src_row);
+            tables.set_pair_item(2 * i + 1, dst_row);
+          }
+        }
+      });
+      for (int round = 0; round < 12; ++round) {
+        const std::string error = tables.try_run(way.method, 3);
+        ++(error.empty() ? passed : refused);
+        require(error.empty() || error.rfind("IndexError", 0) == 0, error);
+        require(error.find("earlier") == std::string::npos, error);
+      }
+      done = true;
+      writer.join();
+      tables.check_rows(way.method);
+    }
+  }
+  require(passed > 0, "some calls pass");
+}
+
+// Another thread writes pairs of the second block once all were checked.
+void rewritten_late() {
+  const CUstream stream = fake::make_stream(0);
+  for (const Taken& way : kWays) {
+    for (const int index_bytes : {4, 8}) {
+      if (kIsSlow && index_bytes == 4) continue;
+      Shape shape = shape_of(way, 3, 600'000);
+      shape.index_bytes = index_bytes;
+      Tables tables(shape, stream);
+      const i64 far = index_bytes == 4 ? INT32_MAX : INT64_MAX;
+      fake::before_next(way.method == std::string("sm") ? fake::kCopy : fake::kRecord, [&] {
+        for (i64 i = 530'000; i < shape.num_pairs; i += 100) {
+          tables.spoil_pair(i, tables.num_src_rows + i % 3, 0);
+          tables.spoil_pair(i + 1, 0, tables.num_dst_rows);
+          tables.spoil_pair(i + 2, far, far);
+          tables.spoil_pair(i + 3, -5, far);
+        }
+      });
+      tables.run(way.method, 3);
+      tables.check(way.method);
+    }
+  }
+}
+
+// Calls of several threads at once, on one device and on two.
+void at_once() {
+  fake::delay_at_random(100);
+  for (const bool two_devices : {false, true}) {
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 3; ++number) {
+      threads.emplace_back([=] {
+        const int device = two_devices ? number : 0;
+        const CUstream stream = fake::make_stream(device);
+        for (int round = 0; round < (kIsSlow ? 5 : 10); ++round) {
+          const Taken& way = kWays[(round + number) % 5];
+          Shape shape = shape_of(way, 6560, 100 + 300 * (round % 3), device);
+          Tables tables(shape, stream);
+          tables.run(way.method, 1 + round % 3);
+          tables.check(way.method);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+// The first calls of two devices, at once.
+void both_first() {
+  std::vector<std::thread> threads;
+  for (const int device : {6, 7}) {
+    threads.emplace_back([=] {
+      const CUstream stream = fake::make_stream(device);
+      Tables tables(shape_of({true, "cpu"}, 656, 100, device), stream);
+      tables.run("cpu", 3);
+      tables.check("a first call");
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// A call that waits for its stream holds up no other device's.
+void apart() {
+  const CUstream busy = fake::make_stream(0);
+  const CUstream free = fake::make_stream(1);
+  const auto held = fake::hold(busy);
+  const i64 launches = fake::num_launches(fake::kPlaces);
+  std::thread waiting([busy] {
+    Tables tables(shape_of({true, "cpu"}, 65600, 30 * kMegabyte / 65600), busy);
+    tables.run("cpu", 3);
+    tables.check("the one that waits");
+  });
+  while (fake::num_launches(fake::kPlaces) < launches + 6) usleep(1000);  // all chunks are in use
+  for (const Taken& way : kWays) {
+    Tables tables(shape_of(way, 656, 1000, 1), free);
+    tables.run(way.method, 3);
+    tables.check(way.method);
+  }
+  require(!held->is_set(), "the other stream is still busy");
+  held->set();
+  waiting.join();
+}
+
+// IndexError says which row, and nothing was queued.
+void out_of_range() {
+  const CUstream stream = fake::make_stream(0);
+  for (const Taken& way : kWays) {
+    for (const i64 num_pairs : {1, 5000, 1'100'000}) {
+      if (kIsSlow && num_pairs > 5000) continue;
+      Tables tables(shape_of(way, 3, num_pairs), stream);
+      const std::string op = way.is_gather ? "h2d_gather" : "d2h_scatter";
+      for (const i64 i : {num_pairs - 1, num_pairs / 2}) {
+        for (const int member : {0, 1}) {
+          const i64 rows = member == 0 ? tables.num_src_rows : tables.num_dst_rows;
+          for (const i64 row : {rows, kFar, i64(INT64_MAX)}) {
+            if (num_pairs > 5000 && row != rows) continue;
+            const i64 was[] = {tables.pair_item(2 * i), tables.pair_item(2 * i + 1)};
+            tables.set_pair_item(2 * i + 1 - member, 0);
+            tables.set_pair_item(2 * i + member, row);
+            const i64 queued = fake::num_queued();
+            const std::string error = tables.try_run(way.method, 3);
+            const std::string wanted = "IndexError: " + op + ": pairs[..., " +
+                                       std::to_string(member) + "]: index " + std::to_string(row) +
+                                       " at position " + std::to_string(i) + ", expected below " +
+                                       std::to_string(rows) + "; nothing was written";
+            require(error == wanted, error + "; not: " + wanted);
+            require(fake::num_queued() == queued, "something was queued");
+            tables.set_pair_item(2 * i, was[0]);
+            tables.set_pair_item(2 * i + 1, was[1]);
+          }
+        }
+      }
+      tables.check_untouched(way.method);
+      tables.run(way.method, 3);
+      tables.check("the call after");
+    }
+  }
+}
+
+// A call in which the driver fails says so; what it had queued is over before its memory goes, and
+// does no harm to the next call.
+void failing_calls(const Taken& way, fake::Kind kind, i64 row_bytes, i64 num_pairs) {
+  const CUstream stream = fake::make_stream(0);
+  const std::string what = std::string(way.is_gather ? "gather " : "scatter ") + way.method +
+                           ", failing call of kind " + std::to_string(kind) + " number ";
+  for (i64 number = 1;; ++number) {
+    auto failed = std::make_unique<Tables>(shape_of(way, row_bytes, num_pairs), stream);
+    const i64 calls = fake::num_calls(kind);
+    fake::fail(kind, number);
+    const std::string error = failed->try_run(way.method, 3);
+    fake::fail(kind, 0);
+    const bool any = fake::num_calls(kind) - calls >= number;
+    require(any == (error.rfind("RuntimeError", 0) == 0), what + std::to_string(number) + error);
+    failed.reset();
+    for (const bool is_gather : {way.is_gather, !way.is_gather}) {
+      Tables next(shape_of({is_gather, "cpu"}, 6560, 300), stream);
+      next.run("cpu", 3);
+      next.check(what + std::to_string(number) + ", the next call");
+    }
+    if (!any) return require(number > 1 || kind == fake::kAllocation, what + ": there are some");
+    // Of queries there are as many as it takes.
+    if (number == 5 && (kIsSlow || kind == fake::kQuery)) return;
+  }
+}
+
+void failing() {
+  fake::delay_at_random(500);
+  for (const Taken& way : kWays) {
+    for (const fake::Kind kind : {fake::kCopy, fake::kLaunch, fake::kRecord, fake::kWait}) {
+      if (way.method == std::string("sm") && kind == fake::kWait) continue;
+      if (kIsSlow && (kind != fake::kRecord || way.method != std::string("cpu"))) continue;
+      failing_calls(way, kind, 70000, 4 * kMegabyte / 70000);
+    }
+    if (way.method != std::string("sm")) failing_calls(way, fake::kQuery, 70000, 60);
+  }
+}
+
+// The GPU's memory ends in the second block.
+void no_memory() {
+  fake::delay_at_random(1000);
+  fake::delay(fake::kPlaces, 20000);
+  failing_calls({true, "both"}, fake::kAllocation, 16, 600'000);
+}
+
+void captured() {
+  const CUstream stream = fake::make_stream(0);
+  for (const Taken& way : kWays) {
+    Tables tables(shape_of(way, 656, 1000), stream);
+    const i64 queued = fake::num_queued();
+    fake::set_capturing(true);
+    const std::string error = tables.try_run(way.method, 3);
+    fake::set_capturing(false);
+    require(error.find("ValueError") == 0 && error.find(": pairs: ") != std::string::npos, error);
+    require(fake::num_queued() == queued, "something was queued");
+    tables.check_untouched(way.method);
+  }
+}
+
+i64 clock_ms(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
+}
+
+// Threads that wait for a busy stream sleep.
+void asleep() {
+  if (kIsSlow) return;  // ThreadSanitizer takes time of its own
+  constexpr i64 kBusyMs = 300;
+  const CUstream stream = fake::make_stream(0);
+  for (const Taken& way : kWays) {
+    if (way.method == std::string("sm")) continue;
+    Tables tables(shape_of(way, 656, 40 * kMegabyte / 656), stream);
+    i64 cpu_ms[2];
+    for (const bool busy : {false, true}) {
+      tables.run(way.method, 3);  // memory is touched, chunks are there
+      fake::synchronize_all();
+      const i64 began_ms = clock_ms(CLOCK_MONOTONIC);
+      const i64 cpu_began_ms = clock_ms(CLOCK_PROCESS_CPUTIME_ID);
+      if (busy) fake::run_on(stream, [] { usleep(1000 * kBusyMs); });
+      tables.run(way.method, 3);
+      cpu_ms[busy] = clock_ms(CLOCK_PROCESS_CPUTIME_ID) - cpu_began_ms;
+      const i64 took_ms = clock_ms(CLOCK_MONOTONIC) - began_ms;
+      require(!busy || took_ms >= kBusyMs, "the call waits for the stream");
+    }
+    require(cpu_ms[1] < cpu_ms[0] + kBusyMs / 5,
+            std::string(way.method) + ": " + std::to_string(cpu_ms[1]) + " ms of CPU time, " +
+                std::to_string(cpu_ms[0]) + " where the stream is free");
+  }
+}
+
+}  // namespace
+
+const std::vector<Case> kTroubleCases = {
+    {"rewritten", rewritten}, {"rewritten_late", rewritten_late},
+    {"at_once", at_once},     {"both_first", both_first},
+    {"apart", apart},         {"out_of_range", out_of_range},
+    {"failing", failing},     {"no_memory", no_memory},
+    {"captured", captured},   {"asleep", asleep},
+};
+
+}  // namespace calls
