@@ -50,6 +50,7 @@ int64_t answer() { return ANSWER; }
 void set_resolver(Function f) { resolver() = f; }
 void set_torch_state(int64_t, int64_t) {}
 void set_fault_handler(Function f) { fault_handler() = f; }
+void set_tuner(Function) {}
 void fault(String text) {
   if (fault_handler() == nullptr) TVM_FFI_THROW(IndexError) << text;
   fault_handler()(text);
@@ -67,6 +68,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_resolver, set_resolver);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_torch_state, set_torch_state);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_handler, set_fault_handler);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_tuner, set_tuner);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fault, fault);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(demo, demo);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(refuse, refuse);

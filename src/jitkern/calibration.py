@@ -125,7 +125,7 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
 def this_machine(ordinal: int) -> tuning.Machine:
     """Return what this process runs on, with the GPU of this number."""
     host = module()
-    return tuning.machine_with(str(host["device_name"](ordinal)), int(host["driver_version"]()))
+    return tuning.machine_with(str(host["gpu_name"](ordinal)), int(host["driver_version"]()))
 
 
 # -- what follows from what was measured -----------------------------------------------------------

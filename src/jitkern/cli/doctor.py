@@ -252,7 +252,7 @@ def _calibration() -> Check:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = tuning.find(str(_host().device_name(0)), int(_host().driver_version()))
+        found = tuning.find(str(_host().gpu_name(0)), int(_host().driver_version()))
     if found is not None:
         return Check("calibration", f"{found[0]}: of this machine")
     for warning in caught:

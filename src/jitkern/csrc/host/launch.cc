@@ -317,7 +317,7 @@ void Launch::run(CUfunction function, CUstream stream, const void* params) {
   driver.check(driver.cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
 }
 
-std::string device_name(int ordinal) {
+std::string gpu_name(int ordinal) {
   char name[256] = "";
   const Driver& driver = Driver::get();
   driver.check(driver.cuDeviceGetName(name, sizeof(name), handle_of(ordinal)), "cuDeviceGetName");
@@ -347,6 +347,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_resolver, set_resolver);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_count, device_count);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_arch, device_arch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(driver_version, driver_version);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_name, device_name);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_name, gpu_name);
 
 }  // namespace jitkern

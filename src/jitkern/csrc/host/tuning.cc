@@ -55,7 +55,7 @@ Function& tuner() {
 void ask_for_figures(int ordinal) {
   Map<String, int64_t> measured;
   if (tuner() != nullptr)
-    measured = tuner()(device_name(ordinal), driver_version()).cast<Map<String, int64_t>>();
+    measured = tuner()(gpu_name(ordinal), driver_version()).cast<Map<String, int64_t>>();
   for (int i = 0; i < kNumFigures; ++i) {
     const auto found = measured.find(kDefaults[i].name);
     of_devices[ordinal][i] = found != measured.end() ? (*found).second : kDefaults[i].value;

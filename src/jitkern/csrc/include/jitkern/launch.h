@@ -342,7 +342,7 @@ inline GroupShape row_shape(const Spec& spec, int in_flight, int splits) {
 }
 
 // The GPU's name, and the version of CUDA that the driver supports, such as 13000; 0: no driver.
-std::string device_name(int ordinal);
+std::string gpu_name(int ordinal);
 int64_t driver_version();
 
 // A tensor of `shape` from torch's allocator, as of the call's other tensors.
