@@ -33,12 +33,18 @@ def check_3_a_figure_can_be_set() -> None:
     module()["set_figure"](0, "both_threads", 3)
     assert figures(0)["both_threads"] == 3
     assert figures(1)["both_threads"] != 3
-    try:
-        module()["set_figure"](0, "no such", 3)
-    except ValueError as error:
-        assert "no figure no such" in str(error)
-    else:
-        raise AssertionError("accepted")
+    for ordinal, name, value, text in (
+        (0, "no such", 3, "no figure no such"),
+        (-1, "both_threads", 3, "figure both_threads: 3 on device -1"),
+        (64, "both_threads", 3, "figure both_threads: 3 on device 64"),
+        (0, "both_threads", 0, "figure both_threads: 0 on device 0, expected at least 1"),
+    ):
+        try:
+            module()["set_figure"](ordinal, name, value)
+        except ValueError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"accepted: {text}")
 
 
 def check_4_no_device_has_the_defaults() -> None:

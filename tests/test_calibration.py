@@ -173,7 +173,7 @@ def _as_link(file: Path) -> None:
         (_with_figures({"reach_bytes": True}), "figures are positive ints"),
         (_with_figures({"reach_bytes": 1 << 70}), "figures are positive ints"),
         (_with_figures([1]), "figures are positive ints"),
-        (lambda file: file.chmod(0o666), "others can have written it"),
+        (lambda file: file.chmod(0o666), "its mode, 0666, lets .+ write it"),
         (_as_link, "a symbolic link"),
     ],
 )

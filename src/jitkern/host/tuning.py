@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jitkern.cache.search import caches, user_cache
+from jitkern.cache.trust import written_by_others
 from jitkern.files import canonical_json, digest, open_regular, parse_json, write_whole
 
 _MAX_BYTES = 1 << 20
@@ -107,9 +107,8 @@ def _has_any(folder: Path) -> bool:
 
 def _content(file: Path, machine: Machine) -> Mapping[str, Any]:
     with open(open_regular(file), "rb") as stream:
-        status = os.fstat(stream.fileno())
-        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
-            raise ValueError("others can have written it")
+        if reason := written_by_others(file, os.fstat(stream.fileno())):
+            raise ValueError(reason)
         content = parse_json(stream.read(_MAX_BYTES))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"not of format {_FORMAT}")

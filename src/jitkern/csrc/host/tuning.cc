@@ -27,16 +27,14 @@ constexpr Default kDefaults[kNumFigures] = {
     {"reach_bytes", i64(768) << 20},
     // A call of no more bytes is over in microseconds, 40 of the bus, and is spread over the GPU.
     {"small_call_bytes", i64(2) << 20},
-    // What the link carries while it translates the address of a page of 64 KiB, 25 ns of it: a
-    // call
-    // in order waits for its rows or for their pages, whichever takes longer.
+    // What the link carries while it translates the address of a page of 64 KiB, 25 ns of it: in
+    // order, a call waits for its rows or for their pages, whichever takes longer.
     {"page_miss_bytes", 1150},
     // With so many threads of the CPU both ways beat SMs in order, 43.3 GB/s out of 16 GiB and 30.8
     // out of 64: by 8 threads 45.4 and 45.8, by 4 42.1 and 36.0.
     {"both_threads", 8},
-    // Into so much host memory rows go as fast, or faster, by as many of the CPU's cores: into 16
-    // GiB
-    // 43.1 GB/s by SMs in order, 42.1 and 40.5 by 8 and 15 threads, into 64 30.9, 36.2 and 41.9.
+    // Into so much host memory rows go as fast, or faster, by as many of the CPU's cores: 43.1 GB/s
+    // by SMs in order, 42.1 and 40.5 by 8 and 15 threads into 16 GiB, 30.9, 36.2 and 41.9 into 64.
     {"cpu_scatter_span_bytes", i64(12) << 30},
     {"cpu_scatter_threads", 12},
 };
@@ -54,8 +52,9 @@ Function& tuner() {
 // same: no lock is held while Python is called.
 void ask_for_figures(int ordinal) {
   Map<String, int64_t> measured;
-  if (tuner() != nullptr)
+  if (tuner() != nullptr) {
     measured = tuner()(gpu_name(ordinal), driver_version()).cast<Map<String, int64_t>>();
+  }
   for (int i = 0; i < kNumFigures; ++i) {
     const auto found = measured.find(kDefaults[i].name);
     of_devices[ordinal][i] = found != measured.end() ? (*found).second : kDefaults[i].value;
@@ -73,8 +72,15 @@ Map<String, int64_t> figures(int64_t ordinal) {
   return all;
 }
 
-// From now on, in this process.
+// From now on, in this process. ValueError where there is no such device or figure.
 void set_figure(int64_t ordinal, String name, int64_t value) {
+  if (ordinal < 0 || ordinal >= kMaxDevices || value < 1) {
+    throw tvm::ffi::Error("ValueError",
+                          "jitkern: figure " + std::string(name) + ": " + std::to_string(value) +
+                              " on device " + std::to_string(ordinal) +
+                              ", expected at least 1, on a device from 0 on",
+                          "");
+  }
   figure(static_cast<int>(ordinal), kReachBytes);  // so that none is asked for later
   for (int i = 0; i < kNumFigures; ++i) {
     if (name == kDefaults[i].name) {

@@ -23,6 +23,12 @@ inline void pause_core() {
 #endif
 }
 
+i64 now_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return i64(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
 // Threads that wait for the next call.
 struct Crew {
   std::mutex mutex;
@@ -92,12 +98,6 @@ Crews& crews() {
 }
 
 }  // namespace
-
-i64 now_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return i64(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
 
 i64 num_cores() {
   cpu_set_t cores;

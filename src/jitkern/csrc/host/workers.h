@@ -51,8 +51,6 @@ class Backoff {
   i64 waited_ns_ = 0;
 };
 
-i64 now_ns();
-
 // The cores that this process may run on.
 i64 num_cores();
 

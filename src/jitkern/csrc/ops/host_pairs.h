@@ -1,6 +1,7 @@
 // Pairs of a call in host memory, gone through by the CPU's threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
 
@@ -120,11 +121,9 @@ struct ChunkShape {
 };
 
 // Asks for a row that a thread will copy soon.
-inline void prefetch_row(const char* row, i64 row_bytes, bool to_write = false) {
+inline void prefetch_row(const char* row, i64 row_bytes) {
   constexpr i64 kMostBytes = 1024;  // the processor sees by itself what follows
-  for (i64 at = 0; at < std::min(row_bytes, kMostBytes); at += 64) {
-    to_write ? __builtin_prefetch(row + at, 1) : __builtin_prefetch(row + at);
-  }
+  for (i64 at = 0; at < std::min(row_bytes, kMostBytes); at += 64) __builtin_prefetch(row + at);
 }
 constexpr i64 kStagedRowsAhead = 8;
 
