@@ -46,7 +46,8 @@ class Calibration:
         What they come from: GB/s of random rows of 656 bytes over the size of their pool in GiB
         (``as they come``, ``in order``, ``both ways``, ``scatter, in order``, ``scatter by the
         CPU``) or over the number of the CPU's threads (``by the CPU, of threads``, ``both ways, of
-        threads``, ``scatter by the CPU, of threads``); microseconds of small calls over their MiB (``small``, ``large``).
+        threads``, ``scatter by the CPU, of threads``); microseconds of small calls over their MiB
+        (``small``, ``large``).
     took_s : float
     file : Path
         Where they are kept.
