@@ -56,8 +56,8 @@ class PoolStats:
 class PinnedPool:
     """Pinned host memory of exactly the size that is asked for, cut into tensors.
 
-    Mapped in huge pages, touched by a thread a core, then registered with CUDA where it lies: 7.4
-    GB/s of 64 GiB, where ``cuMemHostAlloc`` makes 2.6 (``bench/results/pinned_pool.json``), and
+    Mapped in huge pages, touched by a thread a core, then registered with CUDA where it lies: 24
+    GB/s of 64 GiB, where ``cuMemHostAlloc`` makes 2.8 (``bench/results/pinned_pool.json``), and
     PyTorch's pinned tensors as much, rounded up to a power of two. All or nothing: where a part
     cannot be registered, what was is unregistered, and the call raises. Without a GPU it is the
     same memory, not registered.
