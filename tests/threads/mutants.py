@@ -103,8 +103,9 @@ MUTANTS = (
     ),
     Mutant(
         *("calls of two devices wait for each other", "apart", "host/workers.cc"),
-        "Crews& all = crews();",
-        "static std::mutex turn; const std::lock_guard lock(turn); Crews& all = crews();",
+        "crew_ = crews().take();",
+        "static Crew* const only = new Crew(); while (only->work != nullptr) sched_yield(); "
+        "crew_ = only;",
     ),
     Mutant(
         *("threads do not sleep", "asleep", "host/workers.cc"),

@@ -5,11 +5,50 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 namespace jitkern {
+
+// Threads that one call after the other has.
+struct Crew {
+  std::mutex mutex;
+  std::condition_variable called;
+  std::condition_variable returned;
+  i64 size = 0;
+  i64 at_work = 0;
+  i64 count = 0;  // that take part in the call: the first ones
+  u64 calls = 0;  // to work
+  const std::function<void()>* work = nullptr;
+
+  void loop(i64 number) {
+    u64 answered = 0;
+    std::unique_lock<std::mutex> lock(mutex);
+    while (true) {
+      called.wait(lock, [&] { return work != nullptr && number < count && answered != calls; });
+      answered = calls;
+      ++at_work;
+      const std::function<void()>* now = work;
+      lock.unlock();
+      (*now)();
+      lock.lock();
+      --at_work;
+      if (work == nullptr && at_work == 0) returned.notify_all();
+    }
+  }
+
+  // Starts up to `wanted`, if there are fewer.
+  void hire(i64 wanted) {
+    try {
+      for (; size < wanted; ++size) std::thread([this, number = size] { loop(number); }).detach();
+    } catch (const std::system_error&) {
+      // no more to be had: those that there are do the work
+    }
+  }
+};
 
 namespace {
 
@@ -28,39 +67,6 @@ i64 now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return i64(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
-
-// Threads that wait for the next call.
-struct Crew {
-  std::mutex mutex;
-  std::condition_variable changed;
-  i64 size = 0;
-  i64 wanted = 0;   // that have not begun the call's work
-  i64 running = 0;  // that have not finished it, or not begun
-  const std::function<void()>* work = nullptr;
-
-  void loop() {
-    std::unique_lock<std::mutex> lock(mutex);
-    while (true) {
-      changed.wait(lock, [this] { return wanted > 0; });
-      --wanted;
-      const std::function<void()>* now = work;
-      lock.unlock();
-      (*now)();
-      lock.lock();
-      if (--running == 0) changed.notify_all();
-    }
-  }
-
-  // Starts up to `count`; returns how many there are.
-  i64 hire(i64 count) {
-    try {
-      for (; size < count; ++size) std::thread([this] { loop(); }).detach();
-    } catch (const std::system_error&) {
-      // no more to be had: those that there are do the work
-    }
-    return std::min(size, count);
-  }
-};
 
 // Those that no call has now. They belong to the process that started their threads.
 struct Crews {
@@ -106,64 +112,50 @@ i64 num_cores() {
   return std::max<i64>(1, std::thread::hardware_concurrency());  // more than a set has room for
 }
 
-i64 Parts::take() {
-  const i64 number = taken_.fetch_add(1);
-  const auto is_there = [this, number] { return published_.load() > number; };
-  for (const i64 end = now_ns() + kSpinNs; !is_there() && now_ns() < end;) pause_core();
-  if (!is_there()) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return is_there() || closed_; });
+Workers::Workers(i64 count, std::function<void()> work) : work_(std::move(work)) {
+  if (count < 1) return;
+  crew_ = crews().take();
+  const std::lock_guard<std::mutex> lock(crew_->mutex);
+  crew_->hire(count);
+  crew_->count = count;
+  crew_->work = &work_;
+}
+
+Workers::~Workers() {
+  if (crew_ == nullptr) return;
+  {
+    std::unique_lock<std::mutex> lock(crew_->mutex);
+    crew_->work = nullptr;
+    crew_->returned.wait(lock, [this] { return crew_->at_work == 0; });
   }
-  return is_there() ? number : -1;
+  crews().give_back(crew_);
+}
+
+void Workers::wake() {
+  if (crew_ == nullptr) return;
+  {
+    const std::lock_guard<std::mutex> lock(crew_->mutex);
+    ++crew_->calls;
+    if (crew_->at_work == crew_->count) return;
+  }
+  crew_->called.notify_all();
+}
+
+i64 Parts::take() {
+  i64 number = try_take();
+  for (const i64 end = now_ns() + kSpinNs; number < 0 && !closed_ && now_ns() < end;) {
+    pause_core();
+    number = try_take();
+  }
+  return number;
 }
 
 i64 Parts::try_take() {
   i64 number = taken_.load();
-  while (number < published_.load()) {
+  while (number < published_.load() && !closed_) {
     if (taken_.compare_exchange_weak(number, number + 1)) return number;
   }
   return -1;
-}
-
-void Parts::publish(i64 count) {
-  published_.store(count);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  changed_.notify_all();
-}
-
-void Parts::close() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  closed_ = true;
-  changed_.notify_all();
-}
-
-void run_with_workers(i64 count, const std::function<void()>& work,
-                      const std::function<void()>& lead) {
-  if (count < 1) return lead();
-  Crews& all = crews();
-  Crew& crew = *all.take();
-  {
-    const std::lock_guard<std::mutex> lock(crew.mutex);
-    crew.work = &work;
-    crew.wanted = crew.running = crew.hire(count);
-    crew.changed.notify_all();
-  }
-  const auto finish = [&] {
-    {
-      std::unique_lock<std::mutex> lock(crew.mutex);
-      crew.running -= crew.wanted;  // these have not woken up, and there is nothing left to do
-      crew.wanted = 0;
-      crew.changed.wait(lock, [&crew] { return crew.running == 0; });
-    }
-    all.give_back(&crew);
-  };
-  try {
-    lead();
-  } catch (...) {
-    finish();
-    throw;
-  }
-  finish();
 }
 
 void Backoff::wait() {

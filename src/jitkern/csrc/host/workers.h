@@ -6,39 +6,49 @@
 #include <jitkern/types.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
-#include <mutex>
 
 namespace jitkern {
+
+// Other threads of one call. They rest between two pieces of its work, and nobody has to wake them
+// for its end: that takes 3 us a thread in a virtual machine.
+class Workers {
+ public:
+  // Up to `count`, at rest; where no thread can be had, none. They call work(), which must not
+  // throw and has to return when there is nothing to do for a while. Calls at the same time have
+  // threads of their own each: one may wait for what its GPU waits for from another.
+  Workers(i64 count, std::function<void()> work);
+  // Returns once none is at work.
+  ~Workers();
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  // There is work: each calls work(), once more where it is about to return.
+  void wake();
+
+ private:
+  const std::function<void()> work_;
+  struct Crew* crew_ = nullptr;
+};
 
 // Numbered parts of work, which become known while others are being done.
 class Parts {
  public:
-  // The next part's number; waits, after 20 us asleep, until there is one. -1: there will be none.
+  // The next part's number, if there is one within 20 us, else -1.
   i64 take();
-  // The same, -1: none now.
+  // The same at once.
   i64 try_take();
   // Parts up to `count` are there.
-  void publish(i64 count);
+  void publish(i64 count) { published_.store(count); }
   i64 published() const { return published_.load(std::memory_order_relaxed); }
-  // There will be no more: parts that nobody has taken stay undone.
-  void close();
+  // There are no more: those that nobody has taken stay undone.
+  void close() { closed_.store(true); }
 
  private:
   std::atomic<i64> taken_{0};
   std::atomic<i64> published_{0};
   std::atomic<bool> closed_{false};
-  std::mutex mutex_;
-  std::condition_variable changed_;
 };
-
-// Calls work() on up to `count` other threads and lead() on this one; returns once all have
-// returned, with the exception of lead(), if any. work() must not throw, and must return whatever
-// becomes of lead(); where no thread can be had lead() is alone. Calls at the same time have
-// threads of their own each: one may wait for what its GPU waits for from another.
-void run_with_workers(i64 count, const std::function<void()>& work,
-                      const std::function<void()>& lead);
 
 // Waits between two questions: spins for 20 us, then sleeps, longer and longer, up to 0.5 ms.
 class Backoff {

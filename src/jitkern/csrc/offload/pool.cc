@@ -186,7 +186,11 @@ int64_t pool_touch(int64_t base_arg, int64_t num_bytes, int64_t num_threads) {
       }
     }
   };
-  run_with_workers(num_threads - 1, touch, touch);
+  {
+    Workers others(num_threads - 1, touch);
+    others.wake();
+    touch();
+  }
   return error;
 }
 

@@ -13,18 +13,15 @@ constexpr i64 kMaxPartRows = 2048;
 }  // namespace
 
 void CpuWork::run(const std::function<void()>& lead) {
-  const i64 others = std::min(num_threads_ - 1, bytes_ / kPartBytes);
-  const auto work = [this] {
+  Workers workers(std::min(num_threads_ - 1, bytes_ / kPartBytes), [this] {
     for (i64 number; (number = parts_.take()) >= 0;) do_part(number);
-  };
+  });
+  workers_ = &workers;
   struct Closing {
     Parts& parts;
     ~Closing() { parts.close(); }
-  };
-  run_with_workers(others, work, [&] {
-    const Closing closing{parts_};
-    lead();
-  });
+  } const closing{parts_};
+  lead();
 }
 
 void CpuWork::check_pairs() {
@@ -40,7 +37,12 @@ void CpuWork::start_copy(const PairList& list, i64 begin, i64 count) {
   num_checked_ = 0;
   first_check_ = parts_.published();
   first_move_ = first_check_ + ceil_div(count, kPartPairs);
-  parts_.publish(first_move_);
+  publish(first_move_);
+}
+
+void CpuWork::publish(i64 count) {
+  parts_.publish(count);
+  workers_->wake();
 }
 
 void CpuWork::finish_copy() {

@@ -74,7 +74,7 @@ class CpuWork {
   virtual void move_part(i64) {}
 
   // Parts up to `count` are there.
-  void publish_moves(i64 count) { parts_.publish(first_move_ + count); }
+  void publish_moves(i64 count) { publish(first_move_ + count); }
   i64 num_threads() const { return num_threads_; }
   // Does one part, if there is one that nobody does.
   bool help();
@@ -83,6 +83,7 @@ class CpuWork {
   i64 block_begin_ = 0;  // the number of its first pair
 
  private:
+  void publish(i64 count);
   void do_part(i64 number);
   // Pairs [begin, end); copies them from item `to` of the list on, if there is one.
   void check_part(i64 begin, i64 end, const i64* to);
@@ -90,6 +91,7 @@ class CpuWork {
   const i64 num_threads_;
   const i64 bytes_;
   Parts parts_;
+  Workers* workers_ = nullptr;       // of run()
   std::atomic<i64> num_checked_{0};  // parts
   std::atomic<bool> any_outside_{false};
   // Of the block; written before its parts are published.
