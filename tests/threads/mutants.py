@@ -9,10 +9,7 @@ from threads.program import ASAN, TSAN
 
 GATHER = "ops/gather_by_cpu.cc"
 SCATTER = "ops/scatter_by_cpu.cc"
-STAGE = """\
-args_.pairs.with_index(
-        [&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });
-"""
+MOVE = "move_rows(number, work, begin, std::min(work.count, begin + shape_.part_rows));"
 ARRIVED = (
     "copy_to_host(chunk.host + at, chunk.device + at, work.count * args_.row_bytes, "
     "staging_.copies);"
@@ -56,9 +53,9 @@ MUTANTS = (
         "wait_for(staging_.places, staging_.start);",
     ),
     Mutant(
-        *("a part counts as done before it is copied", "ways", GATHER),
-        f"{STAGE}    work.num_left.fetch_sub(1);",
-        f"work.num_left.fetch_sub(1);\n    {STAGE}",
+        *("a part counts as done before it is copied", "ways", "ops/host_pairs.cc"),
+        f"{MOVE}\n  work.num_left.fetch_sub(1);",
+        f"work.num_left.fetch_sub(1);\n  {MOVE}",
         flags=TSAN,
     ),
     Mutant(
@@ -80,8 +77,8 @@ MUTANTS = (
         "const i64 skipped = padding >> 63;",
     ),
     Mutant(
-        *("blocks are queued before all pairs are checked", "out_of_range", GATHER),
-        "check_pairs();",
+        *("blocks are queued before all pairs are checked", "out_of_range", "ops/host_pairs.cc"),
+        "    check_pairs();",
     ),
     Mutant(
         *("a chunk is taken from the call before", "in_a_row", SCATTER),

@@ -22,52 +22,26 @@ constexpr i64 kMinRowsOfSms = 4096;
 // As many chunks are in the hands of the threads: one that ends, and the next.
 constexpr i64 kChunksInHand = 2;
 
-class GatherByCpu : CpuWork {
+class GatherByCpu : public ChunkWork {
  public:
   // `placing` are the kernels that put staged rows into place.
   GatherByCpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
               const LoadedKernels& placing, const Lists& lists, bool with_sms, i64 num_threads)
-      : CpuWork(args, num_threads, args.bytes()),
-        scope_(scope),
+      : ChunkWork(scope, args, num_threads),
         table_(table),
         placing_(placing),
         lists_(lists),
         with_sms_(with_sms),
         traffic_{args.row_bytes, args.span_bytes >> 30, 64 - __builtin_clzll(args.params.num_pairs),
-                 num_threads, args.num_sms.value_or(0)},
-        shape_(args, narrow_index_bytes(args)),
-        staging_(Staging::get(scope)),
-        turn_(staging_, scope.stream()),
-        chunks_(staging_.chunks()) {}
-
-  void run() {
-    CpuWork::run([this] {
-      check_pairs();
-      const i64 num_pairs = args_.params.num_pairs;
-      for (i64 begin = 0; begin < num_pairs; begin += kBlockPairs) {
-        move_block(begin, std::min(kBlockPairs, num_pairs - begin));
-      }
-      record(staging_.end, staging_.places);
-      wait_for(scope_.stream(), staging_.end);
-      turn_.finish();
-    });
-  }
+                 num_threads, args.num_sms.value_or(0)} {}
 
  private:
-  struct InWork {
-    i64 first;
-    i64 count;
-    std::atomic<i64> num_left;
-  };
-
-  void move_block(i64 begin, i64 count) {
-    pairs_ = {staging_.uploads.take(PairList::bytes(count, shape_.index_bytes)),
-              shape_.index_bytes};
+  void move_block(i64 count) override {
     front_ = 0;
     back_ = count;
     num_fetches_ = rows_of_sms_ = rows_sent_ = num_handed_ = num_sent_ = 0;
     sms_are_busy_ = false;
-    start_copy(pairs_, begin, count);
+    start_pairs(count);
     // Threads go on to rows at once: as long as pairs are being checked nothing is sent.
     while (hand_out()) {
     }
@@ -75,7 +49,7 @@ class GatherByCpu : CpuWork {
       on_device_ = allocate({pairs_.bytes(count)}, DLDataType{kDLUInt, 8, 1}, args_.device);
     }
     finish_copy();
-    if (begin == 0) turn_.begin();
+    if (block_begin_ == 0) turn_.begin();
     Backoff backoff;
     while (front_ < back_ || num_sent_ < num_handed_) {
       if (feed_sms() || hand_out() || send() || help()) {
@@ -86,6 +60,11 @@ class GatherByCpu : CpuWork {
     }
     learn_share(count);
     staging_.uploads.mark(scope_.stream());
+  }
+
+  void finish() override {
+    record(staging_.end, staging_.places);
+    wait_for(scope_.stream(), staging_.end);
   }
 
   // Launches the next part of the rows that SMs fetch, once they have fetched the last.
@@ -196,14 +175,9 @@ class GatherByCpu : CpuWork {
     launch_pair_copy(places, call, placing_, p, 0);
   }
 
-  void move_part(i64 part) override {
-    const i64 number = part / shape_.num_parts() % kNumChunks;
-    InWork& work = in_work_[number];
-    const i64 begin = part % shape_.num_parts() * shape_.part_rows;
-    const i64 end = std::min(work.count, begin + shape_.part_rows);
+  void move_rows(i64 number, const InWork& work, i64 begin, i64 end) override {
     args_.pairs.with_index(
         [&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });
-    work.num_left.fetch_sub(1);
   }
 
   // Rows [begin, end) of a chunk, whose pairs may be unchecked as yet.
@@ -233,19 +207,13 @@ class GatherByCpu : CpuWork {
     end_stream();
   }
 
-  const LaunchScope& scope_;
   KernelTable& table_;
   const LoadedKernels& placing_;
   const Lists lists_;
   const bool with_sms_;
   const Staging::Traffic traffic_;
-  const ChunkShape shape_;
-  Staging& staging_;
-  Staging::Turn turn_;
-  Chunk* const chunks_;
 
   // Of the block: SMs take pairs from its front, the CPU from its back.
-  PairList pairs_{};
   tvm::ffi::Tensor on_device_;
   i64 front_ = 0;
   i64 back_ = 0;
@@ -255,7 +223,6 @@ class GatherByCpu : CpuWork {
   i64 num_handed_ = 0;  // chunks
   i64 num_sent_ = 0;
   bool sms_are_busy_ = false;
-  std::array<InWork, kNumChunks> in_work_{};
 };
 
 }  // namespace

@@ -106,6 +106,29 @@ void CpuWork::check_part(i64 begin, i64 end, const i64* to) {
   if (outside < 0) any_outside_ = true;
 }
 
+void ChunkWork::run() {
+  CpuWork::run([this] {
+    check_pairs();
+    const i64 num_pairs = args_.params.num_pairs;
+    for (block_begin_ = 0; block_begin_ < num_pairs; block_begin_ += kBlockPairs) {
+      const i64 count = std::min(kBlockPairs, num_pairs - block_begin_);
+      pairs_ = {staging_.uploads.take(PairList::bytes(count, shape_.index_bytes)),
+                shape_.index_bytes};
+      move_block(count);
+    }
+    finish();
+    turn_.finish();
+  });
+}
+
+void ChunkWork::move_part(i64 part) {
+  const i64 number = part / shape_.num_parts() % kNumChunks;
+  InWork& work = in_work_[number];
+  const i64 begin = part % shape_.num_parts() * shape_.part_rows;
+  move_rows(number, work, begin, std::min(work.count, begin + shape_.part_rows));
+  work.num_left.fetch_sub(1);
+}
+
 ChunkShape::ChunkShape(const PairArgs& args, int index_bytes)
     : row_bytes(args.row_bytes),
       index_bytes(index_bytes),

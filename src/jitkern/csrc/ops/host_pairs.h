@@ -122,6 +122,49 @@ struct ChunkShape {
   i64 bytes(i64 count) const { return rows_at(count) + count * row_bytes; }
 };
 
+// A call's work where rows go through chunks, which threads fill or empty part by part.
+class ChunkWork : public CpuWork {
+ public:
+  ChunkWork(const LaunchScope& scope, const PairArgs& args, i64 num_threads)
+      : CpuWork(args, num_threads, args.bytes()),
+        scope_(scope),
+        shape_(args, narrow_index_bytes(args)),
+        staging_(Staging::get(scope)),
+        turn_(staging_, scope.stream()),
+        chunks_(staging_.chunks()) {}
+
+  void run();
+
+ protected:
+  // The rows that a chunk is for.
+  struct InWork {
+    i64 first;
+    i64 count;
+    std::atomic<i64> num_left;  // parts that no thread has done
+  };
+
+  // Moves the block's rows, of which pairs_ will hold so many; leads the threads.
+  virtual void move_block(i64 count) = 0;
+  // The last block is on its way.
+  virtual void finish() {}
+  // Rows [begin, end) of those that chunk `number` is for.
+  virtual void move_rows(i64 number, const InWork& work, i64 begin, i64 end) = 0;
+
+  // Begins with the block's pairs.
+  void start_pairs(i64 count) { start_copy(pairs_, block_begin_, count); }
+
+  const LaunchScope& scope_;
+  const ChunkShape shape_;
+  Staging& staging_;
+  Staging::Turn turn_;
+  Chunk* const chunks_;
+  PairList pairs_{};  // of the block
+  std::array<InWork, kNumChunks> in_work_{};
+
+ private:
+  void move_part(i64 part) final;
+};
+
 // Asks for a row that a thread will copy soon.
 inline void prefetch_row(const char* row, i64 row_bytes) {
   constexpr i64 kMostBytes = 1024;  // the processor sees by itself what follows

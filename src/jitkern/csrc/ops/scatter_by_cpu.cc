@@ -10,46 +10,21 @@ namespace jitkern {
 
 namespace {
 
-class ScatterByCpu : CpuWork {
+class ScatterByCpu : public ChunkWork {
  public:
   ScatterByCpu(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
                i64 num_threads)
-      : CpuWork(args, num_threads, args.bytes()),
-        scope_(scope),
-        kernels_(kernels),
-        shape_(args, narrow_index_bytes(args)),
-        staging_(Staging::get(scope)),
-        turn_(staging_, scope.stream()),
-        chunks_(staging_.chunks()) {}
-
-  void run() {
-    CpuWork::run([this] {
-      check_pairs();
-      const i64 num_pairs = args_.params.num_pairs;
-      for (i64 begin = 0; begin < num_pairs; begin += kBlockPairs) {
-        move_block(begin, std::min(kBlockPairs, num_pairs - begin));
-      }
-      turn_.finish();
-    });
-  }
+      : ChunkWork(scope, args, num_threads), kernels_(kernels) {}
 
  private:
-  struct InWork {
-    i64 first;
-    i64 count;
-    std::atomic<i64> num_left;  // parts that are not yet in their places
-  };
-
-  void move_block(i64 begin, i64 count) {
-    pairs_ = {staging_.uploads.take(PairList::bytes(count, shape_.index_bytes)),
-              shape_.index_bytes};
-    start_copy(pairs_, begin, count);
+  void move_block(i64 count) override {
+    start_pairs(count);
     finish_copy();
-    if (begin == 0) turn_.begin();
+    if (block_begin_ == 0) turn_.begin();
     front_ = num_sent_ = num_arrived_ = num_done_ = 0;
     Backoff backoff;
     while (front_ < count || num_done_ < num_sent_) {
-      if (send(count) || take_in() || finish() || help()) {
+      if (send(count) || take_in() || free_chunk() || help()) {
         backoff.reset();
       } else {
         backoff.wait();
@@ -103,15 +78,13 @@ class ScatterByCpu : CpuWork {
   }
 
   // Frees the oldest chunk, once its rows are in their places.
-  bool finish() {
+  bool free_chunk() {
     if (num_done_ == num_arrived_ || in_work_[num_done_ % kNumChunks].num_left != 0) return false;
     ++num_done_;
     return true;
   }
 
-  void move_part(i64 part) override {
-    const i64 number = part / shape_.num_parts() % kNumChunks;
-    InWork& work = in_work_[number];
+  void move_rows(i64 number, const InWork& work, i64 begin, i64 end) override {
     const char* const rows = chunks_[number].host + shape_.rows_at(work.count);
     const i64 row_bytes = args_.row_bytes;
     const auto target = [&](i64 i) -> char* {
@@ -119,8 +92,6 @@ class ScatterByCpu : CpuWork {
       if (pair.is_padding()) return nullptr;
       return args_.dst.data + pair.dst_row * args_.dst.stride_bytes;
     };
-    const i64 begin = part % shape_.num_parts() * shape_.part_rows;
-    const i64 end = std::min(work.count, begin + shape_.part_rows);
     for (i64 i = begin; i < end; ++i) {
       // Lines that a row shares with its neighbours have to be read.
       char* const later = i + kStagedRowsAhead < end ? target(i + kStagedRowsAhead) : nullptr;
@@ -131,23 +102,15 @@ class ScatterByCpu : CpuWork {
       if (char* const row = target(i)) stream_row(row, rows + i * row_bytes, row_bytes);
     }
     end_stream();
-    work.num_left.fetch_sub(1);
   }
 
-  const LaunchScope& scope_;
   const LoadedKernels& kernels_;
-  const ChunkShape shape_;
-  Staging& staging_;
-  Staging::Turn turn_;
-  Chunk* const chunks_;
 
   // Of the block.
-  PairList pairs_{};
   i64 front_ = 0;  // pairs that were sent for
   i64 num_sent_ = 0;
   i64 num_arrived_ = 0;
   i64 num_done_ = 0;
-  std::array<InWork, kNumChunks> in_work_{};
 };
 
 }  // namespace
