@@ -74,6 +74,13 @@ def test_a_link_that_never_misses() -> None:
     assert figures["reach_bytes"] > 1 << 50
 
 
+def test_a_point_that_other_work_slowed() -> None:
+    """It misses more than all rows would: once -0.7 GB came of it."""
+    slowed = [(gib, 9.0 if gib == 1 else speed) for gib, speed in CURVES["as they come"]]
+    figures = calibration.figures_of({**CURVES, "as they come": slowed})
+    assert figures["reach_bytes"] == slowed[0][0] * (1 << 30)
+
+
 def test_a_pool_too_small_to_tell() -> None:
     """What was not seen is left to the figures of an H200."""
     near = {"as they come": CURVES["as they come"][:4], "in order": [(0.25, 47.0), (4, 46.0)]}

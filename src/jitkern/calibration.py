@@ -166,7 +166,8 @@ def _reach_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:
     if all_miss_ns < 1.2 * hit_ns:
         return _NEVER
     missed = [(gib, (ns - hit_ns) / (all_miss_ns - hit_ns)) for gib, ns in row_ns]
-    return int(_GIB * min(gib * (1 - part) for gib, part in missed if part > 0.1))
+    reach_gib = min(gib * (1 - part) for gib, part in missed if part > 0.1)
+    return int(_GIB * max(reach_gib, gb_s[0][0]))  # beside other work any point may be slow
 
 
 def _page_miss_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:

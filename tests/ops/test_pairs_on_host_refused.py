@@ -53,7 +53,7 @@ def test_the_way_that_was_asked_for_is_taken() -> None:
 
 @pytest.mark.slow
 def test_auto_goes_both_ways_out_of_large_pools() -> None:
-    """Of 8 GiB and more, where a call has 16,384 rows or more."""
+    """Of 8 GiB and more, where a call has 16,384 rows or more; of 8,192 or more by the CPU."""
     num_rows, dst = 13_200_000, gpu_rows()
     with PinnedPool([num_rows, ROW_BYTES], torch.uint8) as pool:
         src = pool.tensor()
@@ -65,8 +65,9 @@ def test_auto_goes_both_ways_out_of_large_pools() -> None:
         both = kernels_of(lambda: h2d_gather(src, dst.view, pairs, num_sms=3))
         assert both == {"small", "large"}
         assert dst.same(expected)
-        few = pairs[:16_000]
-        assert kernels_of(lambda: h2d_gather(src, dst.view, few)) == {"large"}
+        for count, sizes in ((16_000, {"small"}), (8_000, {"large"})):
+            few = pairs[:count]
+            assert kernels_of(lambda few=few: h2d_gather(src, dst.view, few)) == sizes
         part = src[: num_rows // 2]
         inside = torch.stack([pairs[:, 0] % len(part), pairs[:, 1]], dim=1)
         assert kernels_of(lambda: h2d_gather(part, dst.view, inside)) == {"large"}

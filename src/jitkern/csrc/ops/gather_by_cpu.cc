@@ -79,9 +79,15 @@ class GatherByCpu : public ChunkWork {
 
   void fetch(i64 count) {
     PairCall call = args_;
-    char* const list = static_cast<char*>(on_device_.data_ptr()) + pairs_.bytes(front_);
-    copy_to_device(list, static_cast<char*>(pairs_.data) + pairs_.bytes(front_),
-                   pairs_.bytes(count), scope_.stream());
+    const i64 at = pairs_.bytes(front_);
+    char* list = static_cast<char*>(pairs_.data) + at;
+    if (num_fetches_ == 0) {
+      char* const copied = static_cast<char*>(on_device_.data_ptr()) + at;
+      copy_to_device(copied, list, pairs_.bytes(count), scope_.stream());
+      list = copied;
+    }
+    // Later ones are read where they are: their copy would wait behind whole chunks in the copy
+    // engine, which costs 15 threads 3 to 6 %.
     call.params.pairs = list;
     call.params.num_pairs = count;
     call.index_bytes = pairs_.index_bytes;
