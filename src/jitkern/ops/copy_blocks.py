@@ -126,7 +126,7 @@ def copy_blocks(
     """
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
         try:
-            way = None if method == "auto" else method  # a string costs 0.13 us on its way to C++
+            way = None if method == "auto" else (method,)  # a string costs 0.13 us on its way
             if not _op()(dst, src, pairs, dst_block_dim, src_block_dim, way, count, num_sms):
                 dispatch.wrote(dst)
                 return
@@ -156,7 +156,7 @@ def _now(
     count: Tensor | None = None,
     num_sms: int | None = None,
 ) -> None:
-    way = None if method == "auto" else method
+    way = None if method == "auto" else (method,)
     op = host.op_now("copy_blocks", kernel)
     op(dst, src, pairs, dst_block_dim, src_block_dim, way, count, num_sms)
 

@@ -1,4 +1,5 @@
 // copy_blocks on the host: checks, CPU implementation, launch of the kernel.
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/string.h>
 
 #include <algorithm>
@@ -27,12 +28,13 @@ constexpr i64 kMaxDefaultSms = 8;  // where pieces or vectors are short, the bus
 
 enum class Method { kAuto, kSms, kEngine };
 
-// None is "auto".
+// None is "auto", anything else is in an array.
 Method method_arg(AnyView value, const Indices& pairs) {
   if (is_none(value)) return Method::kAuto;
   constexpr const char* kExpected = "\"auto\", \"sm\" or \"engine\"";
-  const auto text = value.as<tvm::ffi::String>();
-  if (!text) raise_type_error(kOp, "method", value, kExpected);
+  const tvm::ffi::Any given = value.cast<tvm::ffi::Array<tvm::ffi::Any>>()[0];
+  const auto text = given.as<tvm::ffi::String>();
+  if (!text) raise_type_error(kOp, "method", given, kExpected);
   if (*text == "auto") return Method::kAuto;
   if (*text == "sm") return Method::kSms;
   if (*text != "engine") {

@@ -82,10 +82,13 @@ i64 extent_bytes(const Tensor& view) {
 bool is_within(const Tensor& view, i64 reach, i64 pitch, i64 width, i64 height, AnyView storages,
                int side) {
   if (reach <= extent_bytes(view)) return true;
-  if (is_none(storages)) return false;
-  const auto known = storages.cast<tvm::ffi::Array<int64_t>>();
-  const i64 bytes = static_cast<i64>(known[2 * side] + known[2 * side + 1]) -
-                    static_cast<i64>(address(view.data()));
+  i64 bytes = 0;  // a view of nothing has no address
+  if (view.numel() > 0) {
+    if (is_none(storages)) return false;
+    const auto known = storages.cast<tvm::ffi::Array<int64_t>>();
+    bytes = static_cast<i64>(known[2 * side] + known[2 * side + 1]) -
+            static_cast<i64>(address(view.data()));
+  }
   if (reach <= bytes) return true;
   view.value_error(std::to_string(height) + " rows of " + std::to_string(width) + " bytes, " +
                        std::to_string(pitch) + " bytes apart, which end " + std::to_string(reach) +
