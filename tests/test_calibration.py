@@ -31,6 +31,8 @@ CURVES: dict[str, list[tuple[float, float]]] = {
     "in order": [(0.25, 47.4), (1, 47.0), (4, 46.3), (8, 41.0), (16, 34.4)],
     "small": [(0.25, 24.0), (0.5, 26.0), (1, 36.9), (2, 59.0), (4, 102.0), (8, 191.6)],
     "large": [(0.25, 25.2), (0.5, 28.4), (1, 38.0), (2, 59.4), (4, 104.1), (8, 190.7)],
+    "blocks by SMs": [(16, 51.0), (64, 51.3), (128, 51.4), (256, 51.4), (1024, 51.4)],
+    "blocks by the engine": [(16, 24.6), (64, 51.1), (128, 52.8), (256, 54.2), (1024, 55.2)],
     "by the CPU, of threads": [(1, 3.7), (4, 15.8), (8, 25.9), (16, 39.1)],
     "both ways, of threads": [(1, 20.4), (4, 34.1), (8, 41.6), (16, 39.6)],
     "both ways": [(4, 41.2), (8, 41.6), (16, 41.0)],
@@ -62,6 +64,7 @@ def test_figures_of_an_h200() -> None:
     assert 1000 < figures.pop("page_miss_bytes") < 1300
     assert figures == {
         "small_call_bytes": 1 << 20,
+        "sm_piece_bytes": 128 << 10,
         "both_threads": 8,
         "cpu_scatter_span_bytes": int(0.95 * 8 * (1 << 30)),
         "cpu_scatter_threads": 8,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.errors import UnsupportedError
 from jitkern.host import tuning
 from jitkern.host.module import module
+from jitkern.ops.copy_blocks import copy_blocks
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
 
@@ -30,6 +31,9 @@ _SETS = 5  # of row numbers, each used once: a second time the GPU's L2 knows th
 _NEVER = 1 << 60
 _PAGE_BYTES = 64 << 10  # that the link's translation knows as one
 _WORTH = 1.03  # beside another way, which takes more of the machine
+_PIECES_KIB = (16, 32, 64, 128, 256, 512, 1024)
+_LAYERS = 32
+_WAYS = ("sm", "engine")
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,9 @@ class Calibration:
         What they come from: GB/s of random rows of 656 bytes over the size of their pool in GiB
         (``as they come``, ``in order``, ``both ways``, ``scatter, in order``, ``scatter by the
         CPU``) or over the number of the CPU's threads (``by the CPU, of threads``, ``both ways, of
-        threads``, ``scatter by the CPU, of threads``); microseconds of small calls over their MiB
-        (``small``, ``large``).
+        threads``, ``scatter by the CPU, of threads``); GB/s of blocks of 32 layers over the KiB of
+        one layer (``blocks by SMs``, ``blocks by the engine``); microseconds of small calls over
+        their MiB (``small``, ``large``).
     took_s : float
     file : Path
         Where they are kept.
@@ -96,6 +101,8 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
         as_they_come = [(gib, bench.gather(gib, order="given")) for gib in spans]
         say("small calls")
         small, large = bench.small_calls(set_figure)
+        say("blocks by SMs and by the copy engine")
+        blocks = {way: [(kib, bench.blocks(kib, way)) for kib in _PIECES_KIB] for way in _WAYS}
         say("ways through the CPU")
         threads = _thread_counts()
         far = [gib for gib in spans if gib >= 4]
@@ -104,6 +111,8 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
             "in order": [(gib, bench.gather(gib, order="source")) for gib in spans],
             "small": small,
             "large": large,
+            "blocks by SMs": blocks["sm"],
+            "blocks by the engine": blocks["engine"],
             "by the CPU, of threads": [(n, bench.by_cpu(spans[-1], "cpu", n)) for n in threads],
             "both ways, of threads": [(n, bench.by_cpu(spans[-1], "both", n)) for n in threads],
             "both ways": [(gib, bench.by_cpu(gib, "both", threads[-1])) for gib in far],
@@ -139,6 +148,7 @@ def figures_of(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str,
     figures = {
         "reach_bytes": _reach_bytes(curves["as they come"]),
         "small_call_bytes": _small_call_bytes(curves["small"], curves["large"]),
+        "sm_piece_bytes": _sm_piece_bytes(curves["blocks by SMs"], curves["blocks by the engine"]),
         "page_miss_bytes": _page_miss_bytes(curves["in order"]),
         "both_threads": _threads(curves["both ways, of threads"], in_order[farthest]),
         "cpu_scatter_span_bytes": _span_bytes(curves["scatter by the CPU"], scatter),
@@ -198,6 +208,21 @@ def _small_call_bytes(
             break
         found = mib
     return int(found * (1 << 20))
+
+
+def _sm_piece_bytes(
+    by_sms: Sequence[tuple[float, float]], by_engine: Sequence[tuple[float, float]]
+) -> int:
+    """Return the largest piece of a block up to which SMs are as fast as the copy engine.
+
+    The engine needs none of them, but a call of the driver for each block.
+    """
+    found = by_sms[0][0] / 2
+    for (kib, sms), (_, engine) in zip(by_sms, by_engine, strict=True):
+        if engine > _WORTH * sms:
+            break
+        found = kib
+    return int(found * 1024)
 
 
 def _span_bytes(gb_s: Sequence[tuple[float, float]], beside: Mapping[float, float]) -> int:
@@ -284,6 +309,19 @@ class _Bench:
 
         sets = [pairs.flip(1).contiguous() for pairs in self._sets(len(dst), _ROWS)]
         return self._gb_s(run, sets)
+
+    def blocks(self, kib: int, method: Any) -> float:
+        """Return GB/s of 64 MiB in blocks of so many KiB a layer, the block numbers on the host."""
+        import torch
+
+        block_bytes = _LAYERS * kib * 1024
+        count = (64 << 20) // block_bytes
+        src = self._pool[: 2 * _GIB].view(_LAYERS, -1, kib * 1024)
+        dst = self._dst.view(-1)[: 2 * count * block_bytes].view(_LAYERS, -1, kib * 1024)
+        picked = [[torch.randperm(t.shape[1])[:count] for t in (src, dst)] for _ in range(_SETS)]
+        sets = [torch.stack(pairs, 1) for pairs in picked]
+        run = lambda pairs: copy_blocks(dst, src, pairs, method=method)  # noqa: E731
+        return count * block_bytes / statistics.median(self._seconds(run, sets)) / 1e9
 
     def small_calls(
         self, set_figure: Callable[[str, int], None]

@@ -76,13 +76,14 @@ def _draw(found: Calibration, file: Path) -> None:
         "both ways, of threads",
         "scatter by the CPU, of threads",
     )
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2), constrained_layout=True)
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     parts = (
         (spans, "GiB of pinned memory", "GB/s"),
         (counts, "threads of the CPU", "GB/s"),
         (("small", "large"), "MiB of a call", "us"),
+        (("blocks by SMs", "blocks by the engine"), "KiB of a block in each of 32 layers", "GB/s"),
     )
-    for plot, (names, x, y) in zip(axes, parts, strict=True):
+    for plot, (names, x, y) in zip(axes.flat, parts, strict=True):
         for name in names:
             plot.plot(*zip(*found.curves[name], strict=True), marker="o", label=name)
         plot.set(xlabel=x, ylabel=y, xscale="log")

@@ -14,7 +14,7 @@ enum Figure : int {
   kBothThreads,
   kCpuScatterSpanBytes,
   kCpuScatterThreads,
-  kEngineMinPieceBytes,
+  kSmPieceBytes,
   kNumFigures,
 };
 

@@ -20,9 +20,10 @@ constexpr const char* kOp = "copy_blocks";
 const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
 const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 
-// What a call has on its way over the link by default: reads of 2 blocks of 1,024 threads, of 4 KiB
-// a warp, move 50.7 GB/s on an H200 where one contiguous copy makes 55.2. Writes are posted.
-constexpr i64 kReadBytesInFlight = 256 << 10;
+// What a call has on its way over the link by default: reads of 2 / 3 / 4 blocks of 1,024 threads,
+// of 4 KiB a warp, move 42.8 / 49.8 / 50.2 GB/s of 4 KiB pieces and 38.7 / 51.3 / 51.4 of 256 KiB
+// ones, where one contiguous copy makes 55.4. Writes are posted: 51 to 52.5 by 2.
+constexpr i64 kReadBytesInFlight = 384 << 10;
 constexpr i64 kWriteBytesInFlight = 256 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // where pieces or vectors are short, the bus is out of reach
 
@@ -226,7 +227,7 @@ void blocks_op(AnyView dst, AnyView src, AnyView pairs, AnyView dst_dim, AnyView
   if (method == Method::kEngine) return copy_blocks_by_engine(scope, call, call.check_pairs());
   require_no_capture(scope, call);
   const bool is_long = call.host_side() != nullptr &&
-                       call.piece_bytes > figure(scope.device.ordinal, kEngineMinPieceBytes);
+                       call.piece_bytes > figure(scope.device.ordinal, kSmPieceBytes);
   if (method == Method::kAuto && is_long) {
     return copy_blocks_by_engine(scope, call, call.check_pairs());
   }
