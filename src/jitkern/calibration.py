@@ -31,7 +31,7 @@ _SETS = 5  # of row numbers, each used once: a second time the GPU's L2 knows th
 _NEVER = 1 << 60
 _PAGE_BYTES = 64 << 10  # that the link's translation knows as one
 _WORTH = 1.03  # beside another way, which takes more of the machine
-_PIECES_KIB = (16, 32, 64, 128, 256, 512, 1024)
+_PIECES_KIB = (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _LAYERS = 32
 _WAYS = ("sm", "engine")
 
@@ -310,14 +310,15 @@ class _Bench:
         sets = [pairs.flip(1).contiguous() for pairs in self._sets(len(dst), _ROWS)]
         return self._gb_s(run, sets)
 
-    def blocks(self, kib: int, method: Any) -> float:
+    def blocks(self, kib: float, method: Any) -> float:
         """Return GB/s of 64 MiB in blocks of so many KiB a layer, the block numbers on the host."""
         import torch
 
-        block_bytes = _LAYERS * kib * 1024
+        piece_bytes = int(kib * 1024)
+        block_bytes = _LAYERS * piece_bytes
         count = (64 << 20) // block_bytes
-        src = self._pool[: 2 * _GIB].view(_LAYERS, -1, kib * 1024)
-        dst = self._dst.view(-1)[: 2 * count * block_bytes].view(_LAYERS, -1, kib * 1024)
+        src = self._pool[: 2 * _GIB].view(_LAYERS, -1, piece_bytes)
+        dst = self._dst.view(-1)[: 2 * count * block_bytes].view(_LAYERS, -1, piece_bytes)
         picked = [[torch.randperm(t.shape[1])[:count] for t in (src, dst)] for _ in range(_SETS)]
         sets = [torch.stack(pairs, 1) for pairs in picked]
         run = lambda pairs: copy_blocks(dst, src, pairs, method=method)  # noqa: E731
