@@ -177,8 +177,10 @@ static struct Stream* stream_of(void* handle) {
   streams[num_streams] = (struct Stream){.handle = handle};
   return &streams[num_streams++];
 }
-static void note(const char* what, void* stream, const struct Event* event) {
-  if (trace != NULL) fprintf(trace, "%s %d %d\n", what, (int)(intptr_t)stream, event->number);
+static void note(const char* what, struct Stream* stream, const struct Event* event) {
+  if (trace == NULL) return;
+  const int handle = (int)(intptr_t)stream->handle;
+  fprintf(trace, "%s %d %d %d\n", what, handle, stream->capture, event->number);
 }
 // The lines since the last call, which begins the trace.
 const char* fake_trace(void) {
@@ -191,7 +193,8 @@ const char* fake_trace(void) {
   return last != NULL ? last : "";
 }
 void fake_note(void* stream, const char* text) {
-  if (trace != NULL) fprintf(trace, "note %d %s\n", (int)(intptr_t)stream, text);
+  const int in = stream_of(stream)->capture;
+  if (trace != NULL) fprintf(trace, "note %d %d %s\n", (int)(intptr_t)stream, in, text);
 }
 void fake_work(void* stream, double ms) { stream_of(stream)->ms += ms; }
 double fake_time(void* stream) { return stream_of(stream)->ms; }
@@ -209,11 +212,11 @@ CUresult cuStreamWaitEvent(void* stream, void* given, unsigned flags) {
   (void)flags;
   struct Stream* waits = stream_of(stream);
   struct Event* event = given;
-  note("wait", stream, event);
   if (!event->is_recorded) return 0;
   if (event->capture != 0 && event->capture != capture) return 1;
   if (waits->capture != 0 && event->capture == 0) return 905;  // isolation
   if (event->capture != 0) waits->capture = event->capture;
+  note("wait", waits, event);
   if (event->ms > waits->ms) waits->ms = event->ms;
   return 0;
 }
@@ -225,7 +228,7 @@ CUresult cuEventCreate(void** event, unsigned flags) {
 CUresult cuEventDestroy_v2(void* event) { return free(event), ++num_destroyed, 0; }
 CUresult cuEventRecord(void* given, void* stream) {
   struct Event* event = given;
-  note("record", stream, event);
+  note("record", stream_of(stream), event);
   event->ms = stream_of(stream)->ms;
   event->capture = stream_of(stream)->capture;
   return event->is_recorded = 1, 0;

@@ -33,8 +33,12 @@ void SlotTimes::forget_events() {
 
 Marks* SlotTimes::take(Marks* old) {
   if (old != nullptr) release(old);
-  if (free_.empty() && static_cast<i64>(all_.size()) >= capacity_) drop_oldest();
-  if (free_.empty()) {
+  if (free_.empty() && static_cast<i64>(all_.size()) >= capacity_ && !queue_.empty()) {
+    release(queue_.front());
+    queue_.pop_front();
+    ++num_dropped_;
+  }
+  if (free_.empty()) {  // also where a slot still has the one that was dropped
     all_.push_back(std::make_unique<Marks>());
     all_.back()->is_timed = true;
     free_.push_back(all_.back().get());
@@ -43,16 +47,6 @@ Marks* SlotTimes::take(Marks* old) {
   free_.pop_back();
   marks->refs = 1;
   return marks;
-}
-
-void SlotTimes::drop_oldest() {
-  // Not one that a slot still has: what comes next in the slot waits for its events.
-  const auto oldest =
-      std::find_if(queue_.begin(), queue_.end(), [](const Marks* one) { return one->refs == 1; });
-  if (oldest == queue_.end()) return;
-  release(*oldest);
-  queue_.erase(oldest);
-  ++num_dropped_;
 }
 
 void SlotTimes::push(Marks* marks) {

@@ -77,7 +77,6 @@ class SlotTimes {
   void forget_events();
 
  private:
-  void drop_oldest();
   void read(Marks& marks);
   void write(const Marks& marks, double* row, i64 stride);
   void release(Marks* marks) {
