@@ -243,7 +243,7 @@ def test_calibrate(cache: Path, tmp_path: Path) -> None:
     said: list[str] = []
     found = calibration.calibrate(said.append)
     assert found.file.parent == cache
-    assert len(said) == 4
+    assert len(said) == 5
     assert found.took_s < 120
     names = set(calibration.module()["figures"](0))
     assert set(found.figures) <= {str(name) for name in names}
