@@ -163,9 +163,7 @@ def check_count_of_pairs_on_the_host() -> None:
         copy_blocks(gpu, pool, pairs, count=torch.tensor([count]), method="engine")
         assert len(log().splitlines()) == copies
     text = "copy_blocks: pairs.*: index 99 at position 2, .*"
-    refused(
-        IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine"
-    )
+    refused(IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine")
 
 
 def check_auto_takes_the_engine_for_long_pieces() -> None:

@@ -52,7 +52,7 @@ def block_buffer(
     offset: int = 0,
     seed: int = 0,
 ) -> Buffer:
-    """Make bytes `[*shape, item]` inside of random ones; gaps are behind rows, and behind blocks."""
+    """Make bytes `[*shape, item]` inside of random ones; gaps behind rows, and behind blocks."""
     inner = item + gaps[1]
     outer = shape[1] * inner + gaps[0]
     whole = random_bytes(512 + offset + shape[0] * outer + 512, seed)
@@ -519,9 +519,14 @@ def fuzz(f: Fuzzer) -> Call:
 
     methods = ["auto", "sm"] if pairs.is_cuda else ["auto", "sm", "engine"]
     arguments = {
-        **{"dst": dst, "src": src, "pairs": pairs, "count": count},
-        **{"dst_block_dim": dims[0], "src_block_dim": dims[1]},
-        **{"method": f.rng.choice(methods), "num_sms": f.rng.choice([None, 3])},
+        "dst": dst,
+        "src": src,
+        "pairs": pairs,
+        "count": count,
+        "dst_block_dim": dims[0],
+        "src_block_dim": dims[1],
+        "method": f.rng.choice(methods),
+        "num_sms": f.rng.choice([None, 3]),
     }
     return Call(copy_blocks, arguments, prove)
 
@@ -531,6 +536,6 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     pairs = torch.stack([where, where.flip(0)], dim=1)
     arguments = (rows(slots)[None], rows(slots)[None], pairs)
     yield "default", arguments, {}
-    yield "default", arguments, {"count": torch.ones_like(where.reshape(-1)[:1]), "num_sms": 1}
+    yield "default", arguments, {"count": torch.full_like(where, 1).sum()[None], "num_sms": 1}
     flat = (rows(slots)[:, None], rows(slots)[None], pairs.cpu())
     yield "default", flat, {"dst_block_dim": 0, "method": "engine"}

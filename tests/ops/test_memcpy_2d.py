@@ -200,7 +200,7 @@ def test_inference_mode() -> None:
     with torch.inference_mode():
         made_there = good_arguments()
         memcpy_2d_async(**made_there)
-    with pytest.raises(RuntimeError, match="^memcpy_2d_async: dst: made in inference mode"):
+    with pytest.raises(RuntimeError, match=r"^memcpy_2d_async: dst: made in inference mode"):
         memcpy_2d_async(**made_there)
 
 
@@ -209,7 +209,7 @@ def test_a_tracer_is_refused() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     good = good_arguments()
-    with pytest.raises(RuntimeError, match="^memcpy_2d_async: dst: .*tracer or a dispatch mode"):
+    with pytest.raises(RuntimeError, match=r"^memcpy_2d_async: dst: .*tracer or a dispatch mode"):
         make_fx(lambda x: memcpy_2d_async(**good) or x + 1)(torch.ones(1))
     assert good["dst"].eq(0).all()
 
@@ -398,7 +398,7 @@ def mistakes() -> list[Mistake]:
         ({"spitch": 2**62}, ValueError, beyond("src", 3, 32, 2**62, 2**63 - 1)),
         ({"dst": torch.zeros(24)[4:]}, ValueError,
          beyond("dst", 3, 32, 32, 96).replace("most 96", "most 80")),
-        ({"dst": memory[:0]}, ValueError, 
+        ({"dst": memory[:0]}, ValueError,
          beyond("dst", 3, 32, 32, 96).replace("most 96", "most 0")),
         ({"dst": memory[:24], "src": memory[16:]}, ValueError,
          "dst: overlaps src, expected memory of its own"),
@@ -431,8 +431,14 @@ def fuzz(f: Fuzzer) -> Call:
         assert torch.equal(dst, expected)
 
     arguments = {
-        **{"dst": dst, "src": src, "dpitch": dpitch, "spitch": spitch},
-        **{"width": width, "height": height, "kind": "d2d" if dst.is_cuda else "h2h"},
-        **{"stream": None, "allow_pageable": f.rng.choice([True, False])},
+        "dst": dst,
+        "src": src,
+        "dpitch": dpitch,
+        "spitch": spitch,
+        "width": width,
+        "height": height,
+        "kind": "d2d" if dst.is_cuda else "h2h",
+        "stream": None,
+        "allow_pageable": f.rng.choice([True, False]),
     }
     return Call(memcpy_2d_async, arguments, prove)
