@@ -148,8 +148,8 @@ inline void copy_bytes(TensorView dst, TensorView src, std::int64_t num_bytes) {
   const auto address = [](const TensorView& tensor) {
     return reinterpret_cast<unsigned long long>(tensor.data_ptr());
   };
-  check_driver(call(address(dst), address(src), static_cast<std::size_t>(num_bytes),
-                    stream_of(dst, src)));
+  check_driver(
+      call(address(dst), address(src), static_cast<std::size_t>(num_bytes), stream_of(dst, src)));
 }
 
 // A strided copy for each of the `pairs`, int64 on the CPU, of blocks [layers, blocks, bytes].
@@ -158,10 +158,10 @@ inline void copy_2d_loop(TensorView dst, TensorView src, TensorView pairs) {
   const auto* pair = static_cast<const std::int64_t*>(pairs.data_ptr());
   void* const stream = stream_of(dst, src);
   for (const auto* end = pair + 2 * pairs.size(0); pair != end; pair += 2) {
-    copy_2d_on({side_of(src, pair[0] * width, src.stride(0)),
-                side_of(dst, pair[1] * width, dst.stride(0)), static_cast<std::size_t>(width),
-                static_cast<std::size_t>(dst.size(0))},
-               stream);
+    copy_2d_on(
+        {side_of(src, pair[0] * width, src.stride(0)), side_of(dst, pair[1] * width, dst.stride(0)),
+         static_cast<std::size_t>(width), static_cast<std::size_t>(dst.size(0))},
+        stream);
   }
 }
 

@@ -1,4 +1,4 @@
-"""What memcpy_2d_async has the driver do, on that of fake_driver.c; run by test_memcpy_2d.py."""
+"""What memcpy_2d_async has a driver do, that of fake_driver.c; for test_memcpy_2d_cuda.py."""
 
 from __future__ import annotations
 
