@@ -1,4 +1,4 @@
-"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_copy_blocks.py."""
+"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_copy_blocks_cuda.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fake_gpu import report_checks
 from launch_fake import OnCuda, driver, log, params, refused
 
 from jitkern import copy_blocks
+from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 
 
@@ -30,6 +31,10 @@ for name in ("v16_i64_read", "v16_i64_write", "v16_i32_read", "v8_i64_write"):
     driver.fake_kernel(
         f"jitkern_copy_blocks_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
     )
+
+
+def tvm_ffi_library() -> ctypes.CDLL:
+    return ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
 
 
 def on_gpu(tensor: torch.Tensor) -> Any:
@@ -163,9 +168,7 @@ def check_count_of_pairs_on_the_host() -> None:
         copy_blocks(gpu, pool, pairs, count=torch.tensor([count]), method="engine")
         assert len(log().splitlines()) == copies
     text = "copy_blocks: pairs.*: index 99 at position 2, .*"
-    refused(
-        IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine"
-    )
+    refused(IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine")
 
 
 def check_auto_takes_the_engine_for_long_pieces() -> None:
@@ -176,6 +179,12 @@ def check_auto_takes_the_engine_for_long_pieces() -> None:
     assert log().startswith("copy 2 x 65552,")
     copy_blocks(on_gpu(gpu), pool, on_gpu(pairs))
     assert "jitkern_copy_blocks_v16_i64_read" in log()
+    small = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
+    set_figure = host.module()["set_figure"]
+    set_figure(0, "sm_piece_bytes", 79)
+    copy_blocks(*small, pairs)
+    assert log().startswith("copy 3 x 80,")
+    set_figure(0, "sm_piece_bytes", 64 << 10)
     dims = {"dst_block_dim": 0, "src_block_dim": 0}  # blocks of one piece of 80,000 bytes
     copy_blocks(on_gpu(view(DEVICE, 3, 5, 16_000)), view(PINNED, 3, 5, 16_000), pairs, **dims)
     assert log() == "h2d 80000 on 0\n"
@@ -190,6 +199,32 @@ def check_capture() -> None:
         refused(ValueError, text, copy_blocks, gpu, pool, pairs, method=method)
     copy_blocks(gpu, pool, pairs, method="engine")
     assert log().startswith("copy 3 x 80,")
+
+
+def check_pairs_of_the_host_are_uploaded() -> None:
+    """As int32, in front of the launch; padding as it is, and no more of them than count."""
+    # No tensor of PyTorch, which would ask its own allocator.
+    foreign = tvm_ffi.from_dlpack
+    gpu, pool = on_gpu(view(DEVICE, 3, 9, 4096)), foreign(view(PINNED, 3, 20, 4096))
+    pairs = torch.tensor([[7, 0], [-9, 4], [2, -(2**60)], [19, 8], [99, 99]])
+    copy_blocks(gpu, pool, foreign(pairs), method="sm", count=foreign(torch.tensor(4)))
+    lines = [line for line in log().splitlines() if not line.startswith("module")]
+    assert lines[:2] == ["allocate 32", "h2d 32 on 0"]
+    assert len(lines) == 3 and "v16_i32_read of" in lines[2] and "grid 1,1,1" in lines[2], lines
+    told = struct.unpack(PARAMS, params(lines[2]))
+    assert told[7:9] == (0, 4)  # no count on the device, four pairs
+    listed = struct.unpack("8i", ctypes.string_at(told[6], 32))
+    assert listed == (7, 0, -1, -1, -1, -1, 19, 8)
+    many = torch.tensor([[7, 0]]).repeat(1_500_000, 1)  # 12 MB of int32, in two uploads
+    many[-1] = torch.tensor([3, 5])
+    copy_blocks(gpu, pool, foreign(many), method="sm")
+    lines = log().splitlines()
+    assert lines[:3] == ["allocate 12000000", "h2d 8388608 on 0", "h2d 3611392 on 0"]
+    told = struct.unpack(PARAMS, params(lines[3]))
+    listed = struct.unpack("4i", ctypes.string_at(told[6] + 12_000_000 - 16, 16))
+    assert listed == (7, 0, 3, 5)
+    copy_blocks(gpu, pool, foreign(many), method="sm", count=foreign(torch.tensor(0)))
+    assert log() == ""
 
 
 def check_the_launch() -> None:
@@ -223,6 +258,8 @@ def check_the_launch() -> None:
 
 
 def main() -> None:
+    allocator = ctypes.cast(driver.fake_allocate, ctypes.c_void_p)
+    tvm_ffi_library().TVMFFIEnvSetDLPackManagedTensorAllocator(allocator, 1, None)
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     report_checks(dict(globals()), clean)
 
