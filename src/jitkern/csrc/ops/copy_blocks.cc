@@ -226,8 +226,8 @@ void blocks_op(AnyView dst, AnyView src, AnyView pairs, AnyView dst_dim, AnyView
   }
   if (method == Method::kEngine) return copy_blocks_by_engine(scope, call, call.check_pairs());
   require_no_capture(scope, call);
-  const bool is_long = call.host_side() != nullptr &&
-                       call.piece_bytes > figure(scope.device.ordinal, kSmPieceBytes);
+  const bool is_long =
+      call.host_side() != nullptr && call.piece_bytes > figure(scope.device.ordinal, kSmPieceBytes);
   if (method == Method::kAuto && is_long) {
     return copy_blocks_by_engine(scope, call, call.check_pairs());
   }
