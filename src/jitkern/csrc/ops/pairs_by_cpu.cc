@@ -5,7 +5,7 @@
 #include <tvm/ffi/string.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <cmath>
 #include <string>
 
 #include "host/cpu_copy.h"
@@ -43,10 +43,14 @@ i64 num_threads_arg(const char* op, AnyView value) {
 
 // Whether SMs would wait for pages rather than for rows, even in the order of the host's memory.
 bool is_bound_by_pages(const HostTraffic& traffic) {
+  constexpr double kPageBytes = 64 << 10;
   constexpr double kMargin = 1.1;
+  const double num_rows = double(traffic.num_rows);
+  const double num_pages = std::abs(double(traffic.span_bytes)) / kPageBytes;
+  // Of random rows the first of each page pays for it.
+  const double touched = num_pages * -std::expm1(-num_rows / num_pages);
   const double miss_bytes = double(figure(traffic.ordinal, kPageMissBytes));
-  return pages_touched(traffic) * miss_bytes >
-         kMargin * double(traffic.num_rows) * double(traffic.row_bytes);
+  return touched * miss_bytes > kMargin * num_rows * double(traffic.row_bytes);
 }
 
 // The CPU's way begins with waking its threads and ends with a chunk: 0.1 to 0.2 ms. Calls of 8,192

@@ -1,6 +1,5 @@
 // When the order of the host's memory pays, and how finely a call is sorted.
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "host/tuning.h"
@@ -29,12 +28,6 @@ constexpr i64 kLargeSpanBytes = i64(8) << 30;
 constexpr i64 kInFlightSpanBytes = i64(1) << 30;
 
 }  // namespace
-
-double pages_touched(const HostTraffic& traffic) {
-  constexpr double kPageBytes = 64 << 10;
-  const double pages = std::max(1.0, std::abs(double(traffic.span_bytes)) / kPageBytes);
-  return pages * -std::expm1(-double(traffic.num_rows) / pages);
-}
 
 bool is_worth_ordering(const HostTraffic& traffic) {
   if (traffic.span_bytes < 1) return false;

@@ -16,10 +16,6 @@ struct HostTraffic {
                    // backwards or there are none: such rows have no order to be brought in
 };
 
-// Of how many of the pages that the link's translation knows, 64 KiB each, a call touches its rows,
-// which lie at random: the first of each page waits for it.
-double pages_touched(const HostTraffic& traffic);
-
 // Whether the order pays: for many short rows of more memory than the link's translation reaches.
 bool is_worth_ordering(const HostTraffic& traffic);
 
