@@ -136,12 +136,16 @@ def check_no_copy_spans_two_registrations() -> None:
 
 
 def check_expanded_sources() -> None:
-    """All layers, or all blocks, from the same memory."""
+    """All layers, or all blocks, from the same memory, or layers that overlap."""
     gpu = view(DEVICE, 3, 9, 80)
     layer = view(PINNED, 1, 20, 80).expand(3, 20, 80)
     assert by_engine(gpu, layer, [(4, 1)], True) == 3 * ["h2d 80 on 0"]
     block = view(PINNED, 3, 1, 80).expand(3, 20, 80)
     assert len(by_engine(gpu, block, [(4, 1), (5, 2)], True)) == 2
+    layers = PINNED.as_strided((3, 20, 80), (160, 80, 1))
+    assert by_engine(gpu, layers, [(4, 1), (5, 2), (6, 3)], True) == [
+        f"copy 3 x {80 * blocks}, pitches 720 160, types 2 1, on 0" for blocks in (2, 1)
+    ]
 
 
 def check_nothing_is_queued_where_a_pair_is_wrong() -> None:
