@@ -33,6 +33,8 @@ CURVES: dict[str, list[tuple[float, float]]] = {
     "large": [(0.25, 25.2), (0.5, 28.4), (1, 38.0), (2, 59.4), (4, 104.1), (8, 190.7)],
     "blocks by SMs": [(16, 51.0), (64, 51.3), (128, 51.4), (256, 51.4), (1024, 51.4)],
     "blocks by the engine": [(16, 24.6), (64, 51.1), (128, 52.8), (256, 54.2), (1024, 55.2)],
+    "blocks to the host by SMs": [(16, 51.8), (64, 52.0), (256, 52.5), (1024, 52.5)],
+    "blocks to the host by the engine": [(16, 22.3), (64, 45.4), (256, 50.9), (1024, 54.6)],
     "by the CPU, of threads": [(1, 3.7), (4, 15.8), (8, 25.9), (16, 39.1)],
     "both ways, of threads": [(1, 20.4), (4, 34.1), (8, 41.6), (16, 39.6)],
     "both ways": [(4, 41.2), (8, 41.6), (16, 41.0)],
@@ -65,6 +67,7 @@ def test_figures_of_an_h200() -> None:
     assert figures == {
         "small_call_bytes": 1 << 20,
         "sm_piece_bytes": 128 << 10,
+        "sm_piece_bytes_to_host": 256 << 10,
         "both_threads": 8,
         "cpu_scatter_span_bytes": int(0.95 * 8 * (1 << 30)),
         "cpu_scatter_threads": 8,

@@ -33,7 +33,6 @@ _PAGE_BYTES = 64 << 10  # that the link's translation knows as one
 _WORTH = 1.03  # beside another way, which takes more of the machine
 _PIECES_KIB = (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _LAYERS = 32
-_WAYS = ("sm", "engine")
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,9 @@ class Calibration:
         (``as they come``, ``in order``, ``both ways``, ``scatter, in order``, ``scatter by the
         CPU``) or over the number of the CPU's threads (``by the CPU, of threads``, ``both ways, of
         threads``, ``scatter by the CPU, of threads``); GB/s of blocks of 32 layers over the KiB of
-        one layer (``blocks by SMs``, ``blocks by the engine``); microseconds of small calls over
-        their MiB (``small``, ``large``).
+        one layer (``blocks by SMs``, ``blocks by the engine``, ``blocks to the host by SMs``,
+        ``blocks to the host by the engine``); microseconds of small calls over their MiB
+        (``small``, ``large``).
     took_s : float
     file : Path
         Where they are kept.
@@ -102,7 +102,13 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
         say("small calls")
         small, large = bench.small_calls(set_figure)
         say("blocks by SMs and by the copy engine")
-        blocks = {way: [(kib, bench.blocks(kib, way)) for kib in _PIECES_KIB] for way in _WAYS}
+        blocks = {
+            f"blocks{to_host} by {by}": [
+                (kib, bench.blocks(kib, way, to_host)) for kib in _PIECES_KIB
+            ]
+            for to_host in ("", " to the host")
+            for way, by in (("sm", "SMs"), ("engine", "the engine"))
+        }
         say("ways through the CPU")
         threads = _thread_counts()
         far = [gib for gib in spans if gib >= 4]
@@ -111,8 +117,7 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
             "in order": [(gib, bench.gather(gib, order="source")) for gib in spans],
             "small": small,
             "large": large,
-            "blocks by SMs": blocks["sm"],
-            "blocks by the engine": blocks["engine"],
+            **blocks,
             "by the CPU, of threads": [(n, bench.by_cpu(spans[-1], "cpu", n)) for n in threads],
             "both ways, of threads": [(n, bench.by_cpu(spans[-1], "both", n)) for n in threads],
             "both ways": [(gib, bench.by_cpu(gib, "both", threads[-1])) for gib in far],
@@ -149,6 +154,9 @@ def figures_of(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str,
         "reach_bytes": _reach_bytes(curves["as they come"]),
         "small_call_bytes": _small_call_bytes(curves["small"], curves["large"]),
         "sm_piece_bytes": _sm_piece_bytes(curves["blocks by SMs"], curves["blocks by the engine"]),
+        "sm_piece_bytes_to_host": _sm_piece_bytes(
+            curves["blocks to the host by SMs"], curves["blocks to the host by the engine"]
+        ),
         "page_miss_bytes": _page_miss_bytes(curves["in order"]),
         "both_threads": _threads(curves["both ways, of threads"], in_order[farthest]),
         "cpu_scatter_span_bytes": _span_bytes(curves["scatter by the CPU"], scatter),
@@ -310,15 +318,16 @@ class _Bench:
         sets = [pairs.flip(1).contiguous() for pairs in self._sets(len(dst), _ROWS)]
         return self._gb_s(run, sets)
 
-    def blocks(self, kib: float, method: Any) -> float:
-        """Return GB/s of 64 MiB in blocks of so many KiB a layer, the block numbers on the host."""
+    def blocks(self, kib: float, method: Any, to_host: str) -> float:
+        """Return GB/s of 256 MiB in blocks of so many KiB a layer, their numbers on the host."""
         import torch
 
         piece_bytes = int(kib * 1024)
         block_bytes = _LAYERS * piece_bytes
-        count = (64 << 20) // block_bytes
-        src = self._pool[: 2 * _GIB].view(_LAYERS, -1, piece_bytes)
-        dst = self._dst.view(-1)[: 2 * count * block_bytes].view(_LAYERS, -1, piece_bytes)
+        count = (256 << 20) // block_bytes
+        host = self._pool[: 2 * _GIB].view(_LAYERS, -1, piece_bytes)
+        gpu = self._dst.view(-1)[: count * block_bytes].view(_LAYERS, -1, piece_bytes)
+        dst, src = (host, gpu) if to_host else (gpu, host)
         picked = [[torch.randperm(t.shape[1])[:count] for t in (src, dst)] for _ in range(_SETS)]
         sets = [torch.stack(pairs, 1) for pairs in picked]
         run = lambda pairs: copy_blocks(dst, src, pairs, method=method)  # noqa: E731

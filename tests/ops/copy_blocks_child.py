@@ -26,8 +26,10 @@ PAGEABLE = torch.zeros(1 << 16, dtype=torch.uint8)
 HALF = 1 << 19  # where the second registration begins
 for begin in (0, HALF):
     driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(HALF), 1, 0)
+LONG_PINNED, LONG_DEVICE = from_a_line(9 << 20), from_a_line(9 << 20)
+driver.fake_memory(ctypes.c_uint64(LONG_PINNED.data_ptr()), ctypes.c_uint64(9 << 20), 1, 0)
 PARAMS = "=QQqqqqQQqqqqqqiIIxxxxQ"  # of CopyBlocksParams
-for name in ("v16_i64_read", "v16_i64_write", "v16_i32_read", "v8_i64_write"):
+for name in ("v16_i64_read", "v16_i64_write", "v16_i32_read", "v16_i32_write", "v8_i64_write"):
     driver.fake_kernel(
         f"jitkern_copy_blocks_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
     )
@@ -39,6 +41,11 @@ def tvm_ffi_library() -> ctypes.CDLL:
 
 def on_gpu(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(OnCuda(tensor))
+
+
+def foreign(tensor: torch.Tensor) -> Any:
+    """Return the same memory without PyTorch, whose allocator would be asked for scratch."""
+    return tvm_ffi.from_dlpack(tensor)
 
 
 def view(memory: torch.Tensor, *shape: int, at: int = 0) -> torch.Tensor:
@@ -176,22 +183,28 @@ def check_count_of_pairs_on_the_host() -> None:
 
 
 def check_auto_takes_the_engine_for_long_pieces() -> None:
-    """Longer than 64 KiB, or as long as the tuner says; with pairs on the GPU never."""
+    """Longer than 64 KiB, or as long as the tuner says, of blocks of 4 MiB or more."""
+    layers, piece = 64, (64 << 10) + 16
+    gpu, pool = (view(memory, layers, 2, piece) for memory in (LONG_DEVICE, LONG_PINNED))
     pairs = torch.tensor([[0, 1]])
-    gpu, pool = view(DEVICE, 2, 3, (64 << 10) + 16), view(PINNED, 2, 3, (64 << 10) + 16)
     copy_blocks(on_gpu(gpu), pool, pairs)
-    assert log().startswith("copy 2 x 65552,")
+    assert log().startswith("copy 64 x 65552,")
     copy_blocks(on_gpu(gpu), pool, on_gpu(pairs))
     assert "jitkern_copy_blocks_v16_i64_read" in log()
-    small = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
+    by_sms = (on_gpu(gpu), foreign(pool), foreign(pairs))
+    copy_blocks(by_sms[1], by_sms[0], by_sms[2])
+    assert "jitkern_copy_blocks_v16_i32_write" in log()
+    copy_blocks(on_gpu(gpu[:60]), foreign(pool[:60]), foreign(pairs))
+    assert "jitkern_copy_blocks_v16_i32_read" in log()
     set_figure = host.module()["set_figure"]
-    set_figure(0, "sm_piece_bytes", 79)
-    copy_blocks(*small, pairs)
-    assert log().startswith("copy 3 x 80,")
+    set_figure(0, "sm_piece_bytes", piece)
+    copy_blocks(*by_sms)
+    assert "jitkern_copy_blocks_v16_i32_read" in log()
     set_figure(0, "sm_piece_bytes", 64 << 10)
-    dims = {"dst_block_dim": 0, "src_block_dim": 0}  # blocks of one piece of 80,000 bytes
-    copy_blocks(on_gpu(view(DEVICE, 3, 5, 16_000)), view(PINNED, 3, 5, 16_000), pairs, **dims)
-    assert log() == "h2d 80000 on 0\n"
+    set_figure(0, "sm_piece_bytes_to_host", piece - 1)
+    copy_blocks(pool, on_gpu(gpu), pairs)
+    assert log().startswith("copy 64 x 65552,")
+    set_figure(0, "sm_piece_bytes_to_host", 256 << 10)
 
 
 def check_capture() -> None:
@@ -207,8 +220,6 @@ def check_capture() -> None:
 
 def check_pairs_of_the_host_are_uploaded() -> None:
     """As int32, in front of the launch; padding as it is, and no more of them than count."""
-    # No tensor of PyTorch, which would ask its own allocator.
-    foreign = tvm_ffi.from_dlpack
     gpu, pool = on_gpu(view(DEVICE, 3, 9, 4096)), foreign(view(PINNED, 3, 20, 4096))
     pairs = torch.tensor([[7, 0], [-9, 4], [2, -(2**60)], [19, 8], [99, 99]])
     copy_blocks(gpu, pool, foreign(pairs), method="sm", count=foreign(torch.tensor(4)))
@@ -232,12 +243,12 @@ def check_pairs_of_the_host_are_uploaded() -> None:
 
 
 def check_the_launch() -> None:
-    """Two blocks for 4 KB pieces, more for short ones; what the kernel is told."""
+    """Four blocks for 4 KB pieces, more for short ones; what the kernel is told."""
     gpu, pool = view(DEVICE, 8, 16, 4096), view(PINNED, 8, 16, 4096)
     pairs = on_gpu(torch.zeros(16, 2, dtype=torch.int64))
     copy_blocks(on_gpu(gpu), pool, pairs)
     line = log().splitlines()[-1]
-    assert "v16_i64_read of" in line and "grid 2,1,1 block 1024,1,1" in line, line
+    assert "v16_i64_read of" in line and "grid 4,1,1 block 1024,1,1" in line, line
     told = struct.unpack(PARAMS, params(line))
     assert told[:6] == (DEVICE.data_ptr(), PINNED.data_ptr(), 65536, 4096, 65536, 4096)
     assert told[7:15] == (0, 16, 16, 16, 8, 4096, 8, 0)

@@ -76,12 +76,16 @@ def _draw(found: Calibration, file: Path) -> None:
         "both ways, of threads",
         "scatter by the CPU, of threads",
     )
+    blocks = (
+        *("blocks by SMs", "blocks by the engine"),
+        *("blocks to the host by SMs", "blocks to the host by the engine"),
+    )
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     parts = (
         (spans, "GiB of pinned memory", "GB/s"),
         (counts, "threads of the CPU", "GB/s"),
         (("small", "large"), "MiB of a call", "us"),
-        (("blocks by SMs", "blocks by the engine"), "KiB of a block in each of 32 layers", "GB/s"),
+        (blocks, "KiB of a block in each of 32 layers", "GB/s"),
     )
     for plot, (names, x, y) in zip(axes.flat, parts, strict=True):
         for name in names:

@@ -91,16 +91,16 @@ def copy_blocks(
         "sm": a kernel on few SMs. "engine", with ``pairs`` on the CPU: one strided copy of the copy
         engine for each run of blocks that follow each other on both sides, on no SM and with
         nothing compiled; a graph that captures it copies these very blocks at each replay. "auto"
-        is "sm" but for ``pairs`` on the CPU whose blocks have pieces of more than 64 KiB, between
-        host and GPU, or what ``jitkern calibrate`` has found; it is not captured with ``pairs`` on
-        the CPU. A piece is a block's part of one layer, or all of it where that is contiguous on
-        both sides. On the CPU all are the same.
+        is "sm" but for ``pairs`` on the CPU whose blocks have 4 MiB or more, in pieces of more than
+        64 KiB on their way to the GPU, 256 KiB on their way back, or what ``jitkern calibrate`` has
+        found; it is not captured with ``pairs`` on the CPU. A piece is a block's part of one layer,
+        or all of it where that is contiguous on both sides. On the CPU all are the same.
     count : Tensor, optional
         One int32 or int64 on the device of ``pairs``: only so many of them count. Below 0 it means
         0, above their number all.
     num_sms : int, optional
         Blocks of 1024 threads that copy, at most one an SM, clamped to the GPU's SMs; by default as
-        many as keep the link busy (3 to read and 2 to write, up to 8 for short or badly aligned
+        many as keep the link busy (4 to read and 2 to write, up to 8 for short or badly aligned
         ones), and all of them within one GPU. Means nothing to "engine".
 
     Raises

@@ -38,8 +38,10 @@ constexpr Default kDefaults[kNumFigures] = {
     {"cpu_scatter_span_bytes", i64(12) << 30},
     {"cpu_scatter_threads", 12},
     // Blocks whose piece of one layer has no more bytes go by SMs, larger ones by the copy engine:
-    // those of 16 / 64 / 256 KB come at 51.0 / 51.3 / 51.4 and 24.6 / 51.1 / 54.2 GB/s.
+    // of 32 layers, 16 / 64 / 256 KB come at 50.5 / 51.2 / 51.3 and 23.6 / 47.1 / 54.2 GB/s, and
+    // go back at 51.8 / 52.0 / 52.5 and 22.3 / 45.4 / 50.9.
     {"sm_piece_bytes", i64(64) << 10},
+    {"sm_piece_bytes_to_host", i64(256) << 10},
 };
 
 using Figures = std::array<std::atomic<i64>, kNumFigures>;

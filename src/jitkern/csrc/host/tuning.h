@@ -15,6 +15,7 @@ enum Figure : int {
   kCpuScatterSpanBytes,
   kCpuScatterThreads,
   kSmPieceBytes,
+  kSmPieceBytesToHost,
   kNumFigures,
 };
 
