@@ -1,0 +1,258 @@
+"""How many slots a pipeline should have: a state machine that is fed with iterations.
+
+How long the copies and bodies of the last iterations took says what any number of slots would have
+made of them: their recurrence is gone through for depths between those that are allowed. So the
+right depth is found in one step and not by trying, and none is taken where no depth helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import add, mul
+from typing import NamedTuple
+
+from jitkern.offload.args import count_arg, number_arg
+
+_HISTORY = 128  # iterations, at most, that slots are given back by; half of them for taking some
+_RECENT = 16  # iterations that are compared with those before them
+_GAIN = 0.03  # of time that more slots have to save
+_LOSS = 0.01  # that fewer slots may cost
+_STALLED = 0.05  # of its time that an iteration has to wait to count as stalled
+_THINK_EVERY = 64  # iterations, at most; of giving back, unless slots were wanted again
+_MAX_WAIT = 4096
+
+
+@dataclass(frozen=True)
+class AutoDepth:
+    """Lets a ``SlotPipeline`` take slots more where they save time, and give them back.
+
+    `num_slots` of the pipeline is the least. At least one of the limits is needed.
+
+    Attributes
+    ----------
+    max_slots, max_bytes : int, optional
+        Most slots, and most bytes of all slots.
+    stall_share : float
+        More slots are thought of where a larger part of iterations than this waits for copies.
+    patience : int
+        Iterations before the first decision, and at least between two.
+    """
+
+    max_slots: int | None = None
+    max_bytes: int | None = None
+    stall_share: float = 0.1
+    patience: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "max_bytes", "patience"):
+            if getattr(self, name) is not None or name == "patience":
+                count_arg("AutoDepth", name, getattr(self, name))
+        number_arg("AutoDepth", "stall_share", self.stall_share, 1.0)
+        if self.max_slots is None and self.max_bytes is None:
+            raise ValueError("AutoDepth: max_slots: None, expected it or max_bytes")
+
+    def most(self, num_slots: int, slot_bytes: int) -> int:
+        """Return the most slots of a pipeline; ValueError unless it may have those it begins with.
+
+        Parameters
+        ----------
+        num_slots, slot_bytes : int
+            Slots that it begins with, and bytes of each.
+        """
+        limits = []
+        if self.max_slots is not None:
+            limits.append(self.max_slots)
+        if self.max_bytes is not None:
+            limits.append(self.max_bytes // slot_bytes)
+        if min(limits) < num_slots:
+            text = f"at most {min(limits)} slots of {slot_bytes} bytes"
+            raise ValueError(f"SlotPipeline: auto_depth: {text}, expected at least {num_slots}")
+        return min(limits)
+
+
+class Iteration(NamedTuple):
+    """Milliseconds of one; `follows` is false where those before it were waited for."""
+
+    load_ms: float
+    compute_ms: float
+    store_ms: float
+    stall_ms: float
+    follows: bool
+
+
+def total_ms(iterations: Sequence[Iteration], depth: int) -> float:
+    """Return what iterations would take with so many slots.
+
+    A load waits for the load before it and for its slot, a compute for its load and the compute
+    before it, a store for its compute and the store before it.
+    """
+    loaded = computed = stored = 0.0
+    freed = deque([0.0] * depth)
+    for load_ms, compute_ms, store_ms, _, follows in iterations:
+        if not follows:
+            loaded = computed = stored = max(computed, stored)
+            freed = deque([stored] * depth)
+        loaded = max(loaded, freed.popleft()) + load_ms
+        computed = max(computed, loaded) + compute_ms
+        stored = max(stored, computed) + store_ms if store_ms else computed
+        freed.append(stored)
+    return max(computed, stored)
+
+
+class DepthController:
+    """Decides on a depth; `depth` is what it is to be now.
+
+    Parameters
+    ----------
+    config : AutoDepth
+    least, most : int
+        Depths between which it decides; it begins with the least.
+    """
+
+    def __init__(self, config: AutoDepth, least: int, most: int) -> None:
+        self.depth = self._least = least
+        self._most = most
+        self._config = config
+        self._history: deque[Iteration] = deque(maxlen=_HISTORY)
+        self._begin()
+
+    def _begin(self) -> None:
+        """As after a change of load: nothing is known, and all may be tried."""
+        self._count = len(self._history)
+        self._more_at = self._more_wait = self._config.patience
+        self._less_wait = _THINK_EVERY
+        self._less_at = self._count + self._less_wait
+        self._judged_at = 0  # whether slots make the difference that was promised; 0: it is known
+        self._before = self.depth  # that many slots there were without them
+        self._gave_back = self._is_in_vain = False
+
+    def refuse(self, depth: int) -> None:
+        """No more than these can be had."""
+        self.depth = self._most = max(depth, self._least)
+        self._judged_at = 0
+
+    def observe(
+        self, load_ms: float, compute_ms: float, store_ms: float, stall_ms: float, follows: bool
+    ) -> None:
+        """Take the times of one more iteration that is over.
+
+        Parameters
+        ----------
+        load_ms, store_ms : float
+            By which its copies kept the link busy, 0 for none.
+        compute_ms : float
+            From when its body could have begun to its end.
+        stall_ms : float
+            That its body waited for a copy.
+        follows : bool
+            Whether the iteration before it was still under way.
+        """
+        self._history.append(Iteration(load_ms, compute_ms, store_ms, stall_ms, follows))
+        self._count += 1
+        if self._count % self._config.patience != 0:
+            return
+        if self._count % _RECENT == 0 and self._has_changed():
+            self._history = deque(self._last(_RECENT), maxlen=_HISTORY)
+            self._begin()
+        if self._judged_at:
+            if self._count >= self._judged_at:
+                self._judge()
+        elif self._count >= self._more_at and self.depth < self._most and not self._is_in_vain:
+            self._think_of_more()
+        if not self._judged_at and self._count >= self._less_at and self.depth > self._least:
+            self._think_of_less()
+
+    def _last(self, count: int) -> list[Iteration]:
+        return list(self._history)[-count:]
+
+    def _has_changed(self) -> bool:
+        """Tell whether copies or bodies take half as long again as before, or less, not by chance.
+
+        By chance a mean is off by its standard error: four of them are none.
+        """
+        if len(self._history) < 3 * _RECENT:
+            return False
+        for column in _columns(self._history):
+            before, recent = column[:-_RECENT], column[-_RECENT:]
+            first, second = _mean(before), _mean(recent)
+            variance = max(0.0, _mean(list(map(mul, before, before))) - first * first)
+            chance = 4 * math.sqrt(variance / _RECENT)
+            if abs(first - second) > max(0.5 * min(first, second), chance):
+                return True
+        return False
+
+    def _think_of_more(self) -> None:
+        """Take slots where that saves time, if a part of the iterations waits."""
+        recent = self._last(_RECENT)
+        stalled = [one.stall_ms > _STALLED * (one.compute_ms + one.stall_ms) for one in recent]
+        if sum(stalled) <= self._config.stall_share * len(stalled):
+            self._more_at = self._count + self._config.patience
+            return
+        known = self._last(_HISTORY // 2)
+        now_ms, best_ms = (total_ms(known, depth) for depth in (self.depth, self._most))
+        self._more_wait = min(2 * self._more_wait, _THINK_EVERY)
+        self._more_at = self._count + self._more_wait
+        if now_ms <= (1 + _GAIN) * best_ms:
+            return  # no depth helps
+        if self._gave_back:
+            self._less_wait = min(2 * self._less_wait, _MAX_WAIT)
+            self._gave_back = False
+        wanted = smallest(known, self.depth + 1, self._most, (1 + _LOSS) * best_ms)
+        if not is_steady(known):
+            wanted *= 2  # a few iterations have not shown the worst that there is; more will
+        self._before, self.depth = self.depth, min(wanted, self._most)
+        self._judged_at = self._count + _RECENT + self.depth
+        self._less_at = self._count + self._less_wait
+
+    def _judge(self) -> None:
+        """Give slots back that do not make a quarter of the difference that they should."""
+        recent = self._last(_RECENT)
+        without_ms, with_ms = (total_ms(recent, depth) for depth in (self._before, self.depth))
+        if without_ms <= (1 + _GAIN) * with_ms:
+            self._judged_at = self._count + _RECENT  # these do not tell
+            return
+        took_ms = sum(one.compute_ms + one.stall_ms for one in recent)
+        self._judged_at = 0
+        if without_ms - took_ms < (without_ms - with_ms) / 4:
+            self.depth, self._is_in_vain = self._before, True
+
+    def _think_of_less(self) -> None:
+        """Give back what makes no difference; less often where slots were wanted again."""
+        known = list(self._history)
+        most_ms = (1 + _LOSS) * total_ms(known, self.depth)
+        enough = smallest(known, self._least, self.depth, most_ms)
+        self._less_at = self._count + self._less_wait
+        if enough > self._least and not is_steady(known):
+            enough += (enough + 1) // 2
+        if enough < self.depth:
+            self.depth, self._gave_back = enough, True
+
+
+def _columns(iterations: Iterable[Iteration]) -> tuple[list[float], list[float]]:
+    """Return what copies take, and what bodies do."""
+    # statistics.pstdev takes 100 us for as many, as it counts in fractions.
+    loads, bodies, stores, _, _ = zip(*iterations, strict=True)
+    return list(map(add, loads, stores)), list(bodies)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def is_steady(iterations: Iterable[Iteration]) -> bool:
+    """Tell whether no copy and no body takes much longer than others: a quarter of their mean."""
+    return all(max(column) <= 1.25 * _mean(column) for column in _columns(iterations))
+
+
+def smallest(iterations: Sequence[Iteration], low: int, high: int, most_ms: float) -> int:
+    """Return the smallest depth with which iterations take at most so long; `high` does."""
+    while low < high:
+        middle = (low + high) // 2
+        if total_ms(iterations, middle) <= most_ms:
+            high = middle
+        else:
+            low = middle + 1
+    return high
