@@ -10,7 +10,7 @@ from jitkern.offload.pool import PoolStats as PoolStats
 from jitkern.offload.runs import Run as Run
 from jitkern.offload.share import PoolHandle as PoolHandle
 from jitkern.offload.share import Share as Share
-from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
-from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
 from jitkern.offload.slots import Slot as Slot
 from jitkern.offload.snapshot import OverlapSnapshot as OverlapSnapshot
+from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
+from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
