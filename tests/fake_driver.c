@@ -78,7 +78,9 @@ CUresult cuDeviceGetName(char* name, int length, int device) {
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
   const char* given = getenv("FAKE_ARCH");
   const int arch = given != NULL ? atoi(given) : 90;
+  const char* pitch = getenv("FAKE_MAX_PITCH");
   *value = attribute == 75 ? arch / 10 : attribute == 76 ? arch % 10 : attribute == 97 ? 232448 : 8;
+  if (attribute == 11) *value = pitch != NULL ? atoi(pitch) : 0x7fffffff;
   return device >= 2;
 }
 CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -140,12 +142,39 @@ CUresult cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void* s
 }
 // Copies are done at once.
 CUresult cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t bytes, void* stream) {
-  (void)stream;
+  say("h2d %zu on %llu\n", bytes, (unsigned long long)(uintptr_t)stream);
   return memcpy((void*)(uintptr_t)device, host, bytes), 0;
 }
 CUresult cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t bytes, void* stream) {
-  (void)stream;
+  say("d2h %zu on %llu\n", bytes, (unsigned long long)(uintptr_t)stream);
   return memcpy(host, (void*)(uintptr_t)device, bytes), 0;
+}
+CUresult cuMemcpyAsync(uint64_t dst, uint64_t src, size_t bytes, void* stream) {
+  say("copy %zu on %llu\n", bytes, (unsigned long long)(uintptr_t)stream);
+  return memcpy((void*)(uintptr_t)dst, (const void*)(uintptr_t)src, bytes), 0;
+}
+struct Side {
+  size_t x, y;
+  int type;
+  void* host;
+  uint64_t device;
+  void* array;
+  size_t pitch;
+};
+struct Copy2D {
+  struct Side src, dst;
+  size_t width, height;
+};
+// The addresses as well: a test compares what arrives.
+CUresult cuMemcpy2DAsync_v2(const struct Copy2D* c, void* stream) {
+  const struct Side *s = &c->src, *d = &c->dst;
+  if (s->pitch < c->width || d->pitch < c->width || s->x || s->y || d->x || d->y) return 1;
+  const char* from = s->type == 1 ? s->host : (const char*)(uintptr_t)s->device;
+  char* to = d->type == 1 ? d->host : (char*)(uintptr_t)d->device;
+  for (size_t i = 0; i < c->height; ++i) memcpy(to + i * d->pitch, from + i * s->pitch, c->width);
+  say("copy %zu x %zu, pitches %zu %zu, types %d %d, on %llu\n", c->height, c->width, d->pitch,
+      s->pitch, d->type, s->type, (unsigned long long)(uintptr_t)stream);
+  return 0;
 }
 CUresult cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
   (void)flags, (void)priority;
@@ -165,7 +194,8 @@ CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned flags) {
   (void)flags;
   return *pointer = calloc(1, bytes), 0;
 }
-// The pinned pieces, as memory that the driver knows; the one after fake_refusal(n) more is refused.
+// The pinned pieces, as memory that the driver knows; the one after fake_refusal(n) more is
+// refused.
 static int until_refusal = -1;
 void fake_refusal(int registrations) { until_refusal = registrations; }
 CUresult cuMemHostRegister_v2(void* pointer, size_t bytes, unsigned flags) {

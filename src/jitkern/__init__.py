@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from jitkern.jit.template import KernelConfig as KernelConfig
     from jitkern.jit.template import make_cpp_args as make_cpp_args
     from jitkern.ops.compare_key import fast_compare_key as fast_compare_key
+    from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
     from jitkern.ops.d2h_scatter import d2h_scatter as d2h_scatter
     from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
     from jitkern.ops.index import indexing as indexing
+    from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
     from jitkern.ops.store import store_cache as store_cache
     from jitkern.ops.swap import swap_rows as swap_rows
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf

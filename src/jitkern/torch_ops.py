@@ -46,6 +46,13 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     return getattr(getattr(torch.ops.jitkern, op), overload)(**arguments)
 
 
+def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Raise for an op that writes in place and is no operator: see :func:`dispatch.refuse`."""
+    _refuse_gradients(op, arguments)
+    _refuse_batches(op, arguments)
+    _refuse_inference_tensors(op, written)
+
+
 def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
     is_dual_level = not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0
     for name, value in arguments.items():
@@ -102,7 +109,7 @@ def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
 
 def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
     for name, value in written.items():
-        if value is not None and value.is_inference():
+        if isinstance(value, torch.Tensor) and value.is_inference():
             raise RuntimeError(
                 f"{op}: {name}: made in inference mode, expected a tensor that is not: such a one "
                 "is written to under torch.inference_mode() only; call the op there, or pass "

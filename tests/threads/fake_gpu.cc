@@ -298,6 +298,10 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void* host, size_t bytes
 CUresult cuMemcpyDtoHAsync_v2(void* host, CUdeviceptr device, size_t bytes, CUstream stream) {
   return copy(host, reinterpret_cast<const void*>(device), bytes, stream);
 }
+CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
+  return copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes, stream);
+}
+CUresult cuMemcpy2DAsync_v2(const PitchedCopy*, CUstream) { return kFailed; }
 
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
   return *stream = add_stream(priority == 0 ? fake::kCopies : fake::kPlaces, current->device), 0;

@@ -89,8 +89,8 @@ def find_built() -> Lookup[Module] | None:
     return _found
 
 
-def op(name: str, builder: Builder) -> Callable[..., Any]:
-    """Return the exported C++ function `name`, its kernels made by `builder`.
+def op(name: str, builder: Builder | None = None) -> Callable[..., Any]:
+    """Return the exported C++ function `name`, its kernels, if it has any, made by `builder`.
 
     Parameters
     ----------
@@ -109,7 +109,8 @@ def op(name: str, builder: Builder) -> Callable[..., Any]:
     >>> store = op("store", kernel)  # doctest: +SKIP
     >>> store(k_cache, v_cache, indices, k, v)  # doctest: +SKIP
     """
-    _builders[name] = builder
+    if builder is not None:
+        _builders[name] = builder
     module()["set_torch_state"](*torch_state())
     return _ranged(module()[name], lambda _: name)
 

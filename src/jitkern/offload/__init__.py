@@ -6,3 +6,5 @@ from jitkern.offload.pool import PinnedPool as PinnedPool
 from jitkern.offload.pool import PoolStats as PoolStats
 from jitkern.offload.share import PoolHandle as PoolHandle
 from jitkern.offload.share import Share as Share
+from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
+from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async

@@ -15,7 +15,7 @@ class Op(NamedTuple):
     """The public function, which ``ops/<stem>.py`` defines and ``jitkern`` shows."""
 
     has_kernels: bool = True
-    """Whether it runs on a GPU: ``kernel`` and ``specialisations`` are in its module, then."""
+    """Whether it has any for a GPU: ``kernel`` and ``specialisations`` are in its module, then."""
 
 
 OPS = (
@@ -24,6 +24,8 @@ OPS = (
     Op("h2d_gather", "h2d_gather"),
     Op("d2h_scatter", "d2h_scatter"),
     Op("swap", "swap_rows"),
+    Op("copy_blocks", "copy_blocks"),
+    Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # by the copy engine
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
 

@@ -79,6 +79,22 @@ def wants_gradient(tensor: Any) -> bool:
     return _is_grad_enabled() and getattr(tensor, "requires_grad", False)
 
 
+def refuse(op: str, written: dict[str, Any], read: dict[str, Any]) -> None:
+    """Raise for a call that PyTorch would have to see, of an op that it never sees.
+
+    Does nothing where :func:`may_write` was too careful: of forward-mode AD without a tangent.
+
+    Raises
+    ------
+    RuntimeError
+        An argument requires a gradient, has a tangent, is batched by ``torch.vmap``, or is written
+        to and was made in inference mode.
+    """
+    from jitkern import torch_ops
+
+    torch_ops.refuse(op, written, {**written, **read})
+
+
 def require_wrapper(error: Exception, op: str, **arguments: Any) -> None:
     """Raise for a call that failed in C++, unless PyTorch can take it apart.
 

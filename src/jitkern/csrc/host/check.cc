@@ -156,6 +156,15 @@ Rows::Rows(const Indices& indices)
   set_range();
 }
 
+Rows::Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes)
+    : Tensor(tensor),
+      data(tensor.data()),
+      num_rows(num_rows),
+      row_bytes(row_bytes),
+      stride_bytes(stride_bytes) {
+  set_range();
+}
+
 void Rows::set_range() {
   // To the last row, which is the lowest where the stride is negative. Of empty tensors it means
   // nothing, and must not overflow.

@@ -104,6 +104,7 @@ std::unique_ptr<Device> open_device(int ordinal) {
   device->arch = arch_of(handle);
   device->num_sms = attribute_of(handle, kAttributeMultiprocessorCount);
   device->max_shared_bytes = attribute_of(handle, kAttributeMaxSharedBytesPerBlockOptin);
+  device->max_pitch = attribute_of(handle, kAttributeMaxPitch);
   // Programmatic dependent launch: from 12.3 on also inside CUDA graphs.
   device->knows_pdl = device->arch >= 90 && driver_version() >= 12030;
   const ContextScope scope(*device);

@@ -19,6 +19,11 @@ struct Pool {
   u64 end;
   const char* device_address;  // null: closed
 };
+// Where the pieces of pools begin, in no order: asked only for what no single copy may leave.
+std::vector<u64>& piece_begins() {
+  static auto* all = new std::vector<u64>();
+  return *all;
+}
 
 std::shared_mutex pools_mutex;
 std::atomic<bool> any_pool{false};
@@ -62,8 +67,10 @@ u64 mapped_end(const Rows& rows, const MemoryRange& first) {
 
 }  // namespace
 
-void add_pool(const char* begin, i64 num_bytes, const char* device_address) {
+void add_pool(const char* begin, i64 num_bytes, const char* device_address,
+              const std::vector<char*>& pieces) {
   const std::lock_guard<std::shared_mutex> lock(pools_mutex);
+  for (const char* piece : pieces) piece_begins().push_back(address(piece));
   pools().push_back({address(begin), address(begin) + static_cast<u64>(num_bytes), device_address});
   any_pool = true;
 }
@@ -77,16 +84,22 @@ void close_pool(const char* begin) {
 
 void forget_pool(u64 begin) {
   const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  const auto is_it = [begin](const Pool& pool) { return pool.begin == begin; };
-  pools().erase(std::remove_if(pools().begin(), pools().end(), is_it), pools().end());
+  const auto found = std::find_if(pools().begin(), pools().end(),
+                                  [begin](const Pool& pool) { return pool.begin == begin; });
+  if (found == pools().end()) return;
+  const auto is_inside = [&](u64 piece) { return found->begin <= piece && piece < found->end; };
+  auto& begins = piece_begins();
+  begins.erase(std::remove_if(begins.begin(), begins.end(), is_inside), begins.end());
+  pools().erase(found);
 }
 
 void forget_all_pools() {
   new (&pools_mutex) std::shared_mutex;  // a thread that is gone may hold it
   pools().clear();
+  piece_begins().clear();
 }
 
-char* mapped_rows(const Rows& rows) {
+char* mapped_rows(const Rows& rows, const char* cure) {
   if (const Pool pool = pool_at(rows.begin); rows.end <= pool.end) {
     if (pool.device_address == nullptr) {
       rows.value_error("memory of a PinnedPool that was closed",
@@ -96,9 +109,7 @@ char* mapped_rows(const Rows& rows) {
   }
   const MemoryRange first = memory_range(rows.data);
   if (!is_mapped(first)) {
-    rows.value_error("pageable host memory",
-                     "pinned host memory for a copy with a GPU; allocate it with "
-                     "torch.empty(..., pin_memory=True) or call .pin_memory()");
+    rows.value_error("pageable host memory", cure);
   }
   if (const u64 end = mapped_end(rows, first); end < rows.end) {
     rows.value_error("rows at " + range_text(rows.begin, rows.end) + ", of which " +
@@ -106,6 +117,20 @@ char* mapped_rows(const Rows& rows) {
                      "pinned host memory for all of them");
   }
   return const_cast<char*>(first.device_address);
+}
+
+u64 registration_end(u64 at) {
+  if (const Pool pool = pool_at(at); pool.end != 0) {
+    if (pool.device_address == nullptr) return 0;
+    u64 end = pool.end;
+    const std::shared_lock<std::shared_mutex> lock(pools_mutex);
+    for (const u64 piece : piece_begins()) {
+      if (at < piece && piece < end) end = piece;
+    }
+    return end;
+  }
+  const MemoryRange range = memory_range(reinterpret_cast<const void*>(at));
+  return is_mapped(range) ? address(range.begin) + static_cast<u64>(range.bytes) : 0;
 }
 
 bool is_mapped(const Rows& rows) {

@@ -14,6 +14,7 @@ enum Figure : int {
   kBothThreads,
   kCpuScatterSpanBytes,
   kCpuScatterThreads,
+  kEngineMinPieceBytes,
   kNumFigures,
 };
 

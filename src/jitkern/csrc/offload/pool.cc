@@ -218,7 +218,7 @@ void pool_open(int64_t base, int64_t ordinal) {
     // Where the GPU's addresses do not follow each other, ops ask the driver.
     if (memory_range(piece).device_address != device + (piece - memory.base)) return;
   }
-  add_pool(memory.base, memory.bytes, device);
+  add_pool(memory.base, memory.bytes, device, memory.pieces);
 }
 
 // Waits for the GPUs and unregisters what is registered; tensors keep their memory.

@@ -214,7 +214,7 @@ void swap_rows(AnyView host_arg, AnyView gpu_arg, AnyView triples_arg, AnyView n
   const LoadedKernels& kernels = table.find(scope.device, spec);
   if (in_order) return swap_in_order(scope, call, kernels);
   const i64 blocks =
-      copy_blocks(scope, kernels, params.num_triples, call.num_sms, kSwapBytesInFlight);
+      num_copy_blocks(scope, kernels, params.num_triples, call.num_sms, kSwapBytesInFlight);
   scope.launch(kernels.entries[0], blocks, params);
 }
 

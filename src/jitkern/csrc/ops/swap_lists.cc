@@ -58,7 +58,7 @@ void swap_part(const LaunchScope& scope, const SwapCall& call, const LoadedKerne
   moves.last_batch = words_at(counters_at) + 1;
   const i64 in_flight = ordered_bytes_in_flight(call.traffic, kSwapBytesInFlight);
   scope.launch(kernels.entries[kSwapStaged],
-               copy_blocks(scope, kernels, count, call.num_sms, in_flight), moves);
+               num_copy_blocks(scope, kernels, count, call.num_sms, in_flight), moves);
 
   PairCopyParams places{};
   places.dst = moves.gpu;

@@ -84,6 +84,8 @@ struct Rows : Tensor {
   Rows(const char* op, const char* arg, AnyView value) : Rows(Tensor(op, arg, value)) {}
   // The indices as one row.
   explicit Rows(const Indices& indices);
+  // Rows of the caller's own from the tensor's first byte on, wherever they end.
+  Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes);
 
   bool empty() const { return num_rows == 0 || row_bytes == 0; }
 

@@ -30,6 +30,7 @@ using CUevent = struct CUevent_st*;
 enum : int {
   kCudaSuccess = 0,
   kCudaErrorNotReady = 600,
+  kAttributeMaxPitch = 11,
   kAttributeMultiprocessorCount = 16,
   kAttributeComputeMajor = 75,
   kAttributeComputeMinor = 76,
@@ -45,6 +46,7 @@ enum : int {
   kPointerRangeSize = 12,
   kMemoryTypeHost = 1,
   kMemoryTypeDevice = 2,
+  kMemoryTypeUnified = 4,
   kHostAllocPortable = 1,
   kHostAllocDeviceMap = 2,
   kCaptureModeRelaxed = 2,
@@ -68,6 +70,21 @@ struct LaunchAttribute {
   } value;
 };
 static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
+
+// CUDA_MEMCPY2D: one side of it, then the other, then what is copied.
+struct PitchedMemory {
+  size_t x_bytes, y;
+  int type;
+  void* host;
+  CUdeviceptr device;
+  void* array;
+  size_t pitch;
+};
+struct PitchedCopy {
+  PitchedMemory src, dst;
+  size_t width, height;
+};
+static_assert(sizeof(PitchedCopy) == 128, "CUDA_MEMCPY2D of cuda.h");
 
 struct LaunchConfig {
   unsigned grid[3], block[3], shared_bytes;
@@ -100,6 +117,8 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
   USE(cuMemsetD8Async, (CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream))  \
   USE(cuMemcpyHtoDAsync_v2, (CUdeviceptr device, const void* host, size_t bytes, CUstream stream)) \
   USE(cuMemcpyDtoHAsync_v2, (void* host, CUdeviceptr device, size_t bytes, CUstream stream))       \
+  USE(cuMemcpyAsync, (CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream))            \
+  USE(cuMemcpy2DAsync_v2, (const PitchedCopy* copy, CUstream stream))                              \
   USE(cuStreamCreateWithPriority, (CUstream * stream, unsigned flags, int priority))               \
   USE(cuStreamIsCapturing, (CUstream stream, int* status))                                         \
   USE(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags))                         \
@@ -140,6 +159,7 @@ struct Device {
   int arch;  // 10 * major + minor of its compute capability
   int num_sms;
   int max_shared_bytes;       // that a block may ask for
+  i64 max_pitch;              // of a strided copy by the engine, in bytes
   bool knows_pdl;             // the GPU and the driver have programmatic dependent launch
   FaultRecord* fault;         // pinned host memory
   FaultRecord* fault_device;  // the same memory as kernels see it

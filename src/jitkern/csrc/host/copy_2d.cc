@@ -1,0 +1,128 @@
+#include "host/copy_2d.h"
+
+#include <algorithm>
+
+#include "host/cpu_copy.h"
+#include "host/pinned.h"
+#include "host/staging.h"
+
+namespace jitkern {
+
+namespace {
+
+// What one thread copies at a time of a wide row: as much as is worth waking a thread for.
+constexpr i64 kPartBytes = 256 << 10;
+
+void queue_bytes(const LaunchScope& scope, CopyKind kind, char* dst, const char* src, i64 bytes) {
+  if (kind == CopyKind::kH2D) return copy_to_device(dst, src, bytes, scope.stream());
+  if (kind == CopyKind::kD2H) return copy_to_host(dst, src, bytes, scope.stream());
+  const Driver& driver = Driver::get();
+  driver.check(
+      driver.cuMemcpyAsync(address(dst), address(src), static_cast<size_t>(bytes), scope.stream()),
+      "cuMemcpyAsync");
+}
+
+PitchedMemory pitched(const char* memory, bool on_host, CopyKind kind, i64 pitch) {
+  PitchedMemory side{};
+  // Unified: the two sides of a copy in device memory may lie on two GPUs.
+  side.type = on_host                  ? kMemoryTypeHost
+              : kind == CopyKind::kD2D ? kMemoryTypeUnified
+                                       : kMemoryTypeDevice;
+  if (on_host) side.host = const_cast<char*>(memory);
+  if (!on_host) side.device = address(memory);
+  side.pitch = static_cast<size_t>(pitch);
+  return side;
+}
+
+// Of host memory in one registration.
+void queue_whole(const LaunchScope& scope, CopyKind kind, const Copy2D& copy) {
+  if (copy.is_contiguous()) {
+    return queue_bytes(scope, kind, copy.dst, copy.src, copy.width * copy.height);
+  }
+  if (std::max(copy.dst_pitch, copy.src_pitch) > scope.device.max_pitch) {
+    for (i64 i = 0; i < copy.height; ++i) {
+      queue_bytes(scope, kind, copy.dst + i * copy.dst_pitch, copy.src + i * copy.src_pitch,
+                  copy.width);
+    }
+    return;
+  }
+  PitchedCopy call{};
+  call.src = pitched(copy.src, kind == CopyKind::kH2D, kind, copy.src_pitch);
+  call.dst = pitched(copy.dst, kind == CopyKind::kD2H, kind, copy.dst_pitch);
+  call.width = static_cast<size_t>(copy.width);
+  call.height = static_cast<size_t>(copy.height);
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuMemcpy2DAsync_v2(&call, scope.stream()), "cuMemcpy2DAsync");
+}
+
+// Rows that lie in one registration go together, one that lies in several in as many parts.
+void queue_in_pieces(const LaunchScope& scope, CopyKind kind, const Copy2D& copy) {
+  const auto part = [&copy](i64 row, i64 at) {
+    Copy2D rest = copy;
+    rest.dst += row * copy.dst_pitch + at;
+    rest.src += row * copy.src_pitch + at;
+    return rest;
+  };
+  const bool from_host = kind == CopyKind::kH2D;
+  const i64 pitch = from_host ? copy.src_pitch : copy.dst_pitch;
+  const auto bytes_left = [&](const Copy2D& rest) {  // of the registration that it begins in
+    const u64 begin = address(from_host ? rest.src : rest.dst);
+    return static_cast<i64>(registration_end(begin) - begin);
+  };
+  for (i64 row = 0; row < copy.height;) {
+    Copy2D rest = part(row, 0);
+    const i64 left = bytes_left(rest);
+    if (left >= copy.width) {
+      const i64 whole = copy.height == 1 ? 1 : (left - copy.width) / pitch + 1;
+      rest.height = std::min(copy.height - row, whole);
+      queue_whole(scope, kind, rest);
+      row += rest.height;
+      continue;
+    }
+    for (i64 at = 0; at < copy.width;) {
+      const Copy2D piece = part(row, at);
+      const i64 bytes = std::min(copy.width - at, bytes_left(piece));
+      queue_bytes(scope, kind, piece.dst, piece.src, bytes);
+      at += bytes;
+    }
+    ++row;
+  }
+}
+
+}  // namespace
+
+bool is_one_registration(const Rows& host, const char* cure) {
+  if (registration_end(host.begin) >= host.end) return true;
+  mapped_rows(host, cure);
+  return false;
+}
+
+void queue_copy(const LaunchScope& scope, CopyKind kind, const Copy2D& copy,
+                bool one_registration) {
+  one_registration ? queue_whole(scope, kind, copy) : queue_in_pieces(scope, kind, copy);
+}
+
+void copy_on_cpu(const Copy2D& copy) {
+  // One piece is cut anew, and so is a wide row: threads share out its parts.
+  const bool is_one = copy.is_contiguous();
+  const i64 width = is_one ? copy.width * copy.height : copy.width;
+  const i64 height = is_one ? 1 : copy.height;
+  const i64 parts = ceil_div(width, kPartBytes);
+  const i64 part_bytes = ceil_div(ceil_div(width, parts), kLineBytes) * kLineBytes;
+  const i64 threads = threads_for(height * parts, 2 * width * height);
+  const bool stream = width * height >= threads * kStreamThreadBytes;
+  const CopyRow copy_row = stream ? stream_row : plain_row;
+  const auto run = [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      const i64 row = i / parts;
+      const i64 at = i % parts * part_bytes;
+      if (at >= width) continue;  // lines are whole, so the last part may be of none
+      copy_row(copy.dst + row * copy.dst_pitch + at, copy.src + row * copy.src_pitch + at,
+               std::min(part_bytes, width - at));
+    }
+    if (stream) end_stream();
+  };
+  threads > 1 ? for_parts(height * parts, threads, run) : run(0, height * parts);
+}
+
+}  // namespace jitkern

@@ -1,0 +1,240 @@
+// copy_blocks on the host: checks, CPU implementation, launch of the kernel.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/string.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "copy_blocks_host.h"
+#include "host/cpu_copy.h"
+#include "host/pinned.h"
+#include "host/staging.h"
+#include "host/tuning.h"
+
+namespace jitkern {
+
+namespace {
+
+constexpr const char* kOp = "copy_blocks";
+const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
+const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
+
+// What a call has on its way over the link by default: reads of 2 blocks of 1,024 threads, of 4 KiB
+// a warp, move 50.7 GB/s on an H200 where one contiguous copy makes 55.2. Writes are posted.
+constexpr i64 kReadBytesInFlight = 256 << 10;
+constexpr i64 kWriteBytesInFlight = 256 << 10;
+constexpr i64 kMaxDefaultSms = 8;  // where pieces or vectors are short, the bus is out of reach
+
+enum class Method { kAuto, kSms, kEngine };
+
+// None is "auto", anything else is in an array.
+Method method_arg(AnyView value, const Indices& pairs) {
+  if (is_none(value)) return Method::kAuto;
+  constexpr const char* kExpected = "\"auto\", \"sm\" or \"engine\"";
+  const tvm::ffi::Any given = value.cast<tvm::ffi::Array<tvm::ffi::Any>>()[0];
+  const auto text = given.as<tvm::ffi::String>();
+  if (!text) raise_type_error(kOp, "method", given, kExpected);
+  if (*text == "auto") return Method::kAuto;
+  if (*text == "sm") return Method::kSms;
+  if (*text != "engine") {
+    raise_value_error(kOp, "method", "\"" + std::string(*text) + "\"", kExpected);
+  }
+  if (pairs.on_cuda()) {
+    raise_value_error(kOp, "method", "\"engine\" with pairs on " + pairs.device_name(),
+                      "pairs on the CPU, which queues a copy for each, or \"sm\"");
+  }
+  return Method::kEngine;
+}
+
+void run_on_cpu(const BlockCall& call) {
+  const i64 count = call.check_pairs();
+  const i64 layers = call.num_layers;
+  call.pairs.with_index([&](const auto index_at) {
+    copy_rows<kRandomBoth>(
+        count * layers, call.piece_bytes, call.dst.num_blocks * layers * call.piece_bytes,
+        [&call, index_at, layers](i64 i) {
+          const Pair pair(index_at, i / layers);
+          const i64 layer = i % layers;
+          if (!call.is_inside(pair)) return CpuRow{nullptr, nullptr};
+          return CpuRow{call.dst_piece(pair.dst_row) + layer * call.dst.strides.layer_bytes,
+                        call.src_piece(pair.src_row) + layer * call.src.strides.layer_bytes};
+        });
+  });
+}
+
+// The largest distance of a piece from the line below it.
+i64 max_lead(const char* data, const BlockStrides& strides) {
+  const u64 stride_bits = static_cast<u64>(strides.layer_bytes | strides.block_bytes);
+  const u64 line = kHostLineBytes;
+  if (stride_bits % line == 0) return static_cast<i64>(address(data) % line);
+  const u64 bits = address(data) | stride_bits | line;
+  return static_cast<i64>(line - (bits & ~(bits - 1)));
+}
+
+// How a call is launched: what is compiled for it, and its parameters.
+struct BlockLaunch {
+  CopyBlocksParams params{};
+  bool lines_of_dst;
+  int vec_bytes;
+
+  BlockLaunch(const LaunchScope& scope, const BlockCall& call) {
+    params.dst = call.dst.data;
+    params.src = call.src.data;
+    params.dst_strides = call.dst.strides;
+    params.src_strides = call.src.strides;
+    params.pairs = call.pairs.data;
+    if (call.count && call.count->on_cuda()) {
+      params.count = call.count->data;
+      params.count_bytes = call.count->index_bytes;
+    }
+    params.num_pairs = call.num_pairs;
+    params.num_src_blocks = call.src.num_blocks;
+    params.num_dst_blocks = call.dst.num_blocks;
+    params.num_layers = call.num_layers;
+    params.piece_bytes = call.piece_bytes;
+    params.src_site = kSrcSite;
+    params.dst_site = kDstSite;
+    params.fault = scope.device.fault_device;
+    const Blocks* host = call.host_side();
+    lines_of_dst = host != &call.src;
+    if (host == &call.src) params.src = mapped(call.src);
+    if (host == &call.dst) params.dst = mapped(call.dst);
+    const auto bits = [](const char* data, const BlockStrides& strides) {
+      return address(data) | static_cast<u64>(strides.layer_bytes | strides.block_bytes);
+    };
+    vec_bytes =
+        widest_vec(bits(params.dst, params.dst_strides) | bits(params.src, params.src_strides) |
+                   static_cast<u64>(params.piece_bytes));
+    const i64 lead = lines_of_dst ? max_lead(params.dst, params.dst_strides)
+                                  : max_lead(params.src, params.src_strides);
+    params.num_segments = segments_of(params.piece_bytes, lead, vec_bytes);
+  }
+
+  // As many blocks as the caller says, or by default as have enough bytes on their way over the
+  // link; of a copy in device memory all SMs.
+  i64 num_blocks(const LaunchScope& scope, const BlockCall& call,
+                 const LoadedKernels& kernels) const {
+    const i64 warps = kernels.entries[0].num_threads / kWarpLanes;
+    const i64 segments = params.num_pairs * params.num_layers * params.num_segments;
+    const i64 useful = ceil_div(ceil_div(segments, kernels.in_flight), warps);
+    i64 worth = scope.device.num_sms;
+    if (call.host_side() != nullptr) {
+      const i64 segment = std::max<i64>(1, params.piece_bytes / params.num_segments);
+      const i64 wanted = lines_of_dst ? kWriteBytesInFlight : kReadBytesInFlight;
+      worth = std::min(ceil_div(wanted, warps * kernels.in_flight * segment), kMaxDefaultSms);
+    }
+    return std::min({useful, call.num_sms.value_or(worth), i64(scope.device.num_sms)});
+  }
+
+ private:
+  static char* mapped(const Blocks& blocks) {
+    const Rows row = blocks.as_row();
+    return mapped_rows(row) + (address(blocks.data) - row.begin);
+  }
+};
+
+const LoadedKernels& find_kernels(const LaunchScope& scope, const BlockLaunch& launch,
+                                  int index_bytes) {
+  static KernelTable table(
+      kOp, {"vec_bytes", "index_bytes", "to_host"},
+      [](const Spec&, int in_flight, int) { return GroupShape{kWarpLanes, in_flight, 1, 1}; });
+  return table.find(scope.device, Spec(launch.vec_bytes, index_bytes, launch.lines_of_dst));
+}
+
+void launch_blocks(const LaunchScope& scope, const BlockCall& call, const BlockLaunch& launch,
+                   const LoadedKernels& kernels) {
+  const CopyBlocksParams& p = launch.params;
+  i64 segments = 0;
+  const bool overflows = __builtin_mul_overflow(p.num_pairs, p.num_layers, &segments) ||
+                         __builtin_mul_overflow(segments, p.num_segments, &segments);
+  // The kernel counts what a warp does at once by 32 bits: 16 TiB of 16-byte vectors.
+  if (overflows || segments / kernels.in_flight >= std::numeric_limits<u32>::max()) {
+    call.pairs.value_error(std::to_string(p.num_pairs) + " pairs of " +
+                               std::to_string(p.num_layers) + " layers of " +
+                               std::to_string(p.piece_bytes) + " bytes",
+                           "less in one call");
+  }
+  scope.launch(kernels.entries[0], launch.num_blocks(scope, call, kernels), launch.params);
+}
+
+// Copies the pairs to the GPU in front of the kernel. They are compared as they are read, once:
+// what another thread makes of them meanwhile is padding.
+void launch_pairs_of_host(const LaunchScope& scope, const BlockCall& call) {
+  BlockLaunch launch(scope, call);
+  const i64 count = call.check_pairs();
+  if (count == 0) return;
+  const bool narrow = std::max(call.src.num_blocks, call.dst.num_blocks) <= i64(1) << 31;
+  const int index_bytes = narrow ? 4 : 8;
+  const LoadedKernels& kernels = find_kernels(scope, launch, index_bytes);  // in front of the lock
+  const RelaxedCapture relaxed;
+  Staging& staging = Staging::get(scope);
+  const std::lock_guard<std::mutex> turn(staging.turn);
+  const i64 pair_bytes = 2 * index_bytes;
+  const auto list =
+      allocate({count * pair_bytes}, DLDataType{kDLUInt, 8, 1}, call.on_gpu().dl->device);
+  const i64 most = Uploads::kBytes / 2 / pair_bytes;
+  for (i64 begin = 0; begin < count; begin += most) {
+    const i64 here = std::min(most, count - begin);
+    char* const block = staging.uploads.take(here * pair_bytes);
+    const auto write = [&](auto* items) {
+      using Item = std::decay_t<decltype(*items)>;
+      call.pairs.with_index([&](const auto index_at) {
+        for (i64 i = 0; i < here; ++i) {
+          const Pair pair(index_at, begin + i);
+          const bool inside = call.is_inside(pair);
+          items[2 * i] = static_cast<Item>(inside ? pair.src_row : -1);
+          items[2 * i + 1] = static_cast<Item>(inside ? pair.dst_row : -1);
+        }
+      });
+    };
+    narrow ? write(reinterpret_cast<int32_t*>(block)) : write(reinterpret_cast<int64_t*>(block));
+    copy_to_device(static_cast<char*>(list.data_ptr()) + begin * pair_bytes, block,
+                   here * pair_bytes, scope.stream());
+    staging.uploads.mark(scope.stream());
+  }
+  launch.params.pairs = list.data_ptr();
+  launch.params.num_pairs = count;
+  launch_blocks(scope, call, launch, kernels);
+}
+
+// A replay would copy what the pinned memory holds by then.
+void require_no_capture(const LaunchScope& scope, const BlockCall& call) {
+  int status = 0;
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
+  if (status == 0) return;
+  call.pairs.value_error("device cpu while a graph is captured",
+                         "device " + call.on_gpu().device_name() +
+                             ", or method=\"engine\", whose copies keep these pairs");
+}
+
+void blocks_op(AnyView dst, AnyView src, AnyView pairs, AnyView dst_dim, AnyView src_dim,
+               AnyView method_value, AnyView count, AnyView num_sms) {
+  const BlockCall call(dst, dst_dim, src, src_dim, pairs, count, num_sms);
+  Method method = method_arg(method_value, call.pairs);
+  if (!call.dst.on_cuda() && !call.src.on_cuda()) {
+    if (!call.empty()) run_on_cpu(call);
+    return;
+  }
+  const LaunchScope scope(call.on_gpu());
+  if (call.empty()) return;
+  if (call.pairs.on_cuda()) {
+    const BlockLaunch launch(scope, call);
+    return launch_blocks(scope, call, launch, find_kernels(scope, launch, call.pairs.index_bytes));
+  }
+  if (method == Method::kEngine) return copy_blocks_by_engine(scope, call, call.check_pairs());
+  require_no_capture(scope, call);
+  const bool is_long = call.host_side() != nullptr &&
+                       call.piece_bytes > figure(scope.device.ordinal, kEngineMinPieceBytes);
+  if (method == Method::kAuto && is_long) {
+    return copy_blocks_by_engine(scope, call, call.check_pairs());
+  }
+  launch_pairs_of_host(scope, call);
+}
+
+JITKERN_EXPORT_OP(copy_blocks, blocks_op);
+
+}  // namespace
+
+}  // namespace jitkern

@@ -1,0 +1,176 @@
+// memcpy_2d_async: checks, then one strided copy by the copy engine, or by the CPU.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "host/copy_2d.h"
+#include "host/pinned.h"
+
+namespace jitkern {
+
+namespace {
+
+constexpr const char* kOp = "memcpy_2d_async";
+constexpr const char* kKinds[] = {"h2d", "d2h", "d2d", "h2h"};  // in the order of CopyKind
+constexpr const char* kPinned =
+    "pinned host memory: a tensor of a PinnedPool, torch.empty(..., pin_memory=True) or "
+    ".pin_memory(); or allow_pageable=True for a slow copy that waits";
+
+// What a call comes back to Python with.
+enum Outcome : int64_t { kDone, kTorchHasToSeeIt, kStorageIsNeeded };
+
+// `value` is a CopyKind, or an array of what the caller gave instead of one.
+CopyKind kind_arg(AnyView value, const Tensor& dst, const Tensor& src) {
+  const int right = src.on_cuda() ? (dst.on_cuda() ? 2 : 1) : (dst.on_cuda() ? 0 : 3);
+  const auto kind = value.as<int64_t>();
+  if (kind && *kind == right) return static_cast<CopyKind>(right);
+  if (kind) {
+    raise_value_error(kOp, "kind",
+                      "\"" + std::string(kKinds[*kind]) + "\" from " + src.device_name() + " to " +
+                          dst.device_name(),
+                      "\"" + std::string(kKinds[right]) + "\"");
+  }
+  constexpr const char* kExpected = "\"h2d\", \"d2h\", \"d2d\" or \"h2h\"";
+  const tvm::ffi::Any given = value.cast<tvm::ffi::Array<tvm::ffi::Any>>()[0];
+  const auto text = given.as<tvm::ffi::String>();
+  if (!text) raise_type_error(kOp, "kind", given, kExpected);
+  raise_value_error(kOp, "kind", "\"" + std::string(*text) + "\"", kExpected);
+}
+
+i64 size_arg(const char* arg, AnyView value) {
+  const i64 size = int_arg(kOp, arg, value);
+  if (size < 0) raise_value_error(kOp, arg, std::to_string(size), "at least 0");
+  return size;
+}
+
+i64 pitch_arg(const char* arg, AnyView value, i64 width, i64 height) {
+  const i64 pitch = size_arg(arg, value);
+  if (height > 1 && pitch < width) {
+    raise_value_error(kOp, arg, std::to_string(pitch),
+                      "at least " + std::to_string(width) + ", the width of its " +
+                          std::to_string(height) + " rows");
+  }
+  return height > 1 ? pitch : width;
+}
+
+// Bytes from the first to behind the last that is copied on one side.
+i64 reach_bytes(i64 pitch, i64 width, i64 height) {
+  i64 reach = 0;
+  const bool overflows = __builtin_mul_overflow(pitch, height - 1, &reach) ||
+                         __builtin_add_overflow(reach, width, &reach);
+  return overflows ? std::numeric_limits<i64>::max() : reach;
+}
+
+// Bytes from the view's first to behind its last.
+i64 extent_bytes(const Tensor& view) {
+  if (view.dl->strides == nullptr || view.numel() == 0) return view.numel() * view.item_bytes();
+  i64 items = 1;
+  for (int d = 0; d < view.dl->ndim; ++d) {
+    const i64 stride = view.dl->strides[d];
+    if (stride > 0) items += (view.dl->shape[d] - 1) * stride;
+  }
+  return items * view.item_bytes();
+}
+
+// Whether the reach is within the view, which is nearly always so, or within its storage: none,
+// while that has not been asked for, or an array of each side's address and bytes. False where it
+// has to be.
+bool is_within(const Tensor& view, i64 reach, i64 pitch, i64 width, i64 height, AnyView storages,
+               int side) {
+  if (reach <= extent_bytes(view)) return true;
+  i64 bytes = 0;  // a view of nothing has no address
+  if (view.numel() > 0) {
+    if (is_none(storages)) return false;
+    const auto known = storages.cast<tvm::ffi::Array<int64_t>>();
+    bytes = static_cast<i64>(known[2 * side] + known[2 * side + 1]) -
+            static_cast<i64>(address(view.data()));
+  }
+  if (reach <= bytes) return true;
+  view.value_error(std::to_string(height) + " rows of " + std::to_string(width) + " bytes, " +
+                       std::to_string(pitch) + " bytes apart, which end " + std::to_string(reach) +
+                       " bytes behind its first",
+                   "at most " + std::to_string(std::max(bytes, extent_bytes(view))) +
+                       ", where its storage ends");
+}
+
+// Where a copy with a GPU is queued: torch's current stream of the tensor's device, or `stream`,
+// which is one of device `ordinal`.
+Device& device_of(const Tensor& on_gpu, const Tensor& other, AnyView stream, AnyView ordinal) {
+  Device& device = Device::get(on_gpu.ordinal());
+  if (is_none(stream)) return device;
+  const i64 given = ordinal.cast<int64_t>();
+  if (given == on_gpu.ordinal()) return device;
+  if (given == other.ordinal()) return Device::get(other.ordinal());
+  raise_value_error(kOp, "stream", "a stream of cuda:" + std::to_string(given),
+                    "one of " + on_gpu.device_name() + ", as " + on_gpu.arg);
+}
+
+// Whether the host's rows may be queued whole; refuses what the engine cannot copy.
+bool check_host_memory(const LaunchScope& scope, const Rows& host, bool allow_pageable) {
+  if (!allow_pageable) return is_one_registration(host, kPinned);
+  const auto is_pinned = [](u64 at) { return registration_end(at) != 0; };
+  if (is_pinned(host.begin) || is_pinned(host.end - 1)) return is_one_registration(host, kPinned);
+  int status = 0;
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
+  if (status != 0) {
+    host.value_error("pageable host memory while a graph is captured",
+                     "pinned host memory, which a replay can read or write by itself");
+  }
+  return true;
+}
+
+int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView spitch_arg,
+                  AnyView width_arg, AnyView height_arg, AnyView kind_value, AnyView stream,
+                  AnyView ordinal, AnyView allow_pageable_arg, AnyView storages) {
+  const Tensor dst(kOp, "dst", dst_arg);
+  const Tensor src(kOp, "src", src_arg);
+  const i64 width = size_arg("width", width_arg);
+  const i64 height = size_arg("height", height_arg);
+  const i64 dpitch = pitch_arg("dpitch", dpitch_arg, width, height);
+  const i64 spitch = pitch_arg("spitch", spitch_arg, width, height);
+  const CopyKind kind = kind_arg(kind_value, dst, src);
+  const bool allow_pageable = bool_arg(kOp, "allow_pageable", allow_pageable_arg);
+  if (kind == CopyKind::kH2H && !is_none(stream)) {
+    raise_value_error(kOp, "stream", "a stream of cuda:" + std::to_string(ordinal.cast<int64_t>()),
+                      "None for a copy on the CPU, which is done at once");
+  }
+  if (torch_has_to_see_it()) return kTorchHasToSeeIt;
+  const Tensor& on_gpu = dst.on_cuda() ? dst : src;
+  Device* const device = kind == CopyKind::kH2H
+                             ? nullptr
+                             : &device_of(on_gpu, dst.on_cuda() ? src : dst, stream, ordinal);
+  if (width == 0 || height == 0) return kDone;
+
+  if (!is_within(dst, reach_bytes(dpitch, width, height), dpitch, width, height, storages, 0) ||
+      !is_within(src, reach_bytes(spitch, width, height), spitch, width, height, storages, 1)) {
+    return kStorageIsNeeded;
+  }
+  const Rows to(dst, height, width, dpitch);
+  const Rows from(src, height, width, spitch);
+  if (dst.ordinal() == src.ordinal()) to.apart_from(from);
+  const Copy2D copy{to.data, from.data, dpitch, spitch, width, height};
+  if (kind == CopyKind::kH2H) {
+    copy_on_cpu(copy);
+    return kDone;
+  }
+  check_pending_fault(*device);
+  void* const handle = is_none(stream) ? TVMFFIEnvGetStream(kDLCUDA, device->ordinal)
+                                       : reinterpret_cast<void*>(stream.cast<int64_t>());
+  const LaunchScope scope(*device, static_cast<CUstream>(handle));
+  const bool one_registration =
+      kind == CopyKind::kD2D ||
+      check_host_memory(scope, kind == CopyKind::kH2D ? from : to, allow_pageable);
+  queue_copy(scope, kind, copy, one_registration);
+  return kDone;
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(memcpy_2d, memcpy_2d);
+
+}  // namespace
+
+}  // namespace jitkern

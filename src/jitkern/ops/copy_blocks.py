@@ -1,0 +1,171 @@
+"""``copy_blocks``: blocks of all layers of a cache, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from jitkern.host import module as host
+from jitkern.jit.device import DeviceModule
+from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.ops import dispatch
+from jitkern.ops.common import INDEX_BYTES, TorchOverload, widest_vec_bytes
+from jitkern.ops.pairs import load_entries, threads_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Few full blocks, each warp with as many vectors a lane on their way.
+CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
+READ_IN_FLIGHT = 8
+WRITE_IN_FLIGHT = 8
+
+
+@cache
+def kernel(vec_bytes: int, index_bytes: int, to_host: int) -> DeviceModule:
+    """Return the device module of one vector width, index type and direction.
+
+    ``to_host``: lines are those of the destination, which is in host memory or on the same GPU.
+    """
+    in_flight = WRITE_IN_FLIGHT if to_host else READ_IN_FLIGHT
+    values = (vec_bytes, index_bytes, *threads_of(CONFIG), in_flight)
+    lines, what = ("kHostTarget", "write") if to_host else ("kHostSource", "read")
+    name = f"jitkern_copy_blocks_v{vec_bytes}_i{8 * index_bytes}_{what}"
+    entry = (name, f"CopyBlocks<{make_cpp_args(*values)}, jitkern::{lines}>", CONFIG)
+    args = make_cpp_args(*values, bool(to_host))
+    return load_entries("copy_blocks", "copy_blocks.cu", [entry], args, in_flight)
+
+
+def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
+    """Return the template arguments that pieces of ``row_bytes`` need."""
+    vec_bytes = widest_vec_bytes(row_bytes)
+    return [(vec_bytes, index_bytes, to_host) for index_bytes in INDEX_BYTES for to_host in (0, 1)]
+
+
+@cache
+def _op() -> Callable[..., Any]:
+    return host.op("copy_blocks", kernel)
+
+
+def _through_torch(dst: Tensor, src: Tensor, pairs: Tensor, **options: Any) -> None:
+    dispatch.through_torch("copy_blocks", dst=dst, src=src, pairs=pairs, **options)
+
+
+@dispatch.traced_as(_through_torch)
+def copy_blocks(
+    dst: Tensor,
+    src: Tensor,
+    pairs: Tensor,
+    *,
+    dst_block_dim: int = 1,
+    src_block_dim: int = 1,
+    method: Literal["auto", "sm", "engine"] = "auto",
+    count: Tensor | None = None,
+    num_sms: int | None = None,
+) -> None:
+    """Copy block ``pairs[i, 0]`` of ``src`` to block ``pairs[i, 1]`` of ``dst``, in all layers.
+
+    One call moves N blocks of L layers between a pool in host memory and a cache on a GPU, either
+    way, or within one GPU, on the current stream and without a synchronisation. Host memory must
+    stay allocated until the stream has come past the call; what was written to it may be read then.
+    With ``pairs`` on the GPU nothing is allocated, and a CUDA graph can capture any call.
+
+    Parameters
+    ----------
+    dst, src : Tensor
+        Both ``[num_layers, num_blocks, ...]``, or ``[num_blocks, num_layers, ...]`` where its block
+        dimension is 0; of the same dtype, number of layers and bytes of a block in one layer. These
+        bytes are contiguous, any number from 1 up; the first two strides are free. A cache of one
+        layer, ``[num_blocks, ...]``, is one whose block dimension is 0 on both sides. One of them
+        in pinned host memory and one on a GPU, or both on one GPU, or both on the CPU. Blocks of
+        ``dst`` share no memory with each other or with those of ``src``.
+    pairs : Tensor
+        ``[..., 2]`` of (source block, destination block), int32 or int64, contiguous, on the GPU or
+        on the CPU, in memory of their own. A pair with a negative member is skipped. Destinations
+        should be distinct: of one that appears twice the content is undefined. Pairs on the CPU are
+        read before the call returns.
+    dst_block_dim, src_block_dim : int
+        Which dimension counts blocks, 0 or 1; the other of the two counts layers.
+    method : {"auto", "sm", "engine"}
+        "sm": a kernel on few SMs. "engine", with ``pairs`` on the CPU: one strided copy of the copy
+        engine for each run of blocks that follow each other on both sides, on no SM and with
+        nothing compiled; a graph that captures it copies these very blocks at each replay. "auto"
+        is "sm" but for ``pairs`` on the CPU whose blocks have pieces of more than 64 KiB, between
+        host and GPU, or what ``jitkern calibrate`` has found; it is not captured with ``pairs`` on
+        the CPU. A piece is a block's part of one layer, or all of it where that is contiguous on
+        both sides. On the CPU all are the same.
+    count : Tensor, optional
+        One int32 or int64 on the device of ``pairs``: only so many of them count. Below 0 it means
+        0, above their number all.
+    num_sms : int, optional
+        Blocks of 1024 threads that copy, at most one an SM, clamped to the GPU's SMs; by default as
+        many as keep the link busy (2 for pieces of a few KB, up to 8 for short or badly aligned
+        ones), and all of them within one GPU. Means nothing to "engine".
+
+    Raises
+    ------
+    TypeError, ValueError
+        Wrong dtype, device, shape or stride, pageable host memory, memory that the call would write
+        twice, or write and read, a ``method`` that the other arguments forbid, or ``pairs`` on the
+        CPU while a graph is captured, but by "engine". Nothing was queued or written.
+    RuntimeError
+        With gradients enabled: an argument requires one. Outside of inference mode: what is written
+        to was made in it. Nothing was written.
+    IndexError
+        A block number past the end of ``src`` or ``dst``. For ``pairs`` on the CPU at once, and
+        nothing was queued or written. Else the pair is skipped, and the next jitkern call on the
+        device or :func:`jitkern.check` raises.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(1000, 32, 4096, dtype=torch.uint8, pin_memory=True)  # block-first
+    >>> cache = torch.zeros(32, 200, 4096, dtype=torch.uint8, device="cuda")
+    >>> pairs = torch.tensor([[7, 0], [999, 5]], device="cuda")
+    >>> jitkern.copy_blocks(cache, pool, pairs, src_block_dim=0)
+    """
+    if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
+        try:
+            way = None if method == "auto" else (method,)  # a string costs 0.13 us on its way
+            if not _op()(dst, src, pairs, dst_block_dim, src_block_dim, way, count, num_sms):
+                dispatch.wrote(dst)
+                return
+        except (RuntimeError, ValueError) as error:
+            tensors = {"dst": dst, "src": src, "pairs": pairs, "count": count}
+            dispatch.require_wrapper(error, "copy_blocks", **tensors)
+    _through_torch(
+        dst,
+        src,
+        pairs,
+        dst_block_dim=dst_block_dim,
+        src_block_dim=src_block_dim,
+        method=method,
+        count=count,
+        num_sms=num_sms,
+    )
+
+
+def _now(
+    dst: Tensor,
+    src: Tensor,
+    pairs: Tensor,
+    *,
+    dst_block_dim: int = 1,
+    src_block_dim: int = 1,
+    method: str = "auto",
+    count: Tensor | None = None,
+    num_sms: int | None = None,
+) -> None:
+    way = None if method == "auto" else (method,)
+    op = host.op_now("copy_blocks", kernel)
+    op(dst, src, pairs, dst_block_dim, src_block_dim, way, count, num_sms)
+
+
+TORCH_OVERLOADS = (
+    TorchOverload(
+        "copy_blocks(Tensor(a!) dst, Tensor src, Tensor pairs, *, SymInt dst_block_dim=1,"
+        ' SymInt src_block_dim=1, str method="auto", Tensor? count=None, SymInt? num_sms=None)'
+        " -> ()",
+        _now,
+    ),
+)

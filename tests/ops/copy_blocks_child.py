@@ -1,0 +1,231 @@
+"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_copy_blocks.py."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import torch
+import tvm_ffi
+from fake_gpu import report_checks
+from launch_fake import OnCuda, driver, log, params, refused
+
+from jitkern import copy_blocks
+from jitkern.jit.device import DeviceModule
+
+
+def from_a_line(num_bytes: int) -> torch.Tensor:
+    memory = torch.randint(0, 256, (num_bytes + 128,), dtype=torch.uint8)
+    return memory[-memory.data_ptr() % 128 :][:num_bytes]
+
+
+PINNED, DEVICE = from_a_line(1 << 20), from_a_line(1 << 20)
+PAGEABLE = torch.zeros(1 << 16, dtype=torch.uint8)
+HALF = 1 << 19  # where the second registration begins
+for begin in (0, HALF):
+    driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(HALF), 1, 0)
+PARAMS = "=QQqqqqQQqqqqqqiIIxxxxQ"  # of CopyBlocksParams
+for name in ("v16_i64_read", "v16_i64_write", "v16_i32_read", "v8_i64_write"):
+    driver.fake_kernel(
+        f"jitkern_copy_blocks_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
+    )
+
+
+def on_gpu(tensor: torch.Tensor) -> Any:
+    return tvm_ffi.from_dlpack(OnCuda(tensor))
+
+
+def view(memory: torch.Tensor, *shape: int, at: int = 0) -> torch.Tensor:
+    return memory[at : at + torch.Size(shape).numel()].view(shape)
+
+
+def clean() -> None:
+    DEVICE.zero_()
+    driver.fake_capture(0)
+    log()
+
+
+def by_engine(
+    dst: torch.Tensor, src: torch.Tensor, pairs: list[tuple[int, int]], to_gpu: bool, **dims: int
+) -> list[str]:
+    """Copy, compare with a loop, and return what the driver was asked for."""
+    expected = dst.clone()
+    to = expected if dims.get("dst_block_dim", 1) else expected.transpose(0, 1)
+    source = src if dims.get("src_block_dim", 1) else src.transpose(0, 1)
+    for a, b in pairs:
+        if a >= 0 and b >= 0:
+            to[:, b] = source[:, a]
+    sides = (on_gpu(dst), src) if to_gpu else (dst, on_gpu(src))
+    copy_blocks(*sides, torch.tensor(pairs), method="engine", **dims)
+    assert torch.equal(dst, expected)
+    return log().splitlines()
+
+
+def check_one_strided_copy_for_each_block() -> None:
+    gpu, pool = view(DEVICE, 3, 9, 80), view(PINNED, 3, 20, 80)
+    pairs = [(7, 0), (-1, 4), (2, 8), (5, -3), (19, 3)]
+    wanted = 3 * ["copy 3 x 80, pitches 720 1600, types 2 1, on 0"]
+    assert by_engine(gpu, pool, pairs, True) == wanted
+    wanted = 3 * ["copy 3 x 80, pitches 1600 720, types 1 2, on 0"]
+    assert by_engine(pool, gpu, [(b, a) for a, b in pairs], False) == wanted
+
+
+def check_runs_are_one_copy() -> None:
+    """Where blocks touch on both sides; a pair that is padding ends no run."""
+    gpu, pool = view(DEVICE, 3, 9, 80), view(PINNED, 3, 20, 80)
+    pairs = [(7, 0), (8, 1), (-1, -1), (9, 2), (11, 3), (12, 5), (13, 6), (5, 7), (4, 8)]
+    assert by_engine(gpu, pool, pairs, True) == [
+        f"copy 3 x {80 * blocks}, pitches 720 1600, types 2 1, on 0" for blocks in (3, 1, 2, 1, 1)
+    ]
+    gap = view(DEVICE, 3, 9, 100)[:, :, :80]  # blocks that do not touch
+    assert len(by_engine(gap, pool, pairs, True)) == 8
+    whole = [(i, i) for i in range(20)]
+    twin = view(DEVICE, 3, 20, 80)
+    assert by_engine(twin, pool, whole, True) == ["h2d 4800 on 0"]
+
+
+def check_blocks_of_one_piece() -> None:
+    """Block-first on both sides: a run is one piece, or one strided copy of whole blocks."""
+    dims = {"dst_block_dim": 0, "src_block_dim": 0}
+    gpu, pool = view(DEVICE, 9, 3, 80), view(PINNED, 20, 3, 80)
+    pairs = [(7, 0), (8, 1), (9, 2), (3, 5), (1, 3)]
+    assert by_engine(gpu, pool, pairs, True, **dims) == [
+        f"h2d {240 * blocks} on 0" for blocks in (3, 1, 1)
+    ]
+    apart = view(DEVICE, 9, 4, 80)[:, :3]
+    assert by_engine(apart, pool, pairs, True, **dims) == [
+        "copy 3 x 240, pitches 320 240, types 2 1, on 0",
+        *(2 * ["h2d 240 on 0"]),
+    ]
+
+
+def check_layouts_that_differ() -> None:
+    """A block-first pool and a layer-first cache, where no run can be one copy."""
+    gpu, pool = view(DEVICE, 3, 9, 80), view(PINNED, 20, 3, 80)
+    wanted = 2 * ["copy 3 x 80, pitches 720 80, types 2 1, on 0"]
+    assert by_engine(gpu, pool, [(7, 0), (8, 1)], True, src_block_dim=0) == wanted
+    wanted = 2 * ["copy 3 x 80, pitches 80 720, types 1 2, on 0"]
+    assert by_engine(pool, gpu, [(0, 7), (1, 8)], False, dst_block_dim=0) == wanted
+
+
+def check_within_a_gpu() -> None:
+    one, other = view(DEVICE, 3, 9, 80), view(DEVICE, 3, 9, 80, at=10_000)
+    one.random_()
+    expected = one[:, 4].clone()
+    pairs = torch.tensor([[4, 1]])
+    copy_blocks(on_gpu(other), on_gpu(one), pairs, method="engine")
+    assert log() == "copy 3 x 80, pitches 720 720, types 4 4, on 0\n"
+    assert torch.equal(other[:, 1], expected)
+
+
+def check_no_copy_spans_two_registrations() -> None:
+    """The second of three layers does."""
+    pool = PINNED[HALF - 1600 - 40 :].as_strided((3, 20, 80), (1600, 80, 1))
+    assert by_engine(view(DEVICE, 3, 9, 80), pool, [(0, 2)], True) == [
+        "h2d 80 on 0",
+        "h2d 40 on 0",
+        "h2d 40 on 0",
+        "h2d 80 on 0",
+    ]
+
+
+def check_expanded_sources() -> None:
+    """All layers, or all blocks, from the same memory."""
+    gpu = view(DEVICE, 3, 9, 80)
+    layer = view(PINNED, 1, 20, 80).expand(3, 20, 80)
+    assert by_engine(gpu, layer, [(4, 1)], True) == 3 * ["h2d 80 on 0"]
+    block = view(PINNED, 3, 1, 80).expand(3, 20, 80)
+    assert len(by_engine(gpu, block, [(4, 1), (5, 2)], True)) == 2
+
+
+def check_nothing_is_queued_where_a_pair_is_wrong() -> None:
+    gpu, pool = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
+    for method in ("engine", "sm", "auto"):
+        for column, bad in ((0, [20, 0]), (1, [0, 9])):
+            text = rf"copy_blocks: pairs\[\.\.\., {column}\]: index {bad[column]} at position 1.*"
+            pairs = torch.tensor([[7, 0], bad])
+            refused(IndexError, text, copy_blocks, gpu, pool, pairs, method=method)
+            assert log() == ""
+    text = r"copy_blocks: src: pageable host memory, expected pinned host memory .*"
+    pageable, pairs = view(PAGEABLE, 3, 20, 80), torch.tensor([[7, 0]])
+    for method in ("engine", "sm", "auto"):
+        refused(ValueError, text, copy_blocks, gpu, pageable, pairs, method=method)
+    refused(ValueError, text, copy_blocks, gpu, pageable, on_gpu(pairs))
+    assert log() == ""
+    copy_blocks(gpu, pageable, pairs[:0])  # of nothing all memory is good
+
+
+def check_count_of_pairs_on_the_host() -> None:
+    gpu, pool = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
+    pairs = torch.tensor([[7, 0], [2, 8], [99, 99]])
+    for count, copies in ((-5, 0), (0, 0), (1, 1), (2, 2)):
+        copy_blocks(gpu, pool, pairs, count=torch.tensor([count]), method="engine")
+        assert len(log().splitlines()) == copies
+    text = "copy_blocks: pairs.*: index 99 at position 2, .*"
+    refused(
+        IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine"
+    )
+
+
+def check_auto_takes_the_engine_for_long_pieces() -> None:
+    """Longer than 64 KiB, or as long as the tuner says; with pairs on the GPU never."""
+    pairs = torch.tensor([[0, 1]])
+    gpu, pool = view(DEVICE, 2, 3, (64 << 10) + 16), view(PINNED, 2, 3, (64 << 10) + 16)
+    copy_blocks(on_gpu(gpu), pool, pairs)
+    assert log().startswith("copy 2 x 65552,")
+    copy_blocks(on_gpu(gpu), pool, on_gpu(pairs))
+    assert "jitkern_copy_blocks_v16_i64_read" in log()
+    dims = {"dst_block_dim": 0, "src_block_dim": 0}  # blocks of one piece of 80,000 bytes
+    copy_blocks(on_gpu(view(DEVICE, 3, 5, 16_000)), view(PINNED, 3, 5, 16_000), pairs, **dims)
+    assert log() == "h2d 80000 on 0\n"
+
+
+def check_capture() -> None:
+    gpu, pool = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
+    pairs = torch.tensor([[7, 0]])
+    driver.fake_capture(1)
+    text = "copy_blocks: pairs: device cpu while a graph is captured, expected device cuda:0, or .*"
+    for method in ("auto", "sm"):
+        refused(ValueError, text, copy_blocks, gpu, pool, pairs, method=method)
+    copy_blocks(gpu, pool, pairs, method="engine")
+    assert log().startswith("copy 3 x 80,")
+
+
+def check_the_launch() -> None:
+    """Two blocks for 4 KB pieces, more for short ones; what the kernel is told."""
+    gpu, pool = view(DEVICE, 8, 16, 4096), view(PINNED, 8, 16, 4096)
+    pairs = on_gpu(torch.zeros(16, 2, dtype=torch.int64))
+    copy_blocks(on_gpu(gpu), pool, pairs)
+    line = log().splitlines()[-1]
+    assert "v16_i64_read of" in line and "grid 2,1,1 block 1024,1,1" in line, line
+    told = struct.unpack(PARAMS, params(line))
+    assert told[:6] == (DEVICE.data_ptr(), PINNED.data_ptr(), 65536, 4096, 65536, 4096)
+    assert told[7:15] == (0, 16, 16, 16, 8, 4096, 8, 0)
+    copy_blocks(pool, on_gpu(gpu), pairs, num_sms=3)
+    line = log().splitlines()[-1]
+    assert "v16_i64_write of" in line and "grid 3,1,1" in line, line
+    count = on_gpu(torch.tensor([3], dtype=torch.int32))
+    copy_blocks(on_gpu(gpu), pool, pairs, count=count, num_sms=10_000)
+    line = log().splitlines()[-1]
+    assert "grid 4,1,1" in line, line  # what there is for 128 warps
+    assert struct.unpack(PARAMS, params(line))[14] == 4
+    dims = {"dst_block_dim": 0, "src_block_dim": 0}
+    short = (view(DEVICE, 1000, 2, 48), view(PINNED, 1000, 2, 48))
+    many = on_gpu(torch.zeros(9000, 2, dtype=torch.int64))
+    copy_blocks(on_gpu(short[0]), short[1], many, **dims)
+    line = log().splitlines()[-1]
+    assert "grid 8,1,1" in line, line
+    assert struct.unpack(PARAMS, params(line))[11:13] == (1, 96)  # layers, bytes of a piece
+    copy_blocks(on_gpu(gpu[:, :8]), on_gpu(view(DEVICE, 8, 8, 4096, at=HALF)), pairs)
+    line = log().splitlines()[-1]
+    assert "v16_i64_write of" in line and "grid 4,1,1" in line, line
+
+
+def main() -> None:
+    DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
+    report_checks(dict(globals()), clean)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,536 @@
+"""copy_blocks against a loop in PyTorch, with every byte around the blocks accounted for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from buffers import INT_DTYPES, Buffer, distinct, out_of_range, random_bytes, to_index
+from fake_gpu import checks_of, needs_fake_gpu, run_checks
+from fuzzer import SIZES, Call, Fuzzer
+from mistakes import Mistake, bad_indices, not_tensors
+from ref import same_bits
+from stems import OpCheck, Rows
+from torch import Tensor
+
+import jitkern
+from jitkern import copy_blocks
+
+CHILD = Path(__file__).resolve().parent / "copy_blocks_child.py"
+LAYERS, SRC_BLOCKS, DST_BLOCKS = 3, 13, 17
+DIRECTIONS = ("h2d", "d2h", "d2d")
+LAYOUTS = list(itertools.product((0, 1), repeat=2))  # the block dimensions of dst and src
+ITEM_BYTES = [1, 3, 16, 40, 656, 4096, 4104, 65536]
+
+
+def ref_copy_blocks(
+    dst: Tensor, src: Tensor, pairs: Tensor, dst_dim: int, src_dim: int, count: int | None = None
+) -> None:
+    """Block by block; a pair with a negative member is skipped."""
+    to, source = dst.transpose(0, dst_dim), src.transpose(0, src_dim)  # blocks first
+    listed = pairs.reshape(-1, 2).tolist()
+    for a, b in listed[: max(count, 0)] if count is not None else listed:
+        if a >= 0 and b >= 0:
+            to[b].copy_(source[a].to(dst.device))
+
+
+def shape_of(blocks: int, block_dim: int, layers: int = LAYERS) -> list[int]:
+    return [layers, blocks] if block_dim == 1 else [blocks, layers]
+
+
+def block_buffer(
+    shape: list[int],
+    item: int,
+    device: torch.device,
+    *,
+    pinned: bool = False,
+    gaps: tuple[int, int] = (0, 0),
+    offset: int = 0,
+    seed: int = 0,
+) -> Buffer:
+    """Make bytes `[*shape, item]` inside of random ones; gaps are behind rows, and behind blocks."""
+    inner = item + gaps[1]
+    outer = shape[1] * inner + gaps[0]
+    whole = random_bytes(512 + offset + shape[0] * outer + 512, seed)
+    whole = whole.pin_memory() if pinned else whole.to(device)
+    return Buffer(whole, whole.as_strided((*shape, item), (outer, inner, 1), 512 + offset))
+
+
+def buffers_for(
+    device: torch.device,
+    direction: str,
+    dims: tuple[int, int],
+    item: int,
+    layers: int = LAYERS,
+    **how: Any,
+) -> tuple[Buffer, Buffer]:
+    """A destination and a source; on the CPU both are there, whatever the direction."""
+    made = []
+    for blocks, dim, on_host, seed in (
+        (DST_BLOCKS, dims[0], direction == "d2h", 1),
+        (SRC_BLOCKS, dims[1], direction == "h2d", 2),
+    ):
+        pinned = on_host and device.type == "cuda"
+        shape = shape_of(blocks, dim, layers)
+        made.append(block_buffer(shape, item, device, pinned=pinned, seed=seed, **how))
+    return made[0], made[1]
+
+
+def pairs_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return pairs with repeated sources, runs, padding and distinct destinations."""
+    rows = [[a, b] for a, b in zip(distinct(9, SRC_BLOCKS), distinct(9, DST_BLOCKS), strict=True)]
+    rows[1][0] = rows[2][0]
+    free = [b for b in range(DST_BLOCKS) if b not in [row[1] for row in rows]]
+    rows += [[i, free[i]] for i in range(4)]
+    rows[4], rows[6], rows[7] = [-1, 3], [4, -7], [SRC_BLOCKS + 9, -1]
+    return to_index(rows, dtype, device)
+
+
+def run_and_compare(
+    dst: Buffer, src: Buffer, pairs: Tensor, dims: tuple[int, int] = (1, 1), **how: Any
+) -> None:
+    dst_twin, src_twin = dst.twin(), src.twin()
+    options = {"dst_block_dim": dims[0], "src_block_dim": dims[1], **how}
+    assert copy_blocks(dst.view, src.view, pairs, **options) is None
+    if dst.view.is_cuda or src.view.is_cuda:
+        torch.cuda.synchronize()
+    count = how.get("count")
+    number = None if count is None else int(count)
+    ref_copy_blocks(dst_twin.view, src_twin.view, pairs, *dims, number)
+    assert dst.same(dst_twin)
+    assert src.same(src_twin)
+
+
+def ways(device: torch.device) -> list[tuple[torch.device, str]]:
+    """Where pairs may be, and the methods that go with them there."""
+    cpu = torch.device("cpu")
+    on_cpu = [(cpu, method) for method in ("auto", "sm", "engine")]
+    return on_cpu if device.type == "cpu" else [*on_cpu, (device, "auto"), (device, "sm")]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dims", LAYOUTS, ids=str)
+@pytest.mark.parametrize("item", ITEM_BYTES)
+def test_sizes_and_layouts(
+    device: torch.device, item: int, dims: tuple[int, int], direction: str
+) -> None:
+    for i, (pairs_on, method) in enumerate(ways(device)):
+        dst, src = buffers_for(device, direction, dims, item)
+        pairs = pairs_of(pairs_on, INT_DTYPES[i % 2])
+        run_and_compare(dst, src, pairs, dims, method=method)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("offset", [0, 1, 8, 48])
+@pytest.mark.parametrize("gaps", [(0, 16), (5, 0), (128, 32), (1, 3)], ids=str)
+@pytest.mark.parametrize("item", [7, 656, 4096])
+def test_strides_and_misaligned_bases(
+    device: torch.device, item: int, gaps: tuple[int, int], offset: int, direction: str
+) -> None:
+    for dims, (pairs_on, method) in zip(itertools.cycle(LAYOUTS), ways(device), strict=False):
+        dst, src = buffers_for(device, direction, dims, item, gaps=gaps, offset=offset)
+        run_and_compare(dst, src, pairs_of(pairs_on), dims, method=method)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_one_layer(device: torch.device, direction: str) -> None:
+    """`[num_blocks, ...]` as it is: what counts layers is part of the block."""
+    for pairs_on, method in ways(device):
+        dst, src = buffers_for(device, direction, (0, 0), 40, layers=1)
+        flat_dst, flat_src = (b.part(b.view.squeeze(1)) for b in (dst, src))
+        expected = dst.twin()
+        ref_copy_blocks(expected.view, src.view, pairs_of(pairs_on), 0, 0)
+        copy_blocks(
+            flat_dst.view,
+            flat_src.view,
+            pairs_of(pairs_on),
+            dst_block_dim=0,
+            src_block_dim=0,
+            method=method,
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        assert dst.same(expected)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_runs_of_blocks(device: torch.device, direction: str) -> None:
+    """Those that the engine takes at once, also at the ends of both sides."""
+    for dims, (pairs_on, method) in itertools.product(LAYOUTS, ways(device)):
+        dst, src = buffers_for(device, direction, dims, 96)
+        rows = [[i, i] for i in range(5)] + [[8 + i, 12 + i] for i in range(5)] + [[6, 9], [5, 8]]
+        run_and_compare(dst, src, to_index(rows, torch.int32, pairs_on), dims, method=method)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex128], ids=str)
+def test_dtypes_and_more_dimensions(device: torch.device, dtype: torch.dtype) -> None:
+    for pairs_on, method in ways(device):
+        src = torch.randn(LAYERS, SRC_BLOCKS, 2, 5, 3, device=device).to(dtype)
+        host = torch.zeros(DST_BLOCKS, LAYERS, 2, 5, 3, dtype=dtype)
+        host = host.pin_memory() if device.type == "cuda" else host
+        expected = host.clone()
+        pairs = pairs_of(pairs_on)
+        ref_copy_blocks(expected, src, pairs, 0, 1)
+        copy_blocks(host, src, pairs, dst_block_dim=0, method=method)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        assert same_bits(host, expected)
+
+
+@pytest.mark.parametrize("count", [-(2**31), -1, 0, 1, 5, 13, 14, 2**31 - 1])
+@pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
+def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
+    for pairs_on, method in ways(device):
+        dst, src = buffers_for(device, "h2d", (1, 0), 656)
+        counted = torch.tensor([count], dtype=dtype, device=pairs_on)
+        how = {"method": method, "count": counted if method != "sm" else counted[0]}
+        run_and_compare(dst, src, pairs_of(pairs_on), (1, 0), **how)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 10_000])
+@pytest.mark.parametrize("item", [7, 4096])
+def test_number_of_sms(device: torch.device, item: int, num_sms: int) -> None:
+    for direction in DIRECTIONS:
+        dst, src = buffers_for(device, direction, (1, 1), item)
+        run_and_compare(dst, src, pairs_of(device), num_sms=num_sms)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (2,), (2, 3, 2), (3, 0, 2)])
+def test_shapes_of_pairs(device: torch.device, shape: tuple[int, ...]) -> None:
+    count = torch.Size(shape).numel() // 2
+    for pairs_on, method in ways(device):
+        dst, src = buffers_for(device, "h2d", (1, 1), 40)
+        run_and_compare(dst, src, pairs_of(pairs_on)[:count].reshape(shape), method=method)
+
+
+@pytest.mark.parametrize("empty", ["layers", "blocks", "bytes"])
+def test_of_nothing(device: torch.device, empty: str) -> None:
+    sizes = [0 if empty == name else 3 for name in ("layers", "blocks", "bytes")]
+    for pairs_on, method in ways(device):
+        dst = torch.zeros(*sizes, device=device)
+        src = torch.zeros(*sizes)  # pageable, of which nobody asks
+        copy_blocks(dst, src, torch.tensor([[0, 0], [77, 0]], device=pairs_on), method=method)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        jitkern.check(device)
+
+
+@pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("column", [0, 1])
+def test_out_of_range(device: torch.device, column: int, dtype: torch.dtype) -> None:
+    bound = (SRC_BLOCKS, DST_BLOCKS)[column]
+    rows = [[a, b] for a, b in zip(distinct(9, SRC_BLOCKS), distinct(9, DST_BLOCKS), strict=True)]
+    rows[7][column] = bound
+    text = f"copy_blocks: pairs[..., {column}]: index {bound} at position 7, expected below {bound}"
+    for (pairs_on, method), direction in itertools.product(ways(device), DIRECTIONS):
+        dst, src = buffers_for(device, direction, (0, 1), 656)
+        twin = dst.twin()
+        pairs = to_index(rows, dtype, pairs_on)
+        with out_of_range(pairs_on, text):
+            copy_blocks(dst.view, src.view, pairs, dst_block_dim=0, method=method)
+        if pairs_on.type == "cuda":
+            pairs[7] = -1
+            ref_copy_blocks(twin.view, src.view, pairs, 0, 1)
+        elif device.type == "cuda":
+            torch.cuda.synchronize()
+        assert dst.same(twin)
+
+
+def test_beyond_the_count_nothing_is_looked_at(device: torch.device) -> None:
+    for pairs_on, method in ways(device):
+        dst, src = buffers_for(device, "h2d", (1, 1), 40)
+        pairs = pairs_of(pairs_on)
+        pairs[5:] = 2**40
+        count = torch.tensor([5], device=pairs_on)
+        run_and_compare(dst, src, pairs, method=method, count=count)
+        if device.type == "cuda":
+            jitkern.check(device)
+
+
+def test_extreme_numbers(device: torch.device) -> None:
+    for value in (2**63 - 1, -(2**63)):
+        dst, src = buffers_for(device, "h2d", (1, 1), 40)
+        pairs = torch.tensor([[value, 0], [0, 0]], device=device)
+        if value < 0:
+            run_and_compare(dst, src, pairs)
+            continue
+        with out_of_range(device, f"index {value} at position 0"):
+            copy_blocks(dst.view, src.view, pairs)
+
+
+def test_megabytes_there_and_back(device: torch.device) -> None:
+    """80 MB: several threads on the CPU, several rounds of every warp on CUDA."""
+    blocks, layers, item = 400, 13, 16 * 1024
+    host = block_buffer([blocks, layers], item, device, pinned=device.type == "cuda", seed=3).view
+    cache = torch.zeros(layers, blocks, item, dtype=torch.uint8, device=device)
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))
+    there = torch.stack([order, torch.arange(blocks)], 1)
+    back_to = torch.zeros(blocks, layers, item, dtype=torch.uint8)
+    back_to = back_to.pin_memory() if device.type == "cuda" else back_to
+    for pairs_on, method in ways(device):
+        cache.zero_()
+        back_to.zero_()
+        pairs = there.to(torch.int32).to(pairs_on)
+        copy_blocks(cache, host, pairs, src_block_dim=0, method=method)
+        back = pairs.flip(1).contiguous()
+        copy_blocks(back_to, cache, back, dst_block_dim=0, method=method)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(back_to, host)
+        assert torch.equal(cache[:, 0].cpu(), host[order[0]])
+
+
+def test_k_and_v_of_one_tensor(device: torch.device) -> None:
+    """Blocks of one side may lie between those of the other; what shares a byte is refused."""
+    both = torch.randint(0, 256, (LAYERS, 9, 2, 64), dtype=torch.uint8, device=device)
+    k, v = both[:, :, 0], both[:, :, 1]
+    expected = k[:, 4].clone()
+    pairs = torch.tensor([[4, 2]], device=device)
+    copy_blocks(v, k, pairs)
+    assert torch.equal(v[:, 2], expected)
+    text = r"copy_blocks: dst: overlaps src, expected memory of its own"
+    for dst, src in ((k, k), (k[:, :5], k[:, 4:]), (both, both), (k[:2], k[1:])):
+        with pytest.raises(ValueError, match=text):
+            copy_blocks(dst, src, pairs)
+    copy_blocks(k[:, :4], k[:, 4:8], pairs - 4)
+
+
+def test_blocks_that_share_bytes() -> None:
+    memory = torch.zeros(1000)
+    src, pairs = torch.ones(3, 4, 8), torch.tensor([[0, 0]])
+    for strides in ((0, 8, 1), (32, 0, 1), (32, 7, 1), (31, 8, 1), (8, 12, 1), (5, 24, 1)):
+        with pytest.raises(ValueError, match="copy_blocks: dst: blocks of 32 bytes a layer that"):
+            copy_blocks(memory.as_strided((3, 4, 8), strides), src, pairs)
+    # Neither dimension lies between two of the other, and no byte is shared: 0, 12, 24; 8, 20, ..
+    for strides in ((12, 20, 1), (32, 8, 1), (8, 24, 1), (8, 100, 1)):
+        dst = memory.as_strided((3, 2, 4), strides)
+        copy_blocks(dst, src[:, :2, :4].contiguous(), pairs)
+        assert dst[:, 0].eq(1).all()
+
+
+# -- graphs, streams -------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_in_a_cuda_graph(direction: str) -> None:
+    """Pairs and their count are read at each replay; the first call is captured as well."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, direction, (1, 0), 4104 if direction == "h2d" else 4120)
+    pairs = pairs_of(device)
+    count = torch.tensor([5], device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_blocks(dst.view, src.view, pairs, src_block_dim=0, count=count)
+    for number, shift in ((5, 0), (13, 1), (0, 2)):
+        count.fill_(number)
+        pairs.copy_(pairs_of(device).roll(shift, 0))
+        twin = dst.twin()
+        graph.replay()
+        torch.cuda.synchronize()
+        ref_copy_blocks(twin.view, src.view, pairs, 1, 0, number)
+        assert dst.same(twin)
+
+
+@pytest.mark.cuda
+def test_the_engine_in_a_cuda_graph() -> None:
+    """Its copies are of the blocks that the pairs named when it was captured."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, "h2d", (1, 1), 4096)
+    pairs = pairs_of(torch.device("cpu"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_blocks(dst.view, src.view, pairs, method="engine")
+        for method in ("sm", "auto"):
+            with pytest.raises(ValueError, match="pairs: device cpu while a graph is captured"):
+                copy_blocks(dst.view, src.view, pairs, method=method)
+    twin = dst.twin()
+    ref_copy_blocks(twin.view, src.view, pairs, 1, 1)
+    pairs.fill_(-1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("pairs_on", "method"), ways(torch.device("cuda")), ids=str)
+def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
+    """In order behind what is on it; pairs on the CPU may be changed once the call is back."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, "d2h", (1, 1), 4096)
+    pairs = pairs_of(pairs_on)
+    new = torch.randint_like(src.whole, 0, 256)
+    torch.cuda.synchronize()
+    twin = dst.twin()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        src.whole.copy_(new)
+        copy_blocks(dst.view, src.view, pairs, method=method)
+        if pairs_on.type == "cpu":
+            pairs.fill_(0)
+        torch.cuda.current_stream().synchronize()
+    ref_copy_blocks(twin.view, src.view, pairs_of(pairs_on), 1, 1)
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+def test_many_pairs_of_the_host() -> None:
+    """More than one upload takes: 1,048,576 pairs of int32 in 8 MiB."""
+    blocks = 2_500_000
+    src = torch.randint(0, 256, (1, blocks, 8), dtype=torch.uint8, device="cuda")
+    dst = torch.zeros(1, blocks, 8, dtype=torch.uint8).pin_memory()
+    order = torch.randperm(blocks)
+    pairs = torch.stack([order, torch.arange(blocks)], 1)
+    for _ in range(3):
+        dst.zero_()
+        copy_blocks(dst, src, pairs, method="sm")
+        torch.cuda.synchronize()
+        assert torch.equal(dst[0], src[0].cpu()[order])
+
+
+@pytest.mark.cuda
+def test_pageable_memory_is_refused_with_the_cure() -> None:
+    device = torch.device("cuda")
+    src, dst = torch.zeros(LAYERS, 5, 8), torch.zeros(LAYERS, 5, 8, device=device)
+    for pairs_on, method in ways(device):
+        pairs = torch.tensor([[0, 0]], device=pairs_on)
+        with pytest.raises(ValueError, match="copy_blocks: src: pageable host memory") as caught:
+            copy_blocks(dst, src, pairs, method=method)
+        assert "pin_memory" in str(caught.value)
+
+
+class TestOnAFakeGpu:
+    pytestmark = needs_fake_gpu
+
+    @pytest.fixture(scope="class")
+    def found(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
+
+    @pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
+    def test_calls(self, found: dict[str, str], name: str) -> None:
+        assert found[name] == "", found[name]
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    return {
+        "dst": torch.zeros(3, 50, 8),
+        "src": torch.ones(3, 20, 8),
+        "pairs": torch.tensor([[0, 1], [2, 3]]),
+        "dst_block_dim": 1,
+        "src_block_dim": 1,
+        "method": "auto",
+        "count": torch.tensor([2]),
+        "num_sms": 2,
+    }
+
+
+def mistakes() -> list[Mistake]:
+    good = good_arguments()
+    table = not_tensors(good, "dst", "src", "pairs")
+    table += not_tensors(good, "count", optional="count")
+    table += bad_indices("pairs", good["pairs"])
+    wanted = "expected shape [..., 2] of (source block, destination block)"
+    methods = 'expected "auto", "sm" or "engine"'
+    memory = torch.zeros(3, 50, 4, dtype=torch.int64)
+    shared = (
+        "dst: blocks of 32 bytes a layer that overlap, blocks 32 and layers 0 bytes apart (shape "
+        "[3, 50, 8]), expected memory of its own for each in a tensor that is written"
+    )
+    for side in ("dst", "src"):
+        name = f"{side}_block_dim"
+        which = "expected 0 or 1, the dimension that counts blocks; the other counts layers"
+        blocks = good[side].shape[1]
+        table += [
+            ({name: 2}, ValueError, f"{name}: 2, {which}"),
+            ({name: -1}, ValueError, f"{name}: -1, {which}"),
+            ({name: True}, TypeError, f"{name}: bool, expected an int"),
+            ({name: None}, TypeError, f"{name}: None, expected an int"),
+            ({name: 1.0}, TypeError, f"{name}: float, expected an int"),
+            ({name: "1"}, TypeError, f"{name}: str, expected an int"),
+            ({side: torch.zeros(8)}, ValueError,
+             f"{side}: shape [8], expected at least 2 dimensions"),
+            ({side: torch.zeros(3, blocks, 8, 2)[..., 0]}, ValueError,
+             f"{side}: stride 2 in dimension 2 of shape [3, {blocks}, 8], expected contiguous "
+             "blocks, stride 1; call .contiguous()"),
+        ]  # fmt: skip
+    table += [
+        ({"src": good["src"].half()}, TypeError,
+         "src: dtype float16, expected float32 as in dst"),
+        ({"src": torch.ones(2, 20, 8)}, ValueError,
+         "src: 2 layers (shape [2, 20, 8]), expected 3 as in dst (shape [3, 50, 8])"),
+        ({"src": torch.ones(3, 20, 7)}, ValueError,
+         "src: blocks of 28 bytes a layer (shape [3, 20, 7]), expected 32 bytes as in dst (shape "
+         "[3, 50, 8])"),
+        ({"dst": torch.zeros(1, 50, 8).expand(3, 50, 8)}, ValueError, shared),
+        ({"dst": good["src"], "src": good["src"]}, ValueError,
+         "dst: overlaps src, expected memory of its own"),
+        ({"pairs": torch.tensor(3)}, ValueError, f"pairs: shape [], {wanted}"),
+        ({"pairs": torch.zeros(2, 3, dtype=torch.int32)}, ValueError,
+         f"pairs: shape [2, 3], {wanted}"),
+        ({"dst": memory.view(torch.float32), "pairs": memory[1, 7].view(2, 2)}, ValueError,
+         "pairs: overlaps dst, expected memory of its own"),
+        ({"dst": memory.view(torch.float32), "count": memory[1, 7, :1]}, ValueError,
+         "count: overlaps dst, expected memory of its own"),
+        ({"count": torch.tensor([1, 2])}, ValueError, "count: shape [2], expected 1 element"),
+        ({"count": torch.tensor([1.0])}, TypeError,
+         "count: dtype float32, expected int32 or int64"),
+        ({"method": "gpu"}, ValueError, f'method: "gpu", {methods}'),
+        ({"method": ""}, ValueError, f'method: "", {methods}'),
+        ({"method": None}, TypeError, f"method: None, {methods}"),
+        ({"method": True}, TypeError, f"method: bool, {methods}"),
+        ({"method": ["sm"]}, TypeError, f"method: list, {methods}"),
+        ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
+        ({"num_sms": 1.5}, TypeError, "num_sms: float, expected an int"),
+        ({"num_sms": True}, TypeError, "num_sms: bool, expected an int"),
+        ({"pairs": torch.tensor([[0, 1], [20, 3]])}, IndexError,
+         "pairs[..., 0]: index 20 at position 1, expected below 20; nothing was written"),
+        ({"pairs": torch.tensor([[0, 50]])}, IndexError,
+         "pairs[..., 1]: index 50 at position 0, expected below 50; nothing was written"),
+    ]  # fmt: skip
+    return table
+
+
+def fuzz(f: Fuzzer) -> Call:
+    row, dtype = f.row()
+    layers, num_src, num_dst, num_pairs = (f.rng.choice(SIZES) for _ in range(4))
+    dims = f.rng.choice(LAYOUTS)
+    direction = f.rng.choice(DIRECTIONS)
+    dst = f.tensor([*shape_of(num_dst, dims[0], layers), *row], dtype, host=direction == "d2h")
+    src = f.tensor([*shape_of(num_src, dims[1], layers), *row], dtype, host=direction == "h2d")
+    index_dtype = f.rng.choice(INT_DTYPES)
+    sources = f.distinct(num_pairs, num_src, index_dtype)
+    pairs = torch.stack([sources, f.distinct(num_pairs, num_dst, index_dtype)], dim=1)
+    pairs = f.maybe_on_host(pairs)
+    number = f.rng.choice([None, None, -1, 0, 2, 100])
+    count = None if number is None else torch.tensor([number], device=pairs.device)
+    expected = dst.clone()
+    ref_copy_blocks(expected, src, pairs, *dims, number)
+
+    def prove(result: Any) -> None:
+        assert result is None
+        assert same_bits(dst, expected)
+
+    methods = ["auto", "sm"] if pairs.is_cuda else ["auto", "sm", "engine"]
+    arguments = {
+        **{"dst": dst, "src": src, "pairs": pairs, "count": count},
+        **{"dst_block_dim": dims[0], "src_block_dim": dims[1]},
+        **{"method": f.rng.choice(methods), "num_sms": f.rng.choice([None, 3])},
+    }
+    return Call(copy_blocks, arguments, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    # Both on one device: opcheck clones all arguments, and the clone of a pinned one is pageable.
+    pairs = torch.stack([where, where.flip(0)], dim=1)
+    arguments = (rows(slots)[None], rows(slots)[None], pairs)
+    yield "default", arguments, {}
+    yield "default", arguments, {"count": torch.ones_like(where.reshape(-1)[:1]), "num_sms": 1}
+    flat = (rows(slots)[:, None], rows(slots)[None], pairs.cpu())
+    yield "default", flat, {"dst_block_dim": 0, "method": "engine"}

@@ -1,0 +1,438 @@
+"""memcpy_2d_async against a loop over rows, with every byte around them accounted for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from buffers import random_bytes
+from fake_gpu import checks_of, needs_fake_gpu, run_checks
+from fuzzer import SIZES, Call, Fuzzer
+from hypothesis import given
+from hypothesis import strategies as st
+from mistakes import Mistake, not_tensors
+from torch import Tensor
+
+import jitkern
+from jitkern import memcpy_2d_async
+
+CHILD = Path(__file__).resolve().parent / "memcpy_2d_child.py"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A direction that a device has: where the memory of each side lies."""
+
+    kind: str
+    dst: torch.device
+    src: torch.device
+
+    def memory(self, side: str, num_bytes: int, seed: int) -> Tensor:
+        where = self.dst if side == "dst" else self.src
+        made = random_bytes(num_bytes, seed)
+        if where.type == "cuda":
+            return made.to(where)
+        return made.pin_memory() if self.kind != "h2h" else made
+
+    def finish(self) -> None:
+        if self.kind != "h2h":
+            torch.cuda.synchronize()
+
+
+def all_sides(device: torch.device) -> list[Sides]:
+    cpu = torch.device("cpu")
+    if device.type == "cpu":
+        return [Sides("h2h", cpu, cpu)]
+    return [Sides("h2d", device, cpu), Sides("d2h", cpu, device), Sides("d2d", device, device)]
+
+
+def ref_memcpy_2d(
+    dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int
+) -> None:
+    """The rows one by one; both are flat bytes from the first that is copied on."""
+    for i in range(height):
+        row = src[i * spitch : i * spitch + width]
+        dst[i * dpitch : i * dpitch + width] = row.to(dst.device)
+
+
+def run_and_compare(
+    sides: Sides, dpitch: int, spitch: int, width: int, height: int, offsets: tuple[int, int]
+) -> None:
+    span = max(height - 1, 0)
+    dst = sides.memory("dst", offsets[0] + span * dpitch + width + 64, seed=1)
+    src = sides.memory("src", offsets[1] + span * spitch + width + 64, seed=2)
+    expected, unchanged = dst.clone(), src.clone()
+    to, source = dst[offsets[0] :], src[offsets[1] :]
+    assert memcpy_2d_async(to, source, dpitch, spitch, width, height, sides.kind) is None
+    sides.finish()
+    ref_memcpy_2d(expected[offsets[0] :], src[offsets[1] :], dpitch, spitch, width, height)
+    assert torch.equal(dst, expected)
+    assert torch.equal(src, unchanged)
+
+
+@pytest.mark.parametrize("offsets", [(0, 0), (1, 3), (64, 16)], ids=str)
+@pytest.mark.parametrize("height", [0, 1, 2, 33])
+@pytest.mark.parametrize("gaps", [(0, 0), (0, 5), (7, 0), (48, 112)], ids=str)
+@pytest.mark.parametrize("width", [0, 1, 3, 16, 656, 4104])
+def test_widths_pitches_and_offsets(
+    device: torch.device, width: int, gaps: tuple[int, int], height: int, offsets: tuple[int, int]
+) -> None:
+    for sides in all_sides(device):
+        run_and_compare(sides, width + gaps[0], width + gaps[1], width, height, offsets)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "gap"),
+    [(1 << 20, 9, 64), (3_000_001, 3, 1), (20_000_003, 1, 0), (4096, 4000, 0), (100, 70_000, 28)],
+)
+def test_megabytes(device: torch.device, width: int, height: int, gap: int) -> None:
+    """By several threads on the CPU: rows that are shared out, and rows that are cut."""
+    for sides in all_sides(device):
+        run_and_compare(sides, width, width + gap, width, height, (0, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_one_block_of_every_layer(device: torch.device, dtype: torch.dtype) -> None:
+    """A strided view says where to begin; no other block is touched."""
+    for sides in all_sides(device):
+        layers, blocks, item = 4, 6, 2 * 24 * dtype.itemsize
+        dst = sides.memory("dst", layers * blocks * item, 1).view(dtype).view(layers, blocks, 2, 24)
+        src = sides.memory("src", layers * item, 2).view(dtype).view(layers, 2, 24)
+        expected = dst.clone()
+        expected[:, 5] = src.to(dst.device)
+        memcpy_2d_async(dst[:, 5], src, blocks * item, item, item, layers, sides.kind)
+        sides.finish()
+        assert torch.equal(dst.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_rows_beyond_the_view_but_within_the_storage(device: torch.device) -> None:
+    """`cache[0, b]` is where a block begins in its first layer."""
+    for sides in all_sides(device):
+        pool = sides.memory("src", 4 * 6 * 16, 2).view(4, 6, 16)
+        got = sides.memory("dst", 4 * 16, 1).view(4, 16)
+        memcpy_2d_async(got[:1, :1], pool[0, 5], 16, 6 * 16, 16, 4, sides.kind)
+        sides.finish()
+        assert torch.equal(got.cpu(), pool[:, 5].cpu())
+        with pytest.raises(ValueError, match=r"src: 5 rows of 16 bytes, 96 bytes apart, which end"):
+            memcpy_2d_async(torch.cat([got, got]), pool[0, 5], 16, 96, 16, 5, sides.kind)
+
+
+def test_halves_of_one_tensor(device: torch.device) -> None:
+    """Rows of one side may lie between those of the other."""
+    sides = all_sides(device)[-1]
+    if sides.kind == "d2h":
+        pytest.skip("two memories")
+    both = sides.memory("dst", 10 * 64, 1).view(10, 2, 32)
+    expected = both[:, 0].clone()
+    memcpy_2d_async(both[:, 1], both[:, 0], 64, 64, 32, 10, sides.kind)
+    sides.finish()
+    assert torch.equal(both[:, 1], expected)
+    with pytest.raises(ValueError, match=r"dst: overlaps src, expected memory of its own"):
+        memcpy_2d_async(both[:, 1], both[:, 0], 64, 64, 33, 9, sides.kind)
+
+
+# -- reach and overlap, against sets of bytes ------------------------------------------------------
+
+
+def bytes_of(begin: int, pitch: int, width: int, height: int) -> set[int]:
+    return {begin + i * pitch + j for i in range(height) for j in range(width)}
+
+
+@given(data=st.data())
+def test_any_call_within_one_storage(data: st.DataObject) -> None:
+    draw = data.draw
+    num_bytes = draw(st.integers(1, 60))
+    memory = random_bytes(num_bytes, draw(st.integers(0, 9)))
+    width, height = draw(st.integers(0, 8)), draw(st.integers(0, 6))
+    begins = [draw(st.integers(0, num_bytes - 1)) for _ in range(2)]
+    pitches = [draw(st.integers(0, 14)) for _ in range(2)]
+    views = [memory[begin : begin + draw(st.integers(1, 40))] for begin in begins]
+    touched = [
+        bytes_of(begin, pitch, width, height) for begin, pitch in zip(begins, pitches, strict=True)
+    ]
+    if height > 1 and min(pitches) < width:
+        expected = f"{'ds'[pitches[0] >= width]}pitch: "
+    elif max(touched[0] | {0}) >= num_bytes:
+        expected = "dst: "
+    elif max(touched[1] | {0}) >= num_bytes:
+        expected = "src: "
+    else:
+        expected = "dst: overlaps src" if touched[0] & touched[1] else ""
+    before = memory.clone()
+    arguments = (*views, *pitches, width, height, "h2h")
+    if expected:
+        with pytest.raises(ValueError, match=f"^memcpy_2d_async: {expected}"):
+            memcpy_2d_async(*arguments)
+    else:
+        memcpy_2d_async(*arguments)
+        source = before[begins[1] :]
+        ref_memcpy_2d(before[begins[0] :], source.clone(), *pitches, width, height)
+    assert torch.equal(memory, before)
+
+
+# -- what PyTorch is told --------------------------------------------------------------------------
+
+
+def test_what_is_written_counts_as_changed() -> None:
+    good = good_arguments()
+    weight = torch.ones_like(good["dst"], requires_grad=True)
+    result = (weight * good["dst"]).sum()
+    memcpy_2d_async(**good)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+@pytest.mark.parametrize("argument", ["dst", "src"])
+def test_a_gradient_is_refused(argument: str) -> None:
+    good = good_arguments()
+    wants = {**good, argument: good[argument].clone().requires_grad_()}
+    text = f"^memcpy_2d_async: {argument}: requires a gradient, expected none"
+    with pytest.raises(RuntimeError, match=text):
+        memcpy_2d_async(**wants)
+    with torch.no_grad():
+        memcpy_2d_async(**wants)
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        made_there = good_arguments()
+        memcpy_2d_async(**made_there)
+    with pytest.raises(RuntimeError, match="^memcpy_2d_async: dst: made in inference mode"):
+        memcpy_2d_async(**made_there)
+
+
+def test_a_tracer_is_refused() -> None:
+    """It would record a graph without the copy."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    good = good_arguments()
+    with pytest.raises(RuntimeError, match="^memcpy_2d_async: dst: .*tracer or a dispatch mode"):
+        make_fx(lambda x: memcpy_2d_async(**good) or x + 1)(torch.ones(1))
+    assert good["dst"].eq(0).all()
+
+
+def test_torch_compile_leaves_it_outside_of_graphs() -> None:
+    good = good_arguments()
+
+    def step(dst: Tensor, src: Tensor) -> Tensor:
+        memcpy_2d_async(dst, src, 32, 32, 32, 3, "h2h")
+        return dst * 2
+
+    torch.compiler.reset()
+    got = torch.compile(step, backend="eager")(good["dst"], good["src"])
+    assert torch.equal(got, 2 * good["src"])
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_streams() -> None:
+    """Of the current one by default, of the one that is given, of no other device's."""
+    pool = torch.randint(0, 256, (64, 1 << 16), dtype=torch.uint8).pin_memory()
+    got = torch.zeros(64, 1 << 12, dtype=torch.uint8, device="cuda")
+    copy = (1 << 12, 1 << 16, 1 << 12, 64, "h2d")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    memcpy_2d_async(got, pool, *copy, side)
+    side.synchronize()
+    assert torch.equal(got.cpu(), pool[:, : 1 << 12])
+    got.zero_()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        memcpy_2d_async(got, pool, *copy)
+        twin = got.clone()
+    side.synchronize()
+    assert torch.equal(twin.cpu(), pool[:, : 1 << 12])
+    cpu = torch.zeros(64, 1 << 12, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="stream: a stream of cuda:0, expected None"):
+        memcpy_2d_async(cpu, pool, *copy[:4], "h2h", side)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["h2d", "d2h", "d2d"])
+def test_in_a_cuda_graph(kind: str) -> None:
+    sides = next(one for one in all_sides(torch.device("cuda")) if one.kind == kind)
+    src, dst = sides.memory("src", 40 * 700, 1), sides.memory("dst", 40 * 656, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        memcpy_2d_async(dst, src, 656, 700, 656, 40, kind)
+        memcpy_2d_async(dst[100:], src, 656, 656, 1, 1, kind)
+    for seed in (3, 4):
+        src.copy_(random_bytes(len(src), seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = src.view(40, 700)[:, :656].cpu().reshape(-1)
+        expected[100] = src[0]
+        assert torch.equal(dst.cpu(), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["h2d", "d2h"])
+def test_pageable_memory(kind: str) -> None:
+    sides = next(one for one in all_sides(torch.device("cuda")) if one.kind == kind)
+    src, dst = (sides.memory(side, 40 * 700, 1) for side in ("src", "dst"))
+    src, dst = (t if t.is_cuda else t.clone() for t in (src, dst))
+    host = "src" if kind == "h2d" else "dst"
+    copy = (700, 700, 656, 40, kind)
+    with pytest.raises(ValueError, match=f"memcpy_2d_async: {host}: pageable host memory") as error:
+        memcpy_2d_async(dst, src, *copy)
+    for cure in ("PinnedPool", "pin_memory=True", "allow_pageable=True"):
+        assert cure in str(error.value)
+    expected = dst.clone()
+    ref_memcpy_2d(expected, src, *copy[:4])
+    memcpy_2d_async(dst, src, *copy, allow_pageable=True)
+    torch.cuda.synchronize()
+    assert torch.equal(dst, expected)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(graph),
+        pytest.raises(ValueError, match="pageable host memory while a graph is captured"),
+    ):
+        memcpy_2d_async(dst, src, *copy, allow_pageable=True)
+
+
+@pytest.mark.cuda
+def test_a_pool_and_a_pitch_of_more_than_2_gib() -> None:
+    with jitkern.offload.PinnedPool(5 << 30) as pool:
+        rows = pool.tensor((5 << 30,), torch.uint8)
+        pitch = (2 << 30) + 4096
+        for row in range(2):
+            rows[row * pitch : row * pitch + 100] = row + 1
+        got = torch.zeros(2, 100, dtype=torch.uint8, device="cuda")
+        memcpy_2d_async(got, rows, 100, pitch, 100, 2, "h2d")
+        torch.cuda.synchronize()
+        assert got[0].eq(1).all() and got[1].eq(2).all()
+
+
+@pytest.mark.multigpu
+def test_between_two_gpus() -> None:
+    src = random_bytes(40 * 700).to("cuda:0")
+    dst = torch.zeros(40 * 656, dtype=torch.uint8, device="cuda:1")
+    torch.cuda.synchronize(0)
+    for stream in (None, torch.cuda.Stream(0), torch.cuda.Stream(1)):
+        dst.zero_()
+        torch.cuda.synchronize(1)
+        memcpy_2d_async(dst, src, 656, 700, 656, 40, "d2d", stream)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        assert torch.equal(dst.cpu().view(40, 656), src.cpu().view(40, 700)[:, :656])
+    pinned = random_bytes(64).pin_memory()
+    with pytest.raises(ValueError, match="stream: a stream of cuda:0, expected one of cuda:1"):
+        memcpy_2d_async(dst, pinned, 8, 8, 8, 8, "h2d", torch.cuda.Stream(0))
+
+
+# -- what the driver is asked for ------------------------------------------------------------------
+
+
+class TestOnAFakeGpu:
+    pytestmark = needs_fake_gpu
+
+    @pytest.fixture(scope="class")
+    def found(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
+
+    @pytest.fixture(scope="class")
+    def narrow(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "narrow_", FAKE_MAX_PITCH="256")
+
+    @pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
+    def test_copies(self, found: dict[str, str], name: str) -> None:
+        assert found[name] == "", found[name]
+
+    @pytest.mark.parametrize("name", checks_of([CHILD], "narrow_"))
+    def test_pitches(self, narrow: dict[str, str], name: str) -> None:
+        assert narrow[name] == "", narrow[name]
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    return {
+        "dst": torch.zeros(3, 8),
+        "src": torch.ones(3, 8),
+        "dpitch": 32,
+        "spitch": 32,
+        "width": 32,
+        "height": 3,
+        "kind": "h2h",
+        "stream": None,
+        "allow_pageable": False,
+    }
+
+
+def mistakes() -> list[Mistake]:
+    good = good_arguments()
+    table = not_tensors(good, "dst", "src")
+    for name in ("dpitch", "spitch", "width", "height"):
+        table += [
+            ({name: -1}, ValueError, f"{name}: -1, expected at least 0"),
+            ({name: 32.0}, TypeError, f"{name}: float, expected an int"),
+            ({name: True}, TypeError, f"{name}: bool, expected an int"),
+            ({name: None}, TypeError, f"{name}: None, expected an int"),
+            ({name: "32"}, TypeError, f"{name}: str, expected an int"),
+            ({name: 2**63}, TypeError, f"{name}: int of more than 64 bits, expected an int"),
+        ]
+    kinds = '"h2d", "d2h", "d2d" or "h2h"'
+    memory = torch.zeros(40)
+
+    def beyond(name: str, rows: int, width: int, pitch: int, end: int) -> str:
+        return (
+            f"{name}: {rows} rows of {width} bytes, {pitch} bytes apart, which end {end} bytes "
+            "behind its first, expected at most 96, where its storage ends"
+        )
+
+    table += [
+        ({"dpitch": 31}, ValueError, "dpitch: 31, expected at least 32, the width of its 3 rows"),
+        ({"spitch": 0}, ValueError, "spitch: 0, expected at least 32, the width of its 3 rows"),
+        ({"dpitch": 33}, ValueError, beyond("dst", 3, 32, 33, 98)),
+        ({"spitch": 33}, ValueError, beyond("src", 3, 32, 33, 98)),
+        ({"height": 4}, ValueError, beyond("dst", 4, 32, 32, 128)),
+        ({"height": 1, "width": 97}, ValueError, beyond("dst", 1, 97, 97, 97)),
+        ({"height": 2**62}, ValueError, beyond("dst", 2**62, 32, 32, 2**63 - 1)),
+        ({"spitch": 2**62}, ValueError, beyond("src", 3, 32, 2**62, 2**63 - 1)),
+        ({"dst": torch.zeros(24)[4:]}, ValueError,
+         beyond("dst", 3, 32, 32, 96).replace("most 96", "most 80")),
+        ({"dst": memory[:0]}, ValueError, 
+         beyond("dst", 3, 32, 32, 96).replace("most 96", "most 0")),
+        ({"dst": memory[:24], "src": memory[16:]}, ValueError,
+         "dst: overlaps src, expected memory of its own"),
+        ({"kind": "h2d"}, ValueError, 'kind: "h2d" from cpu to cpu, expected "h2h"'),
+        ({"kind": "d2d"}, ValueError, 'kind: "d2d" from cpu to cpu, expected "h2h"'),
+        ({"kind": "H2H"}, ValueError, f'kind: "H2H", expected {kinds}'),
+        ({"kind": ""}, ValueError, f'kind: "", expected {kinds}'),
+        ({"kind": 3}, TypeError, f"kind: int, expected {kinds}"),
+        ({"kind": None}, TypeError, f"kind: None, expected {kinds}"),
+        ({"kind": ["h2h"]}, TypeError, f"kind: list, expected {kinds}"),
+        ({"stream": 0}, TypeError, "stream: int, expected a torch.cuda.Stream or None"),
+        ({"stream": "default"}, TypeError, "stream: str, expected a torch.cuda.Stream or None"),
+        ({"allow_pageable": 1}, TypeError, "allow_pageable: int, expected a bool"),
+        ({"allow_pageable": None}, TypeError, "allow_pageable: None, expected a bool"),
+    ]  # fmt: skip
+    return table
+
+
+def fuzz(f: Fuzzer) -> Call:
+    width, height = f.rng.choice([*SIZES, 40]), f.rng.choice(SIZES)
+    dpitch, spitch = (width + f.rng.choice([0, 0, 1, 9]) for _ in range(2))
+    span = max(height - 1, 0)
+    dst = f.tensor([span * dpitch + width], torch.uint8)
+    src = f.tensor([span * spitch + width], torch.uint8)
+    expected = dst.clone()
+    ref_memcpy_2d(expected, src, dpitch, spitch, width, height)
+
+    def prove(result: Any) -> None:
+        assert result is None
+        assert torch.equal(dst, expected)
+
+    arguments = {
+        **{"dst": dst, "src": src, "dpitch": dpitch, "spitch": spitch},
+        **{"width": width, "height": height, "kind": "d2d" if dst.is_cuda else "h2h"},
+        **{"stream": None, "allow_pageable": f.rng.choice([True, False])},
+    }
+    return Call(memcpy_2d_async, arguments, prove)
