@@ -180,16 +180,99 @@ CUresult cuStreamCreateWithPriority(void** stream, unsigned flags, int priority)
   (void)flags, (void)priority;
   return *stream = malloc(1), 0;
 }
-CUresult cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
-  (void)stream, (void)event, (void)flags;
+// Streams as clocks: work takes the time that a test gives it, a record notes the stream's time, a
+// wait moves it on. What a test traces is one line for each. A capture takes the streams that wait
+// for its events, and no others' events.
+struct Stream {
+  void* handle;
+  double ms;
+  int capture;  // its number, 0: none
+};
+struct Event {
+  unsigned flags;
+  int number, capture, is_recorded;
+  double ms;
+};
+static struct Stream streams[64];
+static int num_streams, num_events, num_destroyed, capture, num_captures;
+static double now_ms = 1e30;
+static FILE* trace;
+static char* traced;
+static size_t traced_bytes;
+static struct Stream* stream_of(void* handle) {
+  for (int i = 0; i < num_streams; ++i) {
+    if (streams[i].handle == handle) return &streams[i];
+  }
+  streams[num_streams] = (struct Stream){.handle = handle};
+  return &streams[num_streams++];
+}
+static void note(const char* what, struct Stream* stream, const struct Event* event) {
+  if (trace == NULL) return;
+  const int handle = (int)(intptr_t)stream->handle;
+  fprintf(trace, "%s %d %d %d\n", what, handle, stream->capture, event->number);
+}
+// The lines since the last call, which begins the trace.
+const char* fake_trace(void) {
+  static char* last;
+  free(last);
+  if (trace != NULL) fclose(trace);
+  last = traced;
+  traced = NULL;
+  trace = open_memstream(&traced, &traced_bytes);
+  return last != NULL ? last : "";
+}
+void fake_note(void* stream, const char* text) {
+  const int in = stream_of(stream)->capture;
+  if (trace != NULL) fprintf(trace, "note %d %d %s\n", (int)(intptr_t)stream, in, text);
+}
+void fake_work(void* stream, double ms) { stream_of(stream)->ms += ms; }
+double fake_time(void* stream) { return stream_of(stream)->ms; }
+void fake_now(double ms) { now_ms = ms; }
+int fake_events(void) { return num_events - num_destroyed; }
+int fake_capture_of(void* stream, int begins) {
+  if (begins) stream_of(stream)->capture = capture = ++num_captures;
+  int count = 0;
+  for (int i = 0; i < num_streams; ++i) count += streams[i].capture != 0;
+  if (begins) return count;
+  for (int i = 0; i < num_streams; ++i) streams[i].capture = 0;
+  return capture = 0, count;
+}
+CUresult cuStreamWaitEvent(void* stream, void* given, unsigned flags) {
+  (void)flags;
+  struct Stream* waits = stream_of(stream);
+  struct Event* event = given;
+  if (!event->is_recorded) return 0;
+  if (event->capture != 0 && event->capture != capture) return 1;
+  if (waits->capture != 0 && event->capture == 0) return 905;  // isolation
+  if (event->capture != 0) waits->capture = event->capture;
+  note("wait", waits, event);
+  if (event->ms > waits->ms) waits->ms = event->ms;
   return 0;
 }
 CUresult cuEventCreate(void** event, unsigned flags) {
-  (void)flags;
-  return *event = malloc(1), 0;
+  struct Event* made = calloc(1, sizeof(struct Event));
+  *made = (struct Event){.flags = flags, .number = ++num_events};
+  return *event = made, 0;
 }
-CUresult cuEventRecord(void* event, void* stream) { return (void)event, (void)stream, 0; }
-CUresult cuEventQuery(void* event) { return (void)event, 0; }
+CUresult cuEventDestroy_v2(void* event) { return free(event), ++num_destroyed, 0; }
+CUresult cuEventRecord(void* given, void* stream) {
+  struct Event* event = given;
+  note("record", stream_of(stream), event);
+  event->ms = stream_of(stream)->ms;
+  event->capture = stream_of(stream)->capture;
+  return event->is_recorded = 1, 0;
+}
+CUresult cuEventQuery(void* given) {
+  struct Event* event = given;
+  if (event->capture != 0) return 907;
+  return event->ms <= now_ms ? 0 : 600;
+}
+CUresult cuEventElapsedTime(float* ms, void* from, void* to) {
+  struct Event *one = from, *other = to;
+  if ((one->flags | other->flags) & 2 || one->capture != 0 || other->capture != 0) return 400;
+  if (one->ms > now_ms || other->ms > now_ms) return 600;
+  return *ms = (float)(other->ms - one->ms), 0;
+}
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned flags) {
   (void)flags;
   return *pointer = calloc(1, bytes), 0;
@@ -217,8 +300,7 @@ CUresult cuMemHostUnregister(void* pointer) {
 static int capturing;
 void fake_capture(int is_capturing) { capturing = is_capturing; }
 CUresult cuStreamIsCapturing(void* stream, int* status) {
-  (void)stream;
-  return *status = capturing, 0;
+  return *status = capturing || stream_of(stream)->capture != 0, 0;
 }
 CUresult cuCtxSynchronize(void) {
   if (capturing) return 900;

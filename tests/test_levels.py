@@ -45,9 +45,9 @@ LAYERS = """
 4  ops
 5  jobs
 5  warming
-5  offload.hostmem offload.wire
+5  offload.hostmem offload.wire offload.streams
 5  offload.memory offload.rank0
-5  offload.share
+5  offload.share offload.pipeline
 5  offload.pool
 5  offload
 5  calibration

@@ -125,6 +125,8 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
   USE(cuEventCreate, (CUevent * event, unsigned flags))                                            \
   USE(cuEventRecord, (CUevent event, CUstream stream))                                             \
   USE(cuEventQuery, (CUevent event))                                                               \
+  USE(cuEventElapsedTime, (float* ms, CUevent from, CUevent to))                                   \
+  USE(cuEventDestroy_v2, (CUevent event))                                                          \
   USE(cuMemHostAlloc, (void** pointer, size_t bytes, unsigned flags))                              \
   USE(cuMemHostRegister_v2, (void* pointer, size_t bytes, unsigned flags))                         \
   USE(cuMemHostUnregister, (void* pointer))                                                        \

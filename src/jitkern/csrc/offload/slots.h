@@ -1,0 +1,178 @@
+// Which stream may use a slot of a SlotPipeline when, and how long each use took.
+#pragma once
+
+#include <jitkern/launch.h>
+#include <sys/types.h>
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace jitkern {
+
+// What is done to a slot. An iteration of a run is a load and a compute, a compute and a store, or
+// all three.
+enum SlotAccess : int { kNoAccess = -1, kLoad, kCompute, kStore };
+constexpr int kNumAccesses = 3;
+
+// A place in the work of a stream; on the CPU a time.
+struct Moment {
+  CUevent event = nullptr;  // made when it is first recorded
+  double ms = 0;            // since the pipeline was made; of an event once it is harvested
+};
+
+// One iteration of a slot: where its accesses begin and end. Without times only ends are recorded.
+struct Marks {
+  bool is_timed = false;
+  bool is_first = false;  // of a session: what its compute waits for is the fill
+  unsigned seen = 0;      // a bit for each access
+  int last = kNoAccess;
+  int slot = 0;
+  int refs = 0;  // of the slot, and of the queue or the base of times
+  u64 run = 0;
+  u64 number = 0;        // among those that were queued
+  double waited_ms = 0;  // on the CPU: the end of the transfer before the compute
+  std::array<Moment, kNumAccesses> begin;
+  std::array<Moment, kNumAccesses> end;
+  bool has(int access) const { return (seen >> access & 1) != 0; }
+};
+
+// The times of iterations that are over, read in the order of the iterations and never waited for.
+class SlotTimes {
+ public:
+  // What a row of `harvest` holds, in milliseconds; NaN: there is none.
+  enum Column {
+    kLoadBegin,  // since the pipeline was made, as the five that follow
+    kLoadEnd,
+    kComputeBegin,
+    kComputeEnd,
+    kStoreBegin,
+    kStoreEnd,
+    kComputeMs,
+    kTransferMs,  // of the direction that took longer
+    kStallMs,     // that the compute waited for a transfer
+    kFillMs,      // before the first compute of a session; negative in the others
+    kLoadLinkMs,  // by which the load kept the link busy longer; and so on
+    kComputeLinkMs,
+    kStoreLinkMs,
+    kTransfers,  // how many there were: 1 or 2
+    kNumColumns,
+  };
+
+  // At most `capacity` iterations wait for their harvest; then the oldest are dropped.
+  SlotTimes(bool on_gpu, i64 capacity) : on_gpu_(on_gpu), capacity_(capacity) {}
+  ~SlotTimes();
+
+  // Marks for the next iteration of a slot that has had `old`.
+  Marks* take(Marks* old);
+  // All accesses of the iteration are queued.
+  void push(Marks* marks);
+  // Writes the iterations that are over into columns of `max_rows` numbers; returns how many.
+  i64 harvest(double* columns, i64 max_rows);
+  i64 num_dropped() const { return num_dropped_; }
+  // A slot has no more use for them.
+  void give_back(Marks* marks) { release(marks); }
+  // In a forked child, which must not ask the driver.
+  void forget_events();
+
+ private:
+  void read(Marks& marks);
+  void write(const Marks& marks, double* row, i64 stride);
+  void release(Marks* marks) {
+    if (--marks->refs == 0) free_.push_back(marks);
+  }
+
+  bool on_gpu_;
+  i64 capacity_;
+  i64 num_dropped_ = 0;
+  u64 num_pushed_ = 0;
+  std::vector<std::unique_ptr<Marks>> all_;
+  std::vector<Marks*> free_;
+  std::deque<Marks*> queue_;
+  Marks* base_ =
+      nullptr;  // the last that was harvested: times are read from the end of its compute
+  double load_end_ms_ = 0;
+  double store_end_ms_ = 0;
+  std::vector<double> stored_ms_;  // of each slot: the end of its last store
+};
+
+// Streams of one pipeline: one for compute, some for each direction. One thread at a time.
+class SlotStreams {
+ public:
+  // On the CPU, `ordinal` -1, the streams are none, and `next` only takes times.
+  SlotStreams(int ordinal, CUstream compute, const std::vector<CUstream>& loads,
+              const std::vector<CUstream>& stores, i64 capacity);
+  ~SlotStreams();
+  SlotStreams(const SlotStreams&) = delete;
+  SlotStreams& operator=(const SlotStreams&) = delete;
+
+  // A slot whose memory the compute stream has allocated, in the place of what was there.
+  void add_slot(i64 index);
+  // Begins a session: what follows comes behind all that is on the caller's stream. Returns whether
+  // that is being captured.
+  bool enter(CUstream caller);
+  // Begins a run, of which an iteration ends with this access.
+  void start(int final_access);
+  // Ends the access that is open, and begins one; kNoAccess: none.
+  void next(int access, i64 index);
+  // Transfers from now on come behind all that is on the compute stream.
+  void fork();
+  // Ends the session: the caller's stream waits for all of it. Also where a part of it failed.
+  void leave();
+
+  std::optional<SlotTimes> times;
+
+ private:
+  struct Lane {
+    CUstream stream = nullptr;
+    CUevent joined = nullptr;
+    bool is_forked = false;
+    bool is_used = false;
+  };
+  // The uses of a slot, each of which waits for the one before it. What a capture records, only the
+  // same capture can wait for, and nothing recorded before: it has a chain of its own.
+  struct Chain {
+    Marks own;
+    Marks* marks = &own;
+    Lane* lane = nullptr;  // of the last access; none yet
+    CUevent ended = nullptr;
+    u64 session = 0;
+  };
+  struct Slot {
+    Chain eager;
+    Chain captured;
+  };
+  struct Open {
+    Chain* chain = nullptr;
+    Lane* lane = nullptr;
+    int access = kNoAccess;
+  };
+
+  Lane& lane_of(int access, i64 index);
+  void use(Lane& lane);
+  void begin(int access, i64 index);
+  void end_open();
+  Marks& marks_of(Chain& chain, int access, i64 index);
+  void mark(Moment& moment, const Lane& lane, bool is_timed);
+
+  Device* device_;  // none on the CPU
+  pid_t owner_;
+  std::deque<Lane> lanes_;  // compute, loads, stores
+  size_t num_loads_;
+  std::deque<Slot> slots_;
+  CUevent forked_ = nullptr;
+  CUstream caller_ = nullptr;
+  bool is_capturing_ = false;
+  bool is_first_ = false;
+  u64 session_ = 0;
+  u64 run_ = 0;
+  int final_access_ = kCompute;
+  double origin_ms_;           // on the CPU
+  double transferred_ms_ = 0;  // there: the end of the last transfer
+  Open open_;
+};
+
+void destroy_event(CUevent event);
+
+}  // namespace jitkern

@@ -1,0 +1,93 @@
+"""Ways to get the order of a SlotPipeline wrong, one at a time: each is a wait or record less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SLOTS = "offload/slots.cc"
+WAITS = "if (is_known && chain.lane != &lane && device_ != nullptr) {"
+COMPUTE, LOADS, STORES = "&lanes_[0]", "&lane_of(kLoad, index)", "&lane_of(kStore, index)"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old``, which is once in ``file``, becomes ``new``."""
+
+    mistake: str
+    old: str
+    new: str = ""
+    file: str = SLOTS
+
+    def apply(self, csrc: Path) -> None:
+        path = csrc / self.file
+        text = path.read_text()
+        found = text.count(self.old)
+        assert found == 1, f"{self.file}: {found} of {self.old!r}, expected 1"
+        path.write_text(text.replace(self.old, self.new))
+
+
+def without_wait(mistake: str, access: str, lane: str) -> Mutant:
+    left_out = f" && !(access == {access} && chain.lane == {lane})) {{"
+    return Mutant(mistake, WAITS, WAITS.removesuffix(") {") + left_out)
+
+
+MUTANTS = (
+    without_wait("a load overwrites a slot that is still computed on", "kLoad", COMPUTE),
+    without_wait("a load overwrites a slot that is still stored", "kLoad", STORES),
+    without_wait("a compute begins before its block is there", "kCompute", LOADS),
+    without_wait("a compute overwrites a slot that is still stored", "kCompute", STORES),
+    without_wait("a store begins before the compute is over", "kStore", COMPUTE),
+    Mutant("a run begins before the caller's work is done", "wait_for(lane.stream, forked_);"),
+    Mutant(
+        "the caller goes on before the run is over",
+        "note(driver->cuStreamWaitEvent(caller_, lane.joined, 0));",
+    ),
+    Mutant(
+        "the caller waits for the compute alone",
+        "|| lane.stream == caller_) continue;",
+        "|| lane.stream != lanes_[0].stream) continue;",
+    ),
+    Mutant(
+        "transfers do not wait for what fork() is called behind",
+        "for (size_t i = 1; i < lanes_.size(); ++i) lanes_[i].is_forked = false;",
+    ),
+    Mutant(
+        "a new slot has no owner before",
+        "chain.lane = &lanes_[0];",
+        "chain.lane = nullptr;",
+    ),
+    Mutant(
+        "what a run leaves open has no end",
+        "  end_open();\n  if (access != kNoAccess) begin(access, index);",
+        "  if (access == kNoAccess) return static_cast<void>(open_ = Open());\n"
+        "  end_open();\n  begin(access, index);",
+    ),
+    Mutant(
+        "an access ends where it begins",
+        "  open_ = {&chain, &lane, access};",
+        "  open_ = {&chain, &lane, access};\n  end_open();",
+    ),
+    Mutant(
+        "runs in two captures have one chain",
+        "const bool is_known = chain.lane != nullptr && "
+        "(!is_capturing_ || chain.session == session_);",
+        "const bool is_known = chain.lane != nullptr;",
+    ),
+    Mutant(
+        "a capture waits for what came before it",
+        "Chain& chain = is_capturing_ ? slot.captured : slot.eager;",
+        "Chain& chain = slot.eager;",
+    ),
+    Mutant(
+        "a session forgets the one before it",
+        "(!is_capturing_ || chain.session == session_);",
+        "chain.session == session_;",
+    ),
+    Mutant(
+        "events of a slot are recorded for another one",
+        "if (--marks->refs == 0) free_.push_back(marks);",
+        "--marks->refs, free_.push_back(marks);",
+        file="offload/slots.h",
+    ),
+)

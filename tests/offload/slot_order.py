@@ -1,0 +1,255 @@
+"""Random runs of a SlotPipeline on the streams of fake_driver.c, and proof that they are in order.
+
+What is queued is read as a partial order: what is behind each other on a stream, and what is behind
+a wait for an event and before its record. Two uses of a slot, the caller's work and a run: one has
+to be before the other in that order, or a GPU may do them at once. Run as a program, with the host
+module to use as its argument, it prints what is out of order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tvm_ffi
+
+from jitkern.host import module as host
+from jitkern.offload import pipeline as pipeline_module
+from jitkern.offload.pipeline import SlotPipeline
+from jitkern.offload.streams import COMPUTE, LOAD, Streams
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.fake_trace.restype = ctypes.c_char_p
+Lane = tuple[int, int]  # a stream, and the number of the capture that it is in
+Use = tuple[Lane, int, str]  # where, as the how manieth there, what
+CALLERS = (1, 2)
+CAPTURING = 3  # torch.cuda.graph has a stream of its own
+COMPUTES, LOADS, STORES = 10, 20, 30
+
+
+class Machine:
+    """Torch's current stream, and what notes are of."""
+
+    current = CALLERS[0]
+    capacity = 0
+    uses = 0
+
+    def note(self, text: str, stream: int | None = None) -> None:
+        handle = ctypes.c_void_p(self.current if stream is None else stream)
+        driver.fake_note(handle, text.encode())
+
+    def use(self, kind: str, slot: int) -> Iterator[None]:
+        """A use of a slot is two operations, with something of the host between them."""
+        self.uses += 1
+        number = self.uses
+        self.note(f"{kind} {slot} {number}")
+        yield
+        self.note(f"{kind} {slot} {number}")
+
+
+machine = Machine()
+
+
+@dataclass
+class FakeTensor:
+    slot: int
+
+
+class FakeStreams(Streams):
+    """As CudaStreams, with numbers for streams."""
+
+    def __init__(self, ordinal: int, num_streams: int, capacity: int) -> None:
+        self.compute = COMPUTES
+        self.loads = [LOADS + i for i in range(num_streams)]
+        self.stores = [STORES + i for i in range(num_streams)]
+        lists = (list(self.loads), list(self.stores))
+        self._connect(ordinal, self.compute, *lists, machine.capacity or capacity)
+
+    def enter(self) -> bool:
+        self._caller = machine.current
+        is_captured = bool(self._enter(self._caller))
+        machine.current = self.compute
+        return is_captured
+
+    def leave(self) -> None:
+        try:
+            self._leave()
+        finally:
+            machine.current = self._caller
+
+    def is_current(self) -> bool:
+        return machine.current == self.compute
+
+    def setter(self, access: int, slot: int) -> Callable[[], object]:
+        streams = self.loads if access == LOAD else self.stores
+        stream = self.compute if access == COMPUTE else streams[slot % len(streams)]
+        return lambda: setattr(machine, "current", stream)
+
+    def add_slot(self, index: int, *_: object) -> Any:
+        machine.note(f"compute {index} 0", self.compute)  # of who had the memory before
+        self._add_slot(index)
+        return FakeTensor(index)
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+def disorder(trace: str) -> list[str]:
+    """Say what is not before what it has to be before."""
+    clocks: dict[Lane, Counter[Lane]] = {}
+    events: dict[int, Counter[Lane]] = {}
+    uses: dict[int, list[Use]] = {}
+    caller: list[Use] = []
+    session: list[Use] = []
+    made: Use | None = None
+    found = []
+
+    def require(first: Use, text: str) -> None:
+        where, count, what = first
+        if clock[where] < count:
+            found.append(f"{what!r} is not before {text!r}")
+
+    for line in trace.splitlines():
+        what, stream_text, capture, rest = line.split(" ", 3)
+        lane = (int(stream_text), int(capture))
+        clock = clocks.setdefault(lane, Counter())
+        if what == "record":
+            events[int(rest)] = clock.copy()
+        elif what == "wait":
+            clock |= events[int(rest)]
+        else:
+            clock[lane] += 1
+            here = (lane, clock[lane], rest)
+            kind, slot, number = rest.split(" ")
+            if kind in ("before", "after"):
+                for use in session if kind == "after" else ():
+                    require(use, rest)
+                session.clear()
+                made = None
+                caller.append(here)
+                continue
+            if kind == "made":
+                made = here
+                continue
+            if made is not None and kind in ("load", "store"):
+                require(made, rest)
+            if caller and number != "0" and caller[-1][0][1] == lane[1]:
+                require(caller[-1], rest)
+            for use in uses.setdefault(int(slot), []):
+                same = use[2].split(" ")[2] == number != "0"
+                both_read = use[2].startswith("store") and kind == "store"
+                if not same and not both_read and use[0][1] == lane[1]:
+                    require(use, rest)
+            uses[int(slot)].append(here)
+            if number != "0":
+                session.append(here)
+    return found
+
+
+# -- random runs -----------------------------------------------------------------------------------
+
+
+class StopError(Exception):
+    """A body's."""
+
+
+def copy(kind: str, fails_at: int) -> Callable[[FakeTensor, int], None]:
+    def run(tensor: FakeTensor, block: int) -> None:
+        use = machine.use(kind, tensor.slot)
+        next(use)
+        if block == fails_at:
+            raise StopError
+        next(use, None)
+
+    return run
+
+
+def one_run(pipeline: SlotPipeline, rng: random.Random) -> None:
+    count = rng.randrange(12)
+    stop, fail = (rng.randrange(20) for _ in range(2))
+    blocks: Any = range(count)
+    if rng.random() < 0.3:
+        blocks = iter(blocks)
+    kind = rng.choice(("load", "store", "update"))
+    if kind == "update":
+        load, store = copy("load", fail), copy("store", rng.randrange(20))
+        run = pipeline.update(blocks, load=load, store=store)
+    else:
+        run = getattr(pipeline, kind)(blocks, copy=copy(kind, fail))
+    try:
+        for slot in run:
+            use = machine.use("compute", slot.index)
+            next(use)
+            if slot.block == stop:
+                if rng.random() < 0.5:
+                    break
+                raise StopError
+            next(use, None)
+    except StopError:
+        pass
+
+
+def scenario(seed: int) -> str:
+    """Return the trace of some runs of one pipeline, under errors, captures and `with`."""
+    rng = random.Random(seed)
+    machine.current = CALLERS[0]
+    machine.capacity = rng.choice((0, 0, 1, 4, 64))
+    driver.fake_trace()
+    pipeline = SlotPipeline(
+        num_slots=rng.choice((1, 2, 3, 5)),
+        slot_shape=[8],
+        dtype=torch.uint8,
+        device="cuda",
+        num_streams=rng.choice((1, 1, 2, 3)),
+    )
+    for _ in range(rng.randrange(1, 6)):
+        is_captured = rng.random() < 0.25
+        machine.current = CAPTURING if is_captured else rng.choice(CALLERS)
+        if is_captured:
+            driver.fake_capture_of(ctypes.c_void_p(CAPTURING), 1)
+        machine.note("before 0 0")
+        in_with = rng.random() < 0.4
+        with pipeline if in_with else nullcontext():
+            for _ in range(rng.randrange(1, 4) if in_with else 1):
+                one_run(pipeline, rng)
+                if in_with and rng.random() < 0.3:
+                    machine.note("made 0 0")
+                    pipeline.fork()
+        machine.note("after 0 0")
+        if is_captured:
+            driver.fake_capture_of(ctypes.c_void_p(CAPTURING), 0)
+    pipeline.close()
+    return bytes(driver.fake_trace()).decode()
+
+
+def set_up(library: str | None) -> None:
+    """Have SlotPipeline run on the fake, with this build of the host module if one is given."""
+    if library is not None:
+        loaded = tvm_ffi.load_module(library)
+        host.module = lambda: loaded  # type: ignore[assignment]
+    pipeline_module.CudaStreams = FakeStreams  # type: ignore[misc]
+    pipeline_module._device_arg = lambda _: torch.device("cuda", 0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    set_up(arguments[0] if arguments and arguments[0] else None)
+    problems: list[str] = []
+    for seed in range(int(arguments[1]) if len(arguments) > 1 else 300):
+        try:
+            problems += [f"seed {seed}: {text}" for text in disorder(scenario(seed))]
+        except RuntimeError as error:  # the fake driver's
+            problems.append(f"seed {seed}: {error}")
+            break
+    print("\n".join(problems[:5]) or "in order")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

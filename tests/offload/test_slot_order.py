@@ -1,0 +1,92 @@
+"""What orders the streams of a SlotPipeline is enough, and nothing of it can be left out.
+
+Without a GPU: slot_order.py on a driver that notes what it is told. It is then held to host modules
+that are wrong, of which it has to find each.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fake_gpu import COMPILER, HERE, needs_fake_gpu
+from needs import needs_cxx
+from slot_mutants import MUTANTS, Mutant
+from threads.program import Builder, forget_old
+
+from jitkern.compilers.sources import CSRC
+
+pytestmark = [needs_cxx, *needs_fake_gpu]
+
+PROGRAM = Path(__file__).resolve().parent / "slot_order.py"
+# Of the host module what SlotStreams needs.
+SOURCES = ("host/[!u]*.cc", "offload/slot*.cc")
+
+
+class Library(Builder):
+    """Builds a part of the host module as a library that Python loads."""
+
+    def link(self, target: Path) -> Path:
+        sources = sorted(path for pattern in SOURCES for path in self.csrc.glob(pattern))
+        objects = [str(self._object(path)) for path in sources]
+        libraries = [f"-L{self.library}", "-ltvm_ffi", "-ldl", "-pthread"]
+        self._run("-shared", *objects, *libraries, "-o", str(target))
+        return target
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("driver")
+    command = [str(COMPILER), "-shared", "-fPIC", str(HERE / "fake_driver.c")]
+    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(request: pytest.FixtureRequest) -> Path:
+    store = Path(request.config.cache.mkdir("slot_order"))
+    forget_old(store)
+    return store
+
+
+def run(driver: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    paths = {
+        "LD_LIBRARY_PATH": [str(driver), os.environ.get("LD_LIBRARY_PATH", "")],
+        "PYTHONPATH": [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")],
+    }
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments],
+        env={**os.environ, **{name: os.pathsep.join(found) for name, found in paths.items()}},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_random_runs_are_in_order(driver: Path) -> None:
+    done = run(driver, ["", "2000"])
+    assert done.stdout == "in order\n", done.stdout + done.stderr
+
+
+def test_this_build_of_a_part_is_right(driver: Path, store: Path, tmp_path: Path) -> None:
+    library = Library(store, ("-O0",)).link(tmp_path / "host.so")
+    done = run(driver, [str(library)])
+    assert done.stdout == "in order\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.replace(" ", "-"))
+def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mutant) -> None:
+    csrc = tmp_path / "csrc"
+    shutil.copytree(CSRC, csrc)
+    mutant.apply(csrc)
+    library = Library(store, ("-O0",), csrc).link(tmp_path / "host.so")
+    done = run(driver, [str(library)])
+    assert done.returncode == 1, f"nobody noticed: {mutant.old} -> {mutant.new}; {done.stderr}"
+    # Noticed by the order, or by the driver, which refuses a wait; not by a crash.
+    noticed = ("is not before", "cuStreamWaitEvent", "cuEvent")
+    assert any(text in done.stdout for text in noticed), done.stdout + done.stderr
