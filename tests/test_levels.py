@@ -45,10 +45,12 @@ LAYERS = """
 4  ops
 5  jobs
 5  warming
-5  offload.hostmem offload.wire offload.streams
+5  offload.hostmem offload.wire offload.streams offload.args offload.block_pairs
 5  offload.memory offload.rank0
-5  offload.share offload.pipeline
+5  offload.share offload.pipeline offload.mover
 5  offload.pool
+5  offload.caches
+5  offload.engine
 5  offload
 5  calibration
 5  bench.case bench.timing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jitkern.offload.engine import OffloadEngine as OffloadEngine
 from jitkern.offload.pipeline import SlotPipeline as SlotPipeline
 from jitkern.offload.pool import PinnedPool as PinnedPool
 from jitkern.offload.pool import PoolStats as PoolStats
