@@ -47,6 +47,7 @@ def num_splits_of(row_bytes: int) -> int:
 
 def _host() -> Any:
     exports = ("noop", "noop_pair", "common_prefix", "same_bytes", "num_threads", "launch_loop")
+    exports += ("copy_2d", "copy_bytes", "copy_2d_loop")
     return load_jit(
         "bench_host",
         cpp_files=[str(HERE / "host.cc")],

@@ -99,4 +99,70 @@ inline double launch_loop(Bytes image, String kernel, std::int64_t device, std::
   return taken.count() / static_cast<double>(calls);
 }
 
+// CUDA_MEMCPY2D.
+struct Side {
+  std::size_t x_bytes, y;
+  int type;
+  void* host;
+  unsigned long long device;
+  void* array;
+  std::size_t pitch;
+};
+struct Copy2D {
+  Side src, dst;
+  std::size_t width, height;
+};
+
+inline Side side_of(const TensorView& tensor, std::int64_t offset, std::int64_t pitch) {
+  char* const memory = static_cast<char*>(tensor.data_ptr()) + offset;
+  const bool on_host = tensor.device().device_type != kDLCUDA;
+  Side side{0, 0, on_host ? 1 : 2, nullptr, 0, nullptr, static_cast<std::size_t>(pitch)};
+  if (on_host) side.host = memory;
+  if (!on_host) side.device = reinterpret_cast<unsigned long long>(memory);
+  return side;
+}
+
+inline void* stream_of(const TensorView& dst, const TensorView& src) {
+  const auto device = dst.device().device_type == kDLCUDA ? dst.device() : src.device();
+  return TVMFFIEnvGetStream(kDLCUDA, device.device_id);
+}
+
+inline void copy_2d_on(const Copy2D& copy, void* stream) {
+  using Call = int (*)(const Copy2D*, void*);
+  static const auto call = reinterpret_cast<Call>(driver_symbol("cuMemcpy2DAsync_v2"));
+  check_driver(call(&copy, stream));
+}
+
+// One strided copy by the driver, with nothing around it.
+inline void copy_2d(TensorView dst, TensorView src, std::int64_t dpitch, std::int64_t spitch,
+                    std::int64_t width, std::int64_t height) {
+  copy_2d_on({side_of(src, 0, spitch), side_of(dst, 0, dpitch), static_cast<std::size_t>(width),
+              static_cast<std::size_t>(height)},
+             stream_of(dst, src));
+}
+
+// As many bytes of both in one piece.
+inline void copy_bytes(TensorView dst, TensorView src, std::int64_t num_bytes) {
+  using Call = int (*)(unsigned long long, unsigned long long, std::size_t, void*);
+  static const auto call = reinterpret_cast<Call>(driver_symbol("cuMemcpyAsync"));
+  const auto address = [](const TensorView& tensor) {
+    return reinterpret_cast<unsigned long long>(tensor.data_ptr());
+  };
+  check_driver(
+      call(address(dst), address(src), static_cast<std::size_t>(num_bytes), stream_of(dst, src)));
+}
+
+// A strided copy for each of the `pairs`, int64 on the CPU, of blocks [layers, blocks, bytes].
+inline void copy_2d_loop(TensorView dst, TensorView src, TensorView pairs) {
+  const std::int64_t width = dst.size(2);
+  const auto* pair = static_cast<const std::int64_t*>(pairs.data_ptr());
+  void* const stream = stream_of(dst, src);
+  for (const auto* end = pair + 2 * pairs.size(0); pair != end; pair += 2) {
+    copy_2d_on(
+        {side_of(src, pair[0] * width, src.stride(0)), side_of(dst, pair[1] * width, dst.stride(0)),
+         static_cast<std::size_t>(width), static_cast<std::size_t>(dst.size(0))},
+        stream);
+  }
+}
+
 }  // namespace peer

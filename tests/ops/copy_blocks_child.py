@@ -1,4 +1,4 @@
-"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_copy_blocks.py."""
+"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_copy_blocks_cuda.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fake_gpu import report_checks
 from launch_fake import OnCuda, driver, log, params, refused
 
 from jitkern import copy_blocks
+from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 
 
@@ -163,9 +164,7 @@ def check_count_of_pairs_on_the_host() -> None:
         copy_blocks(gpu, pool, pairs, count=torch.tensor([count]), method="engine")
         assert len(log().splitlines()) == copies
     text = "copy_blocks: pairs.*: index 99 at position 2, .*"
-    refused(
-        IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine"
-    )
+    refused(IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine")
 
 
 def check_auto_takes_the_engine_for_long_pieces() -> None:
@@ -176,6 +175,12 @@ def check_auto_takes_the_engine_for_long_pieces() -> None:
     assert log().startswith("copy 2 x 65552,")
     copy_blocks(on_gpu(gpu), pool, on_gpu(pairs))
     assert "jitkern_copy_blocks_v16_i64_read" in log()
+    small = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
+    set_figure = host.module()["set_figure"]
+    set_figure(0, "engine_min_piece_bytes", 79)
+    copy_blocks(*small, pairs)
+    assert log().startswith("copy 3 x 80,")
+    set_figure(0, "engine_min_piece_bytes", 64 << 10)
     dims = {"dst_block_dim": 0, "src_block_dim": 0}  # blocks of one piece of 80,000 bytes
     copy_blocks(on_gpu(view(DEVICE, 3, 5, 16_000)), view(PINNED, 3, 5, 16_000), pairs, **dims)
     assert log() == "h2d 80000 on 0\n"

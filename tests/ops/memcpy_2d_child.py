@@ -1,4 +1,4 @@
-"""What memcpy_2d_async has the driver do, on that of fake_driver.c; run by test_memcpy_2d.py."""
+"""What memcpy_2d_async has a driver do, that of fake_driver.c; for test_memcpy_2d_cuda.py."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ KIB = 1024
 PINNED = torch.randint(0, 256, (8 * KIB,), dtype=torch.uint8)
 PAGEABLE = torch.randint(0, 256, (8 * KIB,), dtype=torch.uint8)
 for begin in (0, 4 * KIB):
-    driver.fake_memory(
-        ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(4 * KIB), 1, 0
-    )
+    driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(4 * KIB), 1, 0)
 DEVICE = torch.zeros(8 * KIB, dtype=torch.uint8)
 
 
@@ -36,7 +34,9 @@ def on_gpu(tensor: torch.Tensor, number: int = 0) -> Any:
     return tvm_ffi.from_dlpack(OnCuda(tensor, number))
 
 
-def rows(memory_: torch.Tensor, pitch: int, width: int, height: int, begin: int = 0) -> torch.Tensor:
+def rows(
+    memory_: torch.Tensor, pitch: int, width: int, height: int, begin: int = 0
+) -> torch.Tensor:
     return memory_[begin:].as_strided((height, width), (pitch, 1))
 
 
@@ -102,9 +102,7 @@ def check_pageable_memory() -> None:
     memcpy_2d_async(whole, PINNED, *copy, "h2d", allow_pageable=True)
     assert log() != ""
     text = "memcpy_2d_async: src: pageable host memory while a graph is captured, expected .*"
-    refused(
-        ValueError, text, memcpy_2d_async, whole, PAGEABLE, *copy, "h2d", allow_pageable=True
-    )
+    refused(ValueError, text, memcpy_2d_async, whole, PAGEABLE, *copy, "h2d", allow_pageable=True)
 
 
 def check_no_copy_spans_two_registrations() -> None:

@@ -1,0 +1,121 @@
+"""copy_blocks on a GPU, in graphs and on streams; and what it has a driver do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fake_gpu import checks_of, needs_fake_gpu, run_checks
+from test_copy_blocks import (
+    DIRECTIONS,
+    LAYERS,
+    buffers_for,
+    pairs_of,
+    ref_copy_blocks,
+    ways,
+)
+
+from jitkern import copy_blocks
+
+CHILD = Path(__file__).resolve().parent / "copy_blocks_child.py"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_in_a_cuda_graph(direction: str) -> None:
+    """Pairs and their count are read at each replay; the first call is captured as well."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, direction, (1, 0), 4104 if direction == "h2d" else 4120)
+    pairs = pairs_of(device)
+    count = torch.tensor([5], device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_blocks(dst.view, src.view, pairs, src_block_dim=0, count=count)
+    for number, shift in ((5, 0), (13, 1), (0, 2)):
+        count.fill_(number)
+        pairs.copy_(pairs_of(device).roll(shift, 0))
+        twin = dst.twin()
+        graph.replay()
+        torch.cuda.synchronize()
+        ref_copy_blocks(twin.view, src.view, pairs, 1, 0, number)
+        assert dst.same(twin)
+
+
+@pytest.mark.cuda
+def test_the_engine_in_a_cuda_graph() -> None:
+    """Its copies are of the blocks that the pairs named when it was captured."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, "h2d", (1, 1), 4096)
+    pairs = pairs_of(torch.device("cpu"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_blocks(dst.view, src.view, pairs, method="engine")
+        for method in ("sm", "auto"):
+            with pytest.raises(ValueError, match="pairs: device cpu while a graph is captured"):
+                copy_blocks(dst.view, src.view, pairs, method=method)
+    twin = dst.twin()
+    ref_copy_blocks(twin.view, src.view, pairs, 1, 1)
+    pairs.fill_(-1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("pairs_on", "method"), ways(torch.device("cuda")), ids=str)
+def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
+    """In order behind what is on it; pairs on the CPU may be changed once the call is back."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, "d2h", (1, 1), 4096)
+    pairs = pairs_of(pairs_on)
+    new = torch.randint_like(src.whole, 0, 256)
+    torch.cuda.synchronize()
+    twin = dst.twin()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        src.whole.copy_(new)
+        copy_blocks(dst.view, src.view, pairs, method=method)
+        if pairs_on.type == "cpu":
+            pairs.fill_(0)
+        torch.cuda.current_stream().synchronize()
+    ref_copy_blocks(twin.view, src.view, pairs_of(pairs_on), 1, 1)
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+def test_many_pairs_of_the_host() -> None:
+    """More than one upload takes: 1,048,576 pairs of int32 in 8 MiB."""
+    blocks = 2_500_000
+    src = torch.randint(0, 256, (1, blocks, 8), dtype=torch.uint8, device="cuda")
+    dst = torch.zeros(1, blocks, 8, dtype=torch.uint8).pin_memory()
+    order = torch.randperm(blocks)
+    pairs = torch.stack([order, torch.arange(blocks)], 1)
+    for _ in range(3):
+        dst.zero_()
+        copy_blocks(dst, src, pairs, method="sm")
+        torch.cuda.synchronize()
+        assert torch.equal(dst[0], src[0].cpu()[order])
+
+
+@pytest.mark.cuda
+def test_pageable_memory_is_refused_with_the_cure() -> None:
+    device = torch.device("cuda")
+    src, dst = torch.zeros(LAYERS, 5, 8), torch.zeros(LAYERS, 5, 8, device=device)
+    for pairs_on, method in ways(device):
+        pairs = torch.tensor([[0, 0]], device=pairs_on)
+        with pytest.raises(ValueError, match="copy_blocks: src: pageable host memory") as caught:
+            copy_blocks(dst, src, pairs, method=method)
+        assert "pin_memory" in str(caught.value)
+
+
+class TestOnAFakeGpu:
+    pytestmark = needs_fake_gpu
+
+    @pytest.fixture(scope="class")
+    def found(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
+
+    @pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
+    def test_calls(self, found: dict[str, str], name: str) -> None:
+        assert found[name] == "", found[name]
