@@ -45,7 +45,11 @@ LAYERS = """
 4  ops
 5  jobs
 5  warming
-5  offload.hostmem offload.wire offload.streams offload.args offload.block_pairs
+5  offload.hostmem offload.wire offload.streams offload.args offload.ranges offload.timeline
+5  offload.block_pairs
+5  offload.snapshot offload.slots offload.depth
+5  offload.metrics offload.session
+5  offload.monitor offload.runs
 5  offload.memory offload.rank0
 5  offload.share offload.pipeline offload.mover
 5  offload.pool

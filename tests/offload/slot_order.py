@@ -235,7 +235,7 @@ def set_up(library: str | None) -> None:
         loaded = tvm_ffi.load_module(library)
         host.module = lambda: loaded  # type: ignore[assignment]
     pipeline_module.CudaStreams = FakeStreams  # type: ignore[misc]
-    pipeline_module._device_arg = lambda _: torch.device("cuda", 0)
+    pipeline_module.device_arg = lambda *_: torch.device("cuda", 0)
 
 
 def main(arguments: Sequence[str]) -> int:

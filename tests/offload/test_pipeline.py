@@ -118,7 +118,7 @@ def test_blocks_are_let_go(device: torch.device) -> None:
         if slot.block[0, 0] == 3:
             break
     assert kept.block is None
-    assert all(slot.block is None for slot in pipeline._slots)
+    assert all(slot.block is None for slot in pipeline._slots._all)
 
 
 # -- the caller's stream ---------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_one_that_is_dropped_in_another_thread(device: torch.device) -> None:
     thread = threading.Thread(target=slots.clear)
     thread.start()
     thread.join()
-    assert len(pipeline._free) == pipeline.depth
+    assert len(pipeline._slots.free) == pipeline.depth
     if device.type == "cuda":  # of the thread that began it
         torch.cuda.set_stream(torch.cuda.default_stream())
     check_is_ready(pipeline, device, current(device))

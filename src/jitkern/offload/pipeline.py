@@ -3,90 +3,34 @@
 from __future__ import annotations
 
 import math
-import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from operator import index
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jitkern.offload.streams import COMPUTE, LOAD, NONE, STORE, CudaStreams, Streams
+from jitkern.offload.args import (
+    count_arg,
+    device_arg,
+    dtype_arg,
+    function_arg,
+    iterable_arg,
+    optional_arg,
+    shape_arg,
+)
+from jitkern.offload.depth import AutoDepth, DepthController
+from jitkern.offload.monitor import OverlapMonitor
+from jitkern.offload.ranges import Ranges
+from jitkern.offload.runs import Copy, Run, Slots, go_over
+from jitkern.offload.session import Session, Turn
+from jitkern.offload.slots import SlotSet
+from jitkern.offload.streams import CudaStreams, Streams
 
 if TYPE_CHECKING:
     import torch
 
-Copy = Callable[["torch.Tensor", Any], object]
-"""Queues the copy between a slot's tensor and a block on torch's current stream."""
-
-Slots = Generator["Slot", None, None]
-
+_CALL = "SlotPipeline"
 _MAX_STREAMS = 8  # of one direction: a link has one copy engine for each
-_END = object()
 
-
-class Slot:
-    """A slot with the block that is in it, until the run goes on to the next one.
-
-    Attributes
-    ----------
-    tensor : torch.Tensor
-        Of the pipeline's shape and dtype, on its device.
-    block : object
-        What the iterable of blocks gave.
-    index : int
-        Of the slot, from 0 on.
-    """
-
-    __slots__ = ("_load_on", "_store_on", "block", "index", "tensor")
-
-    def __init__(self, number: int, tensor: torch.Tensor, streams: Streams) -> None:
-        self.index = number
-        self.tensor = tensor
-        self.block: Any = None
-        self._load_on = streams.setter(LOAD, number)
-        self._store_on = streams.setter(STORE, number)
-
-    def __repr__(self) -> str:
-        return f"Slot({self.index}, block={self.block!r})"
-
-
-class _Turn:
-    """One going over a run. The iterator is not kept: a `for` that is left drops it at once."""
-
-    slots: weakref.ref[Slots] | None = None
-
-    def close(self) -> None:
-        slots = self.slots() if self.slots is not None else None
-        if slots is not None:
-            slots.close()
-
-
-class Run:
-    """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
-
-    The run begins with the first slot that is asked for. Under ``with``, it ends with the block at
-    the latest, whoever still holds the iterator.
-    """
-
-    def __init__(self, start: Callable[[_Turn], Slots]) -> None:
-        self._start = start
-        self._turn = _Turn()
-
-    def __iter__(self) -> Iterator[Slot]:
-        self._turn = _Turn()
-        slots = self._start(self._turn)
-        self._turn.slots = weakref.ref(slots)
-        return slots
-
-    def close(self) -> None:
-        """End the run, if it goes on."""
-        self._turn.close()
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+# Iterations after which their times are read: more of them in one call cost less each.
+_SELDOM, _OFTEN = 16, 4
 
 
 class SlotPipeline:
@@ -120,6 +64,13 @@ class SlotPipeline:
     num_streams : int, optional
         For the copies of each direction, 1 to 8. The link is one: more are for copies that wait
         for something else than the link.
+    monitor : OverlapMonitor, optional
+        Is given the times of every iteration.
+    auto_depth : AutoDepth, optional
+        Lets the pipeline take slots more, from `num_slots` on, and give them back.
+    nvtx : bool, optional
+        Whether each copy and body is a range in NVIDIA's profilers, ``load 3``: its time on the
+        host.
 
     Raises
     ------
@@ -127,6 +78,8 @@ class SlotPipeline:
         A wrong argument.
     torch.OutOfMemoryError
         The slots do not fit.
+    UnsupportedError
+        `nvtx`, and this torch has none.
 
     Examples
     --------
@@ -148,24 +101,32 @@ class SlotPipeline:
         dtype: torch.dtype,
         device: torch.device | str | int = "cuda",
         num_streams: int = 1,
+        monitor: OverlapMonitor | None = None,
+        auto_depth: AutoDepth | None = None,
+        nvtx: bool = False,
     ) -> None:
-        depth = _count_arg("num_slots", num_slots)
-        count = _count_arg("num_streams", num_streams, _MAX_STREAMS)
-        self._shape, self._dtype = _shape_arg(slot_shape), _dtype_arg(dtype)
-        self._device = _device_arg(device)
-        self._slot_bytes = math.prod(self._shape) * self._dtype.itemsize
-        on_gpu = self._device.type == "cuda"
-        self._streams = CudaStreams(self._device.index, count, 0) if on_gpu else Streams(count, 0)
-        self._lock = threading.Lock()  # held by a session, that of a run or of `with`
-        self._thread = 0
-        self._in_with = False
-        self._turn: _Turn | None = None  # of the run that goes on
-        self._is_closed = False
-        self._is_captured = False
-        self._free: deque[Slot] = deque()  # the one that was used longest ago first
-        self._slots: list[Slot] = []
-        for _ in range(depth):
-            self._add_slot()
+        depth = count_arg(_CALL, "num_slots", num_slots)
+        count = count_arg(_CALL, "num_streams", num_streams, _MAX_STREAMS)
+        shape, torch_dtype = shape_arg(_CALL, slot_shape), dtype_arg(_CALL, dtype)
+        where = device_arg(_CALL, device)
+        optional_arg(_CALL, "monitor", monitor, OverlapMonitor)
+        optional_arg(_CALL, "auto_depth", auto_depth, AutoDepth)
+        self._ranges = Ranges() if nvtx else None
+        self._controller: DepthController | None = None
+        if auto_depth is not None:
+            most = auto_depth.most(depth, math.prod(shape) * torch_dtype.itemsize)
+            self._controller = DepthController(auto_depth, depth, most)
+            monitor = monitor or OverlapMonitor()
+        self._monitor = monitor
+        capacity = 0 if monitor is None else monitor.capacity
+        if where.type == "cuda":
+            self._streams: Streams = CudaStreams(where.index, count, capacity)
+        else:
+            self._streams = Streams(count, capacity)
+        self._session = Session(self._streams)
+        self._slots = SlotSet(self._streams, shape, torch_dtype, where, depth)
+        if monitor is not None:
+            monitor._attach(self)
 
     def load(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
         """Bring blocks into slots; the body reads them.
@@ -191,9 +152,9 @@ class SlotPipeline:
             When the run begins: the pipeline is closed, in use by another thread, or has a run
             that is not over.
         """
-        _iterable_arg("load", blocks)
-        _copy_arg("load", "copy", copy)
-        return Run(lambda turn: self._slots_of(turn, blocks, copy, None))
+        iterable_arg("SlotPipeline.load", "blocks", blocks)
+        function_arg("SlotPipeline.load", "copy", copy)
+        return self._run(blocks, copy, None)
 
     def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
         """Give out slots, whose content is undefined, for the body to write; take them away.
@@ -208,9 +169,9 @@ class SlotPipeline:
 
         Returns, raises as :meth:`load`.
         """
-        _iterable_arg("store", blocks)
-        _copy_arg("store", "copy", copy)
-        return Run(lambda turn: self._slots_of(turn, blocks, None, copy))
+        iterable_arg("SlotPipeline.store", "blocks", blocks)
+        function_arg("SlotPipeline.store", "copy", copy)
+        return self._run(blocks, None, copy)
 
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
         """Bring blocks into slots, which the body changes, and store them back: both at once.
@@ -225,10 +186,10 @@ class SlotPipeline:
 
         Returns, raises as :meth:`load`.
         """
-        _iterable_arg("update", blocks)
-        _copy_arg("update", "load", load)
-        _copy_arg("update", "store", store)
-        return Run(lambda turn: self._slots_of(turn, blocks, load, store))
+        iterable_arg("SlotPipeline.update", "blocks", blocks)
+        function_arg("SlotPipeline.update", "load", load)
+        function_arg("SlotPipeline.update", "store", store)
+        return self._run(blocks, load, store)
 
     def fork(self) -> None:
         """Have later copies wait for all that the compute stream has been given.
@@ -236,9 +197,7 @@ class SlotPipeline:
         To be called between runs under ``with pipeline:``, where copies read what was computed
         since it was entered, such as indices; else a run does so by itself.
         """
-        if not self._in_with or self._thread != threading.get_ident():
-            raise RuntimeError("SlotPipeline.fork: not inside `with pipeline:`, expected to be")
-        self._streams.fork()
+        self._session.fork()
 
     def close(self) -> None:
         """Give the slots' memory back to torch's allocator; again: do nothing.
@@ -251,13 +210,13 @@ class SlotPipeline:
         RuntimeError
             A run is not over.
         """
-        if self._is_closed:
+        if self._session.is_closed:
             return
-        self._take_lock()
-        self._is_closed = True
+        self._session.close()
+        if self._monitor is not None:
+            self._poll()
+            self._monitor._detach()
         self._slots.clear()
-        self._free.clear()
-        self._lock.release()
 
     @property
     def depth(self) -> int:
@@ -267,12 +226,12 @@ class SlotPipeline:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return self._slot_bytes
+        return self._slots.slot_bytes
 
     @property
     def device(self) -> torch.device:
         """Where the slots are."""
-        return self._device
+        return self._slots.device
 
     @property
     def compute_stream(self) -> Any:
@@ -290,225 +249,60 @@ class SlotPipeline:
         return tuple(self._streams.stores)
 
     def __enter__(self) -> SlotPipeline:
-        self._take_lock()
-        self._enter()
-        self._in_with = True
+        self._session.begin_with()
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            if self._turn is not None:  # of a run whose iterator somebody holds
-                self._turn.close()
-        finally:
-            self._in_with = False
-            self._leave()
+        self._session.end_with()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{self.depth} slots"
-        return f"SlotPipeline({state} of {self._shape}, {self._dtype}, on {self._device})"
+        slots = self._slots
+        state = "closed" if self._session.is_closed else f"{len(slots)} slots"
+        return f"SlotPipeline({state} of {slots.shape}, {slots.dtype}, on {slots.device})"
 
-    # -- a run -------------------------------------------------------------------------------------
+    def _run(self, blocks: Iterable[Any], load: Copy | None, store: Copy | None) -> Run:
+        def start(turn: Turn) -> Slots:
+            return go_over(
+                turn,
+                self._session,
+                self._streams,
+                self._slots,
+                blocks,
+                load,
+                store,
+                self._measured_every,
+                self._ranges,
+            )
 
-    def _slots_of(
-        self, turn: _Turn, blocks: Iterable[Any], load: Copy | None, store: Copy | None
-    ) -> Slots:
-        """Go over the blocks; what is queued on a GPU is queued in this order.
+        return Run(start)
 
-        The compute stream is the current one but for the time of a copy.
-        """
-        coming: Iterator[Any] | None = iter(blocks)
-        # An iterator may take its time: the compute before it is then ended at once.
-        takes_time = not isinstance(blocks, list | tuple | range)
-        self._begin_run(turn, COMPUTE if store is None else STORE)
-        free, ahead = self._free, deque[Slot]()
-        failed: Exception | None = None
-        slot: Slot | None = None
-        begin = self._streams.next  # which also ends what was begun before
-        compute_on = self._streams.setter(COMPUTE, 0)
-        try:
-            while True:
-                while free and coming is not None:
-                    # An error is raised once the blocks before it had their turn, as it would be
-                    # if each was loaded just before its body.
-                    try:
-                        block = next(coming, _END)
-                        if block is _END:
-                            coming = None
-                            break
-                        slot = free.popleft()
-                        slot.block = block
-                        if load is not None:
-                            begin(LOAD, slot.index)
-                            slot._load_on()
-                            try:
-                                load(slot.tensor, block)
-                            finally:
-                                compute_on()
-                    except Exception as error:
-                        failed, coming = error, None
-                        break
-                    ahead.append(slot)
-                    slot = None
-                    if load is None:
-                        break
-                if not ahead:
-                    break
-                if slot is not None:  # its load has failed
-                    self._put_back(slot)
-                slot = ahead.popleft()
-                begin(COMPUTE, slot.index)
-                yield slot
-                if store is not None:
-                    begin(STORE, slot.index)
-                    slot._store_on()
-                    try:
-                        store(slot.tensor, slot.block)
-                    finally:
-                        compute_on()
-                elif takes_time:
-                    begin(NONE, 0)
-                self._put_back(slot)
-                slot = None
-            if failed is not None:
-                raise failed
-        finally:
-            failed = None  # its traceback holds this frame
-            if slot is not None:
-                self._put_back(slot)
-            for slot in ahead:
-                self._put_back(slot)
-            self._end_run()
+    # -- times -------------------------------------------------------------------------------------
 
-    def _put_back(self, slot: Slot) -> None:
-        slot.block = None
-        self._free.append(slot)
+    def _measured_every(self) -> tuple[Callable[[], int], int]:
+        if self._monitor is None:
+            return self._measure, -1
+        if self._session.is_captured:
+            return self._count_captured, 1
+        return self._measure, _SELDOM if self._controller is None else _OFTEN
 
-    def _begin_run(self, turn: _Turn, final_access: int) -> None:
-        if self._in_with and self._turn is None and self._thread == threading.get_ident():
-            if not self._streams.is_current():
-                text = "torch's current stream is another one, expected the pipeline's compute"
-                raise RuntimeError(f"SlotPipeline: {text} stream, as `with pipeline:` made it")
-        else:
-            self._take_lock()
-            self._enter()
-        self._turn = turn
-        self._streams.start(final_access)
+    def _measure(self) -> int:
+        self._poll()
+        if self._monitor is not None:
+            self._monitor._look(self.depth)
+        controller = self._controller
+        if controller is None:
+            return _SELDOM
+        if controller.depth != self._slots.wanted and not self._slots.resize(controller.depth):
+            controller.refuse(self.depth)
+        return _OFTEN
 
-    def _end_run(self) -> None:
-        self._turn = None
-        try:
-            self._streams.next(NONE, 0)
-        finally:
-            if not self._in_with:
-                self._leave()
+    def _count_captured(self) -> int:
+        if self._monitor is not None:
+            self._monitor._count_captured()
+        return 1
 
-    def _enter(self) -> None:
-        try:
-            self._is_captured = self._streams.enter()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _leave(self) -> None:
-        try:
-            self._streams.leave()
-        finally:
-            self._lock.release()
-
-    def _take_lock(self) -> None:
-        me = threading.get_ident()
-        if not self._lock.acquire(blocking=False):
-            if self._thread != me:
-                text = "in use by another thread; make a pipeline for each thread"
-            elif self._turn is not None:
-                text = (
-                    "a run of it is not over; end it first, or use update() for both directions "
-                    "at once, or a second pipeline"
-                )
-            else:
-                text = "inside `with pipeline:` already; leave it first"
-            raise RuntimeError(f"SlotPipeline: {text}")
-        self._thread = me
-        if self._is_closed:
-            self._lock.release()
-            raise RuntimeError("SlotPipeline: the pipeline is closed; make another one")
-
-    def _add_slot(self) -> None:
-        number = len(self._slots)
-        tensor = self._streams.add_slot(number, self._shape, self._dtype, self._device)
-        slot = Slot(number, tensor, self._streams)
-        self._slots.append(slot)
-        self._free.append(slot)
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def _count_arg(name: str, value: Any, most: int = 0) -> int:
-    expected = f"1 to {most}" if most else "at least 1"
-    if isinstance(value, bool):
-        raise TypeError(f"SlotPipeline: {name}: bool, expected an int")
-    try:
-        count = index(value)
-    except TypeError:
-        text = f"SlotPipeline: {name}: {type(value).__name__}, expected an int"
-        raise TypeError(text) from None
-    if count < 1 or (most and count > most):
-        raise ValueError(f"SlotPipeline: {name}: {count}, expected {expected}")
-    return count
-
-
-def _shape_arg(shape: Any) -> tuple[int, ...]:
-    expected = "a sequence of ints"
-    if not isinstance(shape, Sequence) or isinstance(shape, str | bytes):
-        raise TypeError(f"SlotPipeline: slot_shape: {type(shape).__name__}, expected {expected}")
-    try:
-        sizes = tuple(index(size) for size in shape if not isinstance(size, bool))
-    except TypeError:
-        sizes = ()
-    if len(sizes) != len(shape):
-        raise TypeError(f"SlotPipeline: slot_shape: {list(shape)}, expected {expected}")
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"SlotPipeline: slot_shape: {list(shape)}, expected sizes of at least 1")
-    return sizes
-
-
-def _dtype_arg(dtype: Any) -> torch.dtype:
-    import torch
-
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"SlotPipeline: dtype: {type(dtype).__name__}, expected a torch.dtype")
-    return dtype
-
-
-def _device_arg(device: Any) -> torch.device:
-    """Return a device of this machine, with its number if it is a GPU."""
-    import torch
-
-    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
-        what = type(device).__name__
-        raise TypeError(f"SlotPipeline: device: {what}, expected a torch.device, a str or an int")
-    try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError:
-        found = None
-    if found is not None and found.type == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found is not None and found.type == "cuda" and (found.index or 0) < count:
-        number = torch.cuda.current_device() if found.index is None else found.index
-        return torch.device("cuda", number)
-    there = "cpu" if count == 0 else f"cpu or cuda:0 to cuda:{count - 1}"
-    raise ValueError(f"SlotPipeline: device: {device!s}, expected {there}")
-
-
-def _iterable_arg(method: str, blocks: Any) -> None:
-    if not isinstance(blocks, Iterable) and not hasattr(blocks, "__getitem__"):
-        what = type(blocks).__name__
-        raise TypeError(f"SlotPipeline.{method}: blocks: {what}, expected an iterable")
-
-
-def _copy_arg(method: str, name: str, copy: Any) -> None:
-    if not callable(copy):
-        what = type(copy).__name__
-        raise TypeError(f"SlotPipeline.{method}: {name}: {what}, expected a function")
+    def _poll(self) -> None:
+        """Give the monitor the times that are there; in any thread."""
+        if self._monitor is not None:
+            observe = None if self._controller is None else self._controller.observe
+            self._monitor._poll(self._streams, observe)

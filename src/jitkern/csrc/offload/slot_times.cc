@@ -32,13 +32,9 @@ void SlotTimes::forget_events() {
 }
 
 Marks* SlotTimes::take(Marks* old) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (old != nullptr) release(old);
-  if (free_.empty() && static_cast<i64>(all_.size()) >= capacity_ && !queue_.empty()) {
-    release(queue_.front());
-    queue_.pop_front();
-    ++num_dropped_;
-  }
-  if (free_.empty()) {  // also where a slot still has the one that was dropped
+  if (free_.empty()) {
     all_.push_back(std::make_unique<Marks>());
     all_.back()->is_timed = true;
     free_.push_back(all_.back().get());
@@ -49,13 +45,29 @@ Marks* SlotTimes::take(Marks* old) {
   return marks;
 }
 
+void SlotTimes::give_back(Marks* marks) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  release(marks);
+}
+
+i64 SlotTimes::num_dropped() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_dropped_;
+}
+
 void SlotTimes::push(Marks* marks) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   ++marks->refs;
   marks->number = ++num_pushed_;
   queue_.push_back(marks);
+  if (static_cast<i64>(queue_.size()) <= capacity_) return;
+  release(queue_.front());  // which a slot may still have
+  queue_.pop_front();
+  ++num_dropped_;
 }
 
 i64 SlotTimes::harvest(double* columns, i64 max_rows) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   std::optional<RelaxedCapture> relaxed;  // another thread may be capturing
   if (on_gpu_) relaxed.emplace();
   i64 count = 0;

@@ -191,6 +191,12 @@ void SlotStreams::end_open() {
   if (marks.is_timed && access == final_access_) times->push(&marks);
 }
 
+i64 SlotStreams::harvest(double* columns, i64 max_rows) {
+  std::optional<ContextScope> scope;
+  if (device_ != nullptr) scope.emplace(*device_);
+  return times->harvest(columns, max_rows);
+}
+
 void SlotStreams::leave() {
   std::optional<ContextScope> scope;
   if (device_ != nullptr) scope.emplace(*device_);
@@ -232,7 +238,7 @@ Array<Function> make_slot_streams(int64_t ordinal, int64_t compute, Array<int64_
       Function::FromTyped([made] { made->leave(); }),
       Function::FromTyped([made](int64_t slot) { made->add_slot(slot); }),
       Function::FromTyped([made](int64_t columns, int64_t max_rows) {
-        return made->times->harvest(reinterpret_cast<double*>(columns), max_rows);
+        return made->harvest(reinterpret_cast<double*>(columns), max_rows);
       }),
       Function::FromTyped([made] { return made->times->num_dropped(); }),
   };

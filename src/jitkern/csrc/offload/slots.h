@@ -6,6 +6,7 @@
 
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -38,7 +39,8 @@ struct Marks {
   bool has(int access) const { return (seen >> access & 1) != 0; }
 };
 
-// The times of iterations that are over, read in the order of the iterations and never waited for.
+// The times of iterations that are over, read in the order of the iterations and never waited for:
+// by any thread, beside the one that queues.
 class SlotTimes {
  public:
   // What a row of `harvest` holds, in milliseconds; NaN: there is none.
@@ -70,9 +72,9 @@ class SlotTimes {
   void push(Marks* marks);
   // Writes the iterations that are over into columns of `max_rows` numbers; returns how many.
   i64 harvest(double* columns, i64 max_rows);
-  i64 num_dropped() const { return num_dropped_; }
+  i64 num_dropped();
   // A slot has no more use for them.
-  void give_back(Marks* marks) { release(marks); }
+  void give_back(Marks* marks);
   // In a forked child, which must not ask the driver.
   void forget_events();
 
@@ -83,6 +85,7 @@ class SlotTimes {
     if (--marks->refs == 0) free_.push_back(marks);
   }
 
+  std::mutex mutex_;
   bool on_gpu_;
   i64 capacity_;
   i64 num_dropped_ = 0;
@@ -118,6 +121,8 @@ class SlotStreams {
   void next(int access, i64 index);
   // Transfers from now on come behind all that is on the compute stream.
   void fork();
+  // As of SlotTimes, by any thread.
+  i64 harvest(double* columns, i64 max_rows);
   // Ends the session: the caller's stream waits for all of it. Also where a part of it failed.
   void leave();
 

@@ -1,0 +1,144 @@
+"""A run of a ``SlotPipeline``: what is queued in which order, and how it ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from jitkern.offload.ranges import Ranges
+from jitkern.offload.session import Session, Turn
+from jitkern.offload.slots import Slot, SlotSet
+from jitkern.offload.streams import COMPUTE, LOAD, NONE, STORE, Streams
+
+if TYPE_CHECKING:
+    import torch
+
+Copy = Callable[["torch.Tensor", Any], object]
+"""Queues the copy between a slot's tensor and a block on torch's current stream."""
+
+Slots = Generator[Slot, None, None]
+_END = object()
+
+
+class Run:
+    """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
+
+    The run begins with the first slot that is asked for. Under ``with``, it ends with the block at
+    the latest, whoever still holds the iterator.
+    """
+
+    def __init__(self, start: Callable[[Turn], Slots]) -> None:
+        self._start = start
+        self._turn = Turn()
+
+    def __iter__(self) -> Iterator[Slot]:
+        self._turn = Turn()
+        slots = self._start(self._turn)
+        self._turn.slots = weakref.ref(slots)
+        return slots
+
+    def close(self) -> None:
+        """End the run, if it goes on."""
+        self._turn.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def go_over(
+    turn: Turn,
+    session: Session,
+    streams: Streams,
+    slots: SlotSet,
+    blocks: Iterable[Any],
+    load: Copy | None,
+    store: Copy | None,
+    measured_every: Callable[[], tuple[Callable[[], int], int]],
+    ranges: Ranges | None,
+) -> Slots:
+    """Go over the blocks; what is queued on a GPU is queued in this order.
+
+    The compute stream is the current one but for the time of a copy.
+
+    Parameters
+    ----------
+    measured_every
+        Returns what is called after so many iterations, and says after how many again.
+    """
+    coming: Iterator[Any] | None = iter(blocks)
+    # An iterator may take its time: the compute before it is then ended at once.
+    takes_time = not isinstance(blocks, list | tuple | range)
+    session.begin_run(turn, COMPUTE if store is None else STORE)
+    free, ahead = slots.free, deque[Slot]()
+    failed: Exception | None = None
+    slot: Slot | None = None
+    begin = streams.next  # which also ends what was begun before
+    compute_on = streams.setter(COMPUTE, 0)
+    measure, left = measured_every()
+    if ranges is not None:
+        load, store = ranges.around("load", load), ranges.around("store", store)
+    try:
+        while True:
+            while free and coming is not None:
+                # An error is raised once the blocks before it had their turn, as it would be
+                # if each was loaded just before its body.
+                try:
+                    block = next(coming, _END)
+                    if block is _END:
+                        coming = None
+                        break
+                    slot = free.popleft()
+                    slot.block = block
+                    if load is not None:
+                        begin(LOAD, slot.index)
+                        slot._load_on()
+                        try:
+                            load(slot.tensor, block)
+                        finally:
+                            compute_on()
+                except Exception as error:
+                    failed, coming = error, None
+                    break
+                ahead.append(slot)
+                slot = None
+                if load is None:
+                    break
+            if not ahead:
+                break
+            if slot is not None:  # its load has failed
+                slots.put_back(slot)
+            slot = ahead.popleft()
+            begin(COMPUTE, slot.index)
+            if ranges is None:
+                yield slot
+            else:
+                with ranges.range("compute"):
+                    yield slot
+            if store is not None:
+                begin(STORE, slot.index)
+                slot._store_on()
+                try:
+                    store(slot.tensor, slot.block)
+                finally:
+                    compute_on()
+            elif takes_time:
+                begin(NONE, 0)
+            slots.put_back(slot)
+            slot = None
+            left -= 1
+            if left == 0:
+                left = measure()
+        if failed is not None:
+            raise failed
+    finally:
+        failed = None  # its traceback holds this frame
+        if slot is not None:
+            slots.put_back(slot)
+        for slot in ahead:
+            slots.put_back(slot)
+        session.end_run()

@@ -1,0 +1,265 @@
+"""Times of a SlotPipeline on the clocks of fake_driver.c; run by test_slot_times.py."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import slot_order
+import torch
+from fake_gpu import report_checks
+from slot_order import CALLERS, CAPTURING, driver, machine
+
+from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
+from jitkern.offload.depth import Iteration, total_ms
+
+driver.fake_time.restype = ctypes.c_double
+MIB = 1 << 20
+Times = Sequence[tuple[float, float, float]]  # ms of load, compute and store
+
+
+def work(ms: float) -> None:
+    driver.fake_work(ctypes.c_void_p(machine.current), ctypes.c_double(ms))
+
+
+def now(ms: float) -> None:
+    driver.fake_now(ctypes.c_double(ms))
+
+
+def time_of(stream: int) -> float:
+    return float(driver.fake_time(ctypes.c_void_p(stream)))
+
+
+def pipeline_of(depth: int, **how: Any) -> SlotPipeline:
+    return SlotPipeline(num_slots=depth, slot_shape=[MIB], dtype=torch.uint8, device="cuda", **how)
+
+
+def go(pipeline: SlotPipeline, kind: str, times: Times) -> float:
+    """Run over iterations that take so long; return ms from the begin of the run to its end."""
+    machine.current = CALLERS[0]
+    begin = time_of(machine.current)
+    blocks = range(len(times))
+
+    def load(_: object, block: int) -> None:
+        work(times[block][0])
+
+    def store(_: object, block: int) -> None:
+        work(times[block][2])
+
+    if kind == "update":
+        run = pipeline.update(blocks, load=load, store=store)
+    else:
+        run = getattr(pipeline, kind)(blocks, copy=load if kind == "load" else store)
+    for slot in run:
+        work(times[slot.block][1])
+    return time_of(machine.current) - begin
+
+
+def random_times(rng: random.Random, kind: str, count: int) -> Times:
+    def ms(is_there: bool) -> float:
+        return rng.choice((0.5, 1.0, 2.0, 4.0, 8.0)) if is_there else 0.0
+
+    return [(ms(kind != "store"), ms(True), ms(kind != "load")) for _ in range(count)]
+
+
+def iterations(times: Times) -> list[Iteration]:
+    return [Iteration(*one, 0.0, True) for one in times]
+
+
+def check_runs_take_what_the_decision_on_depth_thinks_that_they_take() -> None:
+    """So far as the streams say it, which is all but the host and the memory."""
+    rng = random.Random(1)
+    for kind in ("load", "store", "update"):
+        for depth in (1, 2, 3, 5, 30):
+            pipeline = pipeline_of(depth)
+            for _ in range(5):
+                times = random_times(rng, kind, 20)
+                took = go(pipeline, kind, times)
+                assert abs(took - total_ms(iterations(times), depth)) < 1e-6, (kind, depth)
+
+
+def check_copies_that_hide() -> None:
+    monitor = OverlapMonitor(window=19)
+    pipeline = pipeline_of(2, monitor=monitor)
+    took = go(pipeline, "load", [(2.0, 3.0, 0.0)] * 20)
+    found = monitor.snapshot()
+    assert took == 2 + 20 * 3
+    assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (3.0, 2.0, 0.0), found
+    assert (found.ratio, found.stall_share, found.fill_ms) == (1.5, 0.0, 2.0), found
+    assert found.gb_s == MIB / 2e6 and found.bytes_moved == 20 * MIB, found
+
+
+def check_copies_that_do_not() -> None:
+    for kind, times in (("load", (5.0, 2.0, 0.0)), ("update", (5.0, 2.0, 4.0))):
+        monitor = OverlapMonitor(window=19)
+        pipeline = pipeline_of(4, monitor=monitor)
+        go(pipeline, kind, [times] * 20)
+        found = monitor.snapshot()
+        assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (2.0, 5.0, 3.0), found
+        assert found.stall_share == 1.0 and found.fill_ms == 5.0, found
+    assert found.bytes_moved == 40 * MIB and abs(found.gb_s - 2 * MIB / 5e6) < 1e-9, found
+
+
+def check_stores_that_a_compute_waits_for() -> None:
+    """The first two bodies find free slots."""
+    monitor = OverlapMonitor(window=18)
+    pipeline = pipeline_of(2, monitor=monitor)
+    go(pipeline, "store", [(0.0, 2.0, 5.0)] * 20)
+    found = monitor.snapshot()
+    assert (found.compute_ms, found.transfer_ms, found.fill_ms) == (2.0, 5.0, 0.0), found
+    # One store behind the other: from the third on each body waits until the store before the
+    # last is over.
+    assert found.stall_ms == 3.0, found
+
+
+def check_streams_of_one_direction_share_the_link() -> None:
+    """Not twice as long because two are under way at once."""
+    monitor = OverlapMonitor(window=15)
+    pipeline = pipeline_of(4, monitor=monitor, num_streams=2)
+    go(pipeline, "load", [(4.0, 1.0, 0.0)] * 16)
+    found = monitor.snapshot()
+    assert 1.5 < found.transfer_ms < 2.5, found  # two streams at once, 4 ms each
+
+
+def check_a_late_host_is_no_stall() -> None:
+    monitor = OverlapMonitor(window=9)
+    pipeline = pipeline_of(2, monitor=monitor)
+    machine.current = CALLERS[0]
+    for _ in pipeline.load(range(10), copy=lambda tensor, block: work(1.0)):
+        work(2.0)
+        # The compute stream has nothing to do for a while after the body, as its events see it.
+        pipeline._streams.next(-1, 0)
+        work(7.0)
+    found = monitor.snapshot()
+    assert (found.compute_ms, found.stall_ms) == (2.0, 0.0), found
+
+
+def check_sessions_do_not_wait_for_each_other() -> None:
+    """The time between them is no stall; under `with`, the next run's first body may stall."""
+    monitor = OverlapMonitor()
+    pipeline = pipeline_of(2, monitor=monitor)
+    for _ in range(3):
+        go(pipeline, "load", [(4.0, 5.0, 0.0)] * 4)
+        machine.current = CALLERS[0]
+        work(100.0)
+    found = monitor.snapshot()
+    assert found.iterations == 12 and found.stall_share == 0.0 and found.fill_ms == 4.0, found
+    chained = OverlapMonitor()
+    pipeline = pipeline_of(2, monitor=chained)
+    with pipeline:
+        for _ in range(3):
+            for _ in pipeline.load(range(4), copy=lambda tensor, block: work(6.0)):
+                work(5.0)
+    assert chained.snapshot().stall_share == 11 / 12, chained.snapshot()
+
+
+def check_what_is_not_over_is_not_waited_for() -> None:
+    monitor = OverlapMonitor(capacity=1000)
+    pipeline = pipeline_of(2, monitor=monitor)
+    begin = time_of(CALLERS[0])
+    now(begin)
+    go(pipeline, "load", [(2.0, 3.0, 0.0)] * 40)
+    assert monitor.snapshot().iterations == 0
+    now(begin + 2 + 3 * 10)
+    assert monitor.snapshot().iterations == 10
+    now(1e30)
+    found = monitor.snapshot()
+    assert (found.iterations, found.dropped) == (40, 0)
+
+
+def check_the_oldest_are_dropped() -> None:
+    monitor = OverlapMonitor(capacity=4, window=4)
+    pipeline = pipeline_of(3, monitor=monitor)
+    now(time_of(CALLERS[0]))
+    go(pipeline, "load", [(2.0, 3.0, 0.0)] * 20)
+    now(1e30)
+    found = monitor.snapshot()
+    assert (found.iterations, found.dropped, found.window) == (4, 16, 4), found
+    assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (3.0, 2.0, 0.0), found
+    go(pipeline, "load", [(2.0, 3.0, 0.0)] * 4)
+    assert monitor.snapshot().iterations == 8
+
+
+def check_captures_are_counted_and_not_timed() -> None:
+    monitor = OverlapMonitor()
+    pipeline = pipeline_of(3, monitor=monitor)
+    go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
+    driver.fake_capture_of(ctypes.c_void_p(CAPTURING), 1)
+    machine.current = CAPTURING
+    for _ in pipeline.load(range(7), copy=lambda tensor, block: work(1.0)):
+        work(1.0)
+    assert machine.current == CAPTURING
+    driver.fake_capture_of(ctypes.c_void_p(CAPTURING), 0)
+    found = monitor.snapshot()
+    assert (found.iterations, found.captured) == (10, 7), found
+    go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
+    found = monitor.snapshot()
+    assert (found.iterations, found.captured, found.compute_ms) == (20, 7, 3.0), found
+
+
+def check_events_are_given_back() -> None:
+    before = driver.fake_events()
+    for monitor in (None, OverlapMonitor()):
+        pipeline = pipeline_of(3, monitor=monitor, num_streams=2)
+        go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
+        assert driver.fake_events() > before
+        pipeline.close()
+        del pipeline
+        assert driver.fake_events() == before
+
+
+# -- auto depth ------------------------------------------------------------------------------------
+
+
+def bursts(count: int) -> Times:
+    """Every eighth load takes as long as ten others, which bodies can hide if they are ahead."""
+    return [(10.0 if i % 8 == 5 else 1.0, 3.0, 0.0) for i in range(count)]
+
+
+def check_slots_are_taken_and_given_back_in_a_run() -> None:
+    pipeline = pipeline_of(2, auto_depth=AutoDepth(max_slots=8))
+    took = go(pipeline, "load", bursts(220))
+    depth = pipeline.depth
+    assert 3 <= depth <= 5, depth
+    assert len(pipeline._slots.free) == depth
+    best = total_ms(iterations(bursts(220)), 8)
+    worst = total_ms(iterations(bursts(220)), 2)
+    assert took < best + 0.1 * (worst - best) + 10, (took, best, worst)
+    go(pipeline, "load", [(1.0, 3.0, 0.0)] * 400)
+    assert pipeline.depth == 2, pipeline.depth
+    go(pipeline, "load", bursts(100))
+    assert pipeline.depth == depth, pipeline.depth
+    assert sorted(slot.index for slot in pipeline._slots.free) == list(range(depth))
+
+
+def check_no_slots_where_they_do_not_help() -> None:
+    for times in ((5.0, 2.0, 0.0), (2.0, 5.0, 0.0)):
+        pipeline = pipeline_of(2, auto_depth=AutoDepth(max_bytes=100 * MIB))
+        go(pipeline, "load", [times] * 100)
+        assert pipeline.depth == 2
+
+
+def check_no_memory_for_more() -> None:
+    pipeline = pipeline_of(2, auto_depth=AutoDepth(max_slots=8))
+    add: Callable[..., Any] = pipeline._streams.add_slot
+
+    def add_slot(index: int, *args: Any) -> Any:
+        if index == 3:
+            raise torch.OutOfMemoryError("no more")
+        return add(index, *args)
+
+    pipeline._streams.add_slot = add_slot  # type: ignore[method-assign]
+    go(pipeline, "load", bursts(200))
+    assert pipeline.depth == 3
+
+
+def main() -> None:
+    slot_order.set_up(None)
+    driver.fake_now(ctypes.c_double(1e30))
+    report_checks(globals(), lambda: now(1e30))
+
+
+if __name__ == "__main__":
+    main()

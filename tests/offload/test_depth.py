@@ -1,0 +1,252 @@
+"""The decision on a pipeline's depth, against a simulated GPU and link, and its arguments."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from pipelines import pipeline_of
+
+from jitkern.offload import AutoDepth
+from jitkern.offload.depth import DepthController, Iteration, total_ms
+
+Load = Callable[[random.Random, int], tuple[float, float, float]]
+"""Milliseconds of load, compute and store of an iteration."""
+
+LEAST, MOST = 2, 16
+
+
+class Simulated:
+    """A pipeline in time: slots that are taken and given back while iterations go on."""
+
+    def __init__(self, depth: int, controller: DepthController | None = None) -> None:
+        self.controller = controller
+        self.freed = deque([0.0] * depth)
+        self.loaded = self.computed = self.stored = 0.0
+        self.depths: list[int] = []
+        self.num_iterations = 0
+
+    def step(self, load_ms: float, compute_ms: float, store_ms: float) -> None:
+        freed = self.freed.popleft()
+        self.loaded = max(self.loaded, freed) + load_ms
+        could_begin = max(self.computed, self.loaded)
+        stall_ms = could_begin - self.computed if self.num_iterations else 0.0
+        self.computed = could_begin + compute_ms
+        self.stored = max(self.stored, self.computed) + store_ms if store_ms else self.computed
+        self.freed.append(self.stored)
+        follows = self.num_iterations > 0
+        self.num_iterations += 1
+        self.depths.append(len(self.freed))
+        if self.controller is None:
+            return
+        self.controller.observe(load_ms, compute_ms, store_ms, stall_ms, follows)
+        while len(self.freed) < self.controller.depth:
+            self.freed.appendleft(self.computed)  # a new slot is free at once
+        while len(self.freed) > self.controller.depth:
+            self.freed.popleft()
+
+    @property
+    def ms(self) -> float:
+        return max(self.computed, self.stored)
+
+
+def times(load: Load, seed: int = 0) -> Iterator[tuple[float, float, float]]:
+    rng = random.Random(seed)
+    number = 0
+    while True:
+        yield load(rng, number)
+        number += 1
+
+
+def controlled(config: AutoDepth | None = None) -> Simulated:
+    config = config or AutoDepth(max_slots=MOST)
+    return Simulated(LEAST, DepthController(config, LEAST, config.most(LEAST, 1)))
+
+
+def run(simulated: Simulated, load: Load, count: int, seed: int = 0) -> float:
+    """Return the ms that so many iterations take."""
+    begin = simulated.ms
+    for one in islice(times(load, seed), count):
+        simulated.step(*one)
+    return simulated.ms - begin
+
+
+def best_fixed(load: Load, count: int, seed: int = 0) -> float:
+    return min(run(Simulated(depth), load, count, seed) for depth in range(1, MOST + 1))
+
+
+def steady(load_ms: float, compute_ms: float, store_ms: float = 0.0) -> Load:
+    return lambda rng, number: (load_ms, compute_ms, store_ms)
+
+
+def bursty(every: int, long_ms: float, ms: float, compute_ms: float) -> Load:
+    return lambda rng, number: (long_ms if number % every == every - 1 else ms, compute_ms, 0.0)
+
+
+def jitter(low: float, high: float, compute_ms: float, chance: float) -> Load:
+    return lambda rng, number: (high if rng.random() < chance else low, compute_ms, 0.0)
+
+
+LOADS = {
+    "compute-bound": steady(1.0, 3.0),
+    "as long as each other": steady(2.0, 2.0),
+    "transfer-bound": steady(5.0, 2.0),
+    "both directions": steady(2.0, 2.5, 2.0),
+    "both directions, transfer-bound": steady(4.0, 2.0, 4.0),
+    "stores": lambda rng, number: (0.0, 3.0, 10.0 if number % 6 == 5 else 1.0),
+    "bursts of 4": bursty(4, 7.0, 1.0, 3.0),
+    "bursts of 8": bursty(8, 14.0, 1.0, 3.0),
+    "jitter": jitter(1.0, 8.0, 4.0, 0.25),
+    "rare jitter": jitter(1.0, 10.0, 3.0, 0.12),
+    "jitter of bodies": lambda rng, number: (2.0, rng.choice((0.5, 1.0, 6.0)), 0.0),
+    "jitter, transfer-bound": jitter(2.0, 12.0, 2.0, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("seed", range(5))
+def test_as_good_as_the_best_depth_after_20_iterations(name: str, seed: int) -> None:
+    load = LOADS[name]
+    simulated = controlled()
+    ahead = list(islice(times(load, seed), 420))
+    for one in ahead[:20]:
+        simulated.step(*one)
+    begin = simulated.ms
+    for one in ahead[20:]:
+        simulated.step(*one)
+    found = simulated.ms - begin
+    fixed = []
+    for depth in range(1, MOST + 1):
+        other = Simulated(depth)
+        for one in ahead[:20]:
+            other.step(*one)
+        at = other.ms
+        for one in ahead[20:]:
+            other.step(*one)
+        fixed.append(other.ms - at)
+    assert found <= 1.05 * min(fixed), (found, min(fixed), simulated.depths)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["compute-bound", "as long as each other", "transfer-bound", "both directions, transfer-bound"],
+)
+def test_where_no_depth_helps_none_is_kept(name: str) -> None:
+    simulated = controlled()
+    run(simulated, LOADS[name], 2000)
+    assert set(simulated.depths[20:]) <= {LEAST, LEAST + 1}
+    assert len(set(simulated.depths[100:])) == 1
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_settles(name: str, seed: int) -> None:
+    """A few changes in thousands of iterations, ever fewer."""
+    simulated = controlled()
+    run(simulated, LOADS[name], 6000, seed)
+    depths = simulated.depths
+
+    def changes(begin: int, end: int) -> int:
+        return sum(depths[i] != depths[i - 1] for i in range(begin + 1, end))
+
+    assert changes(0, 1000) <= 16, depths
+    assert changes(3000, 6000) <= 4
+
+
+def test_a_change_of_load() -> None:
+    """From one that needs no slots to one that does, and back."""
+    simulated = controlled()
+    few, many = steady(1.0, 3.0), bursty(8, 14.0, 1.0, 3.0)
+    run(simulated, few, 200)
+    assert simulated.depths[-1] == LEAST
+    run(simulated, many, 60)
+    deep = simulated.depths[-1]
+    assert deep > LEAST
+    found, best = run(simulated, many, 400), best_fixed(many, 400)
+    assert found <= 1.05 * best
+    run(simulated, few, 400)
+    assert simulated.depths[-1] == LEAST
+    run(simulated, many, 60)
+    assert run(simulated, many, 400) <= 1.05 * best
+
+
+def test_what_more_slots_do_not_change_is_given_back() -> None:
+    """As where host and GPU do nothing at once: times promise more than there is."""
+    controller = DepthController(AutoDepth(max_slots=8), 2, 8)
+    depths = []
+    for number in range(400):
+        load_ms = 10.0 if number % 8 == 5 else 1.0
+        controller.observe(load_ms, 3.0, 0.0, load_ms, number > 0)
+        depths.append(controller.depth)
+    assert max(depths) > 2
+    assert depths[60:] == [2] * 340
+
+
+def test_no_more_than_can_be_had() -> None:
+    controller = DepthController(AutoDepth(max_slots=16), 2, 16)
+    simulated = Simulated(2, controller)
+    run(simulated, LOADS["bursts of 8"], 16)
+    assert controller.depth > 3
+    controller.refuse(3)
+    run(simulated, LOADS["bursts of 8"], 500)
+    assert max(simulated.depths[20:]) == 3
+
+
+def test_limits() -> None:
+    assert AutoDepth(max_slots=7).most(2, 100) == 7
+    assert AutoDepth(max_bytes=799).most(2, 100) == 7
+    assert AutoDepth(max_slots=5, max_bytes=799).most(5, 100) == 5
+    simulated = controlled(AutoDepth(max_slots=3))
+    run(simulated, LOADS["bursts of 8"], 300)
+    assert max(simulated.depths) == 3
+
+
+def test_the_time_of_some_iterations() -> None:
+    def of(*iterations: tuple[float, float, float]) -> list[Iteration]:
+        return [Iteration(*one, 0.0, True) for one in iterations]
+
+    loads = of(*[(2.0, 3.0, 0.0)] * 4)
+    assert [total_ms(loads, depth) for depth in (1, 2, 4)] == [20.0, 14.0, 14.0]
+    both = of(*[(2.0, 3.0, 4.0)] * 3)
+    assert [total_ms(both, depth) for depth in (1, 2, 3)] == [27.0, 18.0, 17.0]
+    apart = [one._replace(follows=False) for one in loads]
+    assert total_ms(apart, 4) == 20.0
+    assert total_ms([], 3) == 0.0
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({}, ValueError, "AutoDepth: max_slots: None, expected it or max_bytes"),
+    ({"max_slots": 0}, ValueError, "AutoDepth: max_slots: 0, expected at least 1"),
+    ({"max_bytes": -1}, ValueError, "AutoDepth: max_bytes: -1, expected at least 1"),
+    ({"max_bytes": 1e9}, TypeError, "AutoDepth: max_bytes: float, expected an int"),
+    ({"max_slots": 4, "patience": 0}, ValueError, "AutoDepth: patience: 0, expected at least 1"),
+    ({"max_slots": 4, "patience": None}, TypeError, "AutoDepth: patience: NoneType, expected an"),
+    ({"max_slots": 4, "stall_share": 1.5}, ValueError, "AutoDepth: stall_share: 1.5, expected 0 "),
+    ({"max_slots": 4, "stall_share": "1"}, TypeError, "AutoDepth: stall_share: str, expected a"),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
+def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        AutoDepth(**how)
+
+
+def test_mistakes_of_a_pipeline() -> None:
+    cpu = torch.device("cpu")
+    for auto_depth, text in (
+        (AutoDepth(max_slots=2), "at most 2 slots of 60 bytes, expected at least 3"),
+        (AutoDepth(max_bytes=100), "at most 1 slots of 60 bytes, expected at least 3"),
+    ):
+        with pytest.raises(ValueError, match=f"^SlotPipeline: auto_depth: {text}$"):
+            pipeline_of(cpu, 3, auto_depth=auto_depth)
+    with pytest.raises(TypeError, match="auto_depth: int, expected an AutoDepth or None"):
+        pipeline_of(cpu, 3, auto_depth=8)

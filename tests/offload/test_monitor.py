@@ -1,0 +1,396 @@
+"""OverlapMonitor on the CPU, where its times are the host's; and what it says, of given times."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import logging
+import math
+import re
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from pipelines import bring, host_blocks, pipeline_of, sync, take
+
+from jitkern.errors import UnsupportedError
+from jitkern.offload import AutoDepth, OverlapMonitor, OverlapSnapshot, SlotPipeline
+
+SLOT_BYTES = 60
+
+
+class Given:
+    """A pipeline of which only times are known: (compute, transfer, stall) of each iteration."""
+
+    slot_bytes = 1 << 20
+    depth = 3
+
+    def __init__(self, monitor: OverlapMonitor) -> None:
+        self.monitor = monitor
+        self.rows: list[tuple[float, float, float]] = []
+        monitor._attach(self)
+
+    def harvest(self, address: int, max_rows: int) -> int:
+        columns = self.monitor._columns
+        assert columns.buffer_info()[0] == address
+        rows, self.rows = self.rows[:max_rows], self.rows[max_rows:]
+        for number, (compute, transfer, stall) in enumerate(rows):
+            values = [*[math.nan] * 6, compute, transfer, stall, -1.0, transfer, compute, 0, 1]
+            for column, value in enumerate(values):
+                columns[column * max_rows + number] = value
+        return len(rows)
+
+    def num_dropped(self) -> int:
+        return 0
+
+    def _poll(self) -> None:
+        self.monitor._poll(self, None)  # type: ignore[arg-type]
+
+    def add(self, rows: Iterable[tuple[float, float, float]]) -> None:
+        """As a pipeline does at the end of these iterations."""
+        self.rows += rows
+        self._poll()
+        self.monitor._look(self.depth)
+
+
+def test_counts_of_every_kind_of_run(device: torch.device) -> None:
+    monitor = OverlapMonitor(window=10, name="weights")
+    pipeline = pipeline_of(device, 3, monitor=monitor)
+    nothing = monitor.snapshot()
+    assert (nothing.iterations, nothing.depth, nothing.alarms) == (0, 3, 0)
+    assert math.isnan(nothing.ratio) and math.isnan(nothing.compute_ms)
+    blocks = host_blocks(7, device)
+    for _ in pipeline.load(blocks, copy=bring):
+        pass
+    for _ in pipeline.store(blocks, copy=take):
+        pass
+    with pipeline:
+        for _ in pipeline.update(blocks, load=bring, store=take):
+            pass
+    sync(device)
+    found = monitor.snapshot()
+    assert found.name == "weights"
+    assert (found.iterations, found.window, found.dropped, found.captured) == (21, 10, 0, 0)
+    assert found.bytes_moved == SLOT_BYTES * (7 + 7 + 14)
+    assert found.compute_ms > 0 and found.transfer_ms > 0 and found.fill_ms > 0
+    assert found.ratio == pytest.approx(found.compute_ms / found.transfer_ms)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.depth = 4  # type: ignore[misc]
+
+
+def test_runs_that_end_early(device: torch.device) -> None:
+    """What was not computed on is not counted, nor what was not stored."""
+    monitor = OverlapMonitor()
+    pipeline = pipeline_of(device, 3, monitor=monitor)
+    blocks = host_blocks(9, device)
+    for slot in pipeline.load(blocks, copy=bring):
+        if slot.block is blocks[4]:
+            break
+    for slot in pipeline.update(blocks, load=bring, store=take):
+        if slot.block is blocks[4]:
+            break
+    for _ in pipeline.load(blocks, copy=bring):
+        pass
+    sync(device)
+    assert monitor.snapshot().iterations == 5 + 4 + 9
+
+
+def test_times_on_the_cpu() -> None:
+    """Where a compute waits for every copy."""
+    monitor = OverlapMonitor(window=8)
+    pipeline = pipeline_of(torch.device("cpu"), 1, monitor=monitor)
+
+    def copy(tensor: torch.Tensor, block: int) -> None:
+        time.sleep(0.002)
+
+    for _ in pipeline.load(range(8), copy=copy):
+        time.sleep(0.006)
+    found = monitor.snapshot()
+    assert found.iterations == 8
+    assert 6 <= found.compute_ms < 9
+    assert 2 <= found.transfer_ms < 5
+    assert 2 <= found.fill_ms < 5
+    assert 7 / 8 * 2 <= found.stall_ms < 5
+    assert found.stall_share == 7 / 8  # the first one's is the fill
+    assert 1.5 < found.ratio < 4
+    assert found.gb_s == pytest.approx(SLOT_BYTES / found.transfer_ms / 1e6)
+
+
+def test_means_of_a_window() -> None:
+    monitor = OverlapMonitor(window=4, stall_fraction=0.25)
+    given = Given(monitor)
+    given.add([(9.0, 9.0, 9.0)] * 5 + [(2.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
+    given.add([(4.0, 4.0, 2.0)] * 1)
+    found = monitor.snapshot()
+    assert isinstance(found, OverlapSnapshot)
+    assert (found.iterations, found.window) == (9, 4)
+    assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (3.0, 2.0, 1.0)
+    assert found.ratio == 1.5
+    assert found.stall_share == 0.5  # of 0, 1/5, 1/3 and 1/3 of the time
+    assert found.gb_s == pytest.approx((1 << 20) / 2e6)
+    assert found.bytes_moved == 9 << 20
+    given.add([(1.0, 1.0, 0.0)] * 100)  # more than are harvested at once
+    assert monitor.snapshot().iterations == 109
+
+
+def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
+    alarms: list[OverlapSnapshot] = []
+    monitor = OverlapMonitor(window=4, min_ratio=1.5, hysteresis=0.1, on_alarm=alarms.append)
+    given = Given(monitor)
+    with caplog.at_level(logging.WARNING, "jitkern.offload"):
+        given.add([(1.0, 2.0, 1.0)] * 3)
+        assert not alarms  # no full window
+        given.add([(1.0, 2.0, 1.0)])
+        assert len(alarms) == 1
+        given.add([(1.0, 2.0, 1.0)] * 20)
+        given.add([(1.6, 1.0, 0.0)] * 20)  # above the limit, and not by a tenth
+        given.add([(1.4, 1.0, 0.0)] * 20)
+        assert len(alarms) == 1
+        given.add([(1.7, 1.0, 0.0)] * 20)
+        given.add([(1.4, 1.0, 0.0)] * 4)
+    assert [alarm.alarms for alarm in alarms] == [1, 2]
+    assert alarms[0].ratio == 0.5
+    assert caplog.messages == [
+        "pipeline: compute takes 0.50 times as long as its copies, expected at least 1.50 "
+        "(1 ms and 2 ms, 100 % of 4 iterations stalled, depth 3)",
+        "pipeline: compute takes 1.40 times as long as its copies, expected at least 1.50 "
+        "(1.4 ms and 1 ms, 0 % of 4 iterations stalled, depth 3)",
+    ]
+
+
+def test_an_alarm_may_ask_and_may_end_the_run(device: torch.device) -> None:
+    def on_alarm(snapshot: OverlapSnapshot) -> None:
+        assert monitor.snapshot().alarms == 1
+        raise InterruptedError(f"{snapshot.window}")
+
+    monitor = OverlapMonitor(window=4, min_ratio=1e9, on_alarm=on_alarm)
+    pipeline = pipeline_of(device, 2, monitor=monitor)
+    bodies = 0
+    with pytest.raises(InterruptedError, match="4"):
+        for _ in pipeline.load(host_blocks(40, device), copy=bring):
+            bodies += 1
+            sync(device)
+    assert bodies == 16
+    assert sum(1 for _ in pipeline.load(host_blocks(40, device), copy=bring)) == 40
+
+
+def test_small_copies_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    for slot_bytes, count in ((999_999, 1), (1_000_000, 0)):
+        caplog.clear()
+        given = Given(OverlapMonitor(window=4, min_ratio=0, name="kv"))
+        given.monitor._slot_bytes = slot_bytes
+        given.add([(1.0, 0.5, 0.0)] * 3)
+        assert caplog.messages == []
+        given.add([(1.0, 0.5, 0.0)] * 20)
+        given.add([(1.0, 0.5, 0.0)] * 20)
+        assert len(caplog.messages) == count
+    given = Given(OverlapMonitor(window=4, min_ratio=0, name="kv"))
+    given.monitor._slot_bytes = 250_000
+    given.add([(1.0, 0.5, 0.0)] * 4)
+    text = "kv: copies of 0.25 MB reach 0.5 GB/s; larger slots, of 1 MB and more, hide what a copy"
+    assert caplog.messages[-1].startswith(text)
+
+
+def test_memory_is_bounded() -> None:
+    monitor = OverlapMonitor(window=8, capacity=16)
+    pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
+    for _ in pipeline.load(range(2000), copy=lambda tensor, block: None):
+        pass
+    found = monitor.snapshot()
+    assert found.iterations == 2000 and found.dropped == 0
+    assert {len(column) for column in monitor._timeline} == {16}
+
+
+def test_a_monitor_has_one_pipeline_at_a_time() -> None:
+    cpu = torch.device("cpu")
+    monitor = OverlapMonitor()
+    first = pipeline_of(cpu, monitor=monitor)
+    text = "SlotPipeline: monitor: that of another pipeline, expected one of its own, or that of a"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        pipeline_of(cpu, monitor=monitor)
+    list(first.load(host_blocks(3, cpu), copy=bring))
+    first.close()
+    second = pipeline_of(cpu, monitor=monitor)
+    list(second.load(host_blocks(2, cpu), copy=bring))
+    assert monitor.snapshot().iterations == 5
+    assert monitor.snapshot().depth == 3
+    del second
+    gc.collect()
+    assert monitor.snapshot().depth == 0
+    pipeline_of(cpu, monitor=monitor)
+
+
+def test_asked_by_other_threads_while_it_runs() -> None:
+    """As by a thread that serves metrics; the runs notice nothing of it."""
+    monitor = OverlapMonitor()
+    pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
+    over = threading.Event()
+    seen: list[int] = []
+
+    def ask() -> None:
+        while not over.is_set():
+            seen.append(monitor.snapshot().iterations)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        for _ in pipeline.load(range(50), copy=lambda tensor, block: None):
+            pass
+    over.set()
+    for thread in threads:
+        thread.join()
+    found = monitor.snapshot()
+    # Those are dropped for which no thread came round to ask.
+    assert found.iterations + found.dropped == 10_000
+    assert 0 < max(seen) <= found.iterations
+
+
+def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:
+    """Its memory is not kept by a cycle."""
+    cpu = torch.device("cpu")
+    pipeline = pipeline_of(cpu, monitor=OverlapMonitor(), auto_depth=AutoDepth(max_slots=4))
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(pipeline)
+        for _ in pipeline.load(range(3), copy=lambda tensor, block: None):
+            break
+        del pipeline
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+# -- what others show of it ------------------------------------------------------------------------
+
+
+def test_metrics() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    monitor = OverlapMonitor(window=4, min_ratio=0, name="kv")
+    given = Given(monitor)
+    registry = prometheus.CollectorRegistry()
+    registry.register(monitor.collector())
+    given.add([(3.0, 2.0, 1.0)] * 6)
+    text = prometheus.generate_latest(registry).decode()
+    figures = dict(re.findall(r'^jitkern_pipeline_(\w+)\{pipeline="kv"\} (\S+)$', text, re.M))
+    assert {name: float(value) for name, value in figures.items() if value != "NaN"} == {
+        "iterations_total": 6,
+        "captured_iterations_total": 0,
+        "dropped_iterations_total": 0,
+        "moved_bytes_total": 6 << 20,
+        "alarms_total": 0,
+        "compute_seconds": 0.003,
+        "transfer_seconds": 0.002,
+        "stall_seconds": 0.001,
+        "compute_transfer_ratio": 1.5,
+        "stalled_ratio": 1.0,
+        "transfer_bytes_per_second": (1 << 20) / 0.002,
+        "slots": 3,
+    }
+    assert figures["fill_seconds"] == "NaN"
+
+
+def test_a_plot(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    monitor = OverlapMonitor(name="weights")
+    pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
+    with pytest.raises(ValueError, match=r"^OverlapMonitor\.plot: no iteration, expected one"):
+        monitor.plot(tmp_path / "none.png")
+    blocks = host_blocks(9, torch.device("cpu"))
+    for _ in pipeline.update(blocks, load=bring, store=take):
+        pass
+    monitor.plot(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("missing", "use", "text"),
+    [
+        ("prometheus_client", "collector", "pip install 'jitkern[metrics]'"),
+        ("matplotlib", "plot", "pip install 'jitkern[bench]'"),
+    ],
+)
+def test_what_is_not_installed(
+    missing: str, use: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.import_module
+
+    def import_module(name: str) -> Any:
+        if name.startswith(missing):
+            raise ImportError(name)
+        return real(name)
+
+    module = {"collector": "metrics", "plot": "timeline"}[use]
+    monkeypatch.setattr(real(f"jitkern.offload.{module}"), "import_module", import_module)
+    call = getattr(OverlapMonitor(), use)
+    with pytest.raises(UnsupportedError, match=f"{re.escape(text)}$"):
+        call(*(["timeline.png"] if use == "plot" else []))
+
+
+def test_ranges_need_nvtx() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this torch has NVTX")
+    text = "SlotPipeline: nvtx: this torch has no NVTX; install a CUDA build of torch"
+    with pytest.raises(UnsupportedError, match=f"^{text}$"):
+        pipeline_of(torch.device("cpu"), nvtx=True)
+
+
+def test_ranges(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("end"))
+    pipeline = pipeline_of(device, 1, nvtx=True)
+    said.clear()
+    blocks = host_blocks(2, device)
+    for _ in pipeline.update(blocks, load=bring, store=take):
+        said.append("body")
+    for _ in pipeline.load(blocks, copy=bring):
+        break
+    expected = [f"{what} {n}" for n in range(2) for what in ("load", "compute", "store")]
+    assert [text for text in said if text not in ("end", "body")] == [
+        *expected,
+        *("load 2", "compute 2"),
+    ]
+    assert said.count("end") == 8
+    assert said[2:5] == ["compute 0", "body", "end"]
+
+
+# -- wrong arguments -------------------------------------------------------------------------------
+
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"window": 0}, ValueError, "window: 0, expected at least 1"),
+    ({"window": 2.5}, TypeError, "window: float, expected an int"),
+    ({"capacity": 0}, ValueError, "capacity: 0, expected at least 1"),
+    ({"capacity": True}, TypeError, "capacity: bool, expected an int"),
+    ({"min_ratio": -1}, ValueError, "min_ratio: -1, expected 0 or more"),
+    ({"min_ratio": math.nan}, ValueError, "min_ratio: nan, expected 0 or more"),
+    ({"min_ratio": "2"}, TypeError, "min_ratio: str, expected a number"),
+    ({"hysteresis": math.inf}, ValueError, "hysteresis: inf, expected 0 or more"),
+    ({"stall_fraction": None}, TypeError, "stall_fraction: NoneType, expected a number"),
+    ({"on_alarm": 3}, TypeError, "on_alarm: int, expected a function"),
+    ({"name": 3}, TypeError, "name: int, expected a str"),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
+def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^OverlapMonitor: {re.escape(text)}$"):
+        OverlapMonitor(**how)
+
+
+def test_a_monitor_that_is_none() -> None:
+    text = "SlotPipeline: monitor: int, expected an OverlapMonitor or None"
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        SlotPipeline(
+            num_slots=2,
+            slot_shape=[3],
+            dtype=torch.int8,
+            device="cpu",
+            monitor=3,  # type: ignore[arg-type]
+        )

@@ -1,0 +1,404 @@
+"""SlotPipeline on a GPU: races that a slow side would show, graphs, and no synchronisation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from pipelines import host_blocks, pipeline_of
+from torch import Tensor
+
+from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
+
+pytestmark = pytest.mark.cuda
+
+WORDS = 1 << 18  # of int32: 1 MiB a slot
+SLOW_CYCLES = 1_000_000  # about 0.6 ms
+
+
+def pipeline(depth: int, **how: Any) -> SlotPipeline:
+    return SlotPipeline(num_slots=depth, slot_shape=[WORDS], dtype=torch.int32, **how)
+
+
+def pinned(count: int) -> list[Tensor]:
+    return [torch.empty(WORDS, dtype=torch.int32, pin_memory=True) for _ in range(count)]
+
+
+def bring(tensor: Tensor, block: Tensor) -> None:
+    tensor.copy_(block, non_blocking=True)
+
+
+def take(tensor: Tensor, block: Tensor) -> None:
+    block.copy_(tensor, non_blocking=True)
+
+
+def slow(copy: Any) -> Any:
+    """A copy that begins late, and leaves the slot half done for a while."""
+
+    def run(tensor: Tensor, block: Tensor) -> None:
+        torch.cuda._sleep(SLOW_CYCLES)
+        copy(tensor[: WORDS // 2], block[: WORDS // 2])
+        torch.cuda._sleep(SLOW_CYCLES)
+        copy(tensor[WORDS // 2 :], block[WORDS // 2 :])
+
+    return run
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+@pytest.mark.parametrize("num_streams", [1, 2])
+@pytest.mark.parametrize("slow_side", ["copies", "bodies", "both"])
+def test_slow_sides(depth: int, num_streams: int, slow_side: str) -> None:
+    """Each block is what it should be in its body, and afterwards on the host."""
+    p = pipeline(depth, num_streams=num_streams)
+    blocks = pinned(24)
+    for number, block in enumerate(blocks):
+        block.fill_(number)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    load, store = (slow(bring), slow(take)) if slow_side != "bodies" else (bring, take)
+    for turn in range(3):
+        for number, slot in enumerate(p.update(blocks, load=load, store=store)):
+            wrong += (slot.tensor != number + turn).sum()
+            if slow_side != "copies":
+                torch.cuda._sleep(SLOW_CYCLES)
+            slot.tensor.add_(1)
+            if slow_side != "copies":
+                torch.cuda._sleep(SLOW_CYCLES)
+        # The caller's stream waits for the stores: a copy of the host's memory that it does
+        # comes behind them.
+        seen = torch.stack([block.cuda(non_blocking=True) for block in blocks])
+        wrong += (seen != torch.arange(24, device="cuda")[:, None] + turn + 1).sum()
+        for number, slot in enumerate(p.load(blocks, copy=load)):
+            torch.cuda._sleep(SLOW_CYCLES if slow_side != "copies" else 0)
+            wrong += (slot.tensor != number + turn + 1).sum()
+    assert wrong.item() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 8])
+def test_1000_rounds(depth: int) -> None:
+    """Sums of what goes through, against the same on the CPU."""
+    p = pipeline_of(torch.device("cuda"), depth, slot_shape=[4096], dtype=torch.int64)
+    generator = torch.Generator().manual_seed(depth)
+    blocks = [torch.empty(4096, dtype=torch.int64, pin_memory=True) for _ in range(11)]
+    for block in blocks:
+        block.random_(generator=generator)
+    expected = [block.clone() for block in blocks]
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    with p:
+        for turn in range(1000):
+            for slot in p.update(blocks, load=bring_some, store=take_some):
+                if turn % 3 == 0:
+                    torch.cuda._sleep(3000)
+                slot.tensor.mul_(3).add_(turn)
+                total += slot.tensor.sum()
+            # A block is loaded again before the run ahead has stored it, but for this.
+            p.fork()
+            p.load_streams[0].wait_stream(p.store_streams[0])
+    torch.cuda.synchronize()
+    wanted = 0
+    for turn in range(1000):
+        for block in expected:
+            block.mul_(3).add_(turn)
+            wanted += int(block.sum())
+    assert all(torch.equal(one, other) for one, other in zip(blocks, expected, strict=True))
+    assert (total.item() - wanted) % (1 << 64) == 0
+
+
+def bring_some(tensor: Tensor, block: Tensor) -> None:
+    tensor.copy_(block, non_blocking=True)
+
+
+def take_some(tensor: Tensor, block: Tensor) -> None:
+    block.copy_(tensor, non_blocking=True)
+
+
+def test_the_caller_on_a_stream_of_its_own() -> None:
+    """What it queued before is seen, what it queues behind sees the run."""
+    p = pipeline(3)
+    source = [torch.zeros(WORDS, dtype=torch.int32, device="cuda") for _ in range(6)]
+    caller = torch.cuda.Stream()
+    caller.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(caller):
+        for turn in range(5):
+            torch.cuda._sleep(SLOW_CYCLES)
+            for tensor in source:
+                tensor.fill_(turn)
+            total = torch.zeros((), dtype=torch.int64, device="cuda")
+            for slot in p.load(source, copy=bring):
+                torch.cuda._sleep(SLOW_CYCLES)
+                total += slot.tensor.sum()
+            for tensor in source:
+                tensor.fill_(-1)  # must not reach the copies
+            assert torch.cuda.current_stream() == caller
+            assert total.item() == 6 * WORDS * turn
+
+
+def test_results_outlive_the_pipeline() -> None:
+    """Slots that are given back while their work is still queued are not given to others before."""
+    blocks = pinned(4)
+    for block in blocks:
+        block.fill_(7)
+    for _ in range(10):
+        p = pipeline(4)
+        totals = []
+        for slot in p.load(blocks, copy=slow(bring)):
+            torch.cuda._sleep(SLOW_CYCLES)
+            totals.append(slot.tensor.sum())
+        p.close()
+        del p, slot
+        others = [torch.full([WORDS], -1, dtype=torch.int32, device="cuda") for _ in range(8)]
+        assert [total.item() for total in totals] == [7 * WORDS] * 4
+        assert all(other.eq(-1).all() for other in others)
+
+
+@pytest.mark.parametrize("monitored", [False, True])
+def test_nothing_is_synchronised(monitored: bool) -> None:
+    monitor = OverlapMonitor(window=8) if monitored else None
+    p = pipeline(3, monitor=monitor)
+    blocks = pinned(40)
+    with no_synchronisation():
+        for _ in p.load(blocks, copy=bring):
+            torch.cuda._sleep(1000)
+        with p:
+            for _ in p.update(blocks, load=bring, store=take):
+                torch.cuda._sleep(1000)
+            for _ in p.store(blocks, copy=take):
+                pass
+        if monitor is not None:
+            monitor.snapshot()
+    torch.cuda.synchronize()
+    if monitor is not None:
+        assert monitor.snapshot().iterations == 120
+
+
+def test_the_host_does_not_wait() -> None:
+    """All of a run is queued while its first copy has not begun."""
+    p = pipeline(2, monitor=OverlapMonitor())
+    blocks = pinned(12)
+    for block in blocks:
+        block.fill_(3)
+    begun = torch.cuda.Event()
+    torch.cuda._sleep(1000 * SLOW_CYCLES)
+    begun.record()
+    for _ in p.update(blocks, load=bring, store=take):
+        pass
+    assert not begun.query()
+    torch.cuda.synchronize()
+
+
+def test_what_the_monitor_measures() -> None:
+    monitor = OverlapMonitor(window=30)
+    p = pipeline(3, monitor=monitor)
+    blocks = pinned(32)
+
+    def copy(tensor: Tensor, block: Tensor) -> None:
+        torch.cuda._sleep(SLOW_CYCLES)
+        bring(tensor, block)
+
+    for _ in p.load(blocks, copy=copy):
+        torch.cuda._sleep(2 * SLOW_CYCLES)
+    torch.cuda.synchronize()
+    hidden = monitor.snapshot()
+    assert hidden.iterations == 32 and hidden.dropped == 0
+    assert 1.5 < hidden.ratio < 2.5
+    assert hidden.stall_ms < 0.1 * hidden.compute_ms
+    for _ in p.load(blocks, copy=copy):
+        torch.cuda._sleep(SLOW_CYCLES // 2)
+    torch.cuda.synchronize()
+    shown = monitor.snapshot()
+    assert 0.3 < shown.ratio < 0.7
+    assert shown.stall_share > 0.9
+    assert shown.stall_ms == pytest.approx(shown.transfer_ms - shown.compute_ms, rel=0.3)
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+@pytest.mark.parametrize("depth", [1, 2, 8])
+def test_in_a_graph(depth: int, mode: str) -> None:
+    """After eager runs, before them, and between captures; contents change between replays."""
+    p = pipeline(depth, monitor=OverlapMonitor())
+    blocks = pinned(6)
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def run() -> None:
+        for slot in p.update(blocks, load=bring, store=take):
+            slot.tensor.add_(1)
+            total.add_(slot.tensor.sum())
+
+    for block in blocks:
+        block.zero_()
+    run()
+    torch.cuda.synchronize()
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            run()
+        graphs.append(graph)
+    torch.cuda.synchronize()
+    assert total.item() == 6 * WORDS
+    for _ in range(3):
+        for graph in graphs:
+            graph.replay()
+        run()
+    torch.cuda.synchronize()
+    assert all(block.eq(10).all() for block in blocks)
+    assert total.item() == 6 * WORDS * sum(range(1, 11))
+    snapshot = p._monitor.snapshot()  # type: ignore[union-attr]
+    assert (snapshot.iterations, snapshot.captured) == (24, 12)
+
+
+def test_several_runs_in_a_graph() -> None:
+    p = pipeline(3)
+    blocks = pinned(5)
+    for block in blocks:
+        block.fill_(1)
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), p:
+        for _ in range(4):
+            for slot in p.load(blocks, copy=bring):
+                total += slot.tensor.sum()
+    for turn in range(1, 4):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert total.item() == turn * 20 * WORDS
+
+
+def test_a_body_that_raises_in_a_graph() -> None:
+    """No stream is left in the capture: it can be ended."""
+    p = pipeline(3)
+    blocks = pinned(6)
+    for block in blocks:
+        block.fill_(2)
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        try:
+            for number, slot in enumerate(p.load(blocks, copy=bring)):
+                total += slot.tensor.sum()
+                if number == 2:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+    graph.replay()
+    torch.cuda.synchronize()
+    assert total.item() == 3 * 2 * WORDS
+
+
+def test_a_capture_inside_a_session_is_refused() -> None:
+    p = pipeline(2)
+    blocks = pinned(2)
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(8, device="cuda")
+    with p:
+        with (
+            torch.cuda.graph(graph),
+            pytest.raises(RuntimeError, match="torch's current stream is another one"),
+        ):
+            x.add_(1)
+            next(iter(p.load(blocks, copy=bring)))
+        for _ in p.load(blocks, copy=bring):
+            pass
+    torch.cuda.synchronize()
+
+
+# -- threads, depth, devices -----------------------------------------------------------------------
+
+
+def test_two_pipelines_in_two_threads() -> None:
+    wrong: list[str] = []
+
+    def go(seed: int) -> None:
+        try:
+            p = pipeline(2)
+            blocks = pinned(5)
+            for number, block in enumerate(blocks):
+                block.fill_(number * seed)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    total = torch.zeros((), dtype=torch.int64, device="cuda")
+                    for slot in p.load(blocks, copy=bring):
+                        torch.cuda._sleep(10_000)
+                        total += slot.tensor.sum()
+                    if total.item() != 10 * seed * WORDS:
+                        wrong.append(f"{seed}: {total.item()}")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=go, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_auto_depth_in_a_run() -> None:
+    """Slots come and go between iterations; contents stay right."""
+    p = pipeline(2, auto_depth=AutoDepth(max_slots=8))
+    blocks = pinned(16)
+    for number, block in enumerate(blocks):
+        block.fill_(number)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    calls = 0
+
+    def copy(tensor: Tensor, block: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        torch.cuda._sleep(SLOW_CYCLES * (10 if calls % 8 == 5 else 1))
+        bring(tensor, block)
+
+    depths = []
+    for _ in range(10):
+        for number, slot in enumerate(p.load(blocks, copy=copy)):
+            torch.cuda._sleep(3 * SLOW_CYCLES)
+            wrong += (slot.tensor != number).sum()
+        torch.cuda.synchronize()
+        depths.append(p.depth)
+    assert wrong.item() == 0
+    assert max(depths) > 2
+
+
+@pytest.mark.multigpu
+def test_on_another_gpu() -> None:
+    """The current device and the streams of both are as they were."""
+    p = pipeline(2, device="cuda:1")
+    blocks = pinned(5)
+    for number, block in enumerate(blocks):
+        block.fill_(number)
+    assert torch.cuda.current_device() == 0
+    here, there = torch.cuda.current_stream(0), torch.cuda.current_stream(1)
+    total = torch.zeros((), dtype=torch.int64, device="cuda:1")
+    for slot in p.load(blocks, copy=bring):
+        assert torch.cuda.current_device() == 1
+        total += slot.tensor.sum()
+    assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_stream(0) == here and torch.cuda.current_stream(1) == there
+    assert total.item() == 10 * WORDS
+
+
+def test_the_default_device() -> None:
+    p = pipeline_of(torch.device("cuda"), 2)
+    assert p.device == torch.device("cuda", torch.cuda.current_device())
+    assert len({p.compute_stream, *p.load_streams, *p.store_streams}) == 3
+    assert p.compute_stream != torch.cuda.default_stream()
+    blocks = host_blocks(3, p.device)
+    assert [slot.block for slot in p.load(blocks, copy=bring)] == blocks
