@@ -64,6 +64,42 @@ void fake_kernel(const char* name, uint64_t bytes, int threads) {
   one->threads = threads;
 }
 
+// An allocator of device memory for tvm-ffi, which gives nothing back: a test may look at it.
+struct Tensor {
+  void* data;
+  int device[2], ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+struct Managed {
+  unsigned version[2];
+  void* context;
+  void (*deleter)(struct Managed*);
+  uint64_t flags;
+  struct Tensor tensor;
+};
+static void leave(struct Managed* managed) { (void)managed; }
+int fake_allocate(struct Tensor* like, struct Managed** out, void* context, void* set_error) {
+  (void)context, (void)set_error;
+  struct Managed* one = calloc(1, sizeof(struct Managed));
+  *one = (struct Managed){{1, 1}, NULL, leave, 0, *like};
+  int64_t items = 1;
+  one->tensor.shape = calloc(2 * (size_t)like->ndim, sizeof(int64_t));
+  one->tensor.strides = one->tensor.shape + like->ndim;
+  for (int d = like->ndim - 1; d >= 0; --d) {
+    one->tensor.shape[d] = like->shape[d];
+    one->tensor.strides[d] = items;
+    items *= like->shape[d];
+  }
+  const size_t bytes = (size_t)(items * like->bits / 8);
+  say("allocate %zu\n", bytes);
+  one->tensor.data = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  *out = one;
+  return 0;
+}
+
 CUresult cuInit(unsigned flags) { return flags != 0; }
 CUresult cuDriverGetVersion(int* version) {
   const char* given = getenv("FAKE_DRIVER");

@@ -33,6 +33,10 @@ for name in ("v16_i64_read", "v16_i64_write", "v16_i32_read", "v8_i64_write"):
     )
 
 
+def tvm_ffi_library() -> ctypes.CDLL:
+    return ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+
+
 def on_gpu(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(OnCuda(tensor))
 
@@ -132,12 +136,16 @@ def check_no_copy_spans_two_registrations() -> None:
 
 
 def check_expanded_sources() -> None:
-    """All layers, or all blocks, from the same memory."""
+    """All layers, or all blocks, from the same memory, or layers that overlap."""
     gpu = view(DEVICE, 3, 9, 80)
     layer = view(PINNED, 1, 20, 80).expand(3, 20, 80)
     assert by_engine(gpu, layer, [(4, 1)], True) == 3 * ["h2d 80 on 0"]
     block = view(PINNED, 3, 1, 80).expand(3, 20, 80)
     assert len(by_engine(gpu, block, [(4, 1), (5, 2)], True)) == 2
+    layers = PINNED.as_strided((3, 20, 80), (160, 80, 1))
+    assert by_engine(gpu, layers, [(4, 1), (5, 2), (6, 3)], True) == [
+        f"copy 3 x {80 * blocks}, pitches 720 160, types 2 1, on 0" for blocks in (2, 1)
+    ]
 
 
 def check_nothing_is_queued_where_a_pair_is_wrong() -> None:
@@ -197,6 +205,32 @@ def check_capture() -> None:
     assert log().startswith("copy 3 x 80,")
 
 
+def check_pairs_of_the_host_are_uploaded() -> None:
+    """As int32, in front of the launch; padding as it is, and no more of them than count."""
+    # No tensor of PyTorch, which would ask its own allocator.
+    foreign = tvm_ffi.from_dlpack
+    gpu, pool = on_gpu(view(DEVICE, 3, 9, 4096)), foreign(view(PINNED, 3, 20, 4096))
+    pairs = torch.tensor([[7, 0], [-9, 4], [2, -(2**60)], [19, 8], [99, 99]])
+    copy_blocks(gpu, pool, foreign(pairs), method="sm", count=foreign(torch.tensor(4)))
+    lines = [line for line in log().splitlines() if not line.startswith("module")]
+    assert lines[:2] == ["allocate 32", "h2d 32 on 0"]
+    assert len(lines) == 3 and "v16_i32_read of" in lines[2] and "grid 1,1,1" in lines[2], lines
+    told = struct.unpack(PARAMS, params(lines[2]))
+    assert told[7:9] == (0, 4)  # no count on the device, four pairs
+    listed = struct.unpack("8i", ctypes.string_at(told[6], 32))
+    assert listed == (7, 0, -1, -1, -1, -1, 19, 8)
+    many = torch.tensor([[7, 0]]).repeat(1_500_000, 1)  # 12 MB of int32, in two uploads
+    many[-1] = torch.tensor([3, 5])
+    copy_blocks(gpu, pool, foreign(many), method="sm")
+    lines = log().splitlines()
+    assert lines[:3] == ["allocate 12000000", "h2d 8388608 on 0", "h2d 3611392 on 0"]
+    told = struct.unpack(PARAMS, params(lines[3]))
+    listed = struct.unpack("4i", ctypes.string_at(told[6] + 12_000_000 - 16, 16))
+    assert listed == (7, 0, 3, 5)
+    copy_blocks(gpu, pool, foreign(many), method="sm", count=foreign(torch.tensor(0)))
+    assert log() == ""
+
+
 def check_the_launch() -> None:
     """Two blocks for 4 KB pieces, more for short ones; what the kernel is told."""
     gpu, pool = view(DEVICE, 8, 16, 4096), view(PINNED, 8, 16, 4096)
@@ -228,6 +262,8 @@ def check_the_launch() -> None:
 
 
 def main() -> None:
+    allocator = ctypes.cast(driver.fake_allocate, ctypes.c_void_p)
+    tvm_ffi_library().TVMFFIEnvSetDLPackManagedTensorAllocator(allocator, 1, None)
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     report_checks(dict(globals()), clean)
 

@@ -20,6 +20,8 @@ OP(store_cache)
 OP(indexing)
 OP(h2d_gather)
 OP(d2h_scatter)
+OP(copy_blocks)
+OP(memcpy_2d)
 #undef OP
 
 namespace {
@@ -87,6 +89,9 @@ void calls(Memory& slots, Memory& pairs) {
     call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, true, nullptr,
          nullptr);
     call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr, nullptr);
+    call(copy_blocks(), &c.dl, &d.dl, &pairs.dl, 0, 0, nullptr, nullptr, nullptr);
+    call(memcpy_2d(), &d.dl, &a.dl, kRowBytes, kRowBytes, kRowBytes - 3, kRows, 3, nullptr, nullptr,
+         false, nullptr);
   }
 }
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_DONE, _STORAGE_IS_NEEDED = 0, 2  # Outcome of csrc/ops/memcpy_2d.cc
+_STORAGE_IS_NEEDED = 2  # Outcome of csrc/ops/memcpy_2d.cc
 _KINDS = {"h2d": 0, "d2h": 1, "d2d": 2, "h2h": 3}  # CopyKind of csrc/host/copy_2d.h
 
 
@@ -103,14 +103,19 @@ def memcpy_2d_async(
                 f"memcpy_2d_async: stream: {type_text(stream)}, expected a torch.cuda.Stream or "
                 "None"
             ) from None
-    arguments = dst, src, dpitch, spitch, width, height, code, handle, ordinal, allow_pageable
     try:
-        outcome = _op(*arguments, None)
+        outcome = _op(
+            dst, src, dpitch, spitch, width, height, code, handle, ordinal, allow_pageable, None
+        )
         if outcome == _STORAGE_IS_NEEDED:
-            outcome = _op(*arguments, (*_storage(dst), *_storage(src)))
+            storages = (*_storage(dst), *_storage(src))
+            outcome = _op(
+                *(dst, src, dpitch, spitch, width, height, code, handle, ordinal),
+                *(allow_pageable, storages),
+            )
     except (RuntimeError, ValueError) as error:
         name_unreadable(error, "memcpy_2d_async", dst=dst, src=src)
-    if outcome != _DONE:
+    if outcome:
         raise RuntimeError(
             "memcpy_2d_async: dst: written while a tracer or a dispatch mode of PyTorch is active, "
             "expected neither: it would see nothing of the copy"

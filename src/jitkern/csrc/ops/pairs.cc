@@ -159,7 +159,7 @@ Spec pair_spec(const PairCall& call, bool large) {
 }
 
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
-                std::optional<i64> num_sms, i64 bytes_in_flight) {
+                    std::optional<i64> num_sms, i64 bytes_in_flight) {
   const Kernel& kernel = kernels.entries[0];
   const GroupShape& shape = kernels.shape;
   const i64 blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
@@ -172,7 +172,8 @@ i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 
 
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight) {
-  const i64 blocks = num_copy_blocks(scope, kernels, params.num_pairs, call.num_sms, bytes_in_flight);
+  const i64 blocks =
+      num_copy_blocks(scope, kernels, params.num_pairs, call.num_sms, bytes_in_flight);
   scope.launch(kernels.entries[0], blocks, params);
 }
 

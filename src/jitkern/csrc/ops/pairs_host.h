@@ -105,7 +105,7 @@ constexpr i64 kBytesInFlight = 320 << 10;
 
 // How many blocks a copy of so many rows is launched on; spec[4] says whether the call is large.
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
-                std::optional<i64> num_sms, i64 bytes_in_flight);
+                    std::optional<i64> num_sms, i64 bytes_in_flight);
 
 // Launches the first of `kernels`: for a small call over the whole GPU, for a large one on as many
 // blocks as the caller says, or as have `bytes_in_flight`. `params` are those of the call, or
