@@ -13,7 +13,16 @@ from jitkern.ops._ops import OPS
 
 NAMES = (
     *(op.stem for op in OPS),
-    *("pools", "ways", "pinned_pool", "gemm_beside", "checks", "host_overhead", "first_call"),
+    *(
+        "pools",
+        "ways",
+        "pinned_pool",
+        "pipeline",
+        "gemm_beside",
+        "checks",
+        "host_overhead",
+        "first_call",
+    ),
 )
 
 

@@ -27,7 +27,7 @@ DEPTHS = (1, 2, 3, 8)
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("num_streams", [1, 3])
-def test_load(device: torch.device, depth: int, num_streams: int) -> None:
+def test_loads(device: torch.device, depth: int, num_streams: int) -> None:
     pipeline = pipeline_of(device, depth, num_streams=num_streams)
     blocks = host_blocks(20, device)
     before = current(device)
@@ -43,7 +43,7 @@ def test_load(device: torch.device, depth: int, num_streams: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_store(device: torch.device, depth: int) -> None:
+def test_stores(device: torch.device, depth: int) -> None:
     pipeline = pipeline_of(device, depth)
     blocks = host_blocks(20, device, fill=False)
     for number, slot in enumerate(pipeline.store(blocks, copy=take)):
@@ -53,7 +53,7 @@ def test_store(device: torch.device, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_update(device: torch.device, depth: int) -> None:
+def test_updates(device: torch.device, depth: int) -> None:
     pipeline = pipeline_of(device, depth)
     blocks = host_blocks(20, device)
     for _ in range(3):

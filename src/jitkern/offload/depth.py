@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 from jitkern.offload.args import count_arg, number_arg
 
-_HISTORY = 64  # iterations that a decision is made of, at most
+_HISTORY = 128  # iterations, at most, that slots are given back by; half of them for taking some
+_RECENT = 16  # iterations that are compared with those before them
 _GAIN = 0.03  # of time that more slots have to save
 _LOSS = 0.01  # that fewer slots may cost
 _STALLED = 0.05  # of its time that an iteration has to wait to count as stalled
-_MAX_BACKOFF = 4096
-_GIVE_BACK_AFTER = 64  # iterations
+_THINK_EVERY = 64  # iterations, at most; of giving back, unless slots were wanted again
+_MAX_WAIT = 4096
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,22 @@ class DepthController:
         self._most = most
         self._config = config
         self._history: deque[Iteration] = deque(maxlen=_HISTORY)
-        self._known: list[Iteration] = []  # what the last decision was made of
-        self._count = 0  # iterations since the load changed
-        self._next = self._wait = config.patience  # when it is thought of more slots
-        self._give_back_at = self._give_back_wait = _GIVE_BACK_AFTER
-        self._trial: tuple[int, int, float, float] | None = None
-        self._was_in_vain = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """As after a change of load: nothing is known, and all may be tried."""
+        self._count = len(self._history)
+        self._more_at = self._more_wait = self._config.patience
+        self._less_wait = _THINK_EVERY
+        self._less_at = self._count + self._less_wait
+        self._judged_at = 0  # whether slots make the difference that was promised; 0: it is known
+        self._before = self.depth  # that many slots there were without them
+        self._gave_back = self._is_in_vain = False
 
     def refuse(self, depth: int) -> None:
         """No more than these can be had."""
-        self.depth, self._most = depth, max(depth, self._least)
-        self._trial = None
+        self.depth = self._most = max(depth, self._least)
+        self._judged_at = 0
 
     def observe(
         self, load_ms: float, compute_ms: float, store_ms: float, stall_ms: float, follows: bool
@@ -146,108 +152,103 @@ class DepthController:
         """
         self._history.append(Iteration(load_ms, compute_ms, store_ms, stall_ms, follows))
         self._count += 1
-        if self._count % self._config.patience == 0:
-            self._decide()
-
-    def _decide(self) -> None:
+        if self._count % self._config.patience != 0:
+            return
         if self._has_changed():
-            self._begin_again()
-        if self._trial is not None:
-            self._judge()
-        elif self._count >= self._next and self.depth < self._most and not self._was_in_vain:
+            self._history = deque(self._last(_RECENT), maxlen=_HISTORY)
+            self._begin()
+        if self._judged_at:
+            if self._count >= self._judged_at:
+                self._judge()
+        elif self._count >= self._more_at and self.depth < self._most and not self._is_in_vain:
             self._think_of_more()
-        if self._count >= self._give_back_at and self.depth > self._least and self._trial is None:
+        if not self._judged_at and self._count >= self._less_at and self.depth > self._least:
             self._think_of_less()
 
+    def _last(self, count: int) -> list[Iteration]:
+        return list(self._history)[-count:]
+
     def _has_changed(self) -> bool:
-        """Tell whether the last iterations are others than those that were decided on."""
-        size = 2 * self._config.patience
-        if len(self._known) < self._config.patience or len(self._history) < size:
+        """Tell whether copies or bodies take half as long again as before, or less, not by chance.
+
+        By chance a mean is off by its standard error: four of them are none.
+        """
+        all_ = list(self._history)
+        before, recent = all_[:-_RECENT], all_[-_RECENT:]
+        if len(before) < 2 * _RECENT:
             return False
-        recent = list(self._history)[-size:]
-        for what in (_transfer_ms, _compute_ms):
-            before, now = [what(one) for one in self._known], [what(one) for one in recent]
-            if _differ(before, now):
+        for column in ((0, 2), (1,)):
+            old, new = ([sum(one[i] for i in column) for one in part] for part in (before, recent))
+            first, second = statistics.fmean(old), statistics.fmean(new)
+            chance = 4 * statistics.pstdev(old) / math.sqrt(_RECENT)
+            if abs(first - second) > max(0.5 * min(first, second), chance):
                 return True
         return False
 
-    def _begin_again(self) -> None:
-        recent = list(self._history)[-self._config.patience :]
-        self._history = deque(recent, maxlen=_HISTORY)
-        self._known = []
-        self._count = len(recent)
-        self._next = self._wait = self._config.patience
-        self._give_back_at = self._give_back_wait = _GIVE_BACK_AFTER
-        self._trial, self._was_in_vain = None, False
-
     def _think_of_more(self) -> None:
-        """Take as many slots as save time, if a part of the iterations waits."""
-        recent = list(self._history)[-2 * self._config.patience :]
+        """Take slots where that saves time, if a part of the iterations waits."""
+        recent = self._last(_RECENT)
         stalled = [one.stall_ms > _STALLED * (one.compute_ms + one.stall_ms) for one in recent]
-        self._known = list(self._history)
         if sum(stalled) <= self._config.stall_share * len(stalled):
-            self._next = self._count + self._config.patience
+            self._more_at = self._count + self._config.patience
             return
-        now_ms, best_ms = (total_ms(self._history, depth) for depth in (self.depth, self._most))
-        self._wait = min(2 * self._wait, _MAX_BACKOFF)
-        self._next = self._count + self._wait
+        known = self._last(_HISTORY // 2)
+        now_ms, best_ms = (total_ms(known, depth) for depth in (self.depth, self._most))
+        self._more_wait = min(2 * self._more_wait, _THINK_EVERY)
+        self._more_at = self._count + self._more_wait
         if now_ms <= (1 + _GAIN) * best_ms:
             return  # no depth helps
-        wanted = self._smallest(self.depth + 1, self._most, (1 + _LOSS) * best_ms)
-        saved = 1 - total_ms(self._history, wanted) / now_ms
-        judged_at = self._count + 2 * self._config.patience + wanted
-        self._trial = (judged_at, self.depth, saved, _mean_ms(recent))
-        self.depth = wanted
-        self._next = self._count + self._config.patience
-        self._give_back_at = self._count + self._give_back_wait
+        if self._gave_back:
+            self._less_wait = min(2 * self._less_wait, _MAX_WAIT)
+            self._gave_back = False
+        wanted = smallest(known, self.depth + 1, self._most, (1 + _LOSS) * best_ms)
+        if not is_steady(known):
+            wanted *= 2  # a few iterations have not shown the worst that there is; more will
+        self._before, self.depth = self.depth, min(wanted, self._most)
+        self._judged_at = self._count + _RECENT + self.depth
+        self._less_at = self._count + self._less_wait
 
     def _judge(self) -> None:
-        """Give slots back that made no difference, though they should have."""
-        assert_at, before, saved, before_ms = self._trial or (0, 0, 0.0, 0.0)
-        if self._count < assert_at:
+        """Give slots back that do not make a quarter of the difference that they should."""
+        recent = self._last(_RECENT)
+        without_ms, with_ms = (total_ms(recent, depth) for depth in (self._before, self.depth))
+        if without_ms <= (1 + _GAIN) * with_ms:
+            self._judged_at = self._count + _RECENT  # these do not tell
             return
-        self._trial = None
-        recent = list(self._history)[-2 * self._config.patience :]
-        if before_ms - _mean_ms(recent) < saved / 4 * before_ms:
-            self.depth, self._was_in_vain = before, True
-            self._known = list(self._history)
+        took_ms = sum(one.compute_ms + one.stall_ms for one in recent)
+        self._judged_at = 0
+        if without_ms - took_ms < (without_ms - with_ms) / 4:
+            self.depth, self._is_in_vain = self._before, True
 
     def _think_of_less(self) -> None:
-        """Give back what makes no difference; less often each time that it did."""
-        now_ms = total_ms(self._history, self.depth)
-        wanted = self._smallest(self._least, self.depth, (1 + _LOSS) * now_ms)
-        self._give_back_wait = min(2 * self._give_back_wait, _MAX_BACKOFF)
-        self._give_back_at = self._count + self._give_back_wait
-        self._known = list(self._history)
-        self.depth = wanted
-
-    def _smallest(self, low: int, high: int, most_ms: float) -> int:
-        """Return the smallest depth that takes at most so long; `high` does."""
-        while low < high:
-            middle = (low + high) // 2
-            if total_ms(self._history, middle) <= most_ms:
-                high = middle
-            else:
-                low = middle + 1
-        return high
+        """Give back what makes no difference; less often where slots were wanted again."""
+        known = list(self._history)
+        most_ms = (1 + _LOSS) * total_ms(known, self.depth)
+        enough = smallest(known, self._least, self.depth, most_ms)
+        self._less_at = self._count + self._less_wait
+        if enough > self._least and not is_steady(known):
+            enough += (enough + 1) // 2
+        if enough < self.depth:
+            self.depth, self._gave_back = enough, True
 
 
-def _transfer_ms(one: Iteration) -> float:
-    return one.load_ms + one.store_ms
+def _columns(iterations: Sequence[Iteration]) -> tuple[list[float], list[float]]:
+    """Return what copies take, and what bodies do."""
+    copies = [one.load_ms + one.store_ms for one in iterations]
+    return copies, [one.compute_ms for one in iterations]
 
 
-def _compute_ms(one: Iteration) -> float:
-    return one.compute_ms
+def is_steady(iterations: Sequence[Iteration]) -> bool:
+    """Tell whether no copy and no body takes much longer than others: a quarter of their mean."""
+    return all(max(column) <= 1.25 * statistics.fmean(column) for column in _columns(iterations))
 
 
-def _mean_ms(iterations: Sequence[Iteration]) -> float:
-    return statistics.fmean(one.compute_ms + one.stall_ms for one in iterations)
-
-
-def _differ(before: Sequence[float], now: Sequence[float]) -> bool:
-    """Tell whether means differ by a fifth, and by more than chance: three standard errors."""
-    first, second = statistics.fmean(before), statistics.fmean(now)
-    error = math.sqrt(
-        statistics.pvariance(before) / len(before) + statistics.pvariance(now) / len(now)
-    )
-    return abs(first - second) > max(0.2 * max(first, second), 3 * error)
+def smallest(iterations: Sequence[Iteration], low: int, high: int, most_ms: float) -> int:
+    """Return the smallest depth with which iterations take at most so long; `high` does."""
+    while low < high:
+        middle = (low + high) // 2
+        if total_ms(iterations, middle) <= most_ms:
+            high = middle
+        else:
+            low = middle + 1
+    return high
