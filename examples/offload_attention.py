@@ -333,9 +333,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         pipeline.close()
         if args.plot:
             monitor = OverlapMonitor(name="offload_attention", min_ratio=0.0)
-            prefill.run(pipeline_of(case, monitor))
+            watched = pipeline_of(case, monitor)
+            prefill.run(watched)
             sync(case.device)
             monitor.plot(args.plot)
+            watched.close()
     slots = case.chunk_blocks * case.layers + case.depth * case.unit_blocks
     result = {
         "chunk": prefill.chunk,

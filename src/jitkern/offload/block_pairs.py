@@ -82,7 +82,7 @@ def pairs_of(
     if not first:
         return None
     both = array("q", bytes(16 * len(first)))
-    both[0::2], both[1::2] = first, second
+    both[0::2], both[1::2] = array("q", first), array("q", second)
     return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
 
 
@@ -108,7 +108,7 @@ def places_for(call: str, numbers: Numbers, num_places: int) -> range | torch.Te
     return range(count)
 
 
-def _listed(call: str, argument: Numbers) -> array[int]:
+def _listed(call: str, argument: Numbers) -> list[int]:
     import torch
 
     name, values, _ = argument
@@ -121,16 +121,15 @@ def _listed(call: str, argument: Numbers) -> array[int]:
     if isinstance(values, str | bytes | bytearray):
         raise TypeError(f"{call}: {name}: {type(values).__name__}, expected {expected}")
     kinds = set(map(type, values))
+    if kinds <= {int}:
+        return list(values)
     try:
         if bool in kinds:  # a mask, it seems
             raise TypeError
-        return array("q", values)
+        return [index(value) for value in values]
     except TypeError:
         found = ", ".join(sorted(kind.__name__ for kind in kinds if kind is not int))
         raise TypeError(f"{call}: {name}: {found}, expected {expected}") from None
-    except OverflowError:
-        text = f"a number of more than 64 bits, expected 0 to {argument.bound - 1}"
-        raise IndexError(f"{call}: {name}: {text}") from None
 
 
 def _check_tensor(call: str, argument: Numbers, device: torch.device) -> None:
@@ -155,15 +154,14 @@ def _check_lengths(
         raise ValueError(f"{call}: {targets.name}: {text}")
 
 
-def _check_numbers(call: str, argument: Numbers, numbers: array[int]) -> None:
+def _check_numbers(call: str, argument: Numbers, numbers: list[int]) -> None:
     name, _, bound = argument
-    if not numbers:
-        return
-    if min(numbers) < 0 or max(numbers) >= bound:
+    distinct = set(numbers)
+    if distinct and (min(distinct) < 0 or max(distinct) >= bound):
         at, number = next((i, n) for i, n in enumerate(numbers) if not 0 <= n < bound)
         text = f"{number} at position {at}, expected 0 to {bound - 1}"
         raise IndexError(f"{call}: {name}: {text}")
-    if len(set(numbers)) < len(numbers):
+    if len(distinct) < len(numbers):
         at = next(i for i, n in enumerate(numbers) if n in numbers[:i])
         text = f"{numbers[at]} at positions {numbers.index(numbers[at])} and {at}"
         raise ValueError(f"{call}: {name}: {text}, expected each number once")
