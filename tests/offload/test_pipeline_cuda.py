@@ -99,7 +99,7 @@ def test_1000_rounds(depth: int) -> None:
     total = torch.zeros((), dtype=torch.int64, device="cuda")
     with p:
         for turn in range(1000):
-            for slot in p.update(blocks, load=bring_some, store=take_some):
+            for slot in p.update(blocks, load=bring, store=take):
                 if turn % 3 == 0:
                     torch.cuda._sleep(3000)
                 slot.tensor.mul_(3).add_(turn)
@@ -115,14 +115,6 @@ def test_1000_rounds(depth: int) -> None:
             wanted += int(block.sum())
     assert all(torch.equal(one, other) for one, other in zip(blocks, expected, strict=True))
     assert (total.item() - wanted) % (1 << 64) == 0
-
-
-def bring_some(tensor: Tensor, block: Tensor) -> None:
-    tensor.copy_(block, non_blocking=True)
-
-
-def take_some(tensor: Tensor, block: Tensor) -> None:
-    block.copy_(tensor, non_blocking=True)
 
 
 def test_the_caller_on_a_stream_of_its_own() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from fake_gpu import checks_of, needs_fake_gpu, run_checks
 
+from jitkern.host.module import module
+
 HERE = Path(__file__).resolve().parent
 CHILD = HERE / "slot_times_child.py"
 
@@ -15,6 +17,7 @@ pytestmark = needs_fake_gpu
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    module()  # built here, and not against the child's limit of time
     return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
 
 

@@ -8,10 +8,10 @@ right depth is found in one step and not by trying, and none is taken where no d
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add, mul
 from typing import NamedTuple
 
 from jitkern.offload.args import count_arg, number_arg
@@ -154,7 +154,7 @@ class DepthController:
         self._count += 1
         if self._count % self._config.patience != 0:
             return
-        if self._has_changed():
+        if self._count % _RECENT == 0 and self._has_changed():
             self._history = deque(self._last(_RECENT), maxlen=_HISTORY)
             self._begin()
         if self._judged_at:
@@ -173,14 +173,13 @@ class DepthController:
 
         By chance a mean is off by its standard error: four of them are none.
         """
-        all_ = list(self._history)
-        before, recent = all_[:-_RECENT], all_[-_RECENT:]
-        if len(before) < 2 * _RECENT:
+        if len(self._history) < 3 * _RECENT:
             return False
-        for column in ((0, 2), (1,)):
-            old, new = ([sum(one[i] for i in column) for one in part] for part in (before, recent))
-            first, second = statistics.fmean(old), statistics.fmean(new)
-            chance = 4 * statistics.pstdev(old) / math.sqrt(_RECENT)
+        for column in _columns(self._history):
+            before, recent = column[:-_RECENT], column[-_RECENT:]
+            first, second = _mean(before), _mean(recent)
+            variance = max(0.0, _mean(list(map(mul, before, before))) - first * first)
+            chance = 4 * math.sqrt(variance / _RECENT)
             if abs(first - second) > max(0.5 * min(first, second), chance):
                 return True
         return False
@@ -232,15 +231,20 @@ class DepthController:
             self.depth, self._gave_back = enough, True
 
 
-def _columns(iterations: Sequence[Iteration]) -> tuple[list[float], list[float]]:
+def _columns(iterations: Iterable[Iteration]) -> tuple[list[float], list[float]]:
     """Return what copies take, and what bodies do."""
-    copies = [one.load_ms + one.store_ms for one in iterations]
-    return copies, [one.compute_ms for one in iterations]
+    # statistics.pstdev takes 100 us for as many, as it counts in fractions.
+    loads, bodies, stores, _, _ = zip(*iterations, strict=True)
+    return list(map(add, loads, stores)), list(bodies)
 
 
-def is_steady(iterations: Sequence[Iteration]) -> bool:
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def is_steady(iterations: Iterable[Iteration]) -> bool:
     """Tell whether no copy and no body takes much longer than others: a quarter of their mean."""
-    return all(max(column) <= 1.25 * statistics.fmean(column) for column in _columns(iterations))
+    return all(max(column) <= 1.25 * _mean(column) for column in _columns(iterations))
 
 
 def smallest(iterations: Sequence[Iteration], low: int, high: int, most_ms: float) -> int:

@@ -30,7 +30,7 @@ _CALL = "SlotPipeline"
 _MAX_STREAMS = 8  # of one direction: a link has one copy engine for each
 
 # Iterations after which their times are read: more of them in one call cost less each.
-_SELDOM, _OFTEN = 16, 4
+_SELDOM, _OFTEN = 16, 8
 
 
 class SlotPipeline:

@@ -20,7 +20,7 @@ constexpr int kNumAccesses = 3;
 // A place in the work of a stream; on the CPU a time.
 struct Moment {
   CUevent event = nullptr;  // made when it is first recorded
-  double ms = 0;            // since the pipeline was made; of an event once it is harvested
+  double ms = 0;            // of an event: once it is harvested
 };
 
 // One iteration of a slot: where its accesses begin and end. Without times only ends are recorded.
@@ -45,7 +45,7 @@ class SlotTimes {
  public:
   // What a row of `harvest` holds, in milliseconds; NaN: there is none.
   enum Column {
-    kLoadBegin,  // since the pipeline was made, as the five that follow
+    kLoadBegin,  // since the first iteration, on the CPU since the pipeline was made; five more
     kLoadEnd,
     kComputeBegin,
     kComputeEnd,
