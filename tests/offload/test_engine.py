@@ -417,8 +417,10 @@ def test_streams() -> None:
     with engine_of(device) as engine:
         engine.cpu_k.fill_(1)
         engine.load_to_slot_all_layers(0, 0)
-        torch.cuda.synchronize()
         stream = torch.cuda.Stream()
+        for where in (None, stream):  # compiles, and allocates
+            engine.offload_slot_to_cpu(0, 2, stream=where)
+        torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000_000)
             engine.gpu_k.add_(1)
