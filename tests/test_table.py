@@ -52,7 +52,8 @@ USERS = {
         tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
         tests/threads/ops.cc tests/threads/calls.cc tests/threads/trouble.cc
         tests/offload/test_pool.py tests/offload/pool_child.py
-        bench/cases/ways.py src/jitkern/calibration.py
+        bench/cases/offload.py bench/cases/ways.py src/jitkern/calibration.py
+        src/jitkern/offload/mover.py tests/offload/mover_child.py
         tests/ops/test_pairs_on_host.py tests/ops/test_pairs_on_host_large.py
         tests/ops/test_pairs_on_host_cuda.py tests/ops/test_pairs_on_host_refused.py
         tests/ops/test_pairs_on_host_threads.py

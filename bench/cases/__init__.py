@@ -18,6 +18,7 @@ NAMES = (
         "ways",
         "pinned_pool",
         "pipeline",
+        "offload",
         "gemm_beside",
         "checks",
         "host_overhead",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jitkern.offload.depth import AutoDepth as AutoDepth
+from jitkern.offload.engine import OffloadEngine as OffloadEngine
 from jitkern.offload.monitor import OverlapMonitor as OverlapMonitor
 from jitkern.offload.pipeline import SlotPipeline as SlotPipeline
 from jitkern.offload.pool import PinnedPool as PinnedPool

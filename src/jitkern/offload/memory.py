@@ -21,7 +21,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _TOUCH_BYTES = _GIB
 # One registration where it can be: a copy by the copy engine must not go across two.
 _PIECE_BYTES = 256 * _GIB
-_SHOWN_BYTES = 4 * _GIB  # from here on it takes long enough to wonder
+_SHOWN_BYTES = 4 * _GIB  # from here on a pool takes long enough to wonder
 
 # Of mbind.
 _PREFERRED, _BIND, _INTERLEAVE = 1, 2, 3
@@ -151,9 +151,14 @@ def size_text(num_bytes: float) -> str:
 
 
 @contextmanager
-def display(num_bytes: int, progress: bool | None) -> Iterator[Shown]:
+def display(
+    num_bytes: int,
+    progress: bool | None,
+    title: str = "PinnedPool",
+    shown_bytes: int = _SHOWN_BYTES,
+) -> Iterator[Shown]:
     """Show on standard error what is being done and how much of it is, or nothing."""
-    if not (num_bytes >= _SHOWN_BYTES if progress is None else progress):
+    if not (num_bytes >= shown_bytes if progress is None else progress):
         yield lambda what, done: None
         return
     from rich.console import Console
@@ -166,5 +171,5 @@ def display(num_bytes: int, progress: bool | None) -> Iterator[Shown]:
     with Progress(
         console=console, transient=True, redirect_stdout=False, redirect_stderr=False
     ) as bar:
-        task = bar.add_task("PinnedPool", total=1.0)
-        yield lambda what, done: bar.update(task, description=f"PinnedPool: {what}", completed=done)
+        task = bar.add_task(title, total=1.0)
+        yield lambda what, done: bar.update(task, description=f"{title}: {what}", completed=done)

@@ -1,0 +1,184 @@
+"""OffloadEngine beside copy_blocks alone, and the example of attention over an offloaded cache.
+
+A batch of blocks goes to slots by an engine, from lists of numbers and from numbers on the GPU, and
+by copy_blocks on the very tensors with pairs that are ready. What differs is the checks, and the
+making of the pairs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import jitkern
+from bench import peers
+from bench.goals import MEMCPY, Figures, Goal, at_least
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import compare, fill, measure
+from jitkern.bench.timing import Timing
+from jitkern.offload import OffloadEngine
+
+PEERS = (peers.host,)
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "offload_attention.py"
+BLOCKS, LAYERS = 128, 16  # of K and V: 32 pieces a block
+BARE, BARE_ON_CPU = "copy_blocks, pairs on the GPU", "copy_blocks, pairs on the CPU"
+ON_GPU, ON_CPU = "jitkern, numbers on the GPU", "jitkern, lists"
+OVERLAPPED, IN_TURN = "jitkern", "one behind the other"
+PREFILL = "prefill of 16,384 tokens, 8 layers, a quarter of the cache on the GPU"
+
+
+@dataclass
+class Batch:
+    engine: OffloadEngine
+    cpu_blocks: torch.Tensor  # on the CPU
+    slots: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.lists = self.cpu_blocks.tolist(), self.slots.tolist()
+        self.numbers = tuple(one.to(self.engine.device) for one in (self.cpu_blocks, self.slots))
+        self.pairs_cpu = torch.stack((self.cpu_blocks, self.slots), 1)
+        self.pairs = self.pairs_cpu.to(self.engine.device)
+        gpu, cpu = self.engine.gpu_cache, self.engine.cpu_cache
+        self.dst = gpu.flatten(0, 1)
+        self.block_dim = 1 if self.engine.layout == "layer_first" else 0
+        self.src = cpu.flatten(0, 1) if self.block_dim else cpu.flatten(1, 2)
+
+
+def run(ctx: Context) -> Iterator[Row]:
+    on_gpu = ctx.device == "cuda"
+    for layout in ("layer_first", "block_first"):
+        for kib in (4, 16, 64) if on_gpu else (4,):
+            yield from measure(ctx, _case(ctx, layout, kib))
+    if on_gpu:
+        yield from _attention(ctx)
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    for case in f.cases("offload"):
+        for ours, bare in ((ON_GPU, BARE), (ON_CPU, BARE_ON_CPU)):
+            got = f.speed("offload", case, ours, bare)
+            if MEMCPY in f.all("offload", case):
+                yield from at_least(f"offload, {case}: {ours}, of {bare}", got, 0.97)
+    took = f.us("offload", PREFILL, IN_TURN), f.us("offload", PREFILL, OVERLAPPED)
+    if took[0] and took[1]:
+        yield from at_least(f"offload, {PREFILL}: of {IN_TURN}", took[0] / took[1], 1.8)
+
+
+def _case(ctx: Context, layout: str, kib: int) -> Case:
+    on_gpu = ctx.device == "cuda"
+    slots, blocks = (BLOCKS, 4 * BLOCKS) if on_gpu else (16, 64)
+    engine = OffloadEngine(
+        num_layers=LAYERS,
+        num_cpu_blocks=blocks,
+        num_slots=slots,
+        block_size=kib,
+        token_shape=[512],
+        dtype=torch.bfloat16,
+        device=ctx.device,
+        layout=layout,  # type: ignore[arg-type]
+    )
+    engine.cpu_cache.view(torch.int16).random_()
+
+    def make(_: int) -> Batch:
+        return Batch(engine, torch.randperm(blocks)[:slots], torch.randperm(slots))
+
+    def loaded(b: Batch) -> torch.Tensor:
+        return b.dst[:, b.numbers[1]].view(torch.int16).cpu()
+
+    def wanted(b: Batch) -> torch.Tensor:
+        found = b.src.index_select(b.block_dim, b.cpu_blocks).view(torch.int16)
+        return found if b.block_dim else found.transpose(0, 1).contiguous()
+
+    moved = slots * 2 * LAYERS * kib * 1024
+    impls = [
+        Impl(ON_CPU, "ours", lambda: _by_lists, graph=False),
+        Impl(BARE_ON_CPU, "peer", lambda: _bare_on_cpu, graph=False),
+    ]
+    if on_gpu:
+        impls += [
+            Impl(ON_GPU, "ours", lambda: _by_numbers),
+            Impl(BARE, "peer", lambda: _bare),
+            Impl(MEMCPY, "ceiling", lambda: _contiguous(moved), check=False),
+        ]
+    return Case(
+        op="offload",
+        name=f"{slots} blocks x {LAYERS} layers of K and V x {kib} KB, {layout}",
+        params={"blocks": slots, "layers": LAYERS, "piece_bytes": kib << 10, "layout": layout},
+        bytes_moved=moved,
+        bytes_note="over the link" if on_gpu else "copied",
+        make=make,
+        outputs=lambda b: (loaded(b),),
+        reference=lambda b: (wanted(b),),
+        prepare=lambda b: b.engine.gpu_cache.zero_(),
+        impls=impls,
+        calls=3,
+    )
+
+
+def _by_lists(b: Batch) -> None:
+    b.engine.load_cpu_blocks_to_gpu_slots_all_layers(*b.lists)
+
+
+def _by_numbers(b: Batch) -> None:
+    b.engine.load_cpu_blocks_to_gpu_slots_all_layers(*b.numbers)
+
+
+def _bare(b: Batch) -> None:
+    jitkern.copy_blocks(b.dst, b.src, b.pairs, src_block_dim=b.block_dim)
+
+
+def _bare_on_cpu(b: Batch) -> None:
+    jitkern.copy_blocks(b.dst, b.src, b.pairs_cpu, src_block_dim=b.block_dim)
+
+
+def _contiguous(num_bytes: int) -> Run:
+    copy = peers.host().copy_bytes
+    return lambda b: copy(b.engine.gpu_cache, b.engine.cpu_cache, num_bytes)
+
+
+def _attention(ctx: Context) -> Iterator[Row]:
+    """Time the example, at its own sizes, after it has compared itself with full attention."""
+    example = _example()
+    _, case = example._arguments(["--device", ctx.device])
+    rows = [
+        Row("offload", PREFILL, OVERLAPPED, "ours", {"tokens": case.tokens}),
+        Row("offload", PREFILL, IN_TURN, "peer", {"tokens": case.tokens}),
+    ]
+    with example.engine_of(case) as engine:
+        prefill = example.Prefill(case, engine, example.best_chunk(case, engine))
+        pipeline = example.pipeline_of(case)
+        prefill.run(pipeline, keep=True)
+        example.sync(case.device)
+        error = prefill.rms_error()
+        prefill.outputs.clear()
+        if error > example.MAX_RMS_ERROR[case.dtype]:
+            for row in rows:
+                row.error = f"{error:.1e} off full attention; not timed"
+        else:
+            samples: list[list[float]] = [[], []]
+            for number in range(ctx.rounds + 1):
+                for took, streams in zip(samples, (pipeline, None), strict=True):
+                    prefill.run(streams) if number == 0 else took.append(
+                        1e3 * example.seconds(case.device, lambda s=streams: prefill.run(s))
+                    )
+            for row, took in zip(rows, samples, strict=True):
+                fill(row, Timing(tuple(took)))
+        pipeline.close()
+    compare(rows)
+    yield from rows
+
+
+def _example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("offload_attention", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["offload_attention"] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module

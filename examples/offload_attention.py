@@ -1,0 +1,396 @@
+"""Causal attention over a KV cache that is four times as large as the GPU memory that it may use.
+
+A prompt is prefilled chunk by chunk. The KV cache of all layers is in pinned host memory
+(`OffloadEngine`). For each chunk and layer the blocks of all tokens before it stream through a few
+slots on the GPU (`SlotPipeline`), a unit of blocks at a time: the queries of the chunk attend to a
+unit while the next ones are on their way, and the partial results are merged by their log-sum-exp.
+K and V of the chunk itself are made in the engine's slots and go to the host beside all that.
+
+The same work is done on one stream as well, each copy behind the compute before it. At best
+overlap doubles the speed, where copies take as long as the compute does. That is a matter of the
+chunk, whose queries share what a unit's copy costs: the script times both alone, says what each
+size of a chunk promises, and takes the best. Queries, K and V are random numbers; a model's
+projections and MLP would be more compute to hide copies behind.
+
+    python examples/offload_attention.py --plot timeline.png
+    python examples/offload_attention.py --device cpu --layers 2 --tokens 512 --block-size 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jitkern.offload import OffloadEngine, OverlapMonitor, SlotPipeline
+
+# Of the root mean square of all outputs: bfloat16 rounds to 0.1 % of that, three times on the way.
+MAX_RMS_ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes. K and V of a block in one layer is what all memory is counted in."""
+
+    layers: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    budget: float  # of the cache, for slots of both kinds
+    depth: int
+    unit_blocks: int
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tokens // self.block_size
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks of the largest chunk that the budget leaves room for, in all layers."""
+        room = int(self.budget * self.num_blocks * self.layers)
+        return min((room - self.depth * self.unit_blocks) // self.layers, self.num_blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        per_token = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.block_size * per_token
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        return (2, self.unit_blocks, self.block_size, self.kv_heads, self.head_dim)
+
+    def chunks(self, chunk: int) -> list[tuple[int, int]]:
+        return [(begin, min(begin + chunk, self.tokens)) for begin in range(0, self.tokens, chunk)]
+
+    def inputs(self, layer: int, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[kv_heads, group, tokens, dim]`, K and V `[tokens, kv_heads, dim]`."""
+        source = torch.Generator(self.device).manual_seed(layer * self.tokens + begin)
+        shape = (self.heads + 2 * self.kv_heads, end - begin, self.head_dim)
+        made = torch.randn(shape, generator=source, device=self.device, dtype=self.dtype)
+        q, k, v = made.split([self.heads, self.kv_heads, self.kv_heads])
+        return q.unflatten(0, (self.kv_heads, -1)), k.transpose(0, 1), v.transpose(0, 1)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Return attention of `[batch, heads, tokens, dim]`, and its log-sum-exp in float32."""
+    if q.is_cuda:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)
+        return found[0], found[1]
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores.masked_fill_(future, -math.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take the attention to more keys into a result in float32, in place."""
+    share = torch.sigmoid(part_lse - lse)  # of the new keys in the sum of all exponentials
+    out.lerp_(part.float(), share.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def attend_to_itself(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a chunk's attention to its own tokens, all query heads of a KV head in one row."""
+    k, v = (one.transpose(0, 1).unsqueeze(1).expand(*q.shape[:2], -1, -1) for one in (k, v))
+    out, lse = attend(q, k, v, is_causal=True)
+    return out.flatten(1, 2).float(), lse.flatten(1, 2).float()
+
+
+def attend_to_unit(q: Tensor, unit: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge a chunk's attention to the tokens of blocks `[2, blocks, block_size, heads, dim]`."""
+    k, v = unit.flatten(1, 2).transpose(1, 2)
+    part, part_lse = attend(q.flatten(1, 2)[None], k[None], v[None])
+    merge(out, lse, part[0], part_lse[0])
+
+
+# -- the prefill -----------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """Blocks of one layer that go to a slot together."""
+
+    layer: int
+    cpu_blocks: list[int]
+    written: Any  # the event that they are on the host by; None: they are
+
+
+class Plain(NamedTuple):
+    """What a slot of a pipeline is, without one."""
+
+    tensor: Tensor
+    block: Unit
+
+
+class Prefill:
+    """One prompt through all layers; with a pipeline copies run beside the compute."""
+
+    def __init__(self, case: Case, engine: OffloadEngine, chunk: int) -> None:
+        self.case, self.engine, self.chunk = case, engine, chunk
+        shuffled = torch.randperm(case.num_blocks, generator=torch.Generator().manual_seed(0))
+        self.table: list[int] = shuffled.tolist()  # host blocks, as after a while of serving
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+
+    def run(self, pipeline: SlotPipeline | None, keep: bool = False) -> None:
+        """Queue it all."""
+        case, engine = self.case, self.engine
+        on_gpu = case.device.type == "cuda"
+        stores = torch.cuda.Stream(case.device) if on_gpu and pipeline is not None else None
+        written: list[Any] = [None] * case.layers
+        with pipeline if pipeline is not None else nullcontext():
+            for begin, end in case.chunks(self.chunk):
+                first, last = begin // case.block_size, end // case.block_size
+                for layer in range(case.layers):
+                    q, k, v = case.inputs(layer, begin, end)
+                    before = written[layer]
+                    if before is not None:  # a chunk ago: the slots are free again
+                        torch.cuda.current_stream().wait_event(before)
+                    for slots, new in ((engine.gpu_k, k), (engine.gpu_v, v)):
+                        slots[layer].flatten(0, 1)[: end - begin] = new
+                    if stores is not None:
+                        stores.wait_stream(torch.cuda.current_stream())
+                    engine.offload_gpu_slots_to_cpu_blocks(
+                        range(last - first), self.table[first:last], layer=layer, stream=stores
+                    )
+                    written[layer] = stores.record_event() if stores is not None else None
+                    out, lse = attend_to_itself(q, k, v)
+                    for slot in self._stream(self._units(layer, first, before), pipeline):
+                        unit = slot.tensor[:, : len(slot.block.cpu_blocks)]
+                        attend_to_unit(q, unit, out, lse)
+                    result = out.to(case.dtype)
+                    if keep:
+                        self.outputs[layer, begin] = result
+            if stores is not None:
+                torch.cuda.current_stream().wait_stream(stores)
+
+    def _units(self, layer: int, num_blocks: int, written: Any) -> list[Unit]:
+        step = self.case.unit_blocks
+        blocks = self.table[:num_blocks]
+        return [Unit(layer, blocks[at : at + step], written) for at in range(0, num_blocks, step)]
+
+    def _stream(self, units: list[Unit], pipeline: SlotPipeline | None) -> Iterator[Any]:
+        if pipeline is not None:
+            yield from pipeline.load(units, copy=self._copy)
+            return
+        case = self.case
+        buffer = torch.empty(case.unit_shape, dtype=case.dtype, device=case.device)
+        for unit in units:
+            self._copy(buffer, unit)
+            yield Plain(buffer, unit)
+
+    def _copy(self, tensor: Tensor, unit: Unit) -> None:
+        if unit.written is not None:
+            torch.cuda.current_stream().wait_event(unit.written)
+        self.engine.load_blocks_into(tensor, unit.cpu_blocks, layer=unit.layer)
+
+    def rms_error(self) -> float:
+        """Compare what was kept with full attention in float32, relative to its own size."""
+        case, wrong, whole = self.case, 0.0, 0.0
+        for layer in range(case.layers):
+            parts = [case.inputs(layer, *chunk) for chunk in case.chunks(self.chunk)]
+            k, v = (torch.cat([part[i] for part in parts]).float() for i in (1, 2))
+            for (begin, end), (q, _, _) in zip(case.chunks(self.chunk), parts, strict=True):
+                future = torch.ones(end - begin, end, dtype=torch.bool, device=case.device)
+                future = future.triu(begin + 1)
+                for head in range(case.kv_heads):
+                    scores = q[head].float() @ k[:end, head].T / math.sqrt(case.head_dim)
+                    expected = scores.masked_fill_(future, -math.inf).softmax(-1) @ v[:end, head]
+                    found = self.outputs[layer, begin][head].view_as(expected).float()
+                    wrong += (found - expected).square().sum().item()
+                    whole += expected.square().sum().item()
+        return math.sqrt(wrong / whole)
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(device: torch.device, call: Callable[[], object], times: int = 1) -> float:
+    """Return the time of one of several calls that are queued together."""
+    sync(device)
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    sync(device)
+    return (time.perf_counter() - started) / times
+
+
+class Promise(NamedTuple):
+    """What copies and compute of a whole prefill take alone, in seconds, and both together."""
+
+    chunk: int
+    copies_s: float
+    compute_s: float
+
+    @property
+    def gain(self) -> float:
+        return (self.copies_s + self.compute_s) / max(self.copies_s, self.compute_s)
+
+
+def promises(case: Case, engine: OffloadEngine, chunks: Sequence[int]) -> list[Promise]:
+    """Time a unit's copy and compute for each size of a chunk, and count how many there are."""
+    buffer = torch.zeros(case.unit_shape, dtype=case.dtype, device=case.device)
+    blocks = list(range(min(case.unit_blocks, case.num_blocks)))
+    found = []
+    for chunk in chunks:
+
+        def itself(chunk: int = chunk) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = case.inputs(0, 0, chunk)
+            return q, *attend_to_itself(q, k, v)
+
+        q, out, lse = itself()
+        calls: list[Callable[[], object]] = [
+            lambda: engine.load_blocks_into(buffer, blocks, layer=0),
+            lambda q=q, out=out, lse=lse: attend_to_unit(q, buffer, out, lse),
+            itself,
+        ]
+        times = 20 if case.device.type == "cuda" else 2
+        for call in calls:
+            seconds(case.device, call, times)  # the first ones load and choose kernels
+        copy_s, unit_s, itself_s = (seconds(case.device, call, times) for call in calls)
+        chunk_blocks = chunk // case.block_size
+        before = [begin // case.block_size for begin, _ in case.chunks(chunk)]
+        units = case.layers * sum(count / case.unit_blocks for count in before)
+        own = case.layers * case.tokens / case.block_size / chunk_blocks
+        found.append(Promise(chunk, units * copy_s, units * unit_s + own * itself_s))
+    return found
+
+
+def engine_of(case: Case) -> OffloadEngine:
+    return OffloadEngine(
+        num_layers=case.layers,
+        num_cpu_blocks=case.num_blocks,
+        num_slots=case.chunk_blocks,
+        block_size=case.block_size,
+        token_shape=(case.kv_heads, case.head_dim),
+        dtype=case.dtype,
+        device=case.device,
+    )
+
+
+def pipeline_of(case: Case, monitor: OverlapMonitor | None = None) -> SlotPipeline:
+    return SlotPipeline(
+        num_slots=case.depth,
+        slot_shape=case.unit_shape,
+        dtype=case.dtype,
+        device=case.device,
+        monitor=monitor,
+    )
+
+
+def best_chunk(case: Case, engine: OffloadEngine) -> int:
+    """Return the size of a chunk that overlap gains most with, and say what was found."""
+    sizes = range(case.block_size, case.chunk_blocks * case.block_size + 1, case.block_size)
+    step = -(-len(sizes) // 12)
+    found = promises(case, engine, sizes[step - 1 :: step])
+    for one in found:
+        alone = f"copies {one.copies_s * 1e3:.1f} ms, compute {one.compute_s * 1e3:.1f} ms alone"
+        print(f"chunks of {one.chunk} tokens: {alone}: overlap may gain {one.gain:.2f} x")
+    return max(found, key=lambda one: one.gain).chunk
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; 1 if the result is wrong."""
+    args, case = _arguments(argv)
+    with engine_of(case) as engine:
+        pipeline = pipeline_of(case)
+        print(f"{engine!r}; {case.depth} slots of {case.unit_blocks} blocks of a layer stream")
+        prefill = Prefill(case, engine, args.chunk or best_chunk(case, engine))
+        prefill.run(pipeline, keep=True)
+        sync(case.device)
+        rms_error = prefill.rms_error()
+        prefill.outputs.clear()
+        overlapped, plain = [], []
+        for _ in range(args.repeats):
+            overlapped.append(seconds(case.device, lambda: prefill.run(pipeline)))
+            plain.append(seconds(case.device, lambda: prefill.run(None)))
+        pipeline.close()
+        if args.plot:
+            monitor = OverlapMonitor(name="offload_attention", min_ratio=0.0, capacity=64)
+            watched = pipeline_of(case, monitor)
+            prefill.run(watched)
+            sync(case.device)
+            monitor.plot(args.plot)
+            watched.close()
+    slots = case.chunk_blocks * case.layers + case.depth * case.unit_blocks
+    result = {
+        "chunk": prefill.chunk,
+        "cache_bytes": case.num_blocks * case.layers * case.block_bytes,
+        "gpu_bytes": slots * case.block_bytes,
+        "tokens_per_s": case.tokens / statistics.median(overlapped),
+        "tokens_per_s_without_overlap": case.tokens / statistics.median(plain),
+        "gain": statistics.median(plain) / statistics.median(overlapped),
+        "rms_error": rms_error,
+        "max_rms_error": MAX_RMS_ERROR[case.dtype],
+    }
+    print(
+        f"chunks of {prefill.chunk} tokens: {result['tokens_per_s']:.0f} tokens/s, without overlap "
+        f"{result['tokens_per_s_without_overlap']:.0f}: {result['gain']:.2f} x; error "
+        f"{rms_error:.1e} of full attention in float32, expected below {result['max_rms_error']}"
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1))
+    return 0 if rms_error < result["max_rms_error"] else 1
+
+
+def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--layers", type=int, default=8)
+    add("--tokens", type=int, default=16384)
+    add("--heads", type=int, default=32, help="of queries")
+    add("--kv-heads", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add("--block-size", type=int, default=256, help="tokens of a block")
+    add("--unit-blocks", type=int, default=8, help="blocks that go to a slot together")
+    add("--depth", type=int, default=4, help="slots of the pipeline")
+    add("--budget", type=float, default=0.25, help="GPU memory for K and V, of the whole cache")
+    add("--chunk", type=int, help="tokens; by default the size that overlap gains most with")
+    add("--repeats", type=int, default=5)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--plot", metavar="FILE", help="an image of the timeline")
+    add("--json", metavar="FILE")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    sizes = (args.layers, args.tokens, args.heads, args.kv_heads, args.head_dim, args.block_size)
+    case = Case(*sizes, args.budget, args.depth, args.unit_blocks, device)
+    if case.tokens % case.block_size or case.heads % case.kv_heads:
+        parser.error("--tokens are whole blocks, --heads a multiple of --kv-heads")
+    most = case.chunk_blocks * case.block_size
+    if most < case.block_size:
+        parser.error("--budget: no room for a block in all layers beside the pipeline's slots")
+    if args.chunk and (args.chunk % case.block_size or not 0 < args.chunk <= most):
+        parser.error(f"--chunk: {args.chunk}, expected whole blocks, {most} tokens at most")
+    return args, case
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Numbers of blocks and slots, checked, as the pairs that ``copy_blocks`` takes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Numbers(NamedTuple):
+    """An argument: its name, what came, and how many blocks there are."""
+
+    name: str
+    values: Any
+    bound: int
+
+
+def single(call: str, number: Numbers) -> int:
+    """Return one number. A tensor is refused: one on a GPU would be waited for.
+
+    Raises
+    ------
+    TypeError, IndexError
+        No int; none of the blocks.
+    """
+    name, value, bound = number
+    if isinstance(value, bool) or hasattr(value, "untyped_storage"):
+        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int")
+    try:
+        found = index(value)
+    except TypeError:
+        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int") from None
+    if not 0 <= found < bound:
+        raise IndexError(f"{call}: {name}: {found}, expected 0 to {bound - 1}")
+    return found
+
+
+def pair(source: int, target: int) -> torch.Tensor:
+    """Return the pair of two numbers."""
+    import torch
+
+    return torch.frombuffer(array("q", (source, target)), dtype=torch.int64).view(1, 2)
+
+
+def run_of(source: int, target: int, count: int) -> torch.Tensor:
+    """Return pairs of numbers that follow each other on both sides."""
+    import torch
+
+    return torch.arange(count).unsqueeze(1) + torch.tensor([source, target])
+
+
+def pairs_of(
+    call: str, sources: Numbers, targets: Numbers, device: torch.device
+) -> torch.Tensor | None:
+    """Return pairs of numbers, None if there are none.
+
+    Those on the host are checked; of those on the GPU nobody looks at more than their shape, and a
+    kernel is queued that makes the pairs.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        What is no sequence of ints; lists of different lengths, a number that comes twice; a number
+        that is none of the blocks; one of two on the GPU, or on another GPU.
+    """
+    import torch
+
+    for side, other in ((sources, targets), (targets, sources)):
+        if isinstance(side.values, torch.Tensor) and side.values.is_cuda:
+            _check_tensor(call, side, device)
+            _check_tensor(call, other, device)
+            _check_lengths(call, sources, len(sources.values), targets, len(targets.values))
+            return torch.stack((sources.values, targets.values), 1) if len(side.values) else None
+    first, second = _listed(call, sources), _listed(call, targets)
+    _check_lengths(call, sources, len(first), targets, len(second))
+    _check_numbers(call, sources, first)
+    _check_numbers(call, targets, second)
+    if not first:
+        return None
+    both = array("q", bytes(16 * len(first)))
+    both[0::2], both[1::2] = array("q", first), array("q", second)
+    return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
+
+
+def places_for(call: str, numbers: Numbers, num_places: int) -> range | torch.Tensor:
+    """Return 0, 1, ... for all numbers, where they are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        What is no sequence of ints; more numbers than places.
+    """
+    import torch
+
+    values = numbers.values
+    if isinstance(values, torch.Tensor):
+        _check_tensor(call, numbers, values.device)
+    count = len(values) if hasattr(values, "__len__") else 1
+    if count > num_places:
+        text = f"{count} numbers, expected at most {num_places}, the blocks of tensor"
+        raise ValueError(f"{call}: {numbers.name}: {text}")
+    if isinstance(values, torch.Tensor) and values.is_cuda:
+        return torch.arange(count, device=values.device)
+    return range(count)
+
+
+def _listed(call: str, argument: Numbers) -> list[int]:
+    import torch
+
+    name, values, _ = argument
+    if isinstance(values, torch.Tensor):
+        _check_tensor(call, argument, torch.device("cpu"))
+        values = values.tolist()
+    elif not isinstance(values, Sequence) and not hasattr(values, "__array__"):
+        values = [values]
+    expected = "an int, a sequence of ints or a tensor"
+    if isinstance(values, str | bytes | bytearray):
+        raise TypeError(f"{call}: {name}: {type(values).__name__}, expected {expected}")
+    kinds = set(map(type, values))
+    if kinds <= {int}:
+        return list(values)
+    try:
+        if bool in kinds:  # a mask, it seems
+            raise TypeError
+        return [index(value) for value in values]
+    except TypeError:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds if kind is not int))
+        raise TypeError(f"{call}: {name}: {found}, expected {expected}") from None
+
+
+def _check_tensor(call: str, argument: Numbers, device: torch.device) -> None:
+    import torch
+
+    name, values, _ = argument
+    where = values.device if isinstance(values, torch.Tensor) else "numbers on the host"
+    if where != device:
+        raise ValueError(f"{call}: {name}: {where}, expected a tensor on {device}")
+    if values.dtype not in (torch.int32, torch.int64):
+        came = str(values.dtype).removeprefix("torch.")
+        raise TypeError(f"{call}: {name}: dtype {came}, expected int32 or int64")
+    if values.dim() != 1:
+        raise ValueError(f"{call}: {name}: shape {list(values.shape)}, expected one dimension")
+
+
+def _check_lengths(
+    call: str, sources: Numbers, num_sources: int, targets: Numbers, num_targets: int
+) -> None:
+    if num_sources != num_targets:
+        text = f"{num_targets} numbers, expected {num_sources}, as many as {sources.name}"
+        raise ValueError(f"{call}: {targets.name}: {text}")
+
+
+def _check_numbers(call: str, argument: Numbers, numbers: list[int]) -> None:
+    name, _, bound = argument
+    distinct = set(numbers)
+    if distinct and (min(distinct) < 0 or max(distinct) >= bound):
+        at, number = next((i, n) for i, n in enumerate(numbers) if not 0 <= n < bound)
+        text = f"{number} at position {at}, expected 0 to {bound - 1}"
+        raise IndexError(f"{call}: {name}: {text}")
+    if len(distinct) < len(numbers):
+        at = next(i for i, n in enumerate(numbers) if n in numbers[:i])
+        text = f"{numbers[at]} at positions {numbers.index(numbers[at])} and {at}"
+        raise ValueError(f"{call}: {name}: {text}, expected each number once")

@@ -1,0 +1,126 @@
+"""The example of attention over an offloaded cache, at a small size."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+PATH = Path(__file__).resolve().parents[2] / "examples" / "offload_attention.py"
+
+SMALL = ["--layers", "3", "--tokens", "208", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+SMALL += ["--block-size", "8", "--unit-blocks", "2", "--depth", "3", "--repeats", "1"]
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("offload_attention", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "offload_attention", module)  # where dataclasses look
+    spec.loader.exec_module(module)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # which wait for each other where others use the cores
+    yield module
+    torch.set_num_threads(threads)
+
+
+def run(example: ModuleType, device: torch.device, tmp_path: Path, *more: str) -> tuple[int, Any]:
+    file = tmp_path / "result.json"
+    status = example.main([*SMALL, "--device", str(device), "--json", str(file), *more])
+    return status, json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 32])
+def test_it_is_full_attention(
+    example: ModuleType, device: torch.device, tmp_path: Path, chunk: int
+) -> None:
+    """Of chunks that divide the tokens and of others, with units that are full and not."""
+    status, result = run(example, device, tmp_path, "--chunk", str(chunk))
+    assert status == 0
+    assert result["chunk"] == chunk
+    assert 0 < result["rms_error"] < result["max_rms_error"]
+    assert result["gpu_bytes"] <= result["cache_bytes"] / 4
+    assert result["tokens_per_s"] > 0 and result["tokens_per_s_without_overlap"] > 0
+
+
+def test_it_finds_a_chunk(
+    example: ModuleType,
+    device: torch.device,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, result = run(example, device, tmp_path)
+    said = capsys.readouterr().out
+    assert status == 0 and f"\nchunks of {result['chunk']} tokens: copies " in said
+    assert said.count("overlap may gain") == 4  # 32 tokens is the most that the budget allows
+
+
+@pytest.mark.parametrize("broken", ["merge", "_units", "is_causal"])
+def test_a_wrong_result_is_found(
+    example: ModuleType,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    if broken == "merge":
+        monkeypatch.setattr(example, "merge", lambda out, lse, part, part_lse: None)
+    elif broken == "is_causal":
+        attend = example.attend
+        monkeypatch.setattr(example, "attend", lambda q, k, v, is_causal=False: attend(q, k, v))
+    else:  # another block in the place of one
+        units = example.Prefill._units
+        monkeypatch.setattr(
+            example.Prefill,
+            "_units",
+            lambda *args: [unit._replace(cpu_blocks=[0]) for unit in units(*args)],
+        )
+    status, result = run(example, device, tmp_path, "--chunk", "24")
+    assert status == 1
+    assert result["rms_error"] > result["max_rms_error"]
+
+
+def test_without_the_pipeline_it_is_the_same(example: ModuleType, device: torch.device) -> None:
+    args, case = example._arguments([*SMALL, "--device", str(device), "--chunk", "24"])
+    with example.engine_of(case) as engine:
+        kept = []
+        for pipeline in (None, example.pipeline_of(case)):
+            prefill = example.Prefill(case, engine, args.chunk)
+            prefill.run(pipeline, keep=True)
+            example.sync(case.device)
+            kept.append(prefill.outputs)
+        assert kept[0].keys() == kept[1].keys() and len(kept[0]) == 3 * 9
+        assert all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0])
+
+
+def test_the_plot(example: ModuleType, device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "timeline.png"
+    run(example, device, tmp_path, "--chunk", "24", "--plot", str(image))
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (["--tokens", "209"], "--tokens are whole blocks"),
+        (["--heads", "5"], "--heads a multiple of --kv-heads"),
+        (["--budget", "0.05"], "no room for a block in all layers"),
+        (["--chunk", "20"], "--chunk: 20, expected whole blocks, 32 tokens at most"),
+        (["--chunk", "40"], "--chunk: 40, expected whole blocks, 32 tokens at most"),
+    ],
+)
+def test_wrong_arguments(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], wrong: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit):
+        example.main([*SMALL, "--device", "cpu", *wrong])
+    assert text in capsys.readouterr().err
