@@ -35,7 +35,7 @@ def draw(
     axes = figure.subplots()
     for row, lane in enumerate(shown):
         bars = [(begin - first_ms, ms) for begin, ms in lanes[lane]]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLORS[lane], edgecolor="white")
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLORS[lane], linewidth=0)
     axes.set_yticks(range(len(shown)), shown)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
