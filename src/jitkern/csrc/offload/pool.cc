@@ -30,6 +30,7 @@ constexpr i64 kPageBytes = i64(4) << 10;
 constexpr int kMadvPopulateWrite = 23;  // from Linux 5.14 on
 
 struct Memory {
+  u64 number;  // no other mapping of this process, or of one that it was forked from, has it
   char* base;
   i64 bytes;
   pid_t owner;
@@ -81,12 +82,15 @@ void unregister(Memory& memory) {
 
 // What a tensor of the memory gives back when it is the last one.
 struct Mapping {
+  u64 number;
+
   void AllocData(DLTensor* tensor, char* base) { tensor->data = base; }
   void FreeData(DLTensor* tensor) {
     const u64 base = address(tensor->data);
     const std::lock_guard<std::mutex> lock(memories_mutex);
     const auto found = memories().find(base);
-    if (found == memories().end()) return;  // a child forked with it: see pool_map
+    // A forked child has the tensor and not the memory; another pool may lie there by now.
+    if (found == memories().end() || found->second.number != number) return;
     Memory& memory = found->second;
     try {
       unregister(memory);
@@ -142,11 +146,13 @@ tvm::ffi::Tensor pool_map(int64_t num_bytes, int64_t fd) {
   munmap(base + pages, reserved - static_cast<size_t>(skipped) - pages);
   madvise(base, bytes, MADV_HUGEPAGE);  // refused where the kernel has none; smaps tell
   if (fd < 0) madvise(base, bytes, MADV_DONTFORK);
+  static std::atomic<u64> made{0};
+  const u64 number = ++made;
   {
     const std::lock_guard<std::mutex> lock(memories_mutex);
-    memories()[address(base)] = {base, num_bytes, getpid(), {}};
+    memories()[address(base)] = {number, base, num_bytes, getpid(), {}};
   }
-  return tvm::ffi::Tensor::FromNDAlloc(Mapping{}, {num_bytes}, DLDataType{kDLUInt, 8, 1},
+  return tvm::ffi::Tensor::FromNDAlloc(Mapping{number}, {num_bytes}, DLDataType{kDLUInt, 8, 1},
                                        DLDevice{kDLCPU, 0}, base);
 }
 
