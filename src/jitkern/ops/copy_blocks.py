@@ -67,9 +67,10 @@ def copy_blocks(
     """Copy block ``pairs[i, 0]`` of ``src`` to block ``pairs[i, 1]`` of ``dst``, in all layers.
 
     One call moves N blocks of L layers between a pool in host memory and a cache on a GPU, either
-    way, or within one GPU, on the current stream and without a synchronisation. Host memory must
-    stay allocated until the stream has come past the call; what was written to it may be read then.
-    With ``pairs`` on the GPU nothing is allocated, and a CUDA graph can capture any call.
+    way, or within one GPU or one cache, on the current stream and without a synchronisation. Host
+    memory must stay allocated until the stream has come past the call; what was written to it may
+    be read then. With ``pairs`` on the GPU nothing is allocated, and a CUDA graph can capture any
+    call.
 
     Parameters
     ----------
@@ -79,7 +80,8 @@ def copy_blocks(
         bytes are contiguous, any number from 1 up; the first two strides are free. A cache of one
         layer, ``[num_blocks, ...]``, is one whose block dimension is 0 on both sides. One of them
         in pinned host memory and one on a GPU, or both on one GPU, or both on the CPU. Blocks of
-        ``dst`` share no memory with each other or with those of ``src``.
+        ``dst`` share no memory with each other or with those of ``src``, unless both are the same
+        cache, in which no block is the source of one pair and the destination of another.
     pairs : Tensor
         ``[..., 2]`` of (source block, destination block), int32 or int64, contiguous, on the GPU or
         on the CPU, in memory of their own. A pair with a negative member is skipped. Destinations

@@ -77,6 +77,12 @@ void Blocks::distinct_pieces() const {
               "memory of its own for each in a tensor that is written");
 }
 
+bool Blocks::same_blocks(const Blocks& other) const {
+  return data == other.data && num_blocks == other.num_blocks &&
+         strides.layer_bytes == other.strides.layer_bytes &&
+         strides.block_bytes == other.strides.block_bytes;
+}
+
 void Blocks::apart_from(const Blocks& other) const {
   if (empty() || other.empty() || !(begin < other.end && other.begin < end)) return;
   // Layer by layer: blocks of one may lie between those of the other, as K and V of one tensor.
@@ -132,7 +138,7 @@ BlockCall::BlockCall(AnyView dst_arg, AnyView dst_dim, AnyView src_arg, AnyView 
                     std::to_string(dst.piece_bytes) + " bytes as in dst" + shaped(dst));
   }
   dst.distinct_pieces();
-  if (dst.ordinal() == src.ordinal()) dst.apart_from(src);
+  if (dst.ordinal() == src.ordinal() && !dst.same_blocks(src)) dst.apart_from(src);
   if (!dst.empty()) {
     const Rows written = dst.as_row();
     pairs.apart_from(written);

@@ -23,6 +23,8 @@ struct Blocks : Tensor {
   bool empty() const { return num_layers == 0 || num_blocks == 0 || piece_bytes == 0; }
   // Of a tensor that is written: ValueError where two of its pieces share bytes.
   void distinct_pieces() const;
+  // Whether each block is that of the same number in `other`, of as many layers and bytes.
+  bool same_blocks(const Blocks& other) const;
   // ValueError where a piece shares a byte with one of `other`.
   void apart_from(const Blocks& other) const;
   // The memory from the first byte to the last, as one row.
