@@ -193,7 +193,33 @@ def _ways(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> lis
     return [_save(figure, directory / "ways.png")]
 
 
+def _blocks(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
+    """GB/s against the bytes of a block in one layer."""
+    here = [r for r in rows if r["gb_s"] and r["params"]["block_dim"] == 1]
+    if len({r["params"]["piece_bytes"] for r in here}) < 2:
+        return []
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
+    for axes, kind in zip(panels, ("h2d", "d2h"), strict=True):
+        points = [r for r in here if r["case"].startswith(kind)]
+        beside = _common([r for r in points if r["role"] == "peer" or "engine" in r["impl"]])
+        for name, color in zip(beside, _cycle(PEERS), strict=False):
+            _line(axes, points, name, x="piece_bytes", color=color, marker="o", markersize=3)
+        for r in (r for r in points if r["role"] == "ceiling"):
+            _line(axes, points, r["impl"], x="piece_bytes", color=CEILING, linestyle="--")
+            break
+        _line(axes, points, "jitkern", x="piece_bytes", color=OURS, marker="o", linewidth=2)
+        axes.set(title=kind, xlabel="bytes of a block in one layer")
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.25)
+    panels[0].set(ylabel="GB/s over the link", ylim=(0, None))
+    panels[0].legend(fontsize=7, loc="center right")
+    blocks, layers = (here[0]["params"][name] for name in ("blocks", "layers"))
+    figure.suptitle(f"{op}, {blocks} random blocks of {layers} layers, {machine}", fontsize=10)
+    return [_save(figure, directory / "copy_blocks.png")]
+
+
 _PLOTS = {
+    "blocks": _blocks,
     "bandwidth": _bandwidth,
     "ladder": _ladder,
     "row sizes": _row_sizes,

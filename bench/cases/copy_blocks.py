@@ -20,6 +20,7 @@ from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
 
 PEERS = (peers.host,)
+PLOTS = ("blocks",)
 
 BLOCKS, LAYERS, POOL_GIB = 128, 32, 4
 CACHE_BYTES = 2 << 30
