@@ -185,12 +185,12 @@ class OffloadEngine(Caches):
     ) -> None:
         """Write the first tokens of a slot, as of a block that a decode is still filling.
 
+        The other arguments and errors are those of :meth:`offload_slot_to_cpu`.
+
         Parameters
         ----------
         num_tokens : int
             1 to `block_size`; what is behind them in the block stays as it is.
-
-        The other arguments and errors are those of :meth:`offload_slot_to_cpu`.
         """
         self._decode("offload_decode_slot", False, slot, cpu_block, num_tokens, layer, stream)
 
@@ -285,6 +285,8 @@ class OffloadEngine(Caches):
     ) -> None:
         """Bring blocks to a tensor of the caller's, such as a slot of a :class:`SlotPipeline`.
 
+        The stream and the errors are those of :meth:`load_cpu_blocks_to_gpu_slots_all_layers`.
+
         Parameters
         ----------
         tensor : Tensor
@@ -295,8 +297,6 @@ class OffloadEngine(Caches):
             On the host or on the GPU; each once.
         layer : int, optional
             The only one to be moved.
-
-        The stream and the errors are those of :meth:`load_cpu_blocks_to_gpu_slots_all_layers`.
         """
         call = "OffloadEngine.load_blocks_into"
         number = None if layer is None else self._layer(call, layer)

@@ -159,6 +159,8 @@ class SlotPipeline:
     def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
         """Give out slots, whose content is undefined, for the body to write; take them away.
 
+        Returns and raises as :meth:`load`.
+
         Parameters
         ----------
         blocks : iterable
@@ -166,8 +168,6 @@ class SlotPipeline:
         copy : callable
             ``copy(slot.tensor, block)`` queues the copy of what the body has written, on a transfer
             stream.
-
-        Returns, raises as :meth:`load`.
         """
         iterable_arg("SlotPipeline.store", "blocks", blocks)
         function_arg("SlotPipeline.store", "copy", copy)
@@ -176,6 +176,8 @@ class SlotPipeline:
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
         """Bring blocks into slots, which the body changes, and store them back: both at once.
 
+        Returns and raises as :meth:`load`.
+
         Parameters
         ----------
         blocks : iterable
@@ -183,8 +185,6 @@ class SlotPipeline:
         load, store : callable
             As ``copy`` of :meth:`load` and :meth:`store`. A block is loaded before the blocks ahead
             of it are stored: blocks that share memory are the caller's matter.
-
-        Returns, raises as :meth:`load`.
         """
         iterable_arg("SlotPipeline.update", "blocks", blocks)
         function_arg("SlotPipeline.update", "load", load)
