@@ -296,8 +296,11 @@ def _graphs(
                 body(slot.tensor)
 
         torch.cuda.synchronize()
-        return cuda_replay([go]).run
+        replay = cuda_replay([go])
+        kept.append(pipeline)  # the graph has its slots' addresses
+        return replay.run
 
+    kept: list[SlotPipeline] = []
     longer = measure(GRAPH, LONGER, "ceiling", lambda: _longer(blocks, body), BLOCKS * BLOCK_BYTES)
     name = f"jitkern, depth {BEST_DEPTH}"
     rows = [measure(GRAPH, name, "ours", ours, BLOCKS * BLOCK_BYTES), longer]

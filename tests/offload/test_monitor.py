@@ -206,6 +206,18 @@ def test_memory_is_bounded() -> None:
     assert {len(column) for column in monitor._timeline} == {16}
 
 
+def test_short_runs_are_looked_at() -> None:
+    """As those of one layer each, of fewer blocks than the times of are read at once."""
+    monitor = OverlapMonitor(window=8, min_ratio=1e9, capacity=24)
+    pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
+    blocks = host_blocks(5, torch.device("cpu"))
+    for _ in range(40):
+        for _ in pipeline.load(blocks, copy=bring):
+            pass
+    now = monitor.snapshot()
+    assert (now.iterations, now.dropped, now.alarms) == (200, 0, 1)
+
+
 def test_a_monitor_has_one_pipeline_at_a_time() -> None:
     cpu = torch.device("cpu")
     monitor = OverlapMonitor()

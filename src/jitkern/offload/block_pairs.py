@@ -50,7 +50,8 @@ def run_of(source: int, target: int, count: int) -> torch.Tensor:
     """Return pairs of numbers that follow each other on both sides."""
     import torch
 
-    return torch.arange(count).unsqueeze(1) + torch.tensor([source, target])
+    begins = torch.tensor([source, target], device="cpu")  # whatever torch's default device
+    return torch.arange(count, device="cpu").unsqueeze(1) + begins
 
 
 def pairs_of(

@@ -131,6 +131,8 @@ class OffloadEngine(Caches):
             slots = torch.zeros(*heads, self.num_slots, *block, dtype=dtype, device=self.device)
             used = PinnedPool((*shape, *block), dtype) if pool is None else pool
             host = used.tensor((*shape, *block), dtype)
+            if on_gpu:  # loads on other streams come behind the zeros
+                torch.cuda.current_stream().synchronize()
         self._own_pool = used if pool is None else None
         self._mover = BlockMover(Side(slots, 1), Side(host, block_dim), method, num_sms)
 

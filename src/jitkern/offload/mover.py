@@ -80,7 +80,7 @@ class BlockMover:
         """Move blocks by one call."""
         here = Numbers("slots", slots, self.gpu.num_blocks)
         there = Numbers("cpu_blocks", cpu_blocks, self.cpu.num_blocks)
-        with self._on(call, stream):
+        with self._on(call, stream, slots, cpu_blocks):
             pairs = pairs_of(call, *((there, here) if to_gpu else (here, there)), self._device)
             if pairs is not None:
                 self._copy(to_gpu, pairs, *self._sides(layer), self._how)
@@ -97,7 +97,7 @@ class BlockMover:
         """Move blocks between the CPU cache and a tensor of the caller's."""
         flat = self._flat_tensor(call, tensor, layer)
         there = Numbers("cpu_blocks", cpu_blocks, self.cpu.num_blocks)
-        with self._on(call, stream):
+        with self._on(call, stream, tensor, cpu_blocks):
             here = Numbers("tensor", places_for(call, there, flat.shape[1]), flat.shape[1])
             pairs = pairs_of(call, *((there, here) if to_gpu else (here, there)), self._device)
             if pairs is not None:
@@ -179,8 +179,8 @@ class BlockMover:
             text = f"strides {list(tensor.stride())} of shape {shape}, expected contiguous layers"
             raise ValueError(f"{call}: tensor: {text}") from None
 
-    def _on(self, call: str, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream the current one."""
+    def _on(self, call: str, stream: Any, *used: Any) -> AbstractContextManager[Any]:
+        """Make a stream the current one; torch hands out the memory of what it uses only after."""
         if stream is None:
             return nullcontext()
         import torch
@@ -191,6 +191,9 @@ class BlockMover:
         if stream.device != self._device:
             expected = "None" if self._device.type == "cpu" else f"one of {self._device}"
             raise ValueError(f"{call}: stream: of {stream.device}, expected {expected}")
+        for one in (self.gpu.tensor, *used):
+            if isinstance(one, torch.Tensor) and one.is_cuda:
+                one.record_stream(stream)
         on_it: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return on_it
 

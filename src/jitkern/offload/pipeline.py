@@ -18,10 +18,10 @@ from jitkern.offload.args import (
 from jitkern.offload.depth import AutoDepth, DepthController
 from jitkern.offload.monitor import OverlapMonitor
 from jitkern.offload.ranges import Ranges
-from jitkern.offload.runs import Copy, Run, Slots, go_over
+from jitkern.offload.runs import Copy, Countdown, Run, Slots, go_over
 from jitkern.offload.session import Session, Turn
 from jitkern.offload.slots import SlotSet
-from jitkern.offload.streams import CudaStreams, Streams
+from jitkern.offload.streams import NONE, CudaStreams, Streams
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +123,8 @@ class SlotPipeline:
             self._streams: Streams = CudaStreams(where.index, count, capacity)
         else:
             self._streams = Streams(count, capacity)
+        every = 0 if monitor is None else _SELDOM if self._controller is None else _OFTEN
+        self._every_few, self._each_captured = Countdown(every), Countdown(1)
         self._session = Session(self._streams)
         self._slots = SlotSet(self._streams, shape, torch_dtype, where, depth)
         if monitor is not None:
@@ -270,7 +272,7 @@ class SlotPipeline:
                 blocks,
                 load,
                 store,
-                self._measured_every,
+                self._countdown,
                 self._ranges,
             )
 
@@ -278,28 +280,29 @@ class SlotPipeline:
 
     # -- times -------------------------------------------------------------------------------------
 
-    def _measured_every(self) -> tuple[Callable[[], int], int]:
-        if self._monitor is None:
-            return self._measure, -1
-        if self._session.is_captured:
-            return self._count_captured, 1
-        return self._measure, _SELDOM if self._controller is None else _OFTEN
+    def _countdown(self) -> tuple[Countdown, Callable[[], None]]:
+        if self._monitor is not None and self._session.is_captured:
+            return self._each_captured, self._count_captured
+        return self._every_few, self._measure
 
-    def _measure(self) -> int:
+    def _measure(self) -> None:
         self._poll()
         if self._monitor is not None:
             self._monitor._look(self.depth)
         controller = self._controller
         if controller is None:
-            return _SELDOM
-        if controller.depth != self._slots.wanted and not self._slots.resize(controller.depth):
-            controller.refuse(self.depth)
-        return _OFTEN
+            return
+        wanted = controller.depth
+        if self._session.was_captured:  # a graph knows the slots by their addresses
+            wanted = max(wanted, self.depth)
+        if wanted != self._slots.wanted:
+            self._streams.next(NONE, 0)  # of a slot that may go
+            if not self._slots.resize(wanted):
+                controller.refuse(self.depth)
 
-    def _count_captured(self) -> int:
+    def _count_captured(self) -> None:
         if self._monitor is not None:
             self._monitor._count_captured()
-        return 1
 
     def _poll(self) -> None:
         """Give the monitor the times that are there; in any thread."""

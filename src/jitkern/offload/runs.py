@@ -22,6 +22,15 @@ Slots = Generator[Slot, None, None]
 _END = object()
 
 
+class Countdown:
+    """Every so many iterations, whichever runs they are of; of 0 never."""
+
+    __slots__ = ("every", "left")
+
+    def __init__(self, every: int) -> None:
+        self.every = self.left = every
+
+
 class Run:
     """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
 
@@ -58,7 +67,7 @@ def go_over(
     blocks: Iterable[Any],
     load: Copy | None,
     store: Copy | None,
-    measured_every: Callable[[], tuple[Callable[[], int], int]],
+    countdown: Callable[[], tuple[Countdown, Callable[[], None]]],
     ranges: Ranges | None,
 ) -> Slots:
     """Go over the blocks; what is queued on a GPU is queued in this order.
@@ -67,22 +76,23 @@ def go_over(
 
     Parameters
     ----------
-    measured_every
-        Returns what is called after so many iterations, and says after how many again.
+    countdown
+        Returns, once the session has begun, what is called every how many iterations.
     """
     coming: Iterator[Any] | None = iter(blocks)
     # An iterator may take its time: the compute before it is then ended at once.
     takes_time = not isinstance(blocks, list | tuple | range)
-    session.begin_run(turn, COMPUTE if store is None else STORE)
     free, ahead = slots.free, deque[Slot]()
     failed: Exception | None = None
     slot: Slot | None = None
     begin = streams.next  # which also ends what was begun before
     compute_on = streams.setter(COMPUTE, 0)
-    measure, left = measured_every()
+    final_access = COMPUTE if store is None else STORE
     if ranges is not None:
         load, store = ranges.around("load", load), ranges.around("store", store)
+    session.begin_run(turn, final_access)
     try:
+        counted, act = countdown()
         while True:
             while free and coming is not None:
                 # An error is raised once the blocks before it had their turn, as it would be
@@ -130,9 +140,10 @@ def go_over(
                 begin(NONE, 0)
             slots.put_back(slot)
             slot = None
-            left -= 1
-            if left == 0:
-                left = measure()
+            counted.left -= 1
+            if counted.left == 0:
+                counted.left = counted.every
+                act()
         if failed is not None:
             raise failed
     finally:

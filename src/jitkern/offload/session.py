@@ -32,6 +32,8 @@ class Session:
     ----------
     is_captured : bool
         Whether a graph is captured meanwhile.
+    was_captured : bool
+        Whether one ever was.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -41,7 +43,7 @@ class Session:
         self._in_with = False
         self._turn: Turn | None = None  # of the run that goes on
         self.is_closed = False
-        self.is_captured = False
+        self.is_captured = self.was_captured = False
 
     def begin_run(self, turn: Turn, final_access: int) -> None:
         """Begin a run, in the session of `with` if there is one of this thread."""
@@ -93,6 +95,7 @@ class Session:
         self._take()
         try:
             self.is_captured = self._streams.enter()
+            self.was_captured |= self.is_captured
         except BaseException:
             self._lock.release()
             raise
