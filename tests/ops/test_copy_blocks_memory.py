@@ -71,12 +71,14 @@ def test_within_one_cache(device: torch.device) -> None:
     """Copy on write: what other requests still read is left as it is."""
     cache = torch.randint(0, 256, (LAYERS, 9, 2, 64), dtype=torch.uint8, device=device)
     for one in (cache, cache[:, :, 1], cache[1:, :7, 0]):
+        before = cache.clone()
         expected = cache.clone()
         expected.as_strided(one.shape, one.stride(), one.storage_offset())[:, [2, 6]] = one[
             :, [4, 0]
         ]
         pairs = torch.tensor([[4, 2], [-1, 3], [0, 6], [5, 5]])
         for pairs_on, method in ways(device):
+            cache.copy_(before)
             copy_blocks(one, one, pairs.to(pairs_on), method=method)
             assert torch.equal(cache, expected)
 

@@ -54,19 +54,19 @@ def optional_arg(call: str, name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{call}: {name}: {what}, expected an {kind.__name__} or None")
 
 
-def shape_arg(call: str, shape: Any) -> tuple[int, ...]:
+def shape_arg(call: str, name: str, shape: Any) -> tuple[int, ...]:
     """Return the sizes of a shape that is not empty."""
     expected = "a sequence of ints"
     if not isinstance(shape, Sequence) or isinstance(shape, str | bytes):
-        raise TypeError(f"{call}: slot_shape: {type(shape).__name__}, expected {expected}")
+        raise TypeError(f"{call}: {name}: {type(shape).__name__}, expected {expected}")
     try:
         sizes = tuple(index(size) for size in shape if not isinstance(size, bool))
     except TypeError:
         sizes = ()
     if len(sizes) != len(shape):
-        raise TypeError(f"{call}: slot_shape: {list(shape)}, expected {expected}")
+        raise TypeError(f"{call}: {name}: {list(shape)}, expected {expected}")
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"{call}: slot_shape: {list(shape)}, expected sizes of at least 1")
+        raise ValueError(f"{call}: {name}: {list(shape)}, expected sizes of at least 1")
     return sizes
 
 

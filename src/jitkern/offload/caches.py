@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jitkern.offload import memory
-from jitkern.offload.args import count_arg
 from jitkern.offload.mover import BlockMover
 from jitkern.offload.pool import PinnedPool
 
 if TYPE_CHECKING:
     import torch
-
-_CALL = "OffloadEngine"
 
 
 class Caches:
@@ -110,16 +106,6 @@ class Caches:
         if self.kind == "mla":
             raise AttributeError(f"OffloadEngine.{name}: not of kind mla; see {name[:4]}cache")
         return self._open(f"OffloadEngine.{name}")
-
-
-def token_shape_arg(shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, Sequence) or isinstance(shape, str | bytes):
-        what = type(shape).__name__
-        raise TypeError(f"OffloadEngine: token_shape: {what}, expected a sequence of ints")
-    sizes = tuple(count_arg(_CALL, "token_shape", size) for size in shape)
-    if not sizes:
-        raise ValueError("OffloadEngine: token_shape: [], expected (num_heads, head_dim) or such")
-    return sizes
 
 
 def choice_arg(name: str, value: Any, choices: tuple[str, ...]) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from jitkern.offload.args import count_arg, device_arg, dtype_arg
+from jitkern.offload.args import count_arg, device_arg, dtype_arg, shape_arg
 from jitkern.offload.block_pairs import Numbers, single
-from jitkern.offload.caches import Caches, choice_arg, pool_arg, token_shape_arg
+from jitkern.offload.caches import Caches, choice_arg, pool_arg
 from jitkern.offload.mover import BlockMover, Side
 from jitkern.offload.pool import PinnedPool
 
@@ -112,7 +112,7 @@ class OffloadEngine(Caches):
         self.num_cpu_blocks = count_arg(_CALL, "num_cpu_blocks", num_cpu_blocks)
         self.num_slots = count_arg(_CALL, "num_slots", num_slots)
         self.block_size = count_arg(_CALL, "block_size", block_size)
-        self.token_shape = token_shape_arg(token_shape)
+        self.token_shape = shape_arg(_CALL, "token_shape", token_shape)
         self.dtype = dtype_arg(_CALL, dtype)
         self.device = device_arg(_CALL, device)
         self.kind = choice_arg("kind", kind, tuple(_PARTS))
@@ -173,7 +173,7 @@ class OffloadEngine(Caches):
         Arguments and errors are those of :meth:`load_to_slot_all_layers`.
         """
         call = "OffloadEngine.offload_slot_to_cpu"
-        number = None if layer is None else self._layer(call, layer)
+        number = self._layer_or_all(call, layer)
         self._open(call).one(call, False, slot, cpu_block, stream, number)
 
     def offload_decode_slot(
@@ -301,7 +301,7 @@ class OffloadEngine(Caches):
             The only one to be moved.
         """
         call = "OffloadEngine.load_blocks_into"
-        number = None if layer is None else self._layer(call, layer)
+        number = self._layer_or_all(call, layer)
         self._open(call).outside(call, True, tensor, cpu_blocks, stream, number)
 
     def store_blocks_from(
@@ -314,7 +314,7 @@ class OffloadEngine(Caches):
     ) -> None:
         """Write a tensor of the caller's to blocks: the other way to :meth:`load_blocks_into`."""
         call = "OffloadEngine.store_blocks_from"
-        number = None if layer is None else self._layer(call, layer)
+        number = self._layer_or_all(call, layer)
         self._open(call).outside(call, False, tensor, cpu_blocks, stream, number)
 
     # -- all slots ---------------------------------------------------------------------------------
@@ -357,6 +357,9 @@ class OffloadEngine(Caches):
     def _layer(self, call: str, layer: Any) -> int:
         return single(call, Numbers("layer", layer, self.num_layers))
 
+    def _layer_or_all(self, call: str, layer: Any) -> int | None:
+        return None if layer is None else self._layer(call, layer)
+
     def _decode(
         self,
         name: str,
@@ -369,5 +372,5 @@ class OffloadEngine(Caches):
     ) -> None:
         call = f"OffloadEngine.{name}"
         tokens = count_arg(call, "num_tokens", num_tokens, self.block_size)
-        number = None if layer is None else self._layer(call, layer)
+        number = self._layer_or_all(call, layer)
         self._open(call).one(call, to_gpu, slot, cpu_block, stream, number, tokens)

@@ -107,7 +107,7 @@ class SlotPipeline:
     ) -> None:
         depth = count_arg(_CALL, "num_slots", num_slots)
         count = count_arg(_CALL, "num_streams", num_streams, _MAX_STREAMS)
-        shape, torch_dtype = shape_arg(_CALL, slot_shape), dtype_arg(_CALL, dtype)
+        shape, torch_dtype = shape_arg(_CALL, "slot_shape", slot_shape), dtype_arg(_CALL, dtype)
         where = device_arg(_CALL, device)
         optional_arg(_CALL, "monitor", monitor, OverlapMonitor)
         optional_arg(_CALL, "auto_depth", auto_depth, AutoDepth)
