@@ -102,8 +102,8 @@ def copy_blocks(
         0, above their number all.
     num_sms : int, optional
         Blocks of 1024 threads that copy, at most one an SM, clamped to the GPU's SMs; by default as
-        many as keep the link busy (4 to read and 2 to write, up to 8 for short or badly aligned
-        ones), and all of them within one GPU. Means nothing to "engine".
+        many as keep the link busy (4, up to 8 for short or badly aligned ones), and all of them
+        within one GPU. Means nothing to "engine".
 
     Raises
     ------

@@ -20,11 +20,11 @@ constexpr const char* kOp = "copy_blocks";
 const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
 const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 
-// What a call has on its way over the link by default: reads of 2 / 3 / 4 blocks of 1,024 threads,
-// of 4 KiB a warp, move 42.8 / 49.8 / 50.2 GB/s of 4 KiB pieces and 38.7 / 51.3 / 51.4 of 256 KiB
-// ones, where one contiguous copy makes 55.4. Writes are posted: 51 to 52.5 by 2.
-constexpr i64 kReadBytesInFlight = 512 << 10;
-constexpr i64 kWriteBytesInFlight = 256 << 10;
+// What a call has on its way over the link by default. Of 2 / 3 / 4 / 8 blocks of 1,024 threads, of
+// 4 KiB a warp, pieces of 4 KiB come at 36.8 / 48.5 / 49.4 / 49.5 GB/s and go at 32.7 / 48.1 /
+// 50.4 / 50.8, pieces of 64 KiB come at 40.1 / 50.8 / 51.2 / 51.1 and go at 52.3 to 52.5; one
+// contiguous copy makes 55.4.
+constexpr i64 kBytesInFlight = 512 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // where pieces or vectors are short, the bus is out of reach
 
 // The link rests 3 us between two copies of the engine: 512 KB at a time come at 42 GB/s, 8 MB at
@@ -126,8 +126,8 @@ struct BlockLaunch {
     i64 worth = scope.device.num_sms;
     if (call.host_side() != nullptr) {
       const i64 segment = std::max<i64>(1, params.piece_bytes / params.num_segments);
-      const i64 wanted = lines_of_dst ? kWriteBytesInFlight : kReadBytesInFlight;
-      worth = std::min(ceil_div(wanted, warps * kernels.in_flight * segment), kMaxDefaultSms);
+      worth =
+          std::min(ceil_div(kBytesInFlight, warps * kernels.in_flight * segment), kMaxDefaultSms);
     }
     return std::min({useful, call.num_sms.value_or(worth), i64(scope.device.num_sms)});
   }
