@@ -368,8 +368,8 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     add("--kv-heads", type=int, default=8)
     add("--head-dim", type=int, default=128)
     add("--block-size", type=int, default=256, help="tokens of a block")
-    add("--unit-blocks", type=int, default=8, help="blocks that go to a slot together")
-    add("--depth", type=int, default=4, help="slots of the pipeline")
+    add("--unit-blocks", type=int, help="blocks that go to a slot together; default by the budget")
+    add("--depth", type=int, default=3, help="slots of the pipeline")
     add("--budget", type=float, default=0.25, help="GPU memory for K and V, of the whole cache")
     add("--chunk", type=int, help="tokens; by default the size that overlap gains most with")
     add("--repeats", type=int, default=5)
@@ -381,7 +381,11 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     sizes = (args.layers, args.tokens, args.heads, args.kv_heads, args.head_dim, args.block_size)
-    case = Case(*sizes, args.budget, args.depth, args.unit_blocks, device)
+    # Three eighths of the budget: large units keep the host, which queues some ten kernels for
+    # each, ahead of the GPU; what is left bounds the chunk.
+    room = args.budget * args.tokens // args.block_size * args.layers
+    unit_blocks = args.unit_blocks or max(1, int(3 * room / 8) // args.depth)
+    case = Case(*sizes, args.budget, args.depth, unit_blocks, device)
     if case.tokens % case.block_size or case.heads % case.kv_heads:
         parser.error("--tokens are whole blocks, --heads a multiple of --kv-heads")
     most = case.chunk_blocks * case.block_size

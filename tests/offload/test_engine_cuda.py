@@ -52,6 +52,7 @@ def test_streams() -> None:
         engine.cpu_k.fill_(1)
         engine.load_to_slot_all_layers(0, 0)
         stream = torch.cuda.Stream()
+        engine.gpu_k.add_(0)  # what is loaded at its first use may wait for the GPU
         for where in (None, stream):  # compiles, and allocates
             engine.offload_slot_to_cpu(0, 2, stream=where)
         torch.cuda.synchronize()

@@ -87,7 +87,7 @@ class GatherByCpu : public ChunkWork {
       list = copied;
     }
     // Later ones are read where they are: their copy would wait behind whole chunks in the copy
-    // engine, which costs 15 threads 3 to 6 %.
+    // engine, which costs 15 threads 2 to 6 %.
     call.params.pairs = list;
     call.params.num_pairs = count;
     call.index_bytes = pairs_.index_bytes;
