@@ -68,6 +68,28 @@ def copy_module() -> DeviceModule:
     )
 
 
+def host_copy_case(
+    ctx: Context, moved: int, ours: Run, copy: Run, note: str = "over the link", **fields: Any
+) -> Case:
+    """Return the case of an op that moves bytes over the link to a GPU; on the CPU, in memory.
+
+    `copy` moves as many in one piece. `note` says what is counted on a GPU; `fields` are the other
+    fields of the case.
+    """
+    on_gpu = ctx.device == "cuda"
+    return Case(
+        impls=[
+            Impl("jitkern", "ours", lambda: ours),
+            Impl(COPY, "ceiling", lambda: copy, check=False),
+        ],
+        bytes_moved=moved if on_gpu else 2 * moved,
+        bytes_note=note if on_gpu else "read and written",
+        calls=3 if moved > 50_000_000 else 20,
+        touched_bytes=moved,
+        **fields,
+    )
+
+
 def call_case(op: str, name: str, call: Call, arguments: Sequence[Any]) -> Case:
     """Return the case of what one call costs the host, beside a call into C++ that does nothing.
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 import jitkern
-from jitkern.bench.case import Case, Context, Impl
-from jitkern.bench.cases.common import COPY, call_case
+from jitkern.bench.case import Case, Context
+from jitkern.bench.cases.common import call_case, host_copy_case
 
 LAYERS = 8
 # (blocks, bytes of a block in one layer): in a cache, and in memory or over the link.
@@ -50,7 +50,6 @@ def _buffers(ctx: Context, blocks: int, piece_bytes: int) -> Buffers:
 def case_of(ctx: Context, blocks: int, piece_bytes: int) -> Case:
     """Return the case of one size: the op, and a copy of as many bytes in one piece."""
     moved = blocks * LAYERS * piece_bytes
-    on_gpu = ctx.device == "cuda"
 
     def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
         cache = b.cache.clone()
@@ -58,25 +57,18 @@ def case_of(ctx: Context, blocks: int, piece_bytes: int) -> Case:
         cache[:, targets] = b.pool[sources.cpu()].transpose(0, 1).to(cache.device)
         return (cache,)
 
-    def ours(b: Buffers) -> None:
-        jitkern.copy_blocks(b.cache, b.pool, b.pairs, src_block_dim=0)
-
     def copy(b: Buffers) -> None:
         b.cache.view(-1)[:moved].copy_(b.pool.view(-1)[:moved], non_blocking=True)
 
-    return Case(
+    return host_copy_case(
+        ctx,
+        moved=moved,
+        ours=lambda b: jitkern.copy_blocks(b.cache, b.pool, b.pairs, src_block_dim=0),
+        copy=copy,
         op="copy_blocks",
         name=f"{blocks} blocks of {LAYERS} x {piece_bytes} B",
         params={"blocks": blocks, "layers": LAYERS, "piece_bytes": piece_bytes},
-        bytes_moved=moved if on_gpu else 2 * moved,
-        bytes_note="over the link" if on_gpu else "read and written",
         make=lambda _: _buffers(ctx, blocks, piece_bytes),
         outputs=lambda b: (b.cache,),
         reference=reference,
-        impls=[
-            Impl("jitkern", "ours", lambda: ours),
-            Impl(COPY, "ceiling", lambda: copy, check=False),
-        ],
-        calls=3 if moved > 50_000_000 else 20,
-        touched_bytes=moved,
     )

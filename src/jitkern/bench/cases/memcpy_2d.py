@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 import jitkern
-from jitkern.bench.case import Case, Context, Impl
-from jitkern.bench.cases.common import COPY, call_case
+from jitkern.bench.case import Case, Context
+from jitkern.bench.cases.common import call_case, host_copy_case
 
 BLOCKS = 4
 # (layers, bytes of a block in one layer): in a cache, and in memory or over the link.
@@ -50,24 +50,19 @@ def _buffers(ctx: Context, layers: int, width: int) -> Buffers:
 def case_of(ctx: Context, layers: int, width: int) -> Case:
     """Return the case of one size: the op, and a copy of as many bytes in one piece."""
     moved = layers * width
-    on_gpu = ctx.device == "cuda"
 
     def copy(b: Buffers) -> None:
         b.block.view(-1).copy_(b.pool.view(-1)[:moved], non_blocking=True)
 
-    return Case(
+    return host_copy_case(
+        ctx,
+        moved=moved,
+        ours=lambda b: b.copy(layers),
+        copy=copy,
         op="memcpy_2d",
         name=f"{layers} rows of {width} B",
         params={"rows": layers, "row_bytes": width, "pitch": BLOCKS * width},
-        bytes_moved=moved if on_gpu else 2 * moved,
-        bytes_note="over the link" if on_gpu else "read and written",
         make=lambda _: _buffers(ctx, layers, width),
         outputs=lambda b: (b.block,),
         reference=lambda b: (b.pool[:, 1].to(b.block.device),),
-        impls=[
-            Impl("jitkern", "ours", lambda: lambda b: b.copy(layers)),
-            Impl(COPY, "ceiling", lambda: copy, check=False),
-        ],
-        calls=3 if moved > 50_000_000 else 20,
-        touched_bytes=moved,
     )

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from jitkern.bench.case import Case, Context, Impl
-from jitkern.bench.cases.common import COPY, CPU_SIZES, call_case
+from jitkern.bench.case import Case, Context
+from jitkern.bench.cases.common import CPU_SIZES, call_case, host_copy_case
 from jitkern.bench.measure import empty_rows, random_rows
 
 PairOp = Callable[..., None]
@@ -79,27 +79,20 @@ def case_of(
         picked = b.src[sources.to(b.src.device)].to(dst_device)
         return (b.dst.clone().index_copy_(0, targets.to(dst_device), picked),)
 
-    def ours(b: Buffers) -> None:
-        function(b.src, b.dst, b.pairs)
-
     def copy(b: Buffers) -> None:
         dst, src = b.copied
         dst.copy_(src, non_blocking=True)
 
-    moved = rows * row_bytes
-    return Case(
+    return host_copy_case(
+        ctx,
+        moved=rows * row_bytes,
+        ours=lambda b: function(b.src, b.dst, b.pairs),
+        copy=copy,
+        note="over the link, each row once",
         op=op,
         name=f"{rows} rows of {row_bytes} B",
         params={"rows": rows, "row_bytes": row_bytes, "slots": slots, "sources": "distinct"},
-        bytes_moved=moved if ctx.device == "cuda" else 2 * moved,
-        bytes_note="over the link, each row once" if ctx.device == "cuda" else "read and written",
         make=make,
         outputs=lambda b: (b.dst,),
         reference=reference,
-        impls=[
-            Impl("jitkern", "ours", lambda: ours),
-            Impl(COPY, "ceiling", lambda: copy, check=False),
-        ],
-        calls=3 if moved > 50_000_000 else 20,
-        touched_bytes=moved,
     )

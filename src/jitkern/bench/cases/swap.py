@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 import jitkern
-from jitkern.bench.case import Case, Context, Impl
-from jitkern.bench.cases.common import COPY, CPU_SIZES, call_case
+from jitkern.bench.case import Case, Context
+from jitkern.bench.cases.common import CPU_SIZES, call_case, host_copy_case
 from jitkern.bench.cases.pair_ops import LINK_SIZES, LINK_SLOTS
 from jitkern.bench.measure import random_rows
 
@@ -50,8 +50,7 @@ def _triples(ctx: Context, slots: int, rows: int) -> torch.Tensor:
 
 def case_of(ctx: Context, rows: int, row_bytes: int) -> Case:
     """Return the case of one size: the op, and copies of as many rows there and back."""
-    on_gpu = ctx.device == "cuda"
-    slots = max(LINK_SLOTS if on_gpu else 0, 2 * rows)
+    slots = max(LINK_SLOTS if ctx.device == "cuda" else 0, 2 * rows)
     shared = _buffers(ctx, slots, 1, row_bytes)
     contents = shared.host.clone(), shared.gpu.clone()
 
@@ -73,21 +72,17 @@ def case_of(ctx: Context, rows: int, row_bytes: int) -> Case:
         b.gpu[:rows].copy_(b.host[:rows], non_blocking=True)
         b.host[:rows].copy_(b.gpu[-rows:], non_blocking=True)
 
-    moved = 2 * rows * row_bytes
-    return Case(
+    return host_copy_case(
+        ctx,
+        moved=2 * rows * row_bytes,
+        ours=lambda b: jitkern.swap_rows(b.host, b.gpu, b.triples),
+        copy=copies,
+        note="over the link, both directions",
         op="swap",
         name=f"{rows} rows of {row_bytes} B",
         params={"rows": rows, "row_bytes": row_bytes, "slots": slots},
-        bytes_moved=moved if on_gpu else 2 * moved,
-        bytes_note="over the link, both directions" if on_gpu else "read and written",
         make=make,
         outputs=lambda b: (b.host, b.gpu),
         reference=reference,
         prepare=refill,
-        impls=[
-            Impl("jitkern", "ours", lambda: lambda b: jitkern.swap_rows(b.host, b.gpu, b.triples)),
-            Impl(COPY, "ceiling", lambda: copies, check=False),
-        ],
-        calls=3 if moved > 50_000_000 else 20,
-        touched_bytes=moved,
     )
