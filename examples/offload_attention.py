@@ -365,7 +365,7 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     add("--layers", type=int, default=8)
     add("--tokens", type=int, default=16384)
     add("--heads", type=int, default=32, help="of queries")
-    add("--kv-heads", type=int, default=8)
+    add("--kv-heads", type=int, default=16)
     add("--head-dim", type=int, default=128)
     add("--block-size", type=int, default=256, help="tokens of a block")
     add("--unit-blocks", type=int, help="blocks that go to a slot together; default by the budget")

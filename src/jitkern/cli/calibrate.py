@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jitkern.cli import ui
 from jitkern.errors import UnsupportedError
+from jitkern.offload import memory
 
 if TYPE_CHECKING:
     from jitkern.calibration import Calibration
@@ -52,11 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _figure_text(name: str, value: int) -> str:
-    if not name.endswith("_bytes"):
+    if "_bytes" not in name:
         return str(value)
-    if value >= 1 << 50:
-        return "beyond any"
-    return f"{value / (1 << 30):.3g} GiB" if value >= 1 << 28 else f"{value / (1 << 20):.3g} MiB"
+    return "beyond any" if value >= 1 << 50 else memory.size_text(value)
 
 
 def _require_matplotlib() -> None:
