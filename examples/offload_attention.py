@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plain.append(seconds(case.device, lambda: prefill.run(None)))
         pipeline.close()
         if args.plot:
-            monitor = OverlapMonitor(name="offload_attention", min_ratio=0.0, capacity=64)
+            monitor = OverlapMonitor(name="offload_attention", every=1, min_ratio=0.0, capacity=64)
             watched = pipeline_of(case, monitor)
             prefill.run(watched)
             sync(case.device)

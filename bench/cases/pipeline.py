@@ -318,6 +318,7 @@ def _host(ctx: Context, blocks: list[torch.Tensor]) -> Iterator[Row]:
     for name, how in (
         ("jitkern", {}),
         ("jitkern, monitored", {"monitor": OverlapMonitor(min_ratio=0)}),
+        ("jitkern, every iteration timed", {"monitor": OverlapMonitor(min_ratio=0, every=1)}),
         ("jitkern, auto depth", {"auto_depth": AutoDepth(max_slots=8)}),
     ):
         pipeline = _pipeline(BEST_DEPTH, **how)

@@ -1,11 +1,14 @@
-"""Ways to get the order of a SlotPipeline wrong, one at a time: each is a wait or record less."""
+"""Ways to get a SlotPipeline wrong, one at a time.
+
+Of its order each is a wait or record less; then there are those of its times.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-SLOTS = "offload/slots.cc"
+SLOTS, TIMES, HEADER = "offload/slots.cc", "offload/slot_times.cc", "offload/slots.h"
 WAITS = "if (is_known && chain.lane != &lane && device_ != nullptr) {"
 COMPUTE, LOADS, STORES = "&lanes_[0]", "&lane_of(kLoad, index)", "&lane_of(kStore, index)"
 
@@ -88,6 +91,42 @@ MUTANTS = (
         "events of a slot are recorded for another one",
         "if (--marks->refs == 0) free_.push_back(marks);",
         "--marks->refs, free_.push_back(marks);",
-        file="offload/slots.h",
+        file=HEADER,
+    ),
+)
+
+TIMES_MUTANTS = (
+    Mutant(
+        "a slot goes on with the events that it has given back",
+        "    times->give_back(&had);\n    chain.marks = &chain.own;",
+        "    times->give_back(&had);",
+    ),
+    Mutant(
+        "an iteration without times has its beginnings recorded",
+        "if (marks.is_timed) mark(marks.begin[access], lane, true);",
+        "mark(marks.begin[access], lane, true);",
+    ),
+    Mutant(
+        "the first of a burst has a row",
+        "(marks.is_first || follows(marks)) &&",
+        file=TIMES,
+    ),
+    Mutant(
+        "the first of a burst follows the last of the one before",
+        " && marks.number == base_->number + 1;",
+        ";",
+        file=HEADER,
+    ),
+    Mutant(
+        "the first of a burst is read from the one before",
+        "const bool is_apart = !follows(marks);",
+        "const bool is_apart = base_ == nullptr || marks.is_first;",
+        file=TIMES,
+    ),
+    Mutant(
+        "a store without times is taken for one long ago",
+        "marks.stored_by == stored.number",
+        "true",
+        file=TIMES,
     ),
 )

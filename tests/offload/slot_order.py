@@ -38,7 +38,7 @@ class Machine:
     """Torch's current stream, and what notes are of."""
 
     current = CALLERS[0]
-    capacity = 0
+    capacity = every = 0  # of times; 0: as the pipeline has it
     uses = 0
 
     def note(self, text: str, stream: int | None = None) -> None:
@@ -65,12 +65,13 @@ class FakeTensor:
 class FakeStreams(Streams):
     """As CudaStreams, with numbers for streams."""
 
-    def __init__(self, ordinal: int, num_streams: int, capacity: int) -> None:
+    def __init__(self, ordinal: int, num_streams: int, capacity: int, every: int) -> None:
         self.compute = COMPUTES
         self.loads = [LOADS + i for i in range(num_streams)]
         self.stores = [STORES + i for i in range(num_streams)]
         lists = (list(self.loads), list(self.stores))
-        self._connect(ordinal, self.compute, *lists, machine.capacity or capacity)
+        times = (machine.capacity or capacity, machine.every or every)
+        self._connect(ordinal, self.compute, *lists, *times)
 
     def enter(self) -> bool:
         self._caller = machine.current
@@ -172,7 +173,7 @@ def copy(kind: str, fails_at: int) -> Callable[[FakeTensor, int], None]:
 
 
 def one_run(pipeline: SlotPipeline, rng: random.Random) -> None:
-    count = rng.randrange(12)
+    count = rng.randrange(rng.choice((12, 12, 12, 12, 60)))  # some beyond those that are all timed
     stop, fail = (rng.randrange(20) for _ in range(2))
     blocks: Any = range(count)
     if rng.random() < 0.3:
@@ -200,7 +201,7 @@ def scenario(seed: int) -> str:
     """Return the trace of some runs of one pipeline, under errors, captures and `with`."""
     rng = random.Random(seed)
     machine.current = CALLERS[0]
-    machine.capacity = rng.choice((0, 0, 1, 4, 64))
+    machine.capacity, machine.every = rng.choice((0, 0, 1, 4, 64)), rng.choice((1, 2, 4))
     driver.fake_trace()
     pipeline = SlotPipeline(
         num_slots=rng.choice((1, 2, 3, 5)),

@@ -10,7 +10,7 @@ from typing import Any
 import slot_order
 import torch
 from fake_gpu import report_checks
-from slot_order import CALLERS, CAPTURING, driver, machine
+from slot_order import CALLERS, CAPTURING, COMPUTES, driver, machine
 
 from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
 from jitkern.offload.depth import Iteration, total_ms
@@ -36,9 +36,10 @@ def pipeline_of(depth: int, **how: Any) -> SlotPipeline:
     return SlotPipeline(num_slots=depth, slot_shape=[MIB], dtype=torch.uint8, device="cuda", **how)
 
 
-def go(pipeline: SlotPipeline, kind: str, times: Times) -> float:
-    """Run over iterations that take so long; return ms from the begin of the run to its end."""
-    machine.current = CALLERS[0]
+def go(pipeline: SlotPipeline, kind: str, times: Times, stop: int = -1) -> float:
+    """Run over iterations that take so long, up to the body of `stop`; return ms of the run."""
+    if machine.current != COMPUTES:  # as under `with`
+        machine.current = CALLERS[0]
     begin = time_of(machine.current)
     blocks = range(len(times))
 
@@ -54,6 +55,8 @@ def go(pipeline: SlotPipeline, kind: str, times: Times) -> float:
         run = getattr(pipeline, kind)(blocks, copy=load if kind == "load" else store)
     for slot in run:
         work(times[slot.block][1])
+        if slot.block == stop:
+            break
     return time_of(machine.current) - begin
 
 
@@ -156,30 +159,32 @@ def check_sessions_do_not_wait_for_each_other() -> None:
 
 
 def check_what_is_not_over_is_not_waited_for() -> None:
-    monitor = OverlapMonitor(capacity=1000)
+    monitor = OverlapMonitor(capacity=1000, every=1)
     pipeline = pipeline_of(2, monitor=monitor)
     begin = time_of(CALLERS[0])
     now(begin)
     go(pipeline, "load", [(2.0, 3.0, 0.0)] * 40)
-    assert monitor.snapshot().iterations == 0
+    found = monitor.snapshot()
+    assert (found.iterations, found.timed) == (40, 0), found
     now(begin + 2 + 3 * 10)
-    assert monitor.snapshot().iterations == 10
+    assert monitor.snapshot().timed == 10
     now(1e30)
     found = monitor.snapshot()
-    assert (found.iterations, found.dropped) == (40, 0)
+    assert (found.iterations, found.timed, found.dropped) == (40, 40, 0), found
 
 
 def check_the_oldest_are_dropped() -> None:
+    """What the first one behind them waited for is then unknown: it is no row."""
     monitor = OverlapMonitor(capacity=4, window=4)
     pipeline = pipeline_of(3, monitor=monitor)
     now(time_of(CALLERS[0]))
     go(pipeline, "load", [(2.0, 3.0, 0.0)] * 20)
     now(1e30)
     found = monitor.snapshot()
-    assert (found.iterations, found.dropped, found.window) == (4, 16, 4), found
+    assert (found.iterations, found.timed, found.dropped) == (20, 3, 16), found
     assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (3.0, 2.0, 0.0), found
     go(pipeline, "load", [(2.0, 3.0, 0.0)] * 4)
-    assert monitor.snapshot().iterations == 8
+    assert monitor.snapshot().timed == 7
 
 
 def check_captures_are_counted_and_not_timed() -> None:

@@ -4,58 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import logging
 import math
 import re
 import threading
 import time
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from given import Given
 from pipelines import bring, host_blocks, pipeline_of, sync, take
 
-from jitkern.errors import UnsupportedError
 from jitkern.offload import AutoDepth, OverlapMonitor, OverlapSnapshot, SlotPipeline
 
 SLOT_BYTES = 60
-
-
-class Given:
-    """A pipeline of which only times are known: (compute, transfer, stall) of each iteration."""
-
-    slot_bytes = 1 << 20
-    depth = 3
-
-    def __init__(self, monitor: OverlapMonitor) -> None:
-        self.monitor = monitor
-        self.rows: list[tuple[float, float, float]] = []
-        monitor._attach(self)
-
-    def harvest(self, address: int, max_rows: int) -> int:
-        columns = self.monitor._columns
-        assert columns.buffer_info()[0] == address
-        rows, self.rows = self.rows[:max_rows], self.rows[max_rows:]
-        for number, (compute, transfer, stall) in enumerate(rows):
-            values = [*[math.nan] * 6, compute, transfer, stall, -1.0, transfer, compute, 0, 1]
-            for column, value in enumerate(values):
-                columns[column * max_rows + number] = value
-        return len(rows)
-
-    def num_dropped(self) -> int:
-        return 0
-
-    def _poll(self) -> None:
-        self.monitor._poll(self, None)  # type: ignore[arg-type]
-
-    def add(self, rows: Iterable[tuple[float, float, float]]) -> None:
-        """As a pipeline does at the end of these iterations."""
-        self.rows += rows
-        self._poll()
-        self.monitor._look(self.depth)
 
 
 def test_counts_of_every_kind_of_run(device: torch.device) -> None:
@@ -168,7 +132,7 @@ def test_an_alarm_may_ask_and_may_end_the_run(device: torch.device) -> None:
         assert monitor.snapshot().alarms == 1
         raise InterruptedError(f"{snapshot.window}")
 
-    monitor = OverlapMonitor(window=4, min_ratio=1e9, on_alarm=on_alarm)
+    monitor = OverlapMonitor(window=4, every=1, min_ratio=1e9, on_alarm=on_alarm)
     pipeline = pipeline_of(device, 2, monitor=monitor)
     bodies = 0
     with pytest.raises(InterruptedError, match="4"):
@@ -197,18 +161,18 @@ def test_small_copies_are_warned_about_once(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_memory_is_bounded() -> None:
-    monitor = OverlapMonitor(window=8, capacity=16)
+    monitor = OverlapMonitor(window=8, every=1, capacity=16)
     pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
     for _ in pipeline.load(range(2000), copy=lambda tensor, block: None):
         pass
     found = monitor.snapshot()
-    assert found.iterations == 2000 and found.dropped == 0
-    assert {len(column) for column in monitor._timeline} == {16}
+    assert (found.iterations, found.timed, found.dropped) == (2000, 2000, 0)
+    assert len(monitor._rows) == 16 * 14
 
 
 def test_short_runs_are_looked_at() -> None:
     """As those of one layer each, of fewer blocks than the times of are read at once."""
-    monitor = OverlapMonitor(window=8, min_ratio=1e9, capacity=24)
+    monitor = OverlapMonitor(window=8, every=1, min_ratio=1e9, capacity=24)
     pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
     blocks = host_blocks(5, torch.device("cpu"))
     for _ in range(40):
@@ -216,6 +180,59 @@ def test_short_runs_are_looked_at() -> None:
             pass
     now = monitor.snapshot()
     assert (now.iterations, now.dropped, now.alarms) == (200, 0, 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+@pytest.mark.parametrize("every", [1, 2, 4, 1000])
+@pytest.mark.parametrize("blocks", [1, 20, 32, 33, 600])
+def test_one_in_so_many_is_timed(depth: int, every: int, blocks: int) -> None:
+    """And all of the first 32; all are counted."""
+    monitor = OverlapMonitor(every=every)
+    pipeline = pipeline_of(torch.device("cpu"), depth, monitor=monitor)
+    for _ in pipeline.load(range(blocks), copy=lambda tensor, block: None):
+        pass
+    found = monitor.snapshot()
+    assert (found.iterations, found.dropped) == (blocks, 0)
+    assert found.bytes_moved == blocks * SLOT_BYTES
+    assert found.window == min(64, found.timed)
+    if every == 1 or blocks <= 32:
+        assert found.timed == blocks
+        return
+    burst = 8 + depth  # the first of which is none that is known
+    bursts = (blocks - 32) / (every * burst)
+    assert (bursts - 1) * (burst - 1) <= found.timed - 32 <= (bursts + 1) * burst
+
+
+def test_a_poll_is_bounded() -> None:
+    """A backlog, as of a run that the host was far ahead of, does not hold up the next one."""
+    monitor = OverlapMonitor(window=8, capacity=100)
+    given = Given(monitor)
+    given.queue([(2.0, 1.0, 0.0)] * 90)
+    given._poll(24)
+    assert given.reads == [16, 8]
+    given._poll(32)
+    given._poll(33)
+    assert given.reads[2:] == [16, 16, 16, 16, 1]
+    given._poll(16)
+    assert given.reads[7:] == [1]
+    given.queue([(2.0, 1.0, 0.0)] * 90)  # to where the rows begin anew, and on
+    assert monitor.snapshot().timed == 180
+    assert given.reads[8:] == [10, *[16] * 5, 0]
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 17])
+@pytest.mark.parametrize("capacity", [1, 5, 16, 40])
+def test_the_last_rows(window: int, capacity: int) -> None:
+    monitor = OverlapMonitor(window=window, capacity=capacity)
+    given = Given(monitor)
+    rows: list[tuple[float, float, float]] = []
+    for count in (1, 2, 3, 16, 17, 50):
+        given.add([(float(len(rows) + i), 1.0, 0.5) for i in range(count)])
+        rows += [(float(len(rows) + i), 1.0, 0.5) for i in range(count)]
+        found, last = monitor.snapshot(), [row[0] for row in rows[-window:]]
+        assert (found.timed, found.window) == (len(rows), len(last))
+        assert found.compute_ms == pytest.approx(sum(last) / len(last))
+        assert found.bytes_moved == len(rows) << 20
 
 
 def test_a_monitor_has_one_pipeline_at_a_time() -> None:
@@ -258,8 +275,9 @@ def test_asked_by_other_threads_while_it_runs() -> None:
     for thread in threads:
         thread.join()
     found = monitor.snapshot()
-    # Those are dropped for which no thread came round to ask.
-    assert found.iterations + found.dropped == 10_000
+    # Those are dropped for which no thread came round to ask; one behind them is no row.
+    assert found.iterations == 10_000
+    assert found.timed > 0 and found.timed + found.dropped <= 10_000
     assert 0 < max(seen) <= found.iterations
 
 
@@ -279,105 +297,15 @@ def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:
         gc.enable()
 
 
-# -- what others show of it ------------------------------------------------------------------------
-
-
-def test_metrics() -> None:
-    prometheus = pytest.importorskip("prometheus_client")
-    monitor = OverlapMonitor(window=4, min_ratio=0, name="kv")
-    given = Given(monitor)
-    registry = prometheus.CollectorRegistry()
-    registry.register(monitor.collector())
-    given.add([(3.0, 2.0, 1.0)] * 6)
-    text = prometheus.generate_latest(registry).decode()
-    figures = dict(re.findall(r'^jitkern_pipeline_(\w+)\{pipeline="kv"\} (\S+)$', text, re.M))
-    assert {name: float(value) for name, value in figures.items() if value != "NaN"} == {
-        "iterations_total": 6,
-        "captured_iterations_total": 0,
-        "dropped_iterations_total": 0,
-        "moved_bytes_total": 6 << 20,
-        "alarms_total": 0,
-        "compute_seconds": 0.003,
-        "transfer_seconds": 0.002,
-        "stall_seconds": 0.001,
-        "compute_transfer_ratio": 1.5,
-        "stalled_ratio": 1.0,
-        "transfer_bytes_per_second": (1 << 20) / 0.002,
-        "slots": 3,
-    }
-    assert figures["fill_seconds"] == "NaN"
-
-
-def test_a_plot(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
-    monitor = OverlapMonitor(name="weights")
-    pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
-    with pytest.raises(ValueError, match=r"^OverlapMonitor\.plot: no iteration, expected one"):
-        monitor.plot(tmp_path / "none.png")
-    blocks = host_blocks(9, torch.device("cpu"))
-    for _ in pipeline.update(blocks, load=bring, store=take):
-        pass
-    monitor.plot(tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("missing", "use", "text"),
-    [
-        ("prometheus_client", "collector", "pip install 'jitkern[metrics]'"),
-        ("matplotlib", "plot", "pip install 'jitkern[bench]'"),
-    ],
-)
-def test_what_is_not_installed(
-    missing: str, use: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = importlib.import_module
-
-    def import_module(name: str) -> Any:
-        if name.startswith(missing):
-            raise ImportError(name)
-        return real(name)
-
-    module = {"collector": "metrics", "plot": "timeline"}[use]
-    monkeypatch.setattr(real(f"jitkern.offload.{module}"), "import_module", import_module)
-    call = getattr(OverlapMonitor(), use)
-    with pytest.raises(UnsupportedError, match=f"{re.escape(text)}$"):
-        call(*(["timeline.png"] if use == "plot" else []))
-
-
-def test_ranges_need_nvtx() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this torch has NVTX")
-    text = "SlotPipeline: nvtx: this torch has no NVTX; install a CUDA build of torch"
-    with pytest.raises(UnsupportedError, match=f"^{text}$"):
-        pipeline_of(torch.device("cpu"), nvtx=True)
-
-
-def test_ranges(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("end"))
-    pipeline = pipeline_of(device, 1, nvtx=True)
-    said.clear()
-    blocks = host_blocks(2, device)
-    for _ in pipeline.update(blocks, load=bring, store=take):
-        said.append("body")
-    for _ in pipeline.load(blocks, copy=bring):
-        break
-    expected = [f"{what} {n}" for n in range(2) for what in ("load", "compute", "store")]
-    assert [text for text in said if text not in ("end", "body")] == [
-        *expected,
-        *("load 2", "compute 2"),
-    ]
-    assert said.count("end") == 8
-    assert said[2:5] == ["compute 0", "body", "end"]
-
-
 # -- wrong arguments -------------------------------------------------------------------------------
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window": 0}, ValueError, "window: 0, expected at least 1"),
     ({"window": 2.5}, TypeError, "window: float, expected an int"),
+    ({"every": 0}, ValueError, "every: 0, expected 1 to 1000"),
+    ({"every": 1001}, ValueError, "every: 1001, expected 1 to 1000"),
+    ({"every": 0.25}, TypeError, "every: float, expected an int"),
+    ({"every": True}, TypeError, "every: bool, expected an int"),
     ({"capacity": 0}, ValueError, "capacity: 0, expected at least 1"),
     ({"capacity": True}, TypeError, "capacity: bool, expected an int"),
     ({"min_ratio": -1}, ValueError, "min_ratio: -1, expected 0 or more"),

@@ -1,11 +1,12 @@
 """What orders the streams of a SlotPipeline is enough, and nothing of it can be left out.
 
 Without a GPU: slot_order.py on a driver that notes what it is told. It is then held to host modules
-that are wrong, of which it has to find each.
+that are wrong, of which it has to find each; so is slot_sampling_child.py, for the times.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from fake_gpu import COMPILER, HERE, needs_fake_gpu
 from needs import needs_cxx
-from slot_mutants import MUTANTS, Mutant
+from slot_mutants import MUTANTS, TIMES_MUTANTS, Mutant
 from threads.program import Builder, forget_old
 
 from jitkern.compilers.sources import CSRC
@@ -25,6 +26,7 @@ from jitkern.host.module import module
 pytestmark = [needs_cxx, *needs_fake_gpu]
 
 PROGRAM = Path(__file__).resolve().parent / "slot_order.py"
+TIMES_PROGRAM = PROGRAM.with_name("slot_sampling_child.py")
 # Of the host module what SlotStreams needs.
 SOURCES = ("host/[!u]*.cc", "offload/slot*.cc")
 
@@ -55,13 +57,15 @@ def store(request: pytest.FixtureRequest) -> Path:
     return store
 
 
-def run(driver: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run(
+    driver: Path, arguments: Sequence[str], program: Path = PROGRAM
+) -> subprocess.CompletedProcess[str]:
     paths = {
         "LD_LIBRARY_PATH": [str(driver), os.environ.get("LD_LIBRARY_PATH", "")],
         "PYTHONPATH": [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")],
     }
     return subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
+        [sys.executable, str(program), *arguments],
         env={**os.environ, **{name: os.pathsep.join(found) for name, found in paths.items()}},
         capture_output=True,
         text=True,
@@ -81,14 +85,33 @@ def test_this_build_of_a_part_is_right(driver: Path, store: Path, tmp_path: Path
     assert done.stdout == "in order\n", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.replace(" ", "-"))
-def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mutant) -> None:
-    csrc = tmp_path / "csrc"
+def build(mutant: Mutant, store: Path, folder: Path) -> Path:
+    csrc = folder / "csrc"
     shutil.copytree(CSRC, csrc)
     mutant.apply(csrc)
-    library = Library(store, ("-O0",), csrc).link(tmp_path / "host.so")
+    return Library(store, ("-O0",), csrc).link(folder / "host.so")
+
+
+def name_of(mutant: Mutant) -> str:
+    return mutant.mistake.replace(" ", "-")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
+def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mutant) -> None:
+    library = build(mutant, store, tmp_path)
     done = run(driver, [str(library)])
     assert done.returncode == 1, f"nobody noticed: {mutant.old} -> {mutant.new}; {done.stderr}"
     # Noticed by the order, or by the driver, which refuses a wait; not by a crash.
-    noticed = ("is not before", "cuStreamWaitEvent", "cuEvent")
+    noticed = ("is not before", "cuStreamWaitEvent", "could not wait", "cuEvent")
     assert any(text in done.stdout for text in noticed), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mutant", TIMES_MUTANTS, ids=name_of)
+def test_mutant_of_times_is_caught(
+    driver: Path, store: Path, tmp_path: Path, mutant: Mutant
+) -> None:
+    library = build(mutant, store, tmp_path)
+    done = run(driver, ["check_", str(library)], TIMES_PROGRAM)
+    assert done.returncode == 0, done.stderr
+    failed = [text for text in json.loads(done.stdout.splitlines()[-1]).values() if text]
+    assert any("AssertionError" in text for text in failed), failed or "nobody noticed"

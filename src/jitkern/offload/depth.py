@@ -178,9 +178,10 @@ class DepthController:
         for column in _columns(self._history):
             before, recent = column[:-_RECENT], column[-_RECENT:]
             first, second = _mean(before), _mean(recent)
+            if abs(first - second) <= 0.5 * min(first, second):
+                continue
             variance = max(0.0, _mean(list(map(mul, before, before))) - first * first)
-            chance = 4 * math.sqrt(variance / _RECENT)
-            if abs(first - second) > max(0.5 * min(first, second), chance):
+            if abs(first - second) > 4 * math.sqrt(variance / _RECENT):
                 return True
         return False
 

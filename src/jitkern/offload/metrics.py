@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 # name: (what it is, the value in a snapshot)
 _Figures = dict[str, tuple[str, Callable[["OverlapSnapshot"], float]]]
 _COUNTERS: _Figures = {
-    "iterations": ("Iterations that were timed", lambda s: s.iterations),
+    "iterations": ("Iterations that were queued", lambda s: s.iterations),
+    "timed_iterations": ("Iterations whose times are known", lambda s: s.timed),
     "captured_iterations": ("Iterations in captured graphs", lambda s: s.captured),
     "dropped_iterations": ("Iterations whose times were not read in time", lambda s: s.dropped),
     "moved_bytes": ("Bytes of the slots that were copied", lambda s: s.bytes_moved),

@@ -13,15 +13,18 @@ class OverlapSnapshot:
     ----------
     name : str
         Of the monitor.
-    iterations, captured, dropped : int
-        That were timed; in captures, which are not; whose times were not read in time.
+    iterations, captured : int
+        That were queued, also those that are still under way; in captures, apart from these.
+    timed, dropped : int
+        Of `iterations`: whose times are known; whose times were not read in time.
     window : int
-        Iterations that the means are of.
+        Timed iterations that the means are of.
     compute_ms, transfer_ms, stall_ms : float
         Means of the window: of a body; of its copy, of the longer one where there are two; of the
         time that the compute stream waited for a copy between the former body and this one.
     fill_ms : float
-        Before the first body of the last session, in which nothing could be hidden.
+        Before the first body of a session, in which nothing could be hidden: of the last session
+        whose first iteration was timed.
     ratio : float
         Compute by transfer, in the window. Below 1 copies cannot be hidden.
     stall_share : float
@@ -39,6 +42,7 @@ class OverlapSnapshot:
     name: str
     iterations: int
     captured: int
+    timed: int
     dropped: int
     window: int
     compute_ms: float

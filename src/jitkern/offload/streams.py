@@ -29,23 +29,29 @@ class Streams:
         ``start(access)`` begins a run, whose iterations end with this access.
     fork : callable
         Has later transfers wait for what the compute stream has been given.
-    harvest, num_dropped : callable
-        Times of iterations that are over; see ``SlotTimes`` there.
+    harvest : callable
+        Reads times of iterations that are over; see ``SlotTimes`` there.
+
+    Parameters
+    ----------
+    num_streams : int
+        Of each direction.
+    capacity, every : int
+        Iterations whose times may wait to be read, 0 for none, and that one in so many is timed.
     """
 
     compute: Any = None
     loads: Sequence[Any] = ()
     stores: Sequence[Any] = ()
 
-    def __init__(self, num_streams: int, capacity: int) -> None:
-        self._connect(-1, 0, [0] * num_streams, [0] * num_streams, capacity)
+    def __init__(self, num_streams: int, capacity: int, every: int) -> None:
+        self._connect(-1, 0, [0] * num_streams, [0] * num_streams, capacity, every)
 
-    def _connect(
-        self, ordinal: int, compute: int, loads: list[int], stores: list[int], capacity: int
-    ) -> None:
-        made = host.module()["make_slot_streams"](ordinal, compute, loads, stores, capacity)
+    def _connect(self, *how: object) -> None:
+        """Make the C++, given an ordinal, handles of streams, and what the times need."""
+        made = host.module()["make_slot_streams"](*how)
         self.next, self._enter, self.start, self.fork = made[0], made[1], made[2], made[3]
-        self._leave, self._add_slot, self.harvest, self.num_dropped = made[4:8]
+        self._leave, self._add_slot, self.harvest = made[4:7]
 
     def enter(self) -> bool:
         """Begin a session behind the caller's stream; tell whether that is being captured."""
@@ -81,7 +87,7 @@ def _nothing() -> None:
 class CudaStreams(Streams):
     """Streams of one GPU: for compute, and a number of them for each direction."""
 
-    def __init__(self, ordinal: int, num_streams: int, capacity: int) -> None:
+    def __init__(self, ordinal: int, num_streams: int, capacity: int, every: int) -> None:
         import torch
 
         taken: set[int] = set()
@@ -98,7 +104,7 @@ class CudaStreams(Streams):
         }
         loads = [stream.cuda_stream for stream in self.loads]
         stores = [stream.cuda_stream for stream in self.stores]
-        self._connect(ordinal, self.compute.cuda_stream, loads, stores, capacity)
+        self._connect(ordinal, self.compute.cuda_stream, loads, stores, capacity, every)
 
     def enter(self) -> bool:
         import torch

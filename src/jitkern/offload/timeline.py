@@ -13,11 +13,12 @@ _COLORS = {"load": "#4477aa", "compute": "#228833", "store": "#ccbb44", "stall":
 
 
 def draw(
-    path: Path, name: str, moments: Sequence[Sequence[float]], stalls: Sequence[float]
+    path: Path, name: str, moments: Sequence[Sequence[float]], stalls: Sequence[Sequence[float]]
 ) -> None:
     """Draw iterations, of each of which begin and end of load, compute and store are given, in ms.
 
-    Raises UnsupportedError without matplotlib, ValueError without an iteration.
+    As well as ends of stalls and their lengths. Raises UnsupportedError without matplotlib,
+    ValueError without an iteration.
     """
     try:
         figures = import_module("matplotlib.figure")
@@ -39,19 +40,17 @@ def draw(
     axes.set_yticks(range(len(shown)), shown)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(f"{name}: {len(stalls)} iterations")
+    axes.set_title(f"{name}: {len(stalls[0])} iterations")
     figure.savefig(path, dpi=150)
 
 
 def spans(
-    moments: Sequence[Sequence[float]], stalls: Sequence[float]
+    moments: Sequence[Sequence[float]], stalls: Sequence[Sequence[float]]
 ) -> dict[str, list[tuple[float, float]]]:
     """Return begin and length of what each lane shows, in ms; NaN is nothing."""
     found: dict[str, list[tuple[float, float]]] = {}
     for number, lane in enumerate(_LANES[:3]):
         pairs = zip(moments[2 * number], moments[2 * number + 1], strict=True)
         found[lane] = [(begin, end - begin) for begin, end in pairs if begin == begin]
-    # From the end of the body before on: a late host comes behind it.
-    ends = [moments[2][0] - stalls[0], *moments[3]] if stalls else []
-    found["stall"] = [(end, ms) for end, ms in zip(ends, stalls, strict=False) if ms > 0]
+    found["stall"] = [(end - ms, ms) for end, ms in zip(*stalls, strict=True) if ms > 0]
     return found

@@ -19,6 +19,9 @@ double elapsed_ms(CUevent from, CUevent to) {
 
 }  // namespace
 
+SlotTimes::SlotTimes(bool on_gpu, i64 capacity)
+    : on_gpu_(on_gpu), capacity_(capacity), last_fill_ms_(kNone) {}
+
 SlotTimes::~SlotTimes() {
   for (const auto& marks : all_) {
     for (const auto* moments : {&marks->begin, &marks->end}) {
@@ -50,15 +53,12 @@ void SlotTimes::give_back(Marks* marks) {
   release(marks);
 }
 
-i64 SlotTimes::num_dropped() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return num_dropped_;
-}
-
 void SlotTimes::push(Marks* marks) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  ++num_pushed_;
+  num_transfers_ += marks->num_transfers();
+  if (!marks->is_timed) return;
   ++marks->refs;
-  marks->number = ++num_pushed_;
   queue_.push_back(marks);
   if (static_cast<i64>(queue_.size()) <= capacity_) return;
   release(queue_.front());  // which a slot may still have
@@ -66,26 +66,34 @@ void SlotTimes::push(Marks* marks) {
   ++num_dropped_;
 }
 
-i64 SlotTimes::harvest(double* columns, i64 max_rows) {
+i64 SlotTimes::harvest(double* rows, i64 stride, i64 max_rows, double* summary) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::optional<RelaxedCapture> relaxed;  // another thread may be capturing
   if (on_gpu_) relaxed.emplace();
   i64 count = 0;
-  while (count < max_rows && !queue_.empty()) {
+  i64 num_rows = 0;
+  for (; count < max_rows && !queue_.empty(); ++count) {
     Marks* const marks = queue_.front();
     if (on_gpu_ && !is_done(marks->end[marks->last].event)) break;
     if (on_gpu_) read(*marks);
-    write(*marks, columns + count++, max_rows);
+    num_rows += write(*marks, rows + num_rows, stride) ? 1 : 0;
     queue_.pop_front();  // with its reference, which is the base's from now on
     if (base_ != nullptr) release(base_);
     base_ = marks;
   }
+  summary[kRows] = static_cast<double>(num_rows);
+  summary[kIterations] = static_cast<double>(num_pushed_);
+  summary[kAllTransfers] = static_cast<double>(num_transfers_);
+  summary[kDropped] = static_cast<double>(num_dropped_);
+  summary[kLastFillMs] = last_fill_ms_;
   return count;
 }
 
 // From the iteration before it: a float of milliseconds is exact to a microsecond up to 8 seconds.
+// One behind a pause or a gap is read from where it begins itself; only where that is between the
+// others may be less exact.
 void SlotTimes::read(Marks& marks) {
-  const bool is_apart = base_ == nullptr || marks.is_first;
+  const bool is_apart = !follows(marks);
   Moment& first = marks.begin[marks.has(kLoad) ? kLoad : kCompute];
   if (base_ != nullptr && is_apart) {
     const Moment& last = base_->end[kCompute];
@@ -102,14 +110,17 @@ void SlotTimes::read(Marks& marks) {
   }
 }
 
-void SlotTimes::write(const Marks& marks, double* row, i64 stride) {
+// Returns whether that is a row: whether it is known what the compute waited for.
+bool SlotTimes::write(const Marks& marks, double* row, i64 stride) {
   const auto put = [&](Column column, double value) { row[column * stride] = value; };
   for (int access = 0; access < kNumAccesses; ++access) {
     const bool has = marks.has(access);
     put(static_cast<Column>(2 * access), has ? marks.begin[access].ms : kNone);
     put(static_cast<Column>(2 * access + 1), has ? marks.end[access].ms : kNone);
   }
-  // The streams of one direction share the link: what counts is how much longer it was busy.
+  // The streams of one direction share the link: what counts is how much longer it was busy. Behind
+  // a gap nobody knows since when it was busy with transfers without times, which is why the first
+  // of a burst is no row.
   const auto link_ms = [&](int access, double& last_end_ms) {
     if (!marks.has(access)) return 0.0;
     const double end_ms = marks.end[access].ms;
@@ -121,16 +132,20 @@ void SlotTimes::write(const Marks& marks, double* row, i64 stride) {
   const double store_ms = link_ms(kStore, store_end_ms_);
 
   const size_t slot = static_cast<size_t>(marks.slot);
-  if (slot >= stored_ms_.size()) stored_ms_.resize(slot + 1, 0.0);
+  if (slot >= stored_.size()) stored_.resize(slot + 1);
+  Stored& stored = stored_[slot];
   const double begin_ms = marks.begin[kCompute].ms;
   const double end_ms = marks.end[kCompute].ms;
   const double waited_ms = !on_gpu_           ? marks.waited_ms
                            : marks.has(kLoad) ? marks.end[kLoad].ms
-                                              : stored_ms_[slot];
-  if (marks.has(kStore)) stored_ms_[slot] = marks.end[kStore].ms;
+                                              : stored.end_ms;
+  const bool is_known =
+      (marks.is_first || follows(marks)) &&
+      (marks.has(kLoad) || marks.stored_by == 0 || marks.stored_by == stored.number);
+  if (marks.has(kStore)) stored = {marks.number, marks.end[kStore].ms};
   double stall_ms = 0;
   double could_begin_ms = begin_ms;
-  if (base_ != nullptr && !marks.is_first && marks.number == base_->number + 1) {
+  if (follows(marks)) {
     const double before_ms = base_->end[kCompute].ms;
     could_begin_ms = std::max(before_ms, std::min(waited_ms, begin_ms));
     stall_ms = could_begin_ms - before_ms;
@@ -138,11 +153,14 @@ void SlotTimes::write(const Marks& marks, double* row, i64 stride) {
   put(kComputeMs, end_ms - begin_ms);
   put(kTransferMs, std::max(load_ms, store_ms));
   put(kStallMs, stall_ms);
-  put(kFillMs, !marks.is_first ? -1.0 : marks.has(kLoad) ? begin_ms - marks.begin[kLoad].ms : 0.0);
+  const double fill_ms = marks.has(kLoad) ? begin_ms - marks.begin[kLoad].ms : 0.0;
+  if (marks.is_first) last_fill_ms_ = fill_ms;
+  put(kFillMs, marks.is_first ? fill_ms : -1.0);
   put(kLoadLinkMs, load_ms);
   put(kComputeLinkMs, end_ms - could_begin_ms);
   put(kStoreLinkMs, store_ms);
-  put(kTransfers, (marks.has(kLoad) ? 1 : 0) + (marks.has(kStore) ? 1 : 0));
+  put(kTransfers, marks.num_transfers());
+  return is_known;
 }
 
 }  // namespace jitkern

@@ -23,7 +23,8 @@ struct Moment {
   double ms = 0;            // of an event: once it is harvested
 };
 
-// One iteration of a slot: where its accesses begin and end. Without times only ends are recorded.
+// One iteration of a slot: where its accesses begin and end. Without times only ends are recorded,
+// by events that are five times as cheap.
 struct Marks {
   bool is_timed = false;
   bool is_first = false;  // of a session: what its compute waits for is the fill
@@ -32,15 +33,19 @@ struct Marks {
   int slot = 0;
   int refs = 0;  // of the slot, and of the queue or the base of times
   u64 run = 0;
-  u64 number = 0;        // among those that were queued
+  u64 number = 0;        // among those that were begun, from 1 on
+  u64 stored_by = 0;     // the iteration that has stored the slot just before; 0: none
   double waited_ms = 0;  // on the CPU: the end of the transfer before the compute
   std::array<Moment, kNumAccesses> begin;
   std::array<Moment, kNumAccesses> end;
   bool has(int access) const { return (seen >> access & 1) != 0; }
+  int num_transfers() const { return (has(kLoad) ? 1 : 0) + (has(kStore) ? 1 : 0); }
 };
 
 // The times of iterations that are over, read in the order of the iterations and never waited for:
-// by any thread, beside the one that queues.
+// by any thread, beside the one that queues. They come in bursts, with others between that have no
+// times. What an iteration waited for is the compute before it and the last transfer of its slot:
+// where one of these has no times it is the base of the next one, and no row.
 class SlotTimes {
  public:
   // What a row of `harvest` holds, in milliseconds; NaN: there is none.
@@ -61,26 +66,43 @@ class SlotTimes {
     kTransfers,  // how many there were: 1 or 2
     kNumColumns,
   };
+  // What else `harvest` tells.
+  enum Summary {
+    kRows,        // that it wrote
+    kIterations,  // that were queued, with and without times; and their transfers
+    kAllTransfers,
+    kDropped,
+    kLastFillMs,  // NaN: none yet
+    kNumSummaries,
+  };
 
   // At most `capacity` iterations wait for their harvest; then the oldest are dropped.
-  SlotTimes(bool on_gpu, i64 capacity) : on_gpu_(on_gpu), capacity_(capacity) {}
+  SlotTimes(bool on_gpu, i64 capacity);
   ~SlotTimes();
 
   // Marks for the next iteration of a slot that has had `old`.
   Marks* take(Marks* old);
   // All accesses of the iteration are queued.
   void push(Marks* marks);
-  // Writes the iterations that are over into columns of `max_rows` numbers; returns how many.
-  i64 harvest(double* columns, i64 max_rows);
-  i64 num_dropped();
+  // Reads up to `max_rows` iterations that are over; returns how many. Their rows are written
+  // one behind the other, the columns `stride` numbers apart.
+  i64 harvest(double* rows, i64 stride, i64 max_rows, double* summary);
   // A slot has no more use for them.
   void give_back(Marks* marks);
   // In a forked child, which must not ask the driver.
   void forget_events();
 
  private:
+  // A store whose times were read.
+  struct Stored {
+    u64 number = 0;  // of the iteration
+    double end_ms = 0;
+  };
+  bool follows(const Marks& marks) const {
+    return base_ != nullptr && !marks.is_first && marks.number == base_->number + 1;
+  }
   void read(Marks& marks);
-  void write(const Marks& marks, double* row, i64 stride);
+  bool write(const Marks& marks, double* row, i64 stride);
   void release(Marks* marks) {
     if (--marks->refs == 0) free_.push_back(marks);
   }
@@ -89,7 +111,9 @@ class SlotTimes {
   bool on_gpu_;
   i64 capacity_;
   i64 num_dropped_ = 0;
-  u64 num_pushed_ = 0;
+  i64 num_pushed_ = 0;
+  i64 num_transfers_ = 0;
+  double last_fill_ms_;
   std::vector<std::unique_ptr<Marks>> all_;
   std::vector<Marks*> free_;
   std::deque<Marks*> queue_;
@@ -97,15 +121,16 @@ class SlotTimes {
       nullptr;  // the last that was harvested: times are read from the end of its compute
   double load_end_ms_ = 0;
   double store_end_ms_ = 0;
-  std::vector<double> stored_ms_;  // of each slot: the end of its last store
+  std::vector<Stored> stored_;  // the last of each slot
 };
 
 // Streams of one pipeline: one for compute, some for each direction. One thread at a time.
 class SlotStreams {
  public:
-  // On the CPU, `ordinal` -1, the streams are none, and `next` only takes times.
+  // On the CPU, `ordinal` -1, the streams are none, and `next` only takes times: of one iteration
+  // in `every`, of which `capacity` wait to be read; 0: of none.
   SlotStreams(int ordinal, CUstream compute, const std::vector<CUstream>& loads,
-              const std::vector<CUstream>& stores, i64 capacity);
+              const std::vector<CUstream>& stores, i64 capacity, i64 every);
   ~SlotStreams();
   SlotStreams(const SlotStreams&) = delete;
   SlotStreams& operator=(const SlotStreams&) = delete;
@@ -122,7 +147,7 @@ class SlotStreams {
   // Transfers from now on come behind all that is on the compute stream.
   void fork();
   // As of SlotTimes, by any thread.
-  i64 harvest(double* columns, i64 max_rows);
+  i64 harvest(double* rows, i64 stride, i64 max_rows, double* summary);
   // Ends the session: the caller's stream waits for all of it. Also where a part of it failed.
   void leave();
 
@@ -159,6 +184,7 @@ class SlotStreams {
   void begin(int access, i64 index);
   void end_open();
   Marks& marks_of(Chain& chain, int access, i64 index);
+  bool is_due(u64 number) const;
   void mark(Moment& moment, const Lane& lane, bool is_timed);
 
   Device* device_;  // none on the CPU
@@ -172,6 +198,8 @@ class SlotStreams {
   bool is_first_ = false;
   u64 session_ = 0;
   u64 run_ = 0;
+  u64 every_;
+  u64 num_begun_ = 0;  // iterations outside captures
   int final_access_ = kCompute;
   double origin_ms_;           // on the CPU
   double transferred_ms_ = 0;  // there: the end of the last transfer
