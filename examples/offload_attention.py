@@ -9,7 +9,7 @@ K and V of the chunk itself are made in the engine's slots and go to the host be
 The same work is done on one stream as well, each copy behind the compute before it. At best
 overlap doubles the speed, where copies take as long as the compute does. That is a matter of the
 chunk, whose queries share what a unit's copy costs: the script times both alone, says what each
-size of a chunk promises, and takes the best. Queries, K and V are random numbers; a model's
+size of a chunk promises, and takes the fastest. Queries, K and V are random numbers; a model's
 projections and MLP would be more compute to hide copies behind.
 
     python examples/offload_attention.py --plot timeline.png
@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class Case:
     budget: float  # of the cache, for slots of both kinds
     depth: int
     unit_blocks: int
+    method: str
     device: torch.device
 
     @property
@@ -78,7 +80,13 @@ class Case:
         return (2, self.unit_blocks, self.block_size, self.kv_heads, self.head_dim)
 
     def chunks(self, chunk: int) -> list[tuple[int, int]]:
-        return [(begin, min(begin + chunk, self.tokens)) for begin in range(0, self.tokens, chunk)]
+        """Return as many chunks of at most so many tokens as it takes, as even as blocks allow.
+
+        A short last one would have the whole cache copied for a few queries.
+        """
+        count = -(-self.tokens // chunk)
+        ends = [self.num_blocks * i // count * self.block_size for i in range(count + 1)]
+        return list(pairwise(ends))
 
     def inputs(self, layer: int, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[kv_heads, group, tokens, dim]`, K and V `[tokens, kv_heads, dim]`."""
@@ -242,15 +250,19 @@ def seconds(device: torch.device, call: Callable[[], object], times: int = 1) ->
 
 
 class Promise(NamedTuple):
-    """What copies and compute of a whole prefill take alone, in seconds, and both together."""
+    """What copies and compute of a whole prefill take alone, in seconds, and both together.
+
+    Each chunk takes as long as the longer of the two: loads run ahead by a few slots only.
+    """
 
     chunk: int
     copies_s: float
     compute_s: float
+    together_s: float
 
     @property
     def gain(self) -> float:
-        return (self.copies_s + self.compute_s) / max(self.copies_s, self.compute_s)
+        return (self.copies_s + self.compute_s) / self.together_s
 
 
 def promises(case: Case, engine: OffloadEngine, chunks: Sequence[int]) -> list[Promise]:
@@ -274,11 +286,12 @@ def promises(case: Case, engine: OffloadEngine, chunks: Sequence[int]) -> list[P
         for call in calls:
             seconds(case.device, call, times)  # the first ones load and choose kernels
         copy_s, unit_s, itself_s = (seconds(case.device, call, times) for call in calls)
-        chunk_blocks = chunk // case.block_size
-        before = [begin // case.block_size for begin, _ in case.chunks(chunk)]
-        units = case.layers * sum(count / case.unit_blocks for count in before)
-        own = case.layers * case.tokens / case.block_size / chunk_blocks
-        found.append(Promise(chunk, units * copy_s, units * unit_s + own * itself_s))
+        copies, compute = [], []
+        for begin, _ in case.chunks(chunk):
+            units = case.layers * begin / case.block_size / case.unit_blocks
+            copies.append(units * copy_s)
+            compute.append(units * unit_s + case.layers * itself_s)
+        found.append(Promise(chunk, sum(copies), sum(compute), sum(map(max, copies, compute))))
     return found
 
 
@@ -291,6 +304,7 @@ def engine_of(case: Case) -> OffloadEngine:
         token_shape=(case.kv_heads, case.head_dim),
         dtype=case.dtype,
         device=case.device,
+        method=case.method,  # type: ignore[arg-type]
     )
 
 
@@ -305,14 +319,18 @@ def pipeline_of(case: Case, monitor: OverlapMonitor | None = None) -> SlotPipeli
 
 
 def best_chunk(case: Case, engine: OffloadEngine) -> int:
-    """Return the size of a chunk that overlap gains most with, and say what was found."""
-    sizes = range(case.block_size, case.chunk_blocks * case.block_size + 1, case.block_size)
+    """Return the size of a chunk that promises to be the fastest, and say what was found."""
+    most = range(case.block_size, case.chunk_blocks * case.block_size + 1, case.block_size)
+    sizes = sorted({max(end - begin for begin, end in case.chunks(chunk)) for chunk in most})
     step = -(-len(sizes) // 12)
     found = promises(case, engine, sizes[step - 1 :: step])
     for one in found:
         alone = f"copies {one.copies_s * 1e3:.1f} ms, compute {one.compute_s * 1e3:.1f} ms alone"
-        print(f"chunks of {one.chunk} tokens: {alone}: overlap may gain {one.gain:.2f} x")
-    return max(found, key=lambda one: one.gain).chunk
+        together = f"{one.together_s * 1e3:.1f} together"
+        print(
+            f"chunks of {one.chunk} tokens: {alone}, {together}: overlap may gain {one.gain:.2f} x"
+        )
+    return min(found, key=lambda one: one.together_s).chunk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -332,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plain.append(seconds(case.device, lambda: prefill.run(None)))
         pipeline.close()
         if args.plot:
-            monitor = OverlapMonitor(name="offload_attention", every=1, min_ratio=0.0, capacity=64)
+            monitor = OverlapMonitor(name="offload_attention", every=1, min_ratio=0.0)
             watched = pipeline_of(case, monitor)
             prefill.run(watched)
             sync(case.device)
@@ -371,7 +389,8 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     add("--unit-blocks", type=int, help="blocks that go to a slot together; default by the budget")
     add("--depth", type=int, default=3, help="slots of the pipeline")
     add("--budget", type=float, default=0.25, help="GPU memory for K and V, of the whole cache")
-    add("--chunk", type=int, help="tokens; by default the size that overlap gains most with")
+    add("--chunk", type=int, help="tokens; by default the size that promises most")
+    add("--method", default="engine", help="of copies; SMs that copy are missing in attention")
     add("--repeats", type=int, default=5)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--plot", metavar="FILE", help="an image of the timeline")
@@ -385,7 +404,7 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     # each, ahead of the GPU; what is left bounds the chunk.
     room = args.budget * args.tokens // args.block_size * args.layers
     unit_blocks = args.unit_blocks or max(1, int(3 * room / 8) // args.depth)
-    case = Case(*sizes, args.budget, args.depth, unit_blocks, device)
+    case = Case(*sizes, args.budget, args.depth, unit_blocks, args.method, device)
     if case.tokens % case.block_size or case.heads % case.kv_heads:
         parser.error("--tokens are whole blocks, --heads a multiple of --kv-heads")
     most = case.chunk_blocks * case.block_size

@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +31,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "offload_attention.
 BLOCKS, LAYERS = 128, 16  # of K and V: 32 pieces a block
 BARE, BARE_ON_CPU = "copy_blocks, pairs on the GPU", "copy_blocks, pairs on the CPU"
 ON_GPU, ON_CPU = "jitkern, numbers on the GPU", "jitkern, lists"
-OVERLAPPED, IN_TURN = "jitkern", "one behind the other"
+OVERLAPPED, BY_SMS, IN_TURN = "jitkern", "jitkern, copies by SMs", "one behind the other"
 PREFILL = "prefill of 16,384 tokens, 8 layers, a quarter of the cache on the GPU"
 
 
@@ -146,31 +147,32 @@ def _contiguous(num_bytes: int) -> Run:
 def _attention(ctx: Context) -> Iterator[Row]:
     """Time the example, at its own sizes, after it has compared itself with full attention."""
     example = _example()
-    _, case = example._arguments(["--device", ctx.device])
-    rows = [
-        Row("offload", PREFILL, OVERLAPPED, "ours", {"tokens": case.tokens}),
-        Row("offload", PREFILL, IN_TURN, "peer", {"tokens": case.tokens}),
-    ]
-    with example.engine_of(case) as engine:
-        prefill = example.Prefill(case, engine, example.best_chunk(case, engine))
-        pipeline = example.pipeline_of(case)
-        prefill.run(pipeline, keep=True)
-        example.sync(case.device)
-        error = prefill.rms_error()
-        prefill.outputs.clear()
-        if error > example.MAX_RMS_ERROR[case.dtype]:
-            for row in rows:
-                row.error = f"{error:.1e} off full attention; not timed"
-        else:
-            samples: list[list[float]] = [[], []]
-            for number in range(ctx.rounds + 1):
-                for took, streams in zip(samples, (pipeline, None), strict=True):
-                    prefill.run(streams) if number == 0 else took.append(
-                        1e3 * example.seconds(case.device, lambda s=streams: prefill.run(s))
-                    )
-            for row, took in zip(rows, samples, strict=True):
+    rows = []
+    for method, names in (("engine", (OVERLAPPED, IN_TURN)), ("sm", (BY_SMS,))):
+        _, case = example._arguments(["--device", ctx.device, "--method", method])
+        params = {"tokens": case.tokens, "method": method}
+        new = [
+            Row("offload", PREFILL, n, "peer" if n == IN_TURN else "ours", params) for n in names
+        ]
+        with example.engine_of(case) as engine:
+            prefill = example.Prefill(case, engine, example.best_chunk(case, engine))
+            pipeline = example.pipeline_of(case)
+            prefill.run(pipeline, keep=True)
+            example.sync(case.device)
+            error = prefill.rms_error()
+            prefill.outputs.clear()
+            for row in new:
+                row.params["chunk"] = prefill.chunk
+                if error > example.MAX_RMS_ERROR[case.dtype]:
+                    row.error = f"{error:.1e} off full attention; not timed"
+                    continue
+                streams = None if row.impl == IN_TURN else pipeline
+                prefill.run(streams)
+                go = partial(prefill.run, streams)
+                took = [1e3 * example.seconds(case.device, go) for _ in range(ctx.rounds)]
                 fill(row, Timing(tuple(took)))
-        pipeline.close()
+            pipeline.close()
+        rows += new
     compare(rows)
     yield from rows
 
