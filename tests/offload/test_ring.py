@@ -313,3 +313,19 @@ def test_a_forked_child_has_no_part_of_it() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ring.push(rows((0, 0, 1))) == 0
     ring.close()
+
+
+@pytest.mark.cuda
+def test_slots_on_the_gpu_are_those_of_the_host() -> None:
+    """As they are at a place of the stream that pushes were made on."""
+    stream = torch.cuda.Stream()
+    with DescriptorRing(3, 5, memory="device") as ring, torch.cuda.stream(stream):
+        memory, slots = memory_of(ring), ring._on_device
+        assert slots is not None
+        for ticket in range(7):
+            ring.push(torch.full((ticket % 6, 3), ticket))
+            begin = memory.slots_at + ticket % 3 * memory.slot_bytes
+            end = begin + 16 + 48 * (ticket % 6)
+            assert torch.equal(slots[begin:end].cpu(), ring._bytes[begin:end])
+            memory.done(ticket % 3).value = ticket // 3 + 1
+        assert torch.equal(slots[:128].cpu(), ring._bytes[:128])

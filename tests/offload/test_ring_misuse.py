@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from jitkern.errors import UnsupportedError
 from jitkern.offload import DescriptorRing
 
 ONE = torch.tensor([[0, 0, 1]])
@@ -19,10 +18,10 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_slots": 2.0}, TypeError, "num_slots: float, expected an int"),
     ({"max_descriptors": True}, TypeError, "max_descriptors: bool, expected an int"),
     ({"max_descriptors": 65_536}, ValueError, "max_descriptors: 65536, expected 1 to 65535"),
-    ({"memory": "host"}, ValueError, "memory: 'host', expected \"mapped\""),
-    ({"memory": None}, TypeError, "memory: NoneType, expected \"mapped\""),
-    ({"memory": "device"}, UnsupportedError,
-     "memory: \"device\" is not there yet, expected \"mapped\""),
+    ({"memory": "host"}, ValueError, "memory: 'host', expected \"mapped\" or \"device\""),
+    ({"memory": None}, TypeError, "memory: NoneType, expected \"mapped\" or \"device\""),
+    ({"memory": "device", "device": "cpu"}, ValueError,
+     "memory: 'device' on the CPU, expected \"mapped\""),
     ({"device": "meta"}, ValueError, "device: meta, expected cpu"),
     ({"device": 1.0}, TypeError, "device: float, expected a torch.device, a str or an int"),
 ]  # fmt: skip

@@ -195,7 +195,7 @@ def mistakes_of(module: Any) -> list[str]:
     """What a consumer of this module gets wrong."""
     num_bytes, _, _ = module["ring_layout"](2, 4)
     bytes_ = torch.zeros(num_bytes, dtype=torch.uint8)
-    push, _, _, _, _, _, await_done, consume, following = module["make_ring"](bytes_, 2, 4)
+    push, _, _, _, _, _, await_done, consume, following, _ = module["make_ring"](bytes_, 2, 4)
     memory = Memory(bytes_)
     src, dst = torch.arange(1, 65, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     window = dst[16:80]  # of which the margins stay as they are

@@ -25,6 +25,15 @@ def count_arg(call: str, name: str, value: Any, most: int = 0) -> int:
     return count
 
 
+def natural_arg(call: str, name: str, value: Any) -> int:
+    """Return an int of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int")
+    if value < 0:
+        raise ValueError(f"{call}: {name}: {value}, expected 0 or more")
+    return value
+
+
 def number_arg(call: str, name: str, value: Any, most: float = math.inf) -> float:
     """Return a number of 0 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -8,11 +8,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
-from jitkern.offload.args import count_arg, device_arg, int64_arg, number_arg
+from jitkern.offload.args import count_arg, device_arg, int64_arg, natural_arg, number_arg
 from jitkern.offload.pool import PinnedPool
 from jitkern.offload.ring_slot import RingSlot
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # As in both/ring.h and csrc/offload/ring.cc.
 _MAX_SLOTS, _MAX_DESCRIPTORS = 65_536, 65_535
-_DESCRIPTOR_BYTES = 48
+_HEADER_BYTES, _DESCRIPTOR_BYTES = 128, 48
 _RESERVED = -2
 
 _SLICE_S = 0.05  # of a wait in C++, between two of which Ctrl-C gets through
@@ -46,8 +46,10 @@ class DescriptorRing:
         Pushes that can be under way.
     max_descriptors : int, optional
         Of one push, at most 65,535.
-    memory : "mapped", optional
-        Where consumers find the slots: in the host memory that is written.
+    memory : "mapped" or "device", optional
+        Where kernels find the slots: in the host memory that is written; or in memory of the GPU,
+        to which each push queues a copy of its slot on the current stream, so that those of Python
+        alone arrive there. Completion words are in host memory either way.
     device : torch.device, str or int, optional
         Whose kernels consume; by default the current GPU, or the CPU where there is none.
 
@@ -74,7 +76,7 @@ class DescriptorRing:
         self,
         num_slots: int = 16,
         max_descriptors: int = 2048,
-        memory: Literal["mapped"] = "mapped",
+        memory: Literal["mapped", "device"] = "mapped",
         device: torch.device | str | int | None = None,
     ) -> None:
         import torch
@@ -82,10 +84,10 @@ class DescriptorRing:
         call = "DescriptorRing"
         self._num_slots = count_arg(call, "num_slots", num_slots, _MAX_SLOTS)
         self._max = count_arg(call, "max_descriptors", max_descriptors, _MAX_DESCRIPTORS)
-        _memory_arg(memory)
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self._device = device_arg(call, device)
+        _memory_arg(memory, self._device)
         module = host.module()
         num_bytes, self._first, self._slot_bytes = module["ring_layout"](self._num_slots, self._max)
         # Of a descriptor, so that a producer of another process may map it, too.
@@ -101,7 +103,11 @@ class DescriptorRing:
         self._bytes: torch.Tensor = self._pool.tensor()
         made = module["make_ring"](self._bytes, self._num_slots, self._max)
         self._push, self._try_push, self._reserve, self._publish, self._cancel = made[:5]
-        self._await_free, self._await_done, self._consume, self._next = made[5:]
+        self._await_free, self._await_done, self._consume, self._next, self._queue = made[5:]
+        self._on_device: torch.Tensor | None = None
+        if memory == "device":
+            self._on_device = _device_memory(num_bytes, self._device)
+            self._on_device[:_HEADER_BYTES].copy_(self._bytes[:_HEADER_BYTES])  # and waits
         self._is_tensor = torch.Tensor
         self._holder = 0  # the thread that has reserved a slot
         self._unpacked = 0  # the next ticket to unpack
@@ -165,11 +171,10 @@ class DescriptorRing:
         if type(descriptors) is not self._is_tensor:
             descriptors = int64_arg("DescriptorRing.push", "descriptors", descriptors)
         ticket = self._push(descriptors)
-        if ticket >= 0:
-            return ticket  # type: ignore[no-any-return]
-        return self._when_free(
-            "DescriptorRing.push", lambda: self._push(descriptors), ticket, timeout_s
-        )
+        if ticket < 0:
+            again = partial(self._push, descriptors)
+            ticket = self._when_free("DescriptorRing.push", again, ticket, timeout_s)
+        return ticket if self._on_device is None else self._to_device(ticket, self._on_device)
 
     def try_push(self, descriptors: Any) -> int | None:
         """Push as :meth:`push`, at once; return None where the slot is still being read."""
@@ -178,7 +183,9 @@ class DescriptorRing:
         ticket = self._try_push(descriptors)
         if ticket == _RESERVED:
             self._refuse_own("DescriptorRing.try_push")
-        return None if ticket < 0 else ticket
+        if ticket < 0:
+            return None
+        return ticket if self._on_device is None else self._to_device(ticket, self._on_device)
 
     def reserve(
         self, num_descriptors: int | None = None, *, timeout_s: float = _WAIT_S
@@ -250,7 +257,8 @@ class DescriptorRing:
         state = "closed"
         if self._is_open:
             pinned = "pinned" if self._pool.stats.is_registered else "pageable"
-            state = f"mapped, {pinned}, {self.num_pushed} pushed"
+            where = "mapped" if self._on_device is None else f"copied to {self._device}"
+            state = f"{where}, {pinned}, {self.num_pushed} pushed"
         slots = "slot" if self._num_slots == 1 else "slots"
         return f"DescriptorRing({self._num_slots} {slots} of {self._max} descriptors, {state})"
 
@@ -269,7 +277,7 @@ class DescriptorRing:
         waited for. Of a slot with a descriptor that is out of range nothing is copied; it is
         consumed all the same, so that the ring goes on, and the next call begins behind it.
         """
-        begin = self._unpacked if slot is None else _number_arg("unpack", "slot", slot)
+        begin = self._unpacked if slot is None else natural_arg("unpack", "slot", slot)
         count = count_arg("unpack", "num_slots", num_slots)
         deadline = time.monotonic() + number_arg("unpack", "timeout_s", timeout_s)
         for ticket in range(begin, begin + count):
@@ -324,10 +332,19 @@ class DescriptorRing:
         if count is None:
             self._cancel()
             return -1
-        return int(self._publish(count))
+        ticket = int(self._publish(count))
+        return ticket if self._on_device is None else self._to_device(ticket, self._on_device)
+
+    def _to_device(self, ticket: int, slots: torch.Tensor) -> int:
+        """Have a slot copied on the current stream; it stays as it is until it is consumed."""
+        import torch
+
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._queue(ticket, slots.data_ptr(), self._device.index, stream)
+        return ticket
 
     def _ticket_arg(self, call: str, ticket: Any) -> int:
-        number = _number_arg(call, "ticket", ticket)
+        number = natural_arg(call, "ticket", ticket)
         pushed = self.num_pushed
         if number >= pushed:
             raise ValueError(f"{call}: ticket: {number}, expected below the {pushed} pushes so far")
@@ -339,7 +356,7 @@ class DescriptorRing:
 
         self._is_open = False
         self._push = self._try_push = self._reserve = self._publish = self._cancel = refuse
-        self._await_free = self._await_done = self._consume = self._next = refuse
+        self._await_free = self._await_done = self._consume = self._next = self._queue = refuse
         _open.discard(self)
 
 
@@ -359,21 +376,17 @@ def _slice_us(deadline: float) -> int:
     return max(0, int(1e6 * min(_SLICE_S, deadline - time.monotonic())))
 
 
-def _number_arg(call: str, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int")
-    if value < 0:
-        raise ValueError(f"{call}: {name}: {value}, expected 0 or more")
-    return value
+def _device_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _memory_arg(memory: Any) -> None:
+def _memory_arg(memory: Any, device: torch.device) -> None:
+    expected = 'expected "mapped" or "device"'
     if not isinstance(memory, str):
-        what = type(memory).__name__
-        raise TypeError(f'DescriptorRing: memory: {what}, expected "mapped"')
-    if memory == "device":
-        raise UnsupportedError(
-            'DescriptorRing: memory: "device" is not there yet, expected "mapped"'
-        )
-    if memory != "mapped":
-        raise ValueError(f'DescriptorRing: memory: {memory!r}, expected "mapped"')
+        raise TypeError(f"DescriptorRing: memory: {type(memory).__name__}, {expected}")
+    if memory not in ("mapped", "device"):
+        raise ValueError(f"DescriptorRing: memory: {memory!r}, {expected}")
+    if memory == "device" and device.type == "cpu":
+        raise ValueError("DescriptorRing: memory: 'device' on the CPU, expected \"mapped\"")

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "host/cpu_copy.h"
+#include "host/staging.h"
 #include "host/workers.h"
 
 namespace jitkern {
@@ -220,6 +221,18 @@ class DescriptorRing {
     return true;
   }
 
+  // Copies a push as it stands in its slot to the same place of `ring`, in a GPU's memory.
+  void queue(i64 ticket_arg, char* ring, int ordinal, CUstream stream) {
+    const u64 ticket = static_cast<u64>(ticket_arg);
+    u32 count = 0;
+    const Descriptor* const from = consumer_.find(ticket, &count);
+    if (from == nullptr) return;  // consumed on the CPU, and written again
+    const ContextScope scope(Device::get(ordinal));
+    copy_to_device(ring + consumer_.header().word_at(ticket),
+                   reinterpret_cast<const char*>(from) - kRingWordBytes,
+                   kRingWordBytes + i64(count) * i64(sizeof(Descriptor)), stream);
+  }
+
   i64 next() const { return static_cast<i64>(producer_.next()); }
 
  private:
@@ -256,7 +269,7 @@ Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
 }
 
 // A ring in memory that is zero: push, try_push, reserve, publish, cancel, await_free, await_done,
-// consume and next of it.
+// consume, next and queue of it.
 Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t max_descriptors) {
   ring_init(memory.data_ptr(), static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
   const auto made = std::make_shared<DescriptorRing>(std::move(memory));
@@ -274,6 +287,10 @@ Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t ma
         return made->consume("unpack", "ring", dst, src, ticket, most_us);
       }),
       Function::FromTyped([made] { return made->next(); }),
+      Function::FromTyped([made](int64_t ticket, int64_t ring, int64_t ordinal, int64_t stream) {
+        made->queue(ticket, reinterpret_cast<char*>(ring), static_cast<int>(ordinal),
+                    reinterpret_cast<CUstream>(stream));
+      }),
   };
 }
 
