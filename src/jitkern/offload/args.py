@@ -25,6 +25,15 @@ def count_arg(call: str, name: str, value: Any, most: int = 0) -> int:
     return count
 
 
+def natural_arg(call: str, name: str, value: Any) -> int:
+    """Return an int of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int")
+    if value < 0:
+        raise ValueError(f"{call}: {name}: {value}, expected 0 or more")
+    return value
+
+
 def number_arg(call: str, name: str, value: Any, most: float = math.inf) -> float:
     """Return a number of 0 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -98,3 +107,27 @@ def device_arg(call: str, device: Any) -> torch.device:
         return torch.device("cuda", number)
     there = "cpu" if count == 0 else f"cpu or cuda:0 to cuda:{count - 1}"
     raise ValueError(f"{call}: device: {device!s}, expected {there}")
+
+
+def int64_arg(call: str, name: str, given: Any) -> torch.Tensor:
+    """Return the numbers of a tensor or another buffer, such as a NumPy array, as a tensor."""
+    import torch
+
+    if isinstance(given, torch.Tensor):
+        return given
+    expected = "a tensor or an array of int64"
+    try:
+        buffer = memoryview(given)
+    except TypeError:
+        what = type(given).__name__
+        raise TypeError(f"{call}: {name}: {what}, expected {expected}") from None
+    if buffer.format not in ("l", "q"):
+        text = f"items of format {buffer.format!r}, expected int64"
+        raise TypeError(f"{call}: {name}: {text}")
+    shape = buffer.shape or ()
+    if buffer.nbytes == 0:
+        return torch.empty(shape, dtype=torch.int64)
+    # torch takes no memory that cannot be written, and none with gaps.
+    in_place = buffer.c_contiguous and not buffer.readonly
+    flat = torch.frombuffer(buffer if in_place else bytearray(buffer), dtype=torch.int64)
+    return flat.view(shape)

@@ -1,0 +1,302 @@
+// A DescriptorRing, whose protocol both/ring.h says: the producer's side for Python, and a consumer
+// on the CPU. Nothing here waits for long: Python asks again, so that Ctrl-C gets through.
+#include <jitkern/both/ring.h>
+#include <jitkern/check.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "host/cpu_copy.h"
+#include "host/staging.h"
+#include "host/workers.h"
+
+namespace jitkern {
+
+namespace {
+
+using tvm::ffi::Array;
+using tvm::ffi::Function;
+
+// Instead of a ticket.
+constexpr i64 kFull = -1;
+constexpr i64 kReserved = -2;
+
+constexpr const char* kFields[] = {"src_off", "dst_off",    "len",
+                                   "count",   "src_stride", "dst_stride"};
+constexpr bool kIsShort[] = {false, false, true, true, false, false};
+
+// Rows of int64 as descriptors. Returns what no column may have: a sign, or more than 32 bits.
+template <int kColumns>
+u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stride) {
+  u64 signs = 0, high = 0;
+  for (i64 i = 0; i < count; ++i, from += row_stride) {
+    const i64 src_off = from[0], dst_off = from[stride], len = from[2 * stride];
+    i64 repeats = 1, src_stride = 0, dst_stride = 0;
+    if constexpr (kColumns == 6) {
+      repeats = from[3 * stride];
+      src_stride = from[4 * stride];
+      dst_stride = from[5 * stride];
+    }
+    to[i] = {src_off,    dst_off,   static_cast<u32>(len), static_cast<u32>(repeats),
+             src_stride, dst_stride};
+    signs |= static_cast<u64>(src_off | dst_off | src_stride | dst_stride);
+    high |= static_cast<u64>(len | repeats);
+  }
+  return signs >> 63 | high >> 32;
+}
+
+// Which value is wrong.
+[[noreturn]] void refuse(const char* op, const i64* from, i64 count, i64 columns, i64 row_stride,
+                         i64 stride) {
+  for (i64 i = 0; i < count; ++i) {
+    for (i64 c = 0; c < columns; ++c) {
+      const i64 value = from[i * row_stride + c * stride];
+      if (value >= 0 && (!kIsShort[c] || value >> 32 == 0)) continue;
+      raise_value_error(
+          op, "descriptors",
+          kFields[c] + (" " + std::to_string(value)) + " of descriptor " + std::to_string(i),
+          kIsShort[c] ? "0 to 4294967295" : "0 or more");
+    }
+  }
+  // Another thread has written them meanwhile.
+  raise_value_error(op, "descriptors", "values that change", "memory that nobody writes");
+}
+
+// What a descriptor names on one side.
+struct Reach {
+  const char* side;
+  i64 off, stride, bytes;  // of the buffer
+
+  bool fits(const Descriptor& d) const {
+    if (d.count == 0 || d.len == 0) return true;
+    return off >= 0 && (d.count == 1 || stride >= 0) && end(d) <= bytes;
+  }
+  __int128 end(const Descriptor& d) const {
+    return static_cast<__int128>(off) + static_cast<__int128>(d.count - 1) * stride + d.len;
+  }
+  std::string text(const Descriptor& d) const {
+    if (off >= 0 && stride < 0 && d.count > 1) {
+      return side + (" stride " + std::to_string(stride)) + ", expected 0 or more";
+    }
+    const i64 shown = static_cast<i64>(std::min<__int128>(end(d), INT64_MAX));
+    return side + (" bytes " + std::to_string(off)) + " to " + std::to_string(shown) +
+           ", expected " + (off < 0 ? "0 or more" : "below " + std::to_string(bytes));
+  }
+};
+Reach source(const Descriptor& d, i64 bytes) { return {"source", d.src_off, d.src_stride, bytes}; }
+Reach target(const Descriptor& d, i64 bytes) {
+  return {"destination", d.dst_off, d.dst_stride, bytes};
+}
+
+// Copies what the descriptors name, all of which is inside: as many bytes for each thread.
+void copy_all(char* dst, const char* src, const std::vector<Descriptor>& descriptors) {
+  std::vector<i64> begins{0};  // of each descriptor's bytes among all of them
+  for (const Descriptor& d : descriptors) {
+    // Rows without a stride may be more bytes than anybody can wait for.
+    const __int128 end = begins.back() + static_cast<__int128>(d.len) * d.count;
+    begins.push_back(static_cast<i64>(std::min<__int128>(end, INT64_MAX)));
+  }
+  const auto copy_part = [&](i64 begin, i64 end) {
+    size_t i = std::upper_bound(begins.begin(), begins.end(), begin) - begins.begin() - 1;
+    while (begin < end) {
+      const Descriptor& d = descriptors[i];
+      const i64 row = (begin - begins[i]) / d.len;
+      const i64 skipped = (begin - begins[i]) % d.len;
+      const i64 bytes = std::min(d.len - skipped, end - begin);
+      std::memcpy(dst + d.dst_off + row * d.dst_stride + skipped,
+                  src + d.src_off + row * d.src_stride + skipped, static_cast<size_t>(bytes));
+      begin += bytes;
+      while (begin < end && begin >= begins[i + 1]) ++i;
+    }
+  };
+  const i64 bytes = begins.back();
+  const i64 threads = threads_for(bytes, 2 * bytes);
+  if (threads > 1) return for_parts(bytes, threads, copy_part);
+  copy_part(0, bytes);
+}
+
+class DescriptorRing {
+ public:
+  DescriptorRing(tvm::ffi::Tensor memory)
+      : memory_(std::move(memory)), producer_(memory_.data_ptr()), consumer_(memory_.data_ptr()) {}
+
+  // The ticket, or why there is none.
+  i64 push(const char* op, AnyView rows) {
+    const Tensor t(op, "descriptors", rows);
+    const DLTensor& dl = *t.dl;
+    if (t.on_cuda()) t.value_error("device " + t.device_name(), "cpu");
+    if (dl.dtype.code != kDLInt || dl.dtype.bits != 64 || dl.dtype.lanes != 1) {
+      t.type_error("dtype " + t.dtype_name(), "int64");
+    }
+    const bool is_long = dl.ndim == 2 && dl.shape[1] == 6;
+    if (dl.ndim != 2 || (dl.shape[1] != 3 && !is_long)) {
+      t.value_error("shape " + t.shape_text(), "[n, 3] or [n, 6]");
+    }
+    const i64 count = dl.shape[0], columns = dl.shape[1];
+    const i64 most = producer_.header().max_descriptors;
+    if (count > most) {
+      t.value_error(std::to_string(count) + " of them",
+                    "at most the " + std::to_string(most) + " of a slot");
+    }
+    const i64 row_stride = dl.strides == nullptr ? columns : dl.strides[0];
+    const i64 stride = dl.strides == nullptr ? 1 : dl.strides[1];
+    const i64* const from = reinterpret_cast<const i64*>(t.data());
+
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_reserved_) return kReserved;
+    Descriptor* const to = producer_.try_reserve();
+    if (to == nullptr) return kFull;
+    const u64 wrong = is_long ? convert<6>(to, from, count, row_stride, stride)
+                              : convert<3>(to, from, count, row_stride, stride);
+    if (wrong != 0) refuse(op, from, count, columns, row_stride, stride);
+    return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
+  }
+
+  // The next push's ticket, whose first `count` descriptors are of one empty row each; or why there
+  // is none.
+  i64 reserve(i64 count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_reserved_) return kReserved;
+    Descriptor* const to = producer_.try_reserve();
+    if (to == nullptr) return kFull;
+    std::fill_n(to, count, Descriptor{0, 0, 0, 1, 0, 0});
+    is_reserved_ = true;
+    return static_cast<i64>(producer_.next());
+  }
+  i64 publish(i64 count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_reserved_ = false;
+    return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
+  }
+  void cancel() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_reserved_ = false;
+  }
+
+  // Whether the next push finds its slot free within this time.
+  bool await_free(i64 most_us) {
+    return await(most_us, [&] { return producer_.is_free(producer_.next()); });
+  }
+  bool await_done(i64 ticket, i64 most_us) {
+    return await(most_us, [&] { return producer_.is_done(static_cast<u64>(ticket)); });
+  }
+
+  // Does what a push asks for, or nothing of it, and completes it; false where it does not come
+  // within this time.
+  bool consume(const char* op, const char* arg, AnyView dst_arg, AnyView src_arg, i64 ticket_arg,
+               i64 most_us) {
+    const Rows dst = bytes_of(op, "dst", dst_arg);
+    const Rows src = bytes_of(op, "src", src_arg);
+    dst.apart_from(src);
+    const u64 ticket = static_cast<u64>(ticket_arg);
+    u32 count = 0;
+    const Descriptor* from = nullptr;
+    if (!await(most_us, [&] { return (from = consumer_.find(ticket, &count)) != nullptr; })) {
+      return false;
+    }
+    // Read once: a producer that breaks the protocol changes no descriptor that was checked.
+    std::vector<Descriptor> descriptors(from, from + count);
+    for (u32 i = 0; i < count; ++i) {
+      for (const Reach& reach : {source(descriptors[i], src.row_bytes * src.num_rows),
+                                 target(descriptors[i], dst.row_bytes * dst.num_rows)}) {
+        if (reach.fits(descriptors[i])) continue;
+        consumer_.complete(ticket);  // so that the ring goes on
+        throw tvm::ffi::Error("IndexError",
+                              std::string(op) + ": " + arg + ": descriptor " + std::to_string(i) +
+                                  " of slot " + std::to_string(consumer_.header().slot(ticket)) +
+                                  ": " + reach.text(descriptors[i]) +
+                                  "; nothing of the slot was copied",
+                              "");
+      }
+    }
+    copy_all(dst.data, src.data, descriptors);
+    consumer_.complete(ticket);
+    return true;
+  }
+
+  // Copies a push as it stands in its slot to the same place of `ring`, in a GPU's memory.
+  void queue(i64 ticket_arg, char* ring, int ordinal, CUstream stream) {
+    const u64 ticket = static_cast<u64>(ticket_arg);
+    u32 count = 0;
+    const Descriptor* const from = consumer_.find(ticket, &count);
+    if (from == nullptr) return;  // consumed on the CPU, and written again
+    const ContextScope scope(Device::get(ordinal));
+    copy_to_device(ring + consumer_.header().word_at(ticket),
+                   reinterpret_cast<const char*>(from) - kRingWordBytes,
+                   kRingWordBytes + i64(count) * i64(sizeof(Descriptor)), stream);
+  }
+
+  i64 next() const { return static_cast<i64>(producer_.next()); }
+
+ private:
+  static Rows bytes_of(const char* op, const char* arg, AnyView value) {
+    const Tensor t(op, arg, value);
+    if (t.on_cuda()) t.value_error("device " + t.device_name(), "cpu");
+    t.contiguous();
+    return Rows(t, 1, t.numel() * t.item_bytes(), 0);
+  }
+
+  template <class IsThere>
+  static bool await(i64 most_us, const IsThere& is_there) {
+    if (is_there()) return true;
+    const auto now = [] { return std::chrono::steady_clock::now(); };
+    const auto end = now() + std::chrono::microseconds(most_us);
+    for (Backoff backoff; now() < end;) {
+      backoff.wait();
+      if (is_there()) return true;
+    }
+    return false;
+  }
+
+  tvm::ffi::Tensor memory_;
+  RingProducer producer_;
+  RingConsumer consumer_;
+  std::mutex mutex_;  // of pushes
+  bool is_reserved_ = false;
+};
+
+// The bytes of a ring, where its first descriptor is, and the bytes of a slot.
+Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
+  const auto found = ring_layout(static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
+  return {found.num_bytes, found.descriptors_at(0), found.slot_bytes};
+}
+
+// A ring in memory that is zero: push, try_push, reserve, publish, cancel, await_free, await_done,
+// consume, next and queue of it.
+Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t max_descriptors) {
+  ring_init(memory.data_ptr(), static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
+  const auto made = std::make_shared<DescriptorRing>(std::move(memory));
+  return {
+      Function::FromTyped([made](AnyView rows) { return made->push("DescriptorRing.push", rows); }),
+      Function::FromTyped(
+          [made](AnyView rows) { return made->push("DescriptorRing.try_push", rows); }),
+      Function::FromTyped([made](int64_t count) { return made->reserve(count); }),
+      Function::FromTyped([made](int64_t count) { return made->publish(count); }),
+      Function::FromTyped([made] { made->cancel(); }),
+      Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),
+      Function::FromTyped(
+          [made](int64_t ticket, int64_t most_us) { return made->await_done(ticket, most_us); }),
+      Function::FromTyped([made](AnyView dst, AnyView src, int64_t ticket, int64_t most_us) {
+        return made->consume("unpack", "ring", dst, src, ticket, most_us);
+      }),
+      Function::FromTyped([made] { return made->next(); }),
+      Function::FromTyped([made](int64_t ticket, int64_t ring, int64_t ordinal, int64_t stream) {
+        made->queue(ticket, reinterpret_cast<char*>(ring), static_cast<int>(ordinal),
+                    reinterpret_cast<CUstream>(stream));
+      }),
+  };
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_layout, layout_of_ring);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_ring, make_ring);
+
+}  // namespace jitkern

@@ -1,0 +1,91 @@
+"""DescriptorRing on the driver of fake_driver.c; run by test_ring_driver.py.
+
+PyTorch has no GPU here, and is told that it has one, whose memory is the CPU's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+from fake_gpu import report_checks
+from launch_fake import driver, log
+from rings import LINE, Memory, memory_of, ring_word, rows
+
+from jitkern.offload import DescriptorRing, memory, ring
+
+BYTES = 256 + 3 * LINE + 3 * 2 * LINE  # of 3 slots of 5 descriptors
+STREAM = 4711
+
+
+class Stream:
+    cuda_stream = STREAM
+
+
+def check_registered_with_the_gpu_and_given_back() -> None:
+    made = DescriptorRing(3, 5)
+    assert log() == f"register {BYTES}, flags 3, on 0\n"
+    assert repr(made) == "DescriptorRing(3 slots of 5 descriptors, mapped, pinned, 0 pushed)"
+    assert made.device == torch.device("cuda", 0)
+    made.push(rows((0, 0, 1)))
+    with made.reserve(1) as slot:
+        slot.len[:] = 1
+    assert made.done(0) is False
+    assert log() == "", "a push asked the driver for something"
+    made.close()
+    assert log() == f"synchronize 0\nunregister {BYTES}\n"
+
+
+def check_not_registered_is_raised_and_nothing_is_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    driver.fake_refusal(0)
+    try:
+        DescriptorRing(3, 5)
+    except RuntimeError as error:
+        assert re.match("PinnedPool: piece 1 of 1, .* was not registered: ", str(error)), error
+    else:
+        raise AssertionError("no error")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def check_slots_are_copied_to_the_device() -> None:
+    """One copy of what a push has written, on the current stream."""
+    with DescriptorRing(3, 5, memory="device") as made:
+        assert "copied to cuda:0, pinned" in repr(made)
+        log()
+        host, there = memory_of(made), Memory(made._on_device)
+        assert there.num_bytes == host.num_bytes == BYTES
+        for ticket in range(5):
+            count = ticket + 1
+            if ticket == 1:
+                assert made.try_push(torch.full((count, 3), ticket)) == ticket
+            elif ticket == 2:
+                with made.reserve(count) as slot:
+                    for field in (slot.src_off, slot.dst_off, slot.len):
+                        field[:] = ticket
+            else:
+                assert made.push(torch.full((count, 3), ticket)) == ticket
+            assert log() == f"h2d {16 + 48 * count} on {STREAM}\n"
+            word = ring_word(ticket // 3 + 1, count)
+            assert there.word(ticket % 3).value == word
+            for i in range(count):
+                assert there.descriptor(ticket % 3, i) == (ticket, ticket, ticket, 1, 0, 0, word)
+            host.done(ticket % 3).value = ticket // 3 + 1  # as the kernel would
+            assert made.done(ticket)
+
+
+def main() -> None:
+    fake: Any = torch.cuda
+    fake.is_available = lambda: True
+    fake.device_count = lambda: 1
+    fake.current_device = lambda: 0
+    fake.current_stream = lambda device: Stream
+    memory._node_of_gpu = lambda: None
+    ring._device_memory = lambda num_bytes, _: torch.zeros(num_bytes, dtype=torch.uint8)
+    report_checks(globals(), log)
+
+
+if __name__ == "__main__":
+    main()

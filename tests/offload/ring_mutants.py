@@ -1,0 +1,81 @@
+"""Ways to get a ring wrong, one at a time: in what producers include, and in the CPU's consumer."""
+
+from __future__ import annotations
+
+from slot_mutants import Mutant
+
+HEADER = "include/jitkern/both/ring.h"
+CONSUMER = "offload/ring.cc"
+
+SEALED = "    for (unsigned i = 0; i < count; ++i) store(seal(ticket, i), value);\n"
+WORD = "    store(word(ticket), value);\n"
+RELAXED = "__ATOMIC_RELAXED"
+
+# Of ring_race.cc; those that x86 forgives, ThreadSanitizer does not.
+OF_THE_PROTOCOL = (
+    Mutant("stores are in no order", "value, __ATOMIC_RELEASE", f"value, {RELAXED}", HEADER),
+    Mutant("loads are in no order", "(word, __ATOMIC_ACQUIRE)", f"(word, {RELAXED})", HEADER),
+    Mutant(
+        "the word is published before what it says",
+        WORD,
+        f"    __atomic_store_n(word(ticket), value, {RELAXED});\n",
+        HEADER,
+    ),
+    Mutant(
+        "a slot is completed before it is read",
+        "store(done(ticket), header().generation(ticket));",
+        f"__atomic_store_n(done(ticket), header().generation(ticket), {RELAXED});",
+        HEADER,
+    ),
+    Mutant(
+        "a slot is written while it is read",
+        "return is_free(ticket) ? descriptors(ticket) : nullptr;",
+        "return descriptors(ticket);",
+        HEADER,
+    ),
+    Mutant(
+        "a slot is free one push too early",
+        "load(done(ticket)) + 1 >= header_",
+        "load(done(ticket)) + 2 >= header_",
+        HEADER,
+    ),
+    Mutant(
+        "a word of any generation will do",
+        "    if (ring_generation(value) != header().generation(ticket)) return nullptr;\n",
+        "    if (value == 0) return nullptr;\n",
+        HEADER,
+    ),
+    Mutant(
+        "generation and count are two stores",
+        WORD,
+        "    *reinterpret_cast<volatile unsigned short*>(word(ticket)) = 0;\n" + WORD,
+        HEADER,
+    ),
+)
+
+# Of the words that a test puts there by hand, and of bounds.
+OF_THE_CONSUMER = (
+    Mutant("seals are not looked at", "i < *count; ++i", "i < 0; ++i", HEADER),
+    Mutant("any count will do", "if (*count > header()", "if (false && *count > header()", HEADER),
+    Mutant("seals are not written", SEALED, "", HEADER),
+    Mutant("a producer that died is not noticed", "? 1 : 0)", "? 0 : 0)", HEADER),
+    Mutant("one byte too many", "end(d) <= bytes;", "end(d) <= bytes + 1;", CONSUMER),
+    Mutant("one byte too few", "end(d) <= bytes;", "end(d) < bytes;", CONSUMER),
+    Mutant("the last row is left out", "d.count - 1) * stride", "d.count - 2) * stride", CONSUMER),
+    Mutant("a negative offset", "return off >= 0 && (", "return (", CONSUMER),
+    Mutant("a negative stride", "(d.count == 1 || stride >= 0) && ", "", CONSUMER),
+    Mutant(
+        "products of 64 bits",
+        "static_cast<__int128>(d.count - 1) * stride",
+        "static_cast<i64>(u64(d.count - 1) * u64(stride))",
+        CONSUMER,
+    ),
+    Mutant("sources alone", "reach.fits(", "*reach.side == 'd' || reach.fits(", CONSUMER),
+    Mutant(
+        "a slot that is refused is not completed",
+        "consumer_.complete(ticket);  // so that the ring goes on",
+        "",
+        CONSUMER,
+    ),
+    Mutant("a wrong value is pushed", "if (wrong != 0) refuse(", "if (false) refuse(", CONSUMER),
+)

@@ -1,0 +1,85 @@
+"""A ring's memory as both/ring.h lays it out, to look at and to spoil; producers in C++."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from threads.program import cxx
+
+from jitkern.compilers.sources import CSRC
+from jitkern.offload import DescriptorRing
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "ring_producer.cc"
+MESSAGE_BYTES = 4096  # of the example
+LINE = 128
+MAGIC = b"jitkring"
+
+
+class Memory:
+    """Its words, by slot, through memory that others have mapped as well."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._at = memory.data_ptr()
+        header = struct.unpack("<8s4I6q", ctypes.string_at(self._at, 72))
+        assert header[0] == MAGIC
+        assert header[1] == 1
+        self.num_slots, self.max_descriptors, self.descriptor_bytes = header[2:5]
+        self.head_at, self.dones_at, self.done_bytes, self.slots_at, self.slot_bytes = header[5:10]
+        self.num_bytes = header[10]
+
+    def _word(self, at: int) -> ctypes.c_uint64:
+        return ctypes.c_uint64.from_address(self._at + at)
+
+    def head(self) -> ctypes.c_uint64:
+        return self._word(self.head_at)
+
+    def done(self, slot: int) -> ctypes.c_uint64:
+        return self._word(self.dones_at + slot * self.done_bytes)
+
+    def word(self, slot: int) -> ctypes.c_uint64:
+        return self._word(self.slots_at + slot * self.slot_bytes)
+
+    def descriptor(self, slot: int, i: int) -> tuple[int, ...]:
+        """(src_off, dst_off, len, count, src_stride, dst_stride, seal)"""
+        at = self._at + self.slots_at + slot * self.slot_bytes + 16 + i * self.descriptor_bytes
+        return struct.unpack("<2q2I2qQ", ctypes.string_at(at, 48))
+
+    def seal(self, slot: int, i: int) -> ctypes.c_uint64:
+        return self._word(self.slots_at + slot * self.slot_bytes + 16 + i * 48 + 40)
+
+
+def rows(*given: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(given, dtype=torch.int64)
+
+
+def memory_of(ring: DescriptorRing) -> Memory:
+    return Memory(ring._bytes)
+
+
+def ring_word(generation: int, count: int) -> int:
+    return generation << 16 | count
+
+
+def compiled(
+    source: Path, target: Path, flags: Sequence[str] = ("-O2",), include: Path | None = None
+) -> Path:
+    """A library or a program of a source that includes public headers only."""
+    folder = CSRC / "include" if include is None else include
+    command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
+    done = subprocess.run(
+        [*command, f"-I{folder}", str(source), "-o", str(target)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def message(ticket: int) -> torch.Tensor:
+    """What the example's producer sends."""
+    at = torch.arange(MESSAGE_BYTES)
+    return (ticket * 31 + at * 7 + at // 256).to(torch.uint8)

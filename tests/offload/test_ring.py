@@ -1,0 +1,331 @@
+"""DescriptorRing: what is pushed is what is consumed, in turn; waits, threads and ends."""
+
+from __future__ import annotations
+
+import array
+import gc
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rings import memory_of, ring_word, rows
+
+from jitkern.offload import DescriptorRing
+
+
+def ref_unpack(dst: torch.Tensor, src: torch.Tensor, descriptors: torch.Tensor) -> None:
+    for values in descriptors.tolist():
+        src_off, dst_off, length, count, src_stride, dst_stride = (*values, 1, 0, 0)[:6]
+        for i in range(count):
+            to, at = dst_off + i * dst_stride, src_off + i * src_stride
+            dst[to : to + length] = src[at : at + length]
+
+
+def random_rows(generator: torch.Generator, columns: int, count: int) -> torch.Tensor:
+    """For 4,096 bytes on each side; row i writes to a part of the destination of its own."""
+
+    def below(bound: int) -> int:
+        return int(torch.randint(bound, (1,), generator=generator))
+
+    made, part = [], 4096 // max(1, count)
+    for i in range(count):
+        length, repeats = below(part // 3 + 1), 1 if columns == 3 else below(4)
+        dst_stride = length + below(2)
+        if length + max(0, repeats - 1) * dst_stride > part:
+            repeats = 1
+        src_stride = below(1024)
+        src_off = below(4096 - length - max(0, repeats - 1) * src_stride + 1)
+        made.append([src_off, i * part, length, repeats, src_stride, dst_stride][:columns])
+    return torch.tensor(made, dtype=torch.int64).view(count, columns)
+
+
+@pytest.mark.parametrize("columns", [3, 6])
+@pytest.mark.parametrize("num_slots", [1, 2, 7])
+def test_against_the_reference_around_the_ring(columns: int, num_slots: int) -> None:
+    generator = torch.Generator().manual_seed(num_slots)
+    src = torch.randint(256, (4096,), dtype=torch.uint8, generator=generator)
+    dst, wanted = torch.zeros(2, 4096, dtype=torch.uint8)
+    with DescriptorRing(num_slots, 33) as ring:
+        for ticket in range(5 * num_slots):
+            count = (0, 1, 33, 2, 20, 32)[ticket % 6]
+            descriptors = random_rows(generator, columns, count)
+            assert ring.push(descriptors) == ticket
+            assert not ring.done(ticket)
+            ring._unpack_cpu(dst, src)
+            assert ring.done(ticket)
+            ref_unpack(wanted, src, descriptors)
+            assert torch.equal(dst, wanted)
+        assert ring.num_pushed == 5 * num_slots
+
+
+def test_large_copies_by_threads() -> None:
+    src = torch.randint(256, (6 << 20,), dtype=torch.uint8)
+    dst, wanted = torch.zeros(2, 6 << 20, dtype=torch.uint8)
+    third = 2 << 20
+    descriptors = rows(
+        (2 * third, 0, third, 1, 0, 0),
+        (0, 5, 0, 7, 0, 0),
+        (0, 5, 7, 0, 0, 0),
+        (5, third, 1001, 1000, 1100, 1001),
+        (0, 2 * third, third - 1, 1, 0, 0),
+        (9, 0, 0, 0, 0, 0),
+    )
+    with DescriptorRing(2, 8) as ring:
+        ring.push(descriptors)
+        ring._unpack_cpu(dst, src)
+    ref_unpack(wanted, src, descriptors)
+    assert torch.equal(dst, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_any_dtype_is_bytes(dtype: torch.dtype) -> None:
+    src, dst = torch.randn(64).to(dtype), torch.zeros(16, 4, dtype=dtype)
+    size = dtype.itemsize
+    with DescriptorRing(1, 1) as ring:
+        ring.push(rows((8 * size, 0, 40 * size)))
+        ring._unpack_cpu(dst, src)
+    assert torch.equal(dst.flatten()[:40], src[8:48])
+
+
+def test_the_slot_in_memory() -> None:
+    with DescriptorRing(3, 5) as ring:
+        memory = memory_of(ring)
+        assert (memory.num_slots, memory.max_descriptors, memory.descriptor_bytes) == (3, 5, 48)
+        assert ring.address % 4096 == 0
+        # Each word that one side writes is on a line of its own.
+        assert memory.head_at == 128 and memory.dones_at == 256 and memory.done_bytes == 128
+        assert memory.slots_at == 256 + 3 * 128 and memory.slot_bytes == 256 + 128 * 0
+        assert memory.num_bytes == memory.slots_at + 3 * memory.slot_bytes
+        assert os.fstat(ring.fileno()).st_size == memory.num_bytes
+        ring.push(rows((1, 2, 3)))
+        ring.push(rows((1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6), (7, 8, 9, 10, 11, 12)))
+        assert memory.head().value == 2
+        one, two = ring_word(1, 1), ring_word(1, 2)
+        assert (memory.word(0).value, memory.word(1).value, memory.word(2).value) == (one, two, 0)
+        assert memory.descriptor(0, 0) == (1, 2, 3, 1, 0, 0, one)
+        assert memory.descriptor(1, 0) == (1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6, two)
+        assert memory.descriptor(1, 1) == (7, 8, 9, 10, 11, 12, two)
+        assert [memory.done(slot).value for slot in range(3)] == [0, 0, 0]
+        dst = torch.zeros(5, dtype=torch.uint8)
+        ring._unpack_cpu(dst, torch.zeros(4, dtype=torch.uint8))
+        assert [memory.done(slot).value for slot in range(3)] == [1, 0, 0]
+
+
+def test_buffers_and_strided_tensors() -> None:
+    with DescriptorRing(8, 4) as ring:
+        memory = memory_of(ring)
+        flat = array.array("q", range(12))
+        ring.push(memoryview(flat).cast("B").cast("q", [4, 3]))
+        assert memory.descriptor(0, 3)[:3] == (9, 10, 11)
+        ring.push(memoryview(bytes(flat)).cast("q", [2, 6]))  # one that nobody may write
+        assert memory.descriptor(1, 1)[:6] == (6, 7, 8, 9, 10, 11)
+        wide = torch.arange(24).view(4, 6)
+        ring.push(wide[:, ::2])
+        assert memory.descriptor(2, 3)[:3] == (18, 20, 22)
+        ring.push(wide.view(6, 4).t())
+        assert memory.descriptor(3, 1)[:6] == (1, 5, 9, 13, 17, 21)
+        ring.push(torch.empty(0, 3, dtype=torch.int64))
+        ring.push(torch.nn.Parameter(wide[:1], requires_grad=False))
+        assert ring.num_pushed == 6
+
+
+def test_numpy_arrays() -> None:
+    numpy = pytest.importorskip("numpy")
+    with DescriptorRing(8, 4) as ring:
+        ring.push(numpy.arange(6).reshape(2, 3))
+        assert memory_of(ring).descriptor(0, 1)[:3] == (3, 4, 5)
+        with pytest.raises(TypeError, match="items of format 'i', expected int64"):
+            ring.push(numpy.zeros((2, 3), dtype=numpy.int32))
+
+
+def test_full_and_empty() -> None:
+    src, dst = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    with DescriptorRing(2, 4) as ring:
+        text = "unpack: ring: push 0, of slot 0, is not there after 0.01 s"
+        with pytest.raises(TimeoutError, match=f"^{re.escape(text)}$"):
+            ring._unpack_cpu(dst, src, timeout_s=0.01)
+        assert [ring.try_push(rows((i, i, 1))) for i in range(4)] == [0, 1, None, None]
+        text = (
+            "DescriptorRing.push: slot 0 is still being read after 0.02 s: push 0 is not consumed; "
+            "wait longer (timeout_s), consume sooner, or make a ring of more than 2 slots"
+        )
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match=f"^{re.escape(text)}$"):
+            ring.push(rows((0, 0, 1)), timeout_s=0.02)
+        assert 0.02 <= time.monotonic() - started < 5
+        with pytest.raises(TimeoutError, match=r"^DescriptorRing\.reserve: slot 0 is still being"):
+            ring.reserve(1, timeout_s=0)
+        ring._unpack_cpu(dst, src, num_slots=2)
+        assert dst.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+        assert ring.try_push(rows((5, 5, 1))) == 2
+        # Of pushes that are there, those before a missing one are consumed.
+        with pytest.raises(TimeoutError, match=r"^unpack: ring: push 3, of slot 1, is not there"):
+            ring._unpack_cpu(dst, src, num_slots=2, timeout_s=0)
+        assert ring.done(2) and dst[5] == 5
+
+
+def test_tickets_and_waits() -> None:
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    with DescriptorRing(2, 4) as ring:
+        for ticket in range(9):
+            assert ring.push(rows((0, 0, 1))) == ticket
+            if ticket:
+                ring._unpack_cpu(buffer[4:], buffer[:4], slot=ticket - 1, timeout_s=0)
+        # Right also of slots that have been used again.
+        assert [ring.done(ticket) for ticket in range(9)] == [True] * 8 + [False]
+        ring.wait(0, timeout_s=0)
+        text = "DescriptorRing.wait: push 8, in slot 0, is not consumed after 0.01 s; is a consumer"
+        with pytest.raises(TimeoutError, match=f"^{re.escape(text)}"):
+            ring.wait(8, timeout_s=0.01)
+
+
+def in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_waits_end_when_the_slot_is_consumed_and_sleep_meanwhile() -> None:
+    src, dst = torch.zeros(2, 8, dtype=torch.uint8)
+    with DescriptorRing(1, 4) as ring:
+        ring.push(rows((0, 0, 1)))
+
+        def consume() -> None:
+            time.sleep(0.3)
+            ring._unpack_cpu(dst, src)
+
+        thread = in_thread(consume)
+        used_s, started = time.thread_time(), time.monotonic()
+        assert ring.push(rows((0, 0, 1))) == 1  # waits for the slot
+        took_s, used_s = time.monotonic() - started, time.thread_time() - used_s
+        thread.join()
+        assert 0.2 < took_s < 5
+        assert used_s < 0.5 * took_s
+        thread = in_thread(consume)
+        ring.wait(1)
+        assert ring.done(1)
+        thread.join()
+
+
+def test_threads_push_one_after_the_other() -> None:
+    src, dst = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    tickets: list[int] = []
+    with DescriptorRing(4, 4) as ring:
+
+        def push(first: int) -> None:
+            for i in range(first, first + 64):
+                tickets.append(ring.push(rows((i, i, 1))))
+
+        threads = [in_thread(lambda first=first: push(first)) for first in range(0, 256, 64)]
+        ring._unpack_cpu(dst, src, num_slots=256)
+        for thread in threads:
+            thread.join()
+    assert sorted(tickets) == list(range(256))
+    assert torch.equal(dst, src)
+
+
+def test_a_slot_is_written_in_place() -> None:
+    src, dst = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    with DescriptorRing(3, 8) as ring:
+        ring.push(rows((9, 9, 9, 9, 9, 9)))
+        memory = memory_of(ring)
+        with ring.reserve(3) as slot:
+            assert (slot.index, slot.ticket) == (1, 1)
+            assert memory.word(1).value == 0
+            slot.src_off[:] = torch.tensor([10, 50, 70])
+            slot.dst_off[1] = 20
+            slot.len[:] = torch.tensor([5, 7, 0])
+            slot.count[1] = 2
+            slot.src_stride[1] = 10
+            slot.dst_stride[1] = 30
+            assert repr(slot) == "RingSlot(1, ticket 1, being written)"
+        assert memory.descriptor(1, 0) == (10, 0, 5, 1, 0, 0, ring_word(1, 3))
+        assert memory.descriptor(1, 1) == (50, 20, 7, 2, 10, 30, ring_word(1, 3))
+        ring._unpack_cpu(dst, src, slot=0)
+        dst.zero_()
+        ring._unpack_cpu(dst, src)
+        wanted = torch.zeros(100, dtype=torch.uint8)
+        wanted[:5], wanted[20:27], wanted[50:57] = src[10:15], src[50:57], src[60:67]
+        assert torch.equal(dst, wanted)
+
+        # Of a slot of all, the first few; and nothing where the body raises.
+        slot = ring.reserve()
+        assert len(slot.len) == 8
+        assert slot.publish(2) == 2
+        assert memory.word(2).value == ring_word(1, 2)
+        with pytest.raises(KeyError), ring.reserve(1, timeout_s=0):
+            raise KeyError
+        assert ring.push(rows((0, 0, 1)), timeout_s=0) == 3
+
+
+def test_others_wait_for_a_reserved_slot() -> None:
+    with DescriptorRing(3, 8) as ring:
+        slot = ring.reserve(1)
+        found: list[Any] = []
+
+        def use() -> None:
+            found.append(ring.try_push(rows((0, 0, 1))))
+            try:
+                ring.push(rows((0, 0, 1)), timeout_s=0.01)
+            except TimeoutError as error:
+                found.append(str(error))
+            found.append(ring.push(rows((0, 0, 1))))
+
+        thread = in_thread(use)
+        while len(found) < 2:
+            time.sleep(0.001)
+        slot.cancel()
+        thread.join()
+        text = "DescriptorRing.push: another thread has slot 0 reserved for longer than 0.01 s"
+        assert found == [None, text, 0]
+
+
+def test_goes_when_nobody_has_it() -> None:
+    ring = DescriptorRing(2, 8)
+    fd, address = ring.fileno(), ring.address
+    ring.push(rows((0, 0, 1)))
+    del ring
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with open("/proc/self/maps") as lines:
+        assert not [line for line in lines if int(line.split("-")[0], 16) == address]
+
+
+def test_a_forked_child_has_no_part_of_it() -> None:
+    ring = DescriptorRing(2, 8)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            ring.push(rows((0, 0, 1)))
+        except RuntimeError as error:
+            text = "DescriptorRing: a forked child has no part of its parent's ring; make one"
+            status = 0 if str(error) == text else 2
+        finally:
+            ring.close()
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ring.push(rows((0, 0, 1))) == 0
+    ring.close()
+
+
+@pytest.mark.cuda
+def test_slots_on_the_gpu_are_those_of_the_host() -> None:
+    """As they are at a place of the stream that pushes were made on."""
+    stream = torch.cuda.Stream()
+    with DescriptorRing(3, 5, memory="device") as ring, torch.cuda.stream(stream):
+        memory, slots = memory_of(ring), ring._on_device
+        assert slots is not None
+        for ticket in range(7):
+            ring.push(torch.full((ticket % 6, 3), ticket))
+            begin = memory.slots_at + ticket % 3 * memory.slot_bytes
+            end = begin + 16 + 48 * (ticket % 6)
+            assert torch.equal(slots[begin:end].cpu(), ring._bytes[begin:end])
+            memory.done(ticket % 3).value = ticket // 3 + 1
+        assert torch.equal(slots[:128].cpu(), ring._bytes[:128])

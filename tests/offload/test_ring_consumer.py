@@ -1,0 +1,146 @@
+"""A consumer of a DescriptorRing takes nothing torn or stale, and nothing that is out of range."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from rings import memory_of, ring_word, rows
+
+from jitkern.offload import DescriptorRing
+
+
+def test_never_torn_or_stale() -> None:
+    """Words and seals that a producer cannot have written, put there by hand."""
+    src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    with DescriptorRing(2, 8) as ring:
+        memory = memory_of(ring)
+
+        def is_there() -> bool:
+            try:
+                ring._unpack_cpu(dst, src, slot=ticket, timeout_s=0)
+            except TimeoutError:
+                return False
+            return True
+
+        for ticket in range(6):
+            slot, generation = ticket % 2, ticket // 2 + 1
+            before = memory.word(slot).value
+            assert before >> 16 == generation - 1
+            assert not is_there()
+            assert ring.push(rows((0, 0, 4), (8, 8, 4), (16, 16, 4))) == ticket
+            good = memory.word(slot).value
+            assert good == ring_word(generation, 3)
+            for wrong in (
+                before,
+                0,
+                ring_word(generation - 1, 3),
+                ring_word(generation + 1, 3),
+                ring_word(generation, 2),  # the count of another push: the seals say so
+                ring_word(generation, 4),
+                ring_word(generation, 9),  # more than a slot has
+                ring_word(generation, 0xFFFF),
+                good & 0xFFFF,  # halves of it
+                generation,
+                (1 << 64) - 1,
+            ):
+                memory.word(slot).value = wrong
+                assert not is_there(), hex(wrong)
+                assert not ring.done(ticket)
+            memory.word(slot).value = good
+            for i in range(3):
+                for wrong in (0, before, good - (1 << 16), good + 1):
+                    memory.seal(slot, i).value = wrong
+                    assert not is_there()
+                    memory.seal(slot, i).value = good
+            assert not dst.any()
+            assert is_there() and ring.done(ticket)
+            assert torch.equal(dst[8:12], src[8:12])
+            dst.zero_()
+
+
+def test_a_producer_that_died_in_the_middle_of_a_push() -> None:
+    """Before the word nothing was pushed; behind it, all was."""
+    src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    with DescriptorRing(2, 8) as ring:
+        memory = memory_of(ring)
+        for generation in (1, 2, 3):
+            # All but the word, as the consumer waits for it.
+            slot = ring.reserve(2)
+            slot.len[:] = 8
+            for i in range(2):
+                memory.seal(slot.index, i).value = ring_word(generation, 2)
+            with pytest.raises(TimeoutError):
+                ring._unpack_cpu(dst, src, timeout_s=0)
+            slot.cancel()
+            ticket = ring.push(rows((3, 3, 2)))
+            assert ticket == 2 * generation - 2
+            # All but the head: the next producer goes on behind it.
+            memory.head().value = ticket
+            assert ring.num_pushed == ticket + 1
+            assert ring.push(rows((5, 5, 1))) == ticket + 1
+            memory.head().value = ticket + 1
+            ring._unpack_cpu(dst, src, num_slots=2)
+            assert dst.tolist()[:7] == [0, 0, 0, 3, 4, 5, 0]
+            dst.zero_()
+
+
+OUT_OF_RANGE = [
+    ((0, 0, 61), "source bytes 0 to 61, expected below 60"),
+    ((60, 0, 1), "source bytes 60 to 61, expected below 60"),
+    ((61, 0, 1), "source bytes 61 to 62, expected below 60"),
+    ((0, 64, 1), "destination bytes 64 to 65, expected below 64"),
+    ((0, 5, 60), "destination bytes 5 to 65, expected below 64"),
+    ((1, 0, 20, 3, 20, 0), "source bytes 1 to 61, expected below 60"),
+    ((0, 0, 1, 2**32 - 1, 1, 0), "source bytes 0 to 4294967295, expected below 60"),
+    ((0, 5, 20, 3, 0, 20), "destination bytes 5 to 65, expected below 64"),
+    ((2**63 - 1, 0, 1), f"source bytes {2**63 - 1} to {2**63 - 1}, expected below 60"),
+    ((0, 0, 1, 3, 2**63 - 1, 0), f"source bytes 0 to {2**63 - 1}, expected below 60"),
+    ((0, 2**62, 1, 3, 0, 2**62), f"destination bytes {2**62} to {2**63 - 1}, expected below 64"),
+]
+IN_PLACE = [
+    ("src_off", -1, "source bytes -1 to 3, expected 0 or more"),
+    ("dst_off", -4, "destination bytes -4 to 0, expected 0 or more"),
+    ("src_stride", -1, "source stride -1, expected 0 or more"),
+    ("dst_stride", -(2**63), f"destination stride {-(2**63)}, expected 0 or more"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), OUT_OF_RANGE, ids=str)
+def test_out_of_range(wrong: tuple[int, ...], text: str) -> None:
+    """Nothing of the slot is copied, it counts as consumed, and the next one is."""
+    src, dst = torch.arange(1, 61, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    fits = (0, 0, 60, 1, 2**40, 2**40)
+    with DescriptorRing(3, 8) as ring:
+        ring.push(rows((0, 0, 0, 0, 0, 0)))
+        ring.push(rows(fits, fits, (*wrong, 1, 0, 0)[:6]))
+        ring.push(rows((0, 4, 60)))
+        message = f"unpack: ring: descriptor 2 of slot 1: {text}; nothing of the slot was copied"
+        with pytest.raises(IndexError, match=f"^{re.escape(message)}$"):
+            ring._unpack_cpu(dst, src, num_slots=3)
+        assert not dst.any()
+        assert [ring.done(ticket) for ticket in range(3)] == [True, True, False]
+        ring._unpack_cpu(dst, src)
+        assert torch.equal(dst[4:], src)
+
+
+@pytest.mark.parametrize(("field", "value", "text"), IN_PLACE, ids=str)
+def test_out_of_range_in_place(field: str, value: int, text: str) -> None:
+    src, dst = torch.ones(2, 64, dtype=torch.uint8)
+    with DescriptorRing(3, 8) as ring:
+        with ring.reserve(2) as slot:
+            slot.len[:] = 4
+            slot.count[:] = 2
+            getattr(slot, field)[1] = value
+            if field.endswith("off"):
+                slot.count[:] = 1
+        with pytest.raises(IndexError, match=f"^unpack: ring: descriptor 1 of slot 0: {text}; "):
+            ring._unpack_cpu(dst, src)
+
+
+def test_rows_that_are_empty_are_nowhere() -> None:
+    far = 2**63 - 1
+    with DescriptorRing(1, 8) as ring:
+        ring.push(rows((far, far, 0, 3, far, far), (far, far, 9, 0, far, far)))
+        ring._unpack_cpu(torch.zeros(4), torch.zeros(0))
