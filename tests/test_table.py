@@ -117,7 +117,7 @@ def names_of_files() -> dict[str, set[str]]:
     """
     ways = {
         stem: re.compile(
-            rf'\b{"jitkern." if stem in PLAIN_WORDS else "(ref_)?"}{op.function}\b'
+            rf"\b{'jitkern.' if stem in PLAIN_WORDS else '(ref_)?'}{op.function}\b"
             rf'|\b(ref|test)_{stem}\b|"{stem}"|\b(ops|cases)[./]{stem}\b'
         )
         for stem, op in STEMS.items()

@@ -164,8 +164,9 @@ std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat form
 
 void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Tally& tally) {
   const auto format = static_cast<DescriptorFormat>(kernel.variant);
-  // 0: some are wrong; 1: few have anything to do, one or two of them, in different chunks, for long; 2: the
-  // first is long, and begins or ends where the source does, at a line of the destination.
+  // 0: some are wrong; 1: few have anything to do, of them one or two for long, in different
+  // chunks; 2: the first is long, and begins or ends where the source does, at a line of the
+  // destination.
   const i64 kind = random.below(5);
   const bool sparse = kind == 1;
   const i64 num = sparse ? 400 : random.pick({i64(1), i64(2), i64(5), i64(40), i64(300)});

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,15 @@ import torch
 from buffers import DTYPES, INT_DTYPES, Buffer, make_buffer, random_bytes
 from fuzzer import Call, Fuzzer
 from mistakes import Mistake, not_tensors, overlap_text
+from needs import needs_cxx
 from ref import same_bits
 from stems import OpCheck, Rows
+from threads.program import cxx
 from torch import Tensor
 
 import jitkern
 from jitkern import unpack
+from jitkern.compilers.sources import CSRC
 
 MOST, LEAST = 2**63 - 1, -(2**63)
 CPU = torch.device("cpu")
@@ -218,6 +223,22 @@ def test_dtypes_and_shapes(device: torch.device, dtype: torch.dtype) -> None:
     ref_unpack(expected, src, rows)
     unpack(dst, src, rows)
     assert torch.equal(as_bytes(dst), as_bytes(expected))
+
+
+@needs_cxx
+def test_the_header_stands_alone(tmp_path: Path) -> None:
+    """A producer in C++ includes it, and nothing else; what is not said is one piece."""
+    program = tmp_path / "producer.cc"
+    program.write_text("""
+        #include <jitkern/both/descriptor.h>
+        static_assert(jitkern::kDescriptorVersion == 1, "");
+        constexpr jitkern::Descriptor kOne{1, 2, 3};
+        static_assert(kOne.count == 1 && kOne.src_stride == 0 && kOne.reserved == 0, "");
+        int main() { return 0; }
+    """)
+    include = f"-I{CSRC / 'include'}"
+    command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", include]
+    subprocess.run([*command, str(program)], check=True)
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log, params, refused
+from launch_fake import STREAM, OnCuda, driver, log, params, refused
+from test_unpack_cuda import launch_structs
 
 from jitkern import unpack
+from jitkern.jit import device
 from jitkern.jit.device import DeviceModule
 
 
@@ -69,11 +71,11 @@ def check_the_launch() -> None:
     assert len(set(told[9:13])) == 4  # a site for each part
 
 
-def check_few_warps_for_few_bytes() -> None:
+def check_few_blocks_for_few_bytes() -> None:
     rows = on_gpu(torch.zeros(3, 3, dtype=torch.int64))
     unpack(on_gpu(DEVICE[:1000]), on_gpu(OTHER), rows)
     line, told = launched()
-    assert "grid 1,1,1" in line and told[8] == 32 // 3, line
+    assert "grid 2,1,1" in line and told[8] == 64 // 3, line
 
 
 def check_host_memory() -> None:
@@ -136,6 +138,17 @@ def check_capture() -> None:
     refused(ValueError, text, unpack, on_gpu(DEVICE), PINNED, rows)
     unpack(on_gpu(DEVICE), PINNED, on_gpu(rows))
     assert "i64x3 of" in log()
+
+
+def check_structs_are_launched_with_the_same_parameters() -> None:
+    """As test_unpack_cuda.py launches them, in which C++ of this module has no part."""
+    device.device_and_stream = lambda number: (max(number, 0), STREAM)
+    words, fault = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(10, dtype=torch.int32)
+    launch_structs(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(words), fault, 5)
+    line, told = launched()
+    assert "jitkern_unpack_v16_structs of" in line and "grid 5,1,1" in line, line
+    addresses = (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE, words.data_ptr())
+    assert told == (*addresses, 0, 9, 0, 17, 11, 12, 13, 14, fault.data_ptr())
 
 
 def check_devices() -> None:

@@ -91,7 +91,8 @@ def case_of(ctx: Context, size: Size) -> Case:
         bytes_moved=2 * moved,
         bytes_note="read and written",
         make=lambda _: buffers(ctx, size),
-        outputs=lambda b: (b.dst,),
+        outputs=lambda b: (b.dst.clone(),),  # with what is between the pieces
+        prepare=lambda b: b.dst.zero_(),
         reference=lambda b: (b.expected,),
         impls=[
             Impl("jitkern", "ours", lambda: ours),

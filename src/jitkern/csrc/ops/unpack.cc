@@ -223,8 +223,8 @@ void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackPara
   if (num == 0) return;
   const Kernel& kernel = kernels().find(scope.device, Spec(format)).entries[0];
   const i64 warps = kernel.num_threads / 32;
-  // Of a small destination no more warps than it has segments of 512 bytes.
-  const i64 useful = ceil_div(2 * num + params.dst_bytes / 512, warps);
+  // A small destination is spread until a block has a warp with work for each scheduler of its SM.
+  const i64 useful = ceil_div(2 * num + params.dst_bytes / 512, 4);
   const i64 most = in_host_memory ? kLinkBlocks : scope.device.num_sms;
   const i64 blocks = std::min({useful, most, i64(scope.device.num_sms)});
   params.warps_each = static_cast<u32>(std::max<i64>(1, blocks * warps / num));
