@@ -76,6 +76,8 @@ USERS = {
 }
 # Here "store" is a direction and "index" the number of a slot: plain words.
 PIPELINES = ("src/jitkern/offload/", "tests/offload/", "bench/cases/pipeline.py")
+# And functions of others have this name: struct.unpack.
+PLAIN_WORDS = ("unpack",)
 MAX_FOREIGN = 3  # the table, the import for type checkers, and a reference that several tests use
 
 
@@ -115,7 +117,8 @@ def names_of_files() -> dict[str, set[str]]:
     """
     ways = {
         stem: re.compile(
-            rf'\b(ref_)?{op.function}\b|\b(ref|test)_{stem}\b|"{stem}"|\b(ops|cases)[./]{stem}\b'
+            rf"\b{'jitkern.' if stem in PLAIN_WORDS else '(ref_)?'}{op.function}\b"
+            rf'|\b(ref|test)_{stem}\b|"{stem}"|\b(ops|cases)[./]{stem}\b'
         )
         for stem, op in STEMS.items()
     }

@@ -71,6 +71,7 @@ def test_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "jitkern/py.typed" in names
     assert "jitkern/csrc/ops/store.cu" in names
+    assert "jitkern/csrc/include/jitkern/both/descriptor.h" in names
     assert any(name.startswith("jitkern/_prebuilt/") and name.endswith(".so") for name in names)
     assert not any(name.endswith("CACHEDIR.TAG") for name in names)
     assert not [

@@ -47,7 +47,7 @@ def num_splits_of(row_bytes: int) -> int:
 
 def _host() -> Any:
     exports = ("noop", "noop_pair", "common_prefix", "same_bytes", "num_threads", "launch_loop")
-    exports += ("copy_2d", "copy_bytes", "copy_2d_loop")
+    exports += ("copy_2d", "copy_bytes", "copy_2d_loop", "copy_pieces_loop")
     return load_jit(
         "bench_host",
         cpp_files=[str(HERE / "host.cc")],
@@ -84,6 +84,14 @@ def _empty() -> Any:
     )
 
 
+def _pieces() -> Any:
+    return load_jit(
+        "bench_pieces",
+        device_files=[str(HERE / "pieces.cu")],
+        device_wrappers=[("pieces", "peer::Pieces")],
+    )
+
+
 def _triton() -> Any:
     from bench.peers import triton_rows
 
@@ -94,6 +102,7 @@ host = Once(_host)
 rows = Once(_rows)
 ladder = Once(_ladder)
 empty = Once(_empty)
+pieces = Once(_pieces)
 triton = Once(_triton)
 
 

@@ -152,6 +152,20 @@ inline void copy_bytes(TensorView dst, TensorView src, std::int64_t num_bytes) {
       call(address(dst), address(src), static_cast<std::size_t>(num_bytes), stream_of(dst, src)));
 }
 
+// A copy for each row of `descriptors`, [n, 3] of int64 on the CPU.
+inline void copy_pieces_loop(TensorView dst, TensorView src, TensorView descriptors) {
+  using Call = int (*)(unsigned long long, unsigned long long, std::size_t, void*);
+  static const auto call = reinterpret_cast<Call>(driver_symbol("cuMemcpyAsync"));
+  const auto to = reinterpret_cast<unsigned long long>(dst.data_ptr());
+  const auto from = reinterpret_cast<unsigned long long>(src.data_ptr());
+  const auto* row = static_cast<const std::int64_t*>(descriptors.data_ptr());
+  void* const stream = stream_of(dst, src);
+  for (const auto* end = row + 3 * descriptors.size(0); row != end; row += 3) {
+    const auto offset = [row](int i) { return static_cast<unsigned long long>(row[i]); };
+    check_driver(call(to + offset(1), from + offset(0), static_cast<std::size_t>(row[2]), stream));
+  }
+}
+
 // A strided copy for each of the `pairs`, int64 on the CPU, of blocks [layers, blocks, bytes].
 inline void copy_2d_loop(TensorView dst, TensorView src, TensorView pairs) {
   const std::int64_t width = dst.size(2);

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
     from jitkern.ops.store import store_cache as store_cache
     from jitkern.ops.swap import swap_rows as swap_rows
+    from jitkern.ops.unpack import unpack as unpack
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
     from jitkern.perf import perf_cpu as perf_cpu
     from jitkern.perf import perf_cuda as perf_cuda

@@ -136,6 +136,11 @@ inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
 }
+// The low word of high:low, shifted right by up to 31 bits.
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
+  return static_cast<unsigned>(both >> (bits & 31));
+}
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
 }

@@ -21,6 +21,7 @@ OP(indexing)
 OP(h2d_gather)
 OP(d2h_scatter)
 OP(copy_blocks)
+OP(unpack)
 OP(memcpy_2d)
 #undef OP
 
@@ -75,8 +76,18 @@ void rewrite(Memory& memory, int64_t times, int64_t round) {
   }
 }
 
+// Row after row, in two pieces each, and every other round what is out of range.
+void rewrite_descriptors(Memory& memory, int64_t round) {
+  auto* items = reinterpret_cast<int64_t*>(memory.bytes.data());
+  for (int64_t i = 0; i < kRows; ++i) {
+    const int64_t at = round % 2 == 0 || i % 3 != 0 ? i * kRowBytes : kFar;
+    const int64_t row[] = {at, i * kRowBytes + 5, 1000, 2, 3000, 4000};
+    for (int k = 0; k < 6; ++k) __atomic_store_n(items + 6 * i + k, row[k], __ATOMIC_RELAXED);
+  }
+}
+
 // One thread's calls, on tables of its own and the indices of all.
-void calls(Memory& slots, Memory& pairs) {
+void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
   Memory a = rows(), b = rows(), c = rows(), d = rows();
   Memory slot_map = indices({kRows});
   for (int64_t i = 0; i < kRows; ++i) reinterpret_cast<int64_t*>(slot_map.bytes.data())[i] = -1;
@@ -90,6 +101,7 @@ void calls(Memory& slots, Memory& pairs) {
          nullptr);
     call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr, nullptr);
     call(copy_blocks(), &c.dl, &d.dl, &pairs.dl, 0, 0, nullptr, nullptr, nullptr);
+    call(unpack(), &a.dl, &b.dl, &descriptors.dl, nullptr);
     call(memcpy_2d(), &d.dl, &a.dl, kRowBytes, kRowBytes, kRowBytes - 3, kRows, 3, nullptr, nullptr,
          false, nullptr);
   }
@@ -98,18 +110,19 @@ void calls(Memory& slots, Memory& pairs) {
 }  // namespace
 
 int main() {
-  Memory slots = indices({kRows}), pairs = indices({kRows, 2});
+  Memory slots = indices({kRows}), pairs = indices({kRows, 2}), descriptors = indices({kRows, 6});
   std::atomic<bool> done{false};
   std::thread writer([&] {
     for (int64_t round = 0; !done; ++round) {
       // Slots and destinations are distinct: rows of one call that meet would be a race.
       rewrite(slots, 1, round);
       rewrite(pairs, 2, round);
+      rewrite_descriptors(descriptors, round);
       std::this_thread::sleep_for(std::chrono::microseconds(round % 2 == 0 ? 200 : 20));
     }
   });
-  std::thread other([&] { calls(slots, pairs); });
-  calls(slots, pairs);
+  std::thread other([&] { calls(slots, pairs, descriptors); });
+  calls(slots, pairs, descriptors);
   other.join();
   done = true;
   writer.join();

@@ -25,6 +25,7 @@ OPS = (
     Op("d2h_scatter", "d2h_scatter"),
     Op("swap", "swap_rows"),
     Op("copy_blocks", "copy_blocks"),
+    Op("unpack", "unpack"),
     Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # by the copy engine
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )

@@ -22,18 +22,21 @@ Function& fault_handler() {
 struct SiteName {
   const char* op;
   const char* arg;
+  RaiseFault raise;
+  const char* outcome;
 };
 
 // By the number of the site. Complete before the first call: ops ask for theirs as static objects.
 std::vector<SiteName>& site_names() {
-  static auto* names = new std::vector<SiteName>{{"jitkern", "unknown argument"}};
+  static auto* names = new std::vector<SiteName>{
+      {"jitkern", "unknown argument", raise_index_error, "the row was not copied"}};
   return *names;
 }
 
 }  // namespace
 
-FaultSite fault_site(const char* op, const char* arg) {
-  site_names().push_back({op, arg});
+FaultSite fault_site(const char* op, const char* arg, RaiseFault raise, const char* outcome) {
+  site_names().push_back({op, arg, raise, outcome});
   return static_cast<FaultSite>(site_names().size() - 1);
 }
 
@@ -48,9 +51,9 @@ void raise_pending_fault(Device& device) {
   std::atomic_thread_fence(std::memory_order_release);
   record->state = 0;
   const std::string note = " (found by an earlier call on cuda:" + std::to_string(device.ordinal) +
-                           "; the row was not copied)";
+                           "; " + name.outcome + ")";
   try {
-    raise_index_error(name.op, name.arg, position, value, bound, note.c_str());
+    name.raise(name.op, name.arg, position, value, bound, note.c_str());
   } catch (const tvm::ffi::Error& error) {
     if (fault_handler() == nullptr) throw;
     fault_handler()(error.message());

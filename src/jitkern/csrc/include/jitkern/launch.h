@@ -280,8 +280,12 @@ class KernelTable {
   std::array<std::atomic<Node*>, kMaxDevices> heads_{};
 };
 
-// The number of an index argument of an op, for the op's parameters: a fault is raised in its name.
-FaultSite fault_site(const char* op, const char* arg);
+// The number of an index argument of an op, for the op's parameters: a fault is raised in its name,
+// by `raise`, with what became of what it was for.
+using RaiseFault = void (*)(const char* op, const char* arg, i64 position, i64 value, i64 bound,
+                            const char* note);
+FaultSite fault_site(const char* op, const char* arg, RaiseFault raise = raise_index_error,
+                     const char* outcome = "the row was not copied");
 
 // Raises, or warns of, a fault that an earlier kernel recorded on this device.
 void raise_pending_fault(Device& device);

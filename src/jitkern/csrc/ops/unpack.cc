@@ -1,0 +1,235 @@
+// unpack on the host: checks, descriptors of the host, launch of the kernel.
+#include <algorithm>
+#include <string>
+
+#include "host/pinned.h"
+#include "host/staging.h"
+#include "unpack_host.h"
+
+namespace jitkern {
+
+namespace {
+
+constexpr const char* kOp = "unpack";
+const DescriptorSites kSites(kOp);
+
+// Blocks of a copy over the link, which 64 KiB in flight of each keep busy.
+constexpr i64 kLinkBlocks = 8;
+
+template <DescriptorPart kPart>
+[[noreturn]] void raise_part(const char* op, const char* arg, i64 number, i64 value, i64 bound,
+                             const char* note) {
+  const std::string which = " in descriptor " + std::to_string(number);
+  const std::string is = std::to_string(value);
+  const std::string limit = std::to_string(bound);
+  std::string text;
+  if (kPart == kLenPart || kPart == kCountPart) {
+    const bool is_negative = value < 0;
+    text = is + which + ", expected " + (is_negative ? "0 or more" : "at most " + limit);
+  } else if (value < 0) {
+    text = "bytes from " + is + " on" + which + ", expected from 0 on";
+  } else {
+    text = "bytes up to " + is + which + ", expected at most " + limit;
+  }
+  throw tvm::ffi::Error("IndexError", std::string(op) + ": " + arg + ": " + text + note, "");
+}
+
+struct PartWords {
+  const char* arg;
+  RaiseFault raise;
+};
+constexpr PartWords kParts[kNumParts] = {
+    {"src", raise_part<kSrcPart>},
+    {"dst", raise_part<kDstPart>},
+    {"descriptors[:, 2]", raise_part<kLenPart>},
+    {"descriptors[:, 3]", raise_part<kCountPart>},
+};
+
+Rows bytes_of(const char* arg, AnyView value) {
+  const Tensor tensor(kOp, arg, value);
+  tensor.contiguous();
+  const i64 bytes = tensor.numel() * tensor.item_bytes();
+  return Rows(tensor, 1, bytes, bytes);
+}
+
+Indices descriptors_of(AnyView value) {
+  const Tensor tensor(kOp, "descriptors", value);
+  const DLDataType& dtype = tensor.dl->dtype;
+  if (dtype.code != kDLInt || dtype.bits != 64 || dtype.lanes != 1) {
+    tensor.type_error("dtype " + tensor.dtype_name(), "int64");
+  }
+  return Indices(tensor);
+}
+
+// A side as the GPU has it.
+char* address_on_gpu(const Rows& side) {
+  return side.on_cuda() || side.empty() ? side.data : mapped_rows(side);
+}
+
+UnpackParams params_of(const UnpackCall& call) {
+  UnpackParams params{};
+  params.dst = address_on_gpu(call.dst);
+  params.src = address_on_gpu(call.src);
+  params.dst_bytes = call.dst.row_bytes;
+  params.src_bytes = call.src.row_bytes;
+  params.descriptors = call.descriptors.data;
+  params.num_descriptors = static_cast<u32>(call.num_descriptors);
+  if (call.count && call.count->on_cuda()) {
+    params.count = call.count->data;
+    params.count_bytes = call.count->index_bytes;
+  }
+  kSites.give_to(params);
+  return params;
+}
+
+KernelTable& kernels() {
+  static KernelTable table(kOp, {"descriptor_format"}, [](const Spec&, int in_flight, int) {
+    return GroupShape{32, in_flight, 1, 1};
+  });
+  return table;
+}
+
+// A replay would copy what the pinned memory holds by then.
+void require_no_capture(const LaunchScope& scope, const UnpackCall& call) {
+  int status = 0;
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
+  if (status == 0) return;
+  call.descriptors.value_error("device cpu while a graph is captured",
+                               "device " + call.on_gpu().device_name());
+}
+
+// Copies the descriptors to the GPU in front of the kernel, as rows of six.
+void launch_from_host(const LaunchScope& scope, const UnpackCall& call, bool in_host_memory) {
+  UnpackParams params = params_of(call);
+  const std::vector<Pieces> list = call.checked_descriptors();
+  const i64 count = static_cast<i64>(list.size());
+  if (count == 0) return;
+  static_assert(sizeof(Pieces) == 6 * sizeof(i64), "a row of kSextuples");
+  kernels().find(scope.device, Spec(kSextuples));  // compiled, or refused, in front of the lock
+  const RelaxedCapture relaxed;
+  Staging& staging = Staging::get(scope);
+  const std::lock_guard<std::mutex> turn(staging.turn);
+  constexpr i64 kRowBytes = sizeof(Pieces);
+  const auto rows =
+      allocate({count * kRowBytes}, DLDataType{kDLUInt, 8, 1}, call.on_gpu().dl->device);
+  char* const at = static_cast<char*>(rows.data_ptr());
+  constexpr i64 kMost = Uploads::kBytes / 2 / kRowBytes;
+  for (i64 begin = 0; begin < count; begin += kMost) {
+    const i64 bytes = std::min(kMost, count - begin) * kRowBytes;
+    char* const block = staging.uploads.take(bytes);
+    std::memcpy(block, list.data() + begin, static_cast<size_t>(bytes));
+    copy_to_device(at + begin * kRowBytes, block, bytes, scope.stream());
+    staging.uploads.mark(scope.stream());
+  }
+  params.descriptors = at;
+  params.num_descriptors = static_cast<u32>(count);
+  launch_unpack(scope, kSextuples, params, in_host_memory);
+}
+
+void unpack_op(AnyView dst, AnyView src, AnyView descriptors, AnyView count) {
+  const UnpackCall call(dst, src, descriptors, count);
+  if (!call.on_gpu().on_cuda()) return unpack_by_cpu(call, call.checked_descriptors());
+  call.check_sizes();
+  const LaunchScope scope(call.on_gpu());
+  if (call.num_descriptors == 0) return;
+  const bool in_host_memory = !call.dst.on_cuda() || !call.src.on_cuda();
+  if (call.descriptors.on_cuda()) {
+    return launch_unpack(scope, call.format, params_of(call), in_host_memory);
+  }
+  require_no_capture(scope, call);
+  launch_from_host(scope, call, in_host_memory);
+}
+
+JITKERN_EXPORT_OP(unpack, unpack_op);
+
+}  // namespace
+
+DescriptorSites::DescriptorSites(const char* op) {
+  for (int part = 0; part < kNumParts; ++part) {
+    sites[part] = fault_site(op, kParts[part].arg, kParts[part].raise,
+                             "nothing of that descriptor was copied");
+  }
+}
+
+void raise_out_of_range(const char* op, i64 number, const Verdict& verdict) {
+  const PartWords& words = kParts[verdict.part];
+  words.raise(op, words.arg, number, verdict.value, verdict.bound, "; nothing was written");
+  std::abort();  // it has thrown
+}
+
+UnpackCall::UnpackCall(AnyView dst_arg, AnyView src_arg, AnyView descriptors_arg, AnyView count_arg)
+    : dst(bytes_of("dst", dst_arg)),
+      src(bytes_of("src", src_arg)),
+      descriptors(descriptors_of(descriptors_arg)) {
+  if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
+  if (descriptors.on_cuda() || !on_gpu().on_cuda()) descriptors.same_device(on_gpu());
+  const DLTensor& rows = *descriptors.dl;
+  if (rows.ndim != 2 || (rows.shape[1] != kTriples && rows.shape[1] != kSextuples)) {
+    descriptors.value_error("shape " + descriptors.shape_text(),
+                            "shape [n, 3] of (src_off, dst_off, len), or [n, 6] of (src_off, "
+                            "dst_off, len, count, src_stride, dst_stride)");
+  }
+  format = rows.shape[1] == kTriples ? kTriples : kSextuples;
+  num_descriptors = rows.shape[0];
+  if (dst.ordinal() == src.ordinal() && !dst.empty() && !src.empty()) dst.apart_from(src);
+  if (!dst.empty()) descriptors.apart_from(dst);
+  if (is_none(count_arg)) return;
+  count.emplace(kOp, "count", count_arg);
+  count->same_device(descriptors);
+  if (count->count != 1) count->value_error("shape " + count->shape_text(), "1 element");
+  if (!dst.empty()) count->apart_from(dst);
+}
+
+void UnpackCall::check_sizes() const {
+  if (num_descriptors > kMostDescriptors) {
+    descriptors.value_error(std::to_string(num_descriptors) + " descriptors", "less in one call");
+  }
+  if (dst.row_bytes > kMostBytes) {
+    dst.value_error(std::to_string(dst.row_bytes) + " bytes",
+                    "at most " + std::to_string(kMostBytes) + " in a copy with a GPU");
+  }
+}
+
+std::vector<Pieces> UnpackCall::checked_descriptors() const {
+  i64 bound = num_descriptors;
+  if (count) {
+    count->with_index(
+        [&](const auto index_at) { bound = std::clamp<i64>(index_at(0), 0, num_descriptors); });
+  }
+  std::vector<Pieces> list;
+  list.reserve(static_cast<size_t>(bound));
+  descriptors.with_index([&](const auto at) {
+    for (i64 i = 0; i < bound; ++i) {
+      const i64 row = i * format;
+      Pieces pieces{at(row), at(row + 1), at(row + 2), 1, 0, 0};
+      if (format == kSextuples) {
+        pieces.count = at(row + 3);
+        pieces.src_stride = at(row + 4);
+        pieces.dst_stride = at(row + 5);
+      }
+      const Verdict verdict = verdict_on(pieces, src.row_bytes, dst.row_bytes);
+      if (verdict.part != kNumParts) raise_out_of_range(kOp, i, verdict);
+      pieces = simplified(pieces);
+      if (!pieces.empty()) list.push_back(pieces);
+    }
+  });
+  return list;
+}
+
+void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params,
+                   bool in_host_memory) {
+  const i64 num = params.num_descriptors;
+  if (num == 0) return;
+  const Kernel& kernel = kernels().find(scope.device, Spec(format)).entries[0];
+  const i64 warps = kernel.num_threads / 32;
+  // A small destination is spread until a block has a warp with work for each scheduler of its SM.
+  const i64 useful = ceil_div(2 * num + params.dst_bytes / 512, 4);
+  const i64 most = in_host_memory ? kLinkBlocks : scope.device.num_sms;
+  const i64 blocks = std::min({useful, most, i64(scope.device.num_sms)});
+  params.warps_each = static_cast<u32>(std::max<i64>(1, blocks * warps / num));
+  params.fault = scope.device.fault_device;
+  scope.launch(kernel, blocks, params);
+}
+
+}  // namespace jitkern

@@ -1,0 +1,227 @@
+// unpack on the device, the pieces: how they are cut into vectors, and a warp's copy of these.
+//
+// A vector is 16 aligned bytes of the destination; a lane loads the one or two lines of 16 bytes of
+// the source that hold them, and shifts these to their place. So every alignment is stored alike.
+// The vectors of a descriptor are its slots, piece by piece, and 32 of them, one for each lane, a
+// segment: a segment of short pieces is of several.
+//
+// No byte outside of `src` is read: a line that sticks out of it, where the tensor does not begin
+// or end on a line, is read byte by byte. Hardware would not mind, as memory is mapped by pages,
+// but tools that watch allocations would.
+#pragma once
+
+#include <jitkern/copy.cuh>
+
+#include "unpack.h"
+
+namespace jitkern {
+
+constexpr u32 kAllLanes = 0xffffffffu;
+constexpr u64 kSegmentBytes = 32 * 16;
+
+// A descriptor's pieces as segments: first those that may hold bytes which are of no piece, then
+// whole ones, whose every byte is of the only piece. These have a fast way.
+struct Work {
+  u64 dst;  // addresses of the first piece
+  u64 src;
+  i64 dst_stride;
+  i64 src_stride;
+  i64 len;
+  u32 count;
+  u32 slots_each;  // of a piece
+  u32 num_parts;   // segments of the first kind
+  u32 num_whole;   // and of the second
+  bool has_head;   // in memory the first of the first kind is in front of the whole ones
+  bool at_edge;    // some of their lines are not all of the source: see is_inside
+
+  __device__ u32 num_segments() const { return num_parts + num_whole; }
+  // The slots of a piece begin at the line of so many bytes below it: of a long one at a line of
+  // memory, else so that few are wasted.
+  __device__ u64 lead(u64 target) const { return target & (num_whole > 0 ? 127 : 15); }
+};
+
+__device__ inline u32 segments_of(u64 slots) { return static_cast<u32>((slots + 31) / 32); }
+
+// Whether the lines of 16 bytes that hold these bytes of the source are all of the source.
+__device__ inline bool is_inside(const UnpackParams& p, u64 begin, u64 end) {
+  const u64 src = reinterpret_cast<u64>(p.src);
+  return (begin & ~15ull) >= src && ((end + 15) & ~15ull) <= src + static_cast<u64>(p.src_bytes);
+}
+
+// The segments of a descriptor that is right.
+__device__ inline Work work_of(const UnpackParams& p, Pieces pieces) {
+  Work work{};
+  pieces = simplified(pieces);
+  if (pieces.empty()) return work;
+  const u64 len = static_cast<u64>(pieces.len);
+  work.dst = reinterpret_cast<u64>(p.dst) + static_cast<u64>(pieces.dst_off);
+  work.src = reinterpret_cast<u64>(p.src) + static_cast<u64>(pieces.src_off);
+  work.dst_stride = pieces.dst_stride;
+  work.src_stride = pieces.src_stride;
+  work.len = pieces.len;
+  work.count = static_cast<u32>(pieces.count);
+  const Reach from = reach_of(pieces.src_off, pieces.len, pieces.count, pieces.src_stride);
+  work.at_edge = !is_inside(p, reinterpret_cast<u64>(p.src) + static_cast<u64>(from.begin),
+                            reinterpret_cast<u64>(p.src) + static_cast<u64>(from.end));
+  if (pieces.count == 1) {
+    const u64 lead = work.dst & 127;
+    // What sticks out of the source is the first vector's line, or the last that is read. This may
+    // be that of the last two vectors: where these are of two segments, the second is not whole.
+    const u64 begin = lead != 0 || work.at_edge;
+    const u64 end = (lead + len) / kSegmentBytes - work.at_edge;
+    if (static_cast<i64>(end) > static_cast<i64>(begin)) {
+      work.num_whole = static_cast<u32>(end - begin);
+      work.num_parts = segments_of((lead + len + 15) / 16) - work.num_whole;
+      work.has_head = begin != 0;
+      return work;
+    }
+  }
+  const bool same_lead = pieces.count == 1 || pieces.dst_stride % 16 == 0;
+  work.slots_each = static_cast<u32>(((same_lead ? work.dst & 15 : 15) + len + 15) / 16);
+  work.num_parts = segments_of(u64(work.count) * work.slots_each);
+  return work;
+}
+
+// A lane's vector. Its bytes [begin, end) are of a piece, none if `end` is not above, and the
+// first, of a piece or not, comes from `source`.
+struct Place {
+  u64 target;
+  u64 source;
+  u32 begin;
+  u32 end;
+
+  __device__ bool empty() const { return begin >= end; }
+};
+
+// This lane's vector of segment `number` of the first kind.
+__device__ inline Place place_of(const Work& work, u32 number) {
+  const u32 segment = number + (number >= u32(work.has_head) ? work.num_whole : 0);
+  const u32 lane = threadIdx.x % 32;
+  const u32 piece = work.count == 1 ? 0 : (segment * 32 + lane) / work.slots_each;
+  if (piece >= work.count) return {0, 0, 0, 0};
+  const u64 slot = u64(segment) * 32 + lane - u64(piece) * work.slots_each;
+  const u64 first = work.dst + piece * static_cast<u64>(work.dst_stride);
+  // Of the vector in the piece; it may be in front of it.
+  const u64 at = slot * 16 - work.lead(first);
+  const i64 left = work.len - static_cast<i64>(at);
+  return {first + at, work.src + piece * static_cast<u64>(work.src_stride) + at,
+          static_cast<u32>(static_cast<i64>(at) < 0 ? 0 - at : 0),
+          left < 16 ? static_cast<u32>(left < 0 ? 0 : left) : 16};
+}
+
+// 16 of the 32 bytes of two lines, from byte `shift` of the first on.
+__device__ inline uint4 shifted(const uint4& low, const uint4& high, u32 shift) {
+  const bool by_two = shift & 8;
+  const u32 a = by_two ? low.z : low.x, b = by_two ? low.w : low.y;
+  const u32 c = by_two ? high.x : low.z, d = by_two ? high.y : low.w;
+  const u32 e = by_two ? high.z : high.x, f = by_two ? high.w : high.y;
+  const bool by_one = shift & 4;
+  const u32 v = by_one ? b : a, w = by_one ? c : b, x = by_one ? d : c, y = by_one ? e : d;
+  const u32 z = by_one ? f : e;
+  const u32 bits = shift % 4 * 8;
+  return {__funnelshift_r(v, w, bits), __funnelshift_r(w, x, bits), __funnelshift_r(x, y, bits),
+          __funnelshift_r(y, z, bits)};
+}
+
+__device__ inline void store_part(char* target, const uint4& value, u32 begin, u32 end) {
+  const u32 words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+  for (u32 w = 0; w < 4; ++w) {
+    if (begin <= 4 * w && 4 * w + 4 <= end) {
+      *reinterpret_cast<u32*>(target + 4 * w) = words[w];
+    } else if (begin < 4 * w + 4 && 4 * w < end) {
+#pragma unroll
+      for (u32 i = 4 * w; i < 4 * w + 4; ++i) {
+        if (begin <= i && i < end) target[i] = static_cast<char>(words[w] >> (8 * (i % 4)));
+      }
+    }
+  }
+}
+
+// Lane 31 has that of lane 0.
+__device__ inline uint4 of_next_lane(const uint4& value) {
+  const int next = static_cast<int>((threadIdx.x + 1) % 32);
+  return {__shfl_sync(kAllLanes, value.x, next), __shfl_sync(kAllLanes, value.y, next),
+          __shfl_sync(kAllLanes, value.z, next), __shfl_sync(kAllLanes, value.w, next)};
+}
+
+// Copies `count` whole segments, kInFlight at most, from number `number` on, and calls `meanwhile`
+// between loads and stores. Straight-line loops: a branch between two loads would make the second
+// wait for the first. A lane loads one line of each and has the other from the next lane; the last
+// lane has it from the next segment, or from one line more.
+template <u32 kInFlight, class Meanwhile>
+__device__ inline void copy_whole(const Work& work, u32 number, u32 count,
+                                  const Meanwhile& meanwhile) {
+  const u32 lane = threadIdx.x % 32;
+  const u64 at = u64(number + work.has_head) * kSegmentBytes + 16 * lane - work.lead(work.dst);
+  const u32 shift = static_cast<u32>(work.src + at) & 15;
+  const char* const lines = reinterpret_cast<const char*>(work.src + at - shift);
+  char* const target = reinterpret_cast<char*>(work.dst + at);
+  uint4 line[kInFlight + 1];
+#pragma unroll
+  for (u32 i = 0; i <= kInFlight; ++i) {
+    const bool is_more = i == count && lane == 0 && shift != 0;
+    if (i < count || is_more) line[i] = load_vec<16>(lines + i * kSegmentBytes);
+  }
+  meanwhile();
+#pragma unroll
+  for (u32 i = 0; i < kInFlight; ++i) {
+    if (i >= count) break;
+    uint4 value = line[i];
+    if (shift != 0) value = shifted(value, of_next_lane(lane == 0 ? line[i + 1] : value), shift);
+    store_vec<16>(target + i * kSegmentBytes, value);
+  }
+}
+
+__device__ inline bool sticks_out(const UnpackParams& p, const Place& place) {
+  return !is_inside(p, place.source + place.begin, place.source + place.end);
+}
+
+// What copy_parts leaves out: vectors from the lines at the two ends of the tensor.
+__device__ inline void copy_edges(const UnpackParams& p, const Work& work, u32 number, u32 end) {
+#pragma unroll 1
+  for (; number < end; ++number) {
+    const Place place = place_of(work, number);
+    if (place.empty() || !sticks_out(p, place)) continue;
+    const char* source = reinterpret_cast<const char*>(place.source);
+    char* const target = reinterpret_cast<char*>(place.target);
+#pragma unroll 1
+    for (u32 i = place.begin; i < place.end; ++i) target[i] = source[i];
+  }
+}
+
+// As copy_whole, of segments [begin, end) of the first kind, kVecs at most. Each lane loads both of
+// its lines. No byte that is of no piece is written.
+template <u32 kVecs, class Meanwhile>
+__device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 begin, u32 end,
+                                  const Meanwhile& meanwhile) {
+  uint4 low[kVecs], high[kVecs];
+  char* target[kVecs];
+  u32 range[kVecs];  // begin, end and shift
+#pragma unroll
+  for (u32 i = 0; i < kVecs; ++i) {
+    const Place place = place_of(work, begin + i);
+    const bool skipped =
+        begin + i >= end || place.empty() || (work.at_edge && sticks_out(p, place));
+    const u32 shift = static_cast<u32>(place.source & 15);
+    const char* line = reinterpret_cast<const char*>(place.source - shift);
+    // Only lines that hold a byte that is wanted.
+    if (!skipped && place.begin < 16 - shift) low[i] = load_vec<16>(line);
+    if (!skipped && place.end > 16 - shift) high[i] = load_vec<16>(line + 16);
+    target[i] = reinterpret_cast<char*>(place.target);
+    range[i] = skipped ? 0 : place.begin | place.end << 8 | shift << 16;
+  }
+  meanwhile();
+#pragma unroll
+  for (u32 i = 0; i < kVecs; ++i) {
+    const uint4 value = shifted(low[i], high[i], range[i] >> 16);
+    if ((range[i] & 0xffff) == 16 << 8) {
+      store_vec<16>(target[i], value);
+    } else if (range[i] != 0) {
+      store_part(target[i], value, range[i] & 0xff, range[i] >> 8 & 0xff);
+    }
+  }
+  if (work.at_edge) copy_edges(p, work, begin, end);
+}
+
+}  // namespace jitkern

@@ -1,0 +1,258 @@
+// unpack on exact buffers: descriptors of all formats, of pieces of every alignment and many sizes,
+// short and long, one and several, within the bounds, at them and past them.
+#include "ops/unpack.cu"
+
+#include <limits>
+
+#include "sweep.h"
+
+namespace emulate {
+
+using jitkern::DescriptorFormat;
+using jitkern::kSextuples;
+using jitkern::kStructs;
+using jitkern::kTriples;
+using jitkern::Pieces;
+using jitkern::UnpackParams;
+
+constexpr FaultSite kFirstSite{5};
+
+struct Config {
+  int num_threads, max_occupancy;
+  bool use_pdl;
+};
+constexpr Config kConfig{UNPACK_CONFIG};
+
+// Small blocks, and little for a warp of its own, so that there is a rest of what is no megabyte.
+template <DescriptorFormat kFormat, int kThreads, int kOwn, int kFirst, int kUnit>
+void add(Specialisations<UnpackParams>& list) {
+  using Kernel = jitkern::Unpack<kFormat, kThreads, kConfig.max_occupancy, kConfig.use_pdl,
+                                 UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, kOwn, kFirst, kUnit>;
+  list.push_back({kOwn, 16, 8, kFormat, kThreads, Kernel::run});
+}
+template <DescriptorFormat kFormat>
+void add_all(Specialisations<UnpackParams>& list) {
+  add<kFormat, 64, 4, 4, 3>(list);
+  add<kFormat, 96, 9, 5, 4>(list);
+  add<kFormat, 64, UNPACK_OWN_SEGMENTS, UNPACK_FIRST_SEGMENTS, UNPACK_UNIT_SEGMENTS>(list);
+}
+
+constexpr i64 kMax = std::numeric_limits<i64>::max();
+constexpr i64 kMin = std::numeric_limits<i64>::min();
+
+// Of a destination, given away from the front on, so that no two pieces meet.
+struct Room {
+  i64 bytes;
+  i64 used = 0;
+};
+
+Pieces any_pieces(DescriptorFormat format, i64 src_bytes, Room& room, Random& random) {
+  const i64 most = random.pick({i64(20), i64(70), i64(300), i64(1200), i64(5000), i64(20'000)});
+  const i64 len =
+      random.below(6) == 0 ? random.pick({i64(0), i64(16), i64(512)}) : random.below(most);
+  Pieces pieces{0, 0, len, 1, 0, 0};
+  if (format != kTriples && random.below(2) == 0) {
+    pieces.count = random.pick({i64(0), i64(1), i64(2), i64(9), random.below(90)});
+    pieces.src_stride = random.pick({i64(0), i64(1), len, len + random.below(40), -len, i64(-3)});
+    const i64 gap = random.pick({i64(0), i64(0), i64(1), i64(16), random.below(40)});
+    pieces.dst_stride = (len + gap) * random.pick({1, 1, -1});
+  }
+  const i64 steps = pieces.count - 1;
+  const i64 from = len + std::abs(pieces.src_stride) * std::max<i64>(steps, 0);
+  const i64 to = len + std::abs(pieces.dst_stride) * std::max<i64>(steps, 0);
+  const i64 at = room.used + random.pick({i64(0), i64(0), i64(1), random.below(50)});
+  if (from > src_bytes || at + to > room.bytes) return {0, 0, 0, 1, 0, 0};
+  pieces.src_off = random.pick({i64(0), src_bytes - from, random.below(src_bytes - from + 1)});
+  if (pieces.src_stride < 0) pieces.src_off += from - len;
+  pieces.dst_off = at + (pieces.dst_stride < 0 ? to - len : 0);
+  if (pieces.count > 0) room.used = at + to;
+  return pieces;
+}
+
+// One that is as long as the source, nearly, and as the destination allows.
+Pieces long_piece(i64 src_bytes, RowBuffer& dst, Room& room, Random& random) {
+  const i64 dst_off = static_cast<i64>(0 - reinterpret_cast<u64>(dst.row(0))) & 127;
+  i64 len = std::min(src_bytes, room.bytes - dst_off);
+  if (len <= 0) return {0, 0, 0, 1, 0, 0};
+  const bool at_end = random.below(2) == 0;
+  // The last vector then begins a segment and has few bytes, or ends one.
+  if (len > 512) {
+    const i64 more = random.below(3) == 0 ? 0 : random.below(std::min<i64>(16, len % 512 + 1));
+    if (at_end) len = len / 512 * 512 + more;
+  }
+  room.used = dst_off + len;
+  return {at_end ? src_bytes - len : 0, dst_off, len, 1, 0, 0};
+}
+
+// Makes it wrong, or nearly; may happen to make it right.
+void spoil(Pieces& pieces, DescriptorFormat format, i64 src_bytes, i64 dst_bytes, Random& random) {
+  i64* const numbers[] = {&pieces.src_off, &pieces.dst_off,    &pieces.len,
+                          &pieces.count,   &pieces.src_stride, &pieces.dst_stride};
+  const i64 which = random.below(format == kTriples ? 3 : 6);
+  i64& number = *numbers[which];
+  const i64 end = std::max<i64>(pieces.len, 0);
+  switch (random.below(5)) {
+    case 0:
+      number = random.pick({kMax, kMin, kMax - 1, kMin + 1, kMax / 2, i64(1) << 32, -number});
+      break;
+    case 1:
+      pieces.src_off = src_bytes + 1 - end;
+      break;
+    case 2:
+      pieces.dst_off = dst_bytes + 1 - end;
+      break;
+    case 3:  // several, whose sums and products are too large
+      for (i64* one : numbers) {
+        if (random.below(2) == 0)
+          *one = random.pick({kMax, kMin, i64(1) << 33, i64(3) << 31, i64(-5)});
+      }
+      if (format == kTriples) pieces = {pieces.src_off, pieces.dst_off, pieces.len, 1, 0, 0};
+      break;
+    default:
+      number = -1 - random.below(20);
+  }
+  if (format == kStructs) {
+    pieces.len = static_cast<u32>(pieces.len);
+    pieces.count = static_cast<u32>(pieces.count);
+  }
+}
+
+// Which of two sides is wrong of a descriptor, by numbers that do not overflow.
+struct Wrong {
+  int part = -1;
+  i64 value = 0;
+  i64 bound = 0;
+};
+Wrong wrong_of(const Pieces& pieces, i64 src_bytes, i64 dst_bytes) {
+  using Wide = __int128;
+  if (pieces.len < 0) return {jitkern::kLenPart, pieces.len, kMax};
+  if (pieces.count < 0) return {jitkern::kCountPart, pieces.count, kMax};
+  if (pieces.len == 0 || pieces.count == 0) return {};
+  const i64 offsets[] = {pieces.src_off, pieces.dst_off};
+  const i64 strides[] = {pieces.src_stride, pieces.dst_stride};
+  const i64 sizes[] = {src_bytes, dst_bytes};
+  for (int side = 0; side < 2; ++side) {
+    // More than the largest number says no more than that.
+    const Wide span = std::min<Wide>(
+        Wide(pieces.count - 1) * (strides[side] < 0 ? -Wide(strides[side]) : strides[side]), kMax);
+    const Wide begin = offsets[side] - (strides[side] < 0 ? span : 0);
+    const Wide end = offsets[side] + (strides[side] < 0 ? 0 : span) + pieces.len;
+    if (begin < 0) return {side, static_cast<i64>(std::max<Wide>(begin, kMin)), sizes[side]};
+    if (end > sizes[side]) return {side, static_cast<i64>(std::min<Wide>(end, kMax)), sizes[side]};
+  }
+  return {};
+}
+
+// Descriptors as they lie in memory, of exactly that size: structs on a line of 16 bytes, rows of
+// int64 anywhere.
+std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat format) {
+  std::vector<i64> words;
+  for (const Pieces& p : list) {
+    if (format == kStructs) {
+      const i64 sizes = static_cast<i64>(static_cast<u64>(p.count) << 32 | static_cast<u64>(p.len));
+      for (i64 word : {p.src_off, p.dst_off, sizes, p.src_stride, p.dst_stride, i64(-1)}) {
+        words.push_back(word);
+      }
+      continue;
+    }
+    for (i64 word : {p.src_off, p.dst_off, p.len}) words.push_back(word);
+    if (format == kTriples) continue;
+    for (i64 word : {p.count, p.src_stride, p.dst_stride}) words.push_back(word);
+  }
+  return words;
+}
+
+void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Tally& tally) {
+  const auto format = static_cast<DescriptorFormat>(kernel.variant);
+  // 0: some are wrong; 1: few have anything to do, of them one or two for long, in different
+  // chunks; 2: the first is long, and begins or ends where the source does, at a line of the
+  // destination.
+  const i64 kind = random.below(5);
+  const bool sparse = kind == 1;
+  const i64 num = sparse ? 400 : random.pick({i64(1), i64(2), i64(5), i64(40), i64(300)});
+  i64 src_bytes = 1 + (sparse ? 30'000 : random.below(random.pick({100, 3000, 60'000})));
+  const bool on_lines = kind == 2 && random.below(2) == 0;
+  if (on_lines) src_bytes = ceil_div(src_bytes, 512) * i64(512);
+  const i64 dst_bytes = 1 + (sparse ? 60'000 : random.below(random.pick({100, 3000, 90'000})));
+  const i64 src_at = on_lines ? 0 : random.pick({i64(0), random.below(128)});
+  RowBuffer src("src", 1, src_bytes, src_bytes, src_at, random);
+  RowBuffer dst("dst", 1, dst_bytes, dst_bytes, random.pick({i64(0), random.below(128)}), random);
+
+  Room room{dst_bytes};
+  std::vector<Pieces> list;
+  if (kind == 2) list.push_back(long_piece(src_bytes, dst, room, random));
+  for (i64 i = kind == 2; i < num; ++i) {
+    if (sparse && (i == 390 || (i == 7 && random.below(2) == 0))) {
+      list.push_back({random.below(99), room.used, 9000 + random.below(9000), 1, 0, 0});
+      room.used += list.back().len;
+    } else if (sparse && random.below(99) != 0) {
+      list.push_back({0, 0, 0, 1, 0, 0});
+    } else {
+      Room here{sparse ? room.used + 900 : room.bytes, room.used};
+      list.push_back(any_pieces(format, src_bytes, here, random));
+      room.used = here.used;
+    }
+    if (kind != 0 || random.below(5) != 0) continue;
+    spoil(list.back(), format, src_bytes, dst_bytes, random);
+    // What happens to be right may lie over others.
+    if (wrong_of(list.back(), src_bytes, dst_bytes).part < 0) list.back().len = 0;
+  }
+  if (!sparse) std::swap(list.front(), list[random.below(num)]);
+  const int count_bytes = random.pick({0, 0, 4, 8});
+  const i64 count = random.pick({i64(-3), i64(0), num / 2, num, num + 5});
+  const IntBuffer counted("count", {count}, count_bytes == 4 ? 4 : 8);
+  const i64 last = count_bytes == 0 ? num : std::min(std::max<i64>(count, 0), num);
+
+  FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
+  for (i64 i = 0; i < last; ++i) {
+    const Pieces& pieces = list[i];
+    const Wrong wrong = wrong_of(pieces, src_bytes, dst_bytes);
+    if (wrong.part >= 0) {
+      fault.expect(FaultSite(u32(kFirstSite) + u32(wrong.part)), i, wrong.value, wrong.bound);
+      continue;
+    }
+    if (pieces.len == 0) continue;
+    for (i64 k = 0; k < pieces.count; ++k) {
+      std::memcpy(dst.expected(0) + pieces.dst_off + k * pieces.dst_stride,
+                  src.row(0) + pieces.src_off + k * pieces.src_stride, pieces.len);
+    }
+  }
+  const std::vector<i64> words = words_of(list, format);
+  IntBuffer rows("descriptors", words, 8);
+  AlignedWords structs(format == kStructs ? 2 * static_cast<i64>(words.size()) : 4, 0);
+  if (format == kStructs) std::memcpy(structs.data(), words.data(), 8 * words.size());
+
+  UnpackParams params{};
+  params.dst = dst.row(0);
+  params.src = src.row(0);
+  params.dst_bytes = dst_bytes;
+  params.src_bytes = src_bytes;
+  params.descriptors = format == kStructs ? static_cast<const void*>(structs.data()) : rows.data();
+  params.count = count_bytes == 0 ? nullptr : counted.data();
+  params.count_bytes = count_bytes;
+  params.num_descriptors = static_cast<u32>(num);
+  const unsigned blocks = random.pick({1u, 2u, 5u});
+  const i64 warps = i64(blocks) * kernel.num_threads / 32;
+  params.warps_each = static_cast<u32>(std::max<i64>(1, warps / num));
+  for (u32 part = 0; part < jitkern::kNumParts; ++part) {
+    params.sites[part] = FaultSite(u32(kFirstSite) + part);
+  }
+  params.fault = fault.record();
+  run_kernel(kernel, {blocks}, static_cast<unsigned>(kernel.num_threads), random, params, tally,
+             true);
+  dst.check();
+  src.check();
+  rows.check();
+  fault.check();
+}
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+  Specialisations<UnpackParams> list;
+  add_all<kTriples>(list);
+  add_all<kSextuples>(list);
+  add_all<kStructs>(list);
+  return sweep("unpack", list, [](const Specialisation<UnpackParams>&) { return 150; }, one_run);
+}

@@ -1,0 +1,88 @@
+"""The copy of scattered pieces made wrong."""
+
+from __future__ import annotations
+
+from emulate.mutant import mutants_of
+from emulate.runner import Sweep
+
+SWEEP = Sweep("unpack")
+MUTANTS = [
+    *mutants_of(
+        SWEEP,
+        "ops/unpack.h",
+        ("source end off by one", "from.end > src_bytes", "from.end > src_bytes + 1"),
+        ("target end off by one", "to.end > dst_bytes", "to.end > dst_bytes + 1"),
+        ("source end not reached", "from.end > src_bytes", "from.end >= src_bytes"),
+        ("target end not reached", "to.end > dst_bytes", "to.end >= dst_bytes"),
+        ("source begin ignored", "if (from.begin < 0)", "if (false)"),
+        ("target begin ignored", "if (to.begin < 0)", "if (false)"),
+        ("negative length", "if (pieces.len < 0)", "if (false)"),
+        ("negative count", "if (pieces.count < 0)", "if (false)"),
+        ("nothing is out of range", "if (pieces.empty()) return {kNumParts, 0, 0};", ""),
+        ("offset and length overflow", "a > kMostInt - b ? kMostInt : a + b", "a + b"),
+        ("stride downwards overflows", "offset < least + span ? least :", ""),
+        ("steps overflow", "all > static_cast<u64>(kMostInt) ? kMostInt :", ""),
+        ("product overflows", "? ~0ull : exact;", "? exact : exact;"),
+        ("stride of the other side", "pieces.count, pieces.dst_stride);", "1, 0);"),
+        ("pieces apart taken for one", "if (pieces.src_stride == pieces.len &&", "if ("),
+    ),
+    *mutants_of(
+        SWEEP,
+        "ops/unpack.cuh",
+        ("bytes in front written", "0 - at : 0),", "0 : 0),"),
+        ("bytes behind written", "left < 16 ? static_cast<u32>(left < 0 ? 0 : left) : 16", "16"),
+        ("piece behind the last", "if (piece >= work.count) return {0, 0, 0, 0};", ""),
+        ("one slot too few", "+ len + 15) / 16);", "+ len) / 16);"),
+        ("lead of the first piece", "same_lead ? work.dst & 15 : 15", "work.dst & 15"),
+        ("line in front read", "begin < 16 - shift) low", "begin <= 16 - shift) low"),
+        ("line behind read", "end > 16 - shift) high", "end >= 16 - shift) high"),
+        ("line behind the last read", "&& lane == 0 && shift != 0;", "&& lane == 0;"),
+        ("each lane a line more", "i == count && lane == 0 &&", "i == count &&"),
+        ("no line more", "if (i < count || is_more) line", "if (i < count) line"),
+        ("next segment forgotten", "lane == 0 ? line[i + 1] : value", "value"),
+        ("source in front of the tensor", "(begin & ~15ull) >= src &&", ""),
+        ("source behind the tensor", "<= src + static_cast<u64>(p.src_bytes);", "!= 0;"),
+        ("last line at the edge", "/ kSegmentBytes - work.at_edge;", "/ kSegmentBytes;"),
+        ("head at the edge", "lead != 0 || work.at_edge;", "lead != 0;"),
+        ("edges forgotten", "if (work.at_edge) copy_edges(p, work, begin, end);", ""),
+        (
+            "words for bytes",
+            "begin <= 4 * w && 4 * w + 4 <= end",
+            "begin < 4 * w + 4 && 4 * w < end",
+        ),
+        ("shift by two words", "shift & 8;", "shift & 4;"),
+        ("shift by one word", "by_one = shift & 4;", "by_one = shift & 8;"),
+        ("tail for head", "(number >= u32(work.has_head) ?", "(number > u32(work.has_head) ?"),
+    ),
+    *mutants_of(
+        SWEEP,
+        "ops/unpack.cu",
+        ("count ignored", "if (p.count == nullptr) return", "return"),
+        ("count below zero", "count < 0 ? 0 :", ""),
+        (
+            "count above the rows",
+            "count < p.num_descriptors ? static_cast<u32>(count)",
+            "true ? u32(count)",
+        ),
+        ("fault of every warp", "part == 0 && threadIdx.x % 32 == 0", "false"),
+        ("rest unseen", "return slots > u64", "return slots > 99 * u64"),
+        (
+            "lengths of the first block alone",
+            "i += kThreads) {\n      rest",
+            "i += num) {\n      rest",
+        ),
+        ("rest from the start", "own_segments(p, work) + unit", "unit"),
+        ("rest behind the end", "all - begin < kUnitSegments ? all :", ""),
+        ("units of one descriptor more", "rising[base + at] <= value", "rising[base + at] < value"),
+        ("other warps", "(warp == 0 ? 0 : before)", "0"),
+        ("this warp", "(warp + 31) % 32", "warp"),
+        ("lane counted twice", "+ sum - units", "+ sum"),
+        ("rounds overlap", "u64 start = total +", "u64 start ="),
+        ("first round alone", "total += __shfl_sync", "total = __shfl_sync"),
+        ("next chunk from the start", "unit -= starts[kChunk];", ""),
+        ("barrier forgotten", "__syncthreads();  // before the sums", "// before the sums"),
+        ("warps alike", "number = turn * batch;", "number = 0;"),
+        ("batch of parts", "whole = own - parts;", "whole = own;"),
+        ("descriptors of the first round", "i += gridDim.x * kWarps)", "i += p.num_descriptors)"),
+    ),
+]

@@ -1,0 +1,349 @@
+"""unpack against a loop over descriptors, with every byte around the pieces accounted for."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from buffers import DTYPES, INT_DTYPES, Buffer, make_buffer, random_bytes
+from fuzzer import Call, Fuzzer
+from mistakes import Mistake, not_tensors, overlap_text
+from needs import needs_cxx
+from ref import same_bits
+from stems import OpCheck, Rows
+from threads.program import cxx
+from torch import Tensor
+
+import jitkern
+from jitkern import unpack
+from jitkern.compilers.sources import CSRC
+
+MOST, LEAST = 2**63 - 1, -(2**63)
+CPU = torch.device("cpu")
+# Bytes of a piece: within a vector, around a segment of 512, of several batches.
+SIZES = [1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 100, 255, 256, 511, 512, 513, 2048, 4096, 5000, 70_001]
+DIRECTIONS = ("within", "h2d", "d2h")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def ref_unpack(dst: Tensor, src: Tensor, descriptors: Tensor, count: int | None = None) -> None:
+    """Piece by piece."""
+    to, source = as_bytes(dst), as_bytes(src)
+    listed = descriptors.tolist()
+    for row in listed if count is None else listed[: max(count, 0)]:
+        src_off, dst_off, length, pieces, src_stride, dst_stride = (*row, 1, 0, 0)[:6]
+        for _ in range(pieces if length else 0):
+            to[dst_off : dst_off + length].copy_(source[src_off : src_off + length])
+            src_off, dst_off = src_off + src_stride, dst_off + dst_stride
+
+
+def rows_of(rows: Sequence[Sequence[int]], device: torch.device, width: int = 3) -> Tensor:
+    filled = [(*row, 1, 0, 0)[:width] if len(row) < width else row for row in rows]
+    return torch.tensor(filled, dtype=torch.int64, device=device).view(-1, width)
+
+
+def buffers(
+    device: torch.device,
+    src_bytes: int,
+    dst_bytes: int,
+    *,
+    direction: str = "within",
+    src_offset: int = 0,
+    dst_offset: int = 0,
+) -> tuple[Buffer, Buffer]:
+    """A destination and a source so many bytes behind a line; on the CPU all are there."""
+    made = []
+    for name, size, offset, seed in (
+        ("d2h", dst_bytes, dst_offset, 1),
+        ("h2d", src_bytes, src_offset, 2),
+    ):
+        on_host = direction == name and device.type == "cuda"
+        where = CPU if on_host else device
+        made.append(make_buffer((size,), device=where, offset=offset, pinned=on_host, seed=seed))
+    return made[0], made[1]
+
+
+def run_and_compare(
+    dst: Buffer, src: Buffer, descriptors: Tensor, count: Tensor | None = None
+) -> None:
+    dst_twin, src_twin = dst.twin(), src.twin()
+    assert unpack(dst.view, src.view, descriptors, count=count) is None
+    if dst.view.is_cuda or src.view.is_cuda:
+        torch.cuda.synchronize()
+        jitkern.check()
+    number = None if count is None else int(count)
+    ref_unpack(dst_twin.view, src.view, descriptors, number)
+    assert dst.same(dst_twin)
+    assert src.same(src_twin)
+
+
+def places(device: torch.device) -> list[torch.device]:
+    """Where descriptors may be."""
+    return [CPU] if device.type == "cpu" else [device, CPU]
+
+
+def scattered(
+    sizes: Sequence[int], src_bytes: int, dst_bytes: int, seed: int = 0
+) -> list[tuple[int, int, int]]:
+    """Pieces from anywhere, to places of their own in random order."""
+    rng = random.Random(seed)
+    gaps = dst_bytes - sum(sizes)
+    assert gaps >= 0
+    order = list(sizes)
+    rng.shuffle(order)
+    rows, at = [], 0
+    for i, size in enumerate(order):
+        at += rng.randint(0, max(0, 2 * gaps // len(order))) if i % 2 else 0
+        at = min(at, dst_bytes - sum(order[i:]))
+        rows.append((rng.randint(0, src_bytes - size), at, size))
+        at += size
+    rng.shuffle(rows)
+    return rows
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(device: torch.device, size: int, direction: str) -> None:
+    for width, where in ((w, p) for w in (3, 6) for p in places(device)):
+        dst, src = buffers(device, 3 * size + 50, 7 * size + 200, direction=direction)
+        rows = scattered([size] * 7, 3 * size + 50, 7 * size + 200, seed=width)
+        run_and_compare(dst, src, rows_of(rows, where, width))
+
+
+@pytest.mark.parametrize("size", [13, 16, 300, 2100])
+@pytest.mark.parametrize("to", range(0, 16, 3))
+def test_misalignments(device: torch.device, to: int, size: int) -> None:
+    """Every place of both sides in their lines of 16 bytes, also where the tensors end."""
+    for at in range(16):
+        dst, src = buffers(device, size + 40, size + 40, src_offset=at, dst_offset=to)
+        for src_off, dst_off in ((0, 0), (40, 40), (at, to), (5, 17)):
+            run_and_compare(dst, src, rows_of([(src_off, dst_off, size)], device))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size", [1, 40, 4096 + 5, 300_000])
+def test_all_misalignments_on_a_gpu(size: int) -> None:
+    device = torch.device("cuda")
+    pitch = (size + 64) // 128 * 128 + 128
+    rows = [(16 * i + i % 16, i * pitch + i // 16, size) for i in range(256)]
+    dst, src = buffers(device, size + 16 * 256 + 16, 256 * pitch + 16)
+    run_and_compare(dst, src, rows_of(rows, device))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("length", "count", "src_stride", "dst_stride"),
+    [
+        (32, 100, 32, 48), (32, 100, 48, 32), (32, 1000, 64, 64), (1, 300, 1, 2), (7, 50, 7, 7),
+        (5, 40, -5, 5), (5, 40, 9, -11), (600, 9, 601, 607), (600, 9, 0, 600), (512, 5, -512, -512),
+        (3, 1, -100, 99), (16, 33, 17, 16), (2000, 3, 2001, 2048), (40, 40, -1, -40),
+    ],
+)  # fmt: skip
+def test_strides(
+    device: torch.device, length: int, count: int, src_stride: int, dst_stride: int, direction: str
+) -> None:
+    spans = [length + (count - 1) * abs(stride) for stride in (src_stride, dst_stride)]
+    starts = [0 if stride >= 0 else (count - 1) * -stride for stride in (src_stride, dst_stride)]
+    for where in places(device):
+        dst, src = buffers(device, spans[0] + 9, 2 * spans[1] + 77, direction=direction)
+        rows = [
+            (starts[0] + 9, starts[1] + 3, length, count, src_stride, dst_stride),
+            (starts[0], spans[1] + starts[1] + 77, length, count, src_stride, dst_stride),
+        ]
+        run_and_compare(dst, src, rows_of(rows, where, 6))
+
+
+def test_a_large_one_among_small_ones(device: torch.device) -> None:
+    """Which one warp would copy for long; short ones in front of it, behind, and none at all."""
+    for small in (0, 40, 1500):
+        sizes = [256] * small + [3_000_001] + [700_000] * (small > 0)
+        dst, src = buffers(device, 3_100_000, sum(sizes) + 100_000)
+        rows = scattered(sizes, 3_100_000, sum(sizes) + 100_000)
+        run_and_compare(dst, src, rows_of(rows, device))
+
+
+def test_many_descriptors(device: torch.device) -> None:
+    """More than there are warps, and than are summed at once, some of them with a rest."""
+    sizes = [9] * 20_000 + [60_000] * 40 + [0] * 500
+    total = sum(sizes) + 50_000
+    for where in places(device):
+        dst, src = buffers(device, 100_000, total)
+        run_and_compare(dst, src, rows_of(scattered(sizes, 100_000, total), where))
+
+
+@pytest.mark.parametrize("width", [3, 6])
+def test_of_nothing(device: torch.device, width: int) -> None:
+    for where in places(device):
+        dst, src = buffers(device, 100, 100)
+        run_and_compare(dst, src, rows_of([], where, width))
+        far = [(MOST, LEAST, 0), (0, 0, 0)]
+        run_and_compare(dst, src, rows_of(far, where, width))
+        if width == 6:
+            run_and_compare(dst, src, rows_of([(MOST, 3, 5, 0, LEAST, 1)], where, 6))
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        unpack(empty, src.view, rows_of(far, where, width))
+        unpack(dst.view, empty, rows_of(far, where, width))
+        unpack(empty, empty, rows_of([], where, width))
+
+
+@pytest.mark.parametrize("count", [-(2**31), -1, 0, 1, 5, 9, 10, 2**31 - 1])
+@pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
+def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
+    for where in places(device):
+        dst, src = buffers(device, 500, 2000)
+        rows = rows_of(scattered([77] * 9, 500, 2000), where)
+        counted = torch.tensor([count], dtype=dtype, device=where)
+        run_and_compare(dst, src, rows, counted)
+        run_and_compare(dst, src, rows, counted[0])
+
+
+def test_beyond_the_count_nothing_is_looked_at(device: torch.device) -> None:
+    for where in places(device):
+        dst, src = buffers(device, 500, 2000)
+        rows = rows_of(scattered([77] * 9, 500, 2000), where)
+        rows[5:] = 2**40
+        run_and_compare(dst, src, rows, torch.tensor([5], device=where))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_and_shapes(device: torch.device, dtype: torch.dtype) -> None:
+    """Bytes whatever they are called; both sides may be of another type and shape."""
+    src = random_bytes(6 * 16 * 8).view(torch.int16).view(8, -1).to(device)
+    dst = torch.zeros(2, 3, 64, device=device).to(dtype)
+    expected = dst.clone()
+    rows = rows_of([(5, 17, 100), (0, 130, 30)], device)
+    ref_unpack(expected, src, rows)
+    unpack(dst, src, rows)
+    assert torch.equal(as_bytes(dst), as_bytes(expected))
+
+
+@needs_cxx
+def test_the_header_stands_alone(tmp_path: Path) -> None:
+    """A producer in C++ includes it, and nothing else; what is not said is one piece."""
+    program = tmp_path / "producer.cc"
+    program.write_text("""
+        #include <jitkern/both/descriptor.h>
+        static_assert(jitkern::kDescriptorVersion == 1, "");
+        constexpr jitkern::Descriptor kOne{1, 2, 3};
+        static_assert(kOne.count == 1 && kOne.src_stride == 0 && kOne.dst_stride == 0, "");
+        int main() { return 0; }
+    """)
+    include = f"-I{CSRC / 'include'}"
+    command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", include]
+    subprocess.run([*command, str(program)], check=True)
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+
+def good_arguments() -> dict[str, Any]:
+    return {
+        "dst": torch.zeros(50, 8),
+        "src": torch.ones(20, 8),
+        "descriptors": torch.tensor([[0, 8, 100], [64, 200, 8]]),
+        "count": torch.tensor([2]),
+    }
+
+
+def mistakes() -> list[Mistake]:
+    good = good_arguments()
+    table = not_tensors(good, "dst", "src", "descriptors")
+    table += not_tensors(good, "count", optional="count")
+    table += [
+        ({"descriptors": good["descriptors"].to(dtype)}, TypeError,
+         f"descriptors: dtype {str(dtype).removeprefix('torch.')}, expected int64")
+        for dtype in (torch.int32, torch.uint64, torch.float64, torch.int16, torch.bool)
+    ]  # fmt: skip
+    wanted = (
+        "expected shape [n, 3] of (src_off, dst_off, len), or [n, 6] of (src_off, dst_off, len, "
+        "count, src_stride, dst_stride)"
+    )
+    for shape in ([], [3], [2, 4], [1, 2, 3], [0], [6, 1]):
+        wrong = torch.zeros(shape, dtype=torch.int64)
+        table.append(({"descriptors": wrong}, ValueError, f"descriptors: shape {shape}, {wanted}"))
+    cure = "expected a contiguous tensor; call .contiguous()"
+    memory = torch.zeros(50, 8, dtype=torch.int64)
+    table += [
+        ({"descriptors": torch.zeros(3, 2, dtype=torch.int64).t()}, ValueError,
+         f"descriptors: not contiguous (stride 2 in dimension 1 of shape [2, 3]), {cure}"),
+        ({"dst": torch.zeros(8, 50).t()}, ValueError,
+         f"dst: not contiguous (stride 50 in dimension 1 of shape [50, 8]), {cure}"),
+        ({"src": torch.ones(20, 16)[:, ::2]}, ValueError,
+         f"src: not contiguous (stride 2 in dimension 1 of shape [20, 8]), {cure}"),
+        ({"dst": memory, "src": memory[49]}, ValueError, overlap_text("dst", "src")),
+        ({"dst": memory, "src": memory}, ValueError, overlap_text("dst", "src")),
+        ({"dst": memory, "descriptors": memory[7:9, :3].clone().set_(
+            memory.untyped_storage(), 30, (2, 3))}, ValueError,
+         overlap_text("descriptors", "dst")),
+        ({"dst": memory, "count": memory[1, 7:]}, ValueError, overlap_text("count", "dst")),
+        ({"count": torch.tensor([1, 2])}, ValueError, "count: shape [2], expected 1 element"),
+        ({"count": torch.tensor([1.0])}, TypeError,
+         "count: dtype float32, expected int32 or int64"),
+        ({"descriptors": torch.tensor([[0, 8, 100], [600, 0, 41]])}, IndexError,
+         "src: bytes up to 641 in descriptor 1, expected at most 640; nothing was written"),
+        ({"descriptors": torch.tensor([[0, -8, 100]])}, IndexError,
+         "dst: bytes from -8 on in descriptor 0, expected from 0 on; nothing was written"),
+        ({"descriptors": torch.tensor([[0, 8, -100]])}, IndexError,
+         "descriptors[:, 2]: -100 in descriptor 0, expected 0 or more; nothing was written"),
+        ({"descriptors": torch.tensor([[0, 8, 1, -2, 0, 0]])}, IndexError,
+         "descriptors[:, 3]: -2 in descriptor 0, expected 0 or more; nothing was written"),
+    ]  # fmt: skip
+    return table
+
+
+MIXED_DEVICES = [("dst", "cuda:0"), ("count", "cuda:0")]
+
+
+def fuzz(f: Fuzzer) -> Call:
+    _, dtype = f.row()
+    _, src_dtype = f.row()
+    direction = f.rng.choice(DIRECTIONS)
+    dst = f.tensor([f.rng.choice([0, 1, 40, 3000])], dtype, host=direction == "d2h")
+    src = f.tensor([f.rng.choice([0, 1, 40, 3000])], src_dtype, host=direction == "h2d")
+    width = f.rng.choice([3, 6])
+    room, source = as_bytes(dst).numel(), as_bytes(src).numel()
+    rows, at = [], 0
+    for _ in range(f.rng.choice([0, 1, 3, 20, 200])):
+        at += f.rng.choice([0, 0, 1, 5, 16])
+        length = f.rng.choice([0, 1, 4, 15, 16, 40, 100, 1000])
+        pieces = f.rng.choice([0, 1, 2, 7]) if width == 6 else 1
+        step = f.rng.choice([0, 1, length])
+        last = (pieces - 1) * step if pieces else 0
+        if at + length * pieces > room or last + length > source:
+            continue
+        start = f.rng.randint(0, source - length - last)
+        rows.append((start, at, length, pieces, step, length)[:width])
+        at += length * pieces
+    descriptors = f.maybe_on_host(
+        torch.tensor(rows, dtype=torch.int64).view(-1, width).to(f.device)
+    )
+    number = f.rng.choice([None, None, -1, 0, 2, 100])
+    count = None if number is None else torch.tensor([number], device=descriptors.device)
+    expected = dst.clone()
+    ref_unpack(expected, src, descriptors, number)
+
+    def prove(result: Any) -> None:
+        assert result is None
+        assert same_bits(dst, expected)
+
+    arguments = {"dst": dst, "src": src, "descriptors": descriptors, "count": count}
+    return Call(unpack, arguments, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    starts = where.to(torch.int64).abs()
+    descriptors = torch.stack([starts, starts + 3, torch.ones_like(starts)], dim=1)
+    yield "default", (rows(slots), rows(slots), descriptors), {}
+    strided = torch.cat([descriptors, torch.ones_like(descriptors)], dim=1)
+    arguments = (rows(slots), rows(slots), strided.cpu())
+    yield "default", arguments, {}
+    counted = torch.full_like(where, 1).sum()[None]
+    yield "default", (rows(slots), rows(slots), descriptors), {"count": counted}

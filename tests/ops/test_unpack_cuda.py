@@ -1,0 +1,220 @@
+"""unpack on a GPU, in graphs and on streams; and what it has a driver do."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import checks_of, needs_fake_gpu, run_checks
+from test_unpack import (
+    DIRECTIONS,
+    LEAST,
+    MOST,
+    buffers,
+    places,
+    ref_unpack,
+    rows_of,
+    run_and_compare,
+    scattered,
+)
+
+import jitkern
+from jitkern import unpack
+from jitkern.ops import unpack as unpack_module
+
+CHILD = Path(__file__).resolve().parent / "unpack_child.py"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [3, 6])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_in_a_cuda_graph(direction: str, width: int) -> None:
+    """Descriptors and their count are read at each replay; the first call is captured as well."""
+    device = torch.device("cuda")
+    dst, src = buffers(device, 90_000, 200_000, direction=direction)
+    sizes = [7, 300, 4096, 60_000, 1, 16]
+    rows = rows_of(scattered(sizes, 90_000, 200_000), device, width)
+    count = torch.tensor([6], device=device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        unpack(dst.view, src.view, rows, count=count)
+    for number, seed in ((6, 1), (2, 2), (0, 3), (6, 4)):
+        count.fill_(number)
+        rows.copy_(rows_of(scattered(sizes, 90_000, 200_000, seed), device, width))
+        twin = dst.twin()
+        graph.replay()
+        torch.cuda.synchronize()
+        ref_unpack(twin.view, src.view, rows, number)
+        assert dst.same(twin)
+    rows[1, 1] = MOST
+    twin = dst.twin()
+    count.fill_(6)
+    graph.replay()
+    torch.cuda.synchronize()
+    text = f"unpack: dst: bytes up to {MOST} in descriptor 1, expected at most 200000"
+    with pytest.raises(IndexError, match=re.escape(text)):
+        jitkern.check()
+    ref_unpack(twin.view, src.view, rows[[0, 2, 3, 4, 5]])
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+def test_descriptors_of_the_cpu_are_not_captured() -> None:
+    device = torch.device("cuda")
+    dst, src = buffers(device, 100, 100)
+    unpack(dst.view, src.view, rows_of([(0, 0, 9)], torch.device("cpu")))
+    torch.cuda.synchronize()
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        pytest.raises(ValueError, match="unpack: descriptors: device cpu while a graph"),
+    ):
+        unpack(dst.view, src.view, rows_of([(0, 0, 9)], torch.device("cpu")))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("which", [0, 1])
+def test_order_on_a_stream(which: int) -> None:
+    """Behind what was queued, also where that writes the descriptors; a call after a call."""
+    device = torch.device("cuda")
+    where = places(device)[which]
+    dst, src = buffers(device, 90_000, 200_000)
+    rows = rows_of(scattered([5000] * 20, 90_000, 200_000), where)
+    wanted = rows.clone()
+    new = torch.randint_like(src.whole, 0, 256)
+    if where.type == "cuda":
+        rows.fill_(LEAST)
+    torch.cuda.synchronize()
+    twin = dst.twin()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        src.whole.copy_(new)
+        if where.type == "cuda":
+            rows.copy_(wanted)
+        unpack(dst.view, src.view, rows)
+        if where.type == "cpu":
+            rows.fill_(0)
+        middle = dst.view.clone()
+        for _ in range(5):  # each writes what the next one reads
+            back = wanted.to(device)[:, [1, 0, 2]].contiguous()
+            unpack(middle, src.view, wanted.to(device))
+            unpack(src.view, middle, back[:1])
+        torch.cuda.current_stream().synchronize()
+    jitkern.check()
+    reference = src.twin()
+    reference.whole.copy_(new)
+    ref_unpack(twin.view, reference.view, wanted)
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+def test_calls_that_depend_on_each_other() -> None:
+    """Programmatic dependent launches: a kernel's writes are seen by the next one's first read."""
+    device = torch.device("cuda")
+    size, calls = 1 << 16, 40
+    memory = torch.randint(0, 256, (calls + 1, size), dtype=torch.uint8, device=device)
+    first = memory[0].clone()
+    rows = torch.tensor([[0, size, size]], device=device).expand(calls, 3).clone()
+    rows[:, 0] = 3  # off by three, so that every call moves what it brings
+    rows[:, 1] = 0
+    rows[:, 2] = size - 3
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            unpack(memory[i + 1], memory[i], rows[i : i + 1])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(memory[calls, : size - 3 * calls], first[3 * calls :])
+
+
+@pytest.mark.cuda
+def test_many_descriptors_of_the_host() -> None:
+    """More than one upload takes: 174,762 of 48 bytes."""
+    device = torch.device("cuda")
+    sizes = [5] * 180_000
+    dst, src = buffers(device, 10_000, 1_000_000)
+    rows = scattered(sizes, 10_000, 1_000_000)
+    run_and_compare(dst, src, rows_of(rows, torch.device("cpu")))
+
+
+@pytest.mark.cuda
+def test_pageable_memory_is_refused_with_the_cure() -> None:
+    device = torch.device("cuda")
+    host, gpu = torch.zeros(100), torch.zeros(100, device=device)
+    for where in places(device):
+        rows = rows_of([(0, 0, 8)], where)
+        for dst, src, name in ((gpu, host, "src"), (host, gpu, "dst")):
+            with pytest.raises(ValueError, match=f"unpack: {name}: pageable host mem") as caught:
+                unpack(dst, src, rows)
+            assert "pin_memory" in str(caught.value)
+
+
+def struct_words(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of six as structs of C++: len and count are 32 bits, two words are to spare."""
+    src_off, dst_off, length, count, src_stride, dst_stride = rows.unbind(1)
+    spare = torch.full_like(length, -1)
+    sizes = count << 32 | length
+    return torch.stack([src_off, dst_off, sizes, src_stride, dst_stride, spare], 1).contiguous()
+
+
+def launch_structs(
+    dst: Any, src: Any, words: Any, fault: Any, blocks: int, count: Any = None, bytes_: int = 0
+) -> None:
+    """Launch the kernel of structs, as C++ does that keeps them itself, with sites 11 to 14."""
+    module = unpack_module.kernel(0)
+    num = words.shape[0]
+    module.launch(
+        module.exports[0],
+        *(dst, src, dst.shape[0], src.shape[0], words),
+        *(ctypes.c_void_p(0) if count is None else count, ctypes.c_uint32(num)),
+        *(ctypes.c_int32(bytes_), ctypes.c_uint32(max(1, blocks * 32 // num))),
+        *(ctypes.c_uint32(site) for site in range(11, 15)),
+        *(ctypes.c_uint32(0), ctypes.c_void_p(fault.data_ptr())),
+        grid=blocks,
+        block=1024,
+    )
+
+
+@pytest.mark.cuda
+def test_structs_of_cpp() -> None:
+    """In the third format, which no function takes: as a ring of C++ launches it."""
+    device = torch.device("cuda")
+    fault = torch.zeros(10, dtype=torch.int32).pin_memory()
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    for sizes in ([300] * 100, [7, 70_000, 4096, 1], [2_000_000, *[64] * 3000]):
+        dst, src = buffers(device, max(sizes) + 900, sum(sizes) + 90_000)
+        rows = rows_of(scattered(sizes, max(sizes) + 900, sum(sizes) + 90_000), device, 6)
+        strided = rows_of([(1, sum(sizes) + 50_000, 5, 100, 7, -11)], device, 6)
+        rows = torch.cat([rows[rows[:, 1] + rows[:, 2] < sum(sizes) + 40_000], strided])
+        twin = dst.twin()
+        count = torch.tensor([len(rows) - 1], device=device)
+        launch_structs(dst.view, src.view, struct_words(rows), fault, blocks, count, 8)
+        ref_unpack(twin.view, src.view, rows, len(rows) - 1)
+        torch.cuda.synchronize()
+        assert dst.same(twin)
+        launch_structs(dst.view, src.view, struct_words(rows), fault, blocks)
+        ref_unpack(twin.view, src.view, rows)
+        torch.cuda.synchronize()
+        assert dst.same(twin)
+    assert fault.tolist() == [0] * 10
+    rows[1, 0] = -5
+    launch_structs(dst.view, src.view, struct_words(rows), fault, blocks)
+    torch.cuda.synchronize()
+    assert fault.tolist()[:4] == [2, 11, 1, 0]
+
+
+class TestOnAFakeGpu:
+    pytestmark = needs_fake_gpu
+
+    @pytest.fixture(scope="class")
+    def found(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
+
+    @pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
+    def test_calls(self, found: dict[str, str], name: str) -> None:
+        assert found[name] == "", found[name]

@@ -1,0 +1,175 @@
+"""What unpack has the driver do, on that of fake_driver.c; run by test_unpack_cuda.py."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import torch
+import tvm_ffi
+from fake_gpu import report_checks
+from launch_fake import STREAM, OnCuda, driver, log, params, refused
+from test_unpack_cuda import launch_structs
+
+from jitkern import unpack
+from jitkern.jit import device
+from jitkern.jit.device import DeviceModule
+
+
+def from_a_line(num_bytes: int) -> torch.Tensor:
+    memory = torch.randint(0, 256, (num_bytes + 128,), dtype=torch.uint8)
+    return memory[-memory.data_ptr() % 128 :][:num_bytes]
+
+
+SIZE = 1 << 20
+PINNED, DEVICE, OTHER = from_a_line(SIZE), from_a_line(SIZE), from_a_line(SIZE)
+driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr()), ctypes.c_uint64(SIZE), 1, 0)
+PARAMS = "=QQqqQQIiI4IxxxxQ"  # of UnpackParams
+for name in ("structs", "i64x3", "i64x6"):
+    driver.fake_kernel(
+        f"jitkern_unpack_v16_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
+    )
+
+
+def on_gpu(tensor: torch.Tensor) -> Any:
+    return tvm_ffi.from_dlpack(OnCuda(tensor))
+
+
+def foreign(tensor: torch.Tensor) -> Any:
+    """Return the same memory without PyTorch, whose allocator would be asked for scratch."""
+    return tvm_ffi.from_dlpack(tensor)
+
+
+def clean() -> None:
+    driver.fake_capture(0)
+    log()
+
+
+def launched() -> tuple[str, tuple[int, ...]]:
+    """Return the last launch, and what the kernel was told."""
+    line = log().splitlines()[-1]
+    return line, struct.unpack(PARAMS, params(line))
+
+
+def check_the_launch() -> None:
+    """The kernel of the format; a share of the warps of all SMs for each descriptor."""
+    rows = torch.zeros(16, 3, dtype=torch.int64)
+    unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(rows))
+    line, told = launched()
+    assert "jitkern_unpack_v16_i64x3 of" in line and "block 1024,1,1" in line, line
+    assert told[:4] == (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE)
+    assert told[4:7] == (rows.data_ptr(), 0, 16)
+    blocks = int(line.partition("grid ")[2].partition(",")[0])
+    assert told[8] == max(1, blocks * 32 // 16)
+    count = torch.tensor([3], dtype=torch.int32)
+    six = torch.zeros(9000, 6, dtype=torch.int64)
+    unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(six), count=on_gpu(count))
+    line, told = launched()
+    assert "jitkern_unpack_v16_i64x6 of" in line, line
+    assert told[5:8] == (count.data_ptr(), 9000, 4) and told[8] == 1
+    assert len(set(told[9:13])) == 4  # a site for each part
+
+
+def check_few_blocks_for_few_bytes() -> None:
+    rows = on_gpu(torch.zeros(3, 3, dtype=torch.int64))
+    unpack(on_gpu(DEVICE[:1000]), on_gpu(OTHER), rows)
+    line, told = launched()
+    assert "grid 2,1,1" in line and told[8] == 64 // 3, line
+
+
+def check_host_memory() -> None:
+    """By few SMs; what is not pinned is refused, but for what has no bytes."""
+    rows = torch.zeros(4000, 3, dtype=torch.int64)
+    for dst, src in ((on_gpu(DEVICE), PINNED), (PINNED, on_gpu(DEVICE))):
+        unpack(dst, src, on_gpu(rows))
+        line, told = launched()
+        blocks = int(line.partition("grid ")[2].partition(",")[0])
+        assert blocks <= 8
+        assert sorted(told[:2]) == sorted((DEVICE.data_ptr(), PINNED.data_ptr()))
+    pageable = torch.zeros(100)
+    for given in (on_gpu(rows), rows):
+        text = "unpack: {}: pageable host memory, expected pinned host memory .*"
+        refused(ValueError, text.format("src"), unpack, on_gpu(DEVICE), pageable, given)
+        refused(ValueError, text.format("dst"), unpack, pageable, on_gpu(DEVICE), given)
+    assert log() == ""
+    unpack(on_gpu(DEVICE), torch.zeros(0), on_gpu(rows))
+    assert launched()[1][3] == 0
+
+
+def check_descriptors_of_the_host_are_uploaded() -> None:
+    """In rows of six, in as few pieces as possible, and no more of them than count."""
+    sides = (on_gpu(DEVICE), foreign(PINNED))
+    rows = torch.tensor(
+        [[7, 9, 5, 1, 0, 0], [0, 0, 0, 9, 9, 9], [1, 2, 8, 4, 8, 8], [0, 0, 4, 9, 5, 0], [-1] * 6]
+    )
+    unpack(*sides, foreign(rows), count=foreign(torch.tensor(4)))
+    lines = [line for line in log().splitlines() if not line.startswith("module")]
+    assert lines[:2] == ["allocate 144", "h2d 144 on 0"]
+    assert len(lines) == 3 and "i64x6 of" in lines[2], lines
+    told = struct.unpack(PARAMS, params(lines[2]))
+    assert told[5:7] == (0, 3)  # no count on the device
+    listed = struct.unpack("18q", ctypes.string_at(told[4], 144))
+    assert listed == (7, 9, 5, 1, 0, 0, 1, 2, 32, 1, 8, 8, 0, 0, 4, 1, 5, 0)
+    many = torch.tensor([[7, 0, 3]]).repeat(200_000, 1)
+    many[-1, 0] = 77
+    unpack(*sides, foreign(many))
+    lines = log().splitlines()
+    assert lines[:3] == ["allocate 9600000", "h2d 8388576 on 0", "h2d 1211424 on 0"], lines[:3]
+    told = struct.unpack(PARAMS, params(lines[3]))
+    last = struct.unpack("6q", ctypes.string_at(told[4] + 9_600_000 - 48, 48))
+    assert last == (77, 0, 3, 1, 0, 0)
+    unpack(*sides, foreign(many), count=foreign(torch.tensor(0)))
+    unpack(*sides, foreign(rows[1:2]))
+    assert log() == ""
+
+
+def check_nothing_is_queued_where_a_descriptor_is_wrong() -> None:
+    rows = torch.tensor([[0, 0, 8], [SIZE, 0, 1]])
+    text = rf"unpack: src: bytes up to {SIZE + 1} in descriptor 1, expected at most {SIZE}; .*"
+    refused(IndexError, text, unpack, on_gpu(DEVICE), foreign(PINNED), foreign(rows))
+    assert log() == ""
+
+
+def check_capture() -> None:
+    rows = torch.tensor([[0, 0, 8]])
+    driver.fake_capture(1)
+    text = "unpack: descriptors: device cpu while a graph is captured, expected device cuda:0"
+    refused(ValueError, text, unpack, on_gpu(DEVICE), PINNED, rows)
+    unpack(on_gpu(DEVICE), PINNED, on_gpu(rows))
+    assert "i64x3 of" in log()
+
+
+def check_structs_are_launched_with_the_same_parameters() -> None:
+    """As test_unpack_cuda.py launches them, in which C++ of this module has no part."""
+    device.device_and_stream = lambda number: (max(number, 0), STREAM)
+    words, fault = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(10, dtype=torch.int32)
+    launch_structs(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(words), fault, 5)
+    line, told = launched()
+    assert "jitkern_unpack_v16_structs of" in line and "grid 5,1,1" in line, line
+    addresses = (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE, words.data_ptr())
+    assert told == (*addresses, 0, 9, 0, 17, 11, 12, 13, 14, fault.data_ptr())
+
+
+def check_devices() -> None:
+    rows = torch.tensor([[0, 0, 8]])
+    text = "unpack: descriptors: device cuda:0, expected .*cpu.*"
+    refused(ValueError, text, unpack, DEVICE, OTHER, on_gpu(rows))
+    count = torch.tensor([1])
+    text = "unpack: count: device cpu, expected .*cuda:0.*"
+    sides = (on_gpu(DEVICE), on_gpu(OTHER))
+    refused(ValueError, text, unpack, *sides, on_gpu(rows), count=count)
+    text = "unpack: dst: overlaps src, expected memory of its own"
+    refused(ValueError, text, unpack, on_gpu(DEVICE[:100]), on_gpu(DEVICE[99:]), on_gpu(rows))
+
+
+def main() -> None:
+    allocator = ctypes.cast(driver.fake_allocate, ctypes.c_void_p)
+    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocator, 1, None)
+    DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
+    report_checks(dict(globals()), clean)
+
+
+if __name__ == "__main__":
+    main()
