@@ -233,6 +233,8 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
   params.num_descriptors = static_cast<u32>(num);
   const unsigned blocks = random.pick({1u, 2u, 5u});
   const i64 warps = i64(blocks) * kernel.num_threads / 32;
+  params.blocks_each = static_cast<u32>(std::max<i64>(1, blocks / num));
+  params.group_size = static_cast<u32>(ceil_div(num, i64(blocks)));
   params.warps_each = static_cast<u32>(std::max<i64>(1, warps / num));
   for (u32 part = 0; part < jitkern::kNumParts; ++part) {
     params.sites[part] = FaultSite(u32(kFirstSite) + part);

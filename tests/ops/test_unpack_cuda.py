@@ -166,17 +166,18 @@ def launch_structs(
     dst: Any, src: Any, words: Any, fault: Any, blocks: int, count: Any = None, bytes_: int = 0
 ) -> None:
     """Launch the kernel of structs, as C++ does that keeps them itself, with sites 11 to 14."""
-    module = unpack_module.kernel(0)
+    module, threads = unpack_module.kernel(0), unpack_module.CONFIG.num_threads
     num = words.shape[0]
+    dealt = max(1, blocks // num), -(-num // blocks), max(1, blocks * threads // 32 // num)
     module.launch(
         module.exports[0],
         *(dst, src, dst.shape[0], src.shape[0], words),
         *(ctypes.c_void_p(0) if count is None else count, ctypes.c_uint32(num)),
-        *(ctypes.c_int32(bytes_), ctypes.c_uint32(max(1, blocks * 32 // num))),
+        *(ctypes.c_int32(bytes_), *(ctypes.c_uint32(value) for value in dealt)),
         *(ctypes.c_uint32(site) for site in range(11, 15)),
         *(ctypes.c_uint32(0), ctypes.c_void_p(fault.data_ptr())),
         grid=blocks,
-        block=1024,
+        block=threads,
     )
 
 

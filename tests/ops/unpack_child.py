@@ -15,6 +15,7 @@ from test_unpack_cuda import launch_structs
 from jitkern import unpack
 from jitkern.jit import device
 from jitkern.jit.device import DeviceModule
+from jitkern.ops.unpack import CONFIG
 
 
 def from_a_line(num_bytes: int) -> torch.Tensor:
@@ -25,10 +26,11 @@ def from_a_line(num_bytes: int) -> torch.Tensor:
 SIZE = 1 << 20
 PINNED, DEVICE, OTHER = from_a_line(SIZE), from_a_line(SIZE), from_a_line(SIZE)
 driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr()), ctypes.c_uint64(SIZE), 1, 0)
-PARAMS = "=QQqqQQIiI4IxxxxQ"  # of UnpackParams
+PARAMS = "=QQqqQQIi3I4IxxxxQ"  # of UnpackParams
+THREADS = CONFIG.num_threads
 for name in ("structs", "i64x3", "i64x6"):
     driver.fake_kernel(
-        f"jitkern_unpack_v16_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
+        f"jitkern_unpack_v16_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), THREADS
     )
 
 
@@ -53,29 +55,30 @@ def launched() -> tuple[str, tuple[int, ...]]:
 
 
 def check_the_launch() -> None:
-    """The kernel of the format; a share of the warps of all SMs for each descriptor."""
+    """The kernel of the format; blocks share descriptors, or have several."""
     rows = torch.zeros(16, 3, dtype=torch.int64)
     unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(rows))
     line, told = launched()
-    assert "jitkern_unpack_v16_i64x3 of" in line and "block 1024,1,1" in line, line
+    assert "jitkern_unpack_v16_i64x3 of" in line and f"block {THREADS},1,1" in line, line
     assert told[:4] == (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE)
     assert told[4:7] == (rows.data_ptr(), 0, 16)
     blocks = int(line.partition("grid ")[2].partition(",")[0])
-    assert told[8] == max(1, blocks * 32 // 16)
+    assert told[8:11] == (max(1, blocks // 16), -(-16 // blocks), blocks * (THREADS // 32) // 16)
     count = torch.tensor([3], dtype=torch.int32)
     six = torch.zeros(9000, 6, dtype=torch.int64)
     unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(six), count=on_gpu(count))
     line, told = launched()
     assert "jitkern_unpack_v16_i64x6 of" in line, line
-    assert told[5:8] == (count.data_ptr(), 9000, 4) and told[8] == 1
-    assert len(set(told[9:13])) == 4  # a site for each part
+    assert told[5:8] == (count.data_ptr(), 9000, 4)
+    assert told[8:11] == (1, -(-9000 // blocks), max(1, blocks * (THREADS // 32) // 9000))
+    assert len(set(told[11:15])) == 4  # a site for each part
 
 
 def check_few_blocks_for_few_bytes() -> None:
     rows = on_gpu(torch.zeros(3, 3, dtype=torch.int64))
     unpack(on_gpu(DEVICE[:1000]), on_gpu(OTHER), rows)
     line, told = launched()
-    assert "grid 2,1,1" in line and told[8] == 64 // 3, line
+    assert "grid 2,1,1" in line and told[8:11] == (1, 2, 2 * (THREADS // 32) // 3), line
 
 
 def check_host_memory() -> None:

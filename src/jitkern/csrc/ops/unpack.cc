@@ -227,6 +227,8 @@ void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackPara
   const i64 useful = ceil_div(2 * num + params.dst_bytes / 512, 4);
   const i64 most = in_host_memory ? kLinkBlocks : scope.device.num_sms;
   const i64 blocks = std::min({useful, most, i64(scope.device.num_sms)});
+  params.blocks_each = static_cast<u32>(std::max<i64>(1, blocks / num));
+  params.group_size = static_cast<u32>(ceil_div(num, blocks));
   params.warps_each = static_cast<u32>(std::max<i64>(1, blocks * warps / num));
   params.fault = scope.device.fault_device;
   scope.launch(kernel, blocks, params);

@@ -145,31 +145,40 @@ __device__ inline uint4 of_next_lane(const uint4& value) {
           __shfl_sync(kAllLanes, value.z, next), __shfl_sync(kAllLanes, value.w, next)};
 }
 
-// Copies `count` whole segments, kInFlight at most, from number `number` on, and calls `meanwhile`
-// between loads and stores. Straight-line loops: a branch between two loads would make the second
-// wait for the first. A lane loads one line of each and has the other from the next lane; the last
-// lane has it from the next segment, or from one line more.
-template <u32 kInFlight, class Meanwhile>
-__device__ inline void copy_whole(const Work& work, u32 number, u32 count,
-                                  const Meanwhile& meanwhile) {
+// Copies `count` whole segments, 1 to kInFlight, from number `number` on. A lane loads one line of
+// each and has the other from the next lane; the last lane has it from the next segment, or from
+// one line more. All are loaded before the first is stored.
+template <u32 kInFlight>
+__device__ inline void copy_whole(const Work& work, u32 number, u32 count) {
   const u32 lane = threadIdx.x % 32;
   const u64 at = u64(number + work.has_head) * kSegmentBytes + 16 * lane - work.lead(work.dst);
   const u32 shift = static_cast<u32>(work.src + at) & 15;
   const char* const lines = reinterpret_cast<const char*>(work.src + at - shift);
   char* const target = reinterpret_cast<char*>(work.dst + at);
-  uint4 line[kInFlight + 1];
-#pragma unroll
-  for (u32 i = 0; i <= kInFlight; ++i) {
-    const bool is_more = i == count && lane == 0 && shift != 0;
-    if (i < count || is_more) line[i] = load_vec<16>(lines + i * kSegmentBytes);
-  }
-  meanwhile();
+  uint4 line[kInFlight];
 #pragma unroll
   for (u32 i = 0; i < kInFlight; ++i) {
-    if (i >= count) break;
-    uint4 value = line[i];
-    if (shift != 0) value = shifted(value, of_next_lane(lane == 0 ? line[i + 1] : value), shift);
-    store_vec<16>(target + i * kSegmentBytes, value);
+    if (i < count) line[i] = load_vec<16>(lines + i * kSegmentBytes);
+  }
+  if (shift == 0) {
+#pragma unroll
+    for (u32 i = 0; i < kInFlight; ++i) {
+      if (i < count) store_vec<16>(target + i * kSegmentBytes, line[i]);
+    }
+    return;
+  }
+  uint4 next{};  // what the last lane has of the segment behind
+  if (lane == 0) next = load_vec<16>(lines + count * kSegmentBytes);
+#pragma unroll
+  for (u32 i = kInFlight; i-- > 0;) {
+    // A copy: a choice between two vectors by reference would keep all of them in memory.
+    uint4 high = line[i];
+    if (lane == 0) high = next;
+    high = of_next_lane(high);
+    if (i < count) {
+      store_vec<16>(target + i * kSegmentBytes, shifted(line[i], high, shift));
+      next = line[i];
+    }
   }
 }
 
@@ -192,9 +201,8 @@ __device__ inline void copy_edges(const UnpackParams& p, const Work& work, u32 n
 
 // As copy_whole, of segments [begin, end) of the first kind, kVecs at most. Each lane loads both of
 // its lines. No byte that is of no piece is written.
-template <u32 kVecs, class Meanwhile>
-__device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 begin, u32 end,
-                                  const Meanwhile& meanwhile) {
+template <u32 kVecs>
+__device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 begin, u32 end) {
   uint4 low[kVecs], high[kVecs];
   char* target[kVecs];
   u32 range[kVecs];  // begin, end and shift
@@ -211,7 +219,6 @@ __device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 b
     target[i] = reinterpret_cast<char*>(place.target);
     range[i] = skipped ? 0 : place.begin | place.end << 8 | shift << 16;
   }
-  meanwhile();
 #pragma unroll
   for (u32 i = 0; i < kVecs; ++i) {
     const uint4 value = shifted(low[i], high[i], range[i] >> 16);

@@ -20,7 +20,9 @@ struct UnpackParams {
   const void* count;  // in device memory: how many of the descriptors count; null: all
   u32 num_descriptors;
   i32 count_bytes;  // 4 or 8
-  u32 warps_each;   // that a descriptor has for itself
+  u32 blocks_each;  // that share a descriptor, 1 where blocks have several
+  u32 group_size;   // descriptors of a block, 1 where they share one
+  u32 warps_each;   // that a descriptor has, on average; at least 1
   FaultSite sites[kNumParts];
   FaultRecord* fault;
 };
