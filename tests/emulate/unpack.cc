@@ -91,7 +91,7 @@ void spoil(Pieces& pieces, DescriptorFormat format, i64 src_bytes, i64 dst_bytes
   const i64 which = random.below(format == kTriples ? 3 : 6);
   i64& number = *numbers[which];
   const i64 end = std::max<i64>(pieces.len, 0);
-  switch (random.below(5)) {
+  switch (random.below(6)) {
     case 0:
       number = random.pick({kMax, kMin, kMax - 1, kMin + 1, kMax / 2, i64(1) << 32, -number});
       break;
@@ -107,6 +107,11 @@ void spoil(Pieces& pieces, DescriptorFormat format, i64 src_bytes, i64 dst_bytes
           *one = random.pick({kMax, kMin, i64(1) << 33, i64(3) << 31, i64(-5)});
       }
       if (format == kTriples) pieces = {pieces.src_off, pieces.dst_off, pieces.len, 1, 0, 0};
+      break;
+    case 4:  // of which 64 bits hold nothing but zeros
+      if (format != kSextuples) break;
+      pieces.count = (i64(1) << 33) + 1;
+      (random.below(2) == 0 ? pieces.src_stride : pieces.dst_stride) = i64(3) << 31;
       break;
     default:
       number = -1 - random.below(20);

@@ -83,7 +83,7 @@ MUTANTS = [
         ("barrier forgotten", "__syncthreads();  // before the sums", "// before the sums"),
         ("warps alike", "share * kWarps + threadIdx.x / 32) * batch;", "0) * batch;"),
         ("blocks alike", "u32 at = (share * kWarps +", "u32 at = (0 +"),
-        ("descriptor of the next segment", "start <= next)", "start <= at)"),
+        ("descriptor behind", "start <= next)", "start <= next + 1)"),
         (
             "segments of the descriptor in front",
             "group.starts[lane] = sum - own;",
