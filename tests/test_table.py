@@ -54,6 +54,7 @@ USERS = {
         tests/offload/test_pool.py tests/offload/pool_child.py
         bench/cases/offload.py bench/cases/ways.py src/jitkern/calibration.py
         src/jitkern/offload/mover.py tests/offload/mover_child.py
+        src/jitkern/offload/ring.py src/jitkern/csrc/offload/ring.cc tests/offload/test_ring.py
         tests/ops/test_pairs_on_host.py tests/ops/test_pairs_on_host_large.py
         tests/ops/test_pairs_on_host_cuda.py tests/ops/test_pairs_on_host_refused.py
         tests/ops/test_pairs_on_host_threads.py
