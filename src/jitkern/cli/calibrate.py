@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from jitkern.cli import ui
 from jitkern.errors import UnsupportedError
-from jitkern.offload import memory
 
 if TYPE_CHECKING:
     from jitkern.calibration import Calibration
@@ -55,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
 def _figure_text(name: str, value: int) -> str:
     if "_bytes" not in name:
         return str(value)
-    return "beyond any" if value >= 1 << 50 else memory.size_text(value)
+    from jitkern.offload.memory import size_text  # not for the help of all
+
+    return "beyond any" if value >= 1 << 50 else size_text(value)
 
 
 def _require_matplotlib() -> None:
