@@ -87,14 +87,15 @@ def pairs_of(
     both = array("q", bytes(16 * count))
     addresses = map(_address, (both, first, second))
     if not _make_block_pairs()(*addresses, count, sources.bound, targets.bound):
-        _refuse(call, sources, first.tolist())
-        _refuse(call, targets, second.tolist())
+        # What was copied: another thread may have changed the caller's since.
+        _refuse(call, sources, both[0::2].tolist())
+        _refuse(call, targets, both[1::2].tolist())
     return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
 
 
 @cache
 def _make_block_pairs() -> Callable[..., bool]:
-    """Return what checks and pairs 128 numbers in 1 us, where sets and slices of Python took 16."""
+    """Return what checks and pairs numbers: by sets and slices 128 took 23 us, by this 13."""
     return host.module()["make_block_pairs"]
 
 
