@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -292,3 +293,34 @@ def test_another_gpu() -> None:
             engine.load_to_slot_all_layers(0, 0)
         torch.cuda.synchronize(0)
         assert engine.gpu_k[:, 0].eq(3).all()
+
+
+def test_numbers_that_another_thread_changes() -> None:
+    """What is checked is what is used: each call takes them as they were, or raises."""
+    wrong = 1 << 60
+    numbers = torch.arange(4)
+    over = threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            numbers[2] = wrong
+            numbers[2] = 2
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    found = {True: 0, False: 0}  # calls that raised, and others
+    with OffloadEngine(**GOOD) as engine:
+        try:
+            for _ in range(1_000_000):
+                try:
+                    engine.load_cpu_blocks_to_gpu_slots_all_layers(numbers, range(4))
+                    found[False] += 1
+                except IndexError as error:
+                    found[True] += 1
+                    assert f"cpu_blocks: {wrong} at position 2, expected 0 to 10" in str(error)
+                if min(found.values()) >= 1000:
+                    break
+        finally:
+            over.set()
+            thread.join()
+    assert min(found.values()) > 0, found
