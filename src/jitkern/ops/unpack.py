@@ -16,17 +16,14 @@ from jitkern.ops.pairs import load_entries
 if TYPE_CHECKING:
     from torch import Tensor
 
-# One block an SM, as each reads the lengths of all descriptors. By 512 threads with 8 vectors in
-# flight 128 x 4 KB take 2.4 us and 2,048 x 2 KB 5.9, by 1,024 with 4, which have 64 registers each
-# and need more, 2.8 and 6.1; with 2 or 3 blocks an SM small calls are slower.
-CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
-IN_FLIGHT = 8
+CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=True)
+IN_FLIGHT = 4
 PARTS_IN_FLIGHT = 2
 # Segments, 512 bytes each: what a warp copies at most of a descriptor that has no rest; of one that
 # has; what is dealt of that at a time.
 OWN_SEGMENTS = 72
 FIRST_SEGMENTS = 8
-UNIT_SEGMENTS = 16
+UNIT_SEGMENTS = 4
 
 _FORMATS = {0: "structs", 3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
 

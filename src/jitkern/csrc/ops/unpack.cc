@@ -13,8 +13,11 @@ namespace {
 constexpr const char* kOp = "unpack";
 const DescriptorSites kSites(kOp);
 
-// Blocks of a copy over the link, which 64 KiB in flight of each keep busy.
-constexpr i64 kLinkBlocks = 8;
+// Threads of a copy over the link, whose loads keep it busy, and of one inside the GPU, on each SM.
+constexpr i64 kLinkThreads = 8192;
+constexpr i64 kThreadsOfSm = 1024;
+// Blocks that look for long descriptors together; any GPU that has clusters has them of 8.
+constexpr unsigned kClusterBlocks = 8;
 
 template <DescriptorPart kPart>
 [[noreturn]] void raise_part(const char* op, const char* arg, i64 number, i64 value, i64 bound,
@@ -78,6 +81,7 @@ UnpackParams params_of(const UnpackCall& call) {
     params.count = call.count->data;
     params.count_bytes = call.count->index_bytes;
   }
+  params.reads_host = !call.src.on_cuda();
   kSites.give_to(params);
   return params;
 }
@@ -100,7 +104,7 @@ void require_no_capture(const LaunchScope& scope, const UnpackCall& call) {
 }
 
 // Copies the descriptors to the GPU in front of the kernel, as rows of six.
-void launch_from_host(const LaunchScope& scope, const UnpackCall& call, bool in_host_memory) {
+void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
   UnpackParams params = params_of(call);
   const std::vector<Pieces> list = call.checked_descriptors();
   const i64 count = static_cast<i64>(list.size());
@@ -124,7 +128,7 @@ void launch_from_host(const LaunchScope& scope, const UnpackCall& call, bool in_
   }
   params.descriptors = at;
   params.num_descriptors = static_cast<u32>(count);
-  launch_unpack(scope, kSextuples, params, in_host_memory);
+  launch_unpack(scope, kSextuples, params, !call.dst.on_cuda());
 }
 
 void unpack_op(AnyView dst, AnyView src, AnyView descriptors, AnyView count) {
@@ -133,12 +137,11 @@ void unpack_op(AnyView dst, AnyView src, AnyView descriptors, AnyView count) {
   call.check_sizes();
   const LaunchScope scope(call.on_gpu());
   if (call.num_descriptors == 0) return;
-  const bool in_host_memory = !call.dst.on_cuda() || !call.src.on_cuda();
   if (call.descriptors.on_cuda()) {
-    return launch_unpack(scope, call.format, params_of(call), in_host_memory);
+    return launch_unpack(scope, call.format, params_of(call), !call.dst.on_cuda());
   }
   require_no_capture(scope, call);
-  launch_from_host(scope, call, in_host_memory);
+  launch_from_host(scope, call);
 }
 
 JITKERN_EXPORT_OP(unpack, unpack_op);
@@ -218,20 +221,19 @@ std::vector<Pieces> UnpackCall::checked_descriptors() const {
 }
 
 void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params,
-                   bool in_host_memory) {
+                   bool writes_host) {
   const i64 num = params.num_descriptors;
   if (num == 0) return;
   const Kernel& kernel = kernels().find(scope.device, Spec(format)).entries[0];
-  const i64 warps = kernel.num_threads / 32;
-  // A small destination is spread until a block has a warp with work for each scheduler of its SM.
-  const i64 useful = ceil_div(2 * num + params.dst_bytes / 512, 4);
-  const i64 most = in_host_memory ? kLinkBlocks : scope.device.num_sms;
-  const i64 blocks = std::min({useful, most, i64(scope.device.num_sms)});
-  params.blocks_each = static_cast<u32>(std::max<i64>(1, blocks / num));
-  params.group_size = static_cast<u32>(ceil_div(num, blocks));
-  params.warps_each = static_cast<u32>(std::max<i64>(1, blocks * warps / num));
+  const i64 threads = kernel.num_threads;
+  // A small destination has no more warps than it has segments.
+  const i64 useful = ceil_div(32 * (2 * num + params.dst_bytes / 512), threads);
+  const i64 most = scope.device.num_sms * (kThreadsOfSm / threads);
+  const i64 link = params.reads_host || writes_host ? kLinkThreads / threads : most;
+  const unsigned cluster = scope.device.arch >= 90 ? kClusterBlocks : 1;
+  const i64 blocks = ceil_div(std::min({useful, most, link}), i64(cluster)) * cluster;
   params.fault = scope.device.fault_device;
-  scope.launch(kernel, blocks, params);
+  scope.launch(kernel, blocks, params, 1, cluster);
 }
 
 }  // namespace jitkern

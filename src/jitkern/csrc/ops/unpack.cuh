@@ -18,6 +18,16 @@ namespace jitkern {
 
 constexpr u32 kAllLanes = 0xffffffffu;
 constexpr u64 kSegmentBytes = 32 * 16;
+constexpr u64 kMostShortBytes = 1 << 30;  // see is_short
+
+__device__ inline i64 joined(u32 low, u32 high) { return static_cast<i64>(u64(high) << 32 | low); }
+
+// A Descriptor as four vectors. The last is its second seal.
+__device__ inline Pieces pieces_of_vectors(const uint4* vectors) {
+  const uint4 offsets = vectors[0], sizes = vectors[1], strides = vectors[2];
+  return {joined(offsets.x, offsets.y), joined(offsets.z, offsets.w), i64(sizes.x), i64(sizes.y),
+          joined(strides.x, strides.y), joined(strides.z, strides.w)};
+}
 
 // A descriptor's pieces as segments: first those that may hold bytes which are of no piece, then
 // whole ones, whose every byte is of the only piece. These have a fast way.
@@ -81,6 +91,41 @@ __device__ inline Work work_of(const UnpackParams& p, Pieces pieces) {
   work.num_parts = segments_of(u64(work.count) * work.slots_each);
   return work;
 }
+
+// The same of any; of one that is out of range none. It is reported as that of `position`, by one
+// thread that `reports`.
+__device__ inline Work checked_work(const UnpackParams& p, const Pieces& pieces, i64 position,
+                                    bool reports) {
+  const Verdict verdict = verdict_on(pieces, p.src_bytes, p.dst_bytes);
+  if (verdict.part == kNumParts) return work_of(p, pieces);
+  if (reports) {
+    report_fault(p.fault, p.sites[verdict.part], position, verdict.value, verdict.bound);
+  }
+  return {};
+}
+
+// Whether a descriptor may have more than so many segments, by what is read quickly: at least where
+// its Work has more.
+__device__ inline bool is_longer(i64 len, i64 count, u64 segments) {
+  if (len <= 0 || count <= 0) return false;
+  return product(static_cast<u64>(count), (static_cast<u64>(len) >> 4) + 9) > segments * 32;
+}
+
+// Which of the warps share a descriptor, and which of them this one is, warp `number` of `total`.
+// Neighbours have different descriptors.
+struct Team {
+  u32 of;          // how many teams there are
+  u32 descriptor;  // this one's first, further ones `of` apart; none of a warp that is left over
+  u32 warp;
+  u32 warps;
+
+  __device__ Team(u32 num_descriptors, u32 number, u32 total) {
+    of = num_descriptors < total ? num_descriptors : total;
+    warps = of == 0 ? 1 : total / of;
+    warp = of == 0 ? 0 : number / of;
+    descriptor = warp < warps ? number - warp * of : ~0u;
+  }
+};
 
 // A lane's vector. Its bytes [begin, end) are of a piece, none if `end` is not above, and the
 // first, of a piece or not, comes from `source`.
@@ -229,6 +274,90 @@ __device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 b
     }
   }
   if (work.at_edge) copy_edges(p, work, begin, end);
+}
+
+// Whether a descriptor is one piece of no more than so many segments, to be copied by copy_piece:
+// it is right, and no line that it needs sticks out of the source. Over the link from host memory
+// no line may be read twice, as copy_piece may do.
+__device__ inline bool is_short(const UnpackParams& p, const Pieces& pieces, u64 segments) {
+  const u64 len = static_cast<u64>(pieces.len);
+  const u64 src = reinterpret_cast<u64>(p.src) + static_cast<u64>(pieces.src_off);
+  return pieces.count == 1 && len < kMostShortBytes &&
+         len + kSegmentBytes <= segments * kSegmentBytes && pieces.src_off >= 0 &&
+         pieces.src_off <= p.src_bytes - pieces.len && pieces.dst_off >= 0 &&
+         pieces.dst_off <= p.dst_bytes - pieces.len && is_inside(p, src, src + len) &&
+         !p.reads_host;
+}
+
+// As copy_whole and copy_parts, of all of a short piece, which `warps` warps share, this the one
+// number `warp` of them: nothing is divided and nothing is looked up, as small calls wait for
+// little else.
+template <u32 kVecs>
+__device__ inline void copy_piece(const UnpackParams& p, const Pieces& pieces, u32 warp,
+                                  u32 warps) {
+  const u64 dst = reinterpret_cast<u64>(p.dst) + static_cast<u64>(pieces.dst_off);
+  const u64 src = reinterpret_cast<u64>(p.src) + static_cast<u64>(pieces.src_off);
+  const u32 len = static_cast<u32>(pieces.len);
+  const u32 lead = static_cast<u32>(dst) & (len < 2 * kSegmentBytes ? 15 : 127);
+  const u32 end = lead + len;
+  const u32 shift = static_cast<u32>(src - lead) & 15;
+  char* const target = reinterpret_cast<char*>(dst - lead);
+  const char* const lines = reinterpret_cast<const char*>(src - lead - shift);
+  const u32 step = warps * static_cast<u32>(kSegmentBytes);
+  for (u32 at = (warp * 32 + threadIdx.x % 32) * 16; at < end; at += kVecs * step) {
+    uint4 low[kVecs], high[kVecs];
+    u32 begins[kVecs], ends[kVecs];
+#pragma unroll
+    for (u32 i = 0; i < kVecs; ++i) {
+      const u32 place = at + i * step;
+      begins[i] = place < lead ? lead - place : 0;
+      ends[i] = place + 16 <= end ? 16 : place < end ? end - place : 0;
+      if (begins[i] >= ends[i]) continue;
+      // Only lines that hold a byte that is wanted.
+      if (begins[i] < 16 - shift) low[i] = load_vec<16>(lines + place);
+      if (ends[i] > 16 - shift) high[i] = load_vec<16>(lines + place + 16);
+    }
+#pragma unroll
+    for (u32 i = 0; i < kVecs; ++i) {
+      if (begins[i] >= ends[i]) continue;
+      const uint4 value = shifted(low[i], high[i], shift);
+      char* const place = target + at + i * step;
+      if (begins[i] == 0 && ends[i] == 16) {
+        store_vec<16>(place, value);
+      } else {
+        store_part(place, value, begins[i], ends[i]);
+      }
+    }
+  }
+}
+
+// Segments [begin, end) of a descriptor, of whole ones kInFlight at a time.
+template <u32 kInFlight, u32 kPartsInFlight>
+__device__ inline void copy_segments(const UnpackParams& p, const Work& work, u32 begin, u32 end) {
+  u32 at = begin;
+  while (at < work.num_parts && at < end) {
+    const u32 parts = end < work.num_parts ? end : work.num_parts;
+    const u32 next = parts - at < kPartsInFlight ? parts : at + kPartsInFlight;
+    copy_parts<kPartsInFlight>(p, work, at, next);
+    at = next;
+  }
+  for (; at < end; at += kInFlight) {
+    copy_whole<kInFlight>(work, at - work.num_parts, end - at < kInFlight ? end - at : kInFlight);
+  }
+}
+
+// A warp's share of the first `own` segments of a descriptor: few are spread over all `warps`, of
+// many each has as many as it can at a time.
+template <u32 kInFlight, u32 kPartsInFlight>
+__device__ inline void copy_share(const UnpackParams& p, const Work& work, u32 own, u32 warp,
+                                  u32 warps) {
+  const u32 each = (own + warps - 1) / warps;
+  const u32 batch = each < kInFlight ? each : kInFlight;
+  for (u64 at = u64(warp) * batch; at < own; at += u64(warps) * batch) {
+    const u32 begin = static_cast<u32>(at);
+    copy_segments<kInFlight, kPartsInFlight>(p, work, begin,
+                                             own - begin < batch ? own : begin + batch);
+  }
 }
 
 }  // namespace jitkern

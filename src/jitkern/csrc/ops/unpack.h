@@ -2,6 +2,7 @@
 #pragma once
 
 #include <jitkern/both/descriptor.h>
+#include <jitkern/types.h>
 
 namespace jitkern {
 
@@ -19,10 +20,10 @@ struct UnpackParams {
   const void* descriptors;
   const void* count;  // in device memory: how many of the descriptors count; null: all
   u32 num_descriptors;
-  i32 count_bytes;  // 4 or 8
-  u32 blocks_each;  // that share a descriptor, 1 where blocks have several
-  u32 group_size;   // descriptors of a block, 1 where they share one
-  u32 warps_each;   // that a descriptor has, on average; at least 1
+  i32 count_bytes;   // 4 or 8
+  const u64* owner;  // in device memory: of the descriptors; they are none unless it is `call`
+  u64 call;
+  bool reads_host;  // the source is in host memory
   FaultSite sites[kNumParts];
   FaultRecord* fault;
 };

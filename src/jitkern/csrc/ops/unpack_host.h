@@ -48,10 +48,10 @@ struct DescriptorSites {
 // IndexError of a descriptor, in the words of its part.
 [[noreturn]] void raise_out_of_range(const char* op, i64 number, const Verdict& verdict);
 
-// Queues the kernel on the scope's stream. `params` has all but `warps_each` and `fault`: addresses
-// as the GPU has them, the descriptors, or at most so many by a count in device memory.
-// `in_host_memory`: one of the sides is, so that few SMs keep the link busy.
+// Queues the kernel on the scope's stream. `params` has all but `fault`: addresses as the GPU has
+// them, the descriptors, or at most so many by a count in device memory. Over the link to host
+// memory few SMs are enough.
 void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params,
-                   bool in_host_memory = false);
+                   bool writes_host);
 
 }  // namespace jitkern

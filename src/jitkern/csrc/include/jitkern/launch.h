@@ -323,13 +323,15 @@ class LaunchScope {
   CUstream stream() const { return stream_; }
 
   template <class Params>
-  void launch(const Kernel& kernel, i64 grid_x, const Params& params, int grid_y = 1) const {
+  void launch(const Kernel& kernel, i64 grid_x, const Params& params, int grid_y = 1,
+              unsigned cluster = 1) const {
     check_params(kernel, sizeof(Params));
     Launch launch;
     launch.config.grid[0] = static_cast<unsigned>(grid_x);
     launch.config.grid[1] = static_cast<unsigned>(grid_y);
     launch.config.block[0] = kernel.num_threads;
     if (kernel.use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
+    if (cluster > 1) launch.add(kLaunchClusterDimension, cluster, 1, 1);
     launch.run(kernel.function, stream_, &params);
   }
 

@@ -1,0 +1,160 @@
+// A DescriptorRing served: a kernel of few SMs that waits for pushes and copies what they ask for,
+// until it is told to stop or nothing comes for long enough. For small pushes: there is no launch
+// in front of the copy, and none behind.
+#pragma once
+
+#include <jitkern/pdl.cuh>
+
+#include "cluster.cuh"
+#include "ring_reader.cuh"
+#include "unpack.cuh"
+
+namespace jitkern {
+
+// The blocks are one cluster. Its first one reads the ring, into shared memory that all read.
+template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kInFlight, u32 kPartsInFlight,
+          u32 kOwnSegments>
+struct ServeRing {
+  using Params = ServeParams;
+  using Reader = RingReader<kThreads>;
+  static constexpr int kNumThreads = kThreads;
+  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr u32 kWarps = kThreads / 32;
+  static constexpr u32 kChunk = 2 * Reader::kAtOnce;  // descriptors that are handed over at once
+  // So many times in a row slots are read with their first descriptors, on suspicion; from then on
+  // words alone, so that a server that rests leaves the bus to others. A push then takes one more
+  // trip.
+  static constexpr u32 kEagerLooks = 64;
+
+  static __device__ void run(const Params& p) {
+    wait_for_earlier_kernels<kUsePdl>();
+    Shared& own = own_shared<Shared>();
+    const Shared& first = of_block(own, 0);
+    const bool leads = cluster_rank() == 0;
+    Reader reader(p.ring, own.reader);
+    Turn turn = turn_of(p.ring);
+    if (leads) take_over(p.ring, turn, own);
+    for (bool ends = false; !ends;) {
+      if (leads) wait_for_push(p, reader, turn, own);
+      u32 begin = 0, count = 0;
+      do {
+        if (leads && !own.ends) hand_over(p, reader, begin, own);
+        cluster_sync();
+        ends = first.ends;
+        count = ring_count(first.reader.word);
+        if (!ends) copy(p.unpack, first, begin);
+        begin += kChunk;
+        cluster_sync();
+      } while (begin < count && !ends);
+      if (leads && threadIdx.x == 0) ends ? leave(p.ring, turn, own) : complete(p.ring, turn);
+      turn = turn.next(p.ring.ring.num_slots);
+    }
+  }
+
+ private:
+  struct Shared {
+    uint4 vectors[4 * kChunk];
+    typename Reader::Shared reader;
+    u64 owner;
+    u32 slot;
+    bool has_long;
+    bool is_over;  // the wait
+    bool ends;
+  };
+
+  // -- the first block
+
+  static __device__ void take_over(const RingParams& p, const Turn& turn, Shared& own) {
+    if (threadIdx.x == 0) {
+      own.owner = take_ring(p, turn, turn, load_fresh(&p.consumed[turn.slot]));
+      own.ends = own.owner != 0;
+      if (own.ends) report_fault(p.fault, p.busy, 0, 0, 0);
+    }
+    __syncthreads();
+  }
+
+  // Until there is one, or the server ends.
+  static __device__ void wait_for_push(const Params& p, Reader& reader, Turn& turn, Shared& own) {
+    while (load_fresh(&p.ring.consumed[turn.slot]) >= turn.generation) {
+      turn = turn.next(p.ring.ring.num_slots);  // a call that named its slot took it
+    }
+    if (threadIdx.x == 0) own.slot = turn.slot;
+    const u64 since = nanoseconds();
+    const auto look_at_end = [&] {
+      own.is_over = load_fresh(p.stop) != 0 || nanoseconds() - since > p.idle_ns;
+    };
+    for (u32 looks = 0; !own.ends; ++looks) {
+      if (reader.find(turn, looks < kEagerLooks, look_at_end) != 0) return;
+      if (own.is_over) own.ends = true;  // of all threads
+      __syncthreads();
+    }
+  }
+
+  // The descriptors from `begin` on of the push that was found.
+  static __device__ void hand_over(const Params& p, Reader& reader, u32 begin, Shared& own) {
+    const u64 word = own.reader.word;
+    const u32 size = size_of(ring_count(word), begin);
+    const u64 most = own_segments(size);
+    bool is_long = false;
+    const bool is_whole = reader.read(word, begin, begin + size, [&](u32 number, uint4 vector) {
+      own.vectors[number - 4 * begin] = vector;
+      if (number % 4 == 1) is_long |= is_longer(i64(vector.x), i64(vector.y), most);
+    });
+    const bool has_long = __syncthreads_or(is_long);
+    if (threadIdx.x != 0) return;
+    own.has_long = has_long;
+    if (!is_whole) {
+      report_fault(p.ring.fault, p.ring.broken, own.slot, 0, 0);
+      own.ends = true;
+    }
+  }
+
+  // What all blocks have copied, as the barrier behind it says.
+  static __device__ void complete(const RingParams& p, const Turn& turn) {
+    p.consumed[turn.slot] = turn.generation;
+    complete_push(p, {turn.generation, turn.slot});
+  }
+
+  static __device__ void leave(const RingParams& p, const Turn& turn, const Shared& own) {
+    if (own.owner != 0) return;
+    set_turn(p, turn);
+    release_ring(p);
+  }
+
+  // -- all blocks
+
+  static __device__ u32 size_of(u32 count, u32 begin) {
+    return count - begin < kChunk ? count - begin : kChunk;
+  }
+  static __device__ u32 all_warps() { return cluster_size() * kWarps; }
+  // What the warps of one of so many descriptors copy of it.
+  static __device__ u64 own_segments(u32 size) {
+    return size < all_warps() ? u64(all_warps() / (size == 0 ? 1 : size)) * kOwnSegments
+                              : kOwnSegments;
+  }
+
+  static __device__ void copy(const UnpackParams& p, const Shared& first, u32 begin) {
+    const u32 size = size_of(ring_count(first.reader.word), begin);
+    const u32 warp = threadIdx.x / 32 * cluster_size() + cluster_rank();
+    const Team team(size, warp, all_warps());
+    for (u32 i = team.descriptor; i < size; i += team.of) {
+      copy_own(p, first, i, begin, team.warp, team.warps, false);
+    }
+    if (!first.has_long) return;
+    for (u32 i = 0; i < size; ++i) copy_own(p, first, i, begin, warp, all_warps(), true);
+  }
+
+  // Of descriptors that are long, or of the others, this warp's share.
+  static __device__ void copy_own(const UnpackParams& p, const Shared& first, u32 i, u32 begin,
+                                  u32 warp, u32 warps, bool of_long) {
+    const Pieces pieces = pieces_of_vectors(&first.vectors[4 * i]);
+    const u64 most = own_segments(size_of(ring_count(first.reader.word), begin));
+    if (is_longer(pieces.len, pieces.count, most) != of_long) return;
+    if (is_short(p, pieces, most)) return copy_piece<kPartsInFlight>(p, pieces, warp, warps);
+    const bool reports = warp == 0 && threadIdx.x % 32 == 0;
+    const Work work = checked_work(p, pieces, ring_position(first.slot, begin + i), reports);
+    copy_share<kInFlight, kPartsInFlight>(p, work, work.num_segments(), warp, warps);
+  }
+};
+
+}  // namespace jitkern
