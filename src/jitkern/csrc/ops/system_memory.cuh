@@ -1,0 +1,69 @@
+// Memory that the host, or another GPU, writes while the kernel runs. A load is made each time and
+// comes from where all see the same: not from L1, which other devices' stores do not reach.
+#pragma once
+
+#include <jitkern/types.h>
+
+namespace jitkern {
+
+// Orders nothing: what else is loaded may be older or newer.
+__device__ inline uint4 load_fresh(const uint4* from) {
+#ifdef JITKERN_EMULATED
+  return emulate::load_system(from);
+#else
+  uint4 value;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(__cvta_generic_to_global(from)));
+  return value;
+#endif
+}
+
+__device__ inline u32 load_fresh(const u32* from) {
+#ifdef JITKERN_EMULATED
+  return emulate::load_system(from);
+#else
+  u32 value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(from)));
+  return value;
+#endif
+}
+
+// What was written in front of the store that this sees is seen by all that this thread loads next.
+__device__ inline u64 load_acquire(const u64* from) {
+#ifdef JITKERN_EMULATED
+  return emulate::load_system(from);
+#else
+  u64 value;
+  asm volatile("ld.acquire.sys.global.b64 %0, [%1];"
+               : "=l"(value)
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return value;
+#endif
+}
+
+// Whoever loads this value by an acquire sees all that this thread wrote, and what it had seen.
+__device__ inline void store_release(u64* to, u64 value) {
+#ifdef JITKERN_EMULATED
+  emulate::store_system(to, value);
+#else
+  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "l"(value)
+               : "memory");
+#endif
+}
+
+// Of a clock that all blocks read alike. It may stand still for a microsecond.
+__device__ inline u64 nanoseconds() {
+#ifdef JITKERN_EMULATED
+  return emulate::nanoseconds();
+#else
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+#endif
+}
+
+}  // namespace jitkern

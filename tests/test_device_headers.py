@@ -1,0 +1,58 @@
+"""The headers of the kernels that NVRTC alone can prove: what they say in PTX is PTX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from headers import load
+from needs import needs_nvrtc
+
+from jitkern.arch import Arch
+from jitkern.errors import CompileError
+
+pytestmark = needs_nvrtc
+
+CLUSTER = """
+  using namespace jitkern;
+  struct Shared {{ u32 value; u64 sums[33]; }};
+  Shared& own = own_shared<Shared>();
+  if (threadIdx.x == 0) own.value = cluster_rank() + cluster_size();
+  cluster_sync<{size}>();
+  if (threadIdx.x == 1) of_block<{size}>(own.sums[3], {size} - 1) = 5;
+  *p.out = of_block<{size}>(own, 0).value;
+  cluster_sync<{size}>()
+"""
+
+
+def cluster(folder: Path, arch: Arch, size: int) -> bytes:
+    image = load(folder, '"ops/cluster.cuh"', body=CLUSTER.format(size=size)).image(arch)
+    assert isinstance(image, bytes)
+    return image
+
+
+@pytest.mark.parametrize(("major", "size"), [(8, 1), (9, 1), (9, 2), (9, 16), (10, 4)])
+def test_clusters(tmp_path: Path, empty_cache: Path, major: int, size: int) -> None:
+    assert cluster(tmp_path, Arch(major, 0), size).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(("major", "size"), [(8, 2), (9, 17), (9, 0)])
+def test_clusters_that_no_device_has(
+    tmp_path: Path, empty_cache: Path, major: int, size: int
+) -> None:
+    with pytest.raises(CompileError, match="clusters have up to 16 blocks, from compute cap"):
+        cluster(tmp_path, Arch(major, 0), size)
+
+
+@pytest.mark.parametrize("major", [8, 9])
+def test_memory_that_others_write(tmp_path: Path, empty_cache: Path, major: int) -> None:
+    body = """
+      using namespace jitkern;
+      u64* word = reinterpret_cast<u64*>(p.out);
+      const u64 begin = nanoseconds();
+      while (load_acquire(word) == 0 && nanoseconds() - begin < 1000) continue;
+      const uint4 values = load_fresh(reinterpret_cast<const uint4*>(p.out) + 1);
+      store_release(word, values.x + values.w + load_fresh(reinterpret_cast<u32*>(p.out) + 9))
+    """
+    module = load(tmp_path, '"ops/system_memory.cuh"', body=body)
+    assert module.image(Arch(major, 0)).startswith(b"\x7fELF")
