@@ -3,7 +3,7 @@
 //
 // Blocks run one after the other. The threads of a block run one after the other as well
 // (`launch`), or take turns at every barrier and warp operation (`launch_fibers`) where a kernel
-// has any.
+// has any. The blocks of a cluster take turns as well (`launch_clusters`).
 #pragma once
 
 #include <algorithm>
@@ -14,6 +14,8 @@
 #include <functional>
 #include <vector>
 
+#define JITKERN_EMULATED  // asked for where a header says in PTX what CUDA has no function for
+
 #define __global__
 #define __device__
 #define __host__
@@ -22,7 +24,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__ __restrict
-#define __shared__ static  // blocks run one after the other
+#define __shared__ static  // blocks run one after the other; those of clusters use own_shared
 
 // Aligned as on the device, so that UBSan's alignment check means the same here as a trap there.
 struct alignas(8) uint2 {
@@ -148,7 +150,52 @@ inline unsigned long long __cvta_generic_to_global(const void* p) {
   return reinterpret_cast<unsigned long long>(p);
 }
 
-// ---- barriers and warps (fibers.cc) ----------------------------------------------------------
+// ---- memory that others write (ops/system_memory.cuh) ----------------------------------------
+
+namespace emulate {
+
+[[noreturn]] void die(const char* what);
+
+// Called in front of each load of such memory, and may write to it: as a producer does at that very
+// moment. Lanes that load together on a GPU do so one after the other here, so it is called for
+// each.
+inline std::function<void()> on_fresh_load;
+
+// UBSan does not look at the addresses of the compiler's atomics.
+template <class T>
+T* aligned(T* at) {
+  if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0) die("misaligned address");
+  return at;
+}
+
+template <class T>
+T load_system(const T* from) {
+  if (on_fresh_load) on_fresh_load();
+  return __atomic_load_n(aligned(from), __ATOMIC_ACQUIRE);
+}
+// Of words that are loaded one by one, as PTX promises no more.
+inline uint4 load_system(const uint4* from) {
+  if (on_fresh_load) on_fresh_load();
+  aligned(from);
+  const auto word = [](const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); };
+  return {word(&from->x), word(&from->y), word(&from->z), word(&from->w)};
+}
+
+template <class T>
+void store_system(T* to, T value) {
+  __atomic_store_n(aligned(to), value, __ATOMIC_RELEASE);
+}
+
+// A clock that goes on when it is read, so that whoever waits for nothing comes to an end.
+constexpr unsigned long long kNanosecondsEach = 1000;
+inline unsigned long long nanoseconds() {
+  static unsigned long long now = 0;
+  return now += kNanosecondsEach;
+}
+
+}  // namespace emulate
+
+// ---- barriers, warps and clusters (fibers.cc) ------------------------------------------------
 
 namespace emulate {
 
@@ -157,6 +204,22 @@ enum class Order { kForward, kReverse, kShuffled };
 
 unsigned lane();
 void block_barrier(int* sum, int value);
+
+// What ops/cluster.cuh needs. A kernel that is started without clusters is one of 1 block.
+constexpr unsigned kMaxClusterSize = 16;
+unsigned cluster_rank();
+unsigned cluster_size();
+void cluster_arrive();
+void cluster_wait();
+// An instance of `type` for each block, gone when all of its threads have returned.
+void* own_shared(const void* type, size_t bytes, size_t align);
+template <class T>
+T& own_shared() {
+  static char type;  // its address is no other type's
+  return *static_cast<T*>(own_shared(&type, sizeof(T), alignof(T)));
+}
+uint64_t shared_of_block(uint64_t address, unsigned rank);
+
 // All lanes of `mask` bring 8 bytes each; `values[32]` are those of the whole warp.
 void warp_exchange(unsigned mask, uint64_t value, uint64_t values[32]);
 
@@ -181,8 +244,15 @@ void launch(dim3 grid, dim3 block, Order order, void (*run)(const Params&), cons
 }
 
 // Threads as fibers that change at barriers and warp operations. A barrier that not every thread
-// comes to, or a warp operation that a lane of its mask misses, ends the process.
-void launch_fibers(dim3 grid, dim3 block, Order order, const std::function<void()>& thread);
+// comes to, or a warp operation that a lane of its mask misses, ends the process. `cluster_size`
+// blocks, neighbours in x, run at the same time: `order` is that of all their threads.
+void launch_clusters(dim3 grid, dim3 block, unsigned cluster_size, Order order,
+                     const std::function<void()>& thread);
+inline void launch_fibers(dim3 grid, dim3 block, Order order, const std::function<void()>& thread) {
+  launch_clusters(grid, block, 1, order, thread);
+}
+// For on_fresh_load: all other fibers have a turn, as if a GPU were slow with this thread.
+void let_others_run();
 
 template <class T>
 uint64_t to_word(T value) {

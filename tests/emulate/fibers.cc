@@ -1,4 +1,4 @@
-// Barriers and warp operations of cuda_on_cpu.h: every thread of a block is a fiber.
+// Barriers, warp operations and clusters of cuda_on_cpu.h: every thread of a cluster is a fiber.
 #include <sanitizer/asan_interface.h>
 #include <ucontext.h>
 
@@ -9,14 +9,14 @@
 
 namespace emulate {
 
-namespace {
-
-constexpr size_t kStackBytes = 64 << 10;
-
-[[noreturn]] void die(const char* what) {
+void die(const char* what) {
   std::fprintf(stderr, "emulate: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
   std::abort();
 }
+
+namespace {
+
+constexpr size_t kStackBytes = 64 << 10;
 
 struct Exchange {
   unsigned mask = 0;
@@ -28,53 +28,102 @@ struct Exchange {
 // lanes that went different ways use different masks.
 using Warp = std::vector<std::shared_ptr<Exchange>>;
 
+// Two barriers follow each other without mixing because each has a number of its own.
+struct Barrier {
+  unsigned arrived = 0;
+  unsigned generation = 0;
+  int sums[2] = {0, 0};
+};
+
+// The instance of a type in a block's shared memory. Each is memory of its own, which can be read
+// from when the block begins until it has returned: AddressSanitizer knows where it ends, and when.
+struct Shared {
+  const void* type;
+  size_t bytes;
+  size_t align;
+  char* memory;
+
+  // Aligned as the type asks for, and no more.
+  char* start() const { return memory + align; }
+};
+
+struct Block {
+  dim3 index;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  std::vector<Shared> shared;
+  unsigned begun = 0;  // threads
+  unsigned done = 0;
+};
+
 struct Fiber {
   ucontext_t context;
   char* stack = nullptr;
   dim3 index;
+  unsigned number = 0;  // in its block
+  Block* block = nullptr;
   void* fake_stack = nullptr;
+  int64_t arrived_at = -1;  // the barrier of its cluster that it will wait at
   bool done = false;
 };
 
-struct Block {
+struct Cluster {
   ucontext_t scheduler;
   void* fake_stack = nullptr;
   const void* stack_bottom = nullptr;
   size_t stack_bytes = 0;
+  std::vector<Block> blocks;
   std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  unsigned current = 0;
+  Barrier barrier;
+  Fiber* current = nullptr;
   bool progress = false;  // since the last look: something came together
-  // Two barriers follow each other without mixing because each has a number of its own.
-  unsigned arrived = 0;
-  unsigned generation = 0;
-  int sums[2] = {0, 0};
   const std::function<void()>* thread = nullptr;
 };
 
-Block* block = nullptr;
+Cluster* cluster = nullptr;
 
-// Stacks are kept from block to block, as making one takes longer than running most threads.
-char* stack_of(unsigned thread) {
+Fiber& current_fiber(const char* if_none) {
+  if (cluster == nullptr) die(if_none);
+  return *cluster->current;
+}
+
+unsigned threads_of_block() { return blockDim.x * blockDim.y * blockDim.z; }
+
+// Stacks are kept from cluster to cluster, as making one takes longer than running most threads.
+char* stack_of(unsigned fiber) {
   static std::vector<std::unique_ptr<char[]>> stacks;
-  while (stacks.size() <= thread) stacks.push_back(std::make_unique<char[]>(kStackBytes));
-  ASAN_UNPOISON_MEMORY_REGION(stacks[thread].get(), kStackBytes);
-  return stacks[thread].get();
+  // Not make_unique, which fills with zeros: of 4,096 stacks most pages are never used.
+  while (stacks.size() <= fiber) stacks.emplace_back(new char[kStackBytes]);
+  ASAN_UNPOISON_MEMORY_REGION(stacks[fiber].get(), kStackBytes);
+  return stacks[fiber].get();
 }
 
 void yield_to_scheduler() {
-  Fiber& fiber = block->fibers[block->current];
-  __sanitizer_start_switch_fiber(fiber.done ? nullptr : &fiber.fake_stack, block->stack_bottom,
-                                 block->stack_bytes);
-  swapcontext(&fiber.context, &block->scheduler);
+  Fiber& fiber = *cluster->current;
+  __sanitizer_start_switch_fiber(fiber.done ? nullptr : &fiber.fake_stack, cluster->stack_bottom,
+                                 cluster->stack_bytes);
+  swapcontext(&fiber.context, &cluster->scheduler);
   __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
 }
 
+void begin(Block& block) {
+  for (const Shared& shared : block.shared)
+    ASAN_UNPOISON_MEMORY_REGION(shared.start(), shared.bytes);
+}
+
+void end(Block& block) {
+  for (const Shared& shared : block.shared) std::free(shared.memory);
+}
+
 void fiber_main() {
-  __sanitizer_finish_switch_fiber(nullptr, &block->stack_bottom, &block->stack_bytes);
-  (*block->thread)();
-  block->fibers[block->current].done = true;
-  block->progress = true;
+  __sanitizer_finish_switch_fiber(nullptr, &cluster->stack_bottom, &cluster->stack_bytes);
+  Fiber& fiber = *cluster->current;
+  Block& block = *fiber.block;
+  if (++block.begun == 1) begin(block);
+  (*cluster->thread)();
+  fiber.done = true;
+  if (++block.done == threads_of_block()) end(block);
+  cluster->progress = true;
   yield_to_scheduler();
 }
 
@@ -87,38 +136,85 @@ void prepare(Fiber& fiber, char* stack) {
   makecontext(&fiber.context, fiber_main, 0);
 }
 
-void resume(unsigned t) {
-  Fiber& fiber = block->fibers[t];
-  block->current = t;
+void resume(Fiber& fiber) {
+  cluster->current = &fiber;
+  blockIdx = fiber.block->index;
   threadIdx = fiber.index;
-  __sanitizer_start_switch_fiber(&block->fake_stack, fiber.stack, kStackBytes);
-  swapcontext(&block->scheduler, &fiber.context);
-  __sanitizer_finish_switch_fiber(block->fake_stack, nullptr, nullptr);
+  __sanitizer_start_switch_fiber(&cluster->fake_stack, fiber.stack, kStackBytes);
+  swapcontext(&cluster->scheduler, &fiber.context);
+  __sanitizer_finish_switch_fiber(cluster->fake_stack, nullptr, nullptr);
 }
 
-void run_block(dim3 size, Order order, const std::function<void()>& thread) {
-  const unsigned count = size.x * size.y * size.z;
-  Block here;
-  here.fibers.resize(count);
-  here.warps.resize((count + 31) / 32);
+dim3 index_of(unsigned number, dim3 size) {
+  return {number % size.x, number / size.x % size.y, number / size.x / size.y};
+}
+
+void run_cluster(unsigned first_block, unsigned num_blocks, Order order,
+                 const std::function<void()>& thread) {
+  const unsigned threads = threads_of_block();
+  Cluster here;
+  here.blocks.resize(num_blocks);
+  here.fibers.resize(num_blocks * threads);
   here.thread = &thread;
-  block = &here;
-  for (unsigned t = 0; t < count; ++t) {
-    Fiber& fiber = here.fibers[t];
-    fiber.index = {t % size.x, t / size.x % size.y, t / size.x / size.y};
-    prepare(fiber, stack_of(t));
+  cluster = &here;
+  for (unsigned b = 0; b < num_blocks; ++b) {
+    here.blocks[b].index = index_of(first_block + b, gridDim);
+    here.blocks[b].warps.resize((threads + 31) / 32);
   }
-  const std::vector<unsigned> order_of_turns = turns(count, order);
-  for (unsigned done = 0; done < count;) {
+  for (unsigned f = 0; f < here.fibers.size(); ++f) {
+    Fiber& fiber = here.fibers[f];
+    fiber.block = &here.blocks[f / threads];
+    fiber.number = f % threads;
+    fiber.index = index_of(fiber.number, blockDim);
+    prepare(fiber, stack_of(f));
+  }
+  const std::vector<unsigned> order_of_turns = turns(num_blocks * threads, order);
+  for (size_t done = 0; done < here.fibers.size();) {
     done = 0;
     here.progress = false;
-    for (const unsigned t : order_of_turns) {
-      if (!here.fibers[t].done) resume(t);
-      done += here.fibers[t].done;
+    for (const unsigned f : order_of_turns) {
+      if (!here.fibers[f].done) resume(here.fibers[f]);
+      done += here.fibers[f].done;
     }
     if (!here.progress) die("a barrier or warp operation that not every thread came to");
   }
-  block = nullptr;
+  cluster = nullptr;
+}
+
+// The number of the barrier that the thread has come to, as one of `threads`.
+unsigned come_to(Barrier& barrier, size_t threads, int value) {
+  const unsigned generation = barrier.generation;
+  barrier.sums[generation % 2] += value;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    barrier.sums[(generation + 1) % 2] = 0;
+    ++barrier.generation;
+    cluster->progress = true;
+  }
+  return generation;
+}
+
+// Comes back when all have come to it, with the sum of what they brought.
+int wait_at(const Barrier& barrier, unsigned generation) {
+  while (barrier.generation == generation) yield_to_scheduler();
+  return barrier.sums[generation % 2];
+}
+
+// Where a block has its instance of a type. It is made where nobody asked for it before, and holds
+// what no kernel takes for something of its own.
+char* instance(Block& block, const void* type, size_t bytes, size_t align) {
+  for (const Shared& shared : block.shared) {
+    if (shared.type == type) return shared.start();
+  }
+  void* memory = nullptr;
+  if (posix_memalign(&memory, std::max(2 * align, sizeof(void*)), align + bytes) != 0) {
+    die("out of memory");
+  }
+  std::memset(memory, 0xa5, align + bytes);
+  ASAN_POISON_MEMORY_REGION(memory, block.begun > 0 ? align : align + bytes);
+  if (block.done == threads_of_block()) std::free(memory);
+  block.shared.push_back({type, bytes, align, static_cast<char*>(memory)});
+  return block.shared.back().start();
 }
 
 }  // namespace
@@ -128,25 +224,56 @@ unsigned lane() {
 }
 
 void block_barrier(int* sum, int value) {
-  if (block == nullptr) die("a barrier in a kernel that was started without fibers");
-  const unsigned generation = block->generation;
-  int& total = block->sums[generation % 2];
-  total += value;
-  if (++block->arrived == block->fibers.size()) {
-    block->arrived = 0;
-    block->sums[(generation + 1) % 2] = 0;
-    ++block->generation;
-    block->progress = true;
-  }
-  while (block->generation == generation) yield_to_scheduler();
+  Block& block = *current_fiber("a barrier in a kernel that was started without fibers").block;
+  const int total = wait_at(block.barrier, come_to(block.barrier, threads_of_block(), value));
   if (sum != nullptr) *sum = total;
 }
 
+void cluster_arrive() {
+  Fiber& fiber = current_fiber("a barrier in a kernel that was started without fibers");
+  if (fiber.arrived_at >= 0) die("arrives twice at a barrier of its cluster");
+  fiber.arrived_at = come_to(cluster->barrier, cluster->fibers.size(), 0);
+}
+
+void cluster_wait() {
+  Fiber& fiber = current_fiber("a barrier in a kernel that was started without fibers");
+  if (fiber.arrived_at < 0) die("waits at a barrier that it has not come to");
+  wait_at(cluster->barrier, static_cast<unsigned>(fiber.arrived_at));
+  fiber.arrived_at = -1;
+}
+
+unsigned cluster_size() { return cluster == nullptr ? 1 : cluster->blocks.size(); }
+
+unsigned cluster_rank() { return blockIdx.x % cluster_size(); }
+
+void let_others_run() {
+  current_fiber("nobody else runs in a kernel that was started without fibers");
+  cluster->progress = true;
+  yield_to_scheduler();
+}
+
+void* own_shared(const void* type, size_t bytes, size_t align) {
+  Fiber& fiber = current_fiber("shared memory in a kernel that was started without fibers");
+  return instance(*fiber.block, type, bytes, align);
+}
+
+uint64_t shared_of_block(uint64_t address, unsigned rank) {
+  Fiber& fiber = current_fiber("shared memory in a kernel that was started without fibers");
+  if (rank >= cluster->blocks.size()) die("shared memory of a block that the cluster has not");
+  for (const Shared& own : fiber.block->shared) {
+    const uint64_t offset = address - reinterpret_cast<uint64_t>(own.start());
+    if (offset >= own.bytes) continue;
+    char* start = instance(cluster->blocks[rank], own.type, own.bytes, own.align);
+    return reinterpret_cast<uint64_t>(start) + offset;
+  }
+  die("asked of another block what is not in own_shared of this one");
+}
+
 void warp_exchange(unsigned mask, uint64_t value, uint64_t values[32]) {
-  if (block == nullptr) die("a warp operation in a kernel that was started without fibers");
+  Fiber& fiber = current_fiber("a warp operation in a kernel that was started without fibers");
   const unsigned self = 1u << lane();
   if (!(mask & self)) die("a warp operation whose mask leaves out the calling lane");
-  Warp& open = block->warps[block->current / 32];
+  Warp& open = fiber.block->warps[fiber.number / 32];
   std::shared_ptr<Exchange> exchange;
   for (const auto& other : open) {
     if (other->mask == mask) exchange = other;
@@ -160,7 +287,7 @@ void warp_exchange(unsigned mask, uint64_t value, uint64_t values[32]) {
   exchange->arrived |= self;
   if (exchange->arrived == mask) {
     open.erase(std::find(open.begin(), open.end(), exchange));
-    block->progress = true;
+    cluster->progress = true;
   }
   while (exchange->arrived != mask) yield_to_scheduler();
   std::memcpy(values, exchange->values, sizeof(exchange->values));
@@ -180,12 +307,15 @@ std::vector<unsigned> turns(unsigned count, Order order) {
   return order_of_turns;
 }
 
-void launch_fibers(dim3 grid, dim3 block_size, Order order, const std::function<void()>& thread) {
+void launch_clusters(dim3 grid, dim3 block_size, unsigned cluster_size, Order order,
+                     const std::function<void()>& thread) {
   gridDim = grid;
   blockDim = block_size;
-  for (const unsigned b : turns(grid.x * grid.y * grid.z, order)) {
-    blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-    run_block(block_size, order, thread);
+  if (cluster_size == 0 || cluster_size > kMaxClusterSize || grid.x % cluster_size != 0) {
+    die("a grid that is not of whole clusters, or clusters that are too large");
+  }
+  for (const unsigned c : turns(grid.x * grid.y * grid.z / cluster_size, order)) {
+    run_cluster(c * cluster_size, cluster_size, order, thread);
   }
 }
 

@@ -4,9 +4,18 @@
 
 #include <string_view>
 
-#include "buffers.h"
+#include "ops/cluster.cuh"
+#include "ops/system_memory.cuh"
+#include "sweep.h"
 
 namespace emulate {
+
+using jitkern::cluster_sync;
+using jitkern::load_acquire;
+using jitkern::load_fresh;
+using jitkern::of_block;
+
+constexpr Order kOrders[] = {Order::kForward, Order::kReverse, Order::kShuffled};
 
 #define EXPECT(condition) \
   if (!(condition)) fail("not so: " #condition)
@@ -52,8 +61,170 @@ void works(Order order) {
   launch_fibers({1, 2}, {32, 2}, order, [] { warp_operations(); });
 }
 
+// ---- clusters
+
+struct OfBlock {
+  u32 value;
+  u32 others[16];
+};
+
+// `sums[round][block]`: the sum of what the blocks of its cluster have in that round.
+template <u32 kSize>
+void sums_of_cluster(u32 (*sums)[48], std::vector<unsigned>* turns_of_blocks) {
+  if (threadIdx.x == 0) turns_of_blocks->push_back(blockIdx.x);
+  OfBlock& own = jitkern::own_shared<OfBlock>();
+  OfBlock& first = of_block(own, 0);  // which may not have begun
+  const u32 rank = jitkern::cluster_rank();
+  EXPECT(jitkern::cluster_size() == kSize && rank == blockIdx.x % kSize);
+  EXPECT(own.others[rank] == 0xa5a5a5a5u);
+  // Barriers and warps are of a block, however many the others have.
+  for (u32 i = 0; i < rank; ++i) EXPECT(__syncthreads_count(threadIdx.x < i) == int(i));
+  EXPECT(__shfl_sync(~0u, blockIdx.x, 7) == blockIdx.x);
+  for (u32 round = 0; round < 2; ++round) {
+    if (threadIdx.x == 40) own.value = 100 * round + blockIdx.x;
+    cluster_sync();
+    cluster_sync();
+    if (threadIdx.x == 63) first.others[rank] = own.value;
+    u32 sum = 0;
+    for (u32 i = 0; i < kSize; ++i) sum += of_block(own.value, i);
+    cluster_sync();
+    for (u32 i = 0; i < kSize; ++i) sum -= first.others[i];
+    EXPECT(sum == 0);
+    if (threadIdx.x == rank) {
+      for (u32 i = 0; i < kSize; ++i) sums[round][blockIdx.x] += of_block(own, i).value;
+    }
+    cluster_sync();
+  }
+}
+
+template <u32 kSize>
+void clusters_work(Order order) {
+  u32 sums[2][48] = {};
+  std::vector<unsigned> blocks;
+  launch_clusters({3 * kSize}, {64}, kSize, order, [&] { sums_of_cluster<kSize>(sums, &blocks); });
+  for (u32 b = 0; b < 3 * kSize; ++b) {
+    const u32 sum = b / kSize * kSize * kSize + kSize * (kSize - 1) / 2;
+    EXPECT(sums[0][b] == sum && sums[1][b] == sum + 100 * kSize);
+  }
+  const std::vector<unsigned> sorted = turns(3 * kSize, Order::kForward);
+  if (order == Order::kReverse) std::reverse(blocks.begin(), blocks.end());
+  if (order != Order::kShuffled) EXPECT(blocks == sorted);
+  if (order == Order::kShuffled && kSize > 2) EXPECT(blocks != sorted);
+}
+
+struct SizeParams {
+  u32* sizes;
+  FaultRecord* fault;
+};
+
+void sweeps_have_clusters() {
+  constexpr u32 kSize = 4;
+  Random random(kSize);
+  Tally tally;
+  FaultWord fault(0);
+  u32 sizes[8] = {};
+  const auto run = [](const SizeParams& p) {
+    cluster_sync();
+    atomicAdd(&p.sizes[blockIdx.x], jitkern::cluster_size());
+  };
+  run_kernel<SizeParams>({0, 0, 0, 0, 2, run, kSize}, {8}, 2, random, {sizes, fault.record()},
+                         tally);
+  for (const u32 found : sizes) EXPECT(found == 2 * kSize);
+}
+
+// ---- memory that others write
+
+// A producer that writes when the consumer looks for the fifth time, and one that never does.
+void fresh_loads_work(Order order) {
+  u64 word = 0;
+  uint4 values = make_uint4(1, 2, 3, 4);
+  int looks = 0;
+  on_fresh_load = [&] {
+    if (++looks == 5) word = 7, values.w = 5;
+  };
+  u64 waited = 0;
+  launch_fibers({1}, {1}, order, [&] {
+    while (load_acquire(&word) == 0) continue;
+    EXPECT(looks == 5 && load_fresh(&values).x == 1 && load_fresh(&values.w) == 5 && looks == 7);
+    const u64 begin = jitkern::nanoseconds();
+    while (load_acquire(&word) != 8 && waited < 1'000'000) waited = jitkern::nanoseconds() - begin;
+  });
+  EXPECT(waited == 1'000'000);
+  // The producer is another block of the cluster.
+  on_fresh_load = let_others_run;
+  launch_clusters({2}, {1}, 2, order, [&] {
+    if (blockIdx.x == 0) jitkern::store_release(&word, 9);
+    while (load_acquire(&word) != 9) continue;
+  });
+  on_fresh_load = nullptr;
+}
+
+// ---- mistakes
+
+template <class Thread>
+void in_clusters(unsigned size, Thread thread) {
+  launch_clusters({size}, {1}, size, Order::kForward, thread);
+}
+
+void mistake_in_cluster(std::string_view kind) {
+  volatile u32 sink = 0;
+  const auto own = []() -> OfBlock& { return jitkern::own_shared<OfBlock>(); };
+  if (kind == "cluster barrier not for a block")
+    in_clusters(4, [] {
+      if (blockIdx.x != 2) cluster_sync();
+    });
+  if (kind == "cluster barrier not for a thread")
+    launch_clusters({2}, {32}, 2, Order::kReverse, [] {
+      if (blockIdx.x == 0 || threadIdx.x != 9) cluster_sync();
+    });
+  if (kind == "second cluster barrier not for all")
+    in_clusters(2, [] {
+      cluster_sync();
+      if (blockIdx.x == 0) cluster_sync();
+    });
+  if (kind == "arrived twice")
+    in_clusters(2, [] {
+      jitkern::cluster_arrive();
+      cluster_sync();
+    });
+  if (kind == "waits without having arrived") in_clusters(2, [] { jitkern::cluster_wait(); });
+  if (kind == "half a cluster") launch_clusters({3}, {1}, 2, Order::kForward, [] {});
+  if (kind == "block has returned")
+    in_clusters(2, [&] {
+      OfBlock& other = of_block(own(), 1 - blockIdx.x);
+      cluster_sync();
+      if (blockIdx.x == 0) sink = other.value;  // the last that comes to a barrier goes on first
+    });
+  if (kind == "asked of a block that has returned")
+    in_clusters(2, [&] {
+      cluster_sync();
+      if (blockIdx.x == 0) sink = of_block(own(), 1).value;
+    });
+  if (kind == "block has not begun") in_clusters(2, [&] { of_block(own(), 1).value = 1; });
+  if (kind == "no such block") in_clusters(2, [&] { sink = of_block(own(), 2).value; });
+  if (kind == "not in shared memory")
+    in_clusters(2, [&] {
+      u32 local = 0;
+      sink = of_block(local, 0);
+    });
+  if (kind == "write behind shared memory")
+    in_clusters(2, [&] {
+      cluster_sync();
+      volatile int behind = 16;
+      of_block(own(), 1).others[behind] = 1;
+      cluster_sync();
+    });
+  if (kind == "unaligned shared memory")
+    in_clusters(1, [&] { sink = reinterpret_cast<uint4*>(&own())->x; });
+  if (kind == "shared memory without fibers") {
+    void (*run)(const int&) = [](const int&) { jitkern::own_shared<OfBlock>().value = 1; };
+    launch({1}, {2}, Order::kForward, run, 0);
+  }
+}
+
 // Rows of 12 bytes, 16 apart, on a 16-byte boundary.
 void mistake(std::string_view kind) {
+  mistake_in_cluster(kind);
   Random random(1);
   RowBuffer rows("rows", 4, 12, 16, 0, random);
   const IntBuffer ints("ints", {1, 2, 3}, 4);
@@ -65,6 +236,15 @@ void mistake(std::string_view kind) {
   if (kind == "write inside a row") rows.row(2)[3] ^= 1;
   if (kind == "read behind the indices") sink = static_cast<const char*>(ints.data())[12];
   if (kind == "unaligned vector") sink = jitkern::load_vec<8>(rows.row(0) + 4).x;
+  if (kind == "unaligned fresh load")
+    sink = load_fresh(reinterpret_cast<const uint4*>(rows.row(0) + 8)).x;
+  if (kind == "unaligned acquire") sink = load_acquire(reinterpret_cast<u64*>(rows.row(0) + 4));
+  if (kind == "unaligned release")
+    jitkern::store_release(reinterpret_cast<u64*>(rows.row(0) + 4), 1);
+  if (kind == "fresh load behind a row")
+    sink = load_fresh(reinterpret_cast<const uint4*>(rows.row(1))).x;
+  if (kind == "acquire behind the buffer")
+    sink = load_acquire(reinterpret_cast<u64*>(rows.row(3) + 16));
   volatile int large = INT32_MAX;
   if (kind == "signed overflow") sink = static_cast<char>(large + 1);
   if (kind == "barrier not for all")
@@ -102,5 +282,13 @@ int main(int argc, char** argv) {
     mistake(argv[1]);
     return 0;
   }
-  for (const Order order : {Order::kForward, Order::kReverse, Order::kShuffled}) works(order);
+  sweeps_have_clusters();
+  for (const Order order : kOrders) {
+    works(order);
+    clusters_work<1>(order);
+    clusters_work<2>(order);
+    clusters_work<4>(order);
+    clusters_work<16>(order);
+    fresh_loads_work(order);
+  }
 }

@@ -24,6 +24,7 @@ struct Specialisation {
   int variant;  // what else the op is specialised on
   int num_threads;
   void (*run)(const Params&);
+  unsigned cluster_size = 1;
 };
 
 template <class Params>
@@ -111,7 +112,7 @@ struct Tally {
 void report(const char* op, size_t specialisations, const Tally& tally);
 
 // Runs one kernel as a grid of blocks, and counts. `talks`: its threads have warp operations or
-// barriers.
+// barriers, as those of clusters do.
 template <class Params>
 void run_kernel(const Specialisation<Params>& kernel, dim3 grid, unsigned num_threads,
                 Random& random, const Params& params, Tally& tally, bool talks = false) {
@@ -119,8 +120,8 @@ void run_kernel(const Specialisation<Params>& kernel, dim3 grid, unsigned num_th
   tally.threads += i64(grid.x) * grid.y * num_threads;
   const bool empty = params.fault->state == 0;
   const Order order = any_order(random);
-  if (talks) {
-    launch_fibers(grid, {num_threads}, order, [&] { kernel.run(params); });
+  if (talks || kernel.cluster_size > 1) {
+    launch_clusters(grid, {num_threads}, kernel.cluster_size, order, [&] { kernel.run(params); });
   } else {
     launch(grid, {num_threads}, order, kernel.run, params);
   }
@@ -151,7 +152,8 @@ int sweep(const char* op, const Specialisations<Params>& list, Runs runs, One on
       now_running = std::string(op) + ": rows of " + std::to_string(kernel.row_bytes) +
                     " bytes, vectors of " + std::to_string(kernel.vec_bytes) + ", indices of " +
                     std::to_string(kernel.index_bytes) + ", variant " +
-                    std::to_string(kernel.variant) + ", run " + std::to_string(run);
+                    std::to_string(kernel.variant) + ", clusters of " +
+                    std::to_string(kernel.cluster_size) + ", run " + std::to_string(run);
       Random random(static_cast<u64>(
           ((kernel.row_bytes * 32 + kernel.vec_bytes) * 16 + kernel.index_bytes + kernel.variant) *
               1024 +

@@ -24,17 +24,18 @@ struct Config {
 constexpr Config kConfig{UNPACK_CONFIG};
 
 // Small blocks, and little for a warp of its own, so that there is a rest of what is no megabyte.
-template <DescriptorFormat kFormat, int kThreads, int kOwn, int kFirst, int kUnit>
+template <DescriptorFormat kFormat, int kThreads, int kOwn, int kFirst, int kUnit, unsigned kCluster>
 void add(Specialisations<UnpackParams>& list) {
   using Kernel = jitkern::Unpack<kFormat, kThreads, kConfig.max_occupancy, kConfig.use_pdl,
                                  UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, kOwn, kFirst, kUnit>;
-  list.push_back({kOwn, 16, 8, kFormat, kThreads, Kernel::run});
+  list.push_back({kOwn, 16, 8, kFormat, kThreads, Kernel::run, kCluster});
 }
 template <DescriptorFormat kFormat>
 void add_all(Specialisations<UnpackParams>& list) {
-  add<kFormat, 64, 4, 4, 3>(list);
-  add<kFormat, 96, 9, 5, 4>(list);
-  add<kFormat, 64, UNPACK_OWN_SEGMENTS, UNPACK_FIRST_SEGMENTS, UNPACK_UNIT_SEGMENTS>(list);
+  add<kFormat, 64, 4, 4, 3, 1>(list);
+  add<kFormat, 64, 4, 4, 3, 2>(list);
+  add<kFormat, 96, 9, 5, 4, 4>(list);
+  add<kFormat, 64, UNPACK_OWN_SEGMENTS, UNPACK_FIRST_SEGMENTS, UNPACK_UNIT_SEGMENTS, 1>(list);
 }
 
 constexpr i64 kMax = std::numeric_limits<i64>::max();
@@ -236,11 +237,8 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
   params.count = count_bytes == 0 ? nullptr : counted.data();
   params.count_bytes = count_bytes;
   params.num_descriptors = static_cast<u32>(num);
-  const unsigned blocks = random.pick({1u, 2u, 5u});
-  const i64 warps = i64(blocks) * kernel.num_threads / 32;
-  params.blocks_each = static_cast<u32>(std::max<i64>(1, blocks / num));
-  params.group_size = static_cast<u32>(ceil_div(num, i64(blocks)));
-  params.warps_each = static_cast<u32>(std::max<i64>(1, warps / num));
+  const unsigned blocks = kernel.cluster_size * random.pick({1u, 2u, 5u});
+  params.reads_host = random.below(3) == 0;
   for (u32 part = 0; part < jitkern::kNumParts; ++part) {
     params.sites[part] = FaultSite(u32(kFirstSite) + part);
   }
