@@ -16,6 +16,8 @@ from jitkern.ops.pairs import load_entries
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from jitkern.offload import DescriptorRing
+
 CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=True)
 IN_FLIGHT = 4
 PARTS_IN_FLIGHT = 2
@@ -44,6 +46,35 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     return [(one,) for one in _FORMATS]
 
 
+# What consumes a DescriptorRing beside the copy itself: one block brings descriptors, one completes
+# pushes; or one that serves does it all, with more in flight, as it has an SM to itself.
+RING_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
+SERVE_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=False)
+SERVE_IN_FLIGHT = 8
+SERVE_PARTS_IN_FLIGHT = 4
+
+
+@cache
+def ring_kernel() -> DeviceModule:
+    """Return the device module that consumes a ring: stage, complete and serve."""
+    serve_args = make_cpp_args(*SERVE_CONFIG, SERVE_IN_FLIGHT, SERVE_PARTS_IN_FLIGHT, OWN_SEGMENTS)
+    ring_args = make_cpp_args(*RING_CONFIG)
+    entries = [
+        ("jitkern_unpack_ring_stage", f"StageRing<{ring_args}>", RING_CONFIG),
+        ("jitkern_unpack_ring_complete", f"CompleteRing<{ring_args}>", RING_CONFIG),
+        ("jitkern_unpack_ring_serve", f"ServeRing<{serve_args}>", SERVE_CONFIG),
+    ]
+    return load_entries("unpack_ring", "unpack_ring.cu", entries, serve_args, SERVE_IN_FLIGHT)
+
+
+host.builds("unpack_ring", ring_kernel)
+
+
+def shared_kernels() -> list[DeviceModule]:
+    """Return the kernels of rings."""
+    return [ring_kernel()]
+
+
 @cache
 def _op() -> Callable[..., Any]:
     return host.op("unpack", kernel)
@@ -53,8 +84,25 @@ def _through_torch(dst: Tensor, src: Tensor, descriptors: Tensor, **options: Any
     dispatch.through_torch("unpack", dst=dst, src=src, descriptors=descriptors, **options)
 
 
+_ring_type: type | None = None  # DescriptorRing, which is of a level above, once it is imported
+
+
+def set_ring_type(ring_type: type) -> None:
+    """Have :func:`unpack` take instances of `ring_type`, by their `_unpack(...)`."""
+    global _ring_type
+    _ring_type = ring_type
+
+
 @dispatch.traced_as(_through_torch)
-def unpack(dst: Tensor, src: Tensor, descriptors: Tensor, *, count: Tensor | None = None) -> None:
+def unpack(
+    dst: Tensor,
+    src: Tensor,
+    descriptors: Tensor | DescriptorRing,
+    *,
+    count: Tensor | None = None,
+    slot: int | None = None,
+    num_slots: int = 1,
+) -> None:
     """Copy pieces of ``src`` to their places in ``dst``, each where a descriptor says.
 
     One call moves any number of pieces of any size and alignment, on the current stream and without
@@ -67,23 +115,38 @@ def unpack(dst: Tensor, src: Tensor, descriptors: Tensor, *, count: Tensor | Non
     dst, src : Tensor
         Contiguous, of any dtypes and shapes: they count as bytes. Both on one GPU, one of them in
         pinned host memory and the other on a GPU, or both on the CPU. They share no memory.
-    descriptors : Tensor
+    descriptors : Tensor or DescriptorRing
         int64, contiguous, in memory of their own. ``[n, 3]`` of (src_off, dst_off, len), in bytes:
         ``len`` bytes go from there to there. ``[n, 6]`` of (src_off, dst_off, len, count,
         src_stride, dst_stride): ``count`` pieces of ``len`` bytes, so many bytes apart, upwards or
         downwards. Where ``len`` or ``count`` is 0 there is nothing to do. Pieces should not overlap
         in ``dst``: what several write there is undefined. On the GPU or on the CPU; those on the
-        CPU are read before the call returns.
+        CPU are read before the call returns. Or a :class:`jitkern.offload.DescriptorRing`, see
+        below.
     count : Tensor, optional
         One int32 or int64 on the device of ``descriptors``: only so many of them count. Below 0 it
         means 0, above their number all.
+    slot, num_slots : int, optional
+        Of a ring: the slot to begin with, by default that of the push that is next in turn, and how
+        many are looked at.
+
+    Notes
+    -----
+    Of a ring a call takes the pushes that are there by the time the GPU comes to it, up to
+    `num_slots` of them, one after the other until one is not there yet; where there is none it does
+    nothing. Each push is taken once, by whichever call comes first. Behind the copies it is
+    completed: :meth:`~jitkern.offload.DescriptorRing.wait` returns, and the slot is free. Nothing
+    is allocated and no host memory is read before the GPU does, so that a graph that has captured
+    the call takes at each replay what was pushed by then. Calls of one ring follow each other: two
+    at the same time are refused by the GPU, with a RuntimeError of a later call. On the CPU the
+    same is done before the call returns.
 
     Raises
     ------
     TypeError, ValueError
         Wrong dtype, device, shape or stride, pageable host memory, memory that the call would write
         and read, or ``descriptors`` on the CPU while a graph is captured. Nothing was queued or
-        written.
+        written. ``slot`` or ``num_slots`` without a ring, or ``count`` with one.
     RuntimeError
         With gradients enabled: an argument requires one. Outside of inference mode: what is written
         to was made in it. Nothing was written.
@@ -91,7 +154,7 @@ def unpack(dst: Tensor, src: Tensor, descriptors: Tensor, *, count: Tensor | Non
         A descriptor whose pieces reach out of ``src`` or ``dst``, or with a negative ``len`` or
         ``count``. For ``descriptors`` on the CPU at once, and nothing was queued or written. Else
         all of that descriptor is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+        :func:`jitkern.check` raises. Of a ring on the CPU nothing of that slot is copied.
 
     Examples
     --------
@@ -101,6 +164,13 @@ def unpack(dst: Tensor, src: Tensor, descriptors: Tensor, *, count: Tensor | Non
     >>> slab[:12].tolist()
     [0, 10, 11, 0, 0, 0, 0, 0, 1, 2, 0, 0]
     """
+    if type(descriptors) is _ring_type:
+        if count is not None:
+            raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
+        return descriptors._unpack(dst, src, slot, num_slots)
+    if slot is not None or num_slots != 1:
+        name = "num_slots" if slot is None else "slot"
+        raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
         try:
             if not _op()(dst, src, descriptors, count):

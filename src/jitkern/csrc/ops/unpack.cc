@@ -11,18 +11,22 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = "unpack";
-const DescriptorSites kSites(kOp);
+const DescriptorSites kSites(false);
 
-// Threads of a copy over the link, whose loads keep it busy, and of one inside the GPU, on each SM.
+// Threads of a copy over the link, whose loads keep it busy.
 constexpr i64 kLinkThreads = 8192;
-constexpr i64 kThreadsOfSm = 1024;
 // Blocks that look for long descriptors together; any GPU that has clusters has them of 8.
 constexpr unsigned kClusterBlocks = 8;
 
-template <DescriptorPart kPart>
-[[noreturn]] void raise_part(const char* op, const char* arg, i64 number, i64 value, i64 bound,
+std::string name_of(bool in_ring, i64 position) {
+  const std::string number = std::to_string(in_ring ? position & 0xffffffff : position);
+  return " in descriptor " + number + (in_ring ? " of slot " + std::to_string(position >> 32) : "");
+}
+
+template <DescriptorPart kPart, bool kInRing>
+[[noreturn]] void raise_part(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                              const char* note) {
-  const std::string which = " in descriptor " + std::to_string(number);
+  const std::string which = name_of(kInRing, position);
   const std::string is = std::to_string(value);
   const std::string limit = std::to_string(bound);
   std::string text;
@@ -41,11 +45,15 @@ struct PartWords {
   const char* arg;
   RaiseFault raise;
 };
-constexpr PartWords kParts[kNumParts] = {
-    {"src", raise_part<kSrcPart>},
-    {"dst", raise_part<kDstPart>},
-    {"descriptors[:, 2]", raise_part<kLenPart>},
-    {"descriptors[:, 3]", raise_part<kCountPart>},
+constexpr PartWords kParts[2][kNumParts] = {
+    {{"src", raise_part<kSrcPart, false>},
+     {"dst", raise_part<kDstPart, false>},
+     {"descriptors[:, 2]", raise_part<kLenPart, false>},
+     {"descriptors[:, 3]", raise_part<kCountPart, false>}},
+    {{"src", raise_part<kSrcPart, true>},
+     {"dst", raise_part<kDstPart, true>},
+     {"descriptors.len", raise_part<kLenPart, true>},
+     {"descriptors.count", raise_part<kCountPart, true>}},
 };
 
 Rows bytes_of(const char* arg, AnyView value) {
@@ -70,18 +78,13 @@ char* address_on_gpu(const Rows& side) {
 }
 
 UnpackParams params_of(const UnpackCall& call) {
-  UnpackParams params{};
-  params.dst = address_on_gpu(call.dst);
-  params.src = address_on_gpu(call.src);
-  params.dst_bytes = call.dst.row_bytes;
-  params.src_bytes = call.src.row_bytes;
+  UnpackParams params = call.params();
   params.descriptors = call.descriptors.data;
   params.num_descriptors = static_cast<u32>(call.num_descriptors);
   if (call.count && call.count->on_cuda()) {
     params.count = call.count->data;
     params.count_bytes = call.count->index_bytes;
   }
-  params.reads_host = !call.src.on_cuda();
   kSites.give_to(params);
   return params;
 }
@@ -128,17 +131,21 @@ void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
   }
   params.descriptors = at;
   params.num_descriptors = static_cast<u32>(count);
-  launch_unpack(scope, kSextuples, params, !call.dst.on_cuda());
+  launch_unpack(scope, kSextuples, params);
 }
 
 void unpack_op(AnyView dst, AnyView src, AnyView descriptors, AnyView count) {
   const UnpackCall call(dst, src, descriptors, count);
   if (!call.on_gpu().on_cuda()) return unpack_by_cpu(call, call.checked_descriptors());
   call.check_sizes();
+  if (call.num_descriptors > kMostDescriptors) {
+    call.descriptors.value_error(std::to_string(call.num_descriptors) + " descriptors",
+                                 "less in one call");
+  }
   const LaunchScope scope(call.on_gpu());
   if (call.num_descriptors == 0) return;
   if (call.descriptors.on_cuda()) {
-    return launch_unpack(scope, call.format, params_of(call), !call.dst.on_cuda());
+    return launch_unpack(scope, call.format, params_of(call));
   }
   require_no_capture(scope, call);
   launch_from_host(scope, call);
@@ -148,24 +155,45 @@ JITKERN_EXPORT_OP(unpack, unpack_op);
 
 }  // namespace
 
-DescriptorSites::DescriptorSites(const char* op) {
+DescriptorSites::DescriptorSites(bool of_ring) {
   for (int part = 0; part < kNumParts; ++part) {
-    sites[part] = fault_site(op, kParts[part].arg, kParts[part].raise,
-                             "nothing of that descriptor was copied");
+    const PartWords& words = kParts[of_ring][part];
+    sites[part] = fault_site(kOp, words.arg, words.raise, "nothing of that descriptor was copied");
   }
 }
 
-void raise_out_of_range(const char* op, i64 number, const Verdict& verdict) {
-  const PartWords& words = kParts[verdict.part];
-  words.raise(op, words.arg, number, verdict.value, verdict.bound, "; nothing was written");
+void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict) {
+  const PartWords& words = kParts[of_ring][verdict.part];
+  words.raise(kOp, words.arg, position, verdict.value, verdict.bound, "; nothing was written");
   std::abort();  // it has thrown
 }
 
-UnpackCall::UnpackCall(AnyView dst_arg, AnyView src_arg, AnyView descriptors_arg, AnyView count_arg)
-    : dst(bytes_of("dst", dst_arg)),
-      src(bytes_of("src", src_arg)),
-      descriptors(descriptors_of(descriptors_arg)) {
+UnpackSides::UnpackSides(AnyView dst_arg, AnyView src_arg)
+    : dst(bytes_of("dst", dst_arg)), src(bytes_of("src", src_arg)) {
   if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
+  if (dst.ordinal() == src.ordinal() && !dst.empty() && !src.empty()) dst.apart_from(src);
+}
+
+void UnpackSides::check_sizes() const {
+  if (dst.row_bytes > kMostBytes) {
+    dst.value_error(std::to_string(dst.row_bytes) + " bytes",
+                    "at most " + std::to_string(kMostBytes) + " in a copy with a GPU");
+  }
+}
+
+UnpackParams UnpackSides::params() const {
+  UnpackParams params{};
+  params.dst = address_on_gpu(dst);
+  params.src = address_on_gpu(src);
+  params.dst_bytes = dst.row_bytes;
+  params.src_bytes = src.row_bytes;
+  params.reads_host = !src.on_cuda();
+  params.writes_host = !dst.on_cuda();
+  return params;
+}
+
+UnpackCall::UnpackCall(AnyView dst_arg, AnyView src_arg, AnyView descriptors_arg, AnyView count_arg)
+    : UnpackSides(dst_arg, src_arg), descriptors(descriptors_of(descriptors_arg)) {
   if (descriptors.on_cuda() || !on_gpu().on_cuda()) descriptors.same_device(on_gpu());
   const DLTensor& rows = *descriptors.dl;
   if (rows.ndim != 2 || (rows.shape[1] != kTriples && rows.shape[1] != kSextuples)) {
@@ -175,23 +203,12 @@ UnpackCall::UnpackCall(AnyView dst_arg, AnyView src_arg, AnyView descriptors_arg
   }
   format = rows.shape[1] == kTriples ? kTriples : kSextuples;
   num_descriptors = rows.shape[0];
-  if (dst.ordinal() == src.ordinal() && !dst.empty() && !src.empty()) dst.apart_from(src);
   if (!dst.empty()) descriptors.apart_from(dst);
   if (is_none(count_arg)) return;
   count.emplace(kOp, "count", count_arg);
   count->same_device(descriptors);
   if (count->count != 1) count->value_error("shape " + count->shape_text(), "1 element");
   if (!dst.empty()) count->apart_from(dst);
-}
-
-void UnpackCall::check_sizes() const {
-  if (num_descriptors > kMostDescriptors) {
-    descriptors.value_error(std::to_string(num_descriptors) + " descriptors", "less in one call");
-  }
-  if (dst.row_bytes > kMostBytes) {
-    dst.value_error(std::to_string(dst.row_bytes) + " bytes",
-                    "at most " + std::to_string(kMostBytes) + " in a copy with a GPU");
-  }
 }
 
 std::vector<Pieces> UnpackCall::checked_descriptors() const {
@@ -212,7 +229,7 @@ std::vector<Pieces> UnpackCall::checked_descriptors() const {
         pieces.dst_stride = at(row + 5);
       }
       const Verdict verdict = verdict_on(pieces, src.row_bytes, dst.row_bytes);
-      if (verdict.part != kNumParts) raise_out_of_range(kOp, i, verdict);
+      if (verdict.part != kNumParts) raise_out_of_range(false, i, verdict);
       pieces = simplified(pieces);
       if (!pieces.empty()) list.push_back(pieces);
     }
@@ -220,16 +237,15 @@ std::vector<Pieces> UnpackCall::checked_descriptors() const {
   return list;
 }
 
-void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params,
-                   bool writes_host) {
+void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params) {
   const i64 num = params.num_descriptors;
   if (num == 0) return;
   const Kernel& kernel = kernels().find(scope.device, Spec(format)).entries[0];
   const i64 threads = kernel.num_threads;
   // A small destination has no more warps than it has segments.
   const i64 useful = ceil_div(32 * (2 * num + params.dst_bytes / 512), threads);
-  const i64 most = scope.device.num_sms * (kThreadsOfSm / threads);
-  const i64 link = params.reads_host || writes_host ? kLinkThreads / threads : most;
+  const i64 most = i64(scope.device.num_sms) * kUnpackBlocksOfSm;
+  const i64 link = params.reads_host || params.writes_host ? kLinkThreads / threads : most;
   const unsigned cluster = scope.device.arch >= 90 ? kClusterBlocks : 1;
   const i64 blocks = ceil_div(std::min({useful, most, link}), i64(cluster)) * cluster;
   params.fault = scope.device.fault_device;

@@ -20,6 +20,7 @@ template <int kFormat, int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kInFli
           u32 kPartsInFlight, u32 kOwnSegments, u32 kFirstSegments, u32 kUnitSegments>
 struct Unpack {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
+  static_assert(kMaxOccupancy == kUnpackBlocksOfSm, "as it is launched");
   static_assert(kFirstSegments >= 4 && kFirstSegments <= kOwnSegments, "see own_segments");
   using Params = UnpackParams;
   static constexpr int kNumThreads = kThreads;

@@ -12,6 +12,9 @@ enum DescriptorFormat : int { kStructs = 0, kTriples = 3, kSextuples = 6 };
 // What of a descriptor may be out of range.
 enum DescriptorPart : int { kSrcPart, kDstPart, kLenPart, kCountPart, kNumParts };
 
+// Blocks of the kernel that are on an SM together.
+constexpr int kUnpackBlocksOfSm = 4;
+
 struct UnpackParams {
   char* dst;
   const char* src;
@@ -23,7 +26,8 @@ struct UnpackParams {
   i32 count_bytes;   // 4 or 8
   const u64* owner;  // in device memory: of the descriptors; they are none unless it is `call`
   u64 call;
-  bool reads_host;  // the source is in host memory
+  bool reads_host;  // where a side is in host memory
+  bool writes_host;
   FaultSite sites[kNumParts];
   FaultRecord* fault;
 };

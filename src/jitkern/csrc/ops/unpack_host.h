@@ -13,10 +13,22 @@ namespace jitkern {
 
 constexpr i64 kMostDescriptors = 1ll << 30;  // of one launch
 
-// A call that is checked.
-struct UnpackCall {
+// Where a call copies from and to, checked.
+struct UnpackSides {
   Rows dst;  // as one row
   Rows src;
+
+  UnpackSides(AnyView dst, AnyView src);
+
+  const Rows& on_gpu() const { return dst.on_cuda() ? dst : src; }
+  // ValueError where the kernel cannot count the bytes.
+  void check_sizes() const;
+  // Addresses as the GPU has them, and sizes.
+  UnpackParams params() const;
+};
+
+// A call that is checked.
+struct UnpackCall : UnpackSides {
   Indices descriptors;
   std::optional<Indices> count;
   DescriptorFormat format;
@@ -24,34 +36,29 @@ struct UnpackCall {
 
   UnpackCall(AnyView dst, AnyView src, AnyView descriptors, AnyView count);
 
-  const Rows& on_gpu() const { return dst.on_cuda() ? dst : src; }
   // Descriptors on the CPU, as few pieces as possible of each, read once: those that count.
   // IndexError for the first that is out of range.
   std::vector<Pieces> checked_descriptors() const;
-  // ValueError where the kernel cannot count them.
-  void check_sizes() const;
 };
 
 // Copies them on the threads of the CPU.
 void unpack_by_cpu(const UnpackCall& call, const std::vector<Pieces>& list);
 
-// Writes the sites of an op into its parameters: faults are raised in its name, with the reach of
-// the descriptor or the number in it that is wrong.
+// The parts of a descriptor that faults name: of a call's, or of a ring's, by its position.
 struct DescriptorSites {
   FaultSite sites[kNumParts];
 
-  explicit DescriptorSites(const char* op);
+  explicit DescriptorSites(bool of_ring);
   void give_to(UnpackParams& params) const {
     for (int part = 0; part < kNumParts; ++part) params.sites[part] = sites[part];
   }
 };
 // IndexError of a descriptor, in the words of its part.
-[[noreturn]] void raise_out_of_range(const char* op, i64 number, const Verdict& verdict);
+[[noreturn]] void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict);
 
 // Queues the kernel on the scope's stream. `params` has all but `fault`: addresses as the GPU has
 // them, the descriptors, or at most so many by a count in device memory. Over the link to host
 // memory few SMs are enough.
-void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params,
-                   bool writes_host);
+void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params);
 
 }  // namespace jitkern
