@@ -15,13 +15,15 @@ from jitkern.host import module as host
 from jitkern.offload.args import count_arg, device_arg, int64_arg, natural_arg, number_arg
 from jitkern.offload.pool import PinnedPool
 from jitkern.offload.ring_slot import RingSlot
+from jitkern.ops import dispatch
+from jitkern.ops.unpack import set_ring_type
 
 if TYPE_CHECKING:
     import torch
 
 # As in both/ring.h and csrc/offload/ring.cc.
 _MAX_SLOTS, _MAX_DESCRIPTORS = 65_536, 65_535
-_HEADER_BYTES, _DESCRIPTOR_BYTES = 128, 48
+_HEADER_BYTES, _DESCRIPTOR_BYTES = 128, 64
 _RESERVED = -2
 
 _SLICE_S = 0.05  # of a wait in C++, between two of which Ctrl-C gets through
@@ -108,9 +110,15 @@ class DescriptorRing:
         if memory == "device":
             self._on_device = _device_memory(num_bytes, self._device)
             self._on_device[:_HEADER_BYTES].copy_(self._bytes[:_HEADER_BYTES])  # and waits
+        if self._device.type == "cuda":
+            state_bytes = module["ring_state_bytes"](self._num_slots, self._max)
+            state = _device_memory(state_bytes, self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # other streams may use it, too
+            base = 0 if self._on_device is None else self._on_device.data_ptr()
+            made = module["ring_on_gpu"](self._bytes, base, state)
+            self._consume, self._serve = made
         self._is_tensor = torch.Tensor
         self._holder = 0  # the thread that has reserved a slot
-        self._unpacked = 0  # the next ticket to unpack
         self._is_open = True
         _open.add(self)
 
@@ -262,34 +270,21 @@ class DescriptorRing:
         slots = "slot" if self._num_slots == 1 else "slots"
         return f"DescriptorRing({self._num_slots} {slots} of {self._max} descriptors, {state})"
 
-    def _unpack_cpu(
-        self,
-        dst: torch.Tensor,
-        src: torch.Tensor,
-        *,
-        slot: int | None = None,
-        num_slots: int = 1,
-        timeout_s: float = _WAIT_S,
+    def _unpack(
+        self, dst: torch.Tensor, src: torch.Tensor, slot: int | None, num_slots: int
     ) -> None:
-        """Consume pushes on the CPU: copy what they say from `src` to `dst`, in order.
-
-        They are those from ticket `slot` on, by default from where the last call ended. Each is
-        waited for. Of a slot with a descriptor that is out of range nothing is copied; it is
-        consumed all the same, so that the ring goes on, and the next call begins behind it.
-        """
-        begin = self._unpacked if slot is None else natural_arg("unpack", "slot", slot)
-        count = count_arg("unpack", "num_slots", num_slots)
-        deadline = time.monotonic() + number_arg("unpack", "timeout_s", timeout_s)
-        for ticket in range(begin, begin + count):
-            try:
-                while not self._consume(dst, src, ticket, _slice_us(deadline)):
-                    if time.monotonic() >= deadline:
-                        text = f"push {ticket}, of slot {ticket % self._num_slots}, is not there"
-                        raise TimeoutError(f"unpack: ring: {text} after {timeout_s:g} s")
-            except IndexError:
-                self._unpacked = ticket + 1
-                raise
-            self._unpacked = ticket + 1
+        """Do what :func:`jitkern.unpack` does of a ring."""
+        first = -1
+        if slot is not None:
+            first = natural_arg("unpack", "slot", slot)
+            if first >= self._num_slots:
+                raise ValueError(f"unpack: slot: {first}, expected below {self._num_slots}")
+        if num_slots != 1:
+            num_slots = count_arg("unpack", "num_slots", num_slots, self._num_slots)
+        if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
+            dispatch.refuse("unpack", {"dst": dst}, {"src": src})
+        self._consume(dst, src, first, num_slots)
+        dispatch.wrote(dst)
 
     def _when_free(
         self, call: str, attempt: Callable[[], int], last: int | None, timeout_s: float
@@ -359,6 +354,8 @@ class DescriptorRing:
         self._await_free = self._await_done = self._consume = self._next = self._queue = refuse
         _open.discard(self)
 
+
+set_ring_type(DescriptorRing)
 
 _open: weakref.WeakSet[DescriptorRing] = weakref.WeakSet()
 

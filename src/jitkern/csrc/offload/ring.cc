@@ -24,6 +24,8 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
+constexpr const char* kUnpack = "unpack";  // what consumes
+
 // Instead of a ticket.
 constexpr i64 kFull = -1;
 constexpr i64 kReserved = -2;
@@ -125,7 +127,10 @@ void copy_all(char* dst, const char* src, const std::vector<Descriptor>& descrip
 class DescriptorRing {
  public:
   DescriptorRing(tvm::ffi::Tensor memory)
-      : memory_(std::move(memory)), producer_(memory_.data_ptr()), consumer_(memory_.data_ptr()) {}
+      : memory_(std::move(memory)),
+        producer_(memory_.data_ptr()),
+        consumer_(memory_.data_ptr()),
+        consumed_(consumer_.header().num_slots) {}
 
   // The ticket, or why there is none.
   i64 push(const char* op, AnyView rows) {
@@ -166,7 +171,7 @@ class DescriptorRing {
     if (is_reserved_) return kReserved;
     Descriptor* const to = producer_.try_reserve();
     if (to == nullptr) return kFull;
-    std::fill_n(to, count, Descriptor{0, 0, 0, 1, 0, 0});
+    std::fill_n(to, count, Descriptor());
     is_reserved_ = true;
     return static_cast<i64>(producer_.next());
   }
@@ -188,37 +193,35 @@ class DescriptorRing {
     return await(most_us, [&] { return producer_.is_done(static_cast<u64>(ticket)); });
   }
 
-  // Does what a push asks for, or nothing of it, and completes it; false where it does not come
-  // within this time.
-  bool consume(const char* op, const char* arg, AnyView dst_arg, AnyView src_arg, i64 ticket_arg,
-               i64 most_us) {
-    const Rows dst = bytes_of(op, "dst", dst_arg);
-    const Rows src = bytes_of(op, "src", src_arg);
+  // Takes the pushes that are there, as unpack_ring.cu does: up to `num_slots` of them from slot
+  // `slot` on, or of those that are next in turn where that is below 0. Of one with a descriptor
+  // that is out of range nothing is copied.
+  void consume(AnyView dst_arg, AnyView src_arg, i64 slot, i64 num_slots) {
+    const Rows dst = bytes_of("dst", dst_arg);
+    const Rows src = bytes_of("src", src_arg);
     dst.apart_from(src);
-    const u64 ticket = static_cast<u64>(ticket_arg);
-    u32 count = 0;
-    const Descriptor* from = nullptr;
-    if (!await(most_us, [&] { return (from = consumer_.find(ticket, &count)) != nullptr; })) {
-      return false;
-    }
-    // Read once: a producer that breaks the protocol changes no descriptor that was checked.
-    std::vector<Descriptor> descriptors(from, from + count);
-    for (u32 i = 0; i < count; ++i) {
-      for (const Reach& reach : {source(descriptors[i], src.row_bytes * src.num_rows),
-                                 target(descriptors[i], dst.row_bytes * dst.num_rows)}) {
-        if (reach.fits(descriptors[i])) continue;
-        consumer_.complete(ticket);  // so that the ring goes on
-        throw tvm::ffi::Error("IndexError",
-                              std::string(op) + ": " + arg + ": descriptor " + std::to_string(i) +
-                                  " of slot " + std::to_string(consumer_.header().slot(ticket)) +
-                                  ": " + reach.text(descriptors[i]) +
-                                  "; nothing of the slot was copied",
-                              "");
+    const RingHeader& header = consumer_.header();
+    const std::lock_guard<std::mutex> lock(consuming_);
+    for (i64 taken = 0; taken < num_slots;) {
+      u64 ticket = next_;
+      if (slot >= 0) {
+        const u64 number = static_cast<u64>(slot + taken) % header.num_slots;
+        ticket = consumed_[number] * header.num_slots + number;
+      }
+      const u64 generation = header.generation(ticket);
+      u64& consumed = consumed_[header.slot(ticket)];
+      if (consumed < generation) {
+        u32 count = 0;
+        const Descriptor* const from = consumer_.find(ticket, &count);
+        if (from == nullptr) return;
+        consumed = generation;
+        ++taken;
+        if (slot < 0) ++next_;
+        take(dst, src, ticket, {from, from + count});
+      } else {
+        ++next_;  // a call that named its slot took it
       }
     }
-    copy_all(dst.data, src.data, descriptors);
-    consumer_.complete(ticket);
-    return true;
   }
 
   // Copies a push as it stands in its slot to the same place of `ring`, in a GPU's memory.
@@ -229,15 +232,36 @@ class DescriptorRing {
     if (from == nullptr) return;  // consumed on the CPU, and written again
     const ContextScope scope(Device::get(ordinal));
     copy_to_device(ring + consumer_.header().word_at(ticket),
-                   reinterpret_cast<const char*>(from) - kRingWordBytes,
-                   kRingWordBytes + i64(count) * i64(sizeof(Descriptor)), stream);
+                   reinterpret_cast<const char*>(from) - kRingLineBytes,
+                   kRingLineBytes + i64(count) * i64(sizeof(Descriptor)), stream);
   }
 
   i64 next() const { return static_cast<i64>(producer_.next()); }
 
  private:
-  static Rows bytes_of(const char* op, const char* arg, AnyView value) {
-    const Tensor t(op, arg, value);
+  // Does what a push asks for, or nothing of it, and completes it. Its descriptors were read once:
+  // a producer that breaks the protocol changes none that was checked.
+  void take(const Rows& dst, const Rows& src, u64 ticket,
+            const std::vector<Descriptor>& descriptors) {
+    for (size_t i = 0; i < descriptors.size(); ++i) {
+      for (const Reach& reach : {source(descriptors[i], src.row_bytes * src.num_rows),
+                                 target(descriptors[i], dst.row_bytes * dst.num_rows)}) {
+        if (reach.fits(descriptors[i])) continue;
+        const u32 slot = consumer_.header().slot(ticket);
+        consumer_.complete(ticket);  // so that the ring goes on
+        throw tvm::ffi::Error("IndexError",
+                              kUnpack + (": ring: descriptor " + std::to_string(i) + " of slot " +
+                                         std::to_string(slot) + ": " + reach.text(descriptors[i]) +
+                                         "; nothing of the slot was copied"),
+                              "");
+      }
+    }
+    copy_all(dst.data, src.data, descriptors);
+    consumer_.complete(ticket);
+  }
+
+  static Rows bytes_of(const char* arg, AnyView value) {
+    const Tensor t(kUnpack, arg, value);
     if (t.on_cuda()) t.value_error("device " + t.device_name(), "cpu");
     t.contiguous();
     return Rows(t, 1, t.numel() * t.item_bytes(), 0);
@@ -259,6 +283,9 @@ class DescriptorRing {
   RingProducer producer_;
   RingConsumer consumer_;
   std::mutex mutex_;  // of pushes
+  std::mutex consuming_;
+  std::vector<u64> consumed_;  // by slot, the generation that was taken last
+  u64 next_ = 0;               // the ticket that is next in turn
   bool is_reserved_ = false;
 };
 
@@ -283,8 +310,8 @@ Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t ma
       Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),
       Function::FromTyped(
           [made](int64_t ticket, int64_t most_us) { return made->await_done(ticket, most_us); }),
-      Function::FromTyped([made](AnyView dst, AnyView src, int64_t ticket, int64_t most_us) {
-        return made->consume("unpack", "ring", dst, src, ticket, most_us);
+      Function::FromTyped([made](AnyView dst, AnyView src, int64_t slot, int64_t num_slots) {
+        made->consume(dst, src, slot, num_slots);
       }),
       Function::FromTyped([made] { return made->next(); }),
       Function::FromTyped([made](int64_t ticket, int64_t ring, int64_t ordinal, int64_t stream) {
