@@ -149,15 +149,16 @@ Wrong wrong_of(const Pieces& pieces, i64 src_bytes, i64 dst_bytes) {
 }
 
 // Descriptors as they lie in memory, of exactly that size: structs on a line of 16 bytes, rows of
-// int64 anywhere.
-std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat format) {
+// int64 anywhere. `spare` are the words of structs at which nobody looks, seals among them.
+std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat format, i64 spare) {
   std::vector<i64> words;
   for (const Pieces& p : list) {
     if (format == kStructs) {
       const i64 sizes = static_cast<i64>(static_cast<u64>(p.count) << 32 | static_cast<u64>(p.len));
-      for (i64 word : {p.src_off, p.dst_off, sizes, p.src_stride, p.dst_stride, i64(-1)}) {
-        words.push_back(word);
-      }
+      const i64 first[] = {p.src_off, p.dst_off, sizes, spare};
+      const i64 second[] = {p.src_stride, p.dst_stride, spare, spare};
+      words.insert(words.end(), std::begin(first), std::end(first));
+      words.insert(words.end(), std::begin(second), std::end(second));
       continue;
     }
     for (i64 word : {p.src_off, p.dst_off, p.len}) words.push_back(word);
@@ -222,7 +223,7 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
                   src.row(0) + pieces.src_off + k * pieces.src_stride, pieces.len);
     }
   }
-  const std::vector<i64> words = words_of(list, format);
+  const std::vector<i64> words = words_of(list, format, random.pick({i64(0), i64(-1)}));
   IntBuffer rows("descriptors", words, 8);
   AlignedWords structs(format == kStructs ? 2 * static_cast<i64>(words.size()) : 4, 0);
   if (format == kStructs) std::memcpy(structs.data(), words.data(), 8 * words.size());

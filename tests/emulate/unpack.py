@@ -65,6 +65,7 @@ MUTANTS = [
             "true ? u32(count)",
         ),
         ("fault of none", "share == 0, group", "false, group"),
+        ("lengths of other structs", "(p.descriptors)[8 * i + 2];", "(p.descriptors)[6 * i + 2];"),
         ("rest unseen", "return slots > u64", "return slots > 99 * u64"),
         (
             "lengths of the first round alone",

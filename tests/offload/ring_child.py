@@ -16,7 +16,7 @@ from rings import LINE, Memory, memory_of, ring_word, rows
 
 from jitkern.offload import DescriptorRing, memory, ring
 
-BYTES = 256 + 3 * LINE + 3 * 2 * LINE  # of 3 slots of 5 descriptors
+BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
 
 
@@ -67,11 +67,12 @@ def check_slots_are_copied_to_the_device() -> None:
                         field[:] = ticket
             else:
                 assert made.push(torch.full((count, 3), ticket)) == ticket
-            assert log() == f"h2d {16 + 48 * count} on {STREAM}\n"
+            assert log() == f"h2d {LINE + 64 * count} on {STREAM}\n"
             word = ring_word(ticket // 3 + 1, count)
             assert there.word(ticket % 3).value == word
             for i in range(count):
-                assert there.descriptor(ticket % 3, i) == (ticket, ticket, ticket, 1, 0, 0, word)
+                wanted = (ticket, ticket, ticket, 1, 0, 0, word, word)
+                assert there.descriptor(ticket % 3, i) == wanted
             host.done(ticket % 3).value = ticket // 3 + 1  # as the kernel would
             assert made.done(ticket)
 

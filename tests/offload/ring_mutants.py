@@ -7,7 +7,11 @@ from slot_mutants import Mutant
 HEADER = "include/jitkern/both/ring.h"
 CONSUMER = "offload/ring.cc"
 
-SEALED = "    for (unsigned i = 0; i < count; ++i) store(seal(ticket, i), value);\n"
+SEALED = "i < count; ++i) {\n      store(&written[i].first_seal"
+FIRST_SEALED = "      store(&written[i].first_seal, value);\n"
+SECOND_SEALED = "      store(&written[i].second_seal, value);\n"
+FIRST_SEAL = "if (__atomic_load_n(&found[i].first_seal,"
+SECOND_SEAL = "if (__atomic_load_n(&found[i].second_seal,"
 WORD = "    store(word(ticket), value);\n"
 RELAXED = "__ATOMIC_RELAXED"
 
@@ -57,7 +61,13 @@ OF_THE_PROTOCOL = (
 OF_THE_CONSUMER = (
     Mutant("seals are not looked at", "i < *count; ++i", "i < 0; ++i", HEADER),
     Mutant("any count will do", "if (*count > header()", "if (false && *count > header()", HEADER),
-    Mutant("seals are not written", SEALED, "", HEADER),
+    Mutant("the first seal is not looked at", FIRST_SEAL, "if (false && " + FIRST_SEAL[4:], HEADER),
+    Mutant(
+        "the second seal is not looked at", SECOND_SEAL, "if (false && " + SECOND_SEAL[4:], HEADER
+    ),
+    Mutant("seals are not written", SEALED, SEALED.replace("< count", "< 0"), HEADER),
+    Mutant("the first seal is not written", FIRST_SEALED, "", HEADER),
+    Mutant("the second seal is not written", SECOND_SEALED, "", HEADER),
     Mutant("a producer that died is not noticed", "? 1 : 0)", "? 0 : 0)", HEADER),
     Mutant("one byte too many", "end(d) <= bytes;", "end(d) <= bytes + 1;", CONSUMER),
     Mutant("one byte too few", "end(d) <= bytes;", "end(d) < bytes;", CONSUMER),

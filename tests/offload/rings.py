@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "ring_producer.cc"
 MESSAGE_BYTES = 4096  # of the example
 LINE = 128
+SEALS_AT = (24, 56)  # in a descriptor
 MAGIC = b"jitkring"
 
 
@@ -28,7 +29,7 @@ class Memory:
         self._at = memory.data_ptr()
         header = struct.unpack("<8s4I6q", ctypes.string_at(self._at, 72))
         assert header[0] == MAGIC
-        assert header[1] == 1
+        assert header[1] == 2
         self.num_slots, self.max_descriptors, self.descriptor_bytes = header[2:5]
         self.head_at, self.dones_at, self.done_bytes, self.slots_at, self.slot_bytes = header[5:10]
         self.num_bytes = header[10]
@@ -46,12 +47,16 @@ class Memory:
         return self._word(self.slots_at + slot * self.slot_bytes)
 
     def descriptor(self, slot: int, i: int) -> tuple[int, ...]:
-        """(src_off, dst_off, len, count, src_stride, dst_stride, seal)"""
-        at = self._at + self.slots_at + slot * self.slot_bytes + 16 + i * self.descriptor_bytes
-        return struct.unpack("<2q2I2qQ", ctypes.string_at(at, 48))
+        """(src_off, dst_off, len, count, src_stride, dst_stride, seal, seal)"""
+        given = ctypes.string_at(self._at + self.descriptor_at(slot, i), 64)
+        (*first, first_seal, src_stride, dst_stride, _, seal) = struct.unpack("<2q2IQ2q2Q", given)
+        return (*first, src_stride, dst_stride, first_seal, seal)
 
-    def seal(self, slot: int, i: int) -> ctypes.c_uint64:
-        return self._word(self.slots_at + slot * self.slot_bytes + 16 + i * 48 + 40)
+    def descriptor_at(self, slot: int, i: int) -> int:
+        return self.slots_at + slot * self.slot_bytes + LINE + i * 64
+
+    def seals(self, slot: int, i: int) -> list[ctypes.c_uint64]:
+        return [self._word(self.descriptor_at(slot, i) + at) for at in SEALS_AT]
 
 
 def rows(*given: tuple[int, ...]) -> torch.Tensor:

@@ -95,11 +95,11 @@ def test_any_dtype_is_bytes(dtype: torch.dtype) -> None:
 def test_the_slot_in_memory() -> None:
     with DescriptorRing(3, 5) as ring:
         memory = memory_of(ring)
-        assert (memory.num_slots, memory.max_descriptors, memory.descriptor_bytes) == (3, 5, 48)
+        assert (memory.num_slots, memory.max_descriptors, memory.descriptor_bytes) == (3, 5, 64)
         assert ring.address % 4096 == 0
         # Each word that one side writes is on a line of its own.
         assert memory.head_at == 128 and memory.dones_at == 256 and memory.done_bytes == 128
-        assert memory.slots_at == 256 + 3 * 128 and memory.slot_bytes == 256 + 128 * 0
+        assert memory.slots_at == 256 + 3 * 128 and memory.slot_bytes == 512
         assert memory.num_bytes == memory.slots_at + 3 * memory.slot_bytes
         assert os.fstat(ring.fileno()).st_size == memory.num_bytes
         ring.push(rows((1, 2, 3)))
@@ -107,9 +107,9 @@ def test_the_slot_in_memory() -> None:
         assert memory.head().value == 2
         one, two = ring_word(1, 1), ring_word(1, 2)
         assert (memory.word(0).value, memory.word(1).value, memory.word(2).value) == (one, two, 0)
-        assert memory.descriptor(0, 0) == (1, 2, 3, 1, 0, 0, one)
-        assert memory.descriptor(1, 0) == (1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6, two)
-        assert memory.descriptor(1, 1) == (7, 8, 9, 10, 11, 12, two)
+        assert memory.descriptor(0, 0) == (1, 2, 3, 1, 0, 0, one, one)
+        assert memory.descriptor(1, 0) == (1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6, two, two)
+        assert memory.descriptor(1, 1) == (7, 8, 9, 10, 11, 12, two, two)
         assert [memory.done(slot).value for slot in range(3)] == [0, 0, 0]
         dst = torch.zeros(5, dtype=torch.uint8)
         ring._unpack_cpu(dst, torch.zeros(4, dtype=torch.uint8))
@@ -244,8 +244,10 @@ def test_a_slot_is_written_in_place() -> None:
             slot.src_stride[1] = 10
             slot.dst_stride[1] = 30
             assert repr(slot) == "RingSlot(1, ticket 1, being written)"
-        assert memory.descriptor(1, 0) == (10, 0, 5, 1, 0, 0, ring_word(1, 3))
-        assert memory.descriptor(1, 1) == (50, 20, 7, 2, 10, 30, ring_word(1, 3))
+        seals = (ring_word(1, 3), ring_word(1, 3))
+        assert memory.descriptor(1, 0) == (10, 0, 5, 1, 0, 0, *seals)
+        assert memory.descriptor(1, 1) == (50, 20, 7, 2, 10, 30, *seals)
+        assert memory.descriptor(1, 2) == (70, 0, 0, 1, 0, 0, *seals)
         ring._unpack_cpu(dst, src, slot=0)
         dst.zero_()
         ring._unpack_cpu(dst, src)
@@ -325,7 +327,7 @@ def test_slots_on_the_gpu_are_those_of_the_host() -> None:
         for ticket in range(7):
             ring.push(torch.full((ticket % 6, 3), ticket))
             begin = memory.slots_at + ticket % 3 * memory.slot_bytes
-            end = begin + 16 + 48 * (ticket % 6)
+            end = begin + 128 + 64 * (ticket % 6)
             assert torch.equal(slots[begin:end].cpu(), ring._bytes[begin:end])
             memory.done(ticket % 3).value = ticket // 3 + 1
         assert torch.equal(slots[:128].cpu(), ring._bytes[:128])

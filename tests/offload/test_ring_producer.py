@@ -130,7 +130,9 @@ def test_kernels_may_include_the_headers(tmp_path: Path) -> None:
     body = (
         "jitkern::RingHeader h = jitkern::ring_layout(16, 2048); "
         "static_assert(jitkern::ring_count(jitkern::ring_word(5, 7)) == 7, \"\"); "
-        "*p.out = (int)(h.num_bytes + h.done_at(18) + h.descriptors_at(19) + h.generation(20))"
+        "jitkern::Descriptor d, e(h.head_at, 2, 3); d = {e.src_off, 2, 3, e.count, 5, 6}; "
+        "*p.out = (int)(h.num_bytes + h.done_at(18) + h.descriptors_at(19) + h.generation(20)); "
+        "*p.out += (int)(d.src_off + d.count)"
     )  # fmt: skip
     module = load(tmp_path, "<jitkern/both/ring.h>", body=body)
     assert module.image(Arch(9, 0)).startswith(b"\x7fELF")
@@ -193,9 +195,9 @@ def raises(call: Callable[[], object], kind: type[Exception]) -> bool:
 
 def mistakes_of(module: Any) -> list[str]:
     """What a consumer of this module gets wrong."""
-    num_bytes, _, _ = module["ring_layout"](2, 4)
+    num_bytes, _, _ = module["ring_layout"](2, 5)
     bytes_ = torch.zeros(num_bytes, dtype=torch.uint8)
-    push, _, _, _, _, _, await_done, consume, following, _ = module["make_ring"](bytes_, 2, 4)
+    push, _, _, _, _, _, await_done, consume, following, _ = module["make_ring"](bytes_, 2, 5)
     memory = Memory(bytes_)
     src, dst = torch.arange(1, 65, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     window = dst[16:80]  # of which the margins stay as they are
@@ -209,10 +211,10 @@ def mistakes_of(module: Any) -> list[str]:
     def with_values(*values: int) -> int:
         """Push one descriptor, and write it over as no push would."""
         push(torch.tensor([[0, 0, 1]]))
-        at = memory._at + memory.slots_at + ticket % 2 * memory.slot_bytes + 16
+        at = memory._at + memory.descriptor_at(ticket % 2, 0)
         for i, value in enumerate(values):
             (ctypes.c_uint32 if i in (2, 3) else ctypes.c_int64).from_address(
-                at + (0, 8, 16, 20, 24, 32)[i]
+                at + (0, 8, 16, 20, 32, 40)[i]
             ).value = value
         return ticket
 
@@ -248,16 +250,21 @@ def mistakes_of(module: Any) -> list[str]:
         return wrong
     push(torch.tensor([[0, 0, 1], [1, 1, 1]]))
     slot, good = ticket % 2, memory.word(ticket % 2).value
-    expect("seals", [memory.seal(slot, i).value for i in range(2)] == [good, good])
-    for word in (good - 1, good + 1, good + 3, good - (1 << 16), good + (1 << 16)):
+    seals = [seal for i in range(2) for seal in memory.seals(slot, i)]
+    expect("seals", [seal.value for seal in seals] == 4 * [good])
+    for word in (good - 1, good + 1, good + 4, good - (1 << 16), good + (1 << 16)):
         memory.word(slot).value = word
-        if word == good + 3:  # 5 descriptors, where there is room for 4, with seals
-            for i in range(5):
-                memory.seal(slot, i).value = word
+        if word == good + 4:  # 6 descriptors, where there is room for 5, with seals
+            for seal in (one for i in range(6) for one in memory.seals(slot, i)):
+                seal.value = word
         expect(f"word {word - good:+}", not consume(window, src, ticket, 0))
-        for i in range(2):
-            memory.seal(slot, i).value = good
+        for seal in seals:
+            seal.value = good
     memory.word(slot).value = good
+    for i, seal in enumerate(seals):
+        seal.value = good - (1 << 16)
+        expect(f"seal {i}", not consume(window, src, ticket, 0))
+        seal.value = good
     memory.head().value = ticket
     expect("the next ticket", following() == ticket + 1)
     memory.head().value = ticket + 1

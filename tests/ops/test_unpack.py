@@ -231,9 +231,15 @@ def test_the_header_stands_alone(tmp_path: Path) -> None:
     program = tmp_path / "producer.cc"
     program.write_text("""
         #include <jitkern/both/descriptor.h>
-        static_assert(jitkern::kDescriptorVersion == 1, "");
-        constexpr jitkern::Descriptor kOne{1, 2, 3};
+        using jitkern::Descriptor;
+        static_assert(jitkern::kDescriptorVersion == 2, "");
+        static_assert(sizeof(Descriptor) == 64 && alignof(Descriptor) == 64, "");
+        static_assert(__is_trivially_copyable(Descriptor), "");
+        constexpr Descriptor kOne{1, 2, 3}, kAll{1, 2, 3, 4, 5, 6}, kNone;
         static_assert(kOne.count == 1 && kOne.src_stride == 0 && kOne.dst_stride == 0, "");
+        static_assert(kAll.src_off == 1 && kAll.dst_off == 2 && kAll.len == 3, "");
+        static_assert(kAll.count == 4 && kAll.src_stride == 5 && kAll.dst_stride == 6, "");
+        static_assert(kNone.len == 0 && kNone.count == 1, "");
         int main() { return 0; }
     """)
     include = f"-I{CSRC / 'include'}"

@@ -155,11 +155,12 @@ def test_pageable_memory_is_refused_with_the_cure() -> None:
 
 
 def struct_words(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of six as structs of C++: len and count are 32 bits, two words are to spare."""
+    """Rows of six as structs of C++: len and count are 32 bits, three words mean nothing here."""
     src_off, dst_off, length, count, src_stride, dst_stride = rows.unbind(1)
     spare = torch.full_like(length, -1)
     sizes = count << 32 | length
-    return torch.stack([src_off, dst_off, sizes, src_stride, dst_stride, spare], 1).contiguous()
+    words = [src_off, dst_off, sizes, spare, src_stride, dst_stride, spare, spare]
+    return torch.stack(words, 1).contiguous()
 
 
 def launch_structs(

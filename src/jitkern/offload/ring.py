@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # As in both/ring.h and csrc/offload/ring.cc.
 _MAX_SLOTS, _MAX_DESCRIPTORS = 65_536, 65_535
-_HEADER_BYTES, _DESCRIPTOR_BYTES = 128, 48
+_HEADER_BYTES, _DESCRIPTOR_BYTES = 128, 64
 _RESERVED = -2
 
 _SLICE_S = 0.05  # of a wait in C++, between two of which Ctrl-C gets through

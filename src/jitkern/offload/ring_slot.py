@@ -63,12 +63,12 @@ class RingSlot:
     @property
     def src_stride(self) -> torch.Tensor:
         """From one row to the next in the source, in bytes: int64."""
-        return self._int64(3)
+        return self._int64(4)
 
     @property
     def dst_stride(self) -> torch.Tensor:
         """The same in the destination: int64."""
-        return self._int64(4)
+        return self._int64(5)
 
     def publish(self, num_descriptors: int | None = None) -> int:
         """Push the slot, or its first descriptors alone; return the ticket."""

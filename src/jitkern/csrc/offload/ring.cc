@@ -166,7 +166,7 @@ class DescriptorRing {
     if (is_reserved_) return kReserved;
     Descriptor* const to = producer_.try_reserve();
     if (to == nullptr) return kFull;
-    std::fill_n(to, count, Descriptor{0, 0, 0, 1, 0, 0});
+    std::fill_n(to, count, Descriptor());
     is_reserved_ = true;
     return static_cast<i64>(producer_.next());
   }
@@ -229,8 +229,8 @@ class DescriptorRing {
     if (from == nullptr) return;  // consumed on the CPU, and written again
     const ContextScope scope(Device::get(ordinal));
     copy_to_device(ring + consumer_.header().word_at(ticket),
-                   reinterpret_cast<const char*>(from) - kRingWordBytes,
-                   kRingWordBytes + i64(count) * i64(sizeof(Descriptor)), stream);
+                   reinterpret_cast<const char*>(from) - kRingLineBytes,
+                   kRingLineBytes + i64(count) * i64(sizeof(Descriptor)), stream);
   }
 
   i64 next() const { return static_cast<i64>(producer_.next()); }

@@ -49,7 +49,7 @@ struct Unpack {
 
   static __device__ Sizes sizes_of(const Params& p, u64 i) {
     if constexpr (kFormat == kStructs) {
-      const uint2 sizes = static_cast<const uint2*>(p.descriptors)[6 * i + 2];
+      const uint2 sizes = static_cast<const uint2*>(p.descriptors)[8 * i + 2];
       return {i64(sizes.x), i64(sizes.y)};
     } else {
       const i64* row = static_cast<const i64*>(p.descriptors) + kFormat * i;
@@ -59,11 +59,11 @@ struct Unpack {
 
   static __device__ Pieces pieces_of(const Params& p, u64 i) {
     if constexpr (kFormat == kStructs) {
-      const auto* vectors = static_cast<const uint4*>(p.descriptors) + 3 * i;
-      const uint4 offsets = vectors[0], sizes = vectors[1], stride = vectors[2];
+      const auto* vectors = static_cast<const uint4*>(p.descriptors) + 4 * i;
+      const uint4 offsets = vectors[0], sizes = vectors[1], strides = vectors[2];
       return {
           joined(offsets.x, offsets.y), joined(offsets.z, offsets.w), i64(sizes.x), i64(sizes.y),
-          joined(sizes.z, sizes.w),     joined(stride.x, stride.y)};
+          joined(strides.x, strides.y), joined(strides.z, strides.w)};
     } else {
       const i64* row = static_cast<const i64*>(p.descriptors) + kFormat * i;
       if constexpr (kFormat == kTriples) return {row[0], row[1], row[2], 1, 0, 0};

@@ -5,7 +5,8 @@
 
 namespace jitkern {
 
-// How descriptors lie in memory: as structs, or as rows of int64.
+// How descriptors lie in memory: as structs (both/descriptor.h), whose seals mean nothing here, or
+// as rows of int64.
 enum DescriptorFormat : int { kStructs = 0, kTriples = 3, kSextuples = 6 };
 
 // What of a descriptor may be out of range.

@@ -9,7 +9,7 @@
 //   1. it waits until the slot's completion word has reached the generation before (acquire): the
 //      consumer reads nothing of the slot any more, and its rows have been copied
 //   2. the descriptors, by plain stores (streaming ones need an sfence behind them)
-//   3. the seals: the 8 bytes of padding at the end of each descriptor become the word of step 4
+//   3. the seals: the 8 bytes that end each half of a descriptor become the word of step 4
 //   4. the word, by ONE release store of 8 bytes that hold generation and count
 //   5. the head: how many pushes there have been, for the next producer
 //
@@ -18,7 +18,7 @@
 //   1. reads the word by an acquire load (of system scope on a GPU: ld.acquire.sys.b64) until it is
 //      generation g with a count of at most max_descriptors. Anything else is not there yet: an
 //      older push, or none.
-//   2. reads that many descriptors, and takes them only if the seal of each is the word. Each
+//   2. reads that many descriptors, and takes them only if both seals of each are the word. Each
 //      descriptor is read once: what is checked is what is used.
 //   3. copies the rows that are inside of both buffers
 //   4. writes g to the completion word by a release store (st.release.sys), behind its last copy
@@ -32,36 +32,31 @@
 // that acquire and release cost nothing there and bind the compiler alone; elsewhere they bind the
 // processor as well.
 //
-// Why there are seals: over PCIe a line is a round trip of 1.2 us, and a GPU that first reads the
-// word, then the descriptors, makes two. It may read both at once, in any order: of a word of
-// generation g, the descriptors beside it may then be older, for the two halves of a 128-byte line
-// are two lines of the CPU. But seals are written behind all fields, every 64 bytes of a slot hold
-// the word or a seal, and a CPU's line is handed over as it was at one moment. So the lines whose
-// word and seals agree are those of push t, and the first, with the word, has a whole descriptor.
-// This is a property of machines and not of CUDA's memory model, as NCCL's LL128 is; where it is
-// not to be relied on, descriptors are read behind the acquire.
+// Why there are seals: over PCIe a read is a round trip of 1.2 us, and a GPU that first reads the
+// word, then the descriptors, makes two. It may have both under way at once, in any order, for each
+// 32 bytes of a descriptor carry a seal of their own. 32 aligned bytes are what a GPU asks for at
+// once, and what a line of the CPU hands over as of one moment; and a seal is stored behind all
+// fields. So the fields beside a seal that is right were written before it: they are those of push
+// t. A seal that is wrong beside a word that is right means: read again, behind the acquire. The
+// word has a line of its own, as two reads of one line of the host are served one after the other,
+// 1.06 us each. All this is a property of machines and not of CUDA's memory model, as NCCL's LL128
+// is; where it is not to be relied on, descriptors are read behind the acquire.
+//
+// One gap is left to a GPU that reads both at once: the seals of a producer that was killed between
+// steps 3 and 4 are right, too. Where the next one pushes as many descriptors, reads of which one
+// was served before that push and one behind it have the word of the living and a descriptor of the
+// dead.
 #pragma once
 
 #include "descriptor.h"
 
-#ifndef JITKERN_HOST_DEVICE
-#ifdef __CUDACC__
-#define JITKERN_HOST_DEVICE __host__ __device__
-#else
-#define JITKERN_HOST_DEVICE
-#endif
-#endif
-
 namespace jitkern {
 
 constexpr unsigned long long kRingMagic = 0x676e69726b74696aULL;  // "jitkring"
-constexpr unsigned kRingVersion = 1;
-// A GPU's line. The words that different sides write lie on different ones.
+constexpr unsigned kRingVersion = 2;
+// A GPU's line. The words that different sides write lie on different ones, and a slot's word on
+// another one than its descriptors, which begin with the line behind.
 constexpr unsigned kRingLineBytes = 128;
-// Of a slot, in front of its descriptors: the word, and 8 bytes that make the first CPU line end
-// with the first descriptor.
-constexpr unsigned kRingWordBytes = 16;
-constexpr unsigned kRingSealAt = 40;  // in a descriptor
 constexpr unsigned kRingMaxDescriptors = 65'535;
 constexpr unsigned kRingMaxSlots = 65'536;
 
@@ -102,7 +97,7 @@ struct RingHeader {
     return slots_at + slot(ticket) * slot_bytes;
   }
   JITKERN_HOST_DEVICE constexpr long long descriptors_at(unsigned long long ticket) const {
-    return word_at(ticket) + kRingWordBytes;
+    return word_at(ticket) + kRingLineBytes;
   }
   JITKERN_HOST_DEVICE constexpr long long done_at(unsigned long long ticket) const {
     return dones_at + slot(ticket) * done_bytes;
@@ -113,8 +108,7 @@ static_assert(sizeof(RingHeader) <= kRingLineBytes, "one line");
 // What a ring of this size looks like.
 JITKERN_HOST_DEVICE constexpr RingHeader ring_layout(unsigned num_slots, unsigned max_descriptors) {
   constexpr long long line = kRingLineBytes;
-  const long long used =
-      kRingWordBytes + max_descriptors * static_cast<long long>(sizeof(Descriptor));
+  const long long used = line + max_descriptors * static_cast<long long>(sizeof(Descriptor));
   const long long slot_bytes = (used + line - 1) / line * line;
   const long long slots_at = (2 + num_slots) * line;
   return {kRingMagic,
@@ -169,9 +163,6 @@ class Ring {
   Word* word(Word ticket) const { return at(header_.word_at(ticket)); }
   Word* done(Word ticket) const { return at(header_.done_at(ticket)); }
   Word* head() const { return at(header_.head_at); }
-  Word* seal(Word ticket, unsigned i) const {
-    return at(header_.descriptors_at(ticket) + i * sizeof(Descriptor) + kRingSealAt);
-  }
   static Word load(const Word* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
   static void store(Word* word, Word value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
@@ -202,7 +193,11 @@ class RingProducer : public Ring {
   Word publish(unsigned count) const {
     const Word ticket = next();
     const Word value = ring_word(header().generation(ticket), count);
-    for (unsigned i = 0; i < count; ++i) store(seal(ticket, i), value);
+    Descriptor* const written = descriptors(ticket);
+    for (unsigned i = 0; i < count; ++i) {
+      store(&written[i].first_seal, value);
+      store(&written[i].second_seal, value);
+    }
     store(word(ticket), value);
     store(head(), ticket + 1);
     return ticket;
@@ -220,11 +215,13 @@ class RingConsumer : public Ring {
     *count = ring_count(value);
     if (ring_generation(value) != header().generation(ticket)) return nullptr;
     if (*count > header().max_descriptors) return nullptr;
+    const Descriptor* const found = descriptors(ticket);
     for (unsigned i = 0; i < *count; ++i) {
       // Behind the acquire of the word, which is enough.
-      if (__atomic_load_n(seal(ticket, i), __ATOMIC_RELAXED) != value) return nullptr;
+      if (__atomic_load_n(&found[i].first_seal, __ATOMIC_RELAXED) != value) return nullptr;
+      if (__atomic_load_n(&found[i].second_seal, __ATOMIC_RELAXED) != value) return nullptr;
     }
-    return descriptors(ticket);
+    return found;
   }
   // The push has been consumed: its slot, and what its descriptors name, may be written.
   void complete(Word ticket) const { store(done(ticket), header().generation(ticket)); }
