@@ -22,14 +22,15 @@ struct Turn {
 __device__ inline Turn turn_of(const RingParams& p) {
   return {load_fresh(&p.state->generations) + 1, load_fresh(&p.state->slot)};
 }
+__device__ inline void set_turn(const RingParams& p, const Turn& turn) {
+  p.state->generations = turn.generation - 1;
+  p.state->slot = turn.slot;
+}
+
 // What the call has done is seen by the one that takes the ring next.
 __device__ inline void release_ring(const RingParams& p) {
   __threadfence();
   atomicExch(&p.state->owner, u64(0));
-}
-__device__ inline void set_turn(const RingParams& p, const Turn& turn) {
-  p.state->generations = turn.generation - 1;
-  p.state->slot = turn.slot;
 }
 
 // Makes a call the one that consumes; returns who is, where there is another. A call of another
@@ -37,9 +38,8 @@ __device__ inline void set_turn(const RingParams& p, const Turn& turn) {
 // that call, though it has gone, counts as being there.
 __device__ inline u64 take_ring(const RingParams& p, const Turn& begin, const Turn& turn,
                                 u64 consumed) {
-  const u64 owner = atomicCAS(&p.state->owner, u64(0), p.call);
+  const u64 owner = claim(&p.state->owner, p.call);
   if (owner != 0) return owner;
-  __threadfence();
   const Turn now = turn_of(p);
   const bool is_current = now.generation == begin.generation && now.slot == begin.slot &&
                           load_fresh(&p.consumed[turn.slot]) == consumed;
@@ -48,8 +48,9 @@ __device__ inline u64 take_ring(const RingParams& p, const Turn& begin, const Tu
   return p.call;
 }
 
+// Behind the last copy.
 __device__ inline void complete_push(const RingParams& p, const RingPush& push) {
-  char* const done = p.host + p.ring.dones_at + push.slot * p.ring.done_bytes;
+  char* const done = p.dones + push.slot * p.ring.done_bytes;
   store_release(reinterpret_cast<u64*>(done), push.generation);
 }
 

@@ -6,17 +6,18 @@
 #include <jitkern/pdl.cuh>
 
 #include "cluster.cuh"
+#include "ring_copy.cuh"
 #include "ring_reader.cuh"
-#include "unpack.cuh"
 
 namespace jitkern {
 
 // The blocks are one cluster. Its first one reads the ring, into shared memory that all read.
-template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kInFlight, u32 kPartsInFlight,
-          u32 kOwnSegments>
+template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32 kInFlight,
+          u32 kPartsInFlight, u32 kShortSegments, u32 kOwnSegments>
 struct ServeRing {
   using Params = ServeParams;
   using Reader = RingReader<kThreads>;
+  using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kShortSegments, kOwnSegments>;
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
@@ -94,11 +95,14 @@ struct ServeRing {
   static __device__ void hand_over(const Params& p, Reader& reader, u32 begin, Shared& own) {
     const u64 word = own.reader.word;
     const u32 size = size_of(ring_count(word), begin);
-    const u64 most = own_segments(size);
     bool is_long = false;
     const bool is_whole = reader.read(word, begin, begin + size, [&](u32 number, uint4 vector) {
+      if (number % 4 == 1) is_long |= Copy::may_be_long(vector);
+      if (number % 4 == 3) {  // what faults call it
+        vector.x = number / 4;
+        vector.y = own.slot;
+      }
       own.vectors[number - 4 * begin] = vector;
-      if (number % 4 == 1) is_long |= is_longer(i64(vector.x), i64(vector.y), most);
     });
     const bool has_long = __syncthreads_or(is_long);
     if (threadIdx.x != 0) return;
@@ -127,33 +131,11 @@ struct ServeRing {
     return count - begin < kChunk ? count - begin : kChunk;
   }
   static __device__ u32 all_warps() { return cluster_size() * kWarps; }
-  // What the warps of one of so many descriptors copy of it.
-  static __device__ u64 own_segments(u32 size) {
-    return size < all_warps() ? u64(all_warps() / (size == 0 ? 1 : size)) * kOwnSegments
-                              : kOwnSegments;
-  }
 
   static __device__ void copy(const UnpackParams& p, const Shared& first, u32 begin) {
     const u32 size = size_of(ring_count(first.reader.word), begin);
     const u32 warp = threadIdx.x / 32 * cluster_size() + cluster_rank();
-    const Team team(size, warp, all_warps());
-    for (u32 i = team.descriptor; i < size; i += team.of) {
-      copy_own(p, first, i, begin, team.warp, team.warps, false);
-    }
-    if (!first.has_long) return;
-    for (u32 i = 0; i < size; ++i) copy_own(p, first, i, begin, warp, all_warps(), true);
-  }
-
-  // Of descriptors that are long, or of the others, this warp's share.
-  static __device__ void copy_own(const UnpackParams& p, const Shared& first, u32 i, u32 begin,
-                                  u32 warp, u32 warps, bool of_long) {
-    const Pieces pieces = pieces_of_vectors(&first.vectors[4 * i]);
-    const u64 most = own_segments(size_of(ring_count(first.reader.word), begin));
-    if (is_longer(pieces.len, pieces.count, most) != of_long) return;
-    if (is_short(p, pieces, most)) return copy_piece<kPartsInFlight>(p, pieces, warp, warps);
-    const bool reports = warp == 0 && threadIdx.x % 32 == 0;
-    const Work work = checked_work(p, pieces, ring_position(first.slot, begin + i), reports);
-    copy_share<kInFlight, kPartsInFlight>(p, work, work.num_segments(), warp, warps);
+    Copy::copy(p, first.vectors, size, first.has_long, warp, all_warps());
   }
 };
 
