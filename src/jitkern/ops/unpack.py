@@ -22,9 +22,8 @@ CONFIG = KernelConfig(num_threads=256, max_occupancy=3, use_pdl=True)
 PIECE_IN_FLIGHT = 2
 IN_FLIGHT = 4
 PARTS_IN_FLIGHT = 2
-# Segments, 512 bytes each: what a warp copies at most of a piece that it copies in the short way;
-# of any descriptor that has no rest; of one that has; what is dealt of that at a time.
-SHORT_SEGMENTS = 16
+# Segments, 512 bytes each: what a warp copies at most of a descriptor that has no rest; of one that
+# has; what is dealt of that at a time.
 OWN_SEGMENTS = 140
 FIRST_SEGMENTS = 8
 UNIT_SEGMENTS = 16
@@ -36,7 +35,7 @@ _FORMATS = {0: "structs", 3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/op
 def kernel(descriptor_format: int) -> DeviceModule:
     """Return the device module for descriptors of one format: structs, or rows of int64."""
     in_flight = (PIECE_IN_FLIGHT, IN_FLIGHT, PARTS_IN_FLIGHT)
-    segments = (SHORT_SEGMENTS, OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
+    segments = (OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
     module = load_own(
         "unpack",
@@ -56,16 +55,17 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
 RING_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
 RING_PIECE_IN_FLIGHT = 2
 SERVE_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=False)
-SERVE_PIECE_IN_FLIGHT = 4  # it has few SMs
 RING_IN_FLIGHT = 8
+SERVE_PIECE_IN_FLIGHT = 4  # it has few SMs
+SERVE_IN_FLIGHT = 4
 
 
 @cache
 def ring_kernel() -> DeviceModule:
     """Return the device module that consumes a ring, in a call or as a server."""
-    both = (RING_IN_FLIGHT, PARTS_IN_FLIGHT, SHORT_SEGMENTS, OWN_SEGMENTS)
-    consume = make_cpp_args(*RING_CONFIG, RING_PIECE_IN_FLIGHT, *both)
-    serve = make_cpp_args(*SERVE_CONFIG, SERVE_PIECE_IN_FLIGHT, *both)
+    both = (PARTS_IN_FLIGHT, OWN_SEGMENTS)
+    consume = make_cpp_args(*RING_CONFIG, RING_PIECE_IN_FLIGHT, RING_IN_FLIGHT, *both)
+    serve = make_cpp_args(*SERVE_CONFIG, SERVE_PIECE_IN_FLIGHT, SERVE_IN_FLIGHT, *both)
     entries = [
         ("jitkern_unpack_ring", f"ConsumeRing<{consume}>", RING_CONFIG),
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
