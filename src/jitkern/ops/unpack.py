@@ -28,12 +28,12 @@ OWN_SEGMENTS = 140
 FIRST_SEGMENTS = 8
 UNIT_SEGMENTS = 16
 
-_FORMATS = {0: "structs", 3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
+_FORMATS = {3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
 
 
 @cache
 def kernel(descriptor_format: int) -> DeviceModule:
-    """Return the device module for descriptors of one format: structs, or rows of int64."""
+    """Return the device module for descriptors of so many int64 each."""
     in_flight = (PIECE_IN_FLIGHT, IN_FLIGHT, PARTS_IN_FLIGHT)
     segments = (OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
@@ -41,7 +41,9 @@ def kernel(descriptor_format: int) -> DeviceModule:
         "unpack",
         *args,
         device_files=["ops/unpack.cu"],
-        device_wrappers=[(f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}", f"jitkern::Unpack<{args}>")],
+        device_wrappers=[
+            (f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}", f"jitkern::Unpack<{args}>")
+        ],
     )
     return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=OWN_SEGMENTS)
 
@@ -182,7 +184,7 @@ def unpack(
         try:
             if not _op()(dst, src, descriptors, count):
                 dispatch.wrote(dst)
-                return
+                return None
         except (RuntimeError, ValueError) as error:
             tensors = {"dst": dst, "src": src, "descriptors": descriptors, "count": count}
             dispatch.require_wrapper(error, "unpack", **tensors)
