@@ -89,14 +89,16 @@ def _op() -> Callable[..., Any]:
     return host.op("unpack", kernel)
 
 
-def _through_torch(dst: Tensor, src: Tensor, descriptors: Tensor, **options: Any) -> None:
+def _through_torch(dst: Tensor, src: Tensor, descriptors: Any, **options: Any) -> None:
     dispatch.through_torch("unpack", dst=dst, src=src, descriptors=descriptors, **options)
 
 
-_ring_type: type | None = None  # DescriptorRing, which is of a level above, once it is imported
+_ring_type: type[DescriptorRing] | None = (
+    None  # DescriptorRing, which is of a level above, once it is imported
+)
 
 
-def set_ring_type(ring_type: type) -> None:
+def set_ring_type(ring_type: type[DescriptorRing]) -> None:
     """Have :func:`unpack` take instances of `ring_type`, by their `_unpack(...)`."""
     global _ring_type
     _ring_type = ring_type
@@ -176,7 +178,8 @@ def unpack(
     if type(descriptors) is _ring_type:
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
-        return descriptors._unpack(dst, src, slot, num_slots)
+        descriptors._unpack(dst, src, slot, num_slots)
+        return
     if slot is not None or num_slots != 1:
         name = "num_slots" if slot is None else "slot"
         raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
@@ -184,7 +187,7 @@ def unpack(
         try:
             if not _op()(dst, src, descriptors, count):
                 dispatch.wrote(dst)
-                return None
+                return
         except (RuntimeError, ValueError) as error:
             tensors = {"dst": dst, "src": src, "descriptors": descriptors, "count": count}
             dispatch.require_wrapper(error, "unpack", **tensors)
