@@ -33,8 +33,8 @@ struct ServeRing {
     const Shared& first = of_block(own, 0);
     const bool leads = cluster_rank() == 0;
     Reader reader(p.ring, own.reader);
-    Turn turn = turn_of(p.ring);
-    if (leads) take_over(p.ring, turn, own);
+    Turn turn{};
+    if (leads) turn = take_over(p.ring, own);
     for (bool ends = false; !ends;) {
       if (leads) wait_for_push(p, reader, turn, own);
       u32 begin = 0, count = 0;
@@ -57,6 +57,7 @@ struct ServeRing {
     uint4 vectors[4 * kChunk];
     typename Reader::Shared reader;
     u64 owner;
+    Turn turn;  // the first
     u32 slot;
     bool has_long;
     bool is_over;  // the wait
@@ -65,13 +66,16 @@ struct ServeRing {
 
   // -- the first block
 
-  static __device__ void take_over(const RingParams& p, const Turn& turn, Shared& own) {
+  // Returns the turn to begin with. One thread looks for all, as another call may change it.
+  static __device__ Turn take_over(const RingParams& p, Shared& own) {
     if (threadIdx.x == 0) {
-      own.owner = take_ring(p, turn, turn.slot, load_fresh(&p.consumed[turn.slot]));
+      own.turn = turn_of(p);
+      own.owner = take_ring(p, own.turn, own.turn.slot, load_fresh(&p.consumed[own.turn.slot]));
       own.ends = own.owner != 0;
       if (own.ends) report_fault(p.fault, p.busy, 0, 0, 0);
     }
     __syncthreads();
+    return own.turn;
   }
 
   // Until there is one, or the server ends.

@@ -48,7 +48,9 @@ struct ConsumeRing {
   struct Lead {
     typename Reader::Shared reader;
     u64 owner;
-    Turn first;  // that was taken
+    u64 consumed;  // of the slot that is looked at
+    Turn begin;    // what is next in turn
+    Turn first;    // what was taken
     u32 num_taken;
   };
   struct Control {
@@ -60,16 +62,20 @@ struct ConsumeRing {
   // Takes up to `most` pushes, one slot after the other, and leaves their descriptors to all.
   static __device__ void take(const Params& p, Lead& own) {
     const RingParams& ring = p.ring;
-    const Turn begin = turn_of(ring);
+    // One thread looks for all, as another call may change what there is at any moment.
+    if (threadIdx.x == 0) own.begin = turn_of(ring);
+    __syncthreads();
+    const Turn begin = own.begin;
     Reader reader(ring, own.reader);
     Turn turn = p.slot < 0 ? begin : Turn{0, static_cast<u32>(p.slot)};
     u32 num_taken = 0, num_staged = 0;
     bool has_long = false;
     for (u32 looks = 0; num_taken < p.most; ++looks) {
-      const u64 consumed = load_fresh(&ring.consumed[turn.slot]);
       const u64 word = reader.look(turn.slot, true, [&] {
-        if (looks == 0) own.owner = take_ring(ring, begin, turn.slot, consumed);
+        own.consumed = load_fresh(&ring.consumed[turn.slot]);
+        if (looks == 0) own.owner = take_ring(ring, begin, turn.slot, own.consumed);
       });
+      const u64 consumed = own.consumed;
       if (p.slot >= 0) turn.generation = consumed + 1;
       const bool is_over = consumed >= turn.generation;  // a call that named its slot took it
       if (own.owner != 0 || (is_over && num_taken > 0)) break;
