@@ -279,11 +279,15 @@ class DescriptorRing:
             first = natural_arg("unpack", "slot", slot)
             if first >= self._num_slots:
                 raise ValueError(f"unpack: slot: {first}, expected below {self._num_slots}")
-        if num_slots != 1:
+        if type(num_slots) is not int or num_slots != 1:
             num_slots = count_arg("unpack", "num_slots", num_slots, self._num_slots)
         if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
             dispatch.refuse("unpack", {"dst": dst}, {"src": src})
-        self._consume(dst, src, first, num_slots)
+        try:
+            self._consume(dst, src, first, num_slots)
+        except IndexError:
+            dispatch.wrote(dst)  # what the slots in front asked for
+            raise
         dispatch.wrote(dst)
 
     def _when_free(
