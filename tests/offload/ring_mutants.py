@@ -14,6 +14,10 @@ FIRST_SEAL = "if (__atomic_load_n(&found[i].first_seal,"
 SECOND_SEAL = "if (__atomic_load_n(&found[i].second_seal,"
 WORD = "    store(word(ticket), value);\n"
 RELAXED = "__ATOMIC_RELAXED"
+NAMED = "static_cast<u64>(slot + taken) % header.num_slots"
+NOT_THERE = "if (from == nullptr) return;\n        consumed"
+TAKEN = "        consumed = generation;\n        ++taken;\n        if (slot < 0) ++next_;\n"
+TAKE = "        take(dst, src, ticket, {from, from + count});\n"
 
 # Of ring_race.cc; those that x86 forgives, ThreadSanitizer does not.
 OF_THE_PROTOCOL = (
@@ -85,6 +89,39 @@ OF_THE_CONSUMER = (
         "a slot that is refused is not completed",
         "consumer_.complete(ticket);  // so that the ring goes on",
         "",
+        CONSUMER,
+    ),
+    Mutant("a push too many is taken", "taken < num_slots;)", "taken <= num_slots;)", CONSUMER),
+    Mutant("a push is taken again", TAKEN, TAKEN.partition("\n")[2], CONSUMER),
+    Mutant("a push that is refused is taken again", TAKEN + TAKE, TAKE + TAKEN, CONSUMER),
+    Mutant(
+        "a push that is not there is left out",
+        NOT_THERE,
+        NOT_THERE.replace("return;", "{\n          ++next_;\n          return;\n        }"),
+        CONSUMER,
+    ),
+    Mutant(
+        "slots behind one that is not there are looked at",
+        NOT_THERE,
+        NOT_THERE.replace("return;", "{\n          ++taken;\n          continue;\n        }"),
+        CONSUMER,
+    ),
+    Mutant("a named slot is one turn", "if (slot < 0) ++next_;", "++next_;", CONSUMER),
+    Mutant("a named slot is not skipped", "if (consumed < generation) {", "if (true) {", CONSUMER),
+    Mutant(
+        "what is skipped counts", "++next_;  // a call", "++next_, ++taken;  // a call", CONSUMER
+    ),
+    Mutant("of named slots the first one alone", NAMED, NAMED.replace(" + taken", ""), CONSUMER),
+    Mutant(
+        "named slots do not go around",
+        NAMED,
+        "std::min<u64>(slot + taken, header.num_slots - 1)",
+        CONSUMER,
+    ),
+    Mutant(
+        "a named slot is of the generation in turn",
+        "ticket = consumed_[number] * header",
+        "ticket = next_ / header.num_slots * header",
         CONSUMER,
     ),
     Mutant("a wrong value is pushed", "if (wrong != 0) refuse(", "if (false) refuse(", CONSUMER),

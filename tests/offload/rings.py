@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import struct
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from threads.program import cxx
 
+import jitkern
 from jitkern.compilers.sources import CSRC
 from jitkern.offload import DescriptorRing
 
@@ -88,3 +90,53 @@ def message(ticket: int) -> torch.Tensor:
     """What the example's producer sends."""
     at = torch.arange(MESSAGE_BYTES)
     return (ticket * 31 + at * 7 + at // 256).to(torch.uint8)
+
+
+def bytes_0_to(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.uint8)
+
+
+def take_next(
+    dst: torch.Tensor, src: torch.Tensor, ring: DescriptorRing, ticket: int, timeout_s: float = 60
+) -> bool:
+    """Have the CPU consume a push as soon as it is there, the next in turn; False: it never is.
+
+    Nothing but the call itself asks for it, so that it looks while the producer writes.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        is_late = time.monotonic() >= deadline
+        jitkern.unpack(dst, src, ring)
+        if ring.num_pushed > ticket and ring.done(ticket):
+            return True
+        if is_late:
+            return False
+        time.sleep(0)  # another thread may want the GIL
+
+
+def ref_unpack(dst: torch.Tensor, src: torch.Tensor, descriptors: torch.Tensor) -> None:
+    for values in descriptors.tolist():
+        src_off, dst_off, length, count, src_stride, dst_stride = (*values, 1, 0, 0)[:6]
+        for i in range(count):
+            to, at = dst_off + i * dst_stride, src_off + i * src_stride
+            dst[to : to + length] = src[at : at + length]
+
+
+def random_rows(
+    generator: torch.Generator, columns: int, count: int, num_bytes: int = 4096
+) -> torch.Tensor:
+    """For so many bytes on each side; row i writes to a part of the destination of its own."""
+
+    def below(bound: int) -> int:
+        return int(torch.randint(bound, (1,), generator=generator))
+
+    made, part = [], num_bytes // max(1, count)
+    for i in range(count):
+        length, repeats = below(part // 3 + 1), 1 if columns == 3 else below(4)
+        dst_stride = length + below(2)
+        if length + max(0, repeats - 1) * dst_stride > part:
+            repeats = 1
+        src_stride = below(num_bytes // 4)
+        src_off = below(num_bytes - length - max(0, repeats - 1) * src_stride + 1)
+        made.append([src_off, i * part, length, repeats, src_stride, dst_stride][:columns])
+    return torch.tensor(made, dtype=torch.int64).view(count, columns)

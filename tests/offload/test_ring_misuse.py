@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from jitkern import unpack
 from jitkern.offload import DescriptorRing
 
 ONE = torch.tensor([[0, 0, 1]])
@@ -111,27 +112,6 @@ def test_mistakes_of_other_calls() -> None:
         assert ring.push(ONE) == 1
 
 
-def test_mistakes_of_unpack() -> None:
-    whole = torch.zeros(64, dtype=torch.uint8)
-    dst, src = whole[:32], whole[32:]
-    with DescriptorRing(2, 5) as ring:
-        ring.push(ONE)
-        calls: list[tuple[dict[str, Any], type[Exception], str]] = [
-            ({"slot": -1}, ValueError, "slot: -1, expected 0 or more"),
-            ({"num_slots": 0}, ValueError, "num_slots: 0, expected at least 1"),
-            ({"timeout_s": True}, TypeError, "timeout_s: bool, expected a number"),
-            ({"dst": 3}, TypeError, "dst: int, expected a tensor"),
-            ({"src": whole[31:]}, ValueError, "dst: overlaps src, expected memory of its own"),
-            ({"src": torch.zeros(4, 4).t()}, ValueError, "src: not contiguous"),
-        ]
-        for how, kind, text in calls:
-            with pytest.raises(kind, match=f"^unpack: {re.escape(text)}"):
-                ring._unpack_cpu(**{"dst": dst, "src": src, **how})
-        assert not ring.done(0)
-        ring._unpack_cpu(dst, src, timeout_s=0)
-        assert ring.done(0)
-
-
 def test_a_reserved_slot() -> None:
     with DescriptorRing(2, 5) as ring:
         slot = ring.reserve(3)
@@ -177,7 +157,8 @@ def test_a_closed_one() -> None:
         ring.fileno,
         lambda: ring.address,
         lambda: ring.num_pushed,
-        lambda: ring._unpack_cpu(buffer[:4], buffer[4:]),
+        lambda: unpack(buffer[:4], buffer[4:], ring),
+        lambda: unpack(buffer[:4], buffer[4:], ring, slot=1),
         ring.__enter__,
     ):
         with pytest.raises(RuntimeError, match=r"^DescriptorRing: the ring is closed"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jitkern.host import module as host
 from jitkern.offload.args import count_arg, device_arg, int64_arg, natural_arg, number_arg
-from jitkern.offload.ring_memory import RingMemory, memory_arg, zeros_on
+from jitkern.offload.ring_memory import RingMemory, full_text, memory_arg, zeros_on
 from jitkern.offload.ring_server import RingServer
 from jitkern.offload.ring_slot import RingSlot
 from jitkern.ops import dispatch
@@ -313,11 +313,15 @@ class DescriptorRing:
             first = natural_arg("unpack", "slot", slot)
             if first >= self._num_slots:
                 raise ValueError(f"unpack: slot: {first}, expected below {self._num_slots}")
-        if num_slots != 1:
+        if type(num_slots) is not int or num_slots != 1:
             num_slots = count_arg("unpack", "num_slots", num_slots, self._num_slots)
         if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
             dispatch.refuse("unpack", {"dst": dst}, {"src": src})
-        self._consume(dst, src, first, num_slots)
+        try:
+            self._consume(dst, src, first, num_slots)
+        except IndexError:
+            dispatch.wrote(dst)  # what the slots in front asked for
+            raise
         dispatch.wrote(dst)
 
     def _when_free(
@@ -330,25 +334,14 @@ class DescriptorRing:
             if ticket == _RESERVED:
                 self._refuse_own(call)
             if time.monotonic() >= deadline:
-                raise TimeoutError(self._full_text(call, ticket, timeout_s))
+                reserved = ticket == _RESERVED
+                raise TimeoutError(full_text(call, self, reserved, timeout_s))
             if ticket == _RESERVED:
                 time.sleep(1e-4)
             else:
                 self._await_free(_slice_us(deadline))
             ticket = attempt()
         return int(ticket)
-
-    def _full_text(self, call: str, why: int, timeout_s: float) -> str:
-        ticket = self.num_pushed
-        if why == _RESERVED:
-            reserved = f"another thread has slot {ticket % self._num_slots} reserved"
-            return f"{call}: {reserved} for longer than {timeout_s:g} s"
-        before = ticket - self._num_slots
-        return (
-            f"{call}: slot {ticket % self._num_slots} is still being read after {timeout_s:g} s: "
-            f"push {before} is not consumed; wait longer (timeout_s), consume sooner, or make a "
-            f"ring of more than {self._num_slots} slots"
-        )
 
     def _refuse_own(self, call: str) -> None:
         if self._holder == threading.get_ident():

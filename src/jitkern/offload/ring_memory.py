@@ -12,6 +12,8 @@ from jitkern.offload.pool import PinnedPool
 if TYPE_CHECKING:
     import torch
 
+    from jitkern.offload.ring import DescriptorRing
+
 
 class RingMemory:
     """Memory of a descriptor, so that a producer of another process may map it, too.
@@ -54,3 +56,16 @@ def memory_arg(memory: Any, device: torch.device) -> None:
         raise ValueError(f"DescriptorRing: memory: {memory!r}, {expected}")
     if memory == "device" and device.type == "cpu":
         raise ValueError("DescriptorRing: memory: 'device' on the CPU, expected \"mapped\"")
+
+
+def full_text(call: str, ring: DescriptorRing, is_reserved: bool, timeout_s: float) -> str:
+    """Say why a push came to no slot, and what to do."""
+    ticket, num_slots = ring.num_pushed, ring.num_slots
+    slot = ticket % num_slots
+    if is_reserved:
+        return f"{call}: another thread has slot {slot} reserved for longer than {timeout_s:g} s"
+    return (
+        f"{call}: slot {slot} is still being read after {timeout_s:g} s: push "
+        f"{ticket - num_slots} is not consumed; wait longer (timeout_s), consume sooner, or make a "
+        f"ring of more than {num_slots} slots"
+    )

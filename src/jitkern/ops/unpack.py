@@ -89,19 +89,40 @@ def _op() -> Callable[..., Any]:
     return host.op("unpack", kernel)
 
 
-def _through_torch(dst: Tensor, src: Tensor, descriptors: Any, **options: Any) -> None:
-    dispatch.through_torch("unpack", dst=dst, src=src, descriptors=descriptors, **options)
-
-
-_ring_type: type[DescriptorRing] | None = (
-    None  # DescriptorRing, which is of a level above, once it is imported
-)
+# DescriptorRing, which is of a level above, once it is imported.
+_ring_type: type[DescriptorRing] | None = None
 
 
 def set_ring_type(ring_type: type[DescriptorRing]) -> None:
     """Have :func:`unpack` take instances of `ring_type`, by their `_unpack(...)`."""
     global _ring_type
     _ring_type = ring_type
+
+
+def _refuse_slots(slot: int | None, num_slots: int) -> None:
+    """Raise where these are given with descriptors that are no ring."""
+    if slot is not None or num_slots != 1:
+        name = "num_slots" if slot is None else "slot"
+        raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
+
+
+def _through_torch(
+    dst: Tensor,
+    src: Tensor,
+    descriptors: Tensor | DescriptorRing,
+    *,
+    count: Tensor | None = None,
+    slot: int | None = None,
+    num_slots: int = 1,
+) -> None:
+    if type(descriptors) is _ring_type:
+        # torch.compile calls unpack itself then, between two graphs, where it may.
+        raise TypeError(
+            "unpack: descriptors: DescriptorRing, expected a tensor inside of a graph of "
+            "torch.compile; call it outside, or compile without fullgraph=True"
+        )
+    _refuse_slots(slot, num_slots)
+    dispatch.through_torch("unpack", dst=dst, src=src, descriptors=descriptors, count=count)
 
 
 @dispatch.traced_as(_through_torch)
@@ -180,9 +201,7 @@ def unpack(
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
         descriptors._unpack(dst, src, slot, num_slots)
         return
-    if slot is not None or num_slots != 1:
-        name = "num_slots" if slot is None else "slot"
-        raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
+    _refuse_slots(slot, num_slots)
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
         try:
             if not _op()(dst, src, descriptors, count):

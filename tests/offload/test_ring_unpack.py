@@ -1,0 +1,316 @@
+"""jitkern.unpack of a DescriptorRing on the CPU: which pushes a call takes, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from rings import bytes_0_to, memory_of, rows
+from torch.autograd import forward_ad
+
+from jitkern import unpack
+from jitkern.offload import DescriptorRing
+
+SIZE = 200
+
+
+class Taken:
+    """A ring whose push t copies byte t, and what calls have taken of it."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.ring = DescriptorRing(num_slots, 4)
+        self._src = torch.arange(1, SIZE + 1, dtype=torch.uint8)
+        self._dst = torch.zeros(SIZE, dtype=torch.uint8)
+
+    def push(self, count: int) -> None:
+        for _ in range(count):
+            at = self.ring.num_pushed
+            assert self.ring.try_push(rows((at, at, 1))) == at
+
+    def by(self, **how: Any) -> list[int]:
+        """Return the tickets that a call takes, all of which are completed and no others."""
+        before = [self.ring.done(ticket) for ticket in range(self.ring.num_pushed)]
+        self._dst.zero_()
+        assert unpack(self._dst, self._src, self.ring, **how) is None
+        taken: list[int] = self._dst.nonzero().flatten().tolist()
+        for ticket, was_done in enumerate(before):
+            assert self.ring.done(ticket) == (was_done or ticket in taken)
+            assert not (was_done and ticket in taken)
+        return taken
+
+
+def test_nothing_there() -> None:
+    taken = Taken(3)
+    for _ in range(3):
+        for how in ({}, {"num_slots": 3}, {"slot": 0}, {"slot": 2, "num_slots": 3}):
+            assert taken.by(**how) == []
+        taken.push(1)
+        assert taken.by() == [taken.ring.num_pushed - 1]
+
+
+def test_more_slots_than_pushes_and_fewer() -> None:
+    taken = Taken(3)
+    taken.push(2)
+    assert taken.by(num_slots=3) == [0, 1]
+    taken.push(3)
+    assert taken.by(num_slots=2) == [2, 3]
+    assert taken.by() == [4]
+    assert taken.by() == []
+
+
+def test_a_slot_by_its_index() -> None:
+    """Its push that is not consumed, around the ring; calls in turn leave it out."""
+    taken = Taken(3)
+    taken.push(3)
+    assert taken.by(slot=1) == [1]
+    assert taken.by(slot=1) == []
+    assert taken.by(num_slots=3) == [0, 2]
+    taken.push(3)
+    assert taken.by(slot=2, num_slots=2) == [3, 5]  # 5 first, then 3
+    assert taken.by(slot=2, num_slots=3) == []  # the push after 5 is not there
+    assert taken.by() == [4]
+    taken.push(3)
+    assert taken.by() == [6]
+
+
+def test_those_of_slots_are_generations_ahead() -> None:
+    taken = Taken(3)
+    taken.push(3)
+    for generation in range(1, 6):
+        assert taken.by(slot=1, num_slots=2) == [3 * generation - 2, 3 * generation - 1]
+        assert taken.by(slot=1) == []
+        assert taken.by(slot=0) == [3 * generation - 3]
+        taken.push(3)
+    assert taken.by(slot=1) == [16]
+    assert taken.by(num_slots=2) == [15, 17]
+    taken.push(2)
+    assert taken.by(num_slots=3) == [18, 19]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_calls_take_each_push_once(seed: int) -> None:
+    """Against a list of what each slot holds."""
+    draw = random.Random(seed)
+    num_slots = 1 + seed
+    taken = Taken(num_slots)
+    holds: list[int | None] = [None] * num_slots
+    turn = 0
+    while taken.ring.num_pushed < SIZE:
+        ticket = taken.ring.num_pushed
+        if holds[ticket % num_slots] is None and draw.random() < 0.6:
+            taken.push(1)
+            holds[ticket % num_slots] = ticket
+            continue
+        most = draw.randint(1, num_slots)
+        wanted: list[int] = []
+        if draw.random() < 0.5:
+            slot = draw.randrange(num_slots)
+            for number in range(slot, slot + most):
+                found = holds[number % num_slots]
+                if found is None:
+                    break
+                wanted.append(found)
+            assert taken.by(slot=slot, num_slots=most) == sorted(wanted)
+        else:
+            while turn < ticket and len(wanted) < most:
+                if holds[turn % num_slots] == turn:
+                    wanted.append(turn)
+                turn += 1
+            assert taken.by(num_slots=most) == wanted
+        holds = [None if held in wanted else held for held in holds]
+
+
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"slot": -1}, ValueError, "slot: -1, expected 0 or more"),
+    ({"slot": 2}, ValueError, "slot: 2, expected below 2"),
+    ({"slot": True}, TypeError, "slot: bool, expected an int"),
+    ({"slot": 0.0}, TypeError, "slot: float, expected an int"),
+    ({"num_slots": 0}, ValueError, "num_slots: 0, expected 1 to 2"),
+    ({"num_slots": 3}, ValueError, "num_slots: 3, expected 1 to 2"),
+    ({"slot": 1, "num_slots": 3}, ValueError, "num_slots: 3, expected 1 to 2"),
+    ({"num_slots": True}, TypeError, "num_slots: bool, expected an int"),
+    ({"num_slots": 1.0}, TypeError, "num_slots: float, expected an int"),
+    ({"num_slots": None}, TypeError, "num_slots: NoneType, expected an int"),
+    ({"count": torch.tensor(1)}, ValueError,
+     "count: given, expected None: a push of a ring has its own"),
+    ({"dst": 3}, TypeError, "dst: int, expected a tensor"),
+    ({"src": None}, TypeError, "src: None, expected a tensor"),
+    ({"src": torch.zeros(4, 4).t()}, ValueError, "src: not contiguous (stride 4 in"),
+    ({"dst": torch.zeros(4, 4)[:, 1:]}, ValueError, "dst: not contiguous (stride 4 in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
+def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
+    """Nothing was taken."""
+    src, dst = bytes_0_to(32), torch.zeros(32, dtype=torch.uint8)
+    with DescriptorRing(2, 5) as ring:
+        ring.push(rows((1, 1, 1)))
+        with pytest.raises(kind, match=f"^unpack: {re.escape(text)}"):
+            unpack(**{"dst": dst, "src": src, "descriptors": ring, **how})
+        assert not ring.done(0) and not dst.any()
+        unpack(dst, src, ring)
+        assert ring.done(0) and dst[1] == 1
+
+
+def test_sides_that_share_memory() -> None:
+    whole = bytes_0_to(64)
+    text = "^unpack: dst: overlaps src, expected memory of its own$"
+    with DescriptorRing(2, 5) as ring:
+        ring.push(rows((0, 0, 32)))
+        for dst, src in ((whole, whole), (whole[:33], whole[32:]), (whole[31:], whole[:32])):
+            with pytest.raises(ValueError, match=text):
+                unpack(dst, src, ring)
+        assert not ring.done(0) and torch.equal(whole, bytes_0_to(64))
+        unpack(whole[32:], whole[:32], ring)  # one beside the other
+        assert torch.equal(whole, bytes_0_to(32).repeat(2))
+
+
+def test_slots_without_a_ring() -> None:
+    src, dst = torch.zeros(2, 8)
+    for how, name in (
+        ({"slot": 0}, "slot"),
+        ({"num_slots": 2}, "num_slots"),
+        ({"slot": 1, "num_slots": 2}, "slot"),
+    ):
+        text = f"^unpack: {name}: given, expected a DescriptorRing as descriptors$"
+        with pytest.raises(ValueError, match=text):
+            unpack(dst, src, rows((0, 0, 8)), **how)
+
+
+def test_gradients() -> None:
+    src, dst = torch.ones(8), torch.zeros(8)
+    with DescriptorRing(2, 5) as ring:
+        ring.push(rows((0, 0, 32)))
+        leaf = torch.zeros(8, requires_grad=True)
+        for sides, name in (((leaf, src), "dst"), ((dst, leaf), "src")):
+            with pytest.raises(RuntimeError, match=f"^unpack: {name}: requires a gradient, exp"):
+                unpack(*sides, ring)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(dst, torch.ones(8))
+            with pytest.raises(RuntimeError, match=r"^unpack: dst: has a tangent of forward-mode"):
+                unpack(dual, src, ring)
+        assert not ring.done(0)
+
+        # What a backward pass has kept counts as changed.
+        weight = torch.ones(8, requires_grad=True)
+        product = weight * dst
+        version = dst._version
+        with torch.no_grad():
+            unpack(dst, leaf.detach() + 1, ring)
+        assert ring.done(0) and dst._version == version + 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+def test_what_was_written_before_an_error_counts_as_changed() -> None:
+    src, dst = torch.ones(2, 8)
+    with DescriptorRing(2, 5) as ring:
+        ring.push(rows((0, 0, 32)))
+        ring.push(rows((0, 0, 33)))
+        version = dst._version
+        with pytest.raises(IndexError, match="descriptor 0 of slot 1"):
+            unpack(dst, src, ring, num_slots=2)
+        assert dst._version == version + 1
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        made = torch.zeros(8)
+    src, dst = torch.ones(8), torch.zeros(8)
+    with DescriptorRing(2, 5) as ring:
+        ring.push(rows((0, 0, 32)))
+        with pytest.raises(RuntimeError, match=r"^unpack: dst: made in inference mode, expected a"):
+            unpack(made, src, ring)
+        assert not ring.done(0)
+        unpack(dst, made, ring)
+        ring.push(rows((0, 0, 32)))
+        version = dst._version
+        with torch.inference_mode():
+            unpack(made, src, ring)
+            ring.push(rows((0, 0, 32)))
+            unpack(dst, src, ring)
+        assert made.tolist() == dst.tolist() == [1.0] * 8
+        assert dst._version == version + 1
+
+
+def test_inside_of_torch_compile() -> None:
+    """Between two graphs; in one graph it is refused, and nothing is taken."""
+    torch._dynamo.reset()
+    src, dst = bytes_0_to(8), torch.zeros(8, dtype=torch.uint8)
+    with DescriptorRing(2, 5) as ring:
+
+        def run(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+            doubled = src * 2
+            unpack(dst, doubled, ring, num_slots=2)
+            return dst + 1
+
+        ring.push(rows((0, 0, 4)))
+        ring.push(rows((6, 6, 1)))
+        with pytest.raises(Exception, match="unpack: descriptors: DescriptorRing, expected a tens"):
+            torch.compile(run, backend="eager", fullgraph=True)(dst, src)
+        assert not ring.done(0)
+        torch._dynamo.reset()
+        found = torch.compile(run, backend="eager")(dst, src)
+        assert found.tolist() == [1, 3, 5, 7, 1, 1, 13, 1]
+        assert ring.done(1)
+
+
+def test_a_forked_child() -> None:
+    src, dst = bytes_0_to(8), torch.zeros(8, dtype=torch.uint8)
+    ring = DescriptorRing(2, 5)
+    ring.push(rows((0, 0, 8)))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            unpack(dst, src, ring)
+        except RuntimeError as error:
+            text = "DescriptorRing: a forked child has no part of its parent's ring; make one"
+            status = 0 if str(error) == text and not dst.any() else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not ring.done(0)
+    unpack(dst, src, ring)
+    assert torch.equal(dst, src)
+    ring.close()
+    with pytest.raises(RuntimeError, match=r"^DescriptorRing: the ring is closed; make another"):
+        unpack(dst, src, ring)
+
+
+def test_many_threads_consume() -> None:
+    """In turn and by slots at once: each push goes to one of them."""
+    rounds, num_threads, num_slots = 4000, 4, 7
+    src = torch.ones(1, dtype=torch.uint8)
+    found = torch.zeros(num_threads, rounds, dtype=torch.uint8)
+    is_over = threading.Event()
+    with DescriptorRing(num_slots, 2) as ring:
+
+        def consume(number: int) -> None:
+            draw = random.Random(number)
+            while not is_over.is_set():
+                slot = draw.randrange(num_slots) if number % 2 else None
+                unpack(found[number], src, ring, slot=slot, num_slots=draw.randint(1, 3))
+
+        threads = [threading.Thread(target=consume, args=(i,)) for i in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        try:
+            for ticket in range(rounds):
+                assert ring.push(rows((0, ticket, 1)), timeout_s=60) == ticket
+            for ticket in range(rounds - num_slots, rounds):
+                ring.wait(ticket, timeout_s=60)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
+        assert [memory_of(ring).done(i).value for i in range(num_slots)] == [
+            (rounds - 1 - i) // num_slots + 1 for i in range(num_slots)
+        ]
+    assert found.sum(0).tolist() == [1] * rounds
