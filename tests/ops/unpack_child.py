@@ -9,13 +9,11 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import STREAM, OnCuda, driver, log, params, refused
-from test_unpack_cuda import launch_structs
+from launch_fake import OnCuda, driver, log, params, refused
 
 from jitkern import unpack
-from jitkern.jit import device
 from jitkern.jit.device import DeviceModule
-from jitkern.ops.unpack import CONFIG
+from jitkern.ops.unpack import CONFIG, OWN_SEGMENTS
 
 
 def from_a_line(num_bytes: int) -> torch.Tensor:
@@ -26,9 +24,9 @@ def from_a_line(num_bytes: int) -> torch.Tensor:
 SIZE = 1 << 20
 PINNED, DEVICE, OTHER = from_a_line(SIZE), from_a_line(SIZE), from_a_line(SIZE)
 driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr()), ctypes.c_uint64(SIZE), 1, 0)
-PARAMS = "=QQqqQQIi3I4IxxxxQ"  # of UnpackParams
+PARAMS = "=QQqqQQIiI??xx4IQ"  # of UnpackParams
 THREADS = CONFIG.num_threads
-for name in ("structs", "i64x3", "i64x6"):
+for name in ("i64x3", "i64x6"):
     driver.fake_kernel(
         f"jitkern_unpack_v16_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), THREADS
     )
@@ -54,31 +52,39 @@ def launched() -> tuple[str, tuple[int, ...]]:
     return line, struct.unpack(PARAMS, params(line))
 
 
+def grid_of(line: str) -> int:
+    return int(line.partition("grid ")[2].partition(",")[0])
+
+
 def check_the_launch() -> None:
-    """The kernel of the format; blocks share descriptors, or have several."""
-    rows = torch.zeros(16, 3, dtype=torch.int64)
-    unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(rows))
-    line, told = launched()
-    assert "jitkern_unpack_v16_i64x3 of" in line and f"block {THREADS},1,1" in line, line
-    assert told[:4] == (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE)
-    assert told[4:7] == (rows.data_ptr(), 0, 16)
-    blocks = int(line.partition("grid ")[2].partition(",")[0])
-    assert told[8:11] == (max(1, blocks // 16), -(-16 // blocks), blocks * (THREADS // 32) // 16)
+    """The kernel of the format; blocks that copy, and others behind them if there may be a rest."""
     count = torch.tensor([3], dtype=torch.int32)
     six = torch.zeros(9000, 6, dtype=torch.int64)
     unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(six), count=on_gpu(count))
     line, told = launched()
-    assert "jitkern_unpack_v16_i64x6 of" in line, line
-    assert told[5:8] == (count.data_ptr(), 9000, 4)
-    assert told[8:11] == (1, -(-9000 // blocks), max(1, blocks * (THREADS // 32) // 9000))
+    assert "jitkern_unpack_v16_i64x6 of" in line and f"block {THREADS},1,1" in line, line
+    assert told[:4] == (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE)
+    assert told[4:8] == (six.data_ptr(), count.data_ptr(), 9000, 4)
+    copiers = told[8]  # two an SM
+    assert grid_of(line) == copiers + copiers // 2, line
+    assert told[9:11] == (False, False)
     assert len(set(told[11:15])) == 4  # a site for each part
+
+    # A whole MiB by the warps of one of so few.
+    own = 1 + SIZE // (512 * OWN_SEGMENTS)
+    rows = torch.zeros(copiers * (THREADS // 32) // own, 3, dtype=torch.int64)
+    for num, dealers in ((len(rows), 0), (len(rows) + 1, copiers // 2)):
+        unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(torch.zeros(num, 3, dtype=torch.int64)))
+        line, told = launched()
+        assert "jitkern_unpack_v16_i64x3 of" in line, line
+        assert told[5:9] == (0, num, 0, copiers) and grid_of(line) == copiers + dealers, line
 
 
 def check_few_blocks_for_few_bytes() -> None:
     rows = on_gpu(torch.zeros(3, 3, dtype=torch.int64))
     unpack(on_gpu(DEVICE[:1000]), on_gpu(OTHER), rows)
     line, told = launched()
-    assert "grid 2,1,1" in line and told[8:11] == (1, 2, 2 * (THREADS // 32) // 3), line
+    assert "grid 1,1,1" in line and told[8] == 1, line
 
 
 def check_host_memory() -> None:
@@ -87,8 +93,8 @@ def check_host_memory() -> None:
     for dst, src in ((on_gpu(DEVICE), PINNED), (PINNED, on_gpu(DEVICE))):
         unpack(dst, src, on_gpu(rows))
         line, told = launched()
-        blocks = int(line.partition("grid ")[2].partition(",")[0])
-        assert blocks <= 8
+        assert grid_of(line) <= 64 and told[8] <= 32
+        assert told[9:11] == (src is PINNED, dst is PINNED)
         assert sorted(told[:2]) == sorted((DEVICE.data_ptr(), PINNED.data_ptr()))
     pageable = torch.zeros(100)
     for given in (on_gpu(rows), rows):
@@ -141,18 +147,6 @@ def check_capture() -> None:
     refused(ValueError, text, unpack, on_gpu(DEVICE), PINNED, rows)
     unpack(on_gpu(DEVICE), PINNED, on_gpu(rows))
     assert "i64x3 of" in log()
-
-
-def check_structs_are_launched_with_the_same_parameters() -> None:
-    """As test_unpack_cuda.py launches them, in which C++ of this module has no part."""
-    device.device_and_stream = lambda number: (max(number, 0), STREAM)
-    words, fault = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(10, dtype=torch.int32)
-    launch_structs(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(words), fault, 5)
-    line, told = launched()
-    assert "jitkern_unpack_v16_structs of" in line and "grid 5,1,1" in line, line
-    addresses = (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE, words.data_ptr())
-    dealt = (1, 2, 5 * (THREADS // 32) // 9)
-    assert told == (*addresses, 0, 9, 0, *dealt, 11, 12, 13, 14, fault.data_ptr())
 
 
 def check_devices() -> None:

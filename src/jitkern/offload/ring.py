@@ -334,8 +334,8 @@ class DescriptorRing:
             if ticket == _RESERVED:
                 self._refuse_own(call)
             if time.monotonic() >= deadline:
-                reserved = ticket == _RESERVED
-                raise TimeoutError(full_text(call, self, reserved, timeout_s))
+                where = (self.num_pushed, self._num_slots, ticket == _RESERVED)
+                raise TimeoutError(full_text(call, *where, timeout_s))
             if ticket == _RESERVED:
                 time.sleep(1e-4)
             else:

@@ -12,8 +12,6 @@ from jitkern.offload.pool import PinnedPool
 if TYPE_CHECKING:
     import torch
 
-    from jitkern.offload.ring import DescriptorRing
-
 
 class RingMemory:
     """Memory of a descriptor, so that a producer of another process may map it, too.
@@ -58,9 +56,8 @@ def memory_arg(memory: Any, device: torch.device) -> None:
         raise ValueError("DescriptorRing: memory: 'device' on the CPU, expected \"mapped\"")
 
 
-def full_text(call: str, ring: DescriptorRing, is_reserved: bool, timeout_s: float) -> str:
-    """Say why a push came to no slot, and what to do."""
-    ticket, num_slots = ring.num_pushed, ring.num_slots
+def full_text(call: str, ticket: int, num_slots: int, is_reserved: bool, timeout_s: float) -> str:
+    """Say why push `ticket` comes to no slot, and what to do."""
     slot = ticket % num_slots
     if is_reserved:
         return f"{call}: another thread has slot {slot} reserved for longer than {timeout_s:g} s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
@@ -15,8 +15,6 @@ from jitkern.ops.pairs import load_entries
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from jitkern.offload import DescriptorRing
 
 CONFIG = KernelConfig(num_threads=256, max_occupancy=3, use_pdl=True)
 PIECE_IN_FLIGHT = 2
@@ -89,11 +87,16 @@ def _op() -> Callable[..., Any]:
     return host.op("unpack", kernel)
 
 
-# DescriptorRing, which is of a level above, once it is imported.
-_ring_type: type[DescriptorRing] | None = None
+class Ring(Protocol):
+    """What there is of a :class:`jitkern.offload.DescriptorRing`, which is of a level above."""
+
+    def _unpack(self, dst: Tensor, src: Tensor, slot: int | None, num_slots: int) -> None: ...
 
 
-def set_ring_type(ring_type: type[DescriptorRing]) -> None:
+_ring_type: type | None = None  # DescriptorRing, once it is imported
+
+
+def set_ring_type(ring_type: type) -> None:
     """Have :func:`unpack` take instances of `ring_type`, by their `_unpack(...)`."""
     global _ring_type
     _ring_type = ring_type
@@ -109,7 +112,7 @@ def _refuse_slots(slot: int | None, num_slots: int) -> None:
 def _through_torch(
     dst: Tensor,
     src: Tensor,
-    descriptors: Tensor | DescriptorRing,
+    descriptors: Tensor | Ring,
     *,
     count: Tensor | None = None,
     slot: int | None = None,
@@ -129,7 +132,7 @@ def _through_torch(
 def unpack(
     dst: Tensor,
     src: Tensor,
-    descriptors: Tensor | DescriptorRing,
+    descriptors: Tensor | Ring,
     *,
     count: Tensor | None = None,
     slot: int | None = None,
@@ -199,7 +202,7 @@ def unpack(
     if type(descriptors) is _ring_type:
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
-        descriptors._unpack(dst, src, slot, num_slots)
+        cast("Ring", descriptors)._unpack(dst, src, slot, num_slots)
         return
     _refuse_slots(slot, num_slots)
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
