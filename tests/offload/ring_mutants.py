@@ -108,7 +108,9 @@ OF_THE_CONSUMER = (
     ),
     Mutant("a named slot is one turn", "if (slot < 0) ++next_;", "++next_;", CONSUMER),
     Mutant("a named slot is not skipped", "if (consumed < generation) {", "if (true) {", CONSUMER),
-    Mutant("what is skipped counts", "++next_;  // a call", "++next_, ++taken;  // a call", CONSUMER),
+    Mutant(
+        "what is skipped counts", "++next_;  // a call", "++next_, ++taken;  // a call", CONSUMER
+    ),
     Mutant("of named slots the first one alone", NAMED, NAMED.replace(" + taken", ""), CONSUMER),
     Mutant(
         "named slots do not go around",

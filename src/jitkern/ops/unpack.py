@@ -22,27 +22,28 @@ CONFIG = KernelConfig(num_threads=256, max_occupancy=3, use_pdl=True)
 PIECE_IN_FLIGHT = 2
 IN_FLIGHT = 4
 PARTS_IN_FLIGHT = 2
-# Segments, 512 bytes each: what a warp copies at most of a piece that it copies in the short way;
-# of any descriptor that has no rest; of one that has; what is dealt of that at a time.
-SHORT_SEGMENTS = 16
+# Segments, 512 bytes each: what a warp copies at most of a descriptor that has no rest; of one that
+# has; what is dealt of that at a time.
 OWN_SEGMENTS = 140
 FIRST_SEGMENTS = 8
 UNIT_SEGMENTS = 16
 
-_FORMATS = {0: "structs", 3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
+_FORMATS = {3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
 
 
 @cache
 def kernel(descriptor_format: int) -> DeviceModule:
-    """Return the device module for descriptors of one format: structs, or rows of int64."""
+    """Return the device module for descriptors of so many int64 each."""
     in_flight = (PIECE_IN_FLIGHT, IN_FLIGHT, PARTS_IN_FLIGHT)
-    segments = (SHORT_SEGMENTS, OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
+    segments = (OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
     module = load_own(
         "unpack",
         *args,
         device_files=["ops/unpack.cu"],
-        device_wrappers=[(f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}", f"jitkern::Unpack<{args}>")],
+        device_wrappers=[
+            (f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}", f"jitkern::Unpack<{args}>")
+        ],
     )
     return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=OWN_SEGMENTS)
 
@@ -56,16 +57,17 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
 RING_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
 RING_PIECE_IN_FLIGHT = 2
 SERVE_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=False)
-SERVE_PIECE_IN_FLIGHT = 4  # it has few SMs
 RING_IN_FLIGHT = 8
+SERVE_PIECE_IN_FLIGHT = 4  # it has few SMs
+SERVE_IN_FLIGHT = 4
 
 
 @cache
 def ring_kernel() -> DeviceModule:
     """Return the device module that consumes a ring, in a call or as a server."""
-    both = (RING_IN_FLIGHT, PARTS_IN_FLIGHT, SHORT_SEGMENTS, OWN_SEGMENTS)
-    consume = make_cpp_args(*RING_CONFIG, RING_PIECE_IN_FLIGHT, *both)
-    serve = make_cpp_args(*SERVE_CONFIG, SERVE_PIECE_IN_FLIGHT, *both)
+    both = (PARTS_IN_FLIGHT, OWN_SEGMENTS)
+    consume = make_cpp_args(*RING_CONFIG, RING_PIECE_IN_FLIGHT, RING_IN_FLIGHT, *both)
+    serve = make_cpp_args(*SERVE_CONFIG, SERVE_PIECE_IN_FLIGHT, SERVE_IN_FLIGHT, *both)
     entries = [
         ("jitkern_unpack_ring", f"ConsumeRing<{consume}>", RING_CONFIG),
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
@@ -87,10 +89,11 @@ def _op() -> Callable[..., Any]:
     return host.op("unpack", kernel)
 
 
-_ring_type: type | None = None  # DescriptorRing, which is of a level above, once it is imported
+# DescriptorRing, which is of a level above, once it is imported.
+_ring_type: type[DescriptorRing] | None = None
 
 
-def set_ring_type(ring_type: type) -> None:
+def set_ring_type(ring_type: type[DescriptorRing]) -> None:
     """Have :func:`unpack` take instances of `ring_type`, by their `_unpack(...)`."""
     global _ring_type
     _ring_type = ring_type
@@ -196,7 +199,8 @@ def unpack(
     if type(descriptors) is _ring_type:
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
-        return descriptors._unpack(dst, src, slot, num_slots)
+        descriptors._unpack(dst, src, slot, num_slots)
+        return
     _refuse_slots(slot, num_slots)
     if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
         try:

@@ -65,15 +65,14 @@ constexpr u32 kBoards = 16'384;
 
 // Device memory of a ring: the state, and what it has behind it.
 struct RingMemory {
-  i64 consumed, taken, boards, staged, bytes;
+  i64 consumed, boards, staged, bytes;
 
   explicit RingMemory(const RingHeader& ring) {
     const auto behind = [](i64 at, i64 count, size_t each) {
       return ceil_div(at + count * static_cast<i64>(each), 128) * 128;
     };
     consumed = behind(0, 1, sizeof(RingState));
-    taken = behind(consumed, ring.num_slots, sizeof(u64));
-    boards = behind(taken, ring.num_slots, sizeof(RingPush));
+    boards = behind(consumed, ring.num_slots, sizeof(u64));
     staged = behind(boards, kBoards, sizeof(RingBoard));
     bytes = behind(staged, i64(ring.num_slots) * ring.max_descriptors, sizeof(Descriptor));
   }
@@ -95,7 +94,6 @@ class RingOnGpu {
     ring.consumed = reinterpret_cast<u64*>(at + memory.consumed);
     ring.busy = kBusy;
     ring.broken = kBroken;
-    params_.taken = reinterpret_cast<RingPush*>(at + memory.taken);
     params_.staged = reinterpret_cast<Descriptor*>(at + memory.staged);
     boards_ = reinterpret_cast<RingBoard*>(at + memory.boards);
   }

@@ -7,8 +7,7 @@ namespace jitkern {
 
 // Each descriptor is copied by warps of its own, as unpack does; one that is too long for these by
 // all, behind the others.
-template <u32 kPieceInFlight, u32 kInFlight, u32 kPartsInFlight, u32 kShortSegments,
-          u32 kOwnSegments>
+template <u32 kPieceInFlight, u32 kInFlight, u32 kPartsInFlight, u32 kOwnSegments>
 struct RingCopy {
   // What the warps of one of so many descriptors copy of it.
   static __device__ u64 own_segments(u32 count, u32 warps) {
@@ -48,7 +47,7 @@ struct RingCopy {
   static __device__ void copy_one(const UnpackParams& p, const uint4* vectors, u32 warp,
                                   u32 warps) {
     const Pieces pieces = pieces_of_vectors(vectors);
-    if (is_short(p, pieces, u64(warps) * kShortSegments)) {
+    if (is_short(p, pieces, u64(warps) * kOwnSegments)) {
       return copy_piece<kPieceInFlight>(p, pieces, warp, warps);
     }
     const i64 position = joined(vectors[3].x, vectors[3].y);

@@ -13,11 +13,11 @@ namespace jitkern {
 
 // The blocks are one cluster. Its first one reads the ring, into shared memory that all read.
 template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32 kInFlight,
-          u32 kPartsInFlight, u32 kShortSegments, u32 kOwnSegments>
+          u32 kPartsInFlight, u32 kOwnSegments>
 struct ServeRing {
   using Params = ServeParams;
   using Reader = RingReader<kThreads>;
-  using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kShortSegments, kOwnSegments>;
+  using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kOwnSegments>;
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
@@ -67,7 +67,7 @@ struct ServeRing {
 
   static __device__ void take_over(const RingParams& p, const Turn& turn, Shared& own) {
     if (threadIdx.x == 0) {
-      own.owner = take_ring(p, turn, turn, load_fresh(&p.consumed[turn.slot]));
+      own.owner = take_ring(p, turn, turn.slot, load_fresh(&p.consumed[turn.slot]));
       own.ends = own.owner != 0;
       if (own.ends) report_fault(p.fault, p.busy, 0, 0, 0);
     }
@@ -85,7 +85,8 @@ struct ServeRing {
       own.is_over = load_fresh(p.stop) != 0 || nanoseconds() - since > p.idle_ns;
     };
     for (u32 looks = 0; !own.ends; ++looks) {
-      if (reader.find(turn, looks < kEagerLooks, look_at_end) != 0) return;
+      const u64 word = reader.look(turn.slot, looks < kEagerLooks, look_at_end);
+      if (ring_generation(word) == turn.generation) return;
       if (own.is_over) own.ends = true;  // of all threads
       __syncthreads();
     }
@@ -116,7 +117,7 @@ struct ServeRing {
   // What all blocks have copied, as the barrier behind it says.
   static __device__ void complete(const RingParams& p, const Turn& turn) {
     p.consumed[turn.slot] = turn.generation;
-    complete_push(p, {turn.generation, turn.slot});
+    complete_push(p, turn);
   }
 
   static __device__ void leave(const RingParams& p, const Turn& turn, const Shared& own) {

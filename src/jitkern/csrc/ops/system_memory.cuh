@@ -81,6 +81,19 @@ __device__ inline u64 load_control(const u64* from) {
 #endif
 }
 
+__device__ inline u32 load_control(const u32* from) {
+#ifdef JITKERN_EMULATED
+  return emulate::load_system(from);
+#else
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return value;
+#endif
+}
+
 __device__ inline void store_control(u64* to, u64 value) {
 #ifdef JITKERN_EMULATED
   emulate::store_system(to, value);

@@ -15,11 +15,10 @@
 namespace jitkern {
 
 template <int kFormat, int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight,
-          u32 kInFlight, u32 kPartsInFlight, u32 kShortSegments, u32 kOwnSegments,
-          u32 kFirstSegments, u32 kUnitSegments>
+          u32 kInFlight, u32 kPartsInFlight, u32 kOwnSegments, u32 kFirstSegments,
+          u32 kUnitSegments>
 struct Unpack {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
-  static_assert(kShortSegments <= kOwnSegments, "what is short has no rest");
   static_assert(kFirstSegments >= 4 && kFirstSegments <= kOwnSegments, "see own_segments");
   using Params = UnpackParams;
   static constexpr int kNumThreads = kThreads;
@@ -56,35 +55,17 @@ struct Unpack {
     i64 count;
   };
 
+  static __device__ const i64* row_of(const Params& p, u64 i) {
+    return static_cast<const i64*>(p.descriptors) + kFormat * i;
+  }
   static __device__ Sizes sizes_of(const Params& p, u64 i) {
-    if constexpr (kFormat == kStructs) {
-      const uint2 sizes = static_cast<const uint2*>(p.descriptors)[8 * i + 2];
-      return {i64(sizes.x), i64(sizes.y)};
-    } else {
-      const i64* row = static_cast<const i64*>(p.descriptors) + kFormat * i;
-      return {row[2], kFormat == kSextuples ? row[3] : 1};
-    }
+    const i64* row = row_of(p, i);
+    return {row[2], kFormat == kSextuples ? row[3] : 1};
   }
-
   static __device__ Pieces pieces_of(const Params& p, u64 i) {
-    if constexpr (kFormat == kStructs) {
-      return pieces_of_vectors(static_cast<const uint4*>(p.descriptors) + 4 * i);
-    } else {
-      const i64* row = static_cast<const i64*>(p.descriptors) + kFormat * i;
-      if constexpr (kFormat == kTriples) return {row[0], row[1], row[2], 1, 0, 0};
-      return {row[0], row[1], row[2], row[3], row[4], row[5]};
-    }
-  }
-
-  // Of whoever reads it in a fault.
-  static __device__ i64 name_of(const Params& p, u64 i) {
-    if constexpr (kFormat != kStructs) return static_cast<i64>(i);
-    return static_cast<const i64*>(p.descriptors)[8 * i + 6];
-  }
-
-  static __device__ Work read_work(const Params& p, u32 i, const Pieces& pieces, bool reports) {
-    const i64 position = reports ? name_of(p, i) : 0;
-    return checked_work(p, pieces, position, reports);
+    const i64* row = row_of(p, i);
+    if constexpr (kFormat == kTriples) return {row[0], row[1], row[2], 1, 0, 0};
+    return {row[0], row[1], row[2], row[3], row[4], row[5]};
   }
 
   // -- first: each descriptor by its own warps
@@ -98,10 +79,10 @@ struct Unpack {
   static __device__ u64 most_segments(const Team& team) { return u64(team.warps) * kOwnSegments; }
 
   static __device__ void copy_own(const Params& p, const Team& team, u32 i, const Pieces& pieces) {
-    if (is_short(p, pieces, u64(team.warps) * kShortSegments)) {
+    if (is_short(p, pieces, most_segments(team))) {
       return copy_piece<kPieceInFlight>(p, pieces, team.warp, team.warps);
     }
-    const Work work = read_work(p, i, pieces, team.warp == 0 && threadIdx.x % 32 == 0);
+    const Work work = checked_work(p, pieces, i, team.warp == 0 && threadIdx.x % 32 == 0);
     const u32 own = own_segments(p, team, work);
     copy_share<kInFlight, kPartsInFlight>(p, work, own, team.warp, team.warps);
   }
@@ -124,7 +105,7 @@ struct Unpack {
   };
 
   static __device__ u64 rest_units(const Params& p, u32 i, const Team& team) {
-    const Work work = read_work(p, i, pieces_of(p, i), false);
+    const Work work = checked_work(p, pieces_of(p, i), i, false);
     return (work.num_segments() - own_segments(p, team, work) + kUnitSegments - 1) / kUnitSegments;
   }
 
@@ -158,7 +139,7 @@ struct Unpack {
   }
 
   static __device__ void copy_unit(const Params& p, const Team& team, u32 i, u64 unit) {
-    const Work work = read_work(p, i, pieces_of(p, i), false);
+    const Work work = checked_work(p, pieces_of(p, i), i, false);
     const u32 all = work.num_segments();
     const u64 first = own_segments(p, team, work) + unit * kUnitSegments;
     if (first >= all) return;  // of a descriptor that was rewritten since

@@ -6,9 +6,8 @@
 
 namespace jitkern {
 
-// How descriptors lie in memory: as structs (both/descriptor.h), whose seals mean nothing here, or
-// as rows of int64.
-enum DescriptorFormat : int { kStructs = 0, kTriples = 3, kSextuples = 6 };
+// How many int64 a descriptor is: (src_off, dst_off, len), and (count, src_stride, dst_stride).
+enum DescriptorFormat : int { kTriples = 3, kSextuples = 6 };
 
 // What of a descriptor may be out of range.
 enum DescriptorPart : int { kSrcPart, kDstPart, kLenPart, kCountPart, kNumParts };

@@ -16,11 +16,11 @@
 namespace jitkern {
 
 template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32 kInFlight,
-          u32 kPartsInFlight, u32 kShortSegments, u32 kOwnSegments>
+          u32 kPartsInFlight, u32 kOwnSegments>
 struct ConsumeRing {
   using Params = ConsumeParams;
   using Reader = RingReader<kThreads>;
-  using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kShortSegments, kOwnSegments>;
+  using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kOwnSegments>;
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
@@ -28,75 +28,77 @@ struct ConsumeRing {
   static __device__ void run(const Params& p) {
     wait_for_earlier_kernels<kUsePdl>();
     let_next_kernel_start<kUsePdl>();
-    if (blockIdx.x == 0) lead(p);
+    Lead& lead = own_shared<Lead>();
+    if (blockIdx.x == 0) take(p, lead);
     const u64 control = wait_for_control(p.board);
     Copy::copy(p.unpack, reinterpret_cast<const uint4*>(p.staged), control_count(control),
                control_has_long(control), threadIdx.x / 32 * gridDim.x + blockIdx.x,
                gridDim.x * kWarps);
-    end(p);
+    __syncthreads();
+    if (blockIdx.x == 0) {
+      complete(p, lead);
+    } else if (threadIdx.x == 0) {
+      // What the block has copied; a destination may be in host memory.
+      p.unpack.writes_host ? __threadfence_system() : __threadfence();
+      atomicAdd(&p.board->num_arrived, 1u);
+    }
   }
 
  private:
   struct Lead {
     typename Reader::Shared reader;
     u64 owner;
+    Turn first;  // that was taken
+    u32 num_taken;
   };
   struct Control {
     u64 value;
   };
-  struct End {
-    bool is_last;
-  };
 
   // -- the first block
 
-  // Takes up to `most` pushes, in turn, and leaves their descriptors to all.
-  static __device__ void lead(const Params& p) {
-    Lead& own = own_shared<Lead>();
+  // Takes up to `most` pushes, one slot after the other, and leaves their descriptors to all.
+  static __device__ void take(const Params& p, Lead& own) {
     const RingParams& ring = p.ring;
     const Turn begin = turn_of(ring);
     Reader reader(ring, own.reader);
     Turn turn = p.slot < 0 ? begin : Turn{0, static_cast<u32>(p.slot)};
     u32 num_taken = 0, num_staged = 0;
     bool has_long = false;
-    while (num_taken < p.most) {
+    for (u32 looks = 0; num_taken < p.most; ++looks) {
       const u64 consumed = load_fresh(&ring.consumed[turn.slot]);
+      const u64 word = reader.look(turn.slot, true, [&] {
+        if (looks == 0) own.owner = take_ring(ring, begin, turn.slot, consumed);
+      });
       if (p.slot >= 0) turn.generation = consumed + 1;
       const bool is_over = consumed >= turn.generation;  // a call that named its slot took it
+      if (own.owner != 0 || (is_over && num_taken > 0)) break;
       if (!is_over) {
-        const u64 word = reader.find(turn, true, [&] {
-          if (num_taken == 0) own.owner = take_ring(ring, begin, turn, consumed);
-        });
-        if (word == 0 || own.owner != 0 || !stage(p, reader, word, turn, num_staged, has_long))
-          break;
-        if (threadIdx.x == 0) {
-          ring.consumed[turn.slot] = turn.generation;
-          p.taken[num_taken] = {turn.generation, turn.slot};
-        }
+        if (ring_generation(word) != turn.generation) break;
+        if (!stage(p, reader, word, turn.slot, num_staged, has_long)) break;
+        if (threadIdx.x == 0 && num_taken == 0) own.first = turn;
+        if (threadIdx.x == 0) ring.consumed[turn.slot] = turn.generation;
         num_staged += ring_count(word);
         ++num_taken;
       }
       turn = turn.next(ring.ring.num_slots);
-      __syncthreads();  // what is consumed, and what was staged, all have seen
     }
-    has_long = __syncthreads_or(has_long);
+    has_long = __syncthreads_or(has_long);  // and all that was staged is there
     if (threadIdx.x != 0) return;
-    const bool is_owner = own.owner == 0;
-    if (!is_owner) report_fault(ring.fault, ring.busy, 0, 0, 0);
-    if (is_owner && p.slot < 0) set_turn(ring, turn);
-    p.board->num_taken = num_taken;
-    p.board->is_owner = is_owner;
     store_control(&p.board->control, ring_control(num_staged, has_long));
+    own.num_taken = num_taken;
+    if (own.owner != 0) return report_fault(ring.fault, ring.busy, 0, 0, 0);
+    if (p.slot < 0) set_turn(ring, turn);
   }
 
-  static __device__ bool stage(const Params& p, Reader& reader, u64 word, const Turn& turn,
-                               u32 num_staged, bool& has_long) {
+  static __device__ bool stage(const Params& p, Reader& reader, u64 word, u32 slot, u32 num_staged,
+                               bool& has_long) {
     uint4* const to = reinterpret_cast<uint4*>(p.staged + num_staged);
     return reader.read(word, 0, ring_count(word), [&](u32 number, uint4 vector) {
       if (number % 4 == 1) has_long |= Copy::may_be_long(vector);
       if (number % 4 == 3) {  // what faults call it
         vector.x = number / 4;
-        vector.y = turn.slot;
+        vector.y = slot;
       }
       to[number] = vector;
     });
@@ -113,27 +115,16 @@ struct ConsumeRing {
     return own.value;
   }
 
-  // The last block that comes here finds all copied.
-  static __device__ void end(const Params& p) {
-    End& own = own_shared<End>();
-    RingBoard* const board = p.board;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      // What the block has copied; a destination may be in host memory.
-      p.unpack.writes_host ? __threadfence_system() : __threadfence();
-      own.is_last = atomicAdd(&board->num_arrived, 1u) == gridDim.x - 1;
-      __threadfence();
-    }
-    __syncthreads();
-    if (!own.is_last) return;
-    for (u32 i = threadIdx.x; i < board->num_taken; i += kThreads) {
-      complete_push(p.ring, p.taken[i]);
-    }
-    __syncthreads();
+  // Behind the copies of all, by the first block.
+  static __device__ void complete(const Params& p, const Lead& own) {
     if (threadIdx.x != 0) return;
-    const bool is_owner = board->is_owner != 0;
-    *board = {};
-    if (is_owner) release_ring(p.ring);
+    while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;
+    Turn turn = own.first;
+    for (u32 i = 0; i < own.num_taken; ++i, turn = turn.next(p.ring.ring.num_slots)) {
+      complete_push(p.ring, turn);
+    }
+    *p.board = {};
+    if (own.owner == 0) release_ring(p.ring);
   }
 };
 

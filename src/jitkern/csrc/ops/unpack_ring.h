@@ -15,19 +15,11 @@ struct RingState {
   u32 slot;         // of the push that is next in turn
 };
 
-// A push that a call has taken.
-struct RingPush {
-  u64 generation;
-  u32 slot;
-};
-
 // Where the blocks of a call meet, in device memory. No other call uses it at the same time; it is
 // zeros in between.
 struct RingBoard {
   u64 control;      // see below; 0 until the first block knows what there is to do
-  u32 num_arrived;  // blocks that have copied all that was theirs
-  u32 num_taken;    // pushes
-  u32 is_owner;     // whether the call has got the ring
+  u32 num_arrived;  // other blocks that have copied all that was theirs
 };
 
 // That all descriptors are in device memory, how many they are, and whether one of them is long.
@@ -56,7 +48,6 @@ struct ConsumeParams {
   RingParams ring;
   UnpackParams unpack;
   RingBoard* board;
-  RingPush* taken;
   Descriptor* staged;
   i64 slot;  // the first; below 0: that of the push that is next in turn
   u32 most;  // pushes
