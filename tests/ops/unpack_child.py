@@ -10,7 +10,6 @@ import torch
 import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import STREAM, OnCuda, driver, log, params, refused
-from test_unpack_cuda import launch_structs
 
 from jitkern import unpack
 from jitkern.jit import device
@@ -28,7 +27,7 @@ PINNED, DEVICE, OTHER = from_a_line(SIZE), from_a_line(SIZE), from_a_line(SIZE)
 driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr()), ctypes.c_uint64(SIZE), 1, 0)
 PARAMS = "=QQqqQQIi3I4IxxxxQ"  # of UnpackParams
 THREADS = CONFIG.num_threads
-for name in ("structs", "i64x3", "i64x6"):
+for name in ("i64x3", "i64x6"):
     driver.fake_kernel(
         f"jitkern_unpack_v16_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), THREADS
     )
@@ -141,18 +140,6 @@ def check_capture() -> None:
     refused(ValueError, text, unpack, on_gpu(DEVICE), PINNED, rows)
     unpack(on_gpu(DEVICE), PINNED, on_gpu(rows))
     assert "i64x3 of" in log()
-
-
-def check_structs_are_launched_with_the_same_parameters() -> None:
-    """As test_unpack_cuda.py launches them, in which C++ of this module has no part."""
-    device.device_and_stream = lambda number: (max(number, 0), STREAM)
-    words, fault = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(10, dtype=torch.int32)
-    launch_structs(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(words), fault, 5)
-    line, told = launched()
-    assert "jitkern_unpack_v16_structs of" in line and "grid 5,1,1" in line, line
-    addresses = (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE, words.data_ptr())
-    dealt = (1, 2, 5 * (THREADS // 32) // 9)
-    assert told == (*addresses, 0, 9, 0, *dealt, 11, 12, 13, 14, fault.data_ptr())
 
 
 def check_devices() -> None:
