@@ -5,15 +5,19 @@ PyTorch has no GPU here, and is told that it has one, whose memory is the CPU's.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from typing import Any
 
 import torch
+import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import driver, log
+from launch_fake import OnCuda, driver, log, refused
 from rings import LINE, Memory, memory_of, ring_word, rows
 
+from jitkern import unpack
+from jitkern.jit.device import DeviceModule
 from jitkern.offload import DescriptorRing, memory, ring
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
@@ -22,6 +26,10 @@ STREAM = 4711
 
 class Stream:
     cuda_stream = STREAM
+
+    @staticmethod
+    def synchronize() -> None:
+        pass
 
 
 def check_registered_with_the_gpu_and_given_back() -> None:
@@ -77,7 +85,50 @@ def check_slots_are_copied_to_the_device() -> None:
             assert made.done(ticket)
 
 
+def on_gpu(tensor: torch.Tensor) -> Any:
+    return tvm_ffi.from_dlpack(OnCuda(tensor))
+
+
+def check_a_call_is_one_launch() -> None:
+    """Also of no pushes, while a graph is captured, and for pinned host memory."""
+    src, dst = torch.zeros(2, 1 << 20, dtype=torch.uint8)
+    pinned = torch.zeros(1 << 20, dtype=torch.uint8)
+    driver.fake_memory(ctypes.c_uint64(pinned.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
+    with DescriptorRing(3, 5) as made:
+        unpack(on_gpu(dst), on_gpu(src), made)  # loads the kernel
+        log()
+        for capturing in (0, 1):
+            driver.fake_capture(capturing)
+            for sides, how in (
+                ((on_gpu(dst), on_gpu(src)), {}),
+                ((on_gpu(dst), on_gpu(src)), {"slot": 2, "num_slots": 3}),
+                ((on_gpu(dst), tvm_ffi.from_dlpack(pinned)), {"num_slots": 2}),
+                ((tvm_ffi.from_dlpack(pinned), on_gpu(src)), {"slot": 0}),
+            ):
+                unpack(*sides, made, **how)
+                (line,) = log().splitlines()
+                assert line.startswith("jitkern_unpack_ring of "), line
+        driver.fake_capture(0)
+        assert [made.num_pushed, memory_of(made).done(0).value] == [0, 0]
+
+
+def check_other_devices_are_refused() -> None:
+    src, dst = torch.zeros(2, 64, dtype=torch.uint8)
+    with DescriptorRing(3, 5) as made:
+        text = r"unpack: {}: device {}, expected device cuda:0, the ring's"
+        refused(ValueError, text.format("dst", "cpu"), unpack, dst, src, made)
+        other = tvm_ffi.from_dlpack(OnCuda(dst, 1)), tvm_ffi.from_dlpack(OnCuda(src, 1))
+        refused(ValueError, text.format("dst", "cuda:1"), unpack, *other, made)
+        refused(ValueError, text.format("src", "cuda:1"), unpack, dst, other[1], made)
+        text = "unpack: {}: pageable host memory, expected pinned host memory .*"
+        refused(ValueError, text.format("src"), unpack, on_gpu(dst), src, made)
+        refused(ValueError, text.format("dst"), unpack, dst, on_gpu(src), made)
+        text = "unpack: dst: overlaps src, expected memory of its own"
+        refused(ValueError, text, unpack, on_gpu(dst[:33]), on_gpu(dst[32:]), made)
+
+
 def main() -> None:
+    DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     fake: Any = torch.cuda
     fake.is_available = lambda: True
     fake.device_count = lambda: 1

@@ -25,7 +25,7 @@ def test_against_the_reference_around_the_ring(columns: int, num_slots: int) -> 
     generator = torch.Generator().manual_seed(num_slots)
     src = torch.randint(256, (4096,), dtype=torch.uint8, generator=generator)
     dst, wanted = torch.zeros(2, 4096, dtype=torch.uint8)
-    with DescriptorRing(num_slots, 33) as ring:
+    with DescriptorRing(num_slots, 33, device="cpu") as ring:
         for ticket in range(5 * num_slots):
             count = (0, 1, 33, 2, 20, 32)[ticket % 6]
             descriptors = random_rows(generator, columns, count)
@@ -50,7 +50,7 @@ def test_large_copies_by_threads() -> None:
         (0, 2 * third, third - 1, 1, 0, 0),
         (9, 0, 0, 0, 0, 0),
     )
-    with DescriptorRing(2, 8) as ring:
+    with DescriptorRing(2, 8, device="cpu") as ring:
         ring.push(descriptors)
         unpack(dst, src, ring)
     ref_unpack(wanted, src, descriptors)
@@ -61,14 +61,14 @@ def test_large_copies_by_threads() -> None:
 def test_any_dtype_is_bytes(dtype: torch.dtype) -> None:
     src, dst = torch.randn(64).to(dtype), torch.zeros(16, 4, dtype=dtype)
     size = dtype.itemsize
-    with DescriptorRing(1, 1) as ring:
+    with DescriptorRing(1, 1, device="cpu") as ring:
         ring.push(rows((8 * size, 0, 40 * size)))
         unpack(dst, src, ring)
     assert torch.equal(dst.flatten()[:40], src[8:48])
 
 
 def test_the_slot_in_memory() -> None:
-    with DescriptorRing(3, 5) as ring:
+    with DescriptorRing(3, 5, device="cpu") as ring:
         memory = memory_of(ring)
         assert (memory.num_slots, memory.max_descriptors, memory.descriptor_bytes) == (3, 5, 64)
         assert ring.address % 4096 == 0
@@ -92,7 +92,7 @@ def test_the_slot_in_memory() -> None:
 
 
 def test_buffers_and_strided_tensors() -> None:
-    with DescriptorRing(8, 4) as ring:
+    with DescriptorRing(8, 4, device="cpu") as ring:
         memory = memory_of(ring)
         flat = array.array("q", range(12))
         ring.push(memoryview(flat).cast("B").cast("q", [4, 3]))
@@ -111,7 +111,7 @@ def test_buffers_and_strided_tensors() -> None:
 
 def test_numpy_arrays() -> None:
     numpy = pytest.importorskip("numpy")
-    with DescriptorRing(8, 4) as ring:
+    with DescriptorRing(8, 4, device="cpu") as ring:
         ring.push(numpy.arange(6).reshape(2, 3))
         assert memory_of(ring).descriptor(0, 1)[:3] == (3, 4, 5)
         with pytest.raises(TypeError, match="items of format 'i', expected int64"):
@@ -120,7 +120,7 @@ def test_numpy_arrays() -> None:
 
 def test_full_and_empty() -> None:
     src, dst = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    with DescriptorRing(2, 4) as ring:
+    with DescriptorRing(2, 4, device="cpu") as ring:
         assert [ring.try_push(rows((i, i, 1))) for i in range(4)] == [0, 1, None, None]
         text = (
             "DescriptorRing.push: slot 0 is still being read after 0.02 s: push 0 is not consumed; "
@@ -143,7 +143,7 @@ def test_full_and_empty() -> None:
 
 def test_tickets_and_waits() -> None:
     buffer = torch.zeros(8, dtype=torch.uint8)
-    with DescriptorRing(2, 4) as ring:
+    with DescriptorRing(2, 4, device="cpu") as ring:
         for ticket in range(9):
             assert ring.push(rows((0, 0, 1))) == ticket
             if ticket:
@@ -164,7 +164,7 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
 
 def test_waits_end_when_the_slot_is_consumed_and_sleep_meanwhile() -> None:
     src, dst = torch.zeros(2, 8, dtype=torch.uint8)
-    with DescriptorRing(1, 4) as ring:
+    with DescriptorRing(1, 4, device="cpu") as ring:
         ring.push(rows((0, 0, 1)))
 
         def consume() -> None:
@@ -187,7 +187,7 @@ def test_waits_end_when_the_slot_is_consumed_and_sleep_meanwhile() -> None:
 def test_threads_push_one_after_the_other() -> None:
     src, dst = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     tickets: list[int] = []
-    with DescriptorRing(4, 4) as ring:
+    with DescriptorRing(4, 4, device="cpu") as ring:
 
         def push(first: int) -> None:
             for i in range(first, first + 64):
@@ -204,7 +204,7 @@ def test_threads_push_one_after_the_other() -> None:
 
 def test_a_slot_is_written_in_place() -> None:
     src, dst = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
-    with DescriptorRing(3, 8) as ring:
+    with DescriptorRing(3, 8, device="cpu") as ring:
         ring.push(rows((9, 9, 9, 9, 9, 9)))
         memory = memory_of(ring)
         with ring.reserve(3) as slot:
@@ -239,7 +239,7 @@ def test_a_slot_is_written_in_place() -> None:
 
 
 def test_others_wait_for_a_reserved_slot() -> None:
-    with DescriptorRing(3, 8) as ring:
+    with DescriptorRing(3, 8, device="cpu") as ring:
         slot = ring.reserve(1)
         found: list[Any] = []
 
@@ -261,7 +261,7 @@ def test_others_wait_for_a_reserved_slot() -> None:
 
 
 def test_goes_when_nobody_has_it() -> None:
-    ring = DescriptorRing(2, 8)
+    ring = DescriptorRing(2, 8, device="cpu")
     fd, address = ring.fileno(), ring.address
     ring.push(rows((0, 0, 1)))
     del ring
@@ -273,7 +273,7 @@ def test_goes_when_nobody_has_it() -> None:
 
 
 def test_a_forked_child_has_no_part_of_it() -> None:
-    ring = DescriptorRing(2, 8)
+    ring = DescriptorRing(2, 8, device="cpu")
     child = os.fork()
     if child == 0:
         status = 1

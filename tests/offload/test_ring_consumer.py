@@ -16,7 +16,7 @@ from jitkern.offload import DescriptorRing
 def test_never_torn_or_stale(by_slot: bool) -> None:
     """Words and seals that a producer cannot have written, put there by hand."""
     src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    with DescriptorRing(2, 8) as ring:
+    with DescriptorRing(2, 8, device="cpu") as ring:
         memory = memory_of(ring)
 
         def is_there() -> bool:
@@ -63,7 +63,7 @@ def test_never_torn_or_stale(by_slot: bool) -> None:
 def test_a_producer_that_died_in_the_middle_of_a_push() -> None:
     """Before the word nothing was pushed; behind it, all was."""
     src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    with DescriptorRing(2, 8) as ring:
+    with DescriptorRing(2, 8, device="cpu") as ring:
         memory = memory_of(ring)
         for generation in (1, 2, 3):
             # All but the word, as the consumer waits for it.
@@ -113,7 +113,7 @@ def test_out_of_range(wrong: tuple[int, ...], text: str) -> None:
     """Nothing of the slot is copied, it counts as consumed, and the next one is."""
     src, dst = torch.arange(1, 61, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     fits = (0, 0, 60, 1, 2**40, 2**40)
-    with DescriptorRing(3, 8) as ring:
+    with DescriptorRing(3, 8, device="cpu") as ring:
         ring.push(rows((0, 0, 0, 0, 0, 0)))
         ring.push(rows(fits, fits, (*wrong, 1, 0, 0)[:6]))
         ring.push(rows((0, 4, 60)))
@@ -129,7 +129,7 @@ def test_out_of_range(wrong: tuple[int, ...], text: str) -> None:
 @pytest.mark.parametrize(("field", "value", "text"), IN_PLACE, ids=str)
 def test_out_of_range_in_place(field: str, value: int, text: str) -> None:
     src, dst = torch.ones(2, 64, dtype=torch.uint8)
-    with DescriptorRing(3, 8) as ring:
+    with DescriptorRing(3, 8, device="cpu") as ring:
         with ring.reserve(2) as slot:
             slot.len[:] = 4
             slot.count[:] = 2
@@ -142,7 +142,7 @@ def test_out_of_range_in_place(field: str, value: int, text: str) -> None:
 
 def test_rows_that_are_empty_are_nowhere() -> None:
     far = 2**63 - 1
-    with DescriptorRing(1, 8) as ring:
+    with DescriptorRing(1, 8, device="cpu") as ring:
         ring.push(rows((far, far, 0, 3, far, far), (far, far, 9, 0, far, far)))
         unpack(torch.zeros(4), torch.zeros(0), ring)
         assert ring.done(0)

@@ -70,7 +70,7 @@ PUSHES: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("given", "kind", "text"), PUSHES, ids=lambda value: str(value)[:30])
 def test_mistakes_of_a_push(given: Any, kind: type[Exception], text: str) -> None:
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
         for name in ("push", "try_push"):
             with pytest.raises(
                 kind, match=f"^DescriptorRing.{name}: descriptors: {re.escape(text)}$"
@@ -89,7 +89,7 @@ def test_descriptors_on_a_gpu() -> None:
 
 
 def test_mistakes_of_other_calls() -> None:
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(ONE)
         calls: list[tuple[str, dict[str, Any], type[Exception], str]] = [
             ("done", {"ticket": 1}, ValueError, "ticket: 1, expected below the 1 pushes so far"),
@@ -113,7 +113,7 @@ def test_mistakes_of_other_calls() -> None:
 
 
 def test_a_reserved_slot() -> None:
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
         slot = ring.reserve(3)
         own = "this thread has a slot reserved; publish() or cancel() it first"
         for name, arguments in (("push", (ONE,)), ("try_push", (ONE,)), ("reserve", ())):
@@ -136,7 +136,7 @@ def test_a_reserved_slot() -> None:
 
 
 def test_a_closed_one() -> None:
-    ring = DescriptorRing(2, 5)
+    ring = DescriptorRing(2, 5, device="cpu")
     assert re.fullmatch(
         r"DescriptorRing\(2 slots of 5 descriptors, mapped, (pinned|pageable), 0 pushed\)",
         repr(ring),

@@ -47,7 +47,7 @@ def test_in_a_thread(example: Path) -> None:
     rounds, seen = 10_000, set()
     bounce, dst = torch.zeros(2, 5 * MESSAGE_BYTES, dtype=torch.uint8)
     pause = torch.randint(64, (rounds,), generator=torch.Generator().manual_seed(1)).tolist()
-    with DescriptorRing(5, 37) as ring:
+    with DescriptorRing(5, 37, device="cpu") as ring:
         pointers = (ctypes.c_void_p(ring.address), ctypes.c_void_p(bounce.data_ptr()))
         thread = threading.Thread(target=produce, args=(*pointers, rounds, 1))
         thread.start()
@@ -91,7 +91,7 @@ def test_killed_in_another_process(example: Path) -> None:
     bounce = torch.frombuffer(mmap.mmap(memory, 0), dtype=torch.uint8)
     dst = torch.zeros(5 * MESSAGE_BYTES, dtype=torch.uint8)
     ticket = 0
-    with DescriptorRing(5, 37) as ring:
+    with DescriptorRing(5, 37, device="cpu") as ring:
         fds = (ring.fileno(), memory)
         for seed in range(12):
             child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""jitkern.unpack of a DescriptorRing on the CPU: which pushes a call takes, and what it refuses."""
+"""jitkern.unpack of a DescriptorRing: which pushes a call takes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from rings import bytes_0_to, memory_of, rows
 from torch.autograd import forward_ad
 
+import jitkern
 from jitkern import unpack
 from jitkern.offload import DescriptorRing
 
@@ -22,39 +23,63 @@ SIZE = 200
 class Taken:
     """A ring whose push t copies byte t, and what calls have taken of it."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.ring = DescriptorRing(num_slots, 4)
-        self._src = torch.arange(1, SIZE + 1, dtype=torch.uint8)
-        self._dst = torch.zeros(SIZE, dtype=torch.uint8)
+    def __init__(self, num_slots: int, memory: str) -> None:
+        device = "cpu" if memory == "cpu" else "cuda:0"
+        self.ring = DescriptorRing(
+            num_slots, 4, "device" if memory == "device" else "mapped", device
+        )
+        self._src = torch.arange(1, SIZE + 1, dtype=torch.uint8, device=device)
+        self._dst = torch.zeros(SIZE, dtype=torch.uint8, device=device)
 
     def push(self, count: int) -> None:
         for _ in range(count):
             at = self.ring.num_pushed
             assert self.ring.try_push(rows((at, at, 1))) == at
 
-    def by(self, **how: Any) -> list[int]:
-        """Return the tickets that a call takes, all of which are completed and no others."""
-        before = [self.ring.done(ticket) for ticket in range(self.ring.num_pushed)]
+    def _by_one(self, num_slots: int, slot: int | None) -> list[int]:
         self._dst.zero_()
-        assert unpack(self._dst, self._src, self.ring, **how) is None
+        assert unpack(self._dst, self._src, self.ring, slot=slot, num_slots=num_slots) is None
+        if self._dst.is_cuda:
+            torch.cuda.synchronize()
+            jitkern.check()
         taken: list[int] = self._dst.nonzero().flatten().tolist()
+        return taken
+
+    def by(self, num_slots: int = 1, slot: int | None = None) -> list[int]:
+        """Return the tickets that a call takes, all of which are completed and no others.
+
+        A call in turn on a GPU that has taken something ends in front of a slot that a call has
+        named before: another one goes on.
+        """
+        before = [self.ring.done(ticket) for ticket in range(self.ring.num_pushed)]
+        taken = self._by_one(num_slots, slot)
+        while slot is None and self._dst.is_cuda and 0 < len(taken) < num_slots:
+            more = self._by_one(num_slots - len(taken), slot)
+            if not more:
+                break
+            taken += more
         for ticket, was_done in enumerate(before):
             assert self.ring.done(ticket) == (was_done or ticket in taken)
             assert not (was_done and ticket in taken)
         return taken
 
 
-def test_nothing_there() -> None:
-    taken = Taken(3)
+WHERE = ["cpu", *(pytest.param(one, marks=pytest.mark.cuda) for one in ("mapped", "device"))]
+
+
+@pytest.mark.parametrize("memory", WHERE)
+def test_nothing_there(memory: str) -> None:
+    taken = Taken(3, memory)
     for _ in range(3):
-        for how in ({}, {"num_slots": 3}, {"slot": 0}, {"slot": 2, "num_slots": 3}):
-            assert taken.by(**how) == []
+        for how in ((1, None), (3, None), (1, 0), (3, 2)):
+            assert taken.by(*how) == []
         taken.push(1)
         assert taken.by() == [taken.ring.num_pushed - 1]
 
 
-def test_more_slots_than_pushes_and_fewer() -> None:
-    taken = Taken(3)
+@pytest.mark.parametrize("memory", WHERE)
+def test_more_slots_than_pushes_and_fewer(memory: str) -> None:
+    taken = Taken(3, memory)
     taken.push(2)
     assert taken.by(num_slots=3) == [0, 1]
     taken.push(3)
@@ -63,9 +88,10 @@ def test_more_slots_than_pushes_and_fewer() -> None:
     assert taken.by() == []
 
 
-def test_a_slot_by_its_index() -> None:
+@pytest.mark.parametrize("memory", WHERE)
+def test_a_slot_by_its_index(memory: str) -> None:
     """Its push that is not consumed, around the ring; calls in turn leave it out."""
-    taken = Taken(3)
+    taken = Taken(3, memory)
     taken.push(3)
     assert taken.by(slot=1) == [1]
     assert taken.by(slot=1) == []
@@ -78,8 +104,9 @@ def test_a_slot_by_its_index() -> None:
     assert taken.by() == [6]
 
 
-def test_those_of_slots_are_generations_ahead() -> None:
-    taken = Taken(3)
+@pytest.mark.parametrize("memory", WHERE)
+def test_those_of_slots_are_generations_ahead(memory: str) -> None:
+    taken = Taken(3, memory)
     taken.push(3)
     for generation in range(1, 6):
         assert taken.by(slot=1, num_slots=2) == [3 * generation - 2, 3 * generation - 1]
@@ -92,12 +119,13 @@ def test_those_of_slots_are_generations_ahead() -> None:
     assert taken.by(num_slots=3) == [18, 19]
 
 
+@pytest.mark.parametrize("memory", WHERE)
 @pytest.mark.parametrize("seed", range(5))
-def test_any_calls_take_each_push_once(seed: int) -> None:
+def test_any_calls_take_each_push_once(seed: int, memory: str) -> None:
     """Against a list of what each slot holds."""
     draw = random.Random(seed)
     num_slots = 1 + seed
-    taken = Taken(num_slots)
+    taken = Taken(num_slots, memory)
     holds: list[int | None] = [None] * num_slots
     turn = 0
     while taken.ring.num_pushed < SIZE:
@@ -149,7 +177,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
     """Nothing was taken."""
     src, dst = bytes_0_to(32), torch.zeros(32, dtype=torch.uint8)
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((1, 1, 1)))
         with pytest.raises(kind, match=f"^unpack: {re.escape(text)}"):
             unpack(**{"dst": dst, "src": src, "descriptors": ring, **how})
@@ -161,7 +189,7 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
 def test_sides_that_share_memory() -> None:
     whole = bytes_0_to(64)
     text = "^unpack: dst: overlaps src, expected memory of its own$"
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((0, 0, 32)))
         for dst, src in ((whole, whole), (whole[:33], whole[32:]), (whole[31:], whole[:32])):
             with pytest.raises(ValueError, match=text):
@@ -185,7 +213,7 @@ def test_slots_without_a_ring() -> None:
 
 def test_gradients() -> None:
     src, dst = torch.ones(8), torch.zeros(8)
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((0, 0, 32)))
         leaf = torch.zeros(8, requires_grad=True)
         for sides, name in (((leaf, src), "dst"), ((dst, leaf), "src")):
@@ -210,7 +238,7 @@ def test_gradients() -> None:
 
 def test_what_was_written_before_an_error_counts_as_changed() -> None:
     src, dst = torch.ones(2, 8)
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((0, 0, 32)))
         ring.push(rows((0, 0, 33)))
         version = dst._version
@@ -223,7 +251,7 @@ def test_inference_mode() -> None:
     with torch.inference_mode():
         made = torch.zeros(8)
     src, dst = torch.ones(8), torch.zeros(8)
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((0, 0, 32)))
         with pytest.raises(RuntimeError, match=r"^unpack: dst: made in inference mode, expected a"):
             unpack(made, src, ring)
@@ -243,7 +271,7 @@ def test_inside_of_torch_compile() -> None:
     """Between two graphs; in one graph it is refused, and nothing is taken."""
     torch._dynamo.reset()
     src, dst = bytes_0_to(8), torch.zeros(8, dtype=torch.uint8)
-    with DescriptorRing(2, 5) as ring:
+    with DescriptorRing(2, 5, device="cpu") as ring:
 
         def run(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
             doubled = src * 2
@@ -263,7 +291,7 @@ def test_inside_of_torch_compile() -> None:
 
 def test_a_forked_child() -> None:
     src, dst = bytes_0_to(8), torch.zeros(8, dtype=torch.uint8)
-    ring = DescriptorRing(2, 5)
+    ring = DescriptorRing(2, 5, device="cpu")
     ring.push(rows((0, 0, 8)))
     child = os.fork()
     if child == 0:
@@ -290,7 +318,7 @@ def test_many_threads_consume() -> None:
     src = torch.ones(1, dtype=torch.uint8)
     found = torch.zeros(num_threads, rounds, dtype=torch.uint8)
     is_over = threading.Event()
-    with DescriptorRing(num_slots, 2) as ring:
+    with DescriptorRing(num_slots, 2, device="cpu") as ring:
 
         def consume(number: int) -> None:
             draw = random.Random(number)

@@ -135,7 +135,7 @@ class RingOnGpu {
   UnpackSides checked_sides(AnyView dst, AnyView src) const {
     const UnpackSides sides(dst, src);
     const int ordinal = state_.device().device_id;
-    const Rows& on_gpu = sides.on_gpu();
+    const Rows& on_gpu = sides.src.on_cuda() ? sides.on_gpu() : sides.dst;
     if (!on_gpu.on_cuda() || on_gpu.ordinal() != ordinal) {
       on_gpu.value_error("device " + on_gpu.device_name(),
                          "device cuda:" + std::to_string(ordinal) + ", the ring's");
