@@ -20,8 +20,9 @@ CONFIG = KernelConfig(num_threads=256, max_occupancy=3, use_pdl=True)
 PIECE_IN_FLIGHT = 2
 IN_FLIGHT = 4
 PARTS_IN_FLIGHT = 2
-# Segments, 512 bytes each: what a warp copies at most of a descriptor that has no rest; of one that
-# has; what is dealt of that at a time.
+# Segments, 512 bytes each: what a warp copies at most of a piece that it copies in the short way;
+# of any descriptor that has no rest; of one that has; what is dealt of that at a time.
+SHORT_SEGMENTS = 16
 OWN_SEGMENTS = 140
 FIRST_SEGMENTS = 8
 UNIT_SEGMENTS = 16
@@ -33,7 +34,7 @@ _FORMATS = {3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
 def kernel(descriptor_format: int) -> DeviceModule:
     """Return the device module for descriptors of so many int64 each."""
     in_flight = (PIECE_IN_FLIGHT, IN_FLIGHT, PARTS_IN_FLIGHT)
-    segments = (OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
+    segments = (SHORT_SEGMENTS, OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
     module = load_own(
         "unpack",

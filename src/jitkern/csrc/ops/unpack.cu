@@ -15,10 +15,11 @@
 namespace jitkern {
 
 template <int kFormat, int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight,
-          u32 kInFlight, u32 kPartsInFlight, u32 kOwnSegments, u32 kFirstSegments,
-          u32 kUnitSegments>
+          u32 kInFlight, u32 kPartsInFlight, u32 kShortSegments, u32 kOwnSegments,
+          u32 kFirstSegments, u32 kUnitSegments>
 struct Unpack {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
+  static_assert(kShortSegments <= kOwnSegments, "what is short has no rest");
   static_assert(kFirstSegments >= 4 && kFirstSegments <= kOwnSegments, "see own_segments");
   using Params = UnpackParams;
   static constexpr int kNumThreads = kThreads;
@@ -79,7 +80,7 @@ struct Unpack {
   static __device__ u64 most_segments(const Team& team) { return u64(team.warps) * kOwnSegments; }
 
   static __device__ void copy_own(const Params& p, const Team& team, u32 i, const Pieces& pieces) {
-    if (is_short(p, pieces, most_segments(team))) {
+    if (is_short(p, pieces, u64(team.warps) * kShortSegments)) {
       return copy_piece<kPieceInFlight>(p, pieces, team.warp, team.warps);
     }
     const Work work = checked_work(p, pieces, i, team.warp == 0 && threadIdx.x % 32 == 0);

@@ -126,8 +126,10 @@ struct ConsumeRing {
     if (threadIdx.x != 0) return;
     while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;
     Turn turn = own.first;
-    for (u32 i = 0; i < own.num_taken; ++i, turn = turn.next(p.ring.ring.num_slots)) {
+    for (u32 i = 0; i < own.num_taken; ++i) {
       complete_push(p.ring, turn);
+      turn = turn.next(p.ring.ring.num_slots);
+      turn.generation = p.ring.consumed[turn.slot];  // slots that are named have any
     }
     *p.board = {};
     if (own.owner == 0) release_ring(p.ring);
