@@ -20,15 +20,20 @@ struct StageRing {
 
   static __device__ void run(const Params& p) {
     __shared__ typename Reader::Shared shared;
+    __shared__ Turn begin;
+    __shared__ u64 consumed;
     __shared__ u64 owner;
     wait_for_earlier_kernels<kUsePdl>();
     let_next_kernel_start<kUsePdl>();
-    const Turn begin = turn_of(p);
+    // One thread looks for all, as another call may change what there is meanwhile.
+    if (threadIdx.x == 32) begin = turn_of(p);
+    __syncthreads();
     Reader reader(p, shared);
     Turn turn = p.slot < 0 ? begin : Turn{0, static_cast<u32>(p.slot)};
     u32 num_taken = 0, num_staged = 0;
     while (num_taken < p.most) {
-      const u64 consumed = load_fresh(&p.consumed[turn.slot]);
+      if (threadIdx.x == 32) consumed = load_fresh(&p.consumed[turn.slot]);
+      __syncthreads();
       if (p.slot >= 0) turn.generation = consumed + 1;
       const bool is_over = consumed >= turn.generation;  // a call that named its slot took it
       const u64 word = is_over ? 0 : reader.find(turn, true, [&] {
@@ -51,8 +56,8 @@ struct StageRing {
         }
         num_staged += count;
         ++num_taken;
-        __syncthreads();  // what is consumed is seen by all
       }
+      __syncthreads();  // what was consumed has been read by all
       turn = turn.next(p.ring.num_slots);
     }
     if (threadIdx.x != 0) return;
