@@ -47,13 +47,14 @@ LAYERS = """
 5  warming
 5  offload.hostmem offload.wire offload.streams offload.args offload.ranges offload.timeline
 5  offload.block_pairs
-5  offload.snapshot offload.slots offload.depth offload.ring_slot
+5  offload.snapshot offload.slots offload.depth offload.ring_slot offload.ring_server
 5  offload.metrics offload.session
 5  offload.monitor offload.runs
 5  offload.memory offload.rank0
 5  offload.share offload.pipeline offload.mover
 5  offload.pool
-5  offload.caches offload.ring
+5  offload.caches offload.ring_memory
+5  offload.ring
 5  offload.engine
 5  offload
 5  calibration

@@ -14,6 +14,7 @@ from jitkern.ops._ops import OPS
 NAMES = (
     *(op.stem for op in OPS),
     *(
+        "ring",
         "pools",
         "ways",
         "pinned_pool",

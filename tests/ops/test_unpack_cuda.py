@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from test_unpack import (
 
 import jitkern
 from jitkern import unpack
-from jitkern.ops import unpack as unpack_module
 
 CHILD = Path(__file__).resolve().parent / "unpack_child.py"
 
@@ -152,62 +149,6 @@ def test_pageable_memory_is_refused_with_the_cure() -> None:
             with pytest.raises(ValueError, match=f"unpack: {name}: pageable host mem") as caught:
                 unpack(dst, src, rows)
             assert "pin_memory" in str(caught.value)
-
-
-def struct_words(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of six as structs of C++: len and count are 32 bits, three words mean nothing here."""
-    src_off, dst_off, length, count, src_stride, dst_stride = rows.unbind(1)
-    spare = torch.full_like(length, -1)
-    sizes = count << 32 | length
-    words = [src_off, dst_off, sizes, spare, src_stride, dst_stride, spare, spare]
-    return torch.stack(words, 1).contiguous()
-
-
-def launch_structs(
-    dst: Any, src: Any, words: Any, fault: Any, blocks: int, count: Any = None, bytes_: int = 0
-) -> None:
-    """Launch the kernel of structs, as C++ does that keeps them itself, with sites 11 to 14."""
-    module, threads = unpack_module.kernel(0), unpack_module.CONFIG.num_threads
-    num = words.shape[0]
-    dealt = max(1, blocks // num), -(-num // blocks), max(1, blocks * threads // 32 // num)
-    module.launch(
-        module.exports[0],
-        *(dst, src, dst.shape[0], src.shape[0], words),
-        *(ctypes.c_void_p(0) if count is None else count, ctypes.c_uint32(num)),
-        *(ctypes.c_int32(bytes_), *(ctypes.c_uint32(value) for value in dealt)),
-        *(ctypes.c_uint32(site) for site in range(11, 15)),
-        *(ctypes.c_uint32(0), ctypes.c_void_p(fault.data_ptr())),
-        grid=blocks,
-        block=threads,
-    )
-
-
-@pytest.mark.cuda
-def test_structs_of_cpp() -> None:
-    """In the third format, which no function takes: as a ring of C++ launches it."""
-    device = torch.device("cuda")
-    fault = torch.zeros(10, dtype=torch.int32).pin_memory()
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    for sizes in ([300] * 100, [7, 70_000, 4096, 1], [2_000_000, *[64] * 3000]):
-        dst, src = buffers(device, max(sizes) + 900, sum(sizes) + 90_000)
-        rows = rows_of(scattered(sizes, max(sizes) + 900, sum(sizes) + 90_000), device, 6)
-        strided = rows_of([(1, sum(sizes) + 50_000, 5, 100, 7, -11)], device, 6)
-        rows = torch.cat([rows[rows[:, 1] + rows[:, 2] < sum(sizes) + 40_000], strided])
-        twin = dst.twin()
-        count = torch.tensor([len(rows) - 1], device=device)
-        launch_structs(dst.view, src.view, struct_words(rows), fault, blocks, count, 8)
-        ref_unpack(twin.view, src.view, rows, len(rows) - 1)
-        torch.cuda.synchronize()
-        assert dst.same(twin)
-        launch_structs(dst.view, src.view, struct_words(rows), fault, blocks)
-        ref_unpack(twin.view, src.view, rows)
-        torch.cuda.synchronize()
-        assert dst.same(twin)
-    assert fault.tolist() == [0] * 10
-    rows[1, 0] = -5
-    launch_structs(dst.view, src.view, struct_words(rows), fault, blocks)
-    torch.cuda.synchronize()
-    assert fault.tolist()[:4] == [2, 11, 1, 0]
 
 
 class TestOnAFakeGpu:

@@ -9,6 +9,7 @@ from jitkern.offload.pipeline import SlotPipeline as SlotPipeline
 from jitkern.offload.pool import PinnedPool as PinnedPool
 from jitkern.offload.pool import PoolStats as PoolStats
 from jitkern.offload.ring import DescriptorRing as DescriptorRing
+from jitkern.offload.ring_server import RingServer as RingServer
 from jitkern.offload.ring_slot import RingSlot as RingSlot
 from jitkern.offload.runs import Run as Run
 from jitkern.offload.share import PoolHandle as PoolHandle

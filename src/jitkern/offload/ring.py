@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jitkern.host import module as host
 from jitkern.offload.args import count_arg, device_arg, int64_arg, natural_arg, number_arg
-from jitkern.offload.pool import PinnedPool
+from jitkern.offload.ring_memory import RingMemory, memory_arg, zeros_on
+from jitkern.offload.ring_server import RingServer
 from jitkern.offload.ring_slot import RingSlot
 from jitkern.ops import dispatch
 from jitkern.ops.unpack import set_ring_type
@@ -89,34 +89,23 @@ class DescriptorRing:
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self._device = device_arg(call, device)
-        _memory_arg(memory, self._device)
+        memory_arg(memory, self._device)
         module = host.module()
         num_bytes, self._first, self._slot_bytes = module["ring_layout"](self._num_slots, self._max)
-        # Of a descriptor, so that a producer of another process may map it, too.
-        self._fd = os.memfd_create("jitkern-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, num_bytes)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._pool = PinnedPool.attach(self._fd)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._bytes: torch.Tensor = self._pool.tensor()
+        self._memory = RingMemory(num_bytes)
+        self._bytes: torch.Tensor = self._memory.pool.tensor()
         made = module["make_ring"](self._bytes, self._num_slots, self._max)
         self._push, self._try_push, self._reserve, self._publish, self._cancel = made[:5]
         self._await_free, self._await_done, self._consume, self._next, self._queue = made[5:]
         self._on_device: torch.Tensor | None = None
         if memory == "device":
-            self._on_device = _device_memory(num_bytes, self._device)
+            self._on_device = zeros_on(self._device, num_bytes)
             self._on_device[:_HEADER_BYTES].copy_(self._bytes[:_HEADER_BYTES])  # and waits
         if self._device.type == "cuda":
-            state_bytes = module["ring_state_bytes"](self._num_slots, self._max)
-            state = _device_memory(state_bytes, self._device)
-            torch.cuda.current_stream(self._device).synchronize()  # other streams may use it, too
+            state = zeros_on(self._device, module["ring_state_bytes"](self._num_slots, self._max))
             base = 0 if self._on_device is None else self._on_device.data_ptr()
-            made = module["ring_on_gpu"](self._bytes, base, state)
-            self._consume, self._serve = made
+            self._consume, self._serve = module["ring_on_gpu"](self._bytes, base, state)
+        self._server: RingServer | None = None
         self._is_tensor = torch.Tensor
         self._holder = 0  # the thread that has reserved a slot
         self._is_open = True
@@ -151,7 +140,7 @@ class DescriptorRing:
     def fileno(self) -> int:
         """Return the descriptor of the memory, which a producer in another process maps."""
         self._next()
-        return self._fd
+        return self._memory.fd
 
     def push(self, descriptors: Any, *, timeout_s: float = _WAIT_S) -> int:
         """Push descriptors; return the push's ticket, a number from 0 on.
@@ -243,16 +232,61 @@ class DescriptorRing:
                 text = f"push {number}, in slot {number % self._num_slots}, is not consumed"
                 raise TimeoutError(f"{call}: {text} after {timeout_s:g} s; is a consumer running?")
 
+    def serve(
+        self,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        *,
+        num_sms: int = 1,
+        idle_timeout_s: float = _WAIT_S,
+    ) -> RingServer:
+        """Return a server, as the context in which a kernel consumes what is pushed.
+
+        The kernel occupies its SMs and reads the ring all the time: for small pushes that cannot
+        wait for a launch. Whoever waits for the whole device in the body, as
+        ``torch.cuda.synchronize`` does and cudaMalloc and cudaFree may do, waits until it ends by
+        itself. One server on a device; calls of :func:`jitkern.unpack` on its ring are refused
+        meanwhile.
+
+        Parameters
+        ----------
+        dst, src : Tensor
+            As of :func:`jitkern.unpack`.
+        num_sms : int, optional
+            Blocks of the kernel, each of which has an SM: 1 to 8, and 1 on a GPU before compute
+            capability 9.0.
+        idle_timeout_s : float, optional
+            The kernel ends once no push has come for so long.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong argument; a ring of the CPU, or one whose pushes are copied to the device.
+        RuntimeError
+            As the body begins: the device has a server, or a graph is being captured.
+        """
+        call = "DescriptorRing.serve"
+        self._next()  # raises once it is closed
+        if self._device.type == "cpu" or self._on_device is not None:
+            raise ValueError(f"{call}: {self!r}, expected a mapped ring of a GPU")
+        if self._server is not None and self._server.is_running:
+            raise RuntimeError(f"{call}: the ring has a server; end that one first")
+        launch = partial(self._serve, dst, src)
+        self._server = RingServer(launch, self._device, num_sms, idle_timeout_s)
+        return self._server
+
     def close(self) -> None:
-        """Wait for the GPUs and give the memory back; again: do nothing.
+        """End its server, wait for the GPUs and give the memory back; again: do nothing.
 
         Producers in C++ must have ended. Those in other processes keep their mapping of it.
         """
         if not self._is_open:
             return
-        self._pool.close()
+        if self._server is not None:
+            self._server.stop()
+        self._memory.pool.close()
         self._shut("the ring is closed; make another one")
-        self._close_fd()
+        self._memory.close_fd()
 
     def __enter__(self) -> DescriptorRing:
         self._next()  # raises once it is closed
@@ -264,7 +298,7 @@ class DescriptorRing:
     def __repr__(self) -> str:
         state = "closed"
         if self._is_open:
-            pinned = "pinned" if self._pool.stats.is_registered else "pageable"
+            pinned = "pinned" if self._memory.pool.stats.is_registered else "pageable"
             where = "mapped" if self._on_device is None else f"copied to {self._device}"
             state = f"{where}, {pinned}, {self.num_pushed} pushed"
         slots = "slot" if self._num_slots == 1 else "slots"
@@ -371,19 +405,3 @@ os.register_at_fork(after_in_child=_shut_in_child)
 
 def _slice_us(deadline: float) -> int:
     return max(0, int(1e6 * min(_SLICE_S, deadline - time.monotonic())))
-
-
-def _device_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _memory_arg(memory: Any, device: torch.device) -> None:
-    expected = 'expected "mapped" or "device"'
-    if not isinstance(memory, str):
-        raise TypeError(f"DescriptorRing: memory: {type(memory).__name__}, {expected}")
-    if memory not in ("mapped", "device"):
-        raise ValueError(f"DescriptorRing: memory: {memory!r}, {expected}")
-    if memory == "device" and device.type == "cpu":
-        raise ValueError("DescriptorRing: memory: 'device' on the CPU, expected \"mapped\"")

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops.common import TorchOverload
@@ -18,27 +18,34 @@ if TYPE_CHECKING:
 
     from jitkern.offload import DescriptorRing
 
-CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=True)
+CONFIG = KernelConfig(num_threads=256, max_occupancy=3, use_pdl=True)
+PIECE_IN_FLIGHT = 2
 IN_FLIGHT = 4
 PARTS_IN_FLIGHT = 2
 # Segments, 512 bytes each: what a warp copies at most of a descriptor that has no rest; of one that
 # has; what is dealt of that at a time.
-OWN_SEGMENTS = 72
+OWN_SEGMENTS = 140
 FIRST_SEGMENTS = 8
-UNIT_SEGMENTS = 4
+UNIT_SEGMENTS = 16
 
-_FORMATS = {0: "structs", 3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
+_FORMATS = {3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
 
 
 @cache
 def kernel(descriptor_format: int) -> DeviceModule:
-    """Return the device module for descriptors of one format: structs, or rows of int64."""
-    in_flight = (IN_FLIGHT, PARTS_IN_FLIGHT)
-    args = make_cpp_args(
-        descriptor_format, *CONFIG, *in_flight, OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS
+    """Return the device module for descriptors of so many int64 each."""
+    in_flight = (PIECE_IN_FLIGHT, IN_FLIGHT, PARTS_IN_FLIGHT)
+    segments = (OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
+    args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
+    module = load_own(
+        "unpack",
+        *args,
+        device_files=["ops/unpack.cu"],
+        device_wrappers=[
+            (f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}", f"jitkern::Unpack<{args}>")
+        ],
     )
-    name = f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}"
-    return load_entries("unpack", "unpack.cu", [(name, f"Unpack<{args}>", CONFIG)], args, IN_FLIGHT)
+    return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=OWN_SEGMENTS)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
@@ -46,27 +53,29 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     return [(one,) for one in _FORMATS]
 
 
-# What consumes a DescriptorRing beside the copy itself: one block brings descriptors, one completes
-# pushes; or one that serves does it all, with more in flight, as it has an SM to itself.
+# What consumes a DescriptorRing: a block an SM, by which 128 descriptors come in one trip.
 RING_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
+RING_PIECE_IN_FLIGHT = 2
 SERVE_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=False)
-SERVE_IN_FLIGHT = 8
-SERVE_PARTS_IN_FLIGHT = 4
+RING_IN_FLIGHT = 8
+SERVE_PIECE_IN_FLIGHT = 4  # it has few SMs
+SERVE_IN_FLIGHT = 4
 
 
 @cache
 def ring_kernel() -> DeviceModule:
-    """Return the device module that consumes a ring: stage, complete and serve."""
-    serve_args = make_cpp_args(*SERVE_CONFIG, SERVE_IN_FLIGHT, SERVE_PARTS_IN_FLIGHT, OWN_SEGMENTS)
-    ring_args = make_cpp_args(*RING_CONFIG)
+    """Return the device module that consumes a ring, in a call or as a server."""
+    both = (PARTS_IN_FLIGHT, OWN_SEGMENTS)
+    consume = make_cpp_args(*RING_CONFIG, RING_PIECE_IN_FLIGHT, RING_IN_FLIGHT, *both)
+    serve = make_cpp_args(*SERVE_CONFIG, SERVE_PIECE_IN_FLIGHT, SERVE_IN_FLIGHT, *both)
     entries = [
-        ("jitkern_unpack_ring_stage", f"StageRing<{ring_args}>", RING_CONFIG),
-        ("jitkern_unpack_ring_complete", f"CompleteRing<{ring_args}>", RING_CONFIG),
-        ("jitkern_unpack_ring_serve", f"ServeRing<{serve_args}>", SERVE_CONFIG),
+        ("jitkern_unpack_ring", f"ConsumeRing<{consume}>", RING_CONFIG),
+        ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
     ]
-    return load_entries("unpack_ring", "unpack_ring.cu", entries, serve_args, SERVE_IN_FLIGHT)
+    return load_entries("unpack_ring", "unpack_ring.cu", entries, consume, RING_IN_FLIGHT)
 
 
+host.builds("unpack", kernel)  # a ring may ask for it first
 host.builds("unpack_ring", ring_kernel)
 
 
@@ -80,14 +89,16 @@ def _op() -> Callable[..., Any]:
     return host.op("unpack", kernel)
 
 
-def _through_torch(dst: Tensor, src: Tensor, descriptors: Tensor, **options: Any) -> None:
+def _through_torch(dst: Tensor, src: Tensor, descriptors: Any, **options: Any) -> None:
     dispatch.through_torch("unpack", dst=dst, src=src, descriptors=descriptors, **options)
 
 
-_ring_type: type | None = None  # DescriptorRing, which is of a level above, once it is imported
+_ring_type: type[DescriptorRing] | None = (
+    None  # DescriptorRing, which is of a level above, once it is imported
+)
 
 
-def set_ring_type(ring_type: type) -> None:
+def set_ring_type(ring_type: type[DescriptorRing]) -> None:
     """Have :func:`unpack` take instances of `ring_type`, by their `_unpack(...)`."""
     global _ring_type
     _ring_type = ring_type
@@ -167,7 +178,8 @@ def unpack(
     if type(descriptors) is _ring_type:
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
-        return descriptors._unpack(dst, src, slot, num_slots)
+        descriptors._unpack(dst, src, slot, num_slots)
+        return
     if slot is not None or num_slots != 1:
         name = "num_slots" if slot is None else "slot"
         raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")

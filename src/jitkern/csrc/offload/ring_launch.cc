@@ -3,8 +3,11 @@
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <atomic>
+#include <map>
 #include <memory>
+#include <mutex>
 
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
@@ -17,8 +20,6 @@ using tvm::ffi::Array;
 using tvm::ffi::Function;
 
 constexpr const char* kOp = "unpack";
-constexpr u32 kMostSms = 16;  // of a server: the largest cluster
-
 [[noreturn]] void raise_runtime_error(const char* op, const char* arg, const std::string& text,
                                       const char* note) {
   throw tvm::ffi::Error("RuntimeError", std::string(op) + ": " + arg + ": " + text + note, "");
@@ -43,7 +44,7 @@ const FaultSite kBusy = fault_site(kOp, "descriptors", raise_busy, "nothing was 
 const FaultSite kBroken = fault_site(kOp, "descriptors", raise_broken, "its server has ended");
 
 // The entry points of unpack_ring.cu.
-enum Entry { kStage, kComplete, kServe };
+enum Entry { kConsume, kServe };
 
 KernelTable& kernels() {
   static KernelTable table("unpack_ring", {}, [](const Spec&, int in_flight, int) {
@@ -58,45 +59,60 @@ u64 new_call() {
   return ++calls;
 }
 
-// What the state has behind it, one after the other.
-i64 state_bytes(const RingHeader& ring) {
-  return static_cast<i64>(sizeof(RingState)) + i64(ring.num_slots) * i64(sizeof(u64));
-}
-i64 taken_at(const RingHeader& ring) { return ceil_div(state_bytes(ring), 64) * 64; }
-i64 staged_at(const RingHeader& ring) {
-  return ceil_div(taken_at(ring) + i64(ring.num_slots) * i64(sizeof(RingPush)), 64) * 64;
-}
+// Calls whose kernels may run at the same time meet at boards of their own: those of one stream do
+// not, those that graphs have captured may.
+constexpr u32 kBoards = 16'384;
+
+// Device memory of a ring: the state, and what it has behind it.
+struct RingMemory {
+  i64 consumed, boards, staged, bytes;
+
+  explicit RingMemory(const RingHeader& ring) {
+    const auto behind = [](i64 at, i64 count, size_t each) {
+      return ceil_div(at + count * static_cast<i64>(each), 128) * 128;
+    };
+    consumed = behind(0, 1, sizeof(RingState));
+    boards = behind(consumed, ring.num_slots, sizeof(u64));
+    staged = behind(boards, kBoards, sizeof(RingBoard));
+    bytes = behind(staged, i64(ring.num_slots) * ring.max_descriptors, sizeof(Descriptor));
+  }
+};
 
 class RingOnGpu {
  public:
   // `host`: the ring's memory, `base`: where kernels read it, `state`: device memory.
   RingOnGpu(tvm::ffi::Tensor host, int64_t base, tvm::ffi::Tensor state)
       : host_(std::move(host)), state_(std::move(state)) {
-    params_.ring = *static_cast<const RingHeader*>(host_.data_ptr());
-    params_.base = reinterpret_cast<const char*>(base);
-    params_.host = const_cast<char*>(memory_range(host_.data_ptr()).device_address);
+    RingParams& ring = params_.ring;
+    ring.ring = *static_cast<const RingHeader*>(host_.data_ptr());
+    char* const on_host = const_cast<char*>(memory_range(host_.data_ptr()).device_address);
+    ring.base = base == 0 ? on_host : reinterpret_cast<const char*>(base);
+    ring.dones = on_host + ring.ring.dones_at;
     char* const at = static_cast<char*>(state_.data_ptr());
-    params_.state = reinterpret_cast<RingState*>(at);
-    params_.consumed = reinterpret_cast<u64*>(at + sizeof(RingState));
-    params_.taken = reinterpret_cast<RingPush*>(at + taken_at(params_.ring));
-    params_.staged = reinterpret_cast<Descriptor*>(at + staged_at(params_.ring));
-    params_.busy = kBusy;
-    params_.broken = kBroken;
-    if (params_.base == nullptr) params_.base = params_.host;
+    const RingMemory memory(ring.ring);
+    ring.state = reinterpret_cast<RingState*>(at);
+    ring.consumed = reinterpret_cast<u64*>(at + memory.consumed);
+    ring.busy = kBusy;
+    ring.broken = kBroken;
+    params_.staged = reinterpret_cast<Descriptor*>(at + memory.staged);
+    boards_ = reinterpret_cast<RingBoard*>(at + memory.boards);
   }
 
-  void consume(AnyView dst, AnyView src, i64 slot, i64 num_slots) const {
+  void consume(AnyView dst, AnyView src, i64 slot, i64 num_slots) {
     const UnpackSides sides = checked_sides(dst, src);
     const LaunchScope scope(sides.on_gpu());
-    const std::vector<Kernel>& entries = kernels().find(scope.device, Spec()).entries;
-    RingParams ring = params_;
-    ring.call = new_call();
-    ring.slot = slot;
-    ring.most = static_cast<u32>(num_slots);
-    ring.fault = scope.device.fault_device;
-    scope.launch(entries[kStage], 1, ring);
-    launch_unpack(scope, kStructs, unpack_params(sides, ring));
-    scope.launch(entries[kComplete], 1, ring);
+    const Kernel& kernel = kernels().find(scope.device, Spec()).entries[kConsume];
+    ConsumeParams params = params_;
+    params.ring.call = new_call();
+    params.ring.fault = scope.device.fault_device;
+    params.unpack = unpack_params(sides, scope.device);
+    params.board = board_for(scope.stream());
+    params.slot = slot;
+    params.most = static_cast<u32>(num_slots);
+    // More than a warp for each segment do not help.
+    const i64 most = num_slots * params.ring.ring.max_descriptors + sides.dst.row_bytes / 512;
+    const i64 blocks = std::min<i64>(scope.device.num_sms, ceil_div(32 * most, kernel.num_threads));
+    scope.launch(kernel, blocks, params);
   }
 
   // Queues the server on a stream; it looks at `stop`, an u32 in pinned memory, at each turn.
@@ -105,12 +121,10 @@ class RingOnGpu {
     Device& device = Device::get(state_.device().device_id);
     check_pending_fault(device);
     const LaunchScope scope(device, reinterpret_cast<CUstream>(stream));
-    ServeParams params{params_, {}, nullptr, static_cast<u64>(idle_ns)};
+    ServeParams params{params_.ring, unpack_params(sides, device), nullptr,
+                       static_cast<u64>(idle_ns)};
     params.ring.call = new_call();
-    params.ring.slot = -1;
     params.ring.fault = device.fault_device;
-    params.unpack = unpack_params(sides, params.ring);
-    params.unpack.fault = device.fault_device;
     params.stop = reinterpret_cast<const u32*>(
         memory_range(reinterpret_cast<const void*>(stop)).device_address);
     const Kernel& kernel = kernels().find(device, Spec()).entries[kServe];
@@ -130,28 +144,45 @@ class RingOnGpu {
     return sides;
   }
 
-  static UnpackParams unpack_params(const UnpackSides& sides, const RingParams& ring) {
+  static UnpackParams unpack_params(const UnpackSides& sides, const Device& device) {
     UnpackParams params = sides.params();
-    params.descriptors = ring.staged;
-    params.num_descriptors = ring.most * ring.ring.max_descriptors;
-    params.count = &ring.state->num_descriptors;
-    params.count_bytes = 8;
-    params.owner = &ring.state->owner;
-    params.call = ring.call;
+    params.fault = device.fault_device;
     kSites.give_to(params);
     return params;
   }
 
+  RingBoard* board_for(CUstream stream) {
+    int is_captured = 0;
+    const Driver& driver = Driver::get();
+    driver.check(driver.cuStreamIsCapturing(stream, &is_captured), "cuStreamIsCapturing");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_captured == 0) {
+      const auto found = board_of_.find(stream);
+      if (found != board_of_.end()) return boards_ + found->second;
+    }
+    if (num_boards_ == kBoards) {
+      raise_runtime_error(kOp, "descriptors",
+                          "CUDA graphs have captured " + std::to_string(kBoards) +
+                              " calls of the ring, expected no more; make another ring",
+                          "");
+    }
+    if (is_captured == 0) board_of_[stream] = num_boards_;
+    return boards_ + num_boards_++;
+  }
+
   tvm::ffi::Tensor host_;
   tvm::ffi::Tensor state_;
-  RingParams params_{};
+  ConsumeParams params_{};
+  RingBoard* boards_;
+  std::mutex mutex_;
+  std::map<CUstream, u32> board_of_;
+  u32 num_boards_ = 0;
 };
 
 // The bytes of device memory, all zero, that kernels need to consume a ring.
 int64_t ring_state_bytes(int64_t num_slots, int64_t max_descriptors) {
-  const RingHeader ring =
-      ring_layout(static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
-  return staged_at(ring) + num_slots * max_descriptors * i64(sizeof(Descriptor));
+  return RingMemory(ring_layout(static_cast<u32>(num_slots), static_cast<u32>(max_descriptors)))
+      .bytes;
 }
 
 // consume and serve of a ring.

@@ -22,35 +22,35 @@ struct Turn {
 __device__ inline Turn turn_of(const RingParams& p) {
   return {load_fresh(&p.state->generations) + 1, load_fresh(&p.state->slot)};
 }
-// What the call has done is seen by the one that takes the ring next.
-__device__ inline void release_ring(const RingParams& p) {
-  __threadfence();
-  atomicExch(&p.state->owner, u64(0));
-}
 __device__ inline void set_turn(const RingParams& p, const Turn& turn) {
   p.state->generations = turn.generation - 1;
   p.state->slot = turn.slot;
 }
 
+// What the call has done is seen by the one that takes the ring next.
+__device__ inline void release_ring(const RingParams& p) {
+  __threadfence();
+  atomicExch(&p.state->owner, u64(0));
+}
+
 // Makes a call the one that consumes; returns who is, where there is another. A call of another
 // stream may end at any moment: if it did since `begin` and `consumed` were read they are old, and
 // that call, though it has gone, counts as being there.
-__device__ inline u64 take_ring(const RingParams& p, const Turn& begin, const Turn& turn,
-                                u64 consumed) {
-  const u64 owner = atomicCAS(&p.state->owner, u64(0), p.call);
+__device__ inline u64 take_ring(const RingParams& p, const Turn& begin, u32 slot, u64 consumed) {
+  const u64 owner = claim(&p.state->owner, p.call);
   if (owner != 0) return owner;
-  __threadfence();
   const Turn now = turn_of(p);
   const bool is_current = now.generation == begin.generation && now.slot == begin.slot &&
-                          load_fresh(&p.consumed[turn.slot]) == consumed;
+                          load_fresh(&p.consumed[slot]) == consumed;
   if (is_current) return 0;
   release_ring(p);
   return p.call;
 }
 
-__device__ inline void complete_push(const RingParams& p, const RingPush& push) {
-  char* const done = p.host + p.ring.dones_at + push.slot * p.ring.done_bytes;
-  store_release(reinterpret_cast<u64*>(done), push.generation);
+// Behind the last copy.
+__device__ inline void complete_push(const RingParams& p, const Turn& turn) {
+  char* const done = p.dones + turn.slot * p.ring.done_bytes;
+  store_release(reinterpret_cast<u64*>(done), turn.generation);
 }
 
 template <u32 kThreads>
@@ -64,12 +64,12 @@ class RingReader {
 
   __device__ RingReader(const RingParams& p, Shared& shared) : p_(p), shared_(shared) {}
 
-  // Looks for a push, without its descriptors unless it is `whole`. Returns its word, or 0 where it
-  // is not there yet. `alongside` is called by one thread meanwhile, and what it writes to shared
+  // Looks at a slot, without its descriptors unless it is `whole`. Returns its word, or 0 where
+  // that is none. `alongside` is called by one thread meanwhile, and what it writes to shared
   // memory is seen behind this.
   template <class Alongside>
-  __device__ u64 find(const Turn& turn, bool whole, const Alongside& alongside) {
-    const char* slot = p_.base + p_.ring.slots_at + turn.slot * p_.ring.slot_bytes;
+  __device__ u64 look(u32 number, bool whole, const Alongside& alongside) {
+    const char* slot = p_.base + p_.ring.slots_at + number * p_.ring.slot_bytes;
     vectors_ = reinterpret_cast<const uint4*>(slot + kRingLineBytes);
     has_first_ = whole;
     __syncthreads();  // the word of the push before has been read by all
@@ -79,9 +79,7 @@ class RingReader {
     if (threadIdx.x == 32) alongside();
     __syncthreads();
     const u64 word = shared_.word;
-    const bool is_there =
-        ring_generation(word) == turn.generation && ring_count(word) <= p_.ring.max_descriptors;
-    return is_there ? word : 0;
+    return ring_count(word) <= p_.ring.max_descriptors ? word : 0;
   }
 
   // Gives `take(number, vector)` the vectors of descriptors [begin, end) of the push that was

@@ -6,17 +6,18 @@
 #include <jitkern/pdl.cuh>
 
 #include "cluster.cuh"
+#include "ring_copy.cuh"
 #include "ring_reader.cuh"
-#include "unpack.cuh"
 
 namespace jitkern {
 
 // The blocks are one cluster. Its first one reads the ring, into shared memory that all read.
-template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kInFlight, u32 kPartsInFlight,
-          u32 kOwnSegments>
+template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32 kInFlight,
+          u32 kPartsInFlight, u32 kOwnSegments>
 struct ServeRing {
   using Params = ServeParams;
   using Reader = RingReader<kThreads>;
+  using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kOwnSegments>;
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
@@ -32,8 +33,8 @@ struct ServeRing {
     const Shared& first = of_block(own, 0);
     const bool leads = cluster_rank() == 0;
     Reader reader(p.ring, own.reader);
-    Turn turn = turn_of(p.ring);
-    if (leads) take_over(p.ring, turn, own);
+    Turn turn{};
+    if (leads) turn = take_over(p.ring, own);
     for (bool ends = false; !ends;) {
       if (leads) wait_for_push(p, reader, turn, own);
       u32 begin = 0, count = 0;
@@ -56,6 +57,7 @@ struct ServeRing {
     uint4 vectors[4 * kChunk];
     typename Reader::Shared reader;
     u64 owner;
+    Turn turn;  // the first
     u32 slot;
     bool has_long;
     bool is_over;  // the wait
@@ -64,13 +66,16 @@ struct ServeRing {
 
   // -- the first block
 
-  static __device__ void take_over(const RingParams& p, const Turn& turn, Shared& own) {
+  // Returns the turn to begin with. One thread looks for all, as another call may change it.
+  static __device__ Turn take_over(const RingParams& p, Shared& own) {
     if (threadIdx.x == 0) {
-      own.owner = take_ring(p, turn, turn, load_fresh(&p.consumed[turn.slot]));
+      own.turn = turn_of(p);
+      own.owner = take_ring(p, own.turn, own.turn.slot, load_fresh(&p.consumed[own.turn.slot]));
       own.ends = own.owner != 0;
       if (own.ends) report_fault(p.fault, p.busy, 0, 0, 0);
     }
     __syncthreads();
+    return own.turn;
   }
 
   // Until there is one, or the server ends.
@@ -84,7 +89,8 @@ struct ServeRing {
       own.is_over = load_fresh(p.stop) != 0 || nanoseconds() - since > p.idle_ns;
     };
     for (u32 looks = 0; !own.ends; ++looks) {
-      if (reader.find(turn, looks < kEagerLooks, look_at_end) != 0) return;
+      const u64 word = reader.look(turn.slot, looks < kEagerLooks, look_at_end);
+      if (ring_generation(word) == turn.generation) return;
       if (own.is_over) own.ends = true;  // of all threads
       __syncthreads();
     }
@@ -94,11 +100,14 @@ struct ServeRing {
   static __device__ void hand_over(const Params& p, Reader& reader, u32 begin, Shared& own) {
     const u64 word = own.reader.word;
     const u32 size = size_of(ring_count(word), begin);
-    const u64 most = own_segments(size);
     bool is_long = false;
     const bool is_whole = reader.read(word, begin, begin + size, [&](u32 number, uint4 vector) {
+      if (number % 4 == 1) is_long |= Copy::may_be_long(vector);
+      if (number % 4 == 3) {  // what faults call it
+        vector.x = number / 4;
+        vector.y = own.slot;
+      }
       own.vectors[number - 4 * begin] = vector;
-      if (number % 4 == 1) is_long |= is_longer(i64(vector.x), i64(vector.y), most);
     });
     const bool has_long = __syncthreads_or(is_long);
     if (threadIdx.x != 0) return;
@@ -112,7 +121,7 @@ struct ServeRing {
   // What all blocks have copied, as the barrier behind it says.
   static __device__ void complete(const RingParams& p, const Turn& turn) {
     p.consumed[turn.slot] = turn.generation;
-    complete_push(p, {turn.generation, turn.slot});
+    complete_push(p, turn);
   }
 
   static __device__ void leave(const RingParams& p, const Turn& turn, const Shared& own) {
@@ -127,33 +136,11 @@ struct ServeRing {
     return count - begin < kChunk ? count - begin : kChunk;
   }
   static __device__ u32 all_warps() { return cluster_size() * kWarps; }
-  // What the warps of one of so many descriptors copy of it.
-  static __device__ u64 own_segments(u32 size) {
-    return size < all_warps() ? u64(all_warps() / (size == 0 ? 1 : size)) * kOwnSegments
-                              : kOwnSegments;
-  }
 
   static __device__ void copy(const UnpackParams& p, const Shared& first, u32 begin) {
     const u32 size = size_of(ring_count(first.reader.word), begin);
     const u32 warp = threadIdx.x / 32 * cluster_size() + cluster_rank();
-    const Team team(size, warp, all_warps());
-    for (u32 i = team.descriptor; i < size; i += team.of) {
-      copy_own(p, first, i, begin, team.warp, team.warps, false);
-    }
-    if (!first.has_long) return;
-    for (u32 i = 0; i < size; ++i) copy_own(p, first, i, begin, warp, all_warps(), true);
-  }
-
-  // Of descriptors that are long, or of the others, this warp's share.
-  static __device__ void copy_own(const UnpackParams& p, const Shared& first, u32 i, u32 begin,
-                                  u32 warp, u32 warps, bool of_long) {
-    const Pieces pieces = pieces_of_vectors(&first.vectors[4 * i]);
-    const u64 most = own_segments(size_of(ring_count(first.reader.word), begin));
-    if (is_longer(pieces.len, pieces.count, most) != of_long) return;
-    if (is_short(p, pieces, most)) return copy_piece<kPartsInFlight>(p, pieces, warp, warps);
-    const bool reports = warp == 0 && threadIdx.x % 32 == 0;
-    const Work work = checked_work(p, pieces, ring_position(first.slot, begin + i), reports);
-    copy_share<kInFlight, kPartsInFlight>(p, work, work.num_segments(), warp, warps);
+    Copy::copy(p, first.vectors, size, first.has_long, warp, all_warps());
   }
 };
 

@@ -67,6 +67,57 @@ __device__ inline void store_release(u64* to, u64 value) {
 #endif
 }
 
+// The same of memory that blocks of one GPU share.
+__device__ inline u64 load_control(const u64* from) {
+#ifdef JITKERN_EMULATED
+  return emulate::load_system(from);
+#else
+  u64 value;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];"
+               : "=l"(value)
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return value;
+#endif
+}
+
+__device__ inline u32 load_control(const u32* from) {
+#ifdef JITKERN_EMULATED
+  return emulate::load_system(from);
+#else
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return value;
+#endif
+}
+
+__device__ inline void store_control(u64* to, u64 value) {
+#ifdef JITKERN_EMULATED
+  emulate::store_system(to, value);
+#else
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "l"(value)
+               : "memory");
+#endif
+}
+
+// Makes a word that is 0 another one; returns what it was. As an acquire, and as one that waits for
+// no earlier load, which a fence would do.
+__device__ inline u64 claim(u64* word, u64 value) {
+#ifdef JITKERN_EMULATED
+  return emulate::claim(word, value);
+#else
+  u64 before;
+  asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], 0, %2;"
+               : "=l"(before)
+               : "l"(__cvta_generic_to_global(word)), "l"(value)
+               : "memory");
+  return before;
+#endif
+}
+
 // Of a clock that all blocks read alike. It may stand still for a microsecond.
 __device__ inline u64 nanoseconds() {
 #ifdef JITKERN_EMULATED

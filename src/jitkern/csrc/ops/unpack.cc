@@ -13,10 +13,10 @@ namespace {
 constexpr const char* kOp = "unpack";
 const DescriptorSites kSites(false);
 
-// Threads of a copy over the link, whose loads keep it busy.
-constexpr i64 kLinkThreads = 8192;
-// Blocks that look for long descriptors together; any GPU that has clusters has them of 8.
-constexpr unsigned kClusterBlocks = 8;
+// Blocks of a copy over the link, whose loads keep it busy.
+constexpr i64 kLinkBlocks = 32;
+// Blocks of an SM that copy descriptors, beside one that deals what is left of long ones.
+constexpr i64 kCopiersOfSm = 2;
 
 std::string name_of(bool in_ring, i64 position) {
   const std::string number = std::to_string(in_ring ? position & 0xffffffff : position);
@@ -90,8 +90,9 @@ UnpackParams params_of(const UnpackCall& call) {
 }
 
 KernelTable& kernels() {
-  static KernelTable table(kOp, {"descriptor_format"}, [](const Spec&, int in_flight, int) {
-    return GroupShape{32, in_flight, 1, 1};
+  // Of a descriptor a warp copies so many segments itself.
+  static KernelTable table(kOp, {"descriptor_format"}, [](const Spec&, int in_flight, int own) {
+    return GroupShape{32, in_flight, own, 1};
   });
   return table;
 }
@@ -240,16 +241,21 @@ std::vector<Pieces> UnpackCall::checked_descriptors() const {
 void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params) {
   const i64 num = params.num_descriptors;
   if (num == 0) return;
-  const Kernel& kernel = kernels().find(scope.device, Spec(format)).entries[0];
-  const i64 threads = kernel.num_threads;
+  const LoadedKernels& kernels_of = kernels().find(scope.device, Spec(format));
+  const Kernel& kernel = kernels_of.entries[0];
+  const i64 warps = kernel.num_threads / 32;
+  const i64 sms = scope.device.num_sms;
   // A small destination has no more warps than it has segments.
-  const i64 useful = ceil_div(32 * (2 * num + params.dst_bytes / 512), threads);
-  const i64 most = i64(scope.device.num_sms) * kUnpackBlocksOfSm;
-  const i64 link = params.reads_host || params.writes_host ? kLinkThreads / threads : most;
-  const unsigned cluster = scope.device.arch >= 90 ? kClusterBlocks : 1;
-  const i64 blocks = ceil_div(std::min({useful, most, link}), i64(cluster)) * cluster;
+  const i64 useful = ceil_div(num + params.dst_bytes / 512, warps);
+  const i64 link = params.reads_host || params.writes_host ? kLinkBlocks : kCopiersOfSm * sms;
+  const i64 copiers = std::min(useful, link);
+  // Where a descriptor's own warps can copy all of the source there is no rest to deal.
+  const i64 own_bytes = std::max<i64>(1, copiers * warps / num) * kernels_of.shape.splits * 512;
+  const i64 dealers =
+      std::min(params.src_bytes, params.dst_bytes) < own_bytes ? 0 : std::min(link, sms);
+  params.num_copiers = static_cast<u32>(copiers);
   params.fault = scope.device.fault_device;
-  scope.launch(kernel, blocks, params, 1, cluster);
+  scope.launch(kernel, copiers + dealers, params);
 }
 
 }  // namespace jitkern

@@ -6,15 +6,11 @@
 
 namespace jitkern {
 
-// How descriptors lie in memory: as structs (both/descriptor.h), whose seals mean nothing here, or
-// as rows of int64.
-enum DescriptorFormat : int { kStructs = 0, kTriples = 3, kSextuples = 6 };
+// How many int64 a descriptor is: (src_off, dst_off, len), and (count, src_stride, dst_stride).
+enum DescriptorFormat : int { kTriples = 3, kSextuples = 6 };
 
 // What of a descriptor may be out of range.
 enum DescriptorPart : int { kSrcPart, kDstPart, kLenPart, kCountPart, kNumParts };
-
-// Blocks of the kernel that are on an SM together.
-constexpr int kUnpackBlocksOfSm = 4;
 
 struct UnpackParams {
   char* dst;
@@ -24,9 +20,8 @@ struct UnpackParams {
   const void* descriptors;
   const void* count;  // in device memory: how many of the descriptors count; null: all
   u32 num_descriptors;
-  i32 count_bytes;   // 4 or 8
-  const u64* owner;  // in device memory: of the descriptors; they are none unless it is `call`
-  u64 call;
+  i32 count_bytes;  // 4 or 8
+  u32 num_copiers;  // blocks; those behind them deal out what is left of long pieces
   bool reads_host;  // where a side is in host memory
   bool writes_host;
   FaultSite sites[kNumParts];

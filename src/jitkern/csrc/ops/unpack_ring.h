@@ -10,33 +10,47 @@ namespace jitkern {
 // What the consumers of a ring leave to each other, in device memory. It begins as zeros, and is
 // written by one call at a time: the one that owns it.
 struct RingState {
-  u64 owner;            // the call that consumes, 0: none
-  u64 generations;      // that are over in the slots from `slot` on; one more in those in front
-  u32 slot;             // of the push that is next in turn
-  u32 num_taken;        // pushes of the owner
-  i64 num_descriptors;  // and descriptors that it has staged
+  u64 owner;        // the call that consumes, 0: none
+  u64 generations;  // that are over in the slots from `slot` on; one more in those in front
+  u32 slot;         // of the push that is next in turn
 };
 
-// A push that a call has taken.
-struct RingPush {
-  u64 generation;
-  u32 slot;
+// Where the blocks of a call meet, in device memory. No other call uses it at the same time; it is
+// zeros in between.
+struct RingBoard {
+  u64 control;      // see below; 0 until the first block knows what there is to do
+  u32 num_arrived;  // other blocks that have copied all that was theirs
 };
+
+// That all descriptors are in device memory, how many they are, and whether one of them is long.
+JITKERN_HOST_DEVICE constexpr u64 ring_control(u32 count, bool has_long) {
+  return u64(count) << 2 | u64(has_long) << 1 | 1;
+}
+JITKERN_HOST_DEVICE constexpr u32 control_count(u64 control) {
+  return static_cast<u32>(control >> 2);
+}
+JITKERN_HOST_DEVICE constexpr bool control_has_long(u64 control) { return control >> 1 & 1; }
 
 struct RingParams {
   RingHeader ring;
   const char* base;  // the ring, as kernels read it
-  char* host;        // and where its completion words are
+  char* dones;       // completion words, in host memory
   RingState* state;
   u64* consumed;  // by slot, the generation that was taken last
-  RingPush* taken;
-  Descriptor* staged;
-  u64 call;          // a number that no other call has
-  i64 slot;          // the first; below 0: that of the push that is next in turn
-  u32 most;          // pushes
-  FaultSite busy;    // where another call consumes
-  FaultSite broken;  // where a producer has
+  u64 call;       // a number that no other call has
+  FaultSite busy;
+  FaultSite broken;  // where a producer has not kept to the protocol
   FaultRecord* fault;
+};
+
+// Of a call that takes what is there.
+struct ConsumeParams {
+  RingParams ring;
+  UnpackParams unpack;
+  RingBoard* board;
+  Descriptor* staged;
+  i64 slot;  // the first; below 0: that of the push that is next in turn
+  u32 most;  // pushes
 };
 
 // Of a kernel that consumes until it is stopped.

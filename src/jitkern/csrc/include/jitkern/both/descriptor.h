@@ -51,8 +51,10 @@ static_assert(sizeof(Descriptor) == 64, "four vectors of 16 bytes");
 
 // For those who read it as vectors.
 constexpr unsigned kFirstSealAt = 24, kSecondSealAt = 56;
+#ifndef __CUDACC_RTC__  // which has no offsetof
 static_assert(__builtin_offsetof(Descriptor, first_seal) == kFirstSealAt, "ends the first half");
 static_assert(__builtin_offsetof(Descriptor, src_stride) == 32, "begins the second half");
 static_assert(__builtin_offsetof(Descriptor, second_seal) == kSecondSealAt, "ends it");
+#endif
 
 }  // namespace jitkern

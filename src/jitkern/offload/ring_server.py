@@ -1,0 +1,90 @@
+"""``RingServer``: a kernel that consumes a ``DescriptorRing`` as long as it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jitkern.offload.args import count_arg, number_arg
+
+if TYPE_CHECKING:
+    import torch
+
+_CALL = "DescriptorRing.serve"
+
+# By device: a second one would take more SMs from the kernels that compute.
+_servers: dict[int, weakref.ref[RingServer]] = {}
+
+
+class RingServer:
+    """A kernel that waits for pushes of a ring and copies what they ask for: see ``serve``.
+
+    It begins as the body of ``with`` does, behind what is on the current stream, and on a stream of
+    its own. It ends with the body, however that ends, or by itself once no push has come for the
+    idle timeout; a push after that is not consumed until :func:`jitkern.unpack` or another server
+    does so. What the caller queues on the current stream behind the body comes behind its copies.
+
+    Examples
+    --------
+    >>> with ring.serve(dst, bounce) as server:  # doctest: +SKIP
+    ...     ring.wait(ring.push(descriptors))
+    ...     assert server.is_running
+    """
+
+    def __init__(
+        self, launch: Callable[..., None], device: torch.device, num_sms: int, idle_timeout_s: float
+    ) -> None:
+        import torch
+
+        self._launch, self._device = launch, device
+        self._num_sms = count_arg(_CALL, "num_sms", num_sms, _most_sms(device))
+        self._idle_ns = int(1e9 * number_arg(_CALL, "idle_timeout_s", idle_timeout_s, 1e9))
+        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ended: Any = None  # an event behind the kernel
+        weakref.finalize(self, self._stop.fill_, 1)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the kernel has been queued and has not ended."""
+        return self._ended is not None and not self._ended.query()
+
+    def stop(self) -> None:
+        """End the kernel and wait for that; a push that it has begun to copy is completed."""
+        if self._ended is None:
+            return
+        import torch
+
+        self._stop.fill_(1)
+        self._ended.synchronize()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._launch = _refuse_again
+
+    def __enter__(self) -> RingServer:
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{_CALL}: a graph is being captured; serve outside of it")
+        other = _servers.get(self._device.index, lambda: None)()
+        if other is not None and other.is_running:
+            raise RuntimeError(f"{_CALL}: {self._device} has a server; end that one first")
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._launch(self._num_sms, self._idle_ns, self._stop.data_ptr(), self._stream.cuda_stream)
+        self._ended = self._stream.record_event()
+        _servers[self._device.index] = weakref.ref(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _refuse_again(*_: object) -> None:
+    raise RuntimeError(f"{_CALL}: the server has ended; make another one")
+
+
+def _most_sms(device: torch.device) -> int:
+    import torch
+
+    # A cluster that any GPU with clusters has.
+    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
