@@ -37,8 +37,9 @@ def test_mutant_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
     shutil.copytree(CSRC, csrc)
     mutant.apply(csrc)
     runner = Runner(store, csrc)
-    done = runner.run(mutant.sweep)
-    runner.build(mutant.sweep).unlink()
+    program = runner.build(mutant.sweep)
+    done = runner.start(program)
+    program.unlink()
     assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
     # Noticed by a check, not by a crash of something else.
     noticed = ("FAILED:", "AddressSanitizer", "runtime error:", "emulate:")

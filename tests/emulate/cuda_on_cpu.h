@@ -160,6 +160,10 @@ namespace emulate {
 // moment. Lanes that load together on a GPU do so one after the other here, so it is called for
 // each.
 inline std::function<void()> on_fresh_load;
+// What such a load of a vector sees, if not what is there when its lane has its turn.
+inline std::function<uint4(const uint4*)> fresh_vector;
+// Called in front of each store to such memory: what it says has to be so by then.
+inline std::function<void(const void*)> on_system_store;
 
 // UBSan does not look at the addresses of the compiler's atomics.
 template <class T>
@@ -177,12 +181,14 @@ T load_system(const T* from) {
 inline uint4 load_system(const uint4* from) {
   if (on_fresh_load) on_fresh_load();
   aligned(from);
+  if (fresh_vector) return fresh_vector(from);
   const auto word = [](const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); };
   return {word(&from->x), word(&from->y), word(&from->z), word(&from->w)};
 }
 
 template <class T>
 void store_system(T* to, T value) {
+  if (on_system_store) on_system_store(to);
   __atomic_store_n(aligned(to), value, __ATOMIC_RELEASE);
 }
 

@@ -119,13 +119,17 @@ class Runner:
 
     def build(self, sweep: Sweep) -> Path:
         """Return the program of one driver, compiled unless it is there already."""
-        objects = [self._compile(name, ["-c"], ".o", []) for name in SUPPORT]
+        objects = _support(self.store, tuple(self.flags))
         defines = [*_launch_facts(), *(f"-D{text}" for text in sweep.defines)]
         return self._compile(f"{sweep.driver}.cc", defines, "", objects)
 
     def run(self, sweep: Sweep, *args: str) -> subprocess.CompletedProcess[str]:
         """Return what the driver said; its exit status is 0 if it found nothing wrong."""
-        program = self.build(sweep)
+        return self.start(self.build(sweep), *args)
+
+    @staticmethod
+    def start(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
+        """Do what :meth:`run` does, of a program that is there."""
         # Leaks are no matter here, and looking for them needs ptrace, which containers forbid.
         env = {
             **os.environ,
@@ -157,6 +161,13 @@ class Runner:
             _checked([*command, *paths, *map(str, objects), "-o", str(made)])
             made.replace(target)  # another process may have made the same meanwhile
         return target
+
+
+@cache
+def _support(store: Path, flags: tuple[str, ...]) -> list[Path]:
+    """What all drivers are linked with, whatever is wrong with the kernels."""
+    runner = Runner(store, flags=flags)
+    return [runner._compile(name, ["-c"], ".o", []) for name in SUPPORT]
 
 
 def _checked(command: Sequence[str]) -> str:

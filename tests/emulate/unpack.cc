@@ -24,7 +24,8 @@ struct Config {
 constexpr Config kConfig{UNPACK_CONFIG};
 
 // Small blocks, and little for a warp of its own, so that there is a rest of what is no megabyte.
-template <DescriptorFormat kFormat, int kThreads, int kOwn, int kFirst, int kUnit, unsigned kCluster>
+template <DescriptorFormat kFormat, int kThreads, int kOwn, int kFirst, int kUnit,
+          unsigned kCluster>
 void add(Specialisations<UnpackParams>& list) {
   using Kernel = jitkern::Unpack<kFormat, kThreads, kConfig.max_occupancy, kConfig.use_pdl,
                                  UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, kOwn, kFirst, kUnit>;
@@ -57,6 +58,8 @@ Pieces any_pieces(DescriptorFormat format, i64 src_bytes, Room& room, Random& ra
     pieces.src_stride = random.pick({i64(0), i64(1), len, len + random.below(40), -len, i64(-3)});
     const i64 gap = random.pick({i64(0), i64(0), i64(1), i64(16), random.below(40)});
     pieces.dst_stride = (len + gap) * random.pick({1, 1, -1});
+    // All the same, to one place.
+    if (pieces.src_stride == 0 && random.below(2) == 0) pieces.dst_stride = 0;
   }
   const i64 steps = pieces.count - 1;
   const i64 from = len + std::abs(pieces.src_stride) * std::max<i64>(steps, 0);
@@ -85,6 +88,18 @@ Pieces long_piece(i64 src_bytes, RowBuffer& dst, Room& room, Random& random) {
   return {at_end ? src_bytes - len : 0, dst_off, len, 1, 0, 0};
 }
 
+// One of about as many segments as its own warps copy, `own`: it is more of them than its length
+// says where it begins at the end of a line.
+Pieces piece_at_border(i64 own, i64 src_bytes, RowBuffer& dst, Room& room, Random& random) {
+  i64 at = room.used + random.below(128);
+  if (random.below(2) == 0) at += 127 - (reinterpret_cast<u64>(dst.row(0)) + u64(at)) % 128;
+  const i64 vectors = own * 32 - random.pick({i64(8), random.below(12), 32 + random.below(3)});
+  const i64 len = vectors * 16 + random.pick({i64(0), i64(15), random.below(16)});
+  if (len > src_bytes || at + len > room.bytes) return {0, 0, 0, 1, 0, 0};
+  room.used = at + len;
+  return {random.below(src_bytes - len + 1), at, len, 1, 0, 0};
+}
+
 // Makes it wrong, or nearly; may happen to make it right.
 void spoil(Pieces& pieces, DescriptorFormat format, i64 src_bytes, i64 dst_bytes, Random& random) {
   i64* const numbers[] = {&pieces.src_off, &pieces.dst_off,    &pieces.len,
@@ -97,10 +112,10 @@ void spoil(Pieces& pieces, DescriptorFormat format, i64 src_bytes, i64 dst_bytes
       number = random.pick({kMax, kMin, kMax - 1, kMin + 1, kMax / 2, i64(1) << 32, -number});
       break;
     case 1:
-      pieces.src_off = src_bytes + 1 - end;
+      pieces.src_off = random.pick({src_bytes + 1 - end, i64(-1)});
       break;
     case 2:
-      pieces.dst_off = dst_bytes + 1 - end;
+      pieces.dst_off = random.pick({dst_bytes + 1 - end, i64(-1)});
       break;
     case 3:  // several, whose sums and products are too large
       for (i64* one : numbers) {
@@ -111,6 +126,7 @@ void spoil(Pieces& pieces, DescriptorFormat format, i64 src_bytes, i64 dst_bytes
       break;
     case 4:  // of which 64 bits hold nothing but zeros
       if (format != kSextuples) break;
+      pieces.len = 1 + random.below(99);
       pieces.count = (i64(1) << 33) + 1;
       (random.below(2) == 0 ? pieces.src_stride : pieces.dst_stride) = i64(3) << 31;
       break;
@@ -149,15 +165,20 @@ Wrong wrong_of(const Pieces& pieces, i64 src_bytes, i64 dst_bytes) {
   return {};
 }
 
+// What faults call descriptor `i` where it has room for a name.
+i64 name_of(i64 i, i64 first) { return first - 3 * i; }
+
 // Descriptors as they lie in memory, of exactly that size: structs on a line of 16 bytes, rows of
-// int64 anywhere. `spare` are the words of structs at which nobody looks, seals among them.
-std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat format, i64 spare) {
+// int64 anywhere. `spare` are the seals of structs, at which nobody looks.
+std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat format, i64 first_name,
+                          i64 spare) {
   std::vector<i64> words;
   for (const Pieces& p : list) {
     if (format == kStructs) {
+      const i64 name = name_of(&p - list.data(), first_name);
       const i64 sizes = static_cast<i64>(static_cast<u64>(p.count) << 32 | static_cast<u64>(p.len));
       const i64 first[] = {p.src_off, p.dst_off, sizes, spare};
-      const i64 second[] = {p.src_stride, p.dst_stride, spare, spare};
+      const i64 second[] = {p.src_stride, p.dst_stride, name, spare};
       words.insert(words.end(), std::begin(first), std::end(first));
       words.insert(words.end(), std::begin(second), std::end(second));
       continue;
@@ -173,49 +194,68 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
   const auto format = static_cast<DescriptorFormat>(kernel.variant);
   // 0: some are wrong; 1: few have anything to do, of them one or two for long, in different
   // chunks; 2: the first is long, and begins or ends where the source does, at a line of the
-  // destination.
-  const i64 kind = random.below(5);
-  const bool sparse = kind == 1;
-  const i64 num = sparse ? 400 : random.pick({i64(1), i64(2), i64(5), i64(40), i64(300)});
+  // destination; 3: some are about as long as what has no rest.
+  const i64 kind = random.pick({0, 0, 0, 1, 1, 2, 2, 3, 4});
+  const bool sparse = kind == 1, at_border = kind == 3;
+  const unsigned blocks = kernel.cluster_size * random.pick({1u, 2u, 5u});
+  const i64 num = sparse      ? 400
+                  : at_border ? random.pick({1, 2, 5})
+                              : random.pick({i64(1), i64(2), i64(5), i64(40), i64(300)});
+  const i64 num_warps = blocks * kernel.num_threads / 32;
+  const i64 own = num_warps / std::min(num, num_warps) * kernel.row_bytes;
   i64 src_bytes = 1 + (sparse ? 30'000 : random.below(random.pick({100, 3000, 60'000})));
   const bool on_lines = kind == 2 && random.below(2) == 0;
   if (on_lines) src_bytes = ceil_div(src_bytes, 512) * i64(512);
-  const i64 dst_bytes = 1 + (sparse ? 60'000 : random.below(random.pick({100, 3000, 90'000})));
+  i64 dst_bytes = 1 + (sparse ? 60'000 : random.below(random.pick({100, 3000, 90'000})));
+  if (at_border) src_bytes = own * 512 + 999, dst_bytes = 2 * src_bytes;
   const i64 src_at = on_lines ? 0 : random.pick({i64(0), random.below(128)});
   RowBuffer src("src", 1, src_bytes, src_bytes, src_at, random);
   RowBuffer dst("dst", 1, dst_bytes, dst_bytes, random.pick({i64(0), random.below(128)}), random);
 
+  const i64 long_one = 290 + random.below(100);
+  const i64 one_in = random.pick({1, 3, 9});  // is wrong
   Room room{dst_bytes};
   std::vector<Pieces> list;
   if (kind == 2) list.push_back(long_piece(src_bytes, dst, room, random));
   for (i64 i = kind == 2; i < num; ++i) {
-    if (sparse && (i == 390 || (i == 7 && random.below(2) == 0))) {
+    if (sparse && (i == long_one || (i == 7 && random.below(2) == 0))) {
       list.push_back({random.below(99), room.used, 9000 + random.below(9000), 1, 0, 0});
       room.used += list.back().len;
     } else if (sparse && random.below(99) != 0) {
       list.push_back({0, 0, 0, 1, 0, 0});
+    } else if (at_border && random.below(3) != 0) {
+      list.push_back(piece_at_border(own, src_bytes, dst, room, random));
     } else {
       Room here{sparse ? room.used + 900 : room.bytes, room.used};
       list.push_back(any_pieces(format, src_bytes, here, random));
       room.used = here.used;
     }
-    if (kind != 0 || random.below(5) != 0) continue;
+    if (kind != 0 || random.below(one_in) != 0) continue;
     spoil(list.back(), format, src_bytes, dst_bytes, random);
     // What happens to be right may lie over others.
     if (wrong_of(list.back(), src_bytes, dst_bytes).part < 0) list.back().len = 0;
   }
   if (!sparse) std::swap(list.front(), list[random.below(num)]);
   const int count_bytes = random.pick({0, 0, 4, 8});
-  const i64 count = random.pick({i64(-3), i64(0), num / 2, num, num + 5});
+  const i64 wide = count_bytes == 8 ? i64(1) << 32 : num;  // whose half is nothing
+  const i64 count = random.pick({i64(-3), i64(0), num / 2, num, num + 5, wide});
   const IntBuffer counted("count", {count}, count_bytes == 4 ? 4 : 8);
-  const i64 last = count_bytes == 0 ? num : std::min(std::max<i64>(count, 0), num);
+  const i64 call = random.pick({i64(1), (i64(7) << 32) + 1});
+  const i64 owner = random.pick({call, call, call, call + 1, call - (i64(7) << 32), i64(0)});
+  const IntBuffer owned("owner", {owner}, 8);
+  const bool has_owner = random.below(3) == 0;
+  const i64 first_name = random.pick({i64(0), i64(5) << 32, i64(-1)});
+  const i64 listed = count_bytes == 0 ? num : std::min(std::max<i64>(count, 0), num);
+  const i64 last = has_owner && owner != call ? 0 : listed;
 
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < last; ++i) {
     const Pieces& pieces = list[i];
     const Wrong wrong = wrong_of(pieces, src_bytes, dst_bytes);
     if (wrong.part >= 0) {
-      fault.expect(FaultSite(u32(kFirstSite) + u32(wrong.part)), i, wrong.value, wrong.bound);
+      const i64 position = format == kStructs ? name_of(i, first_name) : i;
+      fault.expect(FaultSite(u32(kFirstSite) + u32(wrong.part)), position, wrong.value,
+                   wrong.bound);
       continue;
     }
     if (pieces.len == 0) continue;
@@ -224,7 +264,7 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
                   src.row(0) + pieces.src_off + k * pieces.src_stride, pieces.len);
     }
   }
-  const std::vector<i64> words = words_of(list, format, random.pick({i64(0), i64(-1)}));
+  const std::vector<i64> words = words_of(list, format, first_name, random.pick({i64(0), i64(-1)}));
   IntBuffer rows("descriptors", words, 8);
   AlignedWords structs(format == kStructs ? 2 * static_cast<i64>(words.size()) : 4, 0);
   if (format == kStructs) std::memcpy(structs.data(), words.data(), 8 * words.size());
@@ -238,7 +278,8 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
   params.count = count_bytes == 0 ? nullptr : counted.data();
   params.count_bytes = count_bytes;
   params.num_descriptors = static_cast<u32>(num);
-  const unsigned blocks = kernel.cluster_size * random.pick({1u, 2u, 5u});
+  params.owner = has_owner ? static_cast<const u64*>(owned.data()) : nullptr;
+  params.call = static_cast<u64>(call);
   params.reads_host = random.below(3) == 0;
   for (u32 part = 0; part < jitkern::kNumParts; ++part) {
     params.sites[part] = FaultSite(u32(kFirstSite) + part);
@@ -257,8 +298,13 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
 int main() {
   using namespace emulate;
   Specialisations<UnpackParams> list;
+#ifdef SWEEP_FEW
+  add<kSextuples, 64, 4, 4, 3, 2>(list);
+  add<kStructs, 96, 9, 5, 4, 4>(list);
+#else
   add_all<kTriples>(list);
   add_all<kSextuples>(list);
   add_all<kStructs>(list);
+#endif
   return sweep("unpack", list, [](const Specialisation<UnpackParams>&) { return 150; }, one_run);
 }

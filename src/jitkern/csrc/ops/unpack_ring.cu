@@ -126,10 +126,10 @@ struct ConsumeRing {
     if (threadIdx.x != 0) return;
     while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;
     Turn turn = own.first;
-    for (u32 i = 0; i < own.num_taken; ++i) {
+    for (u32 i = 0; i < own.num_taken; ++i, turn = turn.next(p.ring.ring.num_slots)) {
+      // From a slot on, the push that is newest may be followed by the one that is oldest.
+      if (p.slot >= 0) turn.generation = load_fresh(&p.ring.consumed[turn.slot]);
       complete_push(p.ring, turn);
-      turn = turn.next(p.ring.ring.num_slots);
-      turn.generation = p.ring.consumed[turn.slot];  // slots that are named have any
     }
     *p.board = {};
     if (own.owner == 0) release_ring(p.ring);

@@ -1,0 +1,404 @@
+// Calls that consume a DescriptorRing, each of them the three kernels that ring_launch.cc starts:
+// pushes that are there, that come meanwhile, that are wrong or whose producer dies; other calls
+// that have the ring, or had it a moment ago.
+#include "ops/unpack_ring.cu"
+#include "ops/unpack.cu"
+#include "rings.h"
+
+namespace emulate {
+
+using jitkern::RingParams;
+using jitkern::RingPush;
+using jitkern::RingState;
+using jitkern::UnpackParams;
+
+struct Config {
+  int num_threads, max_occupancy;
+  bool use_pdl;
+};
+constexpr Config kUnpack{UNPACK_CONFIG}, kRing{UNPACK_RING_CONFIG};
+
+constexpr i64 kSrcBytes = 9000, kDstBytes = 60'000;
+constexpr int kRounds = 2000, kCalls = 10;
+constexpr u64 kOther = (7ull << 32) + 1;  // a call
+
+struct Kernels {
+  Specialisation<RingParams> stage;
+  Specialisation<UnpackParams> unpack;
+  Specialisation<RingParams> complete;
+  i64 at_once;  // descriptors that come with the word
+};
+
+template <int kThreads, unsigned kCluster>
+Kernels kernels() {
+  using Stage = jitkern::StageRing<kThreads, kRing.max_occupancy, kRing.use_pdl>;
+  using Complete = jitkern::CompleteRing<kThreads, kRing.max_occupancy, kRing.use_pdl>;
+  using Unpack = jitkern::Unpack<jitkern::kStructs, 64, kUnpack.max_occupancy, kUnpack.use_pdl,
+                                 UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, 4, 4, 3>;
+  return {{0, 16, 8, 0, kThreads, Stage::run},
+          {0, 16, 8, 0, 64, Unpack::run, kCluster},
+          {0, 16, 8, 0, kThreads, Complete::run},
+          Stage::Reader::kAtOnce};
+}
+
+// What happens while a call is under way.
+enum Kind {
+  kNothing,
+  kWrong,    // a push that no producer has left like this
+  kPushes,   // others come
+  kBusy,     // another call has the ring
+  kChanges,  // another call takes pushes while this one begins
+  kIsTaken,  // or has the ring from then on
+};
+
+struct Takeable {
+  std::vector<u64> tickets;
+  u64 end;  // the ticket to go on with
+};
+
+class Round {
+ public:
+  Round(const Kernels& kernels, Random& random, Tally& tally)
+      : kernels_(kernels),
+        random_(random),
+        tally_(tally),
+        num_slots_(random.pick({1u, 2u, 3u, 7u})),
+        max_(any_max(kernels, random)),
+        is_copy_(random.below(2) == 0),
+        ring_(num_slots_, max_),
+        host_(num_slots_, max_),
+        content_(kSrcBytes, kDstBytes, 3000, random),
+        over_(num_slots_),
+        state_(1),
+        consumed_(num_slots_),
+        taken_(num_slots_),
+        staged_(u64(num_slots_) * max_),
+        producer_(begun(), is_copy_ ? host_ : ring_, random) {
+    ring_.poison(true, !is_copy_);
+    host_.poison(false, true);
+  }
+
+  void calls(const std::string& name) {
+    fresh_vector = [this](const uint4* from) { return halves_.load(from); };
+    for (int i = 0; i < kCalls; ++i) {
+      now_running = name + ", call " + std::to_string(i);
+      call();
+    }
+    on_fresh_load = nullptr, fresh_vector = nullptr, on_system_store = nullptr;
+    content_.src.check();
+  }
+
+ private:
+  static u32 any_max(const Kernels& kernels, Random& random) {
+    const i64 most = kernels.at_once;
+    return static_cast<u32>(random.pick({i64(1), i64(3), most - 1, most, most + 1, 5 * most / 2}));
+  }
+  // Once the ring is as old as it shall be.
+  RingMemory& begun() {
+    const u64 old = random_.pick({0ull, 1ull, 65'535ull, (1ull << 32) - 1, 1ull << 40});
+    const unsigned left = static_cast<unsigned>(random_.below(max_ + 1));
+    ring_.grow_old(old, left);
+    host_.grow_old(old, left);
+    turn_ = old * num_slots_;
+    state().generations = old;
+    for (u32 slot = 0; slot < num_slots_; ++slot) over_[slot] = consumed_[slot] = old;
+    return ring_;
+  }
+  RingState& state() { return state_[0]; }
+  RingMemory& dones() { return is_copy_ ? host_ : ring_; }
+  u64 generation(u64 ticket) const { return ring_.header.generation(ticket); }
+  u32 slot_of(u64 ticket) const { return ring_.header.slot(ticket); }
+
+  // -- what should be
+
+  bool is_there(u64 ticket) const {
+    return producer_.pushed.count(ticket) != 0 && ticket != wrong_ticket_;
+  }
+  // Which pushes a call takes that looks now. `slot` as in RingParams.
+  Takeable takeable(i64 slot, size_t most) const {
+    Takeable found{{}, turn_};
+    std::vector<u64> over = over_;
+    u64 number = slot < 0 ? turn_ : static_cast<u64>(slot);
+    for (; found.tickets.size() < most; ++number) {
+      u64& generations = over[slot_of(number)];
+      if (slot < 0 && generations >= generation(number)) continue;
+      const u64 ticket = slot < 0 ? number : generations * num_slots_ + slot_of(number);
+      if (!is_there(ticket)) break;
+      found.tickets.push_back(ticket);
+      ++generations;
+    }
+    if (slot < 0) found.end = number;
+    return found;
+  }
+  void check(bool is_so, const char* what) const {
+    if (!is_so) fail(what);
+  }
+  void check_state() {
+    check(state().generations == turn_ / num_slots_ && state().slot == turn_ % num_slots_, "turn");
+    for (u32 slot = 0; slot < num_slots_; ++slot) {
+      check(consumed_[slot] == over_[slot], "the generation that was taken last");
+    }
+  }
+  void check_dones() {
+    for (u32 slot = 0; slot < num_slots_; ++slot) {
+      check(*dones().done(slot) == dones_[slot], "a completion word");
+    }
+  }
+  void check_staged(const std::vector<u64>& tickets) {
+    const u64* words = reinterpret_cast<const u64*>(staged_.data());
+    for (const u64 ticket : tickets) {
+      const std::vector<Descriptor>& push = producer_.pushed[ticket];
+      for (u32 i = 0; i < push.size(); ++i, words += 8) {
+        u64 pushed[8];
+        std::memcpy(pushed, &push[i], sizeof(pushed));
+        check(
+            std::equal(pushed, pushed + 3, words) && std::equal(pushed + 4, pushed + 6, words + 4),
+            "a descriptor that was not pushed");
+        check(words[6] == (u64(slot_of(ticket)) << 32 | i), "the name of a descriptor");
+      }
+    }
+  }
+
+  // -- what others do
+
+  // Some pushes, the last of them perhaps not all of it.
+  void push_some() {
+    for (i64 count = random_.below(2 * num_slots_); count > 0; --count) {
+      if (!producer_.is_busy() && !producer_.begin(content_.any_push(max_))) return;
+      if (random_.below(4) == 0) {
+        for (i64 steps = random_.below(90); steps > 0 && producer_.is_busy(); --steps) {
+          producer_.step();
+        }
+        if (random_.below(3) == 0) return;
+        producer_.die();
+      }
+      producer_.finish();
+    }
+  }
+  void push_a_bit() {
+    if (!producer_.is_busy()) {
+      if (random_.below(20) == 0) producer_.begin(content_.any_push(max_));
+    } else if (random_.below(300) == 0) {
+      producer_.die();
+    } else {
+      producer_.step();
+    }
+  }
+  // Another call comes and has gone, or stays, if nobody is there.
+  void other_call() {
+    if (state().owner != 0) return;
+    const Takeable taken = takeable(random_.pick({i64(-1), i64(-1), slot_}), 1);
+    if (kind_ == kIsTaken) {
+      state().owner = kOther;
+    } else if (!taken.tickets.empty()) {
+      turn_ = taken.end;
+      state().generations = turn_ / num_slots_;
+      state().slot = static_cast<u32>(turn_ % num_slots_);
+      const u64 ticket = taken.tickets[0];
+      const u32 slot = slot_of(ticket);
+      dones_[slot] = over_[slot] = consumed_[slot] = generation(ticket);
+      *dones().done(slot) = generation(ticket);
+      least_ = takeable(slot_, most_).tickets.size();
+    }
+    was_other_ = true;
+  }
+  // One that is there becomes none; the words that were changed, as they were.
+  std::vector<std::pair<u64*, u64>> make_wrong() {
+    std::vector<std::pair<u64*, u64>> before;
+    const std::vector<u64> tickets = takeable(slot_, most_).tickets;
+    if (tickets.empty()) return before;
+    const u64 ticket = tickets[static_cast<size_t>(random_.below(i64(tickets.size())))];
+    const auto change = [&](u64* at, u64 value) {
+      before.emplace_back(at, *at);
+      *at = value;
+    };
+    const u64 word = *ring_.word(ticket), count = ring_count(word), same = ring_generation(word);
+    const i64 kind = random_.below(count == 0 ? 2 : 5);
+    if (kind == 0) {
+      const u64 far = 1ull << random_.pick({0, 15, 31, 32, 47});
+      change(ring_.word(ticket), ring_word(random_.pick({same - 1, same + 1, same ^ far}), count));
+    } else if (kind == 1) {
+      change(ring_.word(ticket), ring_word(same, random_.pick({max_ + 1, 65'535u})));
+    } else {  // one seal
+      u64* const seal = ring_.words(ticket, static_cast<u64>(random_.below(i64(count)))) + 3;
+      const u64 wrong = random_.pick({word - (1 << 16), word ^ 1, word ^ 1ull << 32, u64(0)});
+      change(kind == 2 ? seal : seal + 4, wrong);
+    }
+    for (u64 i = 0; kind < 2 && i < count; ++i) {
+      for (const int seal : {3, 7}) change(ring_.words(ticket, i) + seal, *ring_.word(ticket));
+    }
+    wrong_ticket_ = ticket;
+    return before;
+  }
+
+  // -- a call
+
+  RingParams any_params(u64 number) {
+    slot_ = random_.below(3) == 0 ? random_.below(num_slots_) : -1;
+    most_ = static_cast<u32>(1 + random_.below(num_slots_));
+    RingParams params{};
+    params.ring = ring_.header;
+    params.base = ring_.base;
+    params.host = dones().base;
+    params.state = &state();
+    params.consumed = consumed_.data();
+    params.taken = taken_.data();
+    params.staged = staged_.data();
+    params.call = number;
+    params.slot = slot_;
+    params.most = most_;
+    params.busy = kBusySite;
+    params.broken = kBrokenSite;
+    return params;
+  }
+  void look_on() {
+    check(++looks_ < 1'000'000, "it never ends");
+    if (looks_ == change_at_) other_call();
+    if (kind_ == kPushes && random_.below(pace_) == 0) push_a_bit();
+    if (random_.below(9) == 0) let_others_run();
+  }
+
+  void call() {
+    const RingParams made = any_params((random_.bits() & 0xff) << 32 | 3);
+    RingParams params = made;
+    push_some();
+    kind_ = random_.pick({kNothing, kWrong, kPushes, kPushes, kBusy, kChanges, kChanges, kIsTaken});
+    pace_ = random_.pick({2, 20, 200});
+    looks_ = 0;
+    change_at_ = kind_ == kChanges || kind_ == kIsTaken
+                     ? 1 + random_.below(3 * kernels_.stage.num_threads + 9)
+                     : -1;
+    was_other_ = kind_ == kBusy;
+    wrong_ticket_ = ~0ull;
+    now_running += ", kind " + std::to_string(kind_) + ", from slot " + std::to_string(slot_);
+    const auto wrong = kind_ == kWrong ? make_wrong() : std::vector<std::pair<u64*, u64>>();
+    state().owner = kind_ == kBusy ? kOther : 0;
+    for (u32 slot = 0; slot < num_slots_; ++slot) dones_[slot] = *dones().done(slot);
+    least_ = takeable(slot_, most_).tickets.size();
+    FaultWord fault(random_.pick({0u, 0u, 0u, 1u}));
+    params.fault = fault.record();
+    on_fresh_load = [this] { look_on(); };
+    on_system_store = [&](const void*) {
+      check(state().owner == params.call, "completes what another call may take");
+    };
+
+    run_kernel(kernels_.stage, {1}, static_cast<unsigned>(kernels_.stage.num_threads), random_,
+               params, tally_, true);
+    change_at_ = -1;
+    const std::vector<u64> tickets = check_stage(params, fault);
+    copy_and_complete(params, tickets, fault);
+    for (const auto& [at, value] : wrong) *at = value;
+  }
+
+  // Which pushes it took.
+  std::vector<u64> check_stage(const RingParams& params, FaultWord& fault) {
+    if (state().owner != params.call) {
+      check(was_other_, "found another call where there was none");
+      check(state().owner == (kind_ == kChanges ? 0 : kOther), "the owner");
+      fault.expect(kBusySite, 0, 0, 0);
+      check_state();
+      return {};
+    }
+    check(kind_ != kBusy && (kind_ != kIsTaken || !was_other_), "took what another call has");
+    Takeable now = takeable(slot_, state().num_taken);
+    std::vector<u64>& tickets = now.tickets;
+    check(state().num_taken <= most_ && state().num_taken == tickets.size(), "too many pushes");
+    check(tickets.size() >= least_, "a push that is there was not taken");
+    i64 staged = 0;
+    for (size_t i = 0; i < tickets.size(); ++i) {
+      const u64 ticket = tickets[i];
+      check(taken_[i].generation == generation(ticket) && taken_[i].slot == slot_of(ticket),
+            "a push that is taken");
+      over_[slot_of(ticket)] = generation(ticket);
+      staged += static_cast<i64>(producer_.pushed[ticket].size());
+    }
+    // Beyond the last one it had to look whether there is another one.
+    if (slot_ < 0) turn_ = tickets.size() < most_ ? state_turn(now.end) : now.end;
+    check(state().num_descriptors == staged, "the number of descriptors");
+    check_state();
+    check_staged(tickets);
+    return tickets;
+  }
+  // Behind the slots that calls by slot have taken.
+  u64 state_turn(u64 ticket) const {
+    while (over_[slot_of(ticket)] >= generation(ticket)) ++ticket;
+    return ticket;
+  }
+
+  void copy_and_complete(const RingParams& params, const std::vector<u64>& tickets,
+                         FaultWord& fault) {
+    const bool owns = state().owner == params.call;
+    for (const u64 ticket : tickets) {
+      content_.expect(producer_.pushed[ticket], slot_of(ticket), 0, max_, fault);
+    }
+    UnpackParams copy{};
+    content_.give_to(copy);
+    copy.descriptors = params.staged;
+    copy.num_descriptors = params.most * max_;
+    copy.count = &state().num_descriptors;
+    copy.count_bytes = 8;
+    copy.owner = &state().owner;
+    copy.call = params.call;
+    copy.fault = params.fault;
+    run_kernel(kernels_.unpack, {kernels_.unpack.cluster_size * random_.pick({1u, 2u})}, 64,
+               random_, copy, tally_, true);
+    content_.dst.check();
+    check_dones();
+    run_kernel(kernels_.complete, {1}, static_cast<unsigned>(kernels_.complete.num_threads),
+               random_, params, tally_, true);
+    for (const u64 ticket : tickets) dones_[slot_of(ticket)] = generation(ticket);
+    check_dones();
+    check_state();
+    check(!owns || state().owner == 0, "the ring was not given back");
+    check(owns || state().owner == (kind_ == kChanges ? 0 : kOther), "another call's ring");
+    fault.check();
+  }
+
+  const Kernels& kernels_;
+  Random& random_;
+  Tally& tally_;
+  const u32 num_slots_, max_;
+  const bool is_copy_;  // what kernels read is not where the completion words are
+  RingMemory ring_, host_;
+  Content content_;
+  // What the kernels should have: by slot the generation that was taken, completion words, and the
+  // ticket that is next in turn.
+  std::vector<u64> over_;
+  std::map<u32, u64> dones_;
+  u64 turn_ = 0;
+  // What they have, each of exactly its size.
+  std::vector<RingState> state_;
+  std::vector<u64> consumed_;
+  std::vector<RingPush> taken_;
+  std::vector<Descriptor> staged_;
+  StepwiseProducer producer_;
+  Halves halves_;
+
+  Kind kind_ = kNothing;
+  i64 slot_ = -1;
+  u32 most_ = 1;
+  size_t least_ = 0;  // pushes that the call has to take
+  u64 wrong_ticket_ = ~0ull;
+  bool was_other_ = false;  // call
+  i64 looks_ = 0, change_at_ = -1, pace_ = 1;
+};
+
+void rounds(const char* name, const Kernels& kernels, Tally& tally) {
+  for (int round = 0; round < kRounds; ++round) {
+    Random random(static_cast<u64>(round));
+    for (int i = 0; i < 4; ++i) random.bits();
+    Round(kernels, random, tally)
+        .calls(std::string("unpack_ring: ") + name + ", round " + std::to_string(round));
+  }
+}
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+  install_reports();
+  Tally tally;
+  rounds("64 threads", kernels<64, 1>(), tally);
+  rounds("128 threads", kernels<128, 2>(), tally);
+  report("unpack_ring", 6, tally);
+}
