@@ -74,7 +74,8 @@ USERS = {
         src/jitkern/offload/ring.py tests/offload/rings.py
         tests/offload/test_ring.py tests/offload/test_ring_consumer.py
         tests/offload/test_ring_cuda.py tests/offload/test_ring_misuse.py
-        tests/offload/test_ring_producer.py tests/offload/test_ring_unpack.py
+        tests/offload/test_ring_producer.py tests/offload/test_ring_serve.py
+        tests/offload/test_ring_unpack.py
     """,
     "a figure or a show of a few ops": """
         bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py

@@ -1,0 +1,168 @@
+"""DescriptorRing.serve: a kernel that consumes as long as it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from rings import random_rows, ref_unpack, rows
+from torch import Tensor
+
+import jitkern
+from jitkern.offload import DescriptorRing
+
+on_a_gpu = pytest.mark.cuda
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+def sides() -> tuple[Tensor, Tensor]:
+    return torch.zeros(4096, dtype=torch.uint8, device="cuda"), torch.randint(
+        256, (4096,), dtype=torch.uint8, device="cuda"
+    )
+
+
+@on_a_gpu
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 8])
+def test_what_is_pushed_is_copied(sides: tuple[Tensor, Tensor], num_sms: int) -> None:
+    """Around the ring, triples and sextuples, none and more than are handed over at once."""
+    dst, src = sides
+    generator = torch.Generator().manual_seed(num_sms)
+    wanted, source = dst.cpu(), src.cpu()
+    with DescriptorRing(3, 600) as ring:
+        with ring.serve(dst, src, num_sms=num_sms) as server:
+            for round_ in range(40):
+                count = (1, 0, 33, 128, 129, 256, 257, 600)[round_ % 8]
+                pushed = random_rows(generator, (3, 6)[round_ % 2], count)
+                ticket = ring.push(pushed)
+                ref_unpack(wanted, source, pushed)
+                ring.wait(ticket, timeout_s=PATIENT_S)
+                assert server.is_running
+        assert not server.is_running
+        assert torch.equal(dst.cpu(), wanted)
+        # And then calls go on.
+        ticket = ring.push(rows((0, 0, 100)))
+        jitkern.unpack(dst, src, ring)
+        ring.wait(ticket)
+        assert torch.equal(dst[:100], src[:100])
+    jitkern.check()
+
+
+@on_a_gpu
+def test_long_pieces_among_short_ones() -> None:
+    src = torch.randint(256, (9 << 20,), dtype=torch.uint8, device="cuda")
+    dst = torch.zeros_like(src)
+    pushed = [(1 + i * 64, 64 * i, 60) for i in range(100)]
+    pushed.insert(50, (100_001, 200_000, 8 << 20))
+    with DescriptorRing() as ring, ring.serve(dst, src, num_sms=4):
+        ring.wait(ring.push(rows(*pushed)), timeout_s=PATIENT_S)
+    for src_off, dst_off, length in pushed:
+        assert torch.equal(dst[dst_off : dst_off + length], src[src_off : src_off + length])
+
+
+@on_a_gpu
+def test_the_body_raises(sides: tuple[Tensor, Tensor]) -> None:
+    with DescriptorRing() as ring:
+        with pytest.raises(KeyError), ring.serve(*sides) as server:
+            ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
+            raise KeyError
+        assert not server.is_running
+        with pytest.raises(RuntimeError, match="the server has ended; make another one"):
+            server.__enter__()
+        with ring.serve(*sides):
+            ring.wait(ring.push(rows((0, 8, 8))), timeout_s=PATIENT_S)
+        dst, src = sides
+        assert torch.equal(dst[:16].view(2, 8), src[:8].expand(2, 8))
+
+
+@on_a_gpu
+def test_it_ends_by_itself(sides: tuple[Tensor, Tensor]) -> None:
+    """A wait for the whole device then waits no longer than that; another one takes what is left."""
+    dst, src = sides
+    with DescriptorRing() as ring:
+        with ring.serve(dst, src, idle_timeout_s=0.2) as server:
+            ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
+            torch.cuda.synchronize()
+            assert not server.is_running
+            ticket = ring.push(rows((8, 8, 8)))
+            with pytest.raises(TimeoutError, match="push 1, in slot 1, is not consumed"):
+                ring.wait(ticket, timeout_s=0.1)
+        with ring.serve(dst, src):
+            ring.wait(ticket, timeout_s=PATIENT_S)
+        assert torch.equal(dst[:16], src[:16])
+
+
+@on_a_gpu
+def test_who_else_wants_the_ring_is_refused(sides: tuple[Tensor, Tensor]) -> None:
+    dst, src = sides
+    with DescriptorRing() as ring, DescriptorRing() as other:
+        with ring.serve(dst, src):
+            ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
+            text = "DescriptorRing.serve: the ring has a server; end that one first"
+            with pytest.raises(RuntimeError, match=f"^{text}$"):
+                ring.serve(dst, src)
+            text = "DescriptorRing.serve: cuda:0 has a server; end that one first"
+            with pytest.raises(RuntimeError, match=f"^{text}$"), other.serve(dst, src):
+                pass
+            jitkern.unpack(dst, src, ring)
+            torch.cuda.current_stream().synchronize()
+            with pytest.raises(RuntimeError, match="a server, was consuming the ring; have one"):
+                jitkern.check()
+            ring.wait(ring.push(rows((8, 8, 8))), timeout_s=PATIENT_S)
+        assert torch.equal(dst[:16], src[:16])
+
+
+@on_a_gpu
+def test_out_of_range(sides: tuple[Tensor, Tensor]) -> None:
+    """Skipped and reported, and the server goes on."""
+    dst, src = sides
+    with DescriptorRing(4) as ring, ring.serve(dst, src):
+        ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
+        ring.wait(ring.push(rows((8, 8, 8), (4000, 0, 97), (16, 16, 8))), timeout_s=PATIENT_S)
+        text = "unpack: src: bytes up to 4097 in descriptor 1 of slot 1, expected at most 4096"
+        with pytest.raises(IndexError, match=re.escape(text)):
+            jitkern.check()
+        ring.wait(ring.push(rows((24, 24, 8))), timeout_s=PATIENT_S)
+    assert torch.equal(dst[:32], src[:32]) and not dst[32:].any()
+
+
+@on_a_gpu
+def test_close_ends_it(sides: tuple[Tensor, Tensor]) -> None:
+    ring = DescriptorRing()
+    with ring.serve(*sides) as server:
+        ring.close()
+        assert not server.is_running
+
+
+@on_a_gpu
+def test_wrong_arguments(sides: tuple[Tensor, Tensor]) -> None:
+    dst, src = sides
+
+    def bad(kind: type[Exception], text: str, *given: Any, **how: Any) -> None:
+        message = f"^DescriptorRing.serve: {re.escape(text)}"
+        with pytest.raises(kind, match=message), ring.serve(*given, **how):
+            pass
+
+    with DescriptorRing(memory="device") as ring:
+        bad(ValueError, "DescriptorRing(16 slots", dst, src)
+    with DescriptorRing() as ring:
+        bad(ValueError, "num_sms: 0, expected 1 to 8", dst, src, num_sms=0)
+        bad(ValueError, "num_sms: 9, expected 1 to 8", dst, src, num_sms=9)
+        bad(ValueError, "idle_timeout_s: -1", dst, src, idle_timeout_s=-1)
+        with pytest.raises(ValueError, match="unpack: dst: device cpu, expected device cuda:0, "):
+            with ring.serve(dst.cpu(), src.cpu()):
+                pass
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dst.zero_()
+            bad(RuntimeError, "a graph is being captured; serve outside of it", dst, src)
+
+
+def test_a_ring_of_the_cpu_has_no_server() -> None:
+    with DescriptorRing(1, 1, device="cpu") as ring:
+        text = "DescriptorRing.serve: DescriptorRing(1 slot of 1 descriptors, "
+        with pytest.raises(ValueError, match=re.escape(text)) as caught:
+            ring.serve(torch.zeros(1), torch.zeros(1))
+        assert str(caught.value).endswith(", expected a mapped ring of a GPU")
