@@ -79,7 +79,7 @@ def test_the_body_raises(sides: tuple[Tensor, Tensor]) -> None:
 
 @on_a_gpu
 def test_it_ends_by_itself(sides: tuple[Tensor, Tensor]) -> None:
-    """A wait for the whole device then waits no longer than that; another one takes what is left."""
+    """A wait for the whole device is no longer than that; another one takes what is left."""
     dst, src = sides
     with DescriptorRing() as ring:
         with ring.serve(dst, src, idle_timeout_s=0.2) as server:
@@ -151,9 +151,9 @@ def test_wrong_arguments(sides: tuple[Tensor, Tensor]) -> None:
         bad(ValueError, "num_sms: 0, expected 1 to 8", dst, src, num_sms=0)
         bad(ValueError, "num_sms: 9, expected 1 to 8", dst, src, num_sms=9)
         bad(ValueError, "idle_timeout_s: -1", dst, src, idle_timeout_s=-1)
-        with pytest.raises(ValueError, match="unpack: dst: device cpu, expected device cuda:0, "):
-            with ring.serve(dst.cpu(), src.cpu()):
-                pass
+        text = "unpack: dst: device cpu, expected device cuda:0, the ring's"
+        with pytest.raises(ValueError, match=text), ring.serve(dst.cpu(), src.cpu()):
+            pass
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             dst.zero_()
