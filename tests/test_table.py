@@ -70,6 +70,7 @@ USERS = {
         tests/test_warm.py tests/test_wheel.py
     """,
     "a ring, which unpack consumes": """
+        bench/cases/ring.py
         src/jitkern/csrc/offload/ring.cc src/jitkern/csrc/offload/ring_launch.cc
         src/jitkern/offload/ring.py tests/offload/ring_child.py tests/offload/rings.py
         tests/offload/test_ring.py tests/offload/test_ring_consumer.py
