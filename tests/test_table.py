@@ -69,12 +69,14 @@ USERS = {
         tests/test_replay.py
         tests/test_warm.py tests/test_wheel.py
     """,
-    "rings, which unpack takes": """
-        bench/cases/ring.py src/jitkern/csrc/offload/ring.cc src/jitkern/csrc/offload/ring_launch.cc
-        src/jitkern/offload/ring.py tests/offload/rings.py
+    "a ring, which unpack consumes": """
+        bench/cases/ring.py
+        src/jitkern/csrc/offload/ring.cc src/jitkern/csrc/offload/ring_launch.cc
+        src/jitkern/offload/ring.py tests/offload/ring_child.py tests/offload/rings.py
         tests/offload/test_ring.py tests/offload/test_ring_consumer.py
-        tests/offload/test_ring_cuda.py tests/offload/test_ring_misuse.py
-        tests/offload/test_ring_producer.py tests/offload/test_ring_serve.py
+        tests/offload/test_ring_cuda.py tests/offload/test_ring_graphs.py
+        tests/offload/test_ring_misuse.py tests/offload/test_ring_producer.py
+        tests/offload/test_ring_serve.py
         tests/offload/test_ring_unpack.py
     """,
     "a figure or a show of a few ops": """
