@@ -133,6 +133,11 @@ class StepwiseProducer {
     *to_.at(offset) = *own_.at(offset);
     if (to_.at(offset) == to_.word(ticket_)) pushed[ticket_] = under_way_;
   }
+  // Has the push that is under way come with a wrong seal.
+  void spoil(u64 descriptor, int half, u64 bits) {
+    own_.words(ticket_, descriptor)[4 * half + 3] ^= bits;
+  }
+  size_t num_under_way() const { return under_way_.size(); }
   void finish() {
     while (is_busy()) step();
   }
