@@ -193,6 +193,7 @@ void store_system(T* to, T value) {
 }
 
 inline unsigned long long claim(unsigned long long* word, unsigned long long value) {
+  if (on_fresh_load) on_fresh_load();
   return atomicCAS(aligned(word), 0ull, value);
 }
 

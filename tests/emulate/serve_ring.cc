@@ -42,7 +42,7 @@ class Round {
         random_(random),
         tally_(tally),
         num_slots_(random.pick({1u, 2u, 3u, 7u})),
-        max_(random.pick({1u, 3u, 16u, 17u, 32u, 33u, 80u})),
+        max_(random.pick({1u, 3u, 16u, 17u, 32u, 33u, 80u, 80u})),
         is_copy_(random.below(2) == 0),
         ring_(num_slots_, max_),
         host_(num_slots_, max_),

@@ -17,7 +17,7 @@ struct Config {
 constexpr Config kConfig{UNPACK_RING_CONFIG};
 
 constexpr i64 kSrcBytes = 9000, kDstBytes = 60'000;
-constexpr int kRounds = 40, kCalls = 10;
+constexpr int kRounds = 100, kCalls = 10;
 constexpr u64 kOther = (7ull << 32) + 1;  // a call
 
 struct Kernel {
@@ -84,7 +84,8 @@ class Round {
  private:
   static u32 any_max(const Kernel& kernel, Random& random) {
     const i64 most = kernel.at_once;
-    return static_cast<u32>(random.pick({i64(1), i64(3), most - 1, most, most + 1, 5 * most / 2}));
+    return static_cast<u32>(
+        random.pick({i64(1), i64(3), most - 1, most, most + 1, 3 * most, 3 * most}));
   }
   // Once the ring is as old as it shall be.
   RingMemory& begun() {
@@ -182,7 +183,7 @@ class Round {
   // Another call comes and has gone, or stays, if nobody is there.
   void other_call() {
     if (state().owner != 0) return;
-    const Takeable taken = takeable(random_.pick({i64(-1), i64(-1), slot_}), 1);
+    const Takeable taken = takeable(random_.pick({i64(-1), i64(slot_of(turn_)), slot_}), 1);
     if (kind_ == kIsTaken) {
       state().owner = kOther;
     } else if (!taken.tickets.empty()) {
@@ -210,12 +211,14 @@ class Round {
     const u64 word = *ring_.word(ticket), count = ring_count(word), same = ring_generation(word);
     const i64 kind = random_.below(count == 0 ? 2 : 5);
     if (kind == 0) {
-      const u64 far = 1ull << random_.pick({0, 15, 31, 32, 47});
-      change(ring_.word(ticket), ring_word(random_.pick({same - 1, same + 1, same ^ far}), count));
+      const u64 far = 1ull << random_.pick({15, 32, 47});
+      change(ring_.word(ticket),
+             ring_word(random_.pick({same - 1, same + 1, same ^ far, same ^ far}), count));
     } else if (kind == 1) {
       change(ring_.word(ticket), ring_word(same, random_.pick({max_ + 1, 65'535u})));
     } else {  // one seal
-      u64* const seal = ring_.words(ticket, static_cast<u64>(random_.below(i64(count)))) + 3;
+      const i64 which = random_.pick({i64(count) / 2, random_.below(i64(count))});
+      u64* const seal = ring_.words(ticket, static_cast<u64>(which)) + 3;
       const u64 wrong = random_.pick({word - (1 << 16), word ^ 1, word ^ 1ull << 32, u64(0)});
       change(kind == 2 ? seal : seal + 4, wrong);
     }
@@ -249,7 +252,8 @@ class Round {
   }
   void look_on() {
     check(++looks_ < 1'000'000, "it never ends");
-    if (looks_ == change_at_) other_call();
+    const bool counts = !changes_taker_ || (blockIdx.x == 0 && threadIdx.x == 32);
+    if (counts && --change_in_ == 0) other_call();
     if (kind_ == kPushes && random_.below(pace_) == 0) push_a_bit();
     if (random_.below(6) == 0) let_others_run();
   }
@@ -258,12 +262,15 @@ class Round {
     slot_ = random_.below(3) == 0 ? random_.below(num_slots_) : -1;
     most_ = static_cast<u32>(1 + random_.below(num_slots_));
     push_some();
-    kind_ = random_.pick({kNothing, kWrong, kPushes, kPushes, kBusy, kChanges, kChanges, kIsTaken});
+    kind_ = random_.pick(
+        {kNothing, kWrong, kWrong, kPushes, kPushes, kBusy, kChanges, kChanges, kIsTaken});
     now_running += ", kind " + std::to_string(kind_) + ", from slot " + std::to_string(slot_);
     pace_ = random_.pick({2, 20, 200});
     looks_ = 0;
+    // At any moment, or while the thread that takes the ring does.
+    changes_taker_ = random_.below(2) == 0;
     const bool changes = kind_ == kChanges || kind_ == kIsTaken;
-    change_at_ = changes ? 1 + random_.below(random_.pick({5u, 2 * kernel_.num_threads})) : -1;
+    change_in_ = changes ? 1 + random_.below(changes_taker_ ? 4 : 2 * kernel_.num_threads) : -1;
     was_other_ = kind_ == kBusy;
     is_complete_ = false;
     wrong_ticket_ = ~0ull;
@@ -358,8 +365,8 @@ class Round {
   size_t least_ = 0;  // pushes that the call has to take
   u64 wrong_ticket_ = ~0ull;
   bool was_other_ = false;  // call
-  bool is_complete_ = false;
-  i64 looks_ = 0, change_at_ = -1, pace_ = 1;
+  bool is_complete_ = false, changes_taker_ = false;
+  i64 looks_ = 0, change_in_ = -1, pace_ = 1;
 };
 
 void rounds(const char* name, const Kernel& kernel, Tally& tally) {
@@ -378,6 +385,8 @@ int main() {
   install_reports();
   Tally tally;
   rounds("64 threads", kernel<64>(), tally);
+#ifndef SWEEP_FEW
   rounds("128 threads", kernel<128>(), tally);
+#endif
   report("unpack_ring", 2, tally);
 }
