@@ -192,6 +192,11 @@ void store_system(T* to, T value) {
   __atomic_store_n(aligned(to), value, __ATOMIC_RELEASE);
 }
 
+inline unsigned long long claim(unsigned long long* word, unsigned long long value) {
+  if (on_fresh_load) on_fresh_load();
+  return atomicCAS(aligned(word), 0ull, value);
+}
+
 // A clock that goes on when it is read, so that whoever waits for nothing comes to an end.
 constexpr unsigned long long kNanosecondsEach = 1000;
 inline unsigned long long nanoseconds() {

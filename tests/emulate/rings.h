@@ -133,6 +133,11 @@ class StepwiseProducer {
     *to_.at(offset) = *own_.at(offset);
     if (to_.at(offset) == to_.word(ticket_)) pushed[ticket_] = under_way_;
   }
+  // Has the push that is under way come with a wrong seal.
+  void spoil(u64 descriptor, int half, u64 bits) {
+    own_.words(ticket_, descriptor)[4 * half + 3] ^= bits;
+  }
+  size_t num_under_way() const { return under_way_.size(); }
   void finish() {
     while (is_busy()) step();
   }
@@ -196,11 +201,13 @@ class Content {
     const i64 max = max_descriptors;
     const i64 count = random_.pick({i64(0), i64(1), max, max, random_.below(max + 1)});
     std::vector<Descriptor> push;
-    const bool has_long = random_.below(3) == 0, has_wrong = random_.below(4) == 0;
+    const bool has_long = random_.below(3) == 0;
+    const i64 wrong_in = random_.pick({1 << 30, 1 << 30, 3, 30});
+    const i64 wrong_from = random_.pick({i64(0), max / 2});
     for (i64 i = 0; i < count; ++i) {
       push.push_back(any_descriptor(has_long && random_.below(4) == 0));
       Descriptor& last = push.back();
-      if (!has_wrong || random_.below(3) != 0) continue;
+      if (i < wrong_from || random_.below(wrong_in) != 0) continue;
       if (random_.below(2) == 0) last.src_off = src_bytes_ + 1 - last.len;
       if (random_.below(2) == 0) last.dst_off = -1 - random_.below(9);
     }

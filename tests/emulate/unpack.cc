@@ -10,7 +10,6 @@ namespace emulate {
 
 using jitkern::DescriptorFormat;
 using jitkern::kSextuples;
-using jitkern::kStructs;
 using jitkern::kTriples;
 using jitkern::Pieces;
 using jitkern::UnpackParams;
@@ -24,19 +23,18 @@ struct Config {
 constexpr Config kConfig{UNPACK_CONFIG};
 
 // Small blocks, and little for a warp of its own, so that there is a rest of what is no megabyte.
-template <DescriptorFormat kFormat, int kThreads, int kOwn, int kFirst, int kUnit,
-          unsigned kCluster>
+template <DescriptorFormat kFormat, int kThreads, int kOwn, int kFirst, int kUnit>
 void add(Specialisations<UnpackParams>& list) {
   using Kernel = jitkern::Unpack<kFormat, kThreads, kConfig.max_occupancy, kConfig.use_pdl,
-                                 UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, kOwn, kFirst, kUnit>;
-  list.push_back({kOwn, 16, 8, kFormat, kThreads, Kernel::run, kCluster});
+                                 UNPACK_PIECE_IN_FLIGHT, UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT,
+                                 kOwn, kFirst, kUnit>;
+  list.push_back({kOwn, 16, 8, kFormat, kThreads, Kernel::run});
 }
 template <DescriptorFormat kFormat>
 void add_all(Specialisations<UnpackParams>& list) {
-  add<kFormat, 64, 4, 4, 3, 1>(list);
-  add<kFormat, 64, 4, 4, 3, 2>(list);
-  add<kFormat, 96, 9, 5, 4, 4>(list);
-  add<kFormat, 64, UNPACK_OWN_SEGMENTS, UNPACK_FIRST_SEGMENTS, UNPACK_UNIT_SEGMENTS, 1>(list);
+  add<kFormat, 64, 4, 4, 3>(list);
+  add<kFormat, 96, 9, 5, 4>(list);
+  add<kFormat, 64, UNPACK_OWN_SEGMENTS, UNPACK_FIRST_SEGMENTS, UNPACK_UNIT_SEGMENTS>(list);
 }
 
 constexpr i64 kMax = std::numeric_limits<i64>::max();
@@ -133,10 +131,6 @@ void spoil(Pieces& pieces, DescriptorFormat format, i64 src_bytes, i64 dst_bytes
     default:
       number = -1 - random.below(20);
   }
-  if (format == kStructs) {
-    pieces.len = static_cast<u32>(pieces.len);
-    pieces.count = static_cast<u32>(pieces.count);
-  }
 }
 
 // Which of two sides is wrong of a descriptor, by numbers that do not overflow.
@@ -165,24 +159,10 @@ Wrong wrong_of(const Pieces& pieces, i64 src_bytes, i64 dst_bytes) {
   return {};
 }
 
-// What faults call descriptor `i` where it has room for a name.
-i64 name_of(i64 i, i64 first) { return first - 3 * i; }
-
-// Descriptors as they lie in memory, of exactly that size: structs on a line of 16 bytes, rows of
-// int64 anywhere. `spare` are the seals of structs, at which nobody looks.
-std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat format, i64 first_name,
-                          i64 spare) {
+// Descriptors as they lie in memory.
+std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat format) {
   std::vector<i64> words;
   for (const Pieces& p : list) {
-    if (format == kStructs) {
-      const i64 name = name_of(&p - list.data(), first_name);
-      const i64 sizes = static_cast<i64>(static_cast<u64>(p.count) << 32 | static_cast<u64>(p.len));
-      const i64 first[] = {p.src_off, p.dst_off, sizes, spare};
-      const i64 second[] = {p.src_stride, p.dst_stride, name, spare};
-      words.insert(words.end(), std::begin(first), std::end(first));
-      words.insert(words.end(), std::begin(second), std::end(second));
-      continue;
-    }
     for (i64 word : {p.src_off, p.dst_off, p.len}) words.push_back(word);
     if (format == kTriples) continue;
     for (i64 word : {p.count, p.src_stride, p.dst_stride}) words.push_back(word);
@@ -197,11 +177,12 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
   // destination; 3: some are about as long as what has no rest.
   const i64 kind = random.pick({0, 0, 0, 1, 1, 2, 2, 3, 4});
   const bool sparse = kind == 1, at_border = kind == 3;
-  const unsigned blocks = kernel.cluster_size * random.pick({1u, 2u, 5u});
+  const unsigned copiers = random.pick({1u, 2u, 5u});
+  const unsigned dealers = random.pick({0u, 1u, 2u, 5u});  // none where all is copied anyway
   const i64 num = sparse      ? 400
                   : at_border ? random.pick({1, 2, 5})
                               : random.pick({i64(1), i64(2), i64(5), i64(40), i64(300)});
-  const i64 num_warps = blocks * kernel.num_threads / 32;
+  const i64 num_warps = copiers * kernel.num_threads / 32;
   const i64 own = num_warps / std::min(num, num_warps) * kernel.row_bytes;
   i64 src_bytes = 1 + (sparse ? 30'000 : random.below(random.pick({100, 3000, 60'000})));
   const bool on_lines = kind == 2 && random.below(2) == 0;
@@ -240,22 +221,14 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
   const i64 wide = count_bytes == 8 ? i64(1) << 32 : num;  // whose half is nothing
   const i64 count = random.pick({i64(-3), i64(0), num / 2, num, num + 5, wide});
   const IntBuffer counted("count", {count}, count_bytes == 4 ? 4 : 8);
-  const i64 call = random.pick({i64(1), (i64(7) << 32) + 1});
-  const i64 owner = random.pick({call, call, call, call + 1, call - (i64(7) << 32), i64(0)});
-  const IntBuffer owned("owner", {owner}, 8);
-  const bool has_owner = random.below(3) == 0;
-  const i64 first_name = random.pick({i64(0), i64(5) << 32, i64(-1)});
-  const i64 listed = count_bytes == 0 ? num : std::min(std::max<i64>(count, 0), num);
-  const i64 last = has_owner && owner != call ? 0 : listed;
+  const i64 last = count_bytes == 0 ? num : std::min(std::max<i64>(count, 0), num);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < last; ++i) {
     const Pieces& pieces = list[i];
     const Wrong wrong = wrong_of(pieces, src_bytes, dst_bytes);
     if (wrong.part >= 0) {
-      const i64 position = format == kStructs ? name_of(i, first_name) : i;
-      fault.expect(FaultSite(u32(kFirstSite) + u32(wrong.part)), position, wrong.value,
-                   wrong.bound);
+      fault.expect(FaultSite(u32(kFirstSite) + u32(wrong.part)), i, wrong.value, wrong.bound);
       continue;
     }
     if (pieces.len == 0) continue;
@@ -264,29 +237,24 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
                   src.row(0) + pieces.src_off + k * pieces.src_stride, pieces.len);
     }
   }
-  const std::vector<i64> words = words_of(list, format, first_name, random.pick({i64(0), i64(-1)}));
-  IntBuffer rows("descriptors", words, 8);
-  AlignedWords structs(format == kStructs ? 2 * static_cast<i64>(words.size()) : 4, 0);
-  if (format == kStructs) std::memcpy(structs.data(), words.data(), 8 * words.size());
-
+  IntBuffer rows("descriptors", words_of(list, format), 8);
   UnpackParams params{};
   params.dst = dst.row(0);
   params.src = src.row(0);
   params.dst_bytes = dst_bytes;
   params.src_bytes = src_bytes;
-  params.descriptors = format == kStructs ? static_cast<const void*>(structs.data()) : rows.data();
+  params.descriptors = rows.data();
   params.count = count_bytes == 0 ? nullptr : counted.data();
   params.count_bytes = count_bytes;
   params.num_descriptors = static_cast<u32>(num);
-  params.owner = has_owner ? static_cast<const u64*>(owned.data()) : nullptr;
-  params.call = static_cast<u64>(call);
+  params.num_copiers = copiers;
   params.reads_host = random.below(3) == 0;
   for (u32 part = 0; part < jitkern::kNumParts; ++part) {
     params.sites[part] = FaultSite(u32(kFirstSite) + part);
   }
   params.fault = fault.record();
-  run_kernel(kernel, {blocks}, static_cast<unsigned>(kernel.num_threads), random, params, tally,
-             true);
+  run_kernel(kernel, {copiers + dealers}, static_cast<unsigned>(kernel.num_threads), random, params,
+             tally, true);
   dst.check();
   src.check();
   rows.check();
@@ -299,12 +267,11 @@ int main() {
   using namespace emulate;
   Specialisations<UnpackParams> list;
 #ifdef SWEEP_FEW
-  add<kSextuples, 64, 4, 4, 3, 2>(list);
-  add<kStructs, 96, 9, 5, 4, 4>(list);
+  add<kSextuples, 64, 4, 4, 3>(list);
 #else
   add_all<kTriples>(list);
   add_all<kSextuples>(list);
-  add_all<kStructs>(list);
 #endif
-  return sweep("unpack", list, [](const Specialisation<UnpackParams>&) { return 150; }, one_run);
+  const int runs = list.size() == 1 ? 400 : 150;
+  return sweep("unpack", list, [=](const Specialisation<UnpackParams>&) { return runs; }, one_run);
 }

@@ -1,0 +1,279 @@
+// A server of a DescriptorRing, of one block or of a cluster, while a producer pushes: until it is
+// stopped, until nothing came for long, or until a push is wrong.
+#include "ops/unpack_ring.cu"
+
+#include "rings.h"
+
+namespace emulate {
+
+using jitkern::RingState;
+using jitkern::ServeParams;
+
+struct Config {
+  int num_threads, max_occupancy;
+  bool use_pdl;
+};
+constexpr Config kConfig{UNPACK_SERVE_CONFIG};
+
+constexpr int kThreads = 64;
+using Serve = jitkern::ServeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl,
+                                 UNPACK_SERVE_PIECE_IN_FLIGHT, UNPACK_SERVE_IN_FLIGHT,
+                                 UNPACK_PARTS_IN_FLIGHT, 4>;
+
+constexpr i64 kSrcBytes = 9000, kDstBytes = 60'000;
+constexpr int kRounds = 80;
+constexpr u64 kOther = (7ull << 32) + 1;  // a call
+constexpr u64 kCall = (5ull << 32) + 1;
+
+// How it comes to its end.
+enum Kind {
+  kIdle,     // nothing comes
+  kStop,     // it is told to, behind the last push
+  kStopNow,  // or at any time
+  kBroken,   // by a push with a seal that is not its word
+  kBusy,     // another call has the ring
+  kChanges,  // another call takes a push while it begins
+};
+
+class Round {
+ public:
+  Round(unsigned cluster_size, Random& random, Tally& tally)
+      : cluster_size_(cluster_size),
+        random_(random),
+        tally_(tally),
+        num_slots_(random.pick({1u, 2u, 3u, 7u})),
+        max_(random.pick({1u, 3u, 16u, 17u, 32u, 33u, 80u, 80u})),
+        is_copy_(random.below(2) == 0),
+        ring_(num_slots_, max_),
+        host_(num_slots_, max_),
+        content_(kSrcBytes, kDstBytes, 6000, random),
+        over_(num_slots_),
+        state_(1),
+        consumed_(num_slots_),
+        stop_(1),
+        producer_(begun(), is_copy_ ? host_ : ring_, random),
+        fault_(0) {
+    ring_.poison(true, !is_copy_);
+    host_.poison(false, true);
+  }
+
+  void serve() {
+    push_some();
+    kind_ = random_.pick({kIdle, kStop, kStop, kStopNow, kBroken, kBroken, kBusy, kChanges});
+    now_running += ", kind " + std::to_string(kind_);
+    num_pushes_ = random_.below(3 * num_slots_ + 2);
+    pace_ = random_.pick({1, 3, 20});
+    change_at_ = kind_ == kChanges ? 1 + random_.below(6) : -1;
+    stop_at_ = kind_ == kStopNow ? 1 + random_.below(30'000) : -1;
+    is_busy_ = kind_ == kBusy;
+    if (is_busy_) state_[0].owner = kOther;
+    ServeParams params = any_params();
+    last_ns_ = jitkern::nanoseconds();
+    on_fresh_load = [this] { look_on(); };
+    fresh_vector = [this](const uint4* from) { return halves_.load(from); };
+    on_system_store = [this](const void* to) { completes(to); };
+    launch_clusters({cluster_size_}, {kThreads}, cluster_size_, any_order(random_),
+                    [&] { Serve::run(params); });
+    on_fresh_load = nullptr, fresh_vector = nullptr, on_system_store = nullptr;
+    ++tally_.runs;
+    tally_.threads += cluster_size_ * kThreads;
+    tally_.faults += fault_.record()->state == 2;
+    check_end(params.idle_ns);
+  }
+
+ private:
+  // Once the ring is as old as it shall be.
+  RingMemory& begun() {
+    const u64 old = random_.pick({0ull, 1ull, 65'535ull, (1ull << 32) - 1, 1ull << 40});
+    const unsigned left = static_cast<unsigned>(random_.below(max_ + 1));
+    ring_.grow_old(old, left);
+    host_.grow_old(old, left);
+    turn_ = old * num_slots_;
+    state_[0].generations = old;
+    for (u32 slot = 0; slot < num_slots_; ++slot) over_[slot] = consumed_[slot] = old;
+    return ring_;
+  }
+  RingMemory& dones() { return is_copy_ ? host_ : ring_; }
+  u64 generation(u64 ticket) const { return ring_.header.generation(ticket); }
+  u32 slot_of(u64 ticket) const { return ring_.header.slot(ticket); }
+  bool is_over(u64 ticket) const { return over_[slot_of(ticket)] >= generation(ticket); }
+  void check(bool is_so, const char* what) const {
+    if (!is_so) fail(what);
+  }
+
+  ServeParams any_params() {
+    ServeParams params{};
+    params.ring.ring = ring_.header;
+    params.ring.base = ring_.base;
+    params.ring.dones = dones().base + ring_.header.dones_at;
+    params.ring.state = state_.data();
+    params.ring.consumed = consumed_.data();
+    params.ring.call = kCall;
+    params.ring.busy = kBusySite;
+    params.ring.broken = kBrokenSite;
+    params.ring.fault = fault_.record();
+    content_.give_to(params.unpack);
+    params.unpack.fault = fault_.record();
+    params.stop = stop_.data();
+    const bool waits = kind_ == kStop || kind_ == kStopNow || kind_ == kBroken;
+    params.idle_ns = waits ? ~0ull : 300'000;
+    return params;
+  }
+
+  // -- what others do
+
+  // Some pushes in front of the server; a call that named its slot has taken one of them.
+  void push_some() {
+    for (i64 count = random_.below(num_slots_ + 1); count > 0; --count) {
+      if (!producer_.begin(content_.any_push(max_))) return;
+      producer_.finish();
+    }
+    if (producer_.pushed.empty() || random_.below(2) == 0) return;
+    take_away(turn_ + static_cast<u64>(random_.below(i64(producer_.pushed.size()))));
+  }
+  void take_away(u64 ticket) {
+    over_[slot_of(ticket)] = consumed_[slot_of(ticket)] = generation(ticket);
+    *dones().done(ticket) = generation(ticket);
+  }
+  void other_call() {
+    if (state_[0].owner != 0) return;
+    while (is_over(turn_)) ++turn_;
+    if (producer_.pushed.count(turn_) != 0) take_away(turn_++);
+    state_[0].generations = turn_ / num_slots_;
+    state_[0].slot = static_cast<u32>(turn_ % num_slots_);
+  }
+  void push_a_bit() {
+    if (!producer_.is_busy()) {
+      if (num_pushes_ == 0) return;
+      if (!producer_.begin(content_.any_push(max_))) return;
+      // Short, or until the server looks at words alone.
+      pause_ = random_.pick({0, 0, 100, kind_ == kIdle ? 200 : 6000});
+      --num_pushes_;
+      if (kind_ == kBroken && !is_broken_ && random_.below(3) == 0) break_seal();
+    } else if (random_.below(400) == 0) {
+      producer_.die();
+      is_broken_ =
+          is_broken_ && (producer_.pushed.count(broken_ticket_) != 0 || producer_.is_busy());
+    } else {
+      producer_.step();
+    }
+  }
+  void break_seal() {
+    const i64 count = static_cast<i64>(producer_.num_under_way());
+    if (count == 0) return;
+    is_broken_ = true;
+    broken_ticket_ = producer_.ticket();
+    broken_at_ = static_cast<u64>(random_.below(count));
+    producer_.spoil(broken_at_, random_.pick({0, 1}), 1ull << (16 + random_.below(48)));
+  }
+  void look_on() {
+    check(++looks_ < 1'000'000, "it never ends");
+    if (looks_ == change_at_) other_call();
+    if (pause_ > 0) {
+      --pause_;
+    } else if (random_.below(pace_) == 0) {
+      push_a_bit();
+    }
+    const bool waits = (kind_ == kStop || kind_ == kBroken) && num_pushes_ == 0;
+    if (looks_ == stop_at_ || (waits && !producer_.is_busy() && is_all_done())) stop_[0] = 1;
+    if (random_.below(9) == 0) let_others_run();
+  }
+
+  // -- what should be
+
+  bool is_all_done() const {
+    for (const auto& [ticket, push] : producer_.pushed) {
+      if (!is_over(ticket)) return false;
+    }
+    return true;
+  }
+  // In front of the store that says so.
+  void completes(const void* to) {
+    check(state_[0].owner == kCall, "completes what another call may take");
+    while (is_over(turn_)) ++turn_;
+    check(to == dones().done(turn_), "completes another slot than that which is next");
+    const bool is_there = producer_.pushed.count(turn_) != 0;
+    check(is_there && !(is_broken_ && turn_ == broken_ticket_), "completes what is not there");
+    content_.expect(producer_.pushed[turn_], slot_of(turn_), 0, max_, fault_);
+    over_[slot_of(turn_)] = generation(turn_);
+    ++turn_;
+    ++num_done_;
+    content_.dst.check();
+    last_ns_ = jitkern::nanoseconds();
+  }
+  void check_end(u64 idle_ns) {
+    const u64 waited = jitkern::nanoseconds() - last_ns_;
+    is_busy_ |= kind_ == kChanges && fault_.record()->site == kBusySite;
+    check(state_[0].owner == (kind_ == kBusy ? kOther : 0), "the owner");
+    if (is_busy_) {
+      check(num_done_ == 0, "serves what another call has");
+      fault_.expect(kBusySite, 0, 0, 0);
+    } else {
+      check_reason(idle_ns, waited);
+      while (is_over(turn_)) ++turn_;
+    }
+    check(state_[0].generations == turn_ / num_slots_ && state_[0].slot == turn_ % num_slots_,
+          "turn");
+    for (u32 slot = 0; slot < num_slots_; ++slot) {
+      check(consumed_[slot] == over_[slot], "the generation that was taken last");
+      check(*dones().done(slot) == over_[slot], "a completion word");
+    }
+    content_.dst.check();
+    content_.src.check();
+    fault_.check();
+  }
+  void check_reason(u64 idle_ns, u64 waited) {
+    if (is_broken_) {  // of which what was handed over in front of the wrong seal is copied
+      const u32 slot = slot_of(broken_ticket_);
+      content_.expect(producer_.pushed[broken_ticket_], slot, 0,
+                      broken_at_ / Serve::kChunk * Serve::kChunk, fault_);
+      fault_.expect(kBrokenSite, slot, 0, 0);
+      while (is_over(turn_)) ++turn_;
+      check(turn_ == broken_ticket_, "ends at another push than the wrong one");
+    } else if (kind_ == kStop || kind_ == kBroken) {
+      check(stop_[0] == 1, "ends though nobody told it to");
+    } else if (kind_ != kStopNow) {
+      // Each thread has looked at the clock once, some of them in front of the completion.
+      check(waited > idle_ns - 100'000 && waited < idle_ns + 500'000, "waits for another time");
+    }
+  }
+
+  const unsigned cluster_size_;
+  Random& random_;
+  Tally& tally_;
+  const u32 num_slots_, max_;
+  const bool is_copy_;  // what the kernel reads is not where the completion words are
+  RingMemory ring_, host_;
+  Content content_;
+  std::vector<u64> over_;  // by slot, the generation that was taken; as the kernel should have it
+  u64 turn_ = 0;           // the ticket that is next
+  std::vector<RingState> state_;
+  std::vector<u64> consumed_;
+  std::vector<u32> stop_;
+  StepwiseProducer producer_;
+  FaultWord fault_;
+  Halves halves_;
+
+  Kind kind_ = kIdle;
+  bool is_busy_ = false, is_broken_ = false;
+  u64 broken_ticket_ = 0, broken_at_ = 0, last_ns_ = 0;
+  i64 num_pushes_ = 0, num_done_ = 0, pause_ = 0, pace_ = 1;
+  i64 looks_ = 0, change_at_ = -1, stop_at_ = -1;
+};
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+  install_reports();
+  Tally tally;
+  for (int round = 0; round < kRounds; ++round) {
+    const unsigned cluster_size = 1u << round % 3;
+    now_running = "serve_ring: cluster of " + std::to_string(cluster_size) + ", round " +
+                  std::to_string(round);
+    Random random(static_cast<u64>(round));
+    for (int i = 0; i < 4; ++i) random.bits();
+    Round(cluster_size, random, tally).serve();
+  }
+  report("serve_ring", 1, tally);
+}
