@@ -42,6 +42,7 @@ MISTAKES = {
     "unaligned fresh load": "misaligned address",
     "unaligned acquire": "misaligned address",
     "unaligned release": "misaligned address",
+    "unaligned claim": "misaligned address",
     "fresh load behind a row": "AddressSanitizer",
     "acquire behind the buffer": "AddressSanitizer",
     "fault not written": "fault word: state 0",

@@ -157,6 +157,17 @@ void fresh_loads_work(Order order) {
     while (load_acquire(&word) != 9) continue;
   });
   on_fresh_load = nullptr;
+  // Stores are seen in front of them, and a vector as of another moment.
+  on_system_store = [&](const void* to) { EXPECT(to == &word && word == 9); };
+  fresh_vector = [](const uint4*) { return make_uint4(6, 7, 8, 9); };
+  launch_fibers({1}, {1}, order, [&] {
+    jitkern::store_release(&word, 10);
+    EXPECT(word == 10 && load_fresh(&values).w == 9);
+    EXPECT(jitkern::claim(&word, 3) == 10 && word == 10);
+  });
+  on_system_store = nullptr, fresh_vector = nullptr;
+  word = 0;
+  EXPECT(jitkern::claim(&word, 3) == 0 && word == 3);
 }
 
 // ---- mistakes
@@ -241,6 +252,7 @@ void mistake(std::string_view kind) {
   if (kind == "unaligned acquire") sink = load_acquire(reinterpret_cast<u64*>(rows.row(0) + 4));
   if (kind == "unaligned release")
     jitkern::store_release(reinterpret_cast<u64*>(rows.row(0) + 4), 1);
+  if (kind == "unaligned claim") jitkern::claim(reinterpret_cast<u64*>(rows.row(0) + 4), 1);
   if (kind == "fresh load behind a row")
     sink = load_fresh(reinterpret_cast<const uint4*>(rows.row(1))).x;
   if (kind == "acquire behind the buffer")

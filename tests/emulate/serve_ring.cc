@@ -147,7 +147,7 @@ class Round {
       if (num_pushes_ == 0) return;
       if (!producer_.begin(content_.any_push(max_))) return;
       // Short, or until the server looks at words alone.
-      pause_ = random_.pick({0, 0, 100, kind_ == kIdle ? 200 : 6000});
+      pause_ = random_.pick({0, 0, 100, kind_ == kIdle ? 200 : 4600});
       --num_pushes_;
       if (kind_ == kBroken && !is_broken_ && random_.below(3) == 0) break_seal();
     } else if (random_.below(400) == 0) {
@@ -167,7 +167,7 @@ class Round {
     producer_.spoil(broken_at_, random_.pick({0, 1}), 1ull << (16 + random_.below(48)));
   }
   void look_on() {
-    check(++looks_ < 1'000'000, "it never ends");
+    check(++looks_ < 200'000, "it never ends");
     if (looks_ == change_at_) other_call();
     if (pause_ > 0) {
       --pause_;

@@ -23,18 +23,19 @@ struct Config {
 constexpr Config kConfig{UNPACK_CONFIG};
 
 // Small blocks, and little for a warp of its own, so that there is a rest of what is no megabyte.
-template <DescriptorFormat kFormat, int kThreads, int kOwn, int kFirst, int kUnit>
+template <DescriptorFormat kFormat, int kThreads, int kShort, int kOwn, int kFirst, int kUnit>
 void add(Specialisations<UnpackParams>& list) {
   using Kernel = jitkern::Unpack<kFormat, kThreads, kConfig.max_occupancy, kConfig.use_pdl,
                                  UNPACK_PIECE_IN_FLIGHT, UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT,
-                                 kOwn, kFirst, kUnit>;
+                                 kShort, kOwn, kFirst, kUnit>;
   list.push_back({kOwn, 16, 8, kFormat, kThreads, Kernel::run});
 }
 template <DescriptorFormat kFormat>
 void add_all(Specialisations<UnpackParams>& list) {
-  add<kFormat, 64, 4, 4, 3>(list);
-  add<kFormat, 96, 9, 5, 4>(list);
-  add<kFormat, 64, UNPACK_OWN_SEGMENTS, UNPACK_FIRST_SEGMENTS, UNPACK_UNIT_SEGMENTS>(list);
+  add<kFormat, 64, 3, 4, 4, 3>(list);
+  add<kFormat, 96, 9, 9, 5, 4>(list);
+  add<kFormat, 64, UNPACK_SHORT_SEGMENTS, UNPACK_OWN_SEGMENTS, UNPACK_FIRST_SEGMENTS,
+      UNPACK_UNIT_SEGMENTS>(list);
 }
 
 constexpr i64 kMax = std::numeric_limits<i64>::max();
@@ -267,7 +268,7 @@ int main() {
   using namespace emulate;
   Specialisations<UnpackParams> list;
 #ifdef SWEEP_FEW
-  add<kSextuples, 64, 4, 4, 3>(list);
+  add<kSextuples, 64, 4, 4, 4, 3>(list);
 #else
   add_all<kTriples>(list);
   add_all<kSextuples>(list);

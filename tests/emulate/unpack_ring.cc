@@ -251,7 +251,7 @@ class Round {
     return params;
   }
   void look_on() {
-    check(++looks_ < 1'000'000, "it never ends");
+    check(++looks_ < 200'000, "it never ends");
     const bool counts = !changes_taker_ || (blockIdx.x == 0 && threadIdx.x == 32);
     if (counts && --change_in_ == 0) other_call();
     if (kind_ == kPushes && random_.below(pace_) == 0) push_a_bit();
