@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
     from jitkern.ops.index import indexing as indexing
     from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
+    from jitkern.ops.merge import merge_state as merge_state
+    from jitkern.ops.merge import merge_states as merge_states
     from jitkern.ops.store import store_cache as store_cache
     from jitkern.ops.swap import swap_rows as swap_rows
     from jitkern.ops.unpack import unpack as unpack
@@ -53,7 +55,7 @@ __version__ = "0.1.0"
 # The public names by the module that defines them. The imports above say the same to a type
 # checker, which cannot read a table; tests/test_package.py proves that the two agree.
 _PUBLIC = {
-    **{f"jitkern.ops.{op.stem}": (op.function,) for op in _OPS},
+    **{f"jitkern.ops.{op.stem}": (op.function, *op.more) for op in _OPS},
     "jitkern.host.faults": ("check",),
     "jitkern.perf": ("compare_memory_kernel_perf", "perf_cpu", "perf_cuda"),
     "jitkern.warming": ("warm",),

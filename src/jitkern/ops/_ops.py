@@ -14,6 +14,9 @@ class Op(NamedTuple):
     function: str
     """The public function, which ``ops/<stem>.py`` defines and ``jitkern`` shows."""
 
+    more: tuple[str, ...] = ()
+    """Public functions beside it, which do a part of what it does."""
+
     has_kernels: bool = True
     """Whether it has any for a GPU: ``kernel`` and ``specialisations`` are in its module, then."""
 
@@ -26,6 +29,7 @@ OPS = (
     Op("swap", "swap_rows"),
     Op("copy_blocks", "copy_blocks"),
     Op("unpack", "unpack"),
+    Op("merge", "merge_states", more=("merge_state",)),
     Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # by the copy engine
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
@@ -34,4 +38,4 @@ OPS = (
 def op_names() -> dict[str, str]:
     """Return the stem of each op that has kernels by its names: the public one, and the stem."""
     with_kernels = [op for op in OPS if op.has_kernels]
-    return {name: op.stem for op in with_kernels for name in (op.function, op.stem)}
+    return {name: op.stem for op in with_kernels for name in (op.function, *op.more, op.stem)}

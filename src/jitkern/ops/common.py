@@ -98,6 +98,16 @@ def _short(torch_name: Any) -> str:
     return str(torch_name).removeprefix("torch.")
 
 
+def not_a_tensor(op: str, **arguments: object) -> TypeError | None:
+    """Return an error that names the first argument that is no tensor; None where all are."""
+    import torch
+
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            return TypeError(f"{op}: {name}: {type_text(value)}, expected a tensor")
+    return None
+
+
 def type_text(value: object) -> str:
     """Return what a message calls an argument that is of the wrong type."""
     return "None" if value is None else type(value).__name__

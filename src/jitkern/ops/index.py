@@ -14,6 +14,7 @@ from jitkern.ops.common import (
     INDEX_BYTES,
     TorchOverload,
     entry_name,
+    not_a_tensor,
     type_text,
     widest_vec_bytes,
 )
@@ -114,7 +115,7 @@ def _through_torch(
     # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
     # runs: torch.compile makes another error of one that is raised while it traces.
     if not torch.compiler.is_dynamo_compiling():
-        wrong = _not_a_tensor(weights=weights, indices=indices)
+        wrong = not_a_tensor("indexing", weights=weights, indices=indices)
         if wrong is not None:
             raise wrong
         if vocab_range is not None:
@@ -270,16 +271,7 @@ def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
             return weights.new_empty(shape)
         return weights.new_empty(shape, device=indices.device)
     except (AttributeError, TypeError) as error:  # not tensors
-        raise _not_a_tensor(weights=weights, indices=indices) or error from None
-
-
-def _not_a_tensor(**arguments: object) -> TypeError | None:
-    import torch
-
-    for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor):
-            return TypeError(f"indexing: {name}: {type_text(value)}, expected a tensor")
-    return None
+        raise not_a_tensor("indexing", weights=weights, indices=indices) or error from None
 
 
 def _start_and_length(vocab_range: tuple[int, int]) -> tuple[int, int]:

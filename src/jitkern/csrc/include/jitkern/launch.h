@@ -325,14 +325,20 @@ class LaunchScope {
   template <class Params>
   void launch(const Kernel& kernel, i64 grid_x, const Params& params, int grid_y = 1,
               unsigned cluster = 1) const {
-    check_params(kernel, sizeof(Params));
+    launch_bytes(kernel, grid_x, &params, sizeof(Params), grid_y, cluster);
+  }
+
+  // The same where only the first `bytes` of what they are here are the kernel's.
+  void launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes, int grid_y = 1,
+                    unsigned cluster = 1) const {
+    check_params(kernel, bytes);
     Launch launch;
     launch.config.grid[0] = static_cast<unsigned>(grid_x);
     launch.config.grid[1] = static_cast<unsigned>(grid_y);
     launch.config.block[0] = kernel.num_threads;
     if (kernel.use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
     if (cluster > 1) launch.add(kLaunchClusterDimension, cluster, 1, 1);
-    launch.run(kernel.function, stream_, &params);
+    launch.run(kernel.function, stream_, params);
   }
 
   // Sets device memory on the stream.

@@ -1,0 +1,126 @@
+// Floating-point types in vectors of a GPU.
+#pragma once
+
+#include <jitkern/copy.cuh>
+
+#include "floats.h"
+
+namespace jitkern {
+
+// Two neighbouring values, the first in the lower half.
+template <int kType>
+__device__ inline void floats_of_pair(u32 pair, float* values) {
+#ifndef JITKERN_EMULATED
+  if constexpr (kType == kFloat16) {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; "
+        "cvt.f32.f16 %1, high; }"
+        : "=f"(values[0]), "=f"(values[1])
+        : "r"(pair));
+    return;
+  }
+#endif
+  values[0] = float_of<kType>(static_cast<Bits<kType>>(pair));
+  values[1] = float_of<kType>(static_cast<Bits<kType>>(pair >> 16));
+}
+
+template <int kType>
+__device__ inline Bits<kType> rounded(float value) {
+#ifndef JITKERN_EMULATED
+  if constexpr (kType == kFloat16) {
+    Bits<kType> bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+  }
+  if constexpr (kType == kBFloat16) {
+    Bits<kType> bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+  }
+#endif
+  return bits_as<kType>(value);
+}
+
+// Two of 16 bits in one instruction, as above.
+template <int kType>
+__device__ inline u32 rounded_pair(const float* values) {
+#ifndef JITKERN_EMULATED
+  u32 pair;
+  if constexpr (kType == kFloat16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values[1]), "f"(values[0]));
+    return pair;
+  }
+  if constexpr (kType == kBFloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values[1]), "f"(values[0]));
+    return pair;
+  }
+#endif
+  return bits_as<kType>(values[0]) | u32(bits_as<kType>(values[1])) << 16;
+}
+
+// Two of 8 bits.
+__device__ inline u32 rounded_pair_of_e4m3(const float* values) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(values[1]), "f"(values[0]));
+  return pair;
+#else
+  return bits_as<kFloat8E4M3>(values[0]) | u32(bits_as<kFloat8E4M3>(values[1])) << 8;
+#endif
+}
+
+// A vector as words of 32 bits, or less than one.
+template <int kBytes>
+union Words {
+  Vec<kBytes> vec;
+  u32 words[kBytes < 4 ? 1 : kBytes / 4];
+
+  __device__ Words() : words{} {}
+  __device__ explicit Words(Vec<kBytes> vec) : words{} { this->vec = vec; }
+};
+
+// The values of a vector of a type with 16 or 32 bits.
+template <int kType, int kCount>
+__device__ inline void floats_of(const Words<kCount * item_bytes_of(kType)>& from, float* values) {
+  if constexpr (kType == kFloat32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = float_of_bits(from.words[i]);
+  } else if constexpr (kCount == 1) {
+    values[0] = float_of<kType>(static_cast<Bits<kType>>(from.words[0]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) floats_of_pair<kType>(from.words[i / 2], values + i);
+  }
+}
+
+// And back, of each type.
+template <int kType, int kCount>
+__device__ inline Words<kCount * item_bytes_of(kType)> words_of(const float* values) {
+  Words<kCount * item_bytes_of(kType)> to;
+  if constexpr (kCount == 1) {
+    to.words[0] = rounded<kType>(values[0]);
+  } else if constexpr (kType == kFloat32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to.words[i] = bits_of_float(values[i]);
+  } else if constexpr (kType == kFloat8E4M3) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      to.words[i / 4] |= rounded_pair_of_e4m3(values + i) << (i % 4 * 8);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) to.words[i / 2] = rounded_pair<kType>(values + i);
+  }
+  return to;
+}
+
+// A number of a type that is known at run time, but for the smallest.
+__device__ inline void store_float(char* address, int type, float value) {
+  if (type == kFloat32) {
+    *reinterpret_cast<u32*>(address) = bits_of_float(value);
+  } else {
+    *reinterpret_cast<unsigned short*>(address) =
+        type == kFloat16 ? rounded<kFloat16>(value) : rounded<kBFloat16>(value);
+  }
+}
+
+}  // namespace jitkern

@@ -1,0 +1,103 @@
+// Floating-point types of tensors as bits, and what they are as float. By arithmetic alone, without
+// branches, which compilers vectorise on the CPU; GPUs have instructions of their own: floats.cuh.
+#pragma once
+
+#include <jitkern/types.h>
+
+namespace jitkern {
+
+enum FloatType : int { kFloat32, kFloat16, kBFloat16, kFloat8E4M3 };
+
+JITKERN_HOST_DEVICE constexpr int item_bytes_of(int type) {
+  return type == kFloat32 ? 4 : type == kFloat8E4M3 ? 1 : 2;
+}
+
+template <int kBytes>
+struct BitsOf;
+template <>
+struct BitsOf<1> {
+  using Type = unsigned char;
+};
+template <>
+struct BitsOf<2> {
+  using Type = unsigned short;
+};
+template <>
+struct BitsOf<4> {
+  using Type = u32;
+};
+template <int kType>
+using Bits = typename BitsOf<item_bytes_of(kType)>::Type;
+
+JITKERN_HOST_DEVICE inline float float_of_bits(u32 bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+#endif
+}
+
+JITKERN_HOST_DEVICE inline u32 bits_of_float(float value) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(value);
+#else
+  u32 bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+#endif
+}
+
+// A smaller type's number as bits, rounded to even: `kMantissa` bits behind the point, the least
+// normal number's exponent, and what numbers beyond its largest and NaN become.
+template <int kMantissa, int kLeastExponent>
+JITKERN_HOST_DEVICE inline u32 rounded_bits(float value, u32 beyond, u32 overflow, u32 nan) {
+  constexpr u32 kDropped = 23 - kMantissa;
+  const u32 bits = bits_of_float(value);
+  const u32 size = bits & 0x7fffffff;
+  const u32 half = (1u << (kDropped - 1)) - 1 + (size >> kDropped & 1);
+  const u32 normal = ((size + half) >> kDropped) - (u32(kLeastExponent + 126) << kMantissa);
+  // Added to a float whose last bit is worth what the least subnormal number is.
+  const u32 shift = u32(kLeastExponent - kMantissa + 23 + 127) << 23;
+  const u32 subnormal = bits_of_float(float_of_bits(size) + float_of_bits(shift)) - shift;
+  u32 result = size < (u32(kLeastExponent + 127) << 23) ? subnormal : normal;
+  result = size >= beyond ? overflow : result;
+  return size > 0x7f800000 ? nan : result;
+}
+
+template <int kType>
+JITKERN_HOST_DEVICE inline float float_of(Bits<kType> bits) {
+  if constexpr (kType == kFloat32) {
+    return float_of_bits(bits);
+  } else if constexpr (kType == kBFloat16) {
+    return float_of_bits(u32(bits) << 16);
+  } else {
+    static_assert(kType == kFloat16, "nothing reads the others");
+    const u32 size = u32(bits & 0x7fff) << 13;
+    // By the difference of the exponents' offsets, which makes subnormal numbers normal ones.
+    const u32 finite = bits_of_float(float_of_bits(size) * float_of_bits((127u + 112) << 23));
+    return float_of_bits((size >= 0x7c00u << 13 ? size | 0x7f800000 : finite) | u32(bits & 0x8000)
+                                                                                    << 16);
+  }
+}
+
+// Rounded to even; what float8_e4m3fn does not hold becomes its largest number, 448.
+template <int kType>
+JITKERN_HOST_DEVICE inline Bits<kType> bits_as(float value) {
+  const u32 bits = bits_of_float(value);
+  if constexpr (kType == kFloat32) {
+    return bits;
+  } else if constexpr (kType == kBFloat16) {
+    const u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return static_cast<Bits<kType>>((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+  } else if constexpr (kType == kFloat16) {
+    const u32 size = rounded_bits<10, -14>(value, 0x477ff000, 0x7c00, 0x7e00);
+    return static_cast<Bits<kType>>(size | (bits >> 16 & 0x8000));
+  } else {
+    const u32 size = rounded_bits<3, -6>(value, 0x43e00000, 0x7e, 0x7f);
+    return static_cast<Bits<kType>>(size | (bits >> 24 & 0x80));
+  }
+}
+
+}  // namespace jitkern

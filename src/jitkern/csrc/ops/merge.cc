@@ -1,0 +1,146 @@
+// merge_state and merge_states on the host: launch of the kernel.
+#include <algorithm>
+#include <limits>
+
+#include "host/pinned.h"
+#include "merge_host.h"
+
+namespace jitkern {
+
+namespace {
+
+constexpr i64 kMostRows = (1ll << 31) - 1;  // of one launch
+
+// -- on a GPU
+// --------------------------------------------------------------------------------------
+
+// A partial's rows as the GPU has them.
+const char* address_on_gpu(const HeadRows& rows) {
+  if (rows.on_cuda()) return rows.data;
+  const Rows whole = rows.whole();
+  return mapped_rows(whole) + (rows.data - whole.data);
+}
+
+// Elements of the widest vectors that all rows allow, of as many on both sides.
+i64 elems_of_vector(const MergeCall& call) {
+  const auto bits = [](const HeadRows& rows) {
+    return address(rows.data) |
+           static_cast<u64>(rows.row_bytes | rows.token_stride_bytes | rows.head_stride_bytes);
+  };
+  u64 in = 0;
+  for (const HeadRows& rows : call.outs) in |= bits(rows);
+  const int in_item = item_bytes_of(call.in_type), out_item = item_bytes_of(call.out_type);
+  const int out_vec = widest_vec(bits(*call.out));
+  i64 elems = widest_vec(in) / in_item;
+  while (elems > 1 && std::min<i64>(16, elems * out_item) > out_vec) elems /= 2;
+  if (elems == 0 || out_vec < out_item) {
+    (elems == 0 ? call.outs[0] : *call.out)
+        .value_error("memory that is not aligned to its elements", "aligned memory");
+  }
+  return elems;
+}
+
+// The least number of partials that a kernel is made for and that holds as many.
+int capacity_of(i64 num_states) {
+  int capacity = 2;
+  while (capacity < num_states) capacity *= 2;
+  return capacity;
+}
+
+KernelTable& kernels() {
+  // Of a kernel `splits` are the rows of a block.
+  static KernelTable table(
+      "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity"},
+      [](const Spec&, int in_flight, int rows) { return GroupShape{1, in_flight, 1, rows}; });
+  return table;
+}
+
+MergeTarget target_of(const MergeCall& call) {
+  MergeTarget to{};
+  to.out = call.out->data;
+  to.out_token_stride = call.out->token_stride_bytes;
+  to.out_head_stride = call.out->head_stride_bytes;
+  if (call.lse) {
+    to.lse = call.lse->data;
+    to.lse_token_stride = call.lse->token_stride_bytes;
+    to.lse_head_stride = call.lse->head_stride_bytes;
+    to.lse_type = call.merged_lse_type;
+    to.lse_is_in_place = call.lse_is_in_place;
+  }
+  if (call.scale) to.scale = reinterpret_cast<const float*>(call.scale->data());
+  if (call.num_valid) {
+    to.num_valid = call.num_valid->data;
+    to.num_valid_bytes = call.num_valid->index_bytes;
+    to.valid_per_token = call.num_valid->count > 1;
+  }
+  to.num_states = static_cast<i32>(call.num_states());
+  to.log2_of_base = call.log2_of_base;
+  to.base_log_of_2 = call.base_log_of_2;
+  to.tokens_of_first = call.tokens_of_first;
+  to.heads = Divisor::of(static_cast<u32>(call.out->heads));
+  return to;
+}
+
+void merge_by_gpu(const MergeCall& call) {
+  const LaunchScope scope(*call.out);
+  const i64 tokens = call.out->tokens, heads = call.out->heads;
+  if (tokens == 0 || heads == 0) return;
+  if (heads > kMostRows) call.out->value_error(std::to_string(heads) + " heads", "less than 2^31");
+  const int capacity = capacity_of(call.num_states());
+  const LoadedKernels& loaded = kernels().find(
+      scope.device,
+      Spec(call.dim, elems_of_vector(call), call.in_type, call.out_type, call.lse_type, capacity));
+  MergeParams<kMostStates> params;
+  params.to = target_of(call);
+  for (size_t i = 0; i < call.outs.size(); ++i) {
+    const HeadRows& out = call.outs[i];
+    const HeadRows& lse = call.lses[i];
+    params.states[i] = {address_on_gpu(out),   address_on_gpu(lse),    out.token_stride_bytes,
+                        out.head_stride_bytes, lse.token_stride_bytes, lse.head_stride_bytes};
+  }
+  const i64 bytes = static_cast<i64>(sizeof(MergeTarget) + capacity * sizeof(PartialState));
+  const i64 most_tokens = kMostRows / heads;
+  for (i64 first = 0; first < tokens; first += most_tokens) {
+    params.to.first_token = first;
+    params.to.num_rows = static_cast<u32>(std::min(most_tokens, tokens - first) * heads);
+    scope.launch_bytes(loaded.entries[0], ceil_div(params.to.num_rows, loaded.shape.rows), &params,
+                       bytes);
+  }
+}
+
+// -- the ops
+// ---------------------------------------------------------------------------------------
+
+void merge(const MergeCall& call) { call.out->on_cuda() ? merge_by_gpu(call) : merge_by_cpu(call); }
+
+void merge_state(AnyView out_a, AnyView lse_a, AnyView out_b, AnyView lse_b, AnyView out,
+                 AnyView lse, AnyView base, AnyView lse_layout, AnyView scale,
+                 AnyView prefill_tokens) {
+  constexpr const char* kPrefill = "prefill_tokens_with_context";
+  MergeCall call("merge_state", lse_layout);
+  call.add(Tensor(call.op, "out_a", out_a), Tensor(call.op, "lse_a", lse_a));
+  call.add(Tensor(call.op, "out_b", out_b), Tensor(call.op, "lse_b", lse_b));
+  call.finish({out, lse, base, scale, nullptr});
+  if (!is_none(prefill_tokens)) {
+    call.tokens_of_first = int_arg(call.op, kPrefill, prefill_tokens);
+    if (call.tokens_of_first < 0) {
+      raise_value_error(call.op, kPrefill, std::to_string(call.tokens_of_first), "0 or more");
+    }
+  }
+  merge(call);
+}
+
+void merge_states(AnyView outs, AnyView lses, AnyView out, AnyView lse, AnyView base,
+                  AnyView lse_layout, AnyView scale, AnyView num_valid) {
+  MergeCall call("merge_states", lse_layout);
+  call.add_all(outs, lses);
+  call.finish({out, lse, base, scale, num_valid});
+  merge(call);
+}
+
+JITKERN_EXPORT_OP(merge_state, merge_state);
+JITKERN_EXPORT_OP(merge_states, merge_states);
+
+}  // namespace
+
+}  // namespace jitkern

@@ -1,0 +1,69 @@
+// Parameters of the kernel that merges partial results of attention.
+#pragma once
+
+#include "floats.h"
+
+namespace jitkern {
+
+constexpr int kMostStates = 64;
+// Partials that one thread reads; of more, threads beside each other read so many each.
+constexpr int kStatesOfThread = 8;
+
+// One partial result: rows [token, head] of values, and a number for each. Strides in bytes.
+struct PartialState {
+  const char* out;
+  const char* lse;
+  i64 out_token_stride;
+  i64 out_head_stride;
+  i64 lse_token_stride;
+  i64 lse_head_stride;
+};
+
+// Division of numbers below 2^31 by one that is known before the launch: two instructions for the
+// 20 of a division.
+struct Divisor {
+  u32 value;
+  u32 factor;
+  u32 shift;
+
+  // n / value = n * factor >> shift, where factor = 2^shift / value, rounded up, has 32 bits.
+  static Divisor of(u32 value) {
+    u32 log2 = 0;
+    while ((u64(1) << log2) < value) ++log2;
+    const u32 shift = 31 + log2;
+    return {value, static_cast<u32>((u64(1) << shift) / value + 1), shift};
+  }
+  JITKERN_HOST_DEVICE u32 quotient(u32 n) const {
+    return static_cast<u32>(u64(n) * factor >> shift);
+  }
+};
+
+struct MergeTarget {
+  char* out;
+  char* lse;  // null: not asked for
+  i64 out_token_stride;
+  i64 out_head_stride;
+  i64 lse_token_stride;
+  i64 lse_head_stride;
+  const float* scale;     // what values are divided by, or null
+  const void* num_valid;  // how many of the partials count, or null
+  i32 num_valid_bytes;    // 4 or 8
+  bool valid_per_token;   // or one for all
+  i32 num_states;
+  i32 lse_type;          // of FloatType
+  float log2_of_base;    // what a number times this is a logarithm to base 2
+  float base_log_of_2;   // its inverse
+  i64 first_token;       // of this launch
+  i64 tokens_of_first;   // later tokens have no first partial
+  u32 num_rows;          // of this launch
+  bool lse_is_in_place;  // some thread reads what another one writes
+  Divisor heads;
+};
+
+template <int kCapacity>
+struct MergeParams {
+  MergeTarget to;
+  PartialState states[kCapacity];
+};
+
+}  // namespace jitkern

@@ -1,0 +1,268 @@
+// Checks of a call of merge_state or merge_states.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/string.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <string>
+
+#include "merge_host.h"
+
+namespace jitkern {
+
+using tvm::ffi::Any;
+using tvm::ffi::Array;
+
+namespace {
+
+constexpr const char* kLayouts[] = {"tokens_heads", "heads_tokens"};
+constexpr const char* kPlace = "memory of its own, or exactly that of a partial, to merge in place";
+
+struct TypeName {
+  DLDataTypeCode code;
+  int bits;
+  const char* name;
+};
+// In the order of FloatType.
+constexpr TypeName kTypes[] = {{kDLFloat, 32, "float32"},
+                               {kDLFloat, 16, "float16"},
+                               {kDLBfloat, 16, "bfloat16"},
+                               {kDLFloat8_e4m3fn, 8, "float8_e4m3fn"}};
+
+int float_type(const Tensor& tensor, int num_types = 3) {
+  const DLDataType& dtype = tensor.dl->dtype;
+  for (int type = 0; type < num_types; ++type) {
+    if (dtype.code == kTypes[type].code && dtype.bits == kTypes[type].bits && dtype.lanes == 1) {
+      return type;
+    }
+  }
+  std::string expected = kTypes[0].name;
+  for (int type = 1; type < num_types; ++type) {
+    expected += (type + 1 < num_types ? ", " : " or ") + std::string(kTypes[type].name);
+  }
+  tensor.type_error("dtype " + tensor.dtype_name(), expected);
+}
+
+// "outs[3]", for as long as the process lives.
+const char* numbered(const char* name, i64 number) {
+  using Names = std::array<std::string, kMostStates>;
+  const auto make = [](const char* of) {
+    Names names;
+    for (size_t i = 0; i < names.size(); ++i)
+      names[i] = std::string(of) + "[" + std::to_string(i) + "]";
+    return names;
+  };
+  static const auto* const outs = new Names(make("outs"));
+  static const auto* const lses = new Names(make("lses"));
+  return (*name == 'o' ? *outs : *lses)[static_cast<size_t>(number)].c_str();
+}
+
+// Which of two words an argument is: the second, or the first.
+bool is_second(const char* op, const char* arg, AnyView value, const char* first,
+               const char* second) {
+  const std::string expected = "\"" + std::string(first) + "\" or \"" + second + "\"";
+  const auto text = value.as<tvm::ffi::String>();
+  if (!text) raise_type_error(op, arg, value, expected);
+  if (*text == first || *text == second) return *text == second;
+  raise_value_error(op, arg, "\"" + std::string(*text) + "\"", expected);
+}
+
+HeadRows value_rows(const Tensor& tensor, int first_dim = 0) {
+  const DLTensor& dl = *tensor.dl;
+  if (dl.ndim != first_dim + 3) {
+    tensor.value_error("shape " + tensor.shape_text(),
+                       first_dim ? "[n, tokens, heads, dim]" : "[tokens, heads, dim]");
+  }
+  if (dl.shape[first_dim + 2] == 0) tensor.value_error("dim 0", "at least 1");
+  return HeadRows(tensor, first_dim, first_dim + 1, true);
+}
+
+void require_same_shape(const Tensor& tensor, const Tensor& other) {
+  if (tensor.dl->ndim == other.dl->ndim &&
+      std::equal(tensor.dl->shape, tensor.dl->shape + tensor.dl->ndim, other.dl->shape)) {
+    return;
+  }
+  tensor.value_error("shape " + tensor.shape_text(),
+                     "shape " + other.shape_text() + " as in " + other.arg);
+}
+
+void check_count(const char* op, const char* arg, const char* what, i64 count) {
+  if (count >= 1 && count <= kMostStates) return;
+  raise_value_error(op, arg, what + std::to_string(count),
+                    "1 to " + std::to_string(kMostStates) + " partial results");
+}
+
+void require_same_count(const Tensor& lse, i64 count) {
+  lse.value_error("shape " + lse.shape_text(),
+                  "a first dimension of " + std::to_string(count) + " as in outs");
+}
+
+// The rows of an lse, whose numbers of tokens and heads are those of `like`.
+HeadRows lse_rows(const Tensor& lse, const HeadRows& like, bool heads_first, int first_dim = 0) {
+  const DLTensor& dl = *lse.dl;
+  const i64 tokens_and_heads[] = {like.tokens, like.heads};
+  if (dl.ndim == first_dim + 2 && dl.shape[first_dim] == tokens_and_heads[heads_first] &&
+      dl.shape[first_dim + 1] == tokens_and_heads[!heads_first]) {
+    return HeadRows(lse, first_dim + heads_first, first_dim + !heads_first, false);
+  }
+  const auto fitting = [&](bool is_heads_first) {
+    std::vector<int64_t> shape(like.dl->shape, like.dl->shape + first_dim);
+    shape.push_back(tokens_and_heads[is_heads_first]);
+    shape.push_back(tokens_and_heads[!is_heads_first]);
+    return shape_text(shape.data(), shape.size()) +
+           (is_heads_first ? " of (heads, tokens)" : " of (tokens, heads)");
+  };
+  lse.value_error("shape " + lse.shape_text(),
+                  fitting(heads_first) + ", as " + like.arg + " has shape " + like.shape_text() +
+                      "; or with lse_layout=\"" + kLayouts[!heads_first] + "\" " +
+                      fitting(!heads_first));
+}
+
+i64 first_stride_bytes(const Tensor& tensor) {
+  i64 items = 1;
+  for (int d = 1; d < tensor.dl->ndim; ++d) items *= tensor.dl->shape[d];
+  return (tensor.dl->strides == nullptr ? items : i64(tensor.dl->strides[0])) * tensor.item_bytes();
+}
+
+// Where a partial may be: with the result, or in pinned host memory for a GPU.
+void check_place(const HeadRows& partial, const Tensor& out) {
+  if (partial.on_cuda() || !out.on_cuda()) partial.same_device(out);
+}
+
+// Whether it is in place of a partial; ValueError where it shares memory with one in another way.
+bool check_written(const HeadRows& written, const std::vector<HeadRows>& same,
+                   const std::vector<HeadRows>& others) {
+  written.distinct_rows();
+  bool in_place = false;
+  for (const HeadRows& one : same) {
+    const bool is_same = written.is_same_place_as(one);
+    in_place |= is_same;
+    if (!is_same) written.apart_from(one, kPlace);
+  }
+  for (const HeadRows& one : others) written.apart_from(one, kOwnMemory);
+  return in_place;
+}
+
+HeadRows out_rows(const Tensor& out, const HeadRows& like) {
+  const HeadRows rows = value_rows(out);
+  const i64 dim = like.dl->shape[like.dl->ndim - 1];
+  if (rows.tokens != like.tokens || rows.heads != like.heads || out.dl->shape[2] != dim) {
+    const int64_t shape[] = {like.tokens, like.heads, dim};
+    out.value_error("shape " + out.shape_text(),
+                    "shape " + shape_text(shape, 3) + " as of " + like.arg);
+  }
+  return rows;
+}
+
+Tensor scale_of(const Tensor& scale, const HeadRows& out) {
+  const DLDataType& dtype = scale.dl->dtype;
+  if (dtype.code != kDLFloat || dtype.bits != 32 || dtype.lanes != 1) {
+    scale.type_error("dtype " + scale.dtype_name(), "float32");
+  }
+  if (scale.numel() != 1) scale.value_error("shape " + scale.shape_text(), "1 element");
+  scale.same_device(out);
+  Rows(scale, 1, 4, 4).apart_from(out.rows());
+  return scale;
+}
+
+Indices num_valid_of(const Indices& num_valid, const MergeCall& call) {
+  num_valid.same_device(*call.out);
+  if (num_valid.dl->ndim > 1 || (num_valid.count != 1 && num_valid.count != call.out->tokens)) {
+    num_valid.value_error(
+        "shape " + num_valid.shape_text(),
+        "1 element, or " + std::to_string(call.out->tokens) + ", one for each token");
+  }
+  num_valid.apart_from(call.out->whole());
+  if (call.lse) num_valid.apart_from(call.lse->whole());
+  return num_valid;
+}
+
+}  // namespace
+
+MergeCall::MergeCall(const char* op, AnyView lse_layout)
+    : op(op), heads_first(is_second(op, "lse_layout", lse_layout, kLayouts[0], kLayouts[1])) {}
+
+void MergeCall::add(const Tensor& out, const Tensor& lse) {
+  in_type = float_type(out);
+  lse_type = float_type(lse);
+  if (!outs.empty()) {
+    out.same_dtype(outs[0]);
+    require_same_shape(out, outs[0]);
+    lse.same_dtype(lses[0]);
+  }
+  outs.push_back(value_rows(out));
+  lses.push_back(lse_rows(lse, outs[0], heads_first));
+}
+
+void MergeCall::add_stacked(const Tensor& out, const Tensor& lse) {
+  in_type = float_type(out);
+  lse_type = float_type(lse);
+  const HeadRows first = value_rows(out, 1);
+  const i64 count = out.dl->shape[0];
+  check_count(op, "outs", "a first dimension of ", count);
+  const HeadRows first_lse = lse_rows(lse, first, heads_first, 1);
+  if (lse.dl->shape[0] != count) require_same_count(lse, count);
+  for (i64 i = 0; i < count; ++i) {
+    outs.push_back(first.behind(i * first_stride_bytes(out)));
+    lses.push_back(first_lse.behind(i * first_stride_bytes(lse)));
+  }
+}
+
+void MergeCall::add_all(AnyView outs_arg, AnyView lses_arg) {
+  const auto list = outs_arg.as<Array<Any>>();
+  const auto lse_list = lses_arg.as<Array<Any>>();
+  if (!list) {
+    const Tensor out(op, "outs", outs_arg);
+    if (lse_list) raise_type_error(op, "lses", lses_arg, "a stacked tensor, as outs is");
+    return add_stacked(out, Tensor(op, "lses", lses_arg));
+  }
+  if (!lse_list) raise_type_error(op, "lses", lses_arg, "a list, as outs is");
+  const i64 count = static_cast<i64>(list->size());
+  check_count(op, "outs", "a list of ", count);
+  if (static_cast<i64>(lse_list->size()) != count) {
+    raise_value_error(op, "lses", "a list of " + std::to_string(lse_list->size()),
+                      std::to_string(count) + ", one for each of outs");
+  }
+  outs.reserve(static_cast<size_t>(count));
+  lses.reserve(static_cast<size_t>(count));
+  for (i64 i = 0; i < count; ++i) {
+    add(Tensor(op, numbered("outs", i), (*list)[i]),
+        Tensor(op, numbered("lses", i), (*lse_list)[i]));
+  }
+}
+
+void MergeCall::finish(const Rest& rest) {
+  const bool is_base_2 = is_second(op, "base", rest.base, "e", "2");
+  log2_of_base = is_base_2 ? 1.0f : 1.44269504f;
+  base_log_of_2 = is_base_2 ? 1.0f : 0.69314718f;
+  const Tensor tensor(op, "out", rest.out);
+  out_type = float_type(tensor, 4);
+  out = out_rows(tensor, outs[0]);
+  dim = tensor.dl->shape[2];
+  for (size_t i = 0; i < outs.size(); ++i) {
+    check_place(outs[i], tensor);
+    check_place(lses[i], tensor);
+  }
+  check_written(*out, outs, lses);
+  if (!is_none(rest.lse)) {
+    lse = lse_rows(Tensor(op, "lse", rest.lse), *out, heads_first);
+    merged_lse_type = float_type(*lse);
+    lse->same_device(tensor);
+    lse->apart_from(*out, kOwnMemory);
+    lse_is_in_place = check_written(*lse, lses, outs);
+  }
+  const bool is_fp8 = out_type == kFloat8E4M3;
+  if (!is_none(rest.scale)) {
+    scale = scale_of(Tensor(op, "scale", rest.scale), *out);
+    if (!is_fp8) scale->value_error("a tensor", "None, as out is " + tensor.dtype_name());
+  } else if (is_fp8) {
+    raise_value_error(op, "scale", "None",
+                      "a float32 tensor of 1 element, as out is float8_e4m3fn");
+  }
+  if (!is_none(rest.num_valid)) {
+    num_valid = num_valid_of(Indices(op, "num_valid", rest.num_valid), *this);
+  }
+}
+
+}  // namespace jitkern

@@ -1,0 +1,144 @@
+// merge_state and merge_states on the CPU: row by row, by loops that the compiler vectorises.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "host/cpu_copy.h"
+#include "merge_host.h"
+
+namespace jitkern {
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// Values that are added up before they go to memory: they stay in L1, and the loops over them are
+// long enough.
+constexpr i64 kPartDim = 512;
+
+template <class Use>
+void with_type(int type, const Use& use) {
+  switch (type) {
+    case kFloat32:
+      return use(std::integral_constant<int, kFloat32>());
+    case kFloat16:
+      return use(std::integral_constant<int, kFloat16>());
+    case kBFloat16:
+      return use(std::integral_constant<int, kBFloat16>());
+    default:
+      return use(std::integral_constant<int, kFloat8E4M3>());
+  }
+}
+
+const char* row_of(const HeadRows& rows, i64 token, i64 head) {
+  return rows.data + token * rows.token_stride_bytes + head * rows.head_stride_bytes;
+}
+
+float load_lse(const char* from, int type) {
+  float value = 0;
+  if (type == kFloat32) {
+    std::memcpy(&value, from, 4);
+    return value;
+  }
+  unsigned short bits = 0;
+  std::memcpy(&bits, from, 2);
+  return type == kFloat16 ? float_of<kFloat16>(bits) : float_of<kBFloat16>(bits);
+}
+
+void store_lse(char* to, int type, float value) {
+  const unsigned short half =
+      type == kFloat16 ? bits_as<kFloat16>(value) : bits_as<kBFloat16>(value);
+  type == kFloat32 ? std::memcpy(to, &value, 4) : std::memcpy(to, &half, 2);
+}
+
+// What each partial of a row weighs, and all together: see merge.cu, which does the same.
+struct Shares {
+  float of[kMostStates];
+  float sum = 0;
+  float lse = -kInfinity;
+
+  Shares(const MergeCall& call, i64 token, i64 head, i64 first, i64 behind) {
+    float largest = -kInfinity;
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      const bool counts = first <= i && i < behind;
+      of[i] = counts ? load_lse(row_of(call.lses[i], token, head), call.lse_type) : -kInfinity;
+      largest = std::fmax(largest, of[i]);
+    }
+    const float center = largest == -kInfinity ? 0 : largest;
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      of[i] = of[i] == center ? 1 : std::exp2((of[i] - center) * call.log2_of_base);
+      sum += of[i];
+    }
+    lse = center + std::log2(sum) * call.base_log_of_2;
+  }
+};
+
+template <int kIn>
+void add(const char* from, float share, float* values, i64 count) {
+  const auto* items = reinterpret_cast<const Bits<kIn>*>(from);
+  for (i64 d = 0; d < count; ++d) values[d] += share * float_of<kIn>(items[d]);
+}
+
+template <int kOut>
+void store(char* to, const float* values, float factor, i64 count) {
+  auto* items = reinterpret_cast<Bits<kOut>*>(to);
+  for (i64 d = 0; d < count; ++d) items[d] = bits_as<kOut>(values[d] * factor);
+}
+
+template <int kIn, int kOut>
+void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 token, i64 head) {
+  const float factor = shares.sum == 0 ? 0 : 1 / (shares.sum * scale);
+  char* const to =
+      call.out->data + token * call.out->token_stride_bytes + head * call.out->head_stride_bytes;
+  float values[kPartDim];
+  for (i64 begin = 0; begin < call.dim; begin += kPartDim) {
+    const i64 count = std::min(kPartDim, call.dim - begin);
+    std::fill_n(values, count, shares.sum == 0 ? 0.0f : -0.0f);
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      if (shares.of[i] == 0) continue;
+      const char* const from = row_of(call.outs[i], token, head);
+      add<kIn>(from + begin * item_bytes_of(kIn), shares.of[i], values, count);
+    }
+    store<kOut>(to + begin * item_bytes_of(kOut), values, factor, count);
+  }
+}
+
+template <int kIn, int kOut>
+void merge_rows(const MergeCall& call, i64 begin, i64 end) {
+  const float scale = call.scale ? *reinterpret_cast<const float*>(call.scale->data()) : 1;
+  for (i64 row = begin; row < end; ++row) {
+    const i64 token = row / call.out->heads, head = row % call.out->heads;
+    i64 behind = call.num_states();
+    if (call.num_valid) {
+      call.num_valid->with_index([&](const auto at) {
+        behind = std::min(behind, at(call.num_valid->count > 1 ? token : 0));
+      });
+    }
+    const Shares shares(call, token, head, token < call.tokens_of_first ? 0 : 1, behind);
+    merge_row<kIn, kOut>(call, shares, scale, token, head);
+    if (!call.lse) continue;
+    char* const to =
+        call.lse->data + token * call.lse->token_stride_bytes + head * call.lse->head_stride_bytes;
+    store_lse(to, call.merged_lse_type, shares.lse);
+  }
+}
+
+}  // namespace
+
+void merge_by_cpu(const MergeCall& call) {
+  const i64 rows = call.out->tokens * call.out->heads;
+  const i64 bytes = rows * (call.num_states() * call.outs[0].row_bytes + call.out->row_bytes);
+  with_type(call.in_type, [&](const auto in) {
+    with_type(call.out_type, [&](const auto out) {
+      if constexpr (decltype(in)::value != kFloat8E4M3) {
+        const auto run = [&call](i64 begin, i64 end) {
+          merge_rows<decltype(in)::value, decltype(out)::value>(call, begin, end);
+        };
+        const i64 threads = threads_for(rows, bytes);
+        threads > 1 ? for_parts(rows, threads, run) : run(0, rows);
+      }
+    });
+  });
+}
+
+}  // namespace jitkern

@@ -1,0 +1,85 @@
+// What the merge of partial results of attention knows of a call once it is checked.
+#pragma once
+
+#include <jitkern/launch.h>
+
+#include <optional>
+#include <vector>
+
+#include "merge.h"
+
+namespace jitkern {
+
+constexpr i64 kMostTokens = ~0ull >> 1;
+
+// A tensor as rows [token, head], each of neighbouring bytes, at any strides.
+struct HeadRows : Tensor {
+  char* data;
+  i64 tokens;
+  i64 heads;
+  i64 row_bytes;
+  i64 token_stride_bytes;
+  i64 head_stride_bytes;
+  u64 begin;  // address of the lowest byte, unless it is empty
+  u64 end;    // behind the highest
+
+  // ValueError where neighbours of a row are not neighbours in memory. `has_values`: there is a
+  // last dimension, of a row's values; else a row is one number.
+  HeadRows(const Tensor& tensor, int token_dim, int head_dim, bool has_values);
+
+  // The same `bytes` further on.
+  HeadRows behind(i64 bytes) const;
+  bool is_same_place_as(const HeadRows& other) const;
+  // Of what is written: ValueError where two rows may share bytes.
+  void distinct_rows() const;
+  // ValueError where a row shares a byte with one of `other`, of which one is written.
+  void apart_from(const HeadRows& other, const char* expected) const {
+    if (begin < other.end && other.begin < end) rows().apart_from(other.rows(), expected);
+  }
+  // From the first byte to the last as one row.
+  Rows whole() const;
+  // As equally spaced rows: exact where they are, else each token, or each head, is one.
+  Rows rows() const;
+};
+
+// A call, checked by the time that it is finished.
+struct MergeCall {
+  // What both ops take beside the partials.
+  struct Rest {
+    AnyView out, lse, base, scale, num_valid;
+  };
+
+  const char* op;
+  bool heads_first;  // in tensors of lse
+  std::vector<HeadRows> outs;
+  std::vector<HeadRows> lses;
+  std::optional<HeadRows> out;
+  std::optional<HeadRows> lse;
+  std::optional<Tensor> scale;
+  std::optional<Indices> num_valid;
+  i64 tokens_of_first = kMostTokens;
+  i64 dim = 0;
+  int in_type = kFloat32;
+  int out_type = kFloat32;
+  int lse_type = kFloat32;  // of the partials'
+  int merged_lse_type = kFloat32;
+  float log2_of_base = 1;
+  float base_log_of_2 = 1;
+  bool lse_is_in_place = false;
+
+  MergeCall(const char* op, AnyView lse_layout);
+  void add(const Tensor& out, const Tensor& lse);
+  // Lists of tensors, or one stacked tensor of each.
+  void add_all(AnyView outs, AnyView lses);
+  void finish(const Rest& rest);
+
+  i64 num_states() const { return static_cast<i64>(outs.size()); }
+
+ private:
+  void add_stacked(const Tensor& out, const Tensor& lse);
+};
+
+// Merges on the threads of the CPU.
+void merge_by_cpu(const MergeCall& call);
+
+}  // namespace jitkern
