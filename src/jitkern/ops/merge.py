@@ -358,7 +358,7 @@ def _new_lse(like: Tensor) -> Tensor:
 
 def _named(**lists: Any) -> dict[str, Any]:
     """Return tensors of lists by their names, such as ``outs[3]``."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in lists.items():
         if isinstance(value, (list, tuple)):
             found |= {f"{name}[{i}]": one for i, one in enumerate(value)}

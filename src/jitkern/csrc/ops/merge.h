@@ -27,7 +27,7 @@ struct Divisor {
   u32 shift;
 
   // n / value = n * factor >> shift, where factor = 2^shift / value, rounded up, has 32 bits.
-  static Divisor of(u32 value) {
+  JITKERN_HOST_DEVICE static Divisor of(u32 value) {
     u32 log2 = 0;
     while ((u64(1) << log2) < value) ++log2;
     const u32 shift = 31 + log2;
