@@ -10,7 +10,7 @@ which returns other things than tensors, stays outside of graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -55,9 +55,7 @@ def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
 
 def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
     is_dual_level = not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0
-    for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor):
-            continue
+    for name, value in _tensors_of(arguments):
         if torch.is_grad_enabled() and value.requires_grad:
             raise RuntimeError(
                 f"{op}: {name}: requires a gradient, expected none: the op writes in place and has "
@@ -73,12 +71,20 @@ def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
 def _refuse_batches(op: str, arguments: dict[str, Any]) -> None:
     if torch.compiler.is_dynamo_compiling():
         return  # PyTorch's own error names the operator
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and torch._C._functorch.is_batchedtensor(value):
+    for name, value in _tensors_of(arguments):
+        if torch._C._functorch.is_batchedtensor(value):
             raise RuntimeError(
                 f"{op}: {name}: batched by torch.vmap, expected a plain tensor: the op writes in "
                 "place; call it in a loop, or once with all rows"
             )
+
+
+def _tensors_of(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_of({f"{name}[{i}]": one for i, one in enumerate(value)})
 
 
 def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:

@@ -404,6 +404,12 @@ def _new(
     return made
 
 
+def _differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    from jitkern.ops.merge_gradient import differentiable
+
+    return differentiable(operator)
+
+
 def _fake(outs: list[Tensor], lses: list[Tensor], **_: Any) -> tuple[Tensor, Tensor]:
     return _new_out(outs[0]), _new_lse(lses[0])
 
@@ -418,6 +424,7 @@ TORCH_OVERLOADS = (
         f"merge_states(Tensor[] outs, Tensor[] lses, *, {_REST.format('')}) -> (Tensor, Tensor)",
         _new,
         _fake,
+        _differentiable,
     ),
     TorchOverload(
         "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) out, Tensor(b!)? lse, "

@@ -1,0 +1,77 @@
+"""The gradient of ``merge_states``, in PyTorch's own operations: inference does not come here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    """Return the operator with a gradient, as `TorchOverload.differentiable` wants it.
+
+    With ``w_i = base^(lse_i - lse)``, what partial `i` weighs:
+
+    - of ``out_i``: ``w_i * g_out``
+    - of ``lse_i``: ``w_i * (ln(base) * <g_out, out_i - out> + g_lse)``
+
+    A partial that counts nothing has none: zeros.
+    """
+
+    class Merge(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            num: int, base: str, layout: str, num_valid: Tensor | None, prefill: Any, *both: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            rest = {"num_valid": num_valid, "prefill_tokens_with_context": prefill}
+            return operator(
+                list(both[:num]), list(both[num:]), base=base, lse_layout=layout, **rest
+            )
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+            ctx.num, base, ctx.layout, ctx.num_valid, ctx.prefill, *both = inputs
+            ctx.log_base = 1.0 if base == "e" else math.log(2)
+            ctx.save_for_backward(*both, *output)
+
+        @staticmethod
+        def backward(ctx: Any, g_out: Tensor, g_lse: Tensor) -> tuple[Tensor | None, ...]:
+            *both, out, lse = ctx.saved_tensors
+            outs, lses = both[: ctx.num], both[ctx.num :]
+            turned = ctx.layout == "heads_tokens"
+            if turned:
+                lses, lse, g_lse = [one.t() for one in lses], lse.t(), g_lse.t()
+            of_outs: list[Tensor] = []
+            of_lses: list[Tensor] = []
+            for i, (one, log) in enumerate(zip(outs, lses, strict=True)):
+                counts = (log != -math.inf) & _is_read(ctx, i, log)
+                weight = torch.exp((log.float() - lse) * ctx.log_base).where(counts, 0.0)
+                of_outs.append((weight[..., None] * g_out).to(one.dtype))
+                apart = (one.float() - out).where(counts[..., None], 0.0)
+                along = ctx.log_base * (g_out.float() * apart).sum(-1) + g_lse
+                of_log = (weight * along).to(log.dtype)
+                of_lses.append(of_log.t() if turned else of_log)
+            return (None,) * 5 + (*of_outs, *of_lses)
+
+    def apply(
+        outs: list[Tensor], lses: list[Tensor], base: str, layout: str, valid: Any, prefill: Any
+    ) -> Any:
+        # Of tensors in a list a Function sees nothing.
+        return Merge.apply(len(outs), base, layout, valid, prefill, *outs, *lses)
+
+    return SimpleNamespace(apply=apply)
+
+
+def _is_read(ctx: Any, number: int, like: Tensor) -> Tensor:
+    """Tell of each token ([tokens, 1]) whether partial `number` is one of those that count."""
+    tokens = torch.arange(like.shape[0], device=like.device)[:, None]
+    read = tokens >= 0
+    if ctx.num_valid is not None:
+        read = read & (number < ctx.num_valid.reshape(-1, 1))
+    if ctx.prefill is not None and number == 0:
+        read = read & (tokens < ctx.prefill)
+    return read
