@@ -1,4 +1,4 @@
-"""PNG plots of a run: bandwidth against rows, the h2d ladder, GEMM slowdown against SMs."""
+"""PNG plots of a run: bandwidth against rows, the h2d ladder, GEMM slowdown against SMs, others."""
 
 from __future__ import annotations
 
@@ -218,7 +218,43 @@ def _blocks(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> 
     return [_save(figure, directory / "copy_blocks.png")]
 
 
+def _of_the_copy(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
+    """One panel per number of partials: % of the copy kernel's bandwidth against tokens."""
+    timed = [r for r in rows if r["percent_of_ceiling"] and not r["params"]["stacked"]]
+    panels_of: dict[int, list[RowData]] = {}
+    for count in sorted({r["params"]["partials"] for r in timed}):
+        here = [r for r in timed if r["params"]["partials"] == count]
+        by_tokens = [r["params"] for r in here if r["params"]["tokens"] == 1]
+        usual = {k: v for k, v in by_tokens[0].items() if k != "tokens"} if by_tokens else None
+        here = [r for r in here if usual == {k: v for k, v in r["params"].items() if k != "tokens"}]
+        if len({r["case"] for r in here}) > 1:
+            panels_of[count] = here
+    if not panels_of:
+        return []
+    figure, panels = plt.subplots(
+        1, len(panels_of), figsize=(4.8 * len(panels_of), 3.8), sharey=True, squeeze=False
+    )
+    for axes, (count, here) in zip(panels[0], panels_of.items(), strict=True):
+        points = {"x": "tokens", "y": "percent_of_ceiling", "marker": "o"}
+        peers = list(dict.fromkeys(r["impl"] for r in here if r["role"] == "peer"))
+        for name, color in zip(peers, _cycle(PEERS), strict=False):
+            style = ":" if "no graph" in name else "-"
+            _line(axes, here, name, color=color, linestyle=style, markersize=3, **points)
+        _line(axes, here, "jitkern", color=OURS, linewidth=2, **points)
+        axes.axhline(100, color=CEILING, linestyle="--", linewidth=1)
+        axes.set(title=f"{count} partials", xlabel="tokens", ylim=(0, None))
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=7)
+    panels[0][0].set_ylabel("% of a copy of as many bytes")
+    one = next(iter(panels_of.values()))[0]["params"]
+    form = f"{one['heads']} heads x {one['dim']}, {one['dtype']}"
+    figure.suptitle(f"{op}, {form}, {machine}, cold buffers", fontsize=10)
+    return [_save(figure, directory / f"{op}_of_the_copy.png")]
+
+
 _PLOTS = {
+    "of the copy": _of_the_copy,
     "blocks": _blocks,
     "bandwidth": _bandwidth,
     "ladder": _ladder,
@@ -229,8 +265,16 @@ _PLOTS = {
 }
 
 
-def _line(axes: Any, rows: Sequence[RowData], name: str, *, x: str = "rows", **style: Any) -> None:
-    points = sorted((r["params"][x], r["gb_s"]) for r in rows if r["impl"] == name)
+def _line(
+    axes: Any,
+    rows: Sequence[RowData],
+    name: str,
+    *,
+    x: str = "rows",
+    y: str = "gb_s",
+    **style: Any,
+) -> None:
+    points = sorted((r["params"][x], r[y]) for r in rows if r["impl"] == name)
     if points:
         axes.plot(*zip(*points, strict=True), label=name, **{"linewidth": 1.2, **style})
 

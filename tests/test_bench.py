@@ -113,6 +113,19 @@ def test_a_build_runs_once_also_when_it_fails() -> None:
     assert len(calls) == 1
 
 
+def test_peers_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def anew(folder: str) -> object:  # each is built once
+        monkeypatch.setattr(peers, "FOLDER", folder)
+        for name in ("folder", "vllm_merge_state"):
+            monkeypatch.setattr(peers, name, peers.Once(getattr(peers, name)._build))
+        return peers.vllm_merge_state()
+
+    with pytest.raises(LookupError, match="JITKERN_BENCH_PEERS names no folder"):
+        anew("")
+    (tmp_path / "peers.py").write_text("def vllm_merge_state():\n    return max\n")
+    assert anew(str(tmp_path)) is max
+
+
 def test_short_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     assert harness.main(["store", "--quick", "--device", "cpu", "--json", str(path)]) == 0
