@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jitkern import hints
 from jitkern.host import module as host
@@ -26,26 +26,47 @@ _F32, _F16, _BF16, _ = range(4)
 CAPACITIES = (2, 4, 8, 16, 32, 64)
 """Partials that kernels are made for: of fewer the next larger."""
 STATES_OF_THREAD = 8  # kStatesOfThread of csrc/ops/merge.h
-NUM_THREADS = 128  # about so many: a block has whole rows
+# Threads of a block, as far as rows are whole: of one for few rows, and at most how many times as
+# many where there are more rows; csrc/ops/merge.cc has the figures.
+SMALL_THREADS = 128
+MOST_TIMES = 4
 MOST_THREADS = 512
-MAX_OCCUPANCY = 8  # of blocks of that many threads
+# Registers for so many threads are left to each SM: 64 each.
+THREADS_OF_SM = 1024
 
 
-def block_shape(num_vecs: int, num_teams: int) -> tuple[int, int]:
-    """Return the threads of a row, and the rows of a block, for rows of so many vectors.
+class BlockShape(NamedTuple):
+    """How the threads of a block share rows.
 
-    A block has whole rows, of each team: so many that few lanes of its last warp are left over, as
-    close to NUM_THREADS in all as that allows.
+    Attributes
+    ----------
+    row_threads
+        Threads of a row, in each team.
+    rows
+        Rows of a small block.
+    times
+        How many small blocks a large one is.
     """
-    steps = -(-num_vecs * num_teams // MOST_THREADS)
-    row_threads = -(-num_vecs // steps)
-    one = row_threads * num_teams
 
-    def cost(rows: int) -> tuple[float, int]:
-        threads = one * rows
-        return (-threads % 32) / threads, abs(threads - NUM_THREADS * (1 if num_teams < 4 else 2))
+    row_threads: int
+    rows: int
+    times: int
 
-    return row_threads, min(range(1, max(1, 2 * NUM_THREADS // one) + 1), key=cost)
+    @classmethod
+    def of(cls, num_vecs: int, num_teams: int) -> BlockShape:
+        """Return the shape for rows of so many vectors: few lanes of a last warp are left over."""
+        steps = -(-num_vecs * num_teams // MOST_THREADS)
+        row_threads = -(-num_vecs // steps)
+        one = row_threads * num_teams
+        wanted = SMALL_THREADS if num_teams == 1 else MOST_THREADS // 2
+
+        def cost(rows: int) -> tuple[float, int]:
+            return (-one * rows % 32) / (one * rows), wanted - one * rows
+
+        rows = min(range(1, max(1, wanted // one) + 1), key=cost)
+        # Teams have their threads at fixed places.
+        times = 1 if num_teams > 1 else max(1, min(MOST_TIMES, MOST_THREADS // (one * rows)))
+        return cls(row_threads, rows, times)
 
 
 @cache
@@ -64,9 +85,9 @@ def kernel(
     without what the others need a kernel of two partials is 30 % shorter, and as fast as a copy.
     """
     num_teams = max(1, capacity // STATES_OF_THREAD)
-    row_threads, rows = block_shape(dim // vec_elems, num_teams)
-    num_threads = row_threads * rows * num_teams
-    occupancy = max(1, NUM_THREADS * MAX_OCCUPANCY // num_threads)
+    row_threads, rows, times = BlockShape.of(dim // vec_elems, num_teams)
+    num_threads = row_threads * rows * num_teams * times
+    occupancy = max(1, THREADS_OF_SM // num_threads)
     config = KernelConfig(num_threads=num_threads, max_occupancy=occupancy, use_pdl=True)
     args = make_cpp_args(
         dim, vec_elems, in_type, out_type, lse_type, capacity, bool(plain), *config, rows
@@ -79,7 +100,7 @@ def kernel(
     wrappers = [(name, f"jitkern::Merge<{args}>")]
     module = load_own("merge", *args, device_files=["ops/merge.cu"], device_wrappers=wrappers)
     module.hint = hints.replay
-    return module.launched_with(config, in_flight=min(capacity, STATES_OF_THREAD), splits=rows)
+    return module.launched_with(config, in_flight=times, splits=rows)
 
 
 def specialisations(head_dim: int) -> list[tuple[int, ...]]:
