@@ -90,7 +90,7 @@ def kernel(
     occupancy = max(1, THREADS_OF_SM // num_threads)
     config = KernelConfig(num_threads=num_threads, max_occupancy=occupancy, use_pdl=True)
     args = make_cpp_args(
-        dim, vec_elems, in_type, out_type, lse_type, capacity, bool(plain), *config, rows
+        dim, vec_elems, in_type, out_type, lse_type, capacity, bool(plain), *config, row_threads
     )
     types = [_TYPES[in_type]]
     types += [f"to_{_TYPES[out_type]}"] * (out_type != in_type)
