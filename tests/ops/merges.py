@@ -172,15 +172,10 @@ def placed(values: Tensor, layout: str = "contiguous", *, seed: int = 0) -> Buff
     strides = (token_stride, head_stride, 1)[: values.ndim]
     view = whole.view(values.dtype).as_strided(values.shape, strides, guard + first)
     if layout in EXPANDED:  # what the first rows say holds for all
-        values = values[: 1 if token_stride == 0 else None, : 1 if head_stride == 0 else None]
-        values = values.expand_as(view)
-        target = view.as_strided(
-            [1 if stride == 0 else size for size, stride in zip(view.shape, strides, strict=True)],
-            strides,
-        )
-        target.copy_(values[: target.shape[0], : target.shape[1]])
-        return Buffer(whole, view)
-    view.copy_(values)
+        only = slice(None if token_stride else 1), slice(None if head_stride else 1)
+        view[only].copy_(values[only])
+    else:
+        view.copy_(values)
     return Buffer(whole, view)
 
 

@@ -81,12 +81,11 @@ def test_bases_that_are_off(device: torch.device, dtype: torch.dtype, offset: in
     assert_same(merge_states([outs[0], moved, outs[2]], list(lses)), wanted)
     for out_dtype in OUT_TYPES:
         scale = scale_for(out_dtype, device)
-        memory = torch.full((count + 32,), 5.0, device=device).to(out_dtype)
+        memory = torch.full((count + 32,), 448.0, device=device).to(out_dtype)
         out = memory[offset:][:count].view(outs[0].shape)
         assert_merged(merge_states(outs, lses, out=out, scale=scale), outs, lses, scale=scale)
-        assert memory.float().eq(5).nonzero().flatten().tolist() == [
-            *range(offset), *range(offset + count, count + 32)
-        ]  # fmt: skip
+        assert memory[:offset].float().eq(448).all()
+        assert memory[offset + count :].float().eq(448).all()
 
 
 def stacks(outs: Tensor, lses: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -132,7 +131,7 @@ def test_stacked_tensors(device: torch.device, dtype: torch.dtype, n: int) -> No
 def test_in_place(device: torch.device, n: int, dim: int, layout: str) -> None:
     """`out` as one of `outs`, `lse` as one of `lses`, and both: the bits of a call that is not."""
     for dtype, lse_layout in zip((F32, BF16), LSE_LAYOUTS, strict=True):
-        outs, lses = partials(device, n, 5, 3, dim, dtype, lse_layout=lse_layout)
+        outs, lses = partials(device, n, 3, 2, dim, dtype, lse_layout=lse_layout)
         how = {"lse_layout": lse_layout, "base": "2"}
         wanted = merge_states(outs, lses, **how)
         for of_out, of_lse in ((0, None), (None, n - 1), (n - 1, 0), (1, 1)):
