@@ -144,7 +144,7 @@ def _through_torch(
 ) -> tuple[Tensor, Tensor | None]:
     op, rest = "merge_states", {"base": base, "lse_layout": lse_layout, "num_valid": num_valid}
     prefill = {"prefill_tokens_with_context": prefill_tokens_with_context}
-    if out is None and (lse is None or lse is False):
+    if out is None and scale is None and (lse is None or lse is False):
         merged, merged_lse = dispatch.through_torch(
             op, outs=list(outs), lses=list(lses), **rest, **prefill
         )
@@ -164,17 +164,27 @@ def _two_through_torch(
     lse_b: Tensor,
     **rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    wrong = not_a_tensor("merge_state", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    if wrong is not None:
+        raise wrong
     return _through_torch((out_a, out_b), (lse_a, lse_b), **rest)
 
 
 def _many_through_torch(
     outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor, **rest: Any
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(outs, (list, tuple)):
-        outs = outs.unbind(0)  # type: ignore[union-attr]
-    if not isinstance(lses, (list, tuple)):
-        lses = lses.unbind(0)  # type: ignore[union-attr]
-    return _through_torch(outs, lses, **rest)
+    wrong = _not_tensors(outs=outs, lses=lses)
+    if wrong is not None:
+        raise wrong
+    return _through_torch(_unstacked("outs", outs), _unstacked("lses", lses), **rest)
+
+
+def _unstacked(name: str, many: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    if not isinstance(many, (list, tuple)):
+        many = many.unbind(0) if many.ndim > 0 else ()  # type: ignore[union-attr]
+    if len(many) == 0:
+        raise ValueError(f"merge_states: {name}: a list of 0, expected 1 to 64 partial results")
+    return many
 
 
 @dispatch.traced_as(_two_through_torch)
@@ -354,10 +364,10 @@ def merge_states(
             "merge_states", _LAYOUT, lse_layout
         )
         try:
-            if to is None and len(outs) > 0:
-                to = _new_out(outs[0])
-            if to_lse is None and len(lses) > 0:
-                to_lse = _new_lse(lses[0])
+            if to is None and (like := _first(outs)) is not None:
+                to = _new_out(like)
+            if to_lse is None:
+                to_lse = None if (like := _first(lses)) is None else _new_lse(like)
             elif to_lse is False:
                 to_lse = None
             if not _op_of_many()(outs, lses, to, to_lse, is_base_2, heads_first, scale, num_valid):
@@ -402,6 +412,13 @@ def _given(out: Any, lse: Any) -> tuple[Any, ...]:
     return (lse,) if out is None else (out, lse)
 
 
+def _first(many: Any) -> Any:
+    try:
+        return many[0]
+    except LookupError:
+        return None  # C++ says what is wrong with them
+
+
 # Not in C++: see _new_output of jitkern.ops.index.
 def _new_out(like: Tensor) -> Tensor:
     return like.new_empty(like.shape)
@@ -427,6 +444,12 @@ def _named(**lists: Any) -> dict[str, Any]:
 
 
 def _not_tensors(**lists: Any) -> TypeError | None:
+    import torch
+
+    for name, value in lists.items():
+        if not isinstance(value, (list, tuple, torch.Tensor)):
+            expected = "a list of tensors, or one stacked tensor"
+            return TypeError(f"merge_states: {name}: {type_text(value)}, expected {expected}")
     return not_a_tensor("merge_states", **_named(**lists))
 
 

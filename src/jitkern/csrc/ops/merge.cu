@@ -136,7 +136,8 @@ struct Merge {
       const bool writes = place.is_row && team == 0 && vec < kVecs;
       if (step == 0 && p.to.lse_is_in_place) __syncthreads();
       if (writes && vec == 0 && p.to.lse != nullptr) {
-        const float log = center_of(all.log) + log2_of(all.sum) * p.to.base_log_of_2;
+        const float sum_log = center_of(all.log) + log2_of(all.sum) * p.to.base_log_of_2;
+        const float log = all.sum == 1.0f ? all.log : sum_log;  // to the sign of a zero
         at = place.offset(p.to.lse_token_stride, p.to.lse_head_stride);
         store_float(p.to.lse + at, p.to.lse_type, log);
       }
@@ -171,7 +172,7 @@ struct Merge {
     const u32 at = to.valid_per_token ? token : 0;
     const i64 count = to.num_valid_bytes == 4 ? static_cast<const i32*>(to.num_valid)[at]
                                               : static_cast<const i64*>(to.num_valid)[at];
-    return static_cast<int>(count < to.num_states ? count : to.num_states);
+    return count < 0 ? 0 : static_cast<int>(count < to.num_states ? count : to.num_states);
   }
 
   static __device__ Weight weigh(const Bits<kLse>* logs, float* shares, float log2_of_base) {
