@@ -31,8 +31,8 @@ STATES_OF_THREAD = 8  # kStatesOfThread of csrc/ops/merge.h
 SMALL_THREADS = 128
 MOST_TIMES = 4
 MOST_THREADS = 512
-# Registers for so many threads are left to each SM: 64 each.
-THREADS_OF_SM = 1024
+# For so many threads an SM has registers, 64 or 80 each, of one team and of several.
+THREADS_OF_SM = (1024, 768)
 
 
 class BlockShape(NamedTuple):
@@ -87,7 +87,7 @@ def kernel(
     num_teams = max(1, capacity // STATES_OF_THREAD)
     row_threads, rows, times = BlockShape.of(dim // vec_elems, num_teams)
     num_threads = row_threads * rows * num_teams * times
-    occupancy = max(1, THREADS_OF_SM // num_threads)
+    occupancy = max(1, THREADS_OF_SM[num_teams > 1] // num_threads)
     config = KernelConfig(num_threads=num_threads, max_occupancy=occupancy, use_pdl=True)
     args = make_cpp_args(
         dim, vec_elems, in_type, out_type, lse_type, capacity, bool(plain), *config, row_threads
