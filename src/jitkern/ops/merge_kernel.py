@@ -79,7 +79,7 @@ def kernel(
     num_teams = max(1, capacity // STATES_OF_THREAD)
     row_threads, rows, times = BlockShape.of(dim // vec_elems, num_teams)
     num_threads = row_threads * rows * num_teams * times
-    occupancy = max(1, THREADS_OF_SM[num_teams > 1] // num_threads)
+    occupancy = max(1, THREADS_OF_SM[num_teams > 1] // (-(-num_threads // 32) * 32))
     config = KernelConfig(num_threads=num_threads, max_occupancy=occupancy, use_pdl=True)
     args = make_cpp_args(
         dim, vec_elems, in_type, out_type, lse_type, capacity, bool(plain), *config, row_threads
