@@ -103,7 +103,7 @@ struct Merge {
 
     // Straight-line loops: what is loaded is used behind all of them.
     Bits<kLse> logs[kStates];
-    i64 at = place.offset(states[0].lse_token_stride, states[0].lse_head_stride);
+    i64 at = place.offset(p.states[0].lse_token_stride, p.states[0].lse_head_stride);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       logs[s] = bits_as<kLse>(-float_of_bits(0x7f800000));
@@ -113,7 +113,7 @@ struct Merge {
     }
     InVec vecs[kStates];
     const auto load = [&](int vec) {
-      at = place.offset(states[0].out_token_stride, states[0].out_head_stride);
+      at = place.offset(p.states[0].out_token_stride, p.states[0].out_head_stride);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
         vecs[s] = InVec{};
