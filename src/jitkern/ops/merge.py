@@ -77,8 +77,16 @@ def kernel(
     types += ["any_strides"] * (not plain)
     name = "_".join(["jitkern_merge", f"v{vec_elems}", f"d{dim}", f"n{capacity}", *types])
     wrappers = [(name, f"jitkern::Merge<{args}>")]
-    module = load_own("merge", *args, device_files=["ops/merge.cu"], device_wrappers=wrappers)
-    module.hint = hints.replay
+    module = load_own(
+        "merge",
+        *args,
+        device_files=["ops/merge.cu"],
+        device_wrappers=wrappers,
+        sized_by="head_dim",
+    )
+    spec = (dim, vec_elems, in_type, out_type, lse_type, capacity, plain)
+    if spec not in specialisations(dim):
+        module.hint = hints.replay  # a --head-dim gives the most common ones only
     return module.launched_with(config, in_flight=min(capacity, STATES_OF_THREAD), splits=rows)
 
 
