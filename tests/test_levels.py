@@ -42,7 +42,7 @@ LAYERS = """
 4  torch_ops
 4  ops.dispatch
 4  ops.pairs
-4  ops.merge_kernel
+4  ops.merge_kernel ops.merge_gradient
 4  ops.merge_torch
 4  ops
 5  jobs
