@@ -69,6 +69,8 @@ struct Shares {
       of[i] = of[i] == center ? 1 : std::exp2((of[i] - center) * call.log2_of_base);
       sum += of[i];
     }
+    const float factor = sum == 0 ? 0 : 1 / sum;
+    for (i64 i = 0; i < call.num_states(); ++i) of[i] *= factor;
     // One alone keeps its own, to the sign of a zero.
     lse = sum == 1 ? largest : center + std::log2(sum) * call.base_log_of_2;
   }
@@ -88,7 +90,7 @@ void store(char* to, const float* values, float factor, i64 count) {
 
 template <int kIn, int kOut>
 void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 token, i64 head) {
-  const float factor = shares.sum == 0 ? 0 : 1 / (shares.sum * scale);
+  const float factor = 1 / scale;
   char* const to =
       call.out->data + token * call.out->token_stride_bytes + head * call.out->head_stride_bytes;
   float values[kPartDim];
