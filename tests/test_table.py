@@ -52,6 +52,7 @@ USERS = {
         tests/test_tracing.py tests/ops/test_pair_order.py tests/emulate/pair_copy.cc
         tests/emulate/race.cc tests/emulate/race.py bench/cases/pools.py
         tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
+        tests/examples/test_offload_attention.py
         tests/threads/ops.cc tests/threads/calls.cc tests/threads/trouble.cc
         tests/offload/test_pool.py tests/offload/pool_child.py
         bench/cases/offload.py bench/cases/ways.py src/jitkern/calibration.py

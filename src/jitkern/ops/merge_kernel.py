@@ -96,7 +96,8 @@ def kernel(
         device_wrappers=wrappers,
         sized_by="head_dim",
     )
-    if (dim, vec_elems, in_type, out_type, lse_type, capacity, plain) not in specialisations(dim):
+    spec = (dim, vec_elems, in_type, out_type, lse_type, capacity, plain)
+    if spec not in specialisations(dim):
         module.hint = hints.replay  # a --head-dim gives the most common ones only
     return module.launched_with(config, in_flight=times, splits=rows)
 
