@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from merges import (
+from merge_reference import (
     BF16,
     F16,
     F32,

@@ -13,7 +13,6 @@ from jitkern.ops.common import widest_vec_bytes
 
 # FloatType of csrc/ops/floats.h, in its order.
 _TYPES = ("f32", "f16", "bf16", "e4m3")
-_ITEM_BYTES = (4, 2, 2, 1)
 _F32, _F16, _BF16, _ = range(4)
 CAPACITIES = (2, 4, 8, 16, 32, 64)
 """Partials that kernels are made for: of fewer the next larger."""
