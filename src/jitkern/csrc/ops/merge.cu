@@ -123,7 +123,7 @@ struct Merge {
     const i64 at = to.valid_per_token ? token : 0;
     const i64 count = to.num_valid_bytes == 4 ? static_cast<const i32*>(to.num_valid)[at]
                                               : static_cast<const i64*>(to.num_valid)[at];
-    return static_cast<int>(count < to.num_states ? count : to.num_states);
+    return count < 0 ? 0 : static_cast<int>(count < to.num_states ? count : to.num_states);
   }
 
   static __device__ Weight weigh(const Bits<kLse>* logs, float* shares, float log2_of_base) {
