@@ -165,13 +165,11 @@ def _vllm() -> Run:
 
 def _two_kernels() -> Run:
     merge = peers.triton_merge().two_kernels
-    weights: dict[torch.Size, torch.Tensor] = {}
 
     def run_merge(b: Buffers) -> None:
-        shape = b.stacked_lse.shape
-        if shape not in weights:
-            weights[shape] = torch.empty_like(b.stacked_lse)
-        _two(partial(merge, weights=weights[shape]), b, b.lses)
+        if "weights" not in b.kept:
+            b.kept["weights"] = torch.empty_like(b.stacked_lse)
+        _two(partial(merge, weights=b.kept["weights"]), b, b.lses)
 
     return run_merge
 
@@ -184,15 +182,14 @@ def _one_kernel() -> Run:
 def _of_base_2(merge: Callable[[Buffers, torch.Tensor], object]) -> Run:
     """Give `merge` the sums in base 2; what it does first with some buffers, which is checked, is
     brought back to base e."""
-    kept: dict[int, torch.Tensor] = {}
 
     def run_merge(b: Buffers) -> None:
-        lses = kept.get(id(b))
+        lses = b.kept.get("of base 2")
         if lses is not None:
             merge(b, lses)
             return
-        kept[id(b)] = b.stacked_lse / math.log(2)
-        merge(b, kept[id(b)])
+        b.kept["of base 2"] = b.stacked_lse / math.log(2)
+        merge(b, b.kept["of base 2"])
         b.lse.mul_(math.log(2))
 
     return run_merge

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -83,6 +83,8 @@ class Buffers:
     num_valid: torch.Tensor | None
     copied: torch.Tensor  # bytes, where the copy goes
     expected: tuple[torch.Tensor, torch.Tensor] | None = None  # float64
+    # What an implementation needs of it besides: a graph reads it for as long as the buffers.
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def cases(ctx: Context) -> Iterator[Case]:

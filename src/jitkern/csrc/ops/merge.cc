@@ -11,9 +11,6 @@ namespace {
 
 constexpr i64 kMostRows = (1ll << 31) - 1;  // of one launch
 
-// -- on a GPU
-// --------------------------------------------------------------------------------------
-
 // A partial's rows as the GPU has them.
 const char* address_on_gpu(const HeadRows& rows) {
   if (rows.on_cuda()) return rows.data;
@@ -50,9 +47,32 @@ int capacity_of(i64 num_states) {
 KernelTable& kernels() {
   // Of a kernel `splits` are the rows of a block.
   static KernelTable table(
-      "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity"},
+      "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity", "plain"},
       [](const Spec&, int in_flight, int rows) { return GroupShape{1, in_flight, 1, rows}; });
   return table;
+}
+
+// By how many bytes rows follow each other, of all tokens and heads; -1 where some are apart
+// otherwise.
+i64 row_stride(const HeadRows& rows) {
+  if (rows.heads == 1) return rows.token_stride_bytes;
+  const bool is_one =
+      rows.tokens == 1 || rows.token_stride_bytes == rows.heads * rows.head_stride_bytes;
+  return is_one ? rows.head_stride_bytes : -1;
+}
+
+// Whether all partials count, and lie in one way in which rows follow each other.
+bool is_plain(const MergeCall& call) {
+  if (call.num_valid || call.tokens_of_first < call.out->tokens || call.outs.size() < 2)
+    return false;
+  const i64 of_outs = row_stride(call.outs[0]);
+  const i64 of_lses = row_stride(call.lses[0]);
+  const i64 of_lse = call.lse ? row_stride(*call.lse) : 0;
+  if (of_outs < 0 || of_lses < 0 || of_lse < 0 || row_stride(*call.out) < 0) return false;
+  for (size_t i = 1; i < call.outs.size(); ++i) {
+    if (row_stride(call.outs[i]) != of_outs || row_stride(call.lses[i]) != of_lses) return false;
+  }
+  return true;
 }
 
 MergeTarget target_of(const MergeCall& call) {
@@ -76,51 +96,79 @@ MergeTarget target_of(const MergeCall& call) {
   to.num_states = static_cast<i32>(call.num_states());
   to.log2_of_base = call.log2_of_base;
   to.base_log_of_2 = call.base_log_of_2;
-  to.tokens_of_first = call.tokens_of_first;
   to.heads = Divisor::of(static_cast<u32>(call.out->heads));
   return to;
 }
+
+// What a launch is told; a kernel takes the first of the partials, as many as it is made for.
+struct Launches {
+  const MergeCall& call;
+  MergeParams<kMostStates> params;
+
+  Launches(const MergeCall& call, bool plain) : call(call) {
+    params.to = target_of(call);
+    for (size_t i = 0; i < call.outs.size(); ++i) {
+      const HeadRows& out = call.outs[i];
+      const HeadRows& lse = call.lses[i];
+      params.states[i] = {address_on_gpu(out),   address_on_gpu(lse),    out.token_stride_bytes,
+                          out.head_stride_bytes, lse.token_stride_bytes, lse.head_stride_bytes};
+    }
+    if (!plain || call.out->heads > 1) return;
+    // The kernel takes the stride of heads for that of rows, of the first partial for that of all.
+    params.to.out_head_stride = params.to.out_token_stride;
+    params.to.lse_head_stride = params.to.lse_token_stride;
+    params.states[0].out_head_stride = params.states[0].out_token_stride;
+    params.states[0].lse_head_stride = params.states[0].lse_token_stride;
+  }
+
+  // The next tokens, of which `done` are behind.
+  void launch(const LaunchScope& scope, const LoadedKernels& kernels, i64 done, i64 tokens) {
+    MergeTarget& to = params.to;
+    to.num_rows = static_cast<u32>(tokens * call.out->heads);
+    to.tokens_of_first =
+        static_cast<u32>(std::clamp<i64>(call.tokens_of_first - done, 0, kMostRows));
+    const i64 capacity = kernels.spec[5];
+    scope.launch_bytes(
+        kernels.entries[0], ceil_div(to.num_rows, kernels.shape.rows), &params,
+        static_cast<i64>(sizeof(MergeTarget)) + capacity * static_cast<i64>(sizeof(PartialState)));
+    to.out += tokens * to.out_token_stride;
+    if (to.lse != nullptr) to.lse += tokens * to.lse_token_stride;
+    if (to.valid_per_token) {
+      to.num_valid = static_cast<const char*>(to.num_valid) + tokens * to.num_valid_bytes;
+    }
+    for (size_t i = 0; i < call.outs.size(); ++i) {
+      params.states[i].out += tokens * params.states[i].out_token_stride;
+      params.states[i].lse += tokens * params.states[i].lse_token_stride;
+    }
+  }
+};
 
 void merge_by_gpu(const MergeCall& call) {
   const LaunchScope scope(*call.out);
   const i64 tokens = call.out->tokens, heads = call.out->heads;
   if (tokens == 0 || heads == 0) return;
   if (heads > kMostRows) call.out->value_error(std::to_string(heads) + " heads", "less than 2^31");
-  const int capacity = capacity_of(call.num_states());
+  const bool plain = is_plain(call);
   const LoadedKernels& loaded = kernels().find(
-      scope.device,
-      Spec(call.dim, elems_of_vector(call), call.in_type, call.out_type, call.lse_type, capacity));
-  MergeParams<kMostStates> params;
-  params.to = target_of(call);
-  for (size_t i = 0; i < call.outs.size(); ++i) {
-    const HeadRows& out = call.outs[i];
-    const HeadRows& lse = call.lses[i];
-    params.states[i] = {address_on_gpu(out),   address_on_gpu(lse),    out.token_stride_bytes,
-                        out.head_stride_bytes, lse.token_stride_bytes, lse.head_stride_bytes};
-  }
-  const i64 bytes = static_cast<i64>(sizeof(MergeTarget) + capacity * sizeof(PartialState));
+      scope.device, Spec(call.dim, elems_of_vector(call), call.in_type, call.out_type,
+                         call.lse_type, capacity_of(call.num_states()), plain));
+  Launches launches(call, plain);
   const i64 most_tokens = kMostRows / heads;
-  for (i64 first = 0; first < tokens; first += most_tokens) {
-    params.to.first_token = first;
-    params.to.num_rows = static_cast<u32>(std::min(most_tokens, tokens - first) * heads);
-    scope.launch_bytes(loaded.entries[0], ceil_div(params.to.num_rows, loaded.shape.rows), &params,
-                       bytes);
+  for (i64 done = 0; done < tokens; done += most_tokens) {
+    launches.launch(scope, loaded, done, std::min(most_tokens, tokens - done));
   }
 }
-
-// -- the ops
-// ---------------------------------------------------------------------------------------
 
 void merge(const MergeCall& call) { call.out->on_cuda() ? merge_by_gpu(call) : merge_by_cpu(call); }
 
 void merge_state(AnyView out_a, AnyView lse_a, AnyView out_b, AnyView lse_b, AnyView out,
-                 AnyView lse, AnyView base, AnyView lse_layout, AnyView scale,
+                 AnyView lse, AnyView is_base_2, AnyView heads_first, AnyView scale,
                  AnyView prefill_tokens) {
   constexpr const char* kPrefill = "prefill_tokens_with_context";
-  MergeCall call("merge_state", lse_layout);
+  MergeCall call("merge_state", heads_first);
   call.add(Tensor(call.op, "out_a", out_a), Tensor(call.op, "lse_a", lse_a));
   call.add(Tensor(call.op, "out_b", out_b), Tensor(call.op, "lse_b", lse_b));
-  call.finish({out, lse, base, scale, nullptr});
+  call.finish({out, lse, is_base_2, scale, nullptr});
   if (!is_none(prefill_tokens)) {
     call.tokens_of_first = int_arg(call.op, kPrefill, prefill_tokens);
     if (call.tokens_of_first < 0) {
@@ -130,11 +178,11 @@ void merge_state(AnyView out_a, AnyView lse_a, AnyView out_b, AnyView lse_b, Any
   merge(call);
 }
 
-void merge_states(AnyView outs, AnyView lses, AnyView out, AnyView lse, AnyView base,
-                  AnyView lse_layout, AnyView scale, AnyView num_valid) {
-  MergeCall call("merge_states", lse_layout);
+void merge_states(AnyView outs, AnyView lses, AnyView out, AnyView lse, AnyView is_base_2,
+                  AnyView heads_first, AnyView scale, AnyView num_valid) {
+  MergeCall call("merge_states", heads_first);
   call.add_all(outs, lses);
-  call.finish({out, lse, base, scale, num_valid});
+  call.finish({out, lse, is_base_2, scale, num_valid});
   merge(call);
 }
 

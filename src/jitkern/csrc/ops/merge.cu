@@ -12,6 +12,38 @@
 
 namespace jitkern {
 
+// By the GPU's own functions, which are right but for 2 units in the last place: with the exact
+// ones a kernel of two partials is half as long again, and no longer waits for memory alone.
+__device__ inline float exp2_of(float x) {
+#ifdef JITKERN_EMULATED
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+__device__ inline float log2_of(float x) {
+#ifdef JITKERN_EMULATED
+  return log2f(x);
+#else
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+__device__ inline float inverse_of(float x) {
+#ifdef JITKERN_EMULATED
+  return 1.0f / x;
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
 // What partials weigh together: base^log * sum, where `log` is the largest lse of theirs.
 struct Weight {
   float log;
@@ -25,11 +57,11 @@ __device__ inline float center_of(float largest) {
 
 // What `log` weighs beside `center`. An infinite one is all there is; -inf is nothing; NaN is NaN.
 __device__ inline float share_of(float log, float center, float log2_of_base) {
-  return log == center ? 1.0f : exp2f((log - center) * log2_of_base);
+  return log == center ? 1.0f : exp2_of((log - center) * log2_of_base);
 }
 
-template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, int kThreads,
-          int kMaxOccupancy, bool kUsePdl, int kRows>
+template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
+          int kThreads, int kMaxOccupancy, bool kUsePdl, int kRows>
 struct Merge {
   using Params = MergeParams<kCapacity>;
   static constexpr int kNumThreads = kThreads;
@@ -57,39 +89,37 @@ struct Merge {
     const int team = static_cast<int>(threadIdx.x) / kTeamThreads;
     const int member = static_cast<int>(threadIdx.x) % kTeamThreads;
     const int lane = member % kRowThreads;
-    const u32 row = blockIdx.x * kRows + member / kRowThreads;
-    const bool is_row = row < p.to.num_rows;
-    const u32 token_of_launch = p.to.heads.quotient(row);
-    const i64 head = row - token_of_launch * p.to.heads.value;
-    const i64 token = p.to.first_token + token_of_launch;
+    const Place place(p.to, blockIdx.x * kRows + member / kRowThreads);
+    const PartialState* const states = p.states + team * kStates;
     wait_for_earlier_kernels<kUsePdl>();
 
-    const int first = token < p.to.tokens_of_first ? 0 : 1;
-    const int behind = is_row ? num_valid(p.to, token) : 0;
-    const PartialState* const states = p.states + team * kStates;
+    const int first = kPlain || place.token < p.to.tokens_of_first ? 0 : 1;
+    const int behind = !place.is_row ? 0 : kPlain ? p.to.num_states : num_valid(p.to, place.token);
     const auto is_there = [&](int s) {
+      // A plain call of one partial there is none.
+      if (kPlain && kCapacity == 2) return place.is_row;
       return first <= team * kStates + s && team * kStates + s < behind;
     };
 
     // Straight-line loops: what is loaded is used behind all of them.
     Bits<kLse> logs[kStates];
+    i64 at = place.offset(states[0].lse_token_stride, states[0].lse_head_stride);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       logs[s] = bits_as<kLse>(-float_of_bits(0x7f800000));
       if (!is_there(s)) continue;
-      const char* from =
-          states[s].lse + token * states[s].lse_token_stride + head * states[s].lse_head_stride;
-      logs[s] = *reinterpret_cast<const Bits<kLse>*>(from);
+      if (!kPlain) at = place.offset(states[s].lse_token_stride, states[s].lse_head_stride);
+      logs[s] = *reinterpret_cast<const Bits<kLse>*>(states[s].lse + at);
     }
     InVec vecs[kStates];
     const auto load = [&](int vec) {
+      at = place.offset(states[0].out_token_stride, states[0].out_head_stride);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
         vecs[s] = InVec{};
         if (!is_there(s) || vec >= kVecs) continue;
-        const char* from =
-            states[s].out + token * states[s].out_token_stride + head * states[s].out_head_stride;
-        vecs[s] = __ldcs(reinterpret_cast<const InVec*>(from) + vec);
+        if (!kPlain) at = place.offset(states[s].out_token_stride, states[s].out_head_stride);
+        vecs[s] = __ldcs(reinterpret_cast<const InVec*>(states[s].out + at) + vec);
       }
     };
     load(lane);
@@ -100,27 +130,45 @@ struct Merge {
     const Weight own = weigh(logs, shares, p.to.log2_of_base);
     for (int step = 0;; load(lane + ++step * kRowThreads)) {
       float values[kElems];
-      add_up(vecs, shares, values);
+      add_up(vecs, shares, own.sum, values);
       const Weight all = with_other_teams(team, member, own, values, p.to.log2_of_base);
       const int vec = lane + step * kRowThreads;
+      const bool writes = place.is_row && team == 0 && vec < kVecs;
       if (step == 0 && p.to.lse_is_in_place) __syncthreads();
-      if (is_row && team == 0 && vec == 0 && p.to.lse != nullptr) {
-        const float log = center_of(all.log) + log2f(all.sum) * p.to.base_log_of_2;
-        store_float(p.to.lse + token * p.to.lse_token_stride + head * p.to.lse_head_stride,
-                    p.to.lse_type, log);
+      if (writes && vec == 0 && p.to.lse != nullptr) {
+        const float log = center_of(all.log) + log2_of(all.sum) * p.to.base_log_of_2;
+        at = place.offset(p.to.lse_token_stride, p.to.lse_head_stride);
+        store_float(p.to.lse + at, p.to.lse_type, log);
       }
-      if (is_row && team == 0 && vec < kVecs) {
-        char* to = p.to.out + token * p.to.out_token_stride + head * p.to.out_head_stride;
-        store(to + i64(vec) * kOutBytes, values, all.sum, scale);
+      if (writes) {
+        at = place.offset(p.to.out_token_stride, p.to.out_head_stride);
+        store(p.to.out + at + vec * kOutBytes, values, all.sum, scale);
       }
       if (step + 1 == kSteps) return;
     }
   }
 
  private:
-  static __device__ int num_valid(const MergeTarget& to, i64 token) {
+  // Of a thread: its row. A plain call's rows follow each other equally spaced in every tensor.
+  struct Place {
+    u32 row;
+    u32 token;
+    u32 head;
+    bool is_row;
+
+    __device__ Place(const MergeTarget& to, u32 row) : row(row), is_row(row < to.num_rows) {
+      if constexpr (kPlain) return;
+      token = to.heads.quotient(row);
+      head = row - token * to.heads.value;
+    }
+    __device__ i64 offset(i64 token_stride, i64 head_stride) const {
+      return kPlain ? row * head_stride : token * token_stride + head * head_stride;
+    }
+  };
+
+  static __device__ int num_valid(const MergeTarget& to, u32 token) {
     if (to.num_valid == nullptr) return to.num_states;
-    const i64 at = to.valid_per_token ? token : 0;
+    const u32 at = to.valid_per_token ? token : 0;
     const i64 count = to.num_valid_bytes == 4 ? static_cast<const i32*>(to.num_valid)[at]
                                               : static_cast<const i64*>(to.num_valid)[at];
     return count < 0 ? 0 : static_cast<int>(count < to.num_states ? count : to.num_states);
@@ -142,6 +190,12 @@ struct Merge {
     return all;
   }
 
+  // Of one partial alone the zeros keep their signs.
+  static __device__ void start(float sum, float* values) {
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) values[i] = sum == 0.0f ? 0.0f : -0.0f;
+  }
+
   // What weighs nothing counts nothing, whatever it is.
   static __device__ void add(float share, const float* from, float* values) {
     if (share == 0.0f) return;
@@ -149,9 +203,8 @@ struct Merge {
     for (int i = 0; i < kElems; ++i) values[i] = fmaf(share, from[i], values[i]);
   }
 
-  static __device__ void add_up(const InVec* vecs, const float* shares, float* values) {
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) values[i] = -0.0f;  // one alone keeps its zeros' signs
+  static __device__ void add_up(const InVec* vecs, const float* shares, float sum, float* values) {
+    start(sum, values);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       float from[kElems];
@@ -171,30 +224,34 @@ struct Merge {
     for (int i = 0; i < kElems; ++i) shared.values[team][i][member] = values[i];
     __syncthreads();
     if (team != 0) return own;
-    float largest = own.log;
-    for (int t = 1; t < kTeams; ++t) largest = fmaxf(largest, shared.weights[t][member].log);
-    const float center = center_of(largest);
-    Weight all{largest, 0.0f};
+    Weight all{own.log, 0.0f};
 #pragma unroll
-    for (int i = 0; i < kElems; ++i) values[i] = -0.0f;
+    for (int t = 1; t < kTeams; ++t) all.log = fmaxf(all.log, shared.weights[t][member].log);
+    float shares[kTeams];
+#pragma unroll
     for (int t = 0; t < kTeams; ++t) {
       const Weight weight = shared.weights[t][member];
-      float share = share_of(weight.log, center, log2_of_base);
-      if (weight.sum != weight.sum) share = weight.sum;  // NaN, which no largest lse shows
-      if (share != 0.0f) all.sum = fmaf(share, weight.sum, all.sum);
+      shares[t] = share_of(weight.log, center_of(all.log), log2_of_base);
+      if (weight.sum != weight.sum) shares[t] = weight.sum;  // NaN, which no largest lse shows
+      if (shares[t] != 0.0f) all.sum = fmaf(shares[t], weight.sum, all.sum);
+    }
+    start(all.sum, values);
+#pragma unroll
+    for (int t = 0; t < kTeams; ++t) {
       float from[kElems];
 #pragma unroll
       for (int i = 0; i < kElems; ++i) from[i] = shared.values[t][i][member];
-      add(share, from, values);
+      add(shares[t], from, values);
     }
     return all;
   }
 
   static __device__ void store(char* to, const float* values, float sum, float scale) {
-    const float factor = 1.0f / (kOut == kFloat8E4M3 ? sum * scale : sum);
+    const float inverse = inverse_of(kOut == kFloat8E4M3 ? sum * scale : sum);
+    const float factor = sum == 0.0f ? 0.0f : inverse;
     float means[kElems];
 #pragma unroll
-    for (int i = 0; i < kElems; ++i) means[i] = sum == 0.0f ? 0.0f : values[i] * factor;
+    for (int i = 0; i < kElems; ++i) means[i] = values[i] * factor;
     constexpr int kPartBytes = kOutBytes < 16 ? kOutBytes : 16;
     constexpr int kPartElems = kPartBytes / item_bytes_of(kOut);
 #pragma unroll

@@ -49,14 +49,13 @@ struct MergeTarget {
   const void* num_valid;  // how many of the partials count, or null
   i32 num_valid_bytes;    // 4 or 8
   bool valid_per_token;   // or one for all
+  bool lse_is_in_place;   // some thread reads what another one writes
   i32 num_states;
-  i32 lse_type;          // of FloatType
-  float log2_of_base;    // what a number times this is a logarithm to base 2
-  float base_log_of_2;   // its inverse
-  i64 first_token;       // of this launch
-  i64 tokens_of_first;   // later tokens have no first partial
-  u32 num_rows;          // of this launch
-  bool lse_is_in_place;  // some thread reads what another one writes
+  i32 lse_type;         // of FloatType
+  float log2_of_base;   // what a number times this is a logarithm to base 2
+  float base_log_of_2;  // its inverse
+  u32 num_rows;
+  u32 tokens_of_first;  // later tokens have no first partial
   Divisor heads;
 };
 

@@ -1,6 +1,5 @@
 // Checks of a call of merge_state or merge_states.
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <array>
@@ -56,16 +55,6 @@ const char* numbered(const char* name, i64 number) {
   static const auto* const outs = new Names(make("outs"));
   static const auto* const lses = new Names(make("lses"));
   return (*name == 'o' ? *outs : *lses)[static_cast<size_t>(number)].c_str();
-}
-
-// Which of two words an argument is: the second, or the first.
-bool is_second(const char* op, const char* arg, AnyView value, const char* first,
-               const char* second) {
-  const std::string expected = "\"" + std::string(first) + "\" or \"" + second + "\"";
-  const auto text = value.as<tvm::ffi::String>();
-  if (!text) raise_type_error(op, arg, value, expected);
-  if (*text == first || *text == second) return *text == second;
-  raise_value_error(op, arg, "\"" + std::string(*text) + "\"", expected);
 }
 
 HeadRows value_rows(const Tensor& tensor, int first_dim = 0) {
@@ -180,8 +169,8 @@ Indices num_valid_of(const Indices& num_valid, const MergeCall& call) {
 
 }  // namespace
 
-MergeCall::MergeCall(const char* op, AnyView lse_layout)
-    : op(op), heads_first(is_second(op, "lse_layout", lse_layout, kLayouts[0], kLayouts[1])) {}
+MergeCall::MergeCall(const char* op, AnyView heads_first)
+    : op(op), heads_first(bool_arg(op, "lse_layout", heads_first)) {}
 
 void MergeCall::add(const Tensor& out, const Tensor& lse) {
   in_type = float_type(out);
@@ -233,7 +222,7 @@ void MergeCall::add_all(AnyView outs_arg, AnyView lses_arg) {
 }
 
 void MergeCall::finish(const Rest& rest) {
-  const bool is_base_2 = is_second(op, "base", rest.base, "e", "2");
+  const bool is_base_2 = bool_arg(op, "base", rest.is_base_2);
   log2_of_base = is_base_2 ? 1.0f : 1.44269504f;
   base_log_of_2 = is_base_2 ? 1.0f : 0.69314718f;
   const Tensor tensor(op, "out", rest.out);

@@ -46,7 +46,7 @@ struct HeadRows : Tensor {
 struct MergeCall {
   // What both ops take beside the partials.
   struct Rest {
-    AnyView out, lse, base, scale, num_valid;
+    AnyView out, lse, is_base_2, scale, num_valid;
   };
 
   const char* op;
@@ -67,7 +67,7 @@ struct MergeCall {
   float base_log_of_2 = 1;
   bool lse_is_in_place = false;
 
-  MergeCall(const char* op, AnyView lse_layout);
+  MergeCall(const char* op, AnyView heads_first);
   void add(const Tensor& out, const Tensor& lse);
   // Lists of tensors, or one stacked tensor of each.
   void add_all(AnyView outs, AnyView lses);

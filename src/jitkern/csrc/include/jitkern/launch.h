@@ -208,7 +208,7 @@ struct MemoryRange {
 };
 MemoryRange memory_range(const void* address);
 
-constexpr int kMaxSpec = 6;
+constexpr int kMaxSpec = 7;
 
 // The template arguments that a call's shapes and alignment ask for.
 struct Spec {
