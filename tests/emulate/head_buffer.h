@@ -31,6 +31,17 @@ inline HeadLayout any_layout(i64 tokens, i64 heads, i64 row_bytes, i64 align, bo
   return at;
 }
 
+// Of rows that follow each other, of all tokens and heads.
+inline HeadLayout plain_layout(i64 tokens, i64 heads, i64 row_bytes, i64 align, bool expands,
+                               Random& random) {
+  HeadLayout at = any_layout(tokens * heads, 1, row_bytes, align, expands, random);
+  at.head_stride = at.token_stride;
+  at.token_stride *= heads;
+  at.tokens = tokens;
+  at.heads = heads;
+  return at;
+}
+
 class HeadBuffer {
  public:
   HeadBuffer(std::string name, const HeadLayout& layout, Random& random)
@@ -53,11 +64,7 @@ class HeadBuffer {
   // What a row holds before the kernel runs.
   char* before(i64 token, i64 head) { return before_.data() + offset_of(token, head); }
   const char* memory(i64 token, i64 head) const { return base_ + offset_of(token, head); }
-  // Where row 0 of a tensor would be of which this is `first_token` and later ones.
-  char* row_0(i64 first_token) const {
-    return reinterpret_cast<char*>(reinterpret_cast<u64>(base_) + u64(layout.offset) -
-                                   u64(first_token) * u64(layout.token_stride));
-  }
+  char* row_0() { return base_ + layout.offset; }
 
   void open(i64 token, i64 head) { opened_.push_back(offset_of(token, head)); }
   bool is_shut() const { return opened_.empty(); }

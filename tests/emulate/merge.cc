@@ -7,10 +7,12 @@
 namespace emulate {
 
 // A specialisation, as merge.py names it.
-template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, int kThreads, int kRows>
+template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
+          int kThreads, int kRows>
 struct Kernel {
   using Params = jitkern::MergeParams<kCapacity>;
-  using Merge = jitkern::Merge<kDim, kElems, kIn, kOut, kLse, kCapacity, kThreads, 1, true, kRows>;
+  using Merge =
+      jitkern::Merge<kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, 1, true, kRows>;
 
   // With as many partials' parameters as it is made for, and none behind them.
   static void launch(const MergeParams<kMostStates>& all, unsigned blocks, Order order) {
@@ -19,7 +21,7 @@ struct Kernel {
     launch_fibers({blocks}, {kThreads}, order, [&] { Merge::run(*params); });
   }
   static MergeKernel described() {
-    return {kDim, kElems, kIn, kOut, kLse, kCapacity, kThreads, kRows, launch};
+    return {kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, kRows, launch};
   }
 };
 

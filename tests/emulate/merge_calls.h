@@ -11,13 +11,17 @@ namespace emulate {
 using jitkern::MergeParams;
 using jitkern::MergeTarget;
 
+constexpr i64 kMostRows = (i64(1) << 31) - 1;
+
 struct MergeKernel {
-  int dim, elems, in_type, out_type, lse_type, capacity, threads, rows;
+  int dim, elems, in_type, out_type, lse_type, capacity;
+  bool plain;  // all partials count, and lie in one way in which rows follow each other
+  int threads, rows;
   void (*launch)(const MergeParams<kMostStates>& params, unsigned blocks, Order order);
 
   std::string name() const {
     std::string name = "merge:";
-    for (const int number : {dim, elems, in_type, out_type, lse_type, capacity}) {
+    for (const int number : {dim, elems, in_type, out_type, lse_type, capacity, int(plain)}) {
       name += " " + std::to_string(number);
     }
     return name;
@@ -61,16 +65,14 @@ class MergeRun {
     const i64 rows = kernel_.rows;
     tokens_ = random.pick({i64(1), rows - 1, rows, rows + 1, rows * 5 / 2 + 1});
     tokens_ = (tokens_ + heads_ - 1) / heads_;
-    // Numbers of tokens, and what lies between two, have more than 32 bits.
-    first_token_ = random.pick({i64(0), i64(0), i64(3), (i64(1) << 33) + 5});
     tokens_of_first_ =
-        random.pick({i64(1) << 62, i64(1) << 62, i64(0), first_token_,
-                     first_token_ + random.below(tokens_ + 1), first_token_ + tokens_});
+        random.pick({kMostRows, kMostRows, i64(0), random.below(tokens_ + 1), tokens_});
+    if (kernel_.plain) tokens_of_first_ = kMostRows;
     const i64 most = kernel_.capacity;
     num_states_ = random.pick({most, most, most - 1, most / 2 + 1, 1 + random.below(most)});
+    if (kernel_.plain) num_states_ = std::max<i64>(num_states_, 2);
     MergeTarget& to = params_.to;
-    to.first_token = first_token_;
-    to.tokens_of_first = tokens_of_first_;
+    to.tokens_of_first = static_cast<u32>(tokens_of_first_);
     to.num_rows = static_cast<u32>(num_rows());
     to.num_states = static_cast<i32>(num_states_);
     to.heads = jitkern::Divisor::of(static_cast<u32>(heads_));
@@ -81,7 +83,7 @@ class MergeRun {
   }
 
   void choose_num_valid(Random& random) {
-    if (random.below(2) == 0) return;
+    if (kernel_.plain || random.below(2) == 0) return;
     const bool per_token = random.below(2) == 0 && tokens_ > 0;
     const int bytes = random.pick({4, 8});
     std::vector<i64> counts(per_token ? tokens_ : 1);
@@ -94,8 +96,7 @@ class MergeRun {
     }
     num_valid_ = std::make_unique<IntBuffer>("num_valid", counts, bytes);
     MergeTarget& to = params_.to;
-    const u64 before = per_token ? u64(first_token_) * u64(bytes) : 0;
-    to.num_valid = reinterpret_cast<void*>(reinterpret_cast<u64>(num_valid_->data()) - before);
+    to.num_valid = num_valid_->data();
     to.num_valid_bytes = bytes;
     to.valid_per_token = per_token;
   }
@@ -106,21 +107,28 @@ class MergeRun {
     const bool in_place = kernel_.in_type == kernel_.out_type && random.below(3) == 0;
     const i64 out_at = in_place ? random.below(num_states_) : -1;
     const i64 lse_at = random.below(3) == 0 ? random.below(num_states_) : -1;
+    // Of plain kernels all are as far apart as those of the first, which no one else may then
+    // share.
+    HeadLayout out, lse;
     for (i64 s = 0; s < num_states_; ++s) {
       const std::string number = std::to_string(s);
-      outs_.push_back(
-          std::make_unique<HeadBuffer>("out " + number,
-                                       any_layout(tokens_, heads_, kernel_.dim * in_item,
-                                                  kernel_.elems * in_item, s != out_at, random),
-                                       random));
-      lses_.push_back(std::make_unique<HeadBuffer>(
-          "lse " + number, any_layout(tokens_, heads_, lse_item, lse_item, s != lse_at, random),
-          random));
+      const bool new_one = s == 0 || !kernel_.plain;
+      const auto expands = [&](i64 at) { return kernel_.plain ? at < 0 : s != at; };
+      if (new_one)
+        out = layout(kernel_.dim * in_item, kernel_.elems * in_item, expands(out_at), random);
+      if (new_one) lse = layout(lse_item, lse_item, expands(lse_at), random);
+      outs_.push_back(std::make_unique<HeadBuffer>("out " + number, out, random));
+      lses_.push_back(std::make_unique<HeadBuffer>("lse " + number, lse, random));
     }
     if (out_at >= 0) out_ = outs_[out_at].get();
     if (lse_at >= 0) lse_ = lses_[lse_at].get();
     params_.to.lse_type = kernel_.lse_type;
     params_.to.lse_is_in_place = lse_at >= 0;
+  }
+
+  HeadLayout layout(i64 row_bytes, i64 align, bool expands, Random& random) const {
+    const auto any = kernel_.plain ? plain_layout : any_layout;
+    return any(tokens_, heads_, row_bytes, align, expands, random);
   }
 
   void choose_targets(Random& random) {
@@ -129,14 +137,14 @@ class MergeRun {
     if (out_ == nullptr) {
       const i64 vec_bytes = std::min<i64>(16, kernel_.elems * item);
       own_out_ = std::make_unique<HeadBuffer>(
-          "out", any_layout(tokens_, heads_, kernel_.dim * item, vec_bytes, false, random), random);
+          "out", layout(kernel_.dim * item, vec_bytes, false, random), random);
       out_ = own_out_.get();
     }
     if (lse_ == nullptr && random.below(4) != 0) {
       to.lse_type = random.pick({jitkern::kFloat32, jitkern::kFloat16, jitkern::kBFloat16});
       const i64 lse_item = jitkern::item_bytes_of(to.lse_type);
-      own_lse_ = std::make_unique<HeadBuffer>(
-          "lse", any_layout(tokens_, heads_, lse_item, lse_item, false, random), random);
+      own_lse_ =
+          std::make_unique<HeadBuffer>("lse", layout(lse_item, lse_item, false, random), random);
       lse_ = own_lse_.get();
     }
     if (kernel_.out_type != kFloat8E4M3) return;
@@ -215,24 +223,24 @@ class MergeRun {
     }
     for (i64 s = 0; s < num_states_; ++s) {
       const HeadLayout &out = outs_[s]->layout, &lse = lses_[s]->layout;
-      params_.states[s] = {outs_[s]->is_shut() ? nullptr : outs_[s]->row_0(first_token_),
-                           lses_[s]->is_shut() ? nullptr : lses_[s]->row_0(first_token_),
+      params_.states[s] = {outs_[s]->is_shut() ? nullptr : outs_[s]->row_0(),
+                           lses_[s]->is_shut() ? nullptr : lses_[s]->row_0(),
                            out.token_stride,
                            out.head_stride,
                            lse.token_stride,
                            lse.head_stride};
     }
     MergeTarget& to = params_.to;
-    to.out = out_->row_0(first_token_);
+    to.out = out_->row_0();
     to.out_token_stride = out_->layout.token_stride;
     to.out_head_stride = out_->layout.head_stride;
     if (lse_ == nullptr) return;
-    to.lse = lse_->row_0(first_token_);
+    to.lse = lse_->row_0();
     to.lse_token_stride = lse_->layout.token_stride;
     to.lse_head_stride = lse_->layout.head_stride;
   }
 
-  i64 first_of(i64 token) const { return first_token_ + token < tokens_of_first_ ? 0 : 1; }
+  i64 first_of(i64 token) const { return token < tokens_of_first_ ? 0 : 1; }
   i64 behind_of(i64 token) const {
     if (!num_valid_) return num_states_;
     return std::min(num_states_, num_valid_->at(params_.to.valid_per_token ? token : 0));
@@ -286,7 +294,7 @@ class MergeRun {
 
   const MergeKernel& kernel_;
   MergeParams<kMostStates> params_{};
-  i64 tokens_ = 0, heads_ = 1, first_token_ = 0, tokens_of_first_ = 0, num_states_ = 1;
+  i64 tokens_ = 0, heads_ = 1, tokens_of_first_ = 0, num_states_ = 1;
   Logs logs_ = kAny;
   double same_log_ = 0;
   bool has_odd_values_ = false;  // infinite ones, and NaN
