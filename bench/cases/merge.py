@@ -27,7 +27,7 @@ PEERS = (
     peers.vllm_merge_state,
     peers.flashinfer_merge_state,
     peers.flashinfer_merge_states,
-    peers.triton_merge,
+    peers.merge_by_triton,
 )
 PLOTS = ("of the copy",)
 
@@ -164,7 +164,7 @@ def _vllm() -> Run:
 
 
 def _two_kernels() -> Run:
-    merge = peers.triton_merge().two_kernels
+    merge = peers.merge_by_triton().two_kernels
 
     def run_merge(b: Buffers) -> None:
         if "weights" not in b.kept:
@@ -175,7 +175,7 @@ def _two_kernels() -> Run:
 
 
 def _one_kernel() -> Run:
-    merge = peers.triton_merge().one_kernel
+    merge = peers.merge_by_triton().one_kernel
     return lambda b: _two(merge, b, b.lses)
 
 

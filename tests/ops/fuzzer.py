@@ -77,6 +77,9 @@ class Fuzzer:
         """Return something else than `value`, often close to it."""
         if torch.is_tensor(value) and self.rng.random() < 0.7:
             return self.wrong_tensor(value)
+        if isinstance(value, list) and value and self.rng.random() < 0.7:  # of tensors
+            i = self.rng.randrange(len(value))
+            return [self.wrong(one) if j == i else one for j, one in enumerate(value)]
         return self.rng.choice(
             [None, True, 0, -1, 3, 2**31, -(2**63), 2**63, 2**100, 1.5, float("nan"), "cache", "",
              b"bytes", [], [1, 2], (0, 2), (0, 2**63), (None, 1), (0.5, 1), (1, 2, 3), {}, {"a": 1},

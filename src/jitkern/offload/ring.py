@@ -167,8 +167,8 @@ class DescriptorRing:
         """
         if type(descriptors) is not self._is_tensor:
             descriptors = int64_arg("DescriptorRing.push", "descriptors", descriptors)
-        ticket = self._push(descriptors)
-        if ticket < 0:
+        push = self._push  # self._push(...) would look for a method first: a twentieth of a push
+        if (ticket := push(descriptors)) < 0:
             again = partial(self._push, descriptors)
             ticket = self._when_free("DescriptorRing.push", again, ticket, timeout_s)
         return ticket if self._on_device is None else self._to_device(ticket, self._on_device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jitkern import hints
 from jitkern.host import module as host
@@ -26,26 +26,47 @@ _F32, _F16, _BF16, _ = range(4)
 CAPACITIES = (2, 4, 8, 16, 32, 64)
 """Partials that kernels are made for: of fewer the next larger."""
 STATES_OF_THREAD = 8  # kStatesOfThread of csrc/ops/merge.h
-NUM_THREADS = 128  # about so many: a block has whole rows
+# Threads of a block, as far as rows are whole: of one for few rows, and at most how many times as
+# many where there are more rows; csrc/ops/merge.cc has the figures.
+SMALL_THREADS = 128
+MOST_TIMES = 4
 MOST_THREADS = 512
-MAX_OCCUPANCY = 8  # of blocks of that many threads
+# For so many threads an SM has registers, 64 or 80 each, of one team and of several.
+THREADS_OF_SM = (1024, 768)
 
 
-def block_shape(num_vecs: int, num_teams: int) -> tuple[int, int]:
-    """Return the threads of a row, and the rows of a block, for rows of so many vectors.
+class BlockShape(NamedTuple):
+    """How the threads of a block share rows.
 
-    A block has whole rows, of each team: so many that few lanes of its last warp are left over, as
-    close to NUM_THREADS in all as that allows.
+    Attributes
+    ----------
+    row_threads
+        Threads of a row, in each team.
+    rows
+        Rows of a small block.
+    times
+        How many small blocks a large one is.
     """
-    steps = -(-num_vecs * num_teams // MOST_THREADS)
-    row_threads = -(-num_vecs // steps)
-    one = row_threads * num_teams
 
-    def cost(rows: int) -> tuple[float, int]:
-        threads = one * rows
-        return (-threads % 32) / threads, abs(threads - NUM_THREADS * (1 if num_teams < 4 else 2))
+    row_threads: int
+    rows: int
+    times: int
 
-    return row_threads, min(range(1, max(1, 2 * NUM_THREADS // one) + 1), key=cost)
+    @classmethod
+    def of(cls, num_vecs: int, num_teams: int) -> BlockShape:
+        """Return the shape for rows of so many vectors: few lanes of a last warp are left over."""
+        steps = -(-num_vecs * num_teams // MOST_THREADS)
+        row_threads = -(-num_vecs // steps)
+        one = row_threads * num_teams
+        wanted = SMALL_THREADS if num_teams == 1 else MOST_THREADS // 2
+
+        def cost(rows: int) -> tuple[float, int]:
+            return (-one * rows % 32) / (one * rows), wanted - one * rows
+
+        rows = min(range(1, max(1, wanted // one) + 1), key=cost)
+        # Teams have their threads at fixed places.
+        times = 1 if num_teams > 1 else max(1, min(MOST_TIMES, MOST_THREADS // (one * rows)))
+        return cls(row_threads, rows, times)
 
 
 @cache
@@ -64,12 +85,12 @@ def kernel(
     without what the others need a kernel of two partials is 30 % shorter, and as fast as a copy.
     """
     num_teams = max(1, capacity // STATES_OF_THREAD)
-    row_threads, rows = block_shape(dim // vec_elems, num_teams)
-    num_threads = row_threads * rows * num_teams
-    occupancy = max(1, NUM_THREADS * MAX_OCCUPANCY // num_threads)
+    row_threads, rows, times = BlockShape.of(dim // vec_elems, num_teams)
+    num_threads = row_threads * rows * num_teams * times
+    occupancy = max(1, THREADS_OF_SM[num_teams > 1] // num_threads)
     config = KernelConfig(num_threads=num_threads, max_occupancy=occupancy, use_pdl=True)
     args = make_cpp_args(
-        dim, vec_elems, in_type, out_type, lse_type, capacity, bool(plain), *config, rows
+        dim, vec_elems, in_type, out_type, lse_type, capacity, bool(plain), *config, row_threads
     )
     types = [_TYPES[in_type]]
     types += [f"to_{_TYPES[out_type]}"] * (out_type != in_type)
@@ -79,7 +100,7 @@ def kernel(
     wrappers = [(name, f"jitkern::Merge<{args}>")]
     module = load_own("merge", *args, device_files=["ops/merge.cu"], device_wrappers=wrappers)
     module.hint = hints.replay
-    return module.launched_with(config, in_flight=min(capacity, STATES_OF_THREAD), splits=rows)
+    return module.launched_with(config, in_flight=times, splits=rows)
 
 
 def specialisations(head_dim: int) -> list[tuple[int, ...]]:
@@ -123,7 +144,7 @@ def _through_torch(
 ) -> tuple[Tensor, Tensor | None]:
     op, rest = "merge_states", {"base": base, "lse_layout": lse_layout, "num_valid": num_valid}
     prefill = {"prefill_tokens_with_context": prefill_tokens_with_context}
-    if out is None and (lse is None or lse is False):
+    if out is None and scale is None and (lse is None or lse is False):
         merged, merged_lse = dispatch.through_torch(
             op, outs=list(outs), lses=list(lses), **rest, **prefill
         )
@@ -143,17 +164,27 @@ def _two_through_torch(
     lse_b: Tensor,
     **rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    wrong = not_a_tensor("merge_state", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    if wrong is not None:
+        raise wrong
     return _through_torch((out_a, out_b), (lse_a, lse_b), **rest)
 
 
 def _many_through_torch(
     outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor, **rest: Any
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(outs, (list, tuple)):
-        outs = outs.unbind(0)  # type: ignore[union-attr]
-    if not isinstance(lses, (list, tuple)):
-        lses = lses.unbind(0)  # type: ignore[union-attr]
-    return _through_torch(outs, lses, **rest)
+    wrong = _not_tensors(outs=outs, lses=lses)
+    if wrong is not None:
+        raise wrong
+    return _through_torch(_unstacked("outs", outs), _unstacked("lses", lses), **rest)
+
+
+def _unstacked(name: str, many: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    if not isinstance(many, (list, tuple)):
+        many = many.unbind(0) if many.ndim > 0 else ()  # type: ignore[union-attr]
+    if len(many) == 0:
+        raise ValueError(f"merge_states: {name}: a list of 0, expected 1 to 64 partial results")
+    return many
 
 
 @dispatch.traced_as(_two_through_torch)
@@ -333,10 +364,10 @@ def merge_states(
             "merge_states", _LAYOUT, lse_layout
         )
         try:
-            if to is None and len(outs) > 0:
-                to = _new_out(outs[0])
-            if to_lse is None and len(lses) > 0:
-                to_lse = _new_lse(lses[0])
+            if to is None and (like := _first(outs)) is not None:
+                to = _new_out(like)
+            if to_lse is None:
+                to_lse = None if (like := _first(lses)) is None else _new_lse(like)
             elif to_lse is False:
                 to_lse = None
             if not _op_of_many()(outs, lses, to, to_lse, is_base_2, heads_first, scale, num_valid):
@@ -381,6 +412,13 @@ def _given(out: Any, lse: Any) -> tuple[Any, ...]:
     return (lse,) if out is None else (out, lse)
 
 
+def _first(many: Any) -> Any:
+    try:
+        return many[0]
+    except LookupError:
+        return None  # C++ says what is wrong with them
+
+
 # Not in C++: see _new_output of jitkern.ops.index.
 def _new_out(like: Tensor) -> Tensor:
     return like.new_empty(like.shape)
@@ -406,6 +444,12 @@ def _named(**lists: Any) -> dict[str, Any]:
 
 
 def _not_tensors(**lists: Any) -> TypeError | None:
+    import torch
+
+    for name, value in lists.items():
+        if not isinstance(value, (list, tuple, torch.Tensor)):
+            expected = "a list of tensors, or one stacked tensor"
+            return TypeError(f"merge_states: {name}: {type_text(value)}, expected {expected}")
     return not_a_tensor("merge_states", **_named(**lists))
 
 

@@ -34,24 +34,31 @@ constexpr const char* kFields[] = {"src_off", "dst_off",    "len",
                                    "count",   "src_stride", "dst_stride"};
 constexpr bool kIsShort[] = {false, false, true, true, false, false};
 
+// Two 8-byte fields of a descriptor, as a compiler of any processor has them in one register.
+using Pair [[gnu::vector_size(16), gnu::may_alias]] = u64;
+
 // Rows of int64 as descriptors. Returns what no column may have: a sign, or more than 32 bits.
+// Pairs are loaded, looked at and stored whole, four for a descriptor: field by field, each by way
+// of a register of its own, 128 of them took 1.2 times as long.
 template <int kColumns>
-u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stride) {
-  u64 signs = 0, high = 0;
+u64 convert(Descriptor* to, const u64* from, i64 count, i64 row_stride, i64 stride) {
+  Pair signs = {}, high = {};
   for (i64 i = 0; i < count; ++i, from += row_stride) {
-    const i64 src_off = from[0], dst_off = from[stride], len = from[2 * stride];
-    i64 repeats = 1, src_stride = 0, dst_stride = 0;
+    const Pair offs = {from[0], from[stride]}, len = {from[2 * stride], 0};
+    Pair repeats = {1, 0}, strides = {};
     if constexpr (kColumns == 6) {
-      repeats = from[3 * stride];
-      src_stride = from[4 * stride];
-      dst_stride = from[5 * stride];
+      repeats = Pair{from[3 * stride], 0};
+      strides = Pair{from[4 * stride], from[5 * stride]};
     }
-    to[i] = {src_off,    dst_off,   static_cast<u32>(len), static_cast<u32>(repeats),
-             src_stride, dst_stride};
-    signs |= static_cast<u64>(src_off | dst_off | src_stride | dst_stride);
-    high |= static_cast<u64>(len | repeats);
+    Pair* const fields = reinterpret_cast<Pair*>(to + i);
+    fields[0] = offs;
+    fields[1] = len | repeats << 32;  // and no seal
+    fields[2] = strides;
+    fields[3] = Pair{};
+    signs |= offs | strides;
+    high |= len | repeats;
   }
-  return signs >> 63 | high >> 32;
+  return (signs[0] | signs[1]) >> 63 | high[0] >> 32;
 }
 
 // Which value is wrong.
@@ -158,8 +165,9 @@ class DescriptorRing {
     if (is_reserved_) return kReserved;
     Descriptor* const to = producer_.try_reserve();
     if (to == nullptr) return kFull;
-    const u64 wrong = is_long ? convert<6>(to, from, count, row_stride, stride)
-                              : convert<3>(to, from, count, row_stride, stride);
+    const u64* const bits = reinterpret_cast<const u64*>(from);
+    const u64 wrong = is_long ? convert<6>(to, bits, count, row_stride, stride)
+                              : convert<3>(to, bits, count, row_stride, stride);
     if (wrong != 0) refuse(op, from, count, columns, row_stride, stride);
     return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
   }

@@ -10,6 +10,10 @@ namespace jitkern {
 namespace {
 
 constexpr i64 kMostRows = (1ll << 31) - 1;  // of one launch
+// Up to so many threads in all the blocks are small: of 128 threads rather than of 512 one token of
+// 32 heads takes 1.22 us and not 1.50, 64 tokens 1.73 and not 1.92, and 1,024 tokens 7.7 and not
+// 7.5; 256 tokens the same.
+constexpr i64 kSmallThreadsOfSm = 1024;
 
 // A partial's rows as the GPU has them.
 const char* address_on_gpu(const HeadRows& rows) {
@@ -45,10 +49,11 @@ int capacity_of(i64 num_states) {
 }
 
 KernelTable& kernels() {
-  // Of a kernel `splits` are the rows of a block.
+  // Of a kernel `splits` are the rows of a small block, and `in_flight` says how many of these a
+  // large one is.
   static KernelTable table(
       "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity", "plain"},
-      [](const Spec&, int in_flight, int rows) { return GroupShape{1, in_flight, 1, rows}; });
+      [](const Spec&, int times, int rows) { return GroupShape{1, 1, times, rows}; });
   return table;
 }
 
@@ -127,10 +132,15 @@ struct Launches {
     to.num_rows = static_cast<u32>(tokens * call.out->heads);
     to.tokens_of_first =
         static_cast<u32>(std::clamp<i64>(call.tokens_of_first - done, 0, kMostRows));
-    const i64 capacity = kernels.spec[5];
-    scope.launch_bytes(
-        kernels.entries[0], ceil_div(to.num_rows, kernels.shape.rows), &params,
-        static_cast<i64>(sizeof(MergeTarget)) + capacity * static_cast<i64>(sizeof(PartialState)));
+    const Kernel& kernel = kernels.entries[0];
+    const unsigned small = kernel.num_threads / kernels.shape.splits;
+    const i64 small_blocks = ceil_div(to.num_rows, kernels.shape.rows);
+    const bool is_small = small_blocks * small <= scope.device.num_sms * kSmallThreadsOfSm;
+    const int times = is_small ? 1 : kernels.shape.splits;
+    to.rows_of_block = static_cast<u32>(times * kernels.shape.rows);
+    const i64 bytes = static_cast<i64>(sizeof(MergeTarget) +
+                                       static_cast<u64>(kernels.spec[5]) * sizeof(PartialState));
+    scope.launch_bytes(kernel, ceil_div(small_blocks, times), &params, bytes, times * small);
     to.out += tokens * to.out_token_stride;
     if (to.lse != nullptr) to.lse += tokens * to.lse_token_stride;
     if (to.valid_per_token) {

@@ -61,7 +61,7 @@ __device__ inline float share_of(float log, float center, float log2_of_base) {
 }
 
 template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
-          int kThreads, int kMaxOccupancy, bool kUsePdl, int kRows>
+          int kThreads, int kMaxOccupancy, bool kUsePdl, int kRowThreads>
 struct Merge {
   using Params = MergeParams<kCapacity>;
   static constexpr int kNumThreads = kThreads;
@@ -70,11 +70,11 @@ struct Merge {
   static constexpr int kStates = kCapacity < kStatesOfThread ? kCapacity : kStatesOfThread;
   static constexpr int kTeams = kCapacity / kStates;
   static constexpr int kTeamThreads = kThreads / kTeams;
-  static constexpr int kRowThreads = kTeamThreads / kRows;
   static constexpr int kVecs = kDim / kElems;
   static constexpr int kSteps = (kVecs + kRowThreads - 1) / kRowThreads;  // of long rows
   static_assert(kDim % kElems == 0, "a row is a whole number of vectors");
-  static_assert(kTeams * kRows * kRowThreads == kThreads, "each thread has a row");
+  static_assert(kTeamThreads * kTeams == kThreads && kTeamThreads % kRowThreads == 0,
+                "each thread has a row");
 
   static constexpr int kInBytes = kElems * item_bytes_of(kIn);
   static constexpr int kOutBytes = kElems * item_bytes_of(kOut);
@@ -86,10 +86,10 @@ struct Merge {
   };
 
   static __device__ void run(const Params& p) {
-    const int team = static_cast<int>(threadIdx.x) / kTeamThreads;
-    const int member = static_cast<int>(threadIdx.x) % kTeamThreads;
+    const int team = kTeams == 1 ? 0 : static_cast<int>(threadIdx.x) / kTeamThreads;
+    const int member = static_cast<int>(threadIdx.x) - team * kTeamThreads;
     const int lane = member % kRowThreads;
-    const Place place(p.to, blockIdx.x * kRows + member / kRowThreads);
+    const Place place(p.to, blockIdx.x * p.to.rows_of_block + member / kRowThreads);
     const PartialState* const states = p.states + team * kStates;
     wait_for_earlier_kernels<kUsePdl>();
 
@@ -119,7 +119,7 @@ struct Merge {
         vecs[s] = InVec{};
         if (!is_there(s) || vec >= kVecs) continue;
         if (!kPlain) at = place.offset(states[s].out_token_stride, states[s].out_head_stride);
-        vecs[s] = __ldcs(reinterpret_cast<const InVec*>(states[s].out + at) + vec);
+        vecs[s] = reinterpret_cast<const InVec*>(states[s].out + at)[vec];
       }
     };
     load(lane);
@@ -136,7 +136,8 @@ struct Merge {
       const bool writes = place.is_row && team == 0 && vec < kVecs;
       if (step == 0 && p.to.lse_is_in_place) __syncthreads();
       if (writes && vec == 0 && p.to.lse != nullptr) {
-        const float log = center_of(all.log) + log2_of(all.sum) * p.to.base_log_of_2;
+        const float sum_log = center_of(all.log) + log2_of(all.sum) * p.to.base_log_of_2;
+        const float log = all.sum == 1.0f ? all.log : sum_log;  // to the sign of a zero
         at = place.offset(p.to.lse_token_stride, p.to.lse_head_stride);
         store_float(p.to.lse + at, p.to.lse_type, log);
       }
@@ -256,8 +257,8 @@ struct Merge {
     constexpr int kPartElems = kPartBytes / item_bytes_of(kOut);
 #pragma unroll
     for (int i = 0; i < kElems; i += kPartElems) {
-      __stcs(reinterpret_cast<Vec<kPartBytes>*>(to + i * item_bytes_of(kOut)),
-             words_of<kOut, kPartElems>(means + i).vec);
+      store_vec<kPartBytes>(to + i * item_bytes_of(kOut),
+                            words_of<kOut, kPartElems>(means + i).vec);
     }
   }
 };

@@ -55,6 +55,7 @@ struct MergeTarget {
   float log2_of_base;   // what a number times this is a logarithm to base 2
   float base_log_of_2;  // its inverse
   u32 num_rows;
+  u32 rows_of_block;
   u32 tokens_of_first;  // later tokens have no first partial
   Divisor heads;
 };

@@ -76,6 +76,13 @@ void require_same_shape(const Tensor& tensor, const Tensor& other) {
                      "shape " + other.shape_text() + " as in " + other.arg);
 }
 
+Tensor stacked(const char* op, const char* arg, AnyView value) {
+  if (!value.try_cast<DLTensor*>().has_value()) {
+    raise_type_error(op, arg, value, "a list of tensors, or one stacked tensor");
+  }
+  return Tensor(op, arg, value);
+}
+
 void check_count(const char* op, const char* arg, const char* what, i64 count) {
   if (count >= 1 && count <= kMostStates) return;
   raise_value_error(op, arg, what + std::to_string(count),
@@ -139,19 +146,21 @@ HeadRows out_rows(const Tensor& out, const HeadRows& like) {
   if (rows.tokens != like.tokens || rows.heads != like.heads || out.dl->shape[2] != dim) {
     const int64_t shape[] = {like.tokens, like.heads, dim};
     out.value_error("shape " + out.shape_text(),
-                    "shape " + shape_text(shape, 3) + " as of " + like.arg);
+                    "shape " + shape_text(shape, 3) + " as in " + like.arg);
   }
   return rows;
 }
 
-Tensor scale_of(const Tensor& scale, const HeadRows& out) {
+Tensor scale_of(const Tensor& scale, const MergeCall& call) {
   const DLDataType& dtype = scale.dl->dtype;
   if (dtype.code != kDLFloat || dtype.bits != 32 || dtype.lanes != 1) {
     scale.type_error("dtype " + scale.dtype_name(), "float32");
   }
   if (scale.numel() != 1) scale.value_error("shape " + scale.shape_text(), "1 element");
-  scale.same_device(out);
-  Rows(scale, 1, 4, 4).apart_from(out.rows());
+  scale.same_device(*call.out);
+  const Rows one(scale, 1, 4, 4);
+  one.apart_from(call.out->rows());
+  if (call.lse) one.apart_from(call.lse->rows());
   return scale;
 }
 
@@ -160,7 +169,7 @@ Indices num_valid_of(const Indices& num_valid, const MergeCall& call) {
   if (num_valid.dl->ndim > 1 || (num_valid.count != 1 && num_valid.count != call.out->tokens)) {
     num_valid.value_error(
         "shape " + num_valid.shape_text(),
-        "1 element, or " + std::to_string(call.out->tokens) + ", one for each token");
+        "shape [1] or [" + std::to_string(call.out->tokens) + "], one for each token");
   }
   num_valid.apart_from(call.out->whole());
   if (call.lse) num_valid.apart_from(call.lse->whole());
@@ -202,11 +211,11 @@ void MergeCall::add_all(AnyView outs_arg, AnyView lses_arg) {
   const auto list = outs_arg.as<Array<Any>>();
   const auto lse_list = lses_arg.as<Array<Any>>();
   if (!list) {
-    const Tensor out(op, "outs", outs_arg);
+    const Tensor out = stacked(op, "outs", outs_arg);
     if (lse_list) raise_type_error(op, "lses", lses_arg, "a stacked tensor, as outs is");
-    return add_stacked(out, Tensor(op, "lses", lses_arg));
+    return add_stacked(out, stacked(op, "lses", lses_arg));
   }
-  if (!lse_list) raise_type_error(op, "lses", lses_arg, "a list, as outs is");
+  if (!lse_list) raise_type_error(op, "lses", lses_arg, "a list of tensors, as outs is");
   const i64 count = static_cast<i64>(list->size());
   check_count(op, "outs", "a list of ", count);
   if (static_cast<i64>(lse_list->size()) != count) {
@@ -243,7 +252,7 @@ void MergeCall::finish(const Rest& rest) {
   }
   const bool is_fp8 = out_type == kFloat8E4M3;
   if (!is_none(rest.scale)) {
-    scale = scale_of(Tensor(op, "scale", rest.scale), *out);
+    scale = scale_of(Tensor(op, "scale", rest.scale), *this);
     if (!is_fp8) scale->value_error("a tensor", "None, as out is " + tensor.dtype_name());
   } else if (is_fp8) {
     raise_value_error(op, "scale", "None",

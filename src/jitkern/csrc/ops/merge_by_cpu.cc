@@ -69,7 +69,8 @@ struct Shares {
       of[i] = of[i] == center ? 1 : std::exp2((of[i] - center) * call.log2_of_base);
       sum += of[i];
     }
-    lse = center + std::log2(sum) * call.base_log_of_2;
+    // One alone keeps its own, to the sign of a zero.
+    lse = sum == 1 ? largest : center + std::log2(sum) * call.base_log_of_2;
   }
 };
 

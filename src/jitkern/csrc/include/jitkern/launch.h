@@ -325,17 +325,18 @@ class LaunchScope {
   template <class Params>
   void launch(const Kernel& kernel, i64 grid_x, const Params& params, int grid_y = 1,
               unsigned cluster = 1) const {
-    launch_bytes(kernel, grid_x, &params, sizeof(Params), grid_y, cluster);
+    launch_bytes(kernel, grid_x, &params, sizeof(Params), kernel.num_threads, grid_y, cluster);
   }
 
-  // The same where only the first `bytes` of what they are here are the kernel's.
-  void launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes, int grid_y = 1,
-                    unsigned cluster = 1) const {
+  // The same with `num_threads` a block, where only the first `bytes` of what `params` are here are
+  // the kernel's.
+  void launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes,
+                    unsigned num_threads, int grid_y = 1, unsigned cluster = 1) const {
     check_params(kernel, bytes);
     Launch launch;
     launch.config.grid[0] = static_cast<unsigned>(grid_x);
     launch.config.grid[1] = static_cast<unsigned>(grid_y);
-    launch.config.block[0] = kernel.num_threads;
+    launch.config.block[0] = num_threads;
     if (kernel.use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
     if (cluster > 1) launch.add(kLaunchClusterDimension, cluster, 1, 1);
     launch.run(kernel.function, stream_, params);

@@ -1,0 +1,329 @@
+"""Wrong arguments of merge_states and merge_state, and the texts of their errors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from mistakes import Mistake, bad_indices, non_tensors, unreadable, zeros
+from torch import Tensor
+
+SHAPE, LSE_SHAPE = (4, 2, 8), (4, 2)
+FP8 = torch.float8_e4m3fn
+FLOATS = "float32, float16 or bfloat16"
+OWN = "expected memory of its own"
+OWN_OR_SAME = f"{OWN}, or exactly that of a partial, to merge in place"
+LIST = "expected a list of tensors, or one stacked tensor"
+COUNT = "expected 1 to 64 partial results"
+APART = "expected rows apart in a tensor that is written; .clone() one that was expanded"
+
+
+class Place(NamedTuple):
+    """A partial among the arguments: what to give to have another one there, and its name."""
+
+    argument: str
+    number: int | None = None  # in a list
+    others: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.argument if self.number is None else f"{self.argument}[{self.number}]"
+
+    def given(self, value: Any) -> dict[str, Any]:
+        if self.number is None:
+            return {self.argument: value}
+        return {self.argument: [*self.others[: self.number], value, *self.others[self.number :]]}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def not_partials(name: str, good: Tensor | None = None) -> list[Mistake]:
+    """What is no tensor, under Python's name for it: these are looked at there once a call failed.
+
+    With `good`, also tensors that cannot be read.
+    """
+    table = [
+        (
+            change,
+            kind,
+            text.replace(" object,", " NotATensor,").replace(" of more than 64 bits", ""),
+        )
+        for change, kind, text in non_tensors(name)
+    ]
+    return table if good is None else table + unreadable(name, good)
+
+
+def layouts_text(argument: str, came: list[int], like: str, *, heads_first: bool = False) -> str:
+    """Of an lse that does not fit tensors of SHAPE."""
+    layouts = [
+        ("tokens_heads", "[4, 2] of (tokens, heads)"),
+        ("heads_tokens", "[2, 4] of (heads, tokens)"),
+    ]
+    (_, fits), (other, fits_other) = layouts[::-1] if heads_first else layouts
+    return (
+        f"{argument}: shape {came}, expected {fits}, as {like} has shape {list(SHAPE)}; or with "
+        f'lse_layout="{other}" {fits_other}'
+    )
+
+
+def shared_text(argument: str, row_bytes: int, token: int, head: int, shape: list[int]) -> str:
+    return (
+        f"{argument}: strides by which rows of {row_bytes} bytes share memory ({token} bytes "
+        f"between tokens and {head} between heads, shape {shape}), {APART}"
+    )
+
+
+def stride_text(argument: str, dim: int, shape: list[int], stride: int = 2) -> str:
+    return (
+        f"{argument}: stride {stride} in dimension {dim} of shape {shape}, expected stride 1 "
+        "there; call .contiguous()"
+    )
+
+
+def mistakes_of_partials(out: Place, lse: Place, like: str) -> list[Mistake]:
+    """Of one partial that is not the first, which is called `like`; the first has none."""
+    table: list[Mistake] = []
+    for place, good in ((out, zeros(*SHAPE)), (lse, zeros(*LSE_SHAPE))):
+        for change, kind, text in not_partials(place.name, good):
+            table.append((place.given(change[place.name]), kind, text))
+        for dtype in (torch.float64, torch.int32, FP8, torch.complex64):
+            table.append(
+                (place.given(good.to(dtype)), TypeError,
+                 f"{place.name}: dtype {dtype_name(dtype)}, expected {FLOATS}")
+            )  # fmt: skip
+        for dtype in (torch.float16, torch.bfloat16):
+            first = like if place is out else like.replace("out", "lse")
+            table.append(
+                (place.given(good.to(dtype)), TypeError,
+                 f"{place.name}: dtype {dtype_name(dtype)}, expected float32 as in {first}")
+            )  # fmt: skip
+    for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8], [4, 2], [1, 4, 2, 8], [], [4, 2, 0]):
+        table.append(
+            (out.given(torch.zeros(shape)), ValueError,
+             f"{out.name}: shape {shape}, expected shape [4, 2, 8] as in {like}")
+        )  # fmt: skip
+    for shape in ([2, 4], [4, 3], [4], [4, 2, 1], [0, 2], []):
+        table.append(
+            (lse.given(torch.zeros(shape)), ValueError, layouts_text(lse.name, shape, like))
+        )
+    table += [
+        (out.given(zeros(4, 2, 16)[..., ::2]), ValueError, stride_text(out.name, 2, [4, 2, 8])),
+        (out.given(zeros(4, 2, 1).expand(SHAPE)), ValueError,
+         stride_text(out.name, 2, [4, 2, 8], 0)),
+        (out.given(zeros(8, 4, 2).permute(1, 2, 0)), ValueError,
+         stride_text(out.name, 2, [4, 2, 8], 8)),
+    ]  # fmt: skip
+    return table
+
+
+def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
+    """Of results, and what else is given, in memory of a partial or of each other."""
+    memory, logs = torch.zeros(80), torch.zeros(20)
+    values, numbers = memory[:64].view(SHAPE), logs[:8].view(LSE_SHAPE)
+    no_scale = {"scale": None}
+    return [
+        ({**out.given(values), "out": memory[1:65].view(SHAPE), **no_scale}, ValueError,
+         f"out: overlaps {out.name}, {OWN_OR_SAME}"),
+        ({**out.given(values), "out": memory[56:64].view(FP8).repeat(2).set_(
+            memory.view(FP8).untyped_storage(), 252, SHAPE)}, ValueError,
+         f"out: overlaps {out.name}, {OWN_OR_SAME}"),  # by a few bytes, at their end
+        ({**out.given(values), "out": memory.view(FP8)[:64].view(SHAPE)}, ValueError,
+         f"out: overlaps {out.name}, {OWN_OR_SAME}"),  # at its place, of other rows
+        ({**out.given(values), "out": values.as_strided(SHAPE, (8, 32, 1)), **no_scale},
+         ValueError, f"out: overlaps {out.name}, {OWN_OR_SAME}"),
+        ({**out.given(values[:1].expand(SHAPE)), "out": values, **no_scale}, ValueError,
+         f"out: overlaps {out.name}, {OWN_OR_SAME}"),
+        ({**lse.given(memory[60:68].view(LSE_SHAPE)), "out": values, **no_scale}, ValueError,
+         f"out: overlaps {lse.name}, {OWN}"),
+        ({**lse.given(numbers), "lse": logs[1:9].view(LSE_SHAPE)}, ValueError,
+         f"lse: overlaps {lse.name}, {OWN_OR_SAME}"),
+        ({**lse.given(numbers), "lse": logs.half()[:8].view(LSE_SHAPE).set_(
+            logs.view(torch.float16).untyped_storage(), 0, LSE_SHAPE)}, ValueError,
+         f"lse: overlaps {lse.name}, {OWN_OR_SAME}"),
+        ({**out.given(values), "lse": memory[30:38].view(LSE_SHAPE)}, ValueError,
+         f"lse: overlaps {out.name}, {OWN}"),
+        ({"out": values, "lse": memory[63:71].view(LSE_SHAPE), **no_scale}, ValueError,
+         f"lse: overlaps out, {OWN}"),
+        ({"out": memory.view(FP8)[:64].view(SHAPE), "scale": memory[15]}, ValueError,
+         f"scale: overlaps out, {OWN}"),
+        ({"lse": numbers, "scale": logs[7:8]}, ValueError, f"scale: overlaps lse, {OWN}"),
+        ({"out": memory.view(FP8)[:64].view(1, 8, 8)[:, :2].expand(SHAPE)}, ValueError,
+         shared_text("out", 8, 0, 8, [4, 2, 8])),
+        ({"out": memory.view(FP8)[:32].view(4, 1, 8).expand(SHAPE)}, ValueError,
+         shared_text("out", 8, 8, 0, [4, 2, 8])),
+        ({"out": memory.view(FP8).as_strided(SHAPE, (15, 8, 1))}, ValueError,
+         shared_text("out", 8, 15, 8, [4, 2, 8])),
+        ({"lse": numbers[:1].expand(4, 2)}, ValueError, shared_text("lse", 4, 0, 4, [4, 2])),
+        ({"lse": numbers[:, :1].expand(4, 2)}, ValueError, shared_text("lse", 4, 8, 0, [4, 2])),
+        ({"lse": logs.as_strided((4, 2), (1, 1))}, ValueError,
+         shared_text("lse", 4, 4, 4, [4, 2])),
+    ]  # fmt: skip
+
+
+def mistakes_of_results(like: str) -> list[Mistake]:
+    """Of `out`, `lse` and `scale`, apart from overlaps."""
+    table = [
+        mistake
+        for name, good in (("out", zeros(*SHAPE)), ("lse", zeros(*LSE_SHAPE)), ("scale", zeros(1)))
+        for mistake in (*non_tensors(name, optional=True), *unreadable(name, good))
+    ]
+    for dtype in (torch.float64, torch.int32, torch.float8_e5m2, torch.bool):
+        name = dtype_name(dtype)
+        table += [
+            ({"out": zeros(*SHAPE).to(dtype)}, TypeError,
+             f"out: dtype {name}, expected float32, float16, bfloat16 or float8_e4m3fn"),
+            ({"lse": zeros(*LSE_SHAPE).to(dtype)}, TypeError,
+             f"lse: dtype {name}, expected {FLOATS}"),
+            ({"scale": zeros(1).to(dtype)}, TypeError, f"scale: dtype {name}, expected float32"),
+        ]  # fmt: skip
+    for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8]):
+        text = f"out: shape {shape}, expected shape [4, 2, 8] as in {like}"
+        table.append(({"out": torch.zeros(shape).to(FP8)}, ValueError, text))
+    for shape in ([4, 16], [1, 4, 2, 8], []):
+        text = f"out: shape {shape}, expected [tokens, heads, dim]"
+        table.append(({"out": torch.zeros(shape).to(FP8)}, ValueError, text))
+    for shape in ([2, 4], [4, 3], [4], [4, 2, 1], []):
+        table.append(({"lse": torch.zeros(shape)}, ValueError, layouts_text("lse", shape, "out")))
+    table += [
+        ({"out": zeros(4, 2, 16).to(FP8)[..., ::2]}, ValueError,
+         stride_text("out", 2, [4, 2, 8])),
+        ({"lse": zeros(*LSE_SHAPE, dtype=FP8)}, TypeError,
+         f"lse: dtype float8_e4m3fn, expected {FLOATS}"),
+        ({"scale": None}, ValueError,
+         "scale: None, expected a float32 tensor of 1 element, as out is float8_e4m3fn"),
+        ({"scale": torch.ones(2)}, ValueError, "scale: shape [2], expected 1 element"),
+        ({"scale": torch.ones(0)}, ValueError, "scale: shape [0], expected 1 element"),
+        ({"out": None}, ValueError, "scale: a tensor, expected None, as out is float32"),
+    ]  # fmt: skip
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        text = f"scale: a tensor, expected None, as out is {dtype_name(dtype)}"
+        table.append(({"out": zeros(*SHAPE, dtype=dtype)}, ValueError, text))
+    for name, known in (("base", ("e", "2")), ("lse_layout", ("tokens_heads", "heads_tokens"))):
+        expected = f'expected "{known[0]}" or "{known[1]}"'
+        for word in ("10", "", "E", "heads", known[0] + " "):
+            table.append(({name: word}, ValueError, f'{name}: "{word}", {expected}'))
+        for value, came in (
+            (2, "int"), (None, "None"), (True, "bool"), (["e"], "list"), (b"2", "bytes"),
+            (torch.tensor(2), "Tensor"), (1.5, "float"),
+        ):  # fmt: skip
+            table.append(({name: value}, TypeError, f"{name}: {came}, {expected}"))
+    return table
+
+
+def mistakes_of_num_valid() -> list[Mistake]:
+    good = torch.tensor([3, 2, 1, 0])
+    table = non_tensors("num_valid", optional=True) + unreadable("num_valid", good)
+    table += bad_indices("num_valid", good)
+    each = "expected shape [1] or [4], one for each token"
+    for shape in ([3], [0], [5], [4, 1], [1, 1], [4, 2]):
+        wrong = torch.ones(shape, dtype=torch.int32)
+        table.append(({"num_valid": wrong}, ValueError, f"num_valid: shape {shape}, {each}"))
+    words = torch.zeros(40, dtype=torch.int64)
+    values, numbers = words.view(FP8)[:64].view(SHAPE), words.view(torch.float32)[:8].view(4, 2)
+    table += [
+        ({"out": values, "num_valid": words[7]}, ValueError, f"num_valid: overlaps out, {OWN}"),
+        ({"lse": numbers, "num_valid": words[3:7]}, ValueError, f"num_valid: overlaps lse, {OWN}"),
+    ]
+    return table
+
+
+def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
+    """Of lists and stacked tensors as such."""
+    stack, logs = torch.stack(outs), torch.stack(lses)
+    table: list[Mistake] = []
+    for name in ("outs", "lses"):
+        table += [
+            ({name: wrong[0][name]}, wrong[1], wrong[2].replace("expected a tensor", LIST))
+            for wrong in not_partials(name)
+            if not isinstance(wrong[0][name], list)
+        ]
+        table.append(({name: [7, 7, 7]}, TypeError, f"{name}[0]: int, expected a tensor"))
+        table.append(({name: {0: stack}}, TypeError, f"{name}: dict, {LIST}"))
+        table.append(({name: iter(outs)}, TypeError, f"{name}: list_iterator, {LIST}"))
+    for number in (0, 65, 100):
+        few = {"outs": [outs[0]] * number, "lses": [lses[0]] * number}
+        table.append((few, ValueError, f"outs: a list of {number}, {COUNT}"))
+        stacked = {
+            "outs": stack[:1].expand(number, -1, -1, -1),
+            "lses": logs[:1].expand(number, 4, 2),
+        }
+        if number:
+            table.append((stacked, ValueError, f"outs: a first dimension of {number}, {COUNT}"))
+    none = {"outs": stack[:0], "lses": logs[:0]}
+    table += [
+        (none, ValueError, f"outs: a first dimension of 0, {COUNT}"),
+        ({"lses": lses[:2]}, ValueError, "lses: a list of 2, expected 3, one for each of outs"),
+        ({"lses": []}, ValueError, "lses: a list of 0, expected 3, one for each of outs"),
+        ({"outs": tuple(outs[:1])}, ValueError,
+         "lses: a list of 3, expected 1, one for each of outs"),
+        ({"outs": stack}, TypeError, "lses: list, expected a stacked tensor, as outs is"),
+        ({"lses": logs}, TypeError, "lses: Tensor, expected a list of tensors, as outs is"),
+        ({"outs": stack[0], "lses": logs}, ValueError,
+         "outs: shape [4, 2, 8], expected [n, tokens, heads, dim]"),
+        ({"outs": torch.tensor(1.0), "lses": logs}, ValueError,
+         "outs: shape [], expected [n, tokens, heads, dim]"),
+        ({"outs": stack, "lses": logs[:2]}, ValueError,
+         "lses: shape [2, 4, 2], expected a first dimension of 3 as in outs"),
+        ({"outs": stack, "lses": logs.mT}, ValueError,
+         "lses: shape [3, 2, 4], expected [3, 4, 2] of (tokens, heads), as outs has shape "
+         '[3, 4, 2, 8]; or with lse_layout="heads_tokens" [3, 2, 4] of (heads, tokens)'),
+        ({"outs": stack, "lses": logs, "lse_layout": "heads_tokens"}, ValueError,
+         "lses: shape [3, 4, 2], expected [3, 2, 4] of (heads, tokens), as outs has shape "
+         '[3, 4, 2, 8]; or with lse_layout="tokens_heads" [3, 4, 2] of (tokens, heads)'),
+        ({"lse_layout": "heads_tokens"}, ValueError,
+         layouts_text("lses[0]", [4, 2], "outs[0]", heads_first=True)),
+        ({"outs": stack.double(), "lses": logs}, TypeError,
+         f"outs: dtype float64, expected {FLOATS}"),
+        ({"outs": stack, "lses": logs.to(FP8)}, TypeError,
+         f"lses: dtype float8_e4m3fn, expected {FLOATS}"),
+        ({"outs": stack.repeat(1, 1, 1, 2)[..., ::2], "lses": logs}, ValueError,
+         stride_text("outs", 3, [3, 4, 2, 8])),
+        ({"outs": stack[..., :0], "lses": logs}, ValueError, "outs: dim 0, expected at least 1"),
+        ({"outs": [one[..., :0] for one in outs]}, ValueError,
+         "outs[0]: dim 0, expected at least 1"),
+        ({"outs": [one[0] for one in outs]}, ValueError,
+         "outs[0]: shape [2, 8], expected [tokens, heads, dim]"),
+        ({"out": None, "outs": stack.to("meta"), "lses": logs}, ValueError,
+         "outs: device meta, expected cpu or cuda"),
+    ]  # fmt: skip
+    return table
+
+
+def mistakes_of_many(good: dict[str, Any]) -> list[Mistake]:
+    outs, lses = good["outs"], good["lses"]
+    places = Place("outs", 1, (outs[0], outs[2])), Place("lses", 1, (lses[0], lses[2]))
+    return [
+        *mistakes_of_lists(outs, lses),
+        *mistakes_of_partials(*places, "outs[0]"),
+        *mistakes_of_overlaps(*places),
+        *mistakes_of_results("outs[0]"),
+        *mistakes_of_num_valid(),
+    ]
+
+
+def mistakes_of_two() -> list[Mistake]:
+    places = Place("out_b"), Place("lse_b")
+    table = [
+        *mistakes_of_partials(*places, "out_a"),
+        *mistakes_of_overlaps(*places),
+        *mistakes_of_results("out_a"),
+        ({"out_a": zeros(4, 2, 0)}, ValueError, "out_a: dim 0, expected at least 1"),
+        ({"out_a": zeros(4, 16)}, ValueError,
+         "out_a: shape [4, 16], expected [tokens, heads, dim]"),
+        ({"lse_a": zeros(2, 4)}, ValueError, layouts_text("lse_a", [2, 4], "out_a")),
+        ({"lse_layout": "heads_tokens"}, ValueError,
+         layouts_text("lse_a", [4, 2], "out_a", heads_first=True)),
+    ]  # fmt: skip
+    for name in ("out_a", "lse_a"):
+        table += not_partials(name, zeros(*(SHAPE if "out" in name else LSE_SHAPE)))
+    prefill = "prefill_tokens_with_context"
+    for value in (-1, -(2**63)):
+        table.append(({prefill: value}, ValueError, f"{prefill}: {value}, expected 0 or more"))
+    for wrong, came in (
+        (1.0, "float"), (True, "bool"), ("2", "str"), (torch.tensor(2), "Tensor"), ([2], "list"),
+        (2**63, "int of more than 64 bits"),
+    ):  # fmt: skip
+        table.append(({prefill: wrong}, TypeError, f"{prefill}: {came}, expected an int"))
+    return table

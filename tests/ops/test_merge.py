@@ -1,0 +1,384 @@
+"""merge_states and merge_state against float64, every byte around the results accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from buffers import INT_DTYPES
+from fuzzer import Call, Fuzzer
+from merges import (
+    BF16,
+    F16,
+    F32,
+    FP8,
+    INF,
+    NAN,
+    OUT_TYPES,
+    TYPES,
+    assert_merged,
+    assert_same,
+    call_of,
+    partials,
+    scale_for,
+)
+from mistakes import Mistake
+from stems import OpCheck, Rows
+from torch import Tensor
+
+from jitkern import merge_state, merge_states
+
+NUMBERS = [1, 2, 3, 4, 5, 8, 9, 16, 17, 64]
+DIMS = [1, 2, 3, 7, 40, 64, 96, 128, 192, 576, 1000, 5000]
+LSE_LAYOUTS = ["tokens_heads", "heads_tokens"]
+BASES = ["e", "2"]
+
+
+# -- sizes and types -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("n", NUMBERS)
+def test_numbers_of_partials(device: torch.device, n: int, dtype: torch.dtype) -> None:
+    """In lists, tuples and one stacked tensor."""
+    for base, lse_layout in zip(BASES, LSE_LAYOUTS, strict=True):
+        outs, lses = partials(device, n, 17, 3, 64, dtype, lse_layout=lse_layout, seed=n)
+        how = {"base": base, "lse_layout": lse_layout}
+        result = call_of(outs, lses, lse_dtype=F32).run_and_compare(**how)
+        assert_same(merge_states(outs, lses, **how), result)
+        assert_same(merge_states(list(outs), tuple(lses), **how), result)
+        assert_same(merge_states(tuple(outs), list(lses), **how), result)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_dims(device: torch.device, dim: int, dtype: torch.dtype) -> None:
+    for n, tokens in ((2, 5), (9, 3)):
+        outs, lses = partials(device, n, tokens, 3, dim, dtype, seed=dim)
+        call_of(outs, lses).run_and_compare()
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 32, 128])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 17, 300])
+def test_tokens_and_heads(device: torch.device, tokens: int, heads: int) -> None:
+    n, dim = (2, 8) if tokens * heads > 5000 else (9, 40)
+    for lse_layout in LSE_LAYOUTS:
+        outs, lses = partials(device, n, tokens, heads, dim, BF16, lse_layout=lse_layout)
+        call = call_of(outs, lses, layouts=["contiguous", "slice"], out_layout="far")
+        call.run_and_compare(lse_layout=lse_layout)
+
+
+@pytest.mark.parametrize("out_dtype", OUT_TYPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_types(device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Of partials and results, each with each type of the lse on both sides."""
+    for lse_dtype in TYPES:
+        outs, lses = partials(device, 4, 21, 3, 24, dtype, lse_dtype)
+        for merged_lse_dtype in TYPES:
+            call = call_of(outs, lses, out_dtype, merged_lse_dtype)
+            call.run_and_compare(scale=scale_for(out_dtype, device))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0, 0)], ids=str)
+def test_of_nothing(device: torch.device, shape: tuple[int, int]) -> None:
+    for dtype in TYPES:
+        outs = torch.zeros(2, *shape, 8, dtype=dtype, device=device)
+        call_of(outs, torch.zeros(2, *shape, device=device)).run_and_compare()
+    nowhere = torch.zeros(shape[0], dtype=torch.int32, device=device)
+    if shape[0] != 1:
+        out, lse = merge_states(list(outs), list(outs[..., 0]), num_valid=nowhere)
+        assert (out.shape, lse.shape) == ((*shape, 8), shape)
+
+
+def test_large_calls_on_several_threads(device: torch.device) -> None:
+    """20 MB: above the size from which the CPU implementation uses more than one thread."""
+    outs, lses = partials(device, 5, 1003, 8, 128, F32)
+    call_of(outs, lses).run_and_compare()
+    outs[:, 1002, 7] *= 3
+    alone = merge_states(outs[:, 1002:, 7:], lses[:, 1002:, 7:])
+    every = merge_states(outs, lses)
+    assert_same(alone, (every[0][1002:, 7:], every[1][1002:, 7:]))
+
+
+# -- what is defined at the ends -------------------------------------------------------------------
+
+
+def test_empty_partials_count_nothing(device: torch.device) -> None:
+    for n in (2, 3, 9, 17):
+        for garbage in (NAN, INF, -INF, 1e38):
+            outs, lses = partials(device, n, 6, 2, 40, F32, seed=n)
+            lses[1:, 1::2], lses[0, 3:] = -INF, -INF
+            outs[lses == -INF] = garbage
+            out, lse = merge_states(outs, lses)
+            assert_merged((out, lse), outs, lses)
+            assert not out.isnan().any()
+            empty = (lses == -INF).all(0)
+            assert empty.any()
+            assert torch.equal(lse == -INF, empty)
+            assert not out[empty].view(torch.int32).any()  # not even a sign
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 12, 64])
+def test_a_single_one_comes_out_bit_for_bit(
+    device: torch.device, n: int, dtype: torch.dtype
+) -> None:
+    """Among empty ones, or of an infinite lse, at any place: signs of zeros, infinities."""
+    odd = [0.0, -0.0, INF, -INF, 1e-40, torch.finfo(dtype).max, torch.finfo(dtype).tiny]
+    outs, lses = partials(device, n, 4, 3, 40, dtype)
+    for i in {0, n // 2, n - 1}:
+        for log in (0.0, -0.0, -3.25, 700.0, INF):
+            if log == INF:
+                lses[:] = torch.arange(n, device=device).view(-1, 1, 1)
+            else:
+                lses[:] = -INF
+            lses[i] = log
+            outs[i] = 0.5
+            outs[i, ..., : len(odd)] = torch.tensor(odd, device=device)
+            assert_same(merge_states(outs, lses), (outs[i], lses[i]))
+            outs[i, 1] = NAN  # of which only the kind is kept
+            assert merge_states(outs, lses)[0][1].isnan().all()
+
+
+def test_infinite_lses_take_all(device: torch.device) -> None:
+    for n in (3, 12):
+        outs, lses = partials(device, n, 5, 2, 24)
+        outs.nan_to_num_(0.5)
+        lses[1], lses[2, 2:] = INF, INF
+        out, lse = merge_states(outs, lses)
+        assert torch.equal(out[:2], outs[1, :2])
+        assert torch.equal(out[2:], (outs[1, 2:] + outs[2, 2:]) * 0.5)
+        assert lse.eq(INF).all()
+
+
+def test_nan_stays_in_its_row(device: torch.device) -> None:
+    for n in (2, 12, 33):
+        for i in {0, 1, n - 1}:
+            outs, lses = partials(device, n, 7, 3, 40, seed=i)
+            good = merge_states(outs, lses)
+            lses[i, 4, 1] = NAN
+            others = [j for j in range(n) if j != i]
+            for rest in (0.0, -INF, INF):
+                lses[others, 4, 1] = rest
+                out, lse = merge_states(outs, lses)
+                assert out[4, 1].isnan().all()
+                assert lse[4, 1].isnan()
+                out[4, 1], lse[4, 1] = good[0][4, 1], good[1][4, 1]
+                assert_same((out, lse), good)
+
+
+@pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
+def test_num_valid(device: torch.device, dtype: torch.dtype) -> None:
+    """Beyond it nothing is read: there may be anything."""
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    each = [least, -1, 0, 1, 2, 5, 8, 9, 10, most]
+    if dtype == torch.int64:
+        each += [-(2**32) + 3, 2**32, 2**63 - 2, 2**31 + 1]
+    for n in (1, 2, 10, 64):
+        outs, lses = partials(device, n, len(each), 2, 40)
+        of_tokens = torch.tensor(each, dtype=dtype, device=device)
+        beyond = torch.arange(n, device=device)[:, None] >= of_tokens
+        lses[beyond] = NAN
+        outs[beyond] = NAN
+        result = merge_states(outs, lses, num_valid=of_tokens)
+        assert_merged(result, outs, lses, num_valid=of_tokens)
+        assert not result[1].isnan().any()
+        for token, number in enumerate(each):  # one for all
+            for shape in ((), (1,)):
+                one = torch.tensor(number, dtype=dtype, device=device).view(shape)
+                here = slice(token, token + 1)
+                some = merge_states(outs[:, here], lses[:, here], num_valid=one)
+                assert_same(some, (result[0][here], result[1][here]))
+        outs, lses = partials(device, n, 3, 2, 40)
+        three = torch.tensor(3, dtype=dtype, device=device)
+        assert_same(merge_states(outs, lses, num_valid=three), merge_states(outs[:3], lses[:3]))
+
+
+@pytest.mark.parametrize("lse_layout", LSE_LAYOUTS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_prefill_tokens_with_context(
+    device: torch.device, dtype: torch.dtype, lse_layout: str
+) -> None:
+    """Later tokens are those of `b`, to the signs of zeros, and `a` is not read there."""
+    how = {"lse_layout": lse_layout, "base": "2"}
+    (out_a, out_b), (lse_a, lse_b) = partials(device, 2, 9, 3, 40, dtype, lse_layout=lse_layout)
+    out_b[6:, :, ::3] = -0.0
+    (lse_b[6] if lse_layout == "tokens_heads" else lse_b[:, 6]).fill_(-0.0)
+    out_b.nan_to_num_(0.5), lse_b.nan_to_num_(neginf=-5)
+    every = merge_state(out_a, lse_a, out_b, lse_b, **how)
+    assert_merged(every, (out_a, out_b), (lse_a, lse_b), **how)
+    for tokens in (0, 1, 4, 8, 9, 10, 2**63 - 1):
+        a, of_a = out_a.clone(), lse_a.clone()
+        a[tokens:] = NAN
+        (of_a if lse_layout == "tokens_heads" else of_a.t())[tokens:] = NAN
+        result = merge_state(a, of_a, out_b, lse_b, **how, prefill_tokens_with_context=tokens)
+        lses = (result[1], every[1], lse_b)
+        if lse_layout == "heads_tokens":
+            lses = tuple(lse.t() for lse in lses)
+        assert_same((result[0][:tokens], lses[0][:tokens]), (every[0][:tokens], lses[1][:tokens]))
+        assert_same((result[0][tokens:], lses[0][tokens:]), (out_b[tokens:], lses[2][tokens:]))
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 12, 64])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_any_number_of_tokens_gives_the_same_bits(
+    device: torch.device, dtype: torch.dtype, n: int
+) -> None:
+    outs, lses = partials(device, n, 300, 3, 64, dtype)
+    every = merge_states(outs, lses)
+    for _ in range(3):
+        assert_same(merge_states(outs, lses), every)
+    for part in (slice(0, 1), slice(299, 300), slice(7, 24), slice(150, 300)):
+        some = merge_states(list(outs[:, part]), list(lses[:, part]))
+        assert_same(some, (every[0][part], every[1][part]))
+
+
+def test_two_of_merge_states_are_merge_state(device: torch.device) -> None:
+    for dtype in TYPES:
+        outs, lses = partials(device, 2, 30, 3, 64, dtype)
+        result = merge_state(outs[0], lses[0], outs[1], lses[1])
+        assert_same(result, merge_states(outs, lses))
+        out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0], dtype=F16)
+        given = merge_state(outs[0], lses[0], outs[1], lses[1], out=out, lse=lse)
+        assert given[0] is out
+        assert given[1] is lse
+        assert_same(given, (result[0], result[1].half()))
+
+
+# -- what comes back -------------------------------------------------------------------------------
+
+
+def test_new_results(device: torch.device) -> None:
+    """Of the partials' type and an fp32 lse, of the allocator: record_stream() knows them."""
+    for dtype in TYPES:
+        outs, lses = partials(device, 2, 5, 3, 8, dtype, dtype)
+        for out, lse in (
+            merge_states(outs, lses),
+            merge_state(outs[0], lses[0], outs[1], lses[1]),
+        ):
+            assert (out.dtype, lse.dtype) == (dtype, F32)
+            assert (out.device, lse.device) == (outs.device, outs.device)
+            assert out.untyped_storage().resizable()
+            assert lse.untyped_storage().resizable()
+            assert out.is_contiguous()
+            assert lse.is_contiguous()
+
+
+def test_without_an_lse(device: torch.device) -> None:
+    outs, lses = partials(device, 3, 5, 3, 8)
+    wanted = merge_states(outs, lses)[0]
+    out, lse = merge_states(outs, lses, lse=False)
+    assert lse is None
+    assert torch.equal(out, wanted)
+    given = torch.empty_like(wanted)
+    assert merge_states(outs, lses, lse=False, out=given)[0] is given
+    assert torch.equal(given, wanted)
+    two = merge_state(outs[0], lses[0], outs[1], lses[1], lse=False)
+    assert two[1] is None
+    assert torch.equal(two[0], merge_states(outs[:2], lses[:2])[0])
+
+
+def test_under_inference_mode(device: torch.device) -> None:
+    with torch.inference_mode():
+        outs, lses = partials(device, 3, 5, 3, 8)
+        assert_merged(merge_states(outs, lses), outs, lses)
+        out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+        assert_merged(merge_states(outs, lses, out=out, lse=lse), outs, lses)
+
+
+def test_what_is_written_counts_as_changed(device: torch.device) -> None:
+    """As after PyTorch's operations in place: autograd notices."""
+    outs, lses = partials(device, 2, 5, 3, 8)
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    before = out._version, lse._version, outs._version
+    merge_states(outs, lses, out=out)
+    merge_states(outs, lses, lse=lse)
+    assert (out._version, lse._version, outs._version) == (before[0] + 1, before[1] + 1, before[2])
+    merge_state(outs[0], lses[0], outs[1], lses[1], out=out, lse=lse)
+    assert (out._version, lse._version) == (before[0] + 2, before[1] + 2)
+
+
+# -- for the tests that go over all ops ------------------------------------------------------------
+
+SHAPE = (4, 2, 8)
+UNCHECKED: set[str] = set()
+MIXED_DEVICES = [(name, "cuda:0 as in out") for name in ("lse", "scale", "num_valid")]
+
+
+def good_arguments() -> dict[str, Any]:
+    return {
+        "outs": [torch.ones(SHAPE), torch.ones(SHAPE), torch.ones(SHAPE)],
+        "lses": [torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2])],
+        "out": torch.zeros(SHAPE).to(FP8),
+        "lse": torch.zeros(SHAPE[:2]),
+        "base": "2",
+        "lse_layout": "tokens_heads",
+        "scale": torch.ones(1),
+        "num_valid": torch.tensor([3, 2, 1, 0]),
+    }
+
+
+def mistakes() -> list[Mistake]:
+    from merge_mistakes import mistakes_of_many
+
+    return mistakes_of_many(good_arguments())
+
+
+def fuzz(f: Fuzzer) -> Call:
+    n, dim = f.rng.choice([1, 2, 3, 9, 17]), f.rng.choice([1, 3, 8, 40])
+    tokens, heads = f.rng.choice([0, 1, 3, 20]), f.rng.choice([1, 2, 5])
+    dtype, lse_dtype = f.rng.choice(TYPES), f.rng.choice(TYPES)
+    how = {"base": f.rng.choice(BASES), "lse_layout": f.rng.choice(LSE_LAYOUTS)}
+    layout = how["lse_layout"]
+    outs, lses = partials(
+        f.device,
+        n,
+        tokens,
+        heads,
+        dim,
+        dtype,
+        lse_dtype,
+        lse_layout=layout,
+        seed=f.rng.randrange(99),
+    )
+    out_dtype = f.rng.choice([None, None, *OUT_TYPES])
+    out = None if out_dtype is None else torch.empty_like(outs[0], dtype=out_dtype)
+    lse_type = f.rng.choice([None, False, *TYPES])
+    lse = torch.empty_like(lses[0], dtype=lse_type) if lse_type else lse_type
+    numbers = f.rng.choice([None, [], [tokens]])
+    num_valid = None
+    if numbers is not None:
+        num_valid = f.integers(numbers, -1, n + 2, f.rng.choice(INT_DTYPES))
+    how |= {"scale": scale_for(out_dtype or dtype, f.device), "num_valid": num_valid}
+    wanted = outs.clone(), lses.clone()
+
+    def prove(result: Any) -> None:
+        assert out is None or result[0] is out
+        assert result[1] is lse if lse is not None and lse is not False else True
+        assert (result[1] is None) == (lse is False)
+        assert_merged(result, *wanted, **how)
+
+    stacked = f.rng.random() < 0.3
+    lists = (outs, lses) if stacked else (list(outs), list(lses))
+    arguments = {"outs": lists[0], "lses": lists[1], "out": out, "lse": lse, **how}
+    return Call(merge_states, arguments, prove)
+
+
+def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
+    outs = [rows(len(where)).flatten(1)[:, None] for _ in range(3)]
+    lses = [rows(len(where)).flatten(1)[:, :1] for _ in range(3)]
+    yield "default", (outs, lses), {}
+    counts = where.clamp(max=3)
+    yield "default", (outs, lses), {"base": "2", "num_valid": counts}
+    turned = [lse.t() for lse in lses]
+    yield "default", (outs, turned), {"lse_layout": "heads_tokens"}
+    yield "default", (outs[:2], lses[:2]), {"prefill_tokens_with_context": 2}
+    out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
+    yield "out", (outs, lses), {"out": out, "lse": lse}
+    half = torch.zeros_like(outs[0], dtype=F16)  # PyTorch's check cannot compare float8
+    yield "out", (outs, lses), {"out": half, "lse": None}

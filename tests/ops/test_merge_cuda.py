@@ -1,0 +1,320 @@
+"""merge_states on a GPU: graphs, streams, host memory, far offsets, and the CPU beside it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from merges import (
+    BF16,
+    F16,
+    F32,
+    FP8,
+    NAN,
+    OUT_TYPES,
+    TOLERANCE,
+    TYPES,
+    assert_merged,
+    assert_same,
+    partials,
+    scale_for,
+    steps_apart,
+)
+
+import jitkern
+from jitkern import merge_state, merge_states
+
+pytestmark = pytest.mark.cuda
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+GIB = 1 << 30
+
+FIRST_CALL_IN_A_CAPTURE = """
+import sys, torch, jitkern
+torch.manual_seed(0)
+outs = torch.randn(9, 40, 8, 128, device="cuda").bfloat16()
+lses = torch.randn(9, 40, 8, device="cuda")
+out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode=sys.argv[1]):
+    jitkern.merge_states(outs, lses, out=out, lse=lse)
+    made = jitkern.merge_state(outs[0], lses[0], out, lse)
+torch.cuda.synchronize()
+assert not out.any(), "capturing must not run anything"
+for _ in range(2):
+    graph.replay()
+torch.cuda.synchronize()
+jitkern.check()
+wanted = jitkern.merge_states(outs, lses)
+assert out.equal(wanted[0]) and lse.equal(wanted[1])
+again = jitkern.merge_state(outs[0], lses[0], out, lse)
+assert made[0].equal(again[0]) and made[1].equal(again[1])
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_first_call_inside_a_capture(
+    mode: str, fresh_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """With an empty cache, so that it compiles while capturing, then with a warm one."""
+    for _ in ("cold", "warm"):
+        env = {"JITKERN_CACHE_DIR": str(tmp_path / "cache")}
+        assert fresh_python(FIRST_CALL_IN_A_CAPTURE, mode, env=env).stdout.startswith("ok")
+
+
+@pytest.mark.parametrize("n", [2, 5, 17])
+def test_replays_with_other_contents(n: int) -> None:
+    """All that is read is read at the replay: partials, num_valid, scale."""
+    outs, lses = partials(GPU, n, 20, 4, 128, BF16)
+    num_valid = torch.full((20,), n, dtype=torch.int32, device=GPU)
+    scale = torch.ones(1, device=GPU)
+    out, lse = torch.zeros_like(outs[0], dtype=FP8), torch.zeros_like(lses[0])
+    in_place, its_lse = outs[0].clone(), lses[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        merge_states(outs, lses, out=out, lse=lse, scale=scale, num_valid=num_valid)
+        merge_state(in_place, its_lse, outs[1], lses[1], out=in_place, lse=its_lse)
+    for seed in range(1, 6):
+        new_outs, new_lses = partials(GPU, n, 20, 4, 128, BF16, seed=seed)
+        outs.copy_(new_outs), lses.copy_(new_lses)
+        num_valid.random_(-1, n + 2)
+        scale.fill_(0.01 * seed)
+        in_place.copy_(outs[0]), its_lse.copy_(lses[0])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_merged((out, lse), outs, lses, scale=scale, num_valid=num_valid)
+        assert_merged((in_place, its_lse), outs[:2], lses[:2])
+    jitkern.check()
+
+
+def test_calls_that_depend_on_each_other() -> None:
+    """Programmatic dependent launches: a kernel's writes are seen by the next one's first read."""
+    outs, lses = partials(GPU, 41, 64, 8, 128)
+    out, lse = outs[0].clone(), lses[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(1, 41):
+            merge_state(out, lse, outs[i], lses[i], out=out, lse=lse)
+    graph.replay()
+    torch.cuda.synchronize()
+    there, logs = outs[0].clone(), lses[0].clone()
+    for i in range(1, 41):
+        there, logs = merge_state(there, logs, outs[i], lses[i])
+        torch.cuda.synchronize()
+    assert_same((out, lse), (there, logs))
+
+
+def test_side_streams() -> None:
+    """Behind what was queued there: a delay that a wrong stream would not see."""
+    results = []
+    torch.cuda.synchronize()
+    for seed in range(4):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            wanted, logs = partials(GPU, 3, 50, 4, 64, F16, seed=seed)
+            outs, lses = torch.zeros_like(wanted), torch.zeros_like(logs)
+            torch.cuda._sleep(20_000_000)
+            outs.copy_(wanted), lses.copy_(logs)
+            results.append((merge_states(outs, lses), outs, lses))
+    torch.cuda.synchronize()
+    for result, outs, lses in results:
+        assert_merged(result, outs, lses)
+
+
+# -- host memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("n", [2, 3, 12])
+def test_partials_in_pinned_host_memory(n: int, dtype: torch.dtype) -> None:
+    outs, lses = partials(GPU, n, 33, 3, 40, dtype)
+    wanted = merge_states(outs, lses)
+    whole = torch.zeros(n, 33, 3, 56, dtype=dtype).pin_memory()
+    whole[..., 8:-8] = outs.cpu()
+    far, far_lses = whole[..., 8:-8], lses.cpu().pin_memory()
+    for from_host in ([1], [*range(1, n)], [n - 1]):
+        some = [far[i] if i in from_host else outs[i] for i in range(n)]
+        logs = [far_lses[i] if i in from_host else lses[i] for i in range(n)]
+        assert_same(merge_states(some, logs), wanted)
+        assert_same(merge_states(some, list(lses)), wanted)
+        assert_same(merge_states(list(outs), logs), wanted)
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    assert_same(merge_states(far, far_lses, out=out, lse=lse), wanted)
+    turned = far_lses[1].t().contiguous().pin_memory().t()
+    assert_same(
+        merge_states([outs[0], far[1]], [lses[0], turned]), merge_states(outs[:2], lses[:2])
+    )
+
+
+def test_pageable_memory_is_refused_with_the_cure() -> None:
+    outs, lses = partials(GPU, 3, 5, 2, 8)
+    for name, some, logs in (
+        ("outs[1]", [outs[0], outs[1].cpu(), outs[2]], list(lses)),
+        ("lses[2]", list(outs), [lses[0], lses[1], lses[2].cpu()]),
+    ):
+        text = f"merge_states: {name}: pageable host memory"
+        with pytest.raises(ValueError, match=re.escape(text)) as caught:
+            merge_states(some, logs)
+        assert "pin_memory" in str(caught.value)
+    with pytest.raises(ValueError, match="merge_state: out_b: pageable host memory"):
+        merge_state(outs[0], lses[0], outs[1].cpu(), lses[1])
+    with pytest.raises(ValueError, match="merge_state: lse_b: pageable host memory"):
+        merge_state(outs[0], lses[0], outs[1], lses[1].cpu())
+
+
+def test_results_lie_on_one_device_with_the_rest() -> None:
+    outs, lses = partials(GPU, 2, 5, 2, 8)
+    far, far_lses = outs.cpu().pin_memory(), lses.cpu().pin_memory()
+    for given, text in (
+        ({"out": far[0]}, "outs[0]: device cuda:0, expected cpu as in out"),
+        ({"lse": far_lses[0]}, "lse: device cpu, expected cuda:0 as in out"),
+        ({"num_valid": torch.tensor([1])}, "num_valid: device cpu, expected cuda:0 as in out"),
+        ({"num_valid": torch.tensor([1]).pin_memory()},
+         "num_valid: device cpu, expected cuda:0 as in out"),
+        ({"out": outs[0].to(FP8), "scale": torch.ones(1)},
+         "scale: device cpu, expected cuda:0 as in out"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(f"merge_states: {text}")):
+            merge_states(outs, lses, **given)
+
+
+@pytest.mark.multigpu
+def test_two_gpus_in_one_call_are_refused() -> None:
+    outs, lses = partials(torch.device("cuda:0"), 2, 5, 2, 8)
+    there, logs = outs.to("cuda:1"), lses.to("cuda:1")
+    for name, some, numbers in (
+        ("outs[1]", [outs[0], there[1]], list(lses)),
+        ("lses[1]", list(outs), [lses[0], logs[1]]),
+    ):
+        text = f"merge_states: {name}: device cuda:1, expected cuda:0 as in out"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            merge_states(some, numbers)
+    for given in ({"out": there[0]}, {"lse": logs[0]}):
+        with pytest.raises(ValueError, match=r"merge_states: .*: device cuda:[01], expected cuda"):
+            merge_states(outs, lses, **given)
+
+
+@pytest.mark.multigpu
+def test_each_gpu_by_its_tensors() -> None:
+    """The current device does not matter and is left as it was."""
+    outs, lses = partials(torch.device("cuda:1"), 3, 5, 2, 8)
+    with torch.cuda.device(0):
+        result = merge_states(outs, lses)
+        assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(1)
+    assert result[0].device == outs.device
+    assert_merged(result, outs, lses)
+
+
+# -- the CPU beside it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_dtype", OUT_TYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 33, 64])
+def test_as_on_the_cpu(n: int, out_dtype: torch.dtype) -> None:
+    """The sums of more than 8 are made in other orders, and both have their own exponential."""
+    for dtype in TYPES:
+        outs, lses = partials(CPU, n, 40, 3, 64, dtype)
+        ours, theirs = (torch.empty(40, 3, 64, device=d).to(out_dtype) for d in (GPU, CPU))
+        scale = scale_for(out_dtype, CPU)
+        _, lse = merge_states(outs, lses, out=theirs, scale=scale)
+        on_gpu = None if scale is None else scale.cuda()
+        _, our_lse = merge_states(outs.cuda(), lses.cuda(), out=ours, scale=on_gpu)
+        torch.testing.assert_close(our_lse.cpu(), lse, rtol=1e-6, atol=1e-6)
+        if out_dtype == F32:
+            largest = outs.float().nan_to_num(0).abs().max().item()
+            off = (ours.cpu() - theirs).abs()
+            assert off.max().item() <= 2 * TOLERANCE * largest
+        else:
+            assert (ours.cpu().float() == theirs.float()).float().mean() > 0.98
+            near = (ours.cpu().double() - theirs.double()).abs() <= 1e-5
+            assert ((steps_apart(ours.cpu(), theirs) <= 1) | near).all()
+
+
+# -- far offsets -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> torch.Tensor:
+    """12 GiB in one allocation, of which little is used."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 16 * GIB:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    return torch.empty(12 * GIB, dtype=torch.uint8, device=GPU)
+
+
+@pytest.mark.parametrize("by", ["tokens", "heads"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_strides_beyond_2_32_bytes(memory: torch.Tensor, dtype: torch.dtype, by: str) -> None:
+    """Of each tensor, also of lses and results: rows of 5 or 3 tokens or heads, 1.2 GB apart."""
+    outs, lses = partials(CPU, 3, 5, 5, 64, dtype)
+    far, near = 2**30 + 2**27, 2048
+
+    def placed(values: torch.Tensor, first_bytes: int) -> torch.Tensor:
+        size = values.itemsize
+        strides = (far // size, near // size) if by == "tokens" else (near // size, far // size)
+        strides = (*strides, 1)[: values.ndim]
+        view = memory.view(values.dtype).as_strided(values.shape, strides, first_bytes // size)
+        return view.copy_(values)
+
+    assert 4 * far > 2**32
+    some = [placed(out, 20_000 * i) for i, out in enumerate(outs)]
+    logs = [placed(lse, 100_000 + 20_000 * i) for i, lse in enumerate(lses)]
+    out, lse = placed(outs[0] * 0, 200_000), placed(lses[0] * 0, 220_000)
+    result = merge_states(some, logs, out=out, lse=lse)
+    assert_merged(result, outs, lses)
+    assert_same(result, merge_states(outs.cuda(), lses.cuda()))
+    merge_states(some, logs, out=some[1], lse=logs[2])
+    assert_same((some[1].contiguous(), logs[2].contiguous()), result)
+
+
+def test_stacked_partials_beyond_2_32_bytes(memory: torch.Tensor) -> None:
+    outs, lses = partials(CPU, 9, 4, 3, 40, BF16)
+    far = (2**30 + 2**27) // 2
+    stack = memory.view(BF16).as_strided(outs.shape, (far, 120, 40, 1)).copy_(outs)
+    logs = memory.view(F32).as_strided(lses.shape, (far // 2, 3, 1), 1000).copy_(lses)
+    assert_same(merge_states(stack, logs), merge_states(outs.cuda(), lses.cuda()))
+
+
+@pytest.mark.slow
+def test_more_than_2_31_elements(memory: torch.Tensor) -> None:
+    """2.2e9 values in and out, in as many rows as a grid has blocks for."""
+    tokens, heads, dim = 2_200_000, 125, 8
+    count = tokens * heads
+    values = memory.view(BF16)[: count * dim].view(tokens, heads, dim)
+    values[:] = torch.arange(dim, device=GPU)
+    logs = torch.zeros(count, dtype=BF16, device=GPU).view(tokens, heads)
+    some = torch.randint(0, tokens, (1000,), device=GPU)
+    values[some] = -7
+    logs[some] = 3
+    other = torch.ones(1, 1, dim, dtype=BF16, device=GPU).expand(tokens, heads, dim)
+    zero = torch.zeros(1, 1, dtype=BF16, device=GPU).expand(tokens, heads)
+    usual = merge_states([values[:1], other[:1]], [logs[:1], zero[:1]])
+    odd = merge_states([values[some[:1]], other[:1]], [logs[some[:1]], zero[:1]])
+    merge_states([values, other], [logs, zero], out=values, lse=logs)
+    for start in range(0, tokens, 200_000):
+        part = slice(start, start + 200_000)
+        here = torch.zeros(tokens, dtype=torch.bool, device=GPU)
+        here[some] = True
+        wanted = torch.where(here[part, None, None], odd[0][0, 0], usual[0][0, 0])
+        assert torch.equal(values[part], wanted.expand(-1, heads, -1))
+        wanted_lse = torch.where(here[part, None], odd[1][0, 0], usual[1][0, 0])
+        assert torch.equal(logs[part], wanted_lse.to(BF16).expand(-1, heads))
+
+
+def test_pageable_memory_of_what_does_not_count() -> None:
+    """Also where num_valid leaves it out: that is known on the GPU only."""
+    outs, lses = partials(GPU, 2, 5, 2, 8)
+    one: dict[str, Any] = {"num_valid": torch.tensor([1], device=GPU)}
+    with pytest.raises(ValueError, match="pageable host memory"):
+        merge_states([outs[0], outs[1].cpu()], list(lses), **one)
+    gone = outs[1].cpu().pin_memory().fill_(NAN)
+    result = merge_states([outs[0], gone], list(lses), **one)
+    assert_merged(result, [outs[0], gone], lses, **one)

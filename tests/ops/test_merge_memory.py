@@ -1,0 +1,282 @@
+"""Where tensors of merge_states lie: every stride and base, stacked, in place, what overlaps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from buffers import Buffer
+from hypothesis import given
+from hypothesis import strategies as st
+from merges import (
+    BF16,
+    EXPANDED,
+    F16,
+    F32,
+    FP8,
+    LAYOUTS,
+    OUT_TYPES,
+    TYPES,
+    assert_merged,
+    assert_same,
+    call_of,
+    partials,
+    placed,
+    scale_for,
+)
+from torch import Tensor
+
+from jitkern import merge_state, merge_states
+
+LSE_LAYOUTS = ["tokens_heads", "heads_tokens"]
+
+
+@pytest.mark.parametrize("out_layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_layouts(device: torch.device, dtype: torch.dtype, layout: str, out_layout: str) -> None:
+    """Of all partials, which makes vectors narrow, and of one alone."""
+    outs, lses = partials(device, 3, 9, 4, 64, dtype, seed=3)
+    for layouts in ([layout], ["contiguous", layout, "contiguous"]):
+        lse_layouts = layouts[::-1]
+        call = call_of(outs, lses, layouts=layouts, lse_layouts=lse_layouts, out_layout=out_layout)
+        call.run_and_compare()
+
+
+@pytest.mark.parametrize("merged_lse_layout", LAYOUTS)
+@pytest.mark.parametrize("lse_layout", LSE_LAYOUTS)
+def test_layouts_of_the_lse(device: torch.device, lse_layout: str, merged_lse_layout: str) -> None:
+    outs, lses = partials(device, 10, 9, 4, 24, BF16, lse_layout=lse_layout, seed=4)
+    for lse_dtype, layout in itertools.product(TYPES, LAYOUTS):
+        call = call_of(
+            outs, lses.to(lse_dtype), FP8, lse_dtype, lse_layouts=[layout, "contiguous", "odd"],
+            merged_lse_layout=merged_lse_layout, layouts=LAYOUTS,
+        )  # fmt: skip
+        call.run_and_compare(lse_layout=lse_layout, scale=scale_for(FP8, device))
+
+
+@pytest.mark.parametrize("expanded", EXPANDED)
+@pytest.mark.parametrize("n", [2, 9])
+def test_expanded_partials(device: torch.device, n: int, expanded: str) -> None:
+    """One row for all tokens, all heads or both, as of a prefix that a batch has in common."""
+    outs, lses = partials(device, n, 9, 4, 40, F16, seed=5)
+    for layouts, lse_layouts in (
+        ([expanded], [expanded]),
+        (["contiguous", expanded], ["contiguous"]),
+        (["contiguous"], ["contiguous", expanded]),
+    ):
+        call_of(outs, lses, layouts=layouts, lse_layouts=lse_layouts).run_and_compare()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("offset", range(1, 9))
+def test_bases_that_are_off(device: torch.device, dtype: torch.dtype, offset: int) -> None:
+    """By some elements, of one tensor: no vector is wider than all of them allow."""
+    outs, lses = partials(device, 3, 7, 2, 64, dtype)
+    wanted = merge_states(outs, lses)
+    count = outs[0].numel()
+    flat = torch.empty(count + 16, dtype=dtype, device=device)
+    moved = flat[offset:][:count].view(outs[0].shape).copy_(outs[1])
+    assert_same(merge_states([outs[0], moved, outs[2]], list(lses)), wanted)
+    for out_dtype in OUT_TYPES:
+        scale = scale_for(out_dtype, device)
+        memory = torch.full((count + 32,), 448.0, device=device).to(out_dtype)
+        out = memory[offset:][:count].view(outs[0].shape)
+        assert_merged(merge_states(outs, lses, out=out, scale=scale), outs, lses, scale=scale)
+        assert memory[:offset].float().eq(448).all()
+        assert memory[offset + count :].float().eq(448).all()
+
+
+def stacks(outs: Tensor, lses: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The same values stacked in other ways: the partials' dimension is anywhere in memory."""
+
+    def in_order(tensor: Tensor, *order: int) -> Tensor:
+        back = [order.index(d) for d in range(tensor.ndim)]
+        return tensor.permute(order).contiguous().permute(back)
+
+    wide = torch.zeros(2 * len(outs), *outs.shape[1:-1], outs.shape[-1] + 24, dtype=outs.dtype)
+    wide = wide.to(outs.device)
+    wide[::2, ..., 8:-16] = outs
+    return [
+        (outs, lses),
+        (in_order(outs, 1, 0, 2, 3), in_order(lses, 1, 2, 0)),  # [tokens, n, heads, dim]
+        (in_order(outs, 1, 2, 0, 3), in_order(lses, 1, 0, 2)),  # [tokens, heads, n, dim]
+        (in_order(outs, 2, 1, 0, 3), in_order(lses, 2, 1, 0)),
+        (in_order(outs, 2, 0, 1, 3), in_order(lses, 0, 2, 1)),
+        (wide[::2, ..., 8:-16], lses.repeat_interleave(3, 0)[::3]),
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 17])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_stacked_tensors(device: torch.device, dtype: torch.dtype, n: int) -> None:
+    outs, lses = partials(device, n, 6, 3, 40, dtype)
+    wanted = merge_states(list(outs), list(lses))
+    ways = stacks(outs, lses)
+    for (stack, _), (_, logs) in itertools.product(ways, ways):
+        assert_same(merge_states(stack, logs), wanted)
+    turned = merge_states(ways[1][0], ways[2][1].mT, lse_layout="heads_tokens")
+    assert_same((turned[0], turned[1].t()), wanted)
+    repeated = merge_states(outs[:1].expand(n, -1, -1, -1), lses[:1].expand(n, -1, -1))
+    assert_merged(repeated, outs[:1].expand(n, -1, -1, -1), lses[:1].expand(n, -1, -1))
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "odd", "heads_first"])
+@pytest.mark.parametrize("dim", [8, 576, 5000])
+@pytest.mark.parametrize("n", [2, 12])
+def test_in_place(device: torch.device, n: int, dim: int, layout: str) -> None:
+    """`out` as one of `outs`, `lse` as one of `lses`, and both: the bits of a call that is not."""
+    for dtype, lse_layout in zip((F32, BF16), LSE_LAYOUTS, strict=True):
+        outs, lses = partials(device, n, 3, 2, dim, dtype, lse_layout=lse_layout)
+        how = {"lse_layout": lse_layout, "base": "2"}
+        wanted = merge_states(outs, lses, **how)
+        for of_out, of_lse in ((0, None), (None, n - 1), (n - 1, 0), (1, 1)):
+            call = call_of(outs, lses, layouts=[layout], lse_layouts=[layout])
+            if of_out is not None:
+                call.out = call.outs[of_out]
+            if of_lse is not None:
+                call.lse = call.lses[of_lse]
+            every = [*call.outs, *call.lses, call.out, call.lse]
+            twins = [buffer.twin() for buffer in every]
+            result = merge_states(
+                [one.view for one in call.outs], [one.view for one in call.lses],
+                out=call.out.view, lse=call.lse.view, **how,
+            )  # fmt: skip
+            assert_same(result, wanted)
+            for buffer, twin in zip(every, twins, strict=True):
+                for written in (call.out, call.lse):
+                    if buffer.whole is written.whole:
+                        twin.view.copy_(buffer.view)
+                assert buffer.same(twin)
+
+
+@pytest.mark.parametrize("dim", [40, 576])
+def test_in_place_of_stacked_tensors(device: torch.device, dim: int) -> None:
+    for n, place in ((2, 1), (12, 0), (12, 11)):
+        outs, lses = partials(device, n, 9, 2, dim)
+        wanted = merge_states(outs, lses)
+        for stack, logs in stacks(outs, lses)[:5]:
+            stack, logs = stack.clone(), logs.clone()
+            result = merge_states(stack, logs, out=stack[place], lse=logs[place])
+            assert_same(result, wanted)
+            others = [i for i in range(n) if i != place]
+            assert_same((stack[others], logs[others]), (outs[others], lses[others]))
+
+
+def test_in_place_of_two(device: torch.device) -> None:
+    """As an engine does chunk after chunk: the result so far is one of the partials."""
+    outs, lses = partials(device, 6, 9, 2, 576)
+    out, lse = outs[0].clone(), lses[0].clone()
+    for i in range(1, 6):
+        merge_state(out, lse, outs[i], lses[i], out=out, lse=lse)
+    assert_merged((out, lse), outs, lses)
+
+
+def test_in_place_of_another_type_of_as_many_bytes(device: torch.device) -> None:
+    outs, lses = partials(device, 3, 9, 2, 40, F16, F16)
+    wanted = merge_states(outs, lses, out=torch.empty_like(outs[0], dtype=BF16))[0]
+    outs, lses = list(outs.clone()), list(lses.clone())
+    assert torch.equal(merge_states(outs, lses, out=outs[2].view(BF16))[0], wanted)
+
+
+def test_one_tensor_several_times(device: torch.device) -> None:
+    """Among the partials, and then in place of all of them."""
+    outs, lses = partials(device, 1, 9, 2, 40)
+    out, lse = outs[0].clone(), lses[0].clone()
+    merge_states([out] * 4, [lse] * 4, out=out, lse=lse, base="2")
+    assert_merged((out, lse), outs.expand(4, -1, -1, -1), lses.expand(4, -1, -1), base="2")
+
+
+# -- what overlaps ---------------------------------------------------------------------------------
+
+
+def bytes_of(view: Tensor) -> list[int]:
+    """Addresses of all bytes; one that is there twice is twice."""
+    starts = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        starts = (starts[:, None] + torch.arange(size) * stride).flatten()
+    starts = view.data_ptr() + starts * view.itemsize
+    return (starts[:, None] + torch.arange(view.itemsize)).flatten().tolist()
+
+
+def is_equally_spaced(view: Tensor) -> bool:
+    tokens, heads = view.shape[:2]
+    a, b = view.stride()[:2]
+    return 1 in (tokens, heads) or a == heads * b or b == tokens * a
+
+
+@given(data=st.data())
+def test_what_is_refused_to_the_byte(data: st.DataObject) -> None:
+    """Whatever the strides. Rows that are not equally spaced count with what is between them."""
+    draw = data.draw
+    memory = torch.zeros(400, dtype=F32)
+    tokens, heads, dim = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    natural = st.sampled_from([(heads * dim, dim), (dim, tokens * dim), (2 * heads * dim, 2 * dim)])
+    some = st.tuples(st.integers(0, 20), st.integers(0, 20))
+    first = st.integers(0, 60)
+
+    def rows() -> Tensor:
+        strides = draw(st.one_of(natural, some))
+        return memory.as_strided((tokens, heads, dim), (*strides, 1), draw(first))
+
+    def numbers() -> Tensor:
+        strides = draw(st.one_of(natural, some))
+        return memory.as_strided((tokens, heads), strides, draw(first) + draw(st.integers(0, 80)))
+
+    outs = [rows(), torch.ones(tokens, heads, dim)]
+    lses = [numbers(), torch.zeros(tokens, heads)]
+    out = draw(st.sampled_from([outs[0], rows()]))
+    lse = draw(st.sampled_from([lses[0], numbers()]))
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        return bytes_of(a) == bytes_of(b)
+
+    written, shared = [out, lse], False
+    for one in written:
+        shared |= len(set(bytes_of(one))) < len(bytes_of(one))
+    meets = [(out, lse), (out, lses[0]), (lse, outs[0])]
+    meets += [(out, outs[0])] * (not same(out, outs[0]))
+    meets += [(lse, lses[0])] * (not same(lse, lses[0]))
+    shared |= any(not set(bytes_of(a)).isdisjoint(bytes_of(b)) for a, b in meets)
+    exact = all(map(is_equally_spaced, (*written, outs[0], lses[0])))
+    try:
+        merge_states(outs, lses, out=out, lse=lse)
+    except ValueError as error:
+        assert "overlaps" in str(error) or "share memory" in str(error)
+        assert shared or not exact
+        assert memory.eq(0).all()
+    else:
+        assert not shared
+
+
+def test_side_by_side_in_one_allocation(device: torch.device) -> None:
+    """A result between the rows of a partial shares no byte with it."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(9, 4, 3, 40, generator=generator).to(device)
+    outs = [wide[:, :, 0], wide[:, :, 2]]
+    logs = torch.randn(9, 4, 3, generator=generator).to(device)
+    lses = [logs[..., 1], logs[..., 0]]
+    wanted = merge_states([out.clone() for out in outs], [lse.clone() for lse in lses])
+    before = [tensor.clone() for tensor in (*outs, *lses)]
+    assert_same(merge_states(outs, lses, out=wide[:, :, 1], lse=logs[..., 2]), wanted)
+    assert all(map(torch.equal, (*outs, *lses), before))
+
+
+def test_what_is_empty_overlaps_nothing(device: torch.device) -> None:
+    memory = torch.zeros(64, device=device)
+    nothing = memory[:0].view(0, 2, 8)
+    merge_states([nothing] * 2, [nothing[..., 0]] * 2, out=nothing, lse=nothing[..., 0])
+
+
+def test_a_refused_call_writes_nothing(device: torch.device) -> None:
+    outs, lses = partials(device, 2, 5, 2, 8)
+    buffers = [placed(outs[0], "odd"), placed(outs[1])]
+    twins = [buffer.twin() for buffer in buffers]
+    shifted = buffers[0].view.as_strided((5, 2, 8), buffers[0].view.stride(), 130)
+    with pytest.raises(ValueError, match=r"^merge_states: out: overlaps outs\[0\], expected mem"):
+        merge_states([buffer.view for buffer in buffers], list(lses), out=shifted)
+    assert all(map(Buffer.same, buffers, twins))
