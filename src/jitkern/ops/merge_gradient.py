@@ -61,7 +61,8 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
         outs: list[Tensor], lses: list[Tensor], base: str, layout: str, valid: Any, prefill: Any
     ) -> Any:
         # Of tensors in a list a Function sees nothing.
-        return Merge.apply(len(outs), base, layout, valid, prefill, *outs, *lses)
+        call: Any = Merge.apply
+        return call(len(outs), base, layout, valid, prefill, *outs, *lses)
 
     return SimpleNamespace(apply=apply)
 

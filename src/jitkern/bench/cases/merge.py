@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -64,7 +65,7 @@ class Size:
         return rows * (read + out_bytes + 4)
 
     @property
-    def lse_layout(self) -> str:
+    def lse_layout(self) -> Literal["tokens_heads", "heads_tokens"]:
         """As the op is told."""
         return "heads_tokens" if self.by_heads else "tokens_heads"
 

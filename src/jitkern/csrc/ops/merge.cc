@@ -172,27 +172,22 @@ void merge_by_gpu(const MergeCall& call) {
 void merge(const MergeCall& call) { call.out->on_cuda() ? merge_by_gpu(call) : merge_by_cpu(call); }
 
 void merge_state(AnyView out_a, AnyView lse_a, AnyView out_b, AnyView lse_b, AnyView out,
-                 AnyView lse, AnyView is_base_2, AnyView heads_first, AnyView scale,
-                 AnyView prefill_tokens) {
-  constexpr const char* kPrefill = "prefill_tokens_with_context";
-  MergeCall call("merge_state", heads_first);
+                 AnyView lse, AnyView options) {
+  MergeCall call("merge_state", options);
+  call.outs.reserve(2);
+  call.lses.reserve(2);
   call.add(Tensor(call.op, "out_a", out_a), Tensor(call.op, "lse_a", lse_a));
   call.add(Tensor(call.op, "out_b", out_b), Tensor(call.op, "lse_b", lse_b));
-  call.finish({out, lse, is_base_2, scale, nullptr});
-  if (!is_none(prefill_tokens)) {
-    call.tokens_of_first = int_arg(call.op, kPrefill, prefill_tokens);
-    if (call.tokens_of_first < 0) {
-      raise_value_error(call.op, kPrefill, std::to_string(call.tokens_of_first), "0 or more");
-    }
-  }
+  call.finish(out, lse);
+  if (!is_none(call.options.last)) call.take_prefill_tokens(call.options.last);
   merge(call);
 }
 
-void merge_states(AnyView outs, AnyView lses, AnyView out, AnyView lse, AnyView is_base_2,
-                  AnyView heads_first, AnyView scale, AnyView num_valid) {
-  MergeCall call("merge_states", heads_first);
+void merge_states(AnyView outs, AnyView lses, AnyView out, AnyView lse, AnyView options) {
+  MergeCall call("merge_states", options);
   call.add_all(outs, lses);
-  call.finish({out, lse, is_base_2, scale, num_valid});
+  call.finish(out, lse);
+  if (!is_none(call.options.last)) call.take_num_valid(call.options.last);
   merge(call);
 }
 

@@ -178,8 +178,14 @@ Indices num_valid_of(const Indices& num_valid, const MergeCall& call) {
 
 }  // namespace
 
-MergeCall::MergeCall(const char* op, AnyView heads_first)
-    : op(op), heads_first(bool_arg(op, "lse_layout", heads_first)) {}
+MergeCall::Options::Options(AnyView value) {
+  if (is_none(value)) return;
+  const auto given = value.cast<Array<Any>>();
+  is_base_2 = given[0].cast<bool>();
+  heads_first = given[1].cast<bool>();
+  scale = given[2];
+  last = given[3];
+}
 
 void MergeCall::add(const Tensor& out, const Tensor& lse) {
   in_type = float_type(out);
@@ -190,7 +196,7 @@ void MergeCall::add(const Tensor& out, const Tensor& lse) {
     lse.same_dtype(lses[0]);
   }
   outs.push_back(value_rows(out));
-  lses.push_back(lse_rows(lse, outs[0], heads_first));
+  lses.push_back(lse_rows(lse, outs[0], options.heads_first));
 }
 
 void MergeCall::add_stacked(const Tensor& out, const Tensor& lse) {
@@ -199,7 +205,7 @@ void MergeCall::add_stacked(const Tensor& out, const Tensor& lse) {
   const HeadRows first = value_rows(out, 1);
   const i64 count = out.dl->shape[0];
   check_count(op, "outs", "a first dimension of ", count);
-  const HeadRows first_lse = lse_rows(lse, first, heads_first, 1);
+  const HeadRows first_lse = lse_rows(lse, first, options.heads_first, 1);
   if (lse.dl->shape[0] != count) require_same_count(lse, count);
   for (i64 i = 0; i < count; ++i) {
     outs.push_back(first.behind(i * first_stride_bytes(out)));
@@ -230,11 +236,10 @@ void MergeCall::add_all(AnyView outs_arg, AnyView lses_arg) {
   }
 }
 
-void MergeCall::finish(const Rest& rest) {
-  const bool is_base_2 = bool_arg(op, "base", rest.is_base_2);
-  log2_of_base = is_base_2 ? 1.0f : 1.44269504f;
-  base_log_of_2 = is_base_2 ? 1.0f : 0.69314718f;
-  const Tensor tensor(op, "out", rest.out);
+void MergeCall::finish(AnyView out_arg, AnyView lse_arg) {
+  log2_of_base = options.is_base_2 ? 1.0f : 1.44269504f;
+  base_log_of_2 = options.is_base_2 ? 1.0f : 0.69314718f;
+  const Tensor tensor(op, "out", out_arg);
   out_type = float_type(tensor, 4);
   out = out_rows(tensor, outs[0]);
   dim = tensor.dl->shape[2];
@@ -243,24 +248,33 @@ void MergeCall::finish(const Rest& rest) {
     check_place(lses[i], tensor);
   }
   check_written(*out, outs, lses);
-  if (!is_none(rest.lse)) {
-    lse = lse_rows(Tensor(op, "lse", rest.lse), *out, heads_first);
+  if (!is_none(lse_arg)) {
+    lse = lse_rows(Tensor(op, "lse", lse_arg), *out, options.heads_first);
     merged_lse_type = float_type(*lse);
     lse->same_device(tensor);
     lse->apart_from(*out, kOwnMemory);
     lse_is_in_place = check_written(*lse, lses, outs);
   }
   const bool is_fp8 = out_type == kFloat8E4M3;
-  if (!is_none(rest.scale)) {
-    scale = scale_of(Tensor(op, "scale", rest.scale), *this);
+  if (!is_none(options.scale)) {
+    scale = scale_of(Tensor(op, "scale", options.scale), *this);
     if (!is_fp8) scale->value_error("a tensor", "None, as out is " + tensor.dtype_name());
   } else if (is_fp8) {
     raise_value_error(op, "scale", "None",
                       "a float32 tensor of 1 element, as out is float8_e4m3fn");
   }
-  if (!is_none(rest.num_valid)) {
-    num_valid = num_valid_of(Indices(op, "num_valid", rest.num_valid), *this);
+}
+
+void MergeCall::take_prefill_tokens(AnyView value) {
+  constexpr const char* kArg = "prefill_tokens_with_context";
+  tokens_of_first = int_arg(op, kArg, value);
+  if (tokens_of_first < 0) {
+    raise_value_error(op, kArg, std::to_string(tokens_of_first), "0 or more");
   }
+}
+
+void MergeCall::take_num_valid(AnyView value) {
+  num_valid = num_valid_of(Indices(op, "num_valid", value), *this);
 }
 
 }  // namespace jitkern

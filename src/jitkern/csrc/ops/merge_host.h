@@ -44,20 +44,25 @@ struct HeadRows : Tensor {
 
 // A call, checked by the time that it is finished.
 struct MergeCall {
-  // What both ops take beside the partials.
-  struct Rest {
-    AnyView out, lse, is_base_2, scale, num_valid;
+  // What both ops may take beside tensors: none, or (is_base_2, heads_first, scale, last).
+  struct Options {
+    bool is_base_2 = false;
+    bool heads_first = false;
+    tvm::ffi::Any scale;
+    tvm::ffi::Any last;
+
+    explicit Options(AnyView value);
   };
 
   const char* op;
-  bool heads_first;  // in tensors of lse
+  Options options;
   std::vector<HeadRows> outs;
   std::vector<HeadRows> lses;
   std::optional<HeadRows> out;
   std::optional<HeadRows> lse;
   std::optional<Tensor> scale;
-  std::optional<Indices> num_valid;
-  i64 tokens_of_first = kMostTokens;
+  std::optional<Indices> num_valid;   // of merge_states
+  i64 tokens_of_first = kMostTokens;  // of merge_state
   i64 dim = 0;
   int in_type = kFloat32;
   int out_type = kFloat32;
@@ -67,11 +72,13 @@ struct MergeCall {
   float base_log_of_2 = 1;
   bool lse_is_in_place = false;
 
-  MergeCall(const char* op, AnyView heads_first);
+  MergeCall(const char* op, AnyView options) : op(op), options(options) {}
   void add(const Tensor& out, const Tensor& lse);
   // Lists of tensors, or one stacked tensor of each.
   void add_all(AnyView outs, AnyView lses);
-  void finish(const Rest& rest);
+  void finish(AnyView out, AnyView lse);
+  void take_prefill_tokens(AnyView value);
+  void take_num_valid(AnyView value);
 
   i64 num_states() const { return static_cast<i64>(outs.size()); }
 

@@ -1,0 +1,205 @@
+"""``merge_states`` where PyTorch traces or differentiates, and what that shares with a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jitkern.host import module as host
+from jitkern.ops import dispatch
+from jitkern.ops.common import TorchOverload, not_a_tensor, type_text
+from jitkern.ops.merge_kernel import kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BASE = ("base", "e", "2")
+LAYOUT = ("lse_layout", "tokens_heads", "heads_tokens")
+
+
+def is_second(op: str, words: tuple[str, str, str], value: Any) -> bool:
+    """Tell which of two words an argument is. Not in C++: a str on its way there takes 60 ns."""
+    name, *known = words
+    if isinstance(value, str) and value in known:
+        return value == known[1]
+    expected = f'expected "{known[0]}" or "{known[1]}"'
+    if isinstance(value, str):
+        raise ValueError(f'{op}: {name}: "{value}", {expected}')
+    raise TypeError(f"{op}: {name}: {type_text(value)}, {expected}")
+
+
+def options_of(
+    op: str, base: Any, lse_layout: Any, scale: Any, last: Any
+) -> tuple[bool, bool, Any, Any] | None:
+    """Return what a call says beside its tensors, `last` as the op has it; None: nothing.
+
+    One argument on the way to C++, each of which takes 50 ns.
+    """
+    if base == "e" and lse_layout == "tokens_heads" and scale is None and last is None:
+        return None
+    return is_second(op, BASE, base), is_second(op, LAYOUT, lse_layout), scale, last
+
+
+def given_of(out: Any, lse: Any) -> tuple[Any, ...]:
+    if lse is None or lse is False:
+        return () if out is None else (out,)
+    return (lse,) if out is None else (out, lse)
+
+
+def first(many: Any) -> Any:
+    try:
+        return many[0]
+    except LookupError:
+        return None  # C++ says what is wrong with them
+
+
+# Not in C++: see _new_output of jitkern.ops.index.
+def new_out(like: Tensor) -> Tensor:
+    return like.new_empty(like.shape)
+
+
+def new_lse(like: Tensor) -> Tensor:
+    import torch
+
+    if like.dtype is torch.float32:
+        return like.new_empty(like.shape)
+    return like.new_empty(like.shape, dtype=torch.float32)
+
+
+def named(**lists: Any) -> dict[str, Any]:
+    """Return tensors of lists by their names, such as ``outs[3]``."""
+    found: dict[str, Any] = {}
+    for name, value in lists.items():
+        if isinstance(value, (list, tuple)):
+            found |= {f"{name}[{i}]": one for i, one in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
+def not_tensors(**lists: Any) -> TypeError | None:
+    import torch
+
+    for name, value in lists.items():
+        if not isinstance(value, (list, tuple, torch.Tensor)):
+            expected = "a list of tensors, or one stacked tensor"
+            return TypeError(f"merge_states: {name}: {type_text(value)}, expected {expected}")
+    return not_a_tensor("merge_states", **named(**lists))
+
+
+def _through_torch(
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | bool | None = None,
+    base: str = "e",
+    lse_layout: str = "tokens_heads",
+    scale: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    op, rest = "merge_states", {"base": base, "lse_layout": lse_layout, "num_valid": num_valid}
+    prefill = {"prefill_tokens_with_context": prefill_tokens_with_context}
+    if out is None and scale is None and (lse is None or lse is False):
+        merged, merged_lse = dispatch.through_torch(
+            op, outs=list(outs), lses=list(lses), **rest, **prefill
+        )
+        return merged, None if lse is False else merged_lse
+    if out is None:
+        out = new_out(outs[0])
+    to_lse = new_lse(lses[0]) if lse is None else None if lse is False else lse
+    arguments = {"out": out, "lse": to_lse, "scale": scale, **rest, **prefill}
+    dispatch.through_torch(op, "out", outs=list(outs), lses=list(lses), **arguments)
+    return out, to_lse  # type: ignore[return-value]
+
+
+def two_through_torch(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    wrong = not_a_tensor("merge_state", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    if wrong is not None:
+        raise wrong
+    return _through_torch((out_a, out_b), (lse_a, lse_b), **rest)
+
+
+def many_through_torch(
+    outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor, **rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    wrong = not_tensors(outs=outs, lses=lses)
+    if wrong is not None:
+        raise wrong
+    return _through_torch(_unstacked("outs", outs), _unstacked("lses", lses), **rest)
+
+
+def _unstacked(name: str, many: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    if not isinstance(many, (list, tuple)):
+        many = many.unbind(0) if many.ndim > 0 else ()  # type: ignore[union-attr]
+    if len(many) == 0:
+        raise ValueError(f"merge_states: {name}: a list of 0, expected 1 to 64 partial results")
+    return many
+
+
+def _now(
+    outs: list[Tensor],
+    lses: list[Tensor],
+    *,
+    out: Tensor,
+    lse: Tensor | None,
+    base: str = "e",
+    lse_layout: str = "tokens_heads",
+    scale: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+) -> None:
+    if prefill_tokens_with_context is None:
+        options = options_of("merge_states", base, lse_layout, scale, num_valid)
+        host.op_now("merge_states", kernel)(outs, lses, out, lse, options)
+    else:
+        last = prefill_tokens_with_context
+        options = options_of("merge_state", base, lse_layout, scale, last)
+        two = [one for pair in zip(outs, lses, strict=True) for one in pair]
+        host.op_now("merge_state", kernel)(*two, out, lse, options)
+
+
+def _new(
+    outs: list[Tensor], lses: list[Tensor], *, prefill_tokens_with_context: Any = None, **rest: Any
+) -> tuple[Tensor, Tensor]:
+    made = _fake(outs, lses)
+    rest["prefill_tokens_with_context"] = prefill_tokens_with_context
+    _now(outs, lses, out=made[0], lse=made[1], **rest)
+    return made
+
+
+def _differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    from jitkern.ops.merge_gradient import differentiable
+
+    return differentiable(operator)
+
+
+def _fake(outs: list[Tensor], lses: list[Tensor], **_: Any) -> tuple[Tensor, Tensor]:
+    return new_out(outs[0]), new_lse(lses[0])
+
+
+_REST = (
+    'str base="e", str lse_layout="tokens_heads", {}Tensor? num_valid=None, '
+    "int? prefill_tokens_with_context=None"
+)
+
+TORCH_OVERLOADS = (
+    TorchOverload(
+        f"merge_states(Tensor[] outs, Tensor[] lses, *, {_REST.format('')}) -> (Tensor, Tensor)",
+        _new,
+        _fake,
+        _differentiable,
+    ),
+    TorchOverload(
+        "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) out, Tensor(b!)? lse, "
+        f"{_REST.format('Tensor? scale=None, ')}) -> ()",
+        _now,
+    ),
+)
