@@ -8,20 +8,21 @@ namespace emulate {
 
 // A specialisation, as merge.py names it.
 template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
-          int kThreads, int kRows>
+          int kThreads, int kRowThreads, int kRows, int kTimes>
 struct Kernel {
   using Params = jitkern::MergeParams<kCapacity>;
-  using Merge =
-      jitkern::Merge<kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, 1, true, kRows>;
+  using Merge = jitkern::Merge<kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, 1, true,
+                               kRowThreads>;
 
   // With as many partials' parameters as it is made for, and none behind them.
-  static void launch(const MergeParams<kMostStates>& all, unsigned blocks, Order order) {
+  static void launch(const MergeParams<kMostStates>& all, unsigned blocks, unsigned threads,
+                     Order order) {
     const auto params = std::make_unique<Params>();
     std::memcpy(static_cast<void*>(params.get()), &all, sizeof(Params));
-    launch_fibers({blocks}, {kThreads}, order, [&] { Merge::run(*params); });
+    launch_fibers({blocks}, {threads}, order, [&] { Merge::run(*params); });
   }
   static MergeKernel described() {
-    return {kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, kRows, launch};
+    return {kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, kRows, kTimes, launch};
   }
 };
 
@@ -34,16 +35,17 @@ std::vector<MergeKernel> list_of() {
 // the others give the same bits.
 void one_run(const MergeKernel& kernel, Random& random, Tally& tally) {
   MergeRun run(kernel, random);
-  const unsigned blocks = ceil_div(run.num_rows(), kernel.rows);
+  const unsigned blocks = ceil_div(run.num_rows(), run.params().to.rows_of_block);
+  const unsigned threads = run.num_threads();
   const unsigned idle = blocks == 0 || random.below(4) == 0;  // whose rows are behind the last
   std::vector<Order> orders = {Order::kForward, Order::kReverse, Order::kShuffled};
   std::swap(orders[0], orders[random.below(3)]);
   for (const Order order : orders) {
     run.begin();
-    kernel.launch(run.params(), blocks + idle, order);
+    kernel.launch(run.params(), blocks + idle, threads, order);
     run.end();
     ++tally.runs;
-    tally.threads += i64(blocks + idle) * kernel.threads;
+    tally.threads += i64(blocks + idle) * threads;
   }
 }
 

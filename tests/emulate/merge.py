@@ -5,10 +5,10 @@ from __future__ import annotations
 from emulate.mutant import mutants_of
 from emulate.runner import Sweep
 
-from jitkern.ops import merge
+from jitkern.ops.merge_kernel import STATES_OF_THREAD, BlockShape
 
 F32, F16, BF16, E4M3 = range(4)
-"""As merge._TYPES has them."""
+"""As in _TYPES of jitkern.ops.merge_kernel."""
 
 # dim, elements of a vector, types of the partials, the result and their lse, partials, plain.
 _FEW = (
@@ -59,11 +59,11 @@ _KERNELS = (
 def _kernel(
     dim: int, vec_elems: int, in_type: int, out_type: int, lse_type: int, capacity: int, plain: int
 ) -> str:
-    teams = max(1, capacity // merge.STATES_OF_THREAD)
-    row_threads, rows = merge.block_shape(dim // vec_elems, teams)
+    teams = max(1, capacity // STATES_OF_THREAD)
+    shape = BlockShape.of(dim // vec_elems, teams)
+    num_threads = shape.row_threads * shape.rows * teams * shape.times
     numbers = (dim, vec_elems, in_type, out_type, lse_type, capacity, plain)
-    shape = (row_threads * rows * teams, rows)
-    return f"Kernel<{','.join(map(str, numbers + shape))}>"
+    return f"Kernel<{','.join(map(str, (*numbers, num_threads, *shape)))}>"
 
 
 DEFINES = (
@@ -87,7 +87,8 @@ MUTANTS = [
         "ops/merge.cu",
         # Which rows and partials there are.
         ("row behind the last", "is_row(row < to.num_rows)", "is_row(row <= to.num_rows)"),
-        ("lane of another row", "+ member / kRowThreads)", "+ member % kRows)"),
+        ("lane of another row", "+ member / kRowThreads)", "+ member % p.to.rows_of_block)"),
+        ("rows of large blocks", "p.to.rows_of_block +", "(kTeamThreads / kRowThreads) +"),
         ("head of another row", "head = row - token * to.heads.value", "head = row"),
         ("partials of no row", "!place.is_row ? 0 : kPlain", "kPlain"),
         ("partials of no plain row", "return place.is_row;", "return true;"),
@@ -186,6 +187,7 @@ MUTANTS = [
             *(1, 2),
         ),
         ("lse without a sum", "+ log2_of(all.sum) * p.to.base_log_of_2", ""),
+        ("lse without a zero's sign", "all.sum == 1.0f ? all.log : sum_log", "sum_log"),
         ("lse to base 2", "log2_of(all.sum) * p.to.base_log_of_2", "log2_of(all.sum)"),
         ("lse to another base", "* p.to.base_log_of_2", "* p.to.log2_of_base"),
         ("sum for a mean", "values[i] * factor", "values[i]"),

@@ -15,9 +15,12 @@ constexpr i64 kMostRows = (i64(1) << 31) - 1;
 
 struct MergeKernel {
   int dim, elems, in_type, out_type, lse_type, capacity;
-  bool plain;  // all partials count, and lie in one way in which rows follow each other
-  int threads, rows;
-  void (*launch)(const MergeParams<kMostStates>& params, unsigned blocks, Order order);
+  bool plain;   // all partials count, and lie in one way in which rows follow each other
+  int threads;  // of a large block, which is some times as large as a small one
+  int rows;     // of a small one
+  int times;
+  void (*launch)(const MergeParams<kMostStates>& params, unsigned blocks, unsigned threads,
+                 Order order);
 
   std::string name() const {
     std::string name = "merge:";
@@ -39,6 +42,7 @@ class MergeRun {
   }
   const MergeParams<kMostStates>& params() const { return params_; }
   i64 num_rows() const { return tokens_ * heads_; }
+  unsigned num_threads() const { return kernel_.threads / kernel_.times * times_; }
 
   void begin() {
     for (HeadBuffer* buffer : all()) buffer->begin();
@@ -62,7 +66,8 @@ class MergeRun {
   void choose_sizes(Random& random) {
     heads_ = random.pick({i64(1), i64(2), i64(3), i64(7), 1 + random.below(40)});
     if (kernel_.dim * kernel_.capacity > 4096) heads_ = 1 + random.below(3);
-    const i64 rows = kernel_.rows;
+    times_ = random.pick({1, kernel_.times});
+    const i64 rows = kernel_.rows * times_;
     tokens_ = random.pick({i64(1), rows - 1, rows, rows + 1, rows * 5 / 2 + 1});
     tokens_ = (tokens_ + heads_ - 1) / heads_;
     tokens_of_first_ =
@@ -74,6 +79,7 @@ class MergeRun {
     MergeTarget& to = params_.to;
     to.tokens_of_first = static_cast<u32>(tokens_of_first_);
     to.num_rows = static_cast<u32>(num_rows());
+    to.rows_of_block = static_cast<u32>(rows);
     to.num_states = static_cast<i32>(num_states_);
     to.heads = jitkern::Divisor::of(static_cast<u32>(heads_));
     log2_of_base_ = random.below(2) == 0 ? 1 : std::log2(std::exp(1.0));
@@ -107,8 +113,8 @@ class MergeRun {
     const bool in_place = kernel_.in_type == kernel_.out_type && random.below(3) == 0;
     const i64 out_at = in_place ? random.below(num_states_) : -1;
     const i64 lse_at = random.below(3) == 0 ? random.below(num_states_) : -1;
-    // Of plain kernels all are as far apart as those of the first, which no one else may then
-    // share.
+    // Of plain kernels the rows of all lie as those of the first do: none share bytes if one is
+    // written.
     HeadLayout out, lse;
     for (i64 s = 0; s < num_states_; ++s) {
       const std::string number = std::to_string(s);
@@ -155,7 +161,7 @@ class MergeRun {
 
   void fill(Random& random) {
     logs_ = random.pick({kAny, kAny, kSame, kSame, kAlone, kEmpty, kMixed, kMixed, kOdd});
-    same_log_ = random.pick({0.0, -7.0, 3000.0, kInfinity});
+    same_log_ = random.pick({0.0, -0.0, -7.0, 3000.0, kInfinity});
     has_odd_values_ = random.below(6) == 0;
     const int alone = static_cast<int>(random.below(num_states_));
     for (i64 s = 0; s < num_states_; ++s) {
@@ -295,6 +301,7 @@ class MergeRun {
   const MergeKernel& kernel_;
   MergeParams<kMostStates> params_{};
   i64 tokens_ = 0, heads_ = 1, tokens_of_first_ = 0, num_states_ = 1;
+  int times_ = 1;
   Logs logs_ = kAny;
   double same_log_ = 0;
   bool has_odd_values_ = false;  // infinite ones, and NaN

@@ -56,7 +56,8 @@ class Weights {
       num += of.back() != 0;
       all_equal &= of.back() == 0 || of.back() == 1;
     }
-    log = sum == 0 ? -kInfinity : largest + std::log2(sum) / log2_of_base;
+    // Of one alone it is that one, zero's sign included.
+    log = sum == 0 ? -kInfinity : num == 1 ? largest : largest + std::log2(sum) / log2_of_base;
     if (std::isnan(sum)) log = sum;
   }
 

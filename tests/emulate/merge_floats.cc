@@ -125,6 +125,6 @@ int main() {
   check_type<kFloat8E4M3>();
   check_others(random);
   check_divisors(random);
-  report("floats", 4, {num_checked, 0, 0});
+  report("merge_floats", 4, {num_checked, 0, 0});
   return 0;
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from emulate.mutant import mutants_of
 from emulate.runner import Sweep
 
-SWEEP = Sweep("floats")
+SWEEP = Sweep("merge_floats")
 MUTANTS = [
     *mutants_of(
         SWEEP,
