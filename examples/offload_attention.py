@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jitkern import merge_state
 from jitkern.offload import OffloadEngine, OverlapMonitor, SlotPipeline
 
 # Of the root mean square of all outputs: bfloat16 rounds to 0.1 % of that, three times on the way.
@@ -115,9 +116,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Te
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Take the attention to more keys into a result in float32, in place."""
-    share = torch.sigmoid(part_lse - lse)  # of the new keys in the sum of all exponentials
-    out.lerp_(part.float(), share.unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)
+    merge_state(out, lse, part.float(), part_lse, out=out, lse=lse)
 
 
 def attend_to_itself(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,11 @@ def child(
         ("cache import a b", "unrecognized arguments: b", "jitkern cache import"),
         ("doctor --frob", "unrecognized arguments: --frob", "jitkern doctor"),
         ("demo now", "unrecognized arguments: now", "jitkern demo"),
-        ("warm --op store", "warm: --op: expected along with --element-size BYTES", "jitkern warm"),
+        (
+            "warm --op store",
+            "warm: --op: 'store', expected along with --element-size BYTES",
+            "jitkern warm",
+        ),
         ("bench --ci --runs 2", "bench: --runs: only with --update", "jitkern bench"),
         ("bench --ci --gate no", None, "jitkern bench"),
         ("completion fish", None, "jitkern completion"),

@@ -48,6 +48,7 @@ def complete(script: Path, *words: str) -> list[str]:
         (["bench", "--gate", ""], ["all", "counts", "none"]),
         (["bench", "--device", "c"], ["cuda", "cpu"]),
         (["bench", "--json", ""], []),
+        (["warm", "--head"], ["--head-dim"]),
         (["completion", ""], ["bash", "zsh"]),
         (["--v"], ["--version"]),
         (["frob", "--v"], ["--version"]),

@@ -41,7 +41,8 @@ LAYERS = """
 4  ops.common
 4  torch_ops
 4  ops.dispatch
-4  ops.pairs
+4  ops.pairs ops.merge_gradient ops.merge_kernel
+4  ops.merge_torch
 4  ops
 5  jobs
 5  warming

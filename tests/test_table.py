@@ -27,11 +27,13 @@ NAV, INDEX = ROOT / "mkdocs.yml", ROOT / "docs" / "index.md"
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_op_has_its_page(stem: str) -> None:
-    """In the navigation, and in the index with what it does."""
+    """In the navigation, and in the index with what it does; all its functions are on it."""
     function = STEMS[stem].function
     assert f"      - {function}: ops/{stem}.md\n" in NAV.read_text()
     assert re.search(rf"^\| \[`{function}`\]\(ops/{stem}.md\) \| .+ \|$", INDEX.read_text(), re.M)
-    assert function in (ROOT / "docs" / "ops" / f"{stem}.md").read_text()
+    page = (ROOT / "docs" / "ops" / f"{stem}.md").read_text()
+    for name in (function, *STEMS[stem].more):
+        assert re.search(rf"^::: jitkern\.(ops\.{stem}\.)?{name}$", page, re.M)
 
 
 def test_no_page_is_of_no_op() -> None:
@@ -50,6 +52,7 @@ USERS = {
         tests/test_tracing.py tests/ops/test_pair_order.py tests/emulate/pair_copy.cc
         tests/emulate/race.cc tests/emulate/race.py bench/cases/pools.py
         tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
+        tests/examples/test_offload_attention.py
         tests/threads/ops.cc tests/threads/calls.cc tests/threads/trouble.cc
         tests/offload/test_pool.py tests/offload/pool_child.py
         bench/cases/offload.py bench/cases/ways.py src/jitkern/calibration.py
@@ -67,7 +70,7 @@ USERS = {
         tests/test_bundle.py tests/test_cli.py tests/test_design.py
         tests/test_nvrtc.py tests/test_package.py tests/test_record.py tests/recorded_app.py
         tests/test_replay.py
-        tests/test_warm.py tests/test_wheel.py
+        tests/test_warm.py tests/test_warm_sizes.py tests/test_wheel.py
     """,
     "a ring, which unpack consumes": """
         bench/cases/ring.py

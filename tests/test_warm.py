@@ -105,10 +105,23 @@ def test_warm_with_nothing_else_is_the_host_module(capsys: Capture, empty_cache:
     [
         ({"ops": ["frob"]}, ValueError, "warm: ops: 'frob', expected one of store_cache, store, "),
         ({"ops": "store"}, TypeError, "warm: ops: 'store', expected a list, such as ['store']"),
-        ({"ops": ["store"]}, ValueError, "warm: ops: given without element_sizes, the bytes of th"),
+        ({"ops": ["store"]}, ValueError, "warm: ops: 'store', expected along with element_sizes, "),
+        ({"ops": ["merge"]}, ValueError, "warm: ops: 'merge', expected along with head_dims, "),
+        (
+            {"ops": ["merge_state", "store_cache"], "element_sizes": [656]},
+            ValueError,
+            "warm: ops: 'merge_state', expected along with head_dims, elements of a head",
+        ),
+        (
+            {"ops": ["store"], "element_sizes": [656], "head_dims": [64]},
+            ValueError,
+            "warm: head_dims: [64], expected an op of merge_states, merge_state, merge",
+        ),
         ({"element_sizes": 656}, TypeError, "warm: element_sizes: 656, expected a list, such as "),
         ({"element_sizes": [0]}, ValueError, "warm: element_sizes: 0, expected bytes of a row, 1 "),
         ({"element_sizes": [6.5]}, ValueError, "warm: element_sizes: 6.5, expected bytes of a row"),
+        ({"head_dims": 128}, TypeError, "warm: head_dims: 128, expected a list, such as [128]"),
+        ({"head_dims": [True]}, ValueError, "warm: head_dims: True, expected elements of a head, "),
         ({"archs": "9.0"}, TypeError, "warm: archs: '9.0', expected a list, such as ['9.0']"),
         ({"archs": ["99"]}, ValueError, "arch: '99', expected one of 7.5, "),
         ({"files": "x.jsonl"}, TypeError, "warm: files: 'x.jsonl', expected a list, such as ['x."),
@@ -116,6 +129,7 @@ def test_warm_with_nothing_else_is_the_host_module(capsys: Capture, empty_cache:
         ({"threads": 0}, ValueError, "warm: threads: 0, expected 1 or more"),
         ({"check": True, "out": "x"}, ValueError, "warm: out: given along with check, which write"),
         ({"element_sizes": [656]}, ValueError, "warm: archs: none is given, JITKERN_ARCH is not s"),
+        ({"head_dims": [128]}, ValueError, "warm: archs: none is given, JITKERN_ARCH is not set, "),
     ],
 )
 def test_arguments_that_make_no_sense(
@@ -291,7 +305,7 @@ def test_help_lists_all_ops_by_both_names(capsys: Capture) -> None:
         main(["warm", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for op in OPS:
-        assert op.function in text
+        assert all(name in text for name in (op.function, *op.more))
         assert re.search(rf"[ (]{op.stem}[,;]", text) or not op.has_kernels
 
 

@@ -13,9 +13,10 @@ def warm_host_module() -> str:
     return _BUILD_WITH
 
 
-def warm_op(op: str, element_size: str, arch: object) -> str:
+def warm_op(op: str, size: str, arch: object, *, sized_by: str = "element_size") -> str:
     """Say how the kernels of a built-in op are built before they are needed."""
-    return f"{_BUILD_WITH} --op {op} --element-size {element_size} --arch {arch}"
+    option = sized_by.replace("_", "-")
+    return f"{_BUILD_WITH} --op {op} --{option} {size} --arch {arch}"
 
 
 def warm_rows(arch: object) -> str:

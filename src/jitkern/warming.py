@@ -32,7 +32,7 @@ from jitkern.jobs import (
     run_all,
 )
 from jitkern.ops import device_ops
-from jitkern.ops._ops import op_names
+from jitkern.ops._ops import SIZES, Size, op_names, op_sizes
 from jitkern.scratch import require_writable, scratch_folder
 
 Progress = Callable[[Job, int, int], None]
@@ -44,6 +44,7 @@ def warm(
     archs: Sequence[Arch | str] | None = None,
     files: Sequence[str | PathLike[str]] = (),
     *,
+    head_dims: Sequence[int] = (),
     check: bool = False,
     trust: bool = False,
     load: bool = False,
@@ -59,7 +60,8 @@ def warm(
     Parameters
     ----------
     ops
-        Names of ops, such as ``store_cache`` or ``store``. Default all that have kernels.
+        Names of ops, such as ``store_cache`` or ``store``. Default all that have kernels
+        for what is given of the sizes.
     element_sizes
         Bytes of a row of the tensors: of each, the kernels for contiguous tensors.
     archs
@@ -67,6 +69,8 @@ def warm(
         GPUs present; for records what they were recorded for.
     files
         Records, written by runs under ``JITKERN_RECORD``. They are code: give what you would run.
+    head_dims
+        Elements of a head, for ``merge_states``, which is compiled by these instead.
     check
         Only look: nothing is built, and what no cache has is ``missing``. Where there is no
         compiler, code by any compiler counts as there, as it does for a call.
@@ -104,16 +108,10 @@ def warm(
     >>> for one in jitkern.warm(element_sizes=[656], archs=["9.0"]):  # doctest: +SKIP
     ...     print(one.name, one.parameters, one.arch, one.source)
     """
-    stems = _stems(ops)
     wanted = _archs(archs)
-    sizes = list(dict.fromkeys(_listed("element_sizes", element_sizes)))
-    for size in sizes:
-        if type(size) is not int or size < 1:
-            raise ValueError(f"warm: element_sizes: {size!r}, expected bytes of a row, 1 or more")
+    wanted_ops = _sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
-    if ops is not None and not sizes:
-        raise ValueError("warm: ops: given without element_sizes, the bytes of their rows")
     if check and out is not None:
         raise ValueError("warm: out: given along with check, which writes nothing")
     user_cache().place.check()
@@ -121,14 +119,14 @@ def warm(
         require_writable(Path(out), "give a directory of yours", mode=0o755)
     recorded = [one for file in _listed("files", files) for one in replay(file, trust=trust)]
     jobs = [host_module_job()]
-    if sizes:
+    if wanted_ops:
         for_archs = wanted or default_archs()
         if not for_archs:
             raise ValueError(
                 "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
                 "expected one of them, such as archs=['9.0']"
             )
-        jobs += op_jobs(itertools.product(stems, sizes), for_archs)
+        jobs += op_jobs(wanted_ops, for_archs)
     with ExitStack() as stack:
         if recorded:
             folder = stack.enter_context(scratch_folder("replay"))
@@ -157,14 +155,33 @@ def _listed(argument: str, value: Any) -> Sequence[Any]:
     return list(value)
 
 
-def _stems(ops: Sequence[str] | None) -> list[str]:
-    known = op_names()
-    if ops is None:
-        return list(dict.fromkeys(known.values()))
-    for op in _listed("ops", ops):
-        if op not in known:
-            raise ValueError(f"warm: ops: {op!r}, expected one of {', '.join(known)}")
-    return list(dict.fromkeys(known[op] for op in ops))
+def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
+    """Return the ops, by their stems, each with the sizes that it is compiled for."""
+    sizes = {size: _checked(size, given[size.name]) for size in SIZES}
+    stems, size_of = op_names(), op_sizes()
+    names = list(stems) if ops is None else _listed("ops", ops)
+    for op in () if ops is None else names:
+        if op not in stems:
+            raise ValueError(f"warm: ops: {op!r}, expected one of {', '.join(stems)}")
+        size = size_of[op]
+        if not sizes[size]:
+            raise ValueError(f"warm: ops: {op!r}, expected along with {size.name}s, {size.meaning}")
+    for size in SIZES:
+        if sizes[size] and size not in {size_of[op] for op in names}:
+            expected = ", ".join(op for op in stems if size_of[op] == size)
+            raise ValueError(
+                f"warm: {size.name}s: {given[size.name]!r}, expected an op of {expected}"
+            )
+    wanted = [(stems[op], size) for op in names for size in sizes[size_of[op]]]
+    return list(dict.fromkeys(wanted))
+
+
+def _checked(size: Size, given: Sequence[int]) -> list[int]:
+    values = _listed(f"{size.name}s", given)
+    for one in values:
+        if type(one) is not int or one < 1:
+            raise ValueError(f"warm: {size.name}s: {one!r}, expected {size.meaning}, 1 or more")
+    return list(values)
 
 
 def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
@@ -182,11 +199,11 @@ def host_module_job() -> Job:
 
 
 def op_jobs(wanted: Iterable[tuple[str, int]], archs: Iterable[Arch]) -> list[Job]:
-    """Return the jobs of ops and row sizes: each kernel for each arch, and once what they share."""
+    """Return the jobs of ops and their sizes: each kernel for each arch, what they share once."""
     kernels: dict[DeviceModule, None] = {}
-    for op, row_bytes in wanted:
+    for op, size in wanted:
         module = device_ops()[op]
-        of_size = [module.kernel(*spec) for spec in module.specialisations(row_bytes)]
+        of_size = [module.kernel(*spec) for spec in module.specialisations(size)]
         kernels |= dict.fromkeys(of_size + getattr(module, "shared_kernels", list)())
     return [_kernel_job(kernel, arch) for kernel in kernels for arch in archs]
 

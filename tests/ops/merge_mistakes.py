@@ -251,6 +251,9 @@ def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
         }
         if number:
             table.append((stacked, ValueError, f"outs: a first dimension of {number}, {COUNT}"))
+    freed, freed_logs = stack.clone(), logs.clone()
+    for tensor in (freed, freed_logs):
+        tensor.untyped_storage().resize_(0)
     none = {"outs": stack[:0], "lses": logs[:0]}
     table += [
         (none, ValueError, f"outs: a first dimension of 0, {COUNT}"),
@@ -285,6 +288,10 @@ def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
          "outs[0]: dim 0, expected at least 1"),
         ({"outs": [one[0] for one in outs]}, ValueError,
          "outs[0]: shape [2, 8], expected [tokens, heads, dim]"),
+        ({"outs": freed, "lses": logs}, ValueError,
+         "outs: no memory behind it, expected allocated memory"),
+        ({"outs": stack, "lses": freed_logs}, ValueError,
+         "lses: no memory behind it, expected allocated memory"),
         ({"out": None, "outs": stack.to("meta"), "lses": logs}, ValueError,
          "outs: device meta, expected cpu or cuda"),
     ]  # fmt: skip

@@ -16,7 +16,9 @@ from jitkern.ops import device_ops
 
 ARCHS = list(map(str, SUPPORTED_ARCHS))
 # One row size for each vector width from 16 bytes down to 1, and the largest.
+# Where an op is sized by the elements of a head, as many of those.
 ROW_BYTES = [656, 40, 12, 6, 657, 8192]
+FEW = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,6 +38,13 @@ def arch_of(image: bytes) -> int:
     return flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF
 
 
+def chosen(specs: list[tuple[int, ...]], arch: str) -> list[tuple[int, ...]]:
+    """All kernels of a size, but of an op that has many of them a few, where 9.0 has all."""
+    if arch == "9.0" or len(specs) <= 2 * FEW:
+        return specs
+    return specs[:: len(specs) // FEW]
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("op", ON_GPU)
 def test_every_row_size_compiles(op: str, arch: str) -> None:
@@ -44,7 +53,7 @@ def test_every_row_size_compiles(op: str, arch: str) -> None:
     for row_bytes in ROW_BYTES:
         specs = module.specialisations(row_bytes)
         assert specs
-        for spec in specs if row_bytes == 656 else specs[:1]:
+        for spec in chosen(specs, arch) if row_bytes == 656 else specs[:1]:
             kernel = module.kernel(*spec)
             image = kernel.image(wanted)
             assert arch_of(image) == wanted.major * 10 + wanted.minor

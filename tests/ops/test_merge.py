@@ -9,7 +9,7 @@ import pytest
 import torch
 from buffers import INT_DTYPES
 from fuzzer import Call, Fuzzer
-from merges import (
+from merge_reference import (
     BF16,
     F16,
     F32,

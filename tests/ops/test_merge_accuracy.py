@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from merges import BF16, F16, FP8, INF, TYPES, assert_merged
+from merge_reference import BF16, F16, FP8, INF, TYPES, assert_merged
 
 from jitkern import merge_states
 

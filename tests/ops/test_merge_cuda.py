@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from merges import (
+from merge_reference import (
     BF16,
     F16,
     F32,
@@ -173,7 +173,7 @@ def test_results_lie_on_one_device_with_the_rest() -> None:
     outs, lses = partials(GPU, 2, 5, 2, 8)
     far, far_lses = outs.cpu().pin_memory(), lses.cpu().pin_memory()
     for given, text in (
-        ({"out": far[0]}, "outs[0]: device cuda:0, expected cpu as in out"),
+        ({"out": far[0]}, "outs: device cuda:0, expected cpu as in out"),
         ({"lse": far_lses[0]}, "lse: device cpu, expected cuda:0 as in out"),
         ({"num_valid": torch.tensor([1])}, "num_valid: device cpu, expected cuda:0 as in out"),
         ({"num_valid": torch.tensor([1]).pin_memory()},

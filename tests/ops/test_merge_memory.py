@@ -9,7 +9,7 @@ import torch
 from buffers import Buffer
 from hypothesis import given
 from hypothesis import strategies as st
-from merges import (
+from merge_reference import (
     BF16,
     EXPANDED,
     F16,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from merges import (
+from merge_reference import (
     EXPANDED,
     LAYOUTS,
     OUT_TYPES,

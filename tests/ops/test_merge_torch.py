@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from merges import BF16, F16, FP8, INF, assert_merged, assert_same, partials
+from merge_reference import BF16, F16, FP8, INF, assert_merged, assert_same, partials
 from needs import needs_cxx
 from torch import Tensor
 from torch._subclasses import FakeTensorMode

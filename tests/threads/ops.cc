@@ -22,6 +22,7 @@ OP(h2d_gather)
 OP(d2h_scatter)
 OP(copy_blocks)
 OP(unpack)
+OP(merge_states)
 OP(memcpy_2d)
 #undef OP
 
@@ -32,7 +33,7 @@ constexpr int64_t kRowBytes = 8192;  // a call is worth several threads, and row
 constexpr int64_t kFar = int64_t(1) << 40;
 constexpr int kRounds = 40;
 
-// A tensor of bytes or of int64.
+// A tensor of bytes, of floats or of int64.
 struct Memory {
   std::vector<char> bytes;
   std::vector<int64_t> shape;
@@ -52,6 +53,7 @@ struct Memory {
   }
 };
 Memory rows() { return Memory({kRows, kRowBytes}, kDLUInt, 8); }
+Memory floats(std::vector<int64_t> shape) { return Memory(std::move(shape), kDLFloat, 32); }
 Memory indices(std::vector<int64_t> shape) { return Memory(std::move(shape), kDLInt, 64); }
 
 std::atomic<int64_t> passed{0}, refused{0};
@@ -90,6 +92,8 @@ void rewrite_descriptors(Memory& memory, int64_t round) {
 void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
   Memory a = rows(), b = rows(), c = rows(), d = rows();
   Memory slot_map = indices({kRows});
+  Memory outs = floats({2, kRows, 8, 128}), lses = floats({2, kRows, 8});
+  Memory merged = floats({kRows, 8, 128}), merged_lse = floats({kRows, 8});
   for (int64_t i = 0; i < kRows; ++i) reinterpret_cast<int64_t*>(slot_map.bytes.data())[i] = -1;
   for (int round = 0; round < kRounds; ++round) {
     call(store_cache(), &a.dl, &b.dl, &slots.dl, &c.dl, &d.dl);
@@ -102,6 +106,7 @@ void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
     call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr, nullptr);
     call(copy_blocks(), &c.dl, &d.dl, &pairs.dl, 0, 0, nullptr, nullptr, nullptr);
     call(unpack(), &a.dl, &b.dl, &descriptors.dl, nullptr);
+    call(merge_states(), &outs.dl, &lses.dl, &merged.dl, &merged_lse.dl, nullptr);
     call(memcpy_2d(), &d.dl, &a.dl, kRowBytes, kRowBytes, kRowBytes - 3, kRows, 3, nullptr, nullptr,
          false, nullptr);
   }

@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jitkern.arch import Arch
+    from jitkern.ops._ops import Size
 
 JSON_SCHEMA = 1
 """Of what ``--json`` prints: raised when a name goes or changes its meaning, not for a new one."""
-
-MAX_ROW_BYTES = (1 << 30) - 1
-"""Of the rows that every op has kernels for: csrc/ops/pairs.cuh asserts less than 1 GiB."""
 
 # A pipe or a file has no width: wide enough for a path, and tables take only what they need.
 _PIPE_WIDTH = 200
@@ -74,10 +72,10 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see: {self.prog} --help)")
 
 
-def row_bytes(text: str) -> list[int]:
-    """Parse ``656`` or ``256,656``: bytes of a row, as argparse's ``type``."""
-    expected = f"bytes of a row, 1 to {MAX_ROW_BYTES}"
-    return [count(part, expected, MAX_ROW_BYTES) for part in names(text)]
+def sizes(of: Size) -> Callable[[str], list[int]]:
+    """Return what parses ``656`` or ``256,656``, as argparse's ``type``."""
+    expected = f"{of.meaning}, 1 to {of.largest}"
+    return lambda text: [count(part, expected, of.largest) for part in names(text)]
 
 
 def byte_count(text: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.cli import ui
 from jitkern.errors import JitkernError, WarmError
-from jitkern.ops._ops import OPS, op_names
+from jitkern.ops._ops import OPS, SIZES, op_names, op_sizes
 
 if TYPE_CHECKING:
     from jitkern.arch import Arch
@@ -27,6 +27,7 @@ _NO_KERNELS = [op.function for op in OPS if not op.has_kernels]
 EXAMPLE = f"""
 jitkern warm --element-size 656
 jitkern warm --element-size 256,1024 --op {",".join(_FIRST)} --arch 9.0,10.0 --out kernels/
+jitkern warm --element-size 1024 --head-dim 64,128 --arch 9.0
 jitkern warm --replay run.jsonl --arch 9.0
 jitkern warm --replay run.jsonl --check
 """
@@ -35,20 +36,23 @@ JSON_VERSION = 1
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument(
-        "--element-size",
-        type=ui.row_bytes,
-        action="extend",
-        metavar="BYTES",
-        help="bytes of a row; several as 256,656 or by repeating the option",
-    )
+    for size in SIZES:
+        ops = [op.function for op in OPS if op.has_kernels and op.sized_by == size.name]
+        parser.add_argument(
+            size.option,
+            type=ui.sizes(size),
+            action="extend",
+            metavar=size.unit,
+            help=f"{size.meaning}, for {', '.join(ops)}; several as 64,128 or by repeating the "
+            "option",
+        )
     parser.add_argument(
         "--op",
         type=ui.names,
         action="extend",
         metavar="OP[,OP]",
-        help=f"of {', '.join(_NAMES)}; default: all; there is nothing to compile for "
-        f"{', '.join(_NO_KERNELS)}",
+        help=f"of {', '.join(_NAMES)}; default: all of which a size is given; there is nothing to "
+        f"compile for {', '.join(_NO_KERNELS)}",
     )
     parser.add_argument(
         "--arch",
@@ -118,15 +122,15 @@ def run(args: argparse.Namespace) -> int:
         try:
             outcomes: Sequence[Outcome] = warm(
                 args.op,
-                args.element_size or (),
-                archs,
-                args.replay or (),
+                archs=archs,
+                files=args.replay or (),
                 check=args.check,
                 trust=args.trust,
                 load=args.load,
                 out=args.out,
                 threads=threads,
                 progress=progress,
+                **_sizes(args),
             )
         except WarmError as error:
             outcomes, failure = error.outcomes, error
@@ -164,12 +168,24 @@ def _check_options(args: argparse.Namespace) -> None:
     for op in args.op or ():
         if op not in _NAMES:
             raise ui.UsageError(f"warm: --op: {op!r}, expected one of {', '.join(_NAMES)}")
-    if args.op and not args.element_size:
-        raise ui.UsageError("warm: --op: expected along with --element-size BYTES")
-    if args.arch and not (args.element_size or args.replay):
-        raise ui.UsageError("warm: --arch: expected along with --element-size or --replay")
+    sizes = op_sizes()
+    for op in args.op or ():
+        if not getattr(args, sizes[op].name):
+            one = f"{sizes[op].option} {sizes[op].unit}"
+            raise ui.UsageError(f"warm: --op: {op!r}, expected along with {one}")
+    for size in SIZES:
+        if args.op and getattr(args, size.name) and size not in {sizes[op] for op in args.op}:
+            ops = ", ".join(op for op in _NAMES if sizes[op] == size)
+            raise ui.UsageError(f"warm: {size.option}: expected along with an --op of {ops}")
+    if args.arch and not (args.replay or any(_sizes(args).values())):
+        options = ", ".join(size.option for size in SIZES)
+        raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
     if args.check and args.out:
         raise ui.UsageError("warm: --out: expected without --check, which writes nothing")
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+    return {f"{size.name}s": getattr(args, size.name) or () for size in SIZES}
 
 
 def _archs(args: argparse.Namespace) -> list[Arch] | None:
@@ -177,7 +193,7 @@ def _archs(args: argparse.Namespace) -> list[Arch] | None:
     from jitkern.arch import requested_archs
     from jitkern.warming import default_archs
 
-    if args.arch or not args.element_size:
+    if args.arch or not any(_sizes(args).values()):
         return args.arch or None
     try:
         if not requested_archs():

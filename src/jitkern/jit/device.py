@@ -332,11 +332,16 @@ class DeviceModule:
 
 
 def load_own(
-    name: str, *args: str, device_files: Sequence[str], device_wrappers: Sequence[Wrapper]
+    name: str,
+    *args: str,
+    device_files: Sequence[str],
+    device_wrappers: Sequence[Wrapper],
+    sized_by: str = "element_size",
 ) -> DeviceModule:
     """As :func:`jitkern.load_jit`; its FrozenError names the ``jitkern warm`` that was missing.
 
-    The first of `args` is the size of a row, as the command line takes it.
+    The first of `args` is the size of a row, or what else it is sized by, as the command line takes
+    it.
     """
     files = [CSRC / file for file in device_files]
     options = {
@@ -347,7 +352,7 @@ def load_own(
         Specialisation("load_jit", (name, *args), options, ""),
         files,
         device_wrappers,
-        hint=lambda arch: hints.warm_op(name, args[0], arch),
+        hint=lambda arch: hints.warm_op(name, args[0], arch, sized_by=sized_by),
     )
 
 

@@ -5,6 +5,28 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Size(NamedTuple):
+    """Something that kernels are compiled for a value of."""
+
+    name: str
+    """Of the option of ``jitkern warm``; with an s of the argument of ``jitkern.warm``."""
+
+    meaning: str
+    unit: str
+    largest: int
+
+    @property
+    def option(self) -> str:
+        """The option of ``jitkern warm``."""
+        return f"--{self.name.replace('_', '-')}"
+
+
+SIZES = (
+    Size("element_size", "bytes of a row", "BYTES", (1 << 30) - 1),  # as pairs.cuh asserts
+    Size("head_dim", "elements of a head", "DIM", (1 << 28) - 1),  # as many bytes in fp32
+)
+
+
 class Op(NamedTuple):
     """One op. Whatever else is particular to it lies in the files of its stem."""
 
@@ -20,6 +42,9 @@ class Op(NamedTuple):
     has_kernels: bool = True
     """Whether it has any for a GPU: ``kernel`` and ``specialisations`` are in its module, then."""
 
+    sized_by: str = "element_size"
+    """The one of `SIZES` that ``specialisations`` takes."""
+
 
 OPS = (
     Op("store", "store_cache"),
@@ -29,7 +54,7 @@ OPS = (
     Op("swap", "swap_rows"),
     Op("copy_blocks", "copy_blocks"),
     Op("unpack", "unpack"),
-    Op("merge", "merge_states", more=("merge_state",)),
+    Op("merge", "merge_states", more=("merge_state",), sized_by="head_dim"),
     Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # by the copy engine
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
@@ -39,3 +64,10 @@ def op_names() -> dict[str, str]:
     """Return the stem of each op that has kernels by its names: the public one, and the stem."""
     with_kernels = [op for op in OPS if op.has_kernels]
     return {name: op.stem for op in with_kernels for name in (op.function, *op.more, op.stem)}
+
+
+def op_sizes() -> dict[str, Size]:
+    """Return what each op that has kernels is compiled for, by the same names."""
+    sizes = {size.name: size for size in SIZES}
+    of_stem = {op.stem: sizes[op.sized_by] for op in OPS}
+    return {name: of_stem[stem] for name, stem in op_names().items()}

@@ -13,7 +13,6 @@ from jitkern.ops.common import widest_vec_bytes
 
 # FloatType of csrc/ops/floats.h, in its order.
 _TYPES = ("f32", "f16", "bf16", "e4m3")
-_ITEM_BYTES = (4, 2, 2, 1)
 _F32, _F16, _BF16, _ = range(4)
 CAPACITIES = (2, 4, 8, 16, 32, 64)
 """Partials that kernels are made for: of fewer the next larger."""
@@ -79,7 +78,7 @@ def kernel(
     num_teams = max(1, capacity // STATES_OF_THREAD)
     row_threads, rows, times = BlockShape.of(dim // vec_elems, num_teams)
     num_threads = row_threads * rows * num_teams * times
-    occupancy = max(1, THREADS_OF_SM[num_teams > 1] // num_threads)
+    occupancy = max(1, THREADS_OF_SM[num_teams > 1] // (-(-num_threads // 32) * 32))
     config = KernelConfig(num_threads=num_threads, max_occupancy=occupancy, use_pdl=True)
     args = make_cpp_args(
         dim, vec_elems, in_type, out_type, lse_type, capacity, bool(plain), *config, row_threads
@@ -90,8 +89,16 @@ def kernel(
     types += ["any_strides"] * (not plain)
     name = "_".join(["jitkern_merge", f"v{vec_elems}", f"d{dim}", f"n{capacity}", *types])
     wrappers = [(name, f"jitkern::Merge<{args}>")]
-    module = load_own("merge", *args, device_files=["ops/merge.cu"], device_wrappers=wrappers)
-    module.hint = hints.replay
+    module = load_own(
+        "merge",
+        *args,
+        device_files=["ops/merge.cu"],
+        device_wrappers=wrappers,
+        sized_by="head_dim",
+    )
+    spec = (dim, vec_elems, in_type, out_type, lse_type, capacity, plain)
+    if spec not in specialisations(dim):
+        module.hint = hints.replay  # a --head-dim gives the most common ones only
     return module.launched_with(config, in_flight=times, splits=rows)
 
 

@@ -49,7 +49,7 @@ def given_of(out: Any, lse: Any) -> tuple[Any, ...]:
 def first(many: Any) -> Any:
     try:
         return many[0]
-    except LookupError:
+    except (LookupError, RuntimeError):
         return None  # C++ says what is wrong with them
 
 
@@ -138,7 +138,11 @@ def many_through_torch(
 
 def _unstacked(name: str, many: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
     if not isinstance(many, (list, tuple)):
-        many = many.unbind(0) if many.ndim > 0 else ()  # type: ignore[union-attr]
+        try:
+            many = many.unbind(0) if many.ndim > 0 else ()  # type: ignore[union-attr]
+        except RuntimeError as error:
+            came = f"a tensor without readable memory ({error})"
+            raise ValueError(f"merge_states: {name}: {came}, expected a plain tensor") from error
     if len(many) == 0:
         raise ValueError(f"merge_states: {name}: a list of 0, expected 1 to 64 partial results")
     return many

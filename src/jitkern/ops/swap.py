@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from jitkern import hints
 from jitkern.host import module as host_module
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
@@ -53,7 +54,9 @@ def kernel(
         (swap_name, f"SwapRows<{args}, true>", config),
         (place_name, f"PlaceStaged<{place}>", config),
     ]
-    return load_entries("swap_in_order", "swap.cu", entries, args, in_flight)
+    module = load_entries("swap_in_order", "swap.cu", entries, args, in_flight)
+    module.hint = partial(hints.warm_op, "swap", str(row_bytes))
+    return module
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from jitkern import hints
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
@@ -71,7 +72,9 @@ def ring_kernel() -> DeviceModule:
         ("jitkern_unpack_ring", f"ConsumeRing<{consume}>", RING_CONFIG),
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
     ]
-    return load_entries("unpack_ring", "unpack_ring.cu", entries, consume, RING_IN_FLIGHT)
+    module = load_entries("unpack_ring", "unpack_ring.cu", entries, consume, RING_IN_FLIGHT)
+    module.hint = hints.warm_rows
+    return module
 
 
 host.builds("unpack", kernel)  # a ring may ask for it first

@@ -103,7 +103,7 @@ struct Merge {
 
     // Straight-line loops: what is loaded is used behind all of them.
     Bits<kLse> logs[kStates];
-    i64 at = place.offset(states[0].lse_token_stride, states[0].lse_head_stride);
+    i64 at = place.offset(p.states[0].lse_token_stride, p.states[0].lse_head_stride);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       logs[s] = bits_as<kLse>(-float_of_bits(0x7f800000));
@@ -113,7 +113,7 @@ struct Merge {
     }
     InVec vecs[kStates];
     const auto load = [&](int vec) {
-      at = place.offset(states[0].out_token_stride, states[0].out_head_stride);
+      at = place.offset(p.states[0].out_token_stride, p.states[0].out_head_stride);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
         vecs[s] = InVec{};
@@ -143,7 +143,7 @@ struct Merge {
       }
       if (writes) {
         at = place.offset(p.to.out_token_stride, p.to.out_head_stride);
-        store(p.to.out + at + vec * kOutBytes, values, all.sum, scale);
+        store(p.to.out + at + vec * kOutBytes, values, scale);
       }
       if (step + 1 == kSteps) return;
     }
@@ -188,7 +188,16 @@ struct Merge {
       shares[s] = share_of(shares[s], center, log2_of_base);
       all.sum += shares[s];
     }
+    share_out<kStates>(all.sum, shares);
     return all;
+  }
+
+  // Makes them parts of 1, before they meet the values: large ones do not overflow on their way.
+  template <int kCount>
+  static __device__ void share_out(float sum, float* shares) {
+    const float factor = sum == 0.0f ? 0.0f : inverse_of(sum);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) shares[i] *= factor;
   }
 
   // Of one partial alone the zeros keep their signs.
@@ -232,10 +241,11 @@ struct Merge {
 #pragma unroll
     for (int t = 0; t < kTeams; ++t) {
       const Weight weight = shared.weights[t][member];
-      shares[t] = share_of(weight.log, center_of(all.log), log2_of_base);
-      if (weight.sum != weight.sum) shares[t] = weight.sum;  // NaN, which no largest lse shows
-      if (shares[t] != 0.0f) all.sum = fmaf(shares[t], weight.sum, all.sum);
+      // 0 times NaN is NaN, which no largest lse shows.
+      shares[t] = share_of(weight.log, center_of(all.log), log2_of_base) * weight.sum;
+      all.sum += shares[t];
     }
+    share_out<kTeams>(all.sum, shares);
     start(all.sum, values);
 #pragma unroll
     for (int t = 0; t < kTeams; ++t) {
@@ -247,18 +257,18 @@ struct Merge {
     return all;
   }
 
-  static __device__ void store(char* to, const float* values, float sum, float scale) {
-    const float inverse = inverse_of(kOut == kFloat8E4M3 ? sum * scale : sum);
-    const float factor = sum == 0.0f ? 0.0f : inverse;
-    float means[kElems];
+  static __device__ void store(char* to, float* values, float scale) {
+    if constexpr (kOut == kFloat8E4M3) {
+      const float factor = inverse_of(scale);
 #pragma unroll
-    for (int i = 0; i < kElems; ++i) means[i] = values[i] * factor;
+      for (int i = 0; i < kElems; ++i) values[i] *= factor;
+    }
     constexpr int kPartBytes = kOutBytes < 16 ? kOutBytes : 16;
     constexpr int kPartElems = kPartBytes / item_bytes_of(kOut);
 #pragma unroll
     for (int i = 0; i < kElems; i += kPartElems) {
       store_vec<kPartBytes>(to + i * item_bytes_of(kOut),
-                            words_of<kOut, kPartElems>(means + i).vec);
+                            words_of<kOut, kPartElems>(values + i).vec);
     }
   }
 };

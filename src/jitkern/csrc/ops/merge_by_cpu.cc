@@ -16,20 +16,6 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // long enough.
 constexpr i64 kPartDim = 512;
 
-template <class Use>
-void with_type(int type, const Use& use) {
-  switch (type) {
-    case kFloat32:
-      return use(std::integral_constant<int, kFloat32>());
-    case kFloat16:
-      return use(std::integral_constant<int, kFloat16>());
-    case kBFloat16:
-      return use(std::integral_constant<int, kBFloat16>());
-    default:
-      return use(std::integral_constant<int, kFloat8E4M3>());
-  }
-}
-
 const char* row_of(const HeadRows& rows, i64 token, i64 head) {
   return rows.data + token * rows.token_stride_bytes + head * rows.head_stride_bytes;
 }
@@ -69,6 +55,8 @@ struct Shares {
       of[i] = of[i] == center ? 1 : std::exp2((of[i] - center) * call.log2_of_base);
       sum += of[i];
     }
+    const float factor = sum == 0 ? 0 : 1 / sum;
+    for (i64 i = 0; i < call.num_states(); ++i) of[i] *= factor;
     // One alone keeps its own, to the sign of a zero.
     lse = sum == 1 ? largest : center + std::log2(sum) * call.base_log_of_2;
   }
@@ -86,9 +74,15 @@ void store(char* to, const float* values, float factor, i64 count) {
   for (i64 d = 0; d < count; ++d) items[d] = bits_as<kOut>(values[d] * factor);
 }
 
-template <int kIn, int kOut>
+// In the order of FloatType.
+constexpr void (*kAdd[])(const char*, float, float*, i64) = {add<kFloat32>, add<kFloat16>,
+                                                             add<kBFloat16>};
+constexpr void (*kStore[])(char*, const float*, float, i64) = {
+    store<kFloat32>, store<kFloat16>, store<kBFloat16>, store<kFloat8E4M3>};
+
 void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 token, i64 head) {
-  const float factor = shares.sum == 0 ? 0 : 1 / (shares.sum * scale);
+  const auto add_part = kAdd[call.in_type];
+  const auto store_part = kStore[call.out_type];
   char* const to =
       call.out->data + token * call.out->token_stride_bytes + head * call.out->head_stride_bytes;
   float values[kPartDim];
@@ -98,13 +92,12 @@ void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 tok
     for (i64 i = 0; i < call.num_states(); ++i) {
       if (shares.of[i] == 0) continue;
       const char* const from = row_of(call.outs[i], token, head);
-      add<kIn>(from + begin * item_bytes_of(kIn), shares.of[i], values, count);
+      add_part(from + begin * item_bytes_of(call.in_type), shares.of[i], values, count);
     }
-    store<kOut>(to + begin * item_bytes_of(kOut), values, factor, count);
+    store_part(to + begin * item_bytes_of(call.out_type), values, 1 / scale, count);
   }
 }
 
-template <int kIn, int kOut>
 void merge_rows(const MergeCall& call, i64 begin, i64 end) {
   const float scale = call.scale ? *reinterpret_cast<const float*>(call.scale->data()) : 1;
   for (i64 row = begin; row < end; ++row) {
@@ -116,7 +109,7 @@ void merge_rows(const MergeCall& call, i64 begin, i64 end) {
       });
     }
     const Shares shares(call, token, head, token < call.tokens_of_first ? 0 : 1, behind);
-    merge_row<kIn, kOut>(call, shares, scale, token, head);
+    merge_row(call, shares, scale, token, head);
     if (!call.lse) continue;
     char* const to =
         call.lse->data + token * call.lse->token_stride_bytes + head * call.lse->head_stride_bytes;
@@ -129,17 +122,9 @@ void merge_rows(const MergeCall& call, i64 begin, i64 end) {
 void merge_by_cpu(const MergeCall& call) {
   const i64 rows = call.out->tokens * call.out->heads;
   const i64 bytes = rows * (call.num_states() * call.outs[0].row_bytes + call.out->row_bytes);
-  with_type(call.in_type, [&](const auto in) {
-    with_type(call.out_type, [&](const auto out) {
-      if constexpr (decltype(in)::value != kFloat8E4M3) {
-        const auto run = [&call](i64 begin, i64 end) {
-          merge_rows<decltype(in)::value, decltype(out)::value>(call, begin, end);
-        };
-        const i64 threads = threads_for(rows, bytes);
-        threads > 1 ? for_parts(rows, threads, run) : run(0, rows);
-      }
-    });
-  });
+  const auto run = [&call](i64 begin, i64 end) { merge_rows(call, begin, end); };
+  const i64 threads = threads_for(rows, bytes);
+  threads > 1 ? for_parts(rows, threads, run) : run(0, rows);
 }
 
 }  // namespace jitkern

@@ -21,7 +21,7 @@ INF, NAN = math.inf, math.nan
 
 # Of results in fp32, in parts of the largest value that went into a row: 3 roundings of 2^-24 for
 # weight, product and quotient, and some of the sum.
-TOLERANCE = 5e-7
+TOLERANCE = 1e-6
 
 
 # -- reference -------------------------------------------------------------------------------------
