@@ -13,12 +13,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from jitkern.compilers.sources import CSRC, include_dirs
@@ -50,6 +52,14 @@ def _launch_facts() -> tuple[str, ...]:
             elif name.isupper() and type(value) is int:
                 facts[f"{stem}_{name}"] = value
     return tuple(f"-D{name.upper()}={value}" for name, value in facts.items())
+
+
+@cache
+def _own_facts(driver: str) -> tuple[str, ...]:
+    """What the module beside a driver says of the kernels that it runs: its DEFINES."""
+    if not (HERE / f"{driver}.py").exists():
+        return ()
+    return getattr(import_module(f"emulate.{driver}"), "DEFINES", ())
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,8 @@ class Runner:
     def build(self, sweep: Sweep) -> Path:
         """Return the program of one driver, compiled unless it is there already."""
         objects = _support(self.store, tuple(self.flags))
-        defines = [*_launch_facts(), *(f"-D{text}" for text in sweep.defines)]
+        own = [f"-D{text}" for text in (*_own_facts(sweep.driver), *sweep.defines)]
+        defines = [*_launch_facts(), *own]
         return self._compile(f"{sweep.driver}.cc", defines, "", objects)
 
     def run(self, sweep: Sweep, *args: str) -> subprocess.CompletedProcess[str]:
@@ -178,6 +189,7 @@ def _checked(command: Sequence[str]) -> str:
 
 
 def main() -> int:
+    sys.path.insert(0, str(HERE.parent))  # of the modules beside this one
     parser = argparse.ArgumentParser(description="Run the kernels on the CPU, under sanitizers.")
     parser.add_argument("--all", action="store_true", help="every specialisation")
     parser.add_argument("--store", type=Path, help="where compiled programs are kept")

@@ -1,0 +1,76 @@
+// The merge of partial results on exact buffers, against the same in double.
+#include "ops/merge.cu"
+
+#include "merge_calls.h"
+#include "sweep.h"
+
+namespace emulate {
+
+// A specialisation, as merge.py names it.
+template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
+          int kThreads, int kRowThreads, int kRows, int kTimes>
+struct Kernel {
+  using Params = jitkern::MergeParams<kCapacity>;
+  using Merge = jitkern::Merge<kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, 1, true,
+                               kRowThreads>;
+
+  // With as many partials' parameters as it is made for, and none behind them.
+  static void launch(const MergeParams<kMostStates>& all, unsigned blocks, unsigned threads,
+                     Order order) {
+    const auto params = std::make_unique<Params>();
+    std::memcpy(static_cast<void*>(params.get()), &all, sizeof(Params));
+    launch_fibers({blocks}, {threads}, order, [&] { Merge::run(*params); });
+  }
+  static MergeKernel described() {
+    return {kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, kRows, kTimes, launch};
+  }
+};
+
+template <class... Kernels>
+std::vector<MergeKernel> list_of() {
+  return {Kernels::described()...};
+}
+
+// One call by threads in all orders, any of which is the first and is compared with the reference:
+// the others give the same bits.
+void one_run(const MergeKernel& kernel, Random& random, Tally& tally) {
+  MergeRun run(kernel, random);
+  const unsigned blocks = ceil_div(run.num_rows(), run.params().to.rows_of_block);
+  const unsigned threads = run.num_threads();
+  const unsigned idle = blocks == 0 || random.below(4) == 0;  // whose rows are behind the last
+  std::vector<Order> orders = {Order::kForward, Order::kReverse, Order::kShuffled};
+  std::swap(orders[0], orders[random.below(3)]);
+  for (const Order order : orders) {
+    run.begin();
+    kernel.launch(run.params(), blocks + idle, threads, order);
+    run.end();
+    ++tally.runs;
+    tally.threads += i64(blocks + idle) * threads;
+  }
+}
+
+}  // namespace emulate
+
+int main() {
+  using namespace emulate;
+#ifdef SWEEP_FEW
+  const std::vector<MergeKernel> list = list_of<MERGE_FEW>();
+  constexpr int kRuns = 60;
+#else
+  const std::vector<MergeKernel> list = list_of<MERGE_KERNELS>();
+  constexpr int kRuns = 100;
+#endif
+  install_reports();
+  Tally tally;
+  u64 number = 0;
+  for (const MergeKernel& kernel : list) {
+    for (int run = 0; run < kRuns; ++run) {
+      now_running = kernel.name() + ", run " + std::to_string(run);
+      Random random(number++);
+      for (int i = 0; i < 4; ++i) random.bits();
+      one_run(kernel, random, tally);
+    }
+  }
+  report("merge", list.size(), tally);
+  return 0;
+}

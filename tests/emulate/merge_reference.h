@@ -1,0 +1,105 @@
+// A row of merged partial results in double, and how far from it float may be.
+#pragma once
+
+#include "buffers.h"
+#include "float_formats.h"
+#include "ops/merge.h"
+
+namespace emulate {
+
+using jitkern::kFloat8E4M3;
+using jitkern::kMostStates;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+inline u32 load_bits(const char* from, int type) {
+  u32 bits = 0;
+  std::memcpy(&bits, from, jitkern::item_bytes_of(type));
+  return bits;
+}
+inline double load_number(const char* from, int type) {
+  return value_of_bits(type, load_bits(from, type));
+}
+inline void store_number(char* to, int type, double value) {
+  const u32 bits = bits_of_value(type, rounded_to(type, value));
+  std::memcpy(to, &bits, jitkern::item_bytes_of(type));
+}
+
+// A number that lies between two that are as near to the right one as float has to come, rounded.
+// Where there is no slack it is that number, bit by bit.
+inline void expect_number(const char* what, const char* from, int type, double right,
+                          double slack) {
+  const u32 bits = load_bits(from, type);
+  const double got = value_of_bits(type, bits);
+  const double low = rounded_to(type, right - slack), high = rounded_to(type, right + slack);
+  if (std::isnan(right) ? std::isnan(got)
+      : slack == 0      ? bits == bits_of_value(type, low)
+                        : low <= got && got <= high) {
+    return;
+  }
+  fail(std::string(what) + " is " + std::to_string(got) + ", expected " + std::to_string(right) +
+       " within " + std::to_string(slack));
+}
+
+// What the partials of a row weigh.
+class Weights {
+ public:
+  // Of each partial its lse, or -inf if it does not count.
+  Weights(const std::vector<double>& logs, double log2_of_base) {
+    double largest = -kInfinity;
+    for (const double log : logs) largest = std::fmax(largest, log);
+    for (const double log : logs) {
+      of.push_back(log == -kInfinity ? 0
+                   : log == largest  ? 1
+                                     : std::exp2((log - largest) * log2_of_base));
+      sum += of.back();
+      num += of.back() != 0;
+      all_equal &= of.back() == 0 || of.back() == 1;
+    }
+    // Of one alone it is that one, zero's sign included.
+    log = sum == 0 ? -kInfinity : num == 1 ? largest : largest + std::log2(sum) / log2_of_base;
+    if (std::isnan(sum)) log = sum;
+  }
+
+  std::vector<double> of;
+  double sum = 0;
+  double log = 0;
+  int num = 0;            // that count
+  bool all_equal = true;  // those
+};
+
+// An exponential of float is of a number that is rounded: by so much of a weight.
+constexpr double kSlack = 2e-5;
+
+// One element of a row, of as many values as there are weights.
+struct Mean {
+  double value;
+  double slack;
+};
+inline Mean mean_of(const Weights& weights, const std::vector<double>& values) {
+  if (weights.num == 0) return {0, 0};
+  double sum = -0.0, size = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (weights.of[i] == 0) continue;
+    sum += weights.of[i] * values[i];
+    if (std::isfinite(values[i])) size += std::fabs(weights.of[i] * values[i]);
+  }
+  return {sum / weights.sum, weights.num == 1 ? 0 : kSlack * size / weights.sum};
+}
+
+// The same of partials that weigh the same: as nothing but sums and a product is rounded, it is
+// known bit by bit, added up as promised: by teams, in the order of partials.
+inline float equal_mean_of(const Weights& weights, const std::vector<double>& values, float scale) {
+  float sum = -0.0f;
+  for (size_t begin = 0; begin < values.size(); begin += jitkern::kStatesOfThread) {
+    const size_t end = std::min(values.size(), begin + jitkern::kStatesOfThread);
+    float part = -0.0f;
+    for (size_t i = begin; i < end; ++i) {
+      if (weights.of[i] != 0) part += static_cast<float>(values[i]);
+    }
+    sum += part;
+  }
+  return weights.num == 0 ? 0 : sum * (1 / (static_cast<float>(weights.sum) * scale));
+}
+
+}  // namespace emulate
