@@ -128,7 +128,7 @@ except SystemExit:
             "warm --op merge --head-dim 128 --element-size 656",
             "warm: --element-size: expected along with an --op of store_cache, store, indexing, in",
         ),
-        ("warm --op store --head-dim 1 --element-size 6", "--head-dim: expected along with an --op"),
+        ("warm --op store --head-dim 1 --element-size 6", "--head-dim: expected along with an --o"),
         ("warm --arch 9.0", "--arch: expected along with --element-size, --head-dim or --replay"),
         ("warm --check --out x", "warm: --out: expected without --check, which writes nothing"),
         ("warm --element-size 0 --arch 9.0", "--element-size: '0', expected bytes of a row"),
