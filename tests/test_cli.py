@@ -128,14 +128,8 @@ except SystemExit:
             "warm --op merge --head-dim 128 --element-size 656",
             "warm: --element-size: expected along with an --op of store_cache, store, indexing, in",
         ),
-        (
-            "warm --op store --head-dim 128 --element-size 656",
-            "warm: --head-dim: expected along with an --op of merge_states, merge_state, merge",
-        ),
-        (
-            "warm --arch 9.0",
-            "warm: --arch: expected along with --element-size, --head-dim or --replay",
-        ),
+        ("warm --op store --head-dim 1 --element-size 6", "--head-dim: expected along with an --o"),
+        ("warm --arch 9.0", "--arch: expected along with --element-size, --head-dim or --replay"),
         ("warm --check --out x", "warm: --out: expected without --check, which writes nothing"),
         ("warm --element-size 0 --arch 9.0", "--element-size: '0', expected bytes of a row"),
         ("warm --element-size -3 --arch 9.0", "--element-size"),
