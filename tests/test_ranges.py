@@ -18,6 +18,14 @@ from jitkern.jit.device import CpuForm, DeviceModule
 from jitkern.jit.record import Specialisation
 
 
+@pytest.fixture(autouse=True)
+def settings_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is set here is forgotten."""
+    yield
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
 @pytest.fixture
 def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a torch with NVTX is told, of which this one may not be."""
@@ -31,12 +39,15 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(params=ON_GPU)
 def op(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """An op whose C++ function is looked up anew, as in a new process."""
+    """An op whose C++ functions are looked up anew, as in a new process."""
     found = STEMS[request.param]
     module = import_module(f"jitkern.ops.{found.stem}")
-    module._op.cache_clear()
+    looked_up = [value for name, value in vars(module).items() if name.startswith("_op")]
+    for each in looked_up:
+        each.cache_clear()
     yield found
-    module._op.cache_clear()
+    for each in looked_up:
+        each.cache_clear()
 
 
 def test_a_call_of_an_op_is_a_range(ranges: list[str], op: Any) -> None:

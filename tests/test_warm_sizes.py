@@ -55,14 +55,14 @@ def test_command_of_an_op_that_is_compiled_by_the_head(capsys: Capture, empty_ca
         status = main(["warm", "--arch", "9.0", *argv])
         return status, *capsys.readouterr()
 
-    options = ("--op", "merge_state", "--head-dim", "4", "--head-dim", "12", "--json")
+    options = ("--op", "merge_state", "--head-dim", "44", "--head-dim", "52", "--json")
     assert run(*options, "--check")[0] == 1
     status, out, err = run(*options)
     assert (status, err) == (0, "")
     jobs = json.loads(out)["jobs"][1:]
     assert {(job["name"], job["source"]) for job in jobs} == {("merge", "compiled")}
-    assert {job["parameters"].partition(",")[0] for job in jobs} == {"4", "12"}
-    assert run("--head-dim", "4,12", "--check")[0] == 0
+    assert {job["parameters"].partition(",")[0] for job in jobs} == {"44", "52"}
+    assert run("--head-dim", "44,52", "--check")[0] == 0
 
 
 def kernels_of(op: str) -> list[DeviceModule]:
