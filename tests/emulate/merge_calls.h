@@ -161,8 +161,10 @@ class MergeRun {
 
   void fill(Random& random) {
     logs_ = random.pick({kAny, kAny, kSame, kSame, kAlone, kEmpty, kMixed, kMixed, kOdd});
+    others_are_empty_ = random.below(2) == 0;
     same_log_ = random.pick({0.0, -0.0, -7.0, 3000.0, kInfinity});
     has_odd_values_ = random.below(6) == 0;
+    is_huge_ = random.below(6) == 0;
     const int alone = static_cast<int>(random.below(num_states_));
     for (i64 s = 0; s < num_states_; ++s) {
       for (i64 token = 0; token < tokens_; ++token) {
@@ -184,7 +186,7 @@ class MergeRun {
       case kSame:
         return same_log_;
       case kAlone:
-        if (!is_alone) return random.pick({-kInfinity, -kInfinity, -3000.0});
+        if (!is_alone) return others_are_empty_ ? -kInfinity : random.pick({-kInfinity, -3000.0});
         return random.pick({any, any, any, kInfinity, std::nan("")});
       case kEmpty:
         return -kInfinity;
@@ -201,7 +203,9 @@ class MergeRun {
     const int item = jitkern::item_bytes_of(kernel_.in_type);
     const u32 sign = 1u << (format.bits - 1), fraction = (1u << format.mantissa) - 1;
     const i64 spread = logs_ == kSame ? 25 : 9;  // of exponents, about 0
-    const u32 least = static_cast<u32>(1 - format.least_exponent - spread / 2);
+    // Or so large that two have no sum.
+    const i64 top = is_huge_ ? std::ilogb(format.largest) : spread / 2 + 1;
+    const u32 least = static_cast<u32>(1 - format.least_exponent + top - spread);
     for (int d = 0; d < kernel_.dim; ++d) {
       const u64 dice = random.bits();
       u32 bits = (least + static_cast<u32>(dice % u64(spread))) << format.mantissa;
@@ -235,6 +239,7 @@ class MergeRun {
                            out.head_stride,
                            lse.token_stride,
                            lse.head_stride};
+      if (kernel_.plain) forget_strides(s);
     }
     MergeTarget& to = params_.to;
     to.out = out_->row_0();
@@ -244,6 +249,14 @@ class MergeRun {
     to.lse = lse_->row_0();
     to.lse_token_stride = lse_->layout.token_stride;
     to.lse_head_stride = lse_->layout.head_stride;
+  }
+
+  // A plain kernel knows how far rows are apart by the stride of heads, of the first partial.
+  void forget_strides(i64 s) {
+    jitkern::PartialState& state = params_.states[s];
+    constexpr i64 kNone = i64(1) << 40;
+    state.out_token_stride = state.lse_token_stride = kNone;
+    if (s > 0) state.out_head_stride = state.lse_head_stride = kNone;
   }
 
   i64 first_of(i64 token) const { return token < tokens_of_first_ ? 0 : 1; }
@@ -304,7 +317,9 @@ class MergeRun {
   int times_ = 1;
   Logs logs_ = kAny;
   double same_log_ = 0;
+  bool others_are_empty_ = false;
   bool has_odd_values_ = false;  // infinite ones, and NaN
+  bool is_huge_ = false;
   double log2_of_base_ = 1;
   float scale_ = 1;
   std::unique_ptr<float> scale_there_;

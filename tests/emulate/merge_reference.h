@@ -87,19 +87,21 @@ inline Mean mean_of(const Weights& weights, const std::vector<double>& values) {
   return {sum / weights.sum, weights.num == 1 ? 0 : kSlack * size / weights.sum};
 }
 
-// The same of partials that weigh the same: as nothing but sums and a product is rounded, it is
-// known bit by bit, added up as promised: by teams, in the order of partials.
+// The same of partials that weigh the same, bit by bit: what is rounded is known, as it is added up
+// by teams, in the order of partials, and as parts of 1.
 inline float equal_mean_of(const Weights& weights, const std::vector<double>& values, float scale) {
+  if (weights.num == 0) return 0;
   float sum = -0.0f;
   for (size_t begin = 0; begin < values.size(); begin += jitkern::kStatesOfThread) {
     const size_t end = std::min(values.size(), begin + jitkern::kStatesOfThread);
-    float part = -0.0f;
+    float part = -0.0f, count = 0;
+    for (size_t i = begin; i < end; ++i) count += static_cast<float>(weights.of[i]);
     for (size_t i = begin; i < end; ++i) {
-      if (weights.of[i] != 0) part += static_cast<float>(values[i]);
+      if (weights.of[i] != 0) part = std::fma(1 / count, static_cast<float>(values[i]), part);
     }
-    sum += part;
+    if (count != 0) sum = std::fma(count * (1 / static_cast<float>(weights.sum)), part, sum);
   }
-  return weights.num == 0 ? 0 : sum * (1 / (static_cast<float>(weights.sum) * scale));
+  return sum * (1 / scale);
 }
 
 }  // namespace emulate
