@@ -15,6 +15,8 @@ using tvm::ffi::Array;
 
 namespace {
 
+// Offsets in a row are 32-bit in the kernel.
+constexpr i64 kMostDim = (1ll << 28) - 1;
 constexpr const char* kLayouts[] = {"tokens_heads", "heads_tokens"};
 constexpr const char* kPlace = "memory of its own, or exactly that of a partial, to merge in place";
 
@@ -63,7 +65,10 @@ HeadRows value_rows(const Tensor& tensor, int first_dim = 0) {
     tensor.value_error("shape " + tensor.shape_text(),
                        first_dim ? "[n, tokens, heads, dim]" : "[tokens, heads, dim]");
   }
-  if (dl.shape[first_dim + 2] == 0) tensor.value_error("dim 0", "at least 1");
+  const i64 dim = dl.shape[first_dim + 2];
+  if (dim == 0 || dim > kMostDim) {
+    tensor.value_error("dim " + std::to_string(dim), "1 to " + std::to_string(kMostDim));
+  }
   return HeadRows(tensor, first_dim, first_dim + 1, true);
 }
 
