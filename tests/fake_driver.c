@@ -1,5 +1,6 @@
 // A libcuda.so.1 without a GPU behind it: it writes down what it is asked for, one line each, so
-// that the way to a launch can be tested anywhere. Two devices of FAKE_ARCH (90).
+// that the way to a launch can be tested anywhere. FAKE_GPUS (2) devices of FAKE_ARCH (90). With
+// fake_vmm.c it has virtual memory management as well.
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -106,10 +107,14 @@ CUresult cuDriverGetVersion(int* version) {
   *version = given != NULL ? atoi(given) : 13000;
   return 0;
 }
-CUresult cuDeviceGetCount(int* count) { return *count = 2, 0; }
-CUresult cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal >= 2; }
+static int num_gpus(void) {
+  const char* given = getenv("FAKE_GPUS");
+  return given != NULL ? atoi(given) : 2;
+}
+CUresult cuDeviceGetCount(int* count) { return *count = num_gpus(), 0; }
+CUresult cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal >= num_gpus(); }
 CUresult cuDeviceGetName(char* name, int length, int device) {
-  return snprintf(name, (size_t)length, "Fake GPU"), device >= 2;
+  return snprintf(name, (size_t)length, "Fake GPU"), device >= num_gpus();
 }
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
   const char* given = getenv("FAKE_ARCH");
@@ -117,7 +122,8 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
   const char* pitch = getenv("FAKE_MAX_PITCH");
   *value = attribute == 75 ? arch / 10 : attribute == 76 ? arch % 10 : attribute == 97 ? 232448 : 8;
   if (attribute == 11) *value = pitch != NULL ? atoi(pitch) : 0x7fffffff;
-  return device >= 2;
+  if (attribute == 102 || attribute == 103) *value = getenv("FAKE_NO_VMM") == NULL;
+  return device >= num_gpus();
 }
 CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = (void*)(intptr_t)(device + 1), 0;
@@ -172,8 +178,12 @@ CUresult cuLaunchKernelEx(const struct Config* c, struct Function* function, voi
   say("\n");
   return 0;
 }
+__attribute__((weak)) int fake_vmm_holds(uint64_t at, size_t bytes);
 CUresult cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void* stream) {
-  (void)at, (void)stream;
+  (void)stream;
+  if (fake_vmm_holds != NULL && fake_vmm_holds(at, bytes)) {
+    memset((void*)(uintptr_t)at, value, bytes);
+  }
   return say("memset %u, %zu\n", value, bytes), 0;
 }
 // Copies are done at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,18 +34,29 @@ def checks_of(sources: Iterable[Path], prefix: str) -> list[str]:
     ]
 
 
-def run_checks(script: Path, folder: Path, prefix: str, *flags: str, **env: str) -> dict[str, str]:
-    """Run a script that ends with `report_checks`: traceback, or nothing, by the name of each."""
+def build_driver(folder: Path, *flags: str) -> None:
+    """Make the fake libcuda.so.1."""
     library = folder / "libcuda.so.1"
-    command = [str(COMPILER), "-shared", "-fPIC", *flags, str(HERE / "fake_driver.c")]
-    subprocess.run([*command, "-o", str(library)], check=True)
+    sources = [str(HERE / name) for name in ("fake_driver.c", "fake_vmm.c")]
+    command = [str(COMPILER), "-shared", "-fPIC", *flags, *sources, "-o", str(library)]
+    subprocess.run(command, check=True)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What a process finds that driver by, these tests' modules and jitkern's."""
     paths = {
         "LD_LIBRARY_PATH": [str(folder), os.environ.get("LD_LIBRARY_PATH", "")],
         "PYTHONPATH": [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")],
     }
+    return {**os.environ, **{name: os.pathsep.join(given) for name, given in paths.items()}}
+
+
+def run_checks(script: Path, folder: Path, prefix: str, *flags: str, **env: str) -> dict[str, str]:
+    """Run a script that ends with `report_checks`: traceback, or nothing, by the name of each."""
+    build_driver(folder, *flags)
     done = subprocess.run(
         [sys.executable, str(script), prefix],
-        env={**os.environ, **{name: os.pathsep.join(p) for name, p in paths.items()}, **env},
+        env={**environment(folder), **env},
         capture_output=True,
         text=True,
         timeout=120,
@@ -66,3 +79,24 @@ def report_checks(
         except Exception:
             failed[name] = traceback.format_exc()
     print(json.dumps(failed))
+
+
+class OnCuda:
+    """A tensor in CPU memory that says that it is on a GPU."""
+
+    def __init__(self, tensor: Any, number: int = 0) -> None:
+        self._tensor = tensor
+        self._number = number
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._number
+
+    def __dlpack__(self, **_: object) -> object:
+        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        get_pointer.restype = ctypes.c_void_p
+        get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        capsule = self._tensor.__dlpack__()
+        address = get_pointer(capsule, b"dltensor")
+        ctypes.c_int32.from_address(address + 8).value = 2
+        ctypes.c_int32.from_address(address + 12).value = self._number
+        return capsule

@@ -132,7 +132,7 @@ def check_wrong_facts_are_errors() -> None:
     text = "indexing: launched as it was not compiled"
     refused(RuntimeError, text, jitkern.indexing, table, rows, output=output)
     driver.fake_kernel(b"jitkern_index_36B_v4_i32", ctypes.c_uint64(8), 128)
-    text = "jitkern: a kernel's parameters are 8 bytes on the device and 88 on the host"
+    text = "jitkern: a kernel's parameters are 8 bytes on the device and 112 on the host"
     refused(RuntimeError, text, jitkern.indexing, table, rows, output=output)
     table, output = cuda(50, 11), cuda(1, 11)
     index.kernel(44, 4, 4).launch_config = ()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import tvm_ffi
+from fake_gpu import OnCuda
 
 from jitkern.jit import device
 from jitkern.jit.device import CpuForm, DeviceModule
@@ -22,27 +23,6 @@ STREAM = 4711
 
 def log() -> str:
     return bytes(driver.fake_log()).decode()
-
-
-class OnCuda:
-    """A tensor in CPU memory that says that it is on a GPU."""
-
-    def __init__(self, tensor: torch.Tensor, number: int = 0) -> None:
-        self._tensor = tensor
-        self._number = number
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self._number
-
-    def __dlpack__(self, **_: object) -> object:
-        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        get_pointer.restype = ctypes.c_void_p
-        get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-        capsule = self._tensor.__dlpack__()
-        address = get_pointer(capsule, b"dltensor")
-        ctypes.c_int32.from_address(address + 8).value = 2
-        ctypes.c_int32.from_address(address + 12).value = self._number
-        return capsule
 
 
 def cuda(*shape: int, dtype: torch.dtype = torch.float32, number: int = 0) -> Any:

@@ -31,17 +31,30 @@ def ref_store(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: T
 
 
 def ref_indexing(
-    weights: Tensor, indices: Tensor, vocab_range: tuple[int, int] | None = None
+    weights: Tensor,
+    indices: Tensor,
+    vocab_range: tuple[int, int] | None = None,
+    added_range: tuple[int, int] | None = None,
 ) -> Tensor:
-    """``weights[indices - start]``; zeros for a negative index and outside ``(start, length)``."""
-    start, length = vocab_range if vocab_range is not None else (0, weights.shape[0])
-    local = indices.long() - start
-    inside = (indices >= 0) & (local >= 0) & (local < length)
+    """``weights[indices - start]``; zeros for a negative index and outside ``(start, length)``.
+
+    The rows of a second range are behind those of the first.
+    """
+    ranges = [vocab_range if vocab_range is not None else (0, weights.shape[0])]
+    ranges += [added_range] if added_range is not None else []
+    numbers = indices.reshape(-1).tolist()
+    rows, first_row = [-1] * len(numbers), 0
+    for start, length in ranges:
+        for at, number in enumerate(numbers):
+            if number >= 0 and start <= number < start + length:
+                rows[at] = first_row + number - start
+        first_row += length
     shape = (*indices.shape, *weights.shape[1:])
     output = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
     flat = output.reshape(indices.numel(), *weights.shape[1:])
-    where = inside.reshape(-1).nonzero().reshape(-1)
-    _assign_rows(flat, where, _rows(weights, local.reshape(-1)[where]))
+    local = torch.tensor(rows, dtype=torch.int64, device=weights.device)
+    where = (local >= 0).nonzero().reshape(-1)
+    _assign_rows(flat, where, _rows(weights, local[where]))
     return flat.reshape(shape)
 
 

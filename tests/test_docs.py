@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -83,6 +84,7 @@ def test_the_python_of_a_page_runs(
         pytest.skip("this page is about a GPU")
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"), prepend=os.pathsep)
     for name, value in RANK_0.items():
         monkeypatch.setenv(name, value)
     assert fresh_python(code).returncode == 0

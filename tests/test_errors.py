@@ -52,3 +52,11 @@ def test_one_base_class() -> None:
 
 def test_unsupported_is_a_runtime_error() -> None:
     assert issubclass(errors.UnsupportedError, RuntimeError)
+
+
+def test_a_timeout_survives_pickling() -> None:
+    error = errors.CommTimeoutError("late", op="all_reduce", number=3, rank=0, missing=[2, 1])
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is errors.CommTimeoutError and isinstance(copy, TimeoutError)
+    assert (str(copy), copy.op, copy.number, copy.rank) == ("late", "all_reduce", 3, 0)
+    assert copy.missing == (2, 1)

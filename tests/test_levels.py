@@ -16,7 +16,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # of docs/design.md. A package's name stands for those of its modules that are not named.
 LAYERS = """
 0  errors env files forks hints
-0  arch scratch
+0  arch scratch unix
 1  cache.trust cache.schema cache.stats
 1  cache.entry cache.cleanup
 1  cache.lock cache.size
@@ -41,9 +41,21 @@ LAYERS = """
 4  ops.common
 4  torch_ops
 4  ops.dispatch
-4  ops.pairs ops.merge_gradient ops.merge_kernel
+4  ops.pairs ops.index_gradient ops.merge_gradient ops.merge_kernel
 4  ops.merge_torch
 4  ops
+4  comm.protocol comm.board comm.watch comm.nccl_library comm.peer_args
+4  comm.args comm.gloo comm.report comm.peer_range
+4  comm.again comm.peer_local
+4  comm.meeting
+4  comm.guard comm.nccl_buffer comm.peer_kernel
+4  comm.torch_comm comm.nccl_calls comm.peer_wire comm.peer_reduce
+4  comm.peer_setup
+4  comm.nccl comm.peer_memory
+4  comm.peer_comm
+4  comm
+5  untraced
+5  nn
 5  jobs
 5  warming
 5  offload.hostmem offload.wire offload.streams offload.args offload.ranges offload.timeline

@@ -52,7 +52,7 @@ USERS = {
         tests/test_tracing.py tests/ops/test_pair_order.py tests/emulate/pair_copy.cc
         tests/emulate/race.cc tests/emulate/race.py bench/cases/pools.py
         tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
-        tests/examples/test_offload_attention.py
+        tests/examples/test_offload_attention.py tests/examples/test_radix_cache.py
         tests/threads/ops.cc tests/threads/calls.cc tests/threads/trouble.cc
         tests/offload/test_pool.py tests/offload/pool_child.py
         bench/cases/offload.py bench/cases/ways.py src/jitkern/calibration.py
@@ -81,6 +81,9 @@ USERS = {
         tests/offload/test_ring_misuse.py tests/offload/test_ring_producer.py
         tests/offload/test_ring_serve.py
         tests/offload/test_ring_unpack.py
+    """,
+    "a module that looks rows up": """
+        src/jitkern/nn.py tests/nn/test_tp_embedding.py
     """,
     "a figure or a show of a few ops": """
         bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py

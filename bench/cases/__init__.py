@@ -15,6 +15,7 @@ NAMES = (
     *(op.stem for op in OPS),
     *(
         "ring",
+        "comm",
         "pools",
         "ways",
         "pinned_pool",

@@ -63,6 +63,16 @@ def _host() -> Any:
     )
 
 
+def _nccl() -> Any:
+    exports = ("open", "unique_id", "communicator", "all_reduce")
+    return load_jit(
+        "bench_nccl",
+        cpp_files=[str(HERE / "nccl.cc")],
+        cpp_wrappers=[(name, f"peer::{name}") for name in exports],
+        extra_ldflags=["-ldl"],
+    )
+
+
 def _rows() -> Any:
     store = [(f"store_{n}", f"peer::StoreKernel<{n}>::run") for n in STORE_ROW_BYTES]
     index = [
@@ -126,6 +136,7 @@ def _elsewhere(name: str) -> Once:
 
 
 host = Once(_host)
+nccl = Once(_nccl)
 rows = Once(_rows)
 ladder = Once(_ladder)
 empty = Once(_empty)

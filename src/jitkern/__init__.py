@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from jitkern.calibration import Calibration as Calibration
     from jitkern.calibration import calibrate as calibrate
     from jitkern.errors import CacheError as CacheError
+    from jitkern.errors import CommError as CommError
+    from jitkern.errors import CommMismatchError as CommMismatchError
+    from jitkern.errors import CommTimeoutError as CommTimeoutError
     from jitkern.errors import CompileError as CompileError
     from jitkern.errors import FrozenError as FrozenError
     from jitkern.errors import JitkernError as JitkernError
@@ -68,6 +71,9 @@ _PUBLIC = {
     "jitkern.jit.template": ("KernelConfig", "make_cpp_args"),
     "jitkern.errors": (
         "CacheError",
+        "CommError",
+        "CommMismatchError",
+        "CommTimeoutError",
         "CompileError",
         "FrozenError",
         "JitkernError",

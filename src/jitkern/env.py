@@ -25,8 +25,9 @@ FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
 PREFIX = "JITKERN_"
 VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
-    *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS", "JITKERN_FREEZE"),
-    *("JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NVRTC", "JITKERN_NVTX", "JITKERN_RECORD"),
+    *("JITKERN_CACHE_TRUST", "JITKERN_COMM_DEBUG", "JITKERN_COMPILER", "JITKERN_FAULTS"),
+    *("JITKERN_FREEZE", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC"),
+    *("JITKERN_NVTX", "JITKERN_PYNCCL_MAX_BUFFER_SIZE", "JITKERN_RECORD"),
 )
 """What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
 
@@ -74,6 +75,14 @@ class Settings:
     cache_max_bytes : int
         ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
         Default 4G.
+    comm_debug : bool
+        ``JITKERN_COMM_DEBUG``: 1 has the ranks of a communicator compare each call before they make
+        it: dtypes, sizes, op.
+    nccl : Path or None
+        ``JITKERN_NCCL``: path of a libnccl to use instead of the one that is found.
+    pynccl_max_buffer_bytes : int
+        ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``: no communicator registers a larger buffer than this;
+        bytes, or with a suffix as above. Default 1G.
     arch : tuple of str
         ``JITKERN_ARCH``: archs to compile for where no GPU is asked, such as ``9.0,10.0``:
         by ``jitkern warm`` without ``--arch``, and for ``cuda_files`` on a machine without a GPU,
@@ -114,6 +123,9 @@ class Settings:
     cache_path: tuple[Path, ...]
     cache_trust: Trust
     cache_max_bytes: int
+    comm_debug: bool
+    nccl: Path | None
+    pynccl_max_buffer_bytes: int
     arch: tuple[str, ...]
     compiler: Compiler
     nvrtc: Path | None
@@ -138,6 +150,9 @@ class Settings:
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
             cache_trust=_trust(environ, "JITKERN_CACHE_TRUST"),
             cache_max_bytes=_bytes(environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30),
+            comm_debug=_flag(environ, "JITKERN_COMM_DEBUG"),
+            nccl=_path(environ, "JITKERN_NCCL"),
+            pynccl_max_buffer_bytes=_bytes(environ, "JITKERN_PYNCCL_MAX_BUFFER_SIZE", 1 << 30),
             arch=_archs(environ, "JITKERN_ARCH"),
             compiler=_choice(environ, "JITKERN_COMPILER", COMPILERS),
             nvrtc=_path(environ, "JITKERN_NVRTC"),
@@ -195,6 +210,14 @@ def _unknown(name: str) -> str:
 def process_environment() -> dict[str, str]:
     """Return a copy of the environment, for a subprocess to inherit with changes."""
     return dict(os.environ)
+
+
+def master_address() -> str | None:
+    """Return ``MASTER_ADDR``, where the ranks of ``torch.distributed`` meet; None without it.
+
+    It is no setting: a script sets it for itself, at any time before the ranks meet.
+    """
+    return os.environ.get("MASTER_ADDR", "").strip() or None
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

@@ -92,3 +92,44 @@ class ToolchainError(JitkernError):
 
 class ShareError(JitkernError):
     """The ranks of a shared pool do not come together; the message says which rank did what."""
+
+
+class CommError(JitkernError):
+    """A communicator cannot be used, or has failed; the message says which rank did what."""
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """Ranks did not come to a call in time, or no longer can.
+
+    Parameters
+    ----------
+    message
+        The op, its number, this rank, and what is known of each rank that is missing.
+    op
+        The call, such as ``"all_reduce"``.
+    number
+        Which call of this communicator it is, from 1 on; 0: the set-up.
+    rank
+        This rank.
+    missing
+        The ranks that have not arrived; empty where all have, and their GPUs are not done.
+    """
+
+    def __init__(
+        self, message: str, *, op: str, number: int, rank: int, missing: Sequence[int]
+    ) -> None:
+        self.op = op
+        self.number = number
+        self.rank = rank
+        self.missing = tuple(missing)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild = partial(
+            type(self), op=self.op, number=self.number, rank=self.rank, missing=self.missing
+        )
+        return (rebuild, self.args)
+
+
+class CommMismatchError(CommError):
+    """Ranks made different calls at the same time; the message is a table of who made which."""

@@ -82,9 +82,17 @@ EMULATE_STORE(__stwb)
 EMULATE_STORE(__stwt)
 #undef EMULATE_STORE
 
+namespace emulate {
+// Called at a fence of the whole system, where stores have to be seen by then.
+inline std::function<void()> on_system_fence;
+}  // namespace emulate
+
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { __threadfence(); }
-inline void __threadfence_system() { __threadfence(); }
+inline void __threadfence_system() {
+  __threadfence();
+  if (emulate::on_system_fence) emulate::on_system_fence();
+}
 inline void __nanosleep(unsigned) {}
 
 template <class T>
@@ -193,6 +201,29 @@ void store_system(T* to, T value) {
   __atomic_store_n(aligned(to), value, __ATOMIC_RELEASE);
 }
 
+// Of a vector by words. Where there is a `store_vector`, they come when that lets them.
+inline std::function<void(uint4*, const uint4&)> store_vector;
+inline void store_system(uint4* to, const uint4& value) {
+  if (on_system_store) on_system_store(to);
+  aligned(to);
+  if (store_vector) return store_vector(to, value);
+  const auto word = [](unsigned* at, unsigned bits) {
+    __atomic_store_n(at, bits, __ATOMIC_RELEASE);
+  };
+  word(&to->x, value.x), word(&to->y, value.y), word(&to->z, value.z), word(&to->w, value.w);
+}
+
+// Programmatic dependent launch (pdl.cuh): kernels run one after the other, unless a test has them
+// overlap.
+inline std::function<void()> on_wait_for_kernels;
+inline std::function<void()> on_let_kernel_start;
+inline void wait_for_earlier_kernels() {
+  if (on_wait_for_kernels) on_wait_for_kernels();
+}
+inline void let_next_kernel_start() {
+  if (on_let_kernel_start) on_let_kernel_start();
+}
+
 inline unsigned long long claim(unsigned long long* word, unsigned long long value) {
   if (on_fresh_load) on_fresh_load();
   return atomicCAS(aligned(word), 0ull, value);
@@ -263,6 +294,8 @@ void launch_clusters(dim3 grid, dim3 block, unsigned cluster_size, Order order,
 inline void launch_fibers(dim3 grid, dim3 block, Order order, const std::function<void()>& thread) {
   launch_clusters(grid, block, 1, order, thread);
 }
+// All blocks of the grid at the same time, however many.
+void launch_together(dim3 grid, dim3 block, Order order, const std::function<void()>& thread);
 // For on_fresh_load: all other fibers have a turn, as if a GPU were slow with this thread.
 void let_others_run();
 

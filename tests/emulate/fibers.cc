@@ -369,6 +369,12 @@ std::vector<unsigned> turns(unsigned count, Order order) {
   return order_of_turns;
 }
 
+void launch_together(dim3 grid, dim3 block_size, Order order, const std::function<void()>& thread) {
+  gridDim = grid;
+  blockDim = block_size;
+  run_cluster(0, grid.x * grid.y * grid.z, order, thread);
+}
+
 void launch_clusters(dim3 grid, dim3 block_size, unsigned cluster_size, Order order,
                      const std::function<void()>& thread) {
   gridDim = grid;

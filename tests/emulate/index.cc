@@ -2,9 +2,8 @@
 // 100 row sizes to a program.
 #include "ops/index.cu"
 
-#include <limits>
-
 #include "sweep.h"
+#include "vocabulary.h"
 
 namespace emulate {
 
@@ -40,14 +39,8 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
   const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
   const i64 table_rows = random.pick({1, 2, 7, 20});
 
-  // One rank's part of a table that is split over ranks, or the whole table.
-  const bool part = random.below(2) == 0;
-  const i64 vocab_start = part ? random.below(30) : 0;
-  const i64 vocab_length = part ? random.below(table_rows + 1) : table_rows;
-  const i64 last_index = part ? std::numeric_limits<i64>::max() : table_rows - 1;
-  std::vector<i64> values(num_rows);
-  for (i64& value : values) value = random.below(part ? vocab_start + table_rows + 3 : table_rows);
-  spoil(values, part ? vocab_start + vocab_length : table_rows, kernel.index_bytes, random);
+  const Vocabulary vocabulary = any_vocabulary(table_rows, random);
+  const std::vector<i64> values = any_indices(vocabulary, num_rows, kernel.index_bytes, random);
   IntBuffer indices("indices", values, kernel.index_bytes);
 
   Placement weights_at = any_placement(row_bytes, vec_bytes, random);
@@ -61,24 +54,22 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_rows; ++i) {
     const i64 index = indices.at(i);
-    if (index > last_index) fault.expect(kIndicesSite, i, index, last_index + 1);
-    if (index >= vocab_start && index - vocab_start < vocab_length) {
-      std::memcpy(output.expected(i), weights.row(index - vocab_start), row_bytes);
+    if (index > vocabulary.last_index) {
+      fault.expect(kIndicesSite, i, index, vocabulary.last_index + 1);
+    }
+    if (const i64 row = vocabulary.row_of(index); row >= 0) {
+      std::memcpy(output.expected(i), weights.row(row), row_bytes);
     } else {
       std::memset(output.expected(i), 0, row_bytes);
     }
   }
-  const IndexParams params{output.row(0),
-                           weights.row(0),
-                           output_at.stride_bytes,
-                           weights_at.stride_bytes,
-                           indices.data(),
-                           num_rows,
-                           vocab_start,
-                           vocab_length,
-                           last_index,
-                           kIndicesSite,
-                           fault.record()};
+  const IndexParams params{output.row(0),          weights.row(0),
+                           output_at.stride_bytes, weights_at.stride_bytes,
+                           indices.data(),         num_rows,
+                           vocabulary.start,       vocabulary.length,
+                           vocabulary.added_start, vocabulary.added_length,
+                           vocabulary.added_row,   vocabulary.last_index,
+                           kIndicesSite,           fault.record()};
   const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
   run_kernel(kernel, {blocks}, kernel.num_threads, random, params, tally);
   output.check();

@@ -94,8 +94,8 @@ void store_and_index(IntBuffer& indices, Random& random, Tally& tally) {
               nullptr},
              random, tally, 2);
   run<Index>(group_shape(kRowBytes, kVecBytes, INDEX_IN_FLIGHT),
-             {c.row(0), a.row(0), kStrideBytes, kStrideBytes, indices.data(), kRows, 0, kRows,
-              kRows - 1, FaultSite(1), nullptr},
+             {c.row(0), a.row(0), kStrideBytes, kStrideBytes, indices.data(), kRows, 0, kRows - 9,
+              kRows - 9, 9, kRows - 9, kRows - 1, FaultSite(1), nullptr},
              random, tally);
   for (Table* table : {&a, &b, &c, &d}) table->check_padding();
 }

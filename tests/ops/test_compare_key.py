@@ -183,14 +183,38 @@ def test_a_walk_down_a_radix_tree_needs_no_slices() -> None:
     assert matched == 72
 
 
-def test_start_may_be_the_end_and_keys_may_be_empty() -> None:
-    x, empty = torch.arange(5), torch.empty(0, dtype=torch.int64)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_start_with_pages_of_all_sizes(dtype: torch.dtype) -> None:
+    """Pages are counted from start; what is before it does not matter."""
+    x = torch.arange(40, dtype=dtype)
+    for start in range(41):
+        x[:start] = -1
+        for length in (0, 1, 2, 15, 16, 17, 40):
+            y = torch.arange(start, start + length, dtype=dtype)
+            common = min(length, 40 - start)
+            for page_size in (1, 2, 3, 16, 40, 41, 2**63 - 1):
+                got = fast_compare_key(x, y, start=start, page_size=page_size)
+                assert got == common // page_size * page_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_start_may_be_the_end_and_keys_may_be_empty(dtype: torch.dtype) -> None:
+    x, empty = torch.arange(5, dtype=dtype), torch.empty(0, dtype=dtype)
     assert fast_compare_key(x, x, start=5) == 0
+    assert fast_compare_key(x, empty, start=5) == 0
     assert fast_compare_key(x, empty) == 0
     assert fast_compare_key(empty, x) == 0
     assert fast_compare_key(empty, empty, page_size=16) == 0
     assert fast_compare_key(x, x, page_size=1 << 62) == 0
+    assert fast_compare_key(x, x, page_size=6) == 0
     assert type(fast_compare_key(x, x)) is int
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_stride_of_an_item_alone_or_of_none_is_no_matter(dtype: torch.dtype) -> None:
+    x = torch.arange(8, dtype=dtype)
+    assert fast_compare_key(x[::8], x) == fast_compare_key(x, x[::8]) == 1
+    assert fast_compare_key(x[:0:2], x) == fast_compare_key(x, x[:0:2]) == 0
 
 
 X = torch.arange(8)
@@ -216,6 +240,56 @@ X = torch.arange(8)
                 "expected a contiguous tensor; call .contiguous()"
             ),
         ),
+        (
+            ValueError,
+            X,
+            X[::2],
+            {},
+            (
+                "y: not contiguous (stride 2 in dimension 0 of shape [4]), "
+                "expected a contiguous tensor; call .contiguous()"
+            ),
+        ),
+        (
+            ValueError,
+            X[3:4].expand(4),
+            X,
+            {},
+            (
+                "x: not contiguous (stride 0 in dimension 0 of shape [4]), "
+                "expected a contiguous tensor; call .contiguous()"
+            ),
+        ),
+        (TypeError, X.bool(), X, {}, "x: dtype bool, expected int32 or int64"),
+        (TypeError, X, X.int(), {}, "y: dtype int32, expected int64 as in x"),
+        (ValueError, X[:0], X, {"start": 1}, "start: 1, expected 0 to 0, the length of x"),
+        (
+            ValueError,
+            X,
+            X,
+            {"start": 2**63 - 1},
+            f"start: {2**63 - 1}, expected 0 to 8, the length of x",
+        ),
+        (
+            ValueError,
+            X,
+            X,
+            {"start": -(2**63)},
+            f"start: {-(2**63)}, expected 0 to 8, the length of x",
+        ),
+        (TypeError, X, X, {"start": 2**63}, "start: int of more than 64 bits, expected an int"),
+        (TypeError, X, X, {"start": X[1]}, "start: Tensor, expected an int"),
+        (ValueError, X, X, {"page_size": -(2**63)}, f"page_size: {-(2**63)}, expected at least 1"),
+        (
+            TypeError,
+            X,
+            X,
+            {"page_size": 2**63},
+            "page_size: int of more than 64 bits, expected an int",
+        ),
+        (TypeError, X, X, {"page_size": True}, "page_size: bool, expected an int"),
+        (TypeError, X, X, {"page_size": 2.0}, "page_size: float, expected an int"),
+        (TypeError, X, X, {"page_size": None}, "page_size: None, expected an int"),
         (ValueError, X, X, {"start": -1}, "start: -1, expected 0 to 8, the length of x"),
         (ValueError, X, X, {"start": 9}, "start: 9, expected 0 to 8, the length of x"),
         (TypeError, X, X, {"start": 1.0}, "start: float, expected an int"),
@@ -268,6 +342,8 @@ def test_keys_on_a_gpu_are_refused() -> None:
 def test_cuda_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^fast_compare_key: x: device cuda:0, expected cpu$"):
         fast_compare_key(X.cuda(), X.cuda())
+    with pytest.raises(ValueError, match=r"^fast_compare_key: y: device cuda:0, expected cpu$"):
+        fast_compare_key(X, X.cuda())
 
 
 @pytest.mark.cuda

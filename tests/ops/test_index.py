@@ -17,6 +17,7 @@ from buffers import (
     to_index,
 )
 from fuzzer import SIZES, Call, Fuzzer
+from index_mistakes import mistakes_of_ranges
 from mistakes import (
     Mistake,
     bad_indices,
@@ -281,6 +282,8 @@ def good_arguments() -> dict[str, Any]:
         "indices": torch.arange(3),
         "output": zeros(3, 8),
         "vocab_range": None,
+        "added_range": None,
+        "vocab_size": None,
     }
 
 
@@ -288,7 +291,6 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = not_tensors(good, "weights", "indices", "output", optional="output")
     table += bad_indices("indices", good["indices"])
-    expected = "expected (start, length) with start >= 0 and 0 <= length <= 50, the rows of weights"
     equally_spaced = "expected equally spaced rows; call .contiguous()"
     memory = torch.zeros(3, 4, dtype=torch.int64)
     table += [
@@ -312,31 +314,10 @@ def mistakes() -> list[Mistake]:
          stride_text("weights", 50, 1, [50, 8], 1)),
         ({"output": memory.view(torch.float32), "indices": memory[1, :3]}, ValueError,
          overlap_text("indices", "output")),
-        ({"vocab_range": (0, 51)}, ValueError, f"vocab_range: (0, 51), {expected}"),
-        ({"vocab_range": (-1, 5)}, ValueError, f"vocab_range: (-1, 5), {expected}"),
-        ({"vocab_range": (5, -1)}, ValueError, f"vocab_range: (5, -1), {expected}"),
-        ({"vocab_range": 5}, TypeError, "vocab_range: 5, expected (start, length)"),
-        ({"vocab_range": (5,)}, TypeError, "vocab_range: (5,), expected (start, length)"),
-        ({"vocab_range": (1, 2, 3)}, TypeError,
-         "vocab_range: (1, 2, 3), expected (start, length)"),
-        ({"vocab_range": (None, 5)}, TypeError,
-         "vocab_range: (None, 5), expected two ints"),
-        ({"vocab_range": (None, None)}, TypeError,
-         "vocab_range: (None, None), expected two ints"),
-        ({"vocab_range": (0, None)}, TypeError,
-         "vocab_range: (0, None), expected two ints"),
-        ({"vocab_range": (0.0, 5)}, TypeError,
-         "vocab_range[0]: float, expected an int"),
-        ({"vocab_range": (0, 5.0)}, TypeError,
-         "vocab_range[1]: float, expected an int"),
-        ({"vocab_range": (True, 5)}, TypeError, "vocab_range[0]: bool, expected an int"),
-        ({"vocab_range": ("0", 5)}, TypeError, "vocab_range[0]: str, expected an int"),
-        ({"vocab_range": (2**63, 5)}, TypeError,
-         "vocab_range[0]: int of more than 64 bits, expected an int"),
         ({"indices": torch.tensor([0, 50, 51])}, IndexError,
          index_text("indices", 50, 1, 50)),
     ]  # fmt: skip
-    return table
+    return table + mistakes_of_ranges()
 
 
 MIXED_DEVICES = [(name, "cuda:0 as in weights") for name in ("indices", "output")]
@@ -359,14 +340,18 @@ def fuzz(f: Fuzzer) -> Call:
     vocab = f.rng.choice(SIZES)
     weights = f.tensor([vocab, *row], dtype)
     shape = [f.rng.choice(SIZES) for _ in range(f.rng.randrange(3))]
-    vocab_range, highest = None, vocab
+    vocab_range, added_range, size, highest = None, None, None, vocab
     if f.rng.random() < 0.4:
         vocab_range, highest = (f.rng.randrange(9), f.rng.randint(0, vocab)), 20
+        if f.rng.random() < 0.5:
+            added_range = (sum(vocab_range), f.rng.randint(0, vocab - vocab_range[1]))
+        if f.rng.random() < 0.5:
+            size = highest = max(20, sum(added_range or vocab_range))
     low = -2 if f.rng.random() < 0.5 or highest == 0 else 0
     indices = f.integers(shape, low, highest, f.rng.choice(INT_DTYPES))
     if highest == 0:
         indices.fill_(-1)
-    expected = ref_indexing(weights, indices, vocab_range)
+    expected = ref_indexing(weights, indices, vocab_range, added_range)
     output = torch.empty_like(expected) if f.rng.random() < 0.5 else None
 
     def prove(result: Any) -> None:
@@ -374,11 +359,15 @@ def fuzz(f: Fuzzer) -> Call:
         assert same_bits(result, expected)
 
     arguments = {"weights": weights, "indices": indices, "output": output}
-    return Call(indexing, {**arguments, "vocab_range": vocab_range}, prove)
+    ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": size}
+    return Call(indexing, {**arguments, **ranges}, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     table = rows(slots)
     yield "default", (table, where), {}
     yield "default", (table, where), {"vocab_range": [3, 20]}
+    ranges = {"vocab_range": [9, slots - 9], "added_range": [0, 9], "vocab_size": 99}
+    yield "default", (table, where), ranges
+    yield "out", (table, where), {"output": rows(len(where)), **ranges}
     yield "out", (table, where), {"output": rows(len(where))}

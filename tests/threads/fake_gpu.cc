@@ -42,7 +42,8 @@ std::atomic<i64> queued{0};
 thread_local fake::Kind before_kind;
 thread_local std::function<void()> before_run;
 std::atomic<i64> launches[fake::kNumRoles];
-std::atomic<bool> is_capturing{false};
+std::atomic<bool> has_capture{false};
+std::atomic<i64> living_events{0};
 
 struct Range {
   i64 bytes;
@@ -183,6 +184,10 @@ void Point::wait() const {
 
 CUstream make_stream(int device) { return add_stream(kCallers, device); }
 int device_of(CUstream stream) { return stream->device; }
+int current_device() {
+  if (current == nullptr) fail_program("has no context current");
+  return current->device;
+}
 
 void run_on(CUstream stream, std::function<void()> work) { stream->put(std::move(work)); }
 std::shared_ptr<Point> hold(CUstream stream) {
@@ -221,7 +226,9 @@ bool fails(Kind kind) {
   const i64 number = num_calls_of[kind].fetch_add(1, std::memory_order_relaxed) + 1;
   return number == failing_call[kind].load(std::memory_order_relaxed);
 }
-void set_capturing(bool capturing) { is_capturing = capturing; }
+void set_capturing(bool capturing) { has_capture = capturing; }
+bool is_capturing() { return has_capture; }
+i64 num_events() { return living_events; }
 
 void know(const char* memory, i64 bytes, u32 type, int device) {
   memories().add(memory, {bytes, type, device});
@@ -306,9 +313,12 @@ CUresult cuMemcpy2DAsync_v2(const PitchedCopy*, CUstream) { return kFailed; }
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
   return *stream = add_stream(priority == 0 ? fake::kCopies : fake::kPlaces, current->device), 0;
 }
-CUresult cuStreamIsCapturing(CUstream, int* status) { return *status = is_capturing, 0; }
+CUresult cuStreamIsCapturing(CUstream, int* status) { return *status = has_capture, 0; }
 CUresult cuThreadExchangeStreamCaptureMode(int*) { return 0; }
-CUresult cuEventCreate(CUevent* event, unsigned) { return *event = new CUevent_st(), 0; }
+CUresult cuEventCreate(CUevent* event, unsigned) {
+  ++living_events;
+  return *event = new CUevent_st(), 0;
+}
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   const auto point = std::make_shared<Point>();
   const CUresult result = queue(fake::kRecord, stream, [point] { point->set(); });
@@ -333,7 +343,10 @@ CUresult cuEventQuery(CUevent event) {
   return point == nullptr || point->is_set() ? kCudaSuccess : kCudaErrorNotReady;
 }
 CUresult cuEventElapsedTime(float* ms, CUevent, CUevent) { return *ms = 0, 0; }
-CUresult cuEventDestroy_v2(CUevent event) { return delete event, 0; }
+CUresult cuEventDestroy_v2(CUevent event) {
+  --living_events;
+  return delete event, 0;
+}
 
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);

@@ -37,6 +37,7 @@ class Point {
 
 CUstream make_stream(int device);
 int device_of(CUstream stream);
+int current_device();  // of this thread's context
 // Queues something of a test's own.
 void run_on(CUstream stream, std::function<void()> work);
 // What is queued from now on waits for the point.
@@ -59,6 +60,8 @@ void before_next(Kind kind, std::function<void()> run);
 // Whether one of these is to fail now, which is then forgotten.
 bool fails(Kind kind);
 void set_capturing(bool capturing);
+bool is_capturing();
+i64 num_events();  // that were made and not destroyed
 // Pairs that a kernel found out of range.
 i64 num_faults();
 

@@ -1,5 +1,6 @@
 // Every op on the CPU, from two threads at once, each copying on a team of three, while another
 // thread rewrites the indices that both of them read. ThreadSanitizer looks on.
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
@@ -92,13 +93,14 @@ void rewrite_descriptors(Memory& memory, int64_t round) {
 void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
   Memory a = rows(), b = rows(), c = rows(), d = rows();
   Memory slot_map = indices({kRows});
+  const tvm::ffi::Array<int64_t> range{3, kRows};
   Memory outs = floats({2, kRows, 8, 128}), lses = floats({2, kRows, 8});
   Memory merged = floats({kRows, 8, 128}), merged_lse = floats({kRows, 8});
   for (int64_t i = 0; i < kRows; ++i) reinterpret_cast<int64_t*>(slot_map.bytes.data())[i] = -1;
   for (int round = 0; round < kRounds; ++round) {
     call(store_cache(), &a.dl, &b.dl, &slots.dl, &c.dl, &d.dl);
     call(indexing(), &a.dl, &slots.dl, &b.dl, nullptr, nullptr);
-    call(indexing(), &a.dl, &slots.dl, &b.dl, 3, kRows);
+    call(indexing(), &a.dl, &slots.dl, &b.dl, range, nullptr);
     call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, false, nullptr,
          nullptr);
     call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, true, nullptr,

@@ -48,6 +48,8 @@ def machine(device: str) -> dict[str, Any]:
             "cuda_of_torch": torch.version.cuda,
             "driver": _driver_version(),
         }
+        if torch.cuda.device_count() > 1:
+            described["gpus"] = torch.cuda.device_count()
     return described
 
 
@@ -57,10 +59,12 @@ def machine_line(described: dict[str, Any]) -> str:
 
 
 def kind_of(described: dict[str, Any]) -> str:
-    """Return what results of like machines are called: ``intel-xeon-2-cores``, ``nvidia-h200``."""
+    """Return what results of like machines are called, such as ``nvidia-h200-x2``."""
     name = described["name"]
     if described["device"] == "cpu":
         name += f" {described['cpu_cores']} cores"
+    elif "gpus" in described:
+        name += f" x{described['gpus']}"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -101,14 +101,21 @@ def _op_together() -> Callable[..., Any]:
 
 
 def _through_torch(
-    weights: Any, indices: Tensor, *, output: Any = None, vocab_range: Any = None
+    weights: Any,
+    indices: Tensor,
+    *,
+    output: Any = None,
+    vocab_range: Any = None,
+    added_range: Any = None,
+    vocab_size: Any = None,
 ) -> Any:
     import torch
 
+    rest = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
     if type(weights) is tuple:
         outputs = output or (None,) * len(weights)
         return tuple(
-            _through_torch(table, indices, output=to, vocab_range=vocab_range)
+            _through_torch(table, indices, output=to, **rest)
             for table, to in zip(weights, outputs, strict=True)
         )
 
@@ -118,9 +125,8 @@ def _through_torch(
         wrong = not_a_tensor("indexing", weights=weights, indices=indices)
         if wrong is not None:
             raise wrong
-        if vocab_range is not None:
-            vocab_range = _start_and_length(vocab_range)
-    given = {"weights": weights, "indices": indices, "vocab_range": vocab_range}
+        _check_ranges(vocab_range, added_range)
+    given = {"weights": weights, "indices": indices, **rest}
     if output is None:
         return cast("Tensor", dispatch.through_torch("indexing", **given))
     dispatch.through_torch("indexing", "out", output=output, **given)
@@ -134,6 +140,8 @@ def indexing(
     *,
     output: Tensor | None = None,
     vocab_range: tuple[int, int] | None = None,
+    added_range: tuple[int, int] | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor: ...
 
 
@@ -144,12 +152,20 @@ def indexing(
     *,
     output: tuple[Tensor, ...] | None = None,
     vocab_range: tuple[int, int] | None = None,
+    added_range: tuple[int, int] | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, ...]: ...
 
 
 @dispatch.traced_as(_through_torch)
 def indexing(
-    weights: Any, indices: Tensor, *, output: Any = None, vocab_range: Any = None
+    weights: Any,
+    indices: Tensor,
+    *,
+    output: Any = None,
+    vocab_range: Any = None,
+    added_range: Any = None,
+    vocab_size: Any = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Return ``weights[indices]``, with zeros where an index is not in this part of the table.
 
@@ -182,6 +198,13 @@ def indexing(
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
         that is split over ranks. An index outside of it gives a row of zeros, so that a sum over
         ranks is the whole table's row.
+    added_range : (int, int), optional
+        ``(start, length)``: a second range, such as tokens that were added to a vocabulary. Its
+        rows lie in ``weights`` behind those of ``vocab_range``: index ``start`` reads row
+        ``vocab_range[1]``. The two share no index.
+    vocab_size : int, optional
+        With ``vocab_range``: how many indices there are over all ranks. One of ``vocab_size`` or
+        more, which without it is zeros, raises as it does without ``vocab_range``.
 
     Returns
     -------
@@ -191,16 +214,16 @@ def indexing(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, a ``vocab_range`` longer than ``weights``, or an
-        ``output`` whose rows share memory with each other, ``weights`` or ``indices``. Nothing was
-        launched or written.
+        Wrong dtype, device, shape or stride, ranges longer than ``weights``, with an index in
+        common or beyond ``vocab_size``, or an ``output`` whose rows share memory with each other,
+        ``weights`` or ``indices``. Nothing was launched or written.
     RuntimeError
         `output` is given, and with gradients enabled an argument requires one, or outside of
         inference mode it was made in it. Nothing was written.
     IndexError
-        Without ``vocab_range``: an index of ``num_rows`` or more. On the CPU at once, and nothing
-        was written. On CUDA its row is zeros, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+        An index of ``num_rows`` or more; with ``vocab_range``, of ``vocab_size`` or more, and none
+        without that. On the CPU at once, and nothing was written. On CUDA its row is zeros, and the
+        next jitkern call on the device or :func:`jitkern.check` raises.
 
     Examples
     --------
@@ -210,31 +233,47 @@ def indexing(
     torch.Size([3, 4096])
     """
     if type(weights) is tuple:
-        return _together(weights, indices, output, vocab_range)
+        return _together(weights, indices, output, vocab_range, added_range, vocab_size)
     if dispatch.in_inference_mode() or (
         not dispatch.wants_gradient(weights)
         if output is None
         else dispatch.may_write((output,), (weights,))
     ):
-        start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
+        more = None if added_range is None and vocab_size is None else (added_range, vocab_size)
         result: Tensor | None = output
         try:
             if result is None:
                 result = _new_output(weights, indices)
-            if not _op()(weights, indices, result, start, length):
+            if not _op()(weights, indices, result, vocab_range, more):
                 if output is not None:
                     dispatch.wrote(output)
                 return result
+        except TypeError:
+            _check_ranges(vocab_range, added_range)
+            raise
         except (RuntimeError, ValueError) as error:
             # The new output, too: under torch.func.grad of something else it is a wrapper.
             dispatch.require_wrapper(
                 error, "indexing", weights=weights, indices=indices, output=result
             )
-    return cast("Tensor", _through_torch(weights, indices, output=output, vocab_range=vocab_range))
+    result = _through_torch(
+        weights,
+        indices,
+        output=output,
+        vocab_range=vocab_range,
+        added_range=added_range,
+        vocab_size=vocab_size,
+    )
+    return cast("Tensor", result)
 
 
 def _together(
-    weights: tuple[Tensor, ...], indices: Tensor, output: Any, vocab_range: Any
+    weights: tuple[Tensor, ...],
+    indices: Tensor,
+    output: Any,
+    vocab_range: Any,
+    added_range: Any,
+    vocab_size: Any,
 ) -> tuple[Tensor, ...]:
     if output is not None and type(output) is not tuple:
         raise TypeError(f"indexing: output: {type_text(output)}, expected a tuple as for weights")
@@ -243,23 +282,31 @@ def _together(
         not any(map(dispatch.wants_gradient, weights))
         and (not given or dispatch.may_write(given, weights))
     ):
-        start, length = (None, None) if vocab_range is None else _start_and_length(vocab_range)
+        more = None if added_range is None and vocab_size is None else (added_range, vocab_size)
         outputs: tuple[Tensor, ...] = given
         try:
             if output is None:
                 outputs = tuple(_new_output(table, indices) for table in weights)
-            if not _op_together()(weights, indices, outputs, start, length):
+            if not _op_together()(weights, indices, outputs, vocab_range, more):
                 if given:
                     dispatch.wrote(*given)
                 return outputs
+        except TypeError:
+            _check_ranges(vocab_range, added_range)
+            raise
         except (RuntimeError, ValueError) as error:
             tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
             made = {f"output[{i}]": to for i, to in enumerate(outputs)}
             dispatch.require_wrapper(error, "indexing", **tables, indices=indices, **made)
-    return cast(
-        "tuple[Tensor, ...]",
-        _through_torch(weights, indices, output=output, vocab_range=vocab_range),
+    results = _through_torch(
+        weights,
+        indices,
+        output=output,
+        vocab_range=vocab_range,
+        added_range=added_range,
+        vocab_size=vocab_size,
     )
+    return cast("tuple[Tensor, ...]", results)
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
@@ -274,102 +321,65 @@ def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
         raise not_a_tensor("indexing", weights=weights, indices=indices) or error from None
 
 
-def _start_and_length(vocab_range: tuple[int, int]) -> tuple[int, int]:
-    try:
-        start, length = vocab_range
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"indexing: vocab_range: {vocab_range!r}, expected (start, length)"
-        ) from None
-    if start is None or length is None:
-        raise TypeError(f"indexing: vocab_range: {vocab_range!r}, expected two ints")
-    return start, length
+def _check_ranges(vocab_range: Any, added_range: Any) -> None:
+    """Raise TypeError for what is no range, as it was given. C++, which checks too, cannot say."""
+    for name, value in (("vocab_range", vocab_range), ("added_range", added_range)):
+        if value is None:
+            continue
+        try:
+            start, length = value
+        except (TypeError, ValueError):
+            raise TypeError(f"indexing: {name}: {value!r}, expected (start, length)") from None
+        if start is None or length is None:
+            raise TypeError(f"indexing: {name}: {value!r}, expected two ints")
 
 
 # -- for PyTorch -----------------------------------------------------------------------------------
 
 
-def _new(weights: Tensor, indices: Tensor, *, vocab_range: Any = None) -> Tensor:
+def _new(weights: Tensor, indices: Tensor, **rest: Any) -> Tensor:
     output = _new_output(weights, indices)
-    _into(weights, indices, output=output, vocab_range=vocab_range)
+    _into(weights, indices, output=output, **rest)
     return output
 
 
-def _into(weights: Tensor, indices: Tensor, *, output: Tensor, vocab_range: Any = None) -> None:
-    # The dispatcher has made the tuple a list: error messages quote what was given.
-    start, length = (None, None) if vocab_range is None else _start_and_length(tuple(vocab_range))
-    host.op_now("indexing", kernel)(weights, indices, output, start, length)
+def _into(
+    weights: Tensor,
+    indices: Tensor,
+    *,
+    output: Tensor,
+    vocab_range: Any = None,
+    added_range: Any = None,
+    vocab_size: Any = None,
+) -> None:
+    # The dispatcher has made lists of the tuples: error messages quote what was given.
+    first, added = (None if given is None else tuple(given) for given in (vocab_range, added_range))
+    _check_ranges(first, added)
+    host.op_now("indexing", kernel)(weights, indices, output, first, (added, vocab_size))
 
 
-def _fake(weights: Tensor, indices: Tensor, *, vocab_range: Any = None) -> Tensor:
+def _fake(weights: Tensor, indices: Tensor, **_: Any) -> Tensor:
     return weights.new_empty((*indices.shape, *weights.shape[1:]), device=indices.device)
 
 
 def _differentiable(operator: Callable[..., Tensor]) -> Any:
-    import torch
+    from jitkern.ops.index_gradient import differentiable
 
-    class Indexing(torch.autograd.Function):
-        @staticmethod
-        def forward(weights: Tensor, indices: Tensor, vocab_range: Any) -> Tensor:
-            return operator(weights, indices, vocab_range=vocab_range)
+    return differentiable(operator)
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-            weights, indices, ctx.vocab_range = inputs
-            ctx.save_for_backward(indices)
-            ctx.save_for_forward(indices)
-            ctx.weights_shape, ctx.weights_device = weights.shape, weights.device
 
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-            """Add up the gradients of equal rows; a last row takes those of zeros, and goes."""
-            (indices,) = ctx.saved_tensors
-            num_rows, *row_shape = ctx.weights_shape
-            start, length = ctx.vocab_range or (0, num_rows)
-            rows = indices.reshape(-1).long() - start
-            rows = rows.where((rows >= 0) & (rows < length), num_rows)
-            # A table in host memory may be larger than the GPU: its gradient is there, too.
-            rows = rows.to(ctx.weights_device)
-            gradients = gradient.reshape(rows.shape[0], *row_shape).to(ctx.weights_device)
-            total = gradients.new_zeros(num_rows + 1, *row_shape).index_add(0, rows, gradients)
-            return total[:num_rows], None, None
-
-        @staticmethod
-        def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-            (indices,) = ctx.saved_tensors
-            return indexing(tangent.contiguous(), indices, vocab_range=ctx.vocab_range)
-
-        @staticmethod
-        def vmap(
-            info: Any, in_dims: Any, weights: Tensor, indices: Tensor, vocab_range: Any
-        ) -> tuple[Tensor, int]:
-            """One call for a table that all share, else one for each table."""
-            in_weights, in_indices, _ = in_dims
-            if in_weights is None:
-                indices = indices.movedim(in_indices, 0).contiguous()
-                return indexing(weights, indices, vocab_range=vocab_range), 0
-            tables = weights.unbind(in_weights)
-            each = [indices] * len(tables) if in_indices is None else indices.unbind(in_indices)
-            results = [
-                indexing(table, where.contiguous(), vocab_range=vocab_range)
-                for table, where in zip(tables, each, strict=True)
-            ]
-            return torch.stack(results), 0
-
-    return Indexing
-
+_REST = "SymInt[]? vocab_range=None, SymInt[]? added_range=None, SymInt? vocab_size=None"
 
 TORCH_OVERLOADS = (
     TorchOverload(
-        "indexing(Tensor weights, Tensor indices, *, SymInt[]? vocab_range=None) -> Tensor",
+        f"indexing(Tensor weights, Tensor indices, *, {_REST}) -> Tensor",
         _new,
         _fake,
         _differentiable,
     ),
     # Not `-> Tensor(a!)`: functionalization refuses to return what is written to.
     TorchOverload(
-        "indexing.out(Tensor weights, Tensor indices, *, Tensor(a!) output,"
-        " SymInt[]? vocab_range=None) -> ()",
+        f"indexing.out(Tensor weights, Tensor indices, *, Tensor(a!) output, {_REST}) -> ()",
         _into,
     ),
 )

@@ -27,11 +27,9 @@ void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
   if (p.last_index < kMaxIndex) indices.check_below(p.last_index + 1);
   indices.with_index([&](const auto index_at) {
     copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&p, index_at](i64 i) {
-      // Without a sign, so that one comparison also sends negative indices outside.
-      const u64 row = u64(index_at(i)) - u64(p.vocab_start);
-      const bool inside = row < u64(p.vocab_length);
+      const i64 row = table_row(p, index_at(i));
       return CpuRow{p.output + i * p.output_stride_bytes,
-                    inside ? p.weights + i64(row) * p.weights_stride_bytes : nullptr};
+                    row >= 0 ? p.weights + row * p.weights_stride_bytes : nullptr};
     });
   });
 }
@@ -62,10 +60,95 @@ Rows output_rows(const char* name, AnyView value, const Indices& indices, const 
   return output_rows(output, indices, weights);
 }
 
+// Of indices.
+struct Range {
+  const char* arg;
+  i64 start;
+  i64 length;
+
+  u64 end() const { return static_cast<u64>(start) + static_cast<u64>(length); }
+  std::string text() const {
+    return "(" + std::to_string(start) + ", " + std::to_string(length) + ")";
+  }
+  bool meets(const Range& other) const {
+    return length > 0 && other.length > 0 && static_cast<u64>(start) < other.end() &&
+           static_cast<u64>(other.start) < end();
+  }
+  // No index is behind kMaxIndex. A range that went on there would hold negative ones: kernels
+  // subtract its start without a sign.
+  i64 length_in_use() const {
+    const u64 last_end = static_cast<u64>(kMaxIndex) + 1;
+    return static_cast<i64>(std::min(end(), last_end) - static_cast<u64>(start));
+  }
+};
+
+struct RangeNames {
+  const char* range;
+  const char* start;
+  const char* length;
+  const char* rows;  // what it may have
+};
+constexpr RangeNames kVocabRange = {"vocab_range", "vocab_range[0]", "vocab_range[1]",
+                                    "the rows of weights"};
+constexpr RangeNames kAddedRange = {"added_range", "added_range[0]", "added_range[1]",
+                                    "the rows of weights behind those of vocab_range"};
+
+// (start, length) of `num_rows` rows at most.
+Range range_arg(const RangeNames& names, AnyView value, i64 num_rows) {
+  const auto given = value.as<Array<Any>>();
+  if (!given || given->size() != 2) raise_type_error(kOp, names.range, value, "(start, length)");
+  Range range{names.range, int_arg(kOp, names.start, (*given)[0]), 0};
+  range.length = int_arg(kOp, names.length, (*given)[1]);
+  if (range.start < 0 || range.length < 0 || range.length > num_rows) {
+    raise_value_error(kOp, names.range, range.text(),
+                      "(start, length) with start >= 0 and 0 <= length <= " +
+                          std::to_string(num_rows) + ", " + names.rows);
+  }
+  return range;
+}
+
+// Checks which indices are rows of `weights`, where not simply all of its rows are.
+void choose_rows(IndexParams& p, const VocabularyArgs& given, i64 num_rows) {
+  if (is_none(given.vocab_range)) {
+    const char* arg = is_none(given.added_range) ? "vocab_size" : "added_range";
+    raise_value_error(kOp, arg, "given without vocab_range", "both");
+  }
+  const Range vocab = range_arg(kVocabRange, given.vocab_range, num_rows);
+  Range added{kAddedRange.range, 0, 0};
+  if (!is_none(given.added_range)) {
+    added = range_arg(kAddedRange, given.added_range, num_rows - vocab.length);
+    if (added.meets(vocab)) {
+      raise_value_error(kOp, added.arg, added.text(), "no index of vocab_range " + vocab.text());
+    }
+  }
+  p.last_index = kMaxIndex;
+  if (!is_none(given.vocab_size)) {
+    const i64 size = int_arg(kOp, "vocab_size", given.vocab_size);
+    for (const Range& range : {vocab, added}) {
+      if (size >= 0 && static_cast<u64>(size) >= range.end()) continue;
+      raise_value_error(kOp, "vocab_size", std::to_string(size),
+                        "at least " + std::to_string(range.end()) + ", the end of " + range.arg);
+    }
+    p.last_index = size - 1;
+  }
+  p.vocab_start = vocab.start;
+  p.vocab_length = vocab.length_in_use();
+  p.added_start = added.start;
+  p.added_length = added.length_in_use();
+  p.added_row = vocab.length;
+}
+
 }  // namespace
 
+VocabularyArgs::VocabularyArgs(AnyView range, AnyView more) : vocab_range(range) {
+  if (is_none(more)) return;
+  const auto given = more.cast<Array<Any>>();
+  added_range = given[0];
+  vocab_size = given[1];
+}
+
 IndexArgs::IndexArgs(Names names, AnyView weights_arg, AnyView indices_arg, AnyView output_arg,
-                     AnyView start_arg, AnyView length_arg)
+                     const VocabularyArgs& vocabulary)
     : weights(kOp, names.weights, weights_arg),
       indices(kOp, "indices", indices_arg),
       output(output_rows(names.output, output_arg, indices, weights)),
@@ -77,27 +160,16 @@ IndexArgs::IndexArgs(Names names, AnyView weights_arg, AnyView indices_arg, AnyV
              indices.count,
              0,
              weights.num_rows,
+             0,
+             0,
+             0,
              weights.num_rows - 1,
              kIndicesSite,
              nullptr} {
   output.distinct_rows();
   output.apart_from(weights);
   indices.apart_from(output);
-  if (is_none(start_arg)) return;
-  params.vocab_start = int_arg(kOp, "vocab_range[0]", start_arg);
-  params.vocab_length = int_arg(kOp, "vocab_range[1]", length_arg);
-  params.last_index = kMaxIndex;
-  if (params.vocab_start < 0 || params.vocab_length < 0 || params.vocab_length > weights.num_rows) {
-    raise_value_error(
-        kOp, "vocab_range",
-        "(" + std::to_string(params.vocab_start) + ", " + std::to_string(params.vocab_length) + ")",
-        "(start, length) with start >= 0 and 0 <= length <= " + std::to_string(weights.num_rows) +
-            ", the rows of weights");
-  }
-  // No index is behind kMaxIndex. A range that goes on there would hold negative ones: kernels
-  // subtract its start without a sign.
-  const u64 behind_start = static_cast<u64>(kMaxIndex) + 1 - static_cast<u64>(params.vocab_start);
-  params.vocab_length = std::min(static_cast<u64>(params.vocab_length), behind_start);
+  if (!vocabulary.all()) choose_rows(params, vocabulary, weights.num_rows);
 }
 
 void launch_index(const IndexArgs& args) {
@@ -112,8 +184,8 @@ void launch_index(const IndexArgs& args) {
 
 namespace {
 
-void index(AnyView weights, AnyView indices, AnyView output, AnyView start, AnyView length) {
-  IndexArgs args({"weights", "output"}, weights, indices, output, start, length);
+void index(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range, AnyView more) {
+  IndexArgs args({"weights", "output"}, weights, indices, output, {vocab_range, more});
   if (!args.indices.on_cuda()) return index_cpu(args.indices, args.params, args.weights.row_bytes);
   if (!args.is_host_table()) return launch_index(args);
   std::vector<IndexArgs> tables{args};
@@ -145,8 +217,8 @@ void check_together(const std::vector<IndexArgs>& tables) {
 }
 
 // Several tables of as many rows, by the same indices.
-void index_together(Array<Any> weights, AnyView indices, Array<Any> outputs, AnyView start,
-                    AnyView length) {
+void index_together(Array<Any> weights, AnyView indices, Array<Any> outputs, AnyView vocab_range,
+                    AnyView more) {
   if (weights.empty() || weights.size() > std::size(kNames)) {
     raise_value_error(kOp, "weights", "a tuple of " + std::to_string(weights.size()),
                       "1 to " + std::to_string(std::size(kNames)) + " tables");
@@ -155,10 +227,11 @@ void index_together(Array<Any> weights, AnyView indices, Array<Any> outputs, Any
     raise_value_error(kOp, "output", "a tuple of " + std::to_string(outputs.size()),
                       std::to_string(weights.size()) + ", one for each table");
   }
+  const VocabularyArgs vocabulary(vocab_range, more);
   std::vector<IndexArgs> tables;
   tables.reserve(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    tables.emplace_back(kNames[i], weights[i], indices, outputs[i], start, length);
+    tables.emplace_back(kNames[i], weights[i], indices, outputs[i], vocabulary);
   }
   check_together(tables);
   if (tables[0].is_host_table()) return index_host_tables(tables);

@@ -32,10 +32,9 @@ struct IndexKernel {
     Vec<kVecBytes> value[Rows::kRows][Rows::kChunks];
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
-      // Unsigned, so that one comparison also sends negative indices outside.
-      const u64 row = u64(index[r]) - u64(p.vocab_start);
-      const bool inside = row < u64(p.vocab_length);
-      const char* source = p.weights + (inside ? i64(row) * p.weights_stride_bytes : 0);
+      const i64 row = table_row(p, index[r]);
+      const bool inside = row >= 0;
+      const char* source = p.weights + (inside ? row * p.weights_stride_bytes : 0);
 #pragma unroll
       for (int c = 0; c < Rows::kChunks; ++c) {
         value[r][c] = Vec<kVecBytes>{};

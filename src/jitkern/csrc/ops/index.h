@@ -14,12 +14,24 @@ struct IndexParams {
   i64 num_rows;
   i64 vocab_start;  // index `vocab_start + r` reads row r of `weights`
   i64 vocab_length;
-  // Larger ones are faults. Of a part of a table none is: what lies outside of it may be another
-  // rank's, and is zeros here.
+  i64 added_start;  // index `added_start + r` reads row `added_row + r`: a second range
+  i64 added_length;
+  i64 added_row;
+  // Larger ones are faults. Of a part of a table of unknown size none is: what lies outside of it
+  // may be another rank's, and is zeros here.
   i64 last_index;
   FaultSite indices_site;
   FaultRecord* fault;
 };
+
+// The row of `weights` that an index reads; -1: none, it is zeros. The ranges share no index.
+JITKERN_HOST_DEVICE inline i64 table_row(const IndexParams& p, i64 index) {
+  // Unsigned, so that one comparison also sends negative indices outside.
+  const u64 row = u64(index) - u64(p.vocab_start);
+  const u64 added = u64(index) - u64(p.added_start);
+  const i64 other = added < u64(p.added_length) ? p.added_row + i64(added) : -1;
+  return row < u64(p.vocab_length) ? i64(row) : other;
+}
 
 // Of a table in host memory, whose rows are fetched as pairs: see index_table.cu.
 struct IndexPairsParams : IndexParams {

@@ -9,6 +9,17 @@
 
 namespace jitkern {
 
+// Which indices the rows of a table belong to, as given: none what was not.
+struct VocabularyArgs {
+  // `more`: (added_range, vocab_size), or none. Each argument from Python takes 15 to 35 ns.
+  VocabularyArgs(AnyView vocab_range, AnyView more);
+  bool all() const { return is_none(vocab_range) && is_none(added_range) && is_none(vocab_size); }
+
+  AnyView vocab_range;
+  tvm::ffi::Any added_range;
+  tvm::ffi::Any vocab_size;
+};
+
 struct IndexArgs {
   // What messages call the arguments: of several tables each has its number.
   struct Names {
@@ -16,10 +27,9 @@ struct IndexArgs {
     const char* output;
   };
 
-  // Checks all. TypeError or ValueError naming the argument. Start and length are none where no
-  // vocab_range was given.
-  IndexArgs(Names names, AnyView weights, AnyView indices, AnyView output, AnyView start,
-            AnyView length);
+  // Checks all. TypeError or ValueError naming the argument.
+  IndexArgs(Names names, AnyView weights, AnyView indices, AnyView output,
+            const VocabularyArgs& vocabulary);
 
   // A table in host memory may be read by a GPU that has the indices.
   bool is_host_table() const { return !weights.on_cuda() && indices.on_cuda(); }

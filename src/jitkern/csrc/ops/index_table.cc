@@ -1,5 +1,6 @@
 // indexing of tables in pinned host memory: its launches.
 #include <algorithm>
+#include <limits>
 
 #include "host/pinned.h"
 #include "index_args.h"
@@ -11,6 +12,9 @@ namespace {
 
 // Entry point of a module: see kernel() in ops/index.py.
 constexpr int kPairsOfIndices = 1;
+
+// By int32 pairs.
+constexpr i64 kMaxListedRow = std::numeric_limits<i32>::max();
 
 PairCall fetch_call(const IndexArgs& args) {
   PairCall call;
@@ -25,7 +29,7 @@ PairCall fetch_call(const IndexArgs& args) {
   p.dst_stride_bytes = params.output_stride_bytes;
   p.src_stride_bytes = params.weights_stride_bytes;
   p.num_pairs = params.num_rows;
-  p.num_src_rows = params.vocab_length;
+  p.num_src_rows = std::max(params.vocab_length, params.added_row + params.added_length);
   p.num_dst_rows = params.num_rows;
   p.src_site = p.dst_site = params.indices_site;  // none is reported: the pairs are inside
   p.fault = params.fault;
@@ -33,8 +37,10 @@ PairCall fetch_call(const IndexArgs& args) {
 }
 
 bool is_large(const PairCall& call) {
+  // A row of a second range may be behind what an int32 index reaches: pairs are of its type.
+  const bool fits = call.index_bytes == 8 || call.params.num_src_rows - 1 <= kMaxListedRow;
   return (is_worth_ordering(call.traffic()) || !is_small_call(call)) &&
-         call.params.num_pairs <= kMaxListedPairs;
+         call.params.num_pairs <= kMaxListedPairs && fits;
 }
 
 // The pairs and their lists are made once: row numbers are the same in all tables, and so is their

@@ -24,9 +24,8 @@ struct PairsOfIndices {
     const i64 number = thread_number();
     const bool is_asked = number < p.num_rows;
     const i64 index = is_asked ? i64(static_cast<const Int*>(p.indices)[number]) : 0;
-    // Unsigned, so that one comparison also sends negative indices outside.
-    const u64 row = u64(index) - u64(p.vocab_start);
-    const bool inside = row < u64(p.vocab_length);
+    const i64 row = table_row(p, index);
+    const bool inside = row >= 0;
     if (is_asked) {
       Int* pair = static_cast<Int*>(p.pairs) + 2 * number;
       pair[0] = inside ? static_cast<Int>(row) : Int(-1);

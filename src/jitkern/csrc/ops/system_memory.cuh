@@ -43,6 +43,17 @@ __device__ inline u64 load_fresh(const u64* from) {
 #endif
 }
 
+// Seen by whoever loads it so. It orders nothing, and the words of a vector come in any order.
+__device__ inline void store_fresh(uint4* to, const uint4& value) {
+#ifdef JITKERN_EMULATED
+  emulate::store_system(to, value);
+#else
+  asm volatile(
+      "st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w));
+#endif
+}
+
 // What was written in front of the store that this sees is seen by all that this thread loads next.
 __device__ inline u64 load_acquire(const u64* from) {
 #ifdef JITKERN_EMULATED

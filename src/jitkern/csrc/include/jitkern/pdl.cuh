@@ -9,6 +9,8 @@ template <bool kUsePdl>
 __device__ inline void wait_for_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (kUsePdl) asm volatile("griddepcontrol.wait;" ::: "memory");
+#elif defined(JITKERN_EMULATED)
+  if constexpr (kUsePdl) emulate::wait_for_earlier_kernels();
 #endif
 }
 
@@ -17,6 +19,8 @@ template <bool kUsePdl>
 __device__ inline void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (kUsePdl) asm volatile("griddepcontrol.launch_dependents;");
+#elif defined(JITKERN_EMULATED)
+  if constexpr (kUsePdl) emulate::let_next_kernel_start();
 #endif
 }
 

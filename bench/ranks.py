@@ -1,0 +1,125 @@
+"""Benchmarks of several ranks: a process a GPU, or some of gloo, that measure together.
+
+`rows_of("comm", ...)` starts them; in each, `measure_ranks(ranks, quick)` of that benchmark's
+module runs, and what rank 0 returns comes back. Ranks do the same in the same order: a replay that
+holds a collective keeps them in step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import cases
+from jitkern.bench.case import Context, Row
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 400
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What one of the processes knows of all."""
+
+    rank: int
+    size: int
+    device: torch.device
+    cpu_group: Any  # gloo
+
+    @property
+    def where(self) -> str:
+        """What rows call them."""
+        return f"{self.size} {'GPUs' if self.device.type == 'cuda' else 'processes'}"
+
+    def barrier(self) -> None:
+        """Wait for the GPU, then for the other ranks."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        torch.distributed.barrier(self.cpu_group)
+
+
+def sizes(ctx: Context) -> list[int]:
+    """Return how many ranks there are to measure with on this machine."""
+    if ctx.device != "cuda":
+        return [2]
+    return [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
+
+
+def rows_of(name: str, ctx: Context, size: int) -> Iterator[Row]:
+    """Measure a benchmark with so many ranks.
+
+    Raises
+    ------
+    RuntimeError
+        A process has failed; its output is the message.
+    """
+    with tempfile.TemporaryDirectory(prefix="jitkern-ranks-") as folder:
+        result = Path(folder, "rows.json")
+        command = [sys.executable, "-W", "ignore", "-m", "bench.ranks", name, ctx.device]
+        command += ["quick" if ctx.quick else "all", str(result)]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(size),
+        }
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(size)]
+        started = []
+        for rank, log in enumerate(logs):
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    command, env={**env, "RANK": str(rank)}, stdout=file, stderr=file
+                )
+            started.append(process)
+        try:
+            for rank, process in enumerate(started):
+                if process.wait(timeout=TIMEOUT_S) != 0:
+                    text = logs[rank].read_text(errors="replace").strip()
+                    raise RuntimeError(f"rank {rank} of {size}: {text[-2000:]}")
+        finally:
+            for process in started:
+                process.kill()
+        yield from (Row(**row) for row in json.loads(result.read_text()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _main(name: str, kind: str, how: str, result: str) -> None:
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        group = dist.new_group(backend="gloo")
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        group = dist.group.WORLD
+    ranks = Ranks(rank, size, device, group)
+    rows = list(cases.module(name).measure_ranks(ranks, how == "quick"))
+    if rank == 0:
+        Path(result).write_text(json.dumps([asdict(row) for row in rows]))
+    ranks.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

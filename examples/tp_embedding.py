@@ -1,0 +1,89 @@
+"""An embedding whose vocabulary is split over ranks, compared with `torch.nn.Embedding`.
+
+Every rank loads its own rows of a table, and looks up the same ids; the rows come back equal bit
+for bit. With a GPU for each rank they are summed over NCCL, else over gloo on the CPU.
+
+    torchrun --nproc-per-node 4 examples/tp_embedding.py
+    torchrun --nproc-per-node 2 examples/tp_embedding.py --vocab-size 1003 --hidden-size 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from jitkern import comm
+from jitkern.nn import TPEmbedding
+
+
+def communicator() -> tuple[comm.Communicator, torch.device]:
+    """Return what sums over all ranks, and this rank's device."""
+    dist.init_process_group("gloo")
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        return comm.TorchCommunicator(), torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    over_nccl = comm.init_pynccl(tp_rank=rank, tp_size=size, tp_cpu_group=dist.group.WORLD)
+    return over_nccl, device
+
+
+def milliseconds(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Return the median time of a call, the GPU's work included."""
+    times_ms = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times_ms.append(1e3 * (time.perf_counter() - start_s))
+    return statistics.median(times_ms)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="An embedding split over ranks.")
+    parser.add_argument("--vocab-size", type=int, default=32_003)  # which no number of ranks has
+    parser.add_argument("--num-added", type=int, default=5)
+    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=512)
+    args = parser.parse_args(argv)
+
+    ranks, device = communicator()
+    torch.manual_seed(0)  # the same table and ids on every rank
+    rows = args.vocab_size + args.num_added
+    whole = torch.nn.Embedding(rows, args.hidden_size, dtype=torch.bfloat16)
+    ids = torch.randint(0, rows, (args.tokens,)).to(device)
+
+    split = TPEmbedding(
+        args.vocab_size,
+        args.hidden_size,
+        comm=ranks,
+        dtype=torch.bfloat16,
+        device=device,
+        num_added=args.num_added,
+    )
+    # Of a checkpoint: split.load_full(safetensors.safe_open(path, "pt").get_slice(name)).
+    split.load_full(whole.weight.detach())
+
+    with torch.inference_mode():
+        expected = whole.to(device)(ids)
+        is_equal = torch.equal(split(ids).view(torch.int16), expected.view(torch.int16))
+        time_ms = milliseconds(lambda: split(ids), device)
+    print(
+        f"rank {ranks.rank} of {ranks.size}, {device}: {len(split.weight)} of {rows} rows, "
+        f"{args.tokens} tokens in {time_ms:.3f} ms, {'equal' if is_equal else 'DIFFERENT'}"
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

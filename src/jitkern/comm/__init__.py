@@ -1,0 +1,11 @@
+"""Ranks that compute together: communicators, with a deadline for each call."""
+
+from __future__ import annotations
+
+from jitkern.comm.nccl import PyNCCLCommunicator as PyNCCLCommunicator
+from jitkern.comm.nccl import init_pynccl as init_pynccl
+from jitkern.comm.peer_comm import PeerCommunicator as PeerCommunicator
+from jitkern.comm.peer_memory import PeerMemory as PeerMemory
+from jitkern.comm.protocol import Communicator as Communicator
+from jitkern.comm.protocol import ReduceOp as ReduceOp
+from jitkern.comm.torch_comm import TorchCommunicator as TorchCommunicator

@@ -1,0 +1,257 @@
+"""``PeerReducer``: all_reduce of small tensors over memory that ranks write into each other's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from jitkern.comm import peer_kernel
+from jitkern.errors import CommError, CommTimeoutError
+from jitkern.host import module as host
+from jitkern.ops import dispatch
+from jitkern.ops.common import name_unreadable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Algorithm = Literal["auto", "one_shot", "two_shot"]
+_WAYS = {"auto": -1, "one_shot": 0, "two_shot": 1}
+
+
+class PeerReducer:
+    """all_reduce and reduce_scatter of ranks of one host, by one kernel, without NCCL.
+
+    For tensors so small that what counts is the trip. Every rank has a workspace that all ranks can
+    write: on GPUs memory that is mapped on all of them, over NVLink or PCIe; on the CPU memory that
+    processes share. A call is one launch on the current stream: each rank writes its values into
+    the others' workspaces, waits until theirs have come, adds them up in fp32 in the order of
+    ranks, and rounds once. So all ranks have the same bits, whichever the algorithm; of numbers
+    they are those of the plain sum in that order, infinities, subnormals and the sign of zero
+    included, and a NaN stays one.
+
+    Every rank makes the same calls in the same order, with tensors of the same dtype and number of
+    items, and the same algorithm. A CUDA graph can capture them; eager calls and replays may take
+    turns. Calls must not run at the same time: a call on another stream than the one before comes
+    behind it, but that a replay comes behind what went before, and before what follows, is up to
+    the caller, as is that the stream of the last call still exists. One thread at a time.
+
+    Parameters
+    ----------
+    addresses
+        Where the workspace of each rank lies as this rank sees it, its own included: 2 to 8.
+    rank, size
+        This rank, and how many there are.
+    workspace_bytes
+        Of each workspace, the same on all ranks; see :meth:`workspace_bytes_for`. All its bytes are
+        0xFF when the first rank makes a call: see :meth:`reset`.
+    device
+        This rank's GPU, or the CPU.
+    deadline_s
+        Seconds that a kernel waits for other ranks; ``math.inf``: for ever. When they are over, it
+        gives up, and the workspace is broken: later calls do nothing, and raise.
+    owner
+        What keeps the workspaces mapped; kept as long as the reducer.
+
+    Attributes
+    ----------
+    rank, size : int
+    device : torch.device
+    deadline_s : float
+
+    Raises
+    ------
+    ValueError
+        A wrong argument.
+
+    Examples
+    --------
+    >>> reducer = PeerReducer(addresses, 0, 2, num_bytes, device=device)  # doctest: +SKIP
+    >>> reducer.all_reduce(x)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[int],
+        rank: int,
+        size: int,
+        workspace_bytes: int,
+        *,
+        device: torch.device | str = "cuda",
+        deadline_s: float = 10.0,
+        owner: Any = None,
+    ) -> None:
+        _check(addresses, rank, size, deadline_s)
+        self.device = _device(device)
+        self.rank, self.size, self.deadline_s = rank, size, float(deadline_s)
+        self._owner = owner
+        _register_errors()
+        ordinal = -1 if self.device.type == "cpu" else self.device.index
+        deadline_ns = 0 if math.isinf(deadline_s) else max(1, round(deadline_s * 1e9))
+        shapes = [number for shape in peer_kernel.SHAPES for number in shape]
+        limit = peer_kernel.ONE_SHOT_BYTES[size]
+        make = host.module()["make_peer_reducer"]
+        functions = make(
+            ordinal, list(addresses), rank, workspace_bytes, deadline_ns, shapes, limit
+        )
+        self._all_reduce: Callable[..., int] = functions[0]
+        self._reduce_scatter: Callable[..., int] = functions[1]
+        self._reset: Callable[[], None] = functions[2]
+
+    @staticmethod
+    def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
+        """Return the bytes of a workspace in which messages up to ``max_bytes`` take one round.
+
+        Larger ones take several, one behind the other, in the same call.
+        """
+        if size not in peer_kernel.ONE_SHOT_BYTES:
+            raise ValueError(f"workspace_bytes_for: size: {size!r}, expected 2 to 8 ranks")
+        if not isinstance(max_bytes, int) or max_bytes < 1:
+            raise ValueError(f"workspace_bytes_for: max_bytes: {max_bytes!r}, expected 1 or more")
+        one_shot = peer_kernel.ONE_SHOT_BYTES[size]
+        parts = (min(max_bytes, one_shot), -(-max_bytes // size))  # of one shot and of two
+        slots = [
+            -(-min(part, most) // blocks)
+            for part in parts
+            for most, blocks, _ in peer_kernel.SHAPES
+        ]
+        return int(host.module()["peer_workspace_bytes"](size, max(slots) + 15))
+
+    def all_reduce(
+        self, x: Tensor, *, out: Tensor | None = None, algorithm: Algorithm = "auto"
+    ) -> Tensor:
+        """Add up ``x`` over all ranks; in place, unless ``out`` is given. Return the sum.
+
+        Parameters
+        ----------
+        x : Tensor
+            fp32, fp16 or bf16, contiguous, of any number of items. What is aligned to 16 bytes is
+            read by vectors of as many, else by the widest that it is aligned to.
+        out : Tensor, optional
+            As many items of the same dtype: ``x`` itself, or memory of its own.
+        algorithm : "auto", "one_shot" or "two_shot"
+            In one shot every rank sends all to all others: one trip. In two shots each adds up one
+            part and sends the sum: less is sent, in two trips. By default as the size asks for. The
+            bits are the same.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong argument; nothing was sent.
+        CommTimeoutError
+            Ranks did not come to an earlier call, or on the CPU to this one, in time; it names
+            them. Every call raises this from then on, until :meth:`reset`.
+        RuntimeError
+            The call, and the one before on another stream, are part of one capture; or PyTorch
+            would have to see it, for a gradient or a trace.
+        """
+        way = _WAYS.get(algorithm) if isinstance(algorithm, str) else None
+        if way is None:
+            raise ValueError(
+                f"all_reduce: algorithm: {algorithm!r}, expected 'auto', 'one_shot' or 'two_shot'"
+            )
+        if out is None:
+            out = x
+        self._run("all_reduce", self._all_reduce, (x, out, way), out, {"x": x, "out": out})
+        return out
+
+    def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
+        """Add up ``x`` over all ranks, and write part ``rank`` of ``size`` of it to ``output``.
+
+        As :meth:`all_reduce` in two shots without the second. ``output`` may be this rank's part of
+        ``x``.
+        """
+        tensors = {"output": output, "x": x}
+        self._run("reduce_scatter", self._reduce_scatter, (output, x), output, tensors)
+
+    def reset(self) -> None:
+        """Make this rank's workspace as a new one, 0xFF all over, and forget that it was broken.
+
+        It waits for the GPU. Every rank does it while none is in a call, and makes its next call
+        when all have: there is a barrier of the caller's before it, and one behind.
+        """
+        self._reset()
+
+    def _run(
+        self,
+        op: str,
+        function: Callable[..., int],
+        args: tuple[Any, ...],
+        written: Any,
+        tensors: dict[str, Any],
+    ) -> None:
+        if not dispatch.in_inference_mode() and not dispatch.may_write(
+            (written,), tuple(tensors.values())
+        ):
+            dispatch.refuse(op, {"out" if op == "all_reduce" else "output": written}, tensors)
+        try:
+            is_traced = function(*args)
+        except (RuntimeError, ValueError) as error:
+            name_unreadable(error, op, **tensors)
+            raise
+        if is_traced:
+            raise RuntimeError(
+                f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected "
+                "neither: it would see nothing of the call"
+            )
+        dispatch.wrote(written)
+
+
+def _check(addresses: Sequence[int], rank: int, size: int, deadline_s: float) -> None:
+    if not isinstance(size, int) or size not in peer_kernel.ONE_SHOT_BYTES:
+        raise ValueError(f"PeerReducer: size: {size!r}, expected 2 to {peer_kernel.MOST_RANKS}")
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise ValueError(f"PeerReducer: rank: {rank!r}, expected 0 to {size - 1}")
+    if len(addresses) != size:
+        raise ValueError(f"PeerReducer: addresses: {len(addresses)} of them, expected {size}")
+    for address in addresses:
+        if not isinstance(address, int) or address <= 0 or address % 16 != 0:
+            raise ValueError(
+                f"PeerReducer: addresses: {address!r}, expected multiples of 16 bytes, not 0"
+            )
+    if not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
+        raise ValueError(f"PeerReducer: deadline_s: {deadline_s!r}, expected more than 0")
+
+
+def _device(device: torch.device | str) -> torch.device:
+    import torch
+
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"PeerReducer: device: {found}, expected a GPU or the CPU")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+_LATE = re.compile(r"(\w+): call (\d+) of rank (\d+): ranks? ([\d, ]+) did not come in time")
+
+
+class _PeersLateError(RuntimeError):
+    """What C++ raises, which carries a kind and a text only: it becomes a CommTimeoutError."""
+
+    def __new__(cls, message: str) -> Any:
+        found = _LATE.match(message)
+        if found is None:
+            return super().__new__(cls, message)
+        op, number, rank, missing = found.groups()
+        return CommTimeoutError(
+            message,
+            op=op,
+            number=int(number),
+            rank=int(rank),
+            missing=[int(one) for one in missing.split(", ")],
+        )
+
+
+@cache
+def _register_errors() -> None:
+    from tvm_ffi.error import register_error
+
+    register_error("jitkern.PeersLate", _PeersLateError)
+    register_error("jitkern.PeersBroken", CommError)

@@ -1,0 +1,86 @@
+"""``Communicator``: what a model needs of the ranks beside it, whoever carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ReduceOp = Literal["sum", "prod", "max", "min", "avg"]
+REDUCE_OPS = ("sum", "prod", "max", "min", "avg")
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Ranks that compute together: the part of a communicator that model code is written against.
+
+    :class:`PyNCCLCommunicator` carries it over NCCL, :class:`TorchCommunicator` over any backend of
+    ``torch.distributed``, over any number of nodes. Every rank makes the same calls in the same
+    order, with tensors of the same dtype and sizes. Tensors are contiguous, on the communicator's
+    device; calls are queued on the current stream, and on the CPU return when they are done.
+
+    Every call raises
+
+    TypeError, ValueError
+        A wrong argument; nothing was sent.
+    CommError
+        The communicator is closed, or an earlier call has failed.
+    CommTimeoutError
+        Other ranks did not come to this call, or to an earlier one, in time; it names them.
+    CommMismatchError
+        Under ``JITKERN_COMM_DEBUG=1``: ranks made different calls.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to ``size - 1``."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce ``x`` over all ranks, in place."""
+        ...
+
+    def all_gather(self, output: Tensor, x: Tensor) -> None:
+        """Write every rank's ``x`` to ``output``, ``size`` times as large, one behind the other."""
+        ...
+
+    def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce ``x`` over all ranks and write part ``rank`` of ``size`` of it to ``output``."""
+        ...
+
+    def broadcast(self, x: Tensor, src: int = 0) -> None:
+        """Write rank ``src``'s ``x`` to that of every rank."""
+        ...
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Send ``x`` to rank ``dst``, which calls :meth:`recv`."""
+        ...
+
+    def recv(self, x: Tensor, src: int) -> None:
+        """Write to ``x`` what rank ``src`` sends."""
+        ...
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> None:
+        """Send part r of ``x`` to rank r, and write what rank r sends to part r of ``output``.
+
+        Parts are equal, or of as many rows (of the first dimension) as the splits say, one number
+        for each rank.
+        """
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has come to it, with all that was queued before it done."""
+        ...

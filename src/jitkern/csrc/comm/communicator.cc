@@ -1,0 +1,282 @@
+#include "comm/communicator.h"
+
+#include <time.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <thread>
+#include <utility>
+
+#include "host/staging.h"
+
+namespace jitkern {
+
+namespace {
+
+// To 4 ms, which deadlines need not know better, in 5 ns.
+double now_s() {
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// That a thread which is in NCCL gets to come out by itself before a communicator is aborted.
+constexpr std::chrono::seconds kWayOut{1};
+
+}  // namespace
+
+NcclCommunicator::NcclCommunicator(int ordinal, int rank, int size, double timeout_s)
+    : ordinal(ordinal),
+      rank(rank),
+      size(size),
+      device_(Device::get(ordinal)),
+      timeout_s_(timeout_s),
+      nccl_(Nccl::get()),
+      num_sent_(static_cast<size_t>(size)),
+      num_received_(static_cast<size_t>(size)) {}
+
+NcclCommunicator::~NcclCommunicator() {
+  for (const Entry& entry : log_) {
+    // At the end of the process there may be no driver any more: whatever it says.
+    if (entry.event != nullptr) Driver::get().cuEventDestroy_v2(entry.event);
+  }
+}
+
+CallStatus NcclCommunicator::open(const NcclUniqueId& id) {
+  const ContextScope scope(device_);
+  NcclConfig config;
+  NcclComm comm = nullptr;
+  const NcclResult result = nccl_.ncclCommInitRankConfig(&comm, size, id, rank, &config);
+  if (result != kNcclSuccess) return failed(result);
+  comm_ = comm;
+  is_stopped_ = false;
+  if (!is_aborted_) return kCallDone;
+  abort();  // nobody has waited for so long
+  return kCallStopped;
+}
+
+CallStatus NcclCommunicator::failed(NcclResult result) {
+  const std::string text = nccl_.text_of(result);
+  const std::lock_guard<std::mutex> lock(asking_);
+  trouble_ = text;
+  return kCallFailed;
+}
+
+std::string NcclCommunicator::trouble() {
+  const std::lock_guard<std::mutex> lock(asking_);
+  return trouble_;
+}
+
+void NcclCommunicator::note(Entry& entry, const Call& what, const std::vector<Link>* links) {
+  const auto count = [this](const Link& link) {
+    auto& counts = link.is_send ? num_sent_ : num_received_;
+    return Link{link.peer, link.is_send, ++counts[static_cast<size_t>(link.peer)]};
+  };
+  std::vector<Link> own;
+  bool is_of_all = links == nullptr && what.link.peer < 0;
+  if (what.link.peer >= 0) own.push_back(count(what.link));
+  for (size_t i = 0; links != nullptr && i < links->size(); ++i) {
+    is_of_all |= (*links)[i].peer < 0;
+    if ((*links)[i].peer >= 0) own.push_back(count((*links)[i]));
+  }
+  if (is_of_all) own.clear();
+  entry.op = what.op;
+  entry.number = is_of_all ? ++num_of_all_ : num_of_all_.load();
+  entry.begin_s = now_s();
+  entry.has_event = false;
+  if (own.empty() && entry.links.empty()) return;  // only this thread writes it
+  const std::lock_guard<std::mutex> lock(asking_);
+  entry.links = std::move(own);
+}
+
+CallStatus NcclCommunicator::run_now(const Call& what, const std::vector<Link>* links,
+                                     const Queue& run) {
+  const Driver& driver = Driver::get();
+  const ContextScope scope(device_);
+  const auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal));
+  int capturing = 0;
+  driver.check(driver.cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
+  if (capturing == 0 && last_event_ != nullptr && stream != last_stream_) {
+    wait_for(stream, last_event_);
+  }
+  const u64 begun = num_begun_.load(std::memory_order_relaxed) + 1;
+  if (begun % kStep == 0 && begun > 2 * kStep && capturing == 0) {
+    const Entry& older = log_[(begun - 2 * kStep) % kLog];
+    const CallStatus status = older.has_event ? wait_until(older.event) : kCallDone;
+    if (status != kCallDone) return status;
+  }
+  Entry& entry = log_[begun % kLog];
+  note(entry, what, links);
+  num_begun_.store(begun, std::memory_order_release);
+  try {
+    const CallStatus status = queue_now(entry, capturing != 0, stream, run);
+    if (status == kCallDone) num_queued_.store(begun, std::memory_order_release);
+    return status;
+  } catch (...) {  // the driver's: what is queued has no event
+    const std::lock_guard<std::mutex> lock(asking_);
+    trouble_ = std::string(what.op) + " has failed, and may have been sent";
+    is_broken_ = true;
+    throw;
+  }
+}
+
+CallStatus NcclCommunicator::queue_now(Entry& entry, bool is_capturing, CUstream stream,
+                                       const Queue& run) {
+  const std::lock_guard<std::timed_mutex> lock(used_);
+  if (is_stopped_) return kCallStopped;
+  const NcclResult result = run(nccl_, comm_, stream);
+  if (is_stopped_) return kCallStopped;  // aborted meanwhile, whatever NCCL says
+  if (result != kNcclSuccess) return failed(result);
+  // What is captured is done when the graph is replayed, which nobody tells here.
+  if (is_capturing) ++num_captured_;
+  if (is_capturing || !std::isfinite(timeout_s_)) return kCallDone;
+  if (entry.event == nullptr) {
+    const RelaxedCapture relaxed;
+    entry.event = make_event();
+  }
+  record(entry.event, stream);
+  entry.has_event = true;
+  last_event_ = entry.event;
+  last_stream_ = stream;
+  return kCallDone;
+}
+
+CallStatus NcclCommunicator::begin_group() {
+  const std::lock_guard<std::mutex> turn(turn_);
+  if (is_stopped_) return kCallStopped;
+  if (group_) throw tvm::ffi::Error("RuntimeError", "group: a group is open, expected none", "");
+  group_.emplace();
+  return kCallDone;
+}
+
+CallStatus NcclCommunicator::end_group(bool is_to_send) {
+  const std::lock_guard<std::mutex> turn(turn_);
+  const auto group = std::exchange(group_, std::nullopt);
+  if (!is_to_send || !group || group->calls.empty()) return kCallDone;
+  if (is_stopped_) return kCallStopped;
+  if (is_broken_) return kCallFailed;
+  const auto send = [&](const Nccl& nccl, NcclComm comm, CUstream stream) {
+    NcclResult first = nccl.ncclGroupStart();
+    if (first != kNcclSuccess) return first;
+    for (const Queue& queue : group->calls) {
+      if (first == kNcclSuccess) first = queue(nccl, comm, stream);
+    }
+    const NcclResult end = nccl.ncclGroupEnd();
+    return first == kNcclSuccess ? end : first;
+  };
+  return run_now({"group"}, &group->links, send);
+}
+
+CallStatus NcclCommunicator::wait_done() {
+  const std::lock_guard<std::mutex> turn(turn_);
+  const ContextScope scope(device_);
+  if (last_event_ != nullptr) return wait_until(last_event_);
+  return is_stopped_ ? kCallStopped : kCallDone;
+}
+
+// The device's context is current.
+CallStatus NcclCommunicator::wait_until(CUevent event) {
+  const double limit_s = now_s() + timeout_s_;
+  const RelaxedCapture relaxed;
+  for (int us = 4; !is_done(event); us = std::min(2 * us, 1000)) {
+    if (is_stopped_) return kCallStopped;
+    if (now_s() > limit_s) return kCallLate;
+    std::this_thread::sleep_for(std::chrono::microseconds(us));
+    if (us == 1000 && TVMFFIEnvCheckSignals() != 0) throw tvm::ffi::EnvErrorAlreadySet();
+  }
+  return is_stopped_ ? kCallStopped : kCallDone;
+}
+
+CallStatus NcclCommunicator::finish() {
+  const CallStatus status = wait_done();
+  if (status != kCallDone) return status;
+  return is_stopped_.exchange(true) ? kCallStopped : kCallDone;
+}
+
+void NcclCommunicator::free() {
+  const ContextScope scope(device_);
+  NcclComm comm = nullptr;
+  {
+    const std::lock_guard<std::timed_mutex> lock(used_);
+    comm = comm_.exchange(nullptr);
+    if (comm == nullptr) return;
+    release_memory(comm);
+  }
+  nccl_.check(nccl_.ncclCommFinalize(comm), "ncclCommFinalize");
+  nccl_.check(nccl_.ncclCommDestroy(comm), "ncclCommDestroy");
+}
+
+void NcclCommunicator::abort() {
+  is_aborted_ = true;
+  is_stopped_ = true;
+  const ContextScope scope(device_);
+  const RelaxedCapture relaxed;
+  // Kernels that wait for ranks which do not come end, each within 4 ms, and NCCL waits for them. A
+  // thread that is in NCCL connects to such ranks, and gets out by this as well: the way of
+  // PyTorch's watchdog.
+  std::unique_lock<std::timed_mutex> lock(used_, std::defer_lock);
+  static_cast<void>(lock.try_lock_for(kWayOut));
+  const NcclComm comm = comm_.exchange(nullptr);
+  if (comm != nullptr) nccl_.ncclCommAbort(comm);
+}
+
+CallStatus NcclCommunicator::register_memory(void* memory, size_t bytes) {
+  return call({"init_pynccl"}, [this, memory, bytes](const Nccl& nccl, NcclComm comm, CUstream) {
+    if (nccl.ncclCommWindowRegister != nullptr) {
+      return nccl.ncclCommWindowRegister(comm, memory, bytes, &window_, kNcclSymmetricWindow);
+    }
+    if (nccl.ncclCommRegister == nullptr) return NcclResult{kNcclSuccess};
+    return nccl.ncclCommRegister(comm, memory, bytes, &registered_);
+  });
+}
+
+void NcclCommunicator::release_memory(NcclComm comm) {
+  // What fails here is memory that the library forgets a moment later.
+  if (window_ != nullptr) nccl_.ncclCommWindowDeregister(comm, std::exchange(window_, nullptr));
+  if (registered_ != nullptr) {
+    nccl_.ncclCommDeregister(comm, std::exchange(registered_, nullptr));
+  }
+}
+
+NcclCommunicator::Progress NcclCommunicator::progress() {
+  const ContextScope scope(device_);
+  const RelaxedCapture relaxed;
+  Progress found;
+  const std::lock_guard<std::mutex> lock(asking_);
+  const u64 begun = num_begun_.load(std::memory_order_acquire);
+  const u64 queued = num_queued_.load(std::memory_order_acquire);
+  // Older entries are overwritten: they are done, or those behind them are not either.
+  num_done_ = std::max(num_done_, queued > kKnown ? queued - kKnown : 0);
+  while (num_done_ < queued) {
+    const Entry& next = log_[(num_done_ + 1) % kLog];
+    if (next.has_event && Driver::get().cuEventQuery(next.event) == kCudaErrorNotReady) break;
+    ++num_done_;
+    num_done_of_all_ = std::max(num_done_of_all_, next.number.load());
+  }
+  found.num_calls = num_of_all_;
+  found.num_completed = num_done_of_all_;
+  found.last_op = log_[begun % kLog].op;
+  if (num_done_ < begun) {
+    const Entry& waiting = log_[(num_done_ + 1) % kLog];
+    found.waiting_s = now_s() - waiting.begin_s;
+    found.op = waiting.op;
+    found.number = waiting.number;
+    found.links = waiting.links;
+  }
+  found.sent.assign(num_sent_.begin(), num_sent_.end());
+  found.received.assign(num_received_.begin(), num_received_.end());
+  if (is_broken_) found.trouble = trouble_;
+  const std::unique_lock<std::timed_mutex> use(used_, std::try_to_lock);
+  if (use.owns_lock() && comm_ != nullptr && !is_stopped_) {
+    NcclResult state = kNcclSuccess;
+    if (nccl_.ncclCommGetAsyncError(comm_, &state) == kNcclSuccess && state != kNcclSuccess) {
+      found.trouble = nccl_.text_of(state);
+    }
+  }
+  return found;
+}
+
+}  // namespace jitkern

@@ -1,0 +1,160 @@
+// A communicator of NCCL whose calls have deadlines.
+//
+// What a call has queued is known to be done by an event behind it, which another thread asks for:
+// `progress` says how long the oldest call has been waiting, in NCCL or on the GPU, and `abort`
+// frees both. So a rank that never comes is noticed also where this one hangs in a synchronisation.
+#pragma once
+
+#include <jitkern/launch.h>
+
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "comm/nccl.h"
+
+namespace jitkern {
+
+// What became of a call; Python makes the errors, which ask the other ranks.
+enum CallStatus : int64_t {
+  kCallDone,     // queued
+  kCallStopped,  // the communicator is closed, or has failed
+  kCallLate,     // the deadline has passed in it: of a wait
+  kCallFailed,   // NCCL said why: see `trouble`
+  kCallTraced,   // a tracer or a dispatch mode of PyTorch is active
+};
+
+class NcclCommunicator {
+ public:
+  using Queue = std::function<NcclResult(const Nccl&, NcclComm, CUstream)>;
+
+  // What a call between two ranks sends or receives, which the others do not count.
+  struct Link {
+    int peer = -1;  // none: a call of all ranks
+    bool is_send = false;
+    u64 number = 0;  // among those of this link, once it is made
+  };
+
+  // What a call is, for those who ask how far this rank has come.
+  struct Call {
+    const char* op;
+    Link link = {};
+  };
+
+  NcclCommunicator(int ordinal, int rank, int size, double timeout_s);
+  // Leaves NCCL's communicator as it is: without `free` or `abort` it ends with the process.
+  ~NcclCommunicator();
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  const int ordinal;
+  const int rank;
+  const int size;
+
+  // Queues a call on torch's current stream, or keeps it for the end of the group.
+  template <class Run>
+  CallStatus call(const Call& what, const Run& run) {
+    const std::lock_guard<std::mutex> turn(turn_);
+    if (is_stopped_) return kCallStopped;
+    if (is_broken_) return kCallFailed;
+    if (torch_has_to_see_it()) return kCallTraced;
+    if (group_) {
+      group_->calls.push_back(run);
+      group_->links.push_back(what.link);
+      return kCallDone;
+    }
+    return run_now(what, nullptr, std::cref(run));  // no copy of what it holds
+  }
+
+  // Calls until `end_group` are kept, and sent as one on the current stream, or dropped.
+  CallStatus begin_group();
+  CallStatus end_group(bool is_to_send);
+
+  // Makes NCCL's communicator, once all ranks do. It has no deadline: for a thread of its own.
+  CallStatus open(const NcclUniqueId& id);
+  // What was queued last is done.
+  CallStatus wait_done();
+  // Waits for all that was queued, and makes no more calls.
+  CallStatus finish();
+  // Behind `finish`, in a thread of its own: NCCL waits for graphs that have captured it.
+  void free();
+  u64 num_captured() const { return num_captured_; }
+  // Ends it at once: what waits for other ranks returns. By any thread; waits for graphs, too.
+  void abort();
+
+  // Registers memory, with all ranks, for NCCL to read and write without a copy of its own; once.
+  CallStatus register_memory(void* memory, size_t bytes);
+
+  // How far the rank is, by any thread.
+  struct Progress {
+    u64 num_calls = 0;      // that all ranks make
+    u64 num_completed = 0;  // of them
+    const char* last_op = "";
+    double waiting_s = -1;  // since the oldest call that is not done was made; none
+    const char* op = "";    // that call
+    u64 number = 0;
+    std::vector<Link> links;          // of that call, where it is none of all ranks
+    std::vector<u64> sent, received;  // calls so far, by rank
+    std::string trouble;              // of NCCL, found meanwhile
+  };
+  Progress progress();
+
+  std::string trouble();
+
+ private:
+  // Calls that are not done: 32 to 48, then the next one waits for the GPU here. A GPU's launch
+  // queue holds 1,024 kernels, of others too, behind which the next one waits inside of NCCL: an
+  // abort that comes then takes the CUDA context with it (an illegal access, NCCL 2.28.9).
+  static constexpr u64 kStep = 16;
+  static constexpr u64 kLog = 128;
+  static constexpr u64 kKnown = 64;  // of them, that nobody overwrites while they are read
+
+  struct Entry {
+    std::atomic<const char*> op{""};
+    std::atomic<u64> number{0};  // among the calls of all ranks
+    std::atomic<double> begin_s{0};
+    std::atomic<bool> has_event{false};
+    CUevent event = nullptr;
+    std::vector<Link> links;  // guarded by `asking_`
+  };
+  struct Group {
+    std::vector<Queue> calls;
+    std::vector<Link> links;
+  };
+
+  CallStatus run_now(const Call& what, const std::vector<Link>* links, const Queue& run);
+  CallStatus queue_now(Entry& entry, bool is_capturing, CUstream stream, const Queue& run);
+  void note(Entry& entry, const Call& what, const std::vector<Link>* links);
+  CallStatus wait_until(CUevent event);
+  CallStatus failed(NcclResult result);
+  void release_memory(NcclComm comm);
+
+  Device& device_;
+  const double timeout_s_;
+  const Nccl& nccl_;
+  std::mutex turn_;        // of a call; never held by `abort` and `progress`
+  std::timed_mutex used_;  // while NCCL is in a function
+  std::atomic<NcclComm> comm_{nullptr};
+  std::atomic<bool> is_stopped_{true};  // until it is open
+  std::atomic<bool> is_aborted_{false};
+  CUstream last_stream_ = nullptr;
+  CUevent last_event_ = nullptr;
+  std::optional<Group> group_;
+  void* registered_ = nullptr;
+  NcclWindow window_ = nullptr;
+
+  std::array<Entry, kLog> log_;
+  std::atomic<u64> num_begun_{0};  // calls of all kinds
+  std::atomic<u64> num_queued_{0};
+  std::atomic<u64> num_of_all_{0};
+  std::atomic<u64> num_captured_{0};
+  std::vector<std::atomic<u64>> num_sent_, num_received_;  // by rank
+  std::atomic<bool> is_broken_{false};                     // a call was left by an exception
+  std::mutex asking_;
+  u64 num_done_ = 0;  // of all kinds; guarded, as what follows
+  u64 num_done_of_all_ = 0;
+  std::string trouble_;
+};
+
+}  // namespace jitkern

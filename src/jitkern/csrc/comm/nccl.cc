@@ -1,0 +1,95 @@
+#include "comm/nccl.h"
+
+#include <dlfcn.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/string.h>
+
+#include <cstring>
+#include <mutex>
+
+namespace jitkern {
+
+namespace {
+
+using tvm::ffi::Bytes;
+using tvm::ffi::String;
+
+std::mutex loading;
+Nccl library{};
+std::atomic<bool> is_loaded{false};
+
+[[noreturn]] void raise_runtime_error(const std::string& message) {
+  throw tvm::ffi::Error("RuntimeError", message, "");
+}
+
+template <class F>
+void resolve(void* handle, const char* name, F& function) {
+  function = reinterpret_cast<F>(dlsym(handle, name));
+}
+
+// Loads the library, unless one is loaded already; returns its version, such as 22809. RuntimeError
+// where it is none of NCCL, or too old.
+int64_t nccl_load(String path) {
+  const std::lock_guard<std::mutex> lock(loading);
+  if (is_loaded) return library.version;
+  // NODELETE is not needed: it is never closed.
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) raise_runtime_error(dlerror());
+  Nccl found{};
+  const char* lacking = nullptr;
+#define JITKERN_RESOLVE(name, parameters) \
+  resolve(handle, #name, found.name);     \
+  if (found.name == nullptr && lacking == nullptr) lacking = #name;
+  JITKERN_NCCL_SYMBOLS(JITKERN_RESOLVE)
+#undef JITKERN_RESOLVE
+#define JITKERN_RESOLVE(name, parameters) resolve(handle, #name, found.name);
+  JITKERN_NCCL_LATER(JITKERN_RESOLVE)
+#undef JITKERN_RESOLVE
+  resolve(handle, "ncclGetErrorString", found.ncclGetErrorString);
+  resolve(handle, "ncclGetLastError", found.ncclGetLastError);
+  if (found.ncclGetVersion != nullptr) found.ncclGetVersion(&found.version);
+  if (lacking != nullptr || found.version < kLeastNccl || found.ncclGetErrorString == nullptr) {
+    const std::string what = found.version > 0 ? "NCCL " + found.version_name() : "no NCCL";
+    dlclose(handle);
+    raise_runtime_error(std::string(path) + ": " + what + ", expected NCCL 2.18 or newer");
+  }
+  library = found;
+  is_loaded = true;
+  return library.version;
+}
+
+Bytes nccl_unique_id() {
+  NcclUniqueId id{};
+  Nccl::get().check(Nccl::get().ncclGetUniqueId(&id), "ncclGetUniqueId");
+  return Bytes(id.bytes, sizeof(id.bytes));
+}
+
+}  // namespace
+
+const Nccl& Nccl::get() {
+  if (!is_loaded.load(std::memory_order_acquire)) raise_runtime_error("NCCL is not loaded");
+  return library;
+}
+
+std::string Nccl::version_name() const {
+  // 2.8 and before had one digit for the minor version.
+  const int major = version / (version < 10000 ? 1000 : 10000);
+  const int minor = version < 10000 ? version % 1000 / 100 : version % 10000 / 100;
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(version % 100);
+}
+
+std::string Nccl::text_of(NcclResult result) const {
+  // The last error is the process's, whatever communicator is given.
+  const char* const last = ncclGetLastError == nullptr ? nullptr : ncclGetLastError(nullptr);
+  const std::string text = ncclGetErrorString(result);
+  return last == nullptr || *last == '\0' ? text : text + ": " + last;
+}
+
+void Nccl::check(NcclResult result, const char* what) const {
+  if (result != kNcclSuccess) raise_runtime_error(std::string(what) + ": " + text_of(result));
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(nccl_load, nccl_load);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(nccl_unique_id, nccl_unique_id);
+
+}  // namespace jitkern

@@ -1,0 +1,283 @@
+// all_reduce and reduce_scatter over memory that ranks of one host write into each other's: the
+// reducer that Python holds, its order among streams, and the launch.
+#include <jitkern/launch.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "comm/peer_call.h"
+#include "comm/peer_reduce_by_cpu.h"
+#include "host/staging.h"
+
+namespace jitkern {
+
+namespace {
+
+using tvm::ffi::Array;
+using tvm::ffi::Error;
+using tvm::ffi::Function;
+
+// "rank 2" or "ranks 0, 2"
+std::string ranks_text(i64 missing) {
+  std::string text;
+  int count = 0;
+  for (int rank = 0; rank < kMostPeers; ++rank) {
+    if ((missing >> rank & 1) == 0) continue;
+    text += (count++ > 0 ? ", " : "") + std::to_string(rank);
+  }
+  return (count == 1 ? "rank " : "ranks ") + text;
+}
+
+// Python makes a CommTimeoutError of it, by what the text says (comm/peer_reduce.py).
+[[noreturn]] void raise_late(const char* op, const char*, i64 missing, i64 number, i64 rank,
+                             const char* note) {
+  throw Error("jitkern.PeersLate",
+              std::string(op) + ": call " + std::to_string(number) + " of rank " +
+                  std::to_string(rank) + ": " + ranks_text(missing) + " did not come in time" +
+                  note,
+              "");
+}
+
+constexpr const char* kOutcome = "the workspace is broken until reset()";
+const FaultSite kSites[] = {fault_site("all_reduce", "x", raise_late, kOutcome),
+                            fault_site("reduce_scatter", "x", raise_late, kOutcome)};
+const char* op_of(FaultSite site) { return site == kSites[1] ? "reduce_scatter" : "all_reduce"; }
+
+KernelTable& kernels() {
+  static KernelTable table(
+      "peer_reduce", {"dtype", "ranks", "access_bytes", "way", "several"},
+      [](const Spec&, int in_flight, int) { return GroupShape{32, in_flight, 1, 1}; });
+  return table;
+}
+
+enum CallStatus : int64_t { kQueued, kTraced };
+
+class PeerReducer {
+ public:
+  PeerReducer(PeerPlan plan, const Array<int64_t>& addresses, u64 deadline_ns)
+      : plan_(std::move(plan)), deadline_ns_(deadline_ns) {
+    for (size_t i = 0; i < addresses.size(); ++i) {
+      workspaces_[i] = reinterpret_cast<char*>(addresses[i]);
+    }
+    if (plan_.ordinal < 0) {
+      failure_ = failure_on_gpu_ = new FaultRecord{};
+      return;
+    }
+    Device& device = Device::get(plan_.ordinal);
+    const ContextScope scope(device);
+    const RelaxedCapture relaxed;
+    const Driver& driver = Driver::get();
+    void* record = nullptr;
+    driver.check(driver.cuMemHostAlloc(&record, sizeof(FaultRecord),
+                                       kHostAllocPortable | kHostAllocDeviceMap),
+                 "cuMemHostAlloc");
+    failure_ = new (record) FaultRecord{};
+    CUdeviceptr mapped = 0;
+    driver.check(driver.cuMemHostGetDevicePointer_v2(&mapped, record, 0),
+                 "cuMemHostGetDevicePointer");
+    failure_on_gpu_ = reinterpret_cast<FaultRecord*>(mapped);
+    event_ = make_event();
+  }
+  // Leaves the record of its failure behind: a kernel, or a graph, may write to it yet.
+  ~PeerReducer() {
+    if (event_ != nullptr) Driver::get().cuEventDestroy_v2(event_);
+  }
+  PeerReducer(const PeerReducer&) = delete;
+  PeerReducer& operator=(const PeerReducer&) = delete;
+
+  int64_t all_reduce(AnyView x, AnyView out, int64_t way) {
+    if (torch_has_to_see_it()) return kTraced;
+    run(Tensor("all_reduce", "x", x), all_reduce_call(plan_, x, out, way), kSites[0]);
+    return kQueued;
+  }
+  int64_t reduce_scatter(AnyView output, AnyView x) {
+    if (torch_has_to_see_it()) return kTraced;
+    run(Tensor("reduce_scatter", "x", x), reduce_scatter_call(plan_, output, x), kSites[1]);
+    return kQueued;
+  }
+
+  // As it was made, on this rank. Waits for the GPU.
+  void reset() {
+    const std::lock_guard<std::mutex> turn(turn_);
+    const i64 bytes = plan_.slots.workspace_bytes();
+    if (plan_.ordinal < 0) {
+      std::memset(workspaces_[plan_.rank], 0xff, static_cast<size_t>(bytes));
+    } else {
+      Device& device = Device::get(plan_.ordinal);
+      const ContextScope context(device);
+      const Driver& driver = Driver::get();
+      driver.check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
+      const LaunchScope scope(device, CUstream{nullptr});
+      scope.fill_bytes(workspaces_[plan_.rank], 0xff, bytes);
+      driver.check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
+    }
+    *failure_ = FaultRecord{};
+  }
+
+ private:
+  void run(const Tensor& x, PeerCall call, FaultSite site) {
+    const std::lock_guard<std::mutex> turn(turn_);
+    PeerReduceParams& p = call.params;
+    p.rank = static_cast<u32>(plan_.rank);
+    std::copy(std::begin(workspaces_), std::end(workspaces_), p.workspaces);
+    p.deadline_ns = deadline_ns_;
+    p.number = ++num_calls_;
+    p.site = site;
+    plan_.ordinal < 0 ? run_by_cpu(call) : run_by_gpu(x, call);
+  }
+
+  // The device's fault is raised once, by any call on it, and may be ignored; this one stays.
+  void check_failure() const {
+    if (const_cast<volatile u32&>(failure_->state) != 2) return;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const FaultRecord& f = *failure_;
+    raise_late(op_of(f.site), "", f.position, f.value, f.bound,
+               (std::string("; ") + kOutcome).c_str());
+  }
+
+  void run_by_gpu(const Tensor& x, PeerCall& call) {
+    const LaunchScope scope(x);
+    check_failure();
+    if (call.is_empty()) return;
+    order(op_of(call.params.site), scope.stream());
+    const bool several = call.has_several(call.num_threads);
+    const Kernel& kernel = kernels()
+                               .find(scope.device, Spec(call.type, plan_.slots.num_ranks,
+                                                        call.access_bytes, call.way, several))
+                               .entries[0];
+    call.params.failure = failure_on_gpu_;
+    call.params.fault = scope.device.fault_device;
+    scope.launch_bytes(kernel, call.num_blocks, &call.params, sizeof(PeerReduceParams),
+                       call.num_threads);
+  }
+
+  // Two calls at the same time would take each other's values. What another stream was given comes
+  // first; that is seen here at the cost of a comparison, where streams do not change.
+  void order(const char* op, CUstream stream) {
+    if (stream == last_stream_ && !last_is_captured_ && num_calls_ > 1) return;
+    const Driver& driver = Driver::get();
+    const auto is_capturing = [&](CUstream one) {
+      int status = 0;
+      if (one == nullptr) return false;  // the default stream cannot be captured, nor asked
+      driver.check(driver.cuStreamIsCapturing(one, &status), "cuStreamIsCapturing");
+      return status != 0;
+    };
+    const bool is_captured = is_capturing(stream);
+    const bool has_other = num_calls_ > 1 && stream != last_stream_;
+    if (has_other && (is_captured || !last_is_captured_) && is_capturing(last_stream_)) {
+      throw Error("RuntimeError",
+                  std::string(op) +
+                      ": called on another stream than that of the call before, which is being "
+                      "captured, expected one stream: two calls at the same time would take each "
+                      "other's values",
+                  "");
+    }
+    // What is captured runs when the graph does, behind whatever its stream is behind.
+    if (!is_captured && has_eager_ && stream != eager_stream_) {
+      record(event_, eager_stream_);
+      wait_for(stream, event_);
+    }
+    last_stream_ = stream;
+    last_is_captured_ = is_captured;
+    if (is_captured) return;
+    eager_stream_ = stream;
+    has_eager_ = true;
+  }
+
+  void run_by_cpu(const PeerCall& call) {
+    check_failure();
+    if (call.is_empty()) return;
+    const PeerReduceParams& p = call.params;
+    const PeerResult result = peer_reduce_by_cpu(p, call.way, call.type, call.num_blocks,
+                                                 [] { return TVMFFIEnvCheckSignals() != 0; });
+    switch (result.kind) {
+      case PeerResult::kDone:
+        return;
+      case PeerResult::kInterrupted:
+        throw tvm::ffi::EnvErrorAlreadySet();
+      case PeerResult::kBroken:
+        throw Error("jitkern.PeersBroken",
+                    std::string(op_of(p.site)) +
+                        ": an earlier call on this workspace did not come to its end; expected "
+                        "reset() on every rank",
+                    "");
+      case PeerResult::kLate:
+        *failure_ = {2, p.site, result.missing, p.number, p.rank};
+        check_failure();
+    }
+  }
+
+  const PeerPlan plan_;
+  const u64 deadline_ns_;
+  char* workspaces_[kMostPeers] = {};
+  FaultRecord* failure_ = nullptr;  // the first, for good
+  FaultRecord* failure_on_gpu_ = nullptr;
+
+  std::mutex turn_;
+  u32 num_calls_ = 0;
+  CUevent event_ = nullptr;
+  CUstream last_stream_ = nullptr;
+  bool last_is_captured_ = false;
+  CUstream eager_stream_ = nullptr;  // the last that was not captured
+  bool has_eager_ = false;
+};
+
+constexpr i64 kNumSlots = 2 * 2 * kMostPeerBlocks;  // of each writer
+
+PeerPlan plan_of(int64_t ordinal, int64_t rank, int64_t size, int64_t workspace_bytes,
+                 const Array<int64_t>& shapes, int64_t one_shot_bytes) {
+  PeerPlan plan{static_cast<int>(ordinal), static_cast<int>(rank), {}, {}, one_shot_bytes};
+  const i64 vecs =
+      std::max<i64>(0, workspace_bytes - kPeerControlBytes) / (kNumSlots * size * kPeerVecBytes);
+  plan.slots = {static_cast<u32>(size), static_cast<u32>(std::min<i64>(vecs, 1 << 20))};
+  if (vecs == 0) {
+    const PeerSlots least{static_cast<u32>(size), 1};
+    raise_value_error("PeerReducer", "workspace_bytes", std::to_string(workspace_bytes),
+                      "at least " + std::to_string(least.workspace_bytes()) + " for " +
+                          std::to_string(size) + " ranks");
+  }
+  for (size_t i = 0; i + 2 < shapes.size(); i += 3) {
+    plan.shapes.push_back(
+        {shapes[i],
+         static_cast<u32>(std::clamp<int64_t>(shapes[i + 1], 1, int64_t{kMostPeerBlocks})),
+         static_cast<u32>(shapes[i + 2])});
+  }
+  return plan;
+}
+
+// Its all_reduce, reduce_scatter and reset.
+Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int64_t rank,
+                                  int64_t workspace_bytes, int64_t deadline_ns,
+                                  Array<int64_t> shapes, int64_t one_shot_bytes) {
+  const auto made =
+      std::make_shared<PeerReducer>(plan_of(ordinal, rank, static_cast<int64_t>(addresses.size()),
+                                            workspace_bytes, shapes, one_shot_bytes),
+                                    addresses, static_cast<u64>(deadline_ns));
+  return {
+      Function::FromTyped([made](AnyView x, AnyView out, int64_t way) -> int64_t {
+        return made->all_reduce(x, out, way);
+      }),
+      Function::FromTyped(
+          [made](AnyView output, AnyView x) -> int64_t { return made->reduce_scatter(output, x); }),
+      Function::FromTyped([made] { made->reset(); }),
+  };
+}
+
+// Of slots that hold so many bytes.
+int64_t peer_workspace_bytes(int64_t size, int64_t slot_bytes) {
+  const i64 vecs = std::max<i64>(1, ceil_div(slot_bytes, kPeerVecBytes));
+  return PeerSlots{static_cast<u32>(size), static_cast<u32>(vecs)}.workspace_bytes();
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_peer_reducer, make_peer_reducer);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_workspace_bytes, peer_workspace_bytes);
+
+}  // namespace jitkern

@@ -1,0 +1,258 @@
+"""Bodies of tests of a communicator: every rank calls them, over whatever carries it.
+
+They know the protocol only. Each computes what is expected from what every rank is known to give,
+and raises AssertionError in the rank that got something else. Values are small whole numbers, so
+that sums are exact in any dtype and order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from jitkern.comm import Communicator
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTS = (torch.int32, torch.int64, torch.uint8, torch.int8)
+MOVED = (*FLOATS, *INTS, torch.int16, torch.bool, torch.complex64)
+SHAPES = ((1,), (3,), (1001,), (5, 7), ())
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda x: x.sum(0),
+    "prod": lambda x: x.prod(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "avg": lambda x: x.sum(0) / len(x),
+}
+
+
+def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """What a rank gives: 1, 2 or 3, and for signed dtypes negative as well."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randint(1, 4, shape, generator=generator)
+    if dtype not in (torch.uint8, torch.bool):
+        x *= 1 - 2 * torch.randint(0, 2, shape, generator=generator)
+    return x.to(dtype)
+
+
+def reduced(
+    size: int, shape: tuple[int, ...], dtype: torch.dtype, op: str, seed: int
+) -> torch.Tensor:
+    every = torch.stack([given(r, shape, dtype, seed).double() for r in range(size)])
+    return REDUCTIONS[op](every).to(dtype)  # whole numbers are cut
+
+
+def same(came: torch.Tensor, expected: torch.Tensor, *what: object) -> None:
+    came = came.cpu()
+    assert came.dtype == expected.dtype, (came.dtype, expected.dtype, *what)
+    assert came.shape == expected.shape, (came.shape, expected.shape, *what)
+    if came.dtype.is_floating_point:  # 1 / 3 of a sum
+        assert torch.allclose(came, expected, rtol=1e-2, atol=1e-3), (came, expected, *what)
+    else:
+        assert torch.equal(came, expected), (came, expected, *what)
+
+
+def is_possible(dtype: torch.dtype, op: str, size: int) -> bool:
+    """3 to the power of `size` is no int8, and averages of negative whole numbers differ."""
+    small = dtype in (torch.int8, torch.uint8)
+    signed_int = not dtype.is_floating_point and dtype != torch.uint8
+    return not (op == "prod" and small and size > 4) and not (op == "avg" and signed_int)
+
+
+def all_reduce(comm: Communicator, device: torch.device) -> None:
+    seed = 0
+    for dtype in (*FLOATS, *INTS):
+        for op in REDUCTIONS:
+            for shape in SHAPES:
+                seed += 1
+                if is_possible(dtype, op, comm.size):
+                    x = given(comm.rank, shape, dtype, seed).to(device)
+                    comm.all_reduce(x, op)
+                    same(x, reduced(comm.size, shape, dtype, op, seed), dtype, op, shape)
+
+
+def all_reduce_of_reals(comm: Communicator, device: torch.device) -> None:
+    every = [
+        torch.randn(4099, generator=torch.Generator().manual_seed(r)) for r in range(comm.size)
+    ]
+    x = every[comm.rank].clone().to(device)
+    comm.all_reduce(x)
+    expected = torch.stack(every).sum(0)
+    assert torch.allclose(x.cpu(), expected, rtol=1e-5, atol=1e-5)
+    nan = torch.full((5,), float("nan") if comm.rank == 0 else 1.0, device=device)
+    comm.all_reduce(nan)
+    assert nan.isnan().all()
+
+
+def all_gather(comm: Communicator, device: torch.device) -> None:
+    for seed, dtype in enumerate(MOVED):
+        for shape in SHAPES:
+            expected = torch.stack([given(r, shape, dtype, seed) for r in range(comm.size)])
+            x = given(comm.rank, shape, dtype, seed).to(device)
+            output = torch.zeros_like(expected, device=device)
+            comm.all_gather(output, x)
+            same(output, expected, dtype, shape)
+            output.zero_()
+            output[comm.rank] = x
+            comm.all_gather(output, output[comm.rank])
+            same(output, expected, dtype, shape, "in place")
+
+
+def reduce_scatter(comm: Communicator, device: torch.device) -> None:
+    seed = 100
+    for dtype in (*FLOATS, *INTS):
+        for op in REDUCTIONS:
+            for part in SHAPES:
+                seed += 1
+                if not is_possible(dtype, op, comm.size):
+                    continue
+                shape = (comm.size, *part)
+                expected = reduced(comm.size, shape, dtype, op, seed)[comm.rank]
+                x = given(comm.rank, shape, dtype, seed).to(device)
+                output = torch.zeros(part, dtype=dtype, device=device)
+                comm.reduce_scatter(output, x, op)
+                same(output, expected, dtype, op, part)
+                same(x, given(comm.rank, shape, dtype, seed), "not written to")
+                comm.reduce_scatter(x[comm.rank], x, op)
+                same(x[comm.rank], expected, dtype, op, part, "in place")
+
+
+def broadcast(comm: Communicator, device: torch.device) -> None:
+    for seed, dtype in enumerate(MOVED):
+        for shape in SHAPES:
+            for src in range(comm.size):
+                x = given(comm.rank, shape, dtype, seed).to(device)
+                comm.broadcast(x, src)
+                same(x, given(src, shape, dtype, seed), dtype, shape, src)
+
+
+def send_recv(comm: Communicator, device: torch.device) -> None:
+    for seed, dtype in enumerate(MOVED):
+        for src in range(comm.size):
+            for dst in range(comm.size):
+                shape = SHAPES[(src + dst) % len(SHAPES)]
+                if comm.rank == src != dst:
+                    comm.send(given(src, shape, dtype, seed).to(device), dst)
+                elif comm.rank == dst != src:
+                    x = torch.zeros(shape, dtype=dtype, device=device)
+                    comm.recv(x, src)
+                    same(x, given(src, shape, dtype, seed), dtype, src, dst)
+    several(comm, device)
+
+
+def several(comm: Communicator, device: torch.device) -> None:
+    """Messages of one path come in their order."""
+    if comm.rank < 2 <= comm.size:
+        for number in range(20):
+            x = torch.full((number + 1,), number, dtype=torch.int32, device=device)
+            if comm.rank == 0:
+                comm.send(x, 1)
+            else:
+                x.zero_()
+                comm.recv(x, 0)
+                assert x.tolist() == [number] * (number + 1)
+
+
+def all_to_all(comm: Communicator, device: torch.device) -> None:
+    for seed, dtype in enumerate(MOVED):
+        for rows, *row in ((1,), (2, 3), (1, 129), (3, 1, 2)):
+            shape = (comm.size, rows, *row)
+            expected = torch.stack(
+                [given(r, shape, dtype, seed)[comm.rank] for r in range(comm.size)]
+            ).flatten(0, 1)
+            x = given(comm.rank, shape, dtype, seed).flatten(0, 1).to(device)
+            output = torch.zeros_like(x)
+            comm.all_to_all(output, x)
+            same(output, expected, dtype, shape)
+
+
+def all_to_all_splits(comm: Communicator, device: torch.device) -> None:
+    """Rank i sends rank j (i * 7 + j * 3 + seed) % 4 rows: with zeros, also whole rows of them."""
+
+    def count(i: int, j: int, seed: int) -> int:
+        return 0 if seed == 5 and 0 in (i, j) else (i * 7 + j * 3 + seed) % 4
+
+    size, rank = comm.size, comm.rank
+    for seed in range(7):
+        for row in ((), (5,), (2, 3)):
+            ins = [count(rank, j, seed) for j in range(size)]
+            outs = [count(i, rank, seed) for i in range(size)]
+            # Each row says from whom to whom it goes.
+            x = torch.cat([torch.full((n, *row), 10 * rank + j) for j, n in enumerate(ins)])
+            expected = torch.cat([torch.full((n, *row), 10 * i + rank) for i, n in enumerate(outs)])
+            output = torch.zeros_like(expected, device=device)
+            comm.all_to_all(output, x.to(device), outs, ins)
+            same(output, expected, seed, row)
+
+
+def empty(comm: Communicator, device: torch.device) -> None:
+    """No items: nothing to do, and nothing of what follows is lost."""
+    none = torch.zeros(0, 3, device=device)
+    comm.all_reduce(none)
+    comm.all_reduce(none, "avg")
+    comm.all_gather(torch.zeros(0, device=device), none)
+    comm.reduce_scatter(torch.zeros(0, device=device), none, "max")
+    comm.broadcast(none, comm.size - 1)
+    comm.all_to_all(torch.zeros(0, 3, device=device), none)
+    comm.all_to_all(torch.zeros(0, 3, device=device), none, [0] * comm.size, [0] * comm.size)
+    no_columns = torch.zeros(comm.size, 0, device=device)
+    comm.all_to_all(torch.zeros(comm.size, 0, device=device), no_columns)
+    if comm.size > 1 and comm.rank == 0:
+        comm.send(none, 1)
+    elif comm.rank == 1:
+        comm.recv(none, 0)
+    x = torch.ones(2, device=device)
+    comm.all_reduce(x)
+    assert x.tolist() == [comm.size] * 2
+
+
+def mixed(comm: Communicator, device: torch.device) -> None:
+    """Hundred calls in an order that only the seed knows."""
+    chooser = random.Random(7)
+    for seed in range(100):
+        what, count = chooser.randrange(5), chooser.choice([1, 2, 17, 4096])
+        dtype, src = chooser.choice(FLOATS), chooser.randrange(comm.size)
+        x = given(comm.rank, (count,), dtype, seed).to(device)
+        every = [given(r, (count,), dtype, seed) for r in range(comm.size)]
+        if what == 0:
+            comm.all_reduce(x)
+            same(x, reduced(comm.size, (count,), dtype, "sum", seed), seed)
+        elif what == 1:
+            comm.broadcast(x, src)
+            same(x, every[src], seed)
+        elif what == 2:
+            output = torch.zeros(comm.size, count, dtype=dtype, device=device)
+            comm.all_gather(output, x)
+            same(output, torch.stack(every), seed)
+        elif what == 3:
+            comm.barrier()
+        elif comm.rank == src and comm.size > 1:
+            comm.send(x, (src + 1) % comm.size)
+        elif comm.rank == (src + 1) % comm.size and comm.size > 1:
+            comm.recv(x, src)
+            same(x, every[src], seed)
+
+
+def barrier(comm: Communicator, device: torch.device) -> None:
+    for _ in range(20):
+        comm.barrier()
+
+
+def large(comm: Communicator, device: torch.device) -> None:
+    """Beyond what any transport sends at once."""
+    x = torch.full((1 << 21,), float(comm.rank + 1), device=device)
+    comm.all_reduce(x)
+    assert (x == sum(range(1, comm.size + 1))).all()
+    output = torch.zeros(comm.size, 1 << 20, device=device)
+    comm.all_gather(output, torch.full((1 << 20,), float(comm.rank), device=device))
+    assert all((output[r] == r).all() for r in range(comm.size))
+
+
+BODIES = {
+    body.__name__: body
+    for body in (
+        *(all_reduce, all_reduce_of_reals, all_gather, reduce_scatter, broadcast, send_recv),
+        *(all_to_all, all_to_all_splits, empty, mixed, barrier, large),
+    )
+}

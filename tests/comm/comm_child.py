@@ -1,0 +1,273 @@
+"""One rank of the tests of communicators: does what its standard input says, a line of JSON each.
+
+{"do": "evaluate", "code": "comm.rank"}   ->   {"value": 1}   or   {"error": "ValueError: ..."}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading  # noqa: F401
+import time
+import traceback
+import weakref  # noqa: F401
+from datetime import timedelta
+from typing import Any
+
+import bodies
+import torch
+import torch.distributed as dist
+
+from jitkern.comm import (
+    Communicator,  # noqa: F401
+    PeerCommunicator,
+    TorchCommunicator,
+    guard,
+)
+from jitkern.env import settings
+from jitkern.errors import CommTimeoutError
+
+torch.set_num_threads(1)  # ranks share the cores of a small machine
+
+comm: Any = None
+device = torch.device("cpu")
+group: Any = None  # what ranks meet over, where it is not the default group
+position = [0, 0, ""]
+facts: dict[str, Any] = {}
+
+
+def do_join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
+    """Make the default group."""
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout
+    )
+
+
+def do_make(debug: bool = False, **config: Any) -> None:
+    global comm
+    set_debug(debug)
+    comm = TorchCommunicator(**config)
+
+
+def do_make_nccl(debug: bool = False, **config: Any) -> None:
+    """As an engine of mini-sglang does, over the gloo group, on the GPU of its number."""
+    global comm, device
+    from jitkern.comm import init_pynccl
+
+    set_debug(debug)
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    size = dist.get_world_size()
+    comm = init_pynccl(tp_rank=rank, tp_size=size, tp_cpu_group=dist.group.WORLD, **config)
+
+
+def do_make_peer(on_gpus: bool = False, **config: Any) -> None:
+    global comm
+    if on_gpus:
+        do_make_nccl()
+    inner = comm if on_gpus else TorchCommunicator(timeout_s=30)
+    comm = PeerCommunicator(inner, None, device=device, timeout_s=60, **config)
+
+
+def do_prefixes() -> list[str]:
+    """What the first 10 of a tensor come to, alone and in larger ones."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(3 << 20, generator=generator).to(dtype)
+        for count in (10, 1000, 100_000, 3 << 20):
+            part = x[:count].clone().to(device)
+            comm.all_reduce(part)
+            found.append([dtype, part[:10].tolist()])
+    halves = found[:4], found[4:]
+    return [repr(half[0]) if all(one == half[0] for one in half) else "" for half in halves]
+
+
+def do_sum_late() -> None:
+    """Make a sum, and another that says what became of it: on GPUs the first one cannot."""
+    for _ in range(2):
+        comm.all_reduce(ones(5))
+        do_synchronize()
+
+
+def ones(
+    *shape: int, dtype: torch.dtype = torch.float32, on: Any = None, turned: bool = False
+) -> Any:
+    """Return what a communicator of GPUs takes; tests of fake ones have their own."""
+    made = torch.ones(shape, dtype=dtype, device=device if on is None else on)
+    return made.t()[1:] if turned else made
+
+
+def do_synchronize() -> float:
+    """Wait for the GPU; return seconds."""
+    start = time.monotonic()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+def do_live() -> bool:
+    """Tell whether the CUDA context is not lost."""
+    return float(torch.ones(100, device=device).sum()) == 100
+
+
+def do_calls(count: int) -> None:
+    """Reduce ones in place, without a look at the result."""
+    x = ones(4096)
+    for _ in range(count):
+        comm.all_reduce(x)
+
+
+def do_replay(count: int) -> list[float]:
+    """Capture three reductions of ones, replay them; return what a value is each time."""
+    x = torch.ones(1000, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            comm.all_reduce(x)
+    values = []
+    for _ in range(count):
+        x.fill_(1)
+        graph.replay()
+        comm.watch()
+        comm.barrier()
+        values.append(float(x[0]))
+    return values
+
+
+def do_two_streams() -> list[float]:
+    """The second call comes behind the first, whose stream is slow in one rank."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    x = torch.ones(1 << 20, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(100_000_000 if comm.rank else 1000)
+        comm.all_reduce(x)
+    with torch.cuda.stream(streams[1]):
+        comm.all_reduce(x)
+    torch.cuda.synchronize()
+    return x.unique().tolist()
+
+
+def do_group() -> list[list[int]]:
+    """Every rank sends to the next and receives from the one before, in one group."""
+    x = torch.full((5,), comm.rank, device=device)
+    output = torch.empty_like(x)
+    with comm.group():
+        comm.send(x, (comm.rank + 1) % comm.size)
+        comm.recv(output, (comm.rank - 1) % comm.size)
+    return [x.tolist(), output.tolist()]
+
+
+def do_buffer() -> list[float]:
+    """Tensors in registered memory, as many as it holds, twice."""
+    values = []
+    for _ in range(2):
+        tensors = [comm.empty((1024,), torch.bfloat16) for _ in range(4)]
+        for number, tensor in enumerate(tensors):
+            tensor.fill_(number + 1)
+            comm.all_reduce(tensor)
+            values.append(float(tensor[-1]))
+        del tensor, tensors
+    return values
+
+
+def do_shrink(exclude: list[int], **config: Any) -> None:
+    global comm
+    comm = comm.shrink(exclude, **config)
+
+
+def do_use_store(path: str = "", port: int = 0, is_master: bool = False) -> None:
+    global group
+    group = (
+        dist.FileStore(path)
+        if path
+        else dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)
+    )
+
+
+def do_guard(rank: int, size: int, debug: bool = False, **config: Any) -> None:
+    """A guard by itself, over the store."""
+    global comm
+    set_debug(debug)
+    where = lambda: guard.Position(*position)  # noqa: E731
+    config = {"timeout_s": 2.0, "position": where, **config}
+    comm = guard.Guard("init", group, rank, size, **config)
+
+
+def do_evaluate(code: str) -> Any:
+    value = eval(code, globals())
+    return value if isinstance(value, int | float | str | list | dict | None) else repr(value)
+
+
+def do_body(name: str, repeat_s: float = 0.0) -> None:
+    until = time.monotonic() + repeat_s
+    bodies.BODIES[name](comm, device)
+    while time.monotonic() < until:
+        bodies.BODIES[name](comm, device)
+
+
+def do_reset() -> None:
+    """As after the imports, for the next test."""
+    global comm, device, group
+    comm = group = None
+    device = torch.device("cpu")
+    position[:] = [0, 0, ""]
+    facts.clear()
+    set_debug(False)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def do_fork() -> str:
+    """What a forked child hears of the communicator."""
+    said, say = os.pipe()
+    if os.fork() == 0:
+        try:
+            comm.barrier()
+        except BaseException as error:
+            os.write(say, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(say)
+    os.wait()
+    with open(said) as file:
+        return file.read()
+
+
+def do_exit(destroy: bool) -> None:
+    if destroy:
+        dist.destroy_process_group()
+    raise SystemExit
+
+
+def set_debug(debug: bool) -> None:
+    os.environ["JITKERN_COMM_DEBUG"] = "1" if debug else ""
+    settings.cache_clear()
+
+
+def main() -> None:
+    for line in sys.stdin:
+        config = json.loads(line)
+        start = time.monotonic()
+        answer: dict[str, Any] = {}
+        try:
+            answer["value"] = globals()[f"do_{config.pop('do')}"](**config)
+        except SystemExit:
+            return
+        except BaseException as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+            if isinstance(error, CommTimeoutError):
+                assert str(pickle.loads(pickle.dumps(error))) == str(error)
+                answer.update(missing=error.missing, op=error.op, number=error.number)
+            if isinstance(error, AssertionError):
+                traceback.print_exc()
+        answer["seconds"] = time.monotonic() - start
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""A rank over the NCCL of fake_nccl.cc, on GPUs of ../threads/fake_gpu.cc. As comm_child.py.
+
+PyTorch has no GPU here: tensors of the CPU only say that they are on one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import comm_child
+import torch
+import tvm_ffi
+from fake_gpu import OnCuda
+
+from jitkern.comm import nccl, nccl_buffer
+
+Address, Count = ctypes.c_void_p, ctypes.c_int64
+lib = ctypes.CDLL(os.environ["JITKERN_NCCL"])
+lib.fake_stream.restype = lib.fake_hold.restype = Address
+lib.fake_know.argtypes = [Address, Count, ctypes.c_int]
+for with_address in (lib.fake_forget, lib.fake_hold, lib.fake_release, lib.fake_synchronize):
+    with_address.argtypes = [Address]
+lib.fake_nccl_replay.argtypes = [Address]
+for with_count in (lib.fake_nccl_queue_limit, lib.fake_nccl_graphs, lib.fake_nccl_delay_us):
+    with_count.argtypes = [Count]
+lib.fake_nccl_fail_after.argtypes = [Count]
+
+number = 0  # of the current GPU
+is_capturing = False
+stream: int
+kept: list[torch.Tensor] = []  # what the GPU knows stays
+
+# -- what PyTorch would do -------------------------------------------------------------------------
+
+
+def set_device(device: torch.device) -> None:
+    global number
+    number = device.index
+
+
+def on_gpu(tensor: torch.Tensor, on: int | None = None) -> Any:
+    return tvm_ffi.from_dlpack(OnCuda(tensor, number if on is None else on))
+
+
+def known(tensor: torch.Tensor) -> Any:
+    kept.append(tensor)
+    lib.fake_know(tensor.data_ptr(), tensor.nbytes, number)
+    return on_gpu(tensor)
+
+
+def of_memory(piece: Any, _: torch.device) -> torch.Tensor:
+    about = piece.__cuda_array_interface__
+    memory = (ctypes.c_ubyte * about["shape"][0]).from_address(about["data"][0])
+    memory.owner = piece
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+torch.cuda.set_device = set_device
+torch.cuda.current_device = lambda: number
+torch.cuda.is_current_stream_capturing = lambda: is_capturing
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
+nccl._new_word = lambda _: known(torch.zeros(1, dtype=torch.int32))
+nccl_buffer._as_tensor = of_memory
+nccl_buffer._new_bytes = lambda count, _: torch.empty(count, dtype=torch.uint8)
+
+# -- what tests ask for ----------------------------------------------------------------------------
+
+
+def ones(
+    *shape: int, dtype: torch.dtype = torch.float32, on: Any = None, turned: bool = False
+) -> Any:
+    if turned:
+        return on_gpu(torch.ones(shape, dtype=dtype).t()[1:])
+    if on == "cpu":
+        return torch.ones(shape, dtype=dtype)
+    if on is not None:
+        return on_gpu(torch.ones(shape, dtype=dtype), torch.device(on).index)
+    return known(torch.ones(shape, dtype=dtype))
+
+
+class OverCpu:
+    """The communicator, with tensors of the CPU that are the GPU's while it is called."""
+
+    def __init__(self, made: Any) -> None:
+        self._made, self.rank, self.size = made, made.rank, made.size
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._made, name)
+
+        def call(*args: Any) -> None:
+            parts: dict[int, int] = {}
+            for one in args:
+                if isinstance(one, torch.Tensor) and one.numel():
+                    at = one.data_ptr()
+                    parts[at] = max(parts.get(at, 0), one.nbytes)
+            for at, num_bytes in parts.items():
+                lib.fake_know(at, num_bytes, number)
+            function(*[on_gpu(one) if isinstance(one, torch.Tensor) else one for one in args])
+            lib.fake_synchronize(stream)
+            for at in parts:
+                lib.fake_forget(at)
+
+        return call
+
+
+def make_nccl(**config: Any) -> None:
+    global stream
+    rank = comm_child.dist.get_rank()
+    stream = comm_child.stream = lib.fake_stream(rank)
+    # For good: nothing else in this process has a stream.
+    tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", rank), stream).__enter__()
+    of_all_kinds(**config)
+
+
+def synchronize() -> float:
+    start = time.monotonic()
+    lib.fake_synchronize(stream)
+    return time.monotonic() - start
+
+
+def capture(is_on: bool) -> None:
+    global is_capturing
+    is_capturing = is_on
+    lib.fake_capturing(is_on)
+
+
+def replay(count: int) -> list[float]:
+    x = torch.ones(1000)
+    on_it = known(x)
+    lib.fake_nccl_forget_graph()
+    capture(True)
+    for _ in range(3):
+        comm_child.comm.all_reduce(on_it)
+    capture(False)
+    values = []
+    for _ in range(count):
+        x.fill_(1)
+        lib.fake_nccl_replay(stream)
+        comm_child.comm.watch()
+        comm_child.comm.barrier()
+        values.append(float(x[0]))
+    return values
+
+
+def two_streams() -> list[float]:
+    x = torch.ones(1000)
+    on_it, other = known(x), lib.fake_stream(number)
+    point = lib.fake_hold(stream)
+    comm_child.comm.all_reduce(on_it)
+    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", number), other):
+        comm_child.comm.all_reduce(on_it)
+        time.sleep(0.05)
+        lib.fake_release(point)
+        lib.fake_synchronize(other)
+    return x.unique().tolist()
+
+
+def group() -> list[list[int]]:
+    comm = comm_child.comm
+    x, output = torch.full((5,), comm.rank), torch.empty(5, dtype=torch.int64)
+    with comm.group():
+        comm.send(known(x), (comm.rank + 1) % comm.size)
+        comm.recv(known(output), (comm.rank - 1) % comm.size)
+    lib.fake_synchronize(stream)
+    return [x.tolist(), output.tolist()]
+
+
+def buffer() -> list[float]:
+    comm, values = comm_child.comm, []
+    for _ in range(2):
+        tensors = [comm.empty((1024,), torch.bfloat16) for _ in range(4)]
+        for one, tensor in enumerate(tensors):
+            tensor.fill_(one + 1)
+            comm.all_reduce(on_gpu(tensor))
+            lib.fake_synchronize(stream)
+            values.append(float(tensor[-1]))
+        del tensor, tensors
+    return values
+
+
+def body(name: str) -> None:
+    comm_child.bodies.BODIES[name](OverCpu(comm_child.comm), torch.device("cpu"))
+
+
+of_all_kinds = comm_child.do_make_nccl
+for mine in (make_nccl, synchronize, replay, two_streams, group, buffer, body):
+    setattr(comm_child, f"do_{mine.__name__}", mine)
+comm_child.do_live = lambda: math.isfinite(synchronize())
+comm_child.ones, comm_child.lib, comm_child.capture = ones, lib, capture
+
+if __name__ == "__main__":
+    comm_child.main()

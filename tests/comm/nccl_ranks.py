@@ -1,0 +1,99 @@
+"""Ranks over NCCL: on GPUs, or over the one of fake_nccl.cc with as many as are wanted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comm_ranks import Pool, Rank
+from needs import needs_cxx
+
+from jitkern.host import module as host
+
+HERE = Path(__file__).resolve().parent
+THREADS = HERE.parent / "threads"
+NUM_FAKE_GPUS = 4
+FAKE = pytest.param(
+    "fake",
+    marks=[
+        needs_cxx,
+        pytest.mark.skipif(not sys.platform.startswith("linux"), reason="puts a libcuda in place"),
+    ],
+)
+CUDA = pytest.param("cuda", marks=pytest.mark.multigpu)
+
+
+def make(ranks: list[Rank], **config: Any) -> None:
+    for rank in ranks:
+        rank.tell("make_nccl", **{"timeout_s": 60, **config})
+    for rank in ranks:
+        rank.value()
+
+
+def all_do(ranks: list[Rank], do: str, **config: Any) -> list[Any]:
+    for rank in ranks:
+        rank.tell(do, **config)
+    return [rank.value() for rank in ranks]
+
+
+def build(folder: Path) -> dict[str, str]:
+    """Make the libcuda and the libnccl; return what a process finds them by."""
+    cuda, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
+    compile_library(cuda, [THREADS / "fake_gpu.cc", THREADS / "fake_kernel.cc"])
+    compile_library(nccl, [*sorted(HERE.glob("fake_*.cc")), cuda])
+    path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
+    return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl)}
+
+
+def compile_library(target: Path, sources: list[Path]) -> None:
+    from tvm_ffi import libinfo
+
+    from jitkern.compilers.sources import CSRC, include_dirs
+
+    own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    folders = [*include_dirs(CSRC), THREADS, HERE, *own]
+    command = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O1", "-fPIC", "-shared"]
+    command += [f"-I{folder}" for folder in folders] + [str(source) for source in sources]
+    command += [f"-Wl,-soname,{target.name}", "-pthread", "-o", str(target)]
+    subprocess.run(command, check=True)
+
+
+@pytest.fixture(scope="session")
+def nccl_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pool]]:
+    base, numbers = tmp_path_factory.mktemp("nccl"), itertools.count()
+    made: dict[str, Pool] = {}
+
+    def folder() -> Path:
+        new = base / str(next(numbers))
+        new.mkdir()
+        return new
+
+    def pool(kind: str) -> Pool:
+        host.module()  # built once, and not by each rank
+        if kind not in made and kind == "fake":
+            made[kind] = Pool(folder, HERE / "nccl_child.py", NUM_FAKE_GPUS, **build(folder()))
+        elif kind not in made:
+            made[kind] = Pool(folder, num_gpus=torch.cuda.device_count())
+        return made[kind]
+
+    yield pool
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture(scope="module", params=[FAKE, CUDA])
+def gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
+    """Processes that are to be ranks, each of a GPU of its own."""
+    return nccl_pools(request.param)
+
+
+@pytest.fixture(params=[FAKE])
+def fake_gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
+    return nccl_pools(request.param)

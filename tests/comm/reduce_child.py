@@ -1,0 +1,114 @@
+"""A rank of a PeerReducer on the CPU, whose workspaces come as file descriptors.
+
+Arguments: rank, size, bytes of a workspace, deadline in seconds, what to do, a number, descriptors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+
+from jitkern.comm.peer_reduce import PeerReducer
+from jitkern.errors import CommTimeoutError
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+MOST_ITEMS = 3000  # beyond what the slots hold: several rounds
+
+
+def values(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bits, among them NaN, infinity, and what a workspace holds where nothing has come."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    words = torch.randint(256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    words[: rng.choice([0, 16])] = 0xFF
+    return words.view(dtype)
+
+
+def unaligned(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
+    shift = rng.choice([0, 0, 1, 3])
+    return torch.zeros(count + shift, dtype=dtype)[shift:]
+
+
+def call(reducer: PeerReducer, rng: random.Random, number: int) -> None:
+    """One that all ranks make, from the same random numbers."""
+    size, rank, dtype = reducer.size, reducer.rank, rng.choice(DTYPES)
+    count = rng.choice([1, rng.randrange(64), rng.randrange(MOST_ITEMS)])
+    op = rng.choice(["all_reduce", "all_reduce", "out", "reduce_scatter", "own part"])
+    whole = count * (size if op in ("reduce_scatter", "own part") else 1)
+    given = [values(rng, whole, dtype) for _ in range(size)]
+    x = unaligned(rng, whole, dtype)
+    x.copy_(given[rank])
+    expected = summed(given)
+    if op in ("all_reduce", "out"):
+        out = x if op == "all_reduce" else unaligned(rng, whole, dtype)
+        reducer.all_reduce(x, out=out, algorithm=rng.choice(ALGORITHMS))
+    else:
+        own = slice(rank * count, (rank + 1) * count)
+        out = x[own] if op == "own part" else unaligned(rng, count, dtype)
+        expected = expected[own]
+        reducer.reduce_scatter(out, x)
+    assert is_same(out, expected), (number, op, dtype, count)
+
+
+def summed(given: list[torch.Tensor]) -> torch.Tensor:
+    """The plain sum in fp32, by rank, rounded once."""
+    total = given[0].float()
+    for one in given[1:]:
+        total = total + one.float()
+    return total.to(given[0].dtype)
+
+
+def is_same(out: torch.Tensor, expected: torch.Tensor) -> bool:
+    """All bits of numbers; of a NaN that it is one."""
+    are_nan = expected.isnan()
+    as_integers = torch.int32 if out.dtype == torch.float32 else torch.int16
+    bits = (one.clone().masked_fill_(are_nan, 0).view(as_integers) for one in (out, expected))
+    return torch.equal(out.isnan(), are_nan) and torch.equal(*bits)
+
+
+def forever(reducer: PeerReducer, rng: random.Random) -> dict[str, Any]:
+    """What is said when a rank does not come, and by the call behind that."""
+    while True:
+        x = torch.ones(rng.randrange(1, MOST_ITEMS))
+        begun = time.monotonic()
+        try:
+            reducer.all_reduce(x, algorithm=rng.choice(ALGORITHMS))
+        except CommTimeoutError as error:
+            said = {"op": error.op, "rank": error.rank, "missing": error.missing}
+            said |= {"took_s": time.monotonic() - begun, "text": str(error), "again": False}
+            try:
+                reducer.all_reduce(x)
+            except CommTimeoutError:
+                said["again"] = True
+            return said
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, size, num_bytes = map(int, sys.argv[1:4])
+    what, number = sys.argv[5], int(sys.argv[6])
+    memory = [mmap.mmap(int(fd), num_bytes) for fd in sys.argv[7:]]
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in memory]
+    reducer = PeerReducer(
+        *(addresses, rank, size, num_bytes),
+        device="cpu", deadline_s=float(sys.argv[4]), owner=memory,
+    )  # fmt: skip
+    if what == "calls":
+        rng = random.Random(size)
+        for one in range(number):
+            call(reducer, rng, one)
+        print("done")
+    else:
+        print("begins", flush=True)
+        print(json.dumps(forever(reducer, random.Random(number))))
+
+
+if __name__ == "__main__":
+    main()

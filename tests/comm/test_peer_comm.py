@@ -1,0 +1,138 @@
+"""PeerCommunicator: what a communicator does, with small sums over memory of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bodies import BODIES
+from comm_ranks import LATE_S, Pool, Rank, everywhere
+from nccl_ranks import CUDA, all_do
+from needs import needs_cxx
+
+from jitkern.comm import Communicator, PeerCommunicator
+from jitkern.host import module as host
+
+pytestmark = needs_cxx
+MOST_BYTES = {"as measured": None, "few": 64, "all": 1 << 40}
+
+
+def make(ranks: list[Rank], **config: object) -> None:
+    for rank in ranks:
+        rank.tell("make_peer", **config)
+    for rank in ranks:
+        rank.value()
+
+
+@pytest.fixture(scope="module", params=["cpu", CUDA])
+def kind(request: pytest.FixtureRequest) -> str:
+    host.module()  # built once, and not by each rank
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def joined(pool: Pool, kind: str, request: pytest.FixtureRequest) -> list[Rank]:
+    if kind == "cuda" and torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return pool.join(request.param)
+
+
+@pytest.fixture(scope="module", params=MOST_BYTES)
+def ranks(joined: list[Rank], kind: str, request: pytest.FixtureRequest) -> list[Rank]:
+    make(joined, on_gpus=kind == "cuda", max_bytes=MOST_BYTES[request.param])
+    return joined
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_body(ranks: list[Rank], name: str) -> None:
+    all_do(ranks, "body", name=name)
+
+
+def test_items_have_the_same_bits_beside_any_others(pool: Pool, kind: str) -> None:
+    two = pool.join(2)
+    make(two, on_gpus=kind == "cuda", max_bytes=1 << 30)
+    found = all_do(two, "prefixes")
+    assert found[0] == found[1] and all(found[0])
+
+
+@pytest.fixture
+def two(pool: Pool, kind: str) -> list[Rank]:
+    two = pool.join(2)
+    make(two, on_gpus=kind == "cuda", deadline_s=1.0)
+    return two
+
+
+def test_small_sums_take_no_other_communicator(two: list[Rank]) -> None:
+    everywhere(two, "setattr(comm, '_comm', None)")
+    x = "(lambda x: comm.all_reduce(x) or x.tolist())(ones(5, dtype=torch.{0}))"
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert everywhere(two, x.format(dtype)) == [[2.0] * 5] * 2
+    for call in ("all_reduce(ones(5), 'max')", "all_reduce(ones(5, dtype=torch.int32))"):
+        two[0].tell("evaluate", code=f"comm.{call}")
+        assert two[0].error()["error"].startswith("AttributeError")
+    assert two[0].evaluate("comm.max_bytes") == 4 << 20
+
+
+def test_what_it_is(two: list[Rank]) -> None:
+    assert everywhere(two, "[comm.rank, comm.size]") == [[0, 2], [1, 2]]
+    assert two[0].evaluate("isinstance(comm, Communicator)")
+    assert "sums up to 4194304 bytes by peer memory" in two[0].evaluate("repr(comm)")
+
+
+def test_a_rank_is_killed(two: list[Rank]) -> None:
+    everywhere(two, "comm.all_reduce(ones(5))")
+    two[1].kill()
+    two[0].tell("sum_late")
+    answer = two[0].error(1.0 + LATE_S)
+    assert answer["error"].startswith("CommTimeoutError: all_reduce: call 2 of rank 0: rank 1 did")
+    assert answer["missing"] == [1]
+
+
+def test_a_late_rank_and_all_go_on(two: list[Rank]) -> None:
+    two[0].tell("sum_late")
+    assert two[0].error(1.0 + LATE_S)["missing"] == [1]
+    two[1].evaluate("comm.all_reduce(ones(5))")  # what the other one has sent is there
+    two[0].tell("sum_late")
+    assert "until reset()" in two[0].error()["error"]
+    everywhere(two, "comm.reset()")
+    everywhere(two, "comm.all_reduce(ones(5))")
+
+
+def test_closed(two: list[Rank]) -> None:
+    """Sums go to the communicator."""
+    everywhere(two, "[comm.close(), comm.close()] and None")
+    assert everywhere(two, "comm.all_reduce(ones(5))") == [None, None]
+    assert everywhere(two, "comm.reset()") == [None, None]
+
+
+class Of:
+    """A communicator of so many."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self.calls: list[str] = []
+
+    def all_reduce(self, *_: object) -> None:
+        self.calls.append("all_reduce")
+
+
+def test_one_rank_has_no_memory() -> None:
+    one: Communicator = Of(1)  # type: ignore[assignment]
+    with PeerCommunicator(one, None) as comm:
+        comm.all_reduce(torch.ones(3))
+    assert one.calls == ["all_reduce"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"comm": Of(9)}, ValueError, "comm: 9 ranks, expected at most 8; use it as it is"),
+        ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected 0 or more"),
+        ({"max_bytes": 1.5}, TypeError, "max_bytes: float, expected an int"),
+        ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected 'auto', 'one_shot' or"),
+    ],
+)
+def test_mistakes(change: dict[str, object], kind: type[Exception], text: str) -> None:
+    given: dict[str, object] = {"comm": Of(2), "group": None, **change}
+    with pytest.raises(kind) as raised:
+        PeerCommunicator(**given)  # type: ignore[arg-type]
+    assert f"PeerCommunicator: {text}" in str(raised.value)

@@ -1,0 +1,277 @@
+"""all_reduce over memory that processes share: bit for bit, and when a rank dies."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from needs import needs_cxx
+
+from jitkern.comm.peer_reduce import PeerReducer
+from jitkern.errors import CommTimeoutError
+
+pytestmark = needs_cxx
+CHILD = Path(__file__).with_name("reduce_child.py")
+
+
+@contextmanager
+def workspaces(size: int, num_bytes: int) -> Iterator[list[int]]:
+    """File descriptors of new ones."""
+    fds = [os.memfd_create(f"workspace {rank}") for rank in range(size)]
+    try:
+        for fd in fds:
+            os.ftruncate(fd, num_bytes)
+            with mmap.mmap(fd, num_bytes) as memory:
+                memory[:] = b"\xff" * num_bytes
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def start(
+    fds: list[int], num_bytes: int, deadline_s: float, what: str, number: int
+) -> list[subprocess.Popen[str]]:
+    PeerReducer.workspace_bytes_for(2)  # the host module is built once, and not by all
+    args = [str(num_bytes), str(deadline_s), what, str(number), *map(str, fds)]
+    return [
+        subprocess.Popen(
+            [sys.executable, str(CHILD), str(rank), str(len(fds)), *args],
+            pass_fds=fds,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(len(fds))
+    ]
+
+
+@pytest.mark.parametrize(("size", "calls"), [(2, 10_000), (4, 10_000), (3, 500)])
+def test_processes(size: int, calls: int) -> None:
+    """Random sizes, dtypes, algorithms and alignments, in slots that take several rounds."""
+    num_bytes = PeerReducer.workspace_bytes_for(size, 2000)
+    with workspaces(size, num_bytes) as fds:
+        ranks = start(fds, num_bytes, 60, "calls", calls)
+        for rank in ranks:
+            out, error = rank.communicate(timeout=200)
+            assert rank.returncode == 0 and out == "done\n", error
+        for fd in fds:  # as new but for the epochs
+            with mmap.mmap(fd, num_bytes) as memory:
+                assert memory[1024:] == b"\xff" * (num_bytes - 1024)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_is_killed(seed: int) -> None:
+    """Wherever it is in a call, the others name it, and nobody who waits for it, too."""
+    size, deadline_s = 3, 1.0
+    num_bytes = PeerReducer.workspace_bytes_for(size, 2000)
+    rng = random.Random(seed)
+    with workspaces(size, num_bytes) as fds:
+        ranks = start(fds, num_bytes, deadline_s, "forever", seed)
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "begins\n"
+        victim = rng.randrange(size)
+        time.sleep(0.05 + 0.1 * rng.random())
+        ranks[victim].send_signal(signal.SIGKILL)
+        for number, rank in enumerate(ranks):
+            out, error = rank.communicate(timeout=60)
+            if number == victim:
+                continue
+            assert rank.returncode == 0, error
+            said = json.loads(out)
+            assert said["missing"] == [victim], said
+            assert said["took_s"] < deadline_s + 2
+            assert said["again"] and said["op"] == "all_reduce" and said["rank"] == number
+            assert f"rank {victim} did not come in time" in said["text"]
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+class Alone:
+    """Rank 1 of some, whose others never come."""
+
+    def __init__(self, size: int = 2, **options: Any) -> None:
+        self.num_bytes = PeerReducer.workspace_bytes_for(size, 1000)
+        self.memory = torch.full((size, self.num_bytes + 16), 0xFF, dtype=torch.uint8)
+        begin = self.memory.data_ptr()
+        self.addresses = [
+            -(-(begin + rank * (self.num_bytes + 16)) // 16) * 16 for rank in range(size)
+        ]
+        self.reducer = PeerReducer(
+            self.addresses, 1, size, self.num_bytes, device="cpu", owner=self.memory, **options
+        )
+
+    def sends(self, other: int, call: Any) -> None:
+        """Have another rank make its call, in which it does not wait for long."""
+        peer = PeerReducer(
+            self.addresses, other, len(self.addresses), self.num_bytes, device="cpu",
+            deadline_s=0.01,
+        )  # fmt: skip
+        with pytest.raises(CommTimeoutError):
+            call(peer)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_a_rank_that_does_not_come(algorithm: Any) -> None:
+    alone = Alone(3, deadline_s=0.05)
+    x = torch.ones(64)
+    with pytest.raises(CommTimeoutError, match="ranks 0, 2 did not come in time") as raised:
+        alone.reducer.all_reduce(x, algorithm=algorithm)
+    error = raised.value
+    assert (error.op, error.number, error.rank) == ("all_reduce", 1, 1)
+    assert error.missing == (0, 2)
+    before = alone.memory.clone()
+    begin = time.monotonic()
+    with pytest.raises(CommTimeoutError, match=r"call 1 of rank 1.*until reset\(\)"):
+        alone.reducer.reduce_scatter(torch.ones(4), torch.ones(12))
+    assert time.monotonic() - begin < 0.04
+    assert torch.equal(alone.memory, before)
+    alone.reducer.reset()
+    with pytest.raises(CommTimeoutError, match="reduce_scatter: call 3 of rank 1"):
+        alone.reducer.reduce_scatter(torch.ones(4), torch.ones(12))
+
+
+def test_what_another_rank_has_sent_stays() -> None:
+    """It gave up too soon, and this one comes late: it gets its value, and nothing in the next."""
+    alone = Alone(deadline_s=0.05)
+    alone.sends(0, lambda peer: peer.all_reduce(torch.full((5,), 2.0)))
+    assert alone.reducer.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
+    with pytest.raises(CommTimeoutError) as raised:
+        alone.reducer.all_reduce(torch.ones(5))
+    assert raised.value.missing == (0,) and raised.value.number == 2
+
+
+def test_no_items() -> None:
+    alone = Alone()
+    assert alone.reducer.all_reduce(torch.ones(0)).numel() == 0
+    alone.reducer.reduce_scatter(torch.ones(0), torch.ones(0))
+
+
+def test_interrupted() -> None:
+    alone = Alone(deadline_s=30)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        alone.reducer.all_reduce(torch.ones(5))
+    with pytest.raises(Exception, match="expected reset\\(\\) on every rank"):
+        alone.reducer.all_reduce(torch.ones(5))
+
+
+MISTAKES = {
+    "x: Tensor": (lambda r: r.all_reduce([1.0]), TypeError, "x: list, expected a tensor"),
+    "dtype": (
+        lambda r: r.all_reduce(torch.ones(3, dtype=torch.float64)),
+        TypeError,
+        "x: dtype float64, expected float32, float16 or bfloat16",
+    ),
+    "contiguous": (
+        lambda r: r.all_reduce(torch.ones(4, 4).T),
+        ValueError,
+        "all_reduce: x: not contiguous",
+    ),
+    "out dtype": (
+        lambda r: r.all_reduce(torch.ones(3), out=torch.ones(3).half()),
+        TypeError,
+        "out: dtype float16, expected float32 as in x",
+    ),
+    "out items": (
+        lambda r: r.all_reduce(torch.ones(3), out=torch.ones(4)),
+        ValueError,
+        "out: 4 items, expected 3, as in x",
+    ),
+    "overlap": (
+        lambda r: r.all_reduce((x := torch.ones(5))[:4], out=x[1:]),
+        ValueError,
+        "out: memory of x, expected x itself, or memory of its own",
+    ),
+    "algorithm": (
+        lambda r: r.all_reduce(torch.ones(3), algorithm="ring"),
+        ValueError,
+        "algorithm: 'ring', expected 'auto', 'one_shot' or 'two_shot'",
+    ),
+    "gradient": (
+        lambda r: r.all_reduce(torch.ones(3, requires_grad=True)),
+        RuntimeError,
+        "all_reduce",
+    ),
+    "scatter items": (
+        lambda r: r.reduce_scatter(torch.ones(3), torch.ones(5)),
+        ValueError,
+        "x: 5 items, expected 6, 3 for each of 2 ranks",
+    ),
+    "other part": (
+        lambda r: r.reduce_scatter((x := torch.ones(6))[:3], x),
+        ValueError,
+        "output: memory of x, expected memory of its own, or this rank's part of it",
+    ),
+    "unaligned": (
+        lambda r: r.all_reduce(
+            torch.frombuffer(bytearray(9), dtype=torch.uint8)[1:].view(torch.uint8)
+        ),
+        TypeError,
+        "dtype uint8",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str) -> None:
+    call, kind, text = MISTAKES[mistake]
+    alone = Alone(deadline_s=0.05)
+    before = alone.memory.clone()
+    with pytest.raises(kind) as raised:
+        call(alone.reducer)
+    assert text in str(raised.value)
+    assert torch.equal(alone.memory, before)  # nothing was sent
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"size": 9}, "size: 9, expected 2 to 8"),
+        ({"rank": 2}, "rank: 2, expected 0 to 1"),
+        ({"addresses": [16]}, "addresses: 1 of them, expected 2"),
+        ({"addresses": [16, 24]}, "addresses: 24, expected multiples of 16 bytes"),
+        ({"workspace_bytes": 1024}, "workspace_bytes: 1024, expected at least 9216 for 2 ranks"),
+        ({"deadline_s": 0}, "deadline_s: 0, expected more than 0"),
+        ({"device": "meta"}, "device: meta, expected a GPU or the CPU"),
+    ],
+)
+def test_wrong_reducers(change: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {
+        "addresses": [16, 32], "rank": 0, "size": 2, "workspace_bytes": 1 << 20, "device": "cpu",
+    }  # fmt: skip
+    with pytest.raises(ValueError) as raised:
+        PeerReducer(**{**given, **change})
+    assert text in str(raised.value)
+
+
+def test_a_new_workspace_is_all_ones() -> None:
+    """reset() leaves what is asked of those who make the memory."""
+    alone = Alone()
+    own = (ctypes.c_char * alone.num_bytes).from_address(alone.addresses[1])
+    own[5:9] = b"abcd"
+    alone.reducer.reset()
+    assert bytes(own) == b"\xff" * alone.num_bytes
+
+
+def test_sizes_of_workspaces() -> None:
+    for size in range(2, 9):
+        sizes = [PeerReducer.workspace_bytes_for(size, 1 << bits) for bits in range(10, 26)]
+        assert sizes == sorted(sizes) and sizes[-1] < 64 << 24
+    with pytest.raises(ValueError, match="size: 1, expected 2 to 8"):
+        PeerReducer.workspace_bytes_for(1)

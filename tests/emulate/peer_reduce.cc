@@ -1,0 +1,330 @@
+// all_reduce and reduce_scatter of 2 to 8 ranks, all blocks of all of them at once: calls of many
+// sizes behind each other, kernels of a rank that overlap as by programmatic dependent launch, and
+// stores that are seen word by word, late and in any order.
+#include "comm/peer_reduce.cu"
+
+#include <sanitizer/asan_interface.h>
+
+#include <map>
+
+#include "peer_calls.h"
+#include "sweep.h"
+
+namespace emulate {
+
+template <int kType, int kRanks, int kAccessBytes, int kWay, int kInFlight>
+struct Kernel {
+  using Reduce = jitkern::PeerReduce<kType, kRanks, kAccessBytes, kWay, 512, 1, true, kInFlight>;
+  static PeerKernel described() { return {kType, kRanks, kAccessBytes, kWay, Reduce::run}; }
+};
+
+template <class... Kernels>
+std::vector<PeerKernel> list_of() {
+  return {Kernels::described()...};
+}
+
+// Ranks, each of which has its calls run by two sets of blocks in turn, so that two of its kernels
+// can be there at once.
+class Round {
+ public:
+  Round(const std::vector<PeerKernel>& kernels, u32 num_ranks, Random& random, Tally& tally)
+      : random_(random),
+        tally_(tally),
+        num_ranks_(num_ranks),
+        num_threads_(random.pick({1u, 3u, 4u, 4u})),
+        num_blocks_(random.pick({1u, 2u, 3u})),
+        slots_{num_ranks, random.pick({1u, 2u, 3u, 5u})},
+        calls_(any_calls(kernels)),
+        at_(2 * num_ranks * num_blocks_ * num_threads_, -1),
+        slow_(at_.size(), 0),
+        kernels_(num_ranks, std::vector<Running>(calls_.size())) {
+    first_epoch_ = random.pick({~0u, 0u, 7u, ~0u - 3});
+    for (u32 r = 0; r < num_ranks_; ++r) {
+      workspaces_.push_back(std::make_unique<AlignedWords>(slots_.workspace_bytes() / 4, ~0u));
+      for (u32& epoch : control(r).epochs) epoch = first_epoch_;
+      failures_.push_back(std::make_unique<FaultWord>(0));
+      faults_.push_back(std::make_unique<FaultWord>(random.pick({0u, 0u, 2u})));
+    }
+    for (u32 k = 0; k < calls_.size(); ++k) give_params(k);
+  }
+
+  // From call `from` on one rank does not come, if that is one. It may die in that call, when it
+  // has sent its values to some.
+  void run(i64 from, u32 missing) {
+    missing_from_ = from;
+    missing_ = missing;
+    // The lucky one ends a call of one shot, and waits in the next.
+    const PeerSum& call = calls_[static_cast<size_t>(from)];
+    const bool can_die = call.is_two_shot() ||
+                         (call.is_one_shot() && call.epochs_of(0) == 1 && from + 1 < num_calls());
+    dies_ = missing < num_ranks_ && num_ranks_ > 2 && can_die && random_.below(2) == 0;
+    lucky_ = (missing + 1 + static_cast<u32>(random_.below(num_ranks_ - 1))) % num_ranks_;
+    on_fresh_load = [this] { look_on(); };
+    on_system_fence = [this] {
+      // What other threads of the block did in front of a barrier as well.
+      const u32 block = number() / num_threads_;
+      flush([&](const Pending& one) { return one.owner / num_threads_ == block; });
+    };
+    store_vector = [this](uint4* to, const uint4& value) { store(to, value); };
+    on_wait_for_kernels = [this] { wait_for_kernel(); };
+    on_let_kernel_start = [this] { ++here().num_let; };
+    launch_together({num_blocks_, 2 * num_ranks_}, {num_threads_}, any_order(random_),
+                    [this] { thread(); });
+    on_fresh_load = nullptr, on_system_fence = nullptr, store_vector = nullptr;
+    on_wait_for_kernels = nullptr, on_let_kernel_start = nullptr;
+    check_end();
+  }
+  u32 num_calls() const { return static_cast<u32>(calls_.size()); }
+
+ private:
+  struct Pending {
+    u32* at;
+    u32 value;
+    u32 owner;
+  };
+  struct Dead {};
+  // One call of one rank.
+  struct Running {
+    u32 num_let = 0;
+    u32 num_ended = 0;
+    i64 num_stored = 0;
+    bool is_over = false;
+    u64 begins_at = 0;
+  };
+
+  std::vector<PeerSum> any_calls(const std::vector<PeerKernel>& kernels) {
+    std::vector<PeerSum> calls;
+    const i64 num = random_.pick({1, 2, 5, 12});
+    for (i64 k = 0; k < num; ++k) {
+      calls.emplace_back(kernels, num_ranks_, num_blocks_ * slots_.vecs, random_);
+    }
+    return calls;
+  }
+  jitkern::PeerControl& control(u32 rank) {
+    return *reinterpret_cast<jitkern::PeerControl*>(workspaces_[rank]->data());
+  }
+  void give_params(u32 k) {
+    PeerSum& call = calls_[k];
+    const u32 blocks = static_cast<u32>(1 + random_.below(num_blocks_));
+    for (u32 r = 0; r < num_ranks_; ++r) {
+      PeerReduceParams& p = call.ranks[r].params;
+      for (u32 w = 0; w < num_ranks_; ++w) {
+        p.workspaces[w] = reinterpret_cast<char*>(workspaces_[w]->data());
+      }
+      p.slots = slots_;
+      call.num_blocks = std::min(blocks, p.num_vecs);
+      p.blocks = jitkern::PeerShares::of(p.num_vecs, call.num_blocks);
+      p.rank = r;
+      p.number = k + 1;
+      p.site = kSite;
+      p.failure = failures_[r]->record();
+      p.fault = faults_[r]->record();
+      kernels_[r][k].begins_at = static_cast<u64>(random_.pick({i64(0), random_.below(300)}));
+    }
+  }
+
+  // -- what fibers do
+
+  u32 rank() const { return blockIdx.y / 2; }
+  u32 number() const {
+    return (blockIdx.y * num_blocks_ + blockIdx.x) * num_threads_ + threadIdx.x;
+  }
+  Running& here() { return kernels_[rank()][static_cast<size_t>(at_[number()])]; }
+  void rest() {
+    if (++rests_ > 20'000'000) fail("it never ends");
+    let_others_run();
+  }
+
+  void thread() {
+    const u32 own = number(), r = rank();
+    for (u32 k = blockIdx.y % 2; k < calls_.size(); k += 2) {
+      PeerSum& call = calls_[k];
+      if (blockIdx.x >= call.num_blocks) continue;
+      if (r == missing_ && (dies_ ? k > missing_from_ : k >= missing_from_)) continue;
+      at_[own] = k;
+      // Not where the clock is looked at, which goes on by the looks of all.
+      const bool all_come = missing_ == num_ranks_ || k < missing_from_;
+      slow_[own] = all_come ? random_.pick({1, 1, 1, 2, 5, 40}) : 1;
+      for (u64 i = 0; i < kernels_[r][k].begins_at; ++i) rest();
+      while (!may_start(k)) rest();
+      PeerReduceParams params = call.ranks[r].params;  // one for each thread, as registers are
+      params.deadline_ns = missing_ < num_ranks_ ? 32 * kNanosecondsEach * at_.size() : 0;
+      try {
+        call.ranks[r].run(params);
+      } catch (const Dead&) {
+        // For those of its threads that had nothing to wait for: behind the epoch, and the call.
+        if (call.epochs_of(blockIdx.x) > 1) __syncthreads_or(1);
+        __syncthreads_or(1);
+        continue;
+      }
+      Running& running = kernels_[r][k];
+      if (++running.num_ended == call.num_blocks * num_threads_) end(r, k);
+    }
+  }
+  // All threads of the kernel in front let it.
+  bool may_start(u32 k) {
+    if (k == 0) return true;
+    const Running& before = kernels_[rank()][k - 1];
+    return before.is_over || before.num_let == calls_[k - 1].num_blocks * num_threads_;
+  }
+  void wait_for_kernel() {
+    const i64 k = at_[number()];
+    while (k > 0 && !kernels_[rank()][static_cast<size_t>(k - 1)].is_over) rest();
+  }
+  void end(u32 r, u32 k) {
+    const u32 set = (2 * r + k % 2) * num_blocks_ * num_threads_;
+    flush([&](const Pending& one) {
+      return one.owner >= set && one.owner < set + num_blocks_ * num_threads_;
+    });
+    kernels_[r][k].is_over = true;
+    const i64 fails_at = missing_ < num_ranks_ ? failing_call(r) : num_calls();
+    // Some parts may have come where a rank died on its way.
+    if (k != fails_at || !dies_) calls_[k].check(r, k < fails_at);
+    if (k > fails_at && kernels_[r][k].num_stored > 0) {
+      fail("a broken workspace is used");
+    }
+    ++tally_.runs;
+    tally_.threads += i64(calls_[k].num_blocks) * num_threads_;
+  }
+
+  // -- memory
+
+  bool is_dying() const { return dies_ && rank() == missing_ && at_[number()] == missing_from_; }
+  void look_on() {
+    // Behind the epoch, and whether the workspace is broken, a kernel looks at what was sent to it.
+    if (is_dying() && ++loads_[number()] > 2) {
+      const u32 self = number();
+      flush([self](const Pending& one) { return one.owner == self; });
+      throw Dead();
+    }
+    for (i64 count = random_.below(4); count > 0 && !pending_.empty(); --count) {
+      const size_t i = static_cast<size_t>(random_.below(static_cast<i64>(pending_.size())));
+      land(pending_[i]);
+      pending_[i] = pending_.back();
+      pending_.pop_back();
+    }
+    for (i64 count = random_.below(2) * slow_[number()]; count > 0; --count) rest();
+  }
+  void store(uint4* to, const uint4& value) {
+    ++here().num_stored;
+    const char* const lucky = reinterpret_cast<const char*>(workspaces_[lucky_]->data());
+    const i64 offset = reinterpret_cast<const char*>(to) - lucky;
+    if (is_dying() && (offset < 0 || offset >= slots_.workspace_bytes())) return;
+    u32 words[4];
+    std::memcpy(words, &value, 16);
+    for (int i = 0; i < 4; ++i) {
+      u32* const at = reinterpret_cast<u32*>(to) + i;
+      // Those of one thread to one place come one after the other.
+      flush([&](const Pending& one) { return one.owner == number() && one.at == at; });
+      if (__asan_address_is_poisoned(at)) land({at, words[i], 0});  // it reports where
+      pending_.push_back({at, words[i], number()});
+    }
+  }
+  template <class Which>
+  void flush(const Which& which) {
+    for (size_t i = 0; i < pending_.size();) {
+      if (!which(pending_[i])) {
+        ++i;
+        continue;
+      }
+      land(pending_[i]);
+      pending_[i] = pending_.back();
+      pending_.pop_back();
+    }
+  }
+  // Every place is written, read, and made unwritten, in turn.
+  void land(const Pending& one) {
+    const u32 before = *one.at;
+    if (one.value != kUnwritten && before != kUnwritten) fail("overwrites what is not read");
+    if (one.value == kUnwritten && before == kUnwritten) fail("makes unwritten what is not there");
+    *one.at = one.value;
+  }
+
+  // -- the end
+
+  i64 failing_call(u32 r) const {
+    const bool is_next =
+        dies_ && r == lucky_ && !calls_[static_cast<size_t>(missing_from_)].is_two_shot();
+    return missing_from_ + is_next;
+  }
+  void check_end() {
+    const bool is_broken = missing_ < num_ranks_;
+    for (u32 r = 0; r < num_ranks_; ++r) {
+      const u32 num_done = is_broken ? static_cast<u32>(failing_call(r)) : num_calls();
+      if (is_broken && r != missing_) expect_failure(r);
+      failures_[r]->check();
+      faults_[r]->check();
+      tally_.faults += failures_[r]->record()->state == 2;
+      for (u32 b = 0; b < jitkern::kMostPeerBlocks; ++b) {
+        u32 epoch = first_epoch_;
+        for (u32 k = 0; k < num_done; ++k) epoch += calls_[k].epochs_of(b);
+        // A block may have all there is to it from those that the dying one has sent its values.
+        if (control(r).epochs[b] != epoch && !dies_)
+          fail("the epoch of block " + std::to_string(b));
+      }
+      if (is_broken) continue;
+      if (control(r).intact != kUnwritten) fail("broken, though all came");
+      const i64 begin = jitkern::kPeerControlBytes / 4, end = slots_.workspace_bytes() / 4;
+      for (i64 i = begin; i < end; ++i) {
+        if (workspaces_[r]->data()[i] != kUnwritten) fail("leaves something written");
+      }
+    }
+  }
+  void expect_failure(u32 r) {
+    const i64 mask = 1 << missing_;
+    const i64 number = failing_call(r) + 1;
+    if (control(r).intact == kUnwritten) fail("not broken, though ranks were missing");
+    if (failures_[r]->record()->state != 2) fail("silent");
+    failures_[r]->expect(kSite, mask, number, r);
+    faults_[r]->expect(kSite, mask, number, r);
+  }
+
+  Random& random_;
+  Tally& tally_;
+  const u32 num_ranks_, num_threads_, num_blocks_;
+  const jitkern::PeerSlots slots_;
+  std::vector<PeerSum> calls_;
+  std::vector<i64> at_;  // the call of each fiber
+  std::vector<i64> slow_;
+  std::vector<std::vector<Running>> kernels_;
+  std::vector<std::unique_ptr<AlignedWords>> workspaces_;
+  std::vector<std::unique_ptr<FaultWord>> failures_, faults_;
+  std::vector<Pending> pending_;
+  u32 first_epoch_ = 0;
+  i64 missing_from_ = 0;
+  u32 missing_ = 0;
+  bool dies_ = false;
+  u32 lucky_ = 0;  // whom the dying one has sent its values
+  std::map<u32, int> loads_;
+  u64 rests_ = 0;
+};
+
+}  // namespace emulate
+
+// With a number, as many rounds.
+int main(int argc, char** argv) {
+  using namespace emulate;
+#ifdef SWEEP_FEW
+  const std::vector<PeerKernel> list = list_of<PEER_FEW>();
+  constexpr int kRounds = 60;
+#else
+  const std::vector<PeerKernel> list = list_of<PEER_KERNELS>();
+  constexpr int kRounds = 160;
+#endif
+  install_reports();
+  Tally tally;
+  const int num_rounds = argc > 1 ? std::atoi(argv[1]) : kRounds;
+  for (int number = 0; number < num_rounds; ++number) {
+    Random random(static_cast<u64>(number));
+    for (int i = 0; i < 4; ++i) random.bits();
+    const auto& kernel = list[static_cast<size_t>(random.below(static_cast<i64>(list.size())))];
+    const u32 num_ranks = static_cast<u32>(kernel.num_ranks);
+    now_running =
+        "peer_reduce: " + std::to_string(num_ranks) + " ranks, round " + std::to_string(number);
+    Round round(list, num_ranks, random, tally);
+    const bool all_come = random.below(4) != 0;
+    round.run(random.below(round.num_calls()),
+              all_come ? num_ranks : static_cast<u32>(random.below(num_ranks)));
+  }
+  report("peer_reduce", list.size(), tally);
+}

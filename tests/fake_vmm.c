@@ -1,0 +1,233 @@
+// The virtual memory management of fake_driver.c's libcuda, for real: memory of a "GPU" is a memfd
+// that processes hand to each other, and addresses are mapped with mmap. What a caller does wrong
+// is an error (1: invalid value), which the real one might not notice.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+typedef int CUresult;
+
+enum { NO_MEMORY = 2, PIECE = 2 << 20, MOST = 64 };
+
+struct Location {
+  int type, id;
+};
+struct Properties {
+  int type, handle_types;
+  struct Location location;
+  void* windows;
+  unsigned char flags[8];
+};
+struct Access {
+  struct Location location;
+  int flags;
+};
+struct Handle {
+  int fd, is_released, gpu;  // the number of the GPU on the machine
+  size_t bytes;
+  int is_exportable;
+};
+struct Range {
+  uint64_t begin;
+  size_t bytes;
+};
+struct Mapping {
+  struct Range range;
+  int gpu, is_open;
+};
+
+static struct Handle handles[MOST];
+static struct Range reserved[MOST];
+static struct Mapping mappings[MOST];
+static int num_handles, num_imports, num_mistakes;
+#define INVALID (++num_mistakes, 1)
+
+static int setting(const char* name, int otherwise) {
+  const char* given = getenv(name);
+  return given != NULL ? atoi(given) : otherwise;
+}
+// The ordinals of this process begin with this GPU of the machine, as CUDA_VISIBLE_DEVICES has it.
+static int gpu_of(int ordinal) { return ordinal + setting("FAKE_FIRST_GPU", 0); }
+int fake_gpu_count(void) { return setting("FAKE_GPUS", 2); }
+// Whether two GPUs of the machine reach each other: not those of FAKE_APART, such as "0,2".
+static int reaches(int one, int other) {
+  const char* given = getenv("FAKE_APART");
+  int a = -1, b = -1;
+  if (given == NULL || sscanf(given, "%d,%d", &a, &b) != 2) return 1;
+  return !((one == a && other == b) || (one == b && other == a));
+}
+
+CUresult cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+  memset(uuid, 0, 16);
+  memcpy(uuid, "fake GPU", 8);
+  uuid[15] = (unsigned char)gpu_of(device);
+  return device >= fake_gpu_count() ? 101 : 0;
+}
+CUresult cuDeviceCanAccessPeer(int* can, int device, int other) {
+  if (device == other) return INVALID;  // as the real one: it says no
+  return *can = reaches(gpu_of(device), gpu_of(other)), 0;
+}
+static int are_right(const struct Properties* p) {
+  return p->type == 1 && p->location.type == 1 && p->location.id < fake_gpu_count() &&
+         (p->handle_types == 0 || p->handle_types == 1) && p->windows == NULL;
+}
+CUresult cuMemGetAllocationGranularity(size_t* bytes, const struct Properties* p, int option) {
+  *bytes = PIECE;
+  return option != 0 || !are_right(p) ? INVALID : 0;
+}
+
+static CUresult add_handle(uint64_t* handle, int fd, int gpu, int is_exportable) {
+  struct stat found;
+  if (num_handles == MOST || fstat(fd, &found) != 0) return INVALID;
+  handles[num_handles] = (struct Handle){fd, 0, gpu, (size_t)found.st_size, is_exportable};
+  return *handle = (uint64_t)++num_handles, 0;
+}
+static struct Handle* held(uint64_t handle) {
+  if (handle == 0 || handle > (uint64_t)num_handles) return NULL;
+  return handles[handle - 1].is_released ? NULL : &handles[handle - 1];
+}
+
+CUresult cuMemCreate(uint64_t* handle, size_t bytes, const struct Properties* p, uint64_t flags) {
+  if (flags != 0 || bytes == 0 || bytes % PIECE != 0 || !are_right(p)) return INVALID;
+  if (bytes > (size_t)setting("FAKE_GPU_MIB", 1024) << 20) return NO_MEMORY;
+  char name[32];
+  snprintf(name, sizeof(name), "fake-gpu-%d", gpu_of(p->location.id));
+  const int fd = memfd_create(name, MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, (off_t)bytes) != 0) return NO_MEMORY;
+  // Nobody has promised zeros.
+  unsigned char* at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (at == MAP_FAILED) return NO_MEMORY;
+  memset(at, 0xa5, bytes);
+  munmap(at, bytes);
+  return add_handle(handle, fd, gpu_of(p->location.id), p->handle_types == 1);
+}
+CUresult cuMemRelease(uint64_t handle) {
+  struct Handle* one = held(handle);
+  if (one == NULL) return INVALID;
+  return one->is_released = 1, close(one->fd), 0;
+}
+CUresult cuMemExportToShareableHandle(int* fd, uint64_t handle, int type, uint64_t flags) {
+  struct Handle* one = held(handle);
+  if (one == NULL || type != 1 || flags != 0 || !one->is_exportable) return INVALID;
+  *fd = fcntl(one->fd, F_DUPFD_CLOEXEC, 0);
+  return *fd < 0;
+}
+CUresult cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type) {
+  const int given = (int)(intptr_t)shared;
+  char link[64], name[128] = "";
+  snprintf(link, sizeof(link), "/proc/self/fd/%d", given);
+  if (type != 1 || readlink(link, name, sizeof(name) - 1) < 0) return INVALID;
+  int gpu = 0;
+  if (sscanf(name, "/memfd:fake-gpu-%d", &gpu) != 1) return INVALID;
+  // The import of this number is of other memory, as on a machine whose IOMMU is in the way.
+  if (++num_imports == setting("FAKE_WRONG_IMPORT", 0)) {
+    struct stat found;
+    const int other = memfd_create(strchr(name, ':') + 1, MFD_CLOEXEC);
+    if (fstat(given, &found) != 0 || ftruncate(other, found.st_size) != 0) return INVALID;
+    return add_handle(handle, other, gpu, 1);
+  }
+  return add_handle(handle, fcntl(given, F_DUPFD_CLOEXEC, 0), gpu, 1);
+}
+
+CUresult cuMemAddressReserve(uint64_t* at, size_t bytes, size_t align, uint64_t wanted,
+                             uint64_t flags) {
+  if (bytes == 0 || bytes % PIECE != 0 || align != 0 || wanted != 0 || flags != 0) return INVALID;
+  char* space =
+      mmap(NULL, bytes + PIECE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (space == MAP_FAILED) return NO_MEMORY;
+  const size_t skipped = (size_t)(-(uintptr_t)space % PIECE);
+  if (skipped > 0) munmap(space, skipped);
+  munmap(space + skipped + bytes, PIECE - skipped);
+  for (int i = 0; i < MOST; ++i) {
+    if (reserved[i].bytes != 0) continue;
+    reserved[i] = (struct Range){(uint64_t)(uintptr_t)(space + skipped), bytes};
+    return *at = reserved[i].begin, 0;
+  }
+  return NO_MEMORY;
+}
+static int meet(const struct Range* one, uint64_t at, size_t bytes) {
+  return one->bytes != 0 && at < one->begin + one->bytes && one->begin < at + bytes;
+}
+CUresult cuMemAddressFree(uint64_t at, size_t bytes) {
+  for (int i = 0; i < MOST; ++i) {
+    if (meet(&mappings[i].range, at, bytes)) return INVALID;  // unmap it first
+  }
+  for (int i = 0; i < MOST; ++i) {
+    if (reserved[i].begin != at || reserved[i].bytes != bytes) continue;
+    munmap((void*)(uintptr_t)at, bytes);
+    return reserved[i].bytes = 0, 0;
+  }
+  return INVALID;
+}
+CUresult cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) {
+  const struct Handle* one = held(handle);
+  if (one == NULL || one->bytes != bytes || offset != 0 || flags != 0 || at % PIECE != 0) {
+    return INVALID;
+  }
+  int is_inside = 0;
+  for (int i = 0; i < MOST; ++i) {
+    if (meet(&mappings[i].range, at, bytes)) return INVALID;
+    is_inside |= reserved[i].bytes != 0 && at >= reserved[i].begin &&
+                 at + bytes <= reserved[i].begin + reserved[i].bytes;
+  }
+  if (!is_inside) return INVALID;
+  void* to = (void*)(uintptr_t)at;
+  // Nobody may touch it yet.
+  if (mmap(to, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, one->fd, 0) == MAP_FAILED) return INVALID;
+  for (int i = 0; i < MOST; ++i) {
+    if (mappings[i].range.bytes != 0) continue;
+    mappings[i] = (struct Mapping){{at, bytes}, one->gpu, 0};
+    return 0;
+  }
+  return NO_MEMORY;
+}
+CUresult cuMemUnmap(uint64_t at, size_t bytes) {
+  for (int i = 0; i < MOST; ++i) {
+    if (mappings[i].range.begin != at || mappings[i].range.bytes != bytes) continue;
+    mmap((void*)(uintptr_t)at, bytes, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return mappings[i].range.bytes = 0, 0;
+  }
+  return INVALID;
+}
+CUresult cuMemSetAccess(uint64_t at, size_t bytes, const struct Access* access, size_t count) {
+  for (int i = 0; i < MOST; ++i) {
+    struct Mapping* one = &mappings[i];
+    if (one->range.begin != at || one->range.bytes != bytes) continue;
+    for (size_t a = 0; a < count; ++a) {
+      if (access[a].location.type != 1 || access[a].flags != 3) return INVALID;
+      if (access[a].location.id >= fake_gpu_count()) return 101;
+      if (!reaches(gpu_of(access[a].location.id), one->gpu)) return 217;
+    }
+    if (count == 0) return INVALID;
+    one->is_open = 1;
+    return mprotect((void*)(uintptr_t)at, bytes, PROT_READ | PROT_WRITE);
+  }
+  return INVALID;
+}
+
+// For fake_driver.c: whether a test may write there.
+int fake_vmm_holds(uint64_t at, size_t bytes) {
+  for (int i = 0; i < MOST; ++i) {
+    const struct Range* one = &mappings[i].range;
+    if (mappings[i].is_open && meet(one, at, bytes)) {
+      return at >= one->begin && at + bytes <= one->begin + one->bytes;
+    }
+  }
+  return 0;
+}
+// For tests: handles, mappings and reservations that are there; calls that were wrong.
+void fake_vmm_counts(int counts[4]) {
+  memset(counts, 0, 4 * sizeof(int));
+  counts[3] = num_mistakes;
+  for (int i = 0; i < num_handles; ++i) counts[0] += !handles[i].is_released;
+  for (int i = 0; i < MOST; ++i) counts[1] += mappings[i].range.bytes != 0;
+  for (int i = 0; i < MOST; ++i) counts[2] += reserved[i].bytes != 0;
+}
