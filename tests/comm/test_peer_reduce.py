@@ -220,10 +220,10 @@ MISTAKES = {
     ),
     "unaligned": (
         lambda r: r.all_reduce(
-            torch.frombuffer(bytearray(9), dtype=torch.uint8)[1:].view(torch.uint8)
+            torch.frombuffer(bytearray(9), dtype=torch.float32, offset=1, count=2)
         ),
-        TypeError,
-        "dtype uint8",
+        ValueError,
+        "memory that is not aligned to its elements",
     ),
 }
 

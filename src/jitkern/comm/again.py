@@ -88,7 +88,7 @@ class OldBoards:
                 came[self.ranks.index(one)] = value["card"].encode()
         if any(given != self.ranks for given in lists.values()):
             rows = [(str(self._cards[one]), str(given)) for one, given in sorted(lists.items())]
-            self._board.wait_read(_ANSWER_S)
+            self._board.wait_read()
             raise CommError(f"{name}: ranks stay together with others, expected the same ranks in "
                             f"all of them:\n{table(rows)}")  # fmt: skip
         if why:

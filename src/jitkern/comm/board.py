@@ -126,8 +126,11 @@ class Board:
             self._shelf.values[key] = (value, set(), num_readers)
             self._shelf.changed.notify_all()
 
-    def wait_read(self, timeout_s: float) -> None:
-        """Return when all that is posted has been read, or the time is over."""
+    def wait_read(self, timeout_s: float = 2.0) -> None:
+        """Return when all that is posted has been read, or the time is over.
+
+        For a rank that may end now: others are to have what it told, and not that it has ended.
+        """
         with self._shelf.changed:
             self._shelf.changed.wait_for(lambda: not self._shelf.values, timeout=timeout_s)
 

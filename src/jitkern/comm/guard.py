@@ -129,7 +129,7 @@ class Guard:
             self.exchange("meet", None, op=name, timeout_s=left_s)
             wrong = compare_facts(name, self.cards)
             if wrong is not None:
-                self._board.wait_read(_ANSWER_S)
+                self._board.wait_read()
                 raise wrong
         except BaseException as error:
             self._end(f"failed: {short(error)}")
@@ -311,7 +311,7 @@ class Guard:
         )
         self.fail(error)
         # This process is likely to end of it: others are to see the table as well.
-        self._board.wait_read(_ANSWER_S)
+        self._board.wait_read()
         return error
 
     def among(self, name: str, ranks: Sequence[int], **kwargs: Any) -> Guard:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import nccl_library
-from jitkern.comm.guard import Guard
+from jitkern.comm.guard import MAX_TIMEOUT_S, Guard
 from jitkern.comm.nccl_buffer import Buffer
 from jitkern.comm.nccl_calls import NcclCalls
 from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_LONGEST_S = 1e6  # twelve days, which is what the guard takes: as good as no deadline
 _OPS = {name: number for number, name in enumerate(REDUCE_OPS)}  # as NCCL numbers them
 
 
@@ -90,7 +89,7 @@ def init_pynccl(
     calls = NcclCalls(nccl_library.version_name(version), float(timeout_s))
     guard = Guard(
         *("init_pynccl", tp_cpu_group, tp_rank, tp_size),
-        timeout_s=min(timeout_s, _LONGEST_S),
+        timeout_s=min(timeout_s, MAX_TIMEOUT_S),
         position=calls.position,
         facts=_facts(num_bytes, device),
     )
@@ -176,6 +175,7 @@ class PyNCCLCommunicator:
             gpu = card.facts["_gpu"]
             other = seen.setdefault(gpu, card.rank)
             if other != card.rank:
+                self._guard.wait_read()  # all are to see the reason, not that this one ended
                 raise CommError(
                     f"{self._guard.name}: ranks {other} and {card.rank} are on one GPU ({gpu}), "
                     "expected one for each; call torch.cuda.set_device(rank) first, or give device="
@@ -336,7 +336,7 @@ class PyNCCLCommunicator:
         guard = self._guard.among(
             "shrink",
             [one for one in range(self.size) if one not in excluded],
-            timeout_s=min(timeout_s, _LONGEST_S),
+            timeout_s=min(timeout_s, MAX_TIMEOUT_S),
             position=calls.position,
             facts=_facts(num_bytes, self.device),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jitkern.comm import peer_kernel
 from jitkern.comm.peer_args import device_arg
 from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import Algorithm, PeerReducer
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MOST_RANKS = 8
 # Up to so many bytes a sum goes over peer memory, by the number of ranks. Of two H200s: 0.43 of
 # NCCL's time at 4 MiB, the largest that was measured. Of more ranks nothing was: where the two
 # shots of 2 ranks still take a third of it.
@@ -28,11 +28,11 @@ class PeerCommunicator:
     """A :class:`Communicator` of the ranks of one host, whose small sums are one kernel of ours.
 
     ``all_reduce`` and ``reduce_scatter`` with ``"sum"``, of fp32, fp16 and bf16 and up to
-    ``max_bytes``, go over a :class:`PeerMemory`: 8 KiB of two H200s take 2.2 us where NCCL takes
-    18. Everything else goes to ``comm``. Those sums are made in fp32, in the order of ranks, and
-    rounded once: all ranks have the same bits, and an item has the same bits however many others
-    are summed beside it. So with a ``max_bytes`` that no tensor exceeds a model's results do not
-    depend on the size of its batches, as far as its sums go.
+    ``max_bytes``, go over a :class:`PeerMemory`. Everything else goes to ``comm``. Those sums are
+    made in fp32, in the order of ranks, and rounded once: all ranks have the same bits, and an item
+    has the same bits however many others are summed beside it. So with a ``max_bytes`` that no
+    tensor exceeds a model's results do not depend on the size of its batches, as far as its sums
+    go.
 
     All calls of a rank are on one stream, or in an order that streams have; a CUDA graph can
     capture them. Making one is collective. ``comm`` is used, and stays its owner's.
@@ -97,10 +97,10 @@ class PeerCommunicator:
                 f"PeerCommunicator: algorithm: {algorithm!r}, expected 'auto', 'one_shot' or "
                 "'two_shot'"
             )
-        if comm.size > MOST_RANKS:
+        if comm.size > peer_kernel.MOST_RANKS:
             raise ValueError(
-                f"PeerCommunicator: comm: {comm.size} ranks, expected at most {MOST_RANKS}; "
-                "use it as it is"
+                f"PeerCommunicator: comm: {comm.size} ranks, expected at most "
+                f"{peer_kernel.MOST_RANKS}; use it as it is"
             )
         self._comm, self._algorithm = comm, algorithm
         self._dtypes = (torch.float32, torch.float16, torch.bfloat16)

@@ -15,8 +15,6 @@ from jitkern.ops.common import type_text
 if TYPE_CHECKING:
     import torch
 
-_READ_S = 2.0  # for others to hear what this rank has told them, before it may end
-
 
 class PeerMemory:
     """Memory on each rank of a host that all of its ranks read and write: a collective call.
@@ -116,9 +114,9 @@ class PeerMemory:
             guard.close("given up on")
             # Else those who are slower only hear that this process has ended.
             if isinstance(error, Exception) and not isinstance(error, TimeoutError):
-                guard.wait_read(_READ_S)
+                guard.wait_read()
             raise
-        guard.wait_read(_READ_S)
+        guard.wait_read()
         self._fill(made, rank, size, where, num_bytes, share_bytes, guard)
 
     @classmethod
@@ -246,7 +244,7 @@ class PeerMemory:
         number = self._num_barriers
         met.exchange("barrier", None, op="barrier", number=number, timeout_s=timeout_s)
         self._num_met = number
-        met.wait_read(_READ_S)  # this may be the last that the process does
+        met.wait_read()  # this may be the last that the process does
 
     def close(self) -> None:
         """Let go of the memory: this rank's when its last tensor is gone, too. Once is enough.

@@ -292,7 +292,7 @@ Function bound(const std::shared_ptr<NcclCommunicator>& comm,
   return Function::FromTyped([comm, method]() -> int64_t { return ((*comm).*method)(); });
 }
 
-// In the order of `Calls` in comm/nccl.py.
+// In the order of `Functions` in comm/nccl_calls.py.
 Array<Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int64_t size,
                                        double timeout_s) {
   const auto comm = std::make_shared<NcclCommunicator>(
