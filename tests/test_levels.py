@@ -53,6 +53,7 @@ LAYERS = """
 4  comm.peer_setup
 4  comm.nccl comm.peer_memory
 4  comm.peer_comm
+4  comm.peer_rows
 4  comm
 5  untraced
 5  nn

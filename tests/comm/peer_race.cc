@@ -33,13 +33,41 @@ float value(int call, u32 rank, u32 i) {
   return static_cast<float>(any(call, 7 * i + rank) % 1000) + static_cast<float>(rank) / 8;
 }
 
+PeerReduceParams params_of(char* const* workspaces, u32 rank) {
+  PeerReduceParams p{};
+  p.rank = rank;
+  p.slots = kSlots;
+  std::memcpy(p.workspaces, workspaces, kRanks * sizeof(char*));
+  p.deadline_ns = 5'000'000'000;
+  return p;
+}
+
+// What ranks write in front of a barrier others read behind it, and write again behind the next.
+int board[kRanks];
+void barrier(char* const* workspaces, u32 rank, int call) {
+  PeerReduceParams p = params_of(workspaces, rank);
+  p.num_vecs = 1;
+  p.blocks = PeerShares::of(1, 1);
+  const PeerResult result = peer_reduce_by_cpu(p, kMeet, kFloat32, 1, [] { return false; });
+  if (result.kind != PeerResult::kDone) fail("others did not come to a barrier", rank, call);
+}
+void meet(char* const* workspaces, u32 rank, int call) {
+  board[rank] = call;
+  barrier(workspaces, rank, call);
+  for (const int seen : board) {
+    if (seen != call) fail("old behind a barrier", rank, call);
+  }
+  barrier(workspaces, rank, call);
+}
+
 void one_call(char* const* workspaces, u32 rank, int call) {
+  if (any(call, 4) % 4 == 0) return meet(workspaces, rank, call);
   const u32 count = 1 + any(call, 1) % 60;
   const u32 vecs = (count + 3) / 4;
   const bool is_two_shot = any(call, 2) % 2 == 1 && vecs >= kRanks;
   std::vector<float> x(count);
   for (u32 i = 0; i < count; ++i) x[i] = value(call, rank, i);
-  PeerReduceParams p{};
+  PeerReduceParams p = params_of(workspaces, rank);
   p.x = p.out = reinterpret_cast<char*>(x.data());
   const PeerShares parts = PeerShares::of(vecs, is_two_shot ? kRanks : 1);
   p.part_bytes = is_two_shot ? parts.each * kPeerVecBytes : 4 * i64(count);
@@ -48,10 +76,6 @@ void one_call(char* const* workspaces, u32 rank, int call) {
   p.num_vecs = parts.share(0).count;
   const u32 num_blocks = std::min(1 + any(call, 3) % 3, p.num_vecs);
   p.blocks = PeerShares::of(p.num_vecs, num_blocks);
-  p.rank = rank;
-  p.slots = kSlots;
-  std::memcpy(p.workspaces, workspaces, kRanks * sizeof(char*));
-  p.deadline_ns = 5'000'000'000;
   const PeerResult result = peer_reduce_by_cpu(p, is_two_shot ? kTwoShot : kOneShot, kFloat32,
                                                num_blocks, [] { return false; });
   if (result.kind != PeerResult::kDone) fail("others did not come", rank, call);

@@ -40,7 +40,10 @@ def call(reducer: PeerReducer, rng: random.Random, number: int) -> None:
     """One that all ranks make, from the same random numbers."""
     size, rank, dtype = reducer.size, reducer.rank, rng.choice(DTYPES)
     count = rng.choice([1, rng.randrange(64), rng.randrange(MOST_ITEMS)])
-    op = rng.choice(["all_reduce", "all_reduce", "out", "reduce_scatter", "own part"])
+    op = rng.choice(["all_reduce", "all_reduce", "out", "reduce_scatter", "own part", "barrier"])
+    if op == "barrier":
+        reducer.device_barrier()
+        return
     whole = count * (size if op in ("reduce_scatter", "own part") else 1)
     given = [values(rng, whole, dtype) for _ in range(size)]
     x = unaligned(rng, whole, dtype)

@@ -155,6 +155,18 @@ def test_what_another_rank_has_sent_stays() -> None:
     assert raised.value.missing == (0,) and raised.value.number == 2
 
 
+def test_a_barrier() -> None:
+    """One that the other rank has come to, and one that it has not."""
+    alone = Alone(deadline_s=0.05)
+    alone.sends(0, lambda peer: peer.device_barrier())
+    alone.reducer.device_barrier()
+    with pytest.raises(CommTimeoutError, match="device_barrier: call 2 of rank 1") as raised:
+        alone.reducer.device_barrier()
+    assert (raised.value.op, raised.value.missing) == ("device_barrier", (0,))
+    with pytest.raises(CommTimeoutError, match="device_barrier: call 2 of rank 1"):
+        alone.reducer.all_reduce(torch.ones(5))
+
+
 def test_no_items() -> None:
     alone = Alone()
     assert alone.reducer.all_reduce(torch.ones(0)).numel() == 0

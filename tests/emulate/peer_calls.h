@@ -48,6 +48,7 @@ class PeerSum {
       num_items_ += of_vec * num_ranks;
     }
     if (way_ == jitkern::kScatter) num_items_ *= num_ranks;  // of x
+    if (way_ == jitkern::kMeet) num_items_ = of_vec;  // which nobody reads
     for (u32 r = 0; r < num_ranks; ++r) ranks.push_back(any_rank(r, kernels, random));
     expect();
   }
@@ -59,14 +60,15 @@ class PeerSum {
     return (p.blocks.share(block).count + p.slots.vecs - 1) / p.slots.vecs;
   }
 
-  bool is_one_shot() const { return way_ == jitkern::kOneShot; }
+  bool is_one_shot() const { return way_ == jitkern::kOneShot || is_barrier(); }
+  bool is_barrier() const { return way_ == jitkern::kMeet; }
   bool is_two_shot() const { return way_ == jitkern::kTwoShot; }
 
   // What rank `r` should have by now.
   void check(u32 r, bool is_done) {
     Rank& rank = ranks[r];
     RowBuffer& out = rank.out == nullptr ? *rank.x : *rank.out;
-    if (is_done) {
+    if (is_done && !is_barrier()) {
       const i64 begin = way_ == jitkern::kScatter ? num_items_ / num_ranks_ * r : 0;
       const i64 count = way_ == jitkern::kScatter ? num_items_ / num_ranks_ : num_items_;
       char* const to = out.expected(0) + (rank.out == nullptr ? begin * item_bytes_ : 0);

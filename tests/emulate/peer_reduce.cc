@@ -37,6 +37,7 @@ class Round {
         calls_(any_calls(kernels)),
         at_(2 * num_ranks * num_blocks_ * num_threads_, -1),
         slow_(at_.size(), 0),
+        is_fenced_(at_.size(), 0),
         kernels_(num_ranks, std::vector<Running>(calls_.size())) {
     first_epoch_ = random.pick({~0u, 0u, 7u, ~0u - 3});
     for (u32 r = 0; r < num_ranks_; ++r) {
@@ -61,6 +62,7 @@ class Round {
     lucky_ = (missing + 1 + static_cast<u32>(random_.below(num_ranks_ - 1))) % num_ranks_;
     on_fresh_load = [this] { look_on(); };
     on_system_fence = [this] {
+      is_fenced_[number()] = 1;
       // What other threads of the block did in front of a barrier as well.
       const u32 block = number() / num_threads_;
       flush([&](const Pending& one) { return one.owner / num_threads_ == block; });
@@ -83,6 +85,7 @@ class Round {
     u32 owner;
   };
   struct Dead {};
+  static constexpr u32 kAllOnes[4] = {~0u, ~0u, ~0u, ~0u};
   // One call of one rank.
   struct Running {
     u32 num_let = 0;
@@ -142,6 +145,7 @@ class Round {
       if (blockIdx.x >= call.num_blocks) continue;
       if (r == missing_ && (dies_ ? k > missing_from_ : k >= missing_from_)) continue;
       at_[own] = k;
+      is_fenced_[own] = 0;
       // Not where the clock is looked at, which goes on by the looks of all.
       const bool all_come = missing_ == num_ranks_ || k < missing_from_;
       slow_[own] = all_come ? random_.pick({1, 1, 1, 2, 5, 40}) : 1;
@@ -156,6 +160,9 @@ class Round {
         if (call.epochs_of(blockIdx.x) > 1) __syncthreads_or(1);
         __syncthreads_or(1);
         continue;
+      }
+      if (call.is_barrier() && all_come && !is_fenced_[own]) {
+        fail("what is behind a barrier may be read in front of it");
       }
       Running& running = kernels_[r][k];
       if (++running.num_ended == call.num_blocks * num_threads_) end(r, k);
@@ -191,6 +198,7 @@ class Round {
 
   bool is_dying() const { return dies_ && rank() == missing_ && at_[number()] == missing_from_; }
   void look_on() {
+    is_fenced_[number()] = 0;
     // Behind the epoch, and whether the workspace is broken, a kernel looks at what was sent to it.
     if (is_dying() && ++loads_[number()] > 2) {
       const u32 self = number();
@@ -207,6 +215,9 @@ class Round {
   }
   void store(uint4* to, const uint4& value) {
     ++here().num_stored;
+    const PeerSum& call = calls_[static_cast<size_t>(at_[number()])];
+    const bool is_sent = std::memcmp(&value, &kAllOnes, sizeof(value)) != 0;
+    if (call.is_barrier() && is_sent && !is_fenced_[number()]) fail("a barrier overtakes");
     const char* const lucky = reinterpret_cast<const char*>(workspaces_[lucky_]->data());
     const i64 offset = reinterpret_cast<const char*>(to) - lucky;
     if (is_dying() && (offset < 0 || offset >= slots_.workspace_bytes())) return;
@@ -286,6 +297,7 @@ class Round {
   std::vector<PeerSum> calls_;
   std::vector<i64> at_;  // the call of each fiber
   std::vector<i64> slow_;
+  std::vector<char> is_fenced_;  // since it last looked at what others write
   std::vector<std::vector<Running>> kernels_;
   std::vector<std::unique_ptr<AlignedWords>> workspaces_;
   std::vector<std::unique_ptr<FaultWord>> failures_, faults_;

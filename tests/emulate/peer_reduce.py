@@ -10,7 +10,7 @@ from emulate.runner import Sweep
 from jitkern.comm.peer_kernel import IN_FLIGHT, WAYS
 
 F32, F16, BF16 = range(3)
-ONE_SHOT, TWO_SHOT, _ = range(3)
+ONE_SHOT, TWO_SHOT, _, MEET = range(4)
 """As in WAYS of jitkern.comm.peer_kernel."""
 
 
@@ -38,6 +38,7 @@ _KERNELS = [
 DEFINES = (f"PEER_FEW={','.join(_FEW)}", f"PEER_KERNELS={','.join(_KERNELS)}")
 SWEEP = Sweep("peer_reduce", ("SWEEP_FEW",))
 
+FENCE = "if constexpr (kWay == kMeet) __threadfence_system();"
 CLEAR = """      each(first, is_wanted, [&](int, u32 w, u32 i) {
         store_fresh(slots + w * p.slots.vecs + i,
                     make_uint4(kUnwritten, kUnwritten, kUnwritten, kUnwritten));
@@ -49,6 +50,8 @@ _ALL = [
         "comm/peer_reduce.cu",
         ("does not wait for kernels", "wait_for_earlier_kernels<kUsePdl>();", ""),
         ("no fence", "        __threadfence_system();\n", ""),
+        ("a barrier that is overtaken", f"{FENCE}  // what earlier kernels wrote, too", ""),
+        ("a barrier that overtakes", f"{FENCE}  // of what later ones read", ""),
         ("no barrier between epochs", "!__syncthreads_and(is_done)", "!is_done"),
         ("no epoch", "= epoch + chunks.num;", "= epoch;"),
         ("one epoch of several", "= epoch + chunks.num;", "= epoch + 1;"),
@@ -67,8 +70,8 @@ _ALL = [
         ("does not wait", "if (missing == 0) break;", "if (true) break;"),
         (
             "sent as it is",
-            "as_sent(vectors[f][kWay == kOneShot ? 0 : k]).vec",
-            "vectors[f][kWay == kOneShot ? 0 : k].vec",
+            "as_sent(vectors[f][kToAll ? 0 : k]).vec",
+            "vectors[f][kToAll ? 0 : k].vec",
         ),
         (
             "own value first",
@@ -128,6 +131,8 @@ _ALL = [
 # model of it, are made wrong in tests/comm.
 _RULES = (
     "does not wait for kernels",
+    "a barrier that is overtaken",
+    "a barrier that overtakes",
     "no fence",
     "no barrier between epochs",
     "no epoch",

@@ -6,6 +6,9 @@ from jitkern.comm.nccl import PyNCCLCommunicator as PyNCCLCommunicator
 from jitkern.comm.nccl import init_pynccl as init_pynccl
 from jitkern.comm.peer_comm import PeerCommunicator as PeerCommunicator
 from jitkern.comm.peer_memory import PeerMemory as PeerMemory
+from jitkern.comm.peer_reduce import PeerReducer as PeerReducer
+from jitkern.comm.peer_rows import peer_gather as peer_gather
+from jitkern.comm.peer_rows import peer_scatter as peer_scatter
 from jitkern.comm.protocol import Communicator as Communicator
 from jitkern.comm.protocol import ReduceOp as ReduceOp
 from jitkern.comm.torch_comm import TorchCommunicator as TorchCommunicator

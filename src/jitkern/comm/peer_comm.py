@@ -133,6 +133,11 @@ class PeerCommunicator:
         """How many ranks there are."""
         return self._comm.size
 
+    @property
+    def reducer(self) -> PeerReducer | None:
+        """What small sums go by, of this rank; None where all go to ``comm``."""
+        return None if self._peers is None else self._reducer
+
     def __repr__(self) -> str:
         return f"PeerCommunicator({self._comm!r}, sums up to {self.max_bytes} bytes by peer memory)"
 

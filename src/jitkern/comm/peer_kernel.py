@@ -13,7 +13,7 @@ MOST_RANKS = 8
 """kMostPeers of csrc/comm/peer_reduce.h."""
 TYPES = ("f32", "f16", "bf16")
 """As FloatType of csrc/ops/floats.h begins."""
-WAYS = ("one_shot", "two_shot", "scatter")
+WAYS = ("one_shot", "two_shot", "scatter", "meet")
 """PeerWay of csrc/comm/peer_reduce.h, in its order."""
 
 CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)

@@ -100,6 +100,10 @@ class PeerReducer:
         self._all_reduce: Callable[..., int] = functions[0]
         self._reduce_scatter: Callable[..., int] = functions[1]
         self._reset: Callable[[], None] = functions[2]
+        self._device_barrier: Callable[[], None] = functions[3]
+        # What kernels that barriers guard are given: one, and where the word is by which they see
+        # that an earlier one was given up.
+        self.barrier_in_cpp = (functions[3], int(functions[4]()))
 
     @staticmethod
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
@@ -167,6 +171,20 @@ class PeerReducer:
         tensors = {"output": output, "x": x}
         self._run("reduce_scatter", self._reduce_scatter, (output, x), output, tensors)
 
+    def device_barrier(self) -> None:
+        """Have the current stream wait for all ranks' streams to come to it; the host waits not.
+
+        What a rank's GPU wrote in front of it, into memory of any rank, all see behind it. One
+        launch, as of the other calls, with their deadline; in a CUDA graph as well. On the CPU the
+        caller waits.
+
+        Raises
+        ------
+        CommTimeoutError
+            As :meth:`all_reduce`.
+        """
+        self._device_barrier()
+
     def reset(self) -> None:
         """Make this rank's workspace as a new one, 0xFF all over, and forget that it was broken.
 
@@ -193,11 +211,16 @@ class PeerReducer:
             name_unreadable(error, op, **tensors)
             raise
         if is_traced:
-            raise RuntimeError(
-                f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected "
-                "neither: it would see nothing of the call"
-            )
+            raise traced_error(op)
         dispatch.wrote(written)
+
+
+def traced_error(op: str) -> RuntimeError:
+    """Return what is raised where PyTorch traces a call that it cannot see."""
+    return RuntimeError(
+        f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected neither: it "
+        "would see nothing of the call"
+    )
 
 
 def _check(addresses: Sequence[int], rank: int, size: int, deadline_s: float) -> None:

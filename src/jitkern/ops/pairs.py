@@ -58,25 +58,33 @@ Entry = tuple[str, str, KernelConfig]
 
 
 def load_entries(
-    op: str, file: str, entries: Sequence[Entry], args: CppArgs, in_flight: int
+    op: str, file: str, entries: Sequence[Entry], args: CppArgs, in_flight: int, folder: str = "ops"
 ) -> DeviceModule:
     """Return the device module of some entry points; `args` tell it from the op's others."""
     wrappers = [(name, f"jitkern::{type_name}") for name, type_name, _ in entries]
-    module = load_own(op, *args, device_files=[f"ops/{file}"], device_wrappers=wrappers)
+    module = load_own(op, *args, device_files=[f"{folder}/{file}"], device_wrappers=wrappers)
     return module.launched_with(*(config for *_, config in entries), in_flight=in_flight)
 
 
-def pair_kernels(op: str, copy: str, large_in_flight: int, spec: PairSpec) -> DeviceModule:
-    """Return the device module of an op on pairs, whose kernel is ``jitkern::<copy>``."""
+def pair_kernels(
+    op: str, copy: str, large_in_flight: int, spec: PairSpec, path: tuple[str, str] | None = None
+) -> DeviceModule:
+    """Return the device module of an op on pairs, whose kernel is ``jitkern::<copy>``.
+
+    It is in ``ops/<op>.cu``, or as `path` says: a folder of csrc, and a file in it.
+    """
+    folder, file = path or ("ops", f"{op}.cu")
     row_bytes, vec_bytes, index_bytes, _, large = spec
     in_flight = large_in_flight if large else SMALL_IN_FLIGHT
     args = pair_copy_args(*spec, in_flight)
     name = pair_entry_name(op, row_bytes, vec_bytes, index_bytes, large)
     entry = (name, f"{copy}<{args}>", pair_config(large))
-    return load_entries(op, f"{op}.cu", [entry], args, in_flight)
+    return load_entries(op, file, [entry], args, in_flight, folder)
 
 
-def load_sort(op: str, rows: str, what: str, spec: Sequence[int], side: str = "") -> DeviceModule:
+def load_sort(
+    op: str, rows: str, what: str, spec: Sequence[int], side: str = "", folder: str = "ops"
+) -> DeviceModule:
     """Return the device module that sorts the rows of large calls by their place in host memory.
 
     Of any row size: it takes 100 ms to compile, which with each row size would double the first
@@ -93,7 +101,7 @@ def load_sort(op: str, rows: str, what: str, spec: Sequence[int], side: str = ""
         (f"jitkern_place_{what}_i{bits}", f"Place{rows}<{listed}>", LIST_CONFIG),
     ]
     args = make_cpp_args(*spec, *threads_of(LIST_CONFIG), *threads_of(SCAN_CONFIG))
-    module = load_entries(op, f"{op}.cu", entries, args, in_flight=1)
+    module = load_entries(op, f"{op}.cu", entries, args, in_flight=1, folder=folder)
     module.hint = hints.warm_rows
     return module
 

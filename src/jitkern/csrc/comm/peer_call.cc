@@ -121,4 +121,12 @@ PeerCall reduce_scatter_call(const PeerPlan& plan, AnyView output_arg, AnyView x
   return cut(plan, x, output, call);
 }
 
+PeerCall meet_call(const PeerPlan& plan) {
+  PeerCall call{kMeet, kFloat32, 16, 1, 32};
+  call.params.num_vecs = 1;
+  call.params.blocks = PeerShares::of(1, 1);
+  call.params.slots = plan.slots;
+  return call;
+}
+
 }  // namespace jitkern

@@ -46,8 +46,11 @@ std::string ranks_text(i64 missing) {
 
 constexpr const char* kOutcome = "the workspace is broken until reset()";
 const FaultSite kSites[] = {fault_site("all_reduce", "x", raise_late, kOutcome),
-                            fault_site("reduce_scatter", "x", raise_late, kOutcome)};
-const char* op_of(FaultSite site) { return site == kSites[1] ? "reduce_scatter" : "all_reduce"; }
+                            fault_site("reduce_scatter", "x", raise_late, kOutcome),
+                            fault_site("device_barrier", "", raise_late, kOutcome)};
+const char* op_of(FaultSite site) {
+  return site == kSites[0] ? "all_reduce" : site == kSites[1] ? "reduce_scatter" : "device_barrier";
+}
 
 KernelTable& kernels() {
   static KernelTable table(
@@ -93,13 +96,18 @@ class PeerReducer {
 
   int64_t all_reduce(AnyView x, AnyView out, int64_t way) {
     if (torch_has_to_see_it()) return kTraced;
-    run(Tensor("all_reduce", "x", x), all_reduce_call(plan_, x, out, way), kSites[0]);
+    run(all_reduce_call(plan_, x, out, way), kSites[0]);
     return kQueued;
   }
   int64_t reduce_scatter(AnyView output, AnyView x) {
     if (torch_has_to_see_it()) return kTraced;
-    run(Tensor("reduce_scatter", "x", x), reduce_scatter_call(plan_, output, x), kSites[1]);
+    run(reduce_scatter_call(plan_, output, x), kSites[1]);
     return kQueued;
+  }
+  void device_barrier() { run(meet_call(plan_), kSites[2]); }
+  // Of this rank's word that says whether its workspace is broken: not then, all ones.
+  const u32* intact() const {
+    return &reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank])->intact;
   }
 
   // As it was made, on this rank. Waits for the GPU.
@@ -121,7 +129,7 @@ class PeerReducer {
   }
 
  private:
-  void run(const Tensor& x, PeerCall call, FaultSite site) {
+  void run(PeerCall call, FaultSite site) {
     const std::lock_guard<std::mutex> turn(turn_);
     PeerReduceParams& p = call.params;
     p.rank = static_cast<u32>(plan_.rank);
@@ -129,7 +137,7 @@ class PeerReducer {
     p.deadline_ns = deadline_ns_;
     p.number = ++num_calls_;
     p.site = site;
-    plan_.ordinal < 0 ? run_by_cpu(call) : run_by_gpu(x, call);
+    plan_.ordinal < 0 ? run_by_cpu(call) : run_by_gpu(call);
   }
 
   // The device's fault is raised once, by any call on it, and may be ignored; this one stays.
@@ -141,8 +149,8 @@ class PeerReducer {
                (std::string("; ") + kOutcome).c_str());
   }
 
-  void run_by_gpu(const Tensor& x, PeerCall& call) {
-    const LaunchScope scope(x);
+  void run_by_gpu(PeerCall& call) {
+    const LaunchScope scope(plan_.ordinal);
     check_failure();
     if (call.is_empty()) return;
     order(op_of(call.params.site), scope.stream());
@@ -251,7 +259,7 @@ PeerPlan plan_of(int64_t ordinal, int64_t rank, int64_t size, int64_t workspace_
   return plan;
 }
 
-// Its all_reduce, reduce_scatter and reset.
+// Its all_reduce, reduce_scatter, reset, device_barrier, and the address of intact().
 Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int64_t rank,
                                   int64_t workspace_bytes, int64_t deadline_ns,
                                   Array<int64_t> shapes, int64_t one_shot_bytes) {
@@ -266,6 +274,8 @@ Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int
       Function::FromTyped(
           [made](AnyView output, AnyView x) -> int64_t { return made->reduce_scatter(output, x); }),
       Function::FromTyped([made] { made->reset(); }),
+      Function::FromTyped([made] { made->device_barrier(); }),
+      Function::FromTyped([made] { return static_cast<int64_t>(address(made->intact())); }),
   };
 }
 

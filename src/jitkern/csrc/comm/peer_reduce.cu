@@ -23,6 +23,7 @@ struct PeerReduce {
   static constexpr int kItemBytes = item_bytes_of(kType);
   static constexpr int kItems = 16 / kItemBytes;
   static constexpr u32 kNumRanks = kRanks;
+  static constexpr bool kToAll = kWay == kOneShot || kWay == kMeet;  // the same to each rank
   static constexpr u32 kLooksOfClock = 256;  // between two looks at the clock: some 200 us
   static_assert(kRanks >= 2 && kRanks <= kMostPeers, "ranks of one host");
   static_assert(kAccessBytes >= kItemBytes, "items are loaded whole");
@@ -63,8 +64,10 @@ struct PeerReduce {
     // False where other ranks did not come in time, or the workspace is broken: then nothing is
     // sent.
     __device__ bool run(bool is_intact) const {
+      if constexpr (kWay == kMeet) __threadfence_system();  // what earlier kernels wrote, too
       if (!send(is_intact)) return false;
       if (!add_up()) return false;
+      if constexpr (kWay == kMeet) __threadfence_system();  // of what later ones read
       return kWay != kTwoShot || gather();
     }
 
@@ -73,12 +76,11 @@ struct PeerReduce {
 
     // Values go to whoever sums them: in one shot all to all, else to each rank its part.
     __device__ bool send(bool is_intact) const {
-      constexpr int kDistinct = kWay == kOneShot ? 1 : kRanks - 1;
+      constexpr int kDistinct = kToAll ? 1 : kRanks - 1;
       const i64 at = p.slots.at(0, epoch, blockIdx.x, p.rank);
       for (u32 first = threadIdx.x; first < span.count; first += step()) {
         Vector vectors[kInFlight][kDistinct];
-        load_all<kDistinct>(vectors, first,
-                            [&](int k) -> u32 { return kWay == kOneShot ? 0 : other(k); });
+        load_all<kDistinct>(vectors, first, [&](int k) -> u32 { return kToAll ? 0 : other(k); });
         // Behind the loads, which are under way together with those of the epoch.
         if (!is_intact) return false;
 #pragma unroll
@@ -87,8 +89,8 @@ struct PeerReduce {
 #pragma unroll
           for (int k = 0; k < kRanks - 1; ++k) {
             const u32 to = other(k);
-            if (!has(kWay == kOneShot ? 0 : to, i)) continue;
-            store_fresh(slot(to, at) + i, as_sent(vectors[f][kWay == kOneShot ? 0 : k]).vec);
+            if (!has(kToAll ? 0 : to, i)) continue;
+            store_fresh(slot(to, at) + i, as_sent(vectors[f][kToAll ? 0 : k]).vec);
           }
         }
       }
@@ -97,7 +99,7 @@ struct PeerReduce {
 
     // This rank's part, or in one shot all. The sums go to `out`, and in two shots to all others.
     __device__ bool add_up() const {
-      const u32 part = kWay == kOneShot ? 0 : p.rank;
+      const u32 part = kToAll ? 0 : p.rank;
       uint4* const slots = slot(p.rank, p.slots.at(0, epoch, blockIdx.x, 0));
       const i64 at = p.slots.at(1, epoch, blockIdx.x, p.rank);
       const auto is_wanted = [&](u32 i, u32 w) { return w != p.rank && has(part, i); };
@@ -106,6 +108,7 @@ struct PeerReduce {
         load_all<1>(own, first, [&](int) -> u32 { return part; });
         Vector vectors[kInFlight][kRanks];
         if (!receive(slots, first, is_wanted, vectors)) return false;
+        if (kWay == kMeet) continue;
 #pragma unroll
         for (int f = 0; f < kInFlight; ++f) {
           const u32 i = first + f * blockDim.x;
@@ -212,6 +215,7 @@ struct PeerReduce {
     template <int kDistinct, class PartOf>
     __device__ void load_all(Vector (&vectors)[kInFlight][kDistinct], u32 first,
                              const PartOf& part_of) const {
+      if (kWay == kMeet) return;  // zeros
 #pragma unroll
       for (int f = 0; f < kInFlight; ++f) {
         const u32 i = first + f * blockDim.x;

@@ -40,8 +40,9 @@ constexpr u32 kMostPeerBlocks = 64;
 constexpr u32 kUnwritten = 0xffffffff;
 constexpr i64 kPeerVecBytes = 16;
 
-// One shot, two, and the first of two with the sum as result.
-enum PeerWay : int { kOneShot, kTwoShot, kScatter };
+// One shot, two, the first of two with the sum as result, and one shot of a vector of zeros that
+// nobody sums: a barrier, behind which each rank sees what the others wrote in front of it.
+enum PeerWay : int { kOneShot, kTwoShot, kScatter, kMeet };
 
 // The bits of values as they are sent.
 JITKERN_HOST_DEVICE constexpr u32 sent_word(u32 word) {

@@ -112,6 +112,7 @@ class Reduction {
     }
   };
 
+  bool is_to_all() const { return way_ == kOneShot || way_ == kMeet; }
   bool has(const Epoch& e, u32 part, u32 i) const {
     return e.span.begin + i < p_.num_vecs_of(way_, part);
   }
@@ -121,6 +122,7 @@ class Reduction {
   }
   Vector load(const Epoch& e, u32 part, u32 i) const {
     Vector vector{};
+    if (way_ == kMeet) return vector;
     std::memcpy(vector.words, p_.x + p_.part_begin(part) + offset(e, i), num_bytes(e, part, i));
     for (u32& word : vector.words) word = sent_word(word);
     return vector;
@@ -132,7 +134,7 @@ class Reduction {
   void send(const Epoch& e) const {
     for (u32 k = 1; k < num_ranks_; ++k) {
       const u32 to = (p_.rank + k) % num_ranks_;
-      const u32 part = way_ == kOneShot ? 0 : to;
+      const u32 part = is_to_all() ? 0 : to;
       for (u32 i = 0; i < e.span.count && has(e, part, i); ++i) {
         put(e.slot(to, 0, p_.rank, i), load(e, part, i));
       }
@@ -140,7 +142,7 @@ class Reduction {
   }
 
   bool add_up(const Epoch& e) const {
-    const u32 part = way_ == kOneShot ? 0 : p_.rank;
+    const u32 part = is_to_all() ? 0 : p_.rank;
     for (u32 i = 0; i < e.span.count && has(e, part, i); ++i) {
       Vector sum{};
       float sums[kItems];
@@ -156,6 +158,7 @@ class Reduction {
         for (int k = 0; k < kItems; ++k)
           sums[k] = w == 0 ? values[k] : peer_sum(sums[k], values[k]);
       }
+      if (way_ == kMeet) continue;
       round(sums, sum);
       if (way_ == kTwoShot) {
         for (u32 k = 1; k < num_ranks_; ++k) {
@@ -201,7 +204,7 @@ class Reduction {
   u32 missing(const Epoch& e, int stage, u32 i) const {
     u32 ranks = 0;
     for (u32 w = 0; w < num_ranks_; ++w) {
-      const u32 part = stage == 0 ? (way_ == kOneShot ? 0 : p_.rank) : w;
+      const u32 part = stage == 0 ? (is_to_all() ? 0 : p_.rank) : w;
       if (w == p_.rank || !has(e, part, i)) continue;
       const u32* const from = e.slot(p_.rank, stage, w, i);
       for (int k = 0; k < 4; ++k) ranks |= word_at(from + k) == kUnwritten ? 1u << w : 0;

@@ -6,10 +6,14 @@
 
 namespace jitkern {
 
-template <HostSide kHostSide>
-__device__ inline u64 region_of_pair(const ListParams& p, i64 src_row, i64 dst_row) {
+template <HostSide kHostSide, class Params>
+__device__ inline u64 region_of_pair(const Params& p, i64 src_row, i64 dst_row) {
   return region_of(p.regions, kHostSide == kHostSource ? src_row * p.src_stride_bytes
                                                        : dst_row * p.dst_stride_bytes);
+}
+
+__device__ inline u32 hash_of_row(i64 row) {
+  return static_cast<u32>((u64(row) * 0x9e3779b97f4a7c15ull) >> 32);
 }
 
 template <int kIndexBytes, int kThreads, int kMaxOccupancy, HostSide kHostSide>
@@ -95,7 +99,7 @@ struct ListPairs {
   // The pair that fetches `src_row`: this one if it is the first to come. The table is at least
   // twice as large as the number of pairs, so a free place is never far.
   static __device__ u32 claim(const Params& p, const Int* pairs, u32 number, i64 src_row) {
-    u32 place = static_cast<u32>((u64(src_row) * 0x9e3779b97f4a7c15ull) >> 32) & p.table_mask;
+    u32 place = hash_of_row(src_row) & p.table_mask;
     while (true) {
       const u32 owner = atomicCAS(&p.table[place], kNoOwner, number);
       if (owner == kNoOwner) return number;

@@ -12,12 +12,13 @@
 namespace jitkern {
 
 template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
-          bool kLineAligned, bool kLarge, int kInFlight, HostSide kHostSide>
+          bool kLineAligned, bool kLarge, int kInFlight, HostSide kHostSide,
+          class ParamsOf = PairCopyParams>
 struct PairCopy {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
   static_assert(kRowBytes < (1 << 30), "a row of less than 1 GiB");
   static_assert(kThreads % 32 == 0, "whole warps, which take batches");
-  using Params = PairCopyParams;
+  using Params = ParamsOf;
   using Int = Index<kIndexBytes>;
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
@@ -80,13 +81,16 @@ struct PairCopy {
         }
       }
     }
+    for (u32 t = 0; t < p.num_targets(); ++t) {
+      const i64 shift = p.target_shift(t);
 #pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
+      for (int r = 0; r < Rows::kRows; ++r) {
 #pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - lead[r];
-        if (offset >= 0 && offset < kRowBytes) {
-          store_vec<kVecBytes>(target[r] + offset, value[r][c]);
+        for (int c = 0; c < Rows::kChunks; ++c) {
+          const i32 offset = group.offset(c) - lead[r];
+          if (offset >= 0 && offset < kRowBytes) {
+            store_vec<kVecBytes>(target[r] + shift + offset, value[r][c]);
+          }
         }
       }
     }

@@ -309,8 +309,9 @@ struct Launch {
 // What a launch on a tensor's device needs: its context made current and torch's current stream.
 class LaunchScope {
  public:
-  explicit LaunchScope(const Tensor& tensor)
-      : device(Device::get(tensor.dl->device.device_id)),
+  explicit LaunchScope(const Tensor& tensor) : LaunchScope(tensor.dl->device.device_id) {}
+  explicit LaunchScope(int ordinal)
+      : device(Device::get(ordinal)),
         context_(device),
         stream_(static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device.ordinal))) {
     check_pending_fault(device);

@@ -1,0 +1,275 @@
+// peer_gather and peer_scatter on the host: checks, the CPU's form, launches.
+#include "comm/peer_rows.h"
+
+#include <tvm/ffi/container/array.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "host/cpu_copy.h"
+#include "ops/pairs_host.h"
+
+namespace jitkern {
+
+namespace {
+
+using tvm::ffi::Any;
+using tvm::ffi::Array;
+using tvm::ffi::Function;
+
+constexpr i64 kMostPairs = i64(1) << 30;  // numbers of 32 bits, in a table of twice as many
+
+const char* dst_name(size_t rank) {
+  static_assert(kMostPeers == 8, "as many names");
+  constexpr const char* kNames[] = {"dsts[0]", "dsts[1]", "dsts[2]", "dsts[3]",
+                                    "dsts[4]", "dsts[5]", "dsts[6]", "dsts[7]"};
+  return kNames[rank];
+}
+
+// A call: pairs as of one rank, and the ranks.
+struct RowsCall : PairArgs {
+  u32 rank;
+  u32 num_ranks;
+  Function barrier;  // of the ranks' streams, or on the CPU of the ranks
+  const u32* intact;
+  std::vector<Rows> all;  // the memory of each rank, where rows go to all
+
+  bool repeats() const { return host_side == kHostSource; }  // rows may be asked for again
+};
+
+// Every rank's memory looks alike: it has a row for each row of this one's.
+void take_targets(RowsCall& call, const Array<Any>& dsts) {
+  for (size_t r = 0; r < dsts.size(); ++r) {
+    const Rows rows(call.src.op, dst_name(r), dsts[r]);
+    rows.same_dtype(call.dst);
+    rows.same_device(call.dst);
+    rows.same_num_rows(call.dst);
+    rows.same_row_bytes(call.dst);
+    if (rows.stride_bytes != call.dst.stride_bytes) {
+      rows.value_error("rows of every " + std::to_string(rows.stride_bytes) + " bytes",
+                       "every " + std::to_string(call.dst.stride_bytes) + ", as in dsts[" +
+                           std::to_string(call.rank) + "]");
+    }
+    for (const Rows& other : call.all) rows.apart_from(other);
+    rows.apart_from(call.src);
+    call.pairs.apart_from(rows);
+    call.all.push_back(rows);
+  }
+}
+
+// -- by the CPU ----------------------------------------------------------------------------------
+
+// The pairs that are neither padding nor out of range: those of this rank's part, and those that
+// ask for a row again, which all ranks copy.
+struct CpuLists {
+  std::vector<Pair> fetches;
+  std::vector<Pair> copies;  // destination row to copy from, destination row
+
+  explicit CpuLists(const RowsCall& call) {
+    struct Asked {
+      Pair pair;
+      i64 number;
+    };
+    std::vector<Asked> asked;
+    call.pairs.with_index([&](const auto index_at) {
+      for (i64 i = 0; i < call.params.num_pairs; ++i) {
+        const Pair pair(index_at, i);
+        if (pair.is_inside(call.params)) asked.push_back({pair, i});
+      }
+    });
+    const auto host_row = [&](const Asked& one) {
+      return call.host_side == kHostSource ? one.pair.src_row : one.pair.dst_row;
+    };
+    std::sort(asked.begin(), asked.end(), [&](const Asked& a, const Asked& b) {
+      return host_row(a) != host_row(b) ? host_row(a) < host_row(b) : a.number < b.number;
+    });
+    std::vector<Pair> distinct;
+    for (const Asked& one : asked) {
+      if (call.repeats() && !distinct.empty() && distinct.back().src_row == one.pair.src_row) {
+        copies.emplace_back(distinct.back().dst_row, one.pair.dst_row);
+      } else {
+        distinct.push_back(one.pair);
+      }
+    }
+    const u64 total = distinct.size();
+    const auto at = [&](u32 part) {
+      return distinct.begin() + static_cast<i64>(part_begin(total, part, call.num_ranks));
+    };
+    fetches.assign(at(call.rank), at(call.rank + 1));
+  }
+};
+
+void copy_on_cpu(const std::vector<Pair>& pairs, const Rows& from, const Rows& to) {
+  copy_rows<kRandomBoth>(static_cast<i64>(pairs.size()), from.row_bytes, to.num_rows * to.row_bytes,
+                         [&](i64 i) {
+                           const Pair& pair = pairs[static_cast<size_t>(i)];
+                           return CpuRow{to.data + pair.dst_row * to.stride_bytes,
+                                         from.data + pair.src_row * from.stride_bytes};
+                         });
+}
+
+void run_on_cpu(const RowsCall& call) {
+  call.check_pairs();
+  const CpuLists lists(call);
+  call.barrier();
+  if (call.all.empty()) copy_on_cpu(lists.fetches, call.src, call.dst);
+  for (const Rows& dst : call.all) copy_on_cpu(lists.fetches, call.src, dst);
+  call.barrier();
+  copy_on_cpu(lists.copies, call.dst, call.dst);
+}
+
+// -- on GPUs -------------------------------------------------------------------------------------
+
+const LoadedKernels& peer_list_kernels(const Device& device, const RowsCall& call) {
+  static KernelTable table("peer_lists", {"index_bytes", "host_target"},
+                           [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
+  return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
+}
+
+struct PeerLists {
+  tvm::ffi::Tensor memory;
+  PeerListParams params;
+  u32* last_batch;  // see for_batches
+};
+
+PeerLists make_peer_lists(const LaunchScope& scope, const LoadedKernels& kernels,
+                          const RowsCall& call) {
+  PeerListParams list{};
+  static_cast<PairCopyParams&>(list) = call.params;
+  list.rank = call.rank;
+  list.num_ranks = call.num_ranks;
+  i64 table_size = 0;
+  if (call.repeats()) {
+    for (table_size = 2; table_size < 2 * list.num_pairs;) table_size *= 2;
+  }
+  const i64 region_bytes = 4 * i64(kNumRegions);
+  const i64 list_bytes = 2 * list.num_pairs * call.index_bytes;
+  // The first pieces start as all ones.
+  Scratch scratch;
+  const i64 table_at = scratch.add(4 * table_size);
+  const i64 words_at = scratch.add(4 * 4);
+  const i64 last_ranks_at = scratch.add(region_bytes);
+  const i64 cursors_at = scratch.add(region_bytes);
+  const i64 fetches_at = scratch.add(list_bytes);
+  const i64 ones_bytes = scratch.bytes();
+  const i64 starts_at = scratch.add(region_bytes);
+  const i64 places_at = scratch.add(4 * list.num_pairs);
+  const i64 copies_at = scratch.add(call.repeats() ? list_bytes : 0);
+  const tvm::ffi::Tensor memory = scratch.allocate_on(call.device);
+  char* const base = static_cast<char*>(memory.data_ptr());
+  const auto at = [base](i64 offset) { return reinterpret_cast<u32*>(base + offset); };
+
+  if (call.repeats()) list.table = at(table_at);
+  list.table_mask = static_cast<u32>(table_size - 1);
+  list.last_entries = at(words_at);
+  list.places = at(places_at);
+  list.fetches = at(fetches_at);
+  list.copies = at(copies_at);
+  list.cursors = at(cursors_at);
+  list.regions = cut_regions(call.span_bytes);
+  list.regions.last_ranks = at(last_ranks_at);
+  list.regions.starts = at(starts_at);
+  list.regions.last_entry = list.last_entries + 2;
+  scope.fill_bytes(base, 0xff, ones_bytes);
+  launch_sort(scope, kernels, list.num_pairs, list);
+  return {memory, list, list.last_entries + 3};
+}
+
+void run_on_gpu(RowsCall& call, KernelTable& table) {
+  const LaunchScope scope(call.device_rows());
+  call.map_host_rows();
+  call.params.fault = scope.device.fault_device;
+  // All is compiled in front of the barrier.
+  const LoadedKernels& sorts = peer_list_kernels(scope.device, call);
+  const Spec spec = pair_spec(call, true);
+  const LoadedKernels& copies = table.find(scope.device, spec);
+  const PeerLists lists = make_peer_lists(scope, sorts, call);
+
+  PeerCopyParams fetch{};
+  static_cast<PairCopyParams&>(fetch) = call.params;
+  fetch.intact = call.intact;
+  fetch.pairs = lists.params.fetches;
+  fetch.last_pair = lists.params.last_entries;
+  fetch.last_batch = lists.last_batch;
+  fetch.num_shifts = 1;
+  // Behind its own each rank begins with the next one, so that not all write to one.
+  for (u32 k = 1; k < call.all.size(); ++k) {
+    fetch.shifts[fetch.num_shifts++] =
+        call.all[(call.rank + k) % call.num_ranks].data - call.dst.data;
+  }
+  PeerCopyParams copy = fetch;
+  copy.pairs = lists.params.copies;
+  copy.last_pair = lists.params.last_entries + 1;
+  copy.last_batch = nullptr;
+  copy.src = call.params.dst;
+  copy.src_stride_bytes = call.params.dst_stride_bytes;
+  copy.num_src_rows = call.params.num_dst_rows;
+  copy.num_shifts = 1;
+
+  const i64 in_flight = ordered_bytes_in_flight(call.traffic(), kBytesInFlight);
+  const i64 blocks = num_copy_blocks(scope, copies, call.params.num_pairs, call.num_sms, in_flight);
+  call.barrier();
+  scope.launch(copies.entries[0], blocks, fetch);
+  call.barrier();
+  if (call.repeats()) scope.launch(copies.entries[0], scope.device.num_sms, copy);
+}
+
+// -- calls ---------------------------------------------------------------------------------------
+
+void run(RowsCall& call, KernelTable& table) {
+  if (call.params.num_pairs > kMostPairs) {
+    call.pairs.value_error(std::to_string(call.params.num_pairs) + " pairs",
+                           "at most " + std::to_string(kMostPairs));
+  }
+  if (call.device_rows().on_cuda()) call.pairs.same_device(call.device_rows());
+  if (call.host_rows().stride_bytes < 0) {
+    call.host_rows().value_error("rows that lie backwards", "a row stride of 0 or more");
+  }
+  if (call.empty()) return;  // on all ranks
+  call.device_rows().on_cuda() ? run_on_gpu(call, table) : run_on_cpu(call);
+}
+
+void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, int64_t rank,
+                 Function barrier, int64_t intact) {
+  constexpr const char* kOp = "peer_gather";
+  static const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
+  static const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
+  static KernelTable table = pair_kernels(kOp);
+  const auto dsts = dsts_arg.cast<Array<Any>>();
+  const AnyView own = dsts[static_cast<size_t>(rank)];
+  RowsCall call{PairArgs(kOp, kHostSource, src, own, pairs, num_sms),
+                static_cast<u32>(rank),
+                static_cast<u32>(dsts.size()),
+                barrier,
+                reinterpret_cast<const u32*>(intact),
+                {}};
+  call.params.src_site = kSrcSite;
+  call.params.dst_site = kDstSite;
+  take_targets(call, dsts);
+  run(call, table);
+}
+
+void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, int64_t rank,
+                  int64_t num_ranks, Function barrier, int64_t intact) {
+  constexpr const char* kOp = "peer_scatter";
+  static const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
+  static const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
+  static KernelTable table = pair_kernels(kOp);
+  RowsCall call{PairArgs(kOp, kHostTarget, src, dst, pairs, num_sms),
+                static_cast<u32>(rank),
+                static_cast<u32>(num_ranks),
+                barrier,
+                reinterpret_cast<const u32*>(intact),
+                {}};
+  call.params.src_site = kSrcSite;
+  call.params.dst_site = kDstSite;
+  run(call, table);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_gather, UnlessTorch<peer_gather>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_scatter, UnlessTorch<peer_scatter>::call);
+
+}  // namespace jitkern

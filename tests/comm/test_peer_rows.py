@@ -1,0 +1,364 @@
+"""peer_gather and peer_scatter: ranks of one process, on the CPU and on one GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rows_ranks import Ranks
+from torch import Tensor
+
+import jitkern
+from jitkern.comm import peer_gather, peer_scatter
+from jitkern.errors import CommTimeoutError
+
+UNTOUCHED = 0xA5
+
+
+@dataclass
+class Case:
+    """Rows of a host pool, and memory of each rank."""
+
+    row_bytes: int
+    num_host_rows: int
+    num_rows: int
+    stride_bytes: int  # of each rank's rows
+    pairs: Tensor  # (row of the pool, row of a rank)
+
+    def pool(self, device: torch.device) -> Tensor:
+        generator = torch.Generator().manual_seed(self.num_host_rows)
+        shape = (self.num_host_rows, self.row_bytes)
+        pool = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        return pool.pin_memory() if device.type == "cuda" else pool
+
+    def caches(self, size: int, device: torch.device) -> list[Tensor]:
+        shape = (self.num_rows, self.stride_bytes)
+        return [
+            torch.full(shape, UNTOUCHED, dtype=torch.uint8, device=device)[:, : self.row_bytes]
+            for _ in range(size)
+        ]
+
+    def valid(self) -> list[tuple[int, int]]:
+        return [
+            (a, b)
+            for a, b in self.pairs.view(-1, 2).tolist()
+            if 0 <= a < self.num_host_rows and 0 <= b < self.num_rows
+        ]
+
+
+def any_case(
+    rng: random.Random, *, repeats: bool, row_bytes: int | None = None, count: int | None = None
+) -> Case:
+    row_bytes = row_bytes or rng.choice([1, 6, 16, 24, 128, 656, 1000])
+    count = count or rng.choice([1, 2, 3, 50, 700])
+    num_host_rows = rng.choice([1, 3, count, 40 * count]) if repeats else 3 * count
+    num_rows = count + rng.randrange(50)
+    hosts = [rng.randrange(num_host_rows) for _ in range(count)]
+    if not repeats:
+        hosts = rng.sample(range(num_host_rows), count)
+    rows = rng.sample(range(num_rows), count)
+    pairs = torch.tensor(list(zip(hosts, rows, strict=True)))
+    for _ in range(rng.choice([0, 0, 3])):
+        pairs[rng.randrange(count), rng.randrange(2)] = -rng.randrange(1, 5)
+    stride_bytes = row_bytes + rng.choice([0, 16, 5])
+    return Case(row_bytes, num_host_rows, num_rows, stride_bytes, pairs)
+
+
+def gathers(case: Case, size: int, device: torch.device, index_dtype: torch.dtype) -> None:
+    ranks, pool, caches = Ranks(size, device), case.pool(device), case.caches(size, device)
+    pairs = case.pairs.to(device, index_dtype)
+    expected = caches[0].clone()
+    for source, row in case.valid():
+        expected[row] = pool[source].to(device)
+    backing = [cache._base for cache in caches]
+    for _ in range(2):  # epochs go on
+        ranks.each(lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank]))
+        for cache, base in zip(caches, backing, strict=True):
+            assert torch.equal(cache, expected)
+            assert base is None or (base[:, case.row_bytes :] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("row_bytes", [1, 6, 24, 656])
+def test_gather(device: torch.device, row_bytes: int, size: int, index_dtype: torch.dtype) -> None:
+    rng = random.Random(row_bytes * size)
+    case = any_case(rng, repeats=True, row_bytes=row_bytes, count=700)
+    gathers(case, size, device, index_dtype)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([2, 4, 8]))
+def test_any_gather(device: torch.device, seed: int, size: int) -> None:
+    rng = random.Random(seed)
+    gathers(any_case(rng, repeats=True), size, device, rng.choice([torch.int32, torch.int64]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("distinct", [1, 7, 40_000])
+def test_a_large_gather(device: torch.device, distinct: int, size: int) -> None:
+    """Of few rows again and again, and of many, in a table of neighbours."""
+    count, num_host_rows = 40_000, 50_000
+    generator = torch.Generator().manual_seed(distinct)
+    hosts = torch.randperm(num_host_rows, generator=generator)[:distinct]
+    sources = hosts[torch.randint(distinct, (count,), generator=generator)]
+    pairs = torch.stack([sources, torch.randperm(count, generator=generator)], 1)
+    gathers(Case(24, num_host_rows, count, 24, pairs), size, device, torch.int64)
+
+
+def scatters(case: Case, size: int, device: torch.device, index_dtype: torch.dtype) -> None:
+    ranks, pool = Ranks(size, device), case.pool(device)
+    sent = case.caches(1, device)[0]
+    sent.copy_(torch.randint(256, sent.shape, dtype=torch.uint8))
+    sources = [sent.clone() for _ in range(size)]
+    pairs = case.pairs.flip(-1).contiguous().to(device, index_dtype)
+    expected = pool.clone()
+    for host_row, row in case.valid():
+        expected[host_row] = sent[row].cpu()
+    ranks.each(lambda rank: peer_scatter(sources[rank], pool, pairs, ranks.reducers[rank]))
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("row_bytes", [1, 6, 24, 656])
+def test_scatter(device: torch.device, row_bytes: int, size: int, index_dtype: torch.dtype) -> None:
+    case = any_case(random.Random(row_bytes), repeats=False, row_bytes=row_bytes, count=700)
+    scatters(case, size, device, index_dtype)
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([2, 4, 8]))
+def test_any_scatter(device: torch.device, seed: int, size: int) -> None:
+    rng = random.Random(seed)
+    scatters(any_case(rng, repeats=False), size, device, rng.choice([torch.int32, torch.int64]))
+
+
+class Moved:
+    """What each rank brings, seen by who reads the pool or writes the caches."""
+
+    def __init__(self, size: int, num_rows: int, device: torch.device) -> None:
+        self.ranks = Ranks(size, device)
+        self.case = Case(16, num_rows, num_rows, 16, torch.arange(num_rows).repeat(2, 1).T)
+        self.pairs = self.case.pairs.contiguous().to(device)
+        # Each rank's own pool: a row that it has brought is known by its content.
+        self.pools = [torch.full((num_rows, 16), rank, dtype=torch.uint8) for rank in range(size)]
+        if device.type == "cuda":
+            self.pools = [pool.pin_memory() for pool in self.pools]
+        self.caches = self.case.caches(size, device)
+
+    def by_rank(self) -> list[int]:
+        reducers = self.ranks.reducers
+        self.ranks.each(
+            lambda rank: peer_gather(self.pools[rank], self.caches, self.pairs, reducers[rank])
+        )
+        for cache in self.caches[1:]:
+            assert torch.equal(cache, self.caches[0])
+        return self.caches[0][:, 0].tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_each_rank_brings_a_part(device: torch.device, size: int) -> None:
+    """Equal parts, one behind the other in the pool, but for a region where two meet."""
+    brought = Moved(size, 24_000, device).by_rank()
+    for rank in range(size):
+        assert abs(brought.count(rank) - 24_000 // size) < 24_000 / 4096 * 4 + 4
+    changes = sum(a != b for a, b in zip(brought, brought[1:], strict=False))
+    assert changes < 8 * size
+
+
+def test_a_region_is_shared_out(device: torch.device) -> None:
+    """All rows lie within one: by a hash on GPUs."""
+    moved = Moved(2, 1000, device)
+    moved.pools = [torch.full((1 << 20, 16), rank, dtype=torch.uint8) for rank in range(2)]
+    if device.type == "cuda":
+        moved.pools = [pool.pin_memory() for pool in moved.pools]
+    moved.pairs = torch.stack([torch.arange(200) + (1 << 19), torch.arange(200)], 1).to(device)
+    brought = moved.by_rank()[:200]
+    assert 60 <= brought.count(0) <= 140 and brought.count(0) + brought.count(1) == 200
+
+
+def test_a_row_that_is_asked_for_again_is_fetched_once(device: torch.device) -> None:
+    """Rank 1 has no part of it, and its pool has another content."""
+    ranks = Ranks(2, device)
+    pools = [torch.full((1, 16), rank, dtype=torch.uint8) for rank in range(2)]
+    if device.type == "cuda":
+        pools = [pool.pin_memory() for pool in pools]
+    caches = [torch.full((500, 16), 9, dtype=torch.uint8, device=device) for _ in range(2)]
+    pairs = torch.stack([torch.zeros(500, dtype=torch.int64), torch.randperm(500)], 1).to(device)
+    ranks.each(lambda rank: peer_gather(pools[rank], caches, pairs, ranks.reducers[rank]))
+    values = {int(value) for cache in caches for value in cache.unique()}
+    assert len(values) == 1 and values <= {0, 1}
+
+
+def test_no_pairs(device: torch.device) -> None:
+    ranks, case = Ranks(2, device), any_case(random.Random(0), repeats=True)
+    pool, caches = case.pool(device), case.caches(2, device)
+    none = torch.empty(0, 2, dtype=torch.int32, device=device)
+    ranks.each(lambda rank: peer_gather(pool, caches, none, ranks.reducers[rank]))
+    ranks.each(lambda rank: peer_scatter(caches[rank], pool, none, ranks.reducers[rank]))
+    assert all((cache == UNTOUCHED).all() for cache in caches)
+
+
+def test_a_row_past_the_end(device: torch.device) -> None:
+    ranks, case = Ranks(2, device), Case(16, 100, 60, 16, torch.empty(0, 2))
+    pool, caches = case.pool(device), case.caches(2, device)
+    rows = torch.randperm(60)[:50]
+    pairs = torch.stack([torch.arange(50), rows], 1).to(device)
+    pairs[7, 0], pairs[9, 1] = 100, -1
+    call: Any = lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank])  # noqa: E731
+    if device.type == "cpu":
+        for error in ranks.errors(call):
+            assert str(error) == (
+                "peer_gather: pairs[..., 0][7]: 100, expected below 100; nothing was written"
+            ) or "100" in str(error)
+            assert isinstance(error, IndexError)
+        assert all((cache == UNTOUCHED).all() for cache in caches)
+        return
+    ranks.each(call)
+    with pytest.raises(IndexError, match=r"peer_gather: pairs\[..., 0\]"):
+        jitkern.check()
+    for cache in caches:
+        for i, row in enumerate(rows.tolist()):
+            if i in (7, 9):
+                assert (cache[row] == UNTOUCHED).all()
+            else:
+                assert torch.equal(cache[row].cpu(), pool[i])
+
+
+def test_a_rank_that_does_not_come(device: torch.device) -> None:
+    """Nothing is written, and every later call says so."""
+    ranks, case = Ranks(3, device, deadline_s=0.2), any_case(random.Random(1), repeats=True)
+    pool, caches = case.pool(device), case.caches(3, device)
+    pairs = case.pairs.to(device)
+    call: Any = lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank])  # noqa: E731
+    first = ranks.errors(call, [0, 2])
+    if device.type == "cuda":
+        assert first == [None, None]
+        with pytest.raises(CommTimeoutError, match="device_barrier"):
+            jitkern.check()  # the device's one record of a fault
+    for error in ranks.errors(call, [0, 2]):
+        assert isinstance(error, CommTimeoutError) and error.missing == (1,), error
+        assert error.op == "device_barrier"
+    assert all((cache == UNTOUCHED).all() for cache in caches)
+
+
+@pytest.mark.cuda
+def test_in_a_graph() -> None:
+    """Replays take what is in pairs and pool by then."""
+    device = torch.device("cuda")
+    ranks, case = Ranks(2, device), Case(656, 900, 500, 656, torch.empty(0, 2))
+    pool, caches = case.pool(device), case.caches(2, device)
+    pairs = torch.full((400, 2), -1, device=device)
+    ranks.each(lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank]))
+    graphs = []
+    for rank in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            peer_gather(pool, caches, pairs, ranks.reducers[rank])
+        graphs.append(graph)
+    for _ in range(5):
+        sources, rows = torch.randint(900, (400,)), torch.randperm(500)[:400]
+        pairs.copy_(torch.stack([sources, rows], 1))
+        pool.random_()
+        ranks.each(lambda rank: graphs[rank].replay())
+        for cache in caches:
+            assert torch.equal(cache[rows.cuda()].cpu(), pool[sources])
+    jitkern.check()
+
+
+MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
+    "one tensor": (lambda s, d, p, r: peer_gather(s, d[0], p, r), TypeError, "dsts: Tensor, expec"),
+    "too few": (
+        lambda s, d, p, r: peer_gather(s, d[:1], p, r),
+        ValueError,
+        "dsts: 1 tensors, expected 2, one for each rank",
+    ),
+    "no group": (
+        lambda s, d, p, r: peer_gather(s, d, p, None),
+        TypeError,
+        "group: None, expected a PeerCommunicator or a PeerReducer",
+    ),
+    "rows": (
+        lambda s, d, p, r: peer_gather(s, [d[0], d[1][:3]], p, r),
+        ValueError,
+        "dsts[1]: ",
+    ),
+    "stride": (
+        lambda s, d, p, r: peer_gather(s, [d[0], torch.ones(10, 20)[:, :4]], p, r),
+        ValueError,
+        "dsts[1]: rows of every 80 bytes, expected every 16, as in dsts[0]",
+    ),
+    "twice": (
+        lambda s, d, p, r: peer_gather(s, [d[0], d[0]], p, r),
+        ValueError,
+        "dsts[1]: memory of dsts[0]",
+    ),
+    "the pool": (
+        lambda s, d, p, r: peer_gather(s, [d[0], s], p, r),
+        ValueError,
+        "memory of src",
+    ),
+    "dtype": (
+        lambda s, d, p, r: peer_gather(s, [d[0], d[1].int()], p, r),
+        TypeError,
+        "dsts[1]: dtype int32",
+    ),
+    "pairs": (
+        lambda s, d, p, r: peer_gather(s, d, p[:, 0].contiguous(), r),
+        ValueError,
+        "pairs: shape [4], expected shape [..., 2]",
+    ),
+    "no tensor": (
+        lambda s, d, p, r: peer_gather(s, [d[0], 5], p, r),
+        TypeError,
+        "dsts[1]: int, expected a tensor",
+    ),
+    "num_sms": (
+        lambda s, d, p, r: peer_gather(s, d, p, r, num_sms=0),
+        ValueError,
+        "num_sms: 0, expected at least 1",
+    ),
+    "gradient": (
+        lambda s, d, p, r: peer_gather(s.requires_grad_(), d, p, r),
+        RuntimeError,
+        "peer_gather: src",
+    ),
+    "scatter": (
+        lambda s, d, p, r: peer_scatter(d[0], s[:, :3], p, r),
+        ValueError,
+        "peer_scatter: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str) -> None:
+    """Nobody is waited for."""
+    call, kind, text = MISTAKES[mistake]
+    ranks = Ranks(2, torch.device("cpu"), deadline_s=0.05)
+    src, dsts = torch.ones(10, 4), [torch.ones(10, 4) for _ in range(2)]
+    pairs = torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(kind) as raised:
+        call(src, dsts, pairs, ranks.reducers[0])
+    assert text in str(raised.value), str(raised.value)
+
+
+@pytest.mark.cuda
+def test_memory_that_is_not_pinned() -> None:
+    ranks, case = Ranks(2, torch.device("cuda")), any_case(random.Random(1), repeats=True)
+    caches, pairs = case.caches(2, torch.device("cuda")), case.pairs.cuda()
+    pageable = case.pool(torch.device("cpu"))
+    with pytest.raises(ValueError, match="peer_gather: src: .*pinned host memory"):
+        peer_gather(pageable, caches, pairs, ranks.reducers[0])
+    with pytest.raises(ValueError, match="peer_gather: pairs: "):
+        peer_gather(pageable.pin_memory(), caches, case.pairs, ranks.reducers[0])
