@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ import torch
 
 from bench import cases
 from jitkern.bench.case import Context, Row
+from jitkern.bench.measure import fill
+from jitkern.bench.timing import Replay, cpu_replay, cuda_replay, time_replays
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400
@@ -46,6 +48,42 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         torch.distributed.barrier(self.cpu_group)
+
+
+# -- what ranks measure ----------------------------------------------------------------------------
+
+Calls = Mapping[str, tuple[str, Callable[[], object]]]
+"""Role and call of each, by its name."""
+
+
+def timed(ranks: Ranks, rows: list[Row], calls_of: Calls, calls: int) -> list[Row]:
+    """Fill rows of these names, each by replays of so many calls."""
+    replays = {name: _replay(ranks, call, calls) for name, (_, call) in calls_of.items()}
+    timings = time_replays(replays, device=ranks.device.type, rounds=21, before=ranks.barrier)
+    for row in rows:
+        fill(row, timings[row.impl])
+    return rows
+
+
+def spaced(call: Callable[[], object], spacer: torch.Tensor) -> None:
+    """Make a call, and launch a small kernel behind it."""
+    call()
+    spacer.zero_()
+
+
+def size_text(num_bytes: int) -> str:
+    """Return `num_bytes` in whole KB, or MB."""
+    return f"{num_bytes >> 20} MB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KB"
+
+
+def _replay(ranks: Ranks, call: Callable[[], object], calls: int) -> Replay:
+    for _ in range(2):
+        call()
+    ranks.barrier()
+    return (cuda_replay if ranks.device.type == "cuda" else cpu_replay)([call] * calls)
+
+
+# -- their processes -------------------------------------------------------------------------------
 
 
 def sizes(ctx: Context) -> list[int]:

@@ -16,6 +16,7 @@ NAMES = (
     *(
         "ring",
         "comm",
+        "peer",
         "pools",
         "ways",
         "pinned_pool",

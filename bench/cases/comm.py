@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from bench import peers, ranks
 from bench.goals import Figures, Goal, at_least, at_most
-from bench.ranks import Ranks
+from bench.ranks import Calls, Ranks, size_text, spaced, timed
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import fill
-from jitkern.bench.timing import Replay, Timing, cpu_replay, cuda_replay, host_ms, time_replays
+from jitkern.bench.timing import Timing, host_ms
 
 PEERS = (peers.nccl,)
 
@@ -83,16 +83,12 @@ def goals(f: Figures) -> Iterator[Goal]:
                 yield from at_most(f"comm, {case}: time, of {USUAL}", ours / theirs, most)
 
 
-def _size_text(num_bytes: int) -> str:
-    return f"{num_bytes // MIB} MB" if num_bytes >= MIB else f"{num_bytes // KIB} KB"
-
-
 def _case(num_bytes: int, where: str) -> str:
-    return f"all_reduce, {_size_text(num_bytes)} bf16, {where}"
+    return f"all_reduce, {size_text(num_bytes)} bf16, {where}"
 
 
 def _host_case(where: str) -> str:
-    return f"all_reduce, {_size_text(HOST_BYTES)} bf16, {where}, host time"
+    return f"all_reduce, {size_text(HOST_BYTES)} bf16, {where}, host time"
 
 
 def _embedding_case(tokens: int, hidden: int, where: str) -> str:
@@ -100,8 +96,6 @@ def _embedding_case(tokens: int, hidden: int, where: str) -> str:
 
 
 # -- in each rank ----------------------------------------------------------------------------------
-
-_Reductions = dict[str, tuple[str, Callable[[], object]]]  # role and call, by name
 
 
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
@@ -149,9 +143,9 @@ class _Reducers:
         bfloat16 = 9
         return lambda x: library.all_reduce(x, x.numel(), bfloat16, comm)
 
-    def of(self, x: torch.Tensor) -> tuple[_Reductions, dict[str, torch.Tensor]]:
+    def of(self, x: torch.Tensor) -> tuple[Calls, dict[str, torch.Tensor]]:
         """Return role and call of each, and the tensor that each reduces: `x`, or one like it."""
-        found: _Reductions = {
+        found: Calls = {
             OURS: ("ours", lambda: self.ours.all_reduce(x)),
             TORCH: ("peer", lambda: dist.all_reduce(x)),
         }
@@ -173,27 +167,6 @@ class _Reducers:
         return found, dict.fromkeys(found, x) | {REGISTERED: registered}
 
 
-def _replay(ranks: Ranks, call: Callable[[], object], calls: int) -> Replay:
-    for _ in range(2):
-        call()
-    ranks.barrier()
-    return (cuda_replay if ranks.device.type == "cuda" else cpu_replay)([call] * calls)
-
-
-def _timed(
-    ranks: Ranks,
-    rows: list[Row],
-    calls_of: _Reductions,
-    calls: int,
-) -> list[Row]:
-    """Fill the rows, which are in the order of the calls."""
-    replays = {name: _replay(ranks, call, calls) for name, (_, call) in calls_of.items()}
-    timings = time_replays(replays, device=ranks.device.type, rounds=21, before=ranks.barrier)
-    for row in rows:
-        fill(row, timings[row.impl])
-    return rows
-
-
 def _reduced(ranks: Ranks, reducers: _Reducers, num_bytes: int) -> list[Row]:
     # Zeros stay zeros, whatever is summed how often.
     x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ranks.device)
@@ -201,7 +174,7 @@ def _reduced(ranks: Ranks, reducers: _Reducers, num_bytes: int) -> list[Row]:
     _check_sum(ranks, calls, tensors)
     moved = 2 * (ranks.size - 1) * num_bytes // ranks.size
     spacer = torch.zeros(1, device=ranks.device)
-    calls = {name: (role, partial(_spaced, call, spacer)) for name, (role, call) in calls.items()}
+    calls = {name: (role, partial(spaced, call, spacer)) for name, (role, call) in calls.items()}
     rows = [
         Row("comm", _case(num_bytes, ranks.where), name, role, bytes_moved=moved)
         for name, (role, _) in calls.items()
@@ -209,15 +182,10 @@ def _reduced(ranks: Ranks, reducers: _Reducers, num_bytes: int) -> list[Row]:
     for row in rows:
         row.params = {"ranks": ranks.size, "num_bytes": num_bytes}
         row.bytes_note = "2 (n - 1) / n of the tensor: bus bandwidth"
-    return _timed(ranks, rows, calls, CALLS if num_bytes <= MIB else FEW_CALLS)
+    return timed(ranks, rows, calls, CALLS if num_bytes <= MIB else FEW_CALLS)
 
 
-def _spaced(call: Callable[[], object], spacer: torch.Tensor) -> None:
-    call()
-    spacer.zero_()
-
-
-def _check_sum(ranks: Ranks, calls: _Reductions, tensors: dict[str, torch.Tensor]) -> None:
+def _check_sum(ranks: Ranks, calls: Calls, tensors: dict[str, torch.Tensor]) -> None:
     """Raise unless each of them sums what the ranks have."""
     total = sum(range(1, ranks.size + 1))
     for name, (_, call) in calls.items():
@@ -278,7 +246,7 @@ def _embedding_rows(
         with torch.inference_mode():
             if not torch.equal(usual(), by_jitkern()):
                 raise RuntimeError("comm: TPEmbedding differs from mask, F.embedding, all_reduce")
-            calls: _Reductions = {
+            calls: Calls = {
                 OURS: ("ours", by_jitkern),
                 USUAL: ("peer", usual),
             }
@@ -287,4 +255,4 @@ def _embedding_rows(
             rows = [
                 Row("comm", case, name, role, params=params) for name, (role, _) in calls.items()
             ]
-            yield from _timed(ranks, rows, calls, CALLS if tokens <= 1024 else FEW_CALLS)
+            yield from timed(ranks, rows, calls, CALLS if tokens <= 1024 else FEW_CALLS)

@@ -29,13 +29,19 @@ class Ranks:
             self.streams = [torch.cuda.Stream(device) for _ in range(size)]
 
     def each(self, call: Call, ranks: list[int] | None = None) -> list[Any]:
-        """Have `call` made of each rank's number, at the same time; return what they return."""
+        """Have `call` made of each rank's number, at the same time; return what they return.
+
+        On a GPU all calls are made in front of what the first of them finds.
+        """
         numbers = list(range(self.size)) if ranks is None else ranks
         if self.device.type == "cpu":
             with ThreadPoolExecutor(self.size) as threads:
                 return [one.result() for one in [threads.submit(call, rank) for rank in numbers]]
         torch.cuda.synchronize()
         found = []
+        for rank in numbers:
+            with torch.cuda.stream(self.streams[rank]):
+                torch.cuda._sleep(20_000_000)  # cycles, of some 2 GHz
         for rank in numbers:
             with torch.cuda.stream(self.streams[rank]):
                 found.append(call(rank))

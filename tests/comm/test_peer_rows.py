@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -172,7 +173,7 @@ def test_each_rank_brings_a_part(device: torch.device, size: int) -> None:
     brought = Moved(size, 24_000, device).by_rank()
     for rank in range(size):
         assert abs(brought.count(rank) - 24_000 // size) < 24_000 / 4096 * 4 + 4
-    changes = sum(a != b for a, b in zip(brought, brought[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(brought))
     assert changes < 8 * size
 
 
@@ -218,10 +219,8 @@ def test_a_row_past_the_end(device: torch.device) -> None:
     call: Any = lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank])  # noqa: E731
     if device.type == "cpu":
         for error in ranks.errors(call):
-            assert str(error) == (
-                "peer_gather: pairs[..., 0][7]: 100, expected below 100; nothing was written"
-            ) or "100" in str(error)
             assert isinstance(error, IndexError)
+            assert str(error).startswith("peer_gather: pairs[..., 0]: index 100 at position 7, ")
         assert all((cache == UNTOUCHED).all() for cache in caches)
         return
     ranks.each(call)
@@ -301,12 +300,12 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "twice": (
         lambda s, d, p, r: peer_gather(s, [d[0], d[0]], p, r),
         ValueError,
-        "dsts[1]: memory of dsts[0]",
+        "dsts[1]: overlaps dsts[0], expected memory of its own",
     ),
     "the pool": (
         lambda s, d, p, r: peer_gather(s, [d[0], s], p, r),
         ValueError,
-        "memory of src",
+        "dsts[1]: overlaps src, expected memory of its own",
     ),
     "dtype": (
         lambda s, d, p, r: peer_gather(s, [d[0], d[1].int()], p, r),
@@ -358,7 +357,7 @@ def test_memory_that_is_not_pinned() -> None:
     ranks, case = Ranks(2, torch.device("cuda")), any_case(random.Random(1), repeats=True)
     caches, pairs = case.caches(2, torch.device("cuda")), case.pairs.cuda()
     pageable = case.pool(torch.device("cpu"))
-    with pytest.raises(ValueError, match="peer_gather: src: .*pinned host memory"):
+    with pytest.raises(ValueError, match=r"peer_gather: src: .*pinned host memory"):
         peer_gather(pageable, caches, pairs, ranks.reducers[0])
     with pytest.raises(ValueError, match="peer_gather: pairs: "):
         peer_gather(pageable.pin_memory(), caches, case.pairs, ranks.reducers[0])

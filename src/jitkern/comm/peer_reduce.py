@@ -218,8 +218,8 @@ class PeerReducer:
 def traced_error(op: str) -> RuntimeError:
     """Return what is raised where PyTorch traces a call that it cannot see."""
     return RuntimeError(
-        f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected neither: it "
-        "would see nothing of the call"
+        f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected neither: "
+        "it would see nothing of the call"
     )
 
 

@@ -19,8 +19,7 @@ struct PeerCopyParams : PairCopyParams {
   u32 num_shifts;
   const u32* intact;  // see PeerControl: not kUnwritten where a barrier was given up
 
-  JITKERN_HOST_DEVICE u32 num_targets() const { return num_shifts; }
-  JITKERN_HOST_DEVICE i64 target_shift(u32 i) const { return shifts[i]; }
+  static constexpr bool kHasShifts = true;
 };
 
 // A counting sort as of ListParams, into this rank's part and into what all copy. What starts as

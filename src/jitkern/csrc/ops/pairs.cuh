@@ -81,15 +81,16 @@ struct PairCopy {
         }
       }
     }
-    for (u32 t = 0; t < p.num_targets(); ++t) {
-      const i64 shift = p.target_shift(t);
+    if constexpr (Params::kHasShifts) {
+      store_everywhere(p, group, target, lead, value);
+    } else {
 #pragma unroll
       for (int r = 0; r < Rows::kRows; ++r) {
 #pragma unroll
         for (int c = 0; c < Rows::kChunks; ++c) {
           const i32 offset = group.offset(c) - lead[r];
           if (offset >= 0 && offset < kRowBytes) {
-            store_vec<kVecBytes>(target[r] + shift + offset, value[r][c]);
+            store_vec<kVecBytes>(target[r] + offset, value[r][c]);
           }
         }
       }
@@ -97,6 +98,37 @@ struct PairCopy {
     if (!group.reports()) return;
 #pragma unroll 1
     for (int r = 0; r < Rows::kRows; ++r) finish_pair(p, num_pairs, group.first_row + r);
+  }
+
+  // A loop over the places, and so few registers as it takes not to spill the vectors.
+  static __device__ void store_everywhere(
+      const Params& p, const Rows& group, char* const (&target)[Rows::kRows],
+      const i32 (&lead)[Rows::kRows], const Vec<kVecBytes> (&value)[Rows::kRows][Rows::kChunks]) {
+    char* to[Rows::kRows];
+    u32 are_inside = 0;
+#pragma unroll
+    for (int r = 0; r < Rows::kRows; ++r) {
+      to[r] = target[r] - lead[r] + group.first_offset;
+#pragma unroll
+      for (int c = 0; c < Rows::kChunks; ++c) {
+        const i32 offset = group.offset(c) - lead[r];
+        if (offset >= 0 && offset < kRowBytes) are_inside |= 1u << (r * Rows::kChunks + c);
+      }
+    }
+#pragma unroll 1
+    for (u32 t = 0; t < p.num_shifts; ++t) {
+      const i64 shift = p.shifts[t];
+#pragma unroll
+      for (int r = 0; r < Rows::kRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < Rows::kChunks; ++c) {
+          const i32 step = group.offset(c) - group.first_offset;  // known to the compiler
+          if (are_inside >> (r * Rows::kChunks + c) & 1) {
+            store_vec<kVecBytes>(to[r] + shift + step, value[r][c]);
+          }
+        }
+      }
+    }
   }
 
   // Once for each pair: its entry in the slot map, or its fault. Reads the pair again (from L1),

@@ -28,9 +28,7 @@ struct PairCopyParams {
   FaultSite dst_site;
   FaultRecord* fault;
 
-  // A row goes to one place, always; PeerCopyParams has others.
-  JITKERN_HOST_DEVICE static constexpr u32 num_targets() { return 1; }
-  JITKERN_HOST_DEVICE static constexpr i64 target_shift(u32) { return 0; }
+  static constexpr bool kHasShifts = false;  // a row goes to one place; PeerCopyParams has others
 };
 
 // The bytes of all lines that one row can touch. Where rows are only aligned to a vector, a row may
