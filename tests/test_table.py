@@ -86,6 +86,9 @@ USERS = {
     "a module that looks rows up": """
         src/jitkern/nn.py tests/nn/test_tp_embedding.py
     """,
+    "rows of one pool, which are those of an op where there is one rank": """
+        bench/cases/peer.py src/jitkern/comm/peer_rows.py
+    """,
     "a figure or a show of a few ops": """
         bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py
         bench/cases/host_overhead.py bench/plots.py src/jitkern/cli/demo.py

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
+import signal
 import sys
 import threading  # noqa: F401
 import time
@@ -23,11 +25,15 @@ import torch.distributed as dist
 from jitkern.comm import (
     Communicator,  # noqa: F401
     PeerCommunicator,
+    PeerMemory,
     TorchCommunicator,
     guard,
+    peer_gather,
+    peer_scatter,
 )
 from jitkern.env import settings
 from jitkern.errors import CommTimeoutError
+from jitkern.offload import PinnedPool, Share
 
 torch.set_num_threads(1)  # ranks share the cores of a small machine
 
@@ -92,6 +98,74 @@ def do_sum_late() -> None:
     for _ in range(2):
         comm.all_reduce(ones(5))
         do_synchronize()
+
+
+def do_many_sums(count: int) -> int:
+    """Sum numbers that are known, late now and then, on the host or on the GPU; return the wrong.
+
+    Of any size, so that epochs of blocks differ, and both algorithms take turns.
+    """
+    common, own = random.Random(0), random.Random(comm.rank + 1)
+    numbers = torch.arange(1 << 16, device=device) % 61
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for call in range(count):
+        dtype = common.choice([torch.float32, torch.float16, torch.bfloat16])
+        size = common.choice([1, 7, 2048, 4096, common.randrange(1, 1 << 16)])
+        begin = common.randrange((1 << 16) - size + 1)
+        of_rank_0 = numbers[begin : begin + size] - call % 31
+        x = (of_rank_0 + comm.rank).to(dtype)
+        if own.randrange(50) == 0:
+            time.sleep(own.random() / 5000)
+        if device.type == "cuda" and own.randrange(50) == 0:
+            torch.cuda._sleep(own.randrange(400_000))
+        comm.reducer.all_reduce(x, algorithm=common.choice(["one_shot", "two_shot", "auto"]))
+        # Whole numbers below 256, which all three dtypes hold: of up to 4 ranks no sum is rounded.
+        expected = of_rank_0 * comm.size + sum(range(comm.size))
+        wrong += (x != expected.to(dtype)).sum()
+    return int(wrong)
+
+
+def do_rows(name: str, count: int = 500) -> bool:
+    """Bring rows out of a pool that all ranks share to all of them, and write them back."""
+    pool, caches, pairs = _rows(name, count)
+    own = caches[comm.rank]
+    peer_gather(pool, caches, pairs, comm)
+    sources, rows = pairs.cpu().unbind(-1)
+    do_synchronize()
+    is_right = torch.equal(own.cpu()[rows], pool[sources])
+    own += 1
+    peer_scatter(own, pool, pairs.flip(-1).contiguous(), comm)
+    do_synchronize()
+    return is_right and torch.equal(own.cpu()[rows], pool[sources])
+
+
+def do_rows_late(name: str) -> None:
+    """Bring them when a rank does not come: on GPUs the next call says so."""
+    pool, caches, pairs = _rows(name, 10)
+    do_leave()
+    for _ in range(2):
+        peer_gather(pool, caches, pairs, comm)
+        do_synchronize()
+
+
+def do_leave() -> None:
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    share = Share(name, comm.rank, comm.size)
+    pool = PinnedPool([2 * count, 656], torch.uint8, share=share).tensor()
+    peers = PeerMemory(count * 656, None, device=device)
+    generator = torch.Generator().manual_seed(count)
+    if comm.rank == 0:
+        pool.random_(generator=torch.Generator().manual_seed(1))
+    chosen = torch.randperm(2 * count, generator=generator)[:count]
+    rows = torch.randperm(count, generator=generator)
+    pairs = torch.stack([chosen, rows], 1).to(device)
+    peers.barrier()
+    caches = [peers.remote(rank, (count, 656), torch.uint8) for rank in range(comm.size)]
+    return pool, caches, pairs
 
 
 def ones(

@@ -36,17 +36,17 @@ class Rank:
         self.process.stdin.write(json.dumps({"do": do, **config}).encode() + b"\n")
         self.num_unanswered += 1
 
-    def answer(self) -> dict[str, Any]:
-        ready, _, _ = select.select([self.process.stdout], [], [], PROMPT_S)
-        assert ready, f"no answer within {PROMPT_S} s"
+    def answer(self, within_s: float = PROMPT_S) -> dict[str, Any]:
+        ready, _, _ = select.select([self.process.stdout], [], [], within_s)
+        assert ready, f"no answer within {within_s} s"
         line = self.process.stdout.readline()
         assert line, f"the process has ended: {self.process.wait()}"
         self.num_unanswered -= 1
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def value(self) -> Any:
-        answer = self.answer()
+    def value(self, within_s: float = PROMPT_S) -> Any:
+        answer = self.answer(within_s)
         assert "error" not in answer, answer
         return answer["value"]
 

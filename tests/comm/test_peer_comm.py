@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from bodies import BODIES
@@ -13,6 +15,7 @@ from jitkern.comm import Communicator, PeerCommunicator
 from jitkern.host import module as host
 
 pytestmark = needs_cxx
+MANY_S = 300.0  # for 100,000 calls, of four ranks
 MOST_BYTES = {"as measured": None, "few": 64, "all": 1 << 40}
 
 
@@ -102,6 +105,27 @@ def test_closed(two: list[Rank]) -> None:
     everywhere(two, "[comm.close(), comm.close()] and None")
     assert everywhere(two, "comm.all_reduce(ones(5))") == [None, None]
     assert everywhere(two, "comm.reset()") == [None, None]
+
+
+def test_many_sums_of_ranks_that_are_late(joined: list[Rank], kind: str) -> None:
+    make(joined, on_gpus=kind == "cuda")
+    count = 100_000 if kind == "cuda" else 2000
+    for rank in joined:
+        rank.tell("many_sums", count=count)
+    assert [rank.value(MANY_S) for rank in joined] == [0] * len(joined)
+
+
+def test_rows_of_one_pool(joined: list[Rank], kind: str) -> None:
+    make(joined, on_gpus=kind == "cuda")
+    assert all(all_do(joined, "rows", name=f"jitkern-test-{os.getpid()}"))
+
+
+def test_a_rank_is_killed_that_others_bring_rows_to(two: list[Rank]) -> None:
+    for rank in two:
+        rank.tell("rows_late", name=f"jitkern-test-{os.getpid()}")
+    answer = two[0].error(1.0 + LATE_S)
+    assert answer["error"].startswith("CommTimeoutError: device_barrier: call 1 of rank 0: rank 1")
+    assert answer["missing"] == [1]
 
 
 class Of:

@@ -297,7 +297,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "dsts[1]: rows of every 80 bytes, expected every 16, as in dsts[0]",
     ),
-    "twice": (
+    "one memory for two ranks": (
         lambda s, d, p, r: peer_gather(s, [d[0], d[0]], p, r),
         ValueError,
         "dsts[1]: overlaps dsts[0], expected memory of its own",

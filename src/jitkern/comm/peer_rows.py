@@ -13,6 +13,8 @@ from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
 from jitkern.ops.common import name_unreadable, type_text
+from jitkern.ops.d2h_scatter import d2h_scatter
+from jitkern.ops.h2d_gather import h2d_gather
 from jitkern.ops.pairs import load_sort, pair_kernels
 
 if TYPE_CHECKING:
@@ -101,7 +103,8 @@ def peer_gather(
         ``dsts``: the same on all ranks, at most 2**30. A pair with a negative member is skipped.
         Destinations should be distinct, as of :func:`jitkern.h2d_gather`.
     group : PeerCommunicator or PeerReducer
-        The ranks: whose barriers, and deadline, the call uses.
+        The ranks: whose barriers, and deadline, the call uses. Of one rank the call is
+        :func:`jitkern.h2d_gather`.
     num_sms : int, optional
         Blocks of 1024 threads that read over the bus, as of :func:`jitkern.h2d_gather`.
 
@@ -127,12 +130,16 @@ def peer_gather(
     >>> peer_gather(pool, caches, pairs, comm)  # doctest: +SKIP
     """
     reducer = _reducer("peer_gather", group)
+    size = 1 if reducer is None else reducer.size
     if isinstance(dsts, (str, bytes)) or not isinstance(dsts, Sequence):
         raise TypeError(f"peer_gather: dsts: {type_text(dsts)}, expected a sequence of tensors")
-    if len(dsts) != reducer.size:
+    if len(dsts) != size:
         raise ValueError(
-            f"peer_gather: dsts: {len(dsts)} tensors, expected {reducer.size}, one for each rank"
+            f"peer_gather: dsts: {len(dsts)} tensors, expected {size}, one for each rank"
         )
+    if reducer is None:
+        h2d_gather(src, dsts[0], pairs, num_sms=num_sms)
+        return
     own = dsts[reducer.rank]
     args = (src, list(dsts), pairs, num_sms, reducer.rank)
     _run("peer_gather", reducer, args, own, {"src": src, "dsts": own, "pairs": pairs})
@@ -169,17 +176,23 @@ def peer_scatter(
         As of :func:`peer_gather`.
     """
     reducer = _reducer("peer_scatter", group)
+    if reducer is None:
+        d2h_scatter(src, dst, pairs, num_sms=num_sms)
+        return
     args = (src, dst, pairs, num_sms, reducer.rank, reducer.size)
     _run("peer_scatter", reducer, args, dst, {"src": src, "dst": dst, "pairs": pairs})
 
 
-def _reducer(op: str, group: Any) -> PeerReducer:
+def _reducer(op: str, group: Any) -> PeerReducer | None:
+    """Return what the ranks meet by; None where there is one."""
     if isinstance(group, PeerCommunicator):
+        if group.size == 1:
+            return None
         group = group.reducer
         if group is None:
             raise ValueError(
-                f"{op}: group: a PeerCommunicator without peer memory (max_bytes 0, one rank, or "
-                "closed), expected one that has it"
+                f"{op}: group: a PeerCommunicator without peer memory (closed, or of max_bytes 0), "
+                "expected one that has it"
             )
     if not isinstance(group, PeerReducer):
         raise TypeError(
