@@ -38,7 +38,8 @@ struct Call {
 
 Call any_call(HostSide side, int index_bytes, Random& random) {
   Call call;
-  call.num_pairs = random.pick({i64(1), i64(2), i64(255), i64(256), i64(257), i64(700)});
+  call.num_pairs = random.pick({i64(1), i64(2), i64(3), i64(5), i64(7), i64(12), i64(20), i64(30),
+                                i64(256), i64(257), i64(700)});
   const i64 many = 100 * call.num_pairs;
   call.src_rows = random.pick({i64(1), i64(5), call.num_pairs, many});
   call.dst_rows = call.num_pairs + random.below(call.num_pairs + 1);
@@ -276,7 +277,7 @@ int main() {
   using namespace emulate;
   install_reports();
   Tally tally;
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 120; ++round) {
     Random random(static_cast<u64>(round));
     now_running = "peer_lists, round " + std::to_string(round);
     one_run<i32, kHostSource>(random, tally);

@@ -27,20 +27,14 @@ _ALL = [
         ("from the next region on", "p.regions.starts[low + step] <= position", "true"),
         (
             "every rank fetches all",
-            "part_of(position, total, p.num_ranks) != p.rank",
+            "position * p.num_ranks / total != p.rank",
             "false",
         ),
         ("last is not told", "if (last_fetch >= 0) atomicMax", "if (false) atomicMax"),
         ("first copy lost", "atomicAdd(&p.last_entries[1], num_copies) + 1u", "0"),
         ("copied from another row", "pairs[2 * owner + 1]", "pairs[2 * owner]"),
         ("barrier forgotten", "__syncthreads();", "", 1, 3),
-        ("hash of the other side", "kHostSide == kHostSource ? src_row", "false ? src_row"),
         ("padding fetched", "&& p.places[number] != kNotListed", ""),
-    ),
-    *mutants_of(
-        SWEEP,
-        "comm/peer_rows.h",
-        ("part ends early", "position >= part_begin(total, part + 1, num)", "false"),
     ),
     *mutants_of(
         SWEEP,
@@ -61,7 +55,6 @@ _RULES = (
     "slot not compared",
     "a part from the front of all",
     "every rank fetches all",
-    "part ends early",
     "copies though ranks are missing",
     "to one rank alone",
 )

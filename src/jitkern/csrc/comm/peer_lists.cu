@@ -113,9 +113,8 @@ struct PlacePeerPairs {
     if (region >= kNumRegions) return -1;
     const u64 start = p.regions.starts[region];
     const u64 count = p.regions.last_ranks[region] + 1u;
-    const u32 hash = hash_of_row(kHostSide == kHostSource ? src_row : dst_row);
-    const u64 position = start + (hash * count >> 32);
-    if (position >= total || part_of(position, total, p.num_ranks) != p.rank) return -1;
+    const u64 position = start + (hash_of_row(dst_row) * count >> 32);
+    if (position >= total || position * p.num_ranks / total != p.rank) return -1;
     const u32 number_in_region = atomicAdd(&p.cursors[region], 1u) + 1u;
     const i64 slot = i64(start) - part_start + number_in_region;
     if (slot < 0 || slot >= p.num_pairs) return -1;

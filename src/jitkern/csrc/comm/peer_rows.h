@@ -38,12 +38,8 @@ struct PeerListParams : PairCopyParams {
   u32 num_ranks;
 };
 
-// Which part of `total` rows row number `position` is in: part i begins at total * i / num.
+// Where part i of `total` rows begins. A row is in part `position * num / total`, which begins there
+// or in front of it.
 JITKERN_HOST_DEVICE constexpr u64 part_begin(u64 total, u32 i, u32 num) { return total * i / num; }
-JITKERN_HOST_DEVICE constexpr u32 part_of(u64 position, u64 total, u32 num) {
-  u32 part = static_cast<u32>(position * num / total);
-  while (part + 1 < num && position >= part_begin(total, part + 1, num)) ++part;
-  return part;
-}
 
 }  // namespace jitkern
