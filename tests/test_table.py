@@ -83,7 +83,7 @@ USERS = {
         tests/offload/test_ring_unpack.py
     """,
     "a module that looks rows up": """
-        src/jitkern/nn.py tests/nn/test_tp_embedding.py
+        src/jitkern/nn/look_up.py src/jitkern/nn/tp_embedding.py tests/nn/test_tp_embedding.py
     """,
     "a figure or a show of a few ops": """
         bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py
