@@ -52,7 +52,8 @@ USERS = {
         tests/test_tracing.py tests/ops/test_pair_order.py tests/emulate/pair_copy.cc
         tests/emulate/race.cc tests/emulate/race.py bench/cases/pools.py
         tests/ops/test_memory_of_indices.py tests/ops/test_aliases.py
-        tests/examples/test_offload_attention.py tests/examples/test_radix_cache.py
+        tests/examples/test_offload_attention.py
+        tests/examples/test_radix_cache_model.py
         tests/threads/ops.cc tests/threads/calls.cc tests/threads/trouble.cc
         tests/offload/test_pool.py tests/offload/pool_child.py
         bench/cases/offload.py bench/cases/ways.py src/jitkern/calibration.py
@@ -84,6 +85,7 @@ USERS = {
     """,
     "a module that looks rows up": """
         src/jitkern/nn/look_up.py src/jitkern/nn/tp_embedding.py tests/nn/test_tp_embedding.py
+        tests/nn/embedding_child.py tests/nn/test_tp_embedding_peer.py
     """,
     "a figure or a show of a few ops": """
         bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "comm"))  # where only this folder is collected
@@ -36,7 +37,6 @@ def embedding_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture(params=["cpu", CUDA])
 def make_ranks(request: pytest.FixtureRequest, embedding_pool: Pool) -> Callable[[int], list]:
     """Processes that have a group and a communicator, on the CPU or each on a GPU of its own."""
-    import torch
 
     def make(count: int) -> list:
         if request.param == "cuda" and torch.cuda.device_count() < count:

@@ -233,8 +233,8 @@ def test_by_sums(two: list[Rank], options: dict[str, Any]) -> None:
 
 
 def test_of_a_store(two: list[Rank], tmp_path: Any) -> None:
-    store = f"dist.FileStore({str(tmp_path / 'store')!r})"
-    assert everywhere(two, f"make(9, 65536, group={store}).method") == ["peer", "peer"]
+    group = f"dist.FileStore({str(tmp_path / 'ranks')!r})"
+    assert everywhere(two, f"make(9, 65536, group={group}).method") == ["peer", "peer"]
     assert all_do(two, "load", value=4) == [[4.0], [4.0]]
 
 
