@@ -1,10 +1,11 @@
 """An embedding whose vocabulary is split over ranks, compared with `torch.nn.Embedding`.
 
 Every rank loads its own rows of a table, and looks up the same ids; the rows come back equal bit
-for bit. With a GPU for each rank they are summed over NCCL, else over gloo on the CPU.
+for bit. With a GPU for each rank they are read from the rank that holds them, or summed over NCCL;
+else the same on the CPU, over shared memory or gloo.
 
     torchrun --nproc-per-node 4 examples/tp_embedding.py
-    torchrun --nproc-per-node 2 examples/tp_embedding.py --vocab-size 1003 --hidden-size 8
+    torchrun --nproc-per-node 2 examples/tp_embedding.py --vocab-size 1003 --method all_reduce
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-added", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--method", choices=["auto", "peer", "all_reduce"], default="auto")
     args = parser.parse_args(argv)
 
     ranks, device = communicator()
@@ -68,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=torch.bfloat16,
         device=device,
         num_added=args.num_added,
+        method=args.method,
+        group=dist.group.WORLD,
     )
     # Of a checkpoint: split.load_full(safetensors.safe_open(path, "pt").get_slice(name)).
     split.load_full(whole.weight.detach())
@@ -76,8 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected = whole.to(device)(ids)
         is_equal = torch.equal(split(ids).view(torch.int16), expected.view(torch.int16))
         time_ms = milliseconds(lambda: split(ids), device)
+    held = split.vocab_range[1] + split.added_range[1]
     print(
-        f"rank {ranks.rank} of {ranks.size}, {device}: {len(split.weight)} of {rows} rows, "
+        f"rank {ranks.rank} of {ranks.size}, {device}: {held} of {rows} rows, by {split.method}, "
         f"{args.tokens} tokens in {time_ms:.3f} ms, {'equal' if is_equal else 'DIFFERENT'}"
     )
     dist.barrier()

@@ -84,7 +84,8 @@ USERS = {
         tests/offload/test_ring_unpack.py
     """,
     "a module that looks rows up": """
-        src/jitkern/nn.py tests/nn/test_tp_embedding.py
+        src/jitkern/nn/look_up.py src/jitkern/nn/tp_embedding.py tests/nn/test_tp_embedding.py
+        tests/nn/embedding_child.py tests/nn/test_tp_embedding_peer.py
     """,
     "rows of one pool, which are those of an op where there is one rank": """
         bench/cases/peer.py src/jitkern/comm/peer_rows.py

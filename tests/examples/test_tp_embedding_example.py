@@ -13,7 +13,8 @@ import torch.distributed as dist
 import jitkern.comm
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "tp_embedding.py"
-SMALL = ["--vocab-size", "101", "--hidden-size", "6", "--tokens", "40"]
+SMALL = ["--vocab-size", "101", "--hidden-size", "65536", "--tokens", "40"]  # 16 rows in a page
+HELD = {"peer": (64, 42), "all_reduce": (54, 52)}
 
 pytestmark = [
     pytest.mark.skipif(
@@ -25,18 +26,20 @@ pytestmark = [
 ]
 
 
-def test_two_ranks(session_cache: Path) -> None:
+@pytest.mark.parametrize("method", ["auto", "all_reduce"])
+def test_two_ranks(session_cache: Path, method: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(PATH), *SMALL],
+        [*torchrun, "--nproc-per-node", "2", str(PATH), *SMALL, "--method", method],
         env=environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for rank in (0, 1):
-        said = f"rank {rank} of 2, cpu: 54 of 106 rows, 40 tokens in "
+    found = "peer" if method == "auto" else method
+    for rank, held in enumerate(HELD[found]):
+        said = f"rank {rank} of 2, cpu: {held} of 106 rows, by {found}, 40 tokens in "
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(said)]
         assert line.endswith(" ms, equal")

@@ -184,6 +184,15 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "comm: Tensor without rank, all_reduce, expected a Communicator"),
     ({"comm": SilentComm(2, 2)}, ValueError,
      "comm: rank 2 of 2, expected a rank of 0 to size - 1"),
+    ({"method": "nccl"}, ValueError,
+     "method: 'nccl', expected 'auto', 'peer' or 'all_reduce'"),
+    ({"method": None}, TypeError, "method: None, expected a str"),
+    ({"method": "peer"}, ValueError,
+     "group: None, expected the ranks' gloo group or store for method='peer'"),
+    ({"method": "peer", "group": object(), "device": "meta"}, ValueError,
+     "device: meta, expected a GPU or the CPU for method='peer'"),
+    ({"timeout_s": 0}, ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
+    ({"timeout_s": "1"}, TypeError, "timeout_s: str, expected seconds"),
 ]  # fmt: skip
 
 

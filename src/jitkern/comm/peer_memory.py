@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jitkern.comm import peer_local, peer_setup
+from jitkern.comm import peer_local, peer_range, peer_setup
 from jitkern.comm.guard import Guard, Position
 from jitkern.comm.peer_args import bytes_arg, device_arg, extent, ranks_arg, seconds_arg
 from jitkern.comm.peer_range import Range
@@ -158,6 +158,20 @@ class PeerMemory:
             one._fill(made, rank, len(places), place, num_bytes, share_bytes, met)
             found.append(one)
         return found
+
+    @staticmethod
+    def page_bytes(device: torch.device | None = None) -> int:
+        """Return what ``num_bytes`` is to be a multiple of for :meth:`whole`: no collective call.
+
+        Parameters
+        ----------
+        device : torch.device, optional
+            As for the memory. A GPU that cannot share any has pages, too.
+        """
+        # Where one rank's GPU has no such memory, all are to ask for the same, and all hear of it.
+        return peer_range.piece_bytes(
+            _ordinal(device_arg("device", device))
+        ) or peer_range.piece_bytes(-1)
 
     # -- memory ------------------------------------------------------------------------------------
 
