@@ -201,6 +201,14 @@ def test_a_row_that_is_asked_for_again_is_fetched_once(device: torch.device) -> 
     assert len(values) == 1 and values <= {0, 1}
 
 
+def test_barriers_alone(device: torch.device) -> None:
+    """Each on its rank's stream: on one stream the second would wait for the first for ever."""
+    ranks = Ranks(3, device, deadline_s=5)
+    for _ in range(5):
+        ranks.each(lambda rank: ranks.reducers[rank].device_barrier())
+    jitkern.check()
+
+
 def test_no_pairs(device: torch.device) -> None:
     ranks, case = Ranks(2, device), any_case(random.Random(0), repeats=True)
     pool, caches = case.pool(device), case.caches(2, device)

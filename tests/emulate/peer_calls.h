@@ -48,7 +48,7 @@ class PeerSum {
       num_items_ += of_vec * num_ranks;
     }
     if (way_ == jitkern::kScatter) num_items_ *= num_ranks;  // of x
-    if (way_ == jitkern::kMeet) num_items_ = of_vec;  // which nobody reads
+    if (way_ == jitkern::kMeet) num_items_ = of_vec;         // which nobody reads
     for (u32 r = 0; r < num_ranks; ++r) ranks.push_back(any_rank(r, kernels, random));
     expect();
   }

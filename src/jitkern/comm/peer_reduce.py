@@ -84,6 +84,8 @@ class PeerReducer:
         deadline_s: float = 10.0,
         owner: Any = None,
     ) -> None:
+        import torch
+
         _check(addresses, rank, size, deadline_s)
         self.device = _device(device)
         self.rank, self.size, self.deadline_s = rank, size, float(deadline_s)
@@ -100,7 +102,8 @@ class PeerReducer:
         self._all_reduce: Callable[..., int] = functions[0]
         self._reduce_scatter: Callable[..., int] = functions[1]
         self._reset: Callable[[], None] = functions[2]
-        self._device_barrier: Callable[[], None] = functions[3]
+        self._device_barrier: Callable[[Tensor], None] = functions[3]
+        self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
         # What kernels that barriers guard are given: one, and where the word is by which they see
         # that an earlier one was given up.
         self.barrier_in_cpp = (functions[3], int(functions[4]()))
@@ -183,7 +186,7 @@ class PeerReducer:
         CommTimeoutError
             As :meth:`all_reduce`.
         """
-        self._device_barrier()
+        self._device_barrier(self._word)  # which has C++ know the current stream
 
     def reset(self) -> None:
         """Make this rank's workspace as a new one, 0xFF all over, and forget that it was broken.

@@ -274,7 +274,8 @@ Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int
       Function::FromTyped(
           [made](AnyView output, AnyView x) -> int64_t { return made->reduce_scatter(output, x); }),
       Function::FromTyped([made] { made->reset(); }),
-      Function::FromTyped([made] { made->device_barrier(); }),
+      // Its argument says nothing, but a GPU's tensor has the FFI tell C++ PyTorch's stream.
+      Function::FromTyped([made](AnyView) { made->device_barrier(); }),
       Function::FromTyped([made] { return static_cast<int64_t>(address(made->intact())); }),
   };
 }

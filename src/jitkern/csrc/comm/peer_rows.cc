@@ -31,9 +31,12 @@ const char* dst_name(size_t rank) {
 struct RowsCall : PairArgs {
   u32 rank;
   u32 num_ranks;
-  Function barrier;  // of the ranks' streams, or on the CPU of the ranks
+  Function meet;  // of the ranks' streams, or on the CPU of the ranks
   const u32* intact;
   std::vector<Rows> all;  // the memory of each rank, where rows go to all
+
+  // On the stream that the FFI has told of by this call's tensors.
+  void barrier() const { meet(nullptr); }
 
   bool repeats() const { return host_side == kHostSource; }  // rows may be asked for again
 };

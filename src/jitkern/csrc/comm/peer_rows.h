@@ -38,8 +38,8 @@ struct PeerListParams : PairCopyParams {
   u32 num_ranks;
 };
 
-// Where part i of `total` rows begins. A row is in part `position * num / total`, which begins there
-// or in front of it.
+// Where part i of `total` rows begins. A row is in part `position * num / total`, which begins
+// there or in front of it.
 JITKERN_HOST_DEVICE constexpr u64 part_begin(u64 total, u32 i, u32 num) { return total * i / num; }
 
 }  // namespace jitkern
