@@ -43,6 +43,8 @@ SYMMETRIC = "torch symmetric memory, one shot"
 SYMMETRIC_TWO = "torch symmetric memory, two shots"
 USUAL = "mask, F.embedding, all_reduce"
 EACH, ALONE = "each rank by itself, all at once", "one rank, by itself and alone"
+NO_ROWS = "nothing"
+GEMM_N, GEMMS, GATHERS, WINDOWS = 8192, 12, 30, 5  # the gathers of a window outlast its GEMMs
 
 # By number of GPUs, as the issue of this part has them.
 OF_NCCL = {
@@ -89,6 +91,9 @@ def goals(f: Figures) -> Iterator[Goal]:
         for gib, least in OF_ALONE[size].items():
             case = _rows_case("peer_gather", ROWS, gib, where)
             yield from at_least(f"peer, {case}: of one link", _inverse(of(case, ALONE)), least)
+        beside = of(_beside_case(where), EACH)
+        if beside is not None:
+            yield from at_most(f"peer, {_beside_case(where)}: time, of {EACH}", beside, 1.0)
 
 
 def _inverse(ratio: float | None) -> float | None:
@@ -109,6 +114,10 @@ def _embedding_case(tokens: int, hidden: int, where: str) -> str:
 
 def _rows_case(op: str, count: int, gib: float, where: str) -> str:
     return f"{op}, {count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {where}"
+
+
+def _beside_case(where: str) -> str:
+    return f"GEMM of {GEMM_N} beside rows that come in, {where}"
 
 
 # -- in each rank ----------------------------------------------------------------------------------
@@ -304,6 +313,10 @@ def _moved_rows(ranks: Ranks, comm: Any, pools: list[float]) -> Iterator[Row]:
                 row.params = {"ranks": ranks.size, "gib": gib}
                 row.bytes_note = "of the rows, once, whoever brings them"
             yield from timed(ranks, rows, calls, 2)
+        if on_gpu and gib == pools[0]:
+            yield from _beside_rows(
+                ranks, _gathers(ranks, source, caches, pairs, comm, first, spacer)
+            )
 
 
 def _gathers(
@@ -325,6 +338,47 @@ def _gathers(
         EACH: ("peer", itself),
         ALONE: ("peer", itself if ranks.rank == 0 else lambda: spacer.zero_()),
     }
+
+
+def _beside_rows(ranks: Ranks, calls: Calls) -> Iterator[Row]:
+    """Time a GEMM on this rank while rows come in on all, or nothing does."""
+    a, b = (torch.randn(GEMM_N, GEMM_N, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    front, back = torch.cuda.Stream(), torch.cuda.Stream()
+    too_short: list[str] = []
+
+    def window_ms(call: Callable[[], object] | None) -> float:
+        tic, toc, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        ranks.barrier()
+        if call is not None:
+            with torch.cuda.stream(back):
+                call()
+                started.record()
+                for _ in range(GATHERS):
+                    call()
+                ended.record()
+            front.wait_event(started)
+        with torch.cuda.stream(front):
+            tic.record()
+            for _ in range(GEMMS):
+                torch.mm(a, b, out=out)
+            toc.record()
+        ranks.barrier()
+        if call is not None and toc.elapsed_time(ended) < 0:
+            too_short.append("the rows had come before the GEMMs ended")
+        return tic.elapsed_time(toc) / GEMMS
+
+    for name, call in ((NO_ROWS, None), (OURS, calls[OURS][1]), (EACH, calls[EACH][1])):
+        window_ms(call)
+        too_short.clear()
+        samples = tuple(window_ms(call) for _ in range(WINDOWS))
+        role = "floor" if call is None else calls[name][0]
+        row = Row("peer", _beside_case(ranks.where), name, role, params={"ranks": ranks.size})
+        if too_short:
+            row.error = too_short[0]
+        else:
+            fill(row, Timing(samples))
+        yield row
 
 
 def _scatters(

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows_ranks import Ranks
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import jitkern
 from jitkern.comm import peer_gather, peer_scatter
@@ -358,6 +359,26 @@ def test_mistakes(mistake: str) -> None:
     with pytest.raises(kind) as raised:
         call(src, dsts, pairs, ranks.reducers[0])
     assert text in str(raised.value), str(raised.value)
+
+
+def test_traced() -> None:
+    """Nobody is waited for, and nothing is written."""
+    ranks = Ranks(2, torch.device("cpu"), deadline_s=0.05)
+    dsts = [torch.ones(10, 4) for _ in range(2)]
+    src, pairs = torch.zeros(10, 4), torch.zeros(4, 2, dtype=torch.int64)
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="peer_gather: called while a tracer"):
+        peer_gather(src, dsts, pairs, ranks.reducers[0])
+    assert all((dst == 1).all() for dst in dsts)
+
+
+def test_what_is_written_has_changed() -> None:
+    """For PyTorch, which would else use what it has kept of it."""
+    ranks = Ranks(2, torch.device("cpu"))
+    dsts = [torch.ones(10, 4) for _ in range(2)]
+    pairs = torch.zeros(4, 2, dtype=torch.int64)
+    before = [dst._version for dst in dsts]
+    ranks.each(lambda rank: peer_gather(torch.zeros(10, 4), dsts, pairs, ranks.reducers[rank]))
+    assert all(dst._version > version for dst, version in zip(dsts, before, strict=True))
 
 
 @pytest.mark.cuda

@@ -140,9 +140,9 @@ def peer_gather(
     if reducer is None:
         h2d_gather(src, dsts[0], pairs, num_sms=num_sms)
         return
-    own = dsts[reducer.rank]
+    written = {f"dsts[{rank}]": dst for rank, dst in enumerate(dsts)}
     args = (src, list(dsts), pairs, num_sms, reducer.rank)
-    _run("peer_gather", reducer, args, own, {"src": src, "dsts": own, "pairs": pairs})
+    _run("peer_gather", reducer, args, written, {"src": src, "pairs": pairs})
 
 
 def peer_scatter(
@@ -180,7 +180,7 @@ def peer_scatter(
         d2h_scatter(src, dst, pairs, num_sms=num_sms)
         return
     args = (src, dst, pairs, num_sms, reducer.rank, reducer.size)
-    _run("peer_scatter", reducer, args, dst, {"src": src, "dst": dst, "pairs": pairs})
+    _run("peer_scatter", reducer, args, {"dst": dst}, {"src": src, "pairs": pairs})
 
 
 def _reducer(op: str, group: Any) -> PeerReducer | None:
@@ -211,15 +211,16 @@ def _run(
     op: str,
     reducer: PeerReducer,
     args: tuple[Any, ...],
-    written: Any,
-    tensors: dict[str, Any],
+    written: dict[str, Any],
+    read: dict[str, Any],
 ) -> None:
-    if not dispatch.in_inference_mode() and not dispatch.may_write((written,), (tensors["src"],)):
-        dispatch.refuse(op, {"dst": written}, tensors)
+    into = tuple(written.values())
+    if not dispatch.in_inference_mode() and not dispatch.may_write(into, (read["src"],)):
+        dispatch.refuse(op, written, read)
     try:
         if _functions()[op](*args, *reducer.barrier_in_cpp):
             raise traced_error(op)
     except (RuntimeError, ValueError) as error:
-        name_unreadable(error, op, **tensors)
+        name_unreadable(error, op, **read, **written)
         raise
-    dispatch.wrote(written)
+    dispatch.wrote(*into)
