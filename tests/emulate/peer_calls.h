@@ -33,8 +33,10 @@ class PeerSum {
   PeerSum(const std::vector<PeerKernel>& kernels, u32 num_ranks, u32 vecs, Random& random)
       : num_ranks_(num_ranks) {
     std::vector<PeerKernel> own;
+    const bool is_sum = random.below(6) != 0;  // a barrier is short, and sums are what can go wrong
     for (const PeerKernel& one : kernels) {
-      if (one.num_ranks == static_cast<int>(num_ranks)) own.push_back(one);
+      const bool is_wanted = !is_sum || one.way != jitkern::kMeet;
+      if (one.num_ranks == static_cast<int>(num_ranks) && is_wanted) own.push_back(one);
     }
     const PeerKernel& like = own[static_cast<size_t>(random.below(i64(own.size())))];
     type_ = like.type, way_ = like.way;

@@ -134,7 +134,7 @@ class Round {
   }
   Running& here() { return kernels_[rank()][static_cast<size_t>(at_[number()])]; }
   void rest() {
-    if (++rests_ > 20'000'000) fail("it never ends");
+    if (++rests_ > 50'000'000) fail("it never ends");
     let_others_run();
   }
 
@@ -318,10 +318,10 @@ int main(int argc, char** argv) {
   using namespace emulate;
 #ifdef SWEEP_FEW
   const std::vector<PeerKernel> list = list_of<PEER_FEW>();
-  constexpr int kRounds = 60;
+  constexpr int kRounds = 120;
 #else
   const std::vector<PeerKernel> list = list_of<PEER_KERNELS>();
-  constexpr int kRounds = 160;
+  constexpr int kRounds = 120;
 #endif
   install_reports();
   Tally tally;
