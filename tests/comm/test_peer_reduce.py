@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_cxx
+from torch._subclasses import FakeTensorMode
 
 from jitkern.comm.peer_reduce import PeerReducer
 from jitkern.errors import CommTimeoutError
@@ -171,6 +172,13 @@ def test_no_items() -> None:
     alone = Alone()
     assert alone.reducer.all_reduce(torch.ones(0)).numel() == 0
     alone.reducer.reduce_scatter(torch.ones(0), torch.ones(0))
+
+
+def test_traced() -> None:
+    """In a process in which nothing else of jitkern was called, too."""
+    alone, x = Alone(deadline_s=0.05), torch.ones(5)
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="all_reduce: called while a tracer"):
+        alone.reducer.all_reduce(x)
 
 
 def test_interrupted() -> None:

@@ -321,7 +321,7 @@ int main(int argc, char** argv) {
   constexpr int kRounds = 120;
 #else
   const std::vector<PeerKernel> list = list_of<PEER_KERNELS>();
-  constexpr int kRounds = 120;
+  constexpr int kRounds = 60;
 #endif
   install_reports();
   Tally tally;

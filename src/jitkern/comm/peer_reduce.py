@@ -95,7 +95,7 @@ class PeerReducer:
         deadline_ns = 0 if math.isinf(deadline_s) else max(1, round(deadline_s * 1e9))
         shapes = [number for shape in peer_kernel.SHAPES for number in shape]
         limit = peer_kernel.ONE_SHOT_BYTES[size]
-        make = host.module()["make_peer_reducer"]
+        make = host.op("make_peer_reducer")
         functions = make(
             ordinal, list(addresses), rank, workspace_bytes, deadline_ns, shapes, limit
         )

@@ -59,8 +59,6 @@ def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
     return module
 
 
-host.builds("peer_gather", gather_kernel)
-host.builds("peer_scatter", scatter_kernel)
 host.builds("peer_lists", list_kernel)
 
 
@@ -203,8 +201,8 @@ def _reducer(op: str, group: Any) -> PeerReducer | None:
 
 @cache
 def _functions() -> dict[str, Callable[..., bool]]:
-    module = host.module()
-    return {op: module[op] for op in _IN_FLIGHT}
+    kernels = {"peer_gather": gather_kernel, "peer_scatter": scatter_kernel}
+    return {op: host.op(op, kernel) for op, kernel in kernels.items()}
 
 
 def _run(
