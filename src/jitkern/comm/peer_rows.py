@@ -116,7 +116,8 @@ def peer_gather(
         call on the device or :func:`jitkern.check` raises.
     CommTimeoutError
         Ranks did not come to an earlier call, or on the CPU to this one, within the group's
-        deadline; nothing was written by the calls behind it. See :meth:`PeerReducer.all_reduce`.
+        deadline. One that has waited in vain writes nothing, in that call and later ones, until the
+        group's ``reset``. See :meth:`PeerReducer.all_reduce`.
     RuntimeError
         PyTorch would have to see the call, for a gradient or a trace.
 
