@@ -123,7 +123,7 @@ def test_rows_of_one_pool(joined: list[Rank], kind: str) -> None:
 def test_a_rank_is_killed_that_others_bring_rows_to(two: list[Rank]) -> None:
     for rank in two:
         rank.tell("rows_late", name=f"jitkern-test-{os.getpid()}")
-    answer = two[0].error(1.0 + LATE_S)
+    answer = two[0].error()  # the pool and the memory are made first
     assert answer["error"].startswith("CommTimeoutError: device_barrier: call 1 of rank 0: rank 1")
     assert answer["missing"] == [1]
 
