@@ -17,6 +17,7 @@ PACKAGE = Path(jitkern.__file__).parent
 LAYERS = """
 0  errors env files forks hints
 0  arch scratch unix
+1  cache.tally
 1  cache.trust cache.schema cache.stats
 1  cache.entry cache.cleanup
 1  cache.lock cache.size
@@ -32,6 +33,7 @@ LAYERS = """
 2  host.build host.torch_state host.tuning
 2  host.module
 2  host.faults
+3  jit.specialisation
 3  jit.cubin jit.template jit.record jit.params
 3  jit.launch jit.render jit.structs
 3  jit.image jit.native jit.replay
@@ -87,7 +89,7 @@ LAYERS = """
 5  bench.worker
 5  bench
 6  cli.ui
-6  cli.filters
+6  cli.filters cli.machine
 6  cli.bench_cmd cli.cache_cmd cli.clangd cli.completion cli.demo cli.doctor cli.warm
 6  cli
 6  __main__

@@ -16,7 +16,7 @@ from jitkern.cache import search
 from jitkern.cache.schema import META_MAX_BYTES
 from jitkern.cache.store import Cache
 from jitkern.cache.trust import UntrustedError
-from jitkern.cli import doctor, main
+from jitkern.cli import doctor, main, ui
 from jitkern.env import settings
 
 # -- links and other things in the place of files --------------------------------------------------
@@ -199,12 +199,17 @@ def test_doctor_says_whose_each_cache_is(
     own, absent = tmp_path / "own", tmp_path / "absent"
     fresh_search(JITKERN_CACHE_DIR=own, JITKERN_CACHE_PATH=f"{cache_root}:{absent}")
     sound, missing, written, shipped = doctor._caches()
-    assert sound == doctor.Check("read-only cache", f"{cache_root}: owner {ME}, mode 0700, trusted")
+    one = sum(entry.bytes for entry in Cache(cache_root).entries())
+    holds = f"1 entry, {ui.bytes_text(one)}"
+    trusted = f"{cache_root}: owner {ME}, mode 0700, trusted"
+    assert sound == doctor.Check("read-only cache", f"{trusted}; {holds}")
     advice = "make it, or take it out of JITKERN_CACHE_PATH"
     assert missing == doctor.Check(
         "read-only cache", f"{absent}: no such directory", "note", advice
     )
-    assert written == doctor.Check("cache", f"{own}: owner {ME}, mode 0700, trusted, writable")
+    trusted = f"{own}: owner {ME}, mode 0700, trusted, writable"
+    empty = f"0 entries, 0 B of at most {ui.bytes_text(4 << 30)}"
+    assert written == doctor.Check("cache", f"{trusted}; {empty}")
     assert (shipped.what, shipped.state) == ("shipped cache", "ok")
 
     own.chmod(0o777)

@@ -20,8 +20,9 @@ from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
 from jitkern.files import write_whole
 from jitkern.jit.loader import load_jit
-from jitkern.jit.record import Specialisation, record
+from jitkern.jit.record import record
 from jitkern.jit.replay import replay
+from jitkern.jit.specialisation import Specialisation
 
 USED = Specialisation("load_jit", ("tiny", "4"), {}, "9.0")
 

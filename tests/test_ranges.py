@@ -15,7 +15,7 @@ from jitkern.env import settings
 from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
 from jitkern.jit.device import CpuForm, DeviceModule
-from jitkern.jit.record import Specialisation
+from jitkern.jit.specialisation import Specialisation
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ from jitkern.env import settings
 from jitkern.errors import FrozenError
 from jitkern.jit import record
 from jitkern.jit.loader import load_jit
-from jitkern.jit.record import Specialisation
 from jitkern.jit.replay import replay
+from jitkern.jit.specialisation import Specialisation
 from jitkern.warming import recorded_jobs
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -34,6 +34,13 @@ LARGE_CALL = "h2d_gather, large call"
 FIRST_KERNEL = "first kernel of a process"
 COLD, INLINE_COLD = "jitkern: NVRTC, cold", "load_inline with nvcc, cold"
 WARM, INLINE_WARM = "jitkern: warm, new process", "load_module of it, new process"
+FRESH = "first call of a process, imports included"
+FRESH_IMPLS = {
+    "fresh": "jitkern: warm",
+    "fresh, no bytecode": "jitkern: warm, no bytecode",
+    "inline_fresh": "load_inline of what is built",
+    "inline_fresh, no bytecode": "load_inline of what is built, no bytecode",
+}
 WARM_COMMAND = "jitkern warm, 3 ops x 8 row sizes x 4 archs"
 WARM_ARGUMENTS = (
     *("--op", ",".join(OPS)),
@@ -62,6 +69,8 @@ def run(ctx: Context) -> Iterator[Row]:
         for op in OPS[:1] if ctx.quick else OPS:
             yield from bench.rows(f"inline:{op}", INLINE_COLD, "peer", processes)
         yield from bench.rows("inline_warm", INLINE_WARM, "peer", processes)
+        for mode, name in FRESH_IMPLS.items():
+            yield from bench.rows(mode, name, "peer" if "inline" in mode else "ours", processes)
         if not ctx.quick:
             yield bench.warm_command()
 
@@ -82,6 +91,11 @@ def goals(f: Figures) -> Iterator[Goal]:
         if cold and nvcc:
             yield from at_least(f"cold {case}: of load_inline with nvcc", nvcc / cold, 60)
         yield from at_most(f"warm {case}, new process", ms(case, WARM), 2, "ms")
+    for mode in ("fresh", "fresh, no bytecode"):
+        ours, inline = (ms(FRESH, FRESH_IMPLS[of]) for of in (mode, f"inline_{mode}"))
+        yield from at_most(f"{FRESH_IMPLS[mode]}, {FRESH}", ours, 80, "ms")
+        if ours and inline:
+            yield from at_most(f"{FRESH_IMPLS[mode]}, {FRESH}: of load_inline", ours / inline, 1.0)
     command = WARM_COMMAND
     yield from at_most(command, ms(command, "jitkern"), 10_000, "ms")
 
@@ -247,6 +261,47 @@ def _real_calls() -> dict[str, Callable[[], object]]:
     return {case: _and_wait(call) for case, call in calls.items()}
 
 
+def _fresh(device: str) -> dict[str, dict[str, Any]]:
+    call = _store_call(device)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "jitkern"]:
+        del sys.modules[name]  # what this module has imported of it
+
+    def first_call() -> None:
+        import jitkern
+
+        call(jitkern.store_cache)
+
+    return {FRESH: {"ms": _ms(first_call), "note": "import of torch and its CUDA context not"}}
+
+
+def _inline_fresh(device: str, work: Path) -> dict[str, dict[str, Any]]:
+    _prepare_nvcc()
+    call = _store_call(device)
+
+    def first_call() -> None:
+        module = _load_inline("store", work)
+        call(lambda k_cache, v_cache, indices, k, v: module.store(k_cache, v_cache, indices, k, v))
+
+    return {FRESH: {"ms": _ms(first_call), "note": "with ninja's look at what is there"}}
+
+
+def _store_call(device: str) -> Callable[[Callable[..., object]], None]:
+    """Return what calls a store with ready tensors, and waits for it."""
+    import torch
+
+    k_cache, v_cache = torch.zeros(2, 64, ROW_BYTES, dtype=torch.uint8, device=device)
+    k, v = torch.ones(2, 8, ROW_BYTES, dtype=torch.uint8, device=device)
+    indices = torch.arange(8, dtype=torch.int32, device=device)
+
+    def call(store: Callable[..., object]) -> None:
+        store(k_cache, v_cache, indices, k, v)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    call(lambda *_: None)
+    return call
+
+
 def _and_wait(call: Callable[[], object]) -> Callable[[], None]:
     import torch
 
@@ -258,22 +313,26 @@ def _and_wait(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def _inline(op: str, work: Path) -> dict[str, dict[str, Any]]:
+    _prepare_nvcc()
+    shutil.rmtree(_inline_folder(op, work), ignore_errors=True)
+    return {op: {"ms": _ms(lambda: _load_inline(op, work))}}
+
+
+def _inline_folder(op: str, work: Path) -> Path:
+    return work / f"inline_{op}"
+
+
+def _load_inline(op: str, work: Path) -> Any:
     import tvm_ffi.cpp
 
-    _prepare_nvcc()
     file, run_function = INLINE[op]
     export = f"\nTVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, ({run_function}));\n"
     source = (SOURCES / file).read_text() + "#include <tvm/ffi/function.h>" + export
-    directory = work / f"inline_{op}"
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-
-    def build() -> object:
-        return tvm_ffi.cpp.load_inline(
-            name=f"inline_{op}", cuda_sources=source, build_directory=str(directory)
-        )
-
-    return {op: {"ms": _ms(build)}}
+    folder = _inline_folder(op, work)
+    folder.mkdir(exist_ok=True)
+    return tvm_ffi.cpp.load_inline(
+        name=f"inline_{op}", cuda_sources=source, build_directory=str(folder)
+    )
 
 
 def _inline_warm(work: Path) -> dict[str, dict[str, Any]]:
@@ -308,6 +367,13 @@ def _worker(mode: str, device: str, work: Path) -> dict[str, dict[str, Any]]:
 
     if device == "cuda":
         torch.zeros(1, device="cuda")
+    if "no bytecode" in mode:
+        # Of what is imported from here on: torch is there.
+        sys.pycache_prefix, sys.dont_write_bytecode = str(work / "none"), True
+    if mode.startswith("fresh"):
+        return _fresh(device)
+    if mode.startswith("inline_fresh"):
+        return _inline_fresh(device, work)
     if mode == "host":
         return _host()
     if mode in ("cold", "warm"):

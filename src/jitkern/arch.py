@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
@@ -11,8 +11,7 @@ from jitkern.errors import ToolchainError
 _TEXT = re.compile(r"(?:(?:sm|compute)_)?(?P<number>[0-9]+(?:\.[0-9])?)(?P<suffix>[af]?)")
 
 
-@dataclass(frozen=True, order=True)
-class Arch:
+class Arch(NamedTuple):
     """The architecture of a GPU: its compute capability.
 
     Any capability can be constructed, since a GPU may be newer than jitkern; only `parse`, which
@@ -50,7 +49,7 @@ class Arch:
             tens = int(match["number"].replace(".", ""))
             plain = cls(tens // 10, tens % 10)
             if plain in KNOWN_ARCHS and plain >= _SUFFIX_SINCE[match["suffix"]]:
-                return replace(plain, suffix=match["suffix"])
+                return plain._replace(suffix=match["suffix"])
         known = ", ".join(str(arch) for arch in KNOWN_ARCHS)
         raise ValueError(
             f"arch: {text!r}, expected one of {known} "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -57,8 +56,7 @@ class Trust(NamedTuple):
 NOBODY = Trust()
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What the environment says, parsed and checked once.
 
     Attributes

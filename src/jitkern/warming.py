@@ -19,8 +19,8 @@ from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.loader import has_cuda, load_device, native_library
-from jitkern.jit.record import Specialisation
 from jitkern.jit.replay import Recorded, replay
+from jitkern.jit.specialisation import Specialisation
 from jitkern.jobs import (
     FAILURES,
     Job,

@@ -12,9 +12,9 @@ import math
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jitkern.cache.schema import META_MAX_BYTES, META_NAME, SCHEMA, check_file, parse_meta
 from jitkern.cache.trust import require_trusted
@@ -34,8 +34,7 @@ from jitkern.files import (
 _DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """What an entry is made from.
 
     Parameters
@@ -53,7 +52,7 @@ class Key:
     route: str
     name: str
     digest: str
-    describe: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    describe: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def directory(self) -> str:
@@ -64,8 +63,7 @@ class Key:
         return self.directory
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A verified entry: the bytes are those that were published.
 
     `path` is None where nothing could be written and the entry lives in memory only.
@@ -107,8 +105,7 @@ class Entry:
         return {name: value for name, value in self.meta.items() if name not in _DERIVED}
 
 
-@dataclass(frozen=True)
-class EntryInfo:
+class EntryInfo(NamedTuple):
     """One line of a listing."""
 
     name: str

@@ -7,9 +7,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, render_meta
@@ -88,23 +88,22 @@ def _freeze_mode() -> FreezeMode | None:
     return None if _frozen == "off" else _frozen or settings().freeze
 
 
-@dataclass(frozen=True)
-class BuildOutput:
+class BuildOutput(NamedTuple):
     """What a build hands over for publication; the first file is the artefact."""
 
     variant: str
     files: Mapping[str, bytes]
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
 class Lookup(Generic[T]):
     """How something was found: where, in how many milliseconds, and what was made of its entry."""
 
-    source: Source
-    ms: float
-    entry: Entry
-    loaded: T
+    def __init__(self, source: Source, ms: float, entry: Entry, loaded: T) -> None:
+        self.source = source
+        self.ms = ms
+        self.entry = entry
+        self.loaded = loaded
 
     @property
     def bytes(self) -> int:

@@ -6,57 +6,20 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jitkern.env import settings
 from jitkern.forks import PerProcess
+
+if TYPE_CHECKING:
+    from jitkern.cache.tally import Stats
 
 Source = Literal["memo", "cached", "shipped", "compiled"]
 
 _log = logging.getLogger("jitkern")
 
 
-@dataclass(frozen=True)
-class Tally:
-    """How often something happened, and the milliseconds it took in all."""
-
-    count: int = 0
-    total_ms: float = 0.0
-
-    def plus(self, ms: float) -> Tally:
-        """Return this tally with one more occurrence of `ms` milliseconds."""
-        return Tally(self.count + 1, self.total_ms + ms)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What :func:`jitkern.stats` returns.
-
-    Attributes
-    ----------
-    memo, cached, shipped
-        Lookups answered by this process's memory, by a cache directory, by the wheel.
-    misses
-        Lookups that found nothing.
-    compiles
-        Compilations that succeeded, with their time.
-    failures
-        Compilations that failed here or were reported by another rank.
-    waits
-        Waits for another thread or process that was compiling the same kernel.
-    """
-
-    memo: Tally = field(default_factory=Tally)
-    cached: Tally = field(default_factory=Tally)
-    shipped: Tally = field(default_factory=Tally)
-    misses: int = 0
-    compiles: Tally = field(default_factory=Tally)
-    failures: int = 0
-    waits: Tally = field(default_factory=Tally)
-
-
-class LookupEvent(NamedTuple):  # as a dataclass 0.7 ms more of every import
+class LookupEvent(NamedTuple):
     """What :func:`jitkern.on_compile` tells of one look-up.
 
     Attributes
@@ -93,13 +56,15 @@ Callback = Callable[[LookupEvent], object]
 _guard = PerProcess(threading.Lock)
 # Each in a list of its own, whose identity is that of the registration.
 _callbacks: tuple[list[Callback], ...] = ()
-_tallies: defaultdict[str, Tally] = defaultdict(Tally)
+# Of each attribute of Stats, how often and the milliseconds in all.
+_tallies: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
 
 
 def count(what: str, ms: float = 0.0) -> None:
     """Add one occurrence of `what`, an attribute of Stats."""
     with _guard.value:
-        _tallies[what] = _tallies[what].plus(ms)
+        times, total_ms = _tallies[what]
+        _tallies[what] = (times + 1, total_ms + ms)
 
 
 def stats() -> Stats:
@@ -111,8 +76,10 @@ def stats() -> Stats:
     >>> jitkern.stats().compiles.count
     0
     """
+    from jitkern.cache.tally import Stats, Tally
+
     with _guard.value:
-        now = _tallies.copy()
+        now = defaultdict(Tally, {what: Tally(*tally) for what, tally in _tallies.items()})
     return Stats(
         memo=now["memo"],
         cached=now["cached"],

@@ -23,7 +23,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jitkern.cache import cleanup
 from jitkern.cache.entry import (
@@ -37,13 +37,15 @@ from jitkern.cache.entry import (
     render_meta,
     write_entry,
 )
-from jitkern.cache.lock import FailureRecord, Wait, build_lock
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.size import Fill, evict
 from jitkern.cache.trust import Place, UntrustedError
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
 from jitkern.files import flush_directory, private_name, set_mode
+
+if TYPE_CHECKING:
+    from jitkern.cache.lock import FailureRecord, Wait
 
 T = TypeVar("T")
 
@@ -207,6 +209,9 @@ class Cache:
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Wait]:
         """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
+        # Imported here: a look-up has no need of it, and it takes 1 to 2 ms.
+        from jitkern.cache.lock import build_lock
+
         with suppress(OSError, CacheError):  # read-only or full, say: it is built without the lock
             self.place.make(cleanup.LOCKS)
         path = self._beside(cleanup.LOCKS) / f"{key.directory}.lock"
@@ -214,6 +219,8 @@ class Cache:
 
     def failure(self, key: Key) -> FailureRecord:
         """Return the record of the last failed build of `key`."""
+        from jitkern.cache.lock import FailureRecord
+
         return FailureRecord(self._beside(cleanup.FAILED) / f"{key.directory}.json")
 
     def _beside(self, name: str) -> Path:

@@ -7,14 +7,15 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jitkern
 from jitkern.arch import Arch, gpu_archs
-from jitkern.cli import ui
+from jitkern.cli import machine, ui
+from jitkern.cli.machine import Check
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError, UnsupportedError
 
@@ -28,18 +29,6 @@ DESCRIPTION = """\
 Check all that jitkern needs or can use. "broken" is something without which the ops do not run
 here, and makes the exit status 1; a "note" is something that only other uses need."""
 EXAMPLE = "jitkern doctor"
-
-State = Literal["ok", "note", "broken"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line: what was looked at, what was found, and the fix where it is not ok."""
-
-    what: str
-    found: str
-    state: State = "ok"
-    fix: str = ""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose() -> Iterator[Check]:
     """Run every check, the most basic first."""
+    yield machine.system()
     yield _python()
     yield Check("jitkern", f"{jitkern.__version__} in {Path(jitkern.__file__).parent}")
     torch = _torch()
@@ -82,7 +72,11 @@ def diagnose() -> Iterator[Check]:
     if host.state == "ok":
         yield from _driver(gpus)
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
+    yield from machine.routes(has_gpu=bool(gpus))
     yield from _caches()
+    yield from machine.host_memory()
+    if torch.state == "ok":
+        yield from machine.links(gpus)
     if gpus:
         yield _calibration()
     if host.state == torch.state == "ok":
@@ -243,7 +237,14 @@ def _cache(origin: str, cache: Cache) -> Check:
     if not rights:
         return Check(what, f"{cache.root}: {absent}", "note" if fix else "ok", fix)
     verdict = "trusted" if cache.read_only else "trusted, writable"
-    return Check(what, f"{cache.root}: {rights}, {verdict}")
+    return Check(what, f"{cache.root}: {rights}, {verdict}; {_filled(cache)}")
+
+
+def _filled(cache: Cache) -> str:
+    entries = cache.entries()
+    size = ui.bytes_text(sum(entry.bytes for entry in entries))
+    most = "" if cache.max_bytes is None else f" of at most {ui.bytes_text(cache.max_bytes)}"
+    return f"{len(entries):,} {'entry' if len(entries) == 1 else 'entries'}, {size}{most}"
 
 
 def _calibration() -> Check:

@@ -7,9 +7,9 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
@@ -22,8 +22,7 @@ SYSTEM_CUDA = Path("/usr/local/cuda")
 _LD_CACHE = Path("/etc/ld.so.cache")
 
 
-@dataclass(frozen=True)
-class Nvrtc:
+class Nvrtc(NamedTuple):
     """A libnvrtc that is not loaded yet: its path, and its version such as ``13.5``."""
 
     path: Path

@@ -13,8 +13,8 @@ import os
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jitkern.files import digest
 
@@ -67,8 +67,7 @@ _TOKEN = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Closure:
+class Closure(NamedTuple):
     """A translation unit with everything that it may include.
 
     Attributes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,8 +21,8 @@ from jitkern.files import digest, sha256, slug
 from jitkern.jit.cubin import params_bytes
 from jitkern.jit.image import DeviceImage
 from jitkern.jit.launch import ON_CPU, PLAIN, TORCH, device_and_stream, for_cpu, readable
-from jitkern.jit.record import Specialisation, record
 from jitkern.jit.render import Wrapper, render
+from jitkern.jit.specialisation import Specialisation
 from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
@@ -163,9 +162,11 @@ class DeviceModule:
         self._images[arch] = found
         file = settings().record
         if file is not None:
+            from jitkern.jit.record import record
+
             files = self.closure.files
             texts = dict(zip(map(str, files), self.closure.texts, strict=True))
-            record(replace(self._used, arch=str(arch)), files, file, texts)
+            record(self._used._replace(arch=str(arch)), files, file, texts)
         return found
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -21,8 +20,8 @@ from jitkern.compilers.for_nvrtc import is_cpp17
 from jitkern.compilers.sources import OWN_PREFIX, source_path
 from jitkern.jit.device import CpuForm, DeviceModule
 from jitkern.jit.params import parse_params
-from jitkern.jit.record import FILES, FOLDERS, Specialisation
 from jitkern.jit.render import Wrapper
+from jitkern.jit.specialisation import FILES, FOLDERS, Specialisation
 from jitkern.jit.structs import read_params
 
 if TYPE_CHECKING:
@@ -256,14 +255,14 @@ def load_device(used: Specialisation) -> DeviceModule:
     can_ask = is_cpp17(options.get("extra_cuda_cflags", ()))
     texts = [file.read_text(errors="replace") for file in files] if can_ask else []
     return DeviceModule(
-        replace(used, options=on_gpu),
+        used._replace(options=on_gpu),
         files,
         wrappers,
         params={
             name: read_params(kernel, texts) if params is None else parse_params(name, params)
             for name, kernel, params in given
         },
-        cpu=_cpu_form(replace(used, options=on_cpu), [name for name, _ in wrappers]),
+        cpu=_cpu_form(used._replace(options=on_cpu), [name for name, _ in wrappers]),
     )
 
 

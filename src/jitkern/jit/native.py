@@ -31,7 +31,8 @@ from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
 from jitkern.env import settings
 from jitkern.files import digest, sha256, slug, write_whole
-from jitkern.jit.record import Specialisation, record
+from jitkern.jit.record import record
+from jitkern.jit.specialisation import Specialisation
 from jitkern.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class NativeLibrary(Buildable["Module | None"]):
             links = [str(path) for path in found if str(path) != os.path.realpath(path)]
         read = depends.sources(entry.meta["depends"], build.roots, links)
         arch = "" if self._arch is None else str(self._arch)
-        record(replace(self._used, options=options, arch=arch), map(Path, read), file)
+        record(self._used._replace(options=options, arch=arch), map(Path, read), file)
 
     def load(self, entry: Entry) -> Module | None:
         if not self._load:

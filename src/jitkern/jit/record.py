@@ -17,28 +17,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from jitkern.compilers.sources import CSRC, OWN_PREFIX
 from jitkern.files import append, open_regular, read_regular, sha256
 from jitkern.forks import PerProcess
+from jitkern.jit.specialisation import FILES, FOLDERS, FORMAT, Specialisation
 
 _log = logging.getLogger("jitkern")
 _guard = PerProcess(threading.Lock)
-
-FORMAT = 2
-"""Of the lines. Those of 1 had no such number, and named files of the recording machine."""
 
 MAX_BYTES = 64 << 20
 """Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch."""
 
 _TAIL_BYTES = 4096
-
-FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
-"""Options that are lists of sources."""
-
-FOLDERS = frozenset(("extra_include_paths",))
-"""Options that are lists of directories."""
 
 
 @dataclass
@@ -55,44 +46,6 @@ class _Seen:
 
 
 _seen: dict[Path, _Seen] = {}
-
-
-@dataclass(frozen=True)
-class Specialisation:
-    """What makes a kernel or a library.
-
-    Attributes
-    ----------
-    function
-        ``"load_jit"`` or ``"load_aot"``.
-    args
-        Its positional arguments: the name, then the template arguments.
-    options
-        Its keyword arguments. Paths are absolute, or in a record the places there.
-    arch
-        E.g. ``"9.0"``; empty for host code.
-    """
-
-    function: str
-    args: tuple[str, ...]
-    options: Mapping[str, Any]
-    arch: str
-
-    def __str__(self) -> str:
-        name, *rest = self.args
-        return f"{name}<{', '.join(rest)}>" + (f" for {self.arch}" if self.arch else "")
-
-    def to_json(self, **more: Any) -> str:
-        """Return a line, equal for equal specialisations and equal `more`."""
-        value = {
-            "record": FORMAT,
-            "function": self.function,
-            "args": list(self.args),
-            "options": {name: option for name, option in self.options.items() if option},
-            "arch": self.arch,
-            **more,
-        }
-        return json.dumps(value, sort_keys=True)
 
 
 def record(

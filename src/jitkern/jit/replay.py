@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from jitkern import hints
 from jitkern.cache.trust import written_by_others
 from jitkern.compilers.sources import OWN_PREFIX, source_path
 from jitkern.files import digest, open_regular, parse_json, sha256
-from jitkern.jit.record import FILES, FOLDERS, FORMAT, MAX_BYTES, Specialisation
+from jitkern.jit.record import MAX_BYTES
+from jitkern.jit.specialisation import FILES, FOLDERS, FORMAT, Specialisation
 
 MAX_UNPACKED_BYTES = 1 << 30
 """Of all sources laid out: a text is laid out in each tree that it is in."""
@@ -49,7 +50,7 @@ class Recorded:
 
     def to_json(self, arch: str) -> str:
         """Return a text that is equal for what is equal when it is built for `arch`."""
-        return replace(self.used, arch=arch).to_json(files=self.files)
+        return self.used._replace(arch=arch).to_json(files=self.files)
 
     def unpack(self, folder: Path) -> Specialisation:
         """Lay out the sources below `folder`; return what was used with paths that are there.
@@ -81,7 +82,7 @@ class Recorded:
         for path in (path for name in FOLDERS for path in options.get(name, ())):
             if Path(path).is_relative_to(tree):  # a header may be found in none, and be counted
                 os.makedirs(path, exist_ok=True)
-        return replace(self.used, options=options)
+        return self.used._replace(options=options)
 
 
 def _path(place: str, tree: Path) -> Path:
