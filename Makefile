@@ -21,7 +21,7 @@ else
   ready = $(VENV)/.ready-$(1)
 endif
 
-.PHONY: demo test lint format bench bench-ci sanitize docs wheel clean
+.PHONY: demo test lint format bench plots bench-ci sanitize docs wheel clean
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
@@ -43,6 +43,11 @@ format: $(call ready,dev)
 
 bench: $(call ready,bench)
 	$(PY) -m bench
+
+# What the docs show of bench/results: tables, and plots of the H200's run.
+plots: $(call ready,bench)
+	$(PY) -m bench.tables
+	$(PY) -m bench --replot docs/img --json bench/results/nvidia-h200.json
 
 # Against the baseline of this kind of machine: instructions and times. BENCH_ARGS="--gate counts"
 bench-ci: $(call ready,test)

@@ -1,22 +1,33 @@
-"""PNG plots of a run: bandwidth against rows, the h2d ladder, GEMM slowdown against SMs, others."""
+"""PNG plots of a run: % of the ceiling by size, the h2d ladder, pools, GEMM slowdown, a summary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from bench.cases import NAMES, module
+from bench.plot_style import GREY, OURS, RowData, ceiling, color, lines, names_of, save
 from jitkern.bench.report import Payload
 
-RowData = dict[str, Any]
-
-OURS, PEERS, CEILING = "#1a7f37", ("#888888", "#b3661a", "#5b7bb4", "#a05195", "#c9a227"), "#111111"
+# Of the first page: one line of each op, at the size where its users live.
+_SUMMARY = {
+    "store_cache, 131,072 rows of 1 KB": ("store", "131072 rows of 1024 B"),
+    "store_cache, 1 row of 656 B": ("store", "1 rows of 656 B"),
+    "indexing, 65,536 rows of 8 KB": ("index", "65536 rows of 8192 B"),
+    "h2d_gather, 656 B, distinct rows": ("h2d_gather", "262144 rows of 656 B, distinct"),
+    "h2d_gather, 656 B, a third repeated": ("h2d_gather", "262144 rows of 656 B, repeats"),
+    "h2d_gather out of a pool of 16 GiB": (
+        "pools",
+        "gather of 262144 rows of 656 B, pool of 16 GiB, uniform",
+    ),
+    "swap_rows, 656 B, both ways": ("swap", "262144 rows of 656 B, distinct, pool of 0.4 GiB"),
+    "copy_blocks, 32 layers x 16 KB": ("copy_blocks", "h2d, 128 blocks x 32 layers x 16 KB"),
+    "unpack, 2,048 pieces of 256 B": ("unpack", "2048 pieces of 256 B"),
+    "merge_state, 256 x 32 x 128": ("merge", "256 x 32 x 128 bf16"),
+    "merge_state, 16,384 x 32 x 128": ("merge", "16384 x 32 x 128 bf16"),
+}
 
 
 def draw(data: Payload, directory: Path) -> list[Path]:
@@ -24,47 +35,60 @@ def draw(data: Payload, directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     machine = data["machine"]["name"]
     rows = {op: entry["rows"] for op, entry in data["benchmarks"].items()}
-    made: list[Path] = []
+    made = _summary(rows, machine, directory)
     for name in NAMES:
         for plot in getattr(module(name), "PLOTS", ()):
             made += _PLOTS[plot](rows.get(name, []), name, machine, directory)
     return made
 
 
-def _bandwidth(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
-    """One panel per row size: GB/s of each implementation against the number of rows."""
-    timed = [r for r in rows if r["gb_s"] and not r["params"].get("vocab_range")]
-    timed = [r for r in timed if "v_row_bytes" not in r["params"]]  # K and V of one size only
+def _summary(rows: dict[str, list[RowData]], machine: str, directory: Path) -> list[Path]:
+    """How much faster than the fastest peer of the same run, peer by name; below 1 it wins."""
+    bars = []
+    for label, (op, case) in _SUMMARY.items():
+        timed = [r for r in rows.get(op, []) if r["case"] == case and r["median_us"]]
+        ours = [r for r in timed if r["impl"] == "jitkern"]
+        # "jitkern, ..." in a peer's role are our own parts, called one after the other.
+        peers = [r for r in timed if r["role"] == "peer" and not r["impl"].startswith("jitkern")]
+        if ours and peers:
+            best = min(peers, key=lambda r: float(r["median_us"]))
+            bars.append((label, best["median_us"] / ours[0]["median_us"], best["impl"]))
+    if len(bars) < len(_SUMMARY):
+        return []
+    figure, axes = plt.subplots(figsize=(8.4, 0.34 * len(bars) + 1.2))
+    for at, (_, ratio, peer) in enumerate(bars):
+        axes.barh(at, ratio, color=OURS, height=0.62)
+        axes.text(ratio, at, f" {ratio:.2f} x  {peer}", va="center", fontsize=7.5)
+    axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
+    axes.set_xlim(0, 1.6 * max(ratio for _, ratio, _ in bars))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("speed of jitkern / the fastest other of the same run, which is named")
+    axes.set_title(f"{machine}, cold buffers, random rows")
+    return [save(figure, directory / "summary.png")]
+
+
+def _of_a_copy(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
+    """One panel per row size: % of a copy's bandwidth against the number of rows."""
+    timed = [r for r in rows if r["percent_of_ceiling"] and not r["params"].get("vocab_range")]
+    timed = [r for r in timed if "v_row_bytes" not in r["params"] and "one cache" not in r["case"]]
     sizes = sorted({r["params"]["row_bytes"] for r in timed})
     sizes = [s for s in sizes if len({r["case"] for r in timed if _size(r) == s}) > 1]
     if not sizes:
         return []
     figure, panels = plt.subplots(
-        1, len(sizes), figsize=(4.2 * len(sizes), 3.8), sharey=True, squeeze=False
+        1, len(sizes), figsize=(3.6 * len(sizes), 3.6), sharey=True, squeeze=False
     )
-    peers = list(dict.fromkeys(r["impl"] for r in timed if r["role"] == "peer"))
-    ours = list(dict.fromkeys(r["impl"] for r in timed if r["role"] == "ours"))
     for axes, size in zip(panels[0], sizes, strict=True):
         here = [r for r in timed if _size(r) == size]
-        for name, color in zip(peers, _cycle(PEERS), strict=False):
-            _line(axes, here, name, color=color, marker="o", markersize=3)
-        for name in ours:
-            _line(axes, here, name, color=OURS, marker="o", linewidth=2)
-        ceiling = max(r["gb_s"] for r in here if r["role"] == "ceiling")
-        axes.axhline(ceiling, color=CEILING, linestyle="--", linewidth=1)
-        axes.annotate(
-            f"copy {ceiling:,.0f}",
-            (0.02, ceiling),
-            xycoords=("axes fraction", "data"),
-            fontsize=7,
-            va="bottom",
-        )
-        axes.set(title=f"{size} B rows", xlabel="rows", xscale="log", yscale="log")
-        axes.grid(alpha=0.25)
-    panels[0][0].set_ylabel("GB/s, read + write")
-    panels[0][-1].legend(fontsize=7, loc="lower right")
+        lines(axes, here, names_of(here, "ours", "peer"), y="percent_of_ceiling")
+        ceiling(axes, 100, "a copy")
+        axes.set(title=f"{size} B a row", xlabel="rows", xscale="log", ylim=(0, None))
+    panels[0][0].set_ylabel("% of the bandwidth of a copy")
+    panels[0][0].legend(loc="upper right")
     figure.suptitle(f"{op} on {machine}, cold buffers, random rows", fontsize=10)
-    return [_save(figure, directory / f"{op}_bandwidth.png")]
+    return [save(figure, directory / f"{op}_bandwidth.png")]
 
 
 def _ladder(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
@@ -73,42 +97,43 @@ def _ladder(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> 
     if not here:
         return []
     rungs = [r for r in here if r["role"] == "peer"] + [r for r in here if r["role"] == "ours"]
-    names = [r["impl"] for r in rungs]
-    values = [r["gb_s"] for r in rungs]
-    colors = [OURS if r["role"] == "ours" else PEERS[2] for r in rungs]
     figure, axes = plt.subplots(figsize=(7.5, 0.36 * len(rungs) + 1.4))
-    axes.barh(names, values, color=colors)
-    for at, value in enumerate(values):
-        axes.text(value, at, f" {value:.1f}", va="center", fontsize=8)
+    axes.barh([r["impl"] for r in rungs], [r["gb_s"] for r in rungs])
+    for at, (bar, r) in enumerate(zip(axes.patches, rungs, strict=True)):
+        bar.set_color(color(r["impl"]))
+        axes.text(r["gb_s"], at, f" {r['gb_s']:.1f}", va="center", fontsize=8)
     for r in here:
         if r["role"] == "ceiling":
-            axes.axvline(r["gb_s"], color=CEILING, linestyle="--", linewidth=1)
+            axes.axvline(r["gb_s"], color=GREY, linestyle="--", linewidth=1)
             axes.text(r["gb_s"], -0.9, f"{r['impl']} {r['gb_s']:.1f}", fontsize=7, ha="right")
     axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
     axes.set_xlabel("GB/s that arrive")
-    axes.set_title(f"{op}, {here[0]['case']}, {machine}", fontsize=9)
-    return [_save(figure, directory / "h2d_ladder.png")]
+    axes.set_title(f"{op}, {here[0]['case']}, {machine}")
+    return [save(figure, directory / "h2d_ladder.png")]
 
 
 def _row_sizes(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
-    """GB/s against the row size, at a constant number of bytes."""
+    """% of the copy engine against the row size, at a constant number of bytes."""
     here = [
         r
         for r in rows
-        if r["gb_s"] and r["params"].get("sources") == "distinct" and r["bytes_moved"] > 100e6
+        if r["percent_of_ceiling"]
+        and r["params"].get("sources") == "distinct"
+        and r["bytes_moved"] > 100e6
     ]
     if len({r["case"] for r in here}) < 2:
         return []
     figure, axes = plt.subplots(figsize=(6, 4))
-    everywhere = _common([r for r in here if r["role"] != "ours"])
-    for name, color in zip(everywhere, _cycle((*PEERS, CEILING)), strict=False):
-        _line(axes, here, name, color=color, marker="o", markersize=3, x="row_bytes")
-    _line(axes, here, "jitkern", color=OURS, marker="o", linewidth=2, x="row_bytes")
-    axes.set(xlabel="row bytes", ylabel="GB/s that arrive", xscale="log", ylim=(0, None))
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=7)
-    axes.set_title(f"{op} by row size, distinct rows, {machine}", fontsize=9)
-    return [_save(figure, directory / "h2d_row_sizes.png")]
+    names = [n for n in names_of(here, "ours", "peer") if "num_sms" not in n and "dedup" not in n]
+    names = [n for n in names if sum(r["impl"] == n for r in here) > 2]
+    lines(axes, here, names, x="row_bytes", y="percent_of_ceiling")
+    ceiling(axes, 100, "copy engine, in one piece")
+    axes.set(xlabel="row bytes", ylabel="% of the copy engine", ylim=(0, 109))
+    axes.set_xscale("log", base=2)
+    axes.legend(loc="lower right")
+    axes.set_title(f"{op} by row size, distinct rows, {machine}")
+    return [save(figure, directory / "h2d_row_sizes.png")]
 
 
 def _gemm(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
@@ -118,104 +143,93 @@ def _gemm(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> lis
     if len(ours) < 2:
         return []
     sms = [r["params"]["num_sms"] for r in ours]
-    figure, axes = plt.subplots(figsize=(6, 4))
-    axes.plot(
-        sms, [r["params"]["gemm_slowdown"] for r in ours], color=OURS, marker="o", label="jitkern"
-    )
-    for r in rows:
-        if r["role"] == "ceiling" and r["median_us"]:
-            slowdown = r["params"]["gemm_slowdown"]
-            axes.axhline(slowdown, color=CEILING, linestyle="--", linewidth=1, label="copy engine")
-    axes.set(xlabel="SMs of the gather", ylabel="GEMM time / GEMM alone", xscale="log")
-    axes.set_xticks(sms, [str(n) for n in sms])
-    beside = axes.twinx()
-    beside.plot(
-        sms,
-        [r["params"]["gather_beside_gb_s"] for r in ours],
-        color=PEERS[2],
-        marker="s",
-        markersize=3,
-        label="gather beside the GEMM",
-    )
-    beside.set(ylabel="GB/s of the gather", ylim=(0, None))
-    handles = [*axes.get_legend_handles_labels()[0], *beside.get_legend_handles_labels()[0]]
-    axes.legend(handles=handles, fontsize=7, loc="center right")
-    axes.set_title(f"8192^3 bf16 GEMM beside h2d_gather, {machine}", fontsize=9)
-    return [_save(figure, directory / "gemm_slowdown.png")]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
+    for axes, name, label in zip(
+        panels,
+        ("gemm_slowdown", "gather_beside_gb_s"),
+        ("GEMM time / GEMM alone", "GB/s of the gather"),
+        strict=True,
+    ):
+        axes.plot(sms, [r["params"][name] for r in ours], color=OURS, marker="o", label="jitkern")
+        for r in rows:
+            if r["role"] == "ceiling" and r["median_us"] and r["params"].get(name):
+                ceiling(axes, r["params"][name], "copy engine")
+        axes.set(xlabel="SMs of the gather", ylabel=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sms, [str(n) for n in sms])
+    panels[0].set_ylim(0.95, None)
+    panels[1].set_ylim(0, None)
+    figure.suptitle(f"8192^3 bf16 GEMM beside h2d_gather, {machine}", fontsize=10)
+    return [save(figure, directory / "gemm_slowdown.png")]
 
 
 def _pools(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
     """GB/s against the size of the pool: as rows come, in its order, and the engine's line."""
-    most = max((r["params"]["rows"] for r in rows if r["params"]["row_bytes"] == 656), default=0)
-    here = [r for r in rows if r["gb_s"] and r["params"]["row_bytes"] == 656]
-    here = [r for r in here if r["params"]["rows"] == most and r["params"]["law"] == "uniform"]
-    if len({r["params"]["pool_gib"] for r in here}) < 2:
-        return []
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
-    for axes, kind in zip(panels, ("gather", "scatter"), strict=True):
-        points = [r for r in here if r["params"]["kind"] == kind]
-        timed_often = _common([r for r in points if r["role"] == "peer"])
-        for name, color in zip(timed_often, _cycle(PEERS), strict=False):
-            _line(axes, points, name, color=color, marker="o", markersize=3, x="pool_gib")
-        as_they_come = {"color": OURS, "marker": "o", "linestyle": ":"}
-        _line(axes, points, "jitkern, as they come", x="pool_gib", **as_they_come)
-        _line(axes, points, "jitkern", color=OURS, marker="o", linewidth=2, x="pool_gib")
-        engine = max((r["gb_s"] for r in points if r["role"] == "ceiling"), default=0.0)
-        axes.axhline(engine, color=CEILING, linestyle="--", linewidth=1, label="copy engine")
-        axes.set(title=kind, xlabel="GiB of the pool", xscale="log", ylim=(0, None))
-        axes.grid(alpha=0.25)
-    panels[0].set_ylabel("GB/s that arrive")
-    panels[0].legend(fontsize=7, loc="lower left")
-    figure.suptitle(f"{most:,} random rows of 656 B, {machine}", fontsize=10)
-    return [_save(figure, directory / "pools.png")]
+    here = _largest(rows, lambda r: r["params"]["law"] == "uniform")
+    return _by_pool(here, here, "pools.png", machine, "random rows of 656 B", directory)
 
 
 def _ways(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
     """GB/s against the size of the pool, for each way that rows may take."""
-    most = max((r["params"]["rows"] for r in rows if r["params"]["row_bytes"] == 656), default=0)
-    here = [r for r in rows if r["gb_s"] and r["params"]["row_bytes"] == 656]
-    here = [r for r in here if r["params"]["rows"] == most and "pageable" not in r["case"]]
+    here = _largest(rows, lambda r: "pageable" not in r["case"])
+    named = [r for r in here if "threads" not in r["impl"]]
+    what = "random rows of 656 B, numbers on the host"
+    return _by_pool(here, named, "ways.png", machine, what, directory)
+
+
+def _largest(rows: Sequence[RowData], wanted: Callable[[RowData], bool]) -> list[RowData]:
+    here = [r for r in rows if r["gb_s"] and r["params"]["row_bytes"] == 656 and wanted(r)]
+    most = max((r["params"]["rows"] for r in here), default=0)
+    return [r for r in here if r["params"]["rows"] == most]
+
+
+def _by_pool(
+    here: Sequence[RowData],
+    named: Sequence[RowData],
+    file: str,
+    machine: str,
+    what: str,
+    directory: Path,
+) -> list[Path]:
     if len({r["params"]["pool_gib"] for r in here}) < 2:
         return []
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
     for axes, kind in zip(panels, ("gather", "scatter"), strict=True):
-        points = [r for r in here if r["params"]["kind"] == kind]
-        named = [name for name in _common(points) if "threads" not in name and name != "auto"]
-        for name, color in zip(named, _cycle(PEERS), strict=False):
-            _line(axes, points, name, color=color, marker="o", markersize=3, x="pool_gib")
-        _line(axes, points, "auto", color=OURS, linestyle=":", linewidth=3, x="pool_gib")
-        axes.set(title=kind, xlabel="GiB of the pool", xscale="log")
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=7, loc="lower left")
-    panels[0].set_ylim(0, 1.05 * max(r["gb_s"] for r in here))
+        points = [r for r in named if r["params"]["kind"] == kind]
+        names = [n for n in names_of(points, "ours", "peer") if not n.startswith("jitkern, by")]
+        lines(axes, points, names, x="pool_gib")
+        engine = [r["gb_s"] for r in here if r["role"] == "ceiling" and r["params"]["kind"] == kind]
+        if engine:
+            ceiling(axes, max(engine), "copy engine, in one piece")
+        axes.set(title=kind, xlabel="GiB of the pool", ylim=(0, None))
+        gib = sorted({r["params"]["pool_gib"] for r in here})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(gib, [f"{size:g}" for size in gib])
+        axes.legend(loc="lower left")
     panels[0].set_ylabel("GB/s that arrive")
-    figure.suptitle(f"{most:,} random rows of 656 B, numbers on the host, {machine}", fontsize=10)
-    return [_save(figure, directory / "ways.png")]
+    most = here[0]["params"]["rows"]
+    figure.suptitle(f"{most:,} {what}, {machine}", fontsize=10)
+    return [save(figure, directory / file)]
 
 
 def _blocks(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
-    """GB/s against the bytes of a block in one layer."""
-    here = [r for r in rows if r["gb_s"] and r["params"]["block_dim"] == 1]
+    """% of the copy engine against the bytes of a block in one layer."""
+    here = [r for r in rows if r["percent_of_ceiling"] and r["params"]["block_dim"] == 1]
     if len({r["params"]["piece_bytes"] for r in here}) < 2:
         return []
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
     for axes, kind in zip(panels, ("h2d", "d2h"), strict=True):
         points = [r for r in here if r["case"].startswith(kind)]
-        beside = _common([r for r in points if r["role"] == "peer" or "engine" in r["impl"]])
-        for name, color in zip(beside, _cycle(PEERS), strict=False):
-            _line(axes, points, name, x="piece_bytes", color=color, marker="o", markersize=3)
-        for r in (r for r in points if r["role"] == "ceiling"):
-            _line(axes, points, r["impl"], x="piece_bytes", color=CEILING, linestyle="--")
-            break
-        _line(axes, points, "jitkern", x="piece_bytes", color=OURS, marker="o", linewidth=2)
-        axes.set(title=kind, xlabel="bytes of a block in one layer")
+        names = [n for n in names_of(points, "ours", "peer") if "num_sms" not in n]
+        lines(axes, points, names, x="piece_bytes", y="percent_of_ceiling")
+        ceiling(axes, 100, "copy engine, in one piece")
+        axes.set(title=kind, xlabel="bytes of a block in one layer", ylim=(0, 109))
         axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.25)
-    panels[0].set(ylabel="GB/s over the link", ylim=(0, None))
-    panels[0].legend(fontsize=7, loc="center right")
+    panels[0].set_ylabel("% of the copy engine")
+    panels[0].legend(loc="lower right")
     blocks, layers = (here[0]["params"][name] for name in ("blocks", "layers"))
     figure.suptitle(f"{op}, {blocks} random blocks of {layers} layers, {machine}", fontsize=10)
-    return [_save(figure, directory / "copy_blocks.png")]
+    return [save(figure, directory / "copy_blocks.png")]
 
 
 def _of_the_copy(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
@@ -235,28 +249,23 @@ def _of_the_copy(rows: Sequence[RowData], op: str, machine: str, directory: Path
         1, len(panels_of), figsize=(4.8 * len(panels_of), 3.8), sharey=True, squeeze=False
     )
     for axes, (count, here) in zip(panels[0], panels_of.items(), strict=True):
-        points = {"x": "tokens", "y": "percent_of_ceiling", "marker": "o"}
-        peers = list(dict.fromkeys(r["impl"] for r in here if r["role"] == "peer"))
-        for name, color in zip(peers, _cycle(PEERS), strict=False):
-            style = ":" if "no graph" in name else "-"
-            _line(axes, here, name, color=color, linestyle=style, markersize=3, **points)
-        _line(axes, here, "jitkern", color=OURS, linewidth=2, **points)
-        axes.axhline(100, color=CEILING, linestyle="--", linewidth=1)
+        names = [n for n in names_of(here, "ours", "peer") if n != "jitkern, new outputs"]
+        lines(axes, here, names, x="tokens", y="percent_of_ceiling")
+        ceiling(axes, 100, "a copy of as many bytes")
         axes.set(title=f"{count} partials", xlabel="tokens", ylim=(0, None))
         axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=7)
+        axes.legend()
     panels[0][0].set_ylabel("% of a copy of as many bytes")
     one = next(iter(panels_of.values()))[0]["params"]
     form = f"{one['heads']} heads x {one['dim']}, {one['dtype']}"
     figure.suptitle(f"{op}, {form}, {machine}, cold buffers", fontsize=10)
-    return [_save(figure, directory / f"{op}_of_the_copy.png")]
+    return [save(figure, directory / f"{op}.png")]
 
 
 _PLOTS = {
+    "of a copy": _of_a_copy,
     "of the copy": _of_the_copy,
     "blocks": _blocks,
-    "bandwidth": _bandwidth,
     "ladder": _ladder,
     "row sizes": _row_sizes,
     "gemm": _gemm,
@@ -265,37 +274,5 @@ _PLOTS = {
 }
 
 
-def _line(
-    axes: Any,
-    rows: Sequence[RowData],
-    name: str,
-    *,
-    x: str = "rows",
-    y: str = "gb_s",
-    **style: Any,
-) -> None:
-    points = sorted((r["params"][x], r[y]) for r in rows if r["impl"] == name)
-    if points:
-        axes.plot(*zip(*points, strict=True), label=name, **{"linewidth": 1.2, **style})
-
-
-def _common(rows: Sequence[RowData]) -> list[str]:
-    """Names measured at more than two sizes."""
-    names = list(dict.fromkeys(r["impl"] for r in rows))
-    return [n for n in names if sum(r["impl"] == n for r in rows) > 2]
-
-
-def _cycle(colors: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from colors
-
-
 def _size(row: RowData) -> int:
     return int(row["params"]["row_bytes"])
-
-
-def _save(figure: Any, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
-    return path

@@ -224,3 +224,16 @@ def test_quick_run_on_a_gpu(op: str, tmp_path: Path) -> None:
     expected = ("does not compile for this row size", "No module named", "load_inline")
     failed = [row for row in rows if row["error"] and not any(e in row["error"] for e in expected)]
     assert not failed
+
+
+def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
+    from bench import tables
+
+    named = set()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        assert tables.made(text) == text, f"{page.name}: python -m bench.tables makes it anew"
+        named |= {
+            one for group in re.findall(r"<!-- table: (\S+) -->", text) for one in group.split("+")
+        }
+    assert named == set(tables.TABLES)

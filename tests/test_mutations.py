@@ -1,30 +1,19 @@
 """The sweeps of test_kernels_on_cpu.py, held to kernels that are wrong: they see each mistake.
 
-Of the long tables every third is made, which takes two minutes; all with TEST_ALL_MUTANTS=1.
+All mutants of what has changed since they were proved, some of the others: see emulate/proof.py.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Sequence
-from importlib import import_module
+import re
 from pathlib import Path
 
 import pytest
+from emulate import proof
 from emulate.mutant import Mutant
-from emulate.runner import CSRC, HERE, Runner, Sweep, compiler
+from emulate.runner import Runner, Sweep, compiler
 
-MODULES = [import_module(f"emulate.{path.stem}") for path in sorted(HERE.glob("*.py"))]
-_MANY = 60
-_ALL = bool(os.environ.get("TEST_ALL_MUTANTS"))
-
-
-def made_of(table: Sequence[Mutant]) -> Sequence[Mutant]:
-    return table if _ALL or len(table) <= _MANY else table[::3]
-
-
-MUTANTS = [one for module in MODULES for one in made_of(getattr(module, "MUTANTS", ()))]
+MUTANTS = proof.mutants()
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +34,45 @@ def test_right_kernels_pass(store: Path, sweep: Sweep) -> None:
 @pytest.mark.parametrize(
     "mutant", MUTANTS, ids=lambda mutant: f"{Path(mutant.file).stem}-{mutant.mistake}"
 )
-def test_mutant_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
-    csrc = tmp_path / "csrc"
-    shutil.copytree(CSRC, csrc)
-    mutant.apply(csrc)
-    runner = Runner(store, csrc)
-    program = runner.build(mutant.sweep)
-    done = runner.start(program)
-    program.unlink()
-    assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
-    # Noticed by a check, not by a crash of something else.
-    noticed = ("FAILED:", "AddressSanitizer", "runtime error:", "emulate:")
-    assert any(text in done.stderr for text in noticed), done.stderr
+def test_mutant_is_caught(store: Path, mutant: Mutant) -> None:
+    caught, said = proof.is_caught(mutant, store)
+    assert caught, said
+
+
+@pytest.mark.parametrize("module", proof.modules(), ids=lambda module: module.__name__)
+def test_every_mutant_still_applies(module: object) -> None:
+    """Also those that this run does not make."""
+    for mutant in module.MUTANTS:
+        text = (proof.CSRC / mutant.file).read_text()
+        assert text.count(mutant.old) == mutant.of, mutant
+        assert mutant.new != mutant.old
+
+
+def test_a_change_asks_for_a_new_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel, of what it includes, of a driver, of a table: not of another op's."""
+    digests = {module.__name__: proof.digest_of(module) for module in proof.modules()}
+    read = Path.read_bytes, Path.read_text
+
+    def changed(named: str) -> set[str]:
+        pattern = re.compile(rf"/{re.escape(named)}$")
+
+        def read_bytes(path: Path) -> bytes:
+            return read[0](path) + (b"\n// more" if pattern.search(str(path)) else b"")
+
+        def read_text(path: Path, *args: object, **options: object) -> str:
+            text = read[1](path, *args, **options)
+            return text + ("\n// more" if pattern.search(str(path)) else "")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", read_bytes)
+            patch.setattr(Path, "read_text", read_text)
+            now = {module.__name__: proof.digest_of(module) for module in proof.modules()}
+        return {name.rpartition(".")[2] for name in now if now[name] != digests[name]}
+
+    assert changed("ops/store.cu") == {"store"}
+    assert changed("emulate/unpack.cc") == {"unpack"}
+    assert changed("emulate/fibers.cc") == {one.__name__.split(".")[1] for one in proof.modules()}
+    assert {"store", "index", "pair_copy"} <= changed("jitkern/copy.cuh")
+    (store,) = (module for module in proof.modules() if module.__name__ == "emulate.store")
+    monkeypatch.setattr(store, "MUTANTS", store.MUTANTS[1:])
+    assert proof.digest_of(store) != digests["emulate.store"]

@@ -18,7 +18,7 @@ from jitkern.bench.cases.store import case_of as guarded
 from jitkern.bench.measure import measure
 
 PEERS = (peers.rows,)
-PLOTS = ("bandwidth",)
+PLOTS = ("of a copy",)
 
 
 def run(ctx: Context) -> Iterator[Row]:

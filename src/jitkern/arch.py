@@ -17,7 +17,7 @@ class Arch(NamedTuple):
     Any capability can be constructed, since a GPU may be newer than jitkern; only `parse`, which
     reads what a person wrote, insists on a known one.
 
-    Parameters
+    Attributes
     ----------
     major, minor
         The compute capability.

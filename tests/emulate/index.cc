@@ -82,6 +82,5 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
 
 int main() {
   using namespace emulate;
-  return sweep("index", collect<kSweepFirst>(SweepRows()), runs_at_every_offset<IndexParams>,
-               one_run);
+  return sweep("index", collect(SweepRows()), runs_at_every_offset<IndexParams>, one_run);
 }

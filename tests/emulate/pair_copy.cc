@@ -171,6 +171,5 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
 
 int main() {
   using namespace emulate;
-  return sweep("pair_copy", collect<kSweepFirst>(SweepRows()), runs_at_every_offset<PairCopyParams>,
-               one_run);
+  return sweep("pair_copy", collect(SweepRows()), runs_at_every_offset<PairCopyParams>, one_run);
 }

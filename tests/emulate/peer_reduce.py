@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from emulate.mutant import mutants_of
 from emulate.runner import Sweep
 
@@ -44,7 +42,7 @@ CLEAR = """      each(first, is_wanted, [&](int, u32 w, u32 i) {
                     make_uint4(kUnwritten, kUnwritten, kUnwritten, kUnwritten));
       });
 """
-_ALL = [
+MUTANTS = [
     *mutants_of(
         SWEEP,
         "comm/peer_reduce.cu",
@@ -126,22 +124,3 @@ _ALL = [
         ),
     ),
 ]
-
-# Each takes 4 s to compile; TEST_ALL_MUTANTS=1 has all. The CPU's form of the protocol, and the
-# model of it, are made wrong in tests/comm.
-_RULES = (
-    "does not wait for kernels",
-    "a barrier that is overtaken",
-    "a barrier that overtakes",
-    "no fence",
-    "no barrier between epochs",
-    "no epoch",
-    "does not make unwritten",
-    "makes unwritten what is not read",
-    "the first word alone",
-    "uses what is broken",
-    "one parity",
-    "one slot of all writers",
-    "any value is sent",
-)
-MUTANTS = [one for one in _ALL if one.mistake in _RULES or os.environ.get("TEST_ALL_MUTANTS")]

@@ -62,6 +62,11 @@ def _own_facts(driver: str) -> tuple[str, ...]:
     return getattr(import_module(f"emulate.{driver}"), "DEFINES", ())
 
 
+def facts_of(driver: str) -> tuple[str, ...]:
+    """Return what a driver is compiled with, as options of the compiler."""
+    return (*_launch_facts(), *(f"-D{text}" for text in _own_facts(driver)))
+
+
 @dataclass(frozen=True)
 class Sweep:
     """One driver, and the row sizes that it is compiled for."""
@@ -70,15 +75,29 @@ class Sweep:
     defines: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "-".join([self.driver, *(text.rpartition("=")[2] for text in self.defines)])
+        texts = [text.rpartition("=")[2] for text in self.defines]
+        return "-".join([self.driver, *(_shown(text) for text in texts)])
+
+
+def _shown(text: str) -> str:
+    parts = text.split(",")
+    return text if len(parts) < 8 else f"{parts[0]}..{parts[-1]}"
 
 
 _SWEPT = re.compile(r"^// (\d+) row sizes to a program", re.MULTILINE)  # what compiles in seconds
 
+# 9 is odd, so that behind the first 70 every alignment comes up, and 70 of the 128 places where a
+# row may end in a line; `--all` has every size.
+_ROW_SIZES = sorted(
+    {*range(1, 71), *range(71, 701, 9), 127, 128, 129, 255, 256, 257, 511, 512, 513}
+)
+_LARGE_ROW_SIZES = (1024, 2048, 7168, 8192, 65536)
+
 
 def sweeps(every: bool = False) -> list[Sweep]:
-    """Every row size of 1 to 700 bytes and the large ones, in parts that compile in seconds."""
+    """Row sizes of 1 to 700 bytes and the large ones, in parts that compile in seconds."""
     more = ("SWEEP_ALL",) if every else ()
+    sizes = list(range(1, 701)) if every else _ROW_SIZES
     found = []
     for path in sorted(HERE.glob("*.cc")):
         driver, swept = path.stem, _SWEPT.search(path.read_text())
@@ -86,10 +105,9 @@ def sweeps(every: bool = False) -> list[Sweep]:
             found += [] if path.name in (*SUPPORT, "self_test.cc") else [Sweep(driver)]
             continue
         step = int(swept[1])
-        found.append(Sweep(driver, ("SWEEP_ROWS=1024,2048,7168,8192,65536", *more)))
-        for begin in range(1, 701, step):
-            rows = (f"SWEEP_BEGIN={begin}", f"SWEEP_END={begin + step}")
-            found.append(Sweep(driver, (*rows, *more)))
+        parts = [sizes[begin : begin + step] for begin in range(0, len(sizes), step)]
+        for part in (_LARGE_ROW_SIZES, *parts):
+            found.append(Sweep(driver, (f"SWEEP_ROWS={','.join(map(str, part))}", *more)))
     return found
 
 
@@ -130,8 +148,8 @@ class Runner:
     def build(self, sweep: Sweep) -> Path:
         """Return the program of one driver, compiled unless it is there already."""
         objects = _support(self.store, tuple(self.flags))
-        own = [f"-D{text}" for text in (*_own_facts(sweep.driver), *sweep.defines)]
-        defines = [*_launch_facts(), *own]
+        own = [f"-D{text}" for text in sweep.defines]
+        defines = [*facts_of(sweep.driver), *own]
         return self._compile(f"{sweep.driver}.cc", defines, "", objects)
 
     def run(self, sweep: Sweep, *args: str) -> subprocess.CompletedProcess[str]:

@@ -105,6 +105,5 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
 
 int main() {
   using namespace emulate;
-  return sweep("store", collect<kSweepFirst>(SweepRows()), runs_at_every_offset<StoreParams>,
-               one_run);
+  return sweep("store", collect(SweepRows()), runs_at_every_offset<StoreParams>, one_run);
 }

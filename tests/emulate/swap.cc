@@ -85,6 +85,5 @@ void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random, 
 
 int main() {
   using namespace emulate;
-  return sweep("swap", collect<kSweepFirst>(SweepRows()), runs_at_every_offset<SwapParams>,
-               one_run);
+  return sweep("swap", collect(SweepRows()), runs_at_every_offset<SwapParams>, one_run);
 }

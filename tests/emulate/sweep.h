@@ -1,9 +1,8 @@
 // What the sweeps over the ops' kernels have in common: which specialisations are compiled, how
 // many times each one runs, and what indices they are given.
 //
-//   -DSWEEP_BEGIN=1 -DSWEEP_END=101   row sizes 1 to 100
-//   -DSWEEP_ROWS=1024,65536           these row sizes
-//   -DSWEEP_ALL                       every specialisation of every row size, not only of some
+//   -DSWEEP_ROWS=1024,65536   these row sizes
+//   -DSWEEP_ALL               every specialisation of every row size, not only of some
 #pragma once
 
 #include <jitkern/types.h>
@@ -68,18 +67,14 @@ constexpr bool sweeps(i64 row_bytes, int vec_bytes) {
         }(),                                                              \
         ...);                                                             \
   }                                                                       \
-  template <i64 kFirst, i64... kRows>                                     \
+  template <i64... kRows>                                                 \
   Specialisations<Params> collect(std::integer_sequence<i64, kRows...>) { \
     Specialisations<Params> list;                                         \
-    (collect_widths<kFirst + kRows, 1, 2, 4, 8, 16>(list), ...);          \
+    (collect_widths<kRows, 1, 2, 4, 8, 16>(list), ...);                   \
     return list;                                                          \
   }
 
-#ifdef SWEEP_BEGIN
-constexpr i64 kSweepFirst = SWEEP_BEGIN;
-using SweepRows = std::make_integer_sequence<i64, SWEEP_END - SWEEP_BEGIN>;
-#elif defined(SWEEP_ROWS)
-constexpr i64 kSweepFirst = 0;
+#ifdef SWEEP_ROWS
 using SweepRows = std::integer_sequence<i64, SWEEP_ROWS>;
 #endif
 

@@ -37,7 +37,7 @@ _DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artef
 class Key(NamedTuple):
     """What an entry is made from.
 
-    Parameters
+    Attributes
     ----------
     route
         The way it is built, such as ``"device"``.

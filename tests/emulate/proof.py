@@ -1,0 +1,110 @@
+"""Which mutants have been seen to be caught, by the content of all that decides it: proved.json.
+
+To make all of them takes a quarter of an hour on two cores. So CI makes all whose kernel, driver or
+table has changed since they were proved, and of the others one in `_SAMPLE`.
+``python tests/emulate/proof.py`` makes all that are not proved, and writes down what was caught.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from emulate.mutant import Mutant
+from emulate.runner import CSRC, FLAGS, HERE, SUPPORT, Runner, facts_of
+
+from jitkern.compilers.sources import include_closure, include_dirs
+
+FILE = HERE / "proved.json"
+_SAMPLE = 8
+
+# Noticed by a check, not by a crash of something else.
+NOTICED = ("FAILED:", "AddressSanitizer", "runtime error:", "emulate:")
+
+
+def modules() -> list[ModuleType]:
+    """Return the modules here that have mutants."""
+    found = [import_module(f"emulate.{path.stem}") for path in sorted(HERE.glob("*.py"))]
+    return [module for module in found if getattr(module, "MUTANTS", ())]
+
+
+def mutants() -> list[Mutant]:
+    """Return those that a run of the tests makes; all with TEST_ALL_MUTANTS=1."""
+    everything = bool(os.environ.get("TEST_ALL_MUTANTS"))
+    proved = {} if everything else json.loads(FILE.read_text())
+    found: list[Mutant] = []
+    for module in modules():
+        is_proved = proved.get(_name(module)) == digest_of(module)
+        found += module.MUTANTS[::_SAMPLE] if is_proved else module.MUTANTS
+    return found
+
+
+def digest_of(module: ModuleType) -> str:
+    """Return a digest of the kernels, the drivers, and what is done to them."""
+    table: Sequence[Mutant] = module.MUTANTS
+    sources = {}
+    for driver in {mutant.sweep.driver for mutant in table}:
+        texts = [(HERE / name).read_text() for name in (f"{driver}.cc", *SUPPORT)]
+        closure = include_closure(
+            "\n".join(['#include "cuda_on_cpu.h"', *texts]),
+            include_dirs=[HERE, *include_dirs(CSRC)],
+        )
+        sources[driver] = [closure.digest, *facts_of(driver)]
+    content = [sources, FLAGS, list(map(repr, table))]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def is_caught(mutant: Mutant, store: Path) -> tuple[bool, str]:
+    """Make a mutant and run its driver; tell whether that notices it, and what it says."""
+    with tempfile.TemporaryDirectory() as folder:
+        csrc = Path(folder) / "csrc"
+        shutil.copytree(CSRC, csrc)
+        mutant.apply(csrc)
+        runner = Runner(store, csrc)
+        program = runner.build(mutant.sweep)
+        done = runner.start(program)
+        program.unlink()
+    if done.returncode == 0:
+        return False, f"nobody noticed: {mutant.old} -> {mutant.new}"
+    return any(text in done.stderr for text in NOTICED), done.stderr
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
+
+
+def main() -> int:
+    proved = json.loads(FILE.read_text()) if FILE.exists() else {}
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        store = Path(folder)
+        for module in modules():
+            digest = digest_of(module)
+            if proved.get(_name(module)) == digest:
+                continue
+            done = list(pool.map(lambda mutant: is_caught(mutant, store), module.MUTANTS))
+            missed = [m for m, (caught, _) in zip(module.MUTANTS, done, strict=True) if not caught]
+            print(f"{_name(module)}: {len(done) - len(missed)} of {len(done)} caught", flush=True)
+            for mutant in missed:
+                print(f"  {mutant.mistake}", flush=True)
+            failed += len(missed)
+            if not missed:
+                proved[_name(module)] = digest
+                FILE.write_text(json.dumps(proved, indent=1, sort_keys=True) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
