@@ -72,6 +72,7 @@ class Step:
         """Write the new tokens and attend to all of each request. No length is known here."""
         cache = self.cache
         store_cache(cache.k, cache.v, self.slots, self.k, self.v)
+        # All pages of the table: rows of padding give NaN, which nobody reads.
         offsets = torch.arange(cache.page_size, device=self.tables.device)
         slots = (self.tables.unsqueeze(-1) * cache.page_size + offsets).flatten(1)
         k, v = cache.k[slots], cache.v[slots]  # [rows, tokens, heads, dim]
@@ -83,6 +84,7 @@ class Step:
     def captured(self) -> torch.cuda.CUDAGraph:
         """Capture the step. All rows are padding now, so that what is tried writes no cache."""
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.run()  # cuBLAS makes its workspace outside of the graph
         torch.cuda.current_stream().wait_stream(side)
