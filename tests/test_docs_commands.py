@@ -78,9 +78,10 @@ def run(command: Command, capsys: pytest.CaptureFixture[str], patch: pytest.Monk
         status = main(command.argv[1:])
         printed = "".join(capsys.readouterr())
     else:
-        file, *argv = command.argv[1:]
+        started = command.argv
+        if started[0] == "python":
+            started = [sys.executable, str(ROOT / started[1]), *started[2:]]
         env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        started = [sys.executable, str(ROOT / file), *argv]
         done = subprocess.run(started, env=env, capture_output=True, text=True)
         status, printed = done.returncode, done.stdout + done.stderr
     fails = any(": error: " in line for line in command.shown)
