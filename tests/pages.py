@@ -111,7 +111,7 @@ def program(page: str) -> str:
     if asks_for_gpu(code) and not HAS_GPU:
         for on_gpu, on_cpu in ON_CPU.items():
             code = code.replace(on_gpu, on_cpu)
-    code = re.sub(r"^( *)(.+)\n\1# (\w+Error): (.+)$", _expected, code, flags=re.MULTILINE)
+    code = with_expected_errors(code)
     return code + _COMPILE if "device_files" in code else code
 
 
@@ -123,8 +123,12 @@ for _made in [value for value in globals().values() if hasattr(value, "image")]:
 """
 
 
+def with_expected_errors(code: str) -> str:
+    """Have a statement with its error in a comment behind it tested for that error."""
+    return re.sub(r"^( *)(.+)\n\1# (\w+Error): (.+)$", _expected, code, flags=re.MULTILINE)
+
+
 def _expected(match: re.Match[str]) -> str:
-    """A statement with its error in a comment behind it, as a test that it raises that."""
     indent, statement, error, text = match.groups()
     if hasattr(errors, error):
         error = f'__import__("jitkern").{error}'

@@ -26,9 +26,11 @@ from pages import (
     fate,
     loaded_files,
     program,
+    with_expected_errors,
     write_files,
 )
 
+from jitkern import errors
 from jitkern.cli import _COMMANDS, _parser, completion
 from jitkern.compilers.find import find_cxx
 
@@ -131,6 +133,26 @@ def test_nearly_all_blocks_are_run() -> None:
     assert len(left_out) <= len({*NEEDS_GPU, *NEEDS_NVCC}) and len(python) >= 95
     with_python = [page for page in PAGES if program(page)]
     assert len(with_python) >= 23 and "README.md" in with_python
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("int('x')\n# ValueError: invalid literal for int() ...\n", ""),
+        ("if True:\n    int('x')\n    # ValueError: invalid literal ...\n", ""),
+        ("raise errors.ShareError('a b')\n# ShareError: a b\n", ""),
+        ("int('7')\n# ValueError: invalid literal for int() ...\n", "int('7')"),
+        ("int('x')\n# ValueError: another text\n", "invalid literal"),
+        ("int('x')\n# KeyError: 'x'\n", "invalid literal"),
+    ],
+)
+def test_an_error_in_a_comment_is_expected(code: str, text: str) -> None:
+    tested = with_expected_errors(code)
+    if not text:
+        exec(tested, {"errors": errors})
+        return
+    with pytest.raises((AssertionError, ValueError), match=re.escape(text)):
+        exec(tested, {})
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
