@@ -29,6 +29,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +74,7 @@ class Case:
 
     @property
     def block_bytes(self) -> int:
-        per_token = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-        return self.block_size * per_token
+        return 2 * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
@@ -96,9 +96,6 @@ class Case:
         made = torch.randn(shape, generator=source, device=self.device, dtype=self.dtype)
         q, k, v = made.split([self.heads, self.kv_heads, self.kv_heads])
         return q.unflatten(0, (self.kv_heads, -1)), k.transpose(0, 1), v.transpose(0, 1)
-
-
-# -- attention -------------------------------------------------------------------------------------
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -133,22 +130,12 @@ def attend_to_unit(q: Tensor, unit: Tensor, out: Tensor, lse: Tensor) -> None:
     merge(out, lse, part[0], part_lse[0])
 
 
-# -- the prefill -----------------------------------------------------------------------------------
-
-
 class Unit(NamedTuple):
     """Blocks of one layer that go to a slot together."""
 
     layer: int
     cpu_blocks: list[int]
     written: Any  # the event that they are on the host by; None: they are
-
-
-class Plain(NamedTuple):
-    """What a slot of a pipeline is, without one."""
-
-    tensor: Tensor
-    block: Unit
 
 
 class Prefill:
@@ -205,7 +192,7 @@ class Prefill:
         buffer = torch.empty(case.unit_shape, dtype=case.dtype, device=case.device)
         for unit in units:
             self._copy(buffer, unit)
-            yield Plain(buffer, unit)
+            yield SimpleNamespace(tensor=buffer, block=unit)  # as a slot has them
 
     def _copy(self, tensor: Tensor, unit: Unit) -> None:
         if unit.written is not None:
@@ -228,9 +215,6 @@ class Prefill:
                     wrong += (found - expected).square().sum().item()
                     whole += expected.square().sum().item()
         return math.sqrt(wrong / whole)
-
-
-# -- measuring -------------------------------------------------------------------------------------
 
 
 def sync(device: torch.device) -> None:
@@ -325,10 +309,8 @@ def best_chunk(case: Case, engine: OffloadEngine) -> int:
     found = promises(case, engine, sizes[step - 1 :: step])
     for one in found:
         alone = f"copies {one.copies_s * 1e3:.1f} ms, compute {one.compute_s * 1e3:.1f} ms alone"
-        together = f"{one.together_s * 1e3:.1f} together"
-        print(
-            f"chunks of {one.chunk} tokens: {alone}, {together}: overlap may gain {one.gain:.2f} x"
-        )
+        gain = f"{one.together_s * 1e3:.1f} together: overlap may gain {one.gain:.2f} x"
+        print(f"chunks of {one.chunk} tokens: {alone}, {gain}")
     return min(found, key=lambda one: one.together_s).chunk
 
 

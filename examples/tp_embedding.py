@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_equal = torch.equal(split(ids).view(torch.int16), expected.view(torch.int16))
         time_ms = milliseconds(lambda: split(ids), device)
     held = split.vocab_range[1] + split.added_range[1]
-    print(
+    sys.stdout.write(  # in one piece, or lines of several ranks mix where output is not buffered
         f"rank {ranks.rank} of {ranks.size}, {device}: {held} of {rows} rows, by {split.method}, "
-        f"{args.tokens} tokens in {time_ms:.3f} ms, {'equal' if is_equal else 'DIFFERENT'}"
+        f"{args.tokens} tokens in {time_ms:.3f} ms, {'equal' if is_equal else 'DIFFERENT'}\n"
     )
     dist.barrier()
     dist.destroy_process_group()

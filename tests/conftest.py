@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from built_wheel import wheel  # noqa: F401
 from children import cache_dir, children, sources  # noqa: F401
 from fake_toolkit import fake_nvcc  # noqa: F401
 from headers import bare_machine  # noqa: F401

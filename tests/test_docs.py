@@ -1,23 +1,40 @@
-"""The Python of README and docs runs as it stands, page by page."""
+"""The code of README and docs runs as it stands, page by page; tests/pages.py says what does not.
+
+Commands are in tests/test_docs_commands.py.
+"""
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from needs import has, needs_cxx, needs_nvrtc
+from needs import needs_cxx, needs_nvrtc
+from pages import (
+    ALL,
+    NEEDS_GPU,
+    NEEDS_NVCC,
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    fate,
+    loaded_files,
+    program,
+    with_expected_errors,
+    write_files,
+)
 
+from jitkern import errors
 from jitkern.cli import _COMMANDS, _parser, completion
-from jitkern.compilers.find_cuda import find_nvcc
+from jitkern.compilers.find import find_cxx
 
-HAS_NVCC = has(find_nvcc)
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for p in sorted(ROOT.glob("docs/**/*.md")))]
+LANGUAGES = {"console", "cpp", "python", "text", "yaml"}
 
 # As under torchrun, for a page that starts a process group.
 RANK_0 = {
@@ -27,45 +44,6 @@ RANK_0 = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    """(language, text) of each fenced block that has a language."""
-    text = (ROOT / page).read_text()
-    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def program(page: str) -> str:
-    """All Python of a page, in its order: a later block may use what an earlier one has made.
-
-    What needs nvcc is left out where there is none; nothing else may use what it makes.
-    """
-    found = [text for language, text in blocks(page) if language == "python"]
-    if not HAS_NVCC:
-        found = [text for text in found if "cuda_files=" not in text]
-    code = "\n".join(text for text in found if not text.startswith(">>>"))
-    return re.sub(r"^(.+)\n# (\w+Error): (.+)$", _expected, code, flags=re.MULTILINE)
-
-
-def _expected(match: re.Match[str]) -> str:
-    """A statement with its error in a comment behind it, as a test that it raises that."""
-    statement, error, text = match.groups()
-    return f"""
-try:
-    {statement}
-except {error} as raised:
-    assert str(raised).startswith({text.removesuffix(" ...")!r}), raised
-else:
-    raise AssertionError({statement!r})
-"""
-
-
-def write_files(page: str, folder: Path) -> None:
-    """Write the blocks that begin with the name of a file, such as ``// scale.cu``."""
-    for _, text in blocks(page):
-        name = re.match(r"(?://|#) (\w+\.\w+)\n", text)
-        if name:
-            (folder / name[1]).write_text(text)
 
 
 @pytest.mark.slow
@@ -78,26 +56,103 @@ def test_the_python_of_a_page_runs(
     monkeypatch: pytest.MonkeyPatch,
     fresh_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    code = program(page)
-    asks = '"cuda"' in code.replace('"cuda" if', "").replace('== "cuda"', "")
-    if asks and not torch.cuda.is_available():
-        pytest.skip("this page is about a GPU")
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"), prepend=os.pathsep)
+    monkeypatch.setenv("JITKERN_ARCH", "9.0")  # for nvcc, where there is no GPU to ask
     for name, value in RANK_0.items():
         monkeypatch.setenv(name, value)
-    assert fresh_python(code).returncode == 0
+    assert fresh_python(program(page)).returncode == 0
+
+
+@pytest.mark.parametrize("block", [one for one in ALL if one.is_session], ids=str)
+def test_a_session_prints_what_it_says(block: Block) -> None:
+    test = doctest.DocTestParser().get_doctest(block.text, {}, str(block), block.page, block.line)
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+    assert result.attempted > 0 and result.failed == 0, "".join(said)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_has_the_files_that_it_loads(page: str, tmp_path: Path) -> None:
     """Also where nothing runs them, for they are about a GPU."""
     write_files(page, tmp_path)
-    python = "\n".join(text for language, text in blocks(page) if language == "python")
-    lists = re.findall(r"(?:device|cuda|cpp)_files=\[(.*?)\]", python, re.DOTALL)
-    loaded = {name for names in lists for name in re.findall(r'"(.+?)"', names)}
-    assert loaded <= {file.name for file in tmp_path.iterdir()}
+    assert loaded_files(page) <= {file.name for file in tmp_path.iterdir()}
+
+
+@needs_cxx
+@pytest.mark.parametrize(
+    "block", [one for one in ALL if one.language == "cpp" and not one.file], ids=str
+)
+def test_cpp_that_is_no_file_compiles(block: Block, tmp_path: Path) -> None:
+    """What is a file is compiled by the Python that loads it."""
+    file = tmp_path / "block.cc"
+    file.write_text(block.text)
+    include = f"-I{ROOT / 'src/jitkern/csrc/include'}"
+    command = [*find_cxx().command, "-std=c++17", "-fsyntax-only", include, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_file_of_a_page_is_loaded() -> None:
+    for page in PAGES:
+        named = {block.file for block in blocks(page) if block.language == "cpp" and block.file}
+        assert named == loaded_files(page), page
+
+
+def test_every_block_says_what_it_is() -> None:
+    """A block that is only indented, or has no language, is run by nobody."""
+    for block in ALL:
+        assert block.language in LANGUAGES, block
+    for page in PAGES:
+        fences = [line for line in (ROOT / page).read_text().splitlines() if line[:3] == "```"]
+        assert len(fences) == 2 * len(blocks(page)), page
+        text = (ROOT / page).read_text()
+        for block in blocks(page):
+            text = text.replace(block.text, "")
+        indented = [line for line in text.splitlines() if line.startswith("    ")]
+        assert [line for line in indented if not line.startswith("    options: {")] == [], page
+
+
+def test_what_is_left_out_is_there() -> None:
+    """So that no reason outlives its block."""
+    for page, text in {*NEEDS_GPU, *NEEDS_NVCC}:
+        assert sum(text in block.text for block in blocks(page)) == 1, text
+
+
+def test_nearly_all_blocks_are_run() -> None:
+    """So that a change of the fences does not leave nothing to be tested.
+
+    Also on a machine without GPU and nvcc. `python tests/pages.py` lists them.
+    """
+    found = Counter(fate(block).partition(":")[0] for block in ALL)
+    print(dict(found))
+    assert found["run"] >= 112 and found["checked"] >= 12
+    python = [block for block in ALL if block.language == "python"]
+    left_out = [block for block in python if "left out" in fate(block)]
+    assert len(left_out) <= len({*NEEDS_GPU, *NEEDS_NVCC}) and len(python) >= 95
+    with_python = [page for page in PAGES if program(page)]
+    assert len(with_python) >= 23 and "README.md" in with_python
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("int('x')\n# ValueError: invalid literal for int() ...\n", ""),
+        ("if True:\n    int('x')\n    # ValueError: invalid literal ...\n", ""),
+        ("raise errors.ShareError('a b')\n# ShareError: a b\n", ""),
+        ("int('7')\n# ValueError: invalid literal for int() ...\n", "int('7')"),
+        ("int('x')\n# ValueError: another text\n", "invalid literal"),
+        ("int('x')\n# KeyError: 'x'\n", "invalid literal"),
+    ],
+)
+def test_an_error_in_a_comment_is_expected(code: str, text: str) -> None:
+    tested = with_expected_errors(code)
+    if not text:
+        exec(tested, {"errors": errors})
+        return
+    with pytest.raises((AssertionError, ValueError), match=re.escape(text)):
+        exec(tested, {})
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
@@ -111,10 +166,3 @@ def test_the_page_of_the_command_line_names_the_options_that_there_are(command: 
         for option in one.options
     }
     assert named - {"--help"} == there_are - {"-h", "--help"}
-
-
-def test_the_pages_have_what_is_to_be_run() -> None:
-    """So that a change of the fences does not leave nothing to be tested."""
-    with_python = [page for page in PAGES if program(page)]
-    assert len(with_python) >= 9
-    assert "README.md" in with_python

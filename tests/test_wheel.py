@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from guard import GOOD
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,24 +41,6 @@ jitkern.h2d_gather(k, v_cache, torch.tensor([[1, 7]]))
 assert torch.equal(v_cache[7], k[1])
 assert jitkern.fast_compare_key(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])) == 2
 """
-
-
-@pytest.fixture(scope="session")
-def wheel(session_cache: Path) -> Path:
-    """Built once for all workers of the run: it takes as long as compiling the host module."""
-    out = session_cache.parent / "wheel"
-    with FileLock(f"{out}.lock"):
-        if not out.exists():
-            build_wheel(out)
-    (found,) = out.glob("*.whl")
-    return found
-
-
-def build_wheel(out: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-index", "-q"]
-    command += ["--no-build-isolation", "--disable-pip-version-check", "-w", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_tag(wheel: Path) -> None:

@@ -1,4 +1,4 @@
-"""What ``jitkern doctor`` says of the machine: memory, pages, limits, routes, links between GPUs."""
+"""What ``jitkern doctor`` says of the machine: memory, limits, routes, links between GPUs."""
 
 from __future__ import annotations
 

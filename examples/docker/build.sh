@@ -1,0 +1,10 @@
+#!/bin/sh
+# Record what the server uses, and build the image: from the checkout, with the GPUs to build for.
+#
+#     examples/docker/build.sh 9.0,10.0
+#
+# A real server is recorded where it runs, on its GPU: JITKERN_RECORD=run.jsonl python serve.py
+set -eu
+archs=${1:-9.0,10.0}
+JITKERN_RECORD=run.jsonl python examples/own_kernel/own_kernel.py --warm "${archs%%,*}"
+docker build -f examples/docker/Dockerfile --build-arg "ARCHS=$archs" -t own-kernel .

@@ -1,0 +1,54 @@
+"""The example of a kernel of one's own: run, compiled without a GPU, recorded and replayed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from needs import needs_cxx, needs_nvrtc
+from processes import EXAMPLES, run_example
+
+import jitkern
+
+NAME = "own_kernel/own_kernel.py"
+
+pytestmark = needs_cxx
+
+
+@needs_nvrtc
+def test_it_runs_warms_and_is_replayed(device: torch.device, tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    done = run_example(NAME, device, "--warm", "8.0,9.0", JITKERN_RECORD=str(record))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"1000 rows of 576 on {device.type}: equal"
+    assert lines[1] == "TypeError: dequantise: x: dtype float32, expected int8"
+    assert lines[2].startswith("ValueError: dequantise: x: not contiguous (stride 2 in dimension 1")
+    assert lines[3] == "ValueError: dequantise: scale: shape [999], expected [1000]"
+    assert lines[4].startswith("for 8.0: ") and lines[5].startswith("for 9.0: ")
+    assert lines[6].startswith("rows of 6 values: ") and "whole vectors of 4 values" in lines[6]
+
+    found = jitkern.warm(files=[record], check=True)
+    ours = [(one.arch, one.source) for one in found if one.name == "dequantise"]
+    archs = {"8.0", "9.0", ""} if device.type == "cpu" else {"8.0", "9.0"}
+    assert archs <= {arch for arch, _ in ours}
+    assert {source for _, source in ours} == {"cached"}
+
+
+# What serves tensors of each device: right and wrong.
+MISTAKES = {
+    "cpu": ("kernel.cc", "* scales[row]", "* scales[0]"),
+    "cuda": ("kernel.cu", "p.scale[i / kVectors]", "p.scale[i / kDim]"),
+}
+
+
+def test_a_wrong_kernel_is_found(device: torch.device, tmp_path: Path) -> None:
+    folder = shutil.copytree(EXAMPLES / "own_kernel", tmp_path / "own_kernel")
+    file, right, wrong = MISTAKES[device.type]
+    text = (folder / file).read_text()
+    assert text.count(right) == 1
+    (folder / file).write_text(text.replace(right, wrong))
+    done = run_example(str(folder / "own_kernel.py"), device, "--dim", "64")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.startswith(f"1000 rows of 64 on {device.type}: DIFFERENT\n")

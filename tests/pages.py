@@ -1,0 +1,187 @@
+"""The code blocks of README and docs, and what becomes of each on this machine.
+
+    python tests/pages.py
+
+prints that: a block is run, or checked (parsed against what would read it), or left out, which is
+said here by name and with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from needs import has
+
+from jitkern import errors
+from jitkern.compilers.find_cuda import find_nvcc
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for p in sorted(ROOT.glob("docs/**/*.md")))]
+HAS_NVCC = has(find_nvcc)
+HAS_GPU = torch.cuda.is_available()
+
+# What is no code: drawings, messages, lists of files.
+PROSE = ("text",)
+
+_LAUNCHES = "launches device code that has no form for the CPU"
+NEEDS_GPU = {
+    ("docs/writing-kernels.md", "x = torch.ones(1 << 20, device="): _LAUNCHES,
+    ("docs/writing-kernels.md", 'mod.launch("scale", x.double()'): _LAUNCHES,
+    ("docs/writing-kernels.md", "perf_cuda("): "times a GPU",
+    ("docs/writing-kernels.md", "add_one.launch(x)"): "launches what nvcc compiles",
+}
+"""Python that is left out where there is no GPU: (page, a text in the block) and the reason."""
+NEEDS_NVCC = {
+    ("docs/writing-kernels.md", 'cuda_files=["add_one.cu"]'): "needs nvcc",
+    ("docs/writing-kernels.md", "add_one.launch(x)"): "needs nvcc, and a GPU",
+}
+"""The same, where there is no nvcc."""
+
+# On the CPU the rest of what is written for a GPU is run with these in the place of what only a
+# GPU has.
+ON_CPU = {
+    'device="cuda"': 'device="cpu"',
+    "pin_memory=True": "pin_memory=False",
+    ".pin_memory()": "",
+    ".cpu()": ".clone()",  # of a GPU's tensor it is a copy
+    "torch.cuda.Event()": 'type("Event", (), dict.fromkeys(["record", "synchronize"], print))()',
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `line` is that of its fence."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def file(self) -> str | None:
+        """The file that it is: one that begins with a name such as ``// scale.cu``."""
+        found = re.match(r"(?://|#) (\w+\.\w+)\n", self.text)
+        return found[1] if found else None
+
+    @property
+    def is_session(self) -> bool:
+        return self.language == "python" and self.text.startswith(">>>")
+
+    @property
+    def left_out(self) -> str:
+        """Why this machine does not run it; empty where it does, or checks it."""
+        if self.language in PROSE:
+            return "no code"
+        lacking = {**({} if HAS_NVCC else NEEDS_NVCC), **({} if HAS_GPU else NEEDS_GPU)}
+        for (page, text), reason in lacking.items():
+            if self.page == page and text in self.text and self.language == "python":
+                return reason
+        return ""
+
+
+def blocks(page: str) -> list[Block]:
+    """Return the fenced blocks of a page."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text.count("\n", 0, m.start()) + 1, m[1], m[2]) for m in found]
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+def asks_for_gpu(code: str) -> bool:
+    """Tell whether code takes a GPU without asking whether there is one."""
+    return '"cuda"' in code.replace('"cuda" if', "").replace('== "cuda"', "")
+
+
+def program(page: str) -> str:
+    """All Python of a page, in its order: a later block may use what an earlier one has made.
+
+    At the end the device code of its modules is compiled, which a launch may have done already.
+    """
+    found = [block for block in blocks(page) if block.language == "python"]
+    code = "\n".join(one.text for one in found if not (one.is_session or one.left_out))
+    if asks_for_gpu(code) and not HAS_GPU:
+        for on_gpu, on_cpu in ON_CPU.items():
+            code = code.replace(on_gpu, on_cpu)
+    code = with_expected_errors(code)
+    return code + _COMPILE if "device_files" in code else code
+
+
+# But for the one whose page is about what the compiler says to it.
+_COMPILE = """
+for _made in [value for value in globals().values() if hasattr(value, "image")]:
+    if _made.name != "broken":
+        _made.image(__import__("jitkern").Arch.parse("9.0"))
+"""
+
+
+def with_expected_errors(code: str) -> str:
+    """Have a statement with its error in a comment behind it tested for that error."""
+    return re.sub(r"^( *)(.+)\n\1# (\w+Error): (.+)$", _expected, code, flags=re.MULTILINE)
+
+
+def _expected(match: re.Match[str]) -> str:
+    indent, statement, error, text = match.groups()
+    if hasattr(errors, error):
+        error = f'__import__("jitkern").{error}'
+    lines = [
+        "try:",
+        f"    {statement}",
+        f"except {error} as raised:",
+        f"    assert str(raised).startswith({text.removesuffix(' ...')!r}), raised",
+        "else:",
+        f"    raise AssertionError({statement!r})",
+    ]
+    return "\n".join(indent + line for line in lines)
+
+
+def write_files(page: str, folder: Path) -> None:
+    """Write the blocks that begin with the name of a file."""
+    for block in blocks(page):
+        if block.file:
+            (folder / block.file).write_text(block.text)
+
+
+def loaded_files(page: str) -> set[str]:
+    """Return the files that the Python of a page has compiled."""
+    python = "\n".join(block.text for block in blocks(page) if block.language == "python")
+    lists = re.findall(r"(?:device|cuda|cpp)_files=\[(.*?)\]", python, re.DOTALL)
+    return {name for names in lists for name in re.findall(r'"(.+?)"', names)}
+
+
+def fate(block: Block) -> str:
+    """Return ``run``, ``checked`` or ``left out: <reason>``."""
+    from commands import is_run
+
+    if block.left_out:
+        return f"left out: {block.left_out}"
+    if block.language == "python":
+        return "run"
+    if block.language == "cpp":
+        readers = [one for one in blocks(block.page) if one.language == "python"]
+        by = [one for one in readers if block.file and f'"{block.file}"' in one.text]
+        if by and all(one.left_out for one in by):
+            return f"left out: {by[0].left_out}"
+        return "run" if by else "checked"
+    if block.language == "console":
+        return "run" if is_run(block) else "checked"
+    return "checked"
+
+
+def main() -> None:
+    """Print what becomes of each block."""
+    for block in ALL:
+        print(f"{block!s:32} {block.language:8} {fate(block)}")
+    print(dict(Counter(fate(block).partition(":")[0] for block in ALL)))
+
+
+if __name__ == "__main__":
+    main()
