@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+RELEASE_ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find src tests \( -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu' \) \
               -not -path '*/_prebuilt/*')
@@ -21,7 +22,7 @@ else
   ready = $(VENV)/.ready-$(1)
 endif
 
-.PHONY: demo test lint format bench bench-ci sanitize docs wheel clean
+.PHONY: demo test lint format bench bench-ci sanitize docs wheel kernels-wheel release-check clean
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
@@ -58,6 +59,14 @@ docs: $(call ready,docs)
 
 wheel: $(call ready,cuda)
 	$(PY) -m pip wheel . --no-deps -w dist
+
+# Compiled kernels for those who install no NVRTC: kernels/kernels.toml says which. Needs no GPU.
+kernels-wheel: $(call ready,cuda)
+	$(PY) -m pip wheel ./kernels --no-deps -w dist
+
+# Builds wheel and sdist into dist/, and looks at them as who installs them would.
+release-check: $(call ready,release)
+	$(PY) tools/release_check.py $(RELEASE_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

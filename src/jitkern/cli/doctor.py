@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jitkern
 from jitkern.arch import Arch, gpu_archs
 from jitkern.cli import ui
+from jitkern.cli.kernels_wheel import kernels_wheel
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError, UnsupportedError
 
@@ -83,6 +84,7 @@ def diagnose() -> Iterator[Check]:
         yield from _driver(gpus)
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
     yield from _caches()
+    yield Check("jitkern-kernels", *kernels_wheel())
     if gpus:
         yield _calibration()
     if host.state == torch.state == "ok":
@@ -225,6 +227,7 @@ _CACHES = {
         "make it, or take it out of JITKERN_CACHE_PATH",
     ),
     "shipped": ("shipped cache", "none, as in a source checkout", ""),
+    "jitkern-kernels": ("shipped kernels", "", ""),
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jitkern import hints
 from jitkern.arch import Arch
 from jitkern.cache import stats
-from jitkern.cache.entry import Key
+from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Lookup, find, get_or_build
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, include_closure
@@ -27,6 +27,7 @@ from jitkern.jit.render import Wrapper, render
 from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
+    from jitkern.cache.store import Cache
     from jitkern.compilers.find_headers import CudaHeaders
     from jitkern.jit.params import Param
 
@@ -149,6 +150,15 @@ class DeviceModule:
             if found is not None:
                 self._kept(arch, found)
         return found
+
+    def build_into(self, cache: Cache, arch: Arch) -> Entry:
+        """Compile for `arch` and publish that in `cache`, whatever others have.
+
+        Raises as :meth:`image`.
+        """
+        image = DeviceImage(self, arch)
+        built = image.build()
+        return cache.publish(image.key, built.variant, built.files, built.notes)
 
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
         start = time.perf_counter()
