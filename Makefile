@@ -60,9 +60,10 @@ docs: $(call ready,docs)
 wheel: $(call ready,cuda)
 	$(PY) -m pip wheel . --no-deps -w dist
 
-# Compiled kernels for those who install no NVRTC: kernels/kernels.toml says which. Needs no GPU.
-kernels-wheel: $(call ready,cuda)
-	$(PY) -m pip wheel ./kernels --no-deps -w dist
+# Compiled kernels, which kernels/kernels.toml lists, for machines without NVRTC. Made by the NVRTC of
+# this environment (JITKERN_NVRTC chooses another), not by whichever is the newest: no isolation.
+kernels-wheel: $(call ready,release)
+	$(PY) -m pip wheel ./kernels --no-deps --no-build-isolation -w dist
 
 # Builds wheel and sdist into dist/, and looks at them as who installs them would.
 release-check: $(call ready,release)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
-from needs import needs_nvrtc
+from needs import needs_cxx, needs_nvrtc
 from test_wheel import wheel  # noqa: F401
 
 import jitkern
@@ -140,17 +140,11 @@ def test_the_list_is_one() -> None:
     wanted = tomllib.loads((ROOT / "kernels" / "kernels.toml").read_text())
     assert wanted.keys() == {"archs", "warm"}
     assert len(set(map(Arch.parse, wanted["archs"]))) == len(wanted["archs"])
-    sized = [
-        one
-        for given in wanted["warm"]
-        for one in _sized_ops(
-            given.get("ops"),
-            {
-                "element_size": given.get("element_sizes", ()),
-                "head_dim": given.get("head_dims", ()),
-            },
-        )
-    ]
+    sized = []
+    for given in wanted["warm"]:
+        sizes = {"element_size": given.get("element_sizes", ())}
+        sizes["head_dim"] = given.get("head_dims", ())
+        sized += _sized_ops(given.get("ops"), sizes)
     assert len(set(sized)) == len(sized)
     assert {op for op, _ in sized} == set(device_ops())
 
@@ -257,6 +251,8 @@ def test_what_is_asked_for_last(
     kernel.cache_clear()
 
 
+@pytest.mark.slow
+@needs_cxx
 @needs_nvrtc
 def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> None:
     """`jitkern warm --out`: not every machine has the wheel of kernels."""
@@ -274,7 +270,7 @@ def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> Non
 
 
 @needs_nvrtc
-def test_doctor_says_what_is_installed(beside: Path, tmp_path: Path) -> None:
+def test_doctor_says_what_is_installed(beside: Path) -> None:
     assert found_by_doctor() == (f"{jitkern.__version__}, 2 entries", "ok", "")
     (metadata,) = beside.parent.glob("*.dist-info/METADATA")
     metadata.write_text(metadata.read_text().replace(jitkern.__version__, "0.0.9"))
@@ -284,7 +280,7 @@ def test_doctor_says_what_is_installed(beside: Path, tmp_path: Path) -> None:
 
 
 def test_doctor_says_that_none_is_installed(
-    tmp_path: Path, fresh_python: Callable[..., subprocess.CompletedProcess[str]]
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     code = "from jitkern.cli import main; main(['doctor', '--json'])"
     done = fresh_python(code, env={"PYTHONPATH": os.environ.get("PYTHONPATH")})

@@ -98,15 +98,15 @@ RANK = {module: rank for rank, line in enumerate(LAYERS.split("\n")) for module 
 SHOWN = {
     "cache": """
         Buildable BuildOutput Bundle Cache Entry EntryInfo KERNELS Key Lookup LookupEvent
-        MAX_UNPACKED_BYTES build_lock caches copy_entries export_bundle find forbidden_by freeze get get_or_build
-        import_bundle is_frozen on_compile owner_and_mode read_bundle search stats unfreeze
-        user_cache written_by_others
+        MAX_UNPACKED_BYTES build_lock caches copy_entries export_bundle find forbidden_by freeze get
+        get_or_build import_bundle is_frozen on_compile owner_and_mode read_bundle search stats
+        unfreeze user_cache written_by_others
     """,
     "compilers": """
-        CSRC CudaHeaders DEVICE_STD INCLUDE_DIRS Image NVRTC_HINT OWN_PREFIX Nvrtc Tool cxx cxx_flags
-        depends find_cuda_home find_cxx find_headers find_ninja find_nvcc find_nvrtc given_id
-        include_closure include_dirs is_cpp17 is_cuda_headers load_library nvcc nvrtc platform_abi
-        program_stats quiet source_path toolchain_directories toolchain_id words
+        CSRC CudaHeaders DEVICE_STD INCLUDE_DIRS Image NVRTC_HINT OWN_PREFIX Nvrtc Tool cxx
+        cxx_flags depends find_cuda_home find_cxx find_headers find_ninja find_nvcc find_nvrtc
+        given_id include_closure include_dirs is_cpp17 is_cuda_headers load_library nvcc nvrtc
+        platform_abi program_stats quiet source_path toolchain_directories toolchain_id words
     """,
     "host": "check module tuning",
     "jit": """
