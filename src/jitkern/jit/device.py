@@ -16,7 +16,7 @@ from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Lookup, find, get_or_build
 from jitkern.compilers.find_nvrtc import find_nvrtc
-from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, include_closure
+from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
 from jitkern.files import digest, sha256, slug
 from jitkern.jit.cubin import params_bytes
@@ -91,16 +91,16 @@ class DeviceModule:
         cpu: CpuForm = NO_CPU_FORM,
     ) -> None:
         self._used = used
-        self.op, *args = used.args
-        self.args = tuple(args)
-        self.name = slug("_".join(used.args))
-        self.wrappers = tuple(wrappers)
-        self.files = tuple(files)
+        self.op: str = used.args[0]
+        self.args: tuple[str, ...] = tuple(used.args[1:])
+        self.name: str = slug("_".join(used.args))
+        self.wrappers: tuple[Wrapper, ...] = tuple(wrappers)
+        self.files: tuple[Path, ...] = tuple(files)
         self.hint = hint
-        self.options = tuple(used.options.get("extra_cuda_cflags", ()))
+        self.options: tuple[str, ...] = tuple(used.options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, used.options.get("extra_include_paths", ())))
         self._cuda_dirs = _cuda_dirs(include_dirs)
-        self.closure = include_closure(
+        self.closure: Closure = include_closure(
             render([_include_name(file) for file in files], wrappers, params),
             include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
         )

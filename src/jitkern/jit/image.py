@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
-from jitkern.cache.entry import Entry
+from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC
@@ -35,10 +35,10 @@ class DeviceImage(Buildable[bytes]):
     def __init__(self, module: Any, arch: Arch) -> None:
         self._module = module
         self._arch = arch
-        self.key = module.key(arch)
+        self.key: Key = module.key(arch)
         try:
             headers = module.cuda_headers()
-            self.variant = _variant(headers) if headers is None or headers.complete else ""
+            self.variant: str = _variant(headers) if headers is None or headers.complete else ""
         except ToolchainError:
             self.variant = ""
 
