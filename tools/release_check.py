@@ -1,7 +1,7 @@
 """Is this tree fit for a release? `make release-check` builds it, and looks as users will.
 
 Wheel and sdist are built without isolation, by what constraints.txt pins, and lie in dist/ in the
-end. What is in dist/ of this version already, such as the wheel of kernels, is looked at as well.
+end. The wheel of kernels is looked at as well, if it is there already.
 The first step that fails ends it.
 """
 
@@ -21,6 +21,11 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # hatchling needs it there, too
+
 ROOT = Path(__file__).resolve().parent.parent
 # What every manylinux has, and the libraries of tvm-ffi and of C++, which torch needs too. No
 # libcuda, libtorch, libpython: the module works without a driver, and with any torch and Python.
@@ -39,6 +44,19 @@ assert jitkern.__file__.startswith(sys.argv[1]), jitkern.__file__
 status = main(["doctor", "--json"])
 assert jitkern.stats().shipped.count == 1, "the host module is not the one of the wheel"
 sys.exit(status or main(["warm", "--element-size", "656", "--arch", "9.0", "--json"]))
+"""
+
+# What the wheel of kernels is to have, by the sources of the wheel beside it: sys.argv[2:] are
+# archs, and then arguments of jitkern.warm.
+KERNELS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import jitkern
+archs, *wanted = map(json.loads, sys.argv[2:])
+found = [one for given in wanted for one in jitkern.warm(archs=archs, check=True, **given)]
+lacking = [one.job for one in found if one.source not in ("shipped", "memo")]
+if lacking:
+    sys.exit(f"lacks {len(lacking)} of {len(found)}, such as {lacking[0]}: build it anew")
 """
 
 
@@ -158,6 +176,24 @@ def check_smoke(wheel: Path, scratch: Path) -> str:
     return "doctor finds nothing broken, and a kernel compiles"
 
 
+def check_kernels(wheel: Path | None, scratch: Path) -> str:
+    """The wheel of kernels is of these very sources; it goes beside what check_smoke has installed.
+
+    One of others would do no harm, and no good.
+    """
+    if wheel is None:
+        return "none in the output directory: make kernels-wheel"
+    site = str(scratch / "site")
+    options = ("--no-deps", "--no-index", "--target", site, "--disable-pip-version-check")
+    _run("-m", "pip", "install", "-q", *options, str(wheel))
+    listed = tomllib.loads((ROOT / "kernels" / "kernels.toml").read_text())
+    env = {"JITKERN_CACHE_DIR": str(scratch / "no-cache"), "HOME": str(scratch)}
+    given = map(json.dumps, (listed["archs"], *listed["warm"]))
+    _run("-I", "-c", KERNELS, site, *given, env=env)
+    count = sum(name.endswith(".cubin") for name in zipfile.ZipFile(wheel).namelist())
+    return f"{wheel.name}, {count} kernels, {_size(wheel)}"
+
+
 def check_types(scratch: Path) -> str:
     """Users' type checkers know all of it: of the wheel that check_smoke has installed."""
     env = {**os.environ, "PYTHONPATH": str(scratch / "site")}
@@ -200,9 +236,7 @@ def steps(out: Path, scratch: Path, tag: str | None) -> Iterator[tuple[str, Call
         return f"{path.name}, {_size(path)}"
 
     def twine() -> str:
-        version = version_of(ROOT)
-        others = [p for p in out.glob(f"jitkern_kernels-{version}-*.whl") if p.is_file()]
-        paths = [sdist, wheel, *others]
+        paths = [sdist, wheel, *([] if kernels is None else [kernels])]
         _run("-m", "twine", "check", "--strict", *map(str, paths))
         return ", ".join(path.name for path in paths)
 
@@ -213,9 +247,11 @@ def steps(out: Path, scratch: Path, tag: str | None) -> Iterator[tuple[str, Call
     yield "wheel", lambda: built("--wheel", "*.whl")
     (wheel,) = (scratch / "built").glob("*.whl")
     yield "wheel of the sdist", lambda: check_from_sdist(sdist, wheel, folder("from-sdist"))
+    kernels = next(out.glob(f"jitkern_kernels-{version_of(ROOT)}-*.whl"), None)
     yield "twine", twine
     yield "links", lambda: check_links(wheel, folder("links"))
     yield "no compiler", lambda: check_smoke(wheel, folder("smoke"))
+    yield "kernels", lambda: check_kernels(kernels, scratch / "smoke")
     yield "types", lambda: check_types(scratch / "smoke")
     out.mkdir(exist_ok=True)
     for path in (sdist, wheel):
