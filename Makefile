@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+RELEASE_ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find src tests \( -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu' \) \
               -not -path '*/_prebuilt/*')
@@ -21,7 +22,7 @@ else
   ready = $(VENV)/.ready-$(1)
 endif
 
-.PHONY: demo test lint format bench plots bench-ci sanitize docs wheel clean
+.PHONY: demo test lint format bench plots bench-ci sanitize docs wheel kernels-wheel release-check clean
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
@@ -63,6 +64,15 @@ docs: $(call ready,docs)
 
 wheel: $(call ready,cuda)
 	$(PY) -m pip wheel . --no-deps -w dist
+
+# Compiled kernels, which kernels/kernels.toml lists, for machines without NVRTC. Made by the NVRTC of
+# this environment (JITKERN_NVRTC chooses another), not by whichever is the newest: no isolation.
+kernels-wheel: $(call ready,release)
+	$(PY) -m pip wheel ./kernels --no-deps --no-build-isolation -w dist
+
+# Builds wheel and sdist into dist/, and looks at them as who installs them would.
+release-check: $(call ready,release)
+	$(PY) tools/release_check.py $(RELEASE_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

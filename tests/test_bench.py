@@ -173,7 +173,7 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     def row(op: str, impl: str, role: str, gb_s: float, **params: Any) -> Row:
         case = " ".join(map(str, params.values()))
         made = Row(op, case, impl, role, params, median_us=1.0, gb_s=gb_s)
-        made.bytes_moved = 172_000_000
+        made.bytes_moved, made.percent_of_ceiling = 172_000_000, 90.0
         return made
 
     rows: list[Row] = []

@@ -89,7 +89,7 @@ LAYERS = """
 5  bench.worker
 5  bench
 6  cli.ui
-6  cli.filters cli.machine
+6  cli.filters cli.kernels_wheel cli.machine
 6  cli.bench_cmd cli.cache_cmd cli.clangd cli.completion cli.demo cli.doctor cli.warm
 6  cli
 6  __main__
@@ -99,16 +99,16 @@ RANK = {module: rank for rank, line in enumerate(LAYERS.split("\n")) for module 
 # What the rooms below the ops show to others: a name that is not here stays inside.
 SHOWN = {
     "cache": """
-        Buildable BuildOutput Bundle Cache Entry EntryInfo Key Lookup LookupEvent MAX_UNPACKED_BYTES
-        build_lock caches copy_entries export_bundle find forbidden_by freeze get get_or_build
-        import_bundle is_frozen on_compile owner_and_mode read_bundle search stats unfreeze
-        user_cache written_by_others
+        Buildable BuildOutput Bundle Cache Entry EntryInfo KERNELS Key Lookup LookupEvent
+        MAX_UNPACKED_BYTES build_lock caches copy_entries export_bundle find forbidden_by freeze get
+        get_or_build import_bundle is_frozen on_compile owner_and_mode read_bundle search stats
+        unfreeze user_cache written_by_others
     """,
     "compilers": """
-        CSRC CudaHeaders DEVICE_STD INCLUDE_DIRS Image OWN_PREFIX Nvrtc Tool cxx cxx_flags
-        depends find_cuda_home find_cxx find_headers find_ninja find_nvcc find_nvrtc given_id
-        include_closure include_dirs is_cpp17 is_cuda_headers load_library nvcc nvrtc platform_abi
-        program_stats quiet source_path toolchain_directories toolchain_id words
+        CSRC Closure CudaHeaders DEVICE_STD INCLUDE_DIRS Image NVRTC_HINT OWN_PREFIX Nvrtc Tool cxx
+        cxx_flags depends find_cuda_home find_cxx find_headers find_ninja find_nvcc find_nvrtc
+        given_id include_closure include_dirs is_cpp17 is_cuda_headers load_library nvcc nvrtc
+        platform_abi program_stats quiet source_path toolchain_directories toolchain_id words
     """,
     "host": "check module tuning",
     "jit": """

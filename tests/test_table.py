@@ -69,6 +69,7 @@ USERS = {
         tests/test_bench.py tests/test_bench_baseline.py tests/test_bench_ci.py
         tests/test_cli_cache.py tests/test_cli_lacking.py
         tests/test_bundle.py tests/test_cli.py tests/test_design.py tests/test_docs_commands.py
+        tests/test_kernels_wheel.py
         tests/test_nvrtc.py tests/test_package.py tests/test_record.py tests/recorded_app.py
         tests/test_replay.py
         tests/test_warm.py tests/test_warm_sizes.py tests/test_wheel.py

@@ -26,6 +26,7 @@ EXTRAS = {
     "dev": "dev",
     "bench": "cuda,bench",
     "docs": "docs",
+    "release": "cuda,release",
 }
 
 

@@ -74,7 +74,7 @@ class WarmError(JitkernError):
     """
 
     def __init__(self, message: str, outcomes: Sequence[Any] = ()) -> None:
-        self.outcomes = list(outcomes)
+        self.outcomes: list[Any] = list(outcomes)
         super().__init__(message)
 
 
@@ -121,7 +121,7 @@ class CommTimeoutError(CommError, TimeoutError):
         self.op = op
         self.number = number
         self.rank = rank
-        self.missing = tuple(missing)
+        self.missing: tuple[int, ...] = tuple(missing)
         super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -75,6 +75,11 @@ class Outcome:
         return None if self.lookup is None else self.lookup.ms
 
     @property
+    def is_everywhere(self) -> bool:
+        """Whether each installation brings it, as the wheel does the host module."""
+        return self.source == "shipped" and self.job.is_library
+
+    @property
     def bytes(self) -> int | None:
         """Size of the code; None where it is not there."""
         return None if self.lookup is None else self.lookup.bytes

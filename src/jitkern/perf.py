@@ -22,7 +22,7 @@ from jitkern.bench.timing import (
 
 __all__ = ["compare_memory_kernel_perf", "perf_cpu", "perf_cuda"]
 
-logger = logging.getLogger("jitkern.perf")
+logger: logging.Logger = logging.getLogger("jitkern.perf")
 
 
 def perf_cuda(

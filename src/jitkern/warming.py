@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
@@ -15,7 +16,8 @@ from jitkern.cache.bundle import copy_entries
 from jitkern.cache.get import Lookup, forbidden_by
 from jitkern.cache.search import user_cache
 from jitkern.cache.store import Cache
-from jitkern.errors import CacheError, FrozenError, WarmError
+from jitkern.compilers.find_nvrtc import NVRTC_HINT
+from jitkern.errors import CacheError, FrozenError, ToolchainError, WarmError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.loader import has_cuda, load_device, native_library
@@ -146,6 +148,59 @@ def default_archs() -> list[Arch]:
     return list(dict.fromkeys(requested_archs() or gpu_archs()))
 
 
+def build_kernels(
+    out_dir: str | PathLike[str],
+    wanted: Iterable[Mapping[str, Any]],
+    archs: Sequence[Arch | str],
+    *,
+    threads: int | None = None,
+) -> int:
+    """Compile kernels into a cache at `out_dir`, for the wheel of kernels; return how many.
+
+    Whatever caches have is compiled again: what NVRTC of this environment makes goes into the
+    wheel, and nothing else. Needs neither a GPU nor a C++ compiler nor torch.
+
+    Parameters
+    ----------
+    out_dir
+        Becomes a cache for others to read.
+    wanted
+        Ops and sizes, each with some of the arguments of :func:`warm`: ``ops``,
+        ``element_sizes``, ``head_dims``.
+    archs, threads
+        As of :func:`warm`.
+
+    Raises
+    ------
+    CompileError
+        One does not compile.
+    ToolchainError
+        There is no NVRTC, or one that is too old for an arch.
+    ValueError, TypeError
+        An argument makes no sense.
+    """
+    sized: list[tuple[str, int]] = []
+    for one in wanted:
+        given = {size.name: one.get(f"{size.name}s", ()) for size in SIZES}
+        unknown = set(one) - {"ops", *(f"{name}s" for name in given)}
+        if unknown:
+            expected = ", ".join(["ops", *(f"{name}s" for name in given)])
+            raise ValueError(f"build_kernels: wanted: {min(unknown)!r}, expected {expected}")
+        sized += _sized_ops(one.get("ops"), given)
+    cache = Cache(Path(out_dir), shared=True)
+    jobs = itertools.product(_kernels(sized), _archs(archs))
+    with ThreadPoolExecutor(threads or default_threads()) as pool:
+        entries = list(pool.map(lambda job: job[0].build_into(cache, job[1]), jobs))
+    for entry in entries:
+        if not entry.artefact_name.endswith(".cubin"):
+            arch = entry.key.describe.get("arch")
+            raise ToolchainError(
+                f"build_kernels: archs: {arch}: {entry.variant} makes PTX of it, which is for "
+                f"newer drivers only; {NVRTC_HINT}"
+            )
+    return len(entries)
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 
@@ -200,12 +255,17 @@ def host_module_job() -> Job:
 
 def op_jobs(wanted: Iterable[tuple[str, int]], archs: Iterable[Arch]) -> list[Job]:
     """Return the jobs of ops and their sizes: each kernel for each arch, what they share once."""
+    for_archs = list(archs)
+    return [_kernel_job(kernel, arch) for kernel in _kernels(wanted) for arch in for_archs]
+
+
+def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
     kernels: dict[DeviceModule, None] = {}
     for op, size in wanted:
         module = device_ops()[op]
         of_size = [module.kernel(*spec) for spec in module.specialisations(size)]
         kernels |= dict.fromkeys(of_size + getattr(module, "shared_kernels", list)())
-    return [_kernel_job(kernel, arch) for kernel in kernels for arch in archs]
+    return list(kernels)
 
 
 def recorded_jobs(
@@ -299,7 +359,7 @@ def _built(outcomes: Sequence[Outcome], threads: int, progress: Progress | None)
 
 def _copy(outcomes: Iterable[Outcome], directory: Path) -> None:
     """Publish what there is in a cache at `directory`, but for what each installation has."""
-    lookups = [outcome.lookup for outcome in outcomes if outcome.source != "shipped"]
+    lookups = [outcome.lookup for outcome in outcomes if not outcome.is_everywhere]
     paths = [lookup.path for lookup in lookups if lookup is not None]
     if None in paths:
         raise CacheError(f"{directory}: not all was written there: some is in memory only")

@@ -55,7 +55,7 @@ class Run:
         wanted: Wanted = lambda _: True,
         advance: Advance = lambda _text, _done, _all: None,
     ) -> None:
-        self.ctx = Context(device)
+        self.ctx: Context = Context(device)
         self._files = list(files)
         self._wanted = wanted
         self._advance = advance

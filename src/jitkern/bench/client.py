@@ -46,9 +46,9 @@ class Worker:
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="jitkern-bench-"))
-        self.caches = caches or self.folder
-        self.kernels = self.caches / "kernels"
+        self.folder: Path = Path(tempfile.mkdtemp(prefix="jitkern-bench-"))
+        self.caches: Path = caches or self.folder
+        self.kernels: Path = self.caches / "kernels"
         self._job = {
             "device": device,
             "arch": arch,
@@ -67,7 +67,7 @@ class Worker:
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        self.ready = False
+        self.ready: bool = False
 
     def __enter__(self) -> Worker:
         return self

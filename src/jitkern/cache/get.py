@@ -136,6 +136,11 @@ class Buildable(ABC, Generic[T]):
         del meta
         return True
 
+    def suits(self, meta: Mapping[str, Any]) -> bool:
+        """Tell from its meta whether a shipped entry of another variant will do, too."""
+        del meta
+        return False
+
     @abstractmethod
     def load(self, entry: Entry) -> T:
         """Make of an entry what is wanted of it; a new one is published only if that works.
@@ -241,7 +246,7 @@ def _tell(
 
 
 def _find(wanted: Buildable[T], variant: str, start: float) -> Lookup[T] | None:
-    for source, entry in search(wanted.key, variant, wanted.accepts):
+    for source, entry in search(wanted.key, variant, wanted.accepts, wanted.suits):
         try:
             loaded = wanted.load(entry)
         except CompileError:

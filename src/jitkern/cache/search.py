@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from jitkern.forks import PerProcess
 from jitkern.scratch import make_scratch_folder
 
 SHIPPED = Path(__file__).resolve().parent.parent / "_prebuilt"
+
+KERNELS = "jitkern-kernels"
+"""The wheel of prebuilt kernels, which one may install beside jitkern."""
 
 # Stands for ~/.cache where there is no home directory: nothing can be made below it.
 _NOWHERE = Path(os.devnull, "no-home")
@@ -58,39 +62,60 @@ def _caches(current: Settings) -> tuple[Searched, ...]:
 
 def _shipped() -> Cache:
     """Return the cache in this package, trusted as far as the Python files beside it are."""
-    package = SHIPPED.parent
+    return Cache(SHIPPED, read_only=True, trust=_trust_of_package(), home=SHIPPED.parent)
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> tuple[Searched, ...]:
+    """Return the cache that the wheel of kernels is, where Python would import it from, if any.
+
+    Nothing of it is imported. It may belong to whom this package may belong to.
+    """
+    # 25 to 50 us, once a process and only where no other cache has what is wanted.
+    # importlib.util.find_spec would ask the finders of others too, who may raise what they like.
+    spec = PathFinder.find_spec(KERNELS.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        return ()
+    folder = Path(spec.origin).parent
+    cache = Cache(folder, read_only=True, trust=_trust_of_package(), home=folder)
+    return (Searched(KERNELS, "shipped", cache),)
+
+
+def _trust_of_package() -> Trust:
     try:
-        status = package.stat()
+        status = SHIPPED.parent.stat()
     except OSError:  # closed to the user that this process has become since its imports
-        trust = NOBODY
-    else:
-        groups = {status.st_gid} if status.st_mode & stat.S_IWGRP else set()
-        everyone = bool(status.st_mode & stat.S_IWOTH)
-        trust = Trust(frozenset({status.st_uid}), frozenset(groups), everyone)
-    return Cache(SHIPPED, read_only=True, trust=trust, home=package)
+        return NOBODY
+    groups = {status.st_gid} if status.st_mode & stat.S_IWGRP else set()
+    everyone = bool(status.st_mode & stat.S_IWOTH)
+    return Trust(frozenset({status.st_uid}), frozenset(groups), everyone)
 
 
 def caches() -> tuple[Searched, ...]:
     """Return the caches of this process in the order they are searched in."""
-    return _caches(settings())
+    return (*_caches(settings()), *_kernels())
 
 
 def user_cache() -> Cache:
     """Return the cache at JITKERN_CACHE_DIR: the one that is written."""
-    return caches()[-2].cache
+    return _caches(settings())[-2].cache
 
 
 def search(
-    key: Key, variant: str = "", accepts: Callable[[Mapping[str, Any]], bool] | None = None
+    key: Key,
+    variant: str = "",
+    accepts: Callable[[Mapping[str, Any]], bool] | None = None,
+    suits: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Iterator[tuple[Source, Entry]]:
-    """Look up `key` in every cache, in order: yields the entry of each that has one."""
-    everywhere = caches()
-    own = _private.value.cache
-    if own is not None:
-        everywhere = (*everywhere[:-1], Searched("private", "cached", own), everywhere[-1])
-    for _, source, cache in everywhere:
+    """Look up `key` in every cache, in order: yields the entry of each that has one.
+
+    What is shipped may be of another variant than the one that is asked for, if it `suits`.
+    """
+    for _, source, cache in _in_order():
         try:
             entry = cache.lookup(key, variant, accepts)
+            if entry is None and source == "shipped" and variant and suits is not None:
+                entry = cache.lookup(key, "", suits)
         except UntrustedError as error:
             _skip(cache, error)
             continue
@@ -98,9 +123,19 @@ def search(
             yield source, entry
 
 
+def _in_order() -> Iterator[Searched]:
+    *first, shipped = _caches(settings())
+    yield from first
+    own = _private.value.cache
+    if own is not None:
+        yield Searched("private", "cached", own)
+    yield shipped
+    yield from _kernels()
+
+
 def shipped_cache() -> Cache:
     """Return what the wheel has brought."""
-    return caches()[-1].cache
+    return _caches(settings())[-1].cache
 
 
 def _skip(cache: Cache, reason: UntrustedError) -> None:

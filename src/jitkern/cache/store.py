@@ -79,8 +79,8 @@ class Cache:
         home: Path | None = None,
         shared: bool = False,
     ):
-        self.root = Path(root)
-        self.place = Place(self.root, trust, home, shared=shared)
+        self.root: Path = Path(root)
+        self.place: Place = Place(self.root, trust, home, shared=shared)
         self.read_only = read_only
         self.max_bytes = max_bytes
         self._fill = Fill()

@@ -51,7 +51,7 @@ class Place:
         self, root: Path, trust: Trust, home: Path | None = None, *, shared: bool = False
     ) -> None:
         self._root = root
-        self.trust = Trust(everyone=True) if shared else trust
+        self.trust: Trust = Trust(everyone=True) if shared else trust
         self._home = home
         self._shared = shared
         self._verdict: tuple[int, str] | None = None

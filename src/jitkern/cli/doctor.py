@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jitkern
 from jitkern.arch import Arch, gpu_archs
 from jitkern.cli import machine, ui
+from jitkern.cli.kernels_wheel import kernels_wheel
 from jitkern.cli.machine import Check
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError, UnsupportedError
@@ -74,6 +75,7 @@ def diagnose() -> Iterator[Check]:
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
     yield from machine.routes(has_gpu=bool(gpus))
     yield from _caches()
+    yield Check("jitkern-kernels", *kernels_wheel())
     yield from machine.host_memory()
     if torch.state == "ok":
         yield from machine.links(gpus)
@@ -219,6 +221,7 @@ _CACHES = {
         "make it, or take it out of JITKERN_CACHE_PATH",
     ),
     "shipped": ("shipped cache", "none, as in a source checkout", ""),
+    "jitkern-kernels": ("shipped kernels", "", ""),
 }
 
 

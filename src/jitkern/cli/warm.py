@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
             ui.console().print(ui.table(COLUMNS, map(_cells, shown)))
         ui.say(f"{_tally(outcomes)} in {took_s:.1f} s, {threads} at a time, in {user_cache().root}")
         if args.out is not None:
-            count = sum(o.lookup is not None and o.source != "shipped" for o in outcomes)
+            count = sum(o.lookup is not None and not o.is_everywhere for o in outcomes)
             ui.say(f"{count} entries in {args.out}; use them with JITKERN_CACHE_PATH={args.out}")
     if failure is not None:
         raise failure

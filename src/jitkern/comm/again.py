@@ -33,7 +33,8 @@ class OldBoards:
     """
 
     def __init__(self, cards: Sequence[Card], board: Board, rank: int, ranks: Sequence[int]):
-        self._cards, self._board, self._rank, self.ranks = cards, board, rank, list(ranks)
+        self._cards, self._board, self._rank = cards, board, rank
+        self.ranks: list[int] = list(ranks)
 
     def meet(
         self,

@@ -106,15 +106,19 @@ class Guard:
             expected = f"above 0 and at most {MAX_TIMEOUT_S:g} s"
             raise ValueError(f"{name}: timeout_s: {timeout_s}, expected {expected}")
         check_group(name, group, rank, size)
-        self.name, self.rank, self.size, self.timeout_s = name, rank, size, timeout_s
-        self.is_debug = settings().comm_debug
+        self.name: str = name
+        self.rank: int = rank
+        self.size: int = size
+        self.timeout_s: float = timeout_s
+        self.is_debug: bool = settings().comm_debug
         self._ended: str | None = None  # why it cannot be used any more
         self._lock = threading.Lock()  # guards the line above, and the next
         self._times: dict[str, int] = {}  # how often each key was exchanged
         # Weak: the board's threads live on, and would keep the communicator.
         self._position = weakly(position, Position(0, 0, ""))
         self._board = Board(weakly(self._state, {}))
-        self.wait_read = self._board.wait_read  # what this rank told is lost when it ends
+        # What this rank told is lost when it ends.
+        self.wait_read: Callable[..., None] = self._board.wait_read
         weakref.finalize(self, self._board.drop).atexit = False
         deadline = time.monotonic() + timeout_s
         try:

@@ -104,7 +104,7 @@ class PeerCommunicator:
             )
         self._comm, self._algorithm = comm, algorithm
         self._dtypes = (torch.float32, torch.float16, torch.bfloat16)
-        self.max_bytes = max_bytes if comm.size > 1 else 0
+        self.max_bytes: int = max_bytes if comm.size > 1 else 0
         self._peers: PeerMemory | None = None
         if self.max_bytes == 0:
             return

@@ -87,8 +87,10 @@ class PeerReducer:
         import torch
 
         _check(addresses, rank, size, deadline_s)
-        self.device = _device(device)
-        self.rank, self.size, self.deadline_s = rank, size, float(deadline_s)
+        self.device: torch.device = _device(device)
+        self.rank: int = rank
+        self.size: int = size
+        self.deadline_s: float = float(deadline_s)
         self._owner = owner
         _register_errors()
         ordinal = -1 if self.device.type == "cpu" else self.device.index
@@ -106,7 +108,7 @@ class PeerReducer:
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
         # What kernels that barriers guard are given: one, and where the word is by which they see
         # that an earlier one was given up.
-        self.barrier_in_cpp = (functions[3], int(functions[4]()))
+        self.barrier_in_cpp: tuple[Any, int] = (functions[3], int(functions[4]()))
 
     @staticmethod
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:

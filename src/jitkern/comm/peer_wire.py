@@ -57,8 +57,8 @@ class Listener:
     """
 
     def __init__(self) -> None:
-        self.name = secrets.token_hex(16)
-        self.socket = unix.new_socket()
+        self.name: str = secrets.token_hex(16)
+        self.socket: socket.socket = unix.new_socket()
         try:
             self.socket.bind(_PROTOCOL.address(self.name))
             self.socket.listen(_STRANGERS * 2)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jitkern import hints
 from jitkern.arch import Arch
 from jitkern.cache import stats
-from jitkern.cache.entry import Key
+from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Lookup, find, get_or_build
 from jitkern.compilers.find_nvrtc import find_nvrtc
-from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, include_closure
+from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
 from jitkern.files import digest, sha256, slug
 from jitkern.jit.cubin import params_bytes
@@ -26,6 +26,7 @@ from jitkern.jit.specialisation import Specialisation
 from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
+    from jitkern.cache.store import Cache
     from jitkern.compilers.find_headers import CudaHeaders
     from jitkern.jit.params import Param
 
@@ -89,16 +90,16 @@ class DeviceModule:
         cpu: CpuForm = NO_CPU_FORM,
     ) -> None:
         self._used = used
-        self.op, *args = used.args
-        self.args = tuple(args)
-        self.name = slug("_".join(used.args))
-        self.wrappers = tuple(wrappers)
-        self.files = tuple(files)
+        self.op: str = used.args[0]
+        self.args: tuple[str, ...] = tuple(used.args[1:])
+        self.name: str = slug("_".join(used.args))
+        self.wrappers: tuple[Wrapper, ...] = tuple(wrappers)
+        self.files: tuple[Path, ...] = tuple(files)
         self.hint = hint
-        self.options = tuple(used.options.get("extra_cuda_cflags", ()))
+        self.options: tuple[str, ...] = tuple(used.options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, used.options.get("extra_include_paths", ())))
         self._cuda_dirs = _cuda_dirs(include_dirs)
-        self.closure = include_closure(
+        self.closure: Closure = include_closure(
             render([_include_name(file) for file in files], wrappers, params),
             include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
         )
@@ -148,6 +149,15 @@ class DeviceModule:
             if found is not None:
                 self._kept(arch, found)
         return found
+
+    def build_into(self, cache: Cache, arch: Arch) -> Entry:
+        """Compile for `arch` and publish that in `cache`, whatever others have.
+
+        Raises as :meth:`image`.
+        """
+        image = DeviceImage(self, arch)
+        built = image.build()
+        return cache.publish(image.key, built.variant, built.files, built.notes)
 
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
         start = time.perf_counter()

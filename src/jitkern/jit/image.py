@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
-from jitkern.cache.entry import Entry
+from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC
@@ -34,16 +35,26 @@ class DeviceImage(Buildable[bytes]):
     def __init__(self, module: Any, arch: Arch) -> None:
         self._module = module
         self._arch = arch
-        self.key = module.key(arch)
+        self.key: Key = module.key(arch)
         try:
             headers = module.cuda_headers()
-            self.variant = _variant(headers) if headers is None or headers.complete else ""
+            self.variant: str = _variant(headers) if headers is None or headers.complete else ""
         except ToolchainError:
             self.variant = ""
 
     def accepts(self, meta: Mapping[str, Any]) -> bool:
         variant = str(meta["toolchain"])
         return variant == self.variant or variant.endswith(self._given_id)
+
+    def suits(self, meta: Mapping[str, Any]) -> bool:
+        """What any NVRTC of the same CUDA has made, or of an older one, loads just as well.
+
+        A newer one's may not: NVRTC 12 is what machines with a driver for CUDA 12 have.
+        """
+        made_with = str(meta["toolchain"])
+        is_cubin = meta.get("kind") == "cubin"  # PTX is for drivers that are as new as NVRTC
+        is_old_enough = 0 < _nvrtc_major(made_with) <= _nvrtc_major(self.variant)
+        return is_cubin and is_old_enough and made_with.endswith(self._given_id)
 
     @cached_property
     def _given_id(self) -> str:
@@ -99,6 +110,12 @@ def _compiler(*, minimal: bool) -> Callable[..., Image]:
     from jitkern.compilers import nvcc
 
     return nvcc.compile_with_nvcc
+
+
+def _nvrtc_major(variant: str) -> int:
+    """13 of nvrtc-13.5+...; 0 of what another compiler has made."""
+    match = re.match(r"nvrtc-([1-9][0-9]{0,3})\.", variant)
+    return int(match[1]) if match else 0
 
 
 def _toolchain_id() -> str:

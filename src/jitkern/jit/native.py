@@ -116,7 +116,7 @@ class NativeLibrary(Buildable["Module | None"]):
         if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
             raise ValueError(f"{used.function}: cpp_files, cuda_files: both empty")
         build = _without_include_flags(build)
-        self.key = _key(build, arch)
+        self.key: Key = _key(build, arch)
         self._build = build
         self._arch = arch
         self._used = used

@@ -115,11 +115,11 @@ class TPEmbedding(torch.nn.Module):
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
-        self.vocab_size = args.int_arg("vocab_size", vocab_size, at_least=1)
-        self.hidden_size = args.int_arg("hidden_size", hidden_size, at_least=1)
-        self.num_added = args.int_arg("num_added", num_added, at_least=0)
-        self.comm = args.communicator_arg(comm)
-        self.padding_idx = args.padding_arg(padding_idx, vocab_size + num_added)
+        self.vocab_size: int = args.int_arg("vocab_size", vocab_size, at_least=1)
+        self.hidden_size: int = args.int_arg("hidden_size", hidden_size, at_least=1)
+        self.num_added: int = args.int_arg("num_added", num_added, at_least=0)
+        self.comm: Communicator = args.communicator_arg(comm)
+        self.padding_idx: int | None = args.padding_arg(padding_idx, vocab_size + num_added)
         rank, size = comm.rank, comm.size
         asked = args.method_arg(method, group, size)
         timeout_s = seconds_arg(timeout_s, OP)
@@ -131,8 +131,10 @@ class TPEmbedding(torch.nn.Module):
         self.method: Method = "all_reduce" if self._peers is None else "peer"
         each = None if self._peers is None else memory.rows_of(self._peers, like)
         self._part = layout.part_of(vocab_size, num_added, rank, size, each)
-        self.vocab_range, self.added_range = self._part.vocab_range, self._part.added_range
+        self.vocab_range: tuple[int, int] = self._part.vocab_range
+        self.added_range: tuple[int, int] = self._part.added_range
         shape = self._part.num_rows, hidden_size
+        self.weight: torch.nn.Parameter
         if self._peers is None:
             self._table = self._shared = None
             self.weight = torch.nn.Parameter(like.new_empty(shape))

@@ -113,7 +113,8 @@ class DepthController:
     """
 
     def __init__(self, config: AutoDepth, least: int, most: int) -> None:
-        self.depth = self._least = least
+        self.depth: int = least
+        self._least = least
         self._most = most
         self._config = config
         self._history: deque[Iteration] = deque(maxlen=_HISTORY)

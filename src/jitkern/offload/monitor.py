@@ -118,8 +118,8 @@ class OverlapMonitor:
         name: str = "pipeline",
     ) -> None:
         self._window = count_arg(_CALL, "window", window)
-        self.every = count_arg(_CALL, "every", every, _MOST_EVERY)
-        self.capacity = count_arg(_CALL, "capacity", capacity)
+        self.every: int = count_arg(_CALL, "every", every, _MOST_EVERY)
+        self.capacity: int = count_arg(_CALL, "capacity", capacity)
         self._min_ratio = number_arg(_CALL, "min_ratio", min_ratio)
         self._calm_ratio = self._min_ratio * (1 + number_arg(_CALL, "hysteresis", hysteresis))
         self._stall_fraction = number_arg(_CALL, "stall_fraction", stall_fraction)

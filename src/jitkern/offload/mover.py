@@ -25,8 +25,8 @@ class Side:
         """Take ``[parts, layers, blocks, ...]``, or ``[blocks, parts, layers, ...]`` of dim 0."""
         self.tensor = tensor
         self.block_dim = block_dim
-        self.num_layers = tensor.shape[1 if block_dim else 2]
-        self.num_blocks = tensor.shape[2 if block_dim else 0]
+        self.num_layers: int = tensor.shape[1 if block_dim else 2]
+        self.num_blocks: int = tensor.shape[2 if block_dim else 0]
         self._flat = tensor.flatten(0, 1) if block_dim else tensor.flatten(1, 2)
 
     def part(self, number: int) -> torch.Tensor:
@@ -45,7 +45,8 @@ class BlockMover:
     """Checks and copies. ``call`` is whom an error is from; ``to_gpu``: loads."""
 
     def __init__(self, gpu: Side, cpu: Side, method: Any, num_sms: int | None) -> None:
-        self.gpu, self.cpu = gpu, cpu
+        self.gpu: Side = gpu
+        self.cpu: Side = cpu
         self._device = gpu.tensor.device
         self._how = {"method": method, "num_sms": num_sms}
         # A view costs 2 us; there are at most (num_layers + 1) * block_size of them.

@@ -37,7 +37,7 @@ class Host:
         self._is_closed = False
         self._selector = selectors.PollSelector()  # a forked child would share an epoll
         with ExitStack() as undo:
-            self.fd = wire.make_memory(name, num_bytes)
+            self.fd: int = wire.make_memory(name, num_bytes)
             undo.callback(os.close, self.fd)
             self._listener = undo.enter_context(wire.listen(prefix, name, num_ranks + 64))
             self._wake, self._woken = map(undo.enter_context, socket.socketpair())

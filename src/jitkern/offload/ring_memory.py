@@ -25,15 +25,17 @@ class RingMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.fd = os.memfd_create("jitkern-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd: int = os.memfd_create("jitkern-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, num_bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self.pool = PinnedPool.attach(self.fd)
+            self.pool: PinnedPool = PinnedPool.attach(self.fd)
         except BaseException:
             os.close(self.fd)
             raise
-        self.close_fd = weakref.finalize(self, os.close, self.fd)
+        self.close_fd: weakref.finalize[[int], RingMemory] = weakref.finalize(
+            self, os.close, self.fd
+        )
 
 
 def zeros_on(device: torch.device, num_bytes: int) -> torch.Tensor:

@@ -36,7 +36,8 @@ class RingSlot:
         bytes_: torch.Tensor,
         finish: Callable[[int | None], int],
     ) -> None:
-        self.index, self.ticket = index, ticket
+        self.index: int = index
+        self.ticket: int = ticket
         self._bytes: torch.Tensor | None = bytes_  # a row for each descriptor
         self._finish = finish
 

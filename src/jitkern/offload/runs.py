@@ -28,7 +28,8 @@ class Countdown:
     __slots__ = ("every", "left")
 
     def __init__(self, every: int) -> None:
-        self.every = self.left = every
+        self.every: int = every
+        self.left: int = every
 
 
 class Run:

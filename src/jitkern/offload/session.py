@@ -42,8 +42,9 @@ class Session:
         self._thread = 0
         self._in_with = False
         self._turn: Turn | None = None  # of the run that goes on
-        self.is_closed = False
-        self.is_captured = self.was_captured = False
+        self.is_closed: bool = False
+        self.is_captured: bool = False
+        self.was_captured: bool = False
 
     def begin_run(self, turn: Turn, final_access: int) -> None:
         """Begin a run, in the session of `with` if there is one of this thread."""

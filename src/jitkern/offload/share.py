@@ -138,9 +138,9 @@ class Meeting:
     def __init__(self, share: Share, num_bytes: int) -> None:
         _check_type("PinnedPool: share", share, Share)
         _check_int("PinnedPool: num_bytes", num_bytes, 1)
-        self.fd = -1
+        self.fd: int = -1
         self.num_bytes = num_bytes
-        self.handle = PoolHandle(share.name, num_bytes)
+        self.handle: PoolHandle = PoolHandle(share.name, num_bytes)
         self._prefix = f"PinnedPool: share {share.name!r}: "
         self._failure: str | None = None
         self._pid = os.getpid()

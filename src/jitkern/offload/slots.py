@@ -28,8 +28,8 @@ class Slot:
     __slots__ = ("_load_on", "_store_on", "block", "index", "tensor")
 
     def __init__(self, number: int, tensor: torch.Tensor, streams: Streams) -> None:
-        self.index = number
-        self.tensor = tensor
+        self.index: int = number
+        self.tensor: torch.Tensor = tensor
         self.block: Any = None
         self._load_on = streams.setter(LOAD, number)
         self._store_on = streams.setter(STORE, number)
@@ -60,12 +60,14 @@ class SlotSet:
         depth: int,
     ) -> None:
         self._streams = streams
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.slot_bytes = math.prod(shape) * dtype.itemsize
+        self.shape: tuple[int, ...] = shape
+        self.dtype: torch.dtype = dtype
+        self.device: torch.device = device
+        self.slot_bytes: int = math.prod(shape) * dtype.itemsize
         self.free: deque[Slot] = deque()
         self._all: list[Slot] = []
         self._unused: list[int] = []  # numbers of those that were given back
-        self.wanted = depth
+        self.wanted: int = depth
         self.resize(depth)
 
     def __len__(self) -> int:

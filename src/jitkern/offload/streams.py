@@ -50,6 +50,10 @@ class Streams:
     def _connect(self, *how: object) -> None:
         """Make the C++, given an ordinal, handles of streams, and what the times need."""
         made = host.module()["make_slot_streams"](*how)
+        self.next: Any
+        self.start: Any
+        self.fork: Any
+        self.harvest: Any
         self.next, self._enter, self.start, self.fork = made[0], made[1], made[2], made[3]
         self._leave, self._add_slot, self.harvest = made[4:7]
 
@@ -92,10 +96,10 @@ class CudaStreams(Streams):
 
         taken: set[int] = set()
         self._ordinal = ordinal
-        self.compute = _stream(ordinal, 0, taken)
+        self.compute: Any = _stream(ordinal, 0, taken)
         # Before the compute's kernels where SMs copy; the copy engines do not care.
-        self.loads = [_stream(ordinal, -1, taken) for _ in range(num_streams)]
-        self.stores = [_stream(ordinal, -1, taken) for _ in range(num_streams)]
+        self.loads: Sequence[Any] = [_stream(ordinal, -1, taken) for _ in range(num_streams)]
+        self.stores: Sequence[Any] = [_stream(ordinal, -1, taken) for _ in range(num_streams)]
         # What torch.cuda.set_stream calls, without the three attributes that it reads each time.
         set_stream: Any = torch._C._cuda_setStream
         self._setters = {

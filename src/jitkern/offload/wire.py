@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +18,8 @@ from jitkern.unix import process_text as process_text
 _PROTOCOL = unix.Protocol("jitkern-pool", 1, "jitkern's pools")
 MAGIC = _PROTOCOL.magic
 
-send = _PROTOCOL.send
-receive = _PROTOCOL.receive
+send: Callable[..., None] = _PROTOCOL.send
+receive: Callable[[socket.socket], dict[str, Any] | None] = _PROTOCOL.receive
 _address = _PROTOCOL.address
 _new_socket = unix.new_socket
 

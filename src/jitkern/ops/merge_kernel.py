@@ -13,7 +13,7 @@ from jitkern.ops.common import widest_vec_bytes
 
 # FloatType of csrc/ops/floats.h, in its order.
 _TYPES = ("f32", "f16", "bf16", "e4m3")
-_F32, _F16, _BF16, _ = range(4)
+_F32, _F16, _BF16 = range(3)
 CAPACITIES = (2, 4, 8, 16, 32, 64)
 """Partials that kernels are made for: of fewer the next larger."""
 STATES_OF_THREAD = 8  # kStatesOfThread of csrc/ops/merge.h

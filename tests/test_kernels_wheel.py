@@ -1,0 +1,290 @@
+"""The wheel of prebuilt kernels: found without a compiler, never stale, trusted as Python's files.
+
+A tiny one is built here: one op, one row size, one arch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from filelock import FileLock
+from needs import needs_cxx, needs_nvrtc
+from test_wheel import wheel  # noqa: F401
+
+import jitkern
+from jitkern.arch import Arch
+from jitkern.cache import search
+from jitkern.cli.kernels_wheel import kernels_wheel as found_by_doctor
+from jitkern.jit.image import DeviceImage
+from jitkern.ops import device_ops
+from jitkern.ops.store import kernel
+from jitkern.warming import _sized_ops, build_kernels
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+ROW_BYTES = 4112  # of no other test: no cache of this run has it
+LIST = f"""
+archs = ["9.0"]
+[[warm]]
+ops = ["store_cache"]
+element_sizes = [{ROW_BYTES}]
+"""
+
+# In a process that has nothing but what is installed in one directory: no NVRTC, no filelock.
+LOOK = f"""
+import sys
+sys.path[:0] = sys.argv[1:]
+import jitkern
+from jitkern.arch import Arch
+from jitkern.ops.store import kernel
+from jitkern.errors import ToolchainError
+
+assert jitkern.__file__.startswith(sys.argv[1]), jitkern.__file__
+try:
+    found = kernel({ROW_BYTES}, 16, 4).lookup(Arch(9, 0))
+    print(found.source, found.path)
+except (ToolchainError, ModuleNotFoundError) as error:
+    print("to be compiled:", error)  # by NVRTC, under a lock of filelock
+print(any(name.split(".")[0] == "jitkern_kernels" for name in sys.modules))
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_wheel(session_cache: Path) -> Path:
+    """Built by the very hook, of a list of its own."""
+    out = session_cache.parent / "kernels-wheel"
+    with FileLock(f"{out}.lock"):
+        if not out.exists():
+            tree = out.with_name("kernels-tree")
+            shutil.copytree(ROOT / "kernels", tree / "kernels")
+            shutil.copy(ROOT / "LICENSE", tree)
+            (tree / "src").symlink_to(ROOT / "src")
+            (tree / "kernels" / "kernels.toml").write_text(LIST)
+            pip("wheel", tree / "kernels", "--no-build-isolation", "-w", out)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def pip(command: str, *argv: object) -> None:
+    options = ["--no-deps", "--no-index", "-q", "--disable-pip-version-check"]
+    argv = (sys.executable, "-m", "pip", command, *options, *argv)
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tiny_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A directory with both wheels and nothing else."""
+    site = tmp_path_factory.mktemp("installed") / "site"
+    pip("install", "--target", site, wheel, tiny_wheel)
+    return site
+
+
+@pytest.fixture
+def beside(tiny_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This process finds the wheel, as if it were installed; it is the folder of the package."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(tiny_wheel).extractall(site)
+    monkeypatch.syspath_prepend(site)
+    search._kernels.cache_clear()
+    yield site / "jitkern_kernels"
+    search._kernels.cache_clear()
+
+
+def look(site: Path, tmp_path: Path, *more: Path) -> tuple[str, str]:
+    """What a process with an empty cache finds, and what it says on standard error."""
+    env = {"PATH": "", "JITKERN_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-I", "-S", "-c", LOOK, str(site), *map(str, more)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found, imported = done.stdout.splitlines()
+    assert imported == "False"  # it is searched, and none of its code runs
+    return found, done.stderr
+
+
+# -- the wheel -------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+def test_contents(tiny_wheel: Path) -> None:
+    """Entries, a license and nothing else, for every Python of any platform."""
+    name = f"jitkern_kernels-{jitkern.__version__}"
+    assert tiny_wheel.name == f"{name}-py3-none-any.whl"
+    entry = re.compile(r"jitkern_kernels/v1/store_4112_\w+-[0-9a-f]{20}/nvrtc-[\d.]+/")
+    names = zipfile.ZipFile(tiny_wheel).namelist()
+    inside = {name for name in names if entry.match(name)}
+    assert len(inside) == 4  # for int32 and for int64: code, and what it was made of
+    others = {name for name in names if not name.startswith(f"{name}.dist-info/")} - inside
+    package = {"jitkern_kernels/__init__.py", "jitkern_kernels/LICENSE"}
+    assert {one for one in others if ".dist-info/" not in one} == package
+    metadata = zipfile.ZipFile(tiny_wheel).read(f"{name}.dist-info/METADATA").decode()
+    assert "Requires-Dist" not in metadata  # pip would look for jitkern on an index
+
+
+def test_the_list_is_one() -> None:
+    """What it names there is, each op with kernels among it; each arch once."""
+    wanted = tomllib.loads((ROOT / "kernels" / "kernels.toml").read_text())
+    assert wanted.keys() == {"archs", "warm"}
+    assert len(set(map(Arch.parse, wanted["archs"]))) == len(wanted["archs"])
+    sized = []
+    for given in wanted["warm"]:
+        sizes = {"element_size": given.get("element_sizes", ())}
+        sizes["head_dim"] = given.get("head_dims", ())
+        sized += _sized_ops(given.get("ops"), sizes)
+    assert len(set(sized)) == len(sized)
+    assert {op for op, _ in sized} == set(device_ops())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"op": ["store_cache"]}, "wanted: 'op', expected ops, element_sizes, head_dims"),
+        ({"ops": ["store_cache"]}, "ops: 'store_cache', expected along with element_sizes"),
+    ],
+)
+def test_a_list_that_makes_no_sense(
+    tmp_path: Path, wanted: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_kernels(tmp_path, [wanted], ["9.0"])
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_nvrtc
+def test_found_without_a_compiler_and_never_stale(installed: Path, tmp_path: Path) -> None:
+    found, said = look(installed, tmp_path)
+    assert found.startswith(f"shipped {installed}/jitkern_kernels/v1/store_{ROW_BYTES}_"), found
+    assert said == ""
+    assert not (tmp_path / "cache").exists()
+
+    csrc = installed / "jitkern" / "csrc"
+    for source in (csrc / "ops" / "store.cu", csrc / "include" / "jitkern" / "copy.cuh"):
+        before = source.read_text()
+        source.write_text(f"{before}// changed\n")
+        assert look(installed, tmp_path)[0].startswith("to be compiled: ")
+        source.write_text(before)
+        assert look(installed, tmp_path)[0] == found
+
+
+@pytest.mark.slow
+@needs_nvrtc
+def test_not_found_where_others_could_have_written(installed: Path, tmp_path: Path) -> None:
+    """As the cache in the wheel: no directory of it may be more open than jitkern's own files."""
+    for path in (installed / "jitkern_kernels", installed / "jitkern_kernels" / "v1"):
+        mode = path.stat().st_mode
+        path.chmod(0o777)
+        found, said = look(installed, tmp_path)
+        path.chmod(mode)
+        assert found.startswith("to be compiled: ")
+        assert f"{path} " in said and "everyone can change what is in it" in said
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("library", "builtins", "is_found"),
+    [
+        ("cu13/lib/libnvrtc.so.13", "libnvrtc-builtins.so.13.999", True),
+        ("cuda_nvrtc/lib/libnvrtc.so.12", "libnvrtc-builtins.so.12.8", False),
+    ],
+)
+def test_beside_another_nvrtc(
+    installed: Path, tmp_path: Path, library: str, builtins: str, is_found: bool
+) -> None:
+    """One of the same CUDA finds it; where there is one for CUDA 12 the driver may be, too."""
+    file = tmp_path / "packages" / "nvidia" / library
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (file.parent / builtins).touch()
+    found, _ = look(installed, tmp_path, tmp_path / "packages")
+    assert found.startswith("shipped " if is_found else "to be compiled: "), found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind", "suits"),
+    [
+        ("nvrtc-13.0", "nvrtc-13.5", "cubin", True),
+        ("nvrtc-13.5", "nvrtc-12.9", "cubin", True),
+        ("nvrtc-12.9", "nvrtc-13.0", "cubin", False),
+        ("nvrtc-13.5", "nvrtc-13.0", "ptx", False),
+        ("nvcc-13.0", "nvrtc-13.0", "cubin", False),
+        ("nvrtc-13.0", "nvcc-13.0", "cubin", False),
+        ("nvrtc-13.0", "nvrtc-x", "cubin", False),
+    ],
+)
+def test_which_compilers_code_will_do(ours: str, theirs: str, kind: str, suits: bool) -> None:
+    image = DeviceImage(kernel(ROW_BYTES, 16, 4), Arch(9, 0))
+    image.variant = ours
+    assert image.suits({"toolchain": theirs, "kind": kind}) is suits
+
+
+@needs_nvrtc
+def test_what_is_asked_for_last(
+    beside: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds a kernel in a cache of his own does not even look for the package."""
+    kernel.cache_clear()
+    module, arch = kernel(ROW_BYTES, 16, 4), Arch(9, 0)
+    assert [one.origin for one in search.caches()][-2:] == ["shipped", search.KERNELS]
+    module.build_into(search.user_cache(), arch)
+    search._kernels.cache_clear()
+    monkeypatch.setattr(search, "PathFinder", SimpleNamespace())  # asking it would raise
+    assert module.lookup(arch).source == "cached"
+    kernel.cache_clear()
+
+
+@pytest.mark.slow
+@needs_cxx
+@needs_nvrtc
+def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> None:
+    """`jitkern warm --out`: not every machine has the wheel of kernels."""
+    kernel.cache_clear()
+    out = tmp_path / "out"
+    outcomes = jitkern.warm(["store_cache"], [ROW_BYTES], ["9.0"], out=out)
+    kernel.cache_clear()
+    kernels = [one for one in outcomes if one.arch]
+    assert [one.source for one in kernels] == ["shipped", "shipped"]
+    published = {path.parent.name for path in out.glob("v1/*/*")}
+    assert {one.lookup.path.parent.name for one in kernels} <= published
+
+
+# -- jitkern doctor --------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+def test_doctor_says_what_is_installed(beside: Path) -> None:
+    assert found_by_doctor() == (f"{jitkern.__version__}, 2 entries", "ok", "")
+    (metadata,) = beside.parent.glob("*.dist-info/METADATA")
+    metadata.write_text(metadata.read_text().replace(jitkern.__version__, "0.0.9"))
+    found, state, fix = found_by_doctor()
+    assert (found, state) == ("0.0.9, 2 entries, for another version of jitkern", "note")
+    assert fix.startswith(f"install jitkern-kernels {jitkern.__version__}: ")
+
+
+def test_doctor_says_that_none_is_installed(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = "from jitkern.cli import main; main(['doctor', '--json'])"
+    done = fresh_python(code, env={"PYTHONPATH": os.environ.get("PYTHONPATH")})
+    checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
+    one = checks["jitkern-kernels"]
+    assert (one["found"][:14], one["state"]) == ("not installed:", "ok")
+    assert "shipped kernels" not in checks

@@ -1,0 +1,155 @@
+"""What a release rests on: one version, a whole sdist, workflows that call what there is.
+
+The rest of `make release-check` builds, and runs by itself: tools/release_check.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_wheel import wheel  # noqa: F401
+
+import jitkern
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PAGES = ("README.md", "CHANGELOG.md", "pyproject.toml", "kernels/pyproject.toml")
+INIT = "src/jitkern/__init__.py"
+
+
+def _release_check() -> Any:
+    spec = importlib.util.spec_from_file_location("release_check", ROOT / "tools/release_check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check = _release_check()
+
+
+# -- one version -----------------------------------------------------------------------------------
+
+
+def test_the_version_is_in_one_place() -> None:
+    assert check.check_versions(ROOT).startswith(f"{jitkern.__version__}, ")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the files that say a version, one of them with something else in it."""
+
+    def made(name: str, old: str, new: str) -> Path:
+        for page in (*PAGES, INIT):
+            (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / page, tmp_path / page)
+        text, count = re.subn(old, new, (tmp_path / name).read_text(), count=1)
+        assert count == 1
+        (tmp_path / name).write_text(text)
+        return tmp_path
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        (INIT, r'__version__ = ".+"', '__version__ = "9.9.9"', "CHANGELOG.md: the top section"),
+        ("CHANGELOG.md", r"\n## ", "\n## 9.9.9 (unreleased)\n\n## ", "top section is ## 9.9.9"),
+        ("README.md", r"jitkern-\d[\d.]+\d-", "jitkern-9.9.9-", r"README.md: jitkern-9.9.9, the"),
+        ("pyproject.toml", r'dynamic = \["version"\]', 'version = "1"', "a version of its own"),
+    ],
+)
+def test_versions_that_differ(
+    tree: Callable[..., Path], name: str, old: str, new: str, message: str
+) -> None:
+    with pytest.raises(check.UnfitError, match=message):
+        check.check_versions(tree(name, old, new))
+
+
+def test_a_tag_is_the_version_and_has_its_date(tree: Callable[..., Path]) -> None:
+    tag = f"v{jitkern.__version__}"
+    dated = tree("CHANGELOG.md", r"\n## (\S+) \(.+\)\n", r"\n## \1 (2026-11-23)\n")
+    assert check.check_versions(dated, tag) == f"{jitkern.__version__}, 2026-11-23"
+    with pytest.raises(check.UnfitError, match=r"the tag is v9\.9\.9, the version"):
+        check.check_versions(dated, "v9.9.9")
+    undated = tree("CHANGELOG.md", r"\n## (\S+) \(.+\)\n", r"\n## \1 (unreleased)\n")
+    with pytest.raises(check.UnfitError, match="expected the date of the release"):
+        check.check_versions(undated, tag)
+
+
+# -- what is built ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a git checkout")
+def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    check.check_sdist(sdist, ROOT)
+
+
+@pytest.mark.slow
+def test_what_the_host_module_links(
+    wheel: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "libc.so.6" in check.check_links(wheel, tmp_path / "1").split(", ")
+    monkeypatch.setattr(check, "MAY_LINK", {"libc.so.6"})
+    with pytest.raises(check.UnfitError, match=r"\.so: links .*libtvm_ffi\.so"):
+        check.check_links(wheel, tmp_path / "2")
+
+
+# -- workflows -------------------------------------------------------------------------------------
+
+
+def test_there_are_workflows() -> None:
+    assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_what_there_is(path: Path) -> None:
+    """Targets of make, and variables that the Makefile reads."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    variables = {"PY", *re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE)}
+    calls = re.findall(r"run: make (.+)$", path.read_text(), re.MULTILINE)
+    assert calls
+    for call in calls:
+        words = re.sub(r'"[^"]*"', "", call).split()
+        assert {word.partition("=")[0] for word in words if "=" in word} <= variables, call
+        named = {word for word in words if "=" not in word}
+        assert named and named <= targets, call
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_parses_and_may_only_read(path: Path) -> None:
+    """Where PyYAML is installed, which comes with the documentation's tools."""
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["concurrency"]["group"]
+    for name, job in workflow["jobs"].items():
+        assert job["timeout-minutes"] <= 90, name
+        runs_make = any("make " in step.get("run", "") for step in job["steps"])
+        assert not (runs_make and "permissions" in job), "the project's code may only read"
+        for step in job["steps"]:
+            assert re.fullmatch(r"actions/[a-z-]+@v\d+", step.get("uses", "actions/a@v1"))
+
+
+def test_what_is_tested_is_what_is_supported() -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    matrix = re.search(r"python: \[(.+)\]", text)
+    assert matrix is not None
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert re.findall(r"[\d.]+", matrix[1]) == classifiers
