@@ -16,7 +16,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # of docs/design.md. A package's name stands for those of its modules that are not named.
 LAYERS = """
 0  errors env files forks hints
-0  arch scratch unix
+0  arch scratch unix unreadable
 1  cache.tally
 1  cache.trust cache.schema cache.stats
 1  cache.entry cache.cleanup
@@ -84,7 +84,7 @@ LAYERS = """
 5  bench.cases.common
 5  bench.cases.pair_ops
 5  bench.cases
-5  bench.cases.launch bench.cases.threads
+5  bench.cases.launch bench.cases.threads bench.cases.wings
 5  bench.ci bench.output
 5  bench.worker
 5  bench

@@ -44,8 +44,11 @@ class CompileError(JitkernError):
         super().__init__(message)
 
     def __str__(self) -> str:
-        parts = [self.message, f"command: {self.command}", f"log:\n{self.log.rstrip()}"]
-        if self.source is not None:
+        parts = [self.message, f"command: {self.command}"]
+        if self.log.strip():
+            parts.append(f"log:\n{self.log.rstrip()}")
+        # Without a log no compiler has seen it: what is wrong is in the message.
+        if self.source is not None and self.log.strip():
             # Numbered, since the compiler's log speaks of lines.
             lines = self.source.splitlines()
             parts += ["source:", *(f"{i:4d}  {line}" for i, line in enumerate(lines, 1))]

@@ -19,7 +19,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd import forward_ad
 
 from jitkern.ops._ops import OPS
-from jitkern.ops.common import TorchOverload, name_unreadable
+from jitkern.ops.common import TorchOverload
+from jitkern.unreadable import name_unreadable
 
 _unpack_dual: Any = forward_ad.unpack_dual
 

@@ -18,7 +18,7 @@ from jitkern.errors import CommError
 from jitkern.forks import PerProcess
 from jitkern.host import module as host
 from jitkern.ops import dispatch
-from jitkern.ops.common import name_unreadable
+from jitkern.unreadable import name_unreadable
 
 _ABORT_S = 1.5  # that is waited for an abort: it is over only when graphs are gone, too
 _GRAPHS_S = 10.0  # that they get to go away when a communicator is destroyed

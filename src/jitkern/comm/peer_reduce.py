@@ -12,7 +12,7 @@ from jitkern.comm import peer_kernel
 from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
 from jitkern.ops import dispatch
-from jitkern.ops.common import name_unreadable
+from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,11 @@ from jitkern.comm.peer_reduce import PeerReducer, traced_error
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
-from jitkern.ops.common import name_unreadable, type_text
+from jitkern.ops.common import type_text
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
 from jitkern.ops.pairs import load_sort, pair_kernels
+from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor

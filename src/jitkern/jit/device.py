@@ -24,6 +24,7 @@ from jitkern.jit.launch import ON_CPU, PLAIN, TORCH, device_and_stream, for_cpu,
 from jitkern.jit.render import Wrapper, render
 from jitkern.jit.specialisation import Specialisation
 from jitkern.jit.template import KernelConfig
+from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
@@ -275,7 +276,16 @@ class DeviceModule:
         how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
         # A tensor of torch tells its stream on the way to C++; to ask torch for it takes 5 us.
         is_told = not TORCH.isdisjoint(kinds)
-        wanted = launch(*how, -1, is_told, *members)
+        try:
+            wanted = launch(*how, -1, is_told, *members)
+        except RuntimeError as error:
+            params = self._params.get(export, ())
+            names = [
+                *(param.name for param in params),
+                *(f"args[{i}]" for i in range(len(params), len(args))),
+            ]
+            named = dict(zip(names[: len(args)], args, strict=True))
+            name_unreadable(error, export, **named)
         if wanted is None:
             return
         if wanted == ON_CPU:

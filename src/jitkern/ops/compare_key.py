@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jitkern.host import module as host
-from jitkern.ops.common import name_unreadable
+from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

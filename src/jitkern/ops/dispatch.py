@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from jitkern.ops.common import name_unreadable
+from jitkern.unreadable import name_unreadable
 
 T = TypeVar("T", bound=Callable[..., Any])
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jitkern.host import module as host
 from jitkern.ops import dispatch
-from jitkern.ops.common import name_unreadable, type_text
+from jitkern.ops.common import type_text
+from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from jitkern.bench.case import Case, Context
 from jitkern.ops._ops import OPS
 
 # Threads last: those of torch go on spinning for a while.
-MODULES = (*(op.stem for op in OPS), "launch", "threads")
+MODULES = (*(op.stem for op in OPS), "wings", "launch", "threads")
 
 
 def builtin_cases(ctx: Context) -> Iterator[Case]:

@@ -1,0 +1,84 @@
+"""What stands on the ops: a descriptor ring, a KV cache on the host, a split embedding.
+
+Each is a class whose calls an engine makes at every step, so what is counted is the host's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import jitkern
+from jitkern.bench.case import Case, Context
+from jitkern.bench.cases.common import call_case
+
+PUSHES = (1, 128)
+
+
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    yield from _ring(ctx)
+    yield _engine(ctx)
+    yield _embedding(ctx)
+
+
+def _ring(ctx: Context) -> Iterator[Case]:
+    from jitkern.offload import DescriptorRing
+
+    src = torch.ones(8192, dtype=torch.uint8, device=ctx.device)
+    dst = torch.zeros_like(src)
+    ring = DescriptorRing(num_slots=16, max_descriptors=max(PUSHES), device=ctx.device)
+    for count in PUSHES:
+        starts = torch.arange(count) * 64
+        descriptors = torch.stack([starts, starts, torch.full_like(starts, 64)], 1)
+
+        def push_and_take(descriptors: torch.Tensor = descriptors) -> None:
+            ticket = ring.push(descriptors)
+            jitkern.unpack(dst, src, ring)
+            ring.wait(ticket)
+
+        name = f"push, unpack and wait, {count} descriptor{'s' * (count > 1)}"
+        yield call_case("ring", name, push_and_take, (dst, src, descriptors))
+
+
+def _engine(ctx: Context) -> Case:
+    from jitkern.offload import OffloadEngine
+
+    engine = OffloadEngine(
+        num_layers=4,
+        num_cpu_blocks=16,
+        num_slots=8,
+        block_size=4,
+        token_shape=(2, 64),
+        dtype=torch.bfloat16,
+        device=ctx.device,
+    )
+    blocks, slots = torch.tensor([7, 11, 3]), torch.tensor([0, 5, 1])
+
+    def load() -> None:
+        engine.load_cpu_blocks_to_gpu_slots_all_layers(blocks, slots)
+
+    return call_case("engine", "3 blocks of 4 layers to slots", load, (blocks, slots))
+
+
+class _Alone:
+    rank, size = 0, 1
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+        """Do nothing: there is nobody else."""
+
+
+def _embedding(ctx: Context) -> Case:
+    from jitkern.nn import TPEmbedding
+
+    alone: Any = _Alone()
+    embedding = TPEmbedding(1000, 64, comm=alone, device=ctx.device)
+    ids = torch.tensor([5, 999, 0], device=ctx.device)
+
+    def look_up() -> None:
+        with torch.inference_mode():
+            embedding(ids)
+
+    return call_case("TPEmbedding", "3 tokens, one rank", look_up, (ids,))
