@@ -84,6 +84,24 @@ def test_build_and_call(tmp_path: Path, out: Path) -> None:
 
 
 @needs_cxx
+def test_a_header_is_compiled_once(tmp_path: Path, out: Path) -> None:
+    """The source needs it and does not name it; the second build sees that it has changed."""
+    import tvm_ffi
+
+    write(tmp_path, "term.h", "")
+    header = write(tmp_path, "all.h", "#pragma once\n#include <vector>\n#define TERM 5\n")
+    source = write(tmp_path, "add.cc", ADD)
+    built = cxx.build("add", sources=[source], directory=out, precompiled=header)
+    assert built.log.count("-x c++-header") == 1
+    assert tvm_ffi.load_module(str(built.path)).add(2) == 7
+    header.write_text(header.read_text().replace("5", "6"))
+    again = tmp_path / "again"
+    again.mkdir()
+    built = cxx.build("add", sources=[source], directory=again, precompiled=header)
+    assert tvm_ffi.load_module(str(built.path)).add(2) == 8
+
+
+@needs_cxx
 def test_library_holds_no_path(tmp_path: Path, out: Path) -> None:
     """Two checkouts, two users and two machines share it."""
     write(tmp_path, "term.h", "inline int term(const char* s) { return *s; }\n")

@@ -32,6 +32,12 @@ def test_compile_error_without_source() -> None:
     assert "source" not in str(error)
 
 
+def test_what_no_compiler_has_seen_is_told_in_a_line() -> None:
+    error = errors.CompileError("a.cu: no such option", command="-x", log="", source="a\nb")
+    assert str(error) == "a.cu: no such option\ncommand: -x"
+    assert error.source == "a\nb"
+
+
 def test_compile_error_survives_pickling() -> None:
     """One rank's failure is handed to the ranks that waited for it."""
     error = make()

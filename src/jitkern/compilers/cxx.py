@@ -7,7 +7,7 @@ for the architecture, and leaves its compilers running when the process is kille
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jitkern.arch import Arch
@@ -49,6 +49,7 @@ def build(
     cuda_cflags: Sequence[str] = (),
     ldflags: Sequence[str] = (),
     include_paths: Sequence[Path] = (),
+    precompiled: Path | None = None,
     arch: Arch | None = None,
 ) -> Library:
     """Compile sources and link them to ``<directory>/<name>.so``; blocks until done.
@@ -70,6 +71,8 @@ def build(
         several words, quoted as in a shell.
     include_paths
         Directories searched for headers before the default ones.
+    precompiled
+        A header that is compiled once, and that every ``.cc`` begins with.
     arch
         What nvcc compiles for; required where there is a ``.cu``.
 
@@ -108,6 +111,8 @@ def build(
 
     steps = _compile_steps(sources, cxx_command, nvcc_command)
     objects = tuple(step.output for step in steps)
+    if precompiled is not None:
+        steps = _with_precompiled(precompiled, directory, steps, cxx_command)
     library = f"{name}.so"
     link += words(ldflags, "extra_ldflags")
     link_command = (*cxx.command, "-shared", *objects, *link, "-o", library)
@@ -128,6 +133,25 @@ def _compile_steps(
         command = nvcc_command if source.suffix == ".cu" else cxx_command
         steps.append(Step(output, (path,), (*command, *tail), f"{output}.d"))
     return steps
+
+
+def _with_precompiled(
+    header: Path, directory: Path, steps: Sequence[Step], cxx_command: Sequence[str]
+) -> list[Step]:
+    """Return the steps with one in front that compiles `header`: GCC and Clang both look for .gch.
+
+    A compiler that cannot use what is there includes the copy of the text.
+    """
+    name = "precompiled.h"
+    (directory / name).write_bytes(header.read_bytes())
+    compiled = f"{name}.gch"
+    made = [Step(compiled, (name,), (*cxx_command, "-x", "c++-header", name, "-o", compiled))]
+    for step in steps:
+        if step.command[: len(cxx_command)] == tuple(cxx_command):  # and not nvcc's
+            command = (*step.command, "-include", name)
+            step = replace(step, inputs=(*step.inputs, compiled), command=command)
+        made.append(step)
+    return made
 
 
 def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:

@@ -36,6 +36,7 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
             cflags=key.describe["cflags"],
             ldflags=("-pthread", *ldflags),  # before glibc 2.34 threads are a library of their own
             include_paths=include_dirs(csrc),
+            precompiled=csrc / "host" / "precompiled.h",
         )
         library = built.path.read_bytes()
     notes = {
