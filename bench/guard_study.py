@@ -56,6 +56,7 @@ _SPIN_CC = """
 
 }  // namespace jitkern
 """
+_STEPS = "        for _ in range(100):\n            pass\n"
 SEEDS = (
     Seed(
         "30 % in a CPU copy",
@@ -103,6 +104,27 @@ SEEDS = (
         "    for (volatile int i = 0; i < 300; i = i + 1) {\n    }\n",
         "arguments to bytes",
     ),
+    Seed(
+        "100 steps of Python in a push of a ring",
+        "offload/ring.py",
+        "        push = self._push  # self._push(...) would",
+        f"{_STEPS}        push = self._push  # self._push(...) would",
+        "ring: push",
+    ),
+    Seed(
+        "100 steps of Python in a load of an engine",
+        "offload/engine.py",
+        '        call = "OffloadEngine.load_cpu_blocks_to_gpu_slots_all_layers"\n',
+        '        call = "OffloadEngine.load_cpu_blocks_to_gpu_slots_all_layers"\n' + _STEPS,
+        "engine: 3 blocks",
+    ),
+    Seed(
+        "100 steps of Python in a look-up of a split embedding",
+        "nn/tp_embedding.py",
+        "        if not self._is_split:\n            found = indexing(",
+        f"{_STEPS}        if not self._is_split:\n            found = indexing(",
+        "TPEmbedding: 3 tokens",
+    ),
 )
 
 
@@ -112,6 +134,9 @@ def main() -> int:
     parser.add_argument("what", choices=("runs", "judge", "baseline", "seeds"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument(
+        "--only", action="append", help="seeds: those of this name; recorded beside"
+    )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--beside", type=int, default=2)
     args = parser.parse_args()
@@ -125,7 +150,11 @@ def main() -> int:
     elif args.what == "baseline":
         baseline.write(args.file, baseline.made_of(_results(args.folder)))
     else:
-        _record("seeds", _seeds(args.folder))
+        chosen = [s for s in SEEDS if not args.only or any(text in s.name for text in args.only)]
+        _record(
+            f"seeds, {' and '.join(args.only)}" if args.only else "seeds",
+            _seeds(args.folder, chosen),
+        )
     return 0
 
 
@@ -213,12 +242,12 @@ def _judge(results: Sequence[report.Payload]) -> dict[str, Any]:
 # -- seeds -----------------------------------------------------------------------------------------
 
 
-def _seeds(folder: Path) -> list[dict[str, Any]]:
+def _seeds(folder: Path, seeds: Sequence[Seed]) -> list[dict[str, Any]]:
     made = baseline.made_of(_results(folder))
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "baseline.json"
         baseline.write(file, made)
-        return [_plant(seed, file, made, Path(name)) for seed in SEEDS]
+        return [_plant(seed, file, made, Path(name)) for seed in seeds]
 
 
 def _plant(seed: Seed, file: Path, made: baseline.Baseline, folder: Path) -> dict[str, Any]:
