@@ -121,8 +121,8 @@ SEEDS = (
     Seed(
         "100 steps of Python in a look-up of a split embedding",
         "nn/tp_embedding.py",
-        "        if not self._is_split:\n            found = indexing(",
-        f"{_STEPS}        if not self._is_split:\n            found = indexing(",
+        "        weight = self.weight\n        if not",
+        f"{_STEPS}        weight = self.weight\n        if not",
         "TPEmbedding: 3 tokens",
     ),
 )

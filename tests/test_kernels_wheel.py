@@ -17,9 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from built_wheel import wheel  # noqa: F401
 from filelock import FileLock
 from needs import needs_cxx, needs_nvrtc
-from test_wheel import wheel  # noqa: F401
 
 import jitkern
 from jitkern.arch import Arch

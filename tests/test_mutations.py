@@ -69,7 +69,7 @@ def test_a_change_asks_for_a_new_proof(monkeypatch: pytest.MonkeyPatch) -> None:
             now = {module.__name__: proof.digest_of(module) for module in proof.modules()}
         return {name.rpartition(".")[2] for name in now if now[name] != digests[name]}
 
-    assert changed("ops/store.cu") == {"store"}
+    assert changed("ops/store.cu") == {"store", "race"}
     assert changed("emulate/unpack.cc") == {"unpack"}
     assert changed("emulate/fibers.cc") == {one.__name__.split(".")[1] for one in proof.modules()}
     assert {"store", "index", "pair_copy"} <= changed("jitkern/copy.cuh")

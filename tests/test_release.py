@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_wheel import wheel  # noqa: F401
+from built_wheel import wheel  # noqa: F401
 
 import jitkern
 

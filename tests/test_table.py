@@ -69,6 +69,7 @@ USERS = {
         tests/test_bench.py tests/test_bench_baseline.py tests/test_bench_ci.py
         tests/test_cli_cache.py tests/test_cli_lacking.py
         tests/test_bundle.py tests/test_cli.py tests/test_design.py tests/test_docs_commands.py
+        tests/test_mutations.py
         tests/test_kernels_wheel.py
         tests/test_nvrtc.py tests/test_package.py tests/test_record.py tests/recorded_app.py
         tests/test_replay.py
@@ -93,7 +94,7 @@ USERS = {
     """,
     "a figure or a show of a few ops": """
         bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py
-        bench/cases/host_overhead.py bench/plots.py src/jitkern/cli/demo.py
+        bench/cases/host_overhead.py bench/plots.py bench/tables.py src/jitkern/cli/demo.py
         src/jitkern/cli/doctor.py
     """,
 }
