@@ -92,6 +92,23 @@ class Table:
         return three_digits(row["median_us"] / (1e3 if self.value == "ms" else 1))
 
 
+@dataclass(frozen=True)
+class Missed:
+    """The goals that a run has not met."""
+
+    file: str = "nvidia-h200"
+
+    def lines(self) -> list[str]:
+        """Return how many they are, and each."""
+        goals = json.loads((RESULTS / f"{self.file}.json").read_text())["goals"]
+        missed = [goal for goal in goals if not goal["met"]]
+        rows = [f"| {goal['figure']} | {goal['wanted']} | {goal['got']} |" for goal in missed]
+        said = (
+            f"{len(missed)} of {len(goals)} goals of `bench/results/{self.file}.json` are not met."
+        )
+        return [said, "", "| figure | wanted | got |", "| --- | --- | --- |", *rows]
+
+
 def three_digits(value: float) -> str:
     """Return ``4,015``, ``48.5``, ``1.30`` or ``0.28``.
 
@@ -119,7 +136,7 @@ def _gib(*sizes: str) -> dict[str, str]:
     return {size: f"{size} GiB" if size == sizes[0] else size for size in sizes}
 
 
-TABLES = {
+TABLES: dict[str, Table | Missed] = {
     "store": Table(
         "store",
         "131072 rows of {} B",
@@ -258,6 +275,44 @@ TABLES = {
             ("many-zipf", "524288", "Zipf(1.1)", "524,288, Zipf(1.1)"),
         )
     },
+    "first-call": Table(
+        "first_call",
+        "{}",
+        {
+            "first kernel of a process": "first kernel of a process",
+            "store": "store",
+            "index": "indexing",
+            "h2d_gather": "h2d_gather",
+            "h2d_gather, large call": "h2d_gather, large call",
+        },
+        {
+            "jitkern: NVRTC, cold": "cold, NVRTC",
+            "load_inline with nvcc, cold": "cold, nvcc through `load_inline`",
+            "jitkern: warm, new process": "another process",
+            "load_module of it, new process": "the same, `tvm_ffi.load_module` of what nvcc made",
+        },
+        corner="ms",
+        value="ms",
+    ),
+    **{
+        f"process-{run}": Table(
+            "first_call",
+            "{}",
+            {"first call of a process, imports included": shown},
+            {
+                "jitkern: warm": "jitkern",
+                "load_inline of what is built": "`load_inline` of what is built",
+                "jitkern: warm, no bytecode": "jitkern, no bytecode files",
+                "load_inline of what is built, no bytecode": "`load_inline`, no bytecode files",
+            },
+            corner="ms",
+            value="ms",
+            turned=True,
+            file=f"first_call_{run}",
+        )
+        for run, shown in (("a", "one host"), ("b", "another"))
+    },
+    "goals": Missed(),
     "cpu-store": Table(
         "store",
         "8192 rows of {} B",

@@ -219,10 +219,13 @@ def test_nvcc_peers_compile(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", harness.OPS)
 def test_quick_run_on_a_gpu(op: str, tmp_path: Path) -> None:
+    if op in ("comm", "peer") and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     path = tmp_path / "out.json"
     assert harness.main([op, "--quick", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["benchmarks"][op]["rows"]
     expected = ("does not compile for this row size", "No module named", "load_inline")
+    expected += ("not here: ",)  # a peer's sources, which are fetched for a comparison
     failed = [row for row in rows if row["error"] and not any(e in row["error"] for e in expected)]
     assert not failed
 
