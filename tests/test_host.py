@@ -78,6 +78,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(refuse, refuse);
 def write_csrc(folder: Path, answer: int = 42) -> Path:
     (folder / "include" / "jitkern").mkdir(parents=True, exist_ok=True)
     (folder / "ops").mkdir(exist_ok=True)
+    (folder / "host").mkdir(exist_ok=True)
+    (folder / "host" / "precompiled.h").write_text("#pragma once\n#include <string>\n")
     (folder / "include" / "jitkern" / "answer.h").write_text(f"#define ANSWER {answer}\n")
     (folder / "ops" / "demo.cc").write_text(SOURCE)
     (folder / "ops" / "demo.cu").write_text("device code is of no concern here")

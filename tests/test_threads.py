@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from emulate.proof import of_the_host
 from needs import needs_cxx
 from threads.mutants import MUTANTS, Mutant
 from threads.program import ASAN, CPU_OPS, HERE, STAGING, TSAN, Builder, forget_old
@@ -54,7 +55,9 @@ def test_ops_are_free_of_races(store: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "mutant", of_the_host("threads", MUTANTS), ids=lambda one: one.mistake.replace(" ", "-")
+)
 def test_mutant_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(CSRC, csrc)

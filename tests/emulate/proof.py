@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,8 +29,18 @@ from emulate.runner import CSRC, FLAGS, HERE, SUPPORT, Runner, facts_of
 
 from jitkern.compilers.sources import include_closure, include_dirs
 
+T = TypeVar("T")
+
 FILE = HERE / "proved.json"
 _SAMPLE = 8
+
+# Tables of mistakes in the host's C++: their tests, and what is beside these.
+_TESTS = HERE.parent
+_OF_THE_HOST = {
+    "threads": ("test_threads.py", "threads/*"),
+    "slot_order": ("offload/test_slot_order.py", "offload/slot_*.py"),
+    "ring": ("offload/test_ring_producer.py", "offload/ring_*"),
+}
 
 # Noticed by a check, not by a crash of something else.
 NOTICED = ("FAILED:", "AddressSanitizer", "runtime error:", "emulate:")
@@ -42,13 +54,20 @@ def modules() -> list[ModuleType]:
 
 def mutants() -> list[Mutant]:
     """Return those that a run of the tests makes; all with TEST_ALL_MUTANTS=1."""
-    everything = bool(os.environ.get("TEST_ALL_MUTANTS"))
-    proved = {} if everything else json.loads(FILE.read_text())
     found: list[Mutant] = []
     for module in modules():
-        is_proved = proved.get(_name(module)) == digest_of(module)
-        found += module.MUTANTS[::_SAMPLE] if is_proved else module.MUTANTS
+        found += _chosen(_name(module), digest_of(module), module.MUTANTS)
     return found
+
+
+def of_the_host(name: str, table: Sequence[T]) -> Sequence[T]:
+    """As :func:`mutants`, of a table of mistakes in the host's C++."""
+    return _chosen(name, _digest_of_the_host(name), table)
+
+
+def _chosen(name: str, digest: str, table: Sequence[T]) -> Sequence[T]:
+    proved = {} if os.environ.get("TEST_ALL_MUTANTS") else json.loads(FILE.read_text())
+    return table[::_SAMPLE] if proved.get(name) == digest else table
 
 
 def digest_of(module: ModuleType) -> str:
@@ -62,7 +81,16 @@ def digest_of(module: ModuleType) -> str:
             include_dirs=[HERE, *include_dirs(CSRC)],
         )
         sources[driver] = [closure.digest, *facts_of(driver)]
-    content = [sources, FLAGS, list(map(repr, table))]
+    return _digest([sources, FLAGS, list(map(repr, table))])
+
+
+def _digest_of_the_host(name: str) -> str:
+    files = [path for path in CSRC.rglob("*") if path.suffix in (".cc", ".h")]
+    files += [path for given in _OF_THE_HOST[name] for path in _TESTS.glob(given) if path.is_file()]
+    return _digest({path.name: path.read_text() for path in sorted(files)})
+
+
+def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
 
 
@@ -101,9 +129,21 @@ def main() -> int:
                 print(f"  {mutant.mistake}", flush=True)
             failed += len(missed)
             if not missed:
-                proved[_name(module)] = digest
-                FILE.write_text(json.dumps(proved, indent=1, sort_keys=True) + "\n")
+                _write(proved, _name(module), digest)
+    for name, (tests, _) in _OF_THE_HOST.items():
+        digest = _digest_of_the_host(name)
+        if proved.get(name) != digest:
+            command = [sys.executable, "-m", "pytest", "-q", str(_TESTS / tests)]
+            done = subprocess.run(command, env={**os.environ, "TEST_ALL_MUTANTS": "1"})
+            failed += done.returncode
+            if done.returncode == 0:
+                _write(proved, name, digest)
     return 1 if failed else 0
+
+
+def _write(proved: dict[str, str], name: str, digest: str) -> None:
+    proved[name] = digest
+    FILE.write_text(json.dumps(proved, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulate.proof import of_the_host
 from headers import load
 from needs import needs_cxx, needs_nvrtc
 from ring_mutants import OF_THE_CONSUMER, OF_THE_PROTOCOL
@@ -157,7 +158,9 @@ def test_the_protocol_is_free_of_races(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("mutant", OF_THE_PROTOCOL, ids=lambda one: one.mistake.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "mutant", of_the_host("ring", OF_THE_PROTOCOL), ids=lambda one: one.mistake.replace(" ", "-")
+)
 def test_a_protocol_that_is_wrong_is_caught(tmp_path: Path, mutant: Mutant) -> None:
     done = race(tmp_path, copy_of(tmp_path / "csrc", mutant))
     assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
@@ -349,7 +352,9 @@ def test_the_consumer_makes_no_mistake(store: Path, tmp_path: Path) -> None:
     assert is_right(store, tmp_path / "right.so")
 
 
-@pytest.mark.parametrize("mutant", OF_THE_CONSUMER, ids=lambda one: one.mistake.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "mutant", of_the_host("ring", OF_THE_CONSUMER), ids=lambda one: one.mistake.replace(" ", "-")
+)
 def test_a_consumer_that_is_wrong_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
     csrc = copy_of(tmp_path / "csrc", mutant)
     assert not is_right(store, tmp_path / "wrong.so", csrc)

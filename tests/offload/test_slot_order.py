@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from emulate.proof import of_the_host
 from fake_gpu import COMPILER, HERE, needs_fake_gpu
 from needs import needs_cxx
 from slot_mutants import MUTANTS, TIMES_MUTANTS, Mutant
@@ -96,7 +97,7 @@ def name_of(mutant: Mutant) -> str:
     return mutant.mistake.replace(" ", "-")
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
+@pytest.mark.parametrize("mutant", of_the_host("slot_order", MUTANTS), ids=name_of)
 def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mutant) -> None:
     library = build(mutant, store, tmp_path)
     done = run(driver, [str(library)])
@@ -106,7 +107,7 @@ def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mut
     assert any(text in done.stdout for text in noticed), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("mutant", TIMES_MUTANTS, ids=name_of)
+@pytest.mark.parametrize("mutant", of_the_host("slot_order", TIMES_MUTANTS), ids=name_of)
 def test_mutant_of_times_is_caught(
     driver: Path, store: Path, tmp_path: Path, mutant: Mutant
 ) -> None:
