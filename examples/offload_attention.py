@@ -13,7 +13,6 @@ size of a chunk promises, and takes the fastest. Queries, K and V are random num
 projections and MLP would be more compute to hide copies behind.
 
     python examples/offload_attention.py --plot timeline.png
-    python examples/offload_attention.py --device cpu --layers 2 --tokens 512 --block-size 16
 """
 
 from __future__ import annotations
@@ -361,19 +360,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--layers", type=int, default=8)
-    add("--tokens", type=int, default=16384)
+    small = not torch.cuda.is_available()  # of the large one a CPU takes minutes for a chunk
+    add("--layers", type=int, default=2 if small else 8)
+    add("--tokens", type=int, default=512 if small else 16384)
     add("--heads", type=int, default=32, help="of queries")
     add("--kv-heads", type=int, default=16)
     add("--head-dim", type=int, default=128)
-    add("--block-size", type=int, default=256, help="tokens of a block")
+    add("--block-size", type=int, default=16 if small else 256, help="tokens of a block")
     add("--unit-blocks", type=int, help="blocks that go to a slot together; default by the budget")
     add("--depth", type=int, default=3, help="slots of the pipeline")
     add("--budget", type=float, default=0.25, help="GPU memory for K and V, of the whole cache")
     add("--chunk", type=int, help="tokens; by default the size that promises most")
     add("--method", default="engine", help="of copies; SMs that copy are missing in attention")
     add("--repeats", type=int, default=5)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cpu" if small else "cuda")
     add("--plot", metavar="FILE", help="an image of the timeline")
     add("--json", metavar="FILE")
     args = parser.parse_args(argv)
