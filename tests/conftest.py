@@ -62,10 +62,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def session_cache(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[Path]:
     """One cache for the whole run, all its workers included: each kernel is compiled once.
 
-    The user's own JITKERN_ settings are set aside, but for the choice of an NVRTC.
+    The host module is built for the tree, its wheel, its sdist and copies of it: each of its
+    sources is compiled once, and kept for the next run. The user's own JITKERN_ settings are set
+    aside, but for the choice of an NVRTC and of that place.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -73,8 +77,11 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = base / "jitkern-cache"
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("JITKERN_")]:
-            if name != "JITKERN_NVRTC":
+            if name not in ("JITKERN_NVRTC", "JITKERN_HOST_OBJECTS"):
                 patch.delenv(name)
+        if "JITKERN_HOST_OBJECTS" not in os.environ and hasattr(pytestconfig, "cache"):
+            objects = pytestconfig.cache.mkdir("host_objects")
+            patch.setenv("JITKERN_HOST_OBJECTS", str(objects))
         patch.setenv("JITKERN_CACHE_DIR", str(directory))
         settings.cache_clear()
         yield directory

@@ -25,8 +25,9 @@ PREFIX = "JITKERN_"
 VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
     *("JITKERN_CACHE_TRUST", "JITKERN_COMM_DEBUG", "JITKERN_COMPILER", "JITKERN_FAULTS"),
-    *("JITKERN_FREEZE", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC"),
-    *("JITKERN_NVTX", "JITKERN_PYNCCL_MAX_BUFFER_SIZE", "JITKERN_RECORD"),
+    *("JITKERN_FREEZE", "JITKERN_HOST_OBJECTS", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG"),
+    *("JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_NVTX", "JITKERN_PYNCCL_MAX_BUFFER_SIZE"),
+    "JITKERN_RECORD",
 )
 """What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
 
@@ -89,6 +90,10 @@ class Settings(NamedTuple):
         ``JITKERN_COMPILER``: what turns device code into a cubin. Default nvrtc.
     nvrtc : Path or None
         ``JITKERN_NVRTC``: path of a libnvrtc to use instead of the one that is found.
+    host_objects : Path or None
+        ``JITKERN_HOST_OBJECTS``: directory that keeps what each C++ source of the host module was
+        compiled to, for who builds it from many trees; nobody else may write to it, since what is
+        there is linked unseen.
     lock_timeout_s : float
         ``JITKERN_LOCK_TIMEOUT_S``: seconds to wait for another process that compiles the same
         kernel before compiling it privately. Default 120; 0 does not wait.
@@ -127,6 +132,7 @@ class Settings(NamedTuple):
     arch: tuple[str, ...]
     compiler: Compiler
     nvrtc: Path | None
+    host_objects: Path | None
     lock_timeout_s: float
     record: Path | None
     freeze: FreezeMode | None
@@ -154,6 +160,7 @@ class Settings(NamedTuple):
             arch=_archs(environ, "JITKERN_ARCH"),
             compiler=_choice(environ, "JITKERN_COMPILER", COMPILERS),
             nvrtc=_path(environ, "JITKERN_NVRTC"),
+            host_objects=_path(environ, "JITKERN_HOST_OBJECTS"),
             lock_timeout_s=_seconds(environ, "JITKERN_LOCK_TIMEOUT_S", 120.0),
             record=_path(environ, "JITKERN_RECORD"),
             freeze=_freeze(environ, "JITKERN_FREEZE"),

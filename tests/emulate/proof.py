@@ -32,7 +32,7 @@ from jitkern.compilers.sources import include_closure, include_dirs
 T = TypeVar("T")
 
 FILE = HERE / "proved.json"
-_SAMPLE = 8
+_SAMPLE = 32
 
 # Tables of mistakes in the host's C++: their tests, and what is beside these.
 _TESTS = HERE.parent

@@ -6,7 +6,7 @@ for the architecture, and leaves its compilers running when the process is kille
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,12 +31,13 @@ _CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
 class Library:
     """A shared library.
 
-    `dependencies` is every file that the compilers read, headers of the system too; `log` the
-    commands and what they said.
+    `dependencies` is every file that the compilers read, headers of the system too; `objects` the
+    compiled form of each source; `log` the commands and what they said.
     """
 
     path: Path
     dependencies: tuple[Path, ...]
+    objects: Mapping[Path, Path]
     log: str
 
 
@@ -50,6 +51,7 @@ def build(
     ldflags: Sequence[str] = (),
     include_paths: Sequence[Path] = (),
     precompiled: Path | None = None,
+    compiled: Mapping[Path, Path] | None = None,
     arch: Arch | None = None,
 ) -> Library:
     """Compile sources and link them to ``<directory>/<name>.so``; blocks until done.
@@ -73,6 +75,9 @@ def build(
         Directories searched for headers before the default ones.
     precompiled
         A header that is compiled once, and that every ``.cc`` begins with.
+    compiled
+        `Library.objects` of an earlier build: these sources are linked as they were compiled then,
+        and not read.
     arch
         What nvcc compiles for; required where there is a ``.cu``.
 
@@ -109,25 +114,30 @@ def build(
         cxx_command += [f"-isystem{path}" for path in cuda.include_dirs]
         link += cuda.ldflags
 
-    steps = _compile_steps(sources, cxx_command, nvcc_command)
-    objects = tuple(step.output for step in steps)
-    if precompiled is not None:
+    objects = {
+        source: (compiled or {}).get(source, directory / f"{number}.{source.stem}.o")
+        for number, source in enumerate(sources)
+    }
+    missing = {source: made.name for source, made in objects.items() if made.parent == directory}
+    steps = _compile_steps(missing, cxx_command, nvcc_command)
+    if precompiled is not None and steps:
         steps = _with_precompiled(precompiled, directory, steps, cxx_command)
     library = f"{name}.so"
     link += words(ldflags, "extra_ldflags")
-    link_command = (*cxx.command, "-shared", *objects, *link, "-o", library)
-    steps.append(Step(library, objects, link_command))
+    inputs = tuple(missing.get(source, str(made)) for source, made in objects.items())
+    link_command = (*cxx.command, "-shared", *inputs, *link, "-o", library)
+    steps.append(Step(library, inputs, link_command))
 
     log = run_ninja(name, directory, steps)
-    return Library(directory / library, read_deps(directory), log)
+    return Library(directory / library, read_deps(directory), objects, log)
 
 
 def _compile_steps(
-    sources: Sequence[Path], cxx_command: Sequence[str], nvcc_command: Sequence[str]
+    outputs: Mapping[Path, str], cxx_command: Sequence[str], nvcc_command: Sequence[str]
 ) -> list[Step]:
     steps = []
-    for number, source in enumerate(sources):
-        path, output = str(source.resolve()), f"{number}.{source.stem}.o"
+    for source, output in outputs.items():
+        path = str(source.resolve())
         # -MMD would leave out headers of the system, which nvcc and the runtime are.
         tail = ("-MD", "-MF", f"{output}.d", "-c", path, "-o", output)
         command = nvcc_command if source.suffix == ".cu" else cxx_command

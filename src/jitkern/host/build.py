@@ -14,7 +14,9 @@ from jitkern.compilers import cxx
 from jitkern.compilers.identity import toolchain_id
 from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import include_dirs
+from jitkern.env import settings
 from jitkern.errors import CacheError, ToolchainError
+from jitkern.files import digest, sha256, write_whole
 from jitkern.scratch import scratch_folder
 
 _log = logging.getLogger("jitkern")
@@ -28,10 +30,13 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
     import tvm_ffi
 
     start = time.perf_counter()
+    variant = f"{toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
+    kept = _kept(csrc, [variant, key.describe["cflags"], platform_abi()[0]])
     with scratch_folder("build") as folder:
         built = cxx.build(
             key.name,
             sources=sorted(csrc.rglob("*.cc")),
+            compiled={source: made for source, made in kept.items() if made.exists()},
             directory=folder,
             cflags=key.describe["cflags"],
             ldflags=("-pthread", *ldflags),  # before glibc 2.34 threads are a library of their own
@@ -39,14 +44,32 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
             precompiled=csrc / "host" / "precompiled.h",
         )
         library = built.path.read_bytes()
+        for source, made in kept.items():
+            if not made.exists():
+                write_whole(made, built.objects[source].read_bytes())
     notes = {
         "tvm_ffi": tvm_ffi.__version__,
         "libc": platform_abi()[1],
         "build_ms": round((time.perf_counter() - start) * 1e3, 3),
         "built_unix_s": round(time.time(), 3),
     }
-    variant = f"{toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
     return BuildOutput(variant, {f"{key.name}.so": library}, notes)
+
+
+def _kept(csrc: Path, by: Sequence[object]) -> dict[Path, Path]:
+    """Return where JITKERN_HOST_OBJECTS keeps what each source is compiled to, there or not yet.
+
+    A name is the content of the source and of all headers, and how they are compiled.
+    """
+    store = settings().host_objects
+    if store is None:
+        return {}
+    files = {path: sha256(path.read_bytes()) for path in sorted(csrc.rglob("*.[ch]*"))}
+    headers = {str(path.relative_to(csrc)): files[path] for path in files if path.suffix == ".h"}
+    sources = (path for path in files if path.suffix == ".cc")
+    common = digest([*by, headers])
+    store = store.absolute()  # the build runs elsewhere
+    return {path: store / f"{path.stem}-{digest([common, files[path]])}.o" for path in sources}
 
 
 def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
