@@ -32,7 +32,6 @@ BLOCKS, LAYERS = 128, 16  # of K and V: 32 pieces a block
 BARE, BARE_ON_CPU = "copy_blocks, pairs on the GPU", "copy_blocks, pairs on the CPU"
 ON_GPU, ON_CPU = "jitkern, numbers on the GPU", "jitkern, lists"
 OVERLAPPED, BY_SMS, IN_TURN = "jitkern", "jitkern, copies by SMs", "one behind the other"
-_ROLES = {OVERLAPPED: "ours", BY_SMS: "ours", IN_TURN: "peer"}
 PREFILL = "prefill of 16,384 tokens, 8 layers, a quarter of the cache on the GPU"
 
 
