@@ -7,7 +7,15 @@ import torch
 
 from jitkern.arch import Arch
 from jitkern.bench.cases.common import copy_kernel, copy_module
-from jitkern.bench.timing import Call, ColdBuffers, Replay, Timing, cpu_replay, time_replays
+from jitkern.bench.timing import (
+    Call,
+    ColdBuffers,
+    Replay,
+    Timing,
+    cpu_replay,
+    cuda_replay,
+    time_replays,
+)
 from jitkern.errors import UnsupportedError
 
 
@@ -66,3 +74,18 @@ def test_copy_kernel_copies() -> None:
     assert torch.equal(dst, src)
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         copy_kernel()(dst[:-1], src[:-1])
+
+
+@pytest.mark.cuda
+def test_results_of_one_graph_lie_apart() -> None:
+    """Each call writes to memory of its own, which L2 does not hold of the call before."""
+    places = []
+
+    def call() -> torch.Tensor:
+        result = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+        places.append(result.data_ptr())
+        return result.fill_(1)
+
+    cuda_replay([call] * 4).run()
+    torch.cuda.synchronize()
+    assert len(set(places)) == 4

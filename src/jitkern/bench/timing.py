@@ -95,12 +95,16 @@ def cache_bytes_of(device: torch.device | str | int) -> int:
 
 
 def cuda_replay(calls: Sequence[Call]) -> Replay:
-    """Capture ``calls``, in order, into one CUDA graph; every one must have run before."""
+    """Capture ``calls``, in order, into one CUDA graph; every one must have run before.
+
+    What they return is kept until all are captured: the allocator would give the memory of a result
+    that is dropped to the next call, which would then write to lines that L2 still holds.
+    """
     torch = torch_with_cuda("cuda_replay")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        results = [call() for call in calls]
+    del results
     return Replay(graph.replay, len(calls))
 
 
