@@ -45,7 +45,7 @@ format: $(call ready,dev)
 bench: $(call ready,bench)
 	$(PY) -m bench
 
-# What the docs show of bench/results: tables, and plots of the H200's run.
+# What the docs show of bench/results: tables, figures in sentences, and plots of the H200's run.
 plots: $(call ready,bench)
 	$(PY) -m bench.tables
 	$(PY) -m bench --replot docs/img --json bench/results/nvidia-h200.json

@@ -1,7 +1,8 @@
 """The tables of the docs, made from ``bench/results/*.json``: ``python -m bench.tables``.
 
 A page has ``<!-- table: NAME -->`` in front of one and ``<!-- end -->`` behind it; what is between
-is written here. A test holds the pages to it, so that no figure is typed.
+is written here, and so are the figures of sentences, which ``bench/said.py`` lists. A test holds
+the pages to it.
 """
 
 from __future__ import annotations
@@ -100,13 +101,19 @@ class Missed:
 
     def lines(self) -> list[str]:
         """Return how many they are, and each."""
-        goals = json.loads((RESULTS / f"{self.file}.json").read_text())["goals"]
+        goals = read(self.file)["goals"]
         missed = [goal for goal in goals if not goal["met"]]
         rows = [f"| {goal['figure']} | {goal['wanted']} | {goal['got']} |" for goal in missed]
         said = (
             f"{len(missed)} of {len(goals)} goals of `bench/results/{self.file}.json` are not met."
         )
         return [said, "", "| figure | wanted | got |", "| --- | --- | --- |", *rows]
+
+
+@cache
+def read(file: str) -> Any:
+    """Return a file of ``bench/results``."""
+    return json.loads((RESULTS / f"{file}.json").read_text())
 
 
 def three_digits(value: float) -> str:
@@ -345,10 +352,9 @@ TABLES: dict[str, Table | Missed] = {
 }
 
 
-@cache
 def _rows(file: str, op: str, case: str) -> dict[str, dict[str, Any]]:
-    run = json.loads((RESULTS / f"{file}.json").read_text())
-    return {row["impl"]: row for row in run["benchmarks"][op]["rows"] if row["case"] == case}
+    rows = read(file)["benchmarks"][op]["rows"]
+    return {row["impl"]: row for row in rows if row["case"] == case}
 
 
 def made(text: str) -> str:
@@ -365,12 +371,21 @@ def made(text: str) -> str:
 
 
 def main() -> int:
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        text = page.read_text()
-        if made(text) != text:
-            page.write_text(made(text))
-            print(f"tables: {page.relative_to(ROOT)}")
-    return 0
+    from bench import figures, said
+
+    status = 0
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        page, name = path.read_text(), path.relative_to(ROOT).as_posix()
+        anew = made(page)
+        try:
+            anew = figures.made(name, anew, said.on(name))
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
+            status = 1
+        if anew != page:
+            path.write_text(anew)
+            print(f"tables: {name}")
+    return status
 
 
 if __name__ == "__main__":

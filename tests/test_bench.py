@@ -16,7 +16,7 @@ from needs import needs_nvcc
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import goals, harness, peers  # noqa: E402
+from bench import figures, goals, harness, peers, said  # noqa: E402
 from bench.cases.h2d_gather import line_efficiency  # noqa: E402
 from jitkern.bench import Case, Context, Impl, Row, measure, report  # noqa: E402
 
@@ -241,3 +241,37 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
             one for group in re.findall(r"<!-- table: (\S+) -->", text) for one in group.split("+")
         }
     assert named == set(tables.TABLES)
+
+
+@pytest.mark.parametrize("name", said.PAGES)
+def test_the_figures_of_a_page_are_those_of_the_results(name: str) -> None:
+    page = (ROOT / name).read_text()
+    assert figures.made(name, page, said.on(name)) == page, "python -m bench.tables makes it anew"
+
+
+@pytest.mark.parametrize("name", said.PAGES)
+def test_each_changed_figure_is_noticed_and_put_right(name: str) -> None:
+    page = (ROOT / name).read_text()
+    pieces = [piece for piece in said.on(name) if piece.figures]
+    for piece in pieces:
+        (place,) = piece.find(page)
+        for start, end in place.regs[1:]:
+            changed = page[:start] + "1,234.5" + page[end:]
+            assert figures.made(name, changed, [piece]) == page
+
+
+def test_a_piece_that_is_lost_twice_there_or_untrue_is_an_error_that_names_it() -> None:
+    page = "A call\ntakes 3.5 us, a copy 2.0."
+    piece = figures.said("A call takes {:.1f} us", 4.26)
+    assert figures.made("p.md", page, [piece]) == page.replace("3.5", "4.3")
+    for text in ("One call takes 3.5", page * 2):
+        with pytest.raises(ValueError, match=r"p\.md: [02] times .*: A call takes \{:\.1f\} us"):
+            figures.made("p.md", text, [piece])
+    for untrue in (figures.said("a copy {}", 2.0, holds=False), figures.said("a copy {}", -2.0)):
+        with pytest.raises(ValueError, match=r"p\.md: the words are no longer true: a copy \{\}"):
+            figures.made("p.md", page, [piece, untrue])
+
+
+def test_a_case_that_no_run_has_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"nvidia-h200: store: 0 x 'no case', 'jitkern'"):
+        figures.Bench("store").us("no case")
