@@ -18,7 +18,8 @@ SUMMARY = "measure this machine for what the ops decide by themselves"
 DESCRIPTION = """\
 Measure in under a minute how this machine moves rows between host memory and the GPU, and keep the
 figures beside the cache, for this model of GPU, driver and processor. Wants an idle machine, and a
-quarter of its free memory, 32 GiB at most. Without it the figures of an H200 are used."""
+quarter of its free memory: 4 GiB at least, 32 at most. Without it the figures of an H200 are
+used."""
 EXAMPLE = "jitkern calibrate --plot calibration.png"
 
 

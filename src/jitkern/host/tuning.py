@@ -14,7 +14,14 @@ from typing import Any
 
 from jitkern.cache.search import caches, user_cache
 from jitkern.cache.trust import written_by_others
-from jitkern.files import canonical_json, digest, open_regular, parse_json, write_whole
+from jitkern.files import (
+    canonical_json,
+    digest,
+    make_folders,
+    open_regular,
+    parse_json,
+    write_whole,
+)
 
 _MAX_BYTES = 1 << 20
 _FORMAT = 1
@@ -133,5 +140,6 @@ def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
         "figures": dict(figures),
         **measured,
     }
+    make_folders(file.parent)  # 0700 under any umask: a cache that a group may write is not used
     write_whole(file, canonical_json(content) + b"\n", flush=True)
     return file
