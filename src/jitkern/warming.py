@@ -103,6 +103,8 @@ def warm(
         Some are missing, and the cache cannot be written; or `out` cannot.
     ValueError, TypeError
         An argument makes no sense, or a file is no record.
+    OSError
+        A file cannot be read.
 
     Examples
     --------
@@ -119,7 +121,7 @@ def warm(
     user_cache().place.check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
-    recorded = [one for file in _listed("files", files) for one in replay(file, trust=trust)]
+    recorded = _recorded(files, trust)
     jobs = [host_module_job()]
     if wanted_ops:
         for_archs = wanted or default_archs()
@@ -241,8 +243,26 @@ def _checked(size: Size, given: Sequence[int]) -> list[int]:
 
 def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
     given = [] if archs is None else _listed("archs", archs)
-    parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in given]
+    try:
+        parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in given]
+    except ValueError as error:
+        raise ValueError(f"warm: archs: {str(error).removeprefix('arch: ')}") from None
     return list(dict.fromkeys(parsed))
+
+
+def _recorded(files: Sequence[str | PathLike[str]], trust: bool) -> list[Recorded]:
+    recorded = []
+    for file in _listed("files", files):
+        if not isinstance(file, (str, PathLike)):
+            raise TypeError(f"warm: files: {file!r}, expected a path")
+        try:
+            recorded += replay(file, trust=trust)
+        except ValueError as error:
+            raise ValueError(f"warm: files: {error}") from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"warm: files: {file}: {reason}") from error
+    return recorded
 
 
 # -- jobs ------------------------------------------------------------------------------------------
