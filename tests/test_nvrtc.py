@@ -126,7 +126,7 @@ def test_unknown_option_is_reported() -> None:
     ],
 )
 def test_options_bring_no_files(option: str) -> None:
-    with pytest.raises(ValueError, match=r"options: '-.*', expected extra_include_paths"):
+    with pytest.raises(ValueError, match=r"extra_cuda_cflags: '-.*', expected extra_include_paths"):
         compile_kernel(options=[option])
 
 

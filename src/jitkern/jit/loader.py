@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 from jitkern.arch import Arch, target_archs
 from jitkern.cache.get import Lookup
-from jitkern.compilers.for_nvrtc import is_cpp17
-from jitkern.compilers.sources import OWN_PREFIX, source_path
+from jitkern.compilers.for_nvrtc import is_cpp17, words
+from jitkern.compilers.sources import OWN_PREFIX, check_options, source_path
 from jitkern.jit.device import CpuForm, DeviceModule
 from jitkern.jit.params import parse_params
 from jitkern.jit.render import Wrapper
-from jitkern.jit.specialisation import FILES, FOLDERS, Specialisation
+from jitkern.jit.specialisation import FILES, FLAGS, FOLDERS, Specialisation
 from jitkern.jit.structs import read_params
 
 if TYPE_CHECKING:
@@ -300,6 +300,10 @@ def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -
         for name, value in given.items()
         if name != "args" and value is not None
     }
+    for name in FLAGS.intersection(options):
+        flags = words(options[name], f"{function}: {name}")
+        if name == "extra_cuda_cflags" and options.get("device_files"):
+            check_options(flags, f"{function}: {name}")
     # Absolute from here on: the process may go elsewhere before a kernel is needed.
     for name in FILES.intersection(options):
         options[name] = [str(_file(function, name, file)) for file in options[name]]
