@@ -254,7 +254,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("jitkern.offload.hostmem.free_bytes", lambda: 15 << 30)
+    monkeypatch.setattr(calibration, "free_bytes", lambda: 15 << 30)
     says = "calibrate: 15.0 GiB of host memory are free, expected 16 or more, .+; end what takes it"
     with pytest.raises(UnsupportedError, match=says):
         calibration.calibrate()

@@ -15,7 +15,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # Every module has a place, and may import from the lines above its own only. The levels are those
 # of docs/design.md. A package's name stands for those of its modules that are not named.
 LAYERS = """
-0  errors env files forks hints
+0  errors env files forks free_memory hints
 0  arch scratch unix unreadable
 1  cache.tally
 1  cache.trust cache.schema cache.stats

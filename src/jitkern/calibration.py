@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitkern.errors import UnsupportedError
+from jitkern.free_memory import free_bytes
 from jitkern.host import tuning
 from jitkern.host.module import module
 from jitkern.ops.copy_blocks import copy_blocks
@@ -88,13 +89,13 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
     """
     import torch
 
-    from jitkern.offload import PinnedPool, hostmem
+    from jitkern.offload import PinnedPool
 
     if not torch.cuda.is_available():
         raise UnsupportedError("calibrate: no GPU; run it where the ops will run")
     started = time.perf_counter()
-    free_bytes = hostmem.free_bytes()
-    pool_gib = _POOLS_GIB[-1] if free_bytes is None else _pool_gib(free_bytes)
+    free = free_bytes()
+    pool_gib = _POOLS_GIB[-1] if free is None else _pool_gib(free)
     machine = this_machine(torch.cuda.current_device())
     say(f"pinning {pool_gib} GiB")
     with PinnedPool(pool_gib * _GIB, progress=False) as pool, _as_before() as set_figure:
@@ -146,13 +147,13 @@ def this_machine(ordinal: int) -> tuning.Machine:
     return tuning.machine_with(str(host["gpu_name"](ordinal)), int(host["driver_version"]()))
 
 
-def _pool_gib(free_bytes: int) -> int:
+def _pool_gib(free: int) -> int:
     """Return the size of the pool: a quarter of what is free."""
     for gib in _POOLS_GIB:
-        if 4 * gib * _GIB <= free_bytes:
+        if 4 * gib * _GIB <= free:
             return gib
     raise UnsupportedError(
-        f"calibrate: {free_bytes / _GIB:.1f} GiB of host memory are free, expected 16 or more, of "
+        f"calibrate: {free / _GIB:.1f} GiB of host memory are free, expected 16 or more, of "
         "which a quarter is pinned; end what takes it, or raise the container's limit"
     )
 
@@ -185,9 +186,8 @@ def _reach_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:
     """Return the span up to which random rows hit in the link's address translation.
 
     Beyond it a part ``1 - reach / span`` of the rows misses, and each that does takes as much
-    longer: far off a row's time is a straight line over ``1 / span``. The knee is not sharp, so the
-    least reach is taken that a span tells of where more than noise misses: to sort in vain costs
-    10 us.
+    longer: far off a row's time is a straight line over ``1 / span``. The knee is not sharp: the
+    least reach counts that a span with more than noise tells of, for to sort in vain costs 10 us.
     """
     row_ns = [(gib, _ROW_BYTES / speed) for gib, speed in gb_s]
     hit_ns = row_ns[0][1]

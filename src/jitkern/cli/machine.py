@@ -14,6 +14,7 @@ from typing import Any, Literal
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError
+from jitkern.free_memory import free_bytes
 
 State = Literal["ok", "note", "broken"]
 
@@ -51,7 +52,7 @@ def host_memory() -> Iterator[Check]:
     from jitkern.offload import hostmem
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = hostmem.free_bytes()
+    free = free_bytes()
     nodes = len(hostmem.numa_nodes()) or 1
     found = f"{ui.bytes_text(total)} on {nodes} NUMA node{'s' * (nodes > 1)}"
     yield Check("host memory", found if free is None else f"{ui.bytes_text(free)} free of {found}")
