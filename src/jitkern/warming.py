@@ -195,10 +195,9 @@ def build_kernels(
         entries = list(pool.map(lambda job: job[0].build_into(cache, job[1]), jobs))
     for entry in entries:
         if not entry.artefact_name.endswith(".cubin"):
-            arch = entry.key.describe.get("arch")
             raise ToolchainError(
-                f"build_kernels: archs: {arch}: {entry.variant} makes PTX of it, which is for "
-                f"newer drivers only; {NVRTC_HINT}"
+                f"build_kernels: archs: {entry.key.arch}: {entry.variant} makes PTX of it, which "
+                f"is for newer drivers only; {NVRTC_HINT}"
             )
     return len(entries)
 

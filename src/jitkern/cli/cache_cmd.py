@@ -314,12 +314,12 @@ def _show(bundle: Bundle, brought: list[dict[str, Any]]) -> None:
 
 
 def _brought(entry: Entry) -> dict[str, Any]:
-    describe = entry.key.describe
+    key = entry.key
     return {
-        "op": describe.get("op", entry.key.name),
-        "parameters": ", ".join(describe.get("args", ())),
-        "arch": describe.get("arch", ""),
-        "route": entry.key.route,
+        "op": key.op,
+        "parameters": ", ".join(key.args),
+        "arch": key.arch,
+        "route": key.route,
         "variant": entry.variant,
         "bytes": sum(map(len, entry.files.values())),
     }
