@@ -33,18 +33,12 @@ class Check:
 
 def system() -> Check:
     """Return the operating system and the cores that this process may use."""
+    from jitkern.host import tuning
+
     cores = len(os.sched_getaffinity(0))
     libc = " ".join(platform.libc_ver())
-    found = f"{platform.system()} {platform.release()}, {libc}, {_processor()}, {cores} cores"
+    found = f"{platform.system()} {platform.release()}, {libc}, {tuning.processor()}, {cores} cores"
     return Check("system", found)
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def host_memory() -> Iterator[Check]:

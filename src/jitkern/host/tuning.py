@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -56,7 +57,7 @@ def machine_with(gpu: str, cuda_version: int) -> Machine:
         Of the driver, such as 13000, where nothing tells the driver's own.
     """
     driver = kernel_driver() or f"for CUDA {cuda_version // 1000}.{cuda_version % 1000 // 10}"
-    return Machine(gpu, driver, _processor(), len(os.sched_getaffinity(0)))
+    return Machine(gpu, driver, processor(), len(os.sched_getaffinity(0)))
 
 
 def kernel_driver() -> str:
@@ -68,13 +69,14 @@ def kernel_driver() -> str:
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of the processor's model; its architecture where Linux does not say."""
     try:
         lines = _CPU_INFO.read_text().splitlines()
     except OSError:
-        return "an unknown processor"
+        lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "an unknown processor"
+    return names[0] if names else platform.machine()
 
 
 def measured_figures(gpu: str, cuda_version: int) -> Mapping[str, int]:
