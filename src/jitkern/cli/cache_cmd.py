@@ -333,6 +333,8 @@ def _verify(args: argparse.Namespace) -> int:
         bundle = read_bundle(args.file, max_unpacked_bytes=args.max_bytes or MAX_UNPACKED_BYTES)
         _verified(args, args.file, len(bundle.entries), [])
         return 0
+    if args.max_bytes is not None:
+        raise ui.UsageError("cache verify: --max-bytes: expected along with FILE, a bundle")
     cache = _user_cache()
     problems = cache.verify()
     _verified(args, cache.root, len(cache.entries()), problems)

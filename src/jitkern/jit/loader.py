@@ -128,6 +128,8 @@ def load_jit(
         It is not compiled yet and :func:`jitkern.freeze` was called.
     ToolchainError
         There is no compiler; the message ends with what to install.
+    ValueError, TypeError
+        An argument makes no sense; the message names it.
 
     Examples
     --------
@@ -172,7 +174,7 @@ def load_aot(
 
     Raises
     ------
-    FileNotFoundError, CompileError, FrozenError, ToolchainError
+    FileNotFoundError, CompileError, FrozenError, ToolchainError, ValueError, TypeError
         As :func:`load_jit`.
 
     Examples
@@ -315,7 +317,9 @@ def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -
 def _plain(argument: str, name: str, value: Any) -> Any:
     """Return one option as JSON can keep it: a path, or a list of strings or of tuples of them."""
     if name == "build_directory":
-        return str(value)
+        if isinstance(value, (str, PathLike)):
+            return str(value)
+        raise TypeError(f"{argument}: {_shown(value)}, expected a path")
     is_wrappers = name.endswith("wrappers")
     one = ("scale", "Scale<256>") if is_wrappers else ""
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
