@@ -116,6 +116,8 @@ def warm(
     wanted_ops = _sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
+    if out is not None and not isinstance(out, (str, PathLike)):
+        raise TypeError(f"warm: out: {out!r}, expected a path")
     if check and out is not None:
         raise ValueError("warm: out: given along with check, which writes nothing")
     user_cache().place.check()
@@ -208,6 +210,8 @@ def build_kernels(
 def _listed(argument: str, value: Any) -> Sequence[Any]:
     if isinstance(value, (str, PathLike, int, Arch)):
         raise TypeError(f"warm: {argument}: {value!r}, expected a list, such as [{value!r}]")
+    if not isinstance(value, Iterable):
+        raise TypeError(f"warm: {argument}: {value!r}, expected a list")
     return list(value)
 
 
@@ -235,8 +239,9 @@ def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> li
 def _checked(size: Size, given: Sequence[int]) -> list[int]:
     values = _listed(f"{size.name}s", given)
     for one in values:
-        if type(one) is not int or one < 1:
-            raise ValueError(f"warm: {size.name}s: {one!r}, expected {size.meaning}, 1 or more")
+        if type(one) is not int or not 1 <= one <= size.largest:
+            expected = f"{size.meaning}, 1 to {size.largest}"
+            raise ValueError(f"warm: {size.name}s: {one!r}, expected {expected}")
     return list(values)
 
 
