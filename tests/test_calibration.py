@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from jitkern import calibration
 from jitkern.cache.search import user_cache
 from jitkern.cli import main
 from jitkern.env import settings
-from jitkern.errors import UnsupportedError
+from jitkern.errors import CacheError, UnsupportedError
 from jitkern.host import tuning
 from jitkern.host.tuning import Machine
 
@@ -252,7 +254,41 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "calibrate: no GPU" in capsys.readouterr().err
 
 
-def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "says"), [(0o777, "everyone can change what is in it"), (None, "cannot be written: ")]
+)
+def test_a_cache_that_would_not_do_is_refused_before_anything_is_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if mode is None:
+        cache.write_bytes(b"a file in its place")
+    else:
+        (cache / "v1").mkdir(parents=True)
+        cache.chmod(mode)
+    with pytest.raises(CacheError, match=says):
+        calibration.calibrate()
+
+
+def test_a_plot_that_cannot_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ModuleType("matplotlib.backends.backend_agg")
+    backend.FigureCanvasAgg = SimpleNamespace(  # type: ignore[attr-defined]
+        get_supported_filetypes=lambda: {"png": "", "svg": ""}
+    )
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    (tmp_path / "file").touch()
+    for plot, status, says in (
+        ("x.foo", 2, "calibrate: --plot: x.foo, expected a name such as x.png"),
+        ("x", 2, "calibrate: --plot: x, expected a name such as x.png"),
+        (tmp_path / "file" / "x.PNG", 1, "file: cannot be written: "),
+    ):
+        assert main(["calibrate", "--plot", str(plot)]) == status
+        assert says in capsys.readouterr().err
+
+
+def test_too_little_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(calibration, "free_bytes", lambda: 15 << 30)
     says = "calibrate: 15.0 GiB of host memory are free, expected 16 or more, .+; end what takes it"

@@ -84,8 +84,8 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
     ------
     UnsupportedError
         No GPU, or less than 16 GiB of host memory free.
-    OSError
-        The figures cannot be written.
+    CacheError
+        The figures cannot be written, or others could write to them.
     """
     import torch
 
@@ -94,8 +94,8 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
     if not torch.cuda.is_available():
         raise UnsupportedError("calibrate: no GPU; run it where the ops will run")
     started = time.perf_counter()
-    free = free_bytes()
-    pool_gib = _POOLS_GIB[-1] if free is None else _pool_gib(free)
+    tuning.check_writable()
+    pool_gib = _pool_gib(free_bytes() or 0)
     machine = this_machine(torch.cuda.current_device())
     say(f"pinning {pool_gib} GiB")
     with PinnedPool(pool_gib * _GIB, progress=False) as pool, _as_before() as set_figure:

@@ -23,6 +23,7 @@ from jitkern.files import (
     parse_json,
     write_whole,
 )
+from jitkern.scratch import require_writable
 
 _MAX_BYTES = 1 << 20
 _FORMAT = 1
@@ -131,6 +132,13 @@ def _content(file: Path, machine: Machine) -> Mapping[str, Any]:
 
 def _is_figure(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 62
+
+
+def check_writable() -> None:
+    """Raise CacheError where :func:`save` would fail, or leave what :func:`find` does not take."""
+    cache = user_cache()
+    cache.place.check()
+    require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
 
 
 def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
