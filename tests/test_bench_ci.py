@@ -23,7 +23,7 @@ from jitkern.bench.fresh import FIGURES, FreshProcesses
 from jitkern.cli import bench_cmd, main
 from jitkern.cli.ui import Parser
 from jitkern.env import settings
-from jitkern.errors import JitkernError
+from jitkern.errors import JitkernError, ToolchainError
 
 CPU = Context("cpu")
 UPDATE = ["--update", "--baseline", "b"]
@@ -260,6 +260,19 @@ def test_a_job_that_fails_is_an_error_and_the_worker_lives() -> None:
 
 
 # ------------------------------------------------------------------------------------------ counts
+
+
+def test_a_worker_that_cannot_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> None:
+        raise ToolchainError("no C++ compiler")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("jitkern.host.module.find", none)
+    with pytest.raises(ToolchainError):
+        Worker("cpu", "9.0")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_way_to_a_processors_counter() -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from fake_gpu import checks_of, needs_fake_gpu, run_checks
 
 from jitkern import calibration
+from jitkern.cache.search import user_cache
 from jitkern.cli import main
 from jitkern.env import settings
-from jitkern.errors import UnsupportedError
+from jitkern.errors import CacheError, UnsupportedError
 from jitkern.host import tuning
 from jitkern.host.tuning import Machine
 
@@ -131,6 +134,17 @@ def test_what_is_saved_is_found(cache: Path) -> None:
     assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
 
 
+def test_what_is_saved_first_leaves_a_cache_that_is_used(cache: Path) -> None:
+    """Under umask 002, where the group's members could have written what is in it."""
+    before = os.umask(0o002)
+    try:
+        file = tuning.save(MACHINE, FIGURES)
+    finally:
+        os.umask(before)
+    assert (file.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o644, 0o700)
+    assert user_cache().place.check() is False  # nothing is in it yet, and nothing is wrong with it
+
+
 def test_another_machine_has_another_file(cache: Path) -> None:
     tuning.save(MACHINE, FIGURES)
     for other in (
@@ -238,6 +252,55 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         calibration.calibrate()
     assert main(["calibrate"]) == 1
     assert "calibrate: no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"), [(0o777, "everyone can change what is in it"), (None, "cannot be written: ")]
+)
+def test_a_cache_that_would_not_do_is_refused_before_anything_is_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if mode is None:
+        cache.write_bytes(b"a file in its place")
+    else:
+        (cache / "v1").mkdir(parents=True)
+        cache.chmod(mode)
+    with pytest.raises(CacheError, match=says):
+        calibration.calibrate()
+
+
+def test_a_plot_that_cannot_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ModuleType("matplotlib.backends.backend_agg")
+    backend.FigureCanvasAgg = SimpleNamespace(  # type: ignore[attr-defined]
+        get_supported_filetypes=lambda: {"png": "", "svg": ""}
+    )
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    (tmp_path / "file").touch()
+    for plot, status, says in (
+        ("x.foo", 2, "calibrate: --plot: x.foo, expected a name such as x.png"),
+        ("x", 2, "calibrate: --plot: x, expected a name such as x.png"),
+        (tmp_path / "file" / "x.PNG", 1, "file: cannot be written: "),
+    ):
+        assert main(["calibrate", "--plot", str(plot)]) == status
+        assert says in capsys.readouterr().err
+
+
+def test_too_little_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(calibration, "free_bytes", lambda: 15 << 30)
+    says = "calibrate: 15.0 GiB of host memory are free, expected 16 or more, .+; end what takes it"
+    with pytest.raises(UnsupportedError, match=says):
+        calibration.calibrate()
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "pool_gib"), [(16, 4), (31, 4), (32, 8), (127, 16), (128, 32), (2000, 32)]
+)
+def test_the_pool_is_a_quarter_of_what_is_free(free_gib: int, pool_gib: int) -> None:
+    assert calibration._pool_gib(free_gib << 30) == pool_gib
 
 
 @pytest.mark.cuda

@@ -169,8 +169,8 @@ def test_usage_error(capsys: Capture, argv: str, says: str) -> None:
         ("cache import no.jkb", "no.jkb: no such bundle"),
         ("cache verify no.jkb", "no.jkb: no such bundle"),
         ("cache export e.jkb", "nothing to export"),
-        ("warm --replay no.jsonl", "no.jsonl: No such file"),
-        ("warm --replay bad.jsonl", "bad.jsonl:1: not a recorded specialisation"),
+        ("warm --replay no.jsonl", "--replay: no.jsonl: No such file"),
+        ("warm --replay bad.jsonl", "--replay: bad.jsonl:1: not a recorded specialisation"),
         ("cache import bad.jsonl", "bad.jsonl"),
     ],
 )

@@ -160,6 +160,8 @@ def test_limits_of_a_bundle(capsys: Capture, empty_cache: Path, bundle: Path) ->
         assert status == 1
         assert "unpacks to more than 4096 bytes" in err
         assert run(capsys, "cache", action, "--max-bytes", "1M", bundle)[0] == 0
+    status, _, err = run(capsys, "cache", "verify", "--max-bytes", "1M")
+    assert (status, err.startswith("jitkern: error: cache verify: --max-bytes: ")) == (2, True)
     for bad in ("0", "-1", "plenty", "4X"):
         status, _, err = run(capsys, "cache", "import", f"--max-bytes={bad}", bundle)
         assert status == 2

@@ -197,3 +197,13 @@ def test_no_home_directory_does_not_raise(fresh_python) -> None:
     code = "from jitkern.env import settings; print(settings().cache_dir)"
     done = fresh_python(code, env={"HOME": None, "XDG_CACHE_HOME": None, "JITKERN_CACHE_DIR": None})
     assert done.stdout.strip().endswith(".cache/jitkern")
+
+
+def test_a_relative_path_is_that_of_the_first_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that goes elsewhere wrote the rest of its record there."""
+    monkeypatch.chdir(tmp_path)
+    found = parse(JITKERN_RECORD="run.jsonl", JITKERN_CACHE_DIR="a", JITKERN_CACHE_PATH="/b:../c")
+    assert (found.record, found.cache_dir) == (tmp_path / "run.jsonl", tmp_path / "a")
+    assert found.cache_path == (Path("/b"), tmp_path / "../c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,19 @@ def test_options_without_a_meaning(
     assert caught.value.command == f"-lineinfo {given}"
 
 
-@needs_nvrtc
-def test_an_open_quote_is_named(tmp_path: Path, empty_cache: Path) -> None:
-    message = "^extra_cuda_cflags: '-DX=\"a': No closing quotation, expected words quoted as in a"
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path, extra_cuda_cflags=["-lineinfo", '-DX="a']).image(SM_90)
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ('-DX="a', "'-DX=\"a': No closing quotation, expected words quoted as in a shell"),
+        ("-g -I/usr/include", "'-I/usr/include', expected extra_include_paths for headers, and"),
+        ("-optf=flags.txt", "'-optf=flags.txt', expected extra_include_paths for headers, and"),
+    ],
+)
+def test_a_wrong_flag_is_named_before_anything_is_compiled(
+    tmp_path: Path, flag: str, says: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^load_jit: extra_cuda_cflags: {re.escape(says)}"):
+        load(tmp_path, extra_cuda_cflags=["-lineinfo", flag])
 
 
 @needs_nvrtc

@@ -15,7 +15,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # Every module has a place, and may import from the lines above its own only. The levels are those
 # of docs/design.md. A package's name stands for those of its modules that are not named.
 LAYERS = """
-0  errors env files forks hints
+0  errors env files forks free_memory hints
 0  arch scratch unix unreadable
 1  cache.tally
 1  cache.trust cache.schema cache.stats
@@ -105,10 +105,11 @@ SHOWN = {
         unfreeze user_cache written_by_others
     """,
     "compilers": """
-        CSRC Closure CudaHeaders DEVICE_STD INCLUDE_DIRS Image NVRTC_HINT OWN_PREFIX Nvrtc Tool cxx
-        cxx_flags depends find_cuda_home find_cxx find_headers find_ninja find_nvcc find_nvrtc
-        given_id include_closure include_dirs is_cpp17 is_cuda_headers load_library nvcc nvrtc
-        platform_abi program_stats quiet source_path toolchain_directories toolchain_id words
+        CSRC Closure CudaHeaders DEVICE_STD INCLUDE_DIRS Image NVRTC_HINT OWN_PREFIX Nvrtc Tool
+        check_options cxx cxx_flags depends find_cuda_home find_cxx find_headers find_ninja
+        find_nvcc find_nvrtc given_id include_closure include_dirs is_cpp17 is_cuda_headers
+        load_library nvcc nvrtc platform_abi program_stats quiet source_path toolchain_directories
+        toolchain_id words
     """,
     "host": "check module tuning",
     "jit": """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -191,6 +192,26 @@ def test_a_number_that_comes_up_again_is_another_library(
 
 def test_a_library_that_is_in_no_file(libraries: dict[int, bytes]) -> None:
     assert load_library("tiny", libraries[2], None)["value"]() == 2
+
+
+def test_a_python_without_memfd_create(
+    libraries: dict[int, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as uv's: the C library has it all the same."""
+    monkeypatch.delattr(os, "memfd_create")
+    assert load_library("tiny", libraries[2], None)["value"]() == 2
+
+
+def test_a_machine_without_memfd_create(
+    file: Path, libraries: dict[int, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is loaded all the same; what is in none says what it lacks."""
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    assert load_library("tiny", libraries[1], file)["value"]() == 1
+    with pytest.raises(CompileError) as caught:
+        load_library("tiny", libraries[2], None)
+    assert "no memfd_create here, expected glibc 2.27" in caught.value.log
 
 
 def test_where_descriptors_have_no_names(

@@ -325,8 +325,10 @@ def test_wrong_arguments(folder: Path) -> None:
         load_jit("x", device_files=["tiny.cu"], cuda_files=["single.cu"])  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="expected a C identifier"):
         load_jit("x", cpp_files=["scale.cc"], cpp_wrappers=[("a b", "scale<4>")])
-    with pytest.raises(ValueError, match="expected extra_include_paths"):
-        tiny(extra_cuda_cflags=["-I/usr/include"]).image(SM_90)
+    with pytest.raises(TypeError, match=r"image: arch: '9\.0', expected an Arch"):
+        tiny().image("9.0")
+    with pytest.raises(TypeError, match="arch: 90, expected a str"):
+        Arch.parse(90)  # type: ignore[arg-type]
 
 
 def test_no_gpu_and_no_arch_says_what_to_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ def test_an_open_quote_is_named(folder: Path, argument: str) -> None:
             **{argument: ["-g", '-DX="a']},
         )
     assert str(caught.value) == (
-        f"{argument}: '-DX=\"a': No closing quotation, expected words quoted as in a shell"
+        f"load_jit: {argument}: '-DX=\"a': No closing quotation, "
+        "expected words quoted as in a shell"
     )
 
 

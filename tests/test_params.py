@@ -236,6 +236,7 @@ def test_both_forms_are_recorded_and_replayed(
             "device_files: 'scale.cu', expected a list: ['scale.cu']",
         ),
         ({"device_files": [3]}, TypeError, "device_files[0]: int, expected a str"),
+        ({"build_directory": 3}, TypeError, "build_directory: int, expected a path"),
         (
             {"extra_cuda_cflags": "-lineinfo"},
             TypeError,

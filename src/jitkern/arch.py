@@ -41,9 +41,13 @@ class Arch(NamedTuple):
 
         Raises
         ------
+        TypeError
+            No str.
         ValueError
             Anything else, or an architecture that is not known; the message lists those that are.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"arch: {text!r}, expected a str such as '9.0'")
         match = _TEXT.fullmatch(text.strip())
         if match is not None:
             tens = int(match["number"].replace(".", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitkern.errors import UnsupportedError
+from jitkern.free_memory import free_bytes
 from jitkern.host import tuning
 from jitkern.host.module import module
 from jitkern.ops.copy_blocks import copy_blocks
@@ -33,6 +35,7 @@ _PAGE_BYTES = 64 << 10  # that the link's translation knows as one
 _WORTH = 1.03  # beside another way, which takes more of the machine
 _PIECES_KIB = (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _LAYERS = 32
+_POOLS_GIB = (32, 16, 8, 4)  # below, nothing is far beyond what the link's translation reaches
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
 
     They are used from now on, in this process and in all that start later on a machine with the
     same GPU, driver and processor; without them those of an H200 are. It takes a pool of pinned
-    memory of up to 32 GiB, a quarter of what is free, and wants an idle machine.
+    memory of 4 to 32 GiB, a quarter of what is free, and wants an idle machine.
 
     Parameters
     ----------
@@ -80,19 +83,20 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
     Raises
     ------
     UnsupportedError
-        No GPU.
-    OSError
-        The figures cannot be written.
+        No GPU, or less than 16 GiB of host memory free.
+    CacheError
+        The figures cannot be written, or others could write to them.
     """
     import torch
 
-    from jitkern.offload import PinnedPool, hostmem
+    from jitkern.offload import PinnedPool
 
     if not torch.cuda.is_available():
         raise UnsupportedError("calibrate: no GPU; run it where the ops will run")
     started = time.perf_counter()
+    tuning.check_writable()
+    pool_gib = _pool_gib(free_bytes() or 0)
     machine = this_machine(torch.cuda.current_device())
-    pool_gib = next((g for g in (32, 16, 8, 4) if 4 * g * _GIB <= (hostmem.free_bytes() or 0)), 2)
     say(f"pinning {pool_gib} GiB")
     with PinnedPool(pool_gib * _GIB, progress=False) as pool, _as_before() as set_figure:
         bench = _Bench(pool.tensor())
@@ -143,6 +147,17 @@ def this_machine(ordinal: int) -> tuning.Machine:
     return tuning.machine_with(str(host["gpu_name"](ordinal)), int(host["driver_version"]()))
 
 
+def _pool_gib(free: int) -> int:
+    """Return the size of the pool: a quarter of what is free."""
+    for gib in _POOLS_GIB:
+        if 4 * gib * _GIB <= free:
+            return gib
+    raise UnsupportedError(
+        f"calibrate: {free / _GIB:.1f} GiB of host memory are free, expected 16 or more, of "
+        "which a quarter is pinned; end what takes it, or raise the container's limit"
+    )
+
+
 # -- what follows from what was measured -----------------------------------------------------------
 
 
@@ -171,9 +186,8 @@ def _reach_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:
     """Return the span up to which random rows hit in the link's address translation.
 
     Beyond it a part ``1 - reach / span`` of the rows misses, and each that does takes as much
-    longer: far off a row's time is a straight line over ``1 / span``. The knee is not sharp, so the
-    least reach is taken that a span tells of where more than noise misses: to sort in vain costs
-    10 us.
+    longer: far off a row's time is a straight line over ``1 / span``. The knee is not sharp: the
+    least reach counts that a span with more than noise tells of, for to sort in vain costs 10 us.
     """
     row_ns = [(gib, _ROW_BYTES / speed) for gib, speed in gb_s]
     hit_ns = row_ns[0][1]
@@ -276,8 +290,6 @@ def _as_before() -> Iterator[Callable[[str, int], None]]:
 
 def _thread_counts() -> list[int]:
     """1, 2, 4, ... and as many as a call takes by default."""
-    import os
-
     import torch
 
     most = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))

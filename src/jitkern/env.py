@@ -1,7 +1,7 @@
 """Settings from the environment: the only module that reads it.
 
 A variable that is unset or empty means its default; a bad value raises at first use, naming the
-variable, what came and what is expected.
+variable, what came and what is expected. A relative path is below the directory of that moment.
 """
 
 from __future__ import annotations
@@ -244,11 +244,15 @@ def _paths(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
 
 
 def _expand(environ: Mapping[str, str], value: str) -> Path:
-    """`~` by HOME of the same mapping; Path.expanduser would raise where there is no home."""
+    """`~` by HOME of the same mapping; Path.expanduser would raise where there is no home.
+
+    Absolute from then on: the process may go elsewhere.
+    """
     home = environ.get("HOME", "")
     if home and (value == "~" or value.startswith("~/")):
         return Path(home + value[1:])
-    return Path(os.path.expanduser(value))
+    path = Path(os.path.expanduser(value))
+    return path if value.startswith("~") else path.absolute()
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jitkern.cache.get import Lookup
 from jitkern.errors import CompileError, JitkernError
+from jitkern.free_memory import free_bytes
 
 # NVRTC 13.5 took 146 MB for one compile at a time and 12 MB more for each further thread; nvcc
 # takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
@@ -153,30 +153,5 @@ def named(jobs: Sequence[Job]) -> str:
 def default_threads() -> int:
     """Return how many compiles to run at a time: this process's cores, as far as memory allows."""
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, _free_memory_bytes() // _COMPILE_BYTES))
-
-
-def _free_memory_bytes() -> int:
-    """Memory that can be had, within the limit of the control group that a container runs in."""
-    free = 1 << 62
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        most, now = _text(limit).strip(), _text(used).strip()
-        if most.isdigit() and now.isdigit():  # "max" where there is no limit
-            free = min(free, int(most) - int(now))
-    return free
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""  # no such control group
+    free = free_bytes()
+    return cores if free is None else max(1, min(cores, free // _COMPILE_BYTES))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import errno
 import fcntl
 import os
 import socket
@@ -45,23 +46,46 @@ def make_memory(user: str, shown: str, num_bytes: int) -> int:
     OSError
         Linux refuses it.
     """
-    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create(shown, flags)
-    else:
-        # A Python built for a glibc before 2.27, as many of uv's are; that of the system is newer.
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "memfd_create"):
-            raise UnsupportedError(f"{user}: no memfd_create here, expected glibc 2.27")
-        fd = libc.memfd_create(shown.encode(), flags)
-        if fd < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memfd_create")
+    try:
+        fd = memory_file(shown, _MFD_ALLOW_SEALING)
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            raise UnsupportedError(f"{user}: {error.strerror}") from error
+        raise
     try:
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise
+    return fd
+
+
+def memory_file(shown: str, flags: int = 0) -> int:
+    """Return the descriptor of an empty file that has no name.
+
+    Parameters
+    ----------
+    shown
+        What ``/proc/*/maps`` calls it.
+    flags
+        More flags of memfd_create(2).
+
+    Raises
+    ------
+    OSError
+        Linux refuses it, or there is no ``memfd_create``.
+    """
+    flags |= _MFD_CLOEXEC
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(shown, flags)
+    # A Python built for a glibc before 2.27, as many of uv's are; that of the system is newer.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "memfd_create"):
+        raise OSError(errno.ENOSYS, "no memfd_create here, expected glibc 2.27")
+    fd: int = libc.memfd_create(shown.encode(), flags)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memfd_create")
     return fd
 
 

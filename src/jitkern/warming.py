@@ -103,6 +103,8 @@ def warm(
         Some are missing, and the cache cannot be written; or `out` cannot.
     ValueError, TypeError
         An argument makes no sense, or a file is no record.
+    OSError
+        A file cannot be read.
 
     Examples
     --------
@@ -114,12 +116,14 @@ def warm(
     wanted_ops = _sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
+    if out is not None and not isinstance(out, (str, PathLike)):
+        raise TypeError(f"warm: out: {out!r}, expected a path")
     if check and out is not None:
         raise ValueError("warm: out: given along with check, which writes nothing")
     user_cache().place.check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
-    recorded = [one for file in _listed("files", files) for one in replay(file, trust=trust)]
+    recorded = _recorded(files, trust)
     jobs = [host_module_job()]
     if wanted_ops:
         for_archs = wanted or default_archs()
@@ -193,10 +197,9 @@ def build_kernels(
         entries = list(pool.map(lambda job: job[0].build_into(cache, job[1]), jobs))
     for entry in entries:
         if not entry.artefact_name.endswith(".cubin"):
-            arch = entry.key.describe.get("arch")
             raise ToolchainError(
-                f"build_kernels: archs: {arch}: {entry.variant} makes PTX of it, which is for "
-                f"newer drivers only; {NVRTC_HINT}"
+                f"build_kernels: archs: {entry.key.arch}: {entry.variant} makes PTX of it, which "
+                f"is for newer drivers only; {NVRTC_HINT}"
             )
     return len(entries)
 
@@ -207,6 +210,8 @@ def build_kernels(
 def _listed(argument: str, value: Any) -> Sequence[Any]:
     if isinstance(value, (str, PathLike, int, Arch)):
         raise TypeError(f"warm: {argument}: {value!r}, expected a list, such as [{value!r}]")
+    if not isinstance(value, Iterable):
+        raise TypeError(f"warm: {argument}: {value!r}, expected a list")
     return list(value)
 
 
@@ -234,15 +239,34 @@ def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> li
 def _checked(size: Size, given: Sequence[int]) -> list[int]:
     values = _listed(f"{size.name}s", given)
     for one in values:
-        if type(one) is not int or one < 1:
-            raise ValueError(f"warm: {size.name}s: {one!r}, expected {size.meaning}, 1 or more")
+        if type(one) is not int or not 1 <= one <= size.largest:
+            expected = f"{size.meaning}, 1 to {size.largest}"
+            raise ValueError(f"warm: {size.name}s: {one!r}, expected {expected}")
     return list(values)
 
 
 def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
     given = [] if archs is None else _listed("archs", archs)
-    parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in given]
+    try:
+        parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in given]
+    except ValueError as error:
+        raise ValueError(f"warm: archs: {str(error).removeprefix('arch: ')}") from None
     return list(dict.fromkeys(parsed))
+
+
+def _recorded(files: Sequence[str | PathLike[str]], trust: bool) -> list[Recorded]:
+    recorded = []
+    for file in _listed("files", files):
+        if not isinstance(file, (str, PathLike)):
+            raise TypeError(f"warm: files: {file!r}, expected a path")
+        try:
+            recorded += replay(file, trust=trust)
+        except ValueError as error:
+            raise ValueError(f"warm: files: {error}") from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"warm: files: {file}: {reason}") from error
+    return recorded
 
 
 # -- jobs ------------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ class Worker:
                 text=True,
                 env={**_environment(self.caches), **(environment or {})},
             )
-        except OSError:
+        except BaseException:
+            self._log.close()
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
         self.ready: bool = False

@@ -151,8 +151,8 @@ def identity(source: str) -> dict[str, str]:
     import torch
     import tvm_ffi
 
-    from jitkern.bench.report import cpu_name
     from jitkern.compilers.identity import toolchain_id
+    from jitkern.host import tuning
 
     described: dict[str, Any] = {
         "counted by": source,
@@ -167,5 +167,5 @@ def identity(source: str) -> dict[str, str]:
         done = subprocess.run(["valgrind", "--version"], capture_output=True, text=True)
         described["valgrind"] = done.stdout.strip()
     else:
-        described["cpu"] = cpu_name()
+        described["cpu"] = tuning.processor()
     return {name: str(value) for name, value in described.items()}

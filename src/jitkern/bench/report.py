@@ -19,6 +19,7 @@ from rich.table import Table
 
 import jitkern
 from jitkern.bench.case import CaseError, Row
+from jitkern.host import tuning
 
 Payload = dict[str, Any]
 Goals = Callable[[Sequence[Row]], Sequence[dict[str, Any]]]
@@ -32,8 +33,8 @@ def machine(device: str) -> dict[str, Any]:
     """Describe the machine and what is installed, for the record."""
     described: dict[str, Any] = {
         "device": device,
-        "name": cpu_name() if device == "cpu" else torch.cuda.get_device_name(),
-        "cpu": cpu_name(),
+        "name": tuning.processor() if device == "cpu" else torch.cuda.get_device_name(),
+        "cpu": tuning.processor(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "cpu_threads_of_torch": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -46,7 +47,7 @@ def machine(device: str) -> dict[str, Any]:
             "l2_bytes": gpu.L2_cache_size,
             "memory_bytes": gpu.total_memory,
             "cuda_of_torch": torch.version.cuda,
-            "driver": _driver_version(),
+            "driver": tuning.kernel_driver() or "unknown",
         }
         if torch.cuda.device_count() > 1:
             described["gpus"] = torch.cuda.device_count()
@@ -207,21 +208,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue  # not installed, so not among the versions
     return found
-
-
-def cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = re.findall(r"model name\s*:\s*(.+)", text)
-    return names[0] if names else platform.machine()
-
-
-def _driver_version() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return "unknown"
-    found = re.search(r"\s(\d+\.\d+[.\d]*)\s", text)
-    return found[1] if found else "unknown"

@@ -59,6 +59,21 @@ class Key(NamedTuple):
         """Name of the directory that holds the variants."""
         return f"{slug(self.name)}-{self.digest}"
 
+    @property
+    def op(self) -> str:
+        """The op, or the name that load_jit was given."""
+        return str(self.describe.get("op", self.name))
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """Its template arguments."""
+        return tuple(self.describe.get("args", ()))
+
+    @property
+    def arch(self) -> str:
+        """What it is for, such as ``9.0``; empty for host code."""
+        return str(self.describe.get("arch", ""))
+
     def __str__(self) -> str:
         return self.directory
 
@@ -91,8 +106,7 @@ class Entry(NamedTuple):
     @property
     def key(self) -> Key:
         """The key that it was published under."""
-        meta = self.meta
-        return Key(meta["route"], meta["name"], meta["family"], meta["describe"])
+        return _key_of(self.meta)
 
     @property
     def variant(self) -> str:
@@ -232,17 +246,21 @@ def read_info(path: Path) -> EntryInfo:
     """Read what a listing shows of the entry at `path`. Raises as :func:`read_meta`."""
     meta = read_meta(path)
     used = (path / META_NAME).stat()
-    describe = meta["describe"]
+    key = _key_of(meta)
     return EntryInfo(
-        name=describe.get("op", meta["name"]),
-        args=", ".join(describe.get("args", ())),
-        arch=describe.get("arch", ""),
-        route=meta["route"],
+        name=key.op,
+        args=", ".join(key.args),
+        arch=key.arch,
+        route=key.route,
         variant=meta["toolchain"],
         bytes=used.st_size + sum(file["bytes"] for file in meta["files"].values()),
         last_used=used.st_mtime,
         path=path,
     )
+
+
+def _key_of(meta: Mapping[str, Any]) -> Key:
+    return Key(meta["route"], meta["name"], meta["family"], meta["describe"])
 
 
 def render_meta(

@@ -229,12 +229,11 @@ def _tell(
     if not stats.is_watched():
         return
     key = wanted.key
-    describe = key.describe
     stats.tell(
         LookupEvent(
-            name=describe.get("op", key.name),
-            args=tuple(describe.get("args", ())),
-            arch=describe.get("arch", ""),
+            name=key.op,
+            args=key.args,
+            arch=key.arch,
             route=key.route,
             source=source,
             seconds=seconds,

@@ -314,12 +314,12 @@ def _show(bundle: Bundle, brought: list[dict[str, Any]]) -> None:
 
 
 def _brought(entry: Entry) -> dict[str, Any]:
-    describe = entry.key.describe
+    key = entry.key
     return {
-        "op": describe.get("op", entry.key.name),
-        "parameters": ", ".join(describe.get("args", ())),
-        "arch": describe.get("arch", ""),
-        "route": entry.key.route,
+        "op": key.op,
+        "parameters": ", ".join(key.args),
+        "arch": key.arch,
+        "route": key.route,
         "variant": entry.variant,
         "bytes": sum(map(len, entry.files.values())),
     }
@@ -333,6 +333,8 @@ def _verify(args: argparse.Namespace) -> int:
         bundle = read_bundle(args.file, max_unpacked_bytes=args.max_bytes or MAX_UNPACKED_BYTES)
         _verified(args, args.file, len(bundle.entries), [])
         return 0
+    if args.max_bytes is not None:
+        raise ui.UsageError("cache verify: --max-bytes: expected along with FILE, a bundle")
     cache = _user_cache()
     problems = cache.verify()
     _verified(args, cache.root, len(cache.entries()), problems)

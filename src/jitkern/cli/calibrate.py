@@ -18,7 +18,8 @@ SUMMARY = "measure this machine for what the ops decide by themselves"
 DESCRIPTION = """\
 Measure in under a minute how this machine moves rows between host memory and the GPU, and keep the
 figures beside the cache, for this model of GPU, driver and processor. Wants an idle machine, and a
-quarter of its free memory, 32 GiB at most. Without it the figures of an H200 are used."""
+quarter of its free memory: 4 GiB at least, 32 at most. Without it the figures of an H200 are
+used."""
 EXAMPLE = "jitkern calibrate --plot calibration.png"
 
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print the figures."""
     ui.require_torch()
     if args.plot is not None:
-        _require_matplotlib()
+        _check_plot(args.plot)
     from jitkern.calibration import calibrate
 
     console = ui.console(stderr=True)
@@ -59,11 +60,15 @@ def _figure_text(name: str, value: int) -> str:
     return "beyond any" if value >= 1 << 50 else size_text(value)
 
 
-def _require_matplotlib() -> None:
+def _check_plot(file: Path) -> None:
+    """Refuse what could not be drawn, before anything is measured."""
     try:
-        import_module("matplotlib")
+        canvas = import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     except ImportError:
         raise UnsupportedError("--plot: needs matplotlib; pip install matplotlib") from None
+    if file.suffix[1:].lower() not in canvas.get_supported_filetypes():
+        raise ui.UsageError(f"calibrate: --plot: {file}, expected a name such as {file.stem}.png")
+    ui.require_writable(file.parent, "give a path that can be written")
 
 
 def _draw(found: Calibration, file: Path) -> None:
@@ -90,7 +95,7 @@ def _draw(found: Calibration, file: Path) -> None:
     for plot, (names, x, y) in zip(axes.flat, parts, strict=True):
         for name in names:
             plot.plot(*zip(*found.curves[name], strict=True), marker="o", label=name)
-        plot.set(xlabel=x, ylabel=y, xscale="log")
+        plot.set(xlabel=x, ylabel=y)
         plot.set_xscale("log", base=2)
         plot.set_ylim(bottom=0)
         plot.legend(fontsize=8)

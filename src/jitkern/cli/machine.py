@@ -14,6 +14,7 @@ from typing import Any, Literal
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError
+from jitkern.free_memory import free_bytes
 
 State = Literal["ok", "note", "broken"]
 
@@ -32,18 +33,12 @@ class Check:
 
 def system() -> Check:
     """Return the operating system and the cores that this process may use."""
+    from jitkern.host import tuning
+
     cores = len(os.sched_getaffinity(0))
     libc = " ".join(platform.libc_ver())
-    found = f"{platform.system()} {platform.release()}, {libc}, {_processor()}, {cores} cores"
+    found = f"{platform.system()} {platform.release()}, {libc}, {tuning.processor()}, {cores} cores"
     return Check("system", found)
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def host_memory() -> Iterator[Check]:
@@ -51,7 +46,7 @@ def host_memory() -> Iterator[Check]:
     from jitkern.offload import hostmem
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = hostmem.free_bytes()
+    free = free_bytes()
     nodes = len(hostmem.numa_nodes()) or 1
     found = f"{ui.bytes_text(total)} on {nodes} NUMA node{'s' * (nodes > 1)}"
     yield Check("host memory", found if free is None else f"{ui.bytes_text(free)} free of {found}")

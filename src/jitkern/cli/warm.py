@@ -33,6 +33,8 @@ jitkern warm --replay run.jsonl --check
 """
 JSON_VERSION = 1
 
+_OF_A_RECORD = "warm: files: "  # what warm() calls it
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -134,11 +136,12 @@ def run(args: argparse.Namespace) -> int:
             )
         except WarmError as error:
             outcomes, failure = error.outcomes, error
-        except ValueError as error:
-            # Of a record: replay() begins with its name. All else has been looked at: a bug.
-            if not str(error).startswith(tuple(f"{file}:" for file in args.replay or ())):
+        except (ValueError, OSError) as error:
+            # Of a record. Any other ValueError is a bug: all else has been looked at.
+            reason = str(error.strerror if isinstance(error, OSError) else error)
+            if not reason.startswith(_OF_A_RECORD):
                 raise
-            raise JitkernError(f"--replay: {error}") from error
+            raise JitkernError(f"--replay: {reason.removeprefix(_OF_A_RECORD)}") from error
 
     took_s = time.perf_counter() - start
     if args.json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import platform
@@ -154,9 +153,9 @@ def _holds(descriptor: int, data: bytes) -> bool:
 
 def _in_memory(shown: str, data: bytes) -> int:
     """Return the descriptor of a file that has no name; OSError where the system has none."""
-    if not hasattr(os, "memfd_create"):  # a Python built for a glibc before 2.27
-        raise OSError(errno.ENOSYS, "this Python has no memfd_create", shown)
-    descriptor = os.memfd_create(shown)
+    from jitkern.unix import memory_file  # seldom needed
+
+    descriptor = memory_file(shown)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
     return descriptor

@@ -217,11 +217,6 @@ def _include_options(cuda_headers: CudaHeaders | None, library: Nvrtc) -> list[s
     return [*(f"-I{path}" for path in directories), f"--use-bundled-headers={unpacked}"]
 
 
-def supported_archs(library: Nvrtc | None = None) -> tuple[int, ...]:
-    """Return what the library compiles for, as major * 10 + minor, ascending. Loads the library."""
-    return _load((library or find_nvrtc()).path).archs
-
-
 class _ForkGate:
     """How many threads are at work, and the door that a fork holds."""
 

@@ -130,19 +130,20 @@ def include_closure(source: str, *, include_dirs: Sequence[Path] = INCLUDE_DIRS)
     return _Walk([Path(d) for d in include_dirs]).run(source)
 
 
-def check_options(options: Sequence[str]) -> None:
+def check_options(options: Sequence[str], argument: str = "extra_cuda_cflags") -> None:
     """Refuse options that bring in files which the include closure does not hold.
 
     Raises
     ------
     ValueError
-        An include directory, a pre-included file or a file of options.
+        An include directory, a pre-included file or a file of options; the message names
+        `argument` and the option.
     """
     for option in options:
         if option.startswith(_FILE_OPTIONS):
             raise ValueError(
-                f"options: {option!r}, expected extra_include_paths for headers, and each option "
-                "itself"
+                f"{argument}: {option!r}, expected extra_include_paths for headers, "
+                "and each option itself"
             )
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +15,15 @@ from typing import Any
 
 from jitkern.cache.search import caches, user_cache
 from jitkern.cache.trust import written_by_others
-from jitkern.files import canonical_json, digest, open_regular, parse_json, write_whole
+from jitkern.files import (
+    canonical_json,
+    digest,
+    make_folders,
+    open_regular,
+    parse_json,
+    write_whole,
+)
+from jitkern.scratch import require_writable
 
 _MAX_BYTES = 1 << 20
 _FORMAT = 1
@@ -49,7 +58,7 @@ def machine_with(gpu: str, cuda_version: int) -> Machine:
         Of the driver, such as 13000, where nothing tells the driver's own.
     """
     driver = kernel_driver() or f"for CUDA {cuda_version // 1000}.{cuda_version % 1000 // 10}"
-    return Machine(gpu, driver, _processor(), len(os.sched_getaffinity(0)))
+    return Machine(gpu, driver, processor(), len(os.sched_getaffinity(0)))
 
 
 def kernel_driver() -> str:
@@ -61,13 +70,14 @@ def kernel_driver() -> str:
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of the processor's model; its architecture where Linux does not say."""
     try:
         lines = _CPU_INFO.read_text().splitlines()
     except OSError:
-        return "an unknown processor"
+        lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "an unknown processor"
+    return names[0] if names else platform.machine()
 
 
 def measured_figures(gpu: str, cuda_version: int) -> Mapping[str, int]:
@@ -124,6 +134,13 @@ def _is_figure(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 62
 
 
+def check_writable() -> None:
+    """Raise CacheError where :func:`save` would fail, or leave what :func:`find` does not take."""
+    cache = user_cache()
+    cache.place.check()
+    require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
+
+
 def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
     """Write the figures of a machine to the user's cache; return the file. OSError where not."""
     file = user_cache().root / machine.file_name
@@ -133,5 +150,6 @@ def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
         "figures": dict(figures),
         **measured,
     }
+    make_folders(file.parent)  # 0700 under any umask: a cache that a group may write is not used
     write_whole(file, canonical_json(content) + b"\n", flush=True)
     return file

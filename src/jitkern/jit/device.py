@@ -135,7 +135,11 @@ class DeviceModule:
             It is missing and jitkern is frozen.
         ToolchainError
             It is missing and there is no compiler.
+        TypeError
+            `arch` is no Arch.
         """
+        if not isinstance(arch, Arch):
+            raise TypeError(f"image: arch: {arch!r}, expected an Arch, such as Arch.parse('9.0')")
         return self.lookup(arch).loaded
 
     def lookup(self, arch: Arch) -> Lookup[bytes]:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 from jitkern.arch import Arch, target_archs
 from jitkern.cache.get import Lookup
-from jitkern.compilers.for_nvrtc import is_cpp17
-from jitkern.compilers.sources import OWN_PREFIX, source_path
+from jitkern.compilers.for_nvrtc import is_cpp17, words
+from jitkern.compilers.sources import OWN_PREFIX, check_options, source_path
 from jitkern.jit.device import CpuForm, DeviceModule
 from jitkern.jit.params import parse_params
 from jitkern.jit.render import Wrapper
-from jitkern.jit.specialisation import FILES, FOLDERS, Specialisation
+from jitkern.jit.specialisation import FILES, FLAGS, FOLDERS, Specialisation
 from jitkern.jit.structs import read_params
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ def load_jit(
         It is not compiled yet and :func:`jitkern.freeze` was called.
     ToolchainError
         There is no compiler; the message ends with what to install.
+    ValueError, TypeError
+        An argument makes no sense; the message names it.
 
     Examples
     --------
@@ -172,7 +174,7 @@ def load_aot(
 
     Raises
     ------
-    FileNotFoundError, CompileError, FrozenError, ToolchainError
+    FileNotFoundError, CompileError, FrozenError, ToolchainError, ValueError, TypeError
         As :func:`load_jit`.
 
     Examples
@@ -300,6 +302,10 @@ def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -
         for name, value in given.items()
         if name != "args" and value is not None
     }
+    for name in FLAGS.intersection(options):
+        flags = words(options[name], f"{function}: {name}")
+        if name == "extra_cuda_cflags" and options.get("device_files"):
+            check_options(flags, f"{function}: {name}")
     # Absolute from here on: the process may go elsewhere before a kernel is needed.
     for name in FILES.intersection(options):
         options[name] = [str(_file(function, name, file)) for file in options[name]]
@@ -311,7 +317,9 @@ def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -
 def _plain(argument: str, name: str, value: Any) -> Any:
     """Return one option as JSON can keep it: a path, or a list of strings or of tuples of them."""
     if name == "build_directory":
-        return str(value)
+        if isinstance(value, (str, PathLike)):
+            return str(value)
+        raise TypeError(f"{argument}: {_shown(value)}, expected a path")
     is_wrappers = name.endswith("wrappers")
     one = ("scale", "Scale<256>") if is_wrappers else ""
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):

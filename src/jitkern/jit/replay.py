@@ -14,7 +14,7 @@ from jitkern.cache.trust import written_by_others
 from jitkern.compilers.sources import OWN_PREFIX, source_path
 from jitkern.files import digest, open_regular, parse_json, sha256
 from jitkern.jit.record import MAX_BYTES
-from jitkern.jit.specialisation import FILES, FOLDERS, FORMAT, Specialisation
+from jitkern.jit.specialisation import FILES, FLAGS, FOLDERS, FORMAT, Specialisation
 
 MAX_UNPACKED_BYTES = 1 << 30
 """Of all sources laid out: a text is laid out in each tree that it is in."""
@@ -267,7 +267,7 @@ def _is_device_wrappers(value: Any) -> bool:
 # What load_jit and load_aot take by name, as the loader writes it down.
 _OPTIONS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(sorted(FILES | FOLDERS), _is_texts),
-    **dict.fromkeys(("extra_cflags", "extra_cuda_cflags", "extra_ldflags"), _is_texts),
+    **dict.fromkeys(sorted(FLAGS), _is_texts),
     **dict.fromkeys(("cpp_wrappers", "cuda_wrappers"), _is_pairs),
     "device_wrappers": _is_device_wrappers,
 }

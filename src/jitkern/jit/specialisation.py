@@ -15,6 +15,9 @@ FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
 FOLDERS = frozenset(("extra_include_paths",))
 """Options that are lists of directories."""
 
+FLAGS = frozenset(("extra_cflags", "extra_cuda_cflags", "extra_ldflags"))
+"""Options that are lists of flags, each of which may hold several words."""
+
 
 class Specialisation(NamedTuple):
     """What makes a kernel or a library.

@@ -1,4 +1,4 @@
-"""What Linux says of host memory: how much is free, on which NUMA nodes, in huge pages or not."""
+"""What Linux says of host memory: on which NUMA nodes it is, in huge pages or not."""
 
 from __future__ import annotations
 
@@ -7,34 +7,6 @@ from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def free_bytes() -> int | None:
-    """Return how much memory the process may still take, None where Linux does not say.
-
-    What the machine has available, or what the process's control group leaves of its limit.
-    """
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    except OSError:
-        return None
-    machine = int(found[1]) * 1024 if found else None
-    group = _left_of_group()
-    known = [value for value in (machine, group) if value is not None]
-    return min(known, default=None)
-
-
-def _left_of_group() -> int | None:
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        cached = re.search(r"^inactive_file (\d+)", (_CGROUP / "memory.stat").read_text(), re.M)
-    except OSError:
-        return None
-    if limit == "max":
-        return None
-    return max(0, int(limit) - used + (int(cached[1]) if cached else 0))
 
 
 def numa_nodes() -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from jitkern.free_memory import free_bytes
 from jitkern.host import module as host
 from jitkern.offload import hostmem
 
@@ -126,7 +127,7 @@ def register(bytes_: torch.Tensor, shown: Shown) -> None:
 def _refused(error: str, number: int, of: int, begin: int, count: int) -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
-    free = hostmem.free_bytes()
+    free = free_bytes()
     return (
         f"PinnedPool: piece {number} of {of}, {size_text(count)} from {size_text(begin)} on, was "
         f"not registered: {error}; what was is unregistered. RLIMIT_MEMLOCK is {limit} (ulimit -l "
@@ -136,7 +137,7 @@ def _refused(error: str, number: int, of: int, begin: int, count: int) -> str:
 
 def require_free(num_bytes: int) -> None:
     """Raise MemoryError where less is free: Linux would kill the process later."""
-    free = hostmem.free_bytes()
+    free = free_bytes()
     if free is not None and num_bytes > free:
         text = f"{size_text(num_bytes)}, expected at most the {size_text(free)} that are free"
         raise MemoryError(f"PinnedPool: size: {text}")
