@@ -260,6 +260,15 @@ def test_others_wait_for_a_reserved_slot() -> None:
         assert found == [None, text, 0]
 
 
+def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as uv's: the C library has it all the same."""
+    monkeypatch.delattr(os, "memfd_create")
+    with DescriptorRing(2, 4, device="cpu") as ring:
+        assert ring.push(rows((0, 0, 1))) == 0
+        with pytest.raises(PermissionError):
+            os.ftruncate(ring.fileno(), 0)
+
+
 def test_goes_when_nobody_has_it() -> None:
     ring = DescriptorRing(2, 8, device="cpu")
     fd, address = ring.fileno(), ring.address

@@ -59,8 +59,8 @@ class DescriptorRing:
     ------
     TypeError, ValueError
         A wrong argument.
-    MemoryError, RuntimeError
-        No memory for it; CUDA does not register it.
+    MemoryError, RuntimeError, UnsupportedError
+        No memory for it; CUDA does not register it; there is no ``memfd_create``.
 
     Examples
     --------
