@@ -36,6 +36,8 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     RuntimeError
         It writes to an argument, so that it has neither gradient nor batches, and one of the
         arguments requires a gradient or is batched by ``torch.vmap``.
+    TypeError
+        An argument is no tensor, or another library's.
     """
     function = _DIFFERENTIABLE.get((op, overload))
     if function is None:

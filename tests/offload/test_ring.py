@@ -118,6 +118,15 @@ def test_numpy_arrays() -> None:
             ring.push(numpy.zeros((2, 3), dtype=numpy.int32))
 
 
+def test_what_torch_puts_elsewhere_by_default() -> None:
+    """Not the numbers of a buffer: also of one without any."""
+    with DescriptorRing(8, 4, device="cpu") as ring, torch.device("meta"):
+        ring.push(memoryview(array.array("q", range(3))).cast("B").cast("q", [1, 3]))
+        text = re.escape("descriptors: shape [0], expected [n, 3] or [n, 6]")
+        with pytest.raises(ValueError, match=text):
+            ring.push(array.array("q"))
+
+
 def test_full_and_empty() -> None:
     src, dst = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     with DescriptorRing(2, 4, device="cpu") as ring:
