@@ -47,7 +47,8 @@ class RingServer:
         self._dst, src = sides
         if not dispatch.in_inference_mode() and not dispatch.may_write((self._dst,), (src,)):
             dispatch.refuse(_CALL, {"dst": self._dst}, {"src": src})
-        self._launch, self._device = partial(launch, *sides), device
+        self._launch: Callable[..., None] = partial(launch, *sides)
+        self._device = device
         self._num_sms = count_arg(_CALL, "num_sms", num_sms, _most_sms(device))
         self._idle_ns = int(1e9 * number_arg(_CALL, "idle_timeout_s", idle_timeout_s, 1e9))
         self._stop = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
