@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -166,6 +167,39 @@ def test_forward_mode(device: torch.device, mode: Callable[[], torch.no_grad]) -
         assert not cache.any()
 
 
+def test_forward_mode_of_several_tables(device: torch.device) -> None:
+    """Into outputs, too, unless a table has a tangent; then nothing is written."""
+    tables, tangent = torch.randn(2, ROWS, 4, device=device), torch.randn(ROWS, 4, device=device)
+    indices = torch.tensor([1, -1, 5], device=device)
+    outputs = torch.zeros(3, 4, device=device), torch.zeros(3, 4, device=device)
+    with forward_ad.dual_level():
+        pair = tables[0], forward_ad.make_dual(tables[1], tangent)
+        with pytest.raises(RuntimeError, match=re.escape("indexing: weights[1]: has a tangent")):
+            jitkern.indexing(pair, indices, output=outputs)
+        assert not any(output.any() for output in outputs)
+        second = forward_ad.unpack_dual(jitkern.indexing(pair, indices)[1])
+        assert torch.equal(second.tangent, zeroed(tangent, indices, 0, ROWS))
+        jitkern.indexing(tuple(tables), indices, output=outputs)
+    for output, table in zip(outputs, tables, strict=True):
+        assert torch.equal(output, zeroed(table, indices, 0, ROWS))
+
+
+def test_several_tables_of_which_one_wants_a_gradient(device: torch.device) -> None:
+    """Into outputs none is looked up."""
+    weights = torch.ones(ROWS, 4, device=device, requires_grad=True)
+    outputs = torch.zeros(2, 4, device=device), torch.zeros(2, 4, device=device)
+    indices = torch.tensor([1, 2], device=device)
+    text = re.escape("indexing: weights[1]: requires a gradient, expected none")
+    with pytest.raises(RuntimeError, match=text):
+        jitkern.indexing((weights.detach(), weights), indices, output=outputs)
+    with torch.inference_mode():
+        made = torch.zeros(2, 4, device=device)
+    text = re.escape("indexing: output[1]: made in inference mode")
+    with pytest.raises(RuntimeError, match=text):
+        jitkern.indexing((weights.detach(),) * 2, indices, output=(outputs[0], made))
+    assert not any(output.any() for output in outputs)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -314,3 +348,45 @@ def test_inference_tensors_are_written_in_inference_mode_only(
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert tensors[name].any()
+
+
+# -- beside tensors of another library -------------------------------------------------------------
+
+
+def foreign(tensors: dict[str, Tensor], kept: str) -> dict[str, Any]:
+    """Return all but one as tensors of another library, which have neither gradient nor version."""
+    return {name: t if name == kept else tvm_ffi.from_dlpack(t) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize(("op", "name"), WRITTEN + READ)
+def test_a_gradient_beside_foreign_tensors_is_refused(
+    device: torch.device, op: str, name: str
+) -> None:
+    call, tensors = writes(device)[op]
+    given = foreign(tensors, name)
+    given[name].requires_grad_()
+    before = {other: tensor.clone() for other, tensor in tensors.items()}
+    with pytest.raises(RuntimeError, match=f"{op}: {name}: requires a gradient"):
+        call(**given)
+    assert all(torch.equal(tensors[other], before[other]) for other in before)
+    with torch.no_grad():
+        call(**given)
+
+
+@pytest.mark.parametrize(("op", "name"), WRITTEN)
+def test_what_is_written_beside_foreign_tensors_counts_as_changed(
+    device: torch.device, op: str, name: str
+) -> None:
+    call, tensors = writes(device)[op]
+    before = tensors[name]._version
+    call(**foreign(tensors, name))
+    assert tensors[name]._version > before
+
+
+def test_what_pytorch_has_to_see_is_its_own(device: torch.device) -> None:
+    cache, indices = caches(device)[0], torch.tensor([1], device=device)
+    rows: Any = tvm_ffi.from_dlpack(torch.ones(1, 4, device=device))
+    text = re.escape("store_cache: k: Tensor, expected a torch.Tensor")
+    with forward_ad.dual_level(), pytest.raises(TypeError, match=text):
+        jitkern.store_cache(cache, None, indices, rows)
+    assert not cache.any()

@@ -58,7 +58,6 @@ USERS = {
         tests/offload/test_pool.py tests/offload/pool_child.py
         bench/cases/offload.py bench/cases/ways.py src/jitkern/calibration.py
         src/jitkern/offload/mover.py tests/offload/mover_child.py
-        src/jitkern/offload/ring.py src/jitkern/csrc/offload/ring.cc tests/offload/test_ring.py
         tests/ops/test_pairs_on_host.py tests/ops/test_pairs_on_host_large.py
         tests/ops/test_pairs_on_host_cuda.py tests/ops/test_pairs_on_host_refused.py
         tests/ops/test_pairs_on_host_threads.py
@@ -76,8 +75,7 @@ USERS = {
         tests/test_warm.py tests/test_warm_sizes.py tests/test_wheel.py
     """,
     "a ring, which unpack consumes": """
-        bench/cases/ring.py
-        src/jitkern/csrc/offload/ring.cc src/jitkern/csrc/offload/ring_launch.cc
+        bench/cases/ring.py src/jitkern/csrc/offload/ring_launch.cc
         src/jitkern/offload/ring.py tests/offload/ring_child.py tests/offload/rings.py
         tests/offload/test_ring.py tests/offload/test_ring_consumer.py
         tests/offload/test_ring_cuda.py tests/offload/test_ring_graphs.py

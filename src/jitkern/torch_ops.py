@@ -19,7 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd import forward_ad
 
 from jitkern.ops._ops import OPS
-from jitkern.ops.common import TorchOverload
+from jitkern.ops.common import TorchOverload, not_a_tensor
 from jitkern.unreadable import name_unreadable
 
 _unpack_dual: Any = forward_ad.unpack_dual
@@ -36,6 +36,8 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     RuntimeError
         It writes to an argument, so that it has neither gradient nor batches, and one of the
         arguments requires a gradient or is batched by ``torch.vmap``.
+    TypeError
+        An argument is no tensor, or another library's.
     """
     function = _DIFFERENTIABLE.get((op, overload))
     if function is None:
@@ -44,7 +46,27 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     elif torch._C._are_functorch_transforms_active():
         # They go over an autograd.Function as a whole, but not over an operator that applies one.
         return function.apply(*arguments.values())
-    return getattr(getattr(torch.ops.jitkern, op), overload)(**arguments)
+    operator = getattr(getattr(torch.ops.jitkern, op), overload)
+    if torch.compiler.is_dynamo_compiling():
+        return operator(**arguments)
+    try:
+        return operator(**arguments)
+    except RuntimeError as error:
+        wrong = _not_of_torch(op, operator, arguments)
+        if wrong is not None:
+            raise wrong from error
+        raise
+
+
+def _not_of_torch(op: str, operator: Any, arguments: dict[str, Any]) -> TypeError | None:
+    """Return an error that names the first argument that the dispatcher takes for no tensor."""
+    kinds = {argument.name: str(argument.type) for argument in operator._schema.arguments}
+    tensors = {
+        name: value
+        for name, value in arguments.items()
+        if kinds[name] == "Tensor" or (kinds[name] == "Optional[Tensor]" and value is not None)
+    }
+    return not_a_tensor(op, **tensors)
 
 
 def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
@@ -114,8 +136,8 @@ def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
 
 
 def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
-    for name, value in written.items():
-        if isinstance(value, torch.Tensor) and value.is_inference():
+    for name, value in _tensors_of(written):
+        if value.is_inference():
             raise RuntimeError(
                 f"{op}: {name}: made in inference mode, expected a tensor that is not: such a one "
                 "is written to under torch.inference_mode() only; call the op there, or pass "

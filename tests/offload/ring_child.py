@@ -127,6 +127,17 @@ def check_other_devices_are_refused() -> None:
         refused(ValueError, text, unpack, on_gpu(dst[:33]), on_gpu(dst[32:]), made)
 
 
+def check_a_server_keeps_the_rules_of_writing() -> None:
+    src, dst = torch.zeros(2, 64)
+    with DescriptorRing(3, 5) as made:
+        text = "DescriptorRing.serve: dst: requires a gradient, expected none: .*"
+        refused(RuntimeError, text, made.serve, dst.clone().requires_grad_(), src)
+        with torch.inference_mode():
+            inside = torch.zeros(64)
+        text = "DescriptorRing.serve: dst: made in inference mode, .*"
+        refused(RuntimeError, text, made.serve, inside, src)
+
+
 def main() -> None:
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     fake: Any = torch.cuda

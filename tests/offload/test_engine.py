@@ -122,6 +122,34 @@ def test_a_batch_of_one_number_and_of_none(model: Model) -> None:
     model.check()
 
 
+class Scalar:
+    """As NumPy's ints are: an array that has no length."""
+
+    ndim = 0
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __array__(self) -> object:
+        raise AssertionError("nobody needs it")
+
+
+def test_an_int_of_another_library(model: Model) -> None:
+    engine = model.engine
+    engine.load_cpu_blocks_to_gpu_slots_all_layers(Scalar(6), Scalar(1))
+    model.load(1, 6)
+    parts = [2] if engine.kind == "kv" else []
+    tensor = torch.zeros([*parts, 1, TOKENS, *engine.token_shape], device=engine.device)
+    tensor = tensor.to(engine.dtype)
+    engine.load_blocks_into(tensor, Scalar(6), layer=2)
+    model.check()
+    found = tensor.cpu().select(len(parts), 0)
+    assert torch.equal(found.view(model.cpu[:, 2, 6].shape), model.cpu[:, 2, 6])
+
+
 def test_dtypes_of_numbers_may_differ(model: Model) -> None:
     device = model.engine.device
     blocks = torch.tensor([8, 3], dtype=torch.int32, device=device)

@@ -118,6 +118,15 @@ def test_numpy_arrays() -> None:
             ring.push(numpy.zeros((2, 3), dtype=numpy.int32))
 
 
+def test_what_torch_puts_elsewhere_by_default() -> None:
+    """Not the numbers of a buffer: also of one without any."""
+    with DescriptorRing(8, 4, device="cpu") as ring, torch.device("meta"):
+        ring.push(memoryview(array.array("q", range(3))).cast("B").cast("q", [1, 3]))
+        text = re.escape("descriptors: shape [0], expected [n, 3] or [n, 6]")
+        with pytest.raises(ValueError, match=text):
+            ring.push(array.array("q"))
+
+
 def test_full_and_empty() -> None:
     src, dst = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     with DescriptorRing(2, 4, device="cpu") as ring:
@@ -258,6 +267,15 @@ def test_others_wait_for_a_reserved_slot() -> None:
         thread.join()
         text = "DescriptorRing.push: another thread has slot 0 reserved for longer than 0.01 s"
         assert found == [None, text, 0]
+
+
+def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as uv's: the C library has it all the same."""
+    monkeypatch.delattr(os, "memfd_create")
+    with DescriptorRing(2, 4, device="cpu") as ring:
+        assert ring.push(rows((0, 0, 1))) == 0
+        with pytest.raises(PermissionError):
+            os.ftruncate(ring.fileno(), 0)
 
 
 def test_goes_when_nobody_has_it() -> None:

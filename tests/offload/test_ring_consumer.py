@@ -88,28 +88,28 @@ def test_a_producer_that_died_in_the_middle_of_a_push() -> None:
 
 
 OUT_OF_RANGE = [
-    ((0, 0, 61), "source bytes 0 to 61, expected below 60"),
-    ((60, 0, 1), "source bytes 60 to 61, expected below 60"),
-    ((61, 0, 1), "source bytes 61 to 62, expected below 60"),
-    ((0, 64, 1), "destination bytes 64 to 65, expected below 64"),
-    ((0, 5, 60), "destination bytes 5 to 65, expected below 64"),
-    ((1, 0, 20, 3, 20, 0), "source bytes 1 to 61, expected below 60"),
-    ((0, 0, 1, 2**32 - 1, 1, 0), "source bytes 0 to 4294967295, expected below 60"),
-    ((0, 5, 20, 3, 0, 20), "destination bytes 5 to 65, expected below 64"),
-    ((2**63 - 1, 0, 1), f"source bytes {2**63 - 1} to {2**63 - 1}, expected below 60"),
-    ((0, 0, 1, 3, 2**63 - 1, 0), f"source bytes 0 to {2**63 - 1}, expected below 60"),
-    ((0, 2**62, 1, 3, 0, 2**62), f"destination bytes {2**62} to {2**63 - 1}, expected below 64"),
+    ((0, 0, 61), "src: bytes up to 61", "at most 60"),
+    ((60, 0, 1), "src: bytes up to 61", "at most 60"),
+    ((61, 0, 1), "src: bytes up to 62", "at most 60"),
+    ((0, 64, 1), "dst: bytes up to 65", "at most 64"),
+    ((0, 5, 60), "dst: bytes up to 65", "at most 64"),
+    ((1, 0, 20, 3, 20, 0), "src: bytes up to 61", "at most 60"),
+    ((0, 0, 1, 2**32 - 1, 1, 0), "src: bytes up to 4294967295", "at most 60"),
+    ((0, 5, 20, 3, 0, 20), "dst: bytes up to 65", "at most 64"),
+    ((2**63 - 1, 0, 1), f"src: bytes up to {2**63 - 1}", "at most 60"),
+    ((0, 0, 1, 3, 2**63 - 1, 0), f"src: bytes up to {2**63 - 1}", "at most 60"),
+    ((0, 2**62, 1, 3, 0, 2**62), f"dst: bytes up to {2**63 - 1}", "at most 64"),
 ]
 IN_PLACE = [
-    ("src_off", -1, "source bytes -1 to 3, expected 0 or more"),
-    ("dst_off", -4, "destination bytes -4 to 0, expected 0 or more"),
-    ("src_stride", -1, "source stride -1, expected 0 or more"),
-    ("dst_stride", -(2**63), f"destination stride {-(2**63)}, expected 0 or more"),
+    ("src_off", -1, "src: bytes from -1 on"),
+    ("dst_off", -4, "dst: bytes from -4 on"),
+    ("src_stride", -1, "src: bytes from -1 on"),
+    ("dst_stride", -(2**63), f"dst: bytes from {-(2**63) + 1} on"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "text"), OUT_OF_RANGE, ids=str)
-def test_out_of_range(wrong: tuple[int, ...], text: str) -> None:
+@pytest.mark.parametrize(("wrong", "came", "limit"), OUT_OF_RANGE, ids=str)
+def test_out_of_range(wrong: tuple[int, ...], came: str, limit: str) -> None:
     """Nothing of the slot is copied, it counts as consumed, and the next one is."""
     src, dst = torch.arange(1, 61, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     fits = (0, 0, 60, 1, 2**40, 2**40)
@@ -117,7 +117,8 @@ def test_out_of_range(wrong: tuple[int, ...], text: str) -> None:
         ring.push(rows((0, 0, 0, 0, 0, 0)))
         ring.push(rows(fits, fits, (*wrong, 1, 0, 0)[:6]))
         ring.push(rows((0, 4, 60)))
-        message = f"unpack: ring: descriptor 2 of slot 1: {text}; nothing of the slot was copied"
+        text = f"{came} in descriptor 2 of slot 1, expected {limit}"
+        message = f"unpack: {text}; nothing of the slot was copied"
         with pytest.raises(IndexError, match=f"^{re.escape(message)}$"):
             unpack(dst, src, ring, num_slots=3)
         assert not dst.any()
@@ -136,8 +137,20 @@ def test_out_of_range_in_place(field: str, value: int, text: str) -> None:
             getattr(slot, field)[1] = value
             if field.endswith("off"):
                 slot.count[:] = 1
-        with pytest.raises(IndexError, match=f"^unpack: ring: descriptor 1 of slot 0: {text}; "):
+        text = f"^unpack: {text} in descriptor 1 of slot 0, expected from 0 on; nothing of the slot"
+        with pytest.raises(IndexError, match=text):
             unpack(dst, src, ring)
+
+
+def test_strides_downwards_in_place() -> None:
+    """As on a GPU, and as `unpack` takes them of a tensor."""
+    src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    with DescriptorRing(3, 8, device="cpu") as ring:
+        with ring.reserve(1) as slot:
+            slot.src_off[0], slot.len[0], slot.count[0] = 60, 4, 16
+            slot.src_stride[0], slot.dst_stride[0] = -4, 4
+        unpack(dst, src, ring)
+        assert torch.equal(dst.view(16, 4), src.view(16, 4).flip(0))
 
 
 def test_rows_that_are_empty_are_nowhere() -> None:

@@ -173,7 +173,8 @@ class Library(Builder):
     def link(self, target: Path) -> Path:
         # What else there is of the host module knows no ring: that is compiled once.
         others = Builder(self.store, self.flags)
-        objects = [str(others._object(path)) for path in sorted(CSRC.glob("host/[!u]*.cc"))]
+        paths = [*sorted(CSRC.glob("host/[!u]*.cc")), *sorted(CSRC.glob("ops/unpack*.cc"))]
+        objects = [str(others._object(path)) for path in paths]
         objects.append(str(self._object(self.csrc / "offload" / "ring.cc")))
         libraries = [f"-L{self.library}", "-ltvm_ffi", "-ldl", "-pthread"]
         self._run("-shared", *objects, *libraries, "-o", str(target))
@@ -235,8 +236,10 @@ def mistakes_of(module: Any) -> list[str]:
         ((0, 0, 8, 9, 8, 7), False),
         ((-1, 0, 1, 1, 0, 0), False),
         ((0, -1, 1, 1, 0, 0), False),
-        ((8, 0, 1, 2, -1, 0), False),
-        ((0, 8, 1, 2, 0, -1), False),
+        ((8, 0, 1, 9, -1, 1), True),
+        ((8, 0, 1, 10, -1, 1), False),
+        ((0, 8, 1, 9, 1, -1), True),
+        ((0, 8, 1, 10, 1, -1), False),
         ((far, 0, 64, 1, 0, 0), False),
         ((2, 0, 1, 3, far, 0), False),
     ):

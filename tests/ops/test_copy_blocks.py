@@ -323,6 +323,8 @@ def mistakes() -> list[Mistake]:
         ({"dst": memory.view(torch.float32), "count": memory[1, 7, :1]}, ValueError,
          "count: overlaps dst, expected memory of its own"),
         ({"count": torch.tensor([1, 2])}, ValueError, "count: shape [2], expected 1 element"),
+        ({"dst": torch.zeros(3, 0, 8), "count": torch.tensor([1, 2])}, ValueError,
+         "count: shape [2], expected 1 element"),
         ({"count": torch.tensor([1.0])}, TypeError,
          "count: dtype float32, expected int32 or int64"),
         ({"method": "gpu"}, ValueError, f'method: "gpu", {methods}'),

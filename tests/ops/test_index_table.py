@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range, to_index
 from ref import ref_indexing, same_bits
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import jitkern
 from jitkern import indexing
@@ -231,7 +235,9 @@ def test_tables_together_compiled(device: torch.device) -> None:
         assert same_bits(found, ref_indexing(table, indices.cpu()))
 
 
-def test_wrong_tables_together() -> None:
+@pytest.mark.parametrize("way", [nullcontext, forward_ad.dual_level])
+def test_wrong_tables_together(way: Callable[[], AbstractContextManager[object]]) -> None:
+    """In the same words where PyTorch takes the tables one by one."""
     values, scales, indices = torch.zeros(5, 4), torch.zeros(5, 2), torch.tensor([1, 3])
     shared = torch.zeros(2, 2)
     wrong: list[tuple[dict[str, object], type[Exception], str]] = [
@@ -239,8 +245,11 @@ def test_wrong_tables_together() -> None:
         ({"weights": (values,) * 9}, ValueError, "weights: a tuple of 9, expected 1 to 8 tables"),
         ({"weights": (values, torch.zeros(6, 2))}, ValueError,
          "weights[1]: 6 rows, expected 5 rows as in weights[0]"),
-        ({"weights": (values, 3)}, TypeError, "weights: int, expected a tensor"),
+        ({"weights": (values, 3)}, TypeError, "weights[1]: int, expected a tensor"),
         ({"output": (shared,)}, ValueError, "output: a tuple of 1, expected 2, one for each table"),
+        ({"output": (shared,) * 3}, ValueError,
+         "output: a tuple of 3, expected 2, one for each table"),
+        ({"output": ()}, ValueError, "output: a tuple of 0, expected 2, one for each table"),
         ({"output": shared}, TypeError, "output: Tensor, expected a tuple as for weights"),
         ({"output": (torch.zeros(2, 4), torch.zeros(2, 3))}, ValueError,
          "output[1]: shape [2, 3], expected shape [2, 2]"),
@@ -249,11 +258,12 @@ def test_wrong_tables_together() -> None:
     ]  # fmt: skip
     for change, kind, text in wrong:
         arguments = {"weights": (values, scales), "indices": indices, **change}
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind) as caught, way():
             indexing(**arguments)  # type: ignore[call-overload]
         assert str(caught.value) == f"indexing: {text}"
+    assert not shared.any()
     text = r"^indexing: indices: index 5 at position 1, expected below 5; nothing was written$"
     outputs = torch.ones(2, 4), torch.ones(2, 2)
-    with pytest.raises(IndexError, match=text):
+    with pytest.raises(IndexError, match=text), way():
         indexing((values, scales), torch.tensor([1, 5]), output=outputs)
     assert outputs[0].eq(1).all()

@@ -62,3 +62,17 @@ def test_the_same_of_merge_states() -> None:
         with pytest.raises(kind) as caught:
             merge_states(**{**many_arguments(), **results, **change})
         assert str(caught.value) == f"merge_states: {text}"
+
+
+@pytest.mark.parametrize("name", ["out_a", "lse_b", "scale"])
+def test_what_wants_a_gradient_is_refused(name: str) -> None:
+    """By both functions, where there is a result to be written to."""
+    good = good_arguments()
+    good[name].requires_grad_()
+    two = {key: good.pop(key) for key in ("out_a", "lse_a", "out_b", "lse_b")}
+    with pytest.raises(RuntimeError, match=r"requires a gradient, expected none"):
+        merge_state(**two, **good)
+    good.pop("prefill_tokens_with_context")
+    with pytest.raises(RuntimeError, match=r"requires a gradient, expected none"):
+        merge_states([two["out_a"], two["out_b"]], [two["lse_a"], two["lse_b"]], **good)
+    assert not good["lse"].any()

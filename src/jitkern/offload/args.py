@@ -11,14 +11,19 @@ if TYPE_CHECKING:
     import torch
 
 
+def _int_arg(call: str, name: str, value: Any) -> int:
+    """Return what is an int, or counts as one, such as NumPy's."""
+    try:
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int")
+
+
 def count_arg(call: str, name: str, value: Any, most: int = 0) -> int:
     """Return an int of 1 to `most`; 0: of any size."""
-    try:
-        count = index(value) if not isinstance(value, bool) else None
-    except TypeError:
-        count = None
-    if count is None:
-        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int")
+    count = _int_arg(call, name, value)
     if count < 1 or (most and count > most):
         expected = f"1 to {most}" if most else "at least 1"
         raise ValueError(f"{call}: {name}: {count}, expected {expected}")
@@ -27,11 +32,10 @@ def count_arg(call: str, name: str, value: Any, most: int = 0) -> int:
 
 def natural_arg(call: str, name: str, value: Any) -> int:
     """Return an int of 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int")
-    if value < 0:
-        raise ValueError(f"{call}: {name}: {value}, expected 0 or more")
-    return value
+    number = _int_arg(call, name, value)
+    if number < 0:
+        raise ValueError(f"{call}: {name}: {number}, expected 0 or more")
+    return number
 
 
 def number_arg(call: str, name: str, value: Any, most: float = math.inf) -> float:
@@ -126,7 +130,7 @@ def int64_arg(call: str, name: str, given: Any) -> torch.Tensor:
         raise TypeError(f"{call}: {name}: {text}")
     shape = buffer.shape or ()
     if buffer.nbytes == 0:
-        return torch.empty(shape, dtype=torch.int64)
+        return torch.empty(shape, dtype=torch.int64, device="cpu")  # whatever torch's default
     # torch takes no memory that cannot be written, and none with gaps.
     in_place = buffer.c_contiguous and not buffer.readonly
     flat = torch.frombuffer(buffer if in_place else bytearray(buffer), dtype=torch.int64)

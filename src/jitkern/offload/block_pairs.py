@@ -112,7 +112,7 @@ def places_for(call: str, numbers: Numbers, num_places: int) -> range | torch.Te
     values = numbers.values
     if isinstance(values, torch.Tensor):
         _check_tensor(call, numbers, values.device)
-    count = len(values) if hasattr(values, "__len__") else 1
+    count = 1 if _is_single(values) else len(values)
     if count > num_places:
         text = f"{count} numbers, expected at most {num_places}, the blocks of tensor"
         raise ValueError(f"{call}: {numbers.name}: {text}")
@@ -129,7 +129,7 @@ def _numbers(call: str, argument: Numbers) -> array[int] | torch.Tensor:
     if isinstance(values, torch.Tensor):
         _check_tensor(call, argument, torch.device("cpu"))
         return values.long().contiguous()
-    if not isinstance(values, Sequence) and not hasattr(values, "__array__"):
+    if _is_single(values):
         values = [values]
     expected = "an int, a sequence of ints or a tensor"
     if isinstance(values, str | bytes | bytearray):
@@ -145,6 +145,11 @@ def _numbers(call: str, argument: Numbers) -> array[int] | torch.Tensor:
     except OverflowError:
         _refuse(call, argument, list(map(index, values)))
         raise
+
+
+def _is_single(values: Any) -> bool:
+    """Tell whether it is no sequence, no array and no tensor; NumPy's ints are none."""
+    return not isinstance(values, Sequence) and getattr(values, "ndim", 0) == 0
 
 
 def _address(numbers: array[int] | torch.Tensor) -> int:

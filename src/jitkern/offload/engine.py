@@ -152,7 +152,8 @@ class OffloadEngine(Caches):
         IndexError
             There is no such slot or block. Nothing was queued.
         TypeError, ValueError
-            A wrong argument, a stream of another device. Nothing was queued.
+            A wrong argument, a stream of another device; a CUDA graph is captured, and ``method``
+            is not "engine". Nothing was queued.
         RuntimeError
             The engine is closed.
         """
@@ -235,8 +236,8 @@ class OffloadEngine(Caches):
             the next jitkern call on the device or :func:`jitkern.check` raises.
         TypeError, ValueError
             A wrong argument, lists of different lengths, a number that comes twice, a stream of
-            another device; numbers on the host, unless ``method`` is "engine", or on the GPU with
-            that, while a CUDA graph is captured. Nothing was queued.
+            another device; numbers on the GPU where ``method`` is "engine", or on the host where it
+            is not while a CUDA graph is captured. Nothing was queued.
         RuntimeError
             The engine is closed.
         """

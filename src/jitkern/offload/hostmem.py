@@ -23,7 +23,7 @@ def numa_nodes() -> tuple[int, ...]:
 
 
 def node_of_pci(address: str) -> int | None:
-    """Return the node that a device such as ``0000:1b:00.0`` hangs on, None where there is one."""
+    """Return the node that a device such as ``0000:1b:00.0`` hangs on, None if Linux names none."""
     try:
         node = int((_PCI / address.lower() / "numa_node").read_text())
     except (OSError, ValueError):

@@ -128,10 +128,11 @@ def _refused(error: str, number: int, of: int, begin: int, count: int) -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
     free = free_bytes()
+    there = "" if free is None else f", {size_text(free)} of memory are free"
     return (
         f"PinnedPool: piece {number} of {of}, {size_text(count)} from {size_text(begin)} on, was "
         f"not registered: {error}; what was is unregistered. RLIMIT_MEMLOCK is {limit} (ulimit -l "
-        f"unlimited, docker run --ulimit memlock=-1), {size_text(free or 0)} of memory are free"
+        f"unlimited, docker run --ulimit memlock=-1){there}"
     )
 
 

@@ -59,8 +59,8 @@ class DescriptorRing:
     ------
     TypeError, ValueError
         A wrong argument.
-    MemoryError, RuntimeError
-        No memory for it; CUDA does not register it.
+    MemoryError, RuntimeError, UnsupportedError
+        No memory for it; CUDA does not register it; there is no ``memfd_create``.
 
     Examples
     --------
@@ -263,7 +263,7 @@ class DescriptorRing:
         TypeError, ValueError
             A wrong argument; a ring of the CPU, or one whose pushes are copied to the device.
         RuntimeError
-            As the body begins: the device has a server, or a graph is being captured.
+            As of ``unpack``; as the body begins: the device has a server, a graph is captured.
         """
         call = "DescriptorRing.serve"
         self._next()  # raises once it is closed
@@ -271,8 +271,8 @@ class DescriptorRing:
             raise ValueError(f"{call}: {self!r}, expected a mapped ring of a GPU")
         if self._server is not None and self._server.is_running:
             raise RuntimeError(f"{call}: the ring has a server; end that one first")
-        launch = partial(self._serve, dst, src)
-        self._server = RingServer(launch, self._device, num_sms, idle_timeout_s)
+        sides = (dst, src)
+        self._server = RingServer(self._serve, sides, self._device, num_sms, idle_timeout_s)
         return self._server
 
     def close(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from jitkern.offload.pool import PinnedPool
+from jitkern.unix import make_memory
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,8 @@ class RingMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.fd: int = os.memfd_create("jitkern-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd: int = make_memory("DescriptorRing", "jitkern-ring", num_bytes)
         try:
-            os.ftruncate(self.fd, num_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.pool: PinnedPool = PinnedPool.attach(self.fd)
         except BaseException:
             os.close(self.fd)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jitkern.offload.args import count_arg, number_arg
+from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +35,23 @@ class RingServer:
     """
 
     def __init__(
-        self, launch: Callable[..., None], device: torch.device, num_sms: int, idle_timeout_s: float
+        self,
+        launch: Callable[..., None],
+        sides: tuple[torch.Tensor, torch.Tensor],
+        device: torch.device,
+        num_sms: int,
+        idle_timeout_s: float,
     ) -> None:
         import torch
 
-        self._launch, self._device = launch, device
+        self._dst, src = sides
+        if not dispatch.in_inference_mode() and not dispatch.may_write((self._dst,), (src,)):
+            dispatch.refuse(_CALL, {"dst": self._dst}, {"src": src})
+        self._launch: Callable[..., None] = partial(launch, *sides)
+        self._device = device
         self._num_sms = count_arg(_CALL, "num_sms", num_sms, _most_sms(device))
         self._idle_ns = int(1e9 * number_arg(_CALL, "idle_timeout_s", idle_timeout_s, 1e9))
-        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._stop = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ended: Any = None  # an event behind the kernel
         weakref.finalize(self, self._stop.fill_, 1)
@@ -58,6 +69,7 @@ class RingServer:
 
         self._stop.fill_(1)
         self._ended.synchronize()
+        dispatch.wrote(self._dst)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._launch = _refuse_again
 
@@ -72,6 +84,7 @@ class RingServer:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._launch(self._num_sms, self._idle_ns, self._stop.data_ptr(), self._stream.cuda_stream)
         self._ended = self._stream.record_event()
+        dispatch.wrote(self._dst)
         _servers[self._device.index] = weakref.ref(self)
         return self
 

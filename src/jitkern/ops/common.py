@@ -60,12 +60,16 @@ def entry_name(
 
 
 def not_a_tensor(op: str, **arguments: object) -> TypeError | None:
-    """Return an error that names the first argument that is no tensor; None where all are."""
+    """Return an error that names the first argument that is no tensor; None where all are.
+
+    Another library's is none, where it is PyTorch that takes it.
+    """
     import torch
 
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
-            return TypeError(f"{op}: {name}: {type_text(value)}, expected a tensor")
+            expected = "a torch.Tensor" if hasattr(value, "__dlpack__") else "a tensor"
+            return TypeError(f"{op}: {name}: {type_text(value)}, expected {expected}")
     return None
 
 

@@ -58,7 +58,8 @@ def d2h_scatter(
     The way back of :func:`jitkern.h2d_gather`: a persistent kernel of a few blocks writes ``dst``
     over PCIe, on the current stream and without a synchronisation. The host may read ``dst`` once
     the stream has come past the call. A call that sorts its pairs takes scratch memory from
-    PyTorch's caching allocator, another allocates nothing. May be captured in a CUDA graph.
+    PyTorch's caching allocator, another allocates nothing. With ``pairs`` on the GPU it may be
+    captured in a CUDA graph.
 
     Parameters
     ----------
@@ -71,7 +72,8 @@ def d2h_scatter(
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
         ``src`` or on the CPU, in memory of their own. A pair with a negative member is skipped.
-        Destinations should be distinct: of one that appears twice the content is undefined.
+        Destinations should be distinct: of one that appears twice the content is undefined. Pairs
+        on the CPU are read before the call returns, and all checked before anything is queued.
     num_sms : int, optional
         Blocks of 1024 threads that write over the bus, at most one an SM, clamped to the GPU's SMs;
         as many as keep the bus busy by default, as for :func:`jitkern.h2d_gather`.
@@ -94,7 +96,8 @@ def d2h_scatter(
     TypeError, ValueError
         Wrong dtype, device, shape or stride, a pageable destination with ``pairs`` on a GPU, or
         memory that the call would write twice, or write and read; a ``method`` that the other
-        arguments forbid. Nothing was launched or written.
+        arguments forbid; ``pairs`` on the CPU while a graph is captured. Nothing was launched or
+        written.
     RuntimeError
         With gradients enabled: an argument requires one. Outside of inference mode: what is written
         to was made in it. Nothing was written.

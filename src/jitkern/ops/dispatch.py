@@ -9,6 +9,7 @@ tensor of PyTorch can say is asked here, and not in inference mode, which has no
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from jitkern.unreadable import name_unreadable
@@ -41,8 +42,8 @@ def may_write(written: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
     Parameters
     ----------
     written, read
-        The tensors that were given, but for indices, which have no gradient. What is no tensor is
-        left to C++, which names it.
+        The tensors that were given, but for indices, which have no gradient. What is none of
+        PyTorch's is left to C++, which takes another library's and names what is no tensor.
     """
     if _forward_ad._current_level >= 0:
         return False
@@ -56,8 +57,17 @@ def may_write(written: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
     except RuntimeError:
         return False  # made in inference mode: it has no version
     except (AttributeError, TypeError):
-        pass  # no tensor
+        tensors = _of_torch(written), _of_torch(read)
+        is_fewer = len(tensors[0]) + len(tensors[1]) < len(written) + len(read)
+        return not is_fewer or may_write(*tensors)
     return True
+
+
+def _of_torch(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return those that are PyTorch's: another library's have neither gradient nor version."""
+    import torch
+
+    return tuple(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def wrote(*tensors: Any) -> None:
@@ -66,10 +76,11 @@ def wrote(*tensors: Any) -> None:
     A backward pass that has kept the old content then raises instead of using the new; in inference
     mode, too, for tensors that were not made in it.
     """
-    try:  # noqa: SIM105 - suppress() takes 0.3 us
+    try:
         _increment_version(tensors)
     except (RuntimeError, TypeError):
-        pass  # memory of another library
+        with suppress(RuntimeError, TypeError):
+            _increment_version(_of_torch(tensors))
 
 
 def wants_gradient(tensor: Any) -> bool:

@@ -63,7 +63,7 @@ def h2d_gather(
     without a synchronisation; the source must stay allocated and unchanged until the stream has
     come past the call. A small call allocates nothing; one that sorts its pairs, to find repeated
     rows (from 32,768 pairs on) or for their order, takes scratch memory from PyTorch's caching
-    allocator. May be captured in a CUDA graph.
+    allocator. With ``pairs`` on the GPU it may be captured in a CUDA graph.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def h2d_gather(
         translation of the link, 36 ns each, which halves the bandwidth of rows of 656 bytes at
         4 GiB; sorted on the GPU, in front of the fetch, they miss once a page. "auto" sorts where
         the source is that large, rows are of 2 KiB or less, and the call has 4,096 pairs or more
-        (10,240 at 1 GiB, where few miss).
+        (10,240 at 1 GiB, of which few miss).
     record_source : bool
         Tell PyTorch's pinned allocator that the current stream uses ``src``, so that ``src`` may be
         freed right after the call: its memory is not handed out again before the stream has come
@@ -127,14 +127,15 @@ def h2d_gather(
     checked before anything is queued. What goes through the CPU has been read from ``src`` by then;
     what SMs fetch has not: but for "cpu" the source must stay as it is until the stream has come
     past. Rows go through six chunks of 4 MiB, so that a call of more waits for the stream to free
-    them. In a CUDA graph ``pairs`` have to be on the GPU.
+    them.
 
     Raises
     ------
     TypeError, ValueError
         Wrong dtype, device, shape or stride, a pageable source with ``pairs`` on a GPU,
         ``reuse_resident`` without ``slot_map``, or memory that the call would write twice, or write
-        and read; a ``method`` that the other arguments forbid. Nothing was launched or written.
+        and read; a ``method`` that the other arguments forbid; ``pairs`` on the CPU while a graph
+        is captured. Nothing was launched or written.
     RuntimeError
         With gradients enabled: an argument requires one. Outside of inference mode: what is written
         to was made in it. Nothing was written.

@@ -36,6 +36,7 @@ CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
 IN_FLIGHT = 4  # vectors that a lane moves at a time, of several rows where they are short
 VECS_PER_SPLIT = 2 * 32  # two for each lane of a warp
 TABLE_IN_FLIGHT = 8  # of a table in host memory, as for h2d_gather
+_MAX_TABLES = 8  # as of csrc/ops/index.cc
 
 
 def num_splits(row_bytes: int, vec_bytes: int | None = None) -> int:
@@ -113,7 +114,9 @@ def _through_torch(
 
     rest = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
     if type(weights) is tuple:
-        outputs = output or (None,) * len(weights)
+        outputs = (None,) * len(weights) if output is None else output
+        if not torch.compiler.is_dynamo_compiling():
+            _check_tables(weights, outputs)
         return tuple(
             _through_torch(table, indices, output=to, **rest)
             for table, to in zip(weights, outputs, strict=True)
@@ -123,7 +126,7 @@ def _through_torch(
     # runs: torch.compile makes another error of one that is raised while it traces.
     if not torch.compiler.is_dynamo_compiling():
         wrong = not_a_tensor("indexing", weights=weights, indices=indices)
-        if wrong is not None:
+        if wrong is not None and output is None:
             raise wrong
         _check_ranges(vocab_range, added_range)
     given = {"weights": weights, "indices": indices, **rest}
@@ -256,15 +259,8 @@ def indexing(
             dispatch.require_wrapper(
                 error, "indexing", weights=weights, indices=indices, output=result
             )
-    result = _through_torch(
-        weights,
-        indices,
-        output=output,
-        vocab_range=vocab_range,
-        added_range=added_range,
-        vocab_size=vocab_size,
-    )
-    return cast("Tensor", result)
+    rest = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
+    return cast("Tensor", _through_torch(weights, indices, output=output, **rest))
 
 
 def _together(
@@ -277,11 +273,11 @@ def _together(
 ) -> tuple[Tensor, ...]:
     if output is not None and type(output) is not tuple:
         raise TypeError(f"indexing: output: {type_text(output)}, expected a tuple as for weights")
+    is_inference = dispatch.in_inference_mode()
     given = output or ()
-    if dispatch.in_inference_mode() or (
-        not any(map(dispatch.wants_gradient, weights))
-        and (not given or dispatch.may_write(given, weights))
-    ):
+    if given and not is_inference and not dispatch.may_write(given, weights):
+        dispatch.refuse("indexing", {"output": given}, {"weights": weights})
+    if given or is_inference or not any(map(dispatch.wants_gradient, weights)):
         more = None if added_range is None and vocab_size is None else (added_range, vocab_size)
         outputs: tuple[Tensor, ...] = given
         try:
@@ -292,21 +288,36 @@ def _together(
                     dispatch.wrote(*given)
                 return outputs
         except TypeError:
+            _check_tables(weights, outputs or weights)
             _check_ranges(vocab_range, added_range)
             raise
         except (RuntimeError, ValueError) as error:
             tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
             made = {f"output[{i}]": to for i, to in enumerate(outputs)}
             dispatch.require_wrapper(error, "indexing", **tables, indices=indices, **made)
-    results = _through_torch(
-        weights,
-        indices,
-        output=output,
-        vocab_range=vocab_range,
-        added_range=added_range,
-        vocab_size=vocab_size,
-    )
-    return cast("tuple[Tensor, ...]", results)
+            if given and not is_inference:  # in front of the first table, not of its own
+                dispatch.refuse("indexing", {"output": given}, {"weights": weights})
+    rest = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
+    return cast("tuple[Tensor, ...]", _through_torch(weights, indices, output=output, **rest))
+
+
+def _check_tables(weights: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    """Raise for what C++ refuses of several tables, where PyTorch takes them one by one."""
+    tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
+    if (wrong := not_a_tensor("indexing", **tables)) is not None:
+        raise wrong
+    count = len(weights)
+    if not 1 <= count <= _MAX_TABLES:
+        text = f"a tuple of {count}, expected 1 to {_MAX_TABLES} tables"
+        raise ValueError(f"indexing: weights: {text}")
+    if len(outputs) != count:
+        text = f"a tuple of {len(outputs)}, expected {count}, one for each table"
+        raise ValueError(f"indexing: output: {text}")
+    first, *others = (table.shape[0] if table.ndim > 0 else 0 for table in weights)
+    for i, rows in enumerate(others, 1):
+        if rows != first:
+            text = f"{rows} rows, expected {first} rows as in weights[0]"
+            raise ValueError(f"indexing: weights[{i}]: {text}")
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:

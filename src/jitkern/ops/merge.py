@@ -87,7 +87,8 @@ def merge_state(
     ([[[0.5, 0.5, 0.5, 0.5]]], 0.6931)
     """
     given = given_of(out, lse)
-    if dispatch.in_inference_mode() or dispatch.may_write(given, (out_a, lse_a, out_b, lse_b)):
+    read = (out_a, lse_a, out_b, lse_b) if scale is None else (out_a, lse_a, out_b, lse_b, scale)
+    if dispatch.in_inference_mode() or dispatch.may_write(given, read):
         to, to_lse = out, lse
         options = options_of("merge_state", base, lse_layout, scale, prefill_tokens_with_context)
         try:
@@ -206,6 +207,8 @@ def merge_states(
     """
     is_list = isinstance(outs, (list, tuple))
     read = (*outs, *lses) if is_list and isinstance(lses, (list, tuple)) else (outs, lses)
+    if scale is not None:
+        read += (scale,)
     given = given_of(out, lse)
     if dispatch.in_inference_mode() or dispatch.may_write(given, read):
         to, to_lse = out, lse

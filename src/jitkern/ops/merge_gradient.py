@@ -34,13 +34,13 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-            ctx.num, base, ctx.layout, ctx.num_valid, ctx.prefill, *both = inputs
+            ctx.num, base, ctx.layout, num_valid, ctx.prefill, *both = inputs
             ctx.log_base = 1.0 if base == "e" else math.log(2)
-            ctx.save_for_backward(*both, *output)
+            ctx.save_for_backward(num_valid, *both, *output)
 
         @staticmethod
         def backward(ctx: Any, g_out: Tensor, g_lse: Tensor) -> tuple[Tensor | None, ...]:
-            *both, out, lse = ctx.saved_tensors
+            num_valid, *both, out, lse = ctx.saved_tensors
             outs, lses = both[: ctx.num], both[ctx.num :]
             turned = ctx.layout == "heads_tokens"
             if turned:
@@ -48,7 +48,7 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
             of_outs: list[Tensor] = []
             of_lses: list[Tensor] = []
             for i, (one, log) in enumerate(zip(outs, lses, strict=True)):
-                counts = (log != -math.inf) & _is_read(ctx, i, log)
+                counts = (log != -math.inf) & _is_read(i, log, num_valid, ctx.prefill)
                 weight = torch.exp((log.float() - lse) * ctx.log_base).where(counts, 0.0)
                 of_outs.append((weight[..., None] * g_out).to(one.dtype))
                 apart = (one.float() - out).where(counts[..., None], 0.0)
@@ -67,12 +67,12 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     return SimpleNamespace(apply=apply)
 
 
-def _is_read(ctx: Any, number: int, like: Tensor) -> Tensor:
+def _is_read(number: int, like: Tensor, num_valid: Tensor | None, prefill: int | None) -> Tensor:
     """Tell of each token ([tokens, 1]) whether partial `number` is one of those that count."""
     tokens = torch.arange(like.shape[0], device=like.device)[:, None]
     read = tokens >= 0
-    if ctx.num_valid is not None:
-        read = read & (number < ctx.num_valid.reshape(-1, 1))
-    if ctx.prefill is not None and number == 0:
-        read = read & (tokens < ctx.prefill)
+    if num_valid is not None:
+        read = read & (number < num_valid.reshape(-1, 1))
+    if prefill is not None and number == 0:
+        read = read & (tokens < prefill)
     return read

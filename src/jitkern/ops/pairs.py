@@ -1,4 +1,4 @@
-"""What the ops on pairs of rows (``h2d_gather``, ``d2h_scatter``) share."""
+"""What the ops between host and device memory share: how kernels are launched, named, sorted."""
 
 from __future__ import annotations
 

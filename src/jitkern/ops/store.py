@@ -99,12 +99,13 @@ def store_cache(
         interleaved in one tensor (``kv[:, 0]`` and ``kv[:, 1]``). None for a single cache, such as
         MLA's: ``store_cache(cache, None, indices, rows)``.
     indices : Tensor
-        ``[num_rows]``, int32 or int64, contiguous, in memory of their own. A negative index skips
-        its row. Where an index appears twice, the slot ends as a mix of both rows.
+        ``[num_rows]``, int32 or int64, contiguous, on the device of the caches, in memory of their
+        own. A negative index skips its row. Where an index appears twice, the slot ends as a mix of
+        both rows.
     k, v : Tensor
-        ``[num_rows, ...]``, dtype and bytes per row as in their caches, in memory that is not a
-        row of either cache; their trailing shape may differ from the caches'. ``v`` is None if
-        ``v_cache`` is.
+        ``[num_rows, ...]``, device, dtype and bytes per row as of their caches, in memory that is
+        not a row of either cache; their trailing shape may differ from the caches'. ``v`` is None
+        if ``v_cache`` is.
 
     Raises
     ------

@@ -8,14 +8,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "host/cpu_copy.h"
 #include "host/staging.h"
 #include "host/workers.h"
+#include "ops/unpack_host.h"
+#include "ops/unpack_ring.h"
 
 namespace jitkern {
 
@@ -23,8 +23,6 @@ namespace {
 
 using tvm::ffi::Array;
 using tvm::ffi::Function;
-
-constexpr const char* kUnpack = "unpack";  // what consumes
 
 // Instead of a ticket.
 constexpr i64 kFull = -1;
@@ -76,59 +74,6 @@ u64 convert(Descriptor* to, const u64* from, i64 count, i64 row_stride, i64 stri
   }
   // Another thread has written them meanwhile.
   raise_value_error(op, "descriptors", "values that change", "memory that nobody writes");
-}
-
-// What a descriptor names on one side.
-struct Reach {
-  const char* side;
-  i64 off, stride, bytes;  // of the buffer
-
-  bool fits(const Descriptor& d) const {
-    if (d.count == 0 || d.len == 0) return true;
-    return off >= 0 && (d.count == 1 || stride >= 0) && end(d) <= bytes;
-  }
-  __int128 end(const Descriptor& d) const {
-    return static_cast<__int128>(off) + static_cast<__int128>(d.count - 1) * stride + d.len;
-  }
-  std::string text(const Descriptor& d) const {
-    if (off >= 0 && stride < 0 && d.count > 1) {
-      return side + (" stride " + std::to_string(stride)) + ", expected 0 or more";
-    }
-    const i64 shown = static_cast<i64>(std::min<__int128>(end(d), INT64_MAX));
-    return side + (" bytes " + std::to_string(off)) + " to " + std::to_string(shown) +
-           ", expected " + (off < 0 ? "0 or more" : "below " + std::to_string(bytes));
-  }
-};
-Reach source(const Descriptor& d, i64 bytes) { return {"source", d.src_off, d.src_stride, bytes}; }
-Reach target(const Descriptor& d, i64 bytes) {
-  return {"destination", d.dst_off, d.dst_stride, bytes};
-}
-
-// Copies what the descriptors name, all of which is inside: as many bytes for each thread.
-void copy_all(char* dst, const char* src, const std::vector<Descriptor>& descriptors) {
-  std::vector<i64> begins{0};  // of each descriptor's bytes among all of them
-  for (const Descriptor& d : descriptors) {
-    // Rows without a stride may be more bytes than anybody can wait for.
-    const __int128 end = begins.back() + static_cast<__int128>(d.len) * d.count;
-    begins.push_back(static_cast<i64>(std::min<__int128>(end, INT64_MAX)));
-  }
-  const auto copy_part = [&](i64 begin, i64 end) {
-    size_t i = std::upper_bound(begins.begin(), begins.end(), begin) - begins.begin() - 1;
-    while (begin < end) {
-      const Descriptor& d = descriptors[i];
-      const i64 row = (begin - begins[i]) / d.len;
-      const i64 skipped = (begin - begins[i]) % d.len;
-      const i64 bytes = std::min(d.len - skipped, end - begin);
-      std::memcpy(dst + d.dst_off + row * d.dst_stride + skipped,
-                  src + d.src_off + row * d.src_stride + skipped, static_cast<size_t>(bytes));
-      begin += bytes;
-      while (begin < end && begin >= begins[i + 1]) ++i;
-    }
-  };
-  const i64 bytes = begins.back();
-  const i64 threads = threads_for(bytes, 2 * bytes);
-  if (threads > 1) return for_parts(bytes, threads, copy_part);
-  copy_part(0, bytes);
 }
 
 class DescriptorRing {
@@ -205,9 +150,10 @@ class DescriptorRing {
   // `slot` on, or of those that are next in turn where that is below 0. Of one with a descriptor
   // that is out of range nothing is copied.
   void consume(AnyView dst_arg, AnyView src_arg, i64 slot, i64 num_slots) {
-    const Rows dst = bytes_of("dst", dst_arg);
-    const Rows src = bytes_of("src", src_arg);
-    dst.apart_from(src);
+    const UnpackSides sides(dst_arg, src_arg);
+    for (const Rows* side : {&sides.dst, &sides.src}) {
+      if (side->on_cuda()) side->value_error("device " + side->device_name(), "cpu");
+    }
     const RingHeader& header = consumer_.header();
     const std::lock_guard<std::mutex> lock(consuming_);
     for (i64 taken = 0; taken < num_slots;) {
@@ -225,7 +171,7 @@ class DescriptorRing {
         consumed = generation;
         ++taken;
         if (slot < 0) ++next_;
-        take(dst, src, ticket, {from, from + count});
+        take(sides, ticket, from, count);
       } else {
         ++next_;  // a call that named its slot took it
       }
@@ -247,32 +193,23 @@ class DescriptorRing {
   i64 next() const { return static_cast<i64>(producer_.next()); }
 
  private:
-  // Does what a push asks for, or nothing of it, and completes it. Its descriptors were read once:
-  // a producer that breaks the protocol changes none that was checked.
-  void take(const Rows& dst, const Rows& src, u64 ticket,
-            const std::vector<Descriptor>& descriptors) {
-    for (size_t i = 0; i < descriptors.size(); ++i) {
-      for (const Reach& reach : {source(descriptors[i], src.row_bytes * src.num_rows),
-                                 target(descriptors[i], dst.row_bytes * dst.num_rows)}) {
-        if (reach.fits(descriptors[i])) continue;
-        const u32 slot = consumer_.header().slot(ticket);
+  // Does what a push asks for, or nothing of it, and completes it. Its descriptors are read once: a
+  // producer that breaks the protocol changes none that was checked.
+  void take(const UnpackSides& sides, u64 ticket, const Descriptor* from, u32 count) {
+    std::vector<Pieces> list;
+    list.reserve(count);
+    for (u32 i = 0; i < count; ++i) {
+      const Descriptor& d = from[i];
+      const Pieces pieces{d.src_off, d.dst_off, d.len, d.count, d.src_stride, d.dst_stride};
+      const Verdict verdict = verdict_on(pieces, sides.src.row_bytes, sides.dst.row_bytes);
+      if (verdict.part != kNumParts) {
         consumer_.complete(ticket);  // so that the ring goes on
-        throw tvm::ffi::Error("IndexError",
-                              kUnpack + (": ring: descriptor " + std::to_string(i) + " of slot " +
-                                         std::to_string(slot) + ": " + reach.text(descriptors[i]) +
-                                         "; nothing of the slot was copied"),
-                              "");
+        raise_out_of_range(true, ring_position(consumer_.header().slot(ticket), i), verdict);
       }
+      if (!pieces.empty()) list.push_back(simplified(pieces));
     }
-    copy_all(dst.data, src.data, descriptors);
+    unpack_by_cpu(sides, list);
     consumer_.complete(ticket);
-  }
-
-  static Rows bytes_of(const char* arg, AnyView value) {
-    const Tensor t(kUnpack, arg, value);
-    if (t.on_cuda()) t.value_error("device " + t.device_name(), "cpu");
-    t.contiguous();
-    return Rows(t, 1, t.numel() * t.item_bytes(), 0);
   }
 
   template <class IsThere>

@@ -139,15 +139,15 @@ BlockCall::BlockCall(AnyView dst_arg, AnyView dst_dim, AnyView src_arg, AnyView 
   }
   dst.distinct_pieces();
   if (dst.ordinal() == src.ordinal() && !dst.same_blocks(src)) dst.apart_from(src);
+  if (!is_none(count_arg)) {
+    count.emplace(kOp, "count", count_arg);
+    count->same_device(pairs);
+    if (count->count != 1) count->value_error("shape " + count->shape_text(), "1 element");
+  }
   if (!dst.empty()) {
     const Rows written = dst.as_row();
     pairs.apart_from(written);
-    if (!is_none(count_arg)) {
-      count.emplace(kOp, "count", count_arg);
-      count->same_device(pairs);
-      if (count->count != 1) count->value_error("shape " + count->shape_text(), "1 element");
-      count->apart_from(written);
-    }
+    if (count) count->apart_from(written);
   }
   // A block that is one piece on both sides is copied as such.
   const auto is_one_piece = [](const Blocks& blocks) {

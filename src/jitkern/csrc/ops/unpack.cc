@@ -165,7 +165,8 @@ DescriptorSites::DescriptorSites(bool of_ring) {
 
 void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict) {
   const PartWords& words = kParts[of_ring][verdict.part];
-  words.raise(kOp, words.arg, position, verdict.value, verdict.bound, "; nothing was written");
+  words.raise(kOp, words.arg, position, verdict.value, verdict.bound,
+              of_ring ? "; nothing of the slot was copied" : "; nothing was written");
   std::abort();  // it has thrown
 }
 

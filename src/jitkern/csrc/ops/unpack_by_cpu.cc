@@ -23,20 +23,20 @@ struct Parts {
   }
 };
 
-void copy_part(const UnpackCall& call, const Pieces& p, i64 part, CopyRow copy) {
+void copy_part(const UnpackSides& sides, const Pieces& p, i64 part, CopyRow copy) {
   const Parts parts(p);
   const i64 first = part / parts.of_piece * parts.pieces;
   const i64 at = part % parts.of_piece * kPartBytes;
   const i64 bytes = std::min(p.len - at, kPartBytes);
   for (i64 i = first; i < std::min(p.count, first + parts.pieces); ++i) {
-    copy(call.dst.data + p.dst_off + i * p.dst_stride + at,
-         call.src.data + p.src_off + i * p.src_stride + at, bytes);
+    copy(sides.dst.data + p.dst_off + i * p.dst_stride + at,
+         sides.src.data + p.src_off + i * p.src_stride + at, bytes);
   }
 }
 
 }  // namespace
 
-void unpack_by_cpu(const UnpackCall& call, const std::vector<Pieces>& list) {
+void unpack_by_cpu(const UnpackSides& sides, const std::vector<Pieces>& list) {
   std::vector<i64> starts;  // the number of each descriptor's first part
   starts.reserve(list.size());
   i64 num_parts = 0, bytes = 0;
@@ -52,7 +52,7 @@ void unpack_by_cpu(const UnpackCall& call, const std::vector<Pieces>& list) {
     size_t i = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
     for (i64 part = begin; part < end; ++part) {
       while (i + 1 < starts.size() && starts[i + 1] <= part) ++i;
-      copy_part(call, list[i], part - starts[i], copy);
+      copy_part(sides, list[i], part - starts[i], copy);
     }
     if (stream) end_stream();
   };

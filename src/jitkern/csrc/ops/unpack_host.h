@@ -41,8 +41,8 @@ struct UnpackCall : UnpackSides {
   std::vector<Pieces> checked_descriptors() const;
 };
 
-// Copies them on the threads of the CPU.
-void unpack_by_cpu(const UnpackCall& call, const std::vector<Pieces>& list);
+// Copies pieces that are inside of both sides, on the threads of the CPU.
+void unpack_by_cpu(const UnpackSides& sides, const std::vector<Pieces>& list);
 
 // The parts of a descriptor that faults name: of a call's, or of a ring's, by its position.
 struct DescriptorSites {
@@ -53,7 +53,8 @@ struct DescriptorSites {
     for (int part = 0; part < kNumParts; ++part) params.sites[part] = sites[part];
   }
 };
-// IndexError of a descriptor, in the words of its part.
+// IndexError of a descriptor on the CPU, in the words of its part: nothing of the call, or of the
+// ring's slot, was copied.
 [[noreturn]] void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict);
 
 // Queues the kernel on the scope's stream. `params` has all but `fault`: addresses as the GPU has

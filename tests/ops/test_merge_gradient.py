@@ -1,0 +1,82 @@
+"""The gradient of merge_state and merge_states, against PyTorch's own operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jitkern import merge_state, merge_states
+
+N, TOKENS, HEADS, DIM = 3, 5, 2, 8
+
+
+def given(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of token 4 none counts, of token 3 not the first; what does not count holds NaN."""
+    outs = torch.randn(N, TOKENS, HEADS, DIM, device=device)
+    lses = torch.randn(N, TOKENS, HEADS, device=device)
+    for where in ((slice(None), 4), (0, 3)):
+        outs[where], lses[where] = torch.nan, -torch.inf
+    return outs.requires_grad_(), lses.requires_grad_()
+
+
+def gradients(out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """With weights that tell all elements apart; an lse of -inf has no part in it."""
+    loss = (out * torch.arange(out.numel(), device=out.device).view(out.shape).cos()).sum()
+    known = lse.where(lse > -1e20, 0)
+    loss = loss + (known * torch.arange(lse.numel(), device=lse.device).view(lse.shape).sin()).sum()
+    return torch.autograd.grad(loss, inputs)
+
+
+def ref_gradients(outs: Tensor, lses: Tensor, counts: Tensor, base: str) -> tuple[Tensor, ...]:
+    log = math.log(2) if base == "2" else 1.0
+    counts = counts & lses.detach().gt(-torch.inf)
+    scaled = lses.double().where(counts, -1e30) * log
+    values = outs.double().where(counts[..., None], 0)
+    out = (scaled.softmax(0)[..., None] * values).sum(0)
+    return gradients(out, scaled.logsumexp(0) / log, outs, lses)
+
+
+@pytest.mark.parametrize("base", ["e", "2"])
+@pytest.mark.parametrize("layout", ["tokens_heads", "heads_tokens"])
+@pytest.mark.parametrize("valid", [None, [2], [3, 0, 1, 2, 9]], ids=str)
+def test_of_many(device: torch.device, base: Any, layout: Any, valid: list[int] | None) -> None:
+    outs, lses = given(device)
+    count = None if valid is None else torch.tensor(valid, device=device)
+    counts = torch.ones_like(lses, dtype=torch.bool)
+    if count is not None:
+        counts &= torch.arange(N, device=device).view(N, 1, 1) < count.view(1, -1, 1)
+    turned = lses.transpose(1, 2) if layout == "heads_tokens" else lses
+    out, lse = merge_states(outs, turned, base=base, lse_layout=layout, num_valid=count)
+    assert lse is not None
+    lse = lse.t() if layout == "heads_tokens" else lse
+    found = gradients(out, lse, outs, lses)
+    for one, wanted in zip(found, ref_gradients(outs, lses, counts, base), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefill", [None, 0, 2, TOKENS])
+def test_of_two(device: torch.device, prefill: int | None) -> None:
+    outs, lses = given(device)
+    two = outs[0], lses[0], outs[1], lses[1]
+    out, lse = merge_state(*two, prefill_tokens_with_context=prefill)
+    assert lse is not None
+    counts = torch.ones_like(lses, dtype=torch.bool)
+    counts[2] = False
+    counts[0, TOKENS if prefill is None else prefill :] = False
+    found = gradients(out, lse, outs, lses)
+    for one, wanted in zip(found, ref_gradients(outs, lses, counts, "e"), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_counts_that_have_changed(device: torch.device) -> None:
+    """The backward pass would look at others than the forward pass did."""
+    outs, lses = given(device)
+    count = torch.tensor([2], device=device)
+    out, _ = merge_states(outs, lses, num_valid=count)
+    count.fill_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
