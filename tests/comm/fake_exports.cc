@@ -1,6 +1,5 @@
 // What tests in Python ask of fake_gpu.cc and fake_nccl.cc.
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 
 #include "fake_gpu.h"
@@ -13,7 +12,6 @@ using namespace fake;
 
 EXPORT void fake_nccl_queue_limit(i64 limit) { knobs.queue_limit = limit; }
 EXPORT void fake_nccl_graphs(i64 count) { knobs.num_graphs = count; }
-EXPORT void fake_nccl_delay_us(i64 us) { knobs.delay_us = us; }
 // The next call returns this.
 EXPORT void fake_nccl_next_result(int result, const char* text) {
   const std::lock_guard<std::mutex> lock(knobs.mutex);
@@ -24,9 +22,7 @@ EXPORT void fake_nccl_next_result(int result, const char* text) {
 EXPORT void fake_nccl_fail_after(i64 number) {
   knobs.failing_call = knobs.num_queued_calls + number;
 }
-EXPORT i64 fake_nccl_num_calls() { return knobs.num_queued_calls; }
 EXPORT i64 fake_nccl_num_comms() { return knobs.num_comms; }
-EXPORT i64 fake_nccl_num_used_aborts() { return knobs.num_used_aborts; }
 EXPORT void fake_nccl_replay(CUstream stream) {
   const std::lock_guard<std::mutex> lock(knobs.mutex);
   for (const auto& queue : knobs.captured) queue(stream);
@@ -44,12 +40,8 @@ EXPORT void fake_know(const char* memory, i64 bytes, int device) {
   know(memory, bytes, jitkern::kMemoryTypeDevice, device);
 }
 EXPORT void fake_forget(const char* memory) { forget(memory); }
-EXPORT void fake_copy(CUstream stream, char* to, const char* from, i64 bytes) {
-  run_on(stream, [=] { std::memcpy(to, from, static_cast<size_t>(bytes)); });
-}
 EXPORT void fake_capturing(int is_on) { set_capturing(is_on != 0); }
 EXPORT i64 fake_num_events() { return num_events(); }
-EXPORT i64 fake_num_records() { return num_calls(kRecord); }
 
 // The driver ends a process when its GPUs are done.
 static void __attribute__((destructor)) wait_for_streams() {

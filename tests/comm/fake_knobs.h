@@ -16,9 +16,7 @@ struct Knobs {
   std::atomic<i64> num_unfinished{0};
   std::atomic<i64> num_graphs{0};  // that have captured a communicator
   std::atomic<i64> num_queued_calls{0};
-  std::atomic<i64> num_used_aborts{0};  // of communicators that another thread was using
   std::atomic<i64> num_comms{0};
-  std::atomic<i64> delay_us{0};  // of each operation
   std::atomic<int> next_result{0};
   std::atomic<i64> failing_call{0};  // whose operation never ends
   std::mutex mutex;                  // guards what follows

@@ -26,7 +26,7 @@ lib.fake_know.argtypes = [Address, Count, ctypes.c_int]
 for with_address in (lib.fake_forget, lib.fake_hold, lib.fake_release, lib.fake_synchronize):
     with_address.argtypes = [Address]
 lib.fake_nccl_replay.argtypes = [Address]
-for with_count in (lib.fake_nccl_queue_limit, lib.fake_nccl_graphs, lib.fake_nccl_delay_us):
+for with_count in (lib.fake_nccl_queue_limit, lib.fake_nccl_graphs):
     with_count.argtypes = [Count]
 lib.fake_nccl_fail_after.argtypes = [Count]
 

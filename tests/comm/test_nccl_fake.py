@@ -101,6 +101,20 @@ def test_nccl_notices_that_a_rank_is_gone(fake_gpus: Pool) -> None:
     two[1].evaluate("comm.abort()")
 
 
+def test_a_wrong_shrink_leaves_it_as_it_was(fake_gpus: Pool) -> None:
+    two = two_of(fake_gpus, timeout_s=20)
+    for code, text in {
+        "comm.shrink([1], timeout_s=0)": "ValueError: shrink: timeout_s: 0, expected more than 0",
+        "comm.shrink([1], timeout_s='1')": "TypeError: shrink: timeout_s: str, expected seconds",
+        "comm.shrink(['1'])": "TypeError: shrink: exclude: str in it, expected ranks",
+        "comm.shrink([0])": "ValueError: shrink: exclude: rank 0, expected ranks from 0 to 1 other",
+    }.items():
+        two[0].tell("evaluate", code=code)
+        assert two[0].error()["error"].startswith(text)
+    all_do(two, "calls", count=1)
+    all_do(two, "evaluate", code="comm.destroy()")
+
+
 def test_graphs_hold_a_communicator(fake_gpus: Pool) -> None:
     two = two_of(fake_gpus, timeout_s=20)
     all_do(two, "replay", count=1)

@@ -150,6 +150,12 @@ def test_one_rank_has_no_memory() -> None:
     ("change", "kind", "text"),
     [
         ({"comm": Of(9)}, ValueError, "comm: 9 ranks, expected at most 8; use it as it is"),
+        ({"comm": 5}, TypeError, "comm: int without rank, size, all_reduce, expected a Commun"),
+        ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
+        ({"device": "gpu"}, ValueError, 'device: \'gpu\', expected "cuda" or "cpu"'),
+        ({"device": 5}, TypeError, "device: int, expected a torch.device"),
+        ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected more than 0"),
+        ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
         ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected 0 or more"),
         ({"max_bytes": 1.5}, TypeError, "max_bytes: float, expected an int"),
         ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected 'auto', 'one_shot' or"),

@@ -26,6 +26,7 @@ from jitkern.errors import CommTimeoutError
 
 pytestmark = needs_cxx
 CHILD = Path(__file__).with_name("reduce_child.py")
+INTACT_AT = 256  # bytes: PeerControl of csrc/comm/peer_reduce.h
 
 
 @contextmanager
@@ -118,12 +119,14 @@ class Alone:
 
     def sends(self, other: int, call: Any) -> None:
         """Have another rank make its call, in which it does not wait for long."""
-        peer = PeerReducer(
+        with pytest.raises(CommTimeoutError):
+            call(self.peer(other))
+
+    def peer(self, other: int) -> PeerReducer:
+        return PeerReducer(
             self.addresses, other, len(self.addresses), self.num_bytes, device="cpu",
             deadline_s=0.01,
         )  # fmt: skip
-        with pytest.raises(CommTimeoutError):
-            call(peer)
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
@@ -154,6 +157,37 @@ def test_what_another_rank_has_sent_stays() -> None:
     with pytest.raises(CommTimeoutError) as raised:
         alone.reducer.all_reduce(torch.ones(5))
     assert raised.value.missing == (0,) and raised.value.number == 2
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_who_has_come_is_not_missing(algorithm: Any) -> None:
+    """Rank 0 has sent, and waits for rank 2 as well: it has not given up, and says nothing yet."""
+    alone = Alone(3, deadline_s=0.05)
+    alone.sends(0, lambda peer: peer.all_reduce(torch.ones(64), algorithm=algorithm))
+    intact = ctypes.c_uint32.from_address(alone.addresses[0] + INTACT_AT)
+    assert intact.value == 0b110
+    intact.value = 0xFFFFFFFF
+    with pytest.raises(CommTimeoutError, match="rank 2 did not come in time") as raised:
+        alone.reducer.all_reduce(torch.ones(64), algorithm=algorithm)
+    assert raised.value.missing == (2,)
+
+
+def test_late_by_a_hair() -> None:
+    """What comes between the last look and the end of the deadline has come: nobody is missing."""
+    alone = Alone(deadline_s=0.2)
+    peer = alone.peer(0)
+
+    def come(*_: object) -> None:
+        time.sleep(0.3)  # in the wait, which asks for signals and then looks at the clock
+        peer.all_reduce(torch.full((5,), 2.0))
+
+    before = signal.signal(signal.SIGALRM, come)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert alone.reducer.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_barrier() -> None:

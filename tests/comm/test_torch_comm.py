@@ -61,8 +61,9 @@ WRONG = {
     "on cpu",
     "comm.all_reduce(torch.ones(2).to_sparse())": "ValueError: all_reduce: x: torch.sparse_coo, "
     "expected a dense tensor",
-    "comm.all_reduce(torch.ones(2, requires_grad=True))": "ValueError: all_reduce: x: requires "
-    "grad, expected one that does not; use .detach() or torch.no_grad()",
+    "comm.all_reduce(torch.ones(2, requires_grad=True))": "RuntimeError: all_reduce: x: requires a "
+    "gradient, expected none: the op writes in place and has no gradient; call it under "
+    "torch.no_grad(), or pass x.detach()",
     "comm.all_reduce(torch.ones(2), 'mean')": "ValueError: all_reduce: op: 'mean', expected one of "
     "sum, prod, max, min, avg",
     "comm.all_reduce(torch.ones(2, dtype=torch.bool))": "TypeError: all_reduce: x: torch.bool, "

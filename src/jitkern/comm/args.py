@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.comm.protocol import REDUCE_OPS
+from jitkern.ops.common import type_text
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from jitkern.comm.protocol import Communicator
 
 # What both gloo and NCCL reduce; what is only moved may be of any dtype.
 REDUCED_DTYPES = (
@@ -18,8 +21,22 @@ REDUCED_DTYPES = (
 )
 
 
+def communicator_arg(call: str, value: Any) -> Communicator:
+    """Return what has a rank, a size and a sum."""
+    lacking = [name for name in ("rank", "size", "all_reduce") if not hasattr(value, name)]
+    if lacking:
+        without = ", ".join(lacking)
+        raise TypeError(
+            f"{call}: comm: {type_text(value)} without {without}, expected a Communicator"
+        )
+    if not 0 <= value.rank < value.size:
+        came = f"rank {value.rank} of {value.size}"
+        raise ValueError(f"{call}: comm: {came}, expected a rank of 0 to size - 1")
+    return cast("Communicator", value)
+
+
 def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]) -> None:
-    """Raise for what cannot be sent or written to: contiguous, on one of `devices`, no gradient."""
+    """Raise for what cannot be sent or written to: not contiguous, or on none of `devices`."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -32,10 +49,6 @@ def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]
     if not value.is_contiguous():
         what_to_do = "call .contiguous()"
         raise ValueError(f"{call}: {name}: not contiguous, expected contiguous; {what_to_do}")
-    if value.requires_grad and torch.is_grad_enabled():
-        # No gradient goes from rank to rank: it would be lost without a word.
-        what_to_do = "use .detach() or torch.no_grad()"
-        raise ValueError(f"{call}: {name}: requires grad, expected one that does not; {what_to_do}")
 
 
 def reduction_args(call: str, x: Tensor, op: Any) -> None:

@@ -11,9 +11,11 @@ from jitkern.comm import nccl_library
 from jitkern.comm.guard import MAX_TIMEOUT_S, Guard
 from jitkern.comm.nccl_buffer import Buffer
 from jitkern.comm.nccl_calls import NcclCalls
+from jitkern.comm.peer_args import deadline_arg, device_arg
 from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
 from jitkern.env import settings
 from jitkern.errors import CommError
+from jitkern.ops.common import type_text
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +63,7 @@ def init_pynccl(
         Ranks do not fit together: two of one number, on one GPU, or of other versions.
     UnsupportedError
         There is no usable NCCL; the message says what to install.
-    ValueError
+    TypeError, ValueError
         A wrong argument.
 
     Examples
@@ -71,22 +73,19 @@ def init_pynccl(
     """
     import torch
 
-    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise ValueError(f"init_pynccl: timeout_s: {timeout_s!r}, expected seconds, more than 0")
+    timeout_s = deadline_arg("init_pynccl", "timeout_s", timeout_s)
     if not isinstance(max_size_bytes, int) or max_size_bytes < 0:
         raise ValueError(
             f"init_pynccl: max_size_bytes: {max_size_bytes!r}, expected bytes, 0 or more"
         )
-    version = nccl_library.load()
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    elif device.type != "cuda":
+    given = torch.device("cuda") if device is None else device
+    device = device_arg("init_pynccl", "device", given)
+    if device.type != "cuda":
         raise ValueError(f"init_pynccl: device: {device}, expected a GPU")
-    elif device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    version = nccl_library.load()
     num_bytes = min(max_size_bytes, settings().pynccl_max_buffer_bytes)
     made = PyNCCLCommunicator.__new__(PyNCCLCommunicator)
-    calls = NcclCalls(nccl_library.version_name(version), float(timeout_s))
+    calls = NcclCalls(nccl_library.version_name(version), timeout_s)
     guard = Guard(
         *("init_pynccl", tp_cpu_group, tp_rank, tp_size),
         timeout_s=min(timeout_s, MAX_TIMEOUT_S),
@@ -318,11 +317,16 @@ class PyNCCLCommunicator:
         ------
         CommTimeoutError
             Not all of them came within ``timeout_s``, by default that of the communicator.
-        ValueError
-            ``exclude`` holds what is no rank, or this rank.
+        TypeError, ValueError
+            ``exclude`` holds what is no rank, or this rank, or ``timeout_s`` makes no sense; the
+            communicator is as it was.
         """
-        excluded = sorted(set(exclude))
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = deadline_arg("shrink", "timeout_s", limit_s)
+        excluded = list(exclude)
         for one in excluded:
+            if type(one) is not int:
+                raise TypeError(f"shrink: exclude: {type_text(one)} in it, expected ranks")
             if not 0 <= one < self.size or one == self.rank:
                 raise ValueError(
                     f"shrink: exclude: rank {one}, expected ranks from 0 to {self.size - 1} other "
@@ -330,13 +334,12 @@ class PyNCCLCommunicator:
                 )
         self.abort()
         made = PyNCCLCommunicator.__new__(PyNCCLCommunicator)
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        calls = NcclCalls(self.nccl_version, timeout_s)
+        calls = NcclCalls(self.nccl_version, limit_s)
         num_bytes = self._buffer.num_bytes
         guard = self._guard.among(
             "shrink",
             [one for one in range(self.size) if one not in excluded],
-            timeout_s=min(timeout_s, MAX_TIMEOUT_S),
+            timeout_s=min(limit_s, MAX_TIMEOUT_S),
             position=calls.position,
             facts=_facts(num_bytes, self.device),
         )

@@ -1,4 +1,4 @@
-"""What a PeerMemory may be asked for."""
+"""What a PeerMemory, and what is built on one, may be asked for."""
 
 from __future__ import annotations
 
@@ -55,7 +55,16 @@ def ranks_arg(group: Any, rank: Any, size: Any) -> tuple[int, int]:
     return given["rank"], given["size"]
 
 
-def device_arg(name: str, device: Any) -> torch.device:
+def deadline_arg(call: str, name: str, limit_s: Any) -> float:
+    """Return a deadline that may be ``math.inf``: none."""
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float):
+        raise TypeError(f"{call}: {name}: {type_text(limit_s)}, expected seconds")
+    if not limit_s > 0:
+        raise ValueError(f"{call}: {name}: {limit_s!r}, expected more than 0")
+    return float(limit_s)
+
+
+def device_arg(call: str, name: str, device: Any) -> torch.device:
     """Return a GPU with its number, or the CPU."""
     import torch
 
@@ -65,11 +74,11 @@ def device_arg(name: str, device: Any) -> torch.device:
         try:
             device = torch.device(device)
         except RuntimeError:
-            raise ValueError(f'PeerMemory: {name}: {device!r}, expected "cuda" or "cpu"') from None
+            raise ValueError(f'{call}: {name}: {device!r}, expected "cuda" or "cpu"') from None
     if not isinstance(device, torch.device):
-        raise TypeError(f"PeerMemory: {name}: {type_text(device)}, expected a torch.device")
+        raise TypeError(f"{call}: {name}: {type_text(device)}, expected a torch.device")
     if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"PeerMemory: {name}: {device}, expected a GPU or the CPU")
+        raise ValueError(f"{call}: {name}: {device}, expected a GPU or the CPU")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device

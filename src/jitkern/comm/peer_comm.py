@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import peer_kernel
-from jitkern.comm.peer_args import device_arg
+from jitkern.comm.args import communicator_arg
+from jitkern.comm.peer_args import deadline_arg, device_arg, seconds_arg
 from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import Algorithm, PeerReducer
 from jitkern.comm.protocol import Communicator, ReduceOp
@@ -61,11 +62,11 @@ class PeerCommunicator:
     Raises
     ------
     UnsupportedError
-        Ranks on several hosts, or GPUs that cannot address each other's memory, or more than 8.
+        Ranks on several hosts, or GPUs that cannot address each other's memory.
     CommTimeoutError, CommError
         As for :class:`PeerMemory`.
     TypeError, ValueError
-        A wrong argument.
+        A wrong argument, or more than 8 ranks.
 
     Examples
     --------
@@ -86,6 +87,7 @@ class PeerCommunicator:
     ) -> None:
         import torch
 
+        communicator_arg("PeerCommunicator", comm)
         if max_bytes is None:
             max_bytes = _MAX_BYTES.get(comm.size, _MAX_BYTES_OF_MORE)
         elif isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
@@ -102,13 +104,15 @@ class PeerCommunicator:
                 f"PeerCommunicator: comm: {comm.size} ranks, expected at most "
                 f"{peer_kernel.MOST_RANKS}; use it as it is"
             )
+        deadline_s = deadline_arg("PeerCommunicator", "deadline_s", deadline_s)
+        timeout_s = seconds_arg(timeout_s, "PeerCommunicator")
+        where = device_arg("PeerCommunicator", "device", device)
         self._comm, self._algorithm = comm, algorithm
         self._dtypes = (torch.float32, torch.float16, torch.bfloat16)
         self.max_bytes: int = max_bytes if comm.size > 1 else 0
         self._peers: PeerMemory | None = None
         if self.max_bytes == 0:
             return
-        where = device_arg("device", device)
         num_bytes = PeerReducer.workspace_bytes_for(
             comm.size, min(self.max_bytes, _WORKSPACE_FOR_BYTES)
         )

@@ -98,7 +98,7 @@ class PeerMemory:
     ) -> None:
         num_bytes = bytes_arg(num_bytes)
         rank, size = ranks_arg(group, rank, size)
-        where = device_arg("device", device)
+        where = device_arg("PeerMemory", "device", device)
         ordinal = _ordinal(where)
         self._num_barriers, self._num_met = 0, 0
         guard = Guard(
@@ -146,7 +146,7 @@ class PeerMemory:
         tensor([7, 7, 0], dtype=torch.int32)
         """
         num_bytes, timeout_s = bytes_arg(num_bytes), seconds_arg(timeout_s)
-        places = [device_arg("devices", one) for one in devices]
+        places = [device_arg("PeerMemory", "devices", one) for one in devices]
         if not places or len({place.type for place in places}) > 1:
             came = ", ".join(map(str, places)) or "none"
             raise ValueError(f"PeerMemory: devices: {came}, expected some GPUs, or the CPU alone")
@@ -170,7 +170,7 @@ class PeerMemory:
         """
         # Where one rank's GPU has no such memory, all are to ask for the same, and all hear of it.
         return peer_range.piece_bytes(
-            _ordinal(device_arg("device", device))
+            _ordinal(device_arg("PeerMemory.page_bytes", "device", device))
         ) or peer_range.piece_bytes(-1)
 
     # -- memory ------------------------------------------------------------------------------------

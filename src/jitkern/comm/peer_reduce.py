@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from jitkern.comm import peer_kernel
+from jitkern.comm.peer_args import deadline_arg, device_arg
 from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
 from jitkern.ops import dispatch
@@ -64,7 +65,7 @@ class PeerReducer:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         A wrong argument.
 
     Examples
@@ -86,15 +87,15 @@ class PeerReducer:
     ) -> None:
         import torch
 
-        _check(addresses, rank, size, deadline_s)
-        self.device: torch.device = _device(device)
+        _check(addresses, rank, size)
+        self.device: torch.device = device_arg("PeerReducer", "device", device)
         self.rank: int = rank
         self.size: int = size
-        self.deadline_s: float = float(deadline_s)
+        self.deadline_s: float = deadline_arg("PeerReducer", "deadline_s", deadline_s)
         self._owner = owner
         _register_errors()
         ordinal = -1 if self.device.type == "cpu" else self.device.index
-        deadline_ns = 0 if math.isinf(deadline_s) else max(1, round(deadline_s * 1e9))
+        deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
         shapes = [number for shape in peer_kernel.SHAPES for number in shape]
         limit = peer_kernel.ONE_SHOT_BYTES[size]
         make = host.op("make_peer_reducer")
@@ -228,7 +229,7 @@ def traced_error(op: str) -> RuntimeError:
     )
 
 
-def _check(addresses: Sequence[int], rank: int, size: int, deadline_s: float) -> None:
+def _check(addresses: Sequence[int], rank: int, size: int) -> None:
     if not isinstance(size, int) or size not in peer_kernel.ONE_SHOT_BYTES:
         raise ValueError(f"PeerReducer: size: {size!r}, expected 2 to {peer_kernel.MOST_RANKS}")
     if not isinstance(rank, int) or not 0 <= rank < size:
@@ -240,19 +241,6 @@ def _check(addresses: Sequence[int], rank: int, size: int, deadline_s: float) ->
             raise ValueError(
                 f"PeerReducer: addresses: {address!r}, expected multiples of 16 bytes, not 0"
             )
-    if not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
-        raise ValueError(f"PeerReducer: deadline_s: {deadline_s!r}, expected more than 0")
-
-
-def _device(device: torch.device | str) -> torch.device:
-    import torch
-
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"PeerReducer: device: {found}, expected a GPU or the CPU")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ class Communicator(Protocol):
 
     TypeError, ValueError
         A wrong argument; nothing was sent.
+    RuntimeError
+        PyTorch would have to see the call, for a gradient: none goes from rank to rank.
     CommError
         The communicator is closed, or an earlier call has failed.
     CommTimeoutError

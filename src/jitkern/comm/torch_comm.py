@@ -21,6 +21,7 @@ from jitkern.comm.args import (
 from jitkern.comm.guard import Guard, Position
 from jitkern.comm.protocol import ReduceOp
 from jitkern.errors import CommError
+from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     import torch
@@ -271,6 +272,9 @@ class TorchCommunicator:
         self._guard.check(call)
         for name, tensor in tensors.items():
             tensor_arg(call, name, tensor, self._devices)
+        # No gradient goes from rank to rank: it would be lost without a word.
+        if not dispatch.in_inference_mode() and not dispatch.may_write((), tuple(tensors.values())):
+            dispatch.refuse(call, {}, tensors)
 
     def _begin(self, call: str, x: Tensor, link: str = "", **signature: Any) -> _Call:
         """Count a call whose arguments are right; in debug mode compare it with the others'."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from jitkern.ops.common import type_text
-
-if TYPE_CHECKING:
-    from jitkern.comm.protocol import Communicator
 
 OP = "TPEmbedding"
 
@@ -34,19 +31,6 @@ def padding_arg(value: Any, num_ids: int) -> int | None:
         expected = f"expected {-num_ids} to {num_ids - 1}"
         raise ValueError(f"{OP}: padding_idx: {value}, {expected}")
     return value % num_ids
-
-
-def communicator_arg(value: Any) -> Communicator:
-    """Return what has a rank, a size and a sum."""
-    lacking = [name for name in ("rank", "size", "all_reduce") if not hasattr(value, name)]
-    if lacking:
-        raise TypeError(
-            f"{OP}: comm: {type_text(value)} without {', '.join(lacking)}, expected a Communicator"
-        )
-    if not 0 <= value.rank < value.size:
-        came = f"rank {value.rank} of {value.size}"
-        raise ValueError(f"{OP}: comm: {came}, expected a rank of 0 to size - 1")
-    return cast("Communicator", value)
 
 
 def method_arg(value: Any, group: Any, size: int) -> Method:

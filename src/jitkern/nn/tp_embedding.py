@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from jitkern.comm.args import communicator_arg
 from jitkern.comm.peer_args import seconds_arg
 from jitkern.nn import args, layout, memory, rows
 from jitkern.nn.args import OP, Method
@@ -56,7 +57,7 @@ class TPEmbedding(torch.nn.Module):
         That of the communicator.
     padding_idx : int, optional
         As in ``torch.nn.Embedding``: an id whose row is made of zeros and has no gradient; it is
-        looked up as any other. A negative one counts from the end of the vocabulary.
+        looked up as any other. A negative one counts from the end, behind the added ids.
     num_added : int, default 0
         How many tokens were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
@@ -118,7 +119,7 @@ class TPEmbedding(torch.nn.Module):
         self.vocab_size: int = args.int_arg("vocab_size", vocab_size, at_least=1)
         self.hidden_size: int = args.int_arg("hidden_size", hidden_size, at_least=1)
         self.num_added: int = args.int_arg("num_added", num_added, at_least=0)
-        self.comm: Communicator = args.communicator_arg(comm)
+        self.comm: Communicator = communicator_arg(OP, comm)
         self.padding_idx: int | None = args.padding_arg(padding_idx, vocab_size + num_added)
         rank, size = comm.rank, comm.size
         asked = args.method_arg(method, group, size)

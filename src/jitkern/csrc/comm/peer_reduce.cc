@@ -168,7 +168,7 @@ class PeerReducer {
   // Two calls at the same time would take each other's values. What another stream was given comes
   // first; that is seen here at the cost of a comparison, where streams do not change.
   void order(const char* op, CUstream stream) {
-    if (stream == last_stream_ && !last_is_captured_ && num_calls_ > 1) return;
+    if (has_last_ && stream == last_stream_ && !last_is_captured_) return;
     const Driver& driver = Driver::get();
     const auto is_capturing = [&](CUstream one) {
       int status = 0;
@@ -177,7 +177,7 @@ class PeerReducer {
       return status != 0;
     };
     const bool is_captured = is_capturing(stream);
-    const bool has_other = num_calls_ > 1 && stream != last_stream_;
+    const bool has_other = has_last_ && stream != last_stream_;
     if (has_other && (is_captured || !last_is_captured_) && is_capturing(last_stream_)) {
       throw Error("RuntimeError",
                   std::string(op) +
@@ -192,6 +192,7 @@ class PeerReducer {
       wait_for(stream, event_);
     }
     last_stream_ = stream;
+    has_last_ = true;
     last_is_captured_ = is_captured;
     if (is_captured) return;
     eager_stream_ = stream;
@@ -230,7 +231,8 @@ class PeerReducer {
   std::mutex turn_;
   u32 num_calls_ = 0;
   CUevent event_ = nullptr;
-  CUstream last_stream_ = nullptr;
+  CUstream last_stream_ = nullptr;  // of the last call that had items
+  bool has_last_ = false;
   bool last_is_captured_ = false;
   CUstream eager_stream_ = nullptr;  // the last that was not captured
   bool has_eager_ = false;

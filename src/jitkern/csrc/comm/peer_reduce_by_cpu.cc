@@ -28,7 +28,10 @@ class Patience {
       : deadline_ns_(deadline_ns), is_interrupted_(is_interrupted) {}
 
   // A new wait.
-  void begin() { looks_ = 0; }
+  void begin() {
+    looks_ = 0;
+    result = {PeerResult::kDone, 0};
+  }
   // Between two looks. False when there have been enough.
   bool rest() {
     ++looks_;
@@ -192,18 +195,21 @@ class Reduction {
     for (int k = 0; k < 4; ++k) {
       while ((vector.words[k] = word_at(from + k)) == kUnwritten) {
         if (patience_.rest()) continue;
-        patience_.result.missing = missing(e, stage, i);
-        return false;
+        patience_.result.missing = missing(e, stage, writer, i);
+        if (patience_.result.missing >> writer & 1) return false;
+        if (patience_.result.kind == PeerResult::kInterrupted) return false;
+        patience_.begin();  // it has come between the last look and the end of patience
       }
     }
     for (int k = 0; k < 4; ++k) __atomic_store_n(from + k, kUnwritten, __ATOMIC_RELAXED);
     return true;
   }
 
-  // The ranks of which something is missing here.
-  u32 missing(const Epoch& e, int stage, u32 i) const {
+  // The ranks of which something is missing here, from the writer that is waited for on: what those
+  // in front of it have sent was received, and its place made unwritten.
+  u32 missing(const Epoch& e, int stage, u32 writer, u32 i) const {
     u32 ranks = 0;
-    for (u32 w = 0; w < num_ranks_; ++w) {
+    for (u32 w = writer; w < num_ranks_; ++w) {
       const u32 part = stage == 0 ? (is_to_all() ? 0 : p_.rank) : w;
       if (w == p_.rank || !has(e, part, i)) continue;
       const u32* const from = e.slot(p_.rank, stage, w, i);
