@@ -36,7 +36,6 @@ CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
 IN_FLIGHT = 4  # vectors that a lane moves at a time, of several rows where they are short
 VECS_PER_SPLIT = 2 * 32  # two for each lane of a warp
 TABLE_IN_FLIGHT = 8  # of a table in host memory, as for h2d_gather
-_MAX_TABLES = 8  # as of csrc/ops/index.cc
 
 
 def num_splits(row_bytes: int, vec_bytes: int | None = None) -> int:
@@ -306,9 +305,9 @@ def _check_tables(weights: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
     tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
     if (wrong := not_a_tensor("indexing", **tables)) is not None:
         raise wrong
-    count = len(weights)
-    if not 1 <= count <= _MAX_TABLES:
-        text = f"a tuple of {count}, expected 1 to {_MAX_TABLES} tables"
+    count, most = len(weights), 8  # as of csrc/ops/index.cc
+    if not 1 <= count <= most:
+        text = f"a tuple of {count}, expected 1 to {most} tables"
         raise ValueError(f"indexing: weights: {text}")
     if len(outputs) != count:
         text = f"a tuple of {len(outputs)}, expected {count}, one for each table"
