@@ -167,6 +167,14 @@ def test_a_cache_of_the_image_is_read_too(cache: Path, tmp_path: Path) -> None:
     assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
 
 
+def test_a_file_in_the_place_of_a_cache_is_no_cache(cache: Path, tmp_path: Path) -> None:
+    tuning.save(MACHINE, FIGURES)
+    (tmp_path / "image").touch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
+
+
 def _of_other(file: Path) -> None:
     content = json.loads(file.read_text())
     content["machine"]["gpu"] = "Other GPU"
