@@ -17,6 +17,7 @@ from fake_gpu import checks_of, needs_fake_gpu, run_checks
 
 from jitkern import calibration
 from jitkern.cache.search import user_cache
+from jitkern.cli import calibrate as command
 from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, UnsupportedError
@@ -167,6 +168,14 @@ def test_a_cache_of_the_image_is_read_too(cache: Path, tmp_path: Path) -> None:
     assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
 
 
+def test_a_file_in_the_place_of_a_cache_is_no_cache(cache: Path, tmp_path: Path) -> None:
+    tuning.save(MACHINE, FIGURES)
+    (tmp_path / "image").touch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
+
+
 def _of_other(file: Path) -> None:
     content = json.loads(file.read_text())
     content["machine"]["gpu"] = "Other GPU"
@@ -286,6 +295,8 @@ def test_a_plot_that_cannot_be_drawn(
     ):
         assert main(["calibrate", "--plot", str(plot)]) == status
         assert says in capsys.readouterr().err
+    command._check_plot(tmp_path / "made" / "x.svg")
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o755  # for others to look at
 
 
 def test_too_little_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

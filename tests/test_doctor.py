@@ -12,7 +12,8 @@ import pytest
 import torch
 from needs import needs_cxx
 
-from jitkern.cli import machine, main
+from jitkern.arch import Arch
+from jitkern.cli import doctor, machine, main
 from jitkern.cli.machine import Check
 from jitkern.errors import ToolchainError, UnsupportedError
 
@@ -122,6 +123,17 @@ def test_no_nccl(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, found = machine.links(4)
     fix = "pip install nvidia-nccl-cu13"
     assert found == Check("NCCL", "no usable NCCL: no file", "note", fix)
+
+
+@pytest.mark.parametrize(("archs", "state"), [("7.5 9.0", "note"), ("8.0 8.0", "ok")])
+def test_the_arch_of_a_gpu(monkeypatch: pytest.MonkeyPatch, archs: str, state: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "A GPU")
+    monkeypatch.setattr(doctor, "gpu_archs", lambda: list(map(Arch.parse, archs.split())))
+    found = doctor._gpu(2)
+    assert found.state == state
+    assert found.found.startswith(f"2 x A GPU, arch {', '.join(dict.fromkeys(archs.split()))}")
+    assert ("8.0 or newer" in found.fix) == (state == "note")
 
 
 def test_without_a_gpu_nothing_is_said_of_links() -> None:

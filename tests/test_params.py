@@ -235,7 +235,9 @@ def test_both_forms_are_recorded_and_replayed(
             TypeError,
             "device_files: 'scale.cu', expected a list: ['scale.cu']",
         ),
-        ({"device_files": [3]}, TypeError, "device_files[0]: int, expected a str"),
+        ({"device_files": [3]}, TypeError, "device_files[0]: int, expected a path"),
+        ({"extra_cuda_cflags": [3]}, TypeError, "extra_cuda_cflags[0]: int, expected a str"),
+        ({"device_files": ["."]}, FileNotFoundError, "device_files: '.' is no file"),
         ({"build_directory": 3}, TypeError, "build_directory: int, expected a path"),
         (
             {"extra_cuda_cflags": "-lineinfo"},

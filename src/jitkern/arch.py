@@ -105,7 +105,7 @@ def requested_archs() -> tuple[Arch, ...]:
     try:
         return tuple(Arch.parse(text) for text in settings().arch)
     except ValueError as error:
-        raise ValueError(f"JITKERN_ARCH: {error}") from None
+        raise ValueError(f"JITKERN_ARCH: {str(error).removeprefix('arch: ')}") from None
 
 
 def gpu_archs() -> list[Arch]:

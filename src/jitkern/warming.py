@@ -56,8 +56,8 @@ def warm(
 ) -> list[Outcome]:
     """Have kernels and libraries in the cache before they are needed, with or without a GPU.
 
-    The host module always is among them; with no arguments it is all. What a cache has is not
-    built, and nothing is written then.
+    The host module always is among them; with no arguments nothing else is. What a cache has is
+    not built, and nothing is written then.
 
     Parameters
     ----------

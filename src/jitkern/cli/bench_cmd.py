@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         raise ui.UsageError("bench: --device cuda: PyTorch sees no CUDA device")
     for path in (args.json, args.markdown, args.junit):
         if path is not None:
-            ui.require_writable(path.parent, "give a path that can be written")
+            ui.require_writable(path.parent, "give a path that can be written", mode=0o755)
     return _update(args, device) if args.update else _guard(args, device)
 
 

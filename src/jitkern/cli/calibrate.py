@@ -68,7 +68,7 @@ def _check_plot(file: Path) -> None:
         raise UnsupportedError("--plot: needs matplotlib; pip install matplotlib") from None
     if file.suffix[1:].lower() not in canvas.get_supported_filetypes():
         raise ui.UsageError(f"calibrate: --plot: {file}, expected a name such as {file.stem}.png")
-    ui.require_writable(file.parent, "give a path that can be written")
+    ui.require_writable(file.parent, "give a path that can be written", mode=0o755)
 
 
 def _draw(found: Calibration, file: Path) -> None:

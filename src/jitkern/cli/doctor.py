@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jitkern
-from jitkern.arch import Arch, gpu_archs
+from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs
 from jitkern.cli import machine, ui
 from jitkern.cli.kernels_wheel import kernels_wheel
 from jitkern.cli.machine import Check
@@ -136,13 +136,18 @@ def _gpu(count: int) -> Check:
             return Check("GPU", "none visible", "note", "check CUDA_VISIBLE_DEVICES, nvidia-smi")
         return Check("GPU", "none: the ops run on the CPU")
     if not torch.cuda.is_available():
-        archs = ", ".join(dict.fromkeys(map(_driver_arch, range(count))))
+        known = ", ".join(dict.fromkeys(map(_driver_arch, range(count))))
         fix = "install a build of torch for CUDA (https://pytorch.org/get-started)"
-        return Check("GPU", f"{count} of arch {archs}, unknown to torch", "broken", fix)
+        return Check("GPU", f"{count} of arch {known}, unknown to torch", "broken", fix)
     names = [torch.cuda.get_device_name(i) for i in range(count)]
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    archs = ", ".join(map(str, dict.fromkeys(gpu_archs())))
-    return Check("GPU", f"{kinds}, arch {archs}")
+    archs = gpu_archs()
+    found = f"{kinds}, arch {', '.join(map(str, dict.fromkeys(archs)))}"
+    oldest = SUPPORTED_ARCHS[0]
+    if min(archs) < oldest:
+        fix = f"use a GPU of compute capability {oldest} or newer"
+        return Check("GPU", f"{found}; not all kernels compile before {oldest}", "note", fix)
+    return Check("GPU", found)
 
 
 def _driver_arch(device: int) -> str:

@@ -20,7 +20,7 @@ SUMMARY = "compile kernels before they are needed, with or without a GPU"
 DESCRIPTION = """\
 Compile kernels into the cache, for the archs of --arch, else of JITKERN_ARCH, else of the GPUs
 present. Needs no GPU. The host module is built first, so that a first request pays nothing; with
-no option it is all. What the cache has is not built again."""
+no option nothing else is. What the cache has is not built again."""
 _NAMES = list(op_names())
 _FIRST = [op.function for op in OPS if op.has_kernels][:2]
 _NO_KERNELS = [op.function for op in OPS if not op.has_kernels]

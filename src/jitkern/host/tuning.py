@@ -96,7 +96,7 @@ def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, Any]] | None:
         file = folder / machine.file_name
         try:
             return file, _content(file, machine)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error

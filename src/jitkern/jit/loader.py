@@ -321,17 +321,19 @@ def _plain(argument: str, name: str, value: Any) -> Any:
             return str(value)
         raise TypeError(f"{argument}: {_shown(value)}, expected a path")
     is_wrappers = name.endswith("wrappers")
+    expected = "a str" if name in FLAGS else "a path"
     one = ("scale", "Scale<256>") if is_wrappers else ""
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
         raise TypeError(f"{argument}: {_shown(value)}, expected a list: [{_shown(one or value)}]")
-    return [_plain_item(f"{argument}[{i}]", item, is_wrappers) for i, item in enumerate(value)]
+    if is_wrappers:
+        return [_plain_wrapper(f"{argument}[{i}]", item) for i, item in enumerate(value)]
+    for i, item in enumerate(value):
+        if not isinstance(item, (str, PathLike)):
+            raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
+    return list(map(str, value))
 
 
-def _plain_item(argument: str, item: Any, is_wrapper: bool) -> Any:
-    if not is_wrapper:
-        if isinstance(item, (str, PathLike)):
-            return str(item)
-        raise TypeError(f"{argument}: {_shown(item)}, expected a str")
+def _plain_wrapper(argument: str, item: Any) -> list[str]:
     lengths = (2, 3) if "device_wrappers" in argument else (2,)
     is_tuple = isinstance(item, Sequence) and not isinstance(item, str)
     if not is_tuple or len(item) not in lengths or not all(isinstance(text, str) for text in item):
@@ -378,4 +380,6 @@ def _file(function: str, argument: str, name: str) -> Path:
         return path
     own = f"{OWN_PREFIX}{os.path.normpath(name)}"
     hint = f"; jitkern's own is {own}" if os.path.isfile(source_path(own)) else ""
+    if os.path.exists(path):
+        raise FileNotFoundError(f"{function}: {argument}: {name!r} is no file")
     raise FileNotFoundError(f"{function}: {argument}: {name!r} does not exist, tried {path}{hint}")
