@@ -65,7 +65,7 @@ LAYERS = """
 5  jobs
 5  warming
 5  offload.hostmem offload.wire offload.streams offload.args offload.ranges offload.timeline
-5  offload.block_pairs
+5  offload.block_pairs offload.ring_call
 5  offload.snapshot offload.slots offload.depth offload.ring_slot offload.ring_server
 5  offload.metrics offload.session
 5  offload.monitor offload.runs

@@ -76,7 +76,8 @@ USERS = {
     """,
     "a ring, which unpack consumes": """
         bench/cases/ring.py src/jitkern/csrc/offload/ring_launch.cc
-        src/jitkern/offload/ring.py tests/offload/ring_child.py tests/offload/rings.py
+        src/jitkern/offload/ring.py src/jitkern/offload/ring_call.py
+        tests/offload/ring_child.py tests/offload/rings.py
         tests/offload/test_ring.py tests/offload/test_ring_consumer.py
         tests/offload/test_ring_cuda.py tests/offload/test_ring_graphs.py
         tests/offload/test_ring_misuse.py tests/offload/test_ring_producer.py

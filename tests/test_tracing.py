@@ -279,6 +279,18 @@ def test_fake_tensors(fakes: tuple[FakeTensorMode, tuple[Tensor, ...]]) -> None:
     assert Step()(*tensors).shape == (4, 8)
 
 
+def test_tensors_without_memory_beside_others() -> None:
+    """PyTorch takes a call with one on the meta device for one of shapes: nothing would run."""
+    weights = torch.ones(5, 4, requires_grad=True)
+    where = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match="indexing: indices: device meta, expected cpu or cuda"):
+        jitkern.indexing(weights, where.to("meta"))
+    with pytest.raises(ValueError, match="store_cache: k: device meta, expected cpu or cuda"):
+        torch.ops.jitkern.store_cache.single(torch.ones(5, 4), where, torch.ones(2, 4).to("meta"))
+    shapes = jitkern.indexing(weights.to("meta"), where.to("meta"))
+    assert shapes.shape == (2, 4) and shapes.device.type == "meta"
+
+
 def test_a_subclass_takes_itself_apart(device: torch.device) -> None:
     """One that holds two tensors, and hands every operator on to both."""
     table = torch.randn(SLOTS, 8, device=device)

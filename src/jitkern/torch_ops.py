@@ -112,7 +112,7 @@ def _tensors_of(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]
 
 def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
     """Return what runs where the tensors are plain: PyTorch's rules, then the op."""
-    arguments = torch._C.parse_schema(f"jitkern::{overload.schema}").arguments
+    arguments = _arguments_of(overload)
     names = [argument.name for argument in arguments]
     written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     function = overload.function
@@ -127,7 +127,7 @@ def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
         try:
             result = function(*args, **kwargs)
         except RuntimeError as error:
-            name_unreadable(error, op, **named)
+            name_unreadable(error, op, **dict(_tensors_of(named)))
         if changed:
             torch.autograd.graph.increment_version(changed)
         return result
@@ -145,16 +145,33 @@ def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
             )
 
 
-def _fake_nothing(*args: Any, **kwargs: Any) -> None:
-    """Say that an op has no result. Wrong arguments are left to the op itself, when it runs."""
+def _fake(op: str, overload: TorchOverload) -> Callable[..., Any]:
+    """Return what runs where tensors have no memory; wrong arguments are left to the op itself.
+
+    But for those on the meta device beside others, which PyTorch takes here: nothing would run.
+    """
+    names = [argument.name for argument in _arguments_of(overload)]
+    function = overload.fake
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        tensors = dict(_tensors_of({**dict(zip(names, args, strict=False)), **kwargs}))
+        on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+        if 0 < len(on_meta) < len(tensors):
+            raise ValueError(f"{op}: {on_meta[0]}: device meta, expected cpu or cuda")
+        return None if function is None else function(*args, **kwargs)
+
+    return fake
+
+
+def _arguments_of(overload: TorchOverload) -> Any:
+    return torch._C.parse_schema(f"jitkern::{overload.schema}").arguments
 
 
 def _register(op: str, overload: TorchOverload) -> None:
     name = overload.schema.partition("(")[0]
     _LIBRARY.define(overload.schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, _kernel(op, overload), "CompositeExplicitAutograd")
-    fake = overload.fake or _fake_nothing
-    torch.library.register_fake(f"jitkern::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"jitkern::{name}", _fake(op, overload), lib=_LIBRARY)
     operator = getattr(getattr(torch.ops.jitkern, op), name.partition(".")[2] or "default")
     if overload.one_by_one is not None:
         operator.py_impl(FunctionalTensorMode)(_functional(operator, overload.one_by_one))

@@ -42,6 +42,16 @@ def test_loads(device: torch.device, depth: int, num_streams: int) -> None:
     assert seen.tolist() == list(range(1, 21))
 
 
+def test_made_in_inference_mode_and_run_outside_of_it(device: torch.device) -> None:
+    with torch.inference_mode():
+        pipeline = pipeline_of(device, 2)
+    blocks = host_blocks(5, device)
+    for slot in pipeline.update(blocks, load=bring, store=take):
+        slot.tensor.mul_(2)
+    sync(device)
+    assert [block.unique().tolist() for block in blocks] == [[2 * n] for n in range(1, 6)]
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_stores(device: torch.device, depth: int) -> None:
     pipeline = pipeline_of(device, depth)

@@ -60,6 +60,17 @@ def test_tensors_lie_side_by_side_on_lines() -> None:
             pool.tensor(1)
 
 
+def test_made_in_inference_mode_and_written_outside_of_it() -> None:
+    with torch.inference_mode():
+        pool = PinnedPool([4, 8], torch.float32)
+        first = pool.tensor(64)
+        second = PinnedPool(256).tensor()
+    first.fill_(1)
+    second.fill_(1)
+    assert not first.is_inference() and not second.is_inference()
+    pool.close()
+
+
 def test_lives_as_long_as_a_tensor() -> None:
     pool = PinnedPool(5 * MIB)
     part = pool.tensor([1000], torch.int64)[10:20]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rings import bytes_0_to, memory_of, rows
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitkern
 from jitkern import unpack
@@ -287,6 +288,47 @@ def test_inside_of_torch_compile() -> None:
         found = torch.compile(run, backend="eager")(dst, src)
         assert found.tolist() == [1, 3, 5, 7, 1, 1, 13, 1]
         assert ring.done(1)
+
+
+class Watcher(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_would_see_nothing_of_it() -> None:
+    """A mode, a tracer: refused, and nothing is taken."""
+    src, dst = bytes_0_to(8), torch.zeros(8, dtype=torch.uint8)
+    with DescriptorRing(2, 5, device="cpu") as ring:
+        ring.push(rows((0, 0, 8)))
+        text = "^unpack: dst: written while a tracer or a dispatch mode of PyTorch is active"
+        with pytest.raises(RuntimeError, match=text), Watcher():
+            unpack(dst, src, ring)
+
+        def step(dst: torch.Tensor) -> torch.Tensor:
+            unpack(dst, src, ring)
+            return dst + 1
+
+        with pytest.raises(RuntimeError, match=text):
+            torch.jit.trace(step, (dst,))
+        assert not dst.any() and not ring.done(0)
+
+
+@pytest.mark.parametrize("name", ["dst", "src", "descriptors"])
+def test_tensors_that_cannot_be_read(name: str) -> None:
+    given: dict[str, Any] = {"dst": torch.zeros(8), "src": torch.ones(8)}
+    with DescriptorRing(2, 5, device="cpu") as ring:
+        if name == "descriptors":
+            for push in (ring.push, ring.try_push):
+                text = f"^DescriptorRing.{push.__name__}: descriptors: layout sparse_coo, expected"
+                with pytest.raises(ValueError, match=text):
+                    push(rows((0, 0, 8)).to_sparse())
+            return
+        ring.push(rows((0, 0, 8)))
+        with pytest.raises(ValueError, match=f"^unpack: {name}: layout sparse_coo, expected str"):
+            unpack(**{**given, name: given[name].to_sparse()}, descriptors=ring)
+        with pytest.raises(ValueError, match=f"^unpack: {name}: device meta, expected cpu or cuda"):
+            unpack(**{**given, name: given[name].to("meta")}, descriptors=ring)
+        assert not ring.done(0)
 
 
 def test_a_forked_child() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 from buffers import (
     DTYPES,
     INT_DTYPES,
@@ -257,6 +258,18 @@ def test_record_source_changes_nothing_else(device: torch.device) -> None:
         h2d_gather(src.view.requires_grad_(), dst.view, pairs, record_source=True)
     ref_h2d_gather(src.view.detach(), twin.view, pairs)
     assert dst.same(twin)
+
+
+def test_the_source_is_recorded_of_pytorchs_tensors() -> None:
+    """PyTorch's allocator knows no other; said before anything is copied."""
+    src, dst = torch.ones(2, 4), torch.zeros(3, 4)
+    other: Any = tvm_ffi.from_dlpack(src)
+    pairs = torch.tensor([[0, 1]])
+    with pytest.raises(TypeError, match=r"^h2d_gather: src: Tensor, expected a torch.Tensor$"):
+        h2d_gather(other, dst, pairs, record_source=True)
+    assert not dst.any()
+    h2d_gather(other, dst, pairs)
+    assert dst[1].eq(1).all()
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -80,3 +81,18 @@ def test_counts_that_have_changed(device: torch.device) -> None:
     count.fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("which", ["outs", "lses"])
+def test_partials_that_cannot_be_read(which: str) -> None:
+    """Named as without a gradient; for the meta device PyTorch would run nothing, silently."""
+    for bad, text in ((Tensor.to_sparse, "layout sparse_coo"), (to_meta, "device meta")):
+        outs, lses = given(torch.device("cpu"))
+        partials = {"outs": list(outs.unbind()), "lses": list(lses.unbind())}
+        partials[which][1] = bad(partials[which][1].detach())
+        with pytest.raises(ValueError, match=re.escape(f"merge_states: {which}[1]: {text}")):
+            merge_states(**partials)
+
+
+def to_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")

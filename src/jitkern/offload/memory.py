@@ -33,9 +33,11 @@ Shown = Callable[[str, float], None]
 
 def mapped(num_bytes: int, fd: int = -1) -> torch.Tensor:
     """Return bytes that nothing backs yet: private ones, or those of a descriptor."""
+    import torch
     from torch.utils.dlpack import from_dlpack
 
-    found: torch.Tensor = from_dlpack(host.module()["pool_map"](num_bytes, fd))
+    with torch.inference_mode(False):  # in which servers often are, and not in all threads
+        found: torch.Tensor = from_dlpack(host.module()["pool_map"](num_bytes, fd))
     return found
 
 

@@ -196,8 +196,9 @@ class PinnedPool:
             text = f"{num_bytes} bytes, expected at most the {left} that are left"
             raise ValueError(f"PinnedPool.tensor: shape: {text} of {self._stats.num_bytes}")
         self._used = begin + num_bytes
-        part = bytes_[begin : begin + num_bytes]
-        return part.view(dtype or torch.uint8).view(sizes)
+        with torch.inference_mode(False):  # or it could not be written outside of that
+            part = bytes_[begin : begin + num_bytes]
+            return part.view(dtype or torch.uint8).view(sizes)
 
     @property
     def stats(self) -> PoolStats:

@@ -11,12 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jitkern.host import module as host
+from jitkern.offload import ring_call
 from jitkern.offload.args import count_arg, device_arg, int64_arg, natural_arg, number_arg
 from jitkern.offload.ring_memory import RingMemory, full_text, memory_arg, zeros_on
 from jitkern.offload.ring_server import RingServer
 from jitkern.offload.ring_slot import RingSlot
-from jitkern.ops import dispatch
 from jitkern.ops.unpack import set_ring_type
+from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +169,11 @@ class DescriptorRing:
         if type(descriptors) is not self._is_tensor:
             descriptors = int64_arg("DescriptorRing.push", "descriptors", descriptors)
         push = self._push  # self._push(...) would look for a method first: a twentieth of a push
-        if (ticket := push(descriptors)) < 0:
+        try:
+            ticket = push(descriptors)
+        except RuntimeError as error:
+            name_unreadable(error, "DescriptorRing.push", descriptors=descriptors)
+        if ticket < 0:
             again = partial(self._push, descriptors)
             ticket = self._when_free("DescriptorRing.push", again, ticket, timeout_s)
         return ticket if self._on_device is None else self._to_device(ticket, self._on_device)
@@ -177,7 +182,10 @@ class DescriptorRing:
         """Push as :meth:`push`, at once; return None where the slot is still being read."""
         if type(descriptors) is not self._is_tensor:
             descriptors = int64_arg("DescriptorRing.try_push", "descriptors", descriptors)
-        ticket = self._try_push(descriptors)
+        try:
+            ticket = self._try_push(descriptors)
+        except RuntimeError as error:
+            name_unreadable(error, "DescriptorRing.try_push", descriptors=descriptors)
         if ticket == _RESERVED:
             self._refuse_own("DescriptorRing.try_push")
         if ticket < 0:
@@ -308,21 +316,7 @@ class DescriptorRing:
         self, dst: torch.Tensor, src: torch.Tensor, slot: int | None, num_slots: int
     ) -> None:
         """Do what :func:`jitkern.unpack` does of a ring."""
-        first = -1
-        if slot is not None:
-            first = natural_arg("unpack", "slot", slot)
-            if first >= self._num_slots:
-                raise ValueError(f"unpack: slot: {first}, expected below {self._num_slots}")
-        if type(num_slots) is not int or num_slots != 1:
-            num_slots = count_arg("unpack", "num_slots", num_slots, self._num_slots)
-        if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
-            dispatch.refuse("unpack", {"dst": dst}, {"src": src})
-        try:
-            self._consume(dst, src, first, num_slots)
-        except IndexError:
-            dispatch.wrote(dst)  # what the slots in front asked for
-            raise
-        dispatch.wrote(dst)
+        ring_call.consume(self._consume, self._num_slots, dst, src, slot, num_slots)
 
     def _when_free(
         self, call: str, attempt: Callable[[], int], last: int | None, timeout_s: float

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jitkern.offload.args import count_arg, number_arg
+from jitkern.offload.ring_call import require_writable
 from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ class RingServer:
         import torch
 
         self._dst, src = sides
-        if not dispatch.in_inference_mode() and not dispatch.may_write((self._dst,), (src,)):
-            dispatch.refuse(_CALL, {"dst": self._dst}, {"src": src})
+        require_writable(_CALL, self._dst, src)
         self._launch: Callable[..., None] = partial(launch, *sides)
         self._device = device
         self._num_sms = count_arg(_CALL, "num_sms", num_sms, _most_sms(device))

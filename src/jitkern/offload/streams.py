@@ -79,7 +79,8 @@ class Streams:
         """Return the memory of a new slot, whose content is undefined."""
         import torch
 
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # or it could not be written outside of that
+            tensor = torch.empty(shape, dtype=dtype, device=device)
         self._add_slot(index)
         return tensor
 

@@ -20,18 +20,21 @@ T = TypeVar("T", bound=Callable[..., Any])
 # its kernels, does not import PyTorch, which takes a second.
 _is_grad_enabled: Callable[[], bool]
 _increment_version: Callable[[Any], None]
+_num_modes: Callable[[], int]
+_tracing_state: Callable[[], object]
 _forward_ad: Any  # a dual tensor of forward-mode AD looks like any other; no_grad() is for others
 
 
 def in_inference_mode() -> bool:
     """Tell whether inference mode is on: ``torch.is_inference_mode_enabled`` from then on."""
-    global _is_grad_enabled, _increment_version, _forward_ad
+    global _is_grad_enabled, _increment_version, _forward_ad, _num_modes, _tracing_state
     import torch
 
     _is_grad_enabled = torch.is_grad_enabled
     # The public name, torch.autograd.graph.increment_version, takes 0.1 us more.
     _increment_version = torch._C._increment_version
     _forward_ad = torch.autograd.forward_ad
+    _num_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
     globals()["in_inference_mode"] = torch.is_inference_mode_enabled
     return torch.is_inference_mode_enabled()
 
@@ -104,6 +107,20 @@ def refuse(op: str, written: dict[str, Any], read: dict[str, Any]) -> None:
     from jitkern import torch_ops
 
     torch_ops.refuse(op, written, {**written, **read})
+
+
+def refuse_watchers(op: str) -> None:
+    """Raise RuntimeError where something traces, of an op that it would see nothing of."""
+    if _num_modes() > 0 or _tracing_state() is not None:
+        raise unseen(op)
+
+
+def unseen(op: str) -> RuntimeError:
+    """Return the error of an op that is called while something traces which would not see it."""
+    return RuntimeError(
+        f"{op}: dst: written while a tracer or a dispatch mode of PyTorch is active, expected "
+        "neither: it would see nothing of the copy"
+    )
 
 
 def require_wrapper(error: Exception, op: str, **arguments: Any) -> None:

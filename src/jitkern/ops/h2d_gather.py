@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
-from jitkern.ops.common import TorchOverload
+from jitkern.ops.common import TorchOverload, not_a_tensor
 from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
 
@@ -151,6 +151,8 @@ def h2d_gather(
     >>> pairs = torch.tensor([[7, 0], [299_999, 1]], device="cuda")
     >>> jitkern.h2d_gather(src, dst, pairs)
     """
+    if record_source and (wrong := not_a_tensor("h2d_gather", src=src, dst=dst)) is not None:
+        raise wrong
     written = (dst,) if slot_map is None else (dst, slot_map)
     if dispatch.in_inference_mode() or dispatch.may_write(written, (src,)):
         try:

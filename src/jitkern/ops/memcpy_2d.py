@@ -117,10 +117,7 @@ def memcpy_2d_async(
     except (RuntimeError, ValueError) as error:
         name_unreadable(error, "memcpy_2d_async", dst=dst, src=src)
     if outcome:
-        raise RuntimeError(
-            "memcpy_2d_async: dst: written while a tracer or a dispatch mode of PyTorch is active, "
-            "expected neither: it would see nothing of the copy"
-        )
+        raise dispatch.unseen("memcpy_2d_async")
     dispatch.wrote(dst)
 
 
