@@ -1,4 +1,4 @@
-"""Arguments of a communicator's calls: checked before anything is sent."""
+"""Arguments of communicators, and of their calls: checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ REDUCED_DTYPES = (
     *("uint8", "int8", "int32", "int64"),
 )
 
+MAX_TIMEOUT_S = 1e6  # twelve days; poll() takes no more than 24
+
+
+# -- of a communicator -----------------------------------------------------------------------------
+
 
 def communicator_arg(call: str, value: Any) -> Communicator:
     """Return what has a rank, a size and a sum."""
@@ -33,6 +38,48 @@ def communicator_arg(call: str, value: Any) -> Communicator:
         came = f"rank {value.rank} of {value.size}"
         raise ValueError(f"{call}: comm: {came}, expected a rank of 0 to size - 1")
     return cast("Communicator", value)
+
+
+def seconds_arg(call: str, timeout_s: Any) -> float:
+    """Return a deadline that poll() can wait for."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise TypeError(f"{call}: timeout_s: {type_text(timeout_s)}, expected seconds")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        expected = f"above 0 and at most {MAX_TIMEOUT_S:g} s"
+        raise ValueError(f"{call}: timeout_s: {timeout_s}, expected {expected}")
+    return float(timeout_s)
+
+
+def deadline_arg(call: str, name: str, limit_s: Any) -> float:
+    """Return a deadline that may be ``math.inf``: none."""
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float):
+        raise TypeError(f"{call}: {name}: {type_text(limit_s)}, expected seconds")
+    if not limit_s > 0:
+        raise ValueError(f"{call}: {name}: {limit_s!r}, expected more than 0")
+    return float(limit_s)
+
+
+def device_arg(call: str, name: str, device: Any) -> torch.device:
+    """Return a GPU with its number, or the CPU."""
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f'{call}: {name}: {device!r}, expected "cuda" or "cpu"') from None
+    if not isinstance(device, torch.device):
+        raise TypeError(f"{call}: {name}: {type_text(device)}, expected a torch.device")
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{call}: {name}: {device}, expected a GPU or the CPU")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+# -- of a call -------------------------------------------------------------------------------------
 
 
 def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]) -> None:

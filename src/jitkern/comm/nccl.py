@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import nccl_library
-from jitkern.comm.guard import MAX_TIMEOUT_S, Guard
+from jitkern.comm.args import MAX_TIMEOUT_S, deadline_arg, device_arg
+from jitkern.comm.guard import Guard
 from jitkern.comm.nccl_buffer import Buffer
 from jitkern.comm.nccl_calls import NcclCalls
-from jitkern.comm.peer_args import deadline_arg, device_arg
 from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
 from jitkern.env import settings
 from jitkern.errors import CommError

@@ -82,7 +82,7 @@ def find_missing(
             why[rank] = reason(cards[rank], answer, number)
         elif behind:
             why[rank] = behind_text(cards[rank], answer, *behind[0])
-        elif not links and answer["issued"] == number and answer["op"] != op:
+        elif not links and answer.get("issued") == number and answer["op"] != op:
             notes.append(f"{cards[rank]} made call {number} as {answer['op']}")
         elif "ended" in answer:
             ends[rank] = f"{cards[rank]} has {answer['ended']}"
