@@ -164,6 +164,18 @@ def splits_args(
     return outs, _splits_arg(call, "x", x, input_splits, size)
 
 
+def rows_arg(call: str, name: str, splits: Any) -> list[int]:
+    """Return numbers of rows."""
+    if isinstance(splits, str | bytes) or not isinstance(splits, Sequence):
+        raise TypeError(f"{call}: {name}: {type(splits).__name__}, expected a list of int")
+    for split in splits:
+        if type(split) is not int:
+            raise TypeError(f"{call}: {name}: {type(split).__name__} in it, expected int")
+        if split < 0:
+            raise ValueError(f"{call}: {name}: {split} in it, expected 0 or more")
+    return list(splits)
+
+
 def _splits_arg(call: str, of: str, tensor: Tensor, splits: Any, size: int) -> list[int]:
     name = "input_splits" if of == "x" else "output_splits"
     num_rows = tensor.shape[0] if tensor.dim() else 1
@@ -172,19 +184,13 @@ def _splits_arg(call: str, of: str, tensor: Tensor, splits: Any, size: int) -> l
             expected = f"a multiple of {size}, the number of ranks"
             raise ValueError(f"{call}: {of}: {num_rows} rows, expected {expected}")
         return [num_rows // size] * size
-    if isinstance(splits, str | bytes) or not isinstance(splits, Sequence):
-        raise TypeError(f"{call}: {name}: {type(splits).__name__}, expected a list of int")
-    for split in splits:
-        if type(split) is not int:
-            raise TypeError(f"{call}: {name}: {type(split).__name__} in it, expected int")
-        if split < 0:
-            raise ValueError(f"{call}: {name}: {split} in it, expected 0 or more")
-    if len(splits) != size:
-        raise ValueError(f"{call}: {name}: {len(splits)} numbers, expected {size}, one of a rank")
-    if sum(splits) != num_rows:
+    rows = rows_arg(call, name, splits)
+    if len(rows) != size:
+        raise ValueError(f"{call}: {name}: {len(rows)} numbers, expected {size}, one of a rank")
+    if sum(rows) != num_rows:
         expected = f"{num_rows}, the rows of {of}"
-        raise ValueError(f"{call}: {name}: {sum(splits)} in all, expected {expected}")
-    return list(splits)
+        raise ValueError(f"{call}: {name}: {sum(rows)} in all, expected {expected}")
+    return rows
 
 
 def _items(count: int) -> str:
