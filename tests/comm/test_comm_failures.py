@@ -100,7 +100,7 @@ def test_a_rank_dies_in_the_middle_of_a_collective(pool: Pool) -> None:
         assert f"on rank {mine} of 3 cannot be done: " in answer["error"]
         assert f"{gone(1, ranks[1])}" in answer["error"]
         assert "has ended" in answer["error"]
-        assert answer["missing"] == [1]
+        assert answer["missing"] == [1], answer
         assert answer["number"] > 0
     for rank in others:  # and they end by themselves
         rank.tell("exit", destroy=rank is ranks[2])

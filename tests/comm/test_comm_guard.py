@@ -187,6 +187,25 @@ def test_timed_out(pool: Pool, tmp_path: Path) -> None:
     assert text.startswith("CommError: all_gather: init: this rank has failed: all_reduce: call 7")
 
 
+def test_who_waits_for_a_dead_rank_is_not_missing(pool: Pool, tmp_path: Path) -> None:
+    """In the call before, still or until it has failed; who is done with that is only slow."""
+    ranks = pool.start(4)
+    store(ranks, "file", tmp_path)
+    open_guards(ranks)
+    values(ranks)
+    for rank in (ranks[0], ranks[2]):
+        rank.evaluate("position.__setitem__(slice(None), [6, 5, 'all_reduce'])")
+    ranks[0].evaluate("comm.fail(guard.CommError('rank 1 has ended'))")
+    ranks[1].kill()
+    code = "(lambda e: [str(e), list(e.missing)])(comm.timed_out('all_reduce', 7))"
+    text, missing = ranks[3].evaluate(code)
+    assert missing == [1]
+    assert "has come to call 6 (all_reduce) only, and has failed: rank 1 has ended; rank 2" in text
+    assert "has come to call 6 (all_reduce) only; see their logs" in text
+    ranks[2].evaluate("position.__setitem__(slice(None), [6, 6, 'all_reduce'])")
+    assert ranks[3].evaluate(code)[1] == [1, 2]
+
+
 def test_all_have_come(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.start(2)
     store(ranks, "file", tmp_path)

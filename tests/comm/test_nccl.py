@@ -108,6 +108,18 @@ def test_registered_memory(ranks: list[Rank]) -> None:
             "comm.all_reduce(ones(4, 4, turned=True))",
             "all_reduce: x: not contiguous",
         ),
+        (
+            "comm.all_to_all(ones(4), ones(4), 4)",
+            "TypeError: all_to_all: output_splits: int, expected a list of int",
+        ),
+        (
+            "comm.all_to_all(ones(4), ones(4), None, [2.0, 2])",
+            "TypeError: all_to_all: input_splits: float in it, expected int",
+        ),
+        (
+            "comm.all_to_all(ones(4), ones(4), [1, 2])",
+            "all_to_all: output_splits: 2 numbers, 3 rows in all, expected 2, one for each rank",
+        ),
     ],
 )
 def test_mistakes(ranks: list[Rank], code: str, text: str) -> None:

@@ -103,6 +103,8 @@ WRONG = {
     "overlap, expected no memory in common",
     "TorchCommunicator('gloo')": "TypeError: TorchCommunicator: group: str, expected a "
     "ProcessGroup or None",
+    "TorchCommunicator(timeout_s='60')": "TypeError: TorchCommunicator: timeout_s: str, expected "
+    "seconds",
     "TorchCommunicator(timeout_s=0)": "ValueError: TorchCommunicator: timeout_s: 0, expected above "
     "0 and at most 1e+06 s",
 }

@@ -1,4 +1,4 @@
-"""Arguments of a communicator's calls: checked before anything is sent."""
+"""Arguments of communicators, and of their calls: checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ REDUCED_DTYPES = (
     *("uint8", "int8", "int32", "int64"),
 )
 
+MAX_TIMEOUT_S = 1e6  # twelve days; poll() takes no more than 24
+
+
+# -- of a communicator -----------------------------------------------------------------------------
+
 
 def communicator_arg(call: str, value: Any) -> Communicator:
     """Return what has a rank, a size and a sum."""
@@ -33,6 +38,48 @@ def communicator_arg(call: str, value: Any) -> Communicator:
         came = f"rank {value.rank} of {value.size}"
         raise ValueError(f"{call}: comm: {came}, expected a rank of 0 to size - 1")
     return cast("Communicator", value)
+
+
+def seconds_arg(call: str, timeout_s: Any) -> float:
+    """Return a deadline that poll() can wait for."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise TypeError(f"{call}: timeout_s: {type_text(timeout_s)}, expected seconds")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        expected = f"above 0 and at most {MAX_TIMEOUT_S:g} s"
+        raise ValueError(f"{call}: timeout_s: {timeout_s}, expected {expected}")
+    return float(timeout_s)
+
+
+def deadline_arg(call: str, name: str, limit_s: Any) -> float:
+    """Return a deadline that may be ``math.inf``: none."""
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float):
+        raise TypeError(f"{call}: {name}: {type_text(limit_s)}, expected seconds")
+    if not limit_s > 0:
+        raise ValueError(f"{call}: {name}: {limit_s!r}, expected more than 0")
+    return float(limit_s)
+
+
+def device_arg(call: str, name: str, device: Any) -> torch.device:
+    """Return a GPU with its number, or the CPU."""
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f'{call}: {name}: {device!r}, expected "cuda" or "cpu"') from None
+    if not isinstance(device, torch.device):
+        raise TypeError(f"{call}: {name}: {type_text(device)}, expected a torch.device")
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{call}: {name}: {device}, expected a GPU or the CPU")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+# -- of a call -------------------------------------------------------------------------------------
 
 
 def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]) -> None:
@@ -117,6 +164,18 @@ def splits_args(
     return outs, _splits_arg(call, "x", x, input_splits, size)
 
 
+def rows_arg(call: str, name: str, splits: Any) -> list[int]:
+    """Return numbers of rows."""
+    if isinstance(splits, str | bytes) or not isinstance(splits, Sequence):
+        raise TypeError(f"{call}: {name}: {type(splits).__name__}, expected a list of int")
+    for split in splits:
+        if type(split) is not int:
+            raise TypeError(f"{call}: {name}: {type(split).__name__} in it, expected int")
+        if split < 0:
+            raise ValueError(f"{call}: {name}: {split} in it, expected 0 or more")
+    return list(splits)
+
+
 def _splits_arg(call: str, of: str, tensor: Tensor, splits: Any, size: int) -> list[int]:
     name = "input_splits" if of == "x" else "output_splits"
     num_rows = tensor.shape[0] if tensor.dim() else 1
@@ -125,19 +184,13 @@ def _splits_arg(call: str, of: str, tensor: Tensor, splits: Any, size: int) -> l
             expected = f"a multiple of {size}, the number of ranks"
             raise ValueError(f"{call}: {of}: {num_rows} rows, expected {expected}")
         return [num_rows // size] * size
-    if isinstance(splits, str | bytes) or not isinstance(splits, Sequence):
-        raise TypeError(f"{call}: {name}: {type(splits).__name__}, expected a list of int")
-    for split in splits:
-        if type(split) is not int:
-            raise TypeError(f"{call}: {name}: {type(split).__name__} in it, expected int")
-        if split < 0:
-            raise ValueError(f"{call}: {name}: {split} in it, expected 0 or more")
-    if len(splits) != size:
-        raise ValueError(f"{call}: {name}: {len(splits)} numbers, expected {size}, one of a rank")
-    if sum(splits) != num_rows:
+    rows = rows_arg(call, name, splits)
+    if len(rows) != size:
+        raise ValueError(f"{call}: {name}: {len(rows)} numbers, expected {size}, one of a rank")
+    if sum(rows) != num_rows:
         expected = f"{num_rows}, the rows of {of}"
-        raise ValueError(f"{call}: {name}: {sum(splits)} in all, expected {expected}")
-    return list(splits)
+        raise ValueError(f"{call}: {name}: {sum(rows)} in all, expected {expected}")
+    return rows
 
 
 def _items(count: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jitkern
 from jitkern.comm.again import OldBoards
+from jitkern.comm.args import seconds_arg
 from jitkern.comm.board import Board, Card, SilentError, ask, weakly
 from jitkern.comm.meeting import check_group, compare_facts, meet
 from jitkern.comm.report import ask_each, find_missing, late_error, reason, short, table
@@ -20,7 +21,6 @@ from jitkern.errors import CommError, CommMismatchError, CommTimeoutError
 # A call ends within its deadline + 5 s, whoever hangs: this is what the error may take of it.
 _ANSWER_S = 2.0
 _WAIT_S = 1.0  # how long a board holds a request back, so that others' failures are noticed
-MAX_TIMEOUT_S = 1e6  # twelve days; poll() takes no more than 24
 
 
 class Position(NamedTuple):
@@ -102,9 +102,7 @@ class Guard:
         position: Callable[[], Position],
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        if not 0 < timeout_s <= MAX_TIMEOUT_S:
-            expected = f"above 0 and at most {MAX_TIMEOUT_S:g} s"
-            raise ValueError(f"{name}: timeout_s: {timeout_s}, expected {expected}")
+        timeout_s = seconds_arg(name, timeout_s)
         check_group(name, group, rank, size)
         self.name: str = name
         self.rank: int = rank

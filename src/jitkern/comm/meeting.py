@@ -12,6 +12,7 @@ from jitkern.comm.again import OldBoards
 from jitkern.comm.board import Card, ask
 from jitkern.comm.report import ask_each, late_error, reason, short, table
 from jitkern.errors import CommError
+from jitkern.ops.common import type_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,7 +31,7 @@ def check_group(name: str, group: Any, rank: int, size: int) -> None:
     Raises
     ------
     TypeError
-        `group` is neither a group nor a store.
+        `group` is neither a group nor a store, or a number is none.
     ValueError
         `rank` or `size` is not possible, or not that of the group; it has no backend for the CPU.
     CommError
@@ -39,6 +40,9 @@ def check_group(name: str, group: Any, rank: int, size: int) -> None:
     from torch import distributed as dist
     from torch.distributed.distributed_c10d import Store
 
+    for argument, value in (("rank", rank), ("size", size)):
+        if type(value) is not int:
+            raise TypeError(f"{name}: {argument}: {type_text(value)}, expected an int")
     if size < 1 or not 0 <= rank < size:
         raise ValueError(f"{name}: rank {rank} of size {size}, expected 0 <= rank < size")
     if isinstance(group, (Store, OldBoards)):

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import nccl_library
-from jitkern.comm.guard import MAX_TIMEOUT_S, Guard
+from jitkern.comm.args import MAX_TIMEOUT_S, deadline_arg, device_arg, rows_arg
+from jitkern.comm.guard import Guard
 from jitkern.comm.nccl_buffer import Buffer
 from jitkern.comm.nccl_calls import NcclCalls
-from jitkern.comm.peer_args import deadline_arg, device_arg
 from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
 from jitkern.env import settings
 from jitkern.errors import CommError
@@ -217,6 +217,10 @@ class PyNCCLCommunicator:
         input_splits: Sequence[int] | None = None,
     ) -> None:
         """Send part r of ``x`` to rank r, and receive its part. Splits are rows for each rank."""
+        if output_splits is not None:
+            output_splits = rows_arg("all_to_all", "output_splits", output_splits)
+        if input_splits is not None:
+            input_splits = rows_arg("all_to_all", "input_splits", input_splits)
         args = (output, x, output_splits, input_splits)
         self._run("all_to_all", self._functions.all_to_all, (output,), (x,), args)
 

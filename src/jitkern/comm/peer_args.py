@@ -1,17 +1,14 @@
-"""What a PeerMemory, and what is built on one, may be asked for."""
+"""What a PeerMemory may be asked for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jitkern.errors import CommError
 from jitkern.ops.common import type_text
-
-if TYPE_CHECKING:
-    import torch
 
 _MAX_BYTES = 1 << 46  # of a rank: less than the addresses of a process
 
@@ -23,15 +20,6 @@ def bytes_arg(num_bytes: Any) -> int:
     if not 1 <= num_bytes <= _MAX_BYTES:
         raise ValueError(f"PeerMemory: num_bytes: {num_bytes}, expected 1 to {_MAX_BYTES}")
     return num_bytes
-
-
-def seconds_arg(timeout_s: Any, call: str = "PeerMemory") -> float:
-    """Return a deadline."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"{call}: timeout_s: {type_text(timeout_s)}, expected seconds")
-    if not 0 < timeout_s <= 1e6:
-        raise ValueError(f"{call}: timeout_s: {timeout_s}, expected above 0 and at most 1e+06 s")
-    return float(timeout_s)
 
 
 def ranks_arg(group: Any, rank: Any, size: Any) -> tuple[int, int]:
@@ -53,35 +41,6 @@ def ranks_arg(group: Any, rank: Any, size: Any) -> tuple[int, int]:
                 f"PeerMemory: {name}: {type_text(one)}, expected an int, or a group that has it"
             )
     return given["rank"], given["size"]
-
-
-def deadline_arg(call: str, name: str, limit_s: Any) -> float:
-    """Return a deadline that may be ``math.inf``: none."""
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float):
-        raise TypeError(f"{call}: {name}: {type_text(limit_s)}, expected seconds")
-    if not limit_s > 0:
-        raise ValueError(f"{call}: {name}: {limit_s!r}, expected more than 0")
-    return float(limit_s)
-
-
-def device_arg(call: str, name: str, device: Any) -> torch.device:
-    """Return a GPU with its number, or the CPU."""
-    import torch
-
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(device, str):
-        try:
-            device = torch.device(device)
-        except RuntimeError:
-            raise ValueError(f'{call}: {name}: {device!r}, expected "cuda" or "cpu"') from None
-    if not isinstance(device, torch.device):
-        raise TypeError(f"{call}: {name}: {type_text(device)}, expected a torch.device")
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"{call}: {name}: {device}, expected a GPU or the CPU")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def extent(

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import peer_kernel
-from jitkern.comm.args import communicator_arg
-from jitkern.comm.peer_args import deadline_arg, device_arg, seconds_arg
+from jitkern.comm.args import communicator_arg, deadline_arg, device_arg, seconds_arg
 from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import Algorithm, PeerReducer
 from jitkern.comm.protocol import Communicator, ReduceOp
@@ -105,7 +104,7 @@ class PeerCommunicator:
                 f"{peer_kernel.MOST_RANKS}; use it as it is"
             )
         deadline_s = deadline_arg("PeerCommunicator", "deadline_s", deadline_s)
-        timeout_s = seconds_arg(timeout_s, "PeerCommunicator")
+        timeout_s = seconds_arg("PeerCommunicator", timeout_s)
         where = device_arg("PeerCommunicator", "device", device)
         self._comm, self._algorithm = comm, algorithm
         self._dtypes = (torch.float32, torch.float16, torch.bfloat16)

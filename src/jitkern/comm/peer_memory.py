@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import peer_local, peer_range, peer_setup
+from jitkern.comm.args import device_arg, seconds_arg
 from jitkern.comm.guard import Guard, Position
-from jitkern.comm.peer_args import bytes_arg, device_arg, extent, ranks_arg, seconds_arg
+from jitkern.comm.peer_args import bytes_arg, extent, ranks_arg
 from jitkern.comm.peer_range import Range
 from jitkern.ops.common import type_text
 
@@ -103,7 +104,7 @@ class PeerMemory:
         self._num_barriers, self._num_met = 0, 0
         guard = Guard(
             *("PeerMemory", group, rank, size),
-            timeout_s=seconds_arg(timeout_s),
+            timeout_s=timeout_s,
             position=self._position,
             facts=peer_setup.facts(num_bytes, ordinal),
         )
@@ -145,7 +146,7 @@ class PeerMemory:
         >>> other.remote(0, [3], torch.int32)
         tensor([7, 7, 0], dtype=torch.int32)
         """
-        num_bytes, timeout_s = bytes_arg(num_bytes), seconds_arg(timeout_s)
+        num_bytes, timeout_s = bytes_arg(num_bytes), seconds_arg("PeerMemory", timeout_s)
         places = [device_arg("PeerMemory", "devices", one) for one in devices]
         if not places or len({place.type for place in places}) > 1:
             came = ", ".join(map(str, places)) or "none"
@@ -248,7 +249,7 @@ class PeerMemory:
         """
         self._usable("barrier")
         if timeout_s is not None:
-            timeout_s = seconds_arg(timeout_s, "PeerMemory.barrier")
+            timeout_s = seconds_arg("PeerMemory.barrier", timeout_s)
         met = self._met
         if isinstance(met, peer_local.Threads):
             met.barrier(self.rank, timeout_s)

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from jitkern.comm import peer_kernel
-from jitkern.comm.peer_args import deadline_arg, device_arg
+from jitkern.comm.args import deadline_arg, device_arg
 from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
 from jitkern.ops import dispatch
@@ -215,7 +215,6 @@ class PeerReducer:
             is_traced = function(*args)
         except (RuntimeError, ValueError) as error:
             name_unreadable(error, op, **tensors)
-            raise
         if is_traced:
             raise traced_error(op)
         dispatch.wrote(written)

@@ -222,5 +222,4 @@ def _run(
             raise traced_error(op)
     except (RuntimeError, ValueError) as error:
         name_unreadable(error, op, **read, **written)
-        raise
     dispatch.wrote(*into)

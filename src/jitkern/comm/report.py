@@ -75,17 +75,25 @@ def find_missing(
     why: dict[int, str] = {}
     notes: list[str] = []
     ends: dict[int, str] = {}
+    stuck: set[int] = set()
+    is_one_silent = False
     for rank, answer in ask_each(others, lambda rank: ask(cards[rank], {}, timeout_s)):
         made = answer.get("links", {})
         behind = [(link, due) for link, due in links.get(rank, ()) if made.get(link, 0) < due]
+        is_one_silent |= "silence" in answer
+        is_in_call = answer.get("completed", 0) < answer.get("issued", 0)
+        if is_in_call or str(answer.get("ended", "")).startswith("failed"):
+            stuck.add(rank)
         if "silence" in answer or (not links and answer.get("issued", 0) < number):
             why[rank] = reason(cards[rank], answer, number)
         elif behind:
             why[rank] = behind_text(cards[rank], answer, *behind[0])
-        elif not links and answer["issued"] == number and answer["op"] != op:
+        elif not links and answer.get("issued") == number and answer["op"] != op:
             notes.append(f"{cards[rank]} made call {number} as {answer['op']}")
         elif "ended" in answer:
             ends[rank] = f"{cards[rank]} has {answer['ended']}"
+    if is_one_silent:  # for whom those wait, or have waited, that are in an earlier call
+        notes += [why.pop(rank) for rank in sorted(stuck & set(why))]
     if ends and not why:  # else those ends are a consequence
         notes.append(ends[min(ends)])  # the others' are likely to say the same
     return why, notes

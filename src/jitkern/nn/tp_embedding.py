@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from jitkern.comm.args import communicator_arg
-from jitkern.comm.peer_args import seconds_arg
+from jitkern.comm.args import communicator_arg, seconds_arg
 from jitkern.nn import args, layout, memory, rows
 from jitkern.nn.args import OP, Method
 from jitkern.nn.look_up import look_up
@@ -57,7 +56,7 @@ class TPEmbedding(torch.nn.Module):
         That of the communicator.
     padding_idx : int, optional
         As in ``torch.nn.Embedding``: an id whose row is made of zeros and has no gradient; it is
-        looked up as any other. A negative one counts from the end, behind the added ids.
+        looked up as any other. A negative one counts from the end, that of the added ids.
     num_added : int, default 0
         How many tokens were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
@@ -123,7 +122,7 @@ class TPEmbedding(torch.nn.Module):
         self.padding_idx: int | None = args.padding_arg(padding_idx, vocab_size + num_added)
         rank, size = comm.rank, comm.size
         asked = args.method_arg(method, group, size)
-        timeout_s = seconds_arg(timeout_s, OP)
+        timeout_s = seconds_arg(OP, timeout_s)
         like = torch.empty(0, hidden_size, dtype=dtype, device=device)
         if not like.dtype.is_floating_point:
             raise TypeError(f"{OP}: dtype: {str(like.dtype)[6:]}, expected a floating dtype")
