@@ -68,7 +68,6 @@ def _kept(csrc: Path, by: Sequence[object]) -> dict[Path, Path]:
     headers = {str(path.relative_to(csrc)): files[path] for path in files if path.suffix == ".h"}
     sources = (path for path in files if path.suffix == ".cc")
     common = digest([*by, headers])
-    store = store.absolute()  # the build runs elsewhere
     return {path: store / f"{path.stem}-{digest([common, files[path]])}.o" for path in sources}
 
 
