@@ -28,10 +28,10 @@ class Ranks:
         if device.type == "cuda":
             self.streams = [torch.cuda.Stream(device) for _ in range(size)]
 
-    def each(self, call: Call, ranks: list[int] | None = None) -> list[Any]:
+    def each(self, call: Call, ranks: list[int] | None = None, *, wait: bool = True) -> list[Any]:
         """Have `call` made of each rank's number, at the same time; return what they return.
 
-        On a GPU all calls are made in front of what the first of them finds.
+        On a GPU all calls are made in front of what the first of them finds, if they are to `wait`.
         """
         numbers = list(range(self.size)) if ranks is None else ranks
         if self.device.type == "cpu":
@@ -39,7 +39,7 @@ class Ranks:
                 return [one.result() for one in [threads.submit(call, rank) for rank in numbers]]
         torch.cuda.synchronize()
         found = []
-        for rank in numbers:
+        for rank in numbers if wait else ():
             with torch.cuda.stream(self.streams[rank]):
                 torch.cuda._sleep(20_000_000)  # cycles, of some 2 GHz
         for rank in numbers:
@@ -48,7 +48,9 @@ class Ranks:
         torch.cuda.synchronize()
         return found
 
-    def errors(self, call: Call, ranks: list[int] | None = None) -> list[Exception | None]:
+    def errors(
+        self, call: Call, ranks: list[int] | None = None, *, wait: bool = True
+    ) -> list[Exception | None]:
         """The same; return what each has raised."""
 
         def caught(rank: int) -> Exception | None:
@@ -58,4 +60,4 @@ class Ranks:
                 return error
             return None
 
-        return self.each(caught, ranks)
+        return self.each(caught, ranks, wait=wait)

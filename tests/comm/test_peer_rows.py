@@ -4,71 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rows_cases import UNTOUCHED, Case, any_case
 from rows_ranks import Ranks
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import jitkern
 from jitkern.comm import peer_gather, peer_scatter
 from jitkern.errors import CommTimeoutError
-
-UNTOUCHED = 0xA5
-
-
-@dataclass
-class Case:
-    """Rows of a host pool, and memory of each rank."""
-
-    row_bytes: int
-    num_host_rows: int
-    num_rows: int
-    stride_bytes: int  # of each rank's rows
-    pairs: Tensor  # (row of the pool, row of a rank)
-
-    def pool(self, device: torch.device) -> Tensor:
-        generator = torch.Generator().manual_seed(self.num_host_rows)
-        shape = (self.num_host_rows, self.row_bytes)
-        pool = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-        return pool.pin_memory() if device.type == "cuda" else pool
-
-    def caches(self, size: int, device: torch.device) -> list[Tensor]:
-        shape = (self.num_rows, self.stride_bytes)
-        return [
-            torch.full(shape, UNTOUCHED, dtype=torch.uint8, device=device)[:, : self.row_bytes]
-            for _ in range(size)
-        ]
-
-    def valid(self) -> list[tuple[int, int]]:
-        return [
-            (a, b)
-            for a, b in self.pairs.view(-1, 2).tolist()
-            if 0 <= a < self.num_host_rows and 0 <= b < self.num_rows
-        ]
-
-
-def any_case(
-    rng: random.Random, *, repeats: bool, row_bytes: int | None = None, count: int | None = None
-) -> Case:
-    row_bytes = row_bytes or rng.choice([1, 6, 16, 24, 128, 656, 1000])
-    count = count or rng.choice([1, 2, 3, 50, 700])
-    num_host_rows = rng.choice([1, 3, count, 40 * count]) if repeats else 3 * count
-    num_rows = count + rng.randrange(50)
-    hosts = [rng.randrange(num_host_rows) for _ in range(count)]
-    if not repeats:
-        hosts = rng.sample(range(num_host_rows), count)
-    rows = rng.sample(range(num_rows), count)
-    pairs = torch.tensor(list(zip(hosts, rows, strict=True)))
-    for _ in range(rng.choice([0, 0, 3])):
-        pairs[rng.randrange(count), rng.randrange(2)] = -rng.randrange(1, 5)
-    stride_bytes = row_bytes + rng.choice([0, 16, 5])
-    return Case(row_bytes, num_host_rows, num_rows, stride_bytes, pairs)
 
 
 def gathers(case: Case, size: int, device: torch.device, index_dtype: torch.dtype) -> None:
@@ -219,6 +167,13 @@ def test_no_pairs(device: torch.device) -> None:
     assert all((cache == UNTOUCHED).all() for cache in caches)
 
 
+def compiled(case: Case, size: int, device: torch.device) -> None:
+    """See to it that none is compiled between two launches of a call whose error is awaited."""
+    ranks, pool, caches = Ranks(size, device), case.pool(device), case.caches(size, device)
+    padding = torch.full((50, 2), -1, device=device)
+    ranks.each(lambda rank: peer_gather(pool, caches, padding, ranks.reducers[rank]))
+
+
 def test_a_row_past_the_end(device: torch.device) -> None:
     ranks, case = Ranks(2, device), Case(16, 100, 60, 16, torch.empty(0, 2))
     pool, caches = case.pool(device), case.caches(2, device)
@@ -232,6 +187,7 @@ def test_a_row_past_the_end(device: torch.device) -> None:
             assert str(error).startswith("peer_gather: pairs[..., 0]: index 100 at position 7, ")
         assert all((cache == UNTOUCHED).all() for cache in caches)
         return
+    compiled(case, 2, device)
     ranks.each(call)
     with pytest.raises(IndexError, match=r"peer_gather: pairs\[..., 0\]"):
         jitkern.check()
@@ -243,12 +199,31 @@ def test_a_row_past_the_end(device: torch.device) -> None:
                 assert torch.equal(cache[row].cpu(), pool[i])
 
 
+def test_memory_of_ranks_at_any_address(device: torch.device) -> None:
+    """Each at another one than the rest, of odd rows, also where this rank's is aligned."""
+    ranks = Ranks(2, device)
+    pool = torch.randint(0, 256, (100, 32), dtype=torch.uint8)
+    pool = pool.pin_memory() if device.type == "cuda" else pool
+    memory = [torch.full((60 * 32 + 16,), UNTOUCHED, dtype=torch.uint8, device=device)] * 2
+    rows = torch.randperm(60)
+    pairs = torch.stack([torch.randperm(100)[:60], rows], 1).to(device)
+    for shift in (0, 1, 2, 4, 8):
+        memory = [one.clone() for one in memory]
+        caches = [
+            one[at : at + 60 * 32].view(60, 32) for one, at in zip(memory, (0, shift), strict=True)
+        ]
+        ranks.each(lambda rank, c=caches: peer_gather(pool, c, pairs, ranks.reducers[rank]))
+        for cache in caches:
+            assert torch.equal(cache.cpu()[rows], pool[pairs[:, 0].cpu()])
+
+
 def test_a_rank_that_does_not_come(device: torch.device) -> None:
     """Nothing is written, and every later call says so."""
     ranks, case = Ranks(3, device, deadline_s=1.0), any_case(random.Random(1), repeats=True)
     pool, caches = case.pool(device), case.caches(3, device)
     pairs = case.pairs.to(device)
     call: Any = lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank])  # noqa: E731
+    compiled(case, 3, device)
     first = ranks.errors(call, [0, 2])
     if device.type == "cuda":
         assert first == [None, None]

@@ -209,6 +209,8 @@ class PeerCommunicator:
         """
         if self._peers is None:
             return
+        # A rank whose GPU is late would write its values to what others have cleared already.
+        self._reducer.synchronize()
         self._peers.barrier()
         self._reducer.reset()
         self._peers.barrier()

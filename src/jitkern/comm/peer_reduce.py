@@ -154,6 +154,9 @@ class PeerReducer:
         CommTimeoutError
             Ranks did not come to an earlier call, or on the CPU to this one, in time; it names
             them. Every call raises this from then on, until :meth:`reset`.
+        IndexError
+            An earlier op on this GPU has found an index out of range. This call was made all the
+            same, so that ranks, which hear of such at different calls, stay in step.
         RuntimeError
             The call, and the one before on another stream, are part of one capture; or PyTorch
             would have to see it, for a gradient or a trace.
@@ -194,10 +197,18 @@ class PeerReducer:
     def reset(self) -> None:
         """Make this rank's workspace as a new one, 0xFF all over, and forget that it was broken.
 
-        It waits for the GPU. Every rank does it while none is in a call, and makes its next call
-        when all have: there is a barrier of the caller's before it, and one behind.
+        It waits for the GPU. Every rank does it while none is in a call, of which a GPU's may have
+        some queued, and makes its next call when all have: there is :meth:`synchronize` and a
+        barrier of the caller's before it, and a barrier behind.
         """
         self._reset()
+
+    def synchronize(self) -> None:
+        """Wait for what this rank's GPU was given to do."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _run(
         self,
@@ -213,6 +224,9 @@ class PeerReducer:
             dispatch.refuse(op, {"out" if op == "all_reduce" else "output": written}, tensors)
         try:
             is_traced = function(*args)
+        except IndexError:
+            dispatch.wrote(written)
+            raise
         except (RuntimeError, ValueError) as error:
             name_unreadable(error, op, **tensors)
         if is_traced:

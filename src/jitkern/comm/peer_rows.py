@@ -114,7 +114,8 @@ def peer_gather(
     IndexError
         A row number past the end of ``src`` or ``dsts``: on the CPU at once, on every rank, and
         nothing was written. On CUDA the row is skipped on all ranks, and each one's next jitkern
-        call on the device or :func:`jitkern.check` raises.
+        call on the device or :func:`jitkern.check` raises. If that is such a call of all ranks, it
+        raises behind its launches: ranks stay in step.
     CommTimeoutError
         Ranks did not come to an earlier call, or on the CPU to this one, within the group's
         deadline. One that has waited in vain writes nothing, in that call and later ones, until the
@@ -220,6 +221,9 @@ def _run(
     try:
         if _functions()[op](*args, *reducer.barrier_in_cpp):
             raise traced_error(op)
+    except IndexError:  # on a GPU of an earlier call, and this one was made
+        dispatch.wrote(*into)
+        raise
     except (RuntimeError, ValueError) as error:
         name_unreadable(error, op, **read, **written)
     dispatch.wrote(*into)

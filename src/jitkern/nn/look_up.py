@@ -32,17 +32,30 @@ class _SumOverRanks(torch.autograd.Function):
 
 def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
     """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
-    rows = indexing(
-        weight,
-        ids,
-        vocab_range=part.vocab_range,
-        added_range=part.added_range,
-        vocab_size=num_ids,
-    )
+    earlier: IndexError | None = None
+    while True:
+        try:
+            rows = indexing(
+                weight,
+                ids,
+                vocab_range=part.vocab_range,
+                added_range=part.added_range,
+                vocab_size=num_ids,
+            )
+            break
+        except IndexError as error:
+            if not weight.is_cuda:
+                raise
+            # Of an earlier op, and forgotten now. Ranks come to hear of it at different calls: one
+            # that left out its sum would have its next one met by this one of the others.
+            earlier = earlier or error
     _refuse_tracers(rows)
     if dispatch.wants_gradient(rows):
-        return cast("Tensor", _SumOverRanks.apply(rows, comm))  # type: ignore[no-untyped-call]
-    _add_up(rows, comm)
+        rows = cast("Tensor", _SumOverRanks.apply(rows, comm))  # type: ignore[no-untyped-call]
+    else:
+        _add_up(rows, comm)
+    if earlier is not None:
+        raise earlier
     return rows
 
 

@@ -104,7 +104,8 @@ class PeerReducer {
     run(reduce_scatter_call(plan_, output, x), kSites[1]);
     return kQueued;
   }
-  void device_barrier() { run(meet_call(plan_), kSites[2]); }
+  // `is_inside` another call of all ranks, which raises what earlier ops left itself.
+  void device_barrier(bool is_inside) { run(meet_call(plan_), kSites[2], is_inside); }
   // Of this rank's word that says whether its workspace is broken: not then, all ones.
   const u32* intact() const {
     return &reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank])->intact;
@@ -124,12 +125,13 @@ class PeerReducer {
       const LaunchScope scope(device, CUstream{nullptr});
       scope.fill_bytes(workspaces_[plan_.rank], 0xff, bytes);
       driver.check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
+      if (failure_->state == 2) forget_fault(device, *failure_);  // no later call is to raise it
     }
     *failure_ = FaultRecord{};
   }
 
  private:
-  void run(PeerCall call, FaultSite site) {
+  void run(PeerCall call, FaultSite site, bool is_inside = false) {
     const std::lock_guard<std::mutex> turn(turn_);
     PeerReduceParams& p = call.params;
     p.rank = static_cast<u32>(plan_.rank);
@@ -137,7 +139,10 @@ class PeerReducer {
     p.deadline_ns = deadline_ns_;
     p.number = ++num_calls_;
     p.site = site;
-    plan_.ordinal < 0 ? run_by_cpu(call) : run_by_gpu(call);
+    if (plan_.ordinal < 0) return run_by_cpu(call);
+    const CollectiveScope scope(plan_.ordinal);
+    run_by_gpu(scope, call);
+    if (!is_inside) scope.raise_earlier();
   }
 
   // The device's fault is raised once, by any call on it, and may be ignored; this one stays.
@@ -145,12 +150,12 @@ class PeerReducer {
     if (const_cast<volatile u32&>(failure_->state) != 2) return;
     std::atomic_thread_fence(std::memory_order_acquire);
     const FaultRecord& f = *failure_;
+    if (plan_.ordinal >= 0) forget_fault(Device::get(plan_.ordinal), f);
     raise_late(op_of(f.site), "", f.position, f.value, f.bound,
                (std::string("; ") + kOutcome).c_str());
   }
 
-  void run_by_gpu(PeerCall& call) {
-    const LaunchScope scope(plan_.ordinal);
+  void run_by_gpu(const LaunchScope& scope, PeerCall& call) {
     check_failure();
     if (call.is_empty()) return;
     order(op_of(call.params.site), scope.stream());
@@ -276,8 +281,8 @@ Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int
       Function::FromTyped(
           [made](AnyView output, AnyView x) -> int64_t { return made->reduce_scatter(output, x); }),
       Function::FromTyped([made] { made->reset(); }),
-      // Its argument says nothing, but a GPU's tensor has the FFI tell C++ PyTorch's stream.
-      Function::FromTyped([made](AnyView) { made->device_barrier(); }),
+      // A GPU's tensor has the FFI tell C++ PyTorch's stream; a call of C++ gives none.
+      Function::FromTyped([made](AnyView word) { made->device_barrier(is_none(word)); }),
       Function::FromTyped([made] { return static_cast<int64_t>(address(made->intact())); }),
   };
 }

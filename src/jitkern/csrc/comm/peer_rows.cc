@@ -180,12 +180,14 @@ PeerLists make_peer_lists(const LaunchScope& scope, const LoadedKernels& kernels
 }
 
 void run_on_gpu(RowsCall& call, KernelTable& table) {
-  const LaunchScope scope(call.device_rows());
+  const CollectiveScope scope(call.device_rows().dl->device.device_id);
   call.map_host_rows();
   call.params.fault = scope.device.fault_device;
   // All is compiled in front of the barrier.
   const LoadedKernels& sorts = peer_list_kernels(scope.device, call);
-  const Spec spec = pair_spec(call, true);
+  u64 bits = 0;  // of all ranks' memory: what suits this one's alone may be too wide for another's
+  for (const Rows& rows : call.all) bits |= address(rows.data);
+  const Spec spec = pair_spec(call, true, bits);
   const LoadedKernels& copies = table.find(scope.device, spec);
   const PeerLists lists = make_peer_lists(scope, sorts, call);
 
@@ -216,6 +218,7 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   scope.launch(copies.entries[0], blocks, fetch);
   call.barrier();
   if (call.repeats()) scope.launch(copies.entries[0], scope.device.num_sms, copy);
+  scope.raise_earlier();
 }
 
 // -- calls ---------------------------------------------------------------------------------------

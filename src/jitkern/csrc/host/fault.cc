@@ -60,6 +60,15 @@ void raise_pending_fault(Device& device) {
   }
 }
 
+void forget_fault(Device& device, const FaultRecord& fault) {
+  if (!has_pending_fault(device)) return;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  volatile FaultRecord& pending = *device.fault;
+  const bool same = pending.site == fault.site && pending.position == fault.position &&
+                    pending.value == fault.value && pending.bound == fault.bound;
+  if (same) pending.state = 0;
+}
+
 namespace {
 
 void check_faults(int64_t ordinal) {

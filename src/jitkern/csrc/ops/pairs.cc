@@ -148,12 +148,13 @@ bool is_line_aligned(u64 host_bits, i64 row_bytes) {
   return inside || host_bits % kHostLineBytes == 0;
 }
 
-Spec pair_spec(const PairCall& call, bool large) {
+Spec pair_spec(const PairCall& call, bool large, u64 more_bits) {
   const PairCopyParams& p = call.params;
   const u64 src_bits = address(p.src) | static_cast<u64>(p.src_stride_bytes);
   const u64 dst_bits = address(p.dst) | static_cast<u64>(p.dst_stride_bytes);
   const u64 host_bits = call.host_side == kHostSource ? src_bits : dst_bits;
-  const int vec_bytes = widest_vec(src_bits | dst_bits | static_cast<u64>(call.row_bytes));
+  const int vec_bytes =
+      widest_vec(src_bits | dst_bits | more_bits | static_cast<u64>(call.row_bytes));
   return Spec(call.row_bytes, vec_bytes, call.index_bytes,
               is_line_aligned(host_bits, call.row_bytes), large);
 }

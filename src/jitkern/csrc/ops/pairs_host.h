@@ -95,8 +95,9 @@ bool is_small_call(const PairCall& call);
 // `host_bits` are those of their address and stride.
 bool is_line_aligned(u64 host_bits, i64 row_bytes);
 
-// The specialisation for these rows, once they are mapped.
-Spec pair_spec(const PairCall& call, bool large);
+// The specialisation for these rows, once they are mapped; `more_bits` are those of the addresses
+// that rows are written to besides.
+Spec pair_spec(const PairCall& call, bool large, u64 more_bits = 0);
 
 // What a large call has on its way by default. Rows of 656 bytes have 128 KiB in flight per SM: 2
 // SMs saturate an idle bus, but beside a GEMM, where lines take longer to come, they move 33 GB/s

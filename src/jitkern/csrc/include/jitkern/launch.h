@@ -290,9 +290,16 @@ FaultSite fault_site(const char* op, const char* arg, RaiseFault raise = raise_i
 // Raises, or warns of, a fault that an earlier kernel recorded on this device.
 void raise_pending_fault(Device& device);
 
-inline void check_pending_fault(Device& device) {
-  if (*const_cast<volatile u32*>(&device.fault->state) == 2) raise_pending_fault(device);
+inline bool has_pending_fault(const Device& device) {
+  return *const_cast<volatile u32*>(&device.fault->state) == 2;
 }
+
+inline void check_pending_fault(Device& device) {
+  if (has_pending_fault(device)) raise_pending_fault(device);
+}
+
+// Forgets the fault that is pending, if it is this one.
+void forget_fault(Device& device, const FaultRecord& fault);
 
 // A launch to be: one block of one thread, until more is asked for.
 struct Launch {
@@ -354,6 +361,25 @@ class LaunchScope {
 
   ContextScope context_;
   CUstream stream_;
+};
+
+// That of a call which all ranks make. What an earlier op left is raised behind the last launch:
+// ranks come to see it at different calls, and one that raised in front of its launch would be a
+// call behind for good, its next one met by another of theirs.
+class CollectiveScope : public LaunchScope {
+ public:
+  explicit CollectiveScope(int ordinal)
+      : LaunchScope(Device::get(ordinal),
+                    static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal))),
+        has_fault_(has_pending_fault(device)) {}
+
+  // Not what this very call finds, which would be raised by some ranks only.
+  void raise_earlier() const {
+    if (has_fault_) check_pending_fault(device);
+  }
+
+ private:
+  const bool has_fault_;
 };
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }

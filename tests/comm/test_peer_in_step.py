@@ -1,0 +1,87 @@
+"""Ranks make all of each call, also where some hear of an earlier fault and others do not yet."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from rows_ranks import Ranks
+
+import jitkern
+from jitkern.comm import peer_gather
+from jitkern.nn import TPEmbedding
+
+pytestmark = pytest.mark.cuda
+CUDA = torch.device("cuda")
+
+
+def test_over_bad_rows() -> None:
+    """The GPU finds them while ranks still launch."""
+    ranks = Ranks(2, CUDA, deadline_s=5.0)
+    pool = torch.empty(900, 656, dtype=torch.uint8).pin_memory()
+    caches = [torch.zeros(500, 656, dtype=torch.uint8, device=CUDA) for _ in range(2)]
+    pairs = torch.full((400, 2), -1, device=CUDA)
+    call: Any = lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank])  # noqa: E731
+    ranks.each(call)  # compiles
+    heard = 0
+    for _ in range(200):
+        sources, rows = torch.randint(900, (400,)), torch.randperm(500)[:400]
+        pairs.copy_(torch.stack([sources, rows], 1))
+        pairs[7, 0] = 900
+        pool.random_()
+        for error in ranks.errors(call, wait=False):
+            assert error is None or isinstance(error, IndexError), error
+            heard += error is not None
+        is_good = torch.arange(400) != 7
+        for cache in caches:
+            assert torch.equal(cache[rows[is_good].cuda()].cpu(), pool[sources[is_good]])
+    assert heard > 0
+    with suppress(IndexError):
+        jitkern.check()
+
+
+def leave_a_fault() -> None:
+    jitkern.indexing(torch.ones(5, 8, device=CUDA), torch.tensor([5], device=CUDA))
+    torch.cuda.synchronize()
+
+
+def test_over_what_another_op_has_left() -> None:
+    """One rank hears of it, and has made its sum."""
+    ranks = Ranks(2, CUDA, deadline_s=5.0)
+    tensors = [torch.full((5,), rank + 1.0, device=CUDA) for rank in range(2)]
+    call: Any = lambda rank: ranks.reducers[rank].all_reduce(tensors[rank])  # noqa: E731
+    for number in range(3):
+        leave_a_fault()
+        errors = ranks.errors(call)
+        assert [type(error) for error in errors] == [IndexError, type(None)]
+        for x in tensors:
+            assert x.tolist() == [3.0 * 2**number] * 5
+    jitkern.check()
+
+
+class Counting:
+    """A rank of two, whose other one has zeros only."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.num_sums = 0
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+        self.num_sums += 1
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_an_embedding_over_what_another_op_has_left(requires_grad: bool) -> None:
+    comm = Counting()
+    module = TPEmbedding(10, 8, comm=comm, device=CUDA, method="all_reduce")
+    module.weight.requires_grad_(requires_grad)
+    ids = torch.arange(10, device=CUDA)
+    module(ids)
+    leave_a_fault()
+    with pytest.raises(IndexError, match="indexing: indices: index 5"):
+        module(ids)
+    assert comm.num_sums == 2
+    module(ids)
