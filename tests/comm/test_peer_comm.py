@@ -106,7 +106,7 @@ def test_a_late_gpu_and_all_go_on(two: list[Rank], kind: str) -> None:
     if kind == "cpu":
         pytest.skip("its calls wait by themselves")
     everywhere(two, "comm.all_reduce(ones(5))")
-    two[1].evaluate("torch.cuda._sleep(6_000_000_000)")  # cycles, of some 2 GHz
+    two[1].evaluate("[torch.cuda._sleep(2_000_000_000) for _ in range(4)]")  # a second each
     two[1].evaluate("comm.all_reduce(ones(5) * 7)")
     two[0].tell("sum_late")
     assert two[0].error(1.0 + LATE_S)["missing"] == [1]
