@@ -1,22 +1,44 @@
-"""Ranks make all of each call, also where some hear of an earlier fault and others do not yet."""
+"""Ranks make all of each call, also where some hear of an earlier fault and others do not yet.
+
+Without a GPU by in_step_child.py on a fake driver.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_gpu import checks_of, needs_fake_gpu, run_checks
+from needs import needs_cxx
 from rows_ranks import Ranks
 
 import jitkern
 from jitkern.comm import peer_gather
+from jitkern.host import module as host
 from jitkern.nn import TPEmbedding
 
-pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
+CHILD = Path(__file__).with_name("in_step_child.py")
 
 
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    host.module()  # the child has not the time to build it
+    return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
+
+
+@needs_cxx
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=needs_fake_gpu) for one in checks_of([CHILD], "check_")]
+)
+def test_without_a_gpu(failed: dict[str, str], name: str) -> None:
+    assert failed[name] == "", failed[name]
+
+
+@pytest.mark.cuda
 def test_over_bad_rows() -> None:
     """The GPU finds them while ranks still launch."""
     ranks = Ranks(2, CUDA, deadline_s=5.0)
@@ -47,6 +69,7 @@ def leave_a_fault() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.cuda
 def test_over_what_another_op_has_left() -> None:
     """One rank hears of it, and has made its sum."""
     ranks = Ranks(2, CUDA, deadline_s=5.0)
@@ -73,6 +96,7 @@ class Counting:
         self.num_sums += 1
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_an_embedding_over_what_another_op_has_left(requires_grad: bool) -> None:
     comm = Counting()
