@@ -11,7 +11,7 @@ import pytest
 from children import wait_until
 from peer_ranks import Rank, Ranks, together
 
-STEPS = ["make", "listen", "give", "take", "map", "write", "compare", "clear"]
+STEPS = ["make", "listen", "give", "take", "map", "write", "compare", "receive", "clear"]
 INSTEAD = "use init_pynccl's all_reduce between them"
 
 
@@ -186,6 +186,19 @@ peer_range.Proof.write = write
     for rank, text in enumerate(texts):
         said = f"the CPU of rank {rank} reads in the memory of the CPU of rank 1"
         all_say([text], "UnsupportedError", said)
+
+
+def test_wrong_data_from_another_rank(any_ranks: Ranks) -> None:
+    """Reads are right, and one rank's writes do not arrive."""
+    wrong = """
+peer_range.Proof.send = lambda self, mine, other: None
+"""
+    _, texts = fail_at(any_ranks, 3, "", wrong, "")
+    for rank in (0, 2):
+        what = texts[rank].partition("peer access gives wrong data: what ")[2]
+        assert " of rank 1 " in what.partition(" writes ")[0], texts
+        assert f" of rank {rank} " in what.partition(" writes ")[2], texts
+    all_say(texts, "UnsupportedError", INSTEAD)
 
 
 def test_a_driver_without_such_memory(gpu_ranks: Ranks) -> None:

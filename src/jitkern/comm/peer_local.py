@@ -31,12 +31,16 @@ def make_range(num_bytes: int, ordinals: Sequence[int], timeout_s: float) -> tup
             fd = peer_range.new_share(made, place, share_bytes, False)
             if fd >= 0:
                 os.close(fd)
-        proof = Proof(made, share_bytes, os.urandom(16).hex(), timeout_s)
+        proof = Proof(made, len(places), share_bytes, os.urandom(16).hex(), timeout_s)
         for place in places:
             proof.write(place)
         for mine in places:
             for other in places:
                 proof.check(mine, other)
+                proof.send(mine, other)
+        for mine in places:
+            for other in places:
+                proof.receive(mine, other)
         for place in places:
             proof.clear(place)
     except BaseException:

@@ -129,9 +129,14 @@ def new_share(made: Range, place: Place, share_bytes: int, is_exported: bool) ->
 
 
 class Proof(NamedTuple):
-    """What lies at both ends of each share while it is being proven that all see the same."""
+    """What lies at both ends of each share while it is being proven that all see the same.
+
+    Behind the first end there is what each rank has written into the share: that reads are right
+    does not say that writes are.
+    """
 
     made: Range
+    num_ranks: int
     share_bytes: int
     nonce: str  # the same in all ranks, of this range alone
     timeout_s: float
@@ -146,19 +151,37 @@ class Proof(NamedTuple):
 
     def check(self, mine: Place, other: Place) -> None:
         """Raise UnsupportedError where one does not find what the other has written."""
-        for at in self._ends(other):
-            found = bytes(self.made.read(at, _PROOF_BYTES, mine.ordinal, self.timeout_s))
-            if found != self._text(at):
-                raise UnsupportedError(
-                    f"PeerMemory: peer access gives wrong data: {mine} reads in the memory of "
-                    f"{other} what was not written there; {_INSTEAD}, and see whether the IOMMU or "
-                    "PCIe ACS is in the way"
-                )
+        if not all(self._is_right(at, mine) for at in self._ends(other)):
+            raise self._wrong(f"{mine} reads in the memory of {other} what was not written there")
+
+    def send(self, mine: Place, other: Place) -> None:
+        """Write to the memory of another rank."""
+        at = self._sent_at(mine, other)
+        self.made.write(at, self._text(at), mine.ordinal, self.timeout_s)
+
+    def receive(self, mine: Place, other: Place) -> None:
+        """Raise UnsupportedError where one's own memory has not what the other has sent."""
+        if not self._is_right(self._sent_at(other, mine), mine):
+            raise self._wrong(f"what {other} writes to the memory of {mine} is not there")
 
     def clear(self, place: Place) -> None:
         """Leave zeros."""
-        for at in self._ends(place):
-            self.made.clear(at, _PROOF_BYTES, place.ordinal, self.timeout_s)
+        first, last = self._ends(place)
+        for at, count in ((first, (1 + self.num_ranks) * _PROOF_BYTES), (last, _PROOF_BYTES)):
+            self.made.clear(at, count, place.ordinal, self.timeout_s)
+
+    def _is_right(self, at: int, mine: Place) -> bool:
+        found = self.made.read(at, _PROOF_BYTES, mine.ordinal, self.timeout_s)
+        return bytes(found) == self._text(at)
+
+    def _wrong(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"PeerMemory: peer access gives wrong data: {what}; {_INSTEAD}, and see whether the "
+            "IOMMU or PCIe ACS is in the way"
+        )
+
+    def _sent_at(self, writer: Place, owner: Place) -> int:
+        return owner.rank * self.share_bytes + (1 + writer.rank) * _PROOF_BYTES
 
     def _ends(self, place: Place) -> tuple[int, int]:
         first = place.rank * self.share_bytes

@@ -110,12 +110,16 @@ def make_range(guard: Guard, share_bytes: int) -> Range:
             for other, fd in fds.items():
                 if other != mine.rank:
                     _map(made, mine, places[other], fd)
-        proof = Proof(made, share_bytes, names[0], own_s)
+        proof = Proof(made, guard.size, share_bytes, names[0], own_s)
         with _together(guard, "write"):
             proof.write(mine)
         with _together(guard, "compare"):
             for place in places:
                 proof.check(mine, place)
+                proof.send(mine, place)
+        with _together(guard, "receive"):
+            for place in places:
+                proof.receive(mine, place)
         with _together(guard, "clear"):
             proof.clear(mine)
     return made
