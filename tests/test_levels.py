@@ -111,7 +111,7 @@ SHOWN = {
         load_library nvcc nvrtc platform_abi program_stats quiet source_path toolchain_directories
         toolchain_id words
     """,
-    "host": "check module tuning",
+    "host": "check is_of_earlier_call module tuning",
     "jit": """
         CppArgs DeviceModule KernelConfig PRELUDE Recorded Specialisation has_cuda load_aot
         load_device load_jit load_own make_cpp_args native_library replay
