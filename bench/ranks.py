@@ -27,6 +27,8 @@ from jitkern.bench.timing import Replay, cpu_replay, cuda_replay, time_replays
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400
+IS_REHEARSAL = os.environ.get("RANKS_ON_ONE_GPU") == "1"
+"""Two ranks share a GPU: every call is made, no figure means anything. See tests/shared_gpu.py."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Ranks:
     @property
     def where(self) -> str:
         """What rows call them."""
+        if IS_REHEARSAL:
+            return f"{self.size} ranks of one GPU"
         return f"{self.size} {'GPUs' if self.device.type == 'cuda' else 'processes'}"
 
     def barrier(self) -> None:
@@ -90,7 +94,7 @@ def sizes(ctx: Context) -> list[int]:
     """Return how many ranks there are to measure with on this machine."""
     if ctx.device != "cuda":
         return [2]
-    return [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
+    return [2] if IS_REHEARSAL else [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
 
 
 def rows_of(name: str, ctx: Context, size: int) -> Iterator[Row]:
@@ -143,8 +147,7 @@ def _main(name: str, kind: str, how: str, result: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if kind == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+        device = _take_gpu(rank)
         dist.init_process_group("nccl", device_id=device)
         group = dist.new_group(backend="gloo")
     else:
@@ -157,6 +160,17 @@ def _main(name: str, kind: str, how: str, result: str) -> None:
         Path(result).write_text(json.dumps([asdict(row) for row in rows]))
     ranks.barrier()
     dist.destroy_process_group()
+
+
+def _take_gpu(rank: int) -> torch.device:
+    if not IS_REHEARSAL:
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    sys.path.append(str(ROOT / "tests"))
+    import shared_gpu
+
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return shared_gpu.take(rank)
 
 
 if __name__ == "__main__":
