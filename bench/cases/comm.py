@@ -63,11 +63,11 @@ def goals(f: Figures) -> Iterator[Goal]:
             if without is not None:
                 yield from at_most(f"comm, {case}: deadlines", ours - without, 0.3, "us")
         for num_bytes in BYTES[:3]:
-            case = _case(num_bytes, gpus)
+            case = sum_case(num_bytes, gpus)
             ours, theirs = f.us("comm", case, OURS), f.us("comm", case, TORCH)
             if ours is not None and theirs is not None:
                 yield from at_most(f"comm, {case}: time, of {TORCH}", ours / theirs, 1.0)
-        case = _case(BYTES[-1], gpus)
+        case = sum_case(BYTES[-1], gpus)
         got = f.speed("comm", case, OURS, TORCH)
         yield from at_least(f"comm, {case}: of {TORCH}", got, 0.99)
         for tokens, most in OF_USUAL.items():
@@ -77,7 +77,7 @@ def goals(f: Figures) -> Iterator[Goal]:
                 yield from at_most(f"comm, {case}: time, of {USUAL}", ours / theirs, most)
 
 
-def _case(num_bytes: int, where: str) -> str:
+def sum_case(num_bytes: int, where: str) -> str:
     return f"all_reduce, {size_text(num_bytes)} bf16, {where}"
 
 
@@ -170,7 +170,7 @@ def _reduced(ranks: Ranks, reducers: _Reducers, num_bytes: int) -> list[Row]:
     spacer = torch.zeros(1, device=ranks.device)
     calls = {name: (role, partial(spaced, call, spacer)) for name, (role, call) in calls.items()}
     rows = [
-        Row("comm", _case(num_bytes, ranks.where), name, role, bytes_moved=moved)
+        Row("comm", sum_case(num_bytes, ranks.where), name, role, bytes_moved=moved)
         for name, (role, _) in calls.items()
     ]
     for row in rows:
