@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import python_path
 
 from jitkern.cache.store import Cache
 
@@ -70,7 +71,7 @@ class Children:
     def __init__(self, cache_dir: Path) -> None:
         self.mark = uuid.uuid4().hex
         self.env = {**os.environ, "TEST_MARK_OF_JITKERN": self.mark}
-        self.env["PYTHONPATH"] = str(ROOT / "src")
+        self.env["PYTHONPATH"] = python_path()
         self.env["JITKERN_CACHE_DIR"] = str(cache_dir)
         self._started: list[subprocess.Popen[str]] = []
         self._ready = Path(tempfile.mkdtemp(prefix="jitkern-ready-"))

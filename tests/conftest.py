@@ -18,7 +18,9 @@ from headers import bare_machine  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from owned import cache_root, no_private_groups  # noqa: F401
+from paths import python_path
 from recorded_app import app, use  # noqa: F401
+from shared_gpu import IS_SHARED
 from strangers import open_place  # noqa: F401
 from tiny import folder, thawed  # noqa: F401
 
@@ -51,7 +53,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU when the test is about to run: collecting touches no driver."""
     if item.get_closest_marker("cuda") and gpu_count() < 1:
         pytest.skip("needs a CUDA GPU")
-    if item.get_closest_marker("multigpu") and gpu_count() < 2:
+    several = item.get_closest_marker("multigpu")
+    if several and gpu_count() < (1 if IS_SHARED and several.kwargs else 2):
         pytest.skip("needs two CUDA GPUs")
 
 
@@ -107,7 +110,7 @@ def fresh_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         code: str, *argv: str, env: dict[str, str | None] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         merged = dict(os.environ)
-        merged["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), merged.get("PYTHONPATH", "")])
+        merged["PYTHONPATH"] = python_path()
         for name, value in (env or {}).items():
             if value is None:
                 merged.pop(name, None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import TESTS, python_path
 
 HERE = Path(__file__).resolve().parent
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -44,11 +45,8 @@ def build_driver(folder: Path, *flags: str) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """What a process finds that driver by, these tests' modules and jitkern's."""
-    paths = {
-        "LD_LIBRARY_PATH": [str(folder), os.environ.get("LD_LIBRARY_PATH", "")],
-        "PYTHONPATH": [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")],
-    }
-    return {**os.environ, **{name: os.pathsep.join(given) for name, given in paths.items()}}
+    libraries = os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")])
+    return {**os.environ, "LD_LIBRARY_PATH": libraries, "PYTHONPATH": python_path(TESTS)}
 
 
 def run_checks(script: Path, folder: Path, prefix: str, *flags: str, **env: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import python_path
 
 from jitkern.cli import cache_cmd, main
 from jitkern.env import settings
@@ -28,7 +29,7 @@ def child(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in bash, where `through` says what becomes of its output."""
     command = ["bash", "-c", through, "bash", sys.executable, "-m", "jitkern", *argv]
-    merged = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **env}
+    merged = {**os.environ, "PYTHONPATH": python_path(), **env}
     return subprocess.run(command, env=merged, capture_output=True, text=True, timeout=120)
 
 

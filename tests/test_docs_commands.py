@@ -13,6 +13,7 @@ import pytest
 from commands import Command, as_pattern, check, commands, shows
 from needs import needs_cxx, needs_nvrtc
 from pages import ALL, ROOT, Block, blocks
+from paths import python_path
 
 from jitkern.arch import Arch
 from jitkern.cli import main
@@ -81,7 +82,7 @@ def run(command: Command, capsys: pytest.CaptureFixture[str], patch: pytest.Monk
         started = command.argv
         if started[0] == "python":
             started = [sys.executable, str(ROOT / started[1]), *started[2:]]
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(started, env=env, capture_output=True, text=True)
         status, printed = done.returncode, done.stdout + done.stderr
     fails = any(": error: " in line for line in command.shown)

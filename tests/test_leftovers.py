@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from children import wait_until
 from entries import DATA, key, publish
+from paths import python_path
 from strangers import MALLORY, needs_root
 
 from jitkern.cache import size
@@ -59,9 +60,8 @@ with scratch_folder("build") as folder:
     (folder / "inner" / "0.main.o").write_bytes(b"x")
     time.sleep(60)
 """
-    source = str(Path(size.__file__).parents[2])
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmpdir)], env={**os.environ, "PYTHONPATH": source}
+        [sys.executable, "-c", code, str(tmpdir)], env={**os.environ, "PYTHONPATH": python_path()}
     )
     wait_until(lambda: list(tmpdir.glob("jitkern-build-*/inner/*")))
     (left,) = tmpdir.iterdir()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import python_path
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +40,7 @@ def build(
 ) -> tuple[str, str]:
     """What it says on standard error, and whether rich was imported."""
     command = [sys.executable, "-c", BUILD, str(folder), seconds, level, quiet]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "100"}
+    env = {**os.environ, "PYTHONPATH": python_path(), "TERM": "xterm", "COLUMNS": "100"}
     above, below = pty.openpty() if terminal else os.pipe()
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=below) as process:
         os.close(below)

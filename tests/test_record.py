@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from needs import needs_cxx, needs_nvrtc
+from paths import python_path
 from tiny import SM_90, compiles, tiny
 
 import jitkern.ops.store
@@ -102,8 +103,7 @@ for n in range(4, 8):
     load_jit("tiny", str(n), device_files=["tiny.cu"],
              device_wrappers=[("tiny", f"Tiny<{n}>")]).image(Arch(9, 0))
 """
-    source = str(Path(get.__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": source, "JITKERN_RECORD": str(file)}
+    env = {**os.environ, "PYTHONPATH": python_path(), "JITKERN_RECORD": str(file)}
     children = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
     assert [child.wait() for child in children] == [0] * 4
     assert {str(one.used) for one in replay(file)} == {f"tiny<{n}> for 9.0" for n in range(4, 8)}

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import bodies
+import shared_gpu
 import torch
 import torch.distributed as dist
 
@@ -65,8 +66,7 @@ def do_make_nccl(debug: bool = False, **config: Any) -> None:
 
     set_debug(debug)
     rank = dist.get_rank()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    device = shared_gpu.take(rank)
     size = dist.get_world_size()
     comm = init_pynccl(tp_rank=rank, tp_size=size, tp_cpu_group=dist.group.WORLD, **config)
 

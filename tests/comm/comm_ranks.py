@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paths import TESTS, python_path
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHILD = Path(__file__).resolve().parent / "comm_child.py"
 PROMPT_S = 60.0  # how long a slow machine may take; far below a default deadline of 600 s
@@ -26,7 +28,7 @@ class Rank:
             [sys.executable, "-W", "ignore", str(child)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", **env},
+            env={**os.environ, "PYTHONPATH": python_path(TESTS), **env},
             bufsize=0,
         )
         self.pid = self.process.pid

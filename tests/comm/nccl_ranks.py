@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from comm_ranks import Pool, Rank
 from needs import needs_cxx
+from shared_gpu import num_gpus
 
 from jitkern.host import module as host
 
@@ -27,7 +27,7 @@ FAKE = pytest.param(
         pytest.mark.skipif(not sys.platform.startswith("linux"), reason="puts a libcuda in place"),
     ],
 )
-CUDA = pytest.param("cuda", marks=pytest.mark.multigpu)
+CUDA = pytest.param("cuda", marks=pytest.mark.multigpu(processes=True))
 
 
 def make(ranks: list[Rank], **config: Any) -> None:
@@ -80,7 +80,7 @@ def nccl_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
         if kind not in made and kind == "fake":
             made[kind] = Pool(folder, HERE / "nccl_child.py", NUM_FAKE_GPUS, **build(folder()))
         elif kind not in made:
-            made[kind] = Pool(folder, num_gpus=torch.cuda.device_count())
+            made[kind] = Pool(folder, num_gpus=num_gpus())
         return made[kind]
 
     yield pool

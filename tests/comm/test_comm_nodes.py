@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paths import python_path
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHILD = Path(__file__).resolve().parent / "node_child.py"
 
@@ -18,7 +20,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes=2"]
     command += ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=jitkern"]
     command += [f"--rdzv-endpoint=localhost:{port}", str(CHILD)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     logs = [tmp_path / f"node{number}" for number in range(2)]
     agents = []
     try:

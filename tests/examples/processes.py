@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from paths import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -15,8 +16,7 @@ EXAMPLES = ROOT / "examples"
 
 def environment_for(device: torch.device) -> dict[str, str]:
     """Return this process's, with the GPUs hidden from an example that is to run on the CPU."""
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    found = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    found = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     if device.type == "cpu":
         found["CUDA_VISIBLE_DEVICES"] = ""
     return found

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from needs import needs_cxx, needs_nvrtc
+from paths import python_path
 from processes import EXAMPLES, ROOT
 
 DOCKERFILE = EXAMPLES / "docker" / "Dockerfile"
@@ -172,7 +173,7 @@ def test_the_image_compiles_nothing(wheel: Path, tmp_path: Path) -> None:
     ):
         (context / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
         (context / "bin" / name).chmod(0o755)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     env["PATH"] = f"{context / 'bin'}{os.pathsep}{env['PATH']}"
     script = ["examples/docker/build.sh", ARCHS]
     done = subprocess.run(script, cwd=context, env=env, capture_output=True, text=True)

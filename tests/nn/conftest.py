@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "comm"))  # where only this folder is collected
 
 from comm_ranks import Pool  # noqa: E402
 from nccl_ranks import CUDA  # noqa: E402
+from shared_gpu import num_gpus  # noqa: E402
 
 from jitkern.host import module as host  # noqa: E402
 
@@ -39,7 +39,7 @@ def make_ranks(request: pytest.FixtureRequest, embedding_pool: Pool) -> Callable
     """Processes that have a group and a communicator, on the CPU or each on a GPU of its own."""
 
     def make(count: int) -> list:
-        if request.param == "cuda" and torch.cuda.device_count() < count:
+        if request.param == "cuda" and num_gpus() < count:
             pytest.skip(f"needs {count} GPUs")
         ranks = embedding_pool.join(count)
         for rank in ranks:

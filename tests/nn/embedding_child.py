@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import shared_gpu
 import torch
 import torch.distributed as dist
 from ref import ref_indexing, same_bits
@@ -74,8 +75,7 @@ def do_be_on(kind: str) -> None:
         from jitkern.comm import init_pynccl
 
         rank, size = dist.get_rank(), dist.get_world_size()
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+        device = shared_gpu.take(rank)
         group = dist.group.WORLD
         comm = Recording(init_pynccl(tp_rank=rank, tp_size=size, tp_cpu_group=group))
     else:

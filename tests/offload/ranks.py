@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import python_path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHILD = Path(__file__).resolve().parent / "share_child.py"
@@ -30,7 +31,7 @@ class Rank:
             [sys.executable, str(CHILD)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            env={**os.environ, "PYTHONPATH": python_path()},
             bufsize=0,
         )
 

@@ -18,6 +18,7 @@ import pytest
 from emulate.proof import of_the_host
 from fake_gpu import COMPILER, HERE, needs_fake_gpu
 from needs import needs_cxx
+from paths import TESTS, python_path
 from slot_mutants import MUTANTS, TIMES_MUTANTS, Mutant
 from threads.program import Builder, forget_old
 
@@ -61,13 +62,14 @@ def store(request: pytest.FixtureRequest) -> Path:
 def run(
     driver: Path, arguments: Sequence[str], program: Path = PROGRAM
 ) -> subprocess.CompletedProcess[str]:
+    libraries = [str(driver), os.environ.get("LD_LIBRARY_PATH", "")]
     paths = {
-        "LD_LIBRARY_PATH": [str(driver), os.environ.get("LD_LIBRARY_PATH", "")],
-        "PYTHONPATH": [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")],
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        "PYTHONPATH": python_path(TESTS),
     }
     return subprocess.run(
         [sys.executable, str(program), *arguments],
-        env={**os.environ, **{name: os.pathsep.join(found) for name, found in paths.items()}},
+        env={**os.environ, **paths},
         capture_output=True,
         text=True,
         timeout=300,
