@@ -20,6 +20,8 @@ from jitkern.errors import CommError, CommMismatchError, CommTimeoutError
 
 # A call ends within its deadline + 5 s, whoever hangs: this is what the error may take of it.
 _ANSWER_S = 2.0
+_NEWS_S = 1.0  # that a broken connection is ahead of what boards tell: a process ends bit by bit
+_PAUSE_S = 0.05
 _WAIT_S = 1.0  # how long a board holds a request back, so that others' failures are noticed
 
 
@@ -362,9 +364,57 @@ class Guard:
         others = [r for r in links or ranks or range(self.size) if r != self.rank]
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         is_late = because is None or isinstance(because, TimeoutError)
-        why, notes = find_missing(self.cards, others, op, number, links or {}, _ANSWER_S)
-        error = self._late_error(op, number, timeout_s if is_late else None, why, notes, link)
+        found = find_missing(
+            self.cards, others, op, number, links or {}, _ANSWER_S, is_late=is_late
+        )
+        limit_s = timeout_s if is_late else None
+        error = self._late_error(op, number, limit_s, found.why, found.notes, link)
         error.__cause__ = because
+        self.fail(error)
+        return error
+
+    def broken(
+        self,
+        op: str,
+        number: int,
+        trouble: str,
+        *,
+        ranks: Sequence[int] = (),
+        link: str = "",
+        links: Mapping[int, Sequence[tuple[str, int]]] | None = None,
+    ) -> CommError:
+        """Ask all ranks who is gone, as what carries the calls says that it cannot go on.
+
+        Lets no call be made any more, and returns what to raise: a CommTimeoutError that names the
+        ranks which have ended, or have left the communicator; where there are none, a CommError
+        that says so. It takes 3 s at most, and may be called by any thread.
+
+        Parameters
+        ----------
+        op, number, ranks, link, links
+            As in :meth:`timed_out`; of a call of some ranks all are asked, too.
+        trouble
+            What it says, without the op.
+        """
+        if link:
+            links = {rank: [(link, number)] for rank in ranks}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        until = time.monotonic() + _NEWS_S
+        while True:
+            found = find_missing(
+                self.cards, others, op, number, links or {}, _ANSWER_S, is_late=False
+            )
+            if found.is_over or time.monotonic() >= until:
+                break
+            time.sleep(_PAUSE_S)
+        error = CommError(f"{op}: {trouble}")
+        if found.is_over and found.why:
+            because, notes = error, [*found.notes, trouble]
+            error = self._late_error(op, number, None, found.why, notes, link)
+            error.__cause__ = because
+        else:
+            notes = [*found.why.values(), *found.notes] or ["no rank has ended"]
+            error = CommError(f"{error}; {'; '.join(notes)}")
         self.fail(error)
         return error
 
