@@ -40,6 +40,21 @@ def test_killed_while_nccl_is_set_up(failing_fake_gpus: Pool) -> None:
     two[1].kill()
 
 
+def test_slow_while_nccl_is_set_up(fake_gpus: Pool) -> None:
+    """All ranks have come, and NCCL is not done: there is no call to name."""
+    two = fake_gpus.join(2)
+    calls = "__import__('jitkern.comm.nccl').comm.nccl.NcclCalls"
+    two[1].evaluate(f"setattr({calls}, 'open', lambda *a: time.sleep(9))")
+    for rank in two:
+        rank.tell("make_nccl", timeout_s=DEADLINE_S)
+    assert two[0].error(BOUND_S)["error"] == (
+        "CommTimeoutError: init_pynccl: the set-up on rank 0 of 2 was not done within 1 s: "
+        "all ranks have come to it; if they are only slow, give a larger timeout_s"
+    )
+    two[0].kill()  # a thread of it is in NCCL for good
+    two[1].kill()
+
+
 def test_killed_before_memory_is_registered(failing_fake_gpus: Pool) -> None:
     two = failing_fake_gpus.join(2)
     two[1].evaluate(f"setattr(__import__('jitkern.comm.nccl').comm.nccl, 'Buffer', {ENDS})")

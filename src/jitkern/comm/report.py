@@ -114,7 +114,7 @@ def find_missing(
             why[rank] = behind_text(cards[rank], answer, *behind[0])
         elif "ended" in answer and not is_late and not has_failed:
             why[rank] = f"{cards[rank]} has {answer['ended']}"  # came, and has left
-        elif not links and answer.get("issued") == number and answer["op"] != op:
+        elif number and not links and answer.get("issued") == number and answer["op"] != op:
             notes.append(f"{cards[rank]} made call {number} as {answer['op']}")
         elif "ended" in answer:
             ends[rank] = f"{cards[rank]} has {answer['ended']}"
@@ -175,6 +175,8 @@ def late_error(
             "JITKERN_COMM_DEBUG=1 compares what they call; if GPUs are slow, or what was queued "
             "before, give"
         )
+        if number == 0:  # no call that could be compared
+            what_to_do = "if they are only slow, give"
     text = "; ".join([*said, *notes])
     return CommTimeoutError(
         f"{where} {when}: {text}; {what_to_do} a larger timeout_s",
