@@ -25,7 +25,7 @@ from ref import ref_indexing, same_bits
 from torch import Tensor
 
 import jitkern  # noqa: F401
-from jitkern.comm import TorchCommunicator, peer_setup
+from jitkern.comm import TorchCommunicator, peer_range, peer_setup  # noqa: F401
 from jitkern.nn import TPEmbedding
 from jitkern.nn import rows as nn_rows
 

@@ -266,6 +266,20 @@ def test_wasteful_rows(two: list[Rank]) -> None:
     assert made[0][0] == "peer"
 
 
+def test_ranks_whose_pages_differ(two: list[Rank]) -> None:
+    """All ranks sum, or all raise."""
+    code = "setattr(peer_range, 'piece_bytes', lambda _: 4 << 20)"
+    two[1].evaluate(f"[globals().update(real=peer_range.piece_bytes), {code}] and None")
+    assert [one[0] for one in all_do(two, "make", **SMALL)] == ["all_reduce", "all_reduce"]
+    assert all_do(two, "load", value=4) == [[4.0], [4.0]]
+    for rank in two:
+        rank.tell("make", **SMALL, method="peer")
+    for rank in two:
+        error = rank.error()["error"]
+        assert error.startswith("UnsupportedError: TPEmbedding: memory of one of the ranks comes ")
+    two[1].evaluate("setattr(peer_range, 'piece_bytes', real)")
+
+
 def test_ranks_that_ask_for_different_tables(two: list[Rank]) -> None:
     two[0].tell("make", vocab=9, hidden=65536)
     two[1].tell("make", vocab=19, hidden=65536)
