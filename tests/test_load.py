@@ -237,11 +237,11 @@ def nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("JITKERN_CACHE_DIR", "/dev/null/cache")
     monkeypatch.setattr(get, "private_cache", lambda reason: None)
     settings.cache_clear()
-    search._caches.cache_clear()
+    search._shelves.cache_clear()
     yield
     monkeypatch.undo()
     settings.cache_clear()
-    search._caches.cache_clear()
+    search._shelves.cache_clear()
 
 
 def test_a_build_that_can_be_kept_nowhere_is_loaded(tmp_path: Path, nowhere_to_write: None) -> None:

@@ -20,7 +20,6 @@ from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
-from jitkern.cache.store import Cache
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
@@ -190,6 +189,7 @@ def build_host_module(out_dir: Path) -> Entry:
 
     Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
     """
+    from jitkern.cache.store import Cache
     from jitkern.host.build import PORTABLE_LDFLAGS, build
 
     key = _HostModule(CSRC).key
