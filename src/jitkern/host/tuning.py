@@ -82,8 +82,6 @@ def measured_figures(gpu: str, cuda_version: int) -> Mapping[str, int]:
 
 def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, Any]] | None:
     """Return the file of this machine, and its content; warns of one that is no such thing."""
-    if not any(map(_has_any, folders())):
-        return None  # nearly always
     machine = machine_with(gpu, cuda_version)
     for folder in folders():
         file = folder / machine.file_name
@@ -99,13 +97,6 @@ def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, Any]] | None:
                 stacklevel=2,
             )
     return None
-
-
-def _has_any(folder: Path) -> bool:
-    try:
-        return any(name.startswith("calibration-") for name in os.listdir(folder))
-    except OSError:
-        return False
 
 
 def _content(file: Path, machine: Machine) -> Mapping[str, Any]:
