@@ -144,7 +144,7 @@ def _same_file(data: bytes, file: Path | None) -> int | None:
 
 
 def _holds(descriptor: int, data: bytes) -> bool:
-    # In pieces: 0.3 to 0.5 ms for the host module of 1.8 MB. As a whole its memory would be new to a
+    # In pieces: 0.3 to 0.5 ms for the host module of 1.8 MB. As a whole its memory is new to a
     # process that has just started, which took five times as long.
     piece = 1 << 16
     starts = range(0, len(data), piece)
