@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from jitkern.comm.board import Card
@@ -15,7 +16,7 @@ _NEWS_S = 1.0  # that a broken connection is ahead of what boards tell: a proces
 _PAUSE_S = 0.05
 
 
-class Asking:
+class Asking(ABC):
     """The part of a guard that asks; the rest of it has these, and says when it is over."""
 
     name: str
@@ -24,9 +25,9 @@ class Asking:
     timeout_s: float
     cards: list[Card]
 
+    @abstractmethod
     def fail(self, error: CommError) -> None:
         """Let no call be made any more."""
-        raise NotImplementedError
 
     def timed_out(
         self,
