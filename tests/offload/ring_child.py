@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import struct
 from typing import Any
 
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log, refused
+from launch_fake import OnCuda, driver, log, params, refused
 from rings import LINE, Memory, memory_of, ring_word, rows
 
 from jitkern import unpack
@@ -22,6 +23,20 @@ from jitkern.offload import DescriptorRing, memory, ring
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
+FAULT_AT = 120  # the address of the record that the kernel may write to, in ConsumeParams
+driver.fake_kernel(b"jitkern_unpack_ring", ctypes.c_uint64(248), 512)
+
+
+class Fault(ctypes.Structure):
+    """FaultRecord of types.h."""
+
+    _fields_ = (
+        ("state", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("position", ctypes.c_int64),
+        ("value", ctypes.c_int64),
+        ("bound", ctypes.c_int64),
+    )
 
 
 class Stream:
@@ -110,6 +125,36 @@ def check_a_call_is_one_launch() -> None:
                 assert line.startswith("jitkern_unpack_ring of "), line
         driver.fake_capture(0)
         assert [made.num_pushed, memory_of(made).done(0).value] == [0, 0]
+
+
+def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
+    """A call that launched nothing would leave its push to the next one, and so on for ever."""
+    src, dst = torch.zeros(2, 1 << 20, dtype=torch.uint8)
+    pinned = torch.zeros(1 << 20, dtype=torch.uint8)
+    driver.fake_memory(ctypes.c_uint64(pinned.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
+    with DescriptorRing(3, 5) as made:
+        unpack(on_gpu(dst), on_gpu(src), made)
+        (line,) = (line for line in log().splitlines() if line.startswith("jitkern_unpack_ring of"))
+        fault = Fault.from_address(*struct.unpack_from("=Q", params(line), FAULT_AT))
+        assert fault.state == 0
+        for target in (on_gpu(dst), pinned):
+            fault.state, fault.site, fault.position, fault.value, fault.bound = 2, 0, 7, 900, 900
+            version = pinned._version
+            try:
+                unpack(target, on_gpu(src), made)
+            except IndexError as error:
+                assert "index 900 at position 7" in str(error), error
+            else:
+                raise AssertionError("no error")
+            assert log().count("jitkern_unpack_ring of") == 1 and fault.state == 0
+            assert pinned._version == version + (target is pinned)
+            unpack(target, on_gpu(src), made)
+            assert log().count("jitkern_unpack_ring of") == 1
+        # What is refused is not made, and leaves the fault to the next call.
+        fault.state, version = 2, pinned._version
+        refused(ValueError, "unpack: dst: overlaps .*", unpack, pinned, pinned, made)
+        assert fault.state == 2 and pinned._version == version
+        fault.state = 0
 
 
 def check_other_devices_are_refused() -> None:

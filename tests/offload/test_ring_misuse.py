@@ -165,3 +165,20 @@ def test_a_closed_one() -> None:
             use()
     lengths[:] = 3  # memory that a view keeps
     assert lengths.tolist() == [3]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("memory", ["mapped", "device"])
+def test_a_call_that_raises_what_another_left_takes_its_push(memory: Any) -> None:
+    src = torch.randint(256, (4096,), dtype=torch.uint8, device="cuda")
+    dst = torch.zeros_like(src)
+    wrong = torch.tensor([[4000, 0, 97]], device="cuda")
+    with DescriptorRing(2, 4, memory) as ring:
+        for at in (0, 100, 200):
+            unpack(dst, src, wrong)
+            torch.cuda.synchronize()
+            ticket = ring.push(torch.tensor([[at, at, 100]]))
+            with pytest.raises(IndexError, match="bytes up to 4097 in descriptor 0, expected at"):
+                unpack(dst, src, ring)
+            ring.wait(ticket)
+            assert torch.equal(dst[: at + 100], src[: at + 100])

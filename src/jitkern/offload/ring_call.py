@@ -32,10 +32,11 @@ def consume(
     require_writable("unpack", dst, src)
     try:
         by(dst, src, first, num_slots)
-    except IndexError:
-        dispatch.wrote(dst)  # what the slots in front asked for
-        raise
-    except RuntimeError as error:
+    except (TypeError, ValueError):
+        raise  # nothing was queued
+    except Exception as error:
+        # What the slots in front asked for; or the kernel is queued, and the error is of another.
+        dispatch.wrote(dst)
         name_unreadable(error, "unpack", dst=dst, src=src)
     dispatch.wrote(dst)
 

@@ -193,7 +193,9 @@ def unpack(
         A descriptor whose pieces reach out of ``src`` or ``dst``, or with a negative ``len`` or
         ``count``. For ``descriptors`` on the CPU at once, and nothing was queued or written. Else
         all of that descriptor is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises. Of a ring on the CPU nothing of that slot is copied.
+        :func:`jitkern.check` raises. Of a ring on the CPU nothing of that slot is copied. A call
+        with a ring that raises what an earlier one has left, this or another error, was made all
+        the same: it is not to be made again for the same pushes.
 
     Examples
     --------

@@ -100,7 +100,7 @@ class RingOnGpu {
 
   void consume(AnyView dst, AnyView src, i64 slot, i64 num_slots) {
     const UnpackSides sides = checked_sides(dst, src);
-    const LaunchScope scope(sides.on_gpu());
+    const CollectiveScope scope(sides.on_gpu().ordinal());
     const Kernel& kernel = kernels().find(scope.device, Spec()).entries[kConsume];
     ConsumeParams params = params_;
     params.ring.call = new_call();
@@ -113,6 +113,7 @@ class RingOnGpu {
     const i64 most = num_slots * params.ring.ring.max_descriptors + sides.dst.row_bytes / 512;
     const i64 blocks = std::min<i64>(scope.device.num_sms, ceil_div(32 * most, kernel.num_threads));
     scope.launch(kernel, blocks, params);
+    scope.raise_earlier();
   }
 
   // Queues the server on a stream; it looks at `stop`, an u32 in pinned memory, at each turn.

@@ -363,9 +363,10 @@ class LaunchScope {
   CUstream stream_;
 };
 
-// That of a call which all ranks make. What an earlier op left is raised behind the last launch:
-// ranks come to see it at different calls, and one that raised in front of its launch would be a
-// call behind for good, its next one met by another of theirs.
+// That of a call which others count on: one that all ranks make, or that consumes what a producer
+// has pushed. What an earlier op left is raised behind the last launch. Ranks come to see it at
+// different calls, and one that raised in front of its launch would be a call behind for good, its
+// next one met by another of theirs; so would a consumer, which took an older push at each call.
 class CollectiveScope : public LaunchScope {
  public:
   explicit CollectiveScope(int ordinal)
