@@ -30,6 +30,7 @@ enum Kind {
   kIdle,     // nothing comes
   kStop,     // it is told to, behind the last push
   kStopNow,  // or at any time
+  kEndless,  // or while a producer always has a push there
   kBroken,   // by a push with a seal that is not its word
   kBusy,     // another call has the ring
   kChanges,  // another call takes a push while it begins
@@ -59,12 +60,14 @@ class Round {
 
   void serve() {
     push_some();
-    kind_ = random_.pick({kIdle, kStop, kStop, kStopNow, kBroken, kBroken, kBusy, kChanges});
+    kind_ =
+        random_.pick({kIdle, kStop, kStop, kStopNow, kEndless, kBroken, kBroken, kBusy, kChanges});
     now_running += ", kind " + std::to_string(kind_);
     num_pushes_ = random_.below(3 * num_slots_ + 2);
     pace_ = random_.pick({1, 3, 20});
     change_at_ = kind_ == kChanges ? 1 + random_.below(6) : -1;
     stop_at_ = kind_ == kStopNow ? 1 + random_.below(30'000) : -1;
+    if (kind_ == kEndless) stop_at_ = 1 + random_.below(3000);
     is_busy_ = kind_ == kBusy;
     if (is_busy_) state_[0].owner = kOther;
     ServeParams params = any_params();
@@ -115,7 +118,7 @@ class Round {
     content_.give_to(params.unpack);
     params.unpack.fault = fault_.record();
     params.stop = stop_.data();
-    const bool waits = kind_ == kStop || kind_ == kStopNow || kind_ == kBroken;
+    const bool waits = kind_ == kStop || kind_ == kStopNow || kind_ == kEndless || kind_ == kBroken;
     params.idle_ns = waits ? ~0ull : 300'000;
     return params;
   }
@@ -141,6 +144,9 @@ class Round {
     if (producer_.pushed.count(turn_) != 0) take_away(turn_++);
     state_[0].generations = turn_ / num_slots_;
     state_[0].slot = static_cast<u32>(turn_ % num_slots_);
+  }
+  void push_all() {
+    while (producer_.begin(content_.any_push(max_))) producer_.finish();
   }
   void push_a_bit() {
     if (!producer_.is_busy()) {
@@ -169,14 +175,21 @@ class Round {
   void look_on() {
     check(++looks_ < 200'000, "it never ends");
     if (looks_ == change_at_) other_call();
-    if (pause_ > 0) {
+    if (kind_ == kEndless) {
+      push_all();
+    } else if (pause_ > 0) {
       --pause_;
     } else if (random_.below(pace_) == 0) {
       push_a_bit();
     }
     const bool waits = (kind_ == kStop || kind_ == kBroken) && num_pushes_ == 0;
-    if (looks_ == stop_at_ || (waits && !producer_.is_busy() && is_all_done())) stop_[0] = 1;
+    if (looks_ == stop_at_ || (waits && !producer_.is_busy() && is_all_done())) stop();
     if (random_.below(9) == 0) let_others_run();
+  }
+
+  void stop() {
+    if (stop_[0] == 0) most_done_ = num_done_ + 1;
+    stop_[0] = 1;
   }
 
   // -- what should be
@@ -197,7 +210,7 @@ class Round {
     content_.expect(producer_.pushed[turn_], slot_of(turn_), 0, max_, fault_);
     over_[slot_of(turn_)] = generation(turn_);
     ++turn_;
-    ++num_done_;
+    check(++num_done_ <= most_done_, "begins with a push though it was told to stop");
     content_.dst.check();
     last_ns_ = jitkern::nanoseconds();
   }
@@ -230,7 +243,7 @@ class Round {
       fault_.expect(kBrokenSite, slot, 0, 0);
       while (is_over(turn_)) ++turn_;
       check(turn_ == broken_ticket_, "ends at another push than the wrong one");
-    } else if (kind_ == kStop || kind_ == kBroken) {
+    } else if (kind_ == kStop || kind_ == kEndless || kind_ == kBroken) {
       check(stop_[0] == 1, "ends though nobody told it to");
     } else if (kind_ != kStopNow) {
       // Each thread has looked at the clock once, some of them in front of the completion.
@@ -258,6 +271,7 @@ class Round {
   bool is_busy_ = false, is_broken_ = false;
   u64 broken_ticket_ = 0, broken_at_ = 0, last_ns_ = 0;
   i64 num_pushes_ = 0, num_done_ = 0, pause_ = 0, pace_ = 1;
+  i64 most_done_ = 1 << 30;  // once it is told to stop: the one that it has begun with
   i64 looks_ = 0, change_at_ = -1, stop_at_ = -1;
 };
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -134,6 +136,33 @@ def test_close_ends_it(sides: tuple[Tensor, Tensor]) -> None:
     with ring.serve(*sides) as server:
         ring.close()
         assert not server.is_running
+
+
+@on_a_gpu
+@pytest.mark.parametrize("num_slots", [1, 2, 16])
+def test_it_ends_though_a_push_is_always_there(
+    sides: tuple[Tensor, Tensor], num_slots: int
+) -> None:
+    dst, src = sides
+    is_over = threading.Event()
+    with DescriptorRing(num_slots) as ring:
+
+        def push() -> None:
+            while not is_over.is_set():
+                ring.try_push(rows((0, 0, 8)))
+
+        with ring.serve(dst, src):
+            thread = threading.Thread(target=push)
+            thread.start()
+            while ring.num_pushed < 100 * num_slots:
+                time.sleep(0.001)
+            began = time.monotonic()
+        assert time.monotonic() - began < 5
+        is_over.set()
+        thread.join()
+        jitkern.unpack(dst, src, ring, num_slots=num_slots)
+        ring.wait(ring.num_pushed - 1, timeout_s=PATIENT_S)
+    jitkern.check()
 
 
 @on_a_gpu

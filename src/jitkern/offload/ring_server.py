@@ -25,8 +25,8 @@ class RingServer:
 
     It begins as the body of ``with`` does, behind what is on the current stream, and on a stream of
     its own. It ends with the body, however that ends, or by itself once no push has come for the
-    idle timeout; a push after that is not consumed until :func:`jitkern.unpack` or another server
-    does so. What the caller queues on the current stream behind the body comes behind its copies.
+    idle timeout; what it leaves is not consumed until :func:`jitkern.unpack` or another server does
+    so. What the caller queues on the current stream behind the body comes behind its copies.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class RingServer:
         return self._ended is not None and not self._ended.query()
 
     def stop(self) -> None:
-        """End the kernel and wait for that; a push that it has begun to copy is completed."""
+        """End the kernel and wait for that; of all pushes it completes what it has begun with."""
         if self._ended is None:
             return
         import torch

@@ -60,7 +60,8 @@ struct ServeRing {
     Turn turn;  // the first
     u32 slot;
     bool has_long;
-    bool is_over;  // the wait
+    bool is_told;  // to stop
+    bool is_idle;  // for long enough
     bool ends;
   };
 
@@ -78,7 +79,8 @@ struct ServeRing {
     return own.turn;
   }
 
-  // Until there is one, or the server ends.
+  // Until there is one, or the server ends. Told to stop it begins with none that is there: it
+  // would run on for as long as a producer always has one.
   static __device__ void wait_for_push(const Params& p, Reader& reader, Turn& turn, Shared& own) {
     while (load_fresh(&p.ring.consumed[turn.slot]) >= turn.generation) {
       turn = turn.next(p.ring.ring.num_slots);  // a call that named its slot took it
@@ -86,12 +88,13 @@ struct ServeRing {
     if (threadIdx.x == 0) own.slot = turn.slot;
     const u64 since = nanoseconds();
     const auto look_at_end = [&] {
-      own.is_over = load_fresh(p.stop) != 0 || nanoseconds() - since > p.idle_ns;
+      own.is_told = load_fresh(p.stop) != 0;
+      own.is_idle = nanoseconds() - since > p.idle_ns;
     };
     for (u32 looks = 0; !own.ends; ++looks) {
       const u64 word = reader.look(turn.slot, looks < kEagerLooks, look_at_end);
-      if (ring_generation(word) == turn.generation) return;
-      if (own.is_over) own.ends = true;  // of all threads
+      if (ring_generation(word) == turn.generation && !own.is_told) return;
+      if (own.is_told || own.is_idle) own.ends = true;  // of all threads
       __syncthreads();
     }
   }
