@@ -19,7 +19,7 @@ from rings import LINE, Memory, memory_of, ring_word, rows
 
 from jitkern import unpack
 from jitkern.jit.device import DeviceModule
-from jitkern.offload import DescriptorRing, memory, ring
+from jitkern.offload import DescriptorRing, memory, ring, ring_server
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
@@ -45,6 +45,37 @@ class Stream:
     @staticmethod
     def synchronize() -> None:
         pass
+
+    @staticmethod
+    def wait_stream(other: Any) -> None:
+        pass
+
+
+class Event:
+    """Behind a server: nothing has happened until somebody waits."""
+
+    is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+class OwnStream(Stream):
+    """Of a handle that the driver gave."""
+
+    def __init__(self, handle: int, device: torch.device) -> None:
+        self.cuda_stream = handle
+
+    def record_event(self) -> Event:
+        return Event()
+
+
+WORDS = torch.zeros(64, dtype=torch.int32)
+driver.fake_memory(ctypes.c_uint64(WORDS.data_ptr()), ctypes.c_uint64(256), 1, 0)
+words = iter(WORDS.split(1))
 
 
 def check_registered_with_the_gpu_and_given_back() -> None:
@@ -183,6 +214,24 @@ def check_a_server_keeps_the_rules_of_writing() -> None:
         refused(RuntimeError, text, made.serve, inside, src)
 
 
+def served(made: DescriptorRing) -> Any:
+    sides = torch.zeros(2, 64, dtype=torch.uint8)
+    return made.serve(on_gpu(sides[0]), on_gpu(sides[1]))
+
+
+def check_servers_have_a_stream_that_nobody_else_gets() -> None:
+    """Torch hands out the same 32 in turn: what others queue there would wait for the server."""
+    handles = set()
+    for _ in range(2):
+        with DescriptorRing(3, 5) as made:
+            log()
+            with served(made) as server:
+                (line,) = (line for line in log().splitlines() if "_serve of" in line)
+                handles.add(re.search(r"stream (\d+)", line)[1])
+                assert server._stream.cuda_stream == int(*handles)
+    assert len(handles) == 1 and not handles & {"0", str(STREAM)}
+
+
 def main() -> None:
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     fake: Any = torch.cuda
@@ -192,6 +241,11 @@ def main() -> None:
     fake.current_stream = lambda device: Stream
     memory._node_of_gpu = lambda: None
     ring.zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
+    fake.Stream = None
+    fake.ExternalStream = OwnStream
+    fake.is_current_stream_capturing = lambda: False
+    ring_server._most_sms = lambda _: 8
+    ring_server._pinned_zero = lambda: next(words)
     report_checks(globals(), log)
 
 

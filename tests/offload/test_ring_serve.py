@@ -139,6 +139,18 @@ def test_close_ends_it(sides: tuple[Tensor, Tensor]) -> None:
 
 
 @on_a_gpu
+def test_its_stream_is_nobody_elses(sides: tuple[Tensor, Tensor]) -> None:
+    """Torch hands out 32 streams in turn."""
+    current = torch.cuda.Stream()
+    with DescriptorRing() as ring, torch.cuda.stream(current):
+        for _ in range(40):
+            torch.cuda.Stream()
+            with ring.serve(*sides) as server:
+                assert server._stream.cuda_stream != current.cuda_stream
+                ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
+
+
+@on_a_gpu
 @pytest.mark.parametrize("num_slots", [1, 2, 16])
 def test_it_ends_though_a_push_is_always_there(
     sides: tuple[Tensor, Tensor], num_slots: int

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from jitkern.host import module as host
 from jitkern.offload.args import count_arg, number_arg
 from jitkern.offload.ring_call import require_writable
 from jitkern.ops import dispatch
@@ -43,16 +44,14 @@ class RingServer:
         num_sms: int,
         idle_timeout_s: float,
     ) -> None:
-        import torch
-
         self._dst, src = sides
         require_writable(_CALL, self._dst, src)
         self._launch: Callable[..., None] = partial(launch, *sides)
         self._device = device
         self._num_sms = count_arg(_CALL, "num_sms", num_sms, _most_sms(device))
         self._idle_ns = int(1e9 * number_arg(_CALL, "idle_timeout_s", idle_timeout_s, 1e9))
-        self._stop = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stop = _pinned_zero()
+        self._stream: Any = _stream_of(device)
         self._ended: Any = None  # an event behind the kernel
         weakref.finalize(self, self._stop.fill_, 1)
 
@@ -90,6 +89,25 @@ class RingServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _pinned_zero() -> torch.Tensor:
+    import torch
+
+    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    """Return the stream of a device's servers, for good.
+
+    Those of ``torch.cuda.Stream`` are 32, handed out in turn: others would get the same, and what
+    they queue there would wait until the server ends.
+    """
+    import torch
+
+    made = host.module()["make_ring_stream"](device.index)
+    return torch.cuda.ExternalStream(made, device=device)  # type: ignore[no-untyped-call]
 
 
 def _refuse_again(*_: object) -> None:

@@ -20,6 +20,8 @@ char* allocate_pinned(i64 bytes) {
   return static_cast<char*>(memory);
 }
 
+}  // namespace
+
 CUstream make_stream(int priority) {
   const Driver& driver = Driver::get();
   CUstream stream = nullptr;
@@ -27,8 +29,6 @@ CUstream make_stream(int priority) {
                "cuStreamCreate");
   return stream;
 }
-
-}  // namespace
 
 CUevent make_event() {
   const Driver& driver = Driver::get();

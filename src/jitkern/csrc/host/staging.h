@@ -99,6 +99,8 @@ class Staging {
   tvm::ffi::Tensor device_memory_;
 };
 
+// Streams do not wait for the default one, nor it for them.
+CUstream make_stream(int priority);
 CUevent make_event();
 void record(CUevent event, CUstream stream);
 void wait_for(CUstream stream, CUevent event);

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 
+#include "host/staging.h"
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
 
@@ -199,8 +200,15 @@ Array<Function> ring_on_gpu(tvm::ffi::Tensor host, int64_t base, tvm::ffi::Tenso
   };
 }
 
+// A stream of a device that nobody else has, for good.
+int64_t make_ring_stream(int64_t ordinal) {
+  const ContextScope context(Device::get(static_cast<int>(ordinal)));
+  return static_cast<int64_t>(reinterpret_cast<intptr_t>(make_stream(0)));
+}
+
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_ring_stream, make_ring_stream);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_state_bytes, ring_state_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_on_gpu, ring_on_gpu);
 
