@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import struct
+import weakref
 from typing import Any
 
 import torch
@@ -230,6 +231,42 @@ def check_servers_have_a_stream_that_nobody_else_gets() -> None:
                 handles.add(re.search(r"stream (\d+)", line)[1])
                 assert server._stream.cuda_stream == int(*handles)
     assert len(handles) == 1 and not handles & {"0", str(STREAM)}
+
+
+def check_close_ends_the_server_that_runs() -> None:
+    made = DescriptorRing(3, 5)
+    one, other = served(made), served(made)
+    with one:
+        made.close()
+        assert one._stop == 1 and not one.is_running
+    assert other._stop == 0
+
+
+def check_a_server_of_a_closed_ring_does_not_begin() -> None:
+    made = DescriptorRing(3, 5)
+    server = served(made)
+    made.close()
+    log()
+    text = "DescriptorRing: the ring is closed; .*"
+    refused(RuntimeError, text, server.__enter__)
+
+
+def check_a_server_that_was_stopped_does_not_begin() -> None:
+    with DescriptorRing(3, 5) as made:
+        server = served(made)
+        server.stop()
+        log()
+        text = "DescriptorRing.serve: the server has ended; make another one"
+        refused(RuntimeError, text, server.__enter__)
+
+
+def check_a_server_keeps_its_ring_until_it_has_ended() -> None:
+    made = DescriptorRing(3, 5)
+    server, ring_of = served(made), weakref.ref(made)
+    del made
+    with server:
+        assert ring_of() is not None
+    assert ring_of() is None, "a cycle"
 
 
 def main() -> None:

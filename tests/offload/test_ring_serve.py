@@ -139,6 +139,17 @@ def test_close_ends_it(sides: tuple[Tensor, Tensor]) -> None:
 
 
 @on_a_gpu
+def test_close_ends_the_one_that_runs(sides: tuple[Tensor, Tensor]) -> None:
+    ring = DescriptorRing()
+    one, other = ring.serve(*sides), ring.serve(*sides)
+    with one:
+        ring.close()
+        assert not one.is_running
+    with pytest.raises(RuntimeError, match=r"^DescriptorRing: the ring is closed"):
+        other.__enter__()
+
+
+@on_a_gpu
 def test_its_stream_is_nobody_elses(sides: tuple[Tensor, Tensor]) -> None:
     """Torch hands out 32 streams in turn."""
     current = torch.cuda.Stream()

@@ -280,8 +280,7 @@ class DescriptorRing:
         if self._server is not None and self._server.is_running:
             raise RuntimeError(f"{call}: the ring has a server; end that one first")
         sides = (dst, src)
-        self._server = RingServer(self._serve, sides, self._device, num_sms, idle_timeout_s)
-        return self._server
+        return RingServer(self._run, self._serve, sides, self._device, num_sms, idle_timeout_s)
 
     def close(self) -> None:
         """End its server, wait for the GPUs and give the memory back; again: do nothing.
@@ -317,6 +316,12 @@ class DescriptorRing:
     ) -> None:
         """Do what :func:`jitkern.unpack` does of a ring."""
         ring_call.consume(self._consume, self._num_slots, dst, src, slot, num_slots)
+
+    def _run(self, server: RingServer, launch: Callable[[], None]) -> None:
+        """Have a server begin, which close() will end."""
+        self._next()  # raises once it is closed
+        launch()
+        self._server = server
 
     def _when_free(
         self, call: str, attempt: Callable[[], int], last: int | None, timeout_s: float

@@ -38,6 +38,7 @@ class RingServer:
 
     def __init__(
         self,
+        run: Callable[[RingServer, Callable[[], None]], None],
         launch: Callable[..., None],
         sides: tuple[torch.Tensor, torch.Tensor],
         device: torch.device,
@@ -46,6 +47,7 @@ class RingServer:
     ) -> None:
         self._dst, src = sides
         require_writable(_CALL, self._dst, src)
+        self._run = run
         self._launch: Callable[..., None] = partial(launch, *sides)
         self._device = device
         self._num_sms = count_arg(_CALL, "num_sms", num_sms, _most_sms(device))
@@ -62,15 +64,14 @@ class RingServer:
 
     def stop(self) -> None:
         """End the kernel and wait for that; of all pushes it completes what it has begun with."""
-        if self._ended is None:
-            return
         import torch
 
-        self._stop.fill_(1)
-        self._ended.synchronize()
-        dispatch.wrote(self._dst)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._launch = _refuse_again
+        if self._ended is not None:
+            self._stop.fill_(1)
+            self._ended.synchronize()
+            dispatch.wrote(self._dst)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._run = self._launch = _refuse_again  # and keep the ring no longer
 
     def __enter__(self) -> RingServer:
         import torch
@@ -80,15 +81,20 @@ class RingServer:
         other = _servers.get(self._device.index, lambda: None)()
         if other is not None and other.is_running:
             raise RuntimeError(f"{_CALL}: {self._device} has a server; end that one first")
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._launch(self._num_sms, self._idle_ns, self._stop.data_ptr(), self._stream.cuda_stream)
-        self._ended = self._stream.record_event()
+        self._run(self, self._begin)
         dispatch.wrote(self._dst)
-        _servers[self._device.index] = weakref.ref(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _begin(self) -> None:
+        import torch
+
+        _servers[self._device.index] = weakref.ref(self)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._launch(self._num_sms, self._idle_ns, self._stop.data_ptr(), self._stream.cuda_stream)
+        self._ended = self._stream.record_event()
 
 
 def _pinned_zero() -> torch.Tensor:
