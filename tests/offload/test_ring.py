@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import array
 import gc
+import itertools
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 from rings import memory_of, random_rows, ref_unpack, ring_word, rows, take_next
 
 from jitkern import unpack
-from jitkern.offload import DescriptorRing
+from jitkern.offload import DescriptorRing, RingSlot
 
 
 @pytest.mark.parametrize("columns", [3, 6])
@@ -267,6 +270,74 @@ def test_others_wait_for_a_reserved_slot() -> None:
         thread.join()
         text = "DescriptorRing.push: another thread has slot 0 reserved for longer than 0.01 s"
         assert found == [None, text, 0]
+
+
+def test_a_slot_that_is_dropped_is_the_next_ones() -> None:
+    with DescriptorRing(3, 8, device="cpu") as ring:
+
+        def use() -> None:
+            slot = ring.reserve(2)
+            slot.len[:] = 7
+
+        in_thread(use).join()
+        with ring.reserve(1, timeout_s=0) as slot:
+            assert [slot.ticket, slot.len.item(), slot.count.item()] == [0, 0, 1]
+        use()
+        assert ring.push(rows((0, 0, 1)), timeout_s=0) == 1
+
+
+def test_an_interrupt_anywhere_leaves_no_slot_reserved() -> None:
+    """In front of each instruction of Python from `reserve` to the push."""
+    buffer = torch.zeros(2, 8, dtype=torch.uint8)
+    files = {sys.modules[cls.__module__].__file__ for cls in (DescriptorRing, RingSlot)}
+    left = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = frame.f_code.co_filename in files
+        left -= event == "opcode"
+        if left == 0 and event == "opcode":
+            raise KeyboardInterrupt
+        return trace
+
+    with DescriptorRing(2, 2, device="cpu") as ring:
+
+        def use() -> bool:
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                with ring.reserve(1):
+                    pass
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.settrace(before)
+            return False
+
+        for at in itertools.count(1):
+            left = at
+            was_interrupted = use()
+            pushed = ring.num_pushed
+            assert ring.try_push(rows((0, 0, 1))) == pushed, f"instruction {at}"
+            unpack(*buffer, ring, num_slots=2)
+            if not was_interrupted:
+                break
+        assert at > 100
+
+
+def test_an_interrupted_wait_cancels_nobody_elses_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    with DescriptorRing(3, 8, device="cpu") as ring:
+        slots: list[RingSlot] = []
+        in_thread(lambda: slots.append(ring.reserve(1))).join()
+
+        def interrupt(_: float) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(time, "sleep", interrupt)
+            ring.reserve(1)
+        assert ring.try_push(rows((0, 0, 1))) is None
+        assert slots[0].publish() == 0
 
 
 def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:

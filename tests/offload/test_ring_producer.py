@@ -200,7 +200,7 @@ def mistakes_of(module: Any) -> list[str]:
     """What a consumer of this module gets wrong of one push."""
     num_bytes, _, _ = module["ring_layout"](2, 5)
     bytes_ = torch.zeros(num_bytes, dtype=torch.uint8)
-    push, _, _, _, _, _, await_done, consume, following, _ = module["make_ring"](bytes_, 2, 5)
+    push, _, _, _, await_done, consume, following, _ = module["make_ring"](bytes_, 2, 5)
     memory = Memory(bytes_)
     src, dst = torch.arange(1, 65, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     window = dst[16:80]  # of which the margins stay as they are

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 # As in both/ring.h and csrc/offload/ring.cc.
 _MAX_SLOTS, _MAX_DESCRIPTORS = 65_536, 65_535
 _HEADER_BYTES, _DESCRIPTOR_BYTES = 128, 64
-_RESERVED = -2
+_RESERVED, _RESERVED_HERE = -2, -3
 
 _SLICE_S = 0.05  # of a wait in C++, between two of which Ctrl-C gets through
 _WAIT_S = 10.0
@@ -96,8 +95,8 @@ class DescriptorRing:
         self._memory = RingMemory(num_bytes)
         self._bytes: torch.Tensor = self._memory.pool.tensor()
         made = module["make_ring"](self._bytes, self._num_slots, self._max)
-        self._push, self._try_push, self._reserve, self._publish, self._cancel = made[:5]
-        self._await_free, self._await_done, self._consume, self._next, self._queue = made[5:]
+        self._push, self._try_push, self._reserve, self._await_free, self._await_done = made[:5]
+        self._consume, self._next, self._queue = made[5:]
         self._on_device: torch.Tensor | None = None
         if memory == "device":
             self._on_device = zeros_on(self._device, num_bytes)
@@ -108,7 +107,6 @@ class DescriptorRing:
             self._consume, self._serve = module["ring_on_gpu"](self._bytes, base, state)
         self._server: RingServer | None = None
         self._is_tensor = torch.Tensor
-        self._holder = 0  # the thread that has reserved a slot
         self._is_open = True
         _open.add(self)
 
@@ -186,9 +184,8 @@ class DescriptorRing:
             ticket = self._try_push(descriptors)
         except RuntimeError as error:
             name_unreadable(error, "DescriptorRing.try_push", descriptors=descriptors)
-        if ticket == _RESERVED:
-            self._refuse_own("DescriptorRing.try_push")
         if ticket < 0:
+            _refuse_own("DescriptorRing.try_push", ticket)
             return None
         return ticket if self._on_device is None else self._to_device(ticket, self._on_device)
 
@@ -196,6 +193,8 @@ class DescriptorRing:
         self, num_descriptors: int | None = None, *, timeout_s: float = _WAIT_S
     ) -> RingSlot:
         """Return the next slot, to be written in place; other pushes wait until it is pushed.
+
+        Dropped, which an error or Ctrl-C may do at any place, it is cancelled.
 
         Parameters
         ----------
@@ -214,11 +213,12 @@ class DescriptorRing:
         call, count = "DescriptorRing.reserve", self._max
         if num_descriptors is not None:
             count = count_arg(call, "num_descriptors", num_descriptors, self._max)
-        ticket = self._when_free(call, lambda: self._reserve(count), None, timeout_s)
-        self._holder = threading.get_ident()
+        # Whoever drops `end` cancels, by no Python that a signal could cut short.
+        end = self._when_free(call, lambda: self._reserve(count), None, timeout_s)
+        ticket = self.num_pushed
         begin = self._first + ticket % self._num_slots * self._slot_bytes
         part = self._bytes[begin : begin + count * _DESCRIPTOR_BYTES].view(count, _DESCRIPTOR_BYTES)
-        return RingSlot(ticket % self._num_slots, ticket, part, self._finish)
+        return RingSlot(ticket % self._num_slots, ticket, part, partial(self._finish, end))
 
     def done(self, ticket: int) -> bool:
         """Tell whether all that a push asked for has been done."""
@@ -324,37 +324,30 @@ class DescriptorRing:
         self._server = server
 
     def _when_free(
-        self, call: str, attempt: Callable[[], int], last: int | None, timeout_s: float
-    ) -> int:
-        """Return the ticket of the first attempt that finds the slot free."""
+        self, call: str, attempt: Callable[[], Any], last: int | None, timeout_s: float
+    ) -> Any:
+        """Return what the first attempt that finds the slot free returns."""
         deadline = time.monotonic() + number_arg(call, "timeout_s", timeout_s)
-        ticket = attempt() if last is None else last
-        while ticket < 0:
-            if ticket == _RESERVED:
-                self._refuse_own(call)
+        found = attempt() if last is None else last
+        while type(found) is int and found < 0:
+            _refuse_own(call, found)
             if time.monotonic() >= deadline:
-                where = (self.num_pushed, self._num_slots, ticket == _RESERVED)
+                where = (self.num_pushed, self._num_slots, found == _RESERVED)
                 raise TimeoutError(full_text(call, *where, timeout_s))
-            if ticket == _RESERVED:
+            if found == _RESERVED:
                 time.sleep(1e-4)
             else:
                 self._await_free(_slice_us(deadline))
-            ticket = attempt()
-        return int(ticket)
+            found = attempt()
+        return found
 
-    def _refuse_own(self, call: str) -> None:
-        if self._holder == threading.get_ident():
-            text = "this thread has a slot reserved; publish() or cancel() it first"
-            raise RuntimeError(f"{call}: {text}")
-
-    def _finish(self, count: int | None) -> int:
+    def _finish(self, end: Callable[[int], int], count: int | None) -> int:
         """End a reservation: push so many, or nothing."""
-        self._holder = 0
-        if count is None:
-            self._cancel()
-            return -1
-        ticket = int(self._publish(count))
-        return ticket if self._on_device is None else self._to_device(ticket, self._on_device)
+        self._next()  # raises once it is closed
+        ticket = end(-1 if count is None else count)
+        if count is None or self._on_device is None:
+            return ticket
+        return self._to_device(ticket, self._on_device)
 
     def _to_device(self, ticket: int, slots: torch.Tensor) -> int:
         """Have a slot copied on the current stream; it stays as it is until it is consumed."""
@@ -376,7 +369,7 @@ class DescriptorRing:
             raise RuntimeError(f"DescriptorRing: {why}")
 
         self._is_open = False
-        self._push = self._try_push = self._reserve = self._publish = self._cancel = refuse
+        self._push = self._try_push = self._reserve = refuse
         self._await_free = self._await_done = self._consume = self._next = self._queue = refuse
         _open.discard(self)
 
@@ -393,6 +386,12 @@ def _shut_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_shut_in_child)
+
+
+def _refuse_own(call: str, found: int) -> None:
+    if found == _RESERVED_HERE:
+        text = "this thread has a slot reserved; publish() or cancel() it first"
+        raise RuntimeError(f"{call}: {text}")
 
 
 def _slice_us(deadline: float) -> int:

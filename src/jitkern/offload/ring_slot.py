@@ -16,8 +16,8 @@ class RingSlot:
 
     The fields are views of the slot, ``[num_descriptors]`` each. They begin as those of rows that
     are empty: all 0, and ``count`` 1. As the body of ``with`` ends the slot is pushed, unless it
-    raises. Nothing is checked here: what is out of range, the consumer refuses. Views must not be
-    written once the slot is pushed.
+    raises; a slot that is dropped is cancelled. Nothing is checked here: what is out of range, the
+    consumer refuses. Views must not be written behind either.
 
     Attributes
     ----------
@@ -77,22 +77,29 @@ class RingSlot:
         count = len(self._open(call))
         if num_descriptors is not None:
             count = count_arg(call, "num_descriptors", num_descriptors, count)
-        self._bytes = None
-        return self._finish(count)
+        ticket = self._finish(count)
+        self._bytes = None  # not in front: interrupted in between it is cancelled, not lost
+        return ticket
 
     def cancel(self) -> None:
         """Push nothing: the slot is the next push's."""
         self._open("RingSlot.cancel")
-        self._bytes = None
         self._finish(None)
+        self._bytes = None
 
     def __enter__(self) -> RingSlot:
         self._open("RingSlot")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._bytes is not None:
-            self.publish() if kind is None else self.cancel()
+        if self._bytes is None:
+            return
+        try:
+            if kind is None:
+                self.publish()
+        finally:
+            if self._bytes is not None:
+                self.cancel()
 
     def __repr__(self) -> str:
         state = "pushed or cancelled" if self._bytes is None else "being written"

@@ -7,6 +7,7 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -21,12 +22,20 @@ namespace jitkern {
 
 namespace {
 
+using tvm::ffi::Any;
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
 // Instead of a ticket.
 constexpr i64 kFull = -1;
 constexpr i64 kReserved = -2;
+constexpr i64 kReservedHere = -3;  // by the thread that asks
+
+// What a thread is known by.
+const void* this_thread() {
+  static thread_local const char here = 0;
+  return &here;
+}
 
 constexpr const char* kFields[] = {"src_off", "dst_off",    "len",
                                    "count",   "src_stride", "dst_stride"};
@@ -107,7 +116,7 @@ class DescriptorRing {
     const i64* const from = reinterpret_cast<const i64*>(t.data());
 
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_reserved_) return kReserved;
+    if (const i64 why = why_reserved()) return why;
     Descriptor* const to = producer_.try_reserve();
     if (to == nullptr) return kFull;
     const u64* const bits = reinterpret_cast<const u64*>(from);
@@ -117,26 +126,25 @@ class DescriptorRing {
     return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
   }
 
-  // The next push's ticket, whose first `count` descriptors are of one empty row each; or why there
-  // is none.
+  // Keeps the next push for this thread, whose first `count` descriptors are then of one empty row
+  // each. 0, or why not.
   i64 reserve(i64 count) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_reserved_) return kReserved;
+    if (const i64 why = why_reserved()) return why;
     Descriptor* const to = producer_.try_reserve();
     if (to == nullptr) return kFull;
     std::fill_n(to, count, Descriptor());
-    is_reserved_ = true;
-    return static_cast<i64>(producer_.next());
+    reserved_by_ = this_thread();
+    return 0;
   }
   i64 publish(i64 count) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    is_reserved_ = false;
-    return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
+    const u64 ticket = producer_.publish(static_cast<u32>(count));
+    reserved_by_ = nullptr;
+    return static_cast<i64>(ticket);
   }
-  void cancel() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    is_reserved_ = false;
-  }
+  // Without the lock, which another thread may have held when this process was forked.
+  void cancel() { reserved_by_ = nullptr; }
 
   // Whether the next push finds its slot free within this time.
   bool await_free(i64 most_us) {
@@ -193,6 +201,11 @@ class DescriptorRing {
   i64 next() const { return static_cast<i64>(producer_.next()); }
 
  private:
+  i64 why_reserved() const {
+    const void* const by = reserved_by_;
+    return by == nullptr ? 0 : by == this_thread() ? kReservedHere : kReserved;
+  }
+
   // Does what a push asks for, or nothing of it, and completes it. Its descriptors are read once: a
   // producer that breaks the protocol changes none that was checked.
   void take(const UnpackSides& sides, u64 ticket, const Descriptor* from, u32 count) {
@@ -231,8 +244,47 @@ class DescriptorRing {
   std::mutex consuming_;
   std::vector<u64> consumed_;  // by slot, the generation that was taken last
   u64 next_ = 0;               // the ticket that is next in turn
-  bool is_reserved_ = false;
+  std::atomic<const void*> reserved_by_{nullptr};
 };
+
+// The end of a reservation. Whoever drops it has cancelled: Python may do so at any place, by an
+// error or Ctrl-C, also before the call that has reserved is back.
+class Reservation {
+ public:
+  explicit Reservation(std::shared_ptr<DescriptorRing> ring) : ring_(std::move(ring)) {}
+  ~Reservation() { cancel(); }
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+
+  // Pushes so many descriptors and returns the ticket, or nothing where `count` is below 0. Once.
+  i64 end(i64 count) {
+    if (count < 0) {
+      cancel();
+      return kFull;
+    }
+    if (is_over_) {
+      throw tvm::ffi::Error("RuntimeError", "RingSlot: the slot was pushed or cancelled", "");
+    }
+    is_over_ = true;
+    return ring_->publish(count);
+  }
+
+ private:
+  void cancel() {
+    if (!is_over_) ring_->cancel();
+    is_over_ = true;
+  }
+
+  std::shared_ptr<DescriptorRing> ring_;
+  bool is_over_ = false;
+};
+
+// What ends it, or why there is none.
+Any reserve(const std::shared_ptr<DescriptorRing>& ring, i64 count) {
+  if (const i64 why = ring->reserve(count)) return why;
+  const auto made = std::make_shared<Reservation>(ring);
+  return Function::FromTyped([made](int64_t most) { return made->end(most); });
+}
 
 // The bytes of a ring, where its first descriptor is, and the bytes of a slot.
 Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
@@ -240,8 +292,8 @@ Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
   return {found.num_bytes, found.descriptors_at(0), found.slot_bytes};
 }
 
-// A ring in memory that is zero: push, try_push, reserve, publish, cancel, await_free, await_done,
-// consume, next and queue of it.
+// A ring in memory that is zero: push, try_push, reserve, await_free, await_done, consume, next
+// and queue of it.
 Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t max_descriptors) {
   ring_init(memory.data_ptr(), static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
   const auto made = std::make_shared<DescriptorRing>(std::move(memory));
@@ -249,9 +301,7 @@ Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t ma
       Function::FromTyped([made](AnyView rows) { return made->push("DescriptorRing.push", rows); }),
       Function::FromTyped(
           [made](AnyView rows) { return made->push("DescriptorRing.try_push", rows); }),
-      Function::FromTyped([made](int64_t count) { return made->reserve(count); }),
-      Function::FromTyped([made](int64_t count) { return made->publish(count); }),
-      Function::FromTyped([made] { made->cancel(); }),
+      Function::FromTyped([made](int64_t count) { return reserve(made, count); }),
       Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),
       Function::FromTyped(
           [made](int64_t ticket, int64_t most_us) { return made->await_done(ticket, most_us); }),
