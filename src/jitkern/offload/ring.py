@@ -251,10 +251,10 @@ class DescriptorRing:
         """Return a server, as the context in which a kernel consumes what is pushed.
 
         The kernel occupies its SMs and reads the ring all the time: for small pushes that cannot
-        wait for a launch. Whoever waits for the whole device in the body, as
-        ``torch.cuda.synchronize`` does and cudaMalloc and cudaFree may do, waits until it ends by
-        itself. One server on a device; calls of :func:`jitkern.unpack` on its ring are refused
-        meanwhile.
+        wait for a launch. Whoever waits for the whole device in the body waits until it ends by
+        itself: ``torch.cuda.synchronize``, maybe cudaMalloc and cudaFree, the first launch of a
+        kernel that is loaded lazily, the end of a pinned pool or of an engine. One server on a
+        device; calls of :func:`jitkern.unpack` on its ring are refused meanwhile.
 
         Parameters
         ----------
