@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -186,6 +188,25 @@ def test_it_ends_though_a_push_is_always_there(
         jitkern.unpack(dst, src, ring, num_slots=num_slots)
         ring.wait(ring.num_pushed - 1, timeout_s=PATIENT_S)
     jitkern.check()
+
+
+@on_a_gpu
+def test_a_process_that_ends_has_it_end(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = """
+import time
+import torch
+from jitkern.offload import DescriptorRing, PinnedPool
+pool = PinnedPool(1 << 20)
+ring = DescriptorRing()
+server = ring.serve(*torch.zeros(2, 64, dtype=torch.uint8, device="cuda"), idle_timeout_s=60)
+server.__enter__()
+ring.wait(ring.push(torch.tensor([[0, 0, 8]])), timeout_s=60)
+print(time.time())
+"""
+    done = fresh_python(code)
+    assert time.time() - float(done.stdout) < 30
 
 
 @on_a_gpu

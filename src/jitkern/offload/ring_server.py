@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -55,7 +57,8 @@ class RingServer:
         self._stop = _pinned_zero()
         self._stream: Any = _stream_of(device)
         self._ended: Any = None  # an event behind the kernel
-        weakref.finalize(self, self._stop.fill_, 1)
+        self._tell: Callable[[], object] = partial(_tell, self._stop, os.getpid())
+        weakref.finalize(self, self._tell).atexit = False  # too late: see _stop_all
 
     @property
     def is_running(self) -> bool:
@@ -67,7 +70,7 @@ class RingServer:
         import torch
 
         if self._ended is not None:
-            self._stop.fill_(1)
+            self._tell()
             self._ended.synchronize()
             dispatch.wrote(self._dst)
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -91,10 +94,27 @@ class RingServer:
     def _begin(self) -> None:
         import torch
 
+        # The last that is registered is the first to be called: whatever else waits for the device
+        # at exit, as pools do, comes behind it.
+        atexit.unregister(_stop_all)
+        atexit.register(_stop_all)
         _servers[self._device.index] = weakref.ref(self)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._launch(self._num_sms, self._idle_ns, self._stop.data_ptr(), self._stream.cuda_stream)
         self._ended = self._stream.record_event()
+
+
+def _stop_all() -> None:
+    for known in _servers.values():
+        server = known()
+        if server is not None:
+            server._tell()
+
+
+def _tell(stop: torch.Tensor, pid: int) -> None:
+    """Have a kernel end; a forked child has no part of it, nor of the memory."""
+    if os.getpid() == pid:
+        stop.fill_(1)
 
 
 def _pinned_zero() -> torch.Tensor:
