@@ -35,7 +35,7 @@ class PoolStats:
     num_threads : int
         That touched the memory first.
     huge_bytes : int
-        Of it in huge pages, as Linux says.
+        Of it in huge pages, as Linux says; 0 where it does not.
     touch_s, register_s : float
         Seconds that each took, here and not in other ranks.
     numa : str
@@ -290,14 +290,15 @@ class PinnedPool:
                     registered = torch.cuda.is_available()
                     if registered:
                         memory.register(bytes_, shown)
+                        memory.open_to_ops(bytes_)
                 register_s = time.perf_counter() - started
-            if registered:
-                memory.open_to_ops(bytes_)
+            huge = 0
+            with suppress(OSError):  # what all have is not to fail in one rank for that
+                huge = hostmem.huge_bytes(bytes_.data_ptr(), num_bytes)
         except BaseException:
             if meeting is not None:
                 meeting.close()
             raise
-        huge = hostmem.huge_bytes(bytes_.data_ptr(), num_bytes)
         self._stats = PoolStats(
             num_bytes, threads, huge, touch_s, register_s if registered else 0.0, where, registered
         )
