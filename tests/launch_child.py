@@ -10,9 +10,11 @@ import ctypes
 
 import launch_users
 import torch
+import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import (
     STREAM,
+    OnCuda,
     cuda,
     driver,
     log,
@@ -123,6 +125,25 @@ def check_swap_rows_small_and_large() -> None:
     driver.fake_memory(ctypes.c_uint64(pageable.data_ptr()), ctypes.c_uint64(1 << 20), 0, 0)
     text = "swap_rows: host: pageable .*"
     refused(ValueError, text, jitkern.swap_rows, pageable, gpu, triples)
+
+
+def check_swap_rows_in_parts_takes_all_its_memory_first() -> None:
+    """One that found none for a later part would leave rows swapped, and be made again."""
+    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    allocator = ctypes.cast(driver.fake_allocate, ctypes.c_void_p)
+    library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocator, 1, None)
+    size = 8, 64 << 20  # rows of which 512 MiB of staging take 7
+    host_rows, gpu = (torch.empty(*size, dtype=torch.uint8) for _ in range(2))
+    num_bytes = ctypes.c_uint64(host_rows.nbytes)
+    driver.fake_memory(ctypes.c_uint64(host_rows.data_ptr()), num_bytes, 1, 0)
+    foreign, on_gpu = tvm_ffi.from_dlpack(host_rows), tvm_ffi.from_dlpack(OnCuda(gpu))
+    log()
+    jitkern.swap_rows(foreign, on_gpu, cuda(8, 3, dtype=torch.int32), order="host")
+    said = [line.split()[0] for line in log().splitlines() if not line.startswith("module")]
+    lists = ["list_triples_i32", "scan_regions", "place_triples_i32"]
+    copies = [f"{what}_{64 << 20}B_v16_i32_in_order" for what in ("swap", "place")]
+    part = ["memset", *(f"jitkern_{name}" for name in lists + copies)]
+    assert said == ["allocate", *part, *part], said
 
 
 def check_wrong_facts_are_errors() -> None:

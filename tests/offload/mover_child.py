@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log
+from launch_fake import OnCuda, driver, log, params
 
+from jitkern.jit.device import DeviceModule
 from jitkern.offload import mover
 from jitkern.offload.mover import BlockMover, Side
 
@@ -20,6 +23,25 @@ PINNED, DEVICE = (torch.zeros(1 << 19, dtype=torch.uint8) for _ in range(2))
 driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr()), ctypes.c_uint64(len(PINNED)), 1, 0)
 
 copy_blocks = mover.copy_blocks
+PARAMS = "=QQqqqqQQqqqqqqiIIxxxxQ"  # of CopyBlocksParams
+NAME = b"jitkern_copy_blocks_v16_i64_write"
+driver.fake_kernel(NAME, ctypes.c_uint64(struct.calcsize(PARAMS)), 1024)
+
+
+class Fault(ctypes.Structure):
+    """FaultRecord of types.h."""
+
+    _fields_ = (
+        ("state", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("position", ctypes.c_int64),
+        ("value", ctypes.c_int64),
+        ("bound", ctypes.c_int64),
+    )
+
+    def be_found(self, position: int) -> None:
+        self.site, self.position, self.value, self.bound = 0, position, 900, 900
+        self.state = 2
 
 
 def on_gpu(tensor: torch.Tensor) -> Any:
@@ -100,7 +122,89 @@ def check_all_slots_are_one_copy_a_step() -> None:
     assert torch.equal(gpu, cpu[:, :SLOTS])
 
 
+def fault_of_the_gpu() -> Fault:
+    """Return the record that kernels are given."""
+    one, pairs = on_gpu(part(DEVICE, 1, 2, 16)), torch.zeros(1, 2, dtype=torch.int64)
+    copy_blocks(one, on_gpu(part(DEVICE, 1, 8, 16)[:, 4:]), tvm_ffi.from_dlpack(OnCuda(pairs)))
+    (line,) = [line for line in asked() if "grid" in line]
+    return Fault.from_address(struct.unpack(PARAMS, params(line))[-1])
+
+
+class Steps:
+    """Three of them, on a mover that takes itself for a GPU's."""
+
+    def __init__(self, before: Callable[[int], None]) -> None:
+        self.queued = self.waited_for = self.tries = 0
+        self.error: BaseException | None = None
+        mover_ = mover_of(2, False)
+        self.gpu = DEVICE[: mover_.gpu.tensor.numel()].view(6, SLOTS, PIECE)
+        self.cpu = PINNED[: mover_.cpu.tensor.numel()].view(6, BLOCKS, PIECE)
+        mover_._device = torch.device("cuda", 0)
+        mover_._event = lambda: Event(self)  # type: ignore[method-assign]
+
+        def copy(*args: torch.Tensor, **how: Any) -> None:
+            self.tries += 1
+            before(self.queued)
+            copy_on_gpu(*args, **how)
+            self.queued += 1
+
+        kept, mover._STEP_BYTES = mover._STEP_BYTES, 4 * 6 * PIECE
+        mover.copy_blocks = copy
+        try:
+            mover_.everything("c", False, 3, None)
+        except BaseException as error:
+            self.error = error
+        finally:
+            mover._STEP_BYTES, mover.copy_blocks = kept, copy_on_gpu
+
+
+class Event:
+    def __init__(self, steps: Steps) -> None:
+        self.steps, self.number = steps, steps.queued
+
+    def synchronize(self) -> None:
+        self.steps.waited_for = max(self.steps.waited_for, self.number)
+
+
+def check_a_fault_between_two_steps_is_raised_behind_the_last() -> None:
+    fault = fault_of_the_gpu()
+
+    def found(step: int) -> None:
+        if step == 1 and positions:
+            fault.be_found(positions.pop(0))
+
+    for count in (1, 3):  # each keeps one try from being made
+        positions = list(range(7, 7 + count))
+        steps = Steps(found)
+        assert steps.tries == 3 + count and fault.state == 0
+        assert steps.queued == steps.waited_for == 3
+        assert torch.equal(steps.cpu[:, 3 : 3 + SLOTS], steps.gpu)
+        assert isinstance(steps.error, IndexError), steps.error
+        assert "index 900 at position 7," in str(steps.error), steps.error
+
+
+def check_a_fault_in_front_of_all_leaves_nothing_queued() -> None:
+    fault_of_the_gpu().be_found(7)
+    steps = Steps(lambda _: None)
+    assert isinstance(steps.error, IndexError) and steps.tries == 0
+    steps = Steps(lambda _: None)
+    assert steps.error is None and steps.queued == 3
+
+
+def check_what_was_queued_before_a_failure_is_waited_for() -> None:
+    for kind, tries in ((KeyboardInterrupt, 3), (RuntimeError, 2 + mover._MOST_FAULTS)):
+
+        def fail(step: int, kind: type[BaseException] = kind) -> None:
+            if step == 2:
+                raise kind
+
+        steps = Steps(fail)
+        assert type(steps.error) is kind and steps.tries == tries
+        assert steps.queued == steps.waited_for == 2
+
+
 def main() -> None:
+    DeviceModule.image = lambda self, arch: b"image"  # type: ignore[method-assign]
     mover.copy_blocks = copy_on_gpu
     report_checks(dict(globals()), clean)
 

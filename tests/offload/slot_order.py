@@ -65,6 +65,8 @@ class FakeTensor:
 class FakeStreams(Streams):
     """As CudaStreams, with numbers for streams."""
 
+    _caller: int | None = None
+
     def __init__(self, ordinal: int, num_streams: int, capacity: int, every: int) -> None:
         self.compute = COMPUTES
         self.loads = [LOADS + i for i in range(num_streams)]
@@ -80,10 +82,13 @@ class FakeStreams(Streams):
         return is_captured
 
     def leave(self) -> None:
+        if self._caller is None:
+            return
         try:
             self._leave()
         finally:
             machine.current = self._caller
+            self._caller = None
 
     def is_current(self) -> bool:
         return machine.current == self.compute

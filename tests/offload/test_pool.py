@@ -183,6 +183,28 @@ def test_a_node_that_is_not_there() -> None:
         PinnedPool(4096, numa=77)
 
 
+def test_a_rank_binds_what_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, list[tuple[int, int]]] = {"pool_bind": [], "pool_touch": []}
+
+    def note(name: str) -> Any:
+        return lambda begin, count, *_: told[name].append((begin - base, count)) or 0
+
+    functions = {name: note(name) for name in told}
+    monkeypatch.setattr(memory.host, "module", lambda: functions)
+    monkeypatch.setattr(hostmem, "numa_nodes", lambda: (0, 1))
+    monkeypatch.setattr(memory, "_node_of_gpu", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    bytes_ = torch.empty(5 * MIB + 24, dtype=torch.uint8)
+    base = bytes_.data_ptr()
+    for numa, where in (("local", "node 1"), ("interleave", "nodes 0 and 1"), (0, "node 0")):
+        for ranks in ([(0, 5 * MIB + 24)], [(0, 2 * MIB), (2 * MIB, 2 * MIB), (4 * MIB, MIB + 24)]):
+            for rank, part in enumerate(ranks):
+                assert memory.bind(bytes_, numa, rank, len(ranks)) == where
+                memory.touch(bytes_, rank, len(ranks), 1, lambda *_: None)
+                assert told["pool_bind"].pop() == told["pool_touch"].pop() == part
+    assert not any(told.values())
+
+
 @pytest.mark.parametrize("numa", ["local", "interleave", None, "first"])
 def test_nodes(numa: Any) -> None:
     nodes = hostmem.numa_nodes()

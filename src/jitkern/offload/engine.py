@@ -336,6 +336,9 @@ class OffloadEngine(Caches):
         ------
         TypeError, IndexError
             There are not as many blocks from there on. Nothing was queued.
+        IndexError
+            Of an earlier op on this GPU, as every call raises it: before anything is queued, or,
+            where it is found meanwhile, once all slots are written.
         RuntimeError
             The engine is closed.
         """
@@ -343,7 +346,7 @@ class OffloadEngine(Caches):
         self._open(call).everything(call, False, first_cpu_block, progress)
 
     def load_all(self, first_cpu_block: int = 0, *, progress: bool | None = None) -> None:
-        """Bring back what :meth:`offload_all` has written, and wait for it."""
+        """Bring back what :meth:`offload_all` has written, and wait for it; it raises the same."""
         call = "OffloadEngine.load_all"
         self._open(call).everything(call, True, first_cpu_block, progress)
 

@@ -53,8 +53,11 @@ def close(bytes_: torch.Tensor) -> None:
     host.module()["pool_close"](bytes_.data_ptr())
 
 
-def bind(bytes_: torch.Tensor, numa: str | int | None) -> str:
-    """Say where pages that are not touched yet shall lie; return where that is, in words."""
+def bind(bytes_: torch.Tensor, numa: str | int | None, rank: int, num_ranks: int) -> str:
+    """Say where this rank's part shall lie, of which none is touched yet; return that in words.
+
+    What all ranks share has one policy for each page: the last one would decide of other parts.
+    """
     import torch
 
     unbound = "as Linux chose"
@@ -70,7 +73,8 @@ def bind(bytes_: torch.Tensor, numa: str | int | None) -> str:
     if not wanted or (len(nodes) == 1 and numa in ("local", "interleave")):
         return unbound
     mask = sum(1 << node for node in wanted)
-    failed = host.module()["pool_bind"](bytes_.data_ptr(), len(bytes_), mode, mask)
+    first, last = _part(len(bytes_), rank, num_ranks)
+    failed = host.module()["pool_bind"](bytes_.data_ptr() + first, last - first, mode, mask)
     if failed and not (failed == errno.EPERM and numa == "local"):
         cure = "; docker run --cap-add SYS_NICE" if failed == errno.EPERM else ""
         raise RuntimeError(f"PinnedPool: numa: {numa!r}: mbind: {os.strerror(failed)}{cure}")
@@ -90,12 +94,17 @@ def _node_of_gpu() -> int | None:
     return hostmem.node_of_pci(address)
 
 
+def _part(num_bytes: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return where a rank's huge pages begin, and where they end."""
+    part = -(-num_bytes // num_ranks)
+    part = -(-part // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    return min(rank * part, num_bytes), min((rank + 1) * part, num_bytes)
+
+
 def touch(bytes_: torch.Tensor, rank: int, num_ranks: int, threads: int, shown: Shown) -> None:
     """Have Linux back this rank's part of the memory, by as many threads."""
     touch = host.module()["pool_touch"]
-    part = -(-len(bytes_) // num_ranks)
-    part = -(-part // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    first, last = min(rank * part, len(bytes_)), min((rank + 1) * part, len(bytes_))
+    first, last = _part(len(bytes_), rank, num_ranks)
     for begin in range(first, last, _TOUCH_BYTES):
         count = min(_TOUCH_BYTES, last - begin)
         failed = touch(bytes_.data_ptr() + begin, count, threads)

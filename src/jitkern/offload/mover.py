@@ -7,6 +7,8 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from jitkern.errors import CommTimeoutError
+from jitkern.host.faults import check
 from jitkern.offload import memory
 from jitkern.offload.block_pairs import Numbers, pair, pairs_of, places_for, run_of, single
 from jitkern.ops.copy_blocks import copy_blocks
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 _STEP_BYTES = 256 << 20  # of `everything`: 5 ms of the link, after which the display goes on
 _SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
+_FAULTS = (IndexError, CommTimeoutError, RuntimeError)  # what kernels find, raised by later calls
+_MOST_FAULTS = 100  # in one step; a failure of its own comes again and again
 
 
 class Side:
@@ -105,7 +109,11 @@ class BlockMover:
                 self._copy(to_gpu, pairs, flat, self._sides(layer)[1], self._how)
 
     def everything(self, call: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
-        """Move all slots, step by step, and wait for each once the next one is queued."""
+        """Move all slots, step by step, and wait for each once the next one is queued.
+
+        What an earlier kernel finds meanwhile is raised once all are moved: half of them would be
+        neither here nor there.
+        """
         first = single(call, Numbers("first_cpu_block", first, self.cpu.num_blocks))
         count, room = self.gpu.num_blocks, self.cpu.num_blocks - first
         if count > room:
@@ -116,6 +124,9 @@ class BlockMover:
         what = "loading" if to_gpu else "offloading"
         how = {**self._how, "method": "engine"}
         waiting: deque[tuple[Any, int]] = deque()
+        fault: Exception | None = None
+        if self._device.type == "cuda":
+            check(self._device.index)  # of what is known before nothing is queued
         with memory.display(num_bytes, progress, "OffloadEngine", _SHOWN_BYTES) as shown:
 
             def wait(most: int) -> None:
@@ -125,14 +136,25 @@ class BlockMover:
                         event.synchronize()
                     shown(what, end / count)
 
-            for begin in range(0, count, step):
-                end = min(begin + step, count)
-                source, target = (first + begin, begin) if to_gpu else (begin, first + begin)
-                pairs = run_of(source, target, end - begin)
-                self._copy(to_gpu, pairs, *self._sides(None), how)
-                waiting.append((self._event(), end))
-                wait(1)
-            wait(0)
+            try:
+                for begin in range(0, count, step):
+                    end = min(begin + step, count)
+                    source, target = (first + begin, begin) if to_gpu else (begin, first + begin)
+                    pairs = run_of(source, target, end - begin)
+                    found = self._copy_despite_faults(to_gpu, pairs, *self._sides(None), how)
+                    fault = fault or found
+                    waiting.append((self._event(), end))
+                    wait(1)
+                wait(0)
+            finally:  # nothing goes on behind an exception
+                last = self._event()
+                if last is not None:
+                    last.synchronize()
+        try:
+            if fault is not None:
+                raise fault
+        finally:
+            fault = found = None  # its traceback holds this frame
 
     def _sides(
         self, layer: int | None, num_tokens: int | None = None
@@ -142,6 +164,19 @@ class BlockMover:
             found = self.gpu.view(layer, num_tokens), self.cpu.view(layer, num_tokens)
             self._views[layer, num_tokens] = found
         return found
+
+    def _copy_despite_faults(self, *copy: Any) -> Exception | None:
+        """Copy, and return the first of what had been found by then, which is forgotten."""
+        fault: Exception | None = None
+        for _ in range(_MOST_FAULTS):
+            try:
+                self._copy(*copy)
+                return fault
+            except _FAULTS as error:
+                if self._device.type != "cuda":
+                    raise
+                fault = fault or error
+        raise fault or RuntimeError
 
     def _copy(
         self,

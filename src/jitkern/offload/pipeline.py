@@ -132,8 +132,8 @@ class SlotPipeline:
         # the host is far ahead that is most of the run before: on an H200, 190 iterations held up
         # the next run for 4 ms with 1.8 ms of work queued, and the GPU had nothing to do.
         self._most_read = 2 * few
-        self._session = Session(self._streams)
         self._slots = SlotSet(self._streams, shape, torch_dtype, where, depth)
+        self._session = Session(self._streams, self._slots)
         if monitor is not None:
             monitor._attach(self)
 
@@ -258,11 +258,20 @@ class SlotPipeline:
         return tuple(self._streams.stores)
 
     def __enter__(self) -> SlotPipeline:
-        self._session.begin_with()
-        return self
+        holder = Turn(is_with=True)
+        try:
+            self._session.begin_with(holder)
+            return self
+        except BaseException:
+            self._session.end_with(holder)
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._session.end_with()
+        holder = self._session.holder
+        try:
+            self._session.end_with(holder)
+        finally:
+            self._session.end_with(holder)  # again, where a signal's handler cut it short
 
     def __repr__(self) -> str:
         slots = self._slots

@@ -35,11 +35,12 @@ class PoolStats:
     num_threads : int
         That touched the memory first.
     huge_bytes : int
-        Of it in huge pages, as Linux says.
+        Of it in huge pages, as Linux says; 0 where it does not.
     touch_s, register_s : float
         Seconds that each took, here and not in other ranks.
     numa : str
-        Where the memory lies: ``"node 1"``, ``"nodes 0 and 1"`` or ``"as Linux chose"``.
+        Where the memory lies: ``"node 1"``, ``"nodes 0 and 1"`` or ``"as Linux chose"``; of a
+        shared pool the part that this rank has touched.
     is_registered : bool
         Whether CUDA knows the memory as pinned; false without a GPU, and once it is closed.
     """
@@ -75,7 +76,7 @@ class PinnedPool:
         With a shape. :meth:`tensor` without arguments is then that tensor.
     numa : "local", "interleave", int or None
         Where the memory lies: on the node of the current GPU as far as it has room, on all nodes in
-        turn, on this node and no other, or where Linux puts it.
+        turn, on this node and no other, or where Linux puts it; of a shared pool this rank's part.
     share : Share, optional
         One pool for all ranks of a node. Every rank makes it, with the same name and size; each
         touches its part, all register it. The memory belongs to no file: it goes with the last
@@ -279,7 +280,7 @@ class PinnedPool:
                     meeting.step("here")  # so that all hear of a rank that fails later
                 with _met(meeting, "mapped"):
                     bytes_ = memory.mapped(num_bytes, fd)
-                    where = memory.bind(bytes_, numa)
+                    where = memory.bind(bytes_, numa, rank, num_ranks)
                 started = time.perf_counter()
                 with _met(meeting, "touched"):
                     # An attached pool has been touched: this maps it.
@@ -290,14 +291,15 @@ class PinnedPool:
                     registered = torch.cuda.is_available()
                     if registered:
                         memory.register(bytes_, shown)
+                        memory.open_to_ops(bytes_)
                 register_s = time.perf_counter() - started
-            if registered:
-                memory.open_to_ops(bytes_)
+            huge = 0
+            with suppress(OSError):  # what all have is not to fail in one rank for that
+                huge = hostmem.huge_bytes(bytes_.data_ptr(), num_bytes)
         except BaseException:
             if meeting is not None:
                 meeting.close()
             raise
-        huge = hostmem.huge_bytes(bytes_.data_ptr(), num_bytes)
         self._stats = PoolStats(
             num_bytes, threads, huge, touch_s, register_s if registered else 0.0, where, registered
         )

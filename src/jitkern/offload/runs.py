@@ -83,17 +83,19 @@ def go_over(
     coming: Iterator[Any] | None = iter(blocks)
     # An iterator may take its time: the compute before it is then ended at once.
     takes_time = not isinstance(blocks, list | tuple | range)
-    free, ahead = slots.free, deque[Slot]()
+    ahead = deque[Slot]()
     failed: Exception | None = None
-    slot: Slot | None = None
+    is_copying = False
     begin = streams.next  # which also ends what was begun before
     compute_on = streams.setter(COMPUTE, 0)
     final_access = COMPUTE if store is None else STORE
     if ranges is not None:
         load, store = ranges.around("load", load), ranges.around("store", store)
-    session.begin_run(turn, final_access)
+    # A signal's handler may raise anywhere from here on.
     try:
+        session.begin_run(turn, final_access)
         counted, act = countdown()
+        free = slots.free
         while True:
             while free and coming is not None:
                 # An error is raised once the blocks before it had their turn, as it would be
@@ -107,22 +109,21 @@ def go_over(
                     slot.block = block
                     if load is not None:
                         begin(LOAD, slot.index)
+                        is_copying = True
                         slot._load_on()
-                        try:
-                            load(slot.tensor, block)
-                        finally:
-                            compute_on()
+                        load(slot.tensor, block)
+                        compute_on()
+                        is_copying = False
                 except Exception as error:
-                    failed, coming = error, None
+                    if is_copying:
+                        compute_on()
+                    failed, coming, is_copying = error, None, False
                     break
                 ahead.append(slot)
-                slot = None
                 if load is None:
                     break
             if not ahead:
                 break
-            if slot is not None:  # its load has failed
-                slots.put_back(slot)
             slot = ahead.popleft()
             begin(COMPUTE, slot.index)
             if ranges is None:
@@ -132,25 +133,26 @@ def go_over(
                     yield slot
             if store is not None:
                 begin(STORE, slot.index)
+                is_copying = True
                 slot._store_on()
-                try:
-                    store(slot.tensor, slot.block)
-                finally:
-                    compute_on()
+                store(slot.tensor, slot.block)
+                compute_on()
+                is_copying = False
             elif takes_time:
                 begin(NONE, 0)
             slots.put_back(slot)
-            slot = None
-            counted.left -= 1
-            if counted.left == 0:
+            if counted.left == 1:
                 counted.left = counted.every
                 act()
+            else:
+                counted.left -= 1
         if failed is not None:
             raise failed
     finally:
         failed = None  # its traceback holds this frame
-        if slot is not None:
-            slots.put_back(slot)
-        for slot in ahead:
-            slots.put_back(slot)
-        session.end_run()
+        try:
+            if is_copying:  # under `with` the caller goes on, on the compute stream
+                compute_on()
+            session.end_run(turn)
+        finally:
+            session.end_run(turn)  # again, where that was cut short

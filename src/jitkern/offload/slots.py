@@ -66,7 +66,6 @@ class SlotSet:
         self.slot_bytes: int = math.prod(shape) * dtype.itemsize
         self.free: deque[Slot] = deque()
         self._all: list[Slot] = []
-        self._unused: list[int] = []  # numbers of those that were given back
         self.wanted: int = depth
         self.resize(depth)
 
@@ -80,7 +79,14 @@ class SlotSet:
             self.free.append(slot)
         else:
             self._all.remove(slot)
-            self._unused.append(slot.index)
+
+    def take_back(self) -> None:
+        """Make all free at the end of a run, wherever that was cut short."""
+        every = list(dict.fromkeys([*self.free, *self._all]))
+        for slot in every:
+            slot.block = None
+        self._all = every[: self.wanted]
+        self.free = deque(self._all)
 
     def resize(self, depth: int) -> bool:
         """Have so many slots, as soon as those that are too many are free.
@@ -111,10 +117,9 @@ class SlotSet:
         self.free.clear()
 
     def _add(self) -> None:
-        number = self._unused[-1] if self._unused else len(self._all)
+        used = {slot.index for slot in self._all}
+        number = next(number for number in range(len(used) + 1) if number not in used)
         tensor = self._streams.add_slot(number, self.shape, self.dtype, self.device)
         slot = Slot(number, tensor, self._streams)
-        if self._unused:
-            self._unused.pop()
         self._all.append(slot)
         self.free.append(slot)

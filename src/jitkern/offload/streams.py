@@ -62,7 +62,10 @@ class Streams:
         return bool(self._enter(0))
 
     def leave(self) -> None:
-        """End the session: the caller's stream waits for it, and is torch's current one again."""
+        """End the session: the caller's stream waits for it, and is torch's current one again.
+
+        Again, or without `enter`: do nothing.
+        """
         self._leave()
 
     def is_current(self) -> bool:
@@ -91,6 +94,8 @@ def _nothing() -> None:
 
 class CudaStreams(Streams):
     """Streams of one GPU: for compute, and a number of them for each direction."""
+
+    _caller: tuple[Any, int, int] | None = None  # in a session: stream, device and thread
 
     def __init__(self, ordinal: int, num_streams: int, capacity: int, every: int) -> None:
         import torch
@@ -123,6 +128,8 @@ class CudaStreams(Streams):
     def leave(self) -> None:
         import torch
 
+        if self._caller is None:
+            return
         caller, device, thread = self._caller
         try:
             self._leave()
@@ -130,6 +137,7 @@ class CudaStreams(Streams):
             if thread == threading.get_ident():  # a run may be dropped in any thread
                 torch.cuda.set_stream(caller)
                 torch.cuda.set_device(device)
+            self._caller = None
 
     def is_current(self) -> bool:
         import torch
