@@ -22,7 +22,7 @@ from launch_fake import (
 
 import jitkern
 from jitkern.host import module as host
-from jitkern.jit import device
+from jitkern.jit import cubin, device
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
@@ -166,7 +166,7 @@ def old_without_parameter_sizes_all_is_launched() -> None:
 
 
 def old_sizes_are_those_of_the_image() -> None:
-    device.params_bytes, kept = (lambda image, exports: [16, 8]), device.params_bytes
+    cubin.params_bytes, kept = (lambda image, exports: [16, 8]), cubin.params_bytes
     module = module_of("first", "second")
     text = (
         r"launch: args: 1 of 8 bytes in all, expected 16 bytes, the members of the kernel's Params"
@@ -176,7 +176,7 @@ def old_sizes_are_those_of_the_image() -> None:
     refused(ValueError, text, module.launch, "second", cuda(1), 2, grid=1, block=1)
     module.launch("first", cuda(1), 2, grid=1, block=1)
     assert "grid 1,1,1" in log()
-    device.params_bytes = kept
+    cubin.params_bytes = kept
 
 
 def main() -> None:

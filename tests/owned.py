@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from entries import VARIANT, key, publish
 
-from jitkern.cache import trust
+from jitkern.cache import strangers
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.env import NOBODY, Trust
@@ -24,7 +24,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give f
 @pytest.fixture
 def no_private_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a group may write is written by others here; one test asks for the exception."""
-    monkeypatch.setattr(trust, "_private_group", lambda user: None)
+    monkeypatch.setattr(strangers, "_private_group", lambda user: None)
 
 
 @pytest.fixture

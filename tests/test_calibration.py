@@ -21,6 +21,7 @@ from jitkern.cli import calibrate as command
 from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, UnsupportedError
+from jitkern.host import module as host
 from jitkern.host import tuning
 from jitkern.host.tuning import Machine
 
@@ -126,6 +127,7 @@ def test_small_calls_that_are_never_faster() -> None:
 
 def test_what_is_saved_is_found(cache: Path) -> None:
     assert tuning.find("Fake GPU", 13000) is None
+    assert host._measured("Fake GPU", 13000) == {}
     file = tuning.save(MACHINE, FIGURES, curves=CURVES)
     assert file.parent == cache
     found = tuning.find("Fake GPU", 13000)
@@ -133,6 +135,7 @@ def test_what_is_saved_is_found(cache: Path) -> None:
     assert found[0] == file
     assert found[1]["figures"] == FIGURES
     assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
+    assert host._measured("Fake GPU", 13000) == FIGURES
 
 
 def test_what_is_saved_first_leaves_a_cache_that_is_used(cache: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_meta_that_is_too_large(cache: Cache, monkeypatch: pytest.MonkeyPatch)
     assert f"{META_MAX_BYTES + 1} bytes, expected at most {META_MAX_BYTES}" in problem
     with pytest.raises(CacheError, match="where: 67108865 bytes, expected at most 67108864"):
         parse_meta(bytes(META_MAX_BYTES + 1), "where")
-    monkeypatch.setattr("jitkern.cache.entry.META_MAX_BYTES", 100)
+    monkeypatch.setattr("jitkern.cache.write.META_MAX_BYTES", 100)
     with pytest.raises(CacheError, match=r"^meta\.json: \d+ bytes, expected at most 100$"):
         publish(cache, "other")
     assert os.listdir(cache.root / "v1" / ".staging") == []

@@ -89,7 +89,7 @@ def write_csrc(folder: Path, answer: int = 42) -> Path:
 def forget() -> None:
     host._found = None
     host._builders.clear()
-    search._caches.cache_clear()
+    search._shelves.cache_clear()
     settings.cache_clear()
 
 

@@ -86,7 +86,7 @@ def test_what_a_process_keeps_while_it_lives_stays(
     kept = make_scratch_folder("cache")
     with scratch_folder("build") as building:
         if not pids_are_seen:
-            monkeypatch.setattr("jitkern.files.os.path.exists", lambda _: False)
+            monkeypatch.setattr("jitkern.writing.os.path.exists", lambda _: False)
         for folder in (kept, building):
             age(folder, 100_000)
         with scratch_folder("other"):

@@ -16,11 +16,13 @@ PACKAGE = Path(jitkern.__file__).parent
 # of docs/design.md. A package's name stands for those of its modules that are not named.
 LAYERS = """
 0  errors env files forks free_memory hints
-0  arch scratch unix unreadable
+0  arch unix unreadable writing
+0  scratch
 1  cache.tally
+1  cache.strangers
 1  cache.trust cache.schema cache.stats
 1  cache.entry cache.cleanup
-1  cache.lock cache.size
+1  cache.lock cache.size cache.shelf cache.write
 1  cache.store
 1  cache.bundle cache.search
 1  cache.get
@@ -100,9 +102,9 @@ RANK = {module: rank for rank, line in enumerate(LAYERS.split("\n")) for module 
 SHOWN = {
     "cache": """
         Buildable BuildOutput Bundle Cache Entry EntryInfo KERNELS Key Lookup LookupEvent
-        MAX_UNPACKED_BYTES build_lock caches copy_entries export_bundle find forbidden_by freeze get
-        get_or_build import_bundle is_frozen on_compile owner_and_mode read_bundle search stats
-        unfreeze user_cache written_by_others
+        MAX_UNPACKED_BYTES build_lock caches copy_entries export_bundle find folders forbidden_by
+        freeze get get_or_build import_bundle is_frozen on_compile owner_and_mode read_bundle
+        search stats unfreeze user_cache written_by_others
     """,
     "compilers": """
         CSRC Closure CudaHeaders DEVICE_STD INCLUDE_DIRS Image NVRTC_HINT OWN_PREFIX Nvrtc Tool

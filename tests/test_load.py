@@ -14,7 +14,7 @@ from needs import needs_cxx
 from test_attacks import build_library
 
 from jitkern.cache import get, search
-from jitkern.cache.store import Cache
+from jitkern.cache.shelf import Shelf
 from jitkern.compilers import load
 from jitkern.compilers.load import load_library
 from jitkern.env import settings
@@ -115,7 +115,7 @@ def test_swapped_while_an_entry_is_looked_up(
     built = load_aot("tiny", cpp_files=[source])
     assert built["value"]() == 1
     (artefact,) = empty_cache.rglob("*.so")
-    original = Cache.lookup
+    original = Shelf.lookup
     swapped = []
 
     def lookup(*args: object, **kwargs: object) -> object:
@@ -125,7 +125,7 @@ def test_swapped_while_an_entry_is_looked_up(
             swapped.append(entry.path)
         return entry
 
-    monkeypatch.setattr(Cache, "lookup", lookup)
+    monkeypatch.setattr(Shelf, "lookup", lookup)
     assert load_aot("tiny", cpp_files=[source])["value"]() == 1
     assert len(swapped) == 1
 
@@ -237,11 +237,11 @@ def nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("JITKERN_CACHE_DIR", "/dev/null/cache")
     monkeypatch.setattr(get, "private_cache", lambda reason: None)
     settings.cache_clear()
-    search._caches.cache_clear()
+    search._shelves.cache_clear()
     yield
     monkeypatch.undo()
     settings.cache_clear()
-    search._caches.cache_clear()
+    search._shelves.cache_clear()
 
 
 def test_a_build_that_can_be_kept_nowhere_is_loaded(tmp_path: Path, nowhere_to_write: None) -> None:

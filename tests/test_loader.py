@@ -139,12 +139,12 @@ def test_places_in_order(
     monkeypatch.delenv("JITKERN_CACHE_PATH")
     monkeypatch.setattr(search, "SHIPPED", shared)
     settings.cache_clear()
-    search._caches.cache_clear()
+    search._shelves.cache_clear()
     before = stats().shipped.count
     assert tiny().lookup(SM_90).source == "shipped"
     assert tiny().image(SM_90) == image
     assert stats().shipped.count == before + 2
-    search._caches.cache_clear()
+    search._shelves.cache_clear()
 
 
 @needs_nvrtc

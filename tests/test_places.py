@@ -108,7 +108,7 @@ def fresh_search(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
 
     def forget() -> None:
         settings.cache_clear()
-        search._caches.cache_clear()
+        search._shelves.cache_clear()
         search._private._renew()
 
     def use(**environ: object) -> None:

@@ -16,7 +16,7 @@ import pytest
 from entries import key, publish
 from owned import ENTRY, EVERYONE, ME, OTHER, PLACE, found, group_of, needs_root, part
 
-from jitkern.cache import search, trust
+from jitkern.cache import search, strangers
 from jitkern.cache.store import Cache
 from jitkern.cache.trust import UntrustedError
 from jitkern.env import Trust
@@ -168,7 +168,7 @@ def test_the_private_group_of_its_owner_may_write(
     )
 
     def accepted() -> bool:
-        trust._private_group.cache_clear()
+        strangers._private_group.cache_clear()
         try:
             return found(cache_root)
         except UntrustedError:
@@ -186,7 +186,7 @@ def test_the_private_group_of_its_owner_may_write(
     assert not accepted()
     name = "alice"
     assert accepted()
-    trust._private_group.cache_clear()
+    strangers._private_group.cache_clear()
 
 
 # -- owners ----------------------------------------------------------------------------------------
@@ -353,4 +353,4 @@ def test_a_package_that_is_closed_to_us_has_no_cache(
     monkeypatch.setattr(search, "SHIPPED", tmp_path / "closed" / "_prebuilt")
     shipped = search._shipped()
     assert shipped.lookup(key()) is None
-    assert shipped.entries() == []
+    assert Cache.of(shipped, None).entries() == []

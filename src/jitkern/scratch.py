@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jitkern.errors import CacheError
-from jitkern.files import is_abandoned, make_folders, open_itself, private_name
+from jitkern.files import open_itself
+from jitkern.writing import is_abandoned, make_folders, private_name
 
 _PREFIX = "jitkern-"
 

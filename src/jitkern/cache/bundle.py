@@ -18,17 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from jitkern import hints
-from jitkern.cache.entry import Entry, EntryInfo, read_entry
+from jitkern.cache.entry import Entry, read_entry
 from jitkern.cache.schema import META_MAX_BYTES, META_NAME, check_file, parse_meta
-from jitkern.cache.store import Cache
-from jitkern.cache.trust import written_by_others
+from jitkern.cache.store import Cache, EntryInfo
+from jitkern.cache.strangers import written_by_others
 from jitkern.errors import CacheError
-from jitkern.files import (
-    is_safe_name,
-    open_regular,
-    read_regular,
-    write_whole,
-)
+from jitkern.files import is_safe_name, open_regular, read_regular
+from jitkern.writing import write_whole
 
 MAX_UNPACKED_BYTES = 1 << 30
 """What a bundle may unpack to, unless more is allowed; 384 kernels of jitkern's own have 6 MB."""

@@ -7,7 +7,6 @@ was made with: one directory below the other. Nothing here knows where caches ar
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import stat
@@ -16,21 +15,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jitkern.cache.schema import META_MAX_BYTES, META_NAME, SCHEMA, check_file, parse_meta
+from jitkern.cache.schema import META_MAX_BYTES, META_NAME, check_file, parse_meta
 from jitkern.cache.trust import require_trusted
 from jitkern.env import Trust
 from jitkern.errors import CacheError
-from jitkern.files import (
-    canonical_json,
-    flush_directory,
-    is_safe_name,
-    open_itself,
-    sha256,
-    slug,
-    write_new,
-)
+from jitkern.files import is_safe_name, open_itself, slug
 
-# What render_meta() works out from key, variant and files; the rest of a meta is the builder's.
+# What `write` works out from key, variant and files; the rest of a meta is the builder's.
 _DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
 
 
@@ -106,7 +97,7 @@ class Entry(NamedTuple):
     @property
     def key(self) -> Key:
         """The key that it was published under."""
-        return _key_of(self.meta)
+        return key_of(self.meta)
 
     @property
     def variant(self) -> str:
@@ -117,22 +108,6 @@ class Entry(NamedTuple):
     def notes(self) -> dict[str, Any]:
         """What the builder had noted in the meta."""
         return {name: value for name, value in self.meta.items() if name not in _DERIVED}
-
-
-class EntryInfo(NamedTuple):
-    """One line of a listing."""
-
-    name: str
-    args: str
-    arch: str
-    route: str
-    variant: str
-    bytes: int
-    last_used: float
-    path: Path
-
-    def __str__(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}"
 
 
 class OpenEntry:
@@ -242,62 +217,6 @@ def read_entry(path: Path, trust: Trust | None = None) -> Entry:
         return opened.entry(opened.meta())
 
 
-def read_info(path: Path) -> EntryInfo:
-    """Read what a listing shows of the entry at `path`. Raises as :func:`read_meta`."""
-    meta = read_meta(path)
-    used = (path / META_NAME).stat()
-    key = _key_of(meta)
-    return EntryInfo(
-        name=key.op,
-        args=", ".join(key.args),
-        arch=key.arch,
-        route=key.route,
-        variant=meta["toolchain"],
-        bytes=used.st_size + sum(file["bytes"] for file in meta["files"].values()),
-        last_used=used.st_mtime,
-        path=path,
-    )
-
-
-def _key_of(meta: Mapping[str, Any]) -> Key:
+def key_of(meta: Mapping[str, Any]) -> Key:
+    """Return the key of an entry that has this meta."""
     return Key(meta["route"], meta["name"], meta["family"], meta["describe"])
-
-
-def render_meta(
-    key: Key, variant: str, files: Mapping[str, bytes], notes: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the meta of an entry that holds `files` (the first one is the artefact)."""
-    if not is_safe_name(variant):
-        raise ValueError(f"publish: variant: {variant!r}, expected a plain name")
-    if not files or not all(is_safe_name(name) for name in files):
-        raise ValueError(f"publish: files: {sorted(files)}, expected one or more plain names")
-    return {
-        **notes,
-        "schema": SCHEMA,
-        "route": key.route,
-        "name": key.name,
-        "family": key.digest,
-        "toolchain": variant,
-        "describe": dict(key.describe),
-        "artefact": next(iter(files)),
-        "files": {
-            name: {"bytes": len(data), "sha256": sha256(data)} for name, data in files.items()
-        },
-    }
-
-
-def write_entry(
-    path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any], mode: int = 0o600
-) -> None:
-    """Write `files` and `meta` into the existing directory `path` and flush them to the disk.
-
-    Their mode is `mode` under any umask.
-    """
-    for name, data in files.items():
-        write_new(path / name, data, flush=True, mode=mode)
-    body = {**meta, "checksum": sha256(canonical_json(meta))}
-    text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
-    if len(text) > META_MAX_BYTES:  # nobody would read it back
-        raise CacheError(f"{META_NAME}: {len(text)} bytes, expected at most {META_MAX_BYTES}")
-    write_new(path / META_NAME, text.encode(), flush=True, mode=mode)
-    flush_directory(path)

@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from jitkern.cache import stats
-from jitkern.cache.entry import Entry, Key, render_meta
-from jitkern.cache.search import caches, private_cache, search, user_cache
+from jitkern.cache.entry import Entry, Key
+from jitkern.cache.search import folders, private_cache, search, user_cache
 from jitkern.cache.stats import LookupEvent, Source
-from jitkern.cache.store import Cache
 from jitkern.env import FREEZE_MODES, FreezeMode, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
+
+if TYPE_CHECKING:
+    from jitkern.cache.store import Cache
 
 T = TypeVar("T")
 
@@ -294,6 +296,8 @@ def _publish(wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
     if private is not None:
         with suppress(CacheError):
             return _publish_in(private, wanted, built)
+    from jitkern.cache.write import render_meta
+
     meta = render_meta(wanted.key, built.variant, built.files, built.notes)
     entry = Entry(None, built.files, meta)
     return entry, wanted.load(entry)
@@ -306,7 +310,7 @@ def _publish_in(cache: Cache, wanted: Buildable[T], built: BuildOutput) -> tuple
 
 
 def _missing(wanted: Buildable[T], so: str) -> str:
-    searched = ", ".join(str(searched.cache.root) for searched in caches())
+    searched = ", ".join(map(str, folders()))
     name = f"{wanted.key}/{wanted.variant or 'any'}"
     return f"{name}: not found in {searched}, and {so}; {wanted.hint()}".removesuffix("; ")
 

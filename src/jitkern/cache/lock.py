@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from jitkern.cache.cleanup import opened
 from jitkern.cache.schema import is_time
 from jitkern.errors import CompileError
-from jitkern.files import make_folders, parse_json, read_regular, write_whole
+from jitkern.files import parse_json, read_regular
 from jitkern.forks import PerProcess
+from jitkern.writing import make_folders, write_whole
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitkern.cache.entry import Entry, Key
+from jitkern.cache.shelf import Shelf
 from jitkern.cache.stats import Source
-from jitkern.cache.store import Cache
 from jitkern.cache.trust import UntrustedError
 from jitkern.env import NOBODY, Settings, Trust, settings
 from jitkern.errors import CacheError
 from jitkern.forks import PerProcess
-from jitkern.scratch import make_scratch_folder
+
+if TYPE_CHECKING:
+    from jitkern.cache.store import Cache
 
 SHIPPED = Path(__file__).resolve().parent.parent / "_prebuilt"
 
@@ -31,42 +33,36 @@ KERNELS = "jitkern-kernels"
 # Stands for ~/.cache where there is no home directory: nothing can be made below it.
 _NOWHERE = Path(os.devnull, "no-home")
 
-
-class Searched(NamedTuple):
-    """A cache that is searched: what names it, what stats() calls a hit in it."""
-
-    origin: str
-    source: Source
-    cache: Cache
+# What names it, what stats() calls a hit in it, where it is.
+_Searched = tuple[str, Source, Shelf]
 
 
 @lru_cache(maxsize=4)
-def _caches(current: Settings) -> tuple[Searched, ...]:
+def _shelves(current: Settings) -> tuple[_Searched, ...]:
     home_is_missing = current.cache_dir.parts[:1] == ("~",)
-    user = Cache(
+    user = Shelf(
         _NOWHERE if home_is_missing else current.cache_dir,
-        max_bytes=current.cache_max_bytes,
         trust=current.cache_trust,
         home=current.home,
     )
     shared = (
-        Cache(path, read_only=True, trust=current.cache_trust, home=current.home)
+        Shelf(path, read_only=True, trust=current.cache_trust, home=current.home)
         for path in current.cache_path
     )
     return (
-        *(Searched("JITKERN_CACHE_PATH", "cached", cache) for cache in shared),
-        Searched("JITKERN_CACHE_DIR", "cached", user),
-        Searched("shipped", "shipped", _shipped()),
+        *(("JITKERN_CACHE_PATH", "cached", shelf) for shelf in shared),
+        ("JITKERN_CACHE_DIR", "cached", user),
+        ("shipped", "shipped", _shipped()),
     )
 
 
-def _shipped() -> Cache:
+def _shipped() -> Shelf:
     """Return the cache in this package, trusted as far as the Python files beside it are."""
-    return Cache(SHIPPED, read_only=True, trust=_trust_of_package(), home=SHIPPED.parent)
+    return Shelf(SHIPPED, read_only=True, trust=_trust_of_package(), home=SHIPPED.parent)
 
 
 @lru_cache(maxsize=1)
-def _kernels() -> tuple[Searched, ...]:
+def _kernels() -> tuple[_Searched, ...]:
     """Return the cache that the wheel of kernels is, where Python would import it from, if any.
 
     Nothing of it is imported. It may belong to whom this package may belong to.
@@ -77,8 +73,8 @@ def _kernels() -> tuple[Searched, ...]:
     if spec is None or spec.origin is None:
         return ()
     folder = Path(spec.origin).parent
-    cache = Cache(folder, read_only=True, trust=_trust_of_package(), home=folder)
-    return (Searched(KERNELS, "shipped", cache),)
+    shelf = Shelf(folder, read_only=True, trust=_trust_of_package(), home=folder)
+    return ((KERNELS, "shipped", shelf),)
 
 
 def _trust_of_package() -> Trust:
@@ -91,14 +87,40 @@ def _trust_of_package() -> Trust:
     return Trust(frozenset({status.st_uid}), frozenset(groups), everyone)
 
 
+class Searched(NamedTuple):
+    """A cache that is searched: what names it, what stats() calls a hit in it."""
+
+    origin: str
+    source: Source
+    cache: Cache
+
+
 def caches() -> tuple[Searched, ...]:
     """Return the caches of this process in the order they are searched in."""
-    return (*_caches(settings()), *_kernels())
+    found = (*_shelves(settings()), *_kernels())
+    return tuple(Searched(origin, source, _whole(shelf)) for origin, source, shelf in found)
+
+
+def folders() -> list[Path]:
+    """Return where the caches of this process are, in the same order."""
+    return [shelf.root for _, _, shelf in (*_shelves(settings()), *_kernels())]
 
 
 def user_cache() -> Cache:
     """Return the cache at JITKERN_CACHE_DIR: the one that is written."""
-    return _caches(settings())[-2].cache
+    return _whole(_user_shelf())
+
+
+def _user_shelf() -> Shelf:
+    return _shelves(settings())[-2][2]
+
+
+@lru_cache(maxsize=32)
+def _whole(shelf: Shelf) -> Cache:
+    from jitkern.cache.store import Cache  # a look-up has no need of it
+
+    is_written = shelf is _user_shelf()
+    return Cache.of(shelf, settings().cache_max_bytes if is_written else None)
 
 
 def search(
@@ -111,39 +133,39 @@ def search(
 
     What is shipped may be of another variant than the one that is asked for, if it `suits`.
     """
-    for _, source, cache in _in_order():
+    for source, shelf in _in_order():
         try:
-            entry = cache.lookup(key, variant, accepts)
+            entry = shelf.lookup(key, variant, accepts)
             if entry is None and source == "shipped" and variant and suits is not None:
-                entry = cache.lookup(key, "", suits)
+                entry = shelf.lookup(key, "", suits)
         except UntrustedError as error:
-            _skip(cache, error)
+            _skip(shelf, error)
             continue
         if entry is not None:
             yield source, entry
 
 
-def _in_order() -> Iterator[Searched]:
-    *first, shipped = _caches(settings())
+def _in_order() -> Iterator[tuple[Source, Shelf]]:
+    *first, shipped = ((source, shelf) for _, source, shelf in _shelves(settings()))
     yield from first
     own = _private.value.cache
     if own is not None:
-        yield Searched("private", "cached", own)
+        yield "cached", own
     yield shipped
-    yield from _kernels()
+    yield from ((source, shelf) for _, source, shelf in _kernels())
 
 
-def shipped_cache() -> Cache:
+def shipped_cache() -> Shelf:
     """Return what the wheel has brought."""
-    return _caches(settings())[-1].cache
+    return _shelves(settings())[-1][2]
 
 
-def _skip(cache: Cache, reason: UntrustedError) -> None:
+def _skip(shelf: Shelf, reason: UntrustedError) -> None:
     """Do without a cache that others can have written, and say so once."""
-    if cache is user_cache():
+    if shelf is _user_shelf():
         private_cache(reason)  # says where it writes instead
     else:
-        cache.place.warn(f"this cache is not searched: {reason}")
+        shelf.place.warn(f"this cache is not searched: {reason}")
 
 
 def private_cache(reason: CacheError) -> Cache | None:
@@ -151,7 +173,7 @@ def private_cache(reason: CacheError) -> Cache | None:
 
     None where not even a temporary directory can be made.
     """
-    if user_cache().root == _NOWHERE:
+    if _user_shelf().root == _NOWHERE:
         reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
     return _private.value.get(reason)
 
@@ -165,6 +187,10 @@ class _PrivateCache:
         self._guard = threading.Lock()
 
     def get(self, reason: CacheError) -> Cache | None:
+        # Imported here: seldom needed.
+        from jitkern.cache.store import Cache
+        from jitkern.scratch import make_scratch_folder
+
         with self._guard:
             if self.cache is None:
                 try:

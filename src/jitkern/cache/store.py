@@ -1,16 +1,4 @@
-"""A cache directory: look up, publish, list, evict, clear.
-
-Layout below the root, ``v1/``::
-
-    <name>-<digest>/<variant>/{artefact, meta.json}    entries
-    .staging/    directories being written or thrown away
-    .locks/      one lock file per key, its holder beside it
-    .failed/     the last failed build per key
-    CACHEDIR.TAG  says that all of this is a cache of jitkern's
-
-An entry appears by one atomic rename and is never written to again, so a reader sees all of it or
-none. Every byte is checked on every read; whatever does not match is a miss and gets replaced.
-"""
+"""A cache directory: list, publish, evict, clear; ``shelf`` is its layout, and looks up."""
 
 from __future__ import annotations
 
@@ -18,55 +6,56 @@ import errno
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitkern.cache import cleanup
-from jitkern.cache.entry import (
-    Entry,
-    EntryInfo,
-    Key,
-    OpenEntry,
-    read_entry,
-    read_info,
-    read_meta,
-    render_meta,
-    write_entry,
-)
+from jitkern.cache.entry import Entry, Key, key_of, read_entry, read_meta
 from jitkern.cache.schema import META_NAME
+from jitkern.cache.shelf import Shelf
 from jitkern.cache.size import Fill, evict
-from jitkern.cache.trust import Place, UntrustedError
+from jitkern.cache.trust import UntrustedError
+from jitkern.cache.write import render_meta, write_entry
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
-from jitkern.files import flush_directory, private_name, set_mode
+from jitkern.writing import flush_directory, private_name, set_mode
 
 if TYPE_CHECKING:
     from jitkern.cache.lock import FailureRecord, Wait
 
-T = TypeVar("T")
-
 _log = logging.getLogger("jitkern")
 
-_TOUCH_EVERY_S = 60.0  # last use is kept to the minute: a warm start need not write at all
+
+class EntryInfo(NamedTuple):
+    """One line of a listing."""
+
+    name: str
+    args: str
+    arch: str
+    route: str
+    variant: str
+    bytes: int
+    last_used: float
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name}"
 
 
-class Cache:
-    """A directory of entries.
+class Cache(Shelf):
+    """A directory of entries: looked up in, listed and written.
 
     Parameters
     ----------
     root
         The directory; it is made by the first publish.
-    read_only
-        Never write, not even the time of last use.
     max_bytes
         Publishing beyond this evicts the least recently used entries.
-    trust, home, shared
-        See :class:`jitkern.cache.trust.Place`.
+    read_only, trust, home, shared
+        See :class:`jitkern.cache.shelf.Shelf`.
     """
 
     def __init__(
@@ -79,97 +68,26 @@ class Cache:
         home: Path | None = None,
         shared: bool = False,
     ):
-        self.root: Path = Path(root)
-        self.place: Place = Place(self.root, trust, home, shared=shared)
-        self.read_only = read_only
+        super().__init__(root, read_only=read_only, trust=trust, home=home, shared=shared)
         self.max_bytes = max_bytes
         self._fill = Fill()
         self._is_swept = False
 
-    @property
-    def _base(self) -> Path:
-        return self.place.base
+    @classmethod
+    def of(cls, shelf: Shelf, max_bytes: int | None) -> Cache:
+        """Return the whole of what a process has looked up in, of the same place."""
+        cache = cls(shelf.root, read_only=shelf.read_only, max_bytes=max_bytes)
+        cache.place = shelf.place  # what has been looked at and warned of stays so
+        return cache
 
-    # -- reading ---------------------------------------------------------------------------------
-
-    def lookup(
-        self,
-        key: Key,
-        variant: str = "",
-        accepts: Callable[[Mapping[str, Any]], bool] | None = None,
-    ) -> Entry | None:
-        """Return a verified entry of `key`, or None.
-
-        Parameters
-        ----------
-        variant
-            Only this one; by default any, the newest build first: a name is anybody's choice.
-        accepts
-            Looks at an entry's meta and says whether it fits.
-
-        Raises
-        ------
-        UntrustedError
-            Others can have written what is in this cache. A single entry that others can have
-            written is no entry, after a warning.
-        """
-        if not self.place.check():
-            return None
-        folder = self._base / key.directory
-        for name in [variant] if variant else self._newest_first(folder):
-            entry = self._sound(self._read, folder / name, accepts)
-            if entry is not None:
-                self._touch(folder / name)
-                return entry
-        return None
-
-    def _newest_first(self, folder: Path) -> list[str]:
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            return []
-        if len(names) > 1:
-            metas = {
-                name: self._sound(read_meta, folder / name, self.place.trust) for name in names
-            }
-            names.sort(key=lambda name: (_built_unix_s(metas[name] or {}), name), reverse=True)
-        return names
-
-    def _read(
-        self, path: Path, accepts: Callable[[Mapping[str, Any]], bool] | None
-    ) -> Entry | None:
-        with OpenEntry(path, self.place.trust) as opened:
-            meta = opened.meta()
-            return opened.entry(meta) if accepts is None or accepts(meta) else None
-
-    def _sound(self, read: Callable[..., T], *args: Any) -> T | None:
-        """Return what `read(*args)` does, or None for what is missing, damaged or not ours."""
-        try:
-            return read(*args)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except UntrustedError as error:
-            self.place.warn(f"this cache entry is not used: {error}")
-        except (OSError, CacheError) as error:
-            _log.info("jitkern: ignoring a damaged cache entry: %s", error)
-        return None
-
-    def _touch(self, path: Path) -> None:
-        if self.read_only:
-            return
-        meta = path / META_NAME
-        try:
-            if abs(time.time() - meta.stat().st_mtime) > _TOUCH_EVERY_S:
-                os.utime(meta)
-        except OSError:
-            pass  # best effort: a read-only cache keeps its old order of eviction
+    # -- listing ---------------------------------------------------------------------------------
 
     def entries(self) -> list[EntryInfo]:
         """List the readable entries, by name."""
         found = []
         for path in self._paths():
             try:
-                found.append(read_info(path))
+                found.append(_info(path))
             except (OSError, CacheError):
                 continue
         return found
@@ -394,5 +312,18 @@ class Cache:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
 
 
-def _built_unix_s(meta: Mapping[str, Any]) -> float:
-    return float(meta.get("built_unix_s") or 0.0)
+def _info(path: Path) -> EntryInfo:
+    """Read what a listing shows of the entry at `path`. Raises as :func:`read_meta`."""
+    meta = read_meta(path)
+    used = (path / META_NAME).stat()
+    key = key_of(meta)
+    return EntryInfo(
+        name=key.op,
+        args=", ".join(key.args),
+        arch=key.arch,
+        route=key.route,
+        variant=meta["toolchain"],
+        bytes=used.st_size + sum(file["bytes"] for file in meta["files"].values()),
+        last_used=used.st_mtime,
+        path=path,
+    )

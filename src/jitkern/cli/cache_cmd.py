@@ -297,7 +297,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _show(bundle: Bundle, brought: list[dict[str, Any]]) -> None:
-    from jitkern.cache.trust import owner_and_mode
+    from jitkern.cache.strangers import owner_and_mode
 
     rows = [
         (

@@ -11,7 +11,7 @@ from jitkern.cli import ui
 from jitkern.ops._ops import op_names
 
 if TYPE_CHECKING:
-    from jitkern.cache.entry import EntryInfo
+    from jitkern.cache.store import EntryInfo
 
 OPTIONS = ("op", "arch", "unused_for", "larger_than")
 

@@ -21,7 +21,7 @@ from jitkern.compilers.find import find_ninja
 from jitkern.compilers.progress import Progress, shown
 from jitkern.env import process_environment
 from jitkern.errors import CompileError, ToolchainError
-from jitkern.files import write_whole
+from jitkern.writing import write_whole
 
 # Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The
 # parent may die before prctl, hence the comparison. -I -S: 20 ms instead of 60.

@@ -16,8 +16,9 @@ from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import include_dirs
 from jitkern.env import settings
 from jitkern.errors import CacheError, ToolchainError
-from jitkern.files import digest, sha256, write_whole
+from jitkern.files import digest, sha256
 from jitkern.scratch import scratch_folder
+from jitkern.writing import write_whole
 
 _log = logging.getLogger("jitkern")
 

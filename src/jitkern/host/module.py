@@ -20,7 +20,7 @@ from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
-from jitkern.cache.store import Cache
+from jitkern.cache.search import folders
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
@@ -190,6 +190,7 @@ def build_host_module(out_dir: Path) -> Entry:
 
     Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
     """
+    from jitkern.cache.store import Cache
     from jitkern.host.build import PORTABLE_LDFLAGS, build
 
     key = _HostModule(CSRC).key
@@ -245,7 +246,7 @@ def _sources(csrc: str) -> dict[str, str]:
         for name in names:
             if name.endswith((".cc", ".h")):
                 file = f"{folder}/{name}"
-                with open(file, "rb") as source:
+                with open(file, "rb", buffering=0) as source:
                     found[file[len(csrc) + 1 :]] = sha256(source.read())
     return found
 
@@ -281,9 +282,18 @@ def _initialised(found: Lookup[Module]) -> Lookup[Module]:
 
 def _measured(gpu: str, cuda_version: int) -> Mapping[str, int]:
     """Return what `jitkern calibrate` has found on this machine. Called once for each GPU."""
+    if not any(map(_has_figures, folders())):
+        return {}  # nearly always, and 1 ms less than to import what reads them
     from jitkern.host.tuning import measured_figures
 
     return measured_figures(str(gpu), int(cuda_version))
+
+
+def _has_figures(folder: Path) -> bool:
+    try:
+        return any(name.startswith("calibration-") for name in os.listdir(folder))
+    except OSError:
+        return False
 
 
 def _warn(message: str) -> None:

@@ -13,17 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jitkern.cache.search import caches, user_cache
-from jitkern.cache.trust import written_by_others
-from jitkern.files import (
-    canonical_json,
-    digest,
-    make_folders,
-    open_regular,
-    parse_json,
-    write_whole,
-)
+from jitkern.cache.search import folders, user_cache
+from jitkern.cache.strangers import written_by_others
+from jitkern.files import canonical_json, digest, open_regular, parse_json
 from jitkern.scratch import require_writable
+from jitkern.writing import make_folders, write_whole
 
 _MAX_BYTES = 1 << 20
 _FORMAT = 1
@@ -88,11 +82,8 @@ def measured_figures(gpu: str, cuda_version: int) -> Mapping[str, int]:
 
 def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, Any]] | None:
     """Return the file of this machine, and its content; warns of one that is no such thing."""
-    folders = [cache.root for _, _, cache in caches()]
-    if not any(map(_has_any, folders)):
-        return None  # nearly always
     machine = machine_with(gpu, cuda_version)
-    for folder in folders:
+    for folder in folders():
         file = folder / machine.file_name
         try:
             return file, _content(file, machine)
@@ -106,13 +97,6 @@ def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, Any]] | None:
                 stacklevel=2,
             )
     return None
-
-
-def _has_any(folder: Path) -> bool:
-    try:
-        return any(name.startswith("calibration-") for name in os.listdir(folder))
-    except OSError:
-        return False
 
 
 def _content(file: Path, machine: Machine) -> Mapping[str, Any]:

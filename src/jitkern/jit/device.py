@@ -18,13 +18,11 @@ from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
 from jitkern.files import digest, sha256, slug
-from jitkern.jit.cubin import params_bytes
 from jitkern.jit.image import DeviceImage
 from jitkern.jit.launch import ON_CPU, PLAIN, TORCH, device_and_stream, for_cpu, readable
 from jitkern.jit.render import Wrapper, render
 from jitkern.jit.specialisation import Specialisation
 from jitkern.jit.template import KernelConfig
-from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
@@ -283,6 +281,8 @@ class DeviceModule:
         try:
             wanted = launch(*how, -1, is_told, *members)
         except RuntimeError as error:
+            from jitkern.unreadable import name_unreadable
+
             params = self._params.get(export, ())
             names = [
                 *(param.name for param in params),
@@ -299,6 +299,7 @@ class DeviceModule:
 
     def _make_launch(self) -> Callable[..., Any]:
         from jitkern.host import module as host
+        from jitkern.jit.cubin import params_bytes
 
         # Weak, because C++ keeps the function: the module would hold itself.
         this = weakref.proxy(self)

@@ -30,10 +30,11 @@ from jitkern.compilers.identity import program_stats, toolchain_directories, too
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
 from jitkern.env import settings
-from jitkern.files import digest, sha256, slug, write_whole
+from jitkern.files import digest, sha256, slug
 from jitkern.jit.record import record
 from jitkern.jit.specialisation import Specialisation
 from jitkern.scratch import scratch_folder
+from jitkern.writing import write_whole
 
 if TYPE_CHECKING:
     from tvm_ffi import Module

@@ -19,9 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from jitkern.compilers.sources import CSRC, OWN_PREFIX
-from jitkern.files import append, open_regular, read_regular, sha256
+from jitkern.files import open_regular, read_regular, sha256
 from jitkern.forks import PerProcess
 from jitkern.jit.specialisation import FILES, FOLDERS, FORMAT, Specialisation
+from jitkern.writing import append
 
 _log = logging.getLogger("jitkern")
 _guard = PerProcess(threading.Lock)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jitkern import hints
-from jitkern.cache.trust import written_by_others
+from jitkern.cache.strangers import written_by_others
 from jitkern.compilers.sources import OWN_PREFIX, source_path
 from jitkern.files import digest, open_regular, parse_json, sha256
 from jitkern.jit.record import MAX_BYTES

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from jitkern.unreadable import name_unreadable
-
 T = TypeVar("T", bound=Callable[..., Any])
 
 # PyTorch's functions, from the first call on: importing an op, as `jitkern warm` does to compile
@@ -144,6 +142,8 @@ def require_wrapper(error: Exception, op: str, **arguments: Any) -> None:
             or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         ):
             return
+    from jitkern.unreadable import name_unreadable  # of a call that has failed
+
     name_unreadable(error, op, **arguments)
 
 
