@@ -1,27 +1,30 @@
 """Benchmarks of several ranks: a process a GPU, or some of gloo, that measure together.
 
-`rows_of("comm", ...)` starts them; in each, `measure_ranks(ranks, quick)` of that benchmark's
-module runs, and what rank 0 returns comes back. Ranks do the same in the same order: a replay that
-holds a collective keeps them in step.
+`run("comm", ...)` starts them; in each, `measure_ranks(ranks, quick)` of that benchmark's module
+runs, and the rows that it yields in rank 0 come back, also those in front of what fails. Ranks do
+the same in the same order: a replay that holds a collective keeps them in step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from bench import cases
-from jitkern.bench.case import Context, Row
+from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import fill
 from jitkern.bench.timing import Replay, cpu_replay, cuda_replay, time_replays
 
@@ -29,6 +32,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400
 IS_REHEARSAL = os.environ.get("RANKS_ON_ONE_GPU") == "1"
 """Two ranks share a GPU: every call is made, no figure means anything. See tests/shared_gpu.py."""
+
+KIB, MIB = 1 << 10, 1 << 20
+ROUNDS = 3 if IS_REHEARSAL else 21
+SLEEP_CYCLES = 2_000_000  # 1 ms: hosts leave a barrier 0.1 ms apart, and queue a graph in as much
+_TEXT_BYTES = 1024
+_PREFIX = re.compile(r"^\[rank\d+\]: ")  # torch's, of what a rank raises
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,16 @@ class Ranks:
         """Wait for the GPU, then for the other ranks."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        torch.distributed.barrier(self.cpu_group)
+        dist.barrier(self.cpu_group)
+
+    def first_text(self, text: str) -> str:
+        """Return the first text of all ranks' that is not empty; the same on each of them."""
+        said = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        own = torch.tensor(list(said), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.cpu_group)
+        texts = [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in found]
+        return next(filter(None, texts), "")
 
 
 # -- what ranks measure ----------------------------------------------------------------------------
@@ -62,11 +80,28 @@ Calls = Mapping[str, tuple[str, Callable[[], object]]]
 
 def timed(ranks: Ranks, rows: list[Row], calls_of: Calls, calls: int) -> list[Row]:
     """Fill rows of these names, each by replays of so many calls."""
+    word = torch.zeros(1, device=ranks.device)
+
+    def line_up() -> None:
+        ranks.barrier()
+        if ranks.device.type == "cuda":
+            # Hosts come out of it one after the other. GPUs sleep until all have queued what is
+            # timed, and then wait for each other: they begin within a microsecond or two.
+            torch.cuda._sleep(SLEEP_CYCLES)
+            dist.all_reduce(word)
+
     replays = {name: _replay(ranks, call, calls) for name, (_, call) in calls_of.items()}
-    timings = time_replays(replays, device=ranks.device.type, rounds=21, before=ranks.barrier)
+    timings = time_replays(replays, device=ranks.device.type, rounds=ROUNDS, before=line_up)
     for row in rows:
         fill(row, timings[row.impl])
     return rows
+
+
+def calls_for(ranks: Ranks, num_bytes: int) -> int:
+    """Return the calls of a replay: so many that what it costs once is little beside them."""
+    if IS_REHEARSAL or num_bytes > 8 * MIB:
+        return 5
+    return 200 if num_bytes <= 128 * KIB and ranks.device.type == "cuda" else 50
 
 
 def spaced(call: Callable[[], object], spacer: torch.Tensor) -> None:
@@ -97,17 +132,30 @@ def sizes(ctx: Context) -> list[int]:
     return [2] if IS_REHEARSAL else [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
 
 
-def rows_of(name: str, ctx: Context, size: int) -> Iterator[Row]:
-    """Measure a benchmark with so many ranks.
+def run(op: str, module: str, ctx: Context) -> Iterator[Row]:
+    """Measure a benchmark with each number of ranks; what fails is a row, behind those before."""
+    for size in sizes(ctx):
+        ctx.say(f"{op}: {size} ranks")
+        try:
+            yield from rows_of(module, ctx, size)
+        except RuntimeError as error:
+            ctx.say(str(error))
+            yield error_row(op, f"{size} ranks", "jitkern", "ours", error)
+
+
+def rows_of(module: str, ctx: Context, size: int) -> Iterator[Row]:
+    """Measure the benchmark of a module with so many ranks.
 
     Raises
     ------
     RuntimeError
-        A process has failed; its output is the message.
+        Behind the rows that were measured: a process has failed, or they were not done in time. The
+        message has the end of what each has said, that of the one that failed first in front.
     """
     with tempfile.TemporaryDirectory(prefix="jitkern-ranks-") as folder:
-        result = Path(folder, "rows.json")
-        command = [sys.executable, "-W", "ignore", "-m", "bench.ranks", name, ctx.device]
+        result = Path(folder, "rows")
+        result.touch()
+        command = [sys.executable, "-W", "ignore", "-m", "bench.ranks", module, ctx.device]
         command += ["quick" if ctx.quick else "all", str(result)]
         env = {
             **os.environ,
@@ -117,22 +165,47 @@ def rows_of(name: str, ctx: Context, size: int) -> Iterator[Row]:
             "WORLD_SIZE": str(size),
         }
         logs = [Path(folder, f"rank{rank}.log") for rank in range(size)]
-        started = []
-        for rank, log in enumerate(logs):
-            with log.open("wb") as file:
-                process = subprocess.Popen(
-                    command, env={**env, "RANK": str(rank)}, stdout=file, stderr=file
-                )
-            started.append(process)
+        started: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, process in enumerate(started):
-                if process.wait(timeout=TIMEOUT_S) != 0:
-                    text = logs[rank].read_text(errors="replace").strip()
-                    raise RuntimeError(f"rank {rank} of {size}: {text[-2000:]}")
+            for rank, log in enumerate(logs):
+                with log.open("wb") as file:
+                    process = subprocess.Popen(
+                        command, env={**env, "RANK": str(rank)}, stdout=file, stderr=file
+                    )
+                started.append(process)
+            failure = _failure(started, logs)
         finally:
             for process in started:
                 process.kill()
-        yield from (Row(**row) for row in json.loads(result.read_text()))
+                process.wait()
+        yield from (Row(**json.loads(line)) for line in result.read_text().splitlines())
+    if failure:
+        raise RuntimeError(failure)
+
+
+def _failure(started: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> str:
+    """Wait for all, or for the first that fails; return what went wrong, empty where nothing."""
+    until = time.monotonic() + TIMEOUT_S
+    codes: list[int | None] = [None] * len(started)
+    while None in codes and not any(codes) and time.monotonic() < until:
+        time.sleep(0.05)
+        codes = [process.poll() for process in started]
+    failed = [rank for rank, code in enumerate(codes) if code]
+    late = [rank for rank, code in enumerate(codes) if code is None]
+    if not failed and not late:
+        return ""
+    texts = [log.read_text(errors="replace").strip() for log in logs]
+    if failed:
+        first = failed[0]
+        lines = texts[first].splitlines() or ["it has said nothing"]
+        why = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+        said = [f"rank {first} of {len(logs)} exited with {codes[first]}: {_PREFIX.sub('', why)}"]
+    else:
+        ranks = ", ".join(map(str, late))
+        said = [f"ranks {ranks} of {len(logs)} were not done within {TIMEOUT_S} s"]
+    for rank in sorted(range(len(logs)), key=lambda rank: rank not in (failed or late)):
+        said += [f"-- rank {rank}:", texts[rank][-2000:]]
+    return "\n".join(said)
 
 
 def _free_port() -> int:
@@ -141,9 +214,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _main(name: str, kind: str, how: str, result: str) -> None:
-    import torch.distributed as dist
-
+def _main(module: str, kind: str, how: str, result: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if kind == "cuda":
@@ -155,9 +226,10 @@ def _main(name: str, kind: str, how: str, result: str) -> None:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
     ranks = Ranks(rank, size, device, group)
-    rows = list(cases.module(name).measure_ranks(ranks, how == "quick"))
-    if rank == 0:
-        Path(result).write_text(json.dumps([asdict(row) for row in rows]))
+    for row in import_module(module).measure_ranks(ranks, how == "quick"):
+        if rank == 0:
+            with Path(result).open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
     ranks.barrier()
     dist.destroy_process_group()
 

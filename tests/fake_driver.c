@@ -367,8 +367,15 @@ CUresult cuMemHostGetDevicePointer_v2(uint64_t* device, void* pointer, unsigned 
   (void)flags;
   return *device = (uint64_t)(uintptr_t)pointer, 0;
 }
+__attribute__((weak)) int fake_vmm_ordinal(uint64_t at);
 CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, uint64_t at) {
   if (current == NULL) return 0;  // as the real one: nothing is known
+  const int of_vmm = fake_vmm_ordinal != NULL ? fake_vmm_ordinal(at) : -1;
+  for (unsigned a = 0; a < count && of_vmm >= 0; ++a) {
+    if (attributes[a] == 2) *(unsigned*)values[a] = 2;
+    if (attributes[a] == 9) *(int*)values[a] = of_vmm;
+    if (attributes[a] == 3) *(uint64_t*)values[a] = at;
+  }
   for (int i = 0; i < num_memories; ++i) {
     const struct Memory* one = &memories[i];
     if (at < one->begin || at >= one->begin + one->bytes) continue;

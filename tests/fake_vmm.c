@@ -41,6 +41,7 @@ struct Range {
 struct Mapping {
   struct Range range;
   int gpu, is_open;
+  unsigned opened_to;  // a bit for each ordinal
 };
 
 static struct Handle handles[MOST];
@@ -183,7 +184,7 @@ CUresult cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uin
   if (mmap(to, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, one->fd, 0) == MAP_FAILED) return INVALID;
   for (int i = 0; i < MOST; ++i) {
     if (mappings[i].range.bytes != 0) continue;
-    mappings[i] = (struct Mapping){{at, bytes}, one->gpu, 0};
+    mappings[i] = (struct Mapping){{at, bytes}, one->gpu, 0, 0};
     return 0;
   }
   return NO_MEMORY;
@@ -207,13 +208,31 @@ CUresult cuMemSetAccess(uint64_t at, size_t bytes, const struct Access* access, 
       if (!reaches(gpu_of(access[a].location.id), one->gpu)) return 217;
     }
     if (count == 0) return INVALID;
+    for (size_t a = 0; a < count; ++a) one->opened_to |= 1u << access[a].location.id;
     one->is_open = 1;
     return mprotect((void*)(uintptr_t)at, bytes, PROT_READ | PROT_WRITE);
   }
   return INVALID;
 }
 
-// For fake_driver.c: whether a test may write there.
+static const struct Mapping* mapping_of(uint64_t at) {
+  for (int i = 0; i < MOST; ++i) {
+    if (meet(&mappings[i].range, at, 1)) return &mappings[i];
+  }
+  return NULL;
+}
+CUresult cuMemGetAccess(unsigned long long* flags, const struct Location* location, uint64_t at) {
+  const struct Mapping* one = mapping_of(at);
+  if (one == NULL || location->type != 1) return 1;  // other memory, which is no mistake to ask for
+  return *flags = one->opened_to >> location->id & 1 ? 3 : 0, 0;
+}
+
+// For fake_driver.c: the ordinal of the GPU that this memory is of, or -1.
+int fake_vmm_ordinal(uint64_t at) {
+  const struct Mapping* one = mapping_of(at);
+  return one == NULL ? -1 : one->gpu - gpu_of(0);
+}
+// The same: whether a test may write there.
 int fake_vmm_holds(uint64_t at, size_t bytes) {
   for (int i = 0; i < MOST; ++i) {
     const struct Range* one = &mappings[i].range;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
 from typing import Any
 
@@ -24,6 +25,7 @@ from launch_fake import (
     user,
 )
 
+from jitkern.comm import PeerMemory
 from jitkern.errors import UnsupportedError
 from jitkern.jit import device
 from jitkern.jit.device import CpuForm
@@ -253,6 +255,26 @@ def check_every_pointer_is_on_the_device() -> None:
     )
     text = r"launch: args\[0\]: device cpu, expected a CUDA device; for tensors on the CPU .*"
     refused(ValueError, text, module.launch, "pointers", torch.zeros(4), 1, grid=1, block=1)
+
+
+def check_memory_of_another_gpu_that_is_mapped_here() -> None:
+    """As that of a PeerMemory: what counts is who may use it, not where it lies."""
+    module, x = user("mapped", 16), cuda(4)
+    both = PeerMemory.of_devices(4096, ["cuda:0", "cuda:1"])
+    (alone,) = PeerMemory.of_devices(4096, ["cuda:1"])
+    for begin in both[0].addresses:
+        for at in (begin, begin + 4095):
+            module.launch("mapped", x, Pointer(at), grid=1, block=1)
+            assert params(log().splitlines()[-1])[8:] == struct.pack("<Q", at)
+    there = Pointer(alone.addresses[0])
+    text = r"launch: args\[1\]: memory of cuda:1, expected memory of cuda:0"
+    refused(ValueError, text, module.launch, "mapped", x, there, grid=1, block=1)
+    module.launch("mapped", cuda(4, number=1), there, grid=1, block=1)
+    del both[:], alone
+    gc.collect()
+    log()
+    text = r"launch: args\[1\]: memory that no GPU can read, expected memory of cuda:0"
+    refused(ValueError, text, module.launch, "mapped", x, there, grid=1, block=1)
 
 
 def check_one_image_for_all_exports_of_a_module() -> None:

@@ -51,7 +51,7 @@ LAYERS = """
 4  comm.protocol comm.board comm.watch comm.nccl_library comm.peer_args
 4  comm.args comm.gloo comm.report comm.peer_range
 4  comm.again comm.peer_local
-4  comm.meeting
+4  comm.meeting comm.missing
 4  comm.guard comm.nccl_buffer comm.peer_kernel
 4  comm.torch_comm comm.nccl_calls comm.peer_wire comm.peer_reduce
 4  comm.peer_setup
@@ -113,7 +113,7 @@ SHOWN = {
         load_library nvcc nvrtc platform_abi program_stats quiet source_path toolchain_directories
         toolchain_id words
     """,
-    "host": "check module tuning",
+    "host": "check is_of_earlier_call module tuning",
     "jit": """
         CppArgs DeviceModule KernelConfig PRELUDE Recorded Specialisation has_cuda load_aot
         load_device load_jit load_own make_cpp_args native_library replay

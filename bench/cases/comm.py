@@ -1,8 +1,9 @@
 """comm: a communicator's all-reduce beside torch.distributed and bare NCCL, and TPEmbedding.
 
-A process a GPU, of one host; without GPUs two processes over gloo. Graphs hold 50 calls, so that
-what ranks differ by at their start is a fiftieth, and of 16 MB and more 5. Behind each call stands
-a small kernel, as in a model, whose time is in: two of NCCL's kernels in a row cost 3 us more.
+A process a GPU, of one host; without GPUs two processes over gloo. Graphs hold 200 calls, beyond
+128 KB 50, so that what a replay costs once is little beside them, and of 16 MB and more 5. Behind
+each call stands a small kernel, as in a model, whose time is in: two of NCCL's kernels in a row
+cost 3 us more.
 """
 
 from __future__ import annotations
@@ -18,18 +19,16 @@ from torch.nn import functional
 
 from bench import peers, ranks
 from bench.goals import Figures, Goal, at_least, at_most
-from bench.ranks import Calls, Ranks, size_text, spaced, timed
-from jitkern.bench.case import Context, Row, error_row
+from bench.ranks import KIB, MIB, Calls, Ranks, calls_for, size_text, spaced, timed
+from jitkern.bench.case import Context, Row
 from jitkern.bench.measure import fill
 from jitkern.bench.timing import Timing, host_ms
 
 PEERS = (peers.nccl,)
 
-KIB, MIB = 1 << 10, 1 << 20
 BYTES = (8 * KIB, 128 * KIB, MIB, 16 * MIB, 256 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
 HOST_BYTES = 8 * KIB
-CALLS, FEW_CALLS = 50, 5
 # Fewer than wait for the GPU: a call that comes behind 32 others waits until some are done.
 HOST_CALLS, HOST_ROUNDS = 30, 201
 VOCAB, HIDDEN = 131_072, 4096
@@ -46,12 +45,7 @@ OF_USUAL = {1: 0.5, 1024: 0.75, 16_384: 0.8}
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    for size in ranks.sizes(ctx):
-        ctx.say(f"comm: {size} ranks")
-        try:
-            yield from ranks.rows_of("comm", ctx, size)
-        except RuntimeError as error:
-            yield error_row("comm", f"{size} ranks", OURS, "ours", error)
+    yield from ranks.run("comm", __name__, ctx)
 
 
 def goals(f: Figures) -> Iterator[Goal]:
@@ -69,11 +63,11 @@ def goals(f: Figures) -> Iterator[Goal]:
             if without is not None:
                 yield from at_most(f"comm, {case}: deadlines", ours - without, 0.3, "us")
         for num_bytes in BYTES[:3]:
-            case = _case(num_bytes, gpus)
+            case = sum_case(num_bytes, gpus)
             ours, theirs = f.us("comm", case, OURS), f.us("comm", case, TORCH)
             if ours is not None and theirs is not None:
                 yield from at_most(f"comm, {case}: time, of {TORCH}", ours / theirs, 1.0)
-        case = _case(BYTES[-1], gpus)
+        case = sum_case(BYTES[-1], gpus)
         got = f.speed("comm", case, OURS, TORCH)
         yield from at_least(f"comm, {case}: of {TORCH}", got, 0.99)
         for tokens, most in OF_USUAL.items():
@@ -83,7 +77,7 @@ def goals(f: Figures) -> Iterator[Goal]:
                 yield from at_most(f"comm, {case}: time, of {USUAL}", ours / theirs, most)
 
 
-def _case(num_bytes: int, where: str) -> str:
+def sum_case(num_bytes: int, where: str) -> str:
     return f"all_reduce, {size_text(num_bytes)} bf16, {where}"
 
 
@@ -176,13 +170,13 @@ def _reduced(ranks: Ranks, reducers: _Reducers, num_bytes: int) -> list[Row]:
     spacer = torch.zeros(1, device=ranks.device)
     calls = {name: (role, partial(spaced, call, spacer)) for name, (role, call) in calls.items()}
     rows = [
-        Row("comm", _case(num_bytes, ranks.where), name, role, bytes_moved=moved)
+        Row("comm", sum_case(num_bytes, ranks.where), name, role, bytes_moved=moved)
         for name, (role, _) in calls.items()
     ]
     for row in rows:
         row.params = {"ranks": ranks.size, "num_bytes": num_bytes}
         row.bytes_note = "2 (n - 1) / n of the tensor: bus bandwidth"
-    return timed(ranks, rows, calls, CALLS if num_bytes <= MIB else FEW_CALLS)
+    return timed(ranks, rows, calls, calls_for(ranks, num_bytes))
 
 
 def _check_sum(ranks: Ranks, calls: Calls, tensors: dict[str, torch.Tensor]) -> None:
@@ -255,4 +249,4 @@ def _embedding_rows(
             rows = [
                 Row("comm", case, name, role, params=params) for name, (role, _) in calls.items()
             ]
-            yield from timed(ranks, rows, calls, CALLS if tokens <= 1024 else FEW_CALLS)
+            yield from timed(ranks, rows, calls, calls_for(ranks, 2 * tokens * hidden))

@@ -115,7 +115,8 @@ class CommTimeoutError(CommError, TimeoutError):
     rank
         This rank.
     missing
-        The ranks that have not arrived; empty where all have, and their GPUs are not done.
+        The ranks that have not arrived; empty where all have, and their GPUs are not done. Before
+        the deadline ("cannot be done") those that can come no more, as they have ended or left.
     """
 
     def __init__(

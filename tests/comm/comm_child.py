@@ -340,7 +340,7 @@ def main() -> None:
             if isinstance(error, AssertionError):
                 traceback.print_exc()
         answer["seconds"] = time.monotonic() - start
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer, default=repr), flush=True)
 
 
 if __name__ == "__main__":

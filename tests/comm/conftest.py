@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 from comm_ranks import Pool
-from nccl_ranks import fake_gpus, gpus, nccl_pools  # noqa: F401
+from nccl_ranks import (  # noqa: F401
+    failing_fake_gpus,
+    failing_gpus,
+    fake_gpus,
+    gpus,
+    nccl_pools,
+    sockets,
+)
 from peer_ranks import any_ranks, cpu_ranks, gpu_ranks, servers  # noqa: F401
 
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <random>
 
 namespace fake {
@@ -18,7 +19,16 @@ constexpr int kMaxRanks = 8;
 constexpr i64 kSlotBytes = i64(1) << 20;  // so that tests have calls of several steps
 constexpr i64 kPieceBytes = i64(64) << 10;
 constexpr int kPauseUs = 20;
+constexpr int kPausesPerLook = 50;
 constexpr int kSignatureItems = 6;
+
+// Nobody may have waited for it yet: a zombie's connections are closed.
+bool has_ended(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string about((std::istreambuf_iterator<char>(file)), {});
+  const size_t name_end = about.rfind(')');
+  return name_end == std::string::npos || about.compare(name_end, 3, ") Z") == 0;
+}
 
 }  // namespace
 
@@ -27,6 +37,8 @@ struct SharedMemory {
   struct Rank {
     std::atomic<u64> met[Fabric::kNumMeetings];
     std::atomic<u64> wants[kMaxRanks];
+    std::atomic<int> pid;
+    std::atomic<bool> has_left;
     std::atomic<u64> posted;  // step whose data is in the slot
     std::atomic<u64> read;    // step of which this rank has read all slots
     i64 signature[kSignatureItems];
@@ -62,7 +74,9 @@ Fabric::Fabric(const std::string& path, int rank, int size, const std::atomic<bo
   void* const memory =
       mmap(nullptr, sizeof(SharedMemory), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
-  if (memory != MAP_FAILED) shared_ = static_cast<SharedMemory*>(memory);
+  if (memory == MAP_FAILED) return;
+  shared_ = static_cast<SharedMemory*>(memory);
+  shared_->ranks[rank].pid = getpid();
 }
 
 Fabric::~Fabric() {
@@ -70,15 +84,27 @@ Fabric::~Fabric() {
 }
 
 void Fabric::leave() {
+  shared_->ranks[rank].has_left = true;
   if (shared_->num_left.fetch_add(1) + 1 == size) unlink(path_.c_str());
 }
 
-bool Fabric::wait(const std::function<bool()>& until) const {
-  while (!until()) {
+bool Fabric::wait(const std::function<bool()>& until) {
+  for (int pause = 0; !until(); ++pause) {
     if (stop_.load(std::memory_order_acquire)) return false;
+    if (pause % kPausesPerLook == 0 && is_one_gone() && !until()) return is_broken_ = true, false;
     usleep(kPauseUs);
   }
   return true;
+}
+
+// A process that has ended, or given up: its end of a connection is closed.
+bool Fabric::is_one_gone() const {
+  static const bool has_connections = std::getenv("FAKE_NCCL_SOCKETS") != nullptr;
+  if (!has_connections) return false;
+  return std::any_of(shared_->ranks, shared_->ranks + size, [](const auto& one) {
+    const int pid = one.pid;
+    return one.has_left || (pid != 0 && has_ended(pid));
+  });
 }
 
 bool Fabric::meet(Meeting what, u64 time) {

@@ -35,7 +35,9 @@ struct Collective {
   int root;
 };
 
-// The ranks of one communicator. What waits returns false once `stop` is set.
+// The ranks of one communicator. What waits returns false once `stop` is set. Under
+// FAKE_NCCL_SOCKETS it does so too when a rank is gone whom it waits for, and `is_broken` from then
+// on.
 class Fabric {
  public:
   // Makes the memory; a name for the others.
@@ -57,6 +59,7 @@ class Fabric {
 
   bool run(const Collective& what);
   bool run(std::vector<Transfer> transfers);
+  bool is_broken() const { return is_broken_; }
   // The last one deletes the memory.
   void leave();
 
@@ -65,7 +68,8 @@ class Fabric {
 
  private:
   using Read = std::function<void(const std::vector<const char*>&)>;
-  bool wait(const std::function<bool()>& until) const;
+  bool wait(const std::function<bool()>& until);
+  bool is_one_gone() const;
   bool step(const std::vector<i64>& signature, const std::function<void(char*)>& write,
             const Read& read);
   bool progress(Transfer& transfer);
@@ -74,6 +78,7 @@ class Fabric {
   std::string path_;
   SharedMemory* shared_ = nullptr;
   u64 num_steps_ = 0;
+  std::atomic<bool> is_broken_{false};
 };
 
 i64 item_bytes(int dtype);

@@ -81,6 +81,14 @@ StatePtr require(Comm* comm, const char* what) {
   return comm->state;
 }
 
+// What NCCL says of a wait that was for nothing.
+int stopped(const StatePtr& state) {
+  if (!state->fabric.is_broken()) return kInvalidUsage;  // aborted
+  const std::lock_guard<std::mutex> lock(knobs.mutex);
+  knobs.last_error = "socketProgress: Connection closed by remote peer";
+  return state->result = kRemoteError;
+}
+
 class Use {
  public:
   Use(Comm* comm, const char* what) : state(require(comm, what)), comm_(comm) {
@@ -122,7 +130,8 @@ void execute(const StatePtr& state, const Calls& calls, bool is_lost) {
     }
   }
   if (!state->stop) state->fabric.run(std::move(transfers));
-  while (is_lost && !state->stop) rest();
+  if (state->fabric.is_broken()) stopped(state);
+  while ((is_lost || state->fabric.is_broken()) && !state->stop) rest();
   state->is_running = false;
 }
 
@@ -172,7 +181,7 @@ int launch(Comm* comm, Calls calls, CUstream stream) {
   bool is_there = !meets_all || state->fabric.meet(Fabric::kConnect, 1);
   for (const int peer : peers) state->fabric.want_peer(peer);
   for (const int peer : peers) is_there = is_there && state->fabric.meet_peer(peer);
-  if (!is_there) return kInvalidUsage;  // aborted
+  if (!is_there) return stopped(state);
   enqueue(state, calls, stream, is_lost);
   if (is_lost) state->result = kRemoteError;
   return kSuccess;
@@ -252,7 +261,7 @@ EXPORT int ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, 
   made->state = state;
   ++knobs.num_comms;
   *comm = made;
-  return state->fabric.meet(Fabric::kJoin, 1) ? kSuccess : kInvalidUsage;
+  return state->fabric.meet(Fabric::kJoin, 1) ? kSuccess : stopped(state);
 }
 EXPORT int ncclCommGetAsyncError(Comm* comm, int* result) {
   return *result = Use(comm, "ncclCommGetAsyncError").state->result, kSuccess;
@@ -343,7 +352,9 @@ EXPORT int ncclCommDeregister(Comm* comm, void* handle) {
 EXPORT int ncclCommWindowRegister(Comm* comm, char* pointer, size_t bytes, void** window, int) {
   const Use use(comm, "ncclCommWindowRegister");
   require_memory(pointer, i64(bytes), "what is registered");
-  if (!use.state->fabric.meet(Fabric::kWindow, ++use.state->num_windows)) return kInvalidUsage;
+  if (!use.state->fabric.meet(Fabric::kWindow, ++use.state->num_windows)) {
+    return stopped(use.state);
+  }
   return *window = pointer, kSuccess;
 }
 EXPORT int ncclCommWindowDeregister(Comm* comm, void* window) {

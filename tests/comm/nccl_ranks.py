@@ -20,13 +20,13 @@ from jitkern.host import module as host
 HERE = Path(__file__).resolve().parent
 THREADS = HERE.parent / "threads"
 NUM_FAKE_GPUS = 4
-FAKE = pytest.param(
-    "fake",
-    marks=[
-        needs_cxx,
-        pytest.mark.skipif(not sys.platform.startswith("linux"), reason="puts a libcuda in place"),
-    ],
-)
+_MARKS = [
+    needs_cxx,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="puts a libcuda in place"),
+]
+FAKE = pytest.param("fake", marks=_MARKS)
+# That one hears of a rank's end, as NCCL does over a network: its connections are closed.
+SOCKETS = pytest.param("sockets", marks=_MARKS)
 CUDA = pytest.param("cuda", marks=pytest.mark.multigpu(processes=True))
 
 
@@ -69,6 +69,7 @@ def compile_library(target: Path, sources: list[Path]) -> None:
 def nccl_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pool]]:
     base, numbers = tmp_path_factory.mktemp("nccl"), itertools.count()
     made: dict[str, Pool] = {}
+    libraries: dict[str, str] = {}
 
     def folder() -> Path:
         new = base / str(next(numbers))
@@ -77,8 +78,12 @@ def nccl_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
     def pool(kind: str) -> Pool:
         host.module()  # built once, and not by each rank
-        if kind not in made and kind == "fake":
-            made[kind] = Pool(folder, HERE / "nccl_child.py", NUM_FAKE_GPUS, **build(folder()))
+        if kind not in made and kind in ("fake", "sockets"):
+            if not libraries:
+                libraries.update(build(folder()))
+            more = {"FAKE_NCCL_SOCKETS": "1"} if kind == "sockets" else {}
+            child = HERE / "nccl_child.py"
+            made[kind] = Pool(folder, child, NUM_FAKE_GPUS, **libraries, **more)
         elif kind not in made:
             made[kind] = Pool(folder, num_gpus=num_gpus())
         return made[kind]
@@ -91,6 +96,22 @@ def nccl_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 @pytest.fixture(scope="module", params=[FAKE, CUDA])
 def gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
     """Processes that are to be ranks, each of a GPU of its own."""
+    return nccl_pools(request.param)
+
+
+@pytest.fixture(scope="module", params=[FAKE, SOCKETS, CUDA])
+def failing_gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
+    """As `gpus`, for ranks of which some end."""
+    return nccl_pools(request.param)
+
+
+@pytest.fixture(params=[FAKE, SOCKETS])
+def failing_fake_gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
+    return nccl_pools(request.param)
+
+
+@pytest.fixture(params=[SOCKETS])
+def sockets(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
     return nccl_pools(request.param)
 
 

@@ -222,6 +222,18 @@ def test_all_have_come(pool: Pool, tmp_path: Path) -> None:
     )
 
 
+def test_all_have_come_to_the_set_up(pool: Pool, tmp_path: Path) -> None:
+    """There is no call to name yet, and none to compare."""
+    ranks = pool.start(2)
+    store(ranks, "file", tmp_path)
+    open_guards(ranks)
+    values(ranks)
+    assert ranks[0].evaluate("str(comm.timed_out('init', 0))") == (
+        "init: the set-up on rank 0 of 2 was not done within 2 s: all ranks have come to it; "
+        "if they are only slow, give a larger timeout_s"
+    )
+
+
 def test_the_first_failure_is_quoted(pool: Pool, tmp_path: Path) -> None:
     (one,) = pool.start(1)
     store([one], "file", tmp_path)

@@ -28,9 +28,9 @@ def late(rank: Rank, *texts: str) -> None:
         assert text in answer["error"], answer
 
 
-def test_killed_while_nccl_is_set_up(fake_gpus: Pool) -> None:
+def test_killed_while_nccl_is_set_up(failing_fake_gpus: Pool) -> None:
     """The ranks have met, and the other one never comes to NCCL."""
-    two = fake_gpus.join(2)
+    two = failing_fake_gpus.join(2)
     code = f"setattr(__import__('jitkern.comm.nccl').comm.nccl.NcclCalls, 'open', {ENDS})"
     two[1].evaluate(code)
     two[0].tell("make_nccl", timeout_s=DEADLINE_S)
@@ -40,8 +40,23 @@ def test_killed_while_nccl_is_set_up(fake_gpus: Pool) -> None:
     two[1].kill()
 
 
-def test_killed_before_memory_is_registered(fake_gpus: Pool) -> None:
+def test_slow_while_nccl_is_set_up(fake_gpus: Pool) -> None:
+    """All ranks have come, and NCCL is not done: there is no call to name."""
     two = fake_gpus.join(2)
+    calls = "__import__('jitkern.comm.nccl').comm.nccl.NcclCalls"
+    two[1].evaluate(f"setattr({calls}, 'open', lambda *a: time.sleep(9))")
+    for rank in two:
+        rank.tell("make_nccl", timeout_s=DEADLINE_S)
+    assert two[0].error(BOUND_S)["error"] == (
+        "CommTimeoutError: init_pynccl: the set-up on rank 0 of 2 was not done within 1 s: "
+        "all ranks have come to it; if they are only slow, give a larger timeout_s"
+    )
+    two[0].kill()  # a thread of it is in NCCL for good
+    two[1].kill()
+
+
+def test_killed_before_memory_is_registered(failing_fake_gpus: Pool) -> None:
+    two = failing_fake_gpus.join(2)
     two[1].evaluate(f"setattr(__import__('jitkern.comm.nccl').comm.nccl, 'Buffer', {ENDS})")
     for rank in two:
         rank.tell("make_nccl", timeout_s=DEADLINE_S, max_size_bytes=4096)
@@ -49,21 +64,21 @@ def test_killed_before_memory_is_registered(fake_gpus: Pool) -> None:
     two[1].kill()
 
 
-def test_killed_before_destroy(fake_gpus: Pool) -> None:
+def test_killed_before_destroy(failing_fake_gpus: Pool) -> None:
     """Of one whose calls are done nothing is waited for; with one that is not it is late."""
-    two = two_of(fake_gpus)
+    two = two_of(failing_fake_gpus)
     all_do(two, "calls", count=3)
     all_do(two, "synchronize")
     two[1].kill()
     two[0].ask("calls", count=1)
     two[0].tell("evaluate", code="comm.destroy()")
-    late(two[0], "all_reduce: call 4 on rank 0 of 2 was not done within 1 s", "has ended")
+    late(two[0], "all_reduce: call 4 on rank 0 of 2 ", "has ended")
 
 
 @pytest.mark.parametrize("limit", [50, 1000])
-def test_a_full_launch_queue(fake_gpus: Pool, limit: int) -> None:
+def test_a_full_launch_queue(failing_fake_gpus: Pool, limit: int) -> None:
     """The fake ends the process that aborts in front of one, which takes the context on a GPU."""
-    two = two_of(fake_gpus)
+    two = two_of(failing_fake_gpus)
     all_do(two, "calls", count=3)
     all_do(two, "synchronize")
     two[1].kill()
@@ -97,8 +112,105 @@ def test_nccl_notices_that_a_rank_is_gone(fake_gpus: Pool) -> None:
     assert two[0].ask("synchronize") < 10
     two[0].tell("evaluate", code="comm.check()")
     text = "CommError: all_reduce: NCCL 2.28.9: remote process exited or there was a network error"
-    assert two[0].error()["error"].startswith(text)
+    answer = two[0].error()["error"]
+    assert answer.startswith(text) and answer.endswith("; no rank has ended"), answer
     two[1].evaluate("comm.abort()")
+
+
+# -- over a network: NCCL hears of a rank's end before any deadline --------------------------------
+
+CLOSED = "NCCL 2.28.9: remote process exited or there was a network error: socketProgress: Conn"
+SOON_S = 5.0
+
+
+def count_up(ranks: list[Rank]) -> None:
+    all_do(ranks, "calls", count=3)
+    all_do(ranks, "synchronize")
+
+
+def broken(rank: Rank, missing: list[int], *texts: str) -> None:
+    """The rank's call ends soon, as it cannot be done; the error names who is gone."""
+    assert rank.ask("synchronize") < SOON_S
+    rank.tell("evaluate", code="comm.check()")
+    answer = rank.error(SOON_S)
+    assert answer["error"].startswith("CommTimeoutError: all_reduce: call 4 on rank "), answer
+    assert "cannot be done: " in answer["error"] and CLOSED in answer["error"], answer
+    assert answer["missing"] == missing, answer
+    assert (answer["op"], answer["number"]) == ("all_reduce", 4)
+    for text in texts:
+        assert text in answer["error"], answer
+
+
+def test_a_connection_is_closed(sockets: Pool) -> None:
+    two = two_of(sockets, timeout_s=60)
+    count_up(two)
+    two[1].kill()
+    two[0].ask("calls", count=1)
+    broken(two[0], [1], f"cannot be done: rank 1 (process {two[1].pid} on ", "has ended; NCCL 2.28")
+    cause = two[0].evaluate("str(comm._calls.error.__cause__)")
+    assert cause.startswith(f"all_reduce: {CLOSED}")
+    two[0].tell("calls", count=1)
+    assert two[0].error()["missing"] == [1]
+
+
+def test_a_connection_is_closed_at_the_first_call(sockets: Pool) -> None:
+    """NCCL's function returns the error itself."""
+    two = two_of(sockets, timeout_s=60)
+    two[1].kill()
+    two[0].tell("calls", count=1)
+    answer = two[0].error(SOON_S)
+    assert answer["error"].startswith("CommTimeoutError: all_reduce: call 1 on rank 0 of 2 cannot")
+    assert answer["missing"] == [1] and CLOSED in answer["error"], answer
+
+
+def test_a_connection_is_closed_in_the_set_up(sockets: Pool) -> None:
+    two = sockets.join(2)
+    two[1].evaluate(f"setattr(__import__('jitkern.comm.nccl').comm.nccl, 'Buffer', {ENDS})")
+    for rank in two:
+        rank.tell("make_nccl", timeout_s=60, max_size_bytes=4096)
+    answer = two[0].error(SOON_S)
+    assert answer["error"].startswith("CommTimeoutError: init_pynccl: "), answer
+    assert answer["missing"] == [1] and "has ended" in answer["error"], answer
+
+
+def test_who_is_only_slow_is_not_missing(sockets: Pool) -> None:
+    """Rank 3 has time left, and hears of rank 2 when it comes: all shrink by the same list."""
+    four = sockets.join(4)
+    make(four, timeout_s=60)
+    count_up(four)
+    four[2].kill()
+    for rank in four[:2]:
+        rank.ask("calls", count=1)
+    slow = f"; rank 3 (process {four[3].pid} on "
+    for rank in four[:2]:
+        broken(rank, [2])
+    two_texts = [rank.evaluate("str(comm._calls.error)") for rank in four[:2]]
+    assert any(
+        slow in text and "has come to call 3 (all_reduce) only" in text for text in two_texts
+    )
+    four[3].tell("calls", count=1)
+    assert four[3].answer()  # of NCCL, or of the thread that watches
+    broken(four[3], [2])
+    left = [*four[:2], four[3]]
+    all_do(left, "shrink", exclude=[2], timeout_s=60)
+    all_do(left, "body", name="all_reduce")
+    all_do(left, "evaluate", code="comm.destroy()")
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_a_rank_has_left(sockets: Pool, has_come: bool) -> None:
+    """Its process lives: an exception has taken it out of `with`, before the call or in it."""
+    two = two_of(sockets, timeout_s=60)
+    count_up(two)
+    two[0].ask("calls", count=1)
+    if has_come:  # behind what its GPU does
+        two[1].evaluate("globals().update(point=lib.fake_hold(stream))")
+        two[1].ask("calls", count=1)
+    two[1].evaluate("comm.abort()")
+    text = "" if has_come else "has come to call 3 (all_reduce) only, and "
+    broken(two[0], [1], f"{text}has aborted it; NCCL 2.28.9")
+    if has_come:
+        two[1].evaluate("lib.fake_release(point)")
 
 
 def test_a_wrong_shrink_leaves_it_as_it_was(fake_gpus: Pool) -> None:
@@ -172,9 +284,9 @@ def test_nothing_is_left(fake_gpus: Pool) -> None:
     assert everywhere(two, count) == before
 
 
-def test_a_process_that_ends_with_calls_in_flight(fake_gpus: Pool) -> None:
+def test_a_process_that_ends_with_calls_in_flight(failing_fake_gpus: Pool) -> None:
     """The driver would wait for a kernel that waits for a rank that is no more."""
-    two = two_of(fake_gpus, timeout_s=600)
+    two = two_of(failing_fake_gpus, timeout_s=600)
     all_do(two, "calls", count=1)
     all_do(two, "synchronize")
     two[1].kill()

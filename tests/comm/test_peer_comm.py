@@ -144,6 +144,30 @@ def test_a_rank_is_killed_that_others_bring_rows_to(two: list[Rank]) -> None:
     assert answer["missing"] == [1]
 
 
+@pytest.mark.parametrize(
+    ("name", "of_both"),
+    [
+        ("algorithm", ["one_shot", "two_shot"]),
+        ("max_bytes", [1 << 30, 1 << 20]),  # of a workspace for 4 MiB, and for one
+        ("max_bytes", [8 << 20, 16 << 20]),  # the workspace is the same
+    ],
+)
+def test_ranks_that_want_something_else(
+    pool: Pool, kind: str, name: str, of_both: list[object]
+) -> None:
+    """Each would make its calls by another protocol: wrong sums, or none."""
+    two = pool.join(2)
+    for rank, value in zip(two, of_both, strict=True):
+        rank.tell("make_peer", on_gpus=kind == "cuda", **{name: value})
+    for rank in two:
+        text = rank.error()["error"]
+        say = f"CommError: PeerCommunicator: {name}: differs, expected the same in all ranks:\n"
+        assert text.startswith(say)
+        for number, value in enumerate(of_both):
+            assert f"rank {number} (process {two[number].pid} on " in text
+            assert f"  {value}" in text
+
+
 class Of:
     """A communicator of so many."""
 

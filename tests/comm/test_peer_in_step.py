@@ -18,7 +18,7 @@ from rows_ranks import Ranks
 import jitkern
 from jitkern.comm import peer_gather
 from jitkern.host import module as host
-from jitkern.nn import TPEmbedding
+from jitkern.nn import TPEmbedding, look_up
 
 CUDA = torch.device("cuda")
 CHILD = Path(__file__).with_name("in_step_child.py")
@@ -28,6 +28,18 @@ CHILD = Path(__file__).with_name("in_step_child.py")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     host.module()  # the child has not the time to build it
     return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
+
+
+class Counting:
+    """A rank of two, whose other one has zeros only."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.num_sums = 0
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+        self.num_sums += 1
 
 
 @needs_cxx
@@ -64,6 +76,30 @@ def test_over_bad_rows() -> None:
         jitkern.check()
 
 
+def test_an_embedding_makes_its_sum_over_any_fault_of_an_earlier_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever its type, and no other error."""
+    earlier = [RuntimeError("unpack: ... (found by an earlier call on cuda:0; nothing was copied)")]
+    real = look_up.indexing
+
+    def indexing(*args: Any, **how: Any) -> torch.Tensor:
+        if earlier:
+            raise earlier.pop()
+        return real(*args, **how)
+
+    monkeypatch.setattr(look_up, "indexing", indexing)
+    comm = Counting()
+    module = TPEmbedding(10, 8, comm=comm, device="cpu", method="all_reduce")
+    with pytest.raises(RuntimeError, match="unpack"):
+        module(torch.arange(10))
+    assert comm.num_sums == 1
+    earlier.append(RuntimeError("CUDA out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        module(torch.arange(10))
+    assert comm.num_sums == 1
+
+
 def leave_a_fault() -> None:
     jitkern.indexing(torch.ones(5, 8, device=CUDA), torch.tensor([5], device=CUDA))
     torch.cuda.synchronize()
@@ -82,18 +118,6 @@ def test_over_what_another_op_has_left() -> None:
         for x in tensors:
             assert x.tolist() == [3.0 * 2**number] * 5
     jitkern.check()
-
-
-class Counting:
-    """A rank of two, whose other one has zeros only."""
-
-    rank, size = 0, 2
-
-    def __init__(self) -> None:
-        self.num_sums = 0
-
-    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
-        self.num_sums += 1
 
 
 @pytest.mark.cuda

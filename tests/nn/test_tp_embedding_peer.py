@@ -60,12 +60,13 @@ def test_which_rank_has_which(make_ranks: Callable[[int], list[Rank]]) -> None:
 def test_an_id_that_no_rank_has(two: list[Rank]) -> None:
     all_do(two, "make", **SMALL, num_added=2)
     for rank in two:  # one of them alone, as it is no collective call
-        is_cuda = rank.evaluate("device.type == 'cuda'")
-        look_up = "torch.no_grad()(module)(torch.tensor([10, 11], device=device))"
-        code = f"[{look_up}, jitkern.check(device)]" if is_cuda else look_up
+        code = "torch.no_grad()(module)(torch.tensor([10, 11], device=device))"
+        if rank.evaluate("device.type == 'cuda'"):  # which has to be done with it
+            code = f"[{code}, torch.cuda.synchronize(), jitkern.check(device)]"
         rank.tell("evaluate", code=code)
-        text = "index 11 at position 1, expected below 11"
-        assert text in rank.error()["error"]
+        error = rank.error()["error"]
+        assert error.startswith("IndexError: ")
+        assert "index 11 at position 1, expected below 11" in error
 
 
 def test_wrong_ids(two: list[Rank]) -> None:
@@ -263,6 +264,20 @@ def test_wasteful_rows(two: list[Rank]) -> None:
     )
     made = all_do(two, "make", vocab=1000, hidden=160, dtype="bfloat16", method="peer")
     assert made[0][0] == "peer"
+
+
+def test_ranks_whose_pages_differ(two: list[Rank]) -> None:
+    """All ranks sum, or all raise."""
+    code = "setattr(peer_range, 'piece_bytes', lambda _: 4 << 20)"
+    two[1].evaluate(f"[globals().update(real=peer_range.piece_bytes), {code}] and None")
+    assert [one[0] for one in all_do(two, "make", **SMALL)] == ["all_reduce", "all_reduce"]
+    assert all_do(two, "load", value=4) == [[4.0], [4.0]]
+    for rank in two:
+        rank.tell("make", **SMALL, method="peer")
+    for rank in two:
+        error = rank.error()["error"]
+        assert error.startswith("UnsupportedError: TPEmbedding: memory of one of the ranks comes ")
+    two[1].evaluate("setattr(peer_range, 'piece_bytes', real)")
 
 
 def test_ranks_that_ask_for_different_tables(two: list[Rank]) -> None:

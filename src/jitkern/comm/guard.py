@@ -14,12 +14,11 @@ from jitkern.comm.again import OldBoards
 from jitkern.comm.args import seconds_arg
 from jitkern.comm.board import Board, Card, SilentError, ask, weakly
 from jitkern.comm.meeting import check_group, compare_facts, meet
-from jitkern.comm.report import ask_each, find_missing, late_error, reason, short, table
+from jitkern.comm.missing import ANSWER_S, Asking
+from jitkern.comm.report import ask_each, reason, short, table
 from jitkern.env import settings
-from jitkern.errors import CommError, CommMismatchError, CommTimeoutError
+from jitkern.errors import CommError, CommMismatchError
 
-# A call ends within its deadline + 5 s, whoever hangs: this is what the error may take of it.
-_ANSWER_S = 2.0
 _WAIT_S = 1.0  # how long a board holds a request back, so that others' failures are noticed
 
 
@@ -45,7 +44,7 @@ class Position(NamedTuple):
     links: Mapping[str, int] = {}  # nobody writes to it
 
 
-class Guard:
+class Guard(Asking):
     """The ranks of one communicator: who they are, where each is, and whether it can be used.
 
     Making one is collective: all ranks meet, or each that is alive raises within the deadline.
@@ -225,9 +224,7 @@ class Guard:
                 left_s = 0.0 if why else max(deadline - time.monotonic(), 0.0)
                 wait_s = min(left_s, _WAIT_S)
                 try:
-                    answer = ask(
-                        self.cards[rank], {**request, "wait_s": wait_s}, wait_s + _ANSWER_S
-                    )
+                    answer = ask(self.cards[rank], {**request, "wait_s": wait_s}, wait_s + ANSWER_S)
                 except SilentError:  # it may only be slow, and has until the deadline
                     if why or time.monotonic() >= deadline:
                         raise
@@ -323,66 +320,6 @@ class Guard:
         """
         group = OldBoards(self.cards, self._board, self.rank, ranks)
         return Guard(name, group, group.ranks.index(self.rank), len(ranks), **kwargs)
-
-    # -- who is missing ----------------------------------------------------------------------------
-
-    def timed_out(
-        self,
-        op: str,
-        number: int,
-        *,
-        because: BaseException | None = None,
-        timeout_s: float | None = None,
-        ranks: Sequence[int] | None = None,
-        link: str = "",
-        links: Mapping[int, Sequence[tuple[str, int]]] | None = None,
-    ) -> CommTimeoutError:
-        """Ask all ranks where they are, let no call be made any more, and return what to raise.
-
-        It takes 3 s at most, and may be called by any thread.
-
-        Parameters
-        ----------
-        op, number
-            The call.
-        because
-            What ended it; where that is no TimeoutError, it is said that the call cannot be done.
-        timeout_s
-            The deadline that has passed, where it is not the guard's.
-        ranks
-            Those that take part in the call. Default all.
-        link
-            For a call between two ranks: its name in ``Position.links``, such as
-            ``"rank 0 to rank 1"``.
-        links
-            For a group of such calls: of each rank of them the names, and how many it has to make.
-        """
-        if link and ranks:
-            links = {rank: [(link, number)] for rank in ranks}
-        others = [r for r in links or ranks or range(self.size) if r != self.rank]
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        is_late = because is None or isinstance(because, TimeoutError)
-        why, notes = find_missing(self.cards, others, op, number, links or {}, _ANSWER_S)
-        error = self._late_error(op, number, timeout_s if is_late else None, why, notes, link)
-        error.__cause__ = because
-        self.fail(error)
-        return error
-
-    def _late_error(
-        self,
-        op: str,
-        number: int,
-        timeout_s: float | None,
-        why: Mapping[int, str],
-        notes: Sequence[str] = (),
-        link: str = "",
-    ) -> CommTimeoutError:
-        path = f"from {link} " if link else ""
-        where = f"call {number} {path}on rank {self.rank} of {self.size}"
-        if number == 0:
-            is_set_up = op == self.name
-            where = f"{'the set-up on ' if is_set_up else ''}rank {self.rank} of {self.size}"
-        return late_error(f"{op}: {where}", timeout_s, why, notes, op, number, self.rank)
 
 
 # -- forks -----------------------------------------------------------------------------------------

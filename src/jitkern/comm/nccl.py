@@ -123,10 +123,11 @@ class PyNCCLCommunicator:
 
     Each call has ``timeout_s`` seconds from when it is made to when the GPU is done with it. When
     they are over, the communicator is aborted, so that whatever waits for the GPU goes on with what
-    is there, and the next call, or :meth:`check`, raises :class:`jitkern.CommTimeoutError`. Replays
-    of a graph make no calls here: :meth:`watch` behind one puts it under the deadline. Graphs that
-    have captured the communicator must be gone before :meth:`destroy`, and an abort is over only
-    when they are.
+    is there, and the next call, or :meth:`check`, raises :class:`jitkern.CommTimeoutError`. So it
+    does before that where NCCL hears of a rank's end, as over a network; it is
+    :class:`jitkern.CommError` where NCCL fails, and no rank is gone. Replays of a graph make no
+    calls here: :meth:`watch` behind one puts it under the deadline. Graphs that have captured the
+    communicator must be gone before :meth:`destroy`, and an abort is over only when they are.
 
     Attributes
     ----------

@@ -94,6 +94,7 @@ class NcclCalls:
         self._version = version
         self.timeout_s = timeout_s
         self._failing = threading.Lock()
+        self._asking = threading.Lock()  # while one thread asks why NCCL has failed
         self._kept: list[Any] | None = None  # tensors of a group, until it is sent
         self._num_compared = 0
         self.error: CommError | None = None
@@ -170,7 +171,7 @@ class NcclCalls:
         if status == _LATE:
             self._be_late(op)
         elif status == _FAILED:
-            self.fail(CommError(f"{op}: NCCL {self._version}: {self.functions.trouble()}"))
+            self._be_broken(op, self.functions.trouble())
         if self.error is not None:
             raise self.error.with_traceback(None)
         self.guard.check(op)
@@ -178,14 +179,13 @@ class NcclCalls:
 
     def look(self) -> None:
         """See whether a call has come to its deadline: for the thread that watches."""
-        if self.ended is not None or self.error is not None:
+        if self.ended is not None or self.error is not None or self._asking.locked():
             return
         try:
             progress = self._progress()
             if progress.trouble:
-                op = progress.op or progress.last_op
-                error = CommError(f"{op}: NCCL {self._version}: {progress.trouble}")
-                self.fail(error, wait_s=0)
+                op = progress.last_op or self.guard.name
+                self._be_broken(op, progress.trouble, wait_s=0)
             elif progress.waiting_s > self.timeout_s:
                 self._be_late(str(progress.op), wait_s=0)
         except Exception as error:  # a driver that is gone: the thread watches others as well
@@ -193,17 +193,36 @@ class NcclCalls:
 
     def _be_late(self, op: str, wait_s: float = _ABORT_S) -> None:
         """Fail, as the oldest call that is not done has come to its deadline."""
+        op, number, of_whom = self._oldest(op)
+        self.fail(self.guard.timed_out(op, number, **of_whom), wait_s=wait_s)
+
+    def _be_broken(self, op: str, trouble: str, wait_s: float = _ABORT_S) -> None:
+        """Fail, as NCCL cannot go on: over a network it hears of a rank's end before any deadline.
+
+        With none on its way it was the last call: one that is captured is done in a replay.
+        """
+        with self._asking:  # its deadline may come meanwhile
+            if self.error is not None or self.ended is not None:
+                return
+            op, number, of_whom = self._oldest(op)
+            text = f"NCCL {self._version}: {trouble}"
+            self.fail(self.guard.broken(op, number, text, **of_whom), wait_s=wait_s)
+
+    def _oldest(self, op: str) -> tuple[str, int, dict[str, Any]]:
+        """Return the oldest call that is not done, else the last one: op, number and whose it is.
+
+        That is what :meth:`Guard.timed_out` takes: ranks and links.
+        """
         progress = self._progress()
-        op, number = str(progress.op) or op, progress.number
+        if progress.waiting_s < 0:
+            return op, progress.num_calls, {}
         links: dict[int, list[tuple[str, int]]] = {}
         for peer, is_send, due in progress.links:
             links.setdefault(peer, []).append((self._link(peer, is_send), due))
-        if len(progress.links) == 1:
-            peer, [(link, number)] = links.popitem()
-            error = self.guard.timed_out(op, number, ranks=[peer], link=link)
-        else:
-            error = self.guard.timed_out(op, number, links=links)
-        self.fail(error, wait_s=wait_s)
+        if len(progress.links) != 1:
+            return str(progress.op) or op, progress.number, {"links": links}
+        peer, [(link, number)] = links.popitem()
+        return str(progress.op) or op, number, {"ranks": [peer], "link": link}
 
     def _link(self, peer: int, is_send: bool) -> str:
         """Return the name that both ranks give what one sends the other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import peer_kernel
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 _MAX_BYTES = {2: 4 << 20}
 _MAX_BYTES_OF_MORE = 1 << 20
 _WORKSPACE_FOR_BYTES = 4 << 20  # larger sums take several rounds of it
+
+
+class _Workspaces(PeerMemory):
+    """Memory whose ranks have the same settings: with others they would hear of no error."""
+
+    _maker = "PeerCommunicator"
+
+    def __init__(self, num_bytes: int, group: Any, settings: Mapping[str, Any], **how: Any) -> None:
+        self._settings = settings
+        super().__init__(num_bytes, group, **how)
 
 
 class PeerCommunicator:
@@ -44,9 +54,10 @@ class PeerCommunicator:
     group : torch.distributed.ProcessGroup or torch.distributed.Store
         How the ranks make their memory, as for :class:`PeerMemory`; in the order of `comm`.
     max_bytes : int, optional
-        The largest tensor that goes over peer memory; 0: none. By default as measured.
+        The largest tensor that goes over peer memory, on all ranks; 0: none, and no rank is met. By
+        default as measured.
     algorithm : "auto", "one_shot" or "two_shot"
-        As for :meth:`PeerReducer.all_reduce`; the bits are the same.
+        As for :meth:`PeerReducer.all_reduce`, on all ranks; the bits are the same.
     device : torch.device, optional
         By default the current GPU, or the CPU where there is none.
     deadline_s : float
@@ -63,7 +74,7 @@ class PeerCommunicator:
     UnsupportedError
         Ranks on several hosts, or GPUs that cannot address each other's memory.
     CommTimeoutError, CommError
-        As for :class:`PeerMemory`.
+        As for :class:`PeerMemory`; ranks differ in ``max_bytes`` or ``algorithm``.
     TypeError, ValueError
         A wrong argument, or more than 8 ranks.
 
@@ -115,9 +126,12 @@ class PeerCommunicator:
         num_bytes = PeerReducer.workspace_bytes_for(
             comm.size, min(self.max_bytes, _WORKSPACE_FOR_BYTES)
         )
-        self._peers = PeerMemory(
-            num_bytes, group, rank=comm.rank, size=comm.size, device=where, timeout_s=timeout_s
-        )
+        # What decides how a sum goes: one shot here and two there would be wrong sums.
+        settings = {"max_bytes": self.max_bytes, "algorithm": algorithm}
+        self._peers = _Workspaces(
+            *(num_bytes, group, settings),
+            rank=comm.rank, size=comm.size, device=where, timeout_s=timeout_s,
+        )  # fmt: skip
         own = self._peers.tensor(num_bytes, torch.uint8)  # keeps the memory, also past close()
         self._reducer = PeerReducer(
             *(self._peers.addresses, comm.rank, comm.size, num_bytes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import peer_local, peer_range, peer_setup
@@ -86,6 +86,8 @@ class PeerMemory:
     num_bytes: int
     share_bytes: int
     _range: Range | None
+    _maker = "PeerMemory"  # what the errors of a set-up begin with
+    _settings: Mapping[str, Any] = {}  # more that all ranks must have in common
 
     def __init__(
         self,
@@ -103,10 +105,10 @@ class PeerMemory:
         ordinal = _ordinal(where)
         self._num_barriers, self._num_met = 0, 0
         guard = Guard(
-            *("PeerMemory", group, rank, size),
+            *(self._maker, group, rank, size),
             timeout_s=timeout_s,
             position=self._position,
-            facts=peer_setup.facts(num_bytes, ordinal),
+            facts={**peer_setup.facts(num_bytes, ordinal), **self._settings},
         )
         try:
             share_bytes = peer_setup.share_bytes_of(num_bytes, guard.cards)

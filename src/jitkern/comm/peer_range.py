@@ -14,7 +14,7 @@ from jitkern.host import module as host
 if TYPE_CHECKING:
     from jitkern.comm.board import Card
 
-_HOST_PIECE_BYTES = 2 << 20  # on the CPU, as on a GPU
+HOST_PIECE_BYTES = 2 << 20  # on the CPU, as on the GPUs that there are
 _PROOF_BYTES = 512
 _INSTEAD = "use init_pynccl's all_reduce between them"
 
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 def piece_bytes(ordinal: int) -> int:
     """Return what memory comes in pieces of; 0: this GPU has none that others can map."""
-    return int(host.module()["gpu_granularity"](ordinal)) if ordinal >= 0 else _HOST_PIECE_BYTES
+    return int(host.module()["gpu_granularity"](ordinal)) if ordinal >= 0 else HOST_PIECE_BYTES
 
 
 def gpu_id(ordinal: int) -> str:

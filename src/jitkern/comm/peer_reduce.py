@@ -12,6 +12,7 @@ from jitkern.comm import peer_kernel
 from jitkern.comm.args import deadline_arg, device_arg
 from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
+from jitkern.host.faults import is_of_earlier_call
 from jitkern.ops import dispatch
 from jitkern.unreadable import name_unreadable
 
@@ -224,10 +225,10 @@ class PeerReducer:
             dispatch.refuse(op, {"out" if op == "all_reduce" else "output": written}, tensors)
         try:
             is_traced = function(*args)
-        except IndexError:
-            dispatch.wrote(written)
-            raise
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
+            if is_of_earlier_call(error):  # and this one was made
+                dispatch.wrote(written)
+                raise
             name_unreadable(error, op, **tensors)
         if is_traced:
             raise traced_error(op)

@@ -10,6 +10,7 @@ from jitkern import hints
 from jitkern.comm.peer_comm import PeerCommunicator
 from jitkern.comm.peer_reduce import PeerReducer, traced_error
 from jitkern.host import module as host
+from jitkern.host.faults import is_of_earlier_call
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
 from jitkern.ops.common import type_text
@@ -221,9 +222,9 @@ def _run(
     try:
         if _functions()[op](*args, *reducer.barrier_in_cpp):
             raise traced_error(op)
-    except IndexError:  # on a GPU of an earlier call, and this one was made
-        dispatch.wrote(*into)
-        raise
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
+        if is_of_earlier_call(error):  # and this one was made
+            dispatch.wrote(*into)
+            raise
         name_unreadable(error, op, **read, **written)
     dispatch.wrote(*into)

@@ -101,7 +101,7 @@ def make_range(guard: Guard, share_bytes: int) -> Range:
             undo.push(lambda kind, *_: made.release() if kind is not None else None)
             fds.add(mine.rank, peer_range.new_share(made, mine, share_bytes, True))
             listener = undo.enter_context(peer_wire.Listener())
-        names = guard.exchange("listen", listener.name, op="PeerMemory")
+        names = guard.exchange("listen", listener.name, op=guard.name)
         with _together(guard, "give"):
             peer_wire.give(guard, names, fds[mine.rank], own_s)
         with _together(guard, "take"):
@@ -150,7 +150,7 @@ def _together(guard: Guard, step: str) -> Iterator[None]:
     is_late = isinstance(failure, TimeoutError)  # it has waited for the others already
     try:
         limit_s = _TOLD_S if is_late else guard.timeout_s
-        came = guard.exchange(step, told, op="PeerMemory", timeout_s=limit_s)
+        came = guard.exchange(step, told, op=guard.name, timeout_s=limit_s)
     except CommError as error:
         if failure is None:
             raise

@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jitkern.comm.board import Card, GoneError, SilentError, ask
 from jitkern.errors import CommTimeoutError
@@ -60,6 +60,24 @@ def reason(card: Card, answer: Mapping[str, Any], number: int) -> str:
     return f"{card} {', and '.join(parts)}"
 
 
+class Found(NamedTuple):
+    """What ranks say of a call that is not done.
+
+    Attributes
+    ----------
+    why
+        For each rank that is missing, what there is to say.
+    notes
+        What there is to say of others.
+    is_over
+        Whether one of them can come no more: time would not help.
+    """
+
+    why: dict[int, str]
+    notes: list[str]
+    is_over: bool
+
+
 def find_missing(
     cards: Sequence[Card],
     others: Sequence[int],
@@ -67,36 +85,49 @@ def find_missing(
     number: int,
     links: Mapping[int, Sequence[tuple[str, int]]],
     timeout_s: float,
-) -> tuple[dict[int, str], list[str]]:
-    """Ask ranks where they are; return why some are missing in a call, and notes on others.
+    *,
+    is_late: bool = True,
+) -> Found:
+    """Ask ranks where they are, and return which are missing in a call.
 
     Where a rank has `links`, names of ``Position.links``, it is to have made so many of each.
+    Before a deadline (not `is_late`) who is behind and alive is missing only where nobody is gone:
+    it has time left.
     """
     why: dict[int, str] = {}
     notes: list[str] = []
     ends: dict[int, str] = {}
     stuck: set[int] = set()
+    slow: set[int] = set()
     is_one_silent = False
     for rank, answer in ask_each(others, lambda rank: ask(cards[rank], {}, timeout_s)):
         made = answer.get("links", {})
         behind = [(link, due) for link, due in links.get(rank, ()) if made.get(link, 0) < due]
         is_one_silent |= "silence" in answer
         is_in_call = answer.get("completed", 0) < answer.get("issued", 0)
-        if is_in_call or str(answer.get("ended", "")).startswith("failed"):
+        has_failed = str(answer.get("ended", "")).startswith("failed")
+        if is_in_call or has_failed:
             stuck.add(rank)
         if "silence" in answer or (not links and answer.get("issued", 0) < number):
             why[rank] = reason(cards[rank], answer, number)
         elif behind:
             why[rank] = behind_text(cards[rank], answer, *behind[0])
-        elif not links and answer.get("issued") == number and answer["op"] != op:
+        elif "ended" in answer and not is_late and not has_failed:
+            why[rank] = f"{cards[rank]} has {answer['ended']}"  # came, and has left
+        elif number and not links and answer.get("issued") == number and answer["op"] != op:
             notes.append(f"{cards[rank]} made call {number} as {answer['op']}")
         elif "ended" in answer:
             ends[rank] = f"{cards[rank]} has {answer['ended']}"
+        if not ("silence" in answer or "ended" in answer):
+            slow.add(rank)
     if is_one_silent:  # for whom those wait, or have waited, that are in an earlier call
         notes += [why.pop(rank) for rank in sorted(stuck & set(why))]
+    is_over = bool(ends) or any(rank not in slow for rank in why)
+    if not is_late and any(rank not in slow for rank in why):
+        notes += [why.pop(rank) for rank in sorted(slow & set(why))]
     if ends and not why:  # else those ends are a consequence
         notes.append(ends[min(ends)])  # the others' are likely to say the same
-    return why, notes
+    return Found(why, notes, is_over)
 
 
 def behind_text(card: Card, answer: Mapping[str, Any], link: str, due: int) -> str:
@@ -144,6 +175,8 @@ def late_error(
             "JITKERN_COMM_DEBUG=1 compares what they call; if GPUs are slow, or what was queued "
             "before, give"
         )
+        if number == 0:  # no call that could be compared
+            what_to_do = "if they are only slow, give"
     text = "; ".join([*said, *notes])
     return CommTimeoutError(
         f"{where} {when}: {text}; {what_to_do} a larger timeout_s",

@@ -46,6 +46,14 @@ def check(device: int | str | torch.device | None = None) -> None:
     host.module()["check_faults"](device)
 
 
+def is_of_earlier_call(error: Exception) -> bool:
+    """Tell whether an op has raised what an earlier one left on its GPU, and nothing of its own.
+
+    Only the text says so (csrc/host/fault.cc): the type is what the earlier op raises.
+    """
+    return "(found by an earlier call on cuda:" in str(error)
+
+
 @cache
 def _max_devices() -> int:
     return int(host.module()["max_devices"]())

@@ -256,7 +256,8 @@ class DeviceModule:
         ------
         ValueError, TypeError
             An unknown kernel, an argument that is not its member's, arguments of other bytes
-            than the kernel's ``Params``, memory that is not on one GPU, sizes that no GPU has.
+            than the kernel's ``Params``, memory that is not on one GPU and not mapped for it, sizes
+            that no GPU has.
         UnsupportedError
             There is no GPU.
         CompileError, ToolchainError

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from jitkern.host.faults import is_of_earlier_call
 from jitkern.nn.args import OP
 from jitkern.ops import dispatch
 from jitkern.ops.index import indexing
@@ -32,7 +33,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
     """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
-    earlier: IndexError | None = None
+    earlier: Exception | None = None
     while True:
         try:
             rows = indexing(
@@ -43,11 +44,11 @@ def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communi
                 vocab_size=num_ids,
             )
             break
-        except IndexError as error:
-            if not weight.is_cuda:
+        except Exception as error:
+            if not is_of_earlier_call(error):
                 raise
-            # Of an earlier op, and forgotten now. Ranks come to hear of it at different calls: one
-            # that left out its sum would have its next one met by this one of the others.
+            # Forgotten now. Ranks come to hear of it at different calls: one that left out its sum
+            # would have its next one met by this one of the others.
             earlier = earlier or error
     _refuse_tracers(rows)
     if dispatch.wants_gradient(rows):

@@ -33,20 +33,22 @@ def memory_of(
     if method == "all_reduce":
         return None
     from jitkern.comm.peer_memory import PeerMemory
+    from jitkern.comm.peer_range import HOST_PIECE_BYTES
 
     if like.device.type not in ("cpu", "cuda"):
         if method == "auto":
             return None
         expected = "a GPU or the CPU for method='peer'"
         raise ValueError(f"{OP}: device: {like.device}, expected {expected}")
-    page_bytes, row_bytes = PeerMemory.page_bytes(like.device), _row_bytes(like)
+    # Not this GPU's pages: all ranks decide alike, of which one may have another GPU.
+    page_bytes, row_bytes = HOST_PIECE_BYTES, _row_bytes(like)
     wasteful = _wasteful(like, num_rows, comm.size, page_bytes)
     if wasteful is not None:
         if method == "auto":
             return None
         raise wasteful
     try:
-        return PeerMemory(
+        peers = PeerMemory(
             layout.rows_in_pages(num_rows, comm.size, row_bytes, page_bytes) * row_bytes,
             group,
             rank=comm.rank,
@@ -58,6 +60,15 @@ def memory_of(
         if method == "peer":
             raise
         return None
+    if peers.share_bytes == peers.num_bytes:
+        return peers
+    peers.close()  # on all ranks: the largest of their pages
+    if method == "auto":
+        return None
+    raise UnsupportedError(
+        f"{OP}: memory of one of the ranks comes in other pages than of 2 MiB: {peers.share_bytes} "
+        f"bytes for {peers.num_bytes}; use method='all_reduce'"
+    )
 
 
 def rows_of(peers: PeerMemory, like: Tensor) -> int:

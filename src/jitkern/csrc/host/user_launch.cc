@@ -1,5 +1,6 @@
 // DeviceModule.launch: what user_params.h has made of the arguments is checked against the kernel
 // and its GPU, and off it goes.
+#include <dlfcn.h>
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/tuple.h>
 
@@ -69,6 +70,29 @@ Launch checked_launch(const AnyView* options) {
   return launch;
 }
 
+// Whether this GPU may read and write memory that lies on another one: such as that of a
+// PeerMemory, which the driver's virtual memory management has mapped for both. Of any other memory
+// it knows nothing. A context is current.
+bool may_access(const Device& device, const void* pointer) {
+  struct Location {  // CUmemLocation
+    int type;
+    int id;
+  };
+  constexpr int kOnDevice = 1;
+  constexpr unsigned long long kReadWrite = 3;
+  using GetAccess = CUresult (*)(unsigned long long*, const Location*, CUdeviceptr);
+  static const auto get_access = [] {  // from 10.2 on
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    return reinterpret_cast<GetAccess>(library == nullptr ? nullptr
+                                                          : dlsym(library, "cuMemGetAccess"));
+  }();
+  if (get_access == nullptr) return false;
+  const Location here{kOnDevice, device.ordinal};
+  unsigned long long flags = 0;
+  const CUresult result = get_access(&flags, &here, reinterpret_cast<CUdeviceptr>(pointer));
+  return result == kCudaSuccess && flags == kReadWrite;
+}
+
 // Checks arguments and sizes against the loaded kernel and its GPU.
 void check_launch(const Device& device, const Kernel& kernel, const Signature& signature,
                   PackedArgs args, const Packed& params, const LaunchConfig& config,
@@ -80,6 +104,7 @@ void check_launch(const Device& device, const Kernel& kernel, const Signature& s
     const MemoryRange range = memory_range(pointer);
     const bool on_gpu = range.type == kMemoryTypeDevice;
     if (on_gpu ? range.ordinal == device.ordinal : range.type == kMemoryTypeHost) continue;
+    if (on_gpu && may_access(device, pointer)) continue;
     raise_value_error(
         signature.op(), signature.arg(i).c_str(),
         on_gpu ? "memory of " + device_name(range.ordinal) : "memory that no GPU can read",
