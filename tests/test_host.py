@@ -192,6 +192,48 @@ def test_shipped_needs_no_compiler(
     assert not empty_cache.exists()
 
 
+def test_shipped_is_found_whatever_the_environment_brings(
+    stand_in: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whatever there was where the wheel was made; there is a compiler to build another."""
+    monkeypatch.setenv("CPATH", "/of/the/wheel/s/machine")
+    host.build_host_module(tmp_path / "_prebuilt")
+    monkeypatch.setattr(search, "SHIPPED", tmp_path / "_prebuilt")
+    for value in ("/here", ""):
+        monkeypatch.setenv("CPATH", value)
+        forget()
+        assert host.find().source == "shipped"
+    assert not empty_cache.exists()
+
+
+def test_what_headers_of_the_environment_had_a_part_in_is_not_for_all(
+    stand_in: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may stand before the system's own; where none are set it is built anew, for all."""
+    demo = stand_in / "ops" / "demo.cc"
+    demo.write_text(f"{SOURCE}#if __has_include(<outside.h>)\n#include <outside.h>\n#endif\n")
+    export = "TVM_FFI_DLL_EXPORT_TYPED_FUNC(outside, answer);\n"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "outside.h").write_text(export)
+
+    def found() -> tuple[str, bool]:
+        forget()
+        lookup = host.find()
+        return lookup.source, lookup.loaded.implements_function("outside")
+
+    monkeypatch.setenv("CPATH", str(tmp_path / "a"))
+    assert [found(), found()] == [("compiled", True), ("cached", True)]
+    with monkeypatch.context() as patch:
+        patch.delenv("CPATH")
+        no_compiler(patch)
+        assert found() == ("cached", True)  # rather than none
+    settings.cache_clear()
+    monkeypatch.delenv("CPATH")
+    assert [found(), found()] == [("compiled", False), ("cached", False)]
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    assert found() == ("cached", False)
+
+
 def test_the_shipped_library_is_portable(built: Path) -> None:
     (library,) = built.rglob("*.so")
     if shutil.which("objdump") is None:

@@ -95,6 +95,11 @@ def test_other_toolchains_entry_counts_only_where_there_is_none(
         ("NVCC_APPEND_FLAGS", "-include planted/outside.h"),
         ("CPATH", "planted"),
         ("CPLUS_INCLUDE_PATH", "planted"),
+        ("INCLUDES", "-Iplanted"),  # which nvcc.profile adds to
+        ("SYSTEM_INCLUDES", "-Iplanted"),
+        ("CUDAFE_FLAGS", "--no-such-flag"),
+        ("NVVM_FLAGS", "--no-such-flag"),
+        ("PTXAS_FLAGS", "--no-such-flag"),
     ],
 )
 def test_nvcc_sees_no_flags_and_headers_that_are_in_no_key(

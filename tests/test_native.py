@@ -11,10 +11,12 @@ import pytest
 from needs import needs_cxx, needs_nvcc
 from tiny import compiles
 
+from jitkern.arch import Arch
 from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.jit.loader import load_aot, load_jit
+from jitkern.jit.loader import load_aot, load_jit, native_library
+from jitkern.jit.specialisation import Specialisation
 
 
 @needs_cxx
@@ -44,6 +46,97 @@ def test_flags_in_cxx_are_part_of_the_key(folder: Path, monkeypatch: pytest.Monk
         settings.cache_clear()
         module = load_jit("value", cpp_files=["value.cc"], cpp_wrappers=[("value", "value")])
         assert module.value() == value
+
+
+@needs_cxx
+def test_headers_of_the_environment_are_part_of_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CPATH=a had built was loaded under CPATH=b, and where it could not be built at all."""
+    Path("value.cc").write_text("#include <outside.h>\nint64_t value() { return VALUE; }\n")
+    for name in "ab":
+        (folder / name).mkdir()
+        (folder / name / "outside.h").write_text(f"#define VALUE {ord(name)}\n")
+
+    def value() -> int:
+        module = load_jit("value", cpp_files=["value.cc"], cpp_wrappers=[("value", "value")])
+        return int(module.value())
+
+    with pytest.raises(CompileError, match=r"outside\.h"):
+        value()
+    before = compiles()
+    for name, built in (("a", 1), ("b", 2), ("a", 2)):
+        monkeypatch.setenv("CPATH", str(folder / name))  # at any time: it is no setting
+        assert (value(), compiles() - before) == (ord(name), built)
+    (folder / "a" / "outside.h").write_text("#define VALUE 7\n")
+    assert value() == 7
+    monkeypatch.delenv("CPATH")
+    with pytest.raises(CompileError, match=r"outside\.h"):
+        value()
+
+
+@needs_cxx
+@needs_nvcc
+def test_flags_of_the_environment_are_part_of_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("value.cu").write_text("int64_t value() { return VALUE; }\n")
+    for variable, value in (("NVCC_APPEND_FLAGS", 3), ("NVCC_PREPEND_FLAGS", 5)):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, f"-DVALUE={value}")
+            library = native_library(used(cuda_files=["value.cu"]), Arch(9, 0))
+            assert library.get().loaded.value() == value
+
+
+def used(ldflags: list[str] | None = None, **files: list[str]) -> Specialisation:
+    kind = "cuda" if "cuda_files" in files else "cpp"
+    options: dict[str, Any] = {f"{kind}_wrappers": [["value", "value"]]}
+    options |= {
+        name: [str(Path(file).absolute()) for file in given] for name, given in files.items()
+    }
+    return Specialisation("load_jit", ("value",), {**options, "extra_ldflags": ldflags or []}, "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "counts_for"),
+    [
+        ("CPATH", {"c++", "linked", "cuda"}),
+        ("CPLUS_INCLUDE_PATH", {"c++", "linked", "cuda"}),
+        ("C_INCLUDE_PATH", {"c++", "linked", "cuda"}),  # C may be among the flags
+        ("COMPILER_PATH", {"c++", "linked", "cuda"}),
+        ("GCC_EXEC_PREFIX", {"c++", "linked", "cuda"}),
+        ("CCC_OVERRIDE_OPTIONS", {"c++", "linked", "cuda"}),
+        ("LD_RUN_PATH", {"c++", "linked", "cuda"}),
+        ("LIBRARY_PATH", {"linked"}),
+        ("NVCC_APPEND_FLAGS", {"cuda"}),
+        ("NVCC_CCBIN", {"cuda"}),
+        ("INCLUDES", {"cuda"}),
+        ("PTXAS_FLAGS", {"cuda"}),
+        ("SOURCE_DATE_EPOCH", set()),
+        ("LANG", set()),
+    ],
+)
+def test_which_variables_are_part_of_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str, counts_for: set[str]
+) -> None:
+    def keys() -> dict[str, str]:
+        made = {
+            "c++": native_library(used(cpp_files=["scale.cc"]), None),
+            "linked": native_library(used(["-lz"], cpp_files=["scale.cc"]), None),
+            "cuda": native_library(used(cuda_files=["single.cu"]), Arch(9, 0)),
+        }
+        return {name: str(library.key) for name, library in made.items()}
+
+    monkeypatch.delenv(variable, raising=False)
+    unset = keys()
+    monkeypatch.setenv(variable, "")
+    assert keys() == unset
+    seen = [unset]
+    for value in ("/a", "/b\udcff"):
+        monkeypatch.setenv(variable, value)
+        seen.append(keys())
+    for name in unset:
+        assert len({one[name] for one in seen}) == (3 if name in counts_for else 1), name
 
 
 @pytest.mark.parametrize("argument", ["extra_cflags", "extra_cuda_cflags", "extra_ldflags"])

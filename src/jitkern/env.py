@@ -31,6 +31,19 @@ VARIABLES = (
 )
 """What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
 
+# What brings flags, headers and programs to a build besides its command. Not among them is what
+# changes messages and files beside the result only (LANG, DEPENDENCIES_OUTPUT, GCC_COMPARE_DEBUG),
+# nor SOURCE_DATE_EPOCH: without it __DATE__ is the day of whoever compiled, and in no key either.
+_CXX_READS = (
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
+    *("LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS"),  # ld's; clang's
+)
+# Those behind the first three are what nvcc.profile adds to.
+_NVCC_READS = (
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
+    *("INCLUDES", "SYSTEM_INCLUDES", "CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
+)
+
 T = TypeVar("T", bound=str)
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -215,6 +228,23 @@ def _unknown(name: str) -> str:
 def process_environment() -> dict[str, str]:
     """Return a copy of the environment, for a subprocess to inherit with changes."""
     return dict(os.environ)
+
+
+def compiler_environment(*, cuda: bool = False, links: bool = False) -> dict[str, str]:
+    """Return the variables that are set and by which the compilers make something else of a source.
+
+    They are no settings: a process that is started gets them as they are by then.
+
+    Parameters
+    ----------
+    cuda
+        Whether nvcc takes part.
+    links
+        Whether libraries are named, which ``LIBRARY_PATH`` finds: what every library is linked with
+        is found before. Images with a CUDA toolkit set it, and those without one do not.
+    """
+    names = (*_CXX_READS, *(_NVCC_READS if cuda else ()), *(("LIBRARY_PATH",) if links else ()))
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def master_address() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -143,6 +143,11 @@ class Buildable(ABC, Generic[T]):
         del meta
         return False
 
+    def prefers(self, meta: Mapping[str, Any]) -> bool:
+        """Tell from its meta whether an entry goes before others where any variant will do."""
+        del meta
+        return True
+
     @abstractmethod
     def load(self, entry: Entry) -> T:
         """Make of an entry what is wanted of it; a new one is published only if that works.
@@ -247,7 +252,7 @@ def _tell(
 
 
 def _find(wanted: Buildable[T], variant: str, start: float) -> Lookup[T] | None:
-    for source, entry in search(wanted.key, variant, wanted.accepts, wanted.suits):
+    for source, entry in _best_first(wanted, variant):
         try:
             loaded = wanted.load(entry)
         except CompileError:
@@ -255,6 +260,17 @@ def _find(wanted: Buildable[T], variant: str, start: float) -> Lookup[T] | None:
             continue
         return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
     return None
+
+
+def _best_first(wanted: Buildable[T], variant: str) -> Iterator[tuple[Source, Entry]]:
+    """Yield what the caches have, in their order; last of all what might be of no use here."""
+    others = []
+    for found in search(wanted.key, variant, wanted.accepts, wanted.suits, wanted.prefers):
+        if variant or wanted.prefers(found[1].meta):
+            yield found
+        else:
+            others.append(found)
+    yield from others
 
 
 def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:

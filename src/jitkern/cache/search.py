@@ -128,14 +128,17 @@ def search(
     variant: str = "",
     accepts: Callable[[Mapping[str, Any]], bool] | None = None,
     suits: Callable[[Mapping[str, Any]], bool] | None = None,
+    prefers: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Iterator[tuple[Source, Entry]]:
     """Look up `key` in every cache, in order: yields the entry of each that has one.
 
-    What is shipped may be of another variant than the one that is asked for, if it `suits`.
+    What is shipped may be of another variant than the one that is asked for, if it `suits`. Where
+    any variant is asked for, each cache gives its newest of those that are preferred, if it has
+    one.
     """
     for source, shelf in _in_order():
         try:
-            entry = shelf.lookup(key, variant, accepts)
+            entry = shelf.lookup(key, variant, accepts, prefers)
             if entry is None and source == "shipped" and variant and suits is not None:
                 entry = shelf.lookup(key, "", suits)
         except UntrustedError as error:

@@ -69,6 +69,7 @@ class Shelf:
         key: Key,
         variant: str = "",
         accepts: Callable[[Mapping[str, Any]], bool] | None = None,
+        prefers: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> Entry | None:
         """Return a verified entry of `key`, or None.
 
@@ -78,6 +79,8 @@ class Shelf:
             Only this one; by default any, the newest build first: a name is anybody's choice.
         accepts
             Looks at an entry's meta and says whether it fits.
+        prefers
+            Says so of the ones that go before others, however old they are.
 
         Raises
         ------
@@ -88,14 +91,16 @@ class Shelf:
         if not self.place.check():
             return None
         folder = self._base / key.directory
-        for name in [variant] if variant else self._newest_first(folder):
+        for name in [variant] if variant else self._best_first(folder, prefers):
             entry = self._sound(self._read, folder / name, accepts)
             if entry is not None:
                 self._touch(folder / name)
                 return entry
         return None
 
-    def _newest_first(self, folder: Path) -> list[str]:
+    def _best_first(
+        self, folder: Path, prefers: Callable[[Mapping[str, Any]], bool] | None
+    ) -> list[str]:
         try:
             names = os.listdir(folder)
         except OSError:
@@ -104,7 +109,14 @@ class Shelf:
             metas = {
                 name: self._sound(read_meta, folder / name, self.place.trust) for name in names
             }
-            names.sort(key=lambda name: (_built_unix_s(metas[name] or {}), name), reverse=True)
+
+            def rank(name: str) -> tuple[bool, float, str]:
+                meta = metas[name]
+                if meta is None:
+                    return False, 0.0, name
+                return prefers is None or prefers(meta), _built_unix_s(meta), name
+
+            names.sort(key=rank, reverse=True)
         return names
 
     def _read(

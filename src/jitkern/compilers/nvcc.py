@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 # By these nvcc and its preprocessor take options and headers that would be in no key.
 _UNSET = (
-    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
-    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"),
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "INCLUDES", "SYSTEM_INCLUDES"),
+    *("CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "CCC_OVERRIDE_OPTIONS"),
 )
 
 BASE_OPTIONS = (DEVICE_STD, "-lineinfo", "-Xptxas=-v")

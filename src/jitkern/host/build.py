@@ -14,7 +14,7 @@ from jitkern.compilers import cxx
 from jitkern.compilers.identity import toolchain_id
 from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import include_dirs
-from jitkern.env import settings
+from jitkern.env import compiler_environment, settings
 from jitkern.errors import CacheError, ToolchainError
 from jitkern.files import digest, sha256
 from jitkern.scratch import scratch_folder
@@ -32,6 +32,9 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
 
     start = time.perf_counter()
     variant = f"{toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
+    environment = environment_id()
+    if environment:
+        variant += f"+env-{environment}"
     kept = _kept(csrc, [variant, key.describe["cflags"], platform_abi()[0]])
     with scratch_folder("build") as folder:
         built = cxx.build(
@@ -51,10 +54,20 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
     notes = {
         "tvm_ffi": tvm_ffi.__version__,
         "libc": platform_abi()[1],
+        "environment": environment,
         "build_ms": round((time.perf_counter() - start) * 1e3, 3),
         "built_unix_s": round(time.time(), 3),
     }
     return BuildOutput(variant, {f"{key.name}.so": library}, notes)
+
+
+def environment_id() -> str:
+    """Name the flags and headers that the environment brings (CPATH and the like); empty if none.
+
+    They are in no key, which is that of what the wheel ships.
+    """
+    found = compiler_environment()
+    return digest(found)[:12] if found else ""
 
 
 def _kept(csrc: Path, by: Sequence[object]) -> dict[Path, Path]:

@@ -196,7 +196,8 @@ def build_host_module(out_dir: Path) -> Entry:
     key = _HostModule(CSRC).key
     built = build(key, CSRC, ldflags=PORTABLE_LDFLAGS)
     cache = Cache(Path(out_dir), shared=True)
-    return cache.publish(key, built.variant, built.files, built.notes)
+    # It is good under any environment of its users: whoever makes a wheel vouches for his own.
+    return cache.publish(key, built.variant, built.files, {**built.notes, "environment": ""})
 
 
 # -- finding it ------------------------------------------------------------------------------------
@@ -223,7 +224,18 @@ class _HostModule(Buildable["Module"]):
         """tvm-ffi keeps its C ABI within 0.x: what an older patch release built runs."""
         import tvm_ffi
 
-        return _fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
+        fits = _fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
+        return fits and self._is_made_under_ours(str(meta.get("environment") or ""))
+
+    def _is_made_under_ours(self, environment: str) -> bool:
+        """What CPATH and the like had no part in is good for all, else for who has the same."""
+        if not environment or get.is_frozen():
+            return True
+        # Imported here: what is shipped, and most of what is built, has been made under none.
+        from jitkern.compilers.identity import toolchain_id
+        from jitkern.host.build import environment_id
+
+        return environment == environment_id() or not toolchain_id()
 
     def load(self, entry: Entry) -> Module:
         return load_library(NAME, entry.data, entry.artefact)

@@ -14,7 +14,7 @@ from jitkern.cache.get import Buildable, BuildOutput
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
-from jitkern.errors import CompileError, ToolchainError
+from jitkern.errors import CompileError, JitkernError, ToolchainError
 from jitkern.files import slug
 
 if TYPE_CHECKING:
@@ -55,6 +55,23 @@ class DeviceImage(Buildable[bytes]):
         is_cubin = meta.get("kind") == "cubin"  # PTX is for drivers that are as new as NVRTC
         is_old_enough = 0 < _nvrtc_major(made_with) <= _nvrtc_major(self.variant)
         return is_cubin and is_old_enough and made_with.endswith(self._given_id)
+
+    def prefers(self, meta: Mapping[str, Any]) -> bool:
+        """What loads here goes first: a cache may be shared with machines of a newer driver.
+
+        A driver loads cubins of its CUDA's major version and of older ones, and PTX of no newer
+        compiler.
+        """
+        made_by, ours = _cuda_version(str(meta["toolchain"])), self._cuda_version_here
+        if ours == _NO_VERSION:
+            return True
+        is_old_enough = made_by <= ours if meta.get("kind") == "ptx" else made_by[0] <= ours[0]
+        return is_old_enough and made_by != _NO_VERSION
+
+    @cached_property
+    def _cuda_version_here(self) -> tuple[int, int]:
+        """Of our compiler, which is chosen to suit the driver; without one, of the driver."""
+        return _cuda_version(self.variant) if self.variant else _driver_version()
 
     @cached_property
     def _given_id(self) -> str:
@@ -116,6 +133,28 @@ def _nvrtc_major(variant: str) -> int:
     """13 of nvrtc-13.5+...; 0 of what another compiler has made."""
     match = re.match(r"nvrtc-([1-9][0-9]{0,3})\.", variant)
     return int(match[1]) if match else 0
+
+
+_NO_VERSION = (0, 0)
+
+
+def _cuda_version(variant: str) -> tuple[int, int]:
+    """(13, 5) of nvrtc-13.5+... and of nvcc-13.5.12; (0, 0) of anything else."""
+    match = re.match(r"nv(?:rtc|cc)-([1-9][0-9]{0,3})\.([0-9]{1,4})(?![0-9])", variant)
+    return (int(match[1]), int(match[2])) if match else _NO_VERSION
+
+
+def _driver_version() -> tuple[int, int]:
+    """Return the newest CUDA that the driver knows; (0, 0) where there is none to be asked."""
+    # Imported here: where there is a compiler nobody asks.
+    from jitkern.host import module as host
+
+    try:
+        found = host.find_built()
+        version = 0 if found is None else int(found.loaded["driver_version"]())
+    except (ImportError, RuntimeError, JitkernError):
+        return _NO_VERSION  # who launches is told why
+    return version // 1000, version % 1000 // 10
 
 
 def _toolchain_id() -> str:

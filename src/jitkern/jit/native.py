@@ -1,9 +1,9 @@
 """The C++ and the single-source CUDA route: sources to a loaded library, through the cache.
 
-The key covers the main sources, flags (those in CXX too), wrappers, arch and the ABI. What else the
-compiler read is in the entry's manifest, as the compiler itself reported it: an entry is good only
-while every file in it has its content, so a key has one variant per compiler and state of the
-headers.
+The key covers the main sources, flags (those in CXX too), wrappers, arch, the ABI, and what brings
+flags and headers from the environment. What else the compiler read is in the entry's manifest, as
+the compiler itself reported it: an entry is good only while every file in it has its content, so a
+key has one variant per compiler and state of the headers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jitkern.compilers.for_nvrtc import words
 from jitkern.compilers.identity import program_stats, toolchain_directories, toolchain_id
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
-from jitkern.env import settings
+from jitkern.env import compiler_environment, settings
 from jitkern.files import digest, sha256, slug
 from jitkern.jit.record import record
 from jitkern.jit.specialisation import Specialisation
@@ -262,13 +262,16 @@ def _key(build: NativeBuild, arch: Arch | None) -> Key:
 
     route = "cuda" if build.cuda else "cxx"
     flags = {"cflags": build.cflags, "cuda_cflags": build.cuda_cflags, "ldflags": build.ldflags}
-    describe = {
+    describe: dict[str, Any] = {
         "op": build.args[0],
         "args": list(build.args[1:]),
         "arch": "" if arch is None else str(arch),
         "files": [file.name for file in build.files],
         **{name: list(value) for name, value in flags.items()},
     }
+    environment = compiler_environment(cuda=build.cuda, links=bool(build.ldflags))
+    if environment:  # a machine that sets none of them has the keys of any other such machine
+        describe["environment"] = environment
     content = {
         "route": route,
         "abi": [NATIVE_ABI, f"tvm-ffi {tvm_ffi.__version__}", *platform_abi()],
