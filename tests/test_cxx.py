@@ -281,8 +281,11 @@ def test_nothing_outlives_the_builder(
     tmp_path: Path, out: Path, name: str, compilers: set[str], how: signal.Signals
 ) -> None:
     source = write(tmp_path, name, SLOW)
+    # Where the tests run in the background of a script, children inherit that SIGINT is ignored.
     code = f"""
+import signal
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from jitkern.compilers import cxx
 from jitkern.arch import Arch
 cxx.build("m", sources=[Path({str(source)!r})], directory=Path({str(out)!r}), arch=Arch(9, 0),

@@ -1,6 +1,7 @@
 """Compiles the programs of this directory with sources of the host module, and runs them.
 
-Objects are kept in a folder, under names that are digests of all that goes in.
+Objects are kept in a folder, under names that are digests of all that goes in. What most sources
+include is compiled once, as it is for the host module.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ class Program:
     instead: tuple[str, str] | None = None
 
 
-CPU_OPS = Program("ops", ("**/*.cc",), ("ops.cc",), {"libtorch_cpu.so": ("team.cc",)})
+CPU_OPS = Program(
+    "ops",
+    ("host/[!u]*.cc", "ops/*.cc"),
+    ("ops.cc",),
+    {"libtorch_cpu.so": ("team.cc",)},
+)
 STAGING = Program(
     "staging",
     ("host/[!u]*.cc", "ops/*_by_cpu.cc", "ops/*pair*.cc", "ops/*2[dh]_*.cc", "ops/regions.cc"),
@@ -96,13 +102,15 @@ class Builder:
         from tvm_ffi import __version__, libinfo
 
         self.store, self.flags, self.csrc = store, flags, csrc
+        self.version = __version__
         self.library = Path(libinfo.find_libtvm_ffi()).parent
         folders = [*include_dirs(csrc), HERE]
         tvm_ffi = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
         self.includes = [f"-I{folder}" for folder in (*folders, *tvm_ffi)]
         headers = [*csrc.rglob("*.h"), *HERE.glob("*.h")]
         texts = [path.read_text() for path in sorted(headers, key=lambda path: path.name)]
-        self.common = [_compiler_version(), __version__, *flags, *texts]
+        self.precompiled = csrc / "host" / "precompiled.h"
+        self.common = [_compiler_version(), self.version, *flags, *texts]
 
     def build(self, program: Program) -> Path:
         """Return the program, compiled as far as it is not there."""
@@ -159,9 +167,27 @@ class Builder:
         target = self.store / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.o"
         if not target.exists():
             made = target.with_suffix(f".{os.getpid()}")
-            self._run("-fPIC", *self.includes, "-c", str(source), "-o", str(made))
+            before = ("-include", str(self._header()))
+            self._run("-fPIC", *self.includes, *before, "-c", str(source), "-o", str(made))
             made.replace(target)
         return target
+
+    def _header(self) -> Path:
+        """Return the header that comes first in every source: GCC and Clang find it compiled."""
+        text = self.precompiled.read_text()
+        key = json.dumps([_compiler_version(), self.version, self.flags, text])
+        name = hashlib.sha256(key.encode()).hexdigest()[:20]
+        header = self.store / f"precompiled-{name}" / self.precompiled.name
+        compiled = header.with_suffix(".h.gch")
+        with _locked(self.store / f"precompiled-{name}.lock"):
+            if not compiled.exists():
+                header.parent.mkdir(exist_ok=True)
+                header.write_text(text)
+                made = compiled.with_suffix(f".{os.getpid()}")
+                options = ("-fPIC", *self.includes, "-x", "c++-header")
+                self._run(*options, str(header), "-o", str(made))
+                made.replace(compiled)
+        return header
 
     def _run(self, *arguments: str) -> None:
         command = [*cxx(), "-std=c++17", *self.flags, *arguments]
