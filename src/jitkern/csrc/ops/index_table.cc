@@ -93,7 +93,7 @@ void index_host_tables(std::vector<IndexArgs>& tables) {
     asked.push_back(args);
   }
   if (std::any_of(calls.begin(), calls.end(), is_large)) return launch_large(scope, calls, asked);
-  for (const IndexArgs& args : asked) launch_index(args);
+  launch_index(scope, asked.data(), asked.size());
 }
 
 }  // namespace jitkern

@@ -177,6 +177,8 @@ struct Launch {
 };
 
 // What a launch on a tensor's device needs: its context made current and torch's current stream.
+// One for all launches of a call: making it raises what an earlier call has left, and would between
+// two launches leave the second one out.
 class LaunchScope {
  public:
   explicit LaunchScope(const Tensor& tensor) : LaunchScope(tensor.dl->device.device_id) {}
@@ -247,18 +249,28 @@ class CollectiveScope : public LaunchScope {
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// Launches the first of the kernels of `spec` on `num_rows` rows of `grid_y` tables, on the device
-// of `tensor`. An empty call raises an earlier fault, and launches nothing.
+// The kernels of `spec` for `num_rows` rows; null where there is nothing to launch.
+inline const LoadedKernels* find_for_rows(KernelTable& table, const LaunchScope& scope,
+                                          const Spec& spec, i64 num_rows) {
+  return num_rows == 0 || spec[0] == 0 ? nullptr : &table.find(scope.device, spec);
+}
+
+// Launches the first of the kernels, if there are any, on `num_rows` rows of `grid_y` tables.
 template <class Params>
-void launch_rows(KernelTable& table, const Tensor& tensor, const Spec& spec, i64 num_rows,
-                 Params& params, int grid_y = 1) {
-  const LaunchScope scope(tensor);
-  if (num_rows == 0 || spec[0] == 0) return;
+void launch_on_rows(const LaunchScope& scope, const LoadedKernels* kernels, i64 num_rows,
+                    Params& params, int grid_y = 1) {
+  if (kernels == nullptr) return;
   params.fault = scope.device.fault_device;
-  const LoadedKernels& kernels = table.find(scope.device, spec);
-  const Kernel& kernel = kernels.entries[0];
-  scope.launch(kernel, ceil_div(kernels.shape.num_threads(num_rows), kernel.num_threads), params,
+  const Kernel& kernel = kernels->entries[0];
+  scope.launch(kernel, ceil_div(kernels->shape.num_threads(num_rows), kernel.num_threads), params,
                grid_y);
+}
+
+// Both, for a call that is one launch. An empty one has raised an earlier fault, in `scope`.
+template <class Params>
+void launch_rows(KernelTable& table, const LaunchScope& scope, const Spec& spec, i64 num_rows,
+                 Params& params, int grid_y = 1) {
+  launch_on_rows(scope, find_for_rows(table, scope, spec, num_rows), num_rows, params, grid_y);
 }
 
 // The shape for rows whose specialisation begins with their bytes and those of a vector.

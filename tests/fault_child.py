@@ -1,0 +1,148 @@
+"""Calls that several launches make, on the driver of fake_driver.c; run by test_faults.py.
+
+What an earlier call has left is raised in front of all of them or behind, and once. PyTorch has no GPU here: tensors only say that they are on one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import tvm_ffi
+from fake_gpu import report_checks
+from launch_fake import cuda, driver, log, params
+
+import jitkern
+from jitkern.host import module as host
+from jitkern.jit.device import DeviceModule
+from jitkern.ops import index, store
+
+PARAMS = "=QQqqQqqqqqqqIxxxxQ"  # of IndexParams
+driver.fake_kernel(b"jitkern_index_20B_v4_i64", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024)
+BAD = 2, 0, 7, 900, 900
+
+
+class Fault(ctypes.Structure):
+    """FaultRecord of types.h."""
+
+    _fields_ = (
+        ("state", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("position", ctypes.c_int64),
+        ("value", ctypes.c_int64),
+        ("bound", ctypes.c_int64),
+    )
+
+    def be(self, *fields: int) -> None:
+        self.state, self.site, self.position, self.value, self.bound = fields
+
+
+def indices(count: int = 3) -> Any:
+    return cuda(count, dtype=torch.int64)
+
+
+def record() -> Fault:
+    """Of GPU 0: a kernel is told where it is."""
+    log()
+    jitkern.indexing(cuda(10, 5), indices(), output=cuda(3, 5))
+    *_, address = struct.unpack(PARAMS, params(log().strip()))
+    return Fault.from_address(address)
+
+
+def num_launches() -> int:
+    return log().count("grid")
+
+
+def raised(call: Callable[..., object], *args: Any, **how: Any) -> Exception | None:
+    try:
+        call(*args, **how)
+    except Exception as error:
+        return error
+    return None
+
+
+def found_while_compiling(fault: Fault, row_bytes: int, builder: Callable[..., Any]) -> Any:
+    """As a kernel that was launched before would, by the time another one is there."""
+
+    def build(**spec: int) -> Any:
+        if spec["row_bytes"] == row_bytes:
+            fault.be(*BAD)
+        return builder(**spec)
+
+    return build
+
+
+def is_raised_once(fault: Fault) -> None:
+    check = host.module()["check_faults"]
+    error = raised(check, 0)
+    assert isinstance(error, IndexError) and "index 900 at position 7" in str(error), error
+    assert raised(check, 0) is None and fault.state == 0
+
+
+# -- one call, several launches --------------------------------------------------------------------
+
+
+def launches_all_tables(tables: list[Any], row_bytes: int) -> None:
+    """`row_bytes` are those of the second."""
+    fault = record()
+    outputs = tuple(cuda(3, table.shape[1]) for table in tables)
+    call: Any = lambda: jitkern.indexing(tuple(tables), indices(), output=outputs)  # noqa: E731
+    host.builds("indexing", found_while_compiling(fault, row_bytes, index.kernel))
+    try:
+        error = raised(call)
+    finally:
+        host.builds("indexing", index.kernel)
+    said = log()
+    assert error is None and said.count("grid") == len(tables), (error, said)
+    assert said.rindex("module") < said.index("grid"), said
+    is_raised_once(fault)
+    fault.be(*BAD)
+    assert isinstance(raised(call), IndexError)
+    assert num_launches() == 0
+    call()
+    assert num_launches() == len(tables)
+
+
+def check_tables_are_all_launched() -> None:
+    launches_all_tables([cuda(10, items) for items in (6, 7, 9)], 28)
+
+
+def check_tables_of_the_host_are_all_launched() -> None:
+    launches_all_tables([pinned(10, items) for items in (10, 11, 13)], 44)
+
+
+def check_the_second_half_of_a_store_raises_nothing() -> None:
+    """PyTorch took the call apart, and K is stored by then."""
+    fault = record()
+    first, store_v = (host.op_now(f"store_{n}cache", store.kernel) for n in ("", "v_"))
+    for items in (5, 6):
+        fault.be(*BAD)
+        store_v(cuda(10, items), indices(), cuda(3, items))
+        assert num_launches() == 1
+        is_raised_once(fault)
+    fault.be(*BAD)
+    assert isinstance(raised(first, cuda(10, 5), None, indices(), cuda(3, 5), None), IndexError)
+    assert num_launches() == 0
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def pinned(*shape: int) -> Any:
+    """Another library's: one of PyTorch would bring PyTorch's allocator."""
+    tensor = torch.zeros(*shape)
+    address, count = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
+    driver.fake_memory(address, count, 1, 0)
+    return tvm_ffi.from_dlpack(tensor)
+
+
+def main() -> None:
+    DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
+    report_checks(dict(globals()), log)
+
+
+if __name__ == "__main__":
+    main()
