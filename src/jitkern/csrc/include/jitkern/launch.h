@@ -150,11 +150,12 @@ using RaiseFault = void (*)(const char* op, const char* arg, i64 position, i64 v
 FaultSite fault_site(const char* op, const char* arg, RaiseFault raise = raise_index_error,
                      const char* outcome = "the row was not copied");
 
-// Raises, or warns of, a fault that an earlier kernel recorded on this device.
+// Raises, or warns of, a fault that an earlier kernel recorded on this device, unless another
+// thread does.
 void raise_pending_fault(Device& device);
 
 inline bool has_pending_fault(const Device& device) {
-  return *const_cast<volatile u32*>(&device.fault->state) == 2;
+  return __atomic_load_n(&device.fault->state, __ATOMIC_RELAXED) == 2;
 }
 
 inline void check_pending_fault(Device& device) {
