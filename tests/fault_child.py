@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import cuda, driver, log, params
+from launch_fake import STREAM, cuda, driver, log, params
 
 import jitkern
 from jitkern.host import module as host
+from jitkern.host.torch_state import torch_state
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import index, store
 
@@ -137,6 +138,52 @@ def pinned(*shape: int) -> Any:
     address, count = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
     driver.fake_memory(address, count, 1, 0)
     return tvm_ffi.from_dlpack(tensor)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+def current_stream(ordinal: int, stream: Any) -> int:
+    """As aoti_torch_get_current_cuda_stream; there is no GPU 1."""
+    stream[0] = STREAM + 1
+    return ordinal
+
+
+def check_without_a_tensor_of_torch_its_stream_is_asked_for() -> None:
+    calls: list[Any] = [
+        lambda number: jitkern.store_cache(
+            cuda(10, 5, number=number),
+            None,
+            cuda(3, dtype=torch.int64, number=number),
+            cuda(3, 5, number=number),
+        ),
+        lambda number: jitkern.indexing(
+            cuda(10, 5, number=number),
+            cuda(3, dtype=torch.int64, number=number),
+            output=cuda(3, 5, number=number),
+        ),
+    ]
+    for call in calls:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                call(0), call(1)
+    set_torch_state = host.module()["set_torch_state"]
+    address = ctypes.cast(current_stream, ctypes.c_void_p).value
+    log()
+    for known, streams in ((address, (STREAM + 1, 0)), (0, (0, 0))):
+        set_torch_state(*torch_state()[:2], known)
+        for call in calls:
+            for number, stream in enumerate(streams):
+                call(number)
+                assert f" stream {stream} " in (said := log()), said
+            with torch.inference_mode():
+                call(0)
+                assert f" stream {streams[0]} " in (said := log()), said
+            with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), STREAM):
+                call(0)
+                assert f" stream {STREAM} " in (said := log()), said
+    set_torch_state(*torch_state())
 
 
 def main() -> None:

@@ -134,8 +134,7 @@ void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices
   const Spec spec(row_bytes, vec_bytes, indices.index_bytes, first_row_bytes);
   Device& device = Device::get(k.cache.ordinal());
   if (half != Half::kSecond) check_pending_fault(device);
-  const auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device.ordinal));
-  const LaunchScope scope(device, stream);
+  const LaunchScope scope(device, current_stream(device.ordinal));
   if (first_row_bytes == row_bytes) {
     return launch_rows(kernels, scope, spec, indices.count, params, num_copies);
   }

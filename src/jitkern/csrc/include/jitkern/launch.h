@@ -165,6 +165,11 @@ inline void check_pending_fault(Device& device) {
 // Forgets the fault that is pending, if it is this one.
 void forget_fault(Device& device, const FaultRecord& fault);
 
+// PyTorch's current stream of the calling thread: as the FFI says where a tensor of PyTorch is
+// among the arguments, or a caller has named another by `tvm_ffi.use_raw_stream`; else PyTorch is
+// asked.
+CUstream current_stream(int ordinal);
+
 // A launch to be: one block of one thread, until more is asked for.
 struct Launch {
   LaunchConfig config{{1, 1, 1}, {1, 1, 1}, 0, nullptr, nullptr, 0};
@@ -184,9 +189,7 @@ class LaunchScope {
  public:
   explicit LaunchScope(const Tensor& tensor) : LaunchScope(tensor.dl->device.device_id) {}
   explicit LaunchScope(int ordinal)
-      : device(Device::get(ordinal)),
-        context_(device),
-        stream_(static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device.ordinal))) {
+      : device(Device::get(ordinal)), context_(device), stream_(current_stream(ordinal)) {
     check_pending_fault(device);
   }
 
@@ -235,8 +238,7 @@ class LaunchScope {
 class CollectiveScope : public LaunchScope {
  public:
   explicit CollectiveScope(int ordinal)
-      : LaunchScope(Device::get(ordinal),
-                    static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal))),
+      : LaunchScope(Device::get(ordinal), current_stream(ordinal)),
         has_fault_(has_pending_fault(device)) {}
 
   // Not what this very call finds, which would be raised by some ranks only.
