@@ -1,6 +1,7 @@
 """Calls that several launches make, on the driver of fake_driver.c; run by test_faults.py.
 
-What an earlier call has left is raised in front of all of them or behind, and once. PyTorch has no GPU here: tensors only say that they are on one.
+What an earlier call has left is raised in front of all of them or behind, and once; what they want
+memory for they have by then. PyTorch has no GPU here: tensors only say that they are on one.
 """
 
 from __future__ import annotations
@@ -138,6 +139,42 @@ def pinned(*shape: int) -> Any:
     address, count = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
     driver.fake_memory(address, count, 1, 0)
     return tvm_ffi.from_dlpack(tensor)
+
+
+SET_ERROR = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
+ALLOCATE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, SET_ERROR
+)
+num_left = [0]  # allocations that are not refused
+
+
+@ALLOCATE
+def allocate(like: int, out: int, context: int, set_error: Any) -> int:
+    num_left[0] -= 1
+    if num_left[0] < 0:
+        set_error(context, b"RuntimeError", b"out of memory")
+        return -1
+    arguments = (ctypes.c_void_p(like), ctypes.c_void_p(out), ctypes.c_void_p(context), None)
+    status: int = driver.fake_allocate(*arguments)
+    return status
+
+
+def check_a_large_call_has_its_memory_before_it_writes() -> None:
+    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocate, 1, None)
+    count = 3000
+    tables, outputs = (pinned(500, 256), pinned(500, 128)), (cuda(count, 256), cuda(count, 128))
+    call: Any = lambda: jitkern.indexing(tables, indices(count), output=outputs)  # noqa: E731
+    num_left[0] = 2
+    log()
+    call()
+    said = log()
+    assert said.count("allocate") == 2 and said.count("grid") >= 5, said
+    for some in (0, 1):
+        num_left[0] = some
+        error = raised(call)
+        assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
+        assert num_launches() == 0
 
 
 # -- streams ---------------------------------------------------------------------------------------
