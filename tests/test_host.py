@@ -48,7 +48,7 @@ Function& fault_handler() { static auto* f = new Function(); return *f; }
 
 int64_t answer() { return ANSWER; }
 void set_resolver(Function f) { resolver() = f; }
-void set_torch_state(int64_t, int64_t) {}
+void set_torch_state(int64_t, int64_t, int64_t) {}
 void set_fault_handler(Function f) { fault_handler() = f; }
 void set_tuner(Function) {}
 void fault(String text) {

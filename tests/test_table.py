@@ -61,6 +61,7 @@ USERS = {
         tests/ops/test_pairs_on_host.py tests/ops/test_pairs_on_host_large.py
         tests/ops/test_pairs_on_host_cuda.py tests/ops/test_pairs_on_host_refused.py
         tests/ops/test_pairs_on_host_threads.py
+        tests/fault_child.py tests/ops/test_call_each.py tests/ops/test_foreign_streams.py
     """,
     "an op to compile, to launch, to keep or to time, where any would do": """
         src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py
@@ -87,6 +88,7 @@ USERS = {
     "a module that looks rows up": """
         src/jitkern/nn/look_up.py src/jitkern/nn/tp_embedding.py tests/nn/test_tp_embedding.py
         tests/nn/embedding_child.py tests/nn/test_tp_embedding_peer.py
+        tests/comm/test_peer_in_step.py
     """,
     "rows of one pool, which are those of an op where there is one rank": """
         bench/cases/peer.py src/jitkern/comm/peer_rows.py

@@ -73,6 +73,49 @@ def test_of_two(device: torch.device, prefill: int | None) -> None:
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("base", ["e", "2"])
+def test_of_an_infinite_lse(device: torch.device, base: Any) -> None:
+    """The values are the mean of those partials alone: so is the gradient."""
+    outs, lses = given(device)
+    with torch.no_grad():
+        lses[1, 0], lses[:2, 1], lses[1, 3] = torch.inf, torch.inf, torch.inf
+    counts = lses.detach() > -torch.inf
+    is_infinite = lses.detach() == torch.inf
+    out, lse = merge_states(outs, lses, base=base)
+    assert lse is not None
+    assert torch.equal(lse[[0, 1, 3]], torch.full((3, HEADS), torch.inf, device=device))
+
+    rows = (~is_infinite.any(0))[..., None]
+    weights = is_infinite / is_infinite.sum(0).clamp(min=1)
+    mean = (weights[..., None] * outs.where(counts[..., None], 0)).sum(0)
+    finite = lses.where(~is_infinite, 0)
+    log = math.log(2) if base == "2" else 1.0
+    scaled = (finite.double().where(counts, -1e30) * log).softmax(0)
+    merged = (scaled[..., None] * outs.double().where(counts[..., None], 0)).sum(0)
+    factor = torch.randn_like(out)
+    found = torch.autograd.grad((out * factor).sum(), (outs, lses))
+    wanted = torch.autograd.grad((merged.where(rows, mean) * factor).sum(), (outs, lses))
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-5)
+    # Of an lse it is the formula's, which that of a mean has no part in.
+    assert not found[1].isnan().any()
+    torch.testing.assert_close(
+        found[1].where(rows[..., 0], 0), wanted[1].where(rows[..., 0], 0), rtol=1e-4, atol=1e-5
+    )
+    assert not found[1][:, 0].any()  # that one partial is the result
+
+
+def test_what_counts_nothing_has_none_whatever_comes(device: torch.device) -> None:
+    outs, lses = given(device)
+    valid = torch.tensor([2], device=device)
+    out, lse = merge_states(outs, lses, num_valid=valid)
+    assert lse is not None
+    endless = torch.full_like(out, torch.inf), torch.full_like(lse, torch.inf)
+    of_outs, of_lses = torch.autograd.grad((out, lse), (outs, lses), endless)
+    for where in ((slice(None), 4), (0, 3), (2,)):
+        assert not of_outs[where].any() and not of_lses[where].any()
+    assert of_outs[:2, :3].isinf().all()
+
+
 def test_counts_that_have_changed(device: torch.device) -> None:
     """The backward pass would look at others than the forward pass did."""
     outs, lses = given(device)

@@ -1,5 +1,6 @@
 // What else may happen to calls whose rows go through the CPU: other threads, rows out of range, a
-// driver that fails, streams that are captured or busy.
+// driver that fails, streams that are captured or busy. And faults that several threads see.
+#include <sched.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -281,6 +282,43 @@ void asleep() {
   }
 }
 
+// A fault that several threads see at once is raised by one of them.
+void one_fault() {
+  jitkern::Device& device = jitkern::Device::get(0);
+  constexpr int kNumThreads = 8;
+  const i64 num_rounds = kIsSlow ? 200 : 2000;
+  std::atomic<i64> come{0}, raised{0}, wrong{0};
+  // Waits for all; the last one to come does `first`.
+  const auto meet = [&](i64 meeting, const std::function<void()>& first) {
+    if (come.fetch_add(1) == (meeting + 1) * (kNumThreads + 1) - 2) {
+      first();
+      ++come;
+    }
+    while (come < (meeting + 1) * (kNumThreads + 1)) sched_yield();
+  };
+  std::vector<std::thread> threads;
+  for (int number = 0; number < kNumThreads; ++number) {
+    threads.emplace_back([&] {
+      for (i64 round = 0; round < num_rounds; ++round) {
+        meet(2 * round, [&] {
+          require(raised == round && device.fault->state == 0, "each fault is raised once");
+          *device.fault = {2, jitkern::FaultSite{}, round, 900, 900};
+        });
+        try {
+          jitkern::check_pending_fault(device);
+        } catch (const tvm::ffi::Error& error) {
+          ++raised;
+          const std::string at = "index 900 at position " + std::to_string(round) + ",";
+          if (error.message().find(at) == std::string::npos) ++wrong;
+        }
+        meet(2 * round + 1, [] {});
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  require(raised == num_rounds && wrong == 0, "each fault is raised once, as what it is");
+}
+
 }  // namespace
 
 const std::vector<Case> kTroubleCases = {
@@ -289,6 +327,7 @@ const std::vector<Case> kTroubleCases = {
     {"apart", apart},         {"out_of_range", out_of_range},
     {"failing", failing},     {"no_memory", no_memory},
     {"captured", captured},   {"asleep", asleep},
+    {"one_fault", one_fault},
 };
 
 }  // namespace calls

@@ -9,9 +9,11 @@ from pathlib import Path
 
 # How many dispatch modes are active, and the state of torch.jit.trace: the same in torch 2.8 to
 # 2.13. Where PyTorch has them no more every call goes through its dispatcher: right, but slower.
+# The current stream, of PyTorch's stable C interface; only a build with CUDA has it.
 _SYMBOLS = (
     ("libc10.so", "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv"),
     ("libtorch_cpu.so", "_ZN5torch3jit6tracer15getTracingStateEv"),
+    ("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"),
 )
 
 

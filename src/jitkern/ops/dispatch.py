@@ -8,11 +8,12 @@ tensor of PyTorch can say is asked here, and not in inference mode, which has no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-T = TypeVar("T", bound=Callable[..., Any])
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # PyTorch's functions, from the first call on: importing an op, as `jitkern warm` does to compile
 # its kernels, does not import PyTorch, which takes a second.
@@ -154,14 +155,40 @@ def through_torch(op: str, overload: str = "default", /, **arguments: Any) -> An
     return torch_ops.call(op, overload, **arguments)
 
 
-def traced_as(function: Callable[..., Any]) -> Callable[[T], T]:
+def call_each(calls: Sequence[Callable[[], T]], on_cuda: bool) -> tuple[T, ...]:
+    """Make the calls that one of several tensors is taken apart into; all of them, or none.
+
+    On CUDA an IndexError is an earlier call's: it is raised in front of a launch, and forgotten. In
+    front of the first one it is the whole call's. Later it may be of an index that an earlier one
+    of the calls has met: the others would lack their half, so it is raised behind the last.
+
+    Raises
+    ------
+    IndexError
+        On the CPU nothing was written.
+    """
+    results: list[T] = []
+    late: IndexError | None = None
+    while len(results) < len(calls):
+        try:
+            results.append(calls[len(results)]())
+        except IndexError as error:
+            if not on_cuda or not results:
+                raise
+            late = late or error
+    if late is not None:
+        raise late
+    return tuple(results)
+
+
+def traced_as(function: Callable[..., Any]) -> Callable[[F], F]:
     """Have ``torch.compile`` trace `function` in the place of the one below.
 
     PyTorch's public way, ``torch.compiler.substitute_in_graph``, imports its compiler, for a second
     and more, and to ask ``is_dynamo_compiling()`` takes 25 ns a call.
     """
 
-    def mark(public: T) -> T:
+    def mark(public: F) -> F:
         public._torchdynamo_inline = function  # type: ignore[attr-defined]
         return public
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from jitkern.host import module as host
@@ -114,12 +114,16 @@ def _through_torch(
     rest = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
     if type(weights) is tuple:
         outputs = (None,) * len(weights) if output is None else output
-        if not torch.compiler.is_dynamo_compiling():
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if not is_traced:
             _check_tables(weights, outputs)
-        return tuple(
-            _through_torch(table, indices, output=to, **rest)
+        calls = [
+            partial(_through_torch, table, indices, output=to, **rest)
             for table, to in zip(weights, outputs, strict=True)
-        )
+        ]
+        if is_traced:
+            return tuple(call() for call in calls)
+        return dispatch.call_each(calls, getattr(indices, "is_cuda", False))
 
     # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
     # runs: torch.compile makes another error of one that is raised while it traces.
@@ -305,7 +309,7 @@ def _check_tables(weights: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
     tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
     if (wrong := not_a_tensor("indexing", **tables)) is not None:
         raise wrong
-    count, most = len(weights), 8  # as of csrc/ops/index.cc
+    count, most = len(weights), 8  # as of csrc/ops/index_args.h
     if not 1 <= count <= most:
         text = f"a tuple of {count}, expected 1 to {most} tables"
         raise ValueError(f"indexing: weights: {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,27 @@ def _rows_of(indices: Tensor, num_rows: int, vocab_range: Any, added_range: Any)
     return rows
 
 
+def add_up(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Return the sum of the gradients of each row, but for the last one, which nobody asks for.
+
+    Those of 16 bits are added up in 32: a sum of ones would else stop at 256, or at 2048 of halves.
+    """
+    # The CPU's index_add of matrices does so by itself, a GPU's adds each to what is in memory. The
+    # other way wants an element: for none it would launch no blocks, which is an error.
+    if gradients.is_cuda and gradients.dtype.itemsize == 2 and gradients.numel() != 0:
+        return add_up_16_bits(gradients, rows, num_rows)
+    return gradients.new_zeros(num_rows, gradients.shape[1]).index_add(0, rows, gradients)
+
+
+def add_up_16_bits(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """As :func:`add_up`, by sorting the rows, as for ``torch.nn.Embedding``."""
+    import torch
+
+    backward: Any = torch.ops.aten.embedding_dense_backward
+    total: Tensor = backward(gradients, rows, num_rows, num_rows - 1, False)
+    return total
+
+
 def differentiable(operator: Callable[..., Tensor]) -> Any:
     """Return the ``torch.autograd.Function`` of the operator, given it without a gradient."""
     import torch
@@ -61,9 +83,9 @@ def differentiable(operator: Callable[..., Tensor]) -> Any:
             vocab_range, added_range, _ = ctx.vocabulary
             # A table in host memory may be larger than the GPU: its gradient is there, too.
             rows = _rows_of(indices, num_rows, vocab_range, added_range).to(ctx.weights_device)
-            gradients = gradient.reshape(rows.shape[0], *row_shape).to(ctx.weights_device)
-            total = gradients.new_zeros(num_rows + 1, *row_shape).index_add(0, rows, gradients)
-            return total[:num_rows], None, None, None, None
+            gradients = gradient.reshape(rows.shape[0], math.prod(row_shape))
+            total = add_up(gradients.to(ctx.weights_device), rows, num_rows + 1)
+            return total[:num_rows].reshape(num_rows, *row_shape), None, None, None, None
 
         @staticmethod
         def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:

@@ -19,7 +19,8 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     - of ``out_i``: ``w_i * g_out``
     - of ``lse_i``: ``w_i * (ln(base) * <g_out, out_i - out> + g_lse)``
 
-    A partial that counts nothing has none: zeros.
+    Where ``lse`` is +inf, the partials whose own is share the weight of 1. One that counts nothing
+    has none: zeros, whatever comes.
     """
 
     class Merge(torch.autograd.Function):
@@ -47,13 +48,22 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
                 lses, lse, g_lse = [one.t() for one in lses], lse.t(), g_lse.t()
             of_outs: list[Tensor] = []
             of_lses: list[Tensor] = []
-            for i, (one, log) in enumerate(zip(outs, lses, strict=True)):
-                counts = (log != -math.inf) & _is_read(i, log, num_valid, ctx.prefill)
-                weight = torch.exp((log.float() - lse) * ctx.log_base).where(counts, 0.0)
-                of_outs.append((weight[..., None] * g_out).to(one.dtype))
+            all_count = [
+                (log != -math.inf) & _is_read(i, log, num_valid, ctx.prefill)
+                for i, log in enumerate(lses)
+            ]
+            is_infinite = lse == math.inf
+            shares = [counts & (log == lse) for counts, log in zip(all_count, lses, strict=True)]
+            num_shares = torch.stack(shares).sum(0)
+            for one, log, counts, share in zip(outs, lses, all_count, shares, strict=True):
+                below = (log.float() - lse).where(counts & ~is_infinite, 0.0)  # inf - inf is NaN
+                weight = torch.exp(below * ctx.log_base)
+                weight = weight.where(~is_infinite, share / num_shares).where(counts, 0.0)
+                of_out = (weight[..., None] * g_out).where(counts[..., None], 0.0)
+                of_outs.append(of_out.to(one.dtype))
                 apart = (one.float() - out).where(counts[..., None], 0.0)
                 along = ctx.log_base * (g_out.float() * apart).sum(-1) + g_lse
-                of_log = (weight * along).to(log.dtype)
+                of_log = (weight * along).where(counts, 0.0).to(log.dtype)
                 of_lses.append(of_log.t() if turned else of_log)
             return (None,) * 5 + (*of_outs, *of_lses)
 

@@ -4,6 +4,8 @@
 #include <tvm/ffi/string.h>
 
 #include <atomic>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,20 +42,36 @@ FaultSite fault_site(const char* op, const char* arg, RaiseFault raise, const ch
   return static_cast<FaultSite>(site_names().size() - 1);
 }
 
-void raise_pending_fault(Device& device) {
-  volatile FaultRecord* record = device.fault;
+namespace {
+
+// Of several threads that see a fault pending one takes it, and the others find it gone. One that
+// came late would raise it again, or clear the next one unread. Not by another state of the record:
+// of the host, kernels only know that it turns 2 into 0.
+std::mutex turn;
+
+// What is pending on the device, if `wanted` says so; then it is no more.
+template <class Wanted>
+std::optional<FaultRecord> take_fault(Device& device, const Wanted& wanted) {
+  const std::lock_guard<std::mutex> lock(turn);
+  if (!has_pending_fault(device)) return std::nullopt;
   std::atomic_thread_fence(std::memory_order_acquire);
-  const auto site = static_cast<u32>(record->site);
+  const FaultRecord taken = *device.fault;
+  if (!wanted(taken)) return std::nullopt;
+  __atomic_store_n(&device.fault->state, 0, __ATOMIC_RELEASE);
+  return taken;
+}
+
+}  // namespace
+
+void raise_pending_fault(Device& device) {
+  const auto taken = take_fault(device, [](const FaultRecord&) { return true; });
+  if (!taken) return;
+  const auto site = static_cast<u32>(taken->site);
   const SiteName name = site_names()[site < site_names().size() ? site : 0];
-  const i64 position = record->position;
-  const i64 value = record->value;
-  const i64 bound = record->bound;
-  std::atomic_thread_fence(std::memory_order_release);
-  record->state = 0;
   const std::string note = " (found by an earlier call on cuda:" + std::to_string(device.ordinal) +
                            "; " + name.outcome + ")";
   try {
-    name.raise(name.op, name.arg, position, value, bound, note.c_str());
+    name.raise(name.op, name.arg, taken->position, taken->value, taken->bound, note.c_str());
   } catch (const tvm::ffi::Error& error) {
     if (fault_handler() == nullptr) throw;
     fault_handler()(error.message());
@@ -61,12 +79,10 @@ void raise_pending_fault(Device& device) {
 }
 
 void forget_fault(Device& device, const FaultRecord& fault) {
-  if (!has_pending_fault(device)) return;
-  std::atomic_thread_fence(std::memory_order_acquire);
-  volatile FaultRecord& pending = *device.fault;
-  const bool same = pending.site == fault.site && pending.position == fault.position &&
-                    pending.value == fault.value && pending.bound == fault.bound;
-  if (same) pending.state = 0;
+  take_fault(device, [&](const FaultRecord& pending) {
+    return pending.site == fault.site && pending.position == fault.position &&
+           pending.value == fault.value && pending.bound == fault.bound;
+  });
 }
 
 namespace {

@@ -2,7 +2,7 @@
 #include <tvm/ffi/container/array.h>
 
 #include <algorithm>
-#include <iterator>
+#include <array>
 #include <limits>
 #include <string>
 
@@ -172,14 +172,23 @@ IndexArgs::IndexArgs(Names names, AnyView weights_arg, AnyView indices_arg, AnyV
   if (!vocabulary.all()) choose_rows(params, vocabulary, weights.num_rows);
 }
 
-void launch_index(const IndexArgs& args) {
+void launch_index(const LaunchScope& scope, const IndexArgs* tables, size_t num_tables) {
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
-  IndexParams params = args.params;
-  const u64 bits = address(params.weights) | address(params.output) |
-                   static_cast<u64>(args.weights.row_bytes | params.weights_stride_bytes |
-                                    params.output_stride_bytes);
-  const Spec spec(args.weights.row_bytes, widest_vec(bits), args.indices.index_bytes);
-  launch_rows(kernels, args.indices, spec, params.num_rows, params);
+  // All that may fail to compile comes before the first launch.
+  std::array<const LoadedKernels*, kMaxTables> found;
+  for (size_t i = 0; i < num_tables; ++i) {
+    const IndexArgs& args = tables[i];
+    const IndexParams& params = args.params;
+    const u64 bits = address(params.weights) | address(params.output) |
+                     static_cast<u64>(args.weights.row_bytes | params.weights_stride_bytes |
+                                      params.output_stride_bytes);
+    const Spec spec(args.weights.row_bytes, widest_vec(bits), args.indices.index_bytes);
+    found[i] = find_for_rows(kernels, scope, spec, params.num_rows);
+  }
+  for (size_t i = 0; i < num_tables; ++i) {
+    IndexParams params = tables[i].params;
+    launch_on_rows(scope, found[i], params.num_rows, params);
+  }
 }
 
 namespace {
@@ -187,12 +196,12 @@ namespace {
 void index(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range, AnyView more) {
   IndexArgs args({"weights", "output"}, weights, indices, output, {vocab_range, more});
   if (!args.indices.on_cuda()) return index_cpu(args.indices, args.params, args.weights.row_bytes);
-  if (!args.is_host_table()) return launch_index(args);
+  if (!args.is_host_table()) return launch_index(LaunchScope(args.indices), &args, 1);
   std::vector<IndexArgs> tables{args};
   index_host_tables(tables);
 }
 
-constexpr IndexArgs::Names kNames[] = {
+constexpr IndexArgs::Names kNames[kMaxTables] = {
     {"weights[0]", "output[0]"}, {"weights[1]", "output[1]"}, {"weights[2]", "output[2]"},
     {"weights[3]", "output[3]"}, {"weights[4]", "output[4]"}, {"weights[5]", "output[5]"},
     {"weights[6]", "output[6]"}, {"weights[7]", "output[7]"},
@@ -219,9 +228,9 @@ void check_together(const std::vector<IndexArgs>& tables) {
 // Several tables of as many rows, by the same indices.
 void index_together(Array<Any> weights, AnyView indices, Array<Any> outputs, AnyView vocab_range,
                     AnyView more) {
-  if (weights.empty() || weights.size() > std::size(kNames)) {
+  if (weights.empty() || weights.size() > kMaxTables) {
     raise_value_error(kOp, "weights", "a tuple of " + std::to_string(weights.size()),
-                      "1 to " + std::to_string(std::size(kNames)) + " tables");
+                      "1 to " + std::to_string(kMaxTables) + " tables");
   }
   if (outputs.size() != weights.size()) {
     raise_value_error(kOp, "output", "a tuple of " + std::to_string(outputs.size()),
@@ -235,12 +244,11 @@ void index_together(Array<Any> weights, AnyView indices, Array<Any> outputs, Any
   }
   check_together(tables);
   if (tables[0].is_host_table()) return index_host_tables(tables);
+  if (tables[0].indices.on_cuda()) {
+    return launch_index(LaunchScope(tables[0].indices), tables.data(), tables.size());
+  }
   for (const IndexArgs& args : tables) {
-    if (args.indices.on_cuda()) {
-      launch_index(args);
-    } else {
-      index_cpu(args.indices, args.params, args.weights.row_bytes);
-    }
+    index_cpu(args.indices, args.params, args.weights.row_bytes);
   }
 }
 

@@ -40,8 +40,11 @@ struct IndexArgs {
   IndexParams params;
 };
 
-// The kernel of tables in device memory. It reads those of the host as well, for calls of few rows.
-void launch_index(const IndexArgs& args);
+constexpr size_t kMaxTables = 8;  // of a call
+
+// The kernel of tables in device memory, once for each, on the device of the indices. It reads
+// those of the host as well, for calls of few rows.
+void launch_index(const LaunchScope& scope, const IndexArgs* tables, size_t num_tables);
 
 // Launches a call on tables in host memory, whose indices are the same. ValueError where one is not
 // pinned.

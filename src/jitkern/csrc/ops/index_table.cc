@@ -51,29 +51,30 @@ void launch_large(const LaunchScope& scope, std::vector<PairCall>& calls,
   const i64 num_pairs = calls[0].params.num_pairs;
   const tvm::ffi::Tensor pairs =
       allocate({2 * num_pairs * calls[0].index_bytes}, DLDataType{kDLUInt, 8, 1}, calls[0].device);
-  // All that may fail to compile comes before the first launch.
+  // All that may fail to compile, or for want of memory, comes before the first launch.
   list_kernels(scope.device, calls[0]);
   std::vector<const LoadedKernels*> kernels;
   for (PairCall& call : calls) {
     kernels.push_back(&table.find(scope.device, pair_spec(call, true)));
     call.params.pairs = pairs.data_ptr();
   }
+  // The order is that of the table of the longest rows.
+  const auto by_span = [](const PairCall& a, const PairCall& b) {
+    return a.span_bytes < b.span_bytes;
+  };
+  const PairCall& widest = *std::max_element(calls.begin(), calls.end(), by_span);
+  const bool ordered = std::any_of(calls.begin(), calls.end(), [](const PairCall& call) {
+    return is_worth_ordering(call.traffic());
+  });
+  const ListsToMake lists =
+      allocate_lists(widest, {true, false, ordered}, static_cast<int>(calls.size()));
   for (size_t i = 0; i < calls.size(); ++i) {
     // Each writes the same pairs, and the zeros of its own output.
     const Kernel& kernel = kernels[i]->entries[kPairsOfIndices];
     scope.launch(kernel, ceil_div(num_pairs, kernel.num_threads),
                  IndexPairsParams{tables[i].params, pairs.data_ptr()});
   }
-  // The order is that of the table of the longest rows.
-  const auto by_span = [](const PairCall& a, const PairCall& b) {
-    return a.span_bytes < b.span_bytes;
-  };
-  const size_t widest = std::max_element(calls.begin(), calls.end(), by_span) - calls.begin();
-  const bool ordered = std::any_of(calls.begin(), calls.end(), [](const PairCall& call) {
-    return is_worth_ordering(call.traffic());
-  });
-  const MadeLists made =
-      make_lists(scope, calls[widest], {true, false, ordered}, static_cast<int>(calls.size()));
+  const MadeLists& made = make_lists(scope, widest, lists);
   for (size_t i = 0; i < calls.size(); ++i) {
     copy_by_lists(scope, calls[i], *kernels[i], made, static_cast<int>(i));
   }
@@ -93,7 +94,7 @@ void index_host_tables(std::vector<IndexArgs>& tables) {
     asked.push_back(args);
   }
   if (std::any_of(calls.begin(), calls.end(), is_large)) return launch_large(scope, calls, asked);
-  for (const IndexArgs& args : asked) launch_index(args);
+  launch_index(scope, asked.data(), asked.size());
 }
 
 }  // namespace jitkern

@@ -159,9 +159,9 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
     return kDone;
   }
   check_pending_fault(*device);
-  void* const handle = is_none(stream) ? TVMFFIEnvGetStream(kDLCUDA, device->ordinal)
-                                       : reinterpret_cast<void*>(stream.cast<int64_t>());
-  const LaunchScope scope(*device, static_cast<CUstream>(handle));
+  const LaunchScope scope(*device, is_none(stream)
+                                       ? current_stream(device->ordinal)
+                                       : reinterpret_cast<CUstream>(stream.cast<int64_t>()));
   const bool one_registration =
       kind == CopyKind::kD2D ||
       check_host_memory(scope, kind == CopyKind::kH2D ? from : to, allow_pageable);

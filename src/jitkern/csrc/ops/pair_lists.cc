@@ -12,9 +12,7 @@ const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
   return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
 }
 
-MadeLists make_lists(const LaunchScope& scope, const PairCall& call, const Lists& lists,
-                     int num_copies) {
-  const LoadedKernels& kernels = list_kernels(scope.device, call);
+ListsToMake allocate_lists(const PairCall& call, const Lists& lists, int num_copies) {
   const PairCopyParams& p = call.params;
   ListParams list{p};
   list.slot_map_site = lists.slot_map_site;
@@ -47,18 +45,29 @@ MadeLists make_lists(const LaunchScope& scope, const PairCall& call, const Lists
   list.fetches = base + fetches_at;
   list.copies = base + copies_at;
   list.copied_rows = base + copied_rows_at;
-  scope.fill_bytes(base, 0xff, ones_bytes);
   if (lists.ordered) {
     list.ranks = words_at(ranks_at);
     list.regions = cut_regions(call.span_bytes);
     list.regions.last_ranks = words_at(last_ranks_at);
     list.regions.starts = words_at(starts_at);
     list.regions.last_entry = list.last_entries;
-    launch_sort(scope, kernels, p.num_pairs, list);
-  } else {
-    launch_threads(scope, kernels.entries[kListEntry], p.num_pairs, list);
   }
-  return {memory, lists, list.last_entries, list.fetches, list.copies, list.copied_rows};
+  return {{memory, lists, list.last_entries, list.fetches, list.copies, list.copied_rows},
+          list,
+          ones_bytes};
+}
+
+const MadeLists& make_lists(const LaunchScope& scope, const PairCall& call,
+                            const ListsToMake& lists) {
+  const LoadedKernels& kernels = list_kernels(scope.device, call);
+  const i64 num_pairs = call.params.num_pairs;
+  scope.fill_bytes(lists.made.memory.data_ptr(), 0xff, lists.ones_bytes);
+  if (lists.made.lists.ordered) {
+    launch_sort(scope, kernels, num_pairs, lists.params);
+  } else {
+    launch_threads(scope, kernels.entries[kListEntry], num_pairs, lists.params);
+  }
+  return lists.made;
 }
 
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
@@ -106,7 +115,7 @@ void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& t
   const Spec spec = pair_spec(call, listed || !is_small_call(call));
   const LoadedKernels& kernels = table.find(scope.device, spec);
   if (listed) {
-    copy_by_lists(scope, call, kernels, make_lists(scope, call, lists));
+    copy_by_lists(scope, call, kernels, make_lists(scope, call, allocate_lists(call, lists)));
   } else {
     launch_pair_copy(scope, call, kernels, call.params, kBytesInFlight);
   }

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "pair_lists.h"
 #include "pairs.h"
 #include "regions_host.h"
 
@@ -127,11 +128,23 @@ struct MadeLists {
   const void* copied_rows;
 };
 
-// Sorts the pairs of a large call into lists, which `num_copies` copies are made by: of tables
-// whose rows have the same numbers. Takes scratch memory from torch's caching allocator.
 constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
-MadeLists make_lists(const LaunchScope& scope, const PairCall& call, const Lists& lists,
-                     int num_copies = 1);
+
+// The lists of a large call that are to be made, and their scratch memory.
+struct ListsToMake {
+  MadeLists made;
+  ListParams params;
+  i64 ones_bytes;  // which the memory begins with
+};
+
+// Takes the memory from torch's caching allocator, which may have none: before the call launches
+// what writes. `num_copies` copies are made by the lists: of tables whose rows have the same
+// numbers.
+ListsToMake allocate_lists(const PairCall& call, const Lists& lists, int num_copies = 1);
+
+// Sorts the pairs of the call into the lists.
+const MadeLists& make_lists(const LaunchScope& scope, const PairCall& call,
+                            const ListsToMake& lists);
 
 // Copies by the lists, as copy `number` of those that they were made for.
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,

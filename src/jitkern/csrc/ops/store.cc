@@ -76,9 +76,8 @@ void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes
 }
 
 // Rows of two sizes: see StoreKernel::run.
-void launch_two_sizes(KernelTable& table, const Tensor& tensor, const Spec& spec,
+void launch_two_sizes(KernelTable& table, const LaunchScope& scope, const Spec& spec,
                       StoreParams& params) {
-  const LaunchScope scope(tensor);
   if (params.num_rows == 0) return;
   params.fault = scope.device.fault_device;
   const LoadedKernels& kernels = table.find(scope.device, spec);
@@ -91,8 +90,11 @@ void launch_two_sizes(KernelTable& table, const Tensor& tensor, const Spec& spec
   scope.launch(kernel, blocks(first) + blocks(kernels.shape), params);
 }
 
-// `v` is none where there is one cache.
-void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices_arg) {
+// `v` is none where there is one cache. Of a call that PyTorch took apart, the second half leaves
+// what earlier calls have left, and what the first half finds meanwhile, to the call behind it.
+enum class Half { kNone, kSecond };
+void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices_arg,
+                  Half half = Half::kNone) {
   const Indices indices(kOp, "indices", indices_arg);
   indices.same_device(k.cache);
   if (indices.dl->ndim != 1) indices.value_error("shape " + indices.shape_text(), "1 dimension");
@@ -130,10 +132,13 @@ void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices
                              row_shape);
   const int vec_bytes = vec_bytes_for(first->cache, first->rows, last->cache, last->rows);
   const Spec spec(row_bytes, vec_bytes, indices.index_bytes, first_row_bytes);
+  Device& device = Device::get(k.cache.ordinal());
+  if (half != Half::kSecond) check_pending_fault(device);
+  const LaunchScope scope(device, current_stream(device.ordinal));
   if (first_row_bytes == row_bytes) {
-    return launch_rows(kernels, k.cache, spec, indices.count, params, num_copies);
+    return launch_rows(kernels, scope, spec, indices.count, params, num_copies);
   }
-  launch_two_sizes(kernels, k.cache, spec, params);
+  launch_two_sizes(kernels, scope, spec, params);
 }
 
 // v_cache and v are None where there is one cache.
@@ -151,7 +156,7 @@ void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyVie
 
 // A single cache, which messages call v_cache: the other half of a call that PyTorch took apart.
 void store_v(AnyView v_cache_arg, AnyView indices_arg, AnyView v_arg) {
-  store_tables(Table("v_cache", v_cache_arg, "v", v_arg), std::nullopt, indices_arg);
+  store_tables(Table("v_cache", v_cache_arg, "v", v_arg), std::nullopt, indices_arg, Half::kSecond);
 }
 
 JITKERN_EXPORT_OP(store_cache, store);

@@ -1,155 +1,18 @@
 // From an op's specialisation to a launch on the current torch stream.
-//
-// The CUDA driver without a CUDA toolkit: the few entry points that are used are declared here and
-// resolved from libcuda at first use. Building this needs no header of CUDA, loading it no GPU.
 #pragma once
 
 #include <jitkern/check.h>
+#include <jitkern/driver.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
 #include <array>
 #include <atomic>
-#include <cstddef>
 #include <string>
 #include <vector>
 
 namespace jitkern {
-
-using CUresult = int;
-using CUdevice = int;
-using CUdeviceptr = u64;
-using CUcontext = struct CUctx_st*;
-using CUmodule = struct CUmod_st*;
-using CUfunction = struct CUfunc_st*;
-using CUstream = struct CUstream_st*;
-using CUevent = struct CUevent_st*;
-
-// Values of cuda.h that are part of the driver's stable ABI.
-enum : int {
-  kCudaSuccess = 0,
-  kCudaErrorNotReady = 600,
-  kAttributeMaxPitch = 11,
-  kAttributeMultiprocessorCount = 16,
-  kAttributeComputeMajor = 75,
-  kAttributeComputeMinor = 76,
-  kAttributeMaxSharedBytesPerBlockOptin = 97,
-  kFunctionMaxThreadsPerBlock = 0,
-  kFunctionSharedBytes = 1,
-  kFunctionMaxDynamicSharedBytes = 8,
-  kFunctionNonPortableClusterSize = 14,
-  kPointerMemoryType = 2,
-  kPointerDevicePointer = 3,
-  kPointerDeviceOrdinal = 9,
-  kPointerRangeStart = 11,
-  kPointerRangeSize = 12,
-  kMemoryTypeHost = 1,
-  kMemoryTypeDevice = 2,
-  kMemoryTypeUnified = 4,
-  kHostAllocPortable = 1,
-  kHostAllocDeviceMap = 2,
-  kCaptureModeRelaxed = 2,
-  kStreamNonBlocking = 1,
-  kHighestStreamPriority = -5,  // clamped to what the device has
-  kEventDisableTiming = 2,
-  kJitErrorLogBuffer = 5,
-  kJitErrorLogBufferBytes = 6,
-  kLaunchCooperative = 2,
-  kLaunchClusterDimension = 4,
-  kLaunchProgrammaticStreamSerialization = 6,
-};
-
-// CUlaunchAttribute: an id, padding to 8 bytes and a union of 64 bytes.
-struct LaunchAttribute {
-  int id;
-  int padding;
-  union {
-    unsigned sizes[3];  // or a flag, the first
-    char bytes[64];
-  } value;
-};
-static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
-
-// CUDA_MEMCPY2D: one side of it, then the other, then what is copied.
-struct PitchedMemory {
-  size_t x_bytes, y;
-  int type;
-  void* host;
-  CUdeviceptr device;
-  void* array;
-  size_t pitch;
-};
-struct PitchedCopy {
-  PitchedMemory src, dst;
-  size_t width, height;
-};
-static_assert(sizeof(PitchedCopy) == 128, "CUDA_MEMCPY2D of cuda.h");
-
-struct LaunchConfig {
-  unsigned grid[3], block[3], shared_bytes;
-  CUstream stream;
-  LaunchAttribute* attributes;
-  unsigned num_attributes;
-};
-static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
-
-// What is used of the driver.
-#define JITKERN_DRIVER_SYMBOLS(USE)                                                                \
-  USE(cuInit, (unsigned flags))                                                                    \
-  USE(cuDriverGetVersion, (int* version))                                                          \
-  USE(cuDeviceGetCount, (int* count))                                                              \
-  USE(cuDeviceGet, (CUdevice * device, int ordinal))                                               \
-  USE(cuDeviceGetName, (char* name, int length, CUdevice device))                                  \
-  USE(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                          \
-  USE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                            \
-  USE(cuDevicePrimaryCtxGetState, (CUdevice device, unsigned* flags, int* active))                 \
-  USE(cuCtxSynchronize, ())                                                                        \
-  USE(cuCtxGetCurrent, (CUcontext * context))                                                      \
-  USE(cuCtxSetCurrent, (CUcontext context))                                                        \
-  USE(cuModuleLoadDataEx,                                                                          \
-      (CUmodule * module, const void* image, unsigned num_options, int* options, void** values))   \
-  USE(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))             \
-  USE(cuFuncGetAttribute, (int* value, int attribute, CUfunction function))                        \
-  USE(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
-  USE(cuLaunchKernelEx,                                                                            \
-      (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))          \
-  USE(cuMemsetD8Async, (CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream))  \
-  USE(cuMemcpyHtoDAsync_v2, (CUdeviceptr device, const void* host, size_t bytes, CUstream stream)) \
-  USE(cuMemcpyDtoHAsync_v2, (void* host, CUdeviceptr device, size_t bytes, CUstream stream))       \
-  USE(cuMemcpyAsync, (CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream))            \
-  USE(cuMemcpy2DAsync_v2, (const PitchedCopy* copy, CUstream stream))                              \
-  USE(cuStreamCreateWithPriority, (CUstream * stream, unsigned flags, int priority))               \
-  USE(cuStreamIsCapturing, (CUstream stream, int* status))                                         \
-  USE(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags))                         \
-  USE(cuEventCreate, (CUevent * event, unsigned flags))                                            \
-  USE(cuEventRecord, (CUevent event, CUstream stream))                                             \
-  USE(cuEventQuery, (CUevent event))                                                               \
-  USE(cuEventElapsedTime, (float* ms, CUevent from, CUevent to))                                   \
-  USE(cuEventDestroy_v2, (CUevent event))                                                          \
-  USE(cuMemHostAlloc, (void** pointer, size_t bytes, unsigned flags))                              \
-  USE(cuMemHostRegister_v2, (void* pointer, size_t bytes, unsigned flags))                         \
-  USE(cuMemHostUnregister, (void* pointer))                                                        \
-  USE(cuMemHostGetDevicePointer_v2, (CUdeviceptr * device_pointer, void* pointer, unsigned flags)) \
-  USE(cuPointerGetAttributes,                                                                      \
-      (unsigned count, int* attributes, void** values, CUdeviceptr pointer))                       \
-  USE(cuThreadExchangeStreamCaptureMode, (int* mode))                                              \
-  USE(cuGetErrorName, (CUresult error, const char** text))                                         \
-  USE(cuGetErrorString, (CUresult error, const char** text))
-
-struct Driver {
-#define JITKERN_DECLARE(name, parameters) CUresult(*name) parameters;
-  JITKERN_DRIVER_SYMBOLS(JITKERN_DECLARE)
-#undef JITKERN_DECLARE
-  // From 12.4 on; null in an older driver.
-  CUresult (*cuFuncGetParamInfo)(CUfunction function, size_t number, size_t* offset, size_t* bytes);
-
-  // The loaded driver, after cuInit. RuntimeError with the cure where there is none.
-  static const Driver& get();
-
-  // RuntimeError naming `what` unless `result` is success.
-  void check(CUresult result, const char* what) const;
-};
 
 // The devices of one process, 0 to kMaxDevices - 1.
 constexpr int kMaxDevices = 64;
@@ -287,11 +150,12 @@ using RaiseFault = void (*)(const char* op, const char* arg, i64 position, i64 v
 FaultSite fault_site(const char* op, const char* arg, RaiseFault raise = raise_index_error,
                      const char* outcome = "the row was not copied");
 
-// Raises, or warns of, a fault that an earlier kernel recorded on this device.
+// Raises, or warns of, a fault that an earlier kernel recorded on this device, unless another
+// thread does.
 void raise_pending_fault(Device& device);
 
 inline bool has_pending_fault(const Device& device) {
-  return *const_cast<volatile u32*>(&device.fault->state) == 2;
+  return __atomic_load_n(&device.fault->state, __ATOMIC_RELAXED) == 2;
 }
 
 inline void check_pending_fault(Device& device) {
@@ -300,6 +164,11 @@ inline void check_pending_fault(Device& device) {
 
 // Forgets the fault that is pending, if it is this one.
 void forget_fault(Device& device, const FaultRecord& fault);
+
+// PyTorch's current stream of the calling thread: as the FFI says where a tensor of PyTorch is
+// among the arguments, or a caller has named another by `tvm_ffi.use_raw_stream`; else PyTorch is
+// asked.
+CUstream current_stream(int ordinal);
 
 // A launch to be: one block of one thread, until more is asked for.
 struct Launch {
@@ -314,13 +183,13 @@ struct Launch {
 };
 
 // What a launch on a tensor's device needs: its context made current and torch's current stream.
+// One for all launches of a call: making it raises what an earlier call has left, and would between
+// two launches leave the second one out.
 class LaunchScope {
  public:
   explicit LaunchScope(const Tensor& tensor) : LaunchScope(tensor.dl->device.device_id) {}
   explicit LaunchScope(int ordinal)
-      : device(Device::get(ordinal)),
-        context_(device),
-        stream_(static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device.ordinal))) {
+      : device(Device::get(ordinal)), context_(device), stream_(current_stream(ordinal)) {
     check_pending_fault(device);
   }
 
@@ -370,8 +239,7 @@ class LaunchScope {
 class CollectiveScope : public LaunchScope {
  public:
   explicit CollectiveScope(int ordinal)
-      : LaunchScope(Device::get(ordinal),
-                    static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal))),
+      : LaunchScope(Device::get(ordinal), current_stream(ordinal)),
         has_fault_(has_pending_fault(device)) {}
 
   // Not what this very call finds, which would be raised by some ranks only.
@@ -385,18 +253,28 @@ class CollectiveScope : public LaunchScope {
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// Launches the first of the kernels of `spec` on `num_rows` rows of `grid_y` tables, on the device
-// of `tensor`. An empty call raises an earlier fault, and launches nothing.
+// The kernels of `spec` for `num_rows` rows; null where there is nothing to launch.
+inline const LoadedKernels* find_for_rows(KernelTable& table, const LaunchScope& scope,
+                                          const Spec& spec, i64 num_rows) {
+  return num_rows == 0 || spec[0] == 0 ? nullptr : &table.find(scope.device, spec);
+}
+
+// Launches the first of the kernels, if there are any, on `num_rows` rows of `grid_y` tables.
 template <class Params>
-void launch_rows(KernelTable& table, const Tensor& tensor, const Spec& spec, i64 num_rows,
-                 Params& params, int grid_y = 1) {
-  const LaunchScope scope(tensor);
-  if (num_rows == 0 || spec[0] == 0) return;
+void launch_on_rows(const LaunchScope& scope, const LoadedKernels* kernels, i64 num_rows,
+                    Params& params, int grid_y = 1) {
+  if (kernels == nullptr) return;
   params.fault = scope.device.fault_device;
-  const LoadedKernels& kernels = table.find(scope.device, spec);
-  const Kernel& kernel = kernels.entries[0];
-  scope.launch(kernel, ceil_div(kernels.shape.num_threads(num_rows), kernel.num_threads), params,
+  const Kernel& kernel = kernels->entries[0];
+  scope.launch(kernel, ceil_div(kernels->shape.num_threads(num_rows), kernel.num_threads), params,
                grid_y);
+}
+
+// Both, for a call that is one launch. An empty one has raised an earlier fault, in `scope`.
+template <class Params>
+void launch_rows(KernelTable& table, const LaunchScope& scope, const Spec& spec, i64 num_rows,
+                 Params& params, int grid_y = 1) {
+  launch_on_rows(scope, find_for_rows(table, scope, spec, num_rows), num_rows, params, grid_y);
 }
 
 // The shape for rows whose specialisation begins with their bytes and those of a vector.

@@ -35,7 +35,7 @@ void twice(AnyView rows_arg, AnyView output_arg) {
   if (!rows.on_cuda()) return twice_cpu(params, rows.row_bytes);
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes"}, row_shape);
   const Spec spec(rows.row_bytes, vec_bytes_for(rows, output));
-  launch_rows(kernels, rows, spec, rows.num_rows, params);
+  launch_rows(kernels, LaunchScope(rows), spec, rows.num_rows, params);
 }
 
 JITKERN_EXPORT_OP(write_twice, twice);

@@ -1,0 +1,145 @@
+// The CUDA driver without a CUDA toolkit: the few entry points that are used are declared here and
+// resolved from libcuda at first use. Building this needs no header of CUDA, loading it no GPU.
+#pragma once
+
+#include <jitkern/types.h>
+
+#include <cstddef>
+
+namespace jitkern {
+
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = u64;
+using CUcontext = struct CUctx_st*;
+using CUmodule = struct CUmod_st*;
+using CUfunction = struct CUfunc_st*;
+using CUstream = struct CUstream_st*;
+using CUevent = struct CUevent_st*;
+
+// Values of cuda.h that are part of the driver's stable ABI.
+enum : int {
+  kCudaSuccess = 0,
+  kCudaErrorNotReady = 600,
+  kAttributeMaxPitch = 11,
+  kAttributeMultiprocessorCount = 16,
+  kAttributeComputeMajor = 75,
+  kAttributeComputeMinor = 76,
+  kAttributeMaxSharedBytesPerBlockOptin = 97,
+  kFunctionMaxThreadsPerBlock = 0,
+  kFunctionSharedBytes = 1,
+  kFunctionMaxDynamicSharedBytes = 8,
+  kFunctionNonPortableClusterSize = 14,
+  kPointerMemoryType = 2,
+  kPointerDevicePointer = 3,
+  kPointerDeviceOrdinal = 9,
+  kPointerRangeStart = 11,
+  kPointerRangeSize = 12,
+  kMemoryTypeHost = 1,
+  kMemoryTypeDevice = 2,
+  kMemoryTypeUnified = 4,
+  kHostAllocPortable = 1,
+  kHostAllocDeviceMap = 2,
+  kCaptureModeRelaxed = 2,
+  kStreamNonBlocking = 1,
+  kHighestStreamPriority = -5,  // clamped to what the device has
+  kEventDisableTiming = 2,
+  kJitErrorLogBuffer = 5,
+  kJitErrorLogBufferBytes = 6,
+  kLaunchCooperative = 2,
+  kLaunchClusterDimension = 4,
+  kLaunchProgrammaticStreamSerialization = 6,
+};
+
+// CUlaunchAttribute: an id, padding to 8 bytes and a union of 64 bytes.
+struct LaunchAttribute {
+  int id;
+  int padding;
+  union {
+    unsigned sizes[3];  // or a flag, the first
+    char bytes[64];
+  } value;
+};
+static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
+
+// CUDA_MEMCPY2D: one side of it, then the other, then what is copied.
+struct PitchedMemory {
+  size_t x_bytes, y;
+  int type;
+  void* host;
+  CUdeviceptr device;
+  void* array;
+  size_t pitch;
+};
+struct PitchedCopy {
+  PitchedMemory src, dst;
+  size_t width, height;
+};
+static_assert(sizeof(PitchedCopy) == 128, "CUDA_MEMCPY2D of cuda.h");
+
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  CUstream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
+
+// What is used of the driver.
+#define JITKERN_DRIVER_SYMBOLS(USE)                                                                \
+  USE(cuInit, (unsigned flags))                                                                    \
+  USE(cuDriverGetVersion, (int* version))                                                          \
+  USE(cuDeviceGetCount, (int* count))                                                              \
+  USE(cuDeviceGet, (CUdevice * device, int ordinal))                                               \
+  USE(cuDeviceGetName, (char* name, int length, CUdevice device))                                  \
+  USE(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                          \
+  USE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                            \
+  USE(cuDevicePrimaryCtxGetState, (CUdevice device, unsigned* flags, int* active))                 \
+  USE(cuCtxSynchronize, ())                                                                        \
+  USE(cuCtxGetCurrent, (CUcontext * context))                                                      \
+  USE(cuCtxSetCurrent, (CUcontext context))                                                        \
+  USE(cuModuleLoadDataEx,                                                                          \
+      (CUmodule * module, const void* image, unsigned num_options, int* options, void** values))   \
+  USE(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))             \
+  USE(cuFuncGetAttribute, (int* value, int attribute, CUfunction function))                        \
+  USE(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
+  USE(cuLaunchKernelEx,                                                                            \
+      (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))          \
+  USE(cuMemsetD8Async, (CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream))  \
+  USE(cuMemcpyHtoDAsync_v2, (CUdeviceptr device, const void* host, size_t bytes, CUstream stream)) \
+  USE(cuMemcpyDtoHAsync_v2, (void* host, CUdeviceptr device, size_t bytes, CUstream stream))       \
+  USE(cuMemcpyAsync, (CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream))            \
+  USE(cuMemcpy2DAsync_v2, (const PitchedCopy* copy, CUstream stream))                              \
+  USE(cuStreamCreateWithPriority, (CUstream * stream, unsigned flags, int priority))               \
+  USE(cuStreamIsCapturing, (CUstream stream, int* status))                                         \
+  USE(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags))                         \
+  USE(cuEventCreate, (CUevent * event, unsigned flags))                                            \
+  USE(cuEventRecord, (CUevent event, CUstream stream))                                             \
+  USE(cuEventQuery, (CUevent event))                                                               \
+  USE(cuEventElapsedTime, (float* ms, CUevent from, CUevent to))                                   \
+  USE(cuEventDestroy_v2, (CUevent event))                                                          \
+  USE(cuMemHostAlloc, (void** pointer, size_t bytes, unsigned flags))                              \
+  USE(cuMemHostRegister_v2, (void* pointer, size_t bytes, unsigned flags))                         \
+  USE(cuMemHostUnregister, (void* pointer))                                                        \
+  USE(cuMemHostGetDevicePointer_v2, (CUdeviceptr * device_pointer, void* pointer, unsigned flags)) \
+  USE(cuPointerGetAttributes,                                                                      \
+      (unsigned count, int* attributes, void** values, CUdeviceptr pointer))                       \
+  USE(cuThreadExchangeStreamCaptureMode, (int* mode))                                              \
+  USE(cuGetErrorName, (CUresult error, const char** text))                                         \
+  USE(cuGetErrorString, (CUresult error, const char** text))
+
+struct Driver {
+#define JITKERN_DECLARE(name, parameters) CUresult(*name) parameters;
+  JITKERN_DRIVER_SYMBOLS(JITKERN_DECLARE)
+#undef JITKERN_DECLARE
+  // From 12.4 on; null in an older driver.
+  CUresult (*cuFuncGetParamInfo)(CUfunction function, size_t number, size_t* offset, size_t* bytes);
+
+  // The loaded driver, after cuInit. RuntimeError with the cure where there is none.
+  static const Driver& get();
+
+  // RuntimeError naming `what` unless `result` is success.
+  void check(CUresult result, const char* what) const;
+};
+
+}  // namespace jitkern

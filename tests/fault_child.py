@@ -1,0 +1,232 @@
+"""Calls that several launches make, on the driver of fake_driver.c; run by test_faults.py.
+
+What an earlier call has left is raised in front of all of them or behind, and once; what they want
+memory for they have by then. PyTorch has no GPU here: tensors only say that they are on one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import tvm_ffi
+from fake_gpu import report_checks
+from launch_fake import STREAM, cuda, driver, log, params
+
+import jitkern
+from jitkern.host import module as host
+from jitkern.host.torch_state import torch_state
+from jitkern.jit.device import DeviceModule
+from jitkern.ops import index, store
+
+PARAMS = "=QQqqQqqqqqqqIxxxxQ"  # of IndexParams
+driver.fake_kernel(b"jitkern_index_20B_v4_i64", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024)
+BAD = 2, 0, 7, 900, 900
+
+
+class Fault(ctypes.Structure):
+    """FaultRecord of types.h."""
+
+    _fields_ = (
+        ("state", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("position", ctypes.c_int64),
+        ("value", ctypes.c_int64),
+        ("bound", ctypes.c_int64),
+    )
+
+    def be(self, *fields: int) -> None:
+        self.state, self.site, self.position, self.value, self.bound = fields
+
+
+def indices(count: int = 3) -> Any:
+    return cuda(count, dtype=torch.int64)
+
+
+def record() -> Fault:
+    """Of GPU 0: a kernel is told where it is."""
+    log()
+    jitkern.indexing(cuda(10, 5), indices(), output=cuda(3, 5))
+    *_, address = struct.unpack(PARAMS, params(log().strip()))
+    return Fault.from_address(address)
+
+
+def num_launches() -> int:
+    return log().count("grid")
+
+
+def raised(call: Callable[..., object], *args: Any, **how: Any) -> Exception | None:
+    try:
+        call(*args, **how)
+    except Exception as error:
+        return error
+    return None
+
+
+def found_while_compiling(fault: Fault, row_bytes: int, builder: Callable[..., Any]) -> Any:
+    """As a kernel that was launched before would, by the time another one is there."""
+
+    def build(**spec: int) -> Any:
+        if spec["row_bytes"] == row_bytes:
+            fault.be(*BAD)
+        return builder(**spec)
+
+    return build
+
+
+def is_raised_once(fault: Fault) -> None:
+    check = host.module()["check_faults"]
+    error = raised(check, 0)
+    assert isinstance(error, IndexError) and "index 900 at position 7" in str(error), error
+    assert raised(check, 0) is None and fault.state == 0
+
+
+# -- one call, several launches --------------------------------------------------------------------
+
+
+def launches_all_tables(tables: list[Any], row_bytes: int) -> None:
+    """`row_bytes` are those of the second."""
+    fault = record()
+    outputs = tuple(cuda(3, table.shape[1]) for table in tables)
+    call: Any = lambda: jitkern.indexing(tuple(tables), indices(), output=outputs)  # noqa: E731
+    host.builds("indexing", found_while_compiling(fault, row_bytes, index.kernel))
+    try:
+        error = raised(call)
+    finally:
+        host.builds("indexing", index.kernel)
+    said = log()
+    assert error is None and said.count("grid") == len(tables), (error, said)
+    assert said.rindex("module") < said.index("grid"), said
+    is_raised_once(fault)
+    fault.be(*BAD)
+    assert isinstance(raised(call), IndexError)
+    assert num_launches() == 0
+    call()
+    assert num_launches() == len(tables)
+
+
+def check_tables_are_all_launched() -> None:
+    launches_all_tables([cuda(10, items) for items in (6, 7, 9)], 28)
+
+
+def check_tables_of_the_host_are_all_launched() -> None:
+    launches_all_tables([pinned(10, items) for items in (10, 11, 13)], 44)
+
+
+def check_the_second_half_of_a_store_raises_nothing() -> None:
+    """PyTorch took the call apart, and K is stored by then."""
+    fault = record()
+    first, store_v = (host.op_now(f"store_{n}cache", store.kernel) for n in ("", "v_"))
+    for items in (5, 6):
+        fault.be(*BAD)
+        store_v(cuda(10, items), indices(), cuda(3, items))
+        assert num_launches() == 1
+        is_raised_once(fault)
+    fault.be(*BAD)
+    assert isinstance(raised(first, cuda(10, 5), None, indices(), cuda(3, 5), None), IndexError)
+    assert num_launches() == 0
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def pinned(*shape: int) -> Any:
+    """Another library's: one of PyTorch would bring PyTorch's allocator."""
+    tensor = torch.zeros(*shape)
+    address, count = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
+    driver.fake_memory(address, count, 1, 0)
+    return tvm_ffi.from_dlpack(tensor)
+
+
+SET_ERROR = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
+ALLOCATE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, SET_ERROR
+)
+num_left = [0]  # allocations that are not refused
+
+
+@ALLOCATE
+def allocate(like: int, out: int, context: int, set_error: Any) -> int:
+    num_left[0] -= 1
+    if num_left[0] < 0:
+        set_error(context, b"RuntimeError", b"out of memory")
+        return -1
+    arguments = (ctypes.c_void_p(like), ctypes.c_void_p(out), ctypes.c_void_p(context), None)
+    status: int = driver.fake_allocate(*arguments)
+    return status
+
+
+def check_a_large_call_has_its_memory_before_it_writes() -> None:
+    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocate, 1, None)
+    count = 3000
+    tables, outputs = (pinned(500, 256), pinned(500, 128)), (cuda(count, 256), cuda(count, 128))
+    call: Any = lambda: jitkern.indexing(tables, indices(count), output=outputs)  # noqa: E731
+    num_left[0] = 2
+    log()
+    call()
+    said = log()
+    assert said.count("allocate") == 2 and said.count("grid") >= 5, said
+    for some in (0, 1):
+        num_left[0] = some
+        error = raised(call)
+        assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
+        assert num_launches() == 0
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+def current_stream(ordinal: int, stream: Any) -> int:
+    """As aoti_torch_get_current_cuda_stream; there is no GPU 1."""
+    stream[0] = STREAM + 1
+    return ordinal
+
+
+def check_without_a_tensor_of_torch_its_stream_is_asked_for() -> None:
+    calls: list[Any] = [
+        lambda number: jitkern.store_cache(
+            cuda(10, 5, number=number),
+            None,
+            cuda(3, dtype=torch.int64, number=number),
+            cuda(3, 5, number=number),
+        ),
+        lambda number: jitkern.indexing(
+            cuda(10, 5, number=number),
+            cuda(3, dtype=torch.int64, number=number),
+            output=cuda(3, 5, number=number),
+        ),
+    ]
+    for call in calls:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                call(0), call(1)
+    set_torch_state = host.module()["set_torch_state"]
+    address = ctypes.cast(current_stream, ctypes.c_void_p).value
+    log()
+    for known, streams in ((address, (STREAM + 1, 0)), (0, (0, 0))):
+        set_torch_state(*torch_state()[:2], known)
+        for call in calls:
+            for number, stream in enumerate(streams):
+                call(number)
+                assert f" stream {stream} " in (said := log()), said
+            with torch.inference_mode():
+                call(0)
+                assert f" stream {streams[0]} " in (said := log()), said
+            with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), STREAM):
+                call(0)
+                assert f" stream {STREAM} " in (said := log()), said
+    set_torch_state(*torch_state())
+
+
+def main() -> None:
+    DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
+    report_checks(dict(globals()), log)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The gradient of ``indexing`` where many rows are one: sums of 16 bits. See test_autograd.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitkern
+from jitkern.ops.index_gradient import add_up_16_bits
+
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+ROWS = 5
+
+
+@pytest.mark.parametrize("row_shape", [(8,), (2, 3), (), (1,)], ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+def test_many_gradients_of_a_row(
+    device: torch.device, dtype: torch.dtype, row_shape: tuple[int, ...]
+) -> None:
+    """In their own precision a sum of ones stops at 256, or at 2048."""
+    for count in (1000, 4000):
+        weights = torch.zeros(4, *row_shape, dtype=dtype, device=device, requires_grad=True)
+        indices = torch.zeros(count + 2, dtype=torch.int32, device=device)
+        indices[7], indices[9] = -1, 3
+        jitkern.indexing(weights, indices).sum().backward()
+        assert weights.grad is not None
+        expected = torch.zeros(4, *row_shape, dtype=dtype, device=device)
+        expected[0], expected[3] = count, 1
+        assert torch.equal(weights.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+@pytest.mark.parametrize("shape", [((3, 4), (0,)), ((3, 0), (2,)), ((0, 4), (0,))], ids=str)
+def test_no_gradients(
+    device: torch.device, dtype: torch.dtype, shape: tuple[tuple[int, ...], ...]
+) -> None:
+    weights = torch.zeros(shape[0], dtype=dtype, device=device, requires_grad=True)
+    indices = torch.zeros(shape[1], dtype=torch.int64, device=device)
+    jitkern.indexing(weights, indices).sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.shape == shape[0] and not weights.grad.any()
+
+
+def added_up(gradients: Tensor, rows: Tensor) -> Tensor:
+    return add_up_16_bits(gradients, rows, ROWS)[: ROWS - 1]
+
+
+def reference(gradients: Tensor, rows: Tensor) -> Tensor:
+    total = gradients.new_zeros(ROWS, gradients.shape[1])
+    return total.index_add(0, rows, gradients)[: ROWS - 1]
+
+
+def test_the_other_way_is_differentiable(device: torch.device) -> None:
+    """Of other types too, as they are looked at here: it is one way."""
+    gradients = torch.randn(6, 3, dtype=torch.float64, device=device, requires_grad=True)
+    rows = torch.tensor([0, 0, ROWS - 1, 3, ROWS - 1, 1], device=device)
+    torch.testing.assert_close(added_up(gradients, rows), reference(gradients, rows))
+    call = lambda g: added_up(g, rows) ** 2  # noqa: E731
+    assert torch.autograd.gradcheck(call, gradients, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, gradients)
+
+
+def test_the_other_way_batched(device: torch.device) -> None:
+    gradients = torch.randn(7, 6, 3, dtype=torch.float64, device=device)
+    rows = torch.randint(0, ROWS, (7, 6), device=device)
+    for dims, args in (
+        ((0, None), (gradients, rows[0])),
+        ((None, 0), (gradients[0], rows)),
+        ((0, 0), (gradients, rows)),
+    ):
+        found = torch.vmap(added_up, dims)(*args)
+        torch.testing.assert_close(found, torch.vmap(reference, dims)(*args))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+def test_second_order_and_batches_of_16_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """Through the op: numbers that 16 bits hold exactly."""
+    weights = torch.randint(-3, 4, (ROWS, 3), device=device).to(dtype)
+    indices = torch.tensor([[1, -1, 1], [4, 1, 0]], device=device)
+
+    def loss(table: Tensor, where: Tensor) -> Tensor:
+        return (jitkern.indexing(table, where) ** 2).sum()
+
+    def plain(table: Tensor, where: Tensor) -> Tensor:
+        return (table[where.clamp(min=0)] * (where >= 0)[..., None]).square().sum()
+
+    for make in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        assert torch.equal(make(loss)(weights, indices), make(plain)(weights, indices))
+    each = torch.vmap(torch.func.grad(loss), (None, 0))(weights, indices)
+    assert torch.equal(each, torch.vmap(torch.func.grad(plain), (None, 0))(weights, indices))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+def test_compiled(device: torch.device, dtype: torch.dtype) -> None:
+    """Fake tensors go the same way, with sizes that are not known yet."""
+    weights = torch.zeros(4, 8, dtype=dtype, device=device, requires_grad=True)
+
+    def plain(table: Tensor, where: Tensor) -> Tensor:
+        return jitkern.indexing(table, where)
+
+    call = torch.compile(plain, backend="aot_eager", fullgraph=True, dynamic=True)
+    for count in (1000, 1500):
+        weights.grad = None
+        call(weights, torch.zeros(count, dtype=torch.int64, device=device)).sum().backward()
+        assert weights.grad is not None
+        exact = torch.tensor(float(count), device=device).to(dtype)
+        assert torch.equal(weights.grad[0], exact.expand(8))
