@@ -105,11 +105,13 @@ def test_a_late_gpu_and_all_go_on(two: list[Rank], kind: str) -> None:
     """What its rank queued long before is over before the others forget it."""
     if kind == "cpu":
         pytest.skip("its calls wait by themselves")
-    everywhere(two, "comm.all_reduce(ones(5))")
+    # All kernels are loaded: to load one would wait for what the GPU has to do.
+    everywhere(two, "torch.cuda._sleep(1) or comm.all_reduce(ones(5) * 7)")
     two[1].evaluate("[torch.cuda._sleep(2_000_000_000) for _ in range(4)]")  # a second each
-    two[1].evaluate("comm.all_reduce(ones(5) * 7)")
+    two[1].tell("evaluate", code="comm.all_reduce(ones(5) * 7)")
     two[0].tell("sum_late")
     assert two[0].error(1.0 + LATE_S)["missing"] == [1]
+    two[1].value()
     everywhere(two, "comm.reset()")
     for _ in range(4):
         code = "(lambda x: comm.all_reduce(x) or x.tolist())(ones(5))"
