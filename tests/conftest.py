@@ -15,6 +15,7 @@ from built_wheel import wheel  # noqa: F401
 from children import cache_dir, children, sources  # noqa: F401
 from fake_toolkit import fake_nvcc  # noqa: F401
 from headers import bare_machine  # noqa: F401
+from host_stand_in import built, shipped, stand_in  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from owned import cache_root, no_private_groups  # noqa: F401

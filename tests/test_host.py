@@ -1,4 +1,4 @@
-"""The host module: built once, shipped, refused with advice, wired to Python. Stand-in sources."""
+"""The host module: built once, shipped, refused with advice. Stand-in sources."""
 
 from __future__ import annotations
 
@@ -8,123 +8,22 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from host_stand_in import SOURCE, forget, write_csrc
+from needs import needs_cxx
 
-from jitkern.arch import Arch
 from jitkern.cache import search
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
-from jitkern.compilers.find import find_cxx
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, ToolchainError
 from jitkern.host import module as host
 
-try:
-    find_cxx()
-except ToolchainError:
-    pytest.skip("needs a C++ compiler", allow_module_level=True)
-
-SOURCE = """\
-#include <jitkern/answer.h>
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/tuple.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/string.h>
-
-namespace {
-using tvm::ffi::Array;
-using tvm::ffi::Bytes;
-using tvm::ffi::Function;
-using tvm::ffi::String;
-using tvm::ffi::Tuple;
-
-Function& resolver() { static auto* f = new Function(); return *f; }
-Function& fault_handler() { static auto* f = new Function(); return *f; }
-
-int64_t answer() { return ANSWER; }
-void set_resolver(Function f) { resolver() = f; }
-void set_torch_state(int64_t, int64_t, int64_t) {}
-void set_fault_handler(Function f) { fault_handler() = f; }
-void set_tuner(Function) {}
-void fault(String text) {
-  if (fault_handler() == nullptr) TVM_FFI_THROW(IndexError) << text;
-  fault_handler()(text);
-}
-int64_t demo(int64_t rows, int64_t bytes) {
-  const Array<String> names{"rows", "bytes"};
-  const auto [image, entries, config] = resolver()("demo", names, Array<int64_t>{rows, bytes}, 90)
-      .cast<Tuple<Bytes, Array<String>, Array<int64_t>>>();
-  return image.size() + 100 * entries.size() + 10000 * config[0];
-}
-void refuse(int64_t) { TVM_FFI_THROW(ValueError) << "demo: x: wrong"; }
-}  // namespace
-
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_resolver, set_resolver);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_torch_state, set_torch_state);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_handler, set_fault_handler);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_tuner, set_tuner);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fault, fault);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(demo, demo);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(refuse, refuse);
-"""
-
-
-def write_csrc(folder: Path, answer: int = 42) -> Path:
-    (folder / "include" / "jitkern").mkdir(parents=True, exist_ok=True)
-    (folder / "ops").mkdir(exist_ok=True)
-    (folder / "host").mkdir(exist_ok=True)
-    (folder / "host" / "precompiled.h").write_text("#pragma once\n#include <string>\n")
-    (folder / "include" / "jitkern" / "answer.h").write_text(f"#define ANSWER {answer}\n")
-    (folder / "ops" / "demo.cc").write_text(SOURCE)
-    (folder / "ops" / "demo.cu").write_text("device code is of no concern here")
-    return folder
-
-
-def forget() -> None:
-    host._found = None
-    host._builders.clear()
-    search._shelves.cache_clear()
-    settings.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory into which the stand-in was built as for a wheel."""
-    folder = tmp_path_factory.mktemp("host")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "CSRC", write_csrc(folder / "csrc"))
-        entry = host.build_host_module(folder / "_prebuilt")
-    assert entry.artefact_name == "jitkern_host.so"
-    return folder / "_prebuilt"
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The stand-in sources in the place of jitkern's own, nothing shipped, nothing cached."""
-    csrc = write_csrc(tmp_path / "csrc")
-    monkeypatch.setattr(host, "CSRC", csrc)
-    monkeypatch.setattr(search, "SHIPPED", tmp_path / "nothing")
-    kept = (host._found, dict(host._builders))
-    forget()
-    yield csrc
-    forget()
-    host._found = kept[0]
-    host._builders.update(kept[1])
-
-
-@pytest.fixture
-def shipped(stand_in: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The stand-in, with a copy of its shipped library."""
-    place = tmp_path / "_prebuilt"
-    shutil.copytree(built, place)
-    monkeypatch.setattr(search, "SHIPPED", place)
-    return place
+pytestmark = needs_cxx
 
 
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,92 +207,6 @@ def test_a_source_that_does_not_compile(stand_in: Path) -> None:
     (stand_in / "ops" / "demo.cc").write_text("int x = nonsense;\n")
     with pytest.raises(CompileError, match="nonsense"):
         host.module()
-
-
-class Kernels:
-    exports = ("one", "two")
-    launch_config = (7, 8)
-
-    def __init__(self, image: bytes | Exception) -> None:
-        self.answer = image
-
-    def image(self, arch: Arch) -> bytes:
-        assert arch == Arch(9, 0)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
-def test_ops_resolve_through_python(shipped: Path) -> None:
-    seen: list[dict[str, int]] = []
-
-    def kernel(**spec: int) -> Kernels:
-        seen.append(spec)
-        return Kernels(b"12345")
-
-    demo = host.op("demo", kernel)
-    assert demo(656, 16) == 70205  # image, entry points and configuration
-    assert seen == [{"rows": 656, "bytes": 16}]
-    assert all(type(name) is str and type(value) is int for name, value in seen[0].items())
-
-
-def test_a_builder_that_knows_other_parameters_is_refused(shipped: Path) -> None:
-    demo = host.op("demo", lambda bytes_, lines: Kernels(b""))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
-        demo(656, 16)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        CompileError("demo: failed", command="nvrtc", log="line 1", source="text"),
-        FrozenError("demo: missing"),
-        ToolchainError("no NVRTC; install it"),
-    ],
-)
-def test_exceptions_survive_the_way_through_cxx(shipped: Path, error: Exception) -> None:
-    demo = host.op("demo", lambda **_: Kernels(error))
-    with pytest.raises(type(error)) as caught:
-        demo(1, 2)
-    assert caught.value is error
-    assert host.ThroughCpp.waiting == {}
-
-
-def test_two_threads_may_fail_with_the_same_words() -> None:
-    errors = [FrozenError("demo: missing") for _ in range(2)]
-    words = []
-    for error in errors:
-        with pytest.raises(host.ThroughCpp) as caught, host._through_cpp():
-            raise error
-        words.append(str(caught.value))
-    assert [host.ThroughCpp(text) for text in words] == errors
-    assert host.ThroughCpp.waiting == {}
-
-
-@pytest.mark.parametrize(
-    ("mode", "outcome"),
-    [
-        ("raise", pytest.raises(IndexError, match="row 3 was skipped")),
-        ("warn", pytest.warns(RuntimeWarning, match="row 3 was skipped")),
-        ("ignore", nullcontext()),
-    ],
-)
-def test_what_python_says_of_faults_is_what_cxx_does(
-    shipped: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    outcome: AbstractContextManager[object],
-) -> None:
-    monkeypatch.setenv("JITKERN_FAULTS", mode)
-    settings.cache_clear()
-    module = host.module()
-    with outcome:
-        module["fault"]("row 3 was skipped")
-
-
-def test_what_cxx_refuses_is_raised(shipped: Path) -> None:
-    with pytest.raises(ValueError, match="demo: x: wrong"):
-        host.module()["refuse"](1)
 
 
 def test_a_fork_keeps_the_module(shipped: Path) -> None:
