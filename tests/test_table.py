@@ -91,7 +91,7 @@ USERS = {
         tests/comm/test_peer_in_step.py
     """,
     "rows of one pool, which are those of an op where there is one rank": """
-        bench/cases/peer.py src/jitkern/comm/peer_rows.py
+        bench/peer_rows.py src/jitkern/comm/peer_rows.py
     """,
     "a figure or a show of a few ops": """
         bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py
