@@ -376,7 +376,8 @@ CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, 
     if (attributes[a] == 9) *(int*)values[a] = of_vmm;
     if (attributes[a] == 3) *(uint64_t*)values[a] = at;
   }
-  for (int i = 0; i < num_memories; ++i) {
+  // What a test has named before may have been freed, and its addresses be others' by now.
+  for (int i = 0; i < num_memories && of_vmm < 0; ++i) {
     const struct Memory* one = &memories[i];
     if (at < one->begin || at >= one->begin + one->bytes) continue;
     for (unsigned a = 0; a < count; ++a) {
