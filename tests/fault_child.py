@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import STREAM, cuda, driver, log, params
+from launch_fake import STREAM, Fault, cuda, driver, log, params
 
 import jitkern
 from jitkern.host import module as host
@@ -25,21 +25,6 @@ from jitkern.ops import index, store
 PARAMS = "=QQqqQqqqqqqqIxxxxQ"  # of IndexParams
 driver.fake_kernel(b"jitkern_index_20B_v4_i64", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024)
 BAD = 2, 0, 7, 900, 900
-
-
-class Fault(ctypes.Structure):
-    """FaultRecord of types.h."""
-
-    _fields_ = (
-        ("state", ctypes.c_uint32),
-        ("site", ctypes.c_uint32),
-        ("position", ctypes.c_int64),
-        ("value", ctypes.c_int64),
-        ("bound", ctypes.c_int64),
-    )
-
-    def be(self, *fields: int) -> None:
-        self.state, self.site, self.position, self.value, self.bound = fields
 
 
 def indices(count: int = 3) -> Any:

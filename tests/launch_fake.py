@@ -29,6 +29,21 @@ def cuda(*shape: int, dtype: torch.dtype = torch.float32, number: int = 0) -> An
     return tvm_ffi.from_dlpack(OnCuda(torch.zeros(*shape, dtype=dtype), number))
 
 
+class Fault(ctypes.Structure):
+    """FaultRecord of types.h: what kernels write to, at an address."""
+
+    _fields_ = (
+        ("state", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("position", ctypes.c_int64),
+        ("value", ctypes.c_int64),
+        ("bound", ctypes.c_int64),
+    )
+
+    def be(self, *fields: int) -> None:
+        self.state, self.site, self.position, self.value, self.bound = fields
+
+
 class Pointer:
     def __init__(self, value: int) -> None:
         self._value = value

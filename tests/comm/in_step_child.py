@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import STREAM, cuda, driver, log, params
+from launch_fake import STREAM, Fault, cuda, driver, log, params
 
 from jitkern.comm import PeerReducer, peer_kernel, peer_reduce
 from jitkern.errors import CommTimeoutError
@@ -24,21 +24,6 @@ PARAMS = "=QQq4I2I2I8QQIIQQ"  # of PeerReduceParams
 driver.fake_kernel(
     b"jitkern_peer_one_shot_v16_r2_n1_f32", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
 )
-
-
-class Fault(ctypes.Structure):
-    """FaultRecord of types.h."""
-
-    _fields_ = (
-        ("state", ctypes.c_uint32),
-        ("site", ctypes.c_uint32),
-        ("position", ctypes.c_int64),
-        ("value", ctypes.c_int64),
-        ("bound", ctypes.c_int64),
-    )
-
-    def be(self, *fields: int) -> None:
-        self.state, self.site, self.position, self.value, self.bound = fields
 
 
 class Reducer:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log, params
+from launch_fake import Fault, OnCuda, driver, log, params
 
 from jitkern.jit.device import DeviceModule
 from jitkern.offload import mover
@@ -26,22 +26,6 @@ copy_blocks = mover.copy_blocks
 PARAMS = "=QQqqqqQQqqqqqqiIIxxxxQ"  # of CopyBlocksParams
 NAME = b"jitkern_copy_blocks_v16_i64_write"
 driver.fake_kernel(NAME, ctypes.c_uint64(struct.calcsize(PARAMS)), 1024)
-
-
-class Fault(ctypes.Structure):
-    """FaultRecord of types.h."""
-
-    _fields_ = (
-        ("state", ctypes.c_uint32),
-        ("site", ctypes.c_uint32),
-        ("position", ctypes.c_int64),
-        ("value", ctypes.c_int64),
-        ("bound", ctypes.c_int64),
-    )
-
-    def be_found(self, position: int) -> None:
-        self.site, self.position, self.value, self.bound = 0, position, 900, 900
-        self.state = 2
 
 
 def on_gpu(tensor: torch.Tensor) -> Any:
@@ -171,7 +155,7 @@ def check_a_fault_between_two_steps_is_raised_behind_the_last() -> None:
 
     def found(step: int) -> None:
         if step == 1 and positions:
-            fault.be_found(positions.pop(0))
+            fault.be(2, 0, positions.pop(0), 900, 900)
 
     for count in (1, 3):  # each keeps one try from being made
         positions = list(range(7, 7 + count))
@@ -184,7 +168,7 @@ def check_a_fault_between_two_steps_is_raised_behind_the_last() -> None:
 
 
 def check_a_fault_in_front_of_all_leaves_nothing_queued() -> None:
-    fault_of_the_gpu().be_found(7)
+    fault_of_the_gpu().be(2, 0, 7, 900, 900)
     steps = Steps(lambda _: None)
     assert isinstance(steps.error, IndexError) and steps.tries == 0
     steps = Steps(lambda _: None)

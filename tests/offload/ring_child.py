@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log, params, refused
+from launch_fake import Fault, OnCuda, driver, log, params, refused
 from rings import LINE, Memory, memory_of, ring_word, rows
 
 from jitkern import unpack
@@ -26,18 +26,6 @@ BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
 FAULT_AT = 120  # the address of the record that the kernel may write to, in ConsumeParams
 driver.fake_kernel(b"jitkern_unpack_ring", ctypes.c_uint64(248), 512)
-
-
-class Fault(ctypes.Structure):
-    """FaultRecord of types.h."""
-
-    _fields_ = (
-        ("state", ctypes.c_uint32),
-        ("site", ctypes.c_uint32),
-        ("position", ctypes.c_int64),
-        ("value", ctypes.c_int64),
-        ("bound", ctypes.c_int64),
-    )
 
 
 class Stream:
