@@ -176,7 +176,7 @@ def check_a_fault_in_front_of_all_leaves_nothing_queued() -> None:
 
 
 def check_what_was_queued_before_a_failure_is_waited_for() -> None:
-    for kind, tries in ((KeyboardInterrupt, 3), (RuntimeError, 2 + mover._MOST_FAULTS)):
+    for kind, tries in ((KeyboardInterrupt, 3), (RuntimeError, 3)):
 
         def fail(step: int, kind: type[BaseException] = kind) -> None:
             if step == 2:

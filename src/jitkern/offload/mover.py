@@ -7,8 +7,7 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from jitkern.errors import CommTimeoutError
-from jitkern.host.faults import check
+from jitkern.host.faults import check, is_of_earlier_call
 from jitkern.offload import memory
 from jitkern.offload.block_pairs import Numbers, pair, pairs_of, places_for, run_of, single
 from jitkern.ops.copy_blocks import copy_blocks
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 _STEP_BYTES = 256 << 20  # of `everything`: 5 ms of the link, after which the display goes on
 _SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
-_FAULTS = (IndexError, CommTimeoutError, RuntimeError)  # what kernels find, raised by later calls
-_MOST_FAULTS = 100  # in one step; a failure of its own comes again and again
 
 
 class Side:
@@ -168,15 +165,14 @@ class BlockMover:
     def _copy_despite_faults(self, *copy: Any) -> Exception | None:
         """Copy, and return the first of what had been found by then, which is forgotten."""
         fault: Exception | None = None
-        for _ in range(_MOST_FAULTS):
+        while True:
             try:
                 self._copy(*copy)
                 return fault
-            except _FAULTS as error:
-                if self._device.type != "cuda":
+            except Exception as error:
+                if not is_of_earlier_call(error):
                     raise
                 fault = fault or error
-        raise fault or RuntimeError
 
     def _copy(
         self,
