@@ -54,7 +54,16 @@ const char* fake_log(void) {
   return copy;
 }
 void fake_memory(uint64_t begin, uint64_t bytes, unsigned type, int ordinal) {
+  if (num_memories == sizeof(memories) / sizeof(memories[0])) abort();
   memories[num_memories++] = (struct Memory){begin, bytes, type, ordinal};
+}
+// These addresses are new ones: what tests named there has been freed.
+void fake_memory_anew(uint64_t begin, uint64_t bytes) {
+  for (int i = num_memories - 1; i >= 0; --i) {
+    if (begin >= memories[i].begin + memories[i].bytes) continue;
+    if (memories[i].begin >= begin + bytes) continue;
+    memories[i] = memories[--num_memories];
+  }
 }
 static struct Function expected[16];
 static int num_expected;
@@ -376,8 +385,7 @@ CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, 
     if (attributes[a] == 9) *(int*)values[a] = of_vmm;
     if (attributes[a] == 3) *(uint64_t*)values[a] = at;
   }
-  // What a test has named before may have been freed, and its addresses be others' by now.
-  for (int i = 0; i < num_memories && of_vmm < 0; ++i) {
+  for (int i = 0; i < num_memories; ++i) {
     const struct Memory* one = &memories[i];
     if (at < one->begin || at >= one->begin + one->bytes) continue;
     for (unsigned a = 0; a < count; ++a) {
