@@ -6,13 +6,12 @@ Commands are in tests/test_docs_commands.py.
 from __future__ import annotations
 
 import doctest
-import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import pytest
 from needs import needs_cxx, needs_nvrtc
 from pages import (
@@ -29,6 +28,7 @@ from pages import (
     with_expected_errors,
     write_files,
 )
+from paths import python_path
 
 from jitkern import errors
 from jitkern.cli import _COMMANDS, _parser, completion
@@ -51,18 +51,16 @@ RANK_0 = {
 @needs_nvrtc
 @pytest.mark.parametrize("page", [page for page in PAGES if program(page)])
 def test_the_python_of_a_page_runs(
-    page: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT / "examples"))
     monkeypatch.setenv("JITKERN_ARCH", "9.0")  # for nvcc, where there is no GPU to ask
     for name, value in RANK_0.items():
         monkeypatch.setenv(name, value)
-    assert fresh_python(program(page)).returncode == 0
+    done = forks.run(program(page))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("block", [one for one in ALL if one.is_session], ids=str)

@@ -6,12 +6,12 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
+import forks
 from paths import TESTS, python_path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,13 +24,8 @@ class Rank:
     """A process that is a rank, or will be."""
 
     def __init__(self, child: Path = CHILD, **env: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(child)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": python_path(TESTS), **env},
-            bufsize=0,
-        )
+        env = {**os.environ, "PYTHONPATH": python_path(TESTS), **env}
+        self.process = forks.start(child, env=env, stdin=PIPE, stdout=PIPE)
         self.pid = self.process.pid
         self.num_unanswered = 0
 
@@ -75,7 +70,7 @@ class Rank:
 
 
 class Pool:
-    """Rank processes that tests use one after the other: importing torch takes seconds."""
+    """Rank processes that tests use one after the other."""
 
     def __init__(
         self, folder: Callable[[], Path], child: Path = CHILD, num_gpus: int = 0, **env: str
@@ -125,9 +120,7 @@ class Pool:
 
     def close(self) -> None:
         for rank in self._ranks:
-            rank.kill()
-            rank.process.stdin.close()
-            rank.process.stdout.close()
+            rank.process.end()
 
 
 def make(ranks: list[Rank], **config: Any) -> None:

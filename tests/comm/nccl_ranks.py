@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from comm_ranks import Pool, Rank
+from filelock import FileLock
 from needs import needs_cxx
 from shared_gpu import num_gpus
 
@@ -44,10 +45,15 @@ def all_do(ranks: list[Rank], do: str, **config: Any) -> list[Any]:
 
 
 def build(folder: Path) -> dict[str, str]:
-    """Make the libcuda and the libnccl; return what a process finds them by."""
+    """Make the libcuda and the libnccl, once for all workers; return what finds them."""
     cuda, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
-    compile_library(cuda, [THREADS / "fake_gpu.cc", THREADS / "fake_kernel.cc"])
-    compile_library(nccl, [*sorted(HERE.glob("fake_*.cc")), cuda])
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            made = folder.with_suffix(".made")
+            made.mkdir()
+            compile_library(made / cuda.name, [THREADS / "fake_gpu.cc", THREADS / "fake_kernel.cc"])
+            compile_library(made / nccl.name, [*sorted(HERE.glob("fake_*.cc")), made / cuda.name])
+            made.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
     return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl)}
 
@@ -66,7 +72,9 @@ def compile_library(target: Path, sources: list[Path]) -> None:
 
 
 @pytest.fixture(scope="session")
-def nccl_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pool]]:
+def nccl_pools(
+    tmp_path_factory: pytest.TempPathFactory, session_cache: Path
+) -> Iterator[Callable[[str], Pool]]:
     base, numbers = tmp_path_factory.mktemp("nccl"), itertools.count()
     made: dict[str, Pool] = {}
     libraries: dict[str, str] = {}
@@ -80,7 +88,7 @@ def nccl_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
         host.module()  # built once, and not by each rank
         if kind not in made and kind in ("fake", "sockets"):
             if not libraries:
-                libraries.update(build(folder()))
+                libraries.update(build(session_cache.parent / "fake_nccl"))
             more = {"FAKE_NCCL_SOCKETS": "1"} if kind == "sockets" else {}
             child = HERE / "nccl_child.py"
             made[kind] = Pool(folder, child, NUM_FAKE_GPUS, **libraries, **more)

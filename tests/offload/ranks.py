@@ -6,13 +6,13 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
+import forks
 import pytest
 from paths import python_path
 
@@ -27,13 +27,8 @@ class Rank:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": python_path()},
-            bufsize=0,
-        )
+        env = {**os.environ, "PYTHONPATH": python_path()}
+        self.process = forks.start(CHILD, env=env, stdin=PIPE, stdout=PIPE)
 
     def tell(self, do: str, **config: Any) -> None:
         self.process.stdin.write(json.dumps({"do": do, **config}).encode() + b"\n")
@@ -85,9 +80,7 @@ def start(name: str) -> Iterator[Callable[[int], list[Rank]]]:
 
     yield start
     for rank in started:
-        rank.kill()
-        rank.process.stdin.close()
-        rank.process.stdout.close()
+        rank.process.end()
 
 
 Start = Callable[[int], list[Rank]]

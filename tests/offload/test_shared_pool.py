@@ -6,13 +6,13 @@ import errno
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
+import forks
 import pytest
 
 from jitkern.host import module as host
@@ -27,18 +27,14 @@ class Rank:
     """A child, and what it says."""
 
     def __init__(self, **told: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(CHILD), json.dumps(told)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self.process = forks.start(CHILD, json.dumps(told), stdin=PIPE, stdout=PIPE)
 
     def said(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
         return json.loads(line) if line else {"killed": -self.process.wait(60)}
 
     def ask(self, **order: Any) -> Any:
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
         return self.said()["value"]
 
 
@@ -64,8 +60,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     ranks = Ranks(f"test-{os.getpid()}")
     yield ranks
     for rank in ranks.started:
-        rank.process.kill()
-        rank.process.communicate()
+        rank.process.end()
 
 
 def test_all_have_the_same_memory(ranks: Ranks) -> None:

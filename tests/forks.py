@@ -1,0 +1,156 @@
+"""Processes of tests that come from one which has imported torch: a fork, in the place of seconds.
+
+A child is as a new interpreter that runs a script: its arguments, environment, directory, streams
+and exit status are its own, jitkern is not imported yet, and what is not given to it is closed. But
+what PyTorch reads of the environment when it is imported, and OpenMP, is the first one's; and the
+host module never uses OpenMP's threads in a forked process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).resolve().parent
+_MOST_BYTES = 1 << 17  # of a request: an environment takes some thousand
+
+
+class Child:
+    """A process, with the part of subprocess.Popen that tests use."""
+
+    def __init__(self, life: socket.socket, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
+        self._life, self.stdin, self.stdout = life, stdin, stdout
+        self.returncode: int | None = None
+        self.pid = int(life.recv(_MOST_BYTES))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status, or minus the signal; TimeoutError if it has none in time."""
+        if self.returncode is None:
+            self._life.settimeout(timeout)
+            said = self._life.recv(_MOST_BYTES)
+            assert said, "the process that this one was forked from has ended"
+            self.returncode = int(said)
+            self._life.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return what `wait` does, or None if it lives."""
+        try:
+            return self.wait(0)
+        except OSError:
+            return self.wait() if self._has_ended() else None
+
+    def _has_ended(self) -> bool:
+        """Whether its status is on the way."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return True
+        return stat.rpartition(")")[2].split()[0] in "ZX"
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill it, if it lives, and close what it was spoken to by."""
+        self.kill()
+        self.wait()
+        for stream in (self.stdin, self.stdout):
+            if stream is not None:
+                stream.close()
+
+
+class Parent:
+    """What they are forked from; `libraries` is its LD_LIBRARY_PATH, which a child cannot set."""
+
+    def __init__(self, libraries: str) -> None:
+        self._orders, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = f"import sys; sys.path[0] = {str(HERE)!r}; import fork_parent; "
+        code += f"fork_parent.main({its.fileno()})"
+        env = {**os.environ, "LD_LIBRARY_PATH": libraries}
+        # It ends with the other end of its orders.
+        subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[its.fileno()])
+        its.close()
+
+    def order(self, what: Mapping[str, Any], fds: Sequence[int]) -> None:
+        socket.send_fds(self._orders, [json.dumps(what).encode()], fds)
+
+
+_parent_of = functools.cache(Parent)
+
+
+def start(
+    script: Path | str,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    stdin: int | IO[Any] | None = None,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> Child:
+    """Start a script, or code; streams are as those of subprocess.Popen, with bytes in pipes.
+
+    PIPE for stdin and stdout alone. It prints no warnings.
+    """
+    given = dict(os.environ if env is None else env)
+    life, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own: list[int] = [its.fileno()]
+    pipes: list[IO[Any] | None] = [None, None]
+    streams: list[int] = []
+    for number, stream in enumerate((stdin, stdout, stderr)):
+        if stream == subprocess.PIPE:
+            ends = os.pipe()
+            mine, theirs = ends[1 - number], ends[number]
+            pipes[number] = os.fdopen(mine, "rb" if number else "wb", buffering=0)
+            own.append(theirs)
+            streams.append(theirs)
+        else:
+            streams.append(
+                number if stream is None else stream if isinstance(stream, int) else stream.fileno()
+            )
+    order = {
+        "script": str(script) if isinstance(script, Path) else None,
+        "code": script if isinstance(script, str) else script.read_text(),
+        "args": args,
+        "env": given,
+        "cwd": os.getcwd(),
+        "numbers": [0, 1, 2, *pass_fds],
+    }
+    try:
+        parent = _parent_of(given.get("LD_LIBRARY_PATH", ""))
+        parent.order(order, [its.fileno(), *streams, *pass_fds])
+    finally:
+        its.close()
+        for fd in own[1:]:
+            os.close(fd)
+    return Child(life, *pipes)
+
+
+def run(
+    script: Path | str, *args: str, env: Mapping[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Do what subprocess.run does, with nothing to read and the output captured."""
+    new = tempfile.TemporaryFile
+    with open(os.devnull) as nothing, new("w+") as out, new("w+") as err:
+        child = start(script, *args, env=env, stdin=nothing, stdout=out, stderr=err)
+        try:
+            child.wait(timeout)
+        finally:
+            child.kill()
+        for file in (out, err):
+            file.seek(0)
+        status = child.wait()
+        return subprocess.CompletedProcess([str(script), *args], status, out.read(), err.read())
