@@ -17,8 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE
 from typing import IO, Any
+
+Stream = IO[Any] | int | None  # the number is PIPE
 
 HERE = Path(__file__).resolve().parent
 _MOST_BYTES = 1 << 17  # of a request: an environment takes some thousand
@@ -96,46 +100,39 @@ def start(
     script: Path | str,
     *args: str,
     env: Mapping[str, str] | None = None,
-    stdin: int | IO[Any] | None = None,
-    stdout: int | IO[Any] | None = None,
-    stderr: int | IO[Any] | None = None,
+    stdin: Stream = None,
+    stdout: Stream = None,
+    stderr: IO[Any] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Child:
     """Start a script, or code; streams are as those of subprocess.Popen, with bytes in pipes.
 
-    PIPE for stdin and stdout alone. It prints no warnings.
+    It prints no warnings.
     """
     given = dict(os.environ if env is None else env)
     life, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    own: list[int] = [its.fileno()]
-    pipes: list[IO[Any] | None] = [None, None]
-    streams: list[int] = []
-    for number, stream in enumerate((stdin, stdout, stderr)):
-        if stream == subprocess.PIPE:
-            ends = os.pipe()
-            mine, theirs = ends[1 - number], ends[number]
-            pipes[number] = os.fdopen(mine, "rb" if number else "wb", buffering=0)
-            own.append(theirs)
-            streams.append(theirs)
-        else:
-            streams.append(
-                number if stream is None else stream if isinstance(stream, int) else stream.fileno()
-            )
-    order = {
-        "script": str(script) if isinstance(script, Path) else None,
-        "code": script if isinstance(script, str) else script.read_text(),
-        "args": args,
-        "env": given,
-        "cwd": os.getcwd(),
-        "numbers": [0, 1, 2, *pass_fds],
-    }
-    try:
+    with ExitStack() as ends:
+        ends.enter_context(its)
+        pipes: list[IO[Any] | None] = [None, None]
+        streams = [0, 1, 2]
+        for number, stream in enumerate((stdin, stdout, stderr)):
+            if stream == PIPE:
+                both = os.pipe()
+                pipes[number] = os.fdopen(both[1 - number], ("wb", "rb")[number], buffering=0)
+                streams[number] = both[number]
+                ends.callback(os.close, both[number])
+            elif stream is not None:
+                streams[number] = stream.fileno()
+        order = {
+            "script": str(script) if isinstance(script, Path) else None,
+            "code": script if isinstance(script, str) else script.read_text(),
+            "args": args,
+            "env": given,
+            "cwd": os.getcwd(),
+            "numbers": [0, 1, 2, *pass_fds],
+        }
         parent = _parent_of(given.get("LD_LIBRARY_PATH", ""))
         parent.order(order, [its.fileno(), *streams, *pass_fds])
-    finally:
-        its.close()
-        for fd in own[1:]:
-            os.close(fd)
     return Child(life, *pipes)
 
 

@@ -51,6 +51,7 @@ def test_every_mutant_still_applies(module: object) -> None:
 def test_a_change_asks_for_a_new_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel, of what it includes, of a driver, of a table: not of another op's."""
     digests = {module.__name__: proof.digest_of(module) for module in proof.modules()}
+    of_sweeps = {name: proof.digest_of_sweeps(name) for name in ("store", "unpack")}
     read = Path.read_bytes, Path.read_text
 
     def changed(named: str) -> set[str]:
@@ -67,7 +68,10 @@ def test_a_change_asks_for_a_new_proof(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(Path, "read_bytes", read_bytes)
             patch.setattr(Path, "read_text", read_text)
             now = {module.__name__: proof.digest_of(module) for module in proof.modules()}
-        return {name.rpartition(".")[2] for name in now if now[name] != digests[name]}
+            swept = {name for name, one in of_sweeps.items() if proof.digest_of_sweeps(name) != one}
+        found = {name.rpartition(".")[2] for name in now if now[name] != digests[name]}
+        assert swept == found & {*of_sweeps}
+        return found
 
     assert changed("ops/store.cu") == {"store", "race"}
     assert changed("emulate/unpack.cc") == {"unpack"}
