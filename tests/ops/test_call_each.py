@@ -32,38 +32,37 @@ def told(*errors: Exception | None) -> tuple[list[int], Callable[[int], Callable
 
 def test_all_results() -> None:
     called, call_of = told()
-    assert dispatch.call_each([call_of(1), call_of(2)], on_cuda=True) == (1, 2)
-    assert dispatch.call_each([], on_cuda=True) == ()
+    assert dispatch.call_each([call_of(1), call_of(2)]) == (1, 2)
+    assert dispatch.call_each([]) == ()
     assert called == [1, 2]
 
 
 def test_an_index_error_in_front_of_the_first_is_the_call_s() -> None:
     called, call_of = told(IndexError("first"))
     with pytest.raises(IndexError, match="first"):
-        dispatch.call_each([call_of(1), call_of(2)], on_cuda=True)
+        dispatch.call_each([call_of(1), call_of(2)])
     assert called == [1]
 
 
-def test_a_late_one_is_raised_behind_the_last() -> None:
-    """The first of several."""
-    called, call_of = told(None, IndexError("first"), None, IndexError("second"))
-    with pytest.raises(IndexError, match="first"):
-        dispatch.call_each([call_of(number) for number in range(3)], on_cuda=True)
+LATE = "indexing: indices: index 10 {} (found by an earlier call on cuda:0; that row is zero)"
+
+
+@pytest.mark.parametrize("kind", [IndexError, ValueError])
+def test_a_late_one_is_raised_behind_the_last(kind: type[Exception]) -> None:
+    """The first of several; the type is what the earlier op raises."""
+    late = [kind(LATE.format(which)) for which in ("first", "second")]
+    called, call_of = told(None, late[0], None, late[1])
+    with pytest.raises(kind, match="first"):
+        dispatch.call_each([call_of(number) for number in range(3)])
     assert called == [0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("error", [ValueError("wrong"), RuntimeError("wrong")])
-def test_others_are_raised_at_once(error: Exception) -> None:
-    called, call_of = told(None, error)
-    with pytest.raises(type(error), match="wrong"):
-        dispatch.call_each([call_of(number) for number in range(3)], on_cuda=True)
-    assert called == [0, 1]
-
-
-def test_on_the_cpu_it_is_the_call_s_own() -> None:
-    called, call_of = told(None, IndexError("own"))
-    with pytest.raises(IndexError, match="own"):
-        dispatch.call_each([call_of(number) for number in range(3)], on_cuda=False)
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, IndexError])
+def test_others_are_raised_at_once(kind: type[Exception]) -> None:
+    """On the CPU the call's own IndexError is one."""
+    called, call_of = told(None, kind("wrong"))
+    with pytest.raises(kind, match="wrong"):
+        dispatch.call_each([call_of(number) for number in range(3)])
     assert called == [0, 1]
 
 

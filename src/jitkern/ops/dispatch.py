@@ -155,12 +155,12 @@ def through_torch(op: str, overload: str = "default", /, **arguments: Any) -> An
     return torch_ops.call(op, overload, **arguments)
 
 
-def call_each(calls: Sequence[Callable[[], T]], on_cuda: bool) -> tuple[T, ...]:
+def call_each(calls: Sequence[Callable[[], T]]) -> tuple[T, ...]:
     """Make the calls that one of several tensors is taken apart into; all of them, or none.
 
-    On CUDA an IndexError is an earlier call's: it is raised in front of a launch, and forgotten. In
-    front of the first one it is the whole call's. Later it may be of an index that an earlier one
-    of the calls has met: the others would lack their half, so it is raised behind the last.
+    What an earlier call has left on a GPU is raised in front of a launch, and forgotten. In front
+    of the first one it is the whole call's. Later it may be of an index that an earlier one of the
+    calls has met: the others would lack their half, so it is raised behind the last.
 
     Raises
     ------
@@ -168,12 +168,14 @@ def call_each(calls: Sequence[Callable[[], T]], on_cuda: bool) -> tuple[T, ...]:
         On the CPU nothing was written.
     """
     results: list[T] = []
-    late: IndexError | None = None
+    late: Exception | None = None
     while len(results) < len(calls):
         try:
             results.append(calls[len(results)]())
-        except IndexError as error:
-            if not on_cuda or not results:
+        except Exception as error:
+            from jitkern.host.faults import is_of_earlier_call  # no part of a first call
+
+            if not results or not is_of_earlier_call(error):
                 raise
             late = late or error
     if late is not None:

@@ -123,7 +123,7 @@ def _through_torch(
         ]
         if is_traced:
             return tuple(call() for call in calls)
-        return dispatch.call_each(calls, getattr(indices, "is_cuda", False))
+        return dispatch.call_each(calls)
 
     # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
     # runs: torch.compile makes another error of one that is raised while it traces.
