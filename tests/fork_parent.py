@@ -6,6 +6,7 @@ its exit status, and those that it gets.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -35,6 +36,8 @@ def main(fd: int) -> None:
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
+    gc.collect()
+    gc.freeze()  # a child that ends walks over its own objects: 0.2 s in the place of 0.5
     lives: dict[int, socket.socket] = {}
     while True:
         ready, _, _ = select.select([orders, woken], [], [])
