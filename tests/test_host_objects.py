@@ -62,15 +62,19 @@ def test_another_tree_links_what_the_first_has_compiled(made: Made, tmp_path: Pa
 
 
 def test_what_changes_is_compiled(made: Made, tmp_path: Path) -> None:
-    """A source alone; all for a header, for the precompiled one, for other flags."""
+    """A source alone; who includes a header; all for the precompiled one, and for other flags."""
     csrc = csrc_of(tmp_path / "a")
     _, before = made(csrc)
     (csrc / "host" / "ask.cc").write_text('extern "C" int ask() { return 2; }\n')
     assert made(csrc)[0] == {"ask.cc"}
     (csrc / "include" / "answer.h").write_text("#define ANSWER 43\n")
     compiled, after = made(csrc)
-    assert compiled == {"ask.cc", "reply.cc"}
+    assert compiled == {"reply.cc"}
     assert after != before
+    (csrc / "host" / "answer.h").write_text("#define ANSWER 44\n")  # beside who quotes its name
+    assert made(csrc)[0] == {"reply.cc"}
+    (csrc / "include" / "other.h").write_text("#define OTHER 1\n")
+    assert made(csrc)[0] == set()
     (csrc / "host" / "precompiled.h").write_text("#pragma once\n")
     assert made(csrc)[0] == {"ask.cc", "reply.cc"}
     assert made(csrc, "-O1")[0] == {"ask.cc", "reply.cc"}

@@ -13,14 +13,16 @@ from jitkern.cache.get import BuildOutput
 from jitkern.compilers import cxx
 from jitkern.compilers.identity import toolchain_id
 from jitkern.compilers.load import platform_abi
-from jitkern.compilers.sources import include_dirs
+from jitkern.compilers.sources import include_closure, include_dirs
 from jitkern.env import compiler_environment, settings
 from jitkern.errors import CacheError, ToolchainError
-from jitkern.files import digest, sha256
+from jitkern.files import digest
 from jitkern.scratch import scratch_folder
 from jitkern.writing import write_whole
 
 _log = logging.getLogger("jitkern")
+
+PRECOMPILED = "precompiled.h"
 
 # For the wheel. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
 PORTABLE_LDFLAGS = ("-s",)
@@ -45,7 +47,7 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
             cflags=key.describe["cflags"],
             ldflags=("-pthread", *ldflags),  # before glibc 2.34 threads are a library of their own
             include_paths=include_dirs(csrc),
-            precompiled=csrc / "host" / "precompiled.h",
+            precompiled=csrc / "host" / PRECOMPILED,
         )
         library = built.path.read_bytes()
         for source, made in kept.items():
@@ -73,16 +75,19 @@ def environment_id() -> str:
 def _kept(csrc: Path, by: Sequence[object]) -> dict[Path, Path]:
     """Return where JITKERN_HOST_OBJECTS keeps what each source is compiled to, there or not yet.
 
-    A name is the content of the source and of all headers, and how they are compiled.
+    A name is the content of the source and of its headers, and how they are compiled.
     """
     store = settings().host_objects
     if store is None:
         return {}
-    files = {path: sha256(path.read_bytes()) for path in sorted(csrc.rglob("*.[ch]*"))}
-    headers = {str(path.relative_to(csrc)): files[path] for path in files if path.suffix == ".h"}
-    sources = (path for path in files if path.suffix == ".cc")
-    common = digest([*by, headers])
-    return {path: store / f"{path.stem}-{digest([common, files[path]])}.o" for path in sources}
+
+    def name(source: Path) -> str:
+        # As the compiler sees it: what comes first in all, and quoted names beside the source.
+        text = f'#include "host/{PRECOMPILED}"\n{source.read_text()}'
+        closure = include_closure(text, include_dirs=[source.parent, *include_dirs(csrc)])
+        return f"{source.stem}-{digest([*by, closure.digest])}.o"
+
+    return {source: store / name(source) for source in sorted(csrc.rglob("*.cc"))}
 
 
 def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
