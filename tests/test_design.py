@@ -60,8 +60,8 @@ for name, files in steps.items():
 """
 
 
-def passed_by_a_call(fresh_python: Fresh, row_bytes: int) -> dict[str, set[str]]:
-    lines = fresh_python(WATCH, str(row_bytes)).stdout.strip().splitlines()
+def passed_by_a_call(forked_python: Fresh, row_bytes: int) -> dict[str, set[str]]:
+    lines = forked_python(WATCH, str(row_bytes)).stdout.strip().splitlines()
     return {name: set(files) for name, *files in (line.split(":") for line in lines)}
 
 
@@ -71,15 +71,15 @@ def named(text: str) -> set[str]:
 
 
 @needs_nvrtc
-def test_the_files_that_a_call_passes(fresh_python: Fresh) -> None:
+def test_the_files_that_a_call_passes(forked_python: Fresh) -> None:
     page = (ROOT / "docs" / "design.md").read_text()
     section = page.partition("## The files that a call passes")[2].partition("\n## ")[0]
     warm, _, cold = section.partition("- **Cold**")
     host, _, rest = cold.partition("The kernel, in a cache:")
     cached, _, compiled = rest.partition("The kernel, compiled:")
 
-    first = passed_by_a_call(fresh_python, 9973)  # a row size of no other test: compiled
-    again = passed_by_a_call(fresh_python, 9973)
+    first = passed_by_a_call(forked_python, 9973)  # a row size of no other test: compiled
+    again = passed_by_a_call(forked_python, 9973)
     assert again["warm"] == named(warm)
     assert again["host module"] == named(host)
     in_cache = {file for file in named(host) if file.startswith("cache/")}

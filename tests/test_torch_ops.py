@@ -253,7 +253,7 @@ def test_export(strict: bool) -> None:
 
 
 def test_the_first_call_may_be_a_compiled_one(
-    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+    forked_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     """Also where neither the public name nor the host module has been used before."""
     code = """
@@ -262,11 +262,11 @@ weights = torch.randn(9, 4)
 lookup = torch.compile(lambda i: jitkern.indexing(weights, i), fullgraph=True, backend="eager")
 assert torch.equal(lookup(torch.tensor([2, 1])), weights[[2, 1]])
 """
-    fresh_python(code)
+    forked_python(code)
 
 
 def test_a_plain_call_registers_nothing(
-    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+    forked_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     code = """
 import sys, torch, jitkern
@@ -275,7 +275,7 @@ assert "jitkern.torch_ops" not in sys.modules and "torch._dynamo" not in sys.mod
 import jitkern.torch_ops
 assert "torch._dynamo" not in sys.modules  # a second of import
 """
-    fresh_python(code)
+    forked_python(code)
 
 
 def test_importing_an_op_does_not_import_torch(

@@ -205,7 +205,7 @@ def test_a_compiled_batch_of_look_ups(device: torch.device, own_function: bool) 
 
 @pytest.mark.parametrize("tool", ["make_fx", "jit", "export", "compile", "fake", "vmap", "grad"])
 def test_nothing_has_to_be_imported(
-    fresh_python: Callable[..., subprocess.CompletedProcess[str]], tool: str
+    forked_python: Callable[..., subprocess.CompletedProcess[str]], tool: str
 ) -> None:
     code = """
 import sys, torch, jitkern
@@ -237,7 +237,7 @@ def grad():
     return w[i]
 assert torch.equal(locals()[sys.argv[1]](), w[i])
 """
-    fresh_python(code, tool)
+    forked_python(code, tool)
 
 
 # -- modes and subclasses --------------------------------------------------------------------------

@@ -21,6 +21,11 @@ ROW_BYTES = [656, 40, 12, 6, 657, 8192]
 FEW = 4
 
 
+def row_bytes_of(arch: str) -> list[int]:
+    """All for 9.0; half of them in turn for the others."""
+    return ROW_BYTES if arch == "9.0" else ROW_BYTES[ARCHS.index(arch) % 2 :: 2]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nvrtc() -> None:
     try:
@@ -50,10 +55,11 @@ def chosen(specs: list[tuple[int, ...]], arch: str) -> list[tuple[int, ...]]:
 def test_every_row_size_compiles(op: str, arch: str) -> None:
     module = device_ops()[op]
     wanted = Arch.parse(arch)
-    for row_bytes in ROW_BYTES:
+    sizes = row_bytes_of(arch)
+    for row_bytes in sizes:
         specs = module.specialisations(row_bytes)
         assert specs
-        for spec in chosen(specs, arch) if row_bytes == 656 else specs[:1]:
+        for spec in chosen(specs, arch) if row_bytes == sizes[0] else specs[:1]:
             kernel = module.kernel(*spec)
             image = kernel.image(wanted)
             assert arch_of(image) == wanted.major * 10 + wanted.minor

@@ -191,8 +191,8 @@ def test_a_batch_of_what_writes_is_an_error_that_says_so(device: torch.device) -
         torch.vmap(merge)(batch)
 
 
-def test_nothing_has_to_be_imported(fresh_python: Callable[..., Any]) -> None:
-    fresh_python("""
+def test_nothing_has_to_be_imported(forked_python: Callable[..., Any]) -> None:
+    forked_python("""
 import torch, jitkern
 outs, lses = torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2)
 merge = torch.compile(lambda a, b: jitkern.merge_states(a, b), fullgraph=True, backend="eager")
