@@ -19,8 +19,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed  # noqa: F401
-import tvm_ffi  # noqa: F401
+import torch.distributed
+
+# Of an older PyTorch tvm-ffi asks whether there is a GPU, behind which no child could use one.
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    import tvm_ffi  # noqa: F401
 
 _MOST_BYTES, _MOST_FDS = 1 << 17, 64
 # Where a new interpreter looks that is given no PYTHONPATH.

@@ -209,8 +209,10 @@ void first_use() {
   shape.num_pairs = 5000;
   Tables tables(shape, stream);
   const auto held = fake::hold(stream);
-  std::thread later([held] {
-    usleep(50'000);
+  const i64 copies = fake::num_calls(fake::kCopy);
+  std::thread later([held, copies] {
+    while (fake::num_calls(fake::kCopy) == copies) usleep(1000);
+    usleep(200'000);  // time enough for one that does not wait, on a busy machine too
     held->set();
   });
   tables.run("cpu", 3);
