@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
+import random
 import select
 import signal
 import socket
@@ -21,11 +23,10 @@ from typing import Any
 import torch
 import torch.distributed
 
-# Of an older PyTorch tvm-ffi asks whether there is a GPU, behind which no child could use one.
-if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-    import tvm_ffi  # noqa: F401
+# Not tvm-ffi: its import asks whether there is a GPU, behind which no child could use one.
 
 _MOST_BYTES, _MOST_FDS = 1 << 17, 64
+unused: list[mmap.mmap] = []
 # Where a new interpreter looks that is given no PYTHONPATH.
 _PATHS = [
     path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -37,6 +38,7 @@ def main(fd: int) -> None:
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(woken, False)
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the children's, and the tests'
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     gc.collect()
@@ -53,18 +55,31 @@ def main(fd: int) -> None:
         if not text:
             os._exit(0)
         life = socket.socket(fileno=fds[0])
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, on_interrupt)
             for other in (orders, life, *lives.values()):
                 other.detach()  # closed below: their numbers become those of others
             be(json.loads(text), fds[1:])
             return
-        life.send(b"%d" % pid)
-        lives[pid] = life
         for one in fds[1:]:
             os.close(one)
+        with suppress(OSError):  # who asked for it may be gone
+            life.send(b"%d" % pid)
+        if pid > 0:
+            lives[pid] = life
+        else:
+            life.close()
+
+
+def fork() -> int:
+    """Return what os.fork does, or -1 where there is no process to be had."""
+    try:
+        return os.fork()
+    except OSError:
+        return -1
 
 
 def tell_of_ends(lives: dict[int, socket.socket]) -> None:
@@ -93,6 +108,9 @@ def be(order: dict[str, Any], fds: list[int]) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    # Not all children alike: a rank's address is to mean nothing to another, nor its numbers.
+    torch.seed()
+    unused.append(mmap.mmap(-1, (1 + random.randrange(1 << 14)) * mmap.PAGESIZE))
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])

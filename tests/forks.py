@@ -1,9 +1,10 @@
 """Processes of tests that come from one which has imported torch: a fork, in the place of seconds.
 
-A child is as a new interpreter that runs a script: its arguments, environment, directory, streams
-and exit status are its own, jitkern is not imported yet, and what is not given to it is closed. But
-what PyTorch reads of the environment when it is imported, and OpenMP, is the first one's; and the
-host module never uses OpenMP's threads in a forked process.
+A child is as a new interpreter that runs a script: its arguments, environment, directory, streams,
+random numbers and exit status are its own, jitkern is not imported yet, and what is not given to it
+is closed. But strings have the same hashes in all of them, what Python and PyTorch read of the
+environment when they start is the first one's, and the host module never uses OpenMP's threads in a
+forked process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import IO, Any
@@ -34,15 +35,20 @@ class Child:
     def __init__(self, life: socket.socket, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
         self._life, self.stdin, self.stdout = life, stdin, stdout
         self.returncode: int | None = None
-        self.pid = int(life.recv(_MOST_BYTES))
+        self.pid = self._said(None)
+        assert self.pid > 0, "no process to be had"
+
+    def _said(self, timeout: float | None) -> int:
+        self._life.settimeout(timeout)
+        said = self._life.recv(_MOST_BYTES)
+        if not said:
+            raise ChildProcessError("the process that this one is forked from has ended")
+        return int(said)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status, or minus the signal; TimeoutError if it has none in time."""
         if self.returncode is None:
-            self._life.settimeout(timeout)
-            said = self._life.recv(_MOST_BYTES)
-            assert said, "the process that this one was forked from has ended"
-            self.returncode = int(said)
+            self.returncode = self._said(timeout)
             self._life.close()
         return self.returncode
 
@@ -50,7 +56,7 @@ class Child:
         """Return what `wait` does, or None if it lives."""
         try:
             return self.wait(0)
-        except OSError:
+        except BlockingIOError:
             return self.wait() if self._has_ended() else None
 
     def _has_ended(self) -> bool:
@@ -62,8 +68,9 @@ class Child:
         return stat.rpartition(")")[2].split()[0] in "ZX"
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        if self.returncode is None and not self._has_ended():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -71,10 +78,10 @@ class Child:
     def end(self) -> None:
         """Kill it, if it lives, and close what it was spoken to by."""
         self.kill()
-        self.wait()
         for stream in (self.stdin, self.stdout):
             if stream is not None:
                 stream.close()
+        self.wait()
 
 
 class Parent:
@@ -90,7 +97,9 @@ class Parent:
         its.close()
 
     def order(self, what: Mapping[str, Any], fds: Sequence[int]) -> None:
-        socket.send_fds(self._orders, [json.dumps(what).encode()], fds)
+        text = json.dumps(what).encode()
+        assert len(text) < _MOST_BYTES, "too long an order"
+        socket.send_fds(self._orders, [text], fds)
 
 
 _parent_of = functools.cache(Parent)

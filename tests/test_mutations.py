@@ -6,6 +6,8 @@ All mutants of what has changed since they were proved, some of the others: see 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,25 +50,53 @@ def test_every_mutant_still_applies(module: object) -> None:
         assert mutant.new != mutant.old
 
 
+@contextmanager
+def longer(named: str) -> Iterator[None]:
+    """As if there were one more line in the files of this name."""
+    pattern = re.compile(rf"/{re.escape(named)}$")
+    read = Path.read_bytes, Path.read_text
+
+    def read_bytes(path: Path) -> bytes:
+        return read[0](path) + (b"\n// more" if pattern.search(str(path)) else b"")
+
+    def read_text(path: Path, *args: object, **options: object) -> str:
+        text = read[1](path, *args, **options)
+        return text + ("\n// more" if pattern.search(str(path)) else "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read_bytes)
+        patch.setattr(Path, "read_text", read_text)
+        yield
+
+
+HOST = {"threads", "slot_order", "ring"}
+
+
+@pytest.mark.parametrize(
+    ("named", "asks"),
+    [
+        ("csrc/host/staging.cc", HOST),
+        ("threads/program.py", HOST),
+        ("threads/staging.cc", {"threads"}),
+        ("tests/fake_driver.c", {"slot_order"}),
+        ("offload/streams.py", {"slot_order"}),
+        ("offload/rings.py", {"ring"}),
+        ("offload/ring_child.py", set()),
+    ],
+)
+def test_a_change_of_the_host_asks_for_a_new_proof(named: str, asks: set[str]) -> None:
+    before = {name: proof.digest_of_host(name) for name in HOST}
+    with longer(named):
+        assert {name for name in HOST if proof.digest_of_host(name) != before[name]} == asks
+
+
 def test_a_change_asks_for_a_new_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel, of what it includes, of a driver, of a table: not of another op's."""
     digests = {module.__name__: proof.digest_of(module) for module in proof.modules()}
     of_sweeps = {name: proof.digest_of_sweeps(name) for name in ("store", "unpack")}
-    read = Path.read_bytes, Path.read_text
 
     def changed(named: str) -> set[str]:
-        pattern = re.compile(rf"/{re.escape(named)}$")
-
-        def read_bytes(path: Path) -> bytes:
-            return read[0](path) + (b"\n// more" if pattern.search(str(path)) else b"")
-
-        def read_text(path: Path, *args: object, **options: object) -> str:
-            text = read[1](path, *args, **options)
-            return text + ("\n// more" if pattern.search(str(path)) else "")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_bytes", read_bytes)
-            patch.setattr(Path, "read_text", read_text)
+        with longer(named):
             now = {module.__name__: proof.digest_of(module) for module in proof.modules()}
             swept = {name for name, one in of_sweeps.items() if proof.digest_of_sweeps(name) != one}
         found = {name.rpartition(".")[2] for name in now if now[name] != digests[name]}
@@ -75,7 +105,8 @@ def test_a_change_asks_for_a_new_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert changed("ops/store.cu") == {"store", "race"}
     assert changed("emulate/unpack.cc") == {"unpack"}
-    assert changed("emulate/fibers.cc") == {one.__name__.split(".")[1] for one in proof.modules()}
+    for of_all in ("emulate/fibers.cc", "emulate/runner.py"):
+        assert changed(of_all) == {one.__name__.split(".")[1] for one in proof.modules()}
     assert {"store", "index", "pair_copy"} <= changed("jitkern/copy.cuh")
     (store,) = (module for module in proof.modules() if module.__name__ == "emulate.store")
     monkeypatch.setattr(store, "MUTANTS", store.MUTANTS[1:])

@@ -36,13 +36,27 @@ T = TypeVar("T")
 FILE = HERE / "proved.json"
 _SAMPLE = 32
 
-# Tables of mistakes in the host's C++: their tests, and what is beside these.
+# Tables of mistakes in the host's C++: their tests, and what these use beside csrc.
 _TESTS = HERE.parent
+_ROOT = _TESTS.parent
 _OF_THE_HOST = {
-    "threads": ("test_threads.py", "threads/*"),
-    "slot_order": ("offload/test_slot_order.py", "offload/slot_*.py"),
-    "ring": ("offload/test_ring_producer.py", "offload/ring_[mr]*"),  # no process of other tests
+    "threads": ("tests/test_threads.py", "tests/threads/*"),
+    "slot_order": (
+        *("tests/offload/test_slot_order.py", "tests/offload/slot_*.py", "tests/fake_driver.c"),
+        "tests/threads/program.py",
+        *(f"src/jitkern/offload/{name}.py" for name in ("pipeline", "session", "slots", "streams")),
+        *(
+            f"src/jitkern/offload/{name}.py"
+            for name in ("monitor", "snapshot", "timeline", "depth")
+        ),
+    ),
+    "ring": (
+        *("tests/offload/test_ring_producer.py", "tests/offload/ring_[mr]*"),
+        *("tests/offload/rings.py", "tests/threads/program.py", "examples/ring_producer.cc"),
+    ),
 }
+# What compiles and runs the kernels; not the compiler's version, which differs between machines.
+_MEANS = (HERE / "runner.py", HERE / "mutant.py")
 
 # Noticed by a check, not by a crash of something else.
 NOTICED = ("FAILED:", "AddressSanitizer", "runtime error:", "emulate:")
@@ -64,12 +78,12 @@ def mutants() -> list[Mutant]:
 
 def of_the_host(name: str, table: Sequence[T]) -> Sequence[T]:
     """As :func:`mutants`, of a table of mistakes in the host's C++."""
-    return _chosen(name, _digest_of_the_host(name), table)
+    return _chosen(name, digest_of_host(name), table)
 
 
 def unproved_of_the_host(name: str, cases: Sequence[T]) -> Sequence[T]:
     """Return all of them, or none where that name is proved."""
-    return [] if _is_proved(name, _digest_of_the_host(name)) else cases
+    return [] if _is_proved(name, digest_of_host(name)) else cases
 
 
 def sweeps() -> list[Sweep]:
@@ -106,13 +120,18 @@ def _sources_of(driver: str) -> list[str]:
         "\n".join(['#include "cuda_on_cpu.h"', *texts]),
         include_dirs=[HERE, *include_dirs(CSRC)],
     )
-    return [closure.digest, *facts_of(driver)]
+    return [closure.digest, *facts_of(driver), *(path.read_text() for path in _MEANS)]
 
 
-def _digest_of_the_host(name: str) -> str:
+def digest_of_host(name: str) -> str:
+    """Return a digest of the host's C++, of its tests of this name, and what these use."""
     files = [path for path in CSRC.rglob("*") if path.suffix in (".cc", ".h")]
-    files += [path for given in _OF_THE_HOST[name] for path in _TESTS.glob(given) if path.is_file()]
-    return _digest({path.name: path.read_text() for path in sorted(files)})
+    for given in _OF_THE_HOST[name]:
+        found = [path for path in _ROOT.glob(given) if path.is_file()]
+        assert found, given
+        files += found
+    texts = {path.relative_to(_ROOT).as_posix(): path.read_text() for path in files}
+    return _digest(texts)
 
 
 def _digest(content: object) -> str:
@@ -167,10 +186,10 @@ def main() -> int:
             failed += len(missed)
             if not missed:
                 _write(proved, _name(module), digest)
-    for name, (tests, _) in _OF_THE_HOST.items():
-        digest = _digest_of_the_host(name)
+    for name, (tests, *_) in _OF_THE_HOST.items():
+        digest = digest_of_host(name)
         if proved.get(name) != digest:
-            command = [sys.executable, "-m", "pytest", "-q", str(_TESTS / tests)]
+            command = [sys.executable, "-m", "pytest", "-q", str(_ROOT / tests)]
             done = subprocess.run(command, env={**os.environ, "TEST_ALL": "1"})
             failed += done.returncode
             if done.returncode == 0:

@@ -172,10 +172,10 @@ finally:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and guards pages")
 @pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
 def test_indices_that_are_rewritten_during_the_call(
-    forked_python: Callable[..., subprocess.CompletedProcess[str]], dtype: torch.dtype
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]], dtype: torch.dtype
 ) -> None:
     host.module()  # built here if it has to be, and not beside the attack
-    done = forked_python(ATTACK, {torch.int32: "i", torch.int64: "q"}[dtype], "0.3", check=False)
+    done = fresh_python(ATTACK, {torch.int32: "i", torch.int64: "q"}[dtype], "0.3", check=False)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     for line in done.stdout.splitlines():
         name, passed, refused = line.split()
