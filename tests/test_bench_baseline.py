@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -100,6 +101,21 @@ def test_missing_new_broken_and_left_out() -> None:
     }
     only = baseline.compare(found, result_of(row_of()), wanted=lambda key: "call" in key)
     assert [verdict.key for verdict in only] == ["store: call"]
+
+
+def test_a_count_that_is_not_there_says_why() -> None:
+    """Left out as its time is, or missing with what counting said; that alone stops a run."""
+    figure = Figure("no-op", **HALF, instructions=(9.0, 9.0, 9.0))
+    figures = dict.fromkeys(("process: load", "store: call"), figure)
+    left_out = Row("process", "load", "jitkern", "ours", note="left out: no NVRTC")
+    result = result_of(left_out, replace(row_of(), instructions=None))
+    result["counts"]["note"] = "OSError: not counted"
+    found = baseline.compare(Baseline(KIND, figures, IDENTITY), result)
+    assert [(v.key, v.outcome, v.reason) for v in found if v.measure == "count"] == [
+        ("process: load", "left out", "left out: no NVRTC"),
+        ("store: call", "missing", "OSError: not counted"),
+    ]
+    assert [v.key for v in found if v.fails("counts")] == ["store: call"]
 
 
 def test_another_kind_or_another_compiler_is_not_compared() -> None:
@@ -238,6 +254,12 @@ def test_the_junit_report_has_a_test_for_each_figure() -> None:
     assert names[0] == ("bench.store", "call, time")
     tolerant = ElementTree.fromstring(output.junit(found, "counts"))
     assert (tolerant.get("failures"), tolerant.get("errors")) == ("0", "1")
+
+
+def test_the_junit_report_of_a_coloured_error_can_be_read() -> None:
+    found = baseline.Verdict("a: b", "time", "broken", reason="Error: \x1b[31mno\x00 <é>")
+    (test,) = ElementTree.fromstring(output.junit([found], "all"))
+    assert test[0].get("message") == "broken: Error: ?[31mno? <é>"
 
 
 def test_two_results_side_by_side() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,11 @@ def test_what_looks_slower_is_timed_again() -> None:
 
 
 @pytest.fixture
-def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Counting takes half a minute; the tests that are not about it go without."""
     monkeypatch.setattr(counts, "source_here", lambda _: ("", "switched off for this test"))
+    yield
+    settings.cache_clear()
 
 
 @pytest.mark.usefixtures("uncounted")
@@ -99,15 +102,17 @@ def test_a_baseline_is_made_and_compared_with(
 ) -> None:
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.setenv("PATH", "")  # nothing to count with, in the runs' processes too
-    guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "good.py", "--baseline", tmp_path)
-    status, out, _ = bench(capsys, *guard, "--update", "--runs", "2")
-    assert (status, "1 figures of 2 runs" in out) == (0, True)
-    made = baseline.read(next(tmp_path.glob("*-cores.json")))
-    assert made.runs == {"quiet": 2}
-
-    summary, reports = tmp_path / "summary.md", ("--junit", tmp_path / "j.xml")
+    place, summary = tmp_path / "bench" / "baselines", tmp_path / "summary.md"  # not there yet
+    guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "good.py", "--baseline", place)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     settings.cache_clear()
+    status, out, _ = bench(capsys, *guard, "--update", "--runs", "2")
+    assert (status, "1 figures of 2 runs" in out) == (0, True)
+    made = baseline.read(next(place.glob("*-cores.json")))
+    assert made.runs == {"quiet": 2}
+    assert not summary.exists()  # of single runs there is nothing to say
+
+    reports = ("--junit", tmp_path / "j.xml")
     status, out, _ = bench(capsys, *guard, *reports, "--gate", "none")
     assert status == 0
     assert "time / clone" in out
@@ -117,7 +122,43 @@ def test_a_baseline_is_made_and_compared_with(
     status, _, err = bench(capsys, *guard, "--gate", "counts", "--require-counts")
     assert (status, err.count("\n")) == (2, 1)
     assert "bench: --require-counts: switched off for this test" in err
-    settings.cache_clear()
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_no_baseline_is_made_of_a_broken_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.py").write_text(BROKEN)
+    monkeypatch.setenv("PATH", "")
+    guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "bad.py")
+    status, _, err = bench(capsys, *guard, "--update", "--baseline", tmp_path / "b.json")
+    assert status == 1
+    assert "bench: --update: bad: broken: OSError: no such kernel" in err
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_a_count_that_fails_closes_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that the baseline holds no count of."""
+    monkeypatch.setattr(counts, "source_here", lambda _: ("callgrind", ""))
+    monkeypatch.setattr(counts, "identity", lambda _: IDENTITY)
+    (tmp_path / "good.py").write_text(GOOD)
+    guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "good.py")
+    guard += ("--baseline", tmp_path, "--require-counts")
+    kind = report.kind_of(report.machine("cpu"))
+    figures = {"good: copy": baseline.Figure("clone", **HALF)}
+    for found, message in (
+        (counts.Counts("callgrind", note="counting failed: no"), "counting failed: no"),
+        (
+            counts.Counts("callgrind", IDENTITY, {"good: copy": 7.0}),
+            "good: copy: the baseline holds no count of it; renew it with --update",
+        ),
+    ):
+        baseline.write(tmp_path / f"{kind}.json", baseline.Baseline(kind, figures, IDENTITY))
+        monkeypatch.setattr(counts, "count", lambda *_, found=found, **__: found)
+        status, _, err = bench(capsys, *guard)
+        assert (status, f"bench: --require-counts: {message}" in err) == (1, True), err
 
 
 @pytest.mark.parametrize(
@@ -211,6 +252,9 @@ def test_an_output_in_the_place_of_a_file(
     status, _, err = bench(capsys, "--ci", "--json", tmp_path / "file" / "r.json")
     assert status == 1
     assert "cannot be written" in err
+    status, _, err = bench(capsys, "--ci", "--junit", tmp_path)
+    assert status == 2
+    assert f"bench: {tmp_path}: a directory, expected a file to write" in err.replace("\n", "")
 
 
 # ------------------------------------------------------------------------------- fresh processes
@@ -298,17 +342,22 @@ def test_a_count_does_not_vary_and_shows_more_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counts, "source_here", lambda _: ("callgrind", ""))
-    text = "from jitkern.bench import case\n"
+    # A module beside it, as where it is timed.
+    (tmp_path / "mine.py").write_text("def work(loop): return sum(i * i for i in range(loop))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "from jitkern.bench import case\nimport mine\n"
     for number, (name, loop) in enumerate((("a", 50), ("same as a", 50), ("a fifth more", 60))):
         text += f"""
 @case({name!r})
 def work_{number}(ctx):
-    return (lambda: sum(i * i for i in range({loop}))), (lambda: None)
+    return (lambda: mine.work({loop})), (lambda: None)
 """
     (tmp_path / "work.py").write_text(text)
     keys = ["work: a", "work: same as a", "work: a fifth more"]
-    found = counts.count("cpu", "9.0", kernels=False, cases=[tmp_path / "work.py"], wanted=keys)
-    assert found.note == ""
+    (tmp_path / "bad.py").write_text("import nowhere_at_all\n")
+    cases = [tmp_path / "work.py", tmp_path / "bad.py"]
+    found = counts.count("cpu", "9.0", kernels=False, cases=cases, wanted=keys)
+    assert "nowhere_at_all" in found.note  # nothing goes uncounted unsaid
     a, same, more = (found.by_key[key] for key in keys)
     assert same == pytest.approx(a, rel=0.01)  # the first fills a cache of the interpreter
     assert 1.10 < more / a < 1.25

@@ -136,7 +136,10 @@ def compare(
         if row.instructions is not None:
             counts.append(_count(key, figure, row.instructions, same_counts))
         elif figure.instructions is not None and same_counts:
-            counts.append(Verdict(key, "count", "missing"))
+            left_out = row.ratio_min is None and bool(row.note)  # as its time is, and why
+            why = row.note if left_out else result["counts"].get("note", "")
+            outcome = "left out" if left_out else "missing"
+            counts.append(Verdict(key, "count", outcome, reason=why))
     return [*times, *counts]
 
 

@@ -93,7 +93,14 @@ class Worker:
             shutil.rmtree(self.kernels, ignore_errors=True)
             aside.rename(self.kernels)
 
-    def ask(self, name: str, *, pycache: Path | None = None, **job: Any) -> dict[str, Any]:
+    def ask(
+        self,
+        name: str,
+        *,
+        pycache: Path | None = None,
+        timeout_s: float = JOB_TIMEOUT_S,
+        **job: Any,
+    ) -> dict[str, Any]:
         """Return the answer to a job; JitkernError where there is none.
 
         Without `pycache`, an empty folder for bytecode, it is kept and found where jobs share it.
@@ -115,7 +122,7 @@ class Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise JitkernError(f"{name}: the worker process ended: {self._last_words()}") from None
-        line = self._answer(JOB_TIMEOUT_S)
+        line = self._answer(timeout_s)
         if not line:
             raise JitkernError(f"{name}: the worker process ended: {self._last_words()}")
         answer = json.loads(line)

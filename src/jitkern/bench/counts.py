@@ -15,13 +15,14 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jitkern.bench.client import Worker
+from jitkern.bench.client import JOB_TIMEOUT_S, Worker
 from jitkern.errors import JitkernError
 
 # From linux/perf_event.h: the hardware event "instructions", and a software one that every kernel
@@ -31,6 +32,7 @@ SOFTWARE_TASK_CLOCK = (1, 1)
 _PERF_ATTR_BYTES = 128
 _EXCLUDE_KERNEL_AND_HYPERVISOR = (1 << 5) | (1 << 6)
 _CALLGRIND = ("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no")
+_TIMEOUT_OF_A_CASE_S = 30.0
 _SYSTEM_CALL = {"x86_64": 298, "aarch64": 241}
 
 
@@ -121,16 +123,19 @@ def count(
             ) as worker:
                 answer = worker.ask(
                     "count",
+                    timeout_s=max(JOB_TIMEOUT_S, _TIMEOUT_OF_A_CASE_S * len(wanted)),
                     source=source,
                     kernels=kernels,
                     cases=[str(file) for file in cases],
                     wanted=list(wanted),
+                    # A file of cases finds what it imports as it does where it is timed.
+                    more_path=[os.path.abspath(folder) for folder in sys.path],
                 )
                 if source == "callgrind":
                     worker.close()
             by_key = answer["counts"] if source == "perf" else _read(out, answer["order"])
         except (JitkernError, OSError, subprocess.TimeoutExpired) as error:
-            return Counts("", note=f"counting failed: {error}")
+            return Counts(source, note=f"counting failed: {error}")
     return Counts(source, identity(source), by_key, "; ".join(answer["errors"].values()))
 
 

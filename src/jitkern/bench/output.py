@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 
 from jitkern.bench import report
 from jitkern.bench.baseline import Gate, Verdict
+
+# Of what an error says, such as the colours of a terminal.
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 TABLE_COLUMNS = ("figure", "of", ">then", ">now", ">change", "verdict", "")
 
@@ -92,6 +96,7 @@ def junit(verdicts: Sequence[Verdict], gate: Gate) -> str:
         text = f"{verdict.outcome}: {verdict.reason}" if verdict.reason else verdict.outcome
         if verdict.change is not None:
             text += f" {verdict.change:+.1%}"
+        text = _NOT_IN_XML.sub("?", text)
         if verdict.outcome == "broken":
             counted["errors"] += 1
             ElementTree.SubElement(test, "error", message=text)

@@ -71,6 +71,7 @@ def _prepare(job: dict[str, Any]) -> None:
     sys.pycache_prefix = job["pycache"]
     sys.dont_write_bytecode = not job["write_bytecode"]
     sys.path[:0] = job["path"]
+    sys.path += [folder for folder in job.get("more_path", ()) if folder not in sys.path]
 
 
 # Nanoseconds that this thread ran, that it waited for a core, and in how many slices.
@@ -166,6 +167,7 @@ def describe(job: dict[str, Any]) -> dict[str, Any]:
 
 # Calls that are counted together, of a short call and of a copy.
 SHORT_CALLS, LONG_CALLS, UNCOUNTED_CALLS = 200, 3, 20
+LONG_CALL_S = 0.02  # as Callgrind runs it, 50 times as long as without
 
 
 def count(job: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def count(job: dict[str, Any]) -> dict[str, Any]:
                 1,
             )
     errors: dict[str, str] = {}
-    for case in _cases(job):
+    for case in _cases(job, errors):
         if case.key not in job["wanted"]:
             continue
         try:
@@ -207,12 +209,17 @@ def _count_case(counter: Any, case: Any) -> None:
     def call() -> None:
         run(buffers)
 
-    for _ in range(UNCOUNTED_CALLS if short else 1):
+    call()
+    start = time.perf_counter()
+    call()
+    # Hundreds of a long one would take Callgrind minutes, whatever clock it was given.
+    short = short and time.perf_counter() - start < LONG_CALL_S
+    for _ in range(UNCOUNTED_CALLS if short else 0):
         call()
     counter.count(case.key, call, SHORT_CALLS if short else LONG_CALLS)
 
 
-def _cases(job: dict[str, Any]) -> Any:
+def _cases(job: dict[str, Any], errors: dict[str, str]) -> Any:
     from pathlib import Path
 
     from jitkern.bench.case import CaseError, Context, cases_of
@@ -224,8 +231,8 @@ def _cases(job: dict[str, Any]) -> Any:
     for file in job["cases"]:
         try:
             yield from cases_of(Path(file), ctx)
-        except CaseError:
-            continue  # a broken row where the case is timed
+        except CaseError as error:
+            errors[file] = str(error)
 
 
 class PerfCounter:

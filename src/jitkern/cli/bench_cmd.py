@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jitkern
 from jitkern.cli import ui
-from jitkern.env import settings
+from jitkern.env import process_environment, settings
 from jitkern.errors import JitkernError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
         raise ui.UsageError("bench: --device cuda: PyTorch sees no CUDA device")
     for path in (args.json, args.markdown, args.junit):
         if path is not None:
+            if path.is_dir():
+                raise ui.UsageError(f"bench: {path}: a directory, expected a file to write")
             ui.require_writable(path.parent, "give a path that can be written", mode=0o755)
     return _update(args, device) if args.update else _guard(args, device)
 
@@ -241,8 +243,16 @@ def _guard(args: argparse.Namespace, device: str) -> int:
     if note := result["counts"]["note"]:
         notes.append(f"instructions: {note}")
     verdicts = verdicts_of(result)
-    if args.require_counts and not result["counts"]["source"]:
-        raise JitkernError(f"bench: --require-counts: {result['counts']['note']}")
+    if args.require_counts and (note := result["counts"]["note"]):
+        raise JitkernError(f"bench: --require-counts: {note}")
+    if args.require_counts and baseline is not None:
+        for verdict in verdicts:
+            is_known = verdict.key in baseline.figures
+            if verdict.measure == "count" and verdict.outcome == "new" and is_known:
+                raise JitkernError(
+                    f"bench: --require-counts: {verdict.key}: the baseline holds no count of it; "
+                    "renew it with --update"
+                )
     if baseline is None:
         ui.console().print(ui.table(output.FIGURE_COLUMNS, output.figures(result)))
     else:
@@ -280,7 +290,10 @@ def _update(args: argparse.Namespace, device: str) -> int:
             results.append(_child(args, device, Path(folder) / f"{number}.json", beside))
     try:
         made = baselines.made_of(results)
-        path = args.baseline / f"{made.kind}.json" if args.baseline.is_dir() else args.baseline
+        path = args.baseline
+        if path.is_dir() or not (path.exists() or path.suffix == ".json"):
+            path /= f"{made.kind}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
         baselines.write(path, made)
     except baselines.BaselineError as error:
         raise JitkernError(f"bench: --update: {error}") from error
@@ -302,17 +315,29 @@ def _child(args: argparse.Namespace, device: str, path: Path, beside: int) -> Pa
     command = [sys.executable, "-c", code, root, "bench", "--ci", "--device", device]
     command += [option for file in args.cases for option in ("--cases", str(file))]
     command += [option for text in args.only for option in ("--only", text)]
+    environment = process_environment()
+    environment.pop("GITHUB_STEP_SUMMARY", None)  # the figures are not of one run
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
     try:
-        done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, "--json", str(path)], env=environment, capture_output=True, text=True
+        )
     finally:
         for process in busy:
             process.kill()
             process.wait()
-    if done.returncode != 0:
+    result = report.read(path) if path.is_file() else None
+    if result is not None:
+        for row in report.rows_of(result):
+            if row.error:
+                raise JitkernError(f"bench: --update: {row.key}: {row.error}")
+    if result is None or done.returncode != 0:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise JitkernError(f"bench: --update: a run failed: {last}")
-    return {**report.read(path), "beside": beside}
+    counted = result["counts"]
+    if counted["source"] and counted["note"]:  # a baseline without it would be an open gate
+        raise JitkernError(f"bench: --update: instructions: {counted['note']}")
+    return {**result, "beside": beside}
 
 
 # -- two results -----------------------------------------------------------------------------------
