@@ -243,6 +243,31 @@ def test_the_last_rows(window: int, capacity: int) -> None:
         assert found.bytes_moved == len(rows) << 20
 
 
+class GivenLarger(Given):
+    slot_bytes = 64 << 20
+
+
+def test_the_window_is_of_the_present_pipeline() -> None:
+    """Counters go on; means, and so alarms and GB/s, are of slots of one size."""
+    alarms: list[OverlapSnapshot] = []
+    monitor = OverlapMonitor(window=4, on_alarm=alarms.append)
+    Given(monitor).add([(2.0, 1.0, 0.0)] * 8)
+    monitor._detach()
+    assert (monitor.snapshot().window, monitor.snapshot().compute_ms) == (4, 2.0)
+    second = GivenLarger(monitor)
+    found = monitor.snapshot()
+    assert (found.timed, found.iterations, found.window) == (8, 8, 0)
+    assert math.isnan(found.gb_s) and math.isnan(found.ratio)
+    second.add([(1.0, 2.0, 1.0)] * 3)
+    found = monitor.snapshot()
+    assert (found.iterations, found.window, found.ratio) == (11, 3, 0.5)
+    assert found.gb_s == pytest.approx((64 << 20) / 2e6)
+    assert found.bytes_moved == (8 << 20) + 3 * (64 << 20)
+    assert alarms == []  # not of half a window
+    second.add([(1.0, 2.0, 1.0)])
+    assert [alarm.window for alarm in alarms] == [4]
+
+
 def test_a_monitor_has_one_pipeline_at_a_time() -> None:
     cpu = torch.device("cpu")
     monitor = OverlapMonitor()

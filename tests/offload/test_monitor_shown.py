@@ -43,6 +43,29 @@ def test_metrics() -> None:
     assert figures["fill_seconds"] == "NaN"
 
 
+def test_metrics_of_several() -> None:
+    """A family comes once, as a scraper wants it, with a sample for each."""
+    prometheus = pytest.importorskip("prometheus_client")
+    first, second = (OverlapMonitor(window=4, name=name) for name in ("weights", "kv"))
+    Given(first).add([(3.0, 2.0, 1.0)] * 6)
+    Given(second).add([(3.0, 2.0, 1.0)] * 2)
+    registry = prometheus.CollectorRegistry()
+    registry.register(first.collector(second))
+    text = prometheus.generate_latest(registry).decode()
+    assert text.count("# HELP jitkern_pipeline_iterations_total ") == 1
+    found = re.findall(r'^jitkern_pipeline_iterations_total\{pipeline="(\w+)"\} (\S+)$', text, re.M)
+    assert found == [("weights", "6.0"), ("kv", "2.0")]
+
+
+def test_mistakes_of_metrics() -> None:
+    text = "OverlapMonitor.collector: others: two monitors of the name 'pipeline', expected a name="
+    with pytest.raises(ValueError, match=re.escape(text)):
+        OverlapMonitor().collector(OverlapMonitor())
+    text = r"^OverlapMonitor\.collector: others: str, expected an OverlapMonitor$"
+    with pytest.raises(TypeError, match=text):
+        OverlapMonitor().collector("kv")
+
+
 def test_a_plot(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     monitor = OverlapMonitor(name="weights")

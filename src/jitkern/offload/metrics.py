@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,9 @@ _GAUGES: _Figures = {
 
 
 class Collector:
-    """For ``registry.register(...)``: families ``jitkern_pipeline_*``, with the monitor's name."""
+    """For ``registry.register(...)``: families ``jitkern_pipeline_*``, a sample by monitor."""
 
-    def __init__(self, snapshot: Callable[[], OverlapSnapshot]) -> None:
+    def __init__(self, snapshots: Sequence[Callable[[], OverlapSnapshot]]) -> None:
         try:
             core = import_module("prometheus_client.core")
         except ImportError as error:
@@ -45,7 +45,7 @@ class Collector:
                 "'jitkern[metrics]'"
             ) from error
         self._core: Any = core
-        self._snapshot = snapshot
+        self._snapshots = snapshots
 
     def describe(self) -> Iterator[Any]:
         """Yield the families without values: registering asks no pipeline."""
@@ -53,11 +53,12 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the families with what is known now."""
-        now = self._snapshot()
+        found = [snapshot() for snapshot in self._snapshots]
         for family, value in zip(
             self._families(), (*_COUNTERS.values(), *_GAUGES.values()), strict=True
         ):
-            family.add_metric([now.name], value[1](now))
+            for now in found:
+                family.add_metric([now.name], value[1](now))
             yield family
 
     def _families(self) -> Iterator[Any]:

@@ -136,6 +136,7 @@ class OverlapMonitor:
         self._rows = array("d", bytes(8 * _NUM_COLUMNS * self._size))
         self._summary = array("d", [0.0, 0.0, 0.0, 0.0, math.nan])
         self._timed = self._looked_at = 0
+        self._first = 0  # of the present pipeline: another one's rows are no part of its window
         self._before = (0, 0, 0)  # iterations, bytes and dropped ones of former pipelines
         self._captured = self._alarms = self._slot_bytes = 0
         self._is_alarmed = self._is_warned = False
@@ -147,13 +148,23 @@ class OverlapMonitor:
             pipeline._poll()
         return self._snapshot(0 if pipeline is None else pipeline.depth)
 
-    def collector(self) -> Collector:
+    def collector(self, *others: OverlapMonitor) -> Collector:
         """Return a collector for a registry of ``prometheus_client``.
+
+        Parameters
+        ----------
+        *others : OverlapMonitor
+            More that belong to this registry, which takes one collector of these figures; each
+            monitor has its name for the label ``pipeline``.
 
         Raises
         ------
+        TypeError
+            One of `others` is no OverlapMonitor.
         UnsupportedError
             ``prometheus_client`` is not installed.
+        ValueError
+            Two have the same name.
 
         Examples
         --------
@@ -161,7 +172,19 @@ class OverlapMonitor:
         """
         from jitkern.offload.metrics import Collector
 
-        return Collector(self.snapshot)
+        names = [self._name]
+        for other in others:
+            if not isinstance(other, OverlapMonitor):
+                raise TypeError(
+                    f"{_CALL}.collector: others: {type(other).__name__}, expected an OverlapMonitor"
+                )
+            if other._name in names:
+                raise ValueError(
+                    f"{_CALL}.collector: others: two monitors of the name {other._name!r}, "
+                    "expected a name= of its own for each"
+                )
+            names.append(other._name)
+        return Collector([monitor.snapshot for monitor in (self, *others)])
 
     def plot(self, path: str | Path) -> None:
         """Draw the last iterations, a lane each for loads, compute, stores and stalls.
@@ -199,7 +222,7 @@ class OverlapMonitor:
                 "that of a closed one"
             )
         self._pipeline = weakref.ref(pipeline)
-        self._before = self._counts()
+        self._before, self._first = self._counts(), self._timed
         self._summary[:] = array("d", [0.0, 0.0, 0.0, 0.0, math.nan])
         self._slot_bytes = pipeline.slot_bytes
 
@@ -247,8 +270,8 @@ class OverlapMonitor:
             observer(load, compute, store, stall, fill < 0)
 
     def _last(self, column: int, most: int) -> array[float]:
-        """Return a column of the last rows, of `most` or of those that there are."""
-        count = min(most, self._timed)
+        """Return a column of the pipeline's last rows, of `most` or of those that there are."""
+        count = min(most, self._timed - self._first)
         begin, at = column * self._size, self._timed % self._size
         if count <= at:
             return self._rows[begin + at - count : begin + at]
@@ -258,7 +281,8 @@ class OverlapMonitor:
     def _look(self, depth: int) -> None:
         """Say what is to be said once a window is full; in the run's thread."""
         # The two sums of 64 rows take 1.8 us: they are for 16 more, and not for each.
-        if self._timed < max(self._window, self._looked_at + max(1, self._window // 4)):
+        new, step = self._timed - self._looked_at, max(1, self._window // 4)
+        if self._timed - self._first < self._window or new < step:
             return
         with self._lock:
             self._looked_at = self._timed
