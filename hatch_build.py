@@ -6,6 +6,7 @@ use, and builds it again exactly when one of its sources changed.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -72,11 +73,13 @@ def platform_tag(libraries: list[Path]) -> str:
 
 def needed_versions(library: Path) -> set[tuple[str, tuple[int, ...]]]:
     """Version needs of an ELF file, such as ("GLIBC", (2, 34)), as objdump lists them."""
-    done = subprocess.run(
-        ["objdump", "-p", str(library)], capture_output=True, text=True, check=True
-    )
+    command = ["objdump", "-p", str(library)]
+    english = {**os.environ, "LC_ALL": "C", "LANGUAGE": ""}
+    done = subprocess.run(command, env=english, capture_output=True, text=True, check=True)
     references = done.stdout.partition("Version References:")[2]
     found = re.findall(r"\b(GLIBCXX|GLIBC|CXXABI|GCC)_([0-9.]+)\b", references)
+    if all(name != "GLIBC" for name, _ in found):  # the tag would allow every machine
+        raise RuntimeError(f"jitkern: objdump names no version of glibc that {library.name} needs")
     return {(name, tuple(map(int, version.split(".")))) for name, version in found}
 
 
