@@ -311,3 +311,37 @@ cxx.build("m", sources=[Path({str(source)!r})], directory=Path({str(out)!r}), ar
     finally:
         process.kill()
         process.communicate()
+
+
+@needs_cxx
+def test_an_interrupt_is_no_fault_of_the_source(tmp_path: Path, out: Path) -> None:
+    """ninja hears of a Ctrl-C by itself, also where Python goes on, as in a thread."""
+    source = write(tmp_path, "slow.cc", SLOW)
+    code = f"""
+import signal
+from pathlib import Path
+signal.signal(signal.SIGINT, lambda *_: None)
+from jitkern.compilers import cxx
+from jitkern.errors import CompileError, JitkernError
+try:
+    cxx.build("m", sources=[Path({str(source)!r})], directory=Path({str(out)!r}),
+              cflags=["-fconstexpr-ops-limit=1000000000000"])
+except JitkernError as error:
+    print(type(error).__name__, error, sep=": ")
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert wait_for(lambda: "cc1plus" in processes_in(out).values(), 60)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    text = "the build was interrupted; it begins anew with the next call"
+    assert said == f"JitkernError: m: {text}\n"

@@ -179,3 +179,21 @@ def test_what_resolves_nowhere_is_told(tmp_path: Path) -> None:
     assert closure.missing == ("mma.h", "nowhere.h", "cuda_fp16.h")
     assert closure.source == "#include <a.h>\n#include <mma.h>\n"
     assert closure.headers["a.h"] == "#include <nowhere.h>\n#include <cuda_fp16.h>\n"
+
+
+def test_what_asks_for_a_header_names_it_as_who_includes_it(tmp_path: Path) -> None:
+    """NVRTC knows headers by their names alone: a neighbour's would not be there."""
+    (tmp_path / "sub").mkdir()
+    text = """\
+// __has_include("comment.h")
+#if defined(__has_include) && __has_include( "b.h" ) && !__has_include("absent.h")
+#include "b.h"
+#endif
+"""
+    (tmp_path / "sub" / "a.h").write_text(text)
+    (tmp_path / "sub" / "b.h").write_text("#define B\n")
+    closure = include_closure('#include "sub/a.h"\n', include_dirs=[tmp_path])
+    assert closure.headers["sub/a.h"] == text.replace('( "b.h" )', "( <sub/b.h> )").replace(
+        '("absent.h")', "(<absent.h>)"
+    ).replace('#include "b.h"', "#include <sub/b.h>")
+    assert closure.missing == ()

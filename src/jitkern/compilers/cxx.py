@@ -6,6 +6,7 @@ for the architecture, and leaves its compilers running when the process is kille
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -170,7 +171,7 @@ def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
     for source in sources:
         if source.suffix not in (*_CXX_SUFFIXES, ".cu"):
             raise ValueError(f"build: sources: {source}, expected .cc, .cpp, .cxx or .cu")
-        if not source.is_file():
+        if not os.path.isfile(source):
             raise ValueError(f"build: sources: {source} does not exist")
         if source.suffix == ".cu" and arch is None:
             raise ValueError(f"build: arch: None, expected an Arch to compile {source.name} for")

@@ -163,7 +163,7 @@ def _wanted(missing: Iterable[str]) -> list[str]:
 
 
 def _present(given: Iterable[Path]) -> tuple[Path, ...]:
-    return tuple(dict.fromkeys(path for path in given if path.is_dir()))
+    return tuple(dict.fromkeys(path for path in given if os.path.isdir(path)))
 
 
 def _given_id(files: Sequence[Sequence[tuple[str, int, int]]]) -> str:
@@ -195,7 +195,7 @@ def _include_dirs(*roots: Path) -> tuple[Path, ...]:
     """Directories below the roots that hold headers, CCCL's included; none without CUDA's own."""
     spelled = [root / include / below for root in roots for include in _INCLUDES for below in _CCCL]
     # One may be a link to another.
-    found = dict.fromkeys(Path(os.path.realpath(path)) for path in spelled if path.is_dir())
+    found = dict.fromkeys(Path(os.path.realpath(path)) for path in spelled if os.path.isdir(path))
     return tuple(found) if any(map(is_cuda_headers, found)) else ()
 
 
@@ -207,7 +207,7 @@ def _version(directories: Iterable[Path]) -> str:
     """``12.8``; empty where none of the directories has the runtime's header."""
     for directory in directories:
         header = directory / "cuda_runtime_api.h"
-        if header.is_file():
+        if os.path.isfile(header):
             with header.open("rb") as file:  # it stands on line 139
                 match = re.search(rb"#\s*define\s+CUDART_VERSION\s+(\d+)", file.read(1 << 16))
             if match is not None:

@@ -49,7 +49,7 @@ def _find_nvrtc(
     site: tuple[str, ...],
 ) -> Nvrtc:
     if given is not None:
-        if not given.is_file():
+        if not os.path.isfile(given):
             raise ToolchainError(f"JITKERN_NVRTC: {given} is not a file; unset it, or {NVRTC_HINT}")
         return Nvrtc(given, _nvrtc_version(given))
     homes = [cuda_home] if cuda_home is not None else []

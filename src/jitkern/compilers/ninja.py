@@ -20,9 +20,10 @@ from pathlib import Path
 from jitkern.compilers.find import find_ninja
 from jitkern.compilers.progress import Progress, shown
 from jitkern.env import process_environment
-from jitkern.errors import CompileError, ToolchainError
+from jitkern.errors import CompileError, JitkernError, ToolchainError
 from jitkern.writing import write_whole
 
+_INTERRUPTED = "ninja: build stopped: interrupted by user."
 # Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The
 # parent may die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
 _LAUNCHER = """\
@@ -105,6 +106,8 @@ def run_ninja(
     ------
     CompileError
         A step failed; carries its command and the whole log.
+    JitkernError
+        A signal ended it.
     ToolchainError
         There is no ninja.
     """
@@ -113,6 +116,9 @@ def run_ninja(
     write_whole(directory / "build.ninja", text.encode("utf-8", "surrogateescape"))
     with shown(name) as progress:
         status, log = _run([*ninja.command, "-v"], directory, progress, unset)
+    if status < 0 or log.rstrip().endswith(_INTERRUPTED):
+        # A Ctrl-C reaches ninja too. It is no fault of the source, and not to be kept as one.
+        raise JitkernError(f"{name}: the build was interrupted; it begins anew with the next call")
     if status != 0:
         command = _failed_command(log) or shlex.join(ninja.command)
         raise CompileError(f"{name}: build failed", command=command, log=log)

@@ -60,6 +60,7 @@ _TOKEN = re.compile(
     | /\*.*?\*/
     | //(?:\\\r?\n|[^\n])*
     | ^[ \t]*\#[ \t]*include\b[ \t]*(?P<argument>(?:<[^>\n]*>|"[^"\n]*"|(?:\\\r?\n|[^\n])*))
+    | \b__has_include[ \t]*\([ \t]*(?P<asked><[^>\n]*>|"[^"\n]*")(?=[ \t]*\))
     | "(?:\\.|[^"\\\n])*"
     | '(?:\\.|[^'\\\n])*'
     """,
@@ -183,7 +184,7 @@ class _Walk:
 
     def _rewrite(self, text: str, includer: str | None) -> str:
         def replace(match: re.Match[str]) -> str:
-            argument = match["argument"]
+            argument = match["asked"] if match["argument"] is None else match["argument"]
             if argument is None:
                 return match[0]
             spelling = argument[1:-1]
@@ -194,7 +195,7 @@ class _Walk:
                     'expected #include "file" or #include <file>'
                 )
             name = self._resolve(spelling, includer if argument[0] == '"' else None)
-            if name is None:
+            if name is None and match["asked"] is None:  # who asks does without
                 self._missing[spelling] = None
             return f"{match[0][: -len(argument)]}<{name or spelling}>"
 
