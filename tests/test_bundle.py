@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
+import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from entries import publish
 
 from jitkern.cache.bundle import copy_entries, export_bundle, import_bundle, read_bundle
 from jitkern.cache.entry import Key
 from jitkern.cache.schema import META_NAME
-from jitkern.cache.store import Cache
+from jitkern.cache.store import Cache, EntryInfo
 from jitkern.errors import CacheError
 from jitkern.files import digest
 
@@ -73,9 +77,50 @@ def test_copies_are_the_entries_themselves(cache: Cache, tmp_path: Path) -> None
         copy_entries([cache.entries()[0].path], other)
 
 
-def test_damaged_entries_are_not_exported(cache: Cache, tmp_path: Path) -> None:
-    (cache.entries()[0].path / "notes.txt").write_bytes(b"")
-    assert export_bundle(cache, tmp_path / "a.jkb") == 3
+def of_8_0(info: EntryInfo) -> bool:
+    return info.arch == "8.0"
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, Path.touch, lambda file: file.chmod(0o666)])
+def test_a_chosen_entry_that_cannot_be_exported_is_an_error(
+    cache: Cache, tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    """It was left out in silence: the machine that got the bundle lacked a kernel."""
+    file = tmp_path / "a.jkb"
+    info = next(info for info in cache.entries() if info.arch == "9.0")
+    artefact = info.path / f"{info.name}.cubin"
+    if harm is Path.touch:
+        artefact.write_bytes(b"")
+    harm(artefact)
+    says = rf"^{cache.root}: nothing exported, 1 damaged or not trusted: {artefact.parent}.*cubin"
+    with pytest.raises(CacheError, match=says):
+        export_bundle(cache, file)
+    assert not file.exists()
+    assert export_bundle(cache, file, of_8_0) == 2
+
+
+def test_an_entry_of_which_nobody_knows_what_it_was_is_an_error(
+    cache: Cache, tmp_path: Path
+) -> None:
+    """It might be one of those that were chosen."""
+    path = next(info.path for info in cache.entries() if info.arch == "9.0")
+    (path / META_NAME).write_bytes(b"{}")
+    with pytest.raises(CacheError, match=rf"1 damaged or not trusted: {path / META_NAME}: "):
+        export_bundle(cache, tmp_path / "a.jkb", of_8_0)
+    (path / META_NAME).unlink()
+    with pytest.raises(CacheError, match=f"{path / META_NAME}: No such file or directory; "):
+        export_bundle(cache, tmp_path / "a.jkb", of_8_0)
+    assert not (tmp_path / "a.jkb").exists()
+    shutil.rmtree(path)  # as eviction does
+    assert export_bundle(cache, tmp_path / "a.jkb", of_8_0) == 2
+
+
+def test_not_all_of_many_problems_are_said(cache: Cache, tmp_path: Path) -> None:
+    for number in range(8):
+        damaged = publish(cache, f"op{number}")
+        (damaged / "kernel.cubin").write_bytes(b"")
+    with pytest.raises(CacheError, match=r"8 damaged or not trusted: .*; and 3 more; a call "):
+        export_bundle(cache, tmp_path / "a.jkb")
 
 
 def test_any_damage_is_found_and_changes_nothing(cache: Cache, tmp_path: Path) -> None:
@@ -143,3 +188,15 @@ def test_an_unwritable_place_is_a_cache_error(cache: Cache, tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="cannot write the bundle"):
         export_bundle(cache, tmp_path / "file" / "a.jkb")
+
+
+@pytest.mark.parametrize("name", [".", "/", ".."])
+def test_a_directory_is_a_cache_error(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """`.` and `/` have no name, which was a ValueError of pathlib's."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CacheError, match=f"^{re.escape(name)}: cannot write the bundle: "):
+        export_bundle(cache, Path(name))
+    assert list(Path.cwd().iterdir()) == []

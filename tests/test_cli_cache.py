@@ -117,6 +117,32 @@ def test_nothing_chosen_is_nothing_exported(capsys: Capture, filled: Cache, tmp_
     assert not file.exists()
 
 
+def test_a_damaged_entry_fails_the_export(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
+    """The status was 0, and the bundle lacked a kernel."""
+    damaged = next(info.path for info in filled.entries() if info.arch == "8.0")
+    (damaged / "kernel.cubin").write_bytes(b"x")
+    file = tmp_path / "k.jkb"
+    for options in ([], ["--json"]):
+        status, out, err = run(capsys, "cache", "export", file, *options)
+        assert (status, out) == (1, "")
+        said = f"1 damaged or not trusted: {damaged}: kernel.cubin: 1 bytes, expected 5000; "
+        assert err.startswith(f"jitkern: error: {filled.root}: nothing exported, {said}")
+        assert err.count("\n") == 1
+    assert not file.exists()
+    assert run(capsys, "cache", "export", file, "--arch", "9.0")[0] == 0
+
+
+@pytest.mark.parametrize("name", [".", "/", "", "made"])
+def test_a_bundle_is_a_file(
+    capsys: Capture, filled: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A traceback, and "this is a bug of jitkern's"."""
+    (tmp_path / "made").mkdir()
+    monkeypatch.chdir(tmp_path)
+    said = f"jitkern: error: {name or '.'}: a directory, expected a file to write\n"
+    assert run(capsys, "cache", "export", name) == (1, "", said)
+
+
 def test_the_text_says_how_many_of_all(capsys: Capture, filled: Cache) -> None:
     out = run(capsys, "cache", "list", "--op", "store")[1]
     assert out.splitlines()[-1].startswith("2 of 4 entries, ")

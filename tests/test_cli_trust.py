@@ -95,8 +95,13 @@ def test_export_makes_nobodys_code_ours(capsys: Capture, empty_cache: Path, tmp_
     """The bundle would belong to this user, and be imported without a question."""
     file = tmp_path / "k.jkb"
     publish(Cache(empty_cache), "index_8192")
-    publish(Cache(empty_cache)).chmod(0o777)
-    assert run(capsys, "cache", "export", file)[0] == 0
+    path = publish(Cache(empty_cache))
+    path.chmod(0o777)
+    status, _, err = run(capsys, "cache", "export", file)
+    assert status == 1
+    assert f"1 damaged or not trusted: {path} (owner {ME}, mode 0777): everyone can change" in err
+    assert not file.exists()
+    assert run(capsys, "cache", "export", file, "--op", "index_8192")[0] == 0
     assert [found.key.name for found in read_bundle(file).entries] == ["index_8192"]
 
 
@@ -181,16 +186,20 @@ def test_nothing_in_a_table_steers_the_terminal(capsys: Capture, empty_cache: Pa
     assert capsys.readouterr().out == "two\nlines of /tmp/:x:/[a]\n"
 
 
-def test_a_bad_entry_stops_no_command(capsys: Capture, empty_cache: Path, tmp_path: Path) -> None:
+def test_a_bad_entry_stops_no_command_but_the_export(
+    capsys: Capture, empty_cache: Path, tmp_path: Path
+) -> None:
     """`"describe": {"args": 5}` ended each of these in a TypeError."""
     cache = Cache(empty_cache)
     change(publish(cache), describe={"args": 5})
     publish(cache, "sound")
-    for command in ("list", "info", "export"):
-        argv = [tmp_path / "k.jkb"] if command == "export" else []
-        status, out, err = run(capsys, "cache", command, *argv)
+    for command in ("info", "list"):
+        status, out, err = run(capsys, "cache", command)
         assert (status, err) == (0, "")
     assert "1 entry" in out
+    status, _, err = run(capsys, "cache", "export", tmp_path / "k.jkb")
+    assert status == 1
+    assert "meta.json: describe: {'args': 5}, expected an object" in err
     status, out, err = run(capsys, "cache", "verify")
     assert status == 1
     assert "describe: {'args': 5}, expected an object" in out

@@ -205,8 +205,7 @@ def test_a_record_is_not_written_into_a_fifo(
     file = tmp_path / "used.jsonl"
     os.mkfifo(file)
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK) if reader else -1
-    said = recorded(file, caplog)
-    assert said.endswith("not a regular file" if reader else "No such device or address")
+    assert recorded(file, caplog).endswith("not a regular file")
     if reader:
         assert os.read(descriptor, 1) == b""
         os.close(descriptor)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,6 +111,162 @@ for n in range(4, 8):
     children = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
     assert [child.wait() for child in children] == [0] * 4
     assert {str(one.used) for one in replay(file)} == {f"tiny<{n}> for 9.0" for n in range(4, 8)}
+
+
+# -- turns -----------------------------------------------------------------------------------------
+
+RANK = """
+import sys
+from pathlib import Path
+from jitkern.jit import record
+from jitkern.jit.specialisation import Specialisation
+folder = Path(sys.argv[1])
+sources = sorted(folder.glob("*.h"))
+print(flush=True)
+input()
+for name in ("all", sys.argv[2]):
+    used = Specialisation("load_jit", (name,), {"cpp_files": [str(folder / "a.cc")]}, "")
+    record.record(used, sources, folder / "used.jsonl")
+"""
+
+
+def write_library(folder: Path, headers: int, lines: int) -> list[Path]:
+    (folder / "a.cc").write_text("// a\n")
+    made = [folder / f"{number}.h" for number in range(headers)]
+    for file in made:
+        file.write_text(f"// {file.name}\n" * lines)
+    return made
+
+
+def of_library(folder: Path, name: str) -> Specialisation:
+    return Specialisation("load_jit", (name,), {"cpp_files": [str(folder / "a.cc")]}, "")
+
+
+def kinds_of(file: Path) -> list[str]:
+    """Name of each specialisation, and first line of each text."""
+    values = map(json.loads, file.read_bytes().splitlines())
+    return sorted(v["text"].splitlines()[0] if "text" in v else v["args"][0] for v in values)
+
+
+def test_ranks_that_record_at_once_write_each_text_once(tmp_path: Path) -> None:
+    """Each had looked before the others wrote: eight times 15 MB, more than replay takes."""
+    write_library(tmp_path, headers=40, lines=10_000)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), f"rank{number}"],
+            env={**os.environ, "PYTHONPATH": python_path()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for number in range(8)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write(b"\n")
+        rank.stdin.close()
+    assert [rank.wait(60) for rank in ranks] == [0] * 8
+    for rank in ranks:
+        assert rank.stdout is not None
+        rank.stdout.close()
+    file = tmp_path / "used.jsonl"
+    names = ["all", *(f"rank{number}" for number in range(8))]
+    texts = ["// a", *(f"// {number}.h" for number in range(40))]
+    assert kinds_of(file) == sorted(names + texts)
+    file.chmod(0o600)
+    assert {one.used.args[0] for one in replay(file)} == set(names)
+
+
+def test_what_another_process_has_added_is_not_added_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who had recorded something looked never again."""
+    file = tmp_path / "used.jsonl"
+    first, second = write_library(tmp_path, headers=2, lines=1)
+    record.record(of_library(tmp_path, "mine"), [first], file)
+    with monkeypatch.context() as another:
+        another.setattr(record, "_seen", {})
+        record.record(of_library(tmp_path, "theirs"), [second], file)
+    for name in ("mine too", "theirs"):
+        record.record(of_library(tmp_path, name), [second], file)
+    assert kinds_of(file) == ["// 0.h", "// 1.h", "// a", "mine", "mine too", "theirs"]
+
+
+def test_half_a_line_of_another_process_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    """One without a lock, of a file system that has none."""
+    file = tmp_path / "used.jsonl"
+    (header,) = write_library(tmp_path, headers=1, lines=1)
+    record.record(of_library(tmp_path, "mine"), [], file)
+    whole = record._lines(of_library(tmp_path, "theirs"), [header], {})[1] + b"\n"
+    with file.open("ab") as out:
+        out.write(whole[:10])
+    record.record(of_library(tmp_path, "mine"), [], file)
+    with file.open("ab") as out:
+        out.write(whole[10:])
+    record.record(of_library(tmp_path, "mine too"), [header], file)
+    assert kinds_of(file) == ["// 0.h", "// a", "mine", "mine too"]
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    write_library(tmp_path, headers=0, lines=0)
+    for name in ("one", "two", "one"):
+        record.record(of_library(tmp_path, name), [], tmp_path / "used.jsonl")
+    assert kinds_of(tmp_path / "used.jsonl") == ["// a", "one", "two"]
+
+
+def test_a_process_that_never_lets_go_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one does that a debugger has stopped."""
+    file = tmp_path / "used.jsonl"
+    write_library(tmp_path, headers=0, lines=0)
+    monkeypatch.setattr(record, "_patience_s", 0.2)
+    with file.open("ab") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        start = time.monotonic()
+        for number in range(20):
+            record.record(of_library(tmp_path, f"n{number}"), [], file)
+        assert 0.2 <= time.monotonic() - start < 2.0
+    assert caplog.messages == [
+        f"jitkern: JITKERN_RECORD: {file}: locked by another process for 0.2 s, not waited for any "
+        "more: sources may be in it twice"
+    ]
+    assert len(kinds_of(file)) == 21
+
+
+def test_a_child_forked_meanwhile_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """It has the descriptor too: to close ours was not enough."""
+    file = tmp_path / "used.jsonl"
+    held: list[int] = []
+    with record._opened(file) as descriptor:
+        held.append(os.dup(descriptor))  # as a fork does
+    with file.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(held[0])
+
+
+def test_a_record_that_is_moved_away_while_it_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "used.jsonl"
+    write_library(tmp_path, headers=0, lines=0)
+    args = (of_library(tmp_path, "one"), [], file)
+    with file.open("ab") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=record.record, args=args)
+        waiting.start()
+        time.sleep(0.1)
+        file.rename(tmp_path / "moved.jsonl")
+    waiting.join()
+    assert kinds_of(file) == ["// a", "one"]
+    assert (tmp_path / "moved.jsonl").read_bytes() == b""
+
+
+# -- a record that is changed ----------------------------------------------------------------------
 
 
 def write_again(file: Path) -> None:

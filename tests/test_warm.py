@@ -253,6 +253,20 @@ def test_out_has_the_libraries_too(
 
 @needs_nvrtc
 @needs_cxx
+def test_out_has_what_was_evicted_meanwhile(
+    record: Path, tmp_path: Path, use: Callable[..., None]
+) -> None:
+    """Entries were read back from a cache that the next one's publication evicted them from."""
+    use(CACHE_MAX_BYTES="1")
+    jitkern.warm(files=[record], out=tmp_path / "out")
+    assert len(Cache(tmp_path / "cache").entries()) == 1
+    out = Cache(tmp_path / "out")
+    assert {"tiny", "twice"} <= {entry.name for entry in out.entries()}
+    assert out.verify() == []
+
+
+@needs_nvrtc
+@needs_cxx
 def test_a_hit_is_a_hit_where_nothing_can_be_written(
     capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
 ) -> None:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from jitkern.arch import Arch, gpu_archs, requested_archs
-from jitkern.cache.bundle import copy_entries
 from jitkern.cache.get import Lookup, forbidden_by
 from jitkern.cache.search import user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find_nvrtc import NVRTC_HINT
-from jitkern.errors import CacheError, FrozenError, ToolchainError, WarmError
+from jitkern.errors import FrozenError, ToolchainError, WarmError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.loader import has_cuda, load_device, native_library
@@ -383,8 +382,8 @@ def _built(outcomes: Sequence[Outcome], threads: int, progress: Progress | None)
 
 def _copy(outcomes: Iterable[Outcome], directory: Path) -> None:
     """Publish what there is in a cache at `directory`, but for what each installation has."""
-    lookups = [outcome.lookup for outcome in outcomes if not outcome.is_everywhere]
-    paths = [lookup.path for lookup in lookups if lookup is not None]
-    if None in paths:
-        raise CacheError(f"{directory}: not all was written there: some is in memory only")
-    copy_entries([path for path in paths if path is not None], Cache(directory, shared=True))
+    cache = Cache(directory, shared=True)
+    for outcome in outcomes:
+        if outcome.lookup is not None and not outcome.is_everywhere:
+            # From memory: where they were found they may have been evicted since.
+            cache.copy(outcome.lookup.entry)

@@ -59,6 +59,8 @@ def write_whole(file: Path, data: bytes, *, flush: bool = False, mode: int | Non
     mode
         As for :func:`write_new`.
     """
+    if not file.name:  # `.` and `/`
+        refuse(errno.EISDIR, "a directory, expected a file", file)
     partial = file.with_name(f".{file.name}.{private_name()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -89,21 +91,16 @@ def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) 
             os.fsync(out.fileno())
 
 
-def append(file: Path, data: bytes) -> int:
-    """Add `data` to the end of `file` by one write; the file is made if need be.
-
-    Returns
-    -------
-    int
-        Where `data` ends in it, bytes.
+def open_to_append(file: Path) -> int:
+    """Open `file` to be read and added to, made if need be; return its descriptor.
 
     Raises
     ------
     OSError
-        It cannot be written, or is not plainly this user's: a link, no regular file, one with
+        It cannot be opened, or is not plainly this user's: a link, no regular file, one with
         another name elsewhere, somebody else's.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
     descriptor = open_file(file, flags, follow=False)
     try:
         status = os.fstat(descriptor)
@@ -113,12 +110,29 @@ def append(file: Path, data: bytes) -> int:
             refuse(errno.EMLINK, f"a file of {status.st_nlink} names, expected one", file)
         if status.st_uid not in (os.geteuid(), 0):
             refuse(errno.EPERM, f"belongs to uid {status.st_uid}", file)
-        count = os.write(descriptor, data)
-        if count < len(data):
-            refuse(errno.ENOSPC, f"{count} of {len(data)} bytes written, the disk is full", file)
-        return os.lseek(descriptor, 0, os.SEEK_CUR)
-    finally:
+    except OSError:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def append(descriptor: int, data: bytes, file: Path) -> int:
+    """Add `data` by one write to `file`, which :func:`open_to_append` has opened.
+
+    Returns
+    -------
+    int
+        Where `data` ends in it, bytes.
+
+    Raises
+    ------
+    OSError
+        It cannot be written, or not all of it.
+    """
+    count = os.write(descriptor, data)
+    if count < len(data):
+        refuse(errno.ENOSPC, f"{count} of {len(data)} bytes written, the disk is full", file)
+    return os.lseek(descriptor, 0, os.SEEK_CUR)
 
 
 def flush_directory(path: Path) -> None:

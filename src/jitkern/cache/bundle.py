@@ -12,13 +12,15 @@ import io
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jitkern import hints
-from jitkern.cache.entry import Entry, read_entry
+from jitkern.cache.cleanup import opened, survey
+from jitkern.cache.entry import Entry, read_entry, read_meta
 from jitkern.cache.schema import META_MAX_BYTES, META_NAME, check_file, parse_meta
 from jitkern.cache.store import Cache, EntryInfo
 from jitkern.cache.strangers import written_by_others
@@ -28,6 +30,8 @@ from jitkern.writing import write_whole
 
 MAX_UNPACKED_BYTES = 1 << 30
 """What a bundle may unpack to, unless more is allowed; 384 kernels of jitkern's own have 6 MB."""
+
+_MAX_SAID = 5  # entries that are named one by one
 
 _MAX_FILES = 100_000  # a file costs 1.5 KB of memory before its first byte
 
@@ -64,35 +68,65 @@ class Bundle:
 def export_bundle(
     cache: Cache, file: Path, select: Callable[[EntryInfo], bool] = lambda _: True
 ) -> int:
-    """Write the sound entries of `cache` that `select` accepts into one file; return how many.
+    """Write the entries of `cache` that `select` accepts into one file; return how many.
 
-    The same entries give the same file, byte for byte. What others can have written is left out:
-    the file is this user's own, and would make it trusted.
+    The same entries give the same file, byte for byte. What others can have written is never in
+    it: the file is this user's own, and would make it trusted.
 
     Raises
     ------
     CacheError
-        The file cannot be written, or others can have written what is in the cache.
+        The file cannot be written; others can have written what is in the cache; or an entry that
+        is chosen is damaged, or one says no more what it was. Nothing is written then: whoever
+        carries the file to a machine with no compiler would miss a kernel there.
     """
     cache.place.check()
     members: dict[str, bytes] = {}
-    count = 0
-    for info in cache.entries():
-        if not select(info):
-            continue
+    listed = cache.entries()
+    chosen = list(filter(select, listed))
+    problems = _unreadable(cache, set(map(str, listed)))
+    for info in chosen:
         try:
             entry = read_entry(info.path, cache.place.trust)
             meta = read_regular(info.path / META_NAME, META_MAX_BYTES)
-        except (OSError, CacheError):
+        except (OSError, CacheError) as error:
+            problems.append(_why(info.path, error))
             continue
         members[f"{info}/{META_NAME}"] = meta
         members.update({f"{info}/{name}": data for name, data in entry.files.items()})
-        count += 1
+    if problems:
+        more = len(problems) - _MAX_SAID
+        said = "; ".join(problems[:_MAX_SAID]) + (f"; and {more} more" if more > 0 else "")
+        raise CacheError(
+            f"{cache.root}: nothing exported, {len(problems)} damaged or not trusted: {said}; a "
+            "call builds anew what it needs of them, and what none needs can be deleted"
+        )
     try:
         write_whole(file, _packed(members), flush=True)
     except OSError as error:
         raise CacheError(f"{file}: cannot write the bundle: {error.strerror}") from error
-    return count
+    return len(chosen)
+
+
+def _unreadable(cache: Cache, listed: Container[str]) -> list[str]:
+    """Say why entries are none: nobody can tell whether they are chosen."""
+    problems = []
+    base = cache.place.base
+    with suppress(FileNotFoundError, NotADirectoryError), opened(base) as descriptor:
+        for found in survey(descriptor):
+            path = base / str(found)
+            if str(found) in listed:
+                continue
+            try:
+                read_meta(path)
+            except (OSError, CacheError) as error:
+                if os.path.isdir(path):  # else it was evicted meanwhile
+                    problems.append(_why(path / META_NAME, error))
+    return problems
+
+
+def _why(path: Path, error: OSError | CacheError) -> str:
+    return f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 def import_bundle(

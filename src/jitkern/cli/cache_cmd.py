@@ -250,6 +250,8 @@ def _clear(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from jitkern.cache.bundle import export_bundle
 
+    if args.file.is_dir():
+        raise CacheError(f"{args.file}: a directory, expected a file to write")
     # What the kernels need goes along with them.
     select = filters.chosen_by(args, host_code_too=True)
     cache = _user_cache()

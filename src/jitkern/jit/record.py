@@ -9,20 +9,23 @@ flags to compile it with, of whoever could write it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from jitkern.compilers.sources import CSRC, OWN_PREFIX
-from jitkern.files import open_regular, read_regular, sha256
+from jitkern.files import read_regular, sha256
 from jitkern.forks import PerProcess
 from jitkern.jit.specialisation import FILES, FOLDERS, FORMAT, Specialisation
-from jitkern.writing import append
+from jitkern.writing import append, open_to_append
 
 _log = logging.getLogger("jitkern")
 _guard = PerProcess(threading.Lock)
@@ -32,10 +35,17 @@ MAX_BYTES = 64 << 20
 
 _TAIL_BYTES = 4096
 
+# Eight ranks that add 15 MB each are done in a second; a process that is stopped holds a lock on.
+_LOCK_S = 5.0
+_POLL_S = 0.005
+_OPENINGS = 3
+
+_patience_s = _LOCK_S
+
 
 @dataclass
 class _Seen:
-    """Digests of the lines of a file, and how it went on up to where it was last looked at.
+    """Digests of the lines of a file up to `end`, and what stands before that.
 
     By these bytes a file that has been begun anew is known, though it be as long and have the same
     inode by now.
@@ -57,7 +67,9 @@ def record(
 ) -> None:
     """Append `used` and its sources to `file`, once per process.
 
-    Many processes may append at once: what is added is one write to a file opened for appending.
+    Many processes may append at once. They take turns where the file system knows locks, so that a
+    text is in it once. Elsewhere it may be there more often: what is added is one write to a file
+    opened for appending.
 
     Parameters
     ----------
@@ -84,25 +96,100 @@ def record(
 
 
 def _append(used: Specialisation, texts: Iterable[bytes], line: bytes, file: Path) -> None:
-    with _guard.value:
-        size = file.stat().st_size if file.exists() else 0
-        seen = _seen.get(file)
-        if seen is None or _between(file, seen.end - len(seen.tail), seen.end) != seen.tail:
-            tail = _between(file, max(0, size - _TAIL_BYTES), size)
-            seen = _seen[file] = _Seen(_digests(file), size, tail)
-        if sha256(line) in seen.lines:
+    own = sha256(line)
+    parts = {sha256(text): text for text in texts} | {own: line}
+    with _guard.value, _opened(file) as descriptor:
+        seen = _caught_up(file, descriptor)
+        if own in seen.lines:
             return
-        seen.lines.add(sha256(line))  # what cannot be kept is said once
-        new = [text for text in texts if sha256(text) not in seen.lines]
-        data = b"".join(part + b"\n" for part in (*new, line))
+        data = b"".join(part + b"\n" for name, part in parts.items() if name not in seen.lines)
+        seen.lines.add(own)  # what cannot be kept is said once
+        size = os.fstat(descriptor).st_size
         if size + len(data) > MAX_BYTES:
             raise OSError(0, f"it would have more than {MAX_BYTES} bytes, {used} left out")
         # A process that was killed, or found the disk full, has left half a line.
-        is_torn = _between(file, max(0, size - 1), size) not in (b"", b"\n")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        seen.end = append(file, b"\n" + data if is_torn else data)
+        is_torn = seen.end < size
+        seen.end = append(descriptor, b"\n" + data if is_torn else data, file)
         seen.tail = data[-_TAIL_BYTES:]
-        seen.lines.update(map(sha256, new))
+        seen.lines.update(parts)
+
+
+def _caught_up(file: Path, descriptor: int) -> _Seen:
+    """Return what is seen of the record, after a look at what others have added."""
+    seen = _seen.get(file)
+    if seen is None or _between(descriptor, seen.end - len(seen.tail), seen.end) != seen.tail:
+        seen = _seen[file] = _Seen(set(), 0, b"")
+    size = os.fstat(descriptor).st_size
+    *lines, _ = _between(descriptor, seen.end, min(size, MAX_BYTES)).split(b"\n")
+    if lines:
+        seen.lines.update(map(sha256, lines))
+        seen.end += sum(len(line) + 1 for line in lines)
+        seen.tail = _between(descriptor, max(0, seen.end - _TAIL_BYTES), seen.end)
+    return seen
+
+
+def _between(descriptor: int, start: int, end: int) -> bytes:
+    return os.pread(descriptor, max(0, end - start), start)
+
+
+# -- turns -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    """Hold the record open, locked if it can be."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        for _ in range(_OPENINGS):
+            stack.close()
+            descriptor = open_to_append(file)
+            stack.callback(_close, descriptor)
+            # Who held the lock may have put another file in its place.
+            if not _locked(descriptor, file) or _is_at(file, descriptor):
+                break
+        yield descriptor
+
+
+def _locked(descriptor: int, file: Path) -> bool:
+    """Lock the record; no process waits for ever, nor twice for one that does not let go."""
+    global _patience_s
+    until_s = time.monotonic() + _patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+                continue
+            if _patience_s:
+                _log.warning(
+                    "jitkern: JITKERN_RECORD: %s: locked by another process for %g s, not waited "
+                    "for any more: sources may be in it twice",
+                    file,
+                    _patience_s,
+                )
+                _patience_s = 0.0
+            return False
+        except OSError:
+            return False  # a file system without locks
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _close(descriptor: int) -> None:
+    # A child that was forked meanwhile has the descriptor too, and would hold the lock.
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+# -- lines -----------------------------------------------------------------------------------------
 
 
 def _lines(
@@ -144,22 +231,3 @@ def _places(files: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
         path: f"{OWN_PREFIX}{own[path]}" if path in own else f"./{os.path.relpath(path, above)}"
         for path in (*files, *folders)
     }
-
-
-def _between(file: Path, start: int, end: int) -> bytes:
-    """Bytes of the record; none where there is no file of that kind, which append() will say."""
-    try:
-        descriptor = open_regular(file)
-    except OSError:
-        return b""
-    try:
-        return os.pread(descriptor, end - start, start)
-    finally:
-        os.close(descriptor)
-
-
-def _digests(file: Path) -> set[str]:
-    try:
-        return {sha256(line) for line in read_regular(file, MAX_BYTES).split(b"\n")}
-    except OSError:
-        return set()
