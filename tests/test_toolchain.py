@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jitkern.arch import KNOWN_ARCHS, Arch
-from jitkern.compilers import find, find_cuda, find_nvrtc, identity
+from jitkern.compilers import cxx, find, find_cuda, find_headers, find_nvrtc, identity
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
@@ -172,6 +172,27 @@ def test_nvrtc_given_but_absent(machine: Callable[..., Path]) -> None:
     machine(JITKERN_NVRTC="/nowhere/libnvrtc.so")
     with pytest.raises(ToolchainError, match=r"JITKERN_NVRTC: /nowhere/libnvrtc\.so is not a file"):
         find_nvrtc.find_nvrtc()
+
+
+def test_where_a_user_may_not_enter(
+    machine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below /root in a container: what cannot be seen is not there, and no PermissionError."""
+
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    machine(JITKERN_NVRTC="/locked/libnvrtc.so", CUDA_HOME="/locked")
+    for name in ("is_file", "is_dir", "exists"):  # what they do before Python 3.14
+        monkeypatch.setattr(Path, name, refused)
+    with pytest.raises(ToolchainError, match=r"JITKERN_NVRTC: /locked/libnvrtc\.so is not a file"):
+        find_nvrtc.find_nvrtc()
+    with pytest.raises(ToolchainError, match="CUDA_HOME"):
+        find_cuda.find_nvcc()
+    with pytest.raises(ValueError, match=r"build: sources: /locked/a\.cc does not exist"):
+        cxx.build("m", sources=[Path("/locked/a.cc")], directory=Path("/locked"))
+    assert find_headers._present([Path("/locked")]) == ()
+    assert find_headers._include_dirs(Path("/locked")) == ()
 
 
 def test_nvrtc_that_is_something_else(machine: Callable[..., Path]) -> None:

@@ -2,15 +2,17 @@
 
 A manifest maps each file to its content's digest. Files are named ``<n>:<path>``: the path below
 the n-th root, the roots being the directories of the main sources and then the include paths, so
-that two checkouts at different places share entries.
+that two checkouts at different places share entries. Headers of the system's packages and what the
+linker's flags name are at the same place everywhere or nowhere: ``<path>`` is absolute then.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jitkern.files import read_regular, sha256
 
@@ -18,8 +20,47 @@ Manifest = dict[str, Any]
 
 _MAX_BYTES = 1 << 30
 
+# Where the C library has its headers, and Debian part of them: /usr/include/x86_64-linux-gnu.
+_LIBC_DIRECTORY = re.compile(r"/usr/include(/\w+-linux-\w+)?$")
 
-def manifest(read: Iterable[Path], roots: Sequence[Path], toolchain: Sequence[Path]) -> Manifest:
+# What it shares with no package: its own directories and, of an interface that only grows, Linux's.
+_LIBC_PARTS = ("bits", "gnu", "asm", "asm-generic", "linux")
+
+# Each of its headers says so, but for what it has of BSD and what only includes another header.
+_LIBC_SAYS = b"GNU C Library"
+_LIBC_NAMES = (
+    *("poll.h", "syscall.h", "syslog.h", "wait.h", "sys/errno.h", "sys/fcntl.h", "sys/queue.h"),
+    *("sys/signal.h", "sys/syslog.h", "sys/termios.h", "sys/unistd.h", "sys/vfs.h"),
+)
+
+# Options of the linker whose value may be a word of its own, and is no file.
+_WITH_VALUE = frozenset(("-L", "-l", "-u", "-e", "-h", "-o", "-z", "-soname", "-rpath"))
+
+_SHARED = re.compile(r"\.so(\.[\d.]+)?$")
+
+
+class HeaderDirectories(NamedTuple):
+    """Directories of headers that are no project's.
+
+    Attributes
+    ----------
+    toolchain
+        The compilers' own, CUDA's, tvm-ffi's: versions in a key stand for what they hold.
+    system
+        Others in which a compiler looks by itself: the C library's, for which a key has its
+        version, and those of packages, for which it has nothing.
+    """
+
+    toolchain: Sequence[Path]
+    system: Sequence[Path]
+
+
+def manifest(
+    read: Iterable[Path],
+    roots: Sequence[Path],
+    directories: HeaderDirectories,
+    linked: Iterable[Path] = (),
+) -> Manifest:
     """Describe the files a build has read.
 
     Parameters
@@ -28,9 +69,10 @@ def manifest(read: Iterable[Path], roots: Sequence[Path], toolchain: Sequence[Pa
         What the compiler reported.
     roots
         Directories that files are named relative to.
-    toolchain
-        Directories left out, because versions in the key stand for what they hold: the toolkit,
-        the compiler's own headers, tvm-ffi.
+    directories
+        Where files are left out, all or those of the C library.
+    linked
+        What the linker has read of the caller's.
 
     Returns
     -------
@@ -40,14 +82,21 @@ def manifest(read: Iterable[Path], roots: Sequence[Path], toolchain: Sequence[Pa
     """
     # Compilers report files behind symbolic links as it pleases them, so all paths are resolved.
     resolved_roots = [os.path.realpath(root) for root in roots]
-    left_out = [os.path.realpath(path) for path in toolchain]
-    paths = [
-        path
-        for path in sorted({os.path.realpath(path) for path in read})
-        if any(_is_below(path, root) for root in resolved_roots)
-        or not any(_is_below(path, folder) for folder in left_out)
-    ]
-    files = {_name(path, resolved_roots): sha256(Path(path).read_bytes()) for path in paths}
+    left_out = [os.path.realpath(path) for path in directories.toolchain]
+    system = [os.path.realpath(path) for path in directories.system]
+    paths, others = [], [str(path) for path in linked]
+    for path in sorted({os.path.realpath(path) for path in read}):
+        if any(_is_below(path, root) for root in resolved_roots):
+            paths.append(path)
+        elif any(_is_below(path, folder) for folder in left_out):
+            continue
+        elif not any(_is_below(path, folder) for folder in system):
+            paths.append(path)
+        elif not _is_libcs(path, system):
+            others.append(path)
+    names = {_name(path, resolved_roots): path for path in paths}
+    names |= {f"0:{path}": path for path in others}
+    files = {name: sha256(Path(path).read_bytes()) for name, path in names.items()}
 
     missing = (path for path in _looked_for(paths, resolved_roots) if not os.path.exists(path))
     absent = {_name(path, resolved_roots) for path in missing}
@@ -73,10 +122,11 @@ def sources(
     list of str
         Absolute paths: the files that were read, and those that were not but lie where one of them
         is looked for. Without these the build elsewhere notes that they are missing, and its
-        manifest does not hold here.
+        manifest does not hold here. What packages bring is left out.
     """
     resolved_roots = [os.path.realpath(root) for root in roots]
-    paths = [os.path.normpath(_path(name, resolved_roots)) for name in recorded["files"]]
+    names = [name for name in recorded["files"] if not _is_absolute(name)]
+    paths = [os.path.normpath(_path(name, resolved_roots)) for name in names]
     paths += links
     # Known to be absent, all but a few: of torch's headers 5 million are looked for.
     absent = {os.path.normpath(_path(name, resolved_roots)) for name in recorded["absent"]}
@@ -95,18 +145,96 @@ def _looked_for(paths: Sequence[str], roots: Sequence[str]) -> Iterator[str]:
                 yield from (os.path.join(folder, spelling) for folder in folders)
 
 
-def holds(recorded: Mapping[str, Any], roots: Sequence[Path]) -> bool:
-    """Tell whether every file of the `recorded` manifest still has the content it had."""
+def holds(
+    recorded: Mapping[str, Any],
+    roots: Sequence[Path],
+    may_lack: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Tell whether every file of the `recorded` manifest still has the content it had.
+
+    Parameters
+    ----------
+    recorded
+        A manifest.
+    roots
+        The roots of this machine.
+    may_lack
+        Whether packages and libraries that were there for the build may be missing by now. Called
+        if one is.
+    """
     resolved_roots = [os.path.realpath(root) for root in roots]
     try:
         if any(os.path.exists(_path(name, resolved_roots)) for name in recorded["absent"]):
             return False
-        return all(
-            _content(_path(name, resolved_roots)) == expected
-            for name, expected in recorded["files"].items()
-        )
+        for name, expected in recorded["files"].items():
+            path = _path(name, resolved_roots)
+            if _is_absolute(name) and not os.path.lexists(path) and may_lack():
+                continue
+            if _content(path) != expected:
+                return False
+        return True
     except (OSError, KeyError, IndexError, ValueError, AttributeError, TypeError):
         return False
+
+
+class Linked(NamedTuple):
+    """What flags for the linker name.
+
+    Attributes
+    ----------
+    flags
+        The words, with absolute paths: a build runs in another directory.
+    files
+        Those that become part of a library, and scripts: objects, archives, also what ``-l`` finds
+        in the directories of ``-L``. No shared libraries, which are found again by the loader.
+    """
+
+    flags: list[str]
+    files: list[Path]
+
+
+def linked(ldflags: Sequence[str]) -> Linked:
+    """Read the words of the linker's flags; the compiler reports nothing of what they name."""
+    flags: list[str] = []
+    files: list[Path] = []
+    folders: list[Path] = []
+    libraries: list[str] = []
+
+    def look(given: Sequence[str]) -> Iterator[str]:
+        pending = iter(given)
+        for word in pending:
+            option, value = word[:2], word[2:]
+            if word in _WITH_VALUE:
+                value = next(pending, "")
+            if word.startswith("-Wl,"):
+                yield "-Wl," + ",".join(look(word[4:].split(",")))
+            elif option == "-L" and not value.startswith(("=", "$SYSROOT")):
+                folders.append(Path(value).absolute())
+                yield f"-L{folders[-1]}"
+            elif option == "-l":
+                libraries.append(value[1:] if value[:1] == ":" else f"lib{value}.a")
+                yield f"-l{value}"
+            elif word in _WITH_VALUE:
+                yield from (word, value)
+            else:
+                head, file = _file_of(word)
+                if file is not None:
+                    files.append(file)
+                yield word if file is None else f"{head}{file}"
+
+    flags += look(ldflags)
+    for library in libraries:
+        found = [folder / library for folder in folders if os.path.isfile(folder / library)]
+        files += found[:1]
+    kept = (file for file in files if not _SHARED.search(file.name))
+    return Linked(flags, list(dict.fromkeys(kept)))
+
+
+def _file_of(word: str) -> tuple[str, Path | None]:
+    """Split the file off a word: ``libx.a``, ``@flags.txt``, ``--version-script=exports.map``."""
+    head = "@" if word[:1] == "@" else word[: word.find("=") + 1] if word[:1] == "-" else ""
+    name = word[len(head) :]
+    return head, Path(name).absolute() if os.path.isfile(name) else None
 
 
 def changed_since(read: Iterable[Path], unix_s: float) -> bool:
@@ -126,6 +254,18 @@ def _name(path: str, roots: Sequence[str]) -> str:
 def _path(name: str, roots: Sequence[str]) -> str:
     number, _, below = name.partition(":")
     return os.path.join(roots[int(number)], below)
+
+
+def _is_absolute(name: str) -> bool:
+    return name.partition(":")[2].startswith("/")
+
+
+def _is_libcs(path: str, system: Iterable[str]) -> bool:
+    folders = [one for one in system if _LIBC_DIRECTORY.search(one) and _is_below(path, one)]
+    names = [os.path.relpath(path, folder) for folder in folders]
+    if any(name in _LIBC_NAMES or name.split("/")[0] in _LIBC_PARTS for name in names):
+        return True
+    return bool(names) and _LIBC_SAYS in Path(path).read_bytes()
 
 
 def _is_below(path: str, folder: str) -> bool:

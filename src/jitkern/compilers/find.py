@@ -59,12 +59,12 @@ def cxx_command() -> list[str]:
     now = settings()
     if now.cxx is not None:
         command = _cxx_words(now.cxx)
-        found = shutil.which(command[0], path=now.path)
+        found = on_path(command[0], now.path)
         if found is None:
             raise ToolchainError(f"CXX: {now.cxx!r} was not found; {_CXX_HINT}")
         return [found, *command[1:]]
     for name in ("c++", "g++", "clang++"):
-        found = shutil.which(name, path=now.path)
+        found = on_path(name, now.path)
         if found is not None:
             return [found]
     raise ToolchainError(f"no C++ compiler was found; {_CXX_HINT}")
@@ -106,12 +106,22 @@ def _find_ninja(path: str, executable: str, site: tuple[str, ...]) -> str | None
         Path(sysconfig.get_path("scripts")) / "ninja",
         *(Path(directory, "ninja/data/bin/ninja") for directory in site),
     ]
-    on_path = shutil.which("ninja", path=path)
-    if on_path is not None:
-        candidates.append(Path(on_path))
+    found = on_path("ninja", path)
+    if found is not None:
+        candidates.append(Path(found))
     present = [candidate for candidate in candidates if os.path.isfile(candidate)]
     programs = [candidate for candidate in present if is_program(candidate)]
     return str((programs or present)[0]) if present else None
+
+
+def on_path(name: str, path: str) -> str | None:
+    """Return the absolute path of a program, which may be a name on PATH or a path; None if absent.
+
+    Both may be relative, to this directory and not to that of a build, where the program starts.
+    """
+    found = shutil.which(name, path=path)
+    # Links and dots stay: what a compiler does may depend on the name that it is started by.
+    return None if found is None else str(Path(found).absolute())
 
 
 def is_program(path: Path) -> bool:

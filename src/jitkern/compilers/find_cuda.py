@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from jitkern.compilers.find import Tool, probe, tool_version
+from jitkern.compilers.find import Tool, on_path, probe, tool_version
 from jitkern.compilers.find_nvrtc import LIB_DIRS, SYSTEM_CUDA, site_directories
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
@@ -69,9 +68,9 @@ def _find_cuda_home(given: Path | None, path: str, site: tuple[str, ...]) -> Cud
 
 
 def _cuda_homes(path: str, site: tuple[str, ...]) -> Iterator[CudaHome | None]:
-    on_path = shutil.which("nvcc", path=path)
-    if on_path is not None:
-        nvcc = Path(on_path)
+    found = on_path("nvcc", path)
+    if found is not None:
+        nvcc = Path(found)
         yield _toolkit(nvcc.resolve().parents[1], nvcc)
         # A wrapper script lies anywhere; nvcc itself knows where its toolkit is.
         top = _nvcc_top(nvcc)
@@ -91,14 +90,14 @@ def _toolkit(root: Path, nvcc: Path) -> CudaHome | None:
     runtime = root.parent / "cuda_runtime"
     roots = [root, runtime] if root.name == "cuda_nvcc" else [root]
     includes = [r / sub for r in roots for sub in ("include", "targets/x86_64-linux/include")]
-    includes = [directory for directory in includes if directory.is_dir()]
+    includes = [directory for directory in includes if os.path.isdir(directory)]
     if not any(os.path.isfile(directory / "cuda_runtime.h") for directory in includes):
         return None
     for r in roots:
         for lib in LIB_DIRS:
             # The plain name first, else the newest of libcudart.so.12, libcudart.so.13.
             for cudart in (r / lib / "libcudart.so", *_numbered_cudart(r / lib)):
-                if cudart.exists():
+                if os.path.exists(cudart):
                     return CudaHome(root, nvcc, tuple(includes), cudart.parent, cudart.name)
     return None
 

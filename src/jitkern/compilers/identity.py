@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
-from jitkern.compilers.find import cxx_command, find_cxx, is_program
+from jitkern.compilers.depends import HeaderDirectories
+from jitkern.compilers.find import cxx_command, find_cxx, is_program, probe
 from jitkern.compilers.find_cuda import find_cuda_home, find_nvcc
 from jitkern.errors import ToolchainError
 from jitkern.files import slug
 
 _COMPILER_WORDS = ("gcc", "g++", "c++", "clang", "nvcc")
+
+# Directories of a compiler's own headers: /usr/include/c++/12, /usr/lib/gcc/x86_64-linux-gnu/12.
+_OWN = re.compile(r"/include/([\w-]+/)?c\+\+/v?\d[\w.]*(/|$)|/lib\d*/(gcc|clang)/")
+
+_SHARED_PREFIXES = (Path("/"), Path("/usr"), Path("/usr/local"))
 
 
 def toolchain_id(*, cuda: bool = False) -> str:
@@ -49,20 +57,32 @@ def program_stats(*, cuda: bool = False) -> list[list[int]] | None:
     return found
 
 
-def toolchain_directories(*, cuda: bool = False) -> list[Path]:
-    """Return the directories whose headers the toolchain's versions in a key stand for."""
+def toolchain_directories(*, cuda: bool = False) -> HeaderDirectories:
+    """Return where headers are that are no project's; a process is started, for a build only.
+
+    The compiler is asked where it looks: one that is a script lies anywhere.
+    """
     from tvm_ffi import libinfo
 
-    directories = [
-        Path("/usr/include"),
-        Path("/usr/lib"),
-        Path(libinfo.find_include_path()),
-        Path(libinfo.find_dlpack_include_path()),
-    ]
-    prefix = find_cxx().path.resolve().parent.parent
-    if prefix not in (Path("/"), Path("/usr"), Path("/usr/local")):
-        directories.append(prefix)  # a compiler in a directory of its own, such as conda's
+    searched = _searched(tuple(find_cxx().command))
+    own = [path for path in searched if _OWN.search(str(path))]
+    own += [Path(libinfo.find_include_path()), Path(libinfo.find_dlpack_include_path())]
     if cuda:
-        home = find_cuda_home()
-        directories += [home.path, *home.include_dirs]
-    return directories
+        own += _cuda_directories()
+    return HeaderDirectories(own, [path for path in searched if path not in own])
+
+
+def _searched(command: tuple[str, ...]) -> list[Path]:
+    """Directories in which a C++ compiler looks for headers without being told to."""
+    said = probe((*command, "-E", "-v", "-x", "c++", "/dev/null")) or ""
+    # They are on lines of their own, after a heading in the user's language.
+    lines = [Path(line[1:]).resolve() for line in said.splitlines() if line.startswith(" /")]
+    return [path for path in dict.fromkeys(lines) if os.path.isdir(path)]
+
+
+def _cuda_directories() -> list[Path]:
+    home = find_cuda_home()
+    if home.path not in _SHARED_PREFIXES and not os.path.exists(home.path / "conda-meta"):
+        return [home.path, *home.include_dirs]
+    # Other packages' headers lie in its "include", but none in "targets/x86_64-linux/include".
+    return [path for path in home.include_dirs if path.parent != home.path]

@@ -106,7 +106,8 @@ def load_jit(
         int64 count"``: a type is a dtype of torch or a number of C, ``void*`` a tensor of any
         dtype, ``strided float*`` one of any strides. The compiler compares either with the struct.
     extra_cflags, extra_cuda_cflags, extra_ldflags
-        Flags beyond the default ones of the C++ compiler, of nvcc or NVRTC, of the linker.
+        Flags beyond the default ones of the C++ compiler, of nvcc or NVRTC, of the linker. Files
+        and ``-L`` directories among the linker's may be relative, from the current directory.
     extra_include_paths
         Directories searched for headers, before jitkern's own.
     build_directory

@@ -2,8 +2,8 @@
 
 The key covers the main sources, flags (those in CXX too), wrappers, arch, the ABI, and what brings
 flags and headers from the environment. What else the compiler read is in the entry's manifest, as
-the compiler itself reported it: an entry is good only while every file in it has its content, so a
-key has one variant per compiler and state of the headers.
+the compiler itself reported it, and what the linker's flags name: an entry is good only while every
+file in it has its content, so a key has one variant per compiler and state of these files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jitkern.writing import write_whole
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
-NATIVE_ABI = 1
+NATIVE_ABI = 2
 
 # What tvm_ffi.cpp.load_inline puts in front of a source, which mini-sglang's kernels rely on.
 PRELUDE = (
@@ -56,7 +56,7 @@ class NativeBuild:
     """What to build: files are absolute, the rest as load_jit was given it.
 
     With `inline`, all C++ files form one translation unit and all CUDA files another, each with
-    its wrappers exported; otherwise each file is one.
+    its wrappers exported; otherwise each file is one. `linked` are the files that `ldflags` name.
     """
 
     name: str
@@ -70,6 +70,7 @@ class NativeBuild:
     cuda_cflags: tuple[str, ...] = ()
     ldflags: tuple[str, ...] = ()
     include_dirs: tuple[Path, ...] = ()
+    linked: tuple[Path, ...] = ()
 
     @property
     def cuda(self) -> bool:
@@ -116,7 +117,7 @@ class NativeLibrary(Buildable["Module | None"]):
     ) -> None:
         if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
             raise ValueError(f"{used.function}: cpp_files, cuda_files: both empty")
-        build = _without_include_flags(build)
+        build = _with_absolute_paths(build)
         self.key: Key = _key(build, arch)
         self._build = build
         self._arch = arch
@@ -156,6 +157,7 @@ class NativeLibrary(Buildable["Module | None"]):
             "extra_include_paths": folders,
             "extra_cflags": list(build.cflags),
             "extra_cuda_cflags": list(build.cuda_cflags),
+            "extra_ldflags": list(build.ldflags),
         }
         links: list[str] = []
         with suppress(ValueError):  # a computed include
@@ -179,7 +181,7 @@ class NativeLibrary(Buildable["Module | None"]):
 
     def accepts(self, meta: Mapping[str, Any]) -> bool:
         return self._same_toolchain(meta) and depends.holds(
-            meta.get("depends", {}), self._build.roots
+            meta.get("depends", {}), self._build.roots, self._is_all_there_is
         )
 
     def _same_toolchain(self, meta: Mapping[str, Any]) -> bool:
@@ -187,9 +189,13 @@ class NativeLibrary(Buildable["Module | None"]):
         programs = program_stats(cuda=self._build.cuda)
         if programs is not None and meta.get("compilers") == programs:
             return True
-        if is_frozen() or not self._toolchain:
-            return True  # nothing else could be had
+        if self._is_all_there_is():
+            return True
         return bool(meta["toolchain"] == _variant(self._toolchain, meta.get("depends", {})))
+
+    def _is_all_there_is(self) -> bool:
+        """Tell whether nothing else could be had than what is found."""
+        return is_frozen() or not self._toolchain
 
     @cached_property
     def _toolchain(self) -> str:
@@ -204,7 +210,9 @@ class NativeLibrary(Buildable["Module | None"]):
             closure = include_closure(_includes(self._build.files), include_dirs=include_dirs)
         except ValueError:
             return f"unknown {os.getpid()} {time.time_ns()}"  # a computed include: never the same
-        return digest([closure.digest, self._toolchain])
+        found = (file for file in self._build.linked if os.access(file, os.R_OK))
+        linked = [sha256(file.read_bytes()) for file in found]
+        return digest([closure.digest, self._toolchain, linked])
 
     def build(self) -> BuildOutput:
         if self._build_directory is None:
@@ -224,9 +232,10 @@ class NativeLibrary(Buildable["Module | None"]):
             started_unix_s = time.time()
             (folder / ".ninja_log").unlink(missing_ok=True)  # without it, everything is built
             library, read = self._compile(folder)
-            if not depends.changed_since(read, started_unix_s):
+            if not depends.changed_since([*read, *self._build.linked], started_unix_s):
                 break
-        manifest = depends.manifest(read, self._build.roots, toolchain_directories(cuda=cuda))
+        directories = toolchain_directories(cuda=cuda)
+        manifest = depends.manifest(read, self._build.roots, directories, self._build.linked)
         notes = {
             "depends": manifest,
             "compilers": program_stats(cuda=cuda),
@@ -281,6 +290,7 @@ def _key(build: NativeBuild, arch: Arch | None) -> Key:
         "wrappers": [build.cpp_wrappers, build.cuda_wrappers],
         "inline": build.inline,
         "include_dirs": len(build.include_dirs),
+        "linked": list(map(str, build.linked)),  # a library may come up in another directory
     }
     return Key(route, build.name, digest(content), describe)
 
@@ -311,8 +321,8 @@ def _translation_units(build: NativeBuild, folder: Path) -> list[Path]:
     return units
 
 
-def _without_include_flags(build: NativeBuild) -> NativeBuild:
-    """Move -I flags to the include directories: paths have no place in a key."""
+def _with_absolute_paths(build: NativeBuild) -> NativeBuild:
+    """Move -I flags to the include directories, for paths have no place in a key; see `linked`."""
     include_dirs = list(build.include_dirs)
     kept: dict[str, tuple[str, ...]] = {}
     for field, flags in (("cflags", build.cflags), ("cuda_cflags", build.cuda_cflags)):
@@ -326,8 +336,14 @@ def _without_include_flags(build: NativeBuild) -> NativeBuild:
                 include_dirs.append(Path(word[2:] or pending.pop(0)))
         kept[field] = tuple(rest)
     unique = tuple(dict.fromkeys(path.absolute() for path in include_dirs))
+    ldflags, linked = depends.linked(words(build.ldflags, "extra_ldflags"))
     return replace(
-        build, include_dirs=unique, cflags=kept["cflags"], cuda_cflags=kept["cuda_cflags"]
+        build,
+        include_dirs=unique,
+        cflags=kept["cflags"],
+        cuda_cflags=kept["cuda_cflags"],
+        ldflags=tuple(map(shlex.quote, ldflags)),
+        linked=tuple(linked),
     )
 
 
