@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 RELEASE_ARGS ?=
 # More than the two cores that it is made for: a quarter of the time of tests of ranks is waiting.
+# A file's tests stay with one worker, which sets up what they share, until another has none left.
 JOBS ?= 3
 CXX_FILES = $(shell find src tests \( -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu' \) \
               -not -path '*/_prebuilt/*')
@@ -30,7 +31,7 @@ demo: $(call ready,cuda)
 	$(PY) -m jitkern demo
 
 test: $(call ready,test)
-	$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS)) $(PYTEST_ARGS)
+	$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist worksteal) $(PYTEST_ARGS)
 
 lint: $(call ready,dev)
 	$(PY) -m ruff check
