@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 
@@ -90,15 +92,15 @@ def test_what_one_lacks_is_closed(tmp_path: Path) -> None:
     assert out.read_text() == "b'there' 5\n"
 
 
-def test_the_first_one_asks_for_no_gpu() -> None:
+def test_the_first_one_asks_for_no_gpu(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     """Behind that no child could use one. Nor has it imported what tests are about."""
-    done = forks.run(f"""
+    fresh_python(f"""
 import sys, torch
 asked = []
 torch.cuda._is_compiled = lambda: True
 torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 0
-for name in [name for name in sys.modules if name.partition(".")[0] == "fork_parent"]:
-    del sys.modules[name]
 sys.path.insert(0, {str(forks.HERE)!r})
 import fork_parent
 assert not asked and not torch.cuda.is_initialized()
@@ -106,4 +108,3 @@ assert not {{"jitkern", "tvm_ffi", "torch._dynamo"}} & {{*sys.modules}}
 torch.cuda.is_available()
 assert asked, "the test is not one"
 """)
-    assert done.returncode == 0, done.stderr

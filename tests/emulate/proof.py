@@ -37,8 +37,7 @@ FILE = HERE / "proved.json"
 _SAMPLE = 32
 
 # Tables of mistakes in the host's C++: their tests, and what these use beside csrc.
-_TESTS = HERE.parent
-_ROOT = _TESTS.parent
+_ROOT = HERE.parent.parent
 _OF_THE_HOST = {
     "threads": ("tests/test_threads.py", "tests/threads/*"),
     "slot_order": (

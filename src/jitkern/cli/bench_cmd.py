@@ -293,7 +293,6 @@ def _update(args: argparse.Namespace, device: str) -> int:
         path = args.baseline
         if path.is_dir() or not (path.exists() or path.suffix == ".json"):
             path /= f"{made.kind}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
         baselines.write(path, made)
     except baselines.BaselineError as error:
         raise JitkernError(f"bench: --update: {error}") from error
