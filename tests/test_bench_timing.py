@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from jitkern.arch import Arch
+from jitkern.bench import worker
 from jitkern.bench.cases.common import copy_kernel, copy_module
 from jitkern.bench.timing import (
     Call,
@@ -89,3 +93,24 @@ def test_results_of_one_graph_lie_apart() -> None:
     cuda_replay([call] * 4).run()
     torch.cuda.synchronize()
     assert len(set(places)) == 4
+
+
+@pytest.mark.parametrize(
+    ("call_s", "calls"),
+    [(0.0, worker.SHORT_CALLS), (1.5 * worker.LONG_CALL_S, worker.LONG_CALLS)],
+)
+def test_long_calls_are_counted_a_few_times(call_s: float, calls: int) -> None:
+    """Whatever clock their case was given: hundreds of them would take Callgrind minutes."""
+    counted: list[tuple[str, int]] = []
+    done: list[float] = []
+    case = SimpleNamespace(
+        key="mine: long",
+        clock="host",
+        bytes_moved=0,
+        make=lambda _: call_s,
+        ours=lambda: SimpleNamespace(build=lambda: lambda s: done.append(s) or time.sleep(s)),
+    )
+    counter = SimpleNamespace(count=lambda key, _, calls: counted.append((key, calls)))
+    worker._count_case(counter, case)
+    assert counted == [("mine: long", calls)]
+    assert len(done) == (2 if call_s else 2 + worker.UNCOUNTED_CALLS)
