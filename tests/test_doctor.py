@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +54,32 @@ def test_huge_pages(
 def test_a_kernel_without_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_PAGES", tmp_path)
     assert machine._huge_pages().found == "this kernel has no transparent ones"
+
+
+def test_bytecode(tmp_path: Path) -> None:
+    """Files of this test's own; what doctor says to type makes them."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # as where the files' directory is another user's
+
+    def python(*arguments: str) -> str:
+        command = [sys.executable, "-W", "ignore", *arguments]
+        return subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    look = (
+        "import dataclasses, json, jitkern, tvm_ffi; from jitkern.cli import machine;"
+        "print(json.dumps(dataclasses.asdict(machine.bytecode())))"
+    )
+    lacks = Check(**json.loads(python("-c", look)))
+    assert lacks.state == "note"
+    of = re.match(r"none of (\d+) of (\d+) modules: ", lacks.found)
+    assert of and of[1] == of[2]
+    program, *arguments = lacks.fix.split()
+    assert program == "python"
+    python(*arguments)
+    has = Check(**json.loads(python("-c", look)))
+    assert (has.state, has.found) == ("ok", f"of all {of[1]} modules of jitkern and tvm_ffi")
 
 
 @pytest.mark.parametrize(("limit", "text"), [(-1, "limit unlimited"), (1 << 16, "limit 64.0 KiB")])

@@ -1,8 +1,8 @@
 """Threads of the host module, under sanitizers: programs of tests/threads, and mutants of sources.
 
 ``ops`` calls every op on the CPU from two threads; ``staging`` those whose rows go through the CPU
-to and from a GPU, of which a late one is made of threads. Each of its cases is a test here; under
-ThreadSanitizer only as long as that is not proved (emulate/proof.py).
+to and from a GPU, of which a late one is made of threads. Each of its cases is a test here, as long
+as it is not proved that they pass and that the mutants are caught (emulate/proof.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from emulate.proof import of_the_host, unproved_of_the_host
+from emulate.proof import unproved_of_the_host
 from needs import needs_cxx
 from threads.mutants import MUTANTS, Mutant
 from threads.program import ASAN, CPU_OPS, HERE, STAGING, TSAN, Builder, Program, forget_old
@@ -34,6 +34,10 @@ UNDER_TSAN = [
 ]
 
 
+def name_of(mutant: Mutant) -> str:
+    return mutant.mistake.replace(" ", "-")
+
+
 @pytest.fixture(scope="module")
 def store(request: pytest.FixtureRequest) -> Path:
     store = Path(request.config.cache.mkdir("threads"))
@@ -41,7 +45,7 @@ def store(request: pytest.FixtureRequest) -> Path:
     return store
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", unproved_of_the_host("threads", CASES))
 def test_case(store: Path, case: str) -> None:
     """Also that waiting threads sleep: AddressSanitizer makes nothing of sleep."""
     done = Builder(store, ASAN).run(STAGING, case)
@@ -55,9 +59,7 @@ def test_is_free_of_races(store: Path, program: Program, case: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "mutant", of_the_host("threads", MUTANTS), ids=lambda one: one.mistake.replace(" ", "-")
-)
+@pytest.mark.parametrize("mutant", unproved_of_the_host("threads", MUTANTS), ids=name_of)
 def test_mutant_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(CSRC, csrc)

@@ -120,7 +120,12 @@ class _Bench:
             "PYTHONPYCACHEPREFIX": str(work / "bytecode"),  # as pip leaves it beside a module
             "PYTHONWARNINGS": "ignore",
         }
-        for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "PYTHONDONTWRITEBYTECODE"):
+        for variable in (
+            "JITKERN_RECORD",
+            "JITKERN_FREEZE",
+            "JITKERN_HOST_OBJECTS",  # what is kept of the host module's build, which is measured
+            "PYTHONDONTWRITEBYTECODE",
+        ):
             self._environment.pop(variable, None)
 
     def host_module(self) -> list[Row]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulate.proof import of_the_host
+from emulate.proof import unproved_of_the_host
 from headers import load
 from needs import needs_cxx, needs_nvrtc
 from ring_mutants import OF_THE_CONSUMER, OF_THE_PROTOCOL
@@ -28,7 +28,11 @@ from threads.program import Builder, forget_old
 from jitkern import unpack
 from jitkern.arch import Arch
 from jitkern.compilers.sources import CSRC
+from jitkern.host import module as host
 from jitkern.offload import DescriptorRing
+
+PROTOCOL_MUTANTS = unproved_of_the_host("ring", OF_THE_PROTOCOL)
+CONSUMER_MUTANTS = unproved_of_the_host("ring", OF_THE_CONSUMER)
 
 pytestmark = needs_cxx
 
@@ -147,6 +151,10 @@ def race(folder: Path, csrc: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(program)], env=env, capture_output=True, text=True, timeout=60)
 
 
+def name_of(mutant: Mutant) -> str:
+    return mutant.mistake.replace(" ", "-")
+
+
 def copy_of(csrc: Path, mutant: Mutant) -> Path:
     shutil.copytree(CSRC, csrc)
     mutant.apply(csrc)
@@ -158,9 +166,7 @@ def test_the_protocol_is_free_of_races(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "mutant", of_the_host("ring", OF_THE_PROTOCOL), ids=lambda one: one.mistake.replace(" ", "-")
-)
+@pytest.mark.parametrize("mutant", PROTOCOL_MUTANTS, ids=name_of)
 def test_a_protocol_that_is_wrong_is_caught(tmp_path: Path, mutant: Mutant) -> None:
     done = race(tmp_path, copy_of(tmp_path / "csrc", mutant))
     assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
@@ -351,13 +357,16 @@ def is_right(store: Path, target: Path, csrc: Path = CSRC) -> bool:
     return status == 0
 
 
-def test_the_consumer_makes_no_mistake(store: Path, tmp_path: Path) -> None:
+def test_the_consumer_makes_no_mistake() -> None:
+    assert [*mistakes_of(host.module()), *mistakes_of_turns(host.module())] == []
+
+
+@pytest.mark.parametrize("flag", unproved_of_the_host("ring", ["-O1"]))
+def test_the_part_that_mutants_are_made_of_is_right(store: Path, tmp_path: Path, flag: str) -> None:
     assert is_right(store, tmp_path / "right.so")
 
 
-@pytest.mark.parametrize(
-    "mutant", of_the_host("ring", OF_THE_CONSUMER), ids=lambda one: one.mistake.replace(" ", "-")
-)
+@pytest.mark.parametrize("mutant", CONSUMER_MUTANTS, ids=name_of)
 def test_a_consumer_that_is_wrong_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
     csrc = copy_of(tmp_path / "csrc", mutant)
     assert not is_right(store, tmp_path / "wrong.so", csrc)

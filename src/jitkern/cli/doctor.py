@@ -67,6 +67,8 @@ def diagnose() -> Iterator[Check]:
     yield _distribution("apache-tvm-ffi", "tvm-ffi")
     host = _host_module()
     yield host
+    if host.state == "ok":
+        yield machine.bytecode()
     gpus = int(_host().device_count()) if host.state == "ok" else 0
     if host.state == torch.state == "ok":
         yield _gpu(gpus)
