@@ -12,6 +12,7 @@ from bench.said_names import (
     COPY,
     ENGINE,
     FIRST,
+    FIRSTS,
     GATHER,
     GIVEN,
     GRAD,
@@ -107,11 +108,14 @@ def index() -> Iterator[Said]:
 
 def cli() -> Iterator[Said]:
     """`jitkern warm`."""
-    runs = [Bench("first_call", name) for name in ("nvidia-h200", "first_call_a", "first_call_b")]
+    runs = [
+        Bench("first_call", name)
+        for name in ("nvidia-h200", *(f"first_call_{run}" for run in "abc"))
+    ]
     least, most = span(bench.us(WARMED) / 1e6 for bench in runs)
     yield said(
-        "3 ops x 8 row sizes x 4 archs are 328 kernels and take 15 to 20 s on two cores;",
-        holds=15 <= least <= most <= 20,
+        "3 ops x 8 row sizes x 4 archs are 328 kernels and take 15 to 22 s on two cores;",
+        holds=15 <= least <= most <= 22,
     )
 
 

@@ -8,6 +8,9 @@ STORE, INDEX = Bench("store"), Bench("index")
 GATHER, SCATTER, SWAP = Bench("h2d_gather"), Bench("d2h_scatter"), Bench("swap")
 POOLS, WAYS = Bench("pools"), Bench("ways")
 COMPARE, HOST, FIRST = Bench("compare_key"), Bench("host_overhead"), Bench("first_call")
+# On hosts other than that of the large run.
+HOSTS = [Bench("host_overhead", f"host_overhead_{run}") for run in "ab"]
+FIRSTS = [Bench("first_call", f"first_call_{run}") for run in "abc"]
 
 TWICE, COPY = "torch cache[idx] = x, twice", "copy kernel, same bytes"
 NVCC = "nvcc, mini-sglang style"

@@ -317,7 +317,7 @@ TABLES: dict[str, Table | Missed] = {
             turned=True,
             file=f"first_call_{run}",
         )
-        for run, shown in (("a", "one host"), ("b", "another"))
+        for run, shown in (("a", "one host"), ("b", "another"), ("c", "a third"))
     },
     "goals": Missed(),
     "cpu-store": Table(

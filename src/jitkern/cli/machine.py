@@ -58,10 +58,8 @@ def bytecode() -> Check:
     lacking = sum(not Path(file).exists() for file in files.values())
     if not lacking:
         return Check("bytecode", f"of all {len(files)} modules of {' and '.join(packages)}")
-    # First call 146 ms in the place of 62 on the host of an H200 (bench/results/first_call_c.json).
-    found = (
-        f"none of {lacking} of {len(files)} modules: each process takes up to 0.1 s to compile them"
-    )
+    # A first call 152 to 227 ms, not 63 to 73, on three hosts (bench/results/first_call_*.json).
+    found = f"none of {lacking} of {len(files)} modules: compiled in each process, 0.1 to 0.2 s"
     folders = " ".join(str(Path(sys.modules[name].__file__ or "").parent) for name in packages)
     return Check("bytecode", found, "note", f"python -m compileall -q {folders}")
 
