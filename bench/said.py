@@ -108,11 +108,7 @@ def index() -> Iterator[Said]:
 
 def cli() -> Iterator[Said]:
     """`jitkern warm`."""
-    runs = [
-        Bench("first_call", name)
-        for name in ("nvidia-h200", *(f"first_call_{run}" for run in "abc"))
-    ]
-    least, most = span(bench.us(WARMED) / 1e6 for bench in runs)
+    least, most = span(bench.us(WARMED) / 1e6 for bench in (FIRST, *FIRSTS))
     yield said(
         "3 ops x 8 row sizes x 4 archs are 328 kernels and take 15 to 22 s on two cores;",
         holds=15 <= least <= most <= 22,
