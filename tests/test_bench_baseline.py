@@ -178,6 +178,37 @@ def test_the_baseline_of_another_kind_of_machine(tmp_path: Path) -> None:
         baseline.find(file, KIND, IDENTITY)
 
 
+def test_some_figures_are_renewed(tmp_path: Path) -> None:
+    old = baseline_of(**HALF)
+    (name,) = old.figures
+    figure = old.figures[name]
+    old = replace(old, figures={name: figure, "swap: gone": figure, "store: as it was": figure})
+    new = replace(figure, ratio_min=(2.0, 2.0, 2.0))
+    made = replace(old, figures={name: new, "swap: new": figure}, runs={"quiet": 1})
+    found = baseline.renewed(old, made, [name, "swap"])
+    expected = {name: new, "store: as it was": figure, "swap: new": figure}
+    assert (found.figures, found.runs) == (expected, old.runs)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"kind": "other"}, f"baseline of {KIND}, this machine is other"),
+        ({"counted_by": {}}, "its instructions are counted; renew all of it, without --only"),
+        (
+            {"counted_by": {**IDENTITY, "python": "3.13.0"}},
+            "instructions are not compared: python is 3.13.0, in the baseline 3.12.1; renew it "
+            "with --update, without --only",
+        ),
+    ],
+)
+def test_figures_of_two_machines_are_no_baseline(made: dict[str, Any], message: str) -> None:
+    old = baseline_of(**HALF)
+    with pytest.raises(BaselineError) as raised:
+        baseline.renewed(old, replace(old, **made), ["store"])
+    assert str(raised.value) == f"{old.path}: {message}"
+
+
 def test_a_directory_of_baselines(tmp_path: Path) -> None:
     found, note = baseline.find(tmp_path, KIND, IDENTITY)
     assert found is None

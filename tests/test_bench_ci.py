@@ -18,6 +18,7 @@ from guard import GOOD, HALF, IDENTITY, KIND, MACHINE, baseline_of, result_of, r
 from needs import needs_nvrtc
 
 from jitkern.bench import Context, baseline, ci, counts, report
+from jitkern.bench.baseline import Figure
 from jitkern.bench.case import Row
 from jitkern.bench.client import Worker
 from jitkern.bench.fresh import FIGURES, FreshProcesses
@@ -110,6 +111,13 @@ def test_a_baseline_is_made_and_compared_with(
     assert (status, "1 figures of 2 runs" in out) == (0, True)
     made = baseline.read(next(place.glob("*-cores.json")))
     assert made.runs == {"quiet": 2}
+    baseline.write(made.path, replace(made, figures={**made.figures, "other: copy": Figure()}))
+    status, out, _ = bench(capsys, *guard, "--update", "--only", "good")
+    assert (status, "1 figures of 1 runs; 1 others stay as they were" in out) == (0, True)
+    renewed = baseline.read(made.path)
+    assert set(renewed.figures) == {"good: copy", "other: copy"}
+    assert renewed.figures["good: copy"] != made.figures["good: copy"]
+    baseline.write(made.path, made)
     assert not summary.exists()  # of single runs there is nothing to say
 
     reports = ("--junit", tmp_path / "j.xml")
@@ -122,6 +130,30 @@ def test_a_baseline_is_made_and_compared_with(
     status, _, err = bench(capsys, *guard, "--gate", "counts", "--require-counts")
     assert (status, err.count("\n")) == (2, 1)
     assert "bench: --require-counts: switched off for this test" in err
+
+
+def test_busy_processes_end_with_who_started_them(forked_python: Any) -> None:
+    code = """
+import os, signal
+from pathlib import Path
+from jitkern.cli.bench_update import _busy
+with _busy(2):
+    print(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    busy = forked_python(code, check=False).stdout.split()
+    assert len(busy) == 2
+
+    def run(pid: str) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    end = time.monotonic() + 60
+    while any(map(run, busy)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("uncounted")

@@ -117,6 +117,18 @@ def test_nothing_chosen_is_nothing_exported(capsys: Capture, filled: Cache, tmp_
     assert not file.exists()
 
 
+def test_nothing_but_damaged_entries(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
+    """That was "nothing to export; build something", and an error that named no path."""
+    metas = [info.path / "meta.json" for info in filled.entries()]
+    for meta in metas:
+        meta.unlink()
+    first, *others = filled.verify()
+    assert first == f"{metas[0].parent}: meta.json: No such file or directory"
+    assert len(others) == 3
+    said = f"jitkern: error: {filled.root}: nothing to export, and damaged: {first}\n"
+    assert run(capsys, "cache", "export", tmp_path / "k.jkb") == (1, "", said)
+
+
 def test_a_damaged_entry_fails_the_export(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
     """The status was 0, and the bundle lacked a kernel."""
     damaged = next(info.path for info in filled.entries() if info.arch == "8.0")

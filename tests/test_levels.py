@@ -92,6 +92,7 @@ LAYERS = """
 5  bench
 6  cli.ui
 6  cli.filters cli.kernels_wheel cli.machine
+6  cli.bench_update
 6  cli.bench_cmd cli.cache_cmd cli.clangd cli.completion cli.demo cli.doctor cli.warm
 6  cli
 6  __main__

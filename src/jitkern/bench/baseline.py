@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -299,6 +299,29 @@ def made_of(results: Sequence[report.Payload]) -> Baseline:
         beside = f"beside {result['beside']} busy processes" if result["beside"] else "quiet"
         runs[beside] = runs.get(beside, 0) + 1
     return Baseline(kinds.pop(), figures, counted_by, runs)
+
+
+def renewed(old: Baseline, made: Baseline, only: Sequence[str]) -> Baseline:
+    """Return `old` with the figures of `made`, which is of those with a text of `only` in the name.
+
+    Raises
+    ------
+    BaselineError
+        They were measured on another kind of machine, or counted by other software.
+    """
+    if old.kind != made.kind:
+        raise BaselineError(f"{old.path}: baseline of {old.kind}, this machine is {made.kind}")
+    if bool(old.counted_by) != bool(made.counted_by):
+        counted = "its instructions are" if old.counted_by else "none of its instructions is"
+        raise BaselineError(f"{old.path}: {counted} counted; renew all of it, without --only")
+    if note := _count_note(old, made.counted_by):
+        raise BaselineError(f"{old.path}: {note}, without --only")
+    figures = {
+        key: made.figures.get(key, figure)
+        for key, figure in old.figures.items()
+        if key in made.figures or not any(text in key for text in only)
+    }
+    return replace(old, figures={**figures, **made.figures})
 
 
 def _span(values: Sequence[float | None]) -> Span | None:

@@ -98,8 +98,10 @@ class Cache(Shelf):
         for path in self._paths():
             try:
                 read_entry(path)
-            except (OSError, CacheError) as error:
+            except CacheError as error:
                 problems.append(str(error))
+            except OSError as error:  # whose names are relative to what was opened
+                problems.append(f"{path}: {error.filename}: {error.strerror}")
         return problems
 
     def _paths(self) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jitkern
 from jitkern.cli import ui
-from jitkern.env import process_environment, settings
+from jitkern.env import settings
 from jitkern.errors import JitkernError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -98,7 +98,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "gate that looks at nothing is open",
     )
     parser.add_argument(
-        "--update", action="store_true", default=None, help="write the baseline anew"
+        "--update",
+        action="store_true",
+        default=None,
+        help="write the baseline anew; with --only, these figures of it",
     )
     parser.add_argument(
         "--runs",
@@ -141,7 +144,11 @@ def run(args: argparse.Namespace) -> int:
             if path.is_dir():
                 raise ui.UsageError(f"bench: {path}: a directory, expected a file to write")
             ui.require_writable(path.parent, "give a path that can be written", mode=0o755)
-    return _update(args, device) if args.update else _guard(args, device)
+    if args.update:
+        from jitkern.cli.bench_update import update
+
+        return update(args, device)
+    return _guard(args, device)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -271,72 +278,6 @@ def _guard(args: argparse.Namespace, device: str) -> int:
     if args.junit is not None:
         args.junit.write_text(output.junit(verdicts, args.gate))
     return 1 if any(verdict.fails(args.gate) for verdict in verdicts) else 0
-
-
-# -- a new baseline --------------------------------------------------------------------------------
-
-
-def _update(args: argparse.Namespace, device: str) -> int:
-    import tempfile
-
-    from jitkern.bench import baseline as baselines
-
-    loads = [0] * args.runs + ([args.beside] * args.runs if args.beside else [])
-    results = []
-    with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as folder:
-        for number, beside in enumerate(loads, start=1):
-            what = f"beside {beside} busy processes" if beside else "quiet"
-            ui.console(stderr=True).print(f"run {number} of {len(loads)}, {what}", markup=False)
-            results.append(_child(args, device, Path(folder) / f"{number}.json", beside))
-    try:
-        made = baselines.made_of(results)
-        path = args.baseline
-        if path.is_dir() or not (path.exists() or path.suffix == ".json"):
-            path /= f"{made.kind}.json"
-        baselines.write(path, made)
-    except baselines.BaselineError as error:
-        raise JitkernError(f"bench: --update: {error}") from error
-    ui.say(f"wrote {path}: {len(made.figures)} figures of {len(loads)} runs")
-    return 0
-
-
-def _child(args: argparse.Namespace, device: str, path: Path, beside: int) -> Payload:
-    """Return the result of a run in a process of its own: memory lies elsewhere each time."""
-    import subprocess
-
-    from jitkern.bench import report
-
-    # Appended: this very package, also where only this process's sys.path leads to it.
-    code = (
-        "import sys; sys.path.append(sys.argv.pop(1)); import jitkern.cli as c; sys.exit(c.main())"
-    )
-    root = str(Path(jitkern.__file__).parents[1])
-    command = [sys.executable, "-c", code, root, "bench", "--ci", "--device", device]
-    command += [option for file in args.cases for option in ("--cases", str(file))]
-    command += [option for text in args.only for option in ("--only", text)]
-    environment = process_environment()
-    environment.pop("GITHUB_STEP_SUMMARY", None)  # the figures are not of one run
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
-    try:
-        done = subprocess.run(
-            [*command, "--json", str(path)], env=environment, capture_output=True, text=True
-        )
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-    result = report.read(path) if path.is_file() else None
-    if result is not None:
-        for row in report.rows_of(result):
-            if row.error:
-                raise JitkernError(f"bench: --update: {row.key}: {row.error}")
-    if result is None or done.returncode != 0:
-        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise JitkernError(f"bench: --update: a run failed: {last}")
-    counted = result["counts"]
-    if counted["source"] and counted["note"]:  # a baseline without it would be an open gate
-        raise JitkernError(f"bench: --update: instructions: {counted['note']}")
-    return {**result, "beside": beside}
 
 
 # -- two results -----------------------------------------------------------------------------------

@@ -262,6 +262,8 @@ def _export(args: argparse.Namespace) -> int:
                 f"{cache.root}: nothing to export: none of {_entries(len(everything))} is what was "
                 "asked for; jitkern cache list shows them"
             )
+        if damaged := cache.verify():
+            raise CacheError(f"{cache.root}: nothing to export, and damaged: {damaged[0]}")
         raise CacheError(f"{cache.root}: nothing to export; build something with jitkern warm")
     count = export_bundle(cache, args.file, select)
     size_bytes = args.file.stat().st_size
