@@ -196,8 +196,10 @@ def check_kernels(wheel: Path | None, scratch: Path) -> str:
 
 def check_types(scratch: Path) -> str:
     """Users' type checkers know all of it: of the wheel that check_smoke has installed."""
-    env = {**os.environ, "PYTHONPATH": str(scratch / "site")}
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
+    # pyright asks the first python on PATH for the packages, and knows no torch of another.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(scratch / "site")}
+    command = [sys.executable, "-m", "pyright", "--outputjson"]
     command += ["--verifytypes", "jitkern", "--ignoreexternal"]
     done = subprocess.run(command, env=env, cwd=scratch, capture_output=True, text=True)
     try:
