@@ -123,7 +123,7 @@ def test_nothing_but_damaged_entries(capsys: Capture, filled: Cache, tmp_path: P
     for meta in metas:
         meta.unlink()
     first, *others = filled.verify()
-    assert first == f"{metas[0].parent}: meta.json: No such file or directory"
+    assert first == f"{metas[0]}: No such file or directory"
     assert len(others) == 3
     said = f"jitkern: error: {filled.root}: nothing to export, and damaged: {first}\n"
     assert run(capsys, "cache", "export", tmp_path / "k.jkb") == (1, "", said)

@@ -73,7 +73,7 @@ def test_bytecode(tmp_path: Path) -> None:
     )
     lacks = Check(**json.loads(python("-c", look)))
     assert lacks.state == "note"
-    of = re.match(r"none of (\d+) of (\d+) modules: ", lacks.found)
+    of = re.match(r"(\d+) of (\d+) modules have none: ", lacks.found)
     assert of and of[1] == of[2]
     program, *arguments = lacks.fix.split()
     assert program == "python"

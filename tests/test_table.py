@@ -67,6 +67,7 @@ USERS = {
         src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py
         src/jitkern/bench/worker.py tests/guard.py tests/launch_child.py
         tests/test_bench.py tests/test_bench_baseline.py tests/test_bench_ci.py
+        tests/test_bench_fresh.py
         tests/test_cli_cache.py tests/test_cli_lacking.py
         tests/test_bundle.py tests/test_cli.py tests/test_design.py tests/test_docs_commands.py
         tests/test_mutations.py

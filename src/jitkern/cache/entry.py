@@ -180,7 +180,11 @@ class OpenEntry:
     def _open(
         self, path: Path, flags: int = 0, folder: int | None = None
     ) -> tuple[int, os.stat_result]:
-        descriptor = open_itself(path if folder is None else path.name, flags, dir_fd=folder)
+        try:
+            descriptor = open_itself(path if folder is None else path.name, flags, dir_fd=folder)
+        except OSError as error:
+            error.filename = str(path)  # not what it is called in `folder`
+            raise
         try:
             status = os.fstat(descriptor)
             if self._trust is not None:

@@ -100,8 +100,8 @@ class Cache(Shelf):
                 read_entry(path)
             except CacheError as error:
                 problems.append(str(error))
-            except OSError as error:  # whose names are relative to what was opened
-                problems.append(f"{path}: {error.filename}: {error.strerror}")
+            except OSError as error:
+                problems.append(f"{error.filename or path}: {error.strerror}")
         return problems
 
     def _paths(self) -> list[Path]:
