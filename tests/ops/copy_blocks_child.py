@@ -267,6 +267,11 @@ def check_the_launch() -> None:
     line = log().splitlines()[-1]
     assert "grid 8,1,1" in line, line
     assert struct.unpack(PARAMS, params(line))[11:13] == (1, 96)  # layers, bytes of a piece
+    one_layer = (view(DEVICE, 16, 4096), view(PINNED, 16, 4096))  # layers of one byte, joined
+    copy_blocks(on_gpu(one_layer[0]), one_layer[1], pairs, **dims)
+    line = log().splitlines()[-1]
+    assert "v16_i64_read of" in line and "grid 1,1,1" in line, line
+    assert struct.unpack(PARAMS, params(line))[11:14] == (1, 4096, 8)
     copy_blocks(on_gpu(gpu[:, :8]), on_gpu(view(DEVICE, 8, 8, 4096, at=HALF)), pairs)
     line = log().splitlines()[-1]
     assert "v16_i64_write of" in line and "grid 4,1,1" in line, line
