@@ -231,6 +231,24 @@ CUresult cuMemcpy2DAsync_v2(const struct Copy2D* c, void* stream) {
       s->pitch, d->type, s->type, (unsigned long long)(uintptr_t)stream);
   return 0;
 }
+struct CopyAttributes {
+  int order, hints[4];
+  unsigned flags;
+};
+CUresult cuMemcpyBatchAsync(uint64_t* dst, uint64_t* src, size_t* bytes, size_t count,
+                            struct CopyAttributes* attributes, size_t* first_of_each,
+                            size_t num_attributes, size_t* failed, void* stream) {
+  if (num_attributes != 1 || *first_of_each != 0 || attributes->order != 1 || count == 0) return 1;
+  if ((uintptr_t)stream <= 2) return 1;
+  (void)failed;
+  say("batch");
+  for (size_t i = 0; i < count; ++i) {
+    memcpy((void*)(uintptr_t)dst[i], (const void*)(uintptr_t)src[i], bytes[i]);
+    say(" %zu", bytes[i]);
+  }
+  say(" on %llu\n", (unsigned long long)(uintptr_t)stream);
+  return 0;
+}
 CUresult cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
   (void)flags, (void)priority;
   return *stream = malloc(1), 0;

@@ -23,6 +23,7 @@ NAMES = (
         "pipeline",
         "offload",
         "gemm_beside",
+        "beside",
         "checks",
         "host_overhead",
         "first_call",

@@ -21,16 +21,32 @@ struct Config {
 };
 constexpr Config kConfig{COPY_BLOCKS_CONFIG};
 
+// A kernel whose pairs are in its parameters.
+template <class Kernel>
+void run_inline(const CopyBlocksParams& p) {
+  jitkern::InlineBlocksParams params;
+  static_cast<CopyBlocksParams&>(params) = p;
+  std::memcpy(params.inline_pairs, p.pairs, static_cast<size_t>(8 * p.num_pairs));
+  params.pairs = nullptr;
+  Kernel::run(params);
+}
+
 template <int kVecBytes, int kIndexBytes, HostSide kLinesOf>
 void add(Specialisations<CopyBlocksParams>& list) {
   constexpr int kInFlight =
       kLinesOf == kHostTarget ? COPY_BLOCKS_WRITE_IN_FLIGHT : COPY_BLOCKS_READ_IN_FLIGHT;
   using Kernel = jitkern::CopyBlocks<kVecBytes, kIndexBytes, kConfig.num_threads,
                                      kConfig.max_occupancy, kInFlight, kLinesOf>;
-  list.push_back({0, kVecBytes, kIndexBytes, kLinesOf, Kernel::kNumThreads, Kernel::run});
+  if constexpr (kIndexBytes == 0) {
+    list.push_back({0, kVecBytes, 4, kLinesOf, Kernel::kNumThreads, run_inline<Kernel>});
+  } else {
+    list.push_back({0, kVecBytes, kIndexBytes, kLinesOf, Kernel::kNumThreads, Kernel::run});
+  }
 }
 template <int... kVecs>
 void add_all(Specialisations<CopyBlocksParams>& list) {
+  (add<kVecs, 0, kHostSource>(list), ...);
+  (add<kVecs, 0, kHostTarget>(list), ...);
   (add<kVecs, 4, kHostSource>(list), ...);
   (add<kVecs, 8, kHostSource>(list), ...);
   (add<kVecs, 4, kHostTarget>(list), ...);
@@ -137,6 +153,7 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   params.num_layers = num_layers;
   params.piece_bytes = piece_bytes;
   params.num_segments = jitkern::segments_of(piece_bytes, max_lead, vec_bytes);
+  params.pace_ns = random.pick({0u, 0u, 200u});
   params.src_site = kSrcSite;
   params.dst_site = kDstSite;
   params.fault = fault.record();

@@ -34,6 +34,7 @@ MUTANTS = [
         ("count above the pairs", "count < p.num_pairs ? count : p.num_pairs", "count"),
         ("one round only", "batch + num_warps : num_batches", "num_batches : num_batches"),
         ("segment lost", "u64(batch) * kInFlight + lane", "u64(batch) * (kInFlight + 1) + lane"),
+        ("pairs of the other way", "return p.inline_pairs;", "return p.inline_pairs + 1;"),
         ("fault of every layer", "if (layer == 0 && segment == 0) {", "if (layer == 1) {"),
         ("fault of the other side", "src_inside ? p.dst_site : p.src_site", "p.src_site"),
     ),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log, params, refused
+from launch_fake import STREAM, OnCuda, driver, log, params, refused
 
 from jitkern import copy_blocks
 from jitkern.host import module as host
@@ -26,13 +26,11 @@ PAGEABLE = torch.zeros(1 << 16, dtype=torch.uint8)
 HALF = 1 << 19  # where the second registration begins
 for begin in (0, HALF):
     driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(HALF), 1, 0)
-LONG_PINNED, LONG_DEVICE = from_a_line(9 << 20), from_a_line(9 << 20)
-driver.fake_memory(ctypes.c_uint64(LONG_PINNED.data_ptr()), ctypes.c_uint64(9 << 20), 1, 0)
-PARAMS = "=QQqqqqQQqqqqqqiIIxxxxQ"  # of CopyBlocksParams
-for name in ("v16_i64_read", "v16_i64_write", "v16_i32_read", "v16_i32_write", "v8_i64_write"):
-    driver.fake_kernel(
-        f"jitkern_copy_blocks_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
-    )
+PARAMS = "=QQqqqqQQqqqqqqiIIIQ"  # of CopyBlocksParams
+INLINE = 8 * 448  # bytes of the pairs behind them
+for kind in ("i64_read", "i64_write", "i32_read", "i32_write", "inline_read", "inline_write"):
+    size = struct.calcsize(PARAMS) + (INLINE if "inline" in kind else 0)
+    driver.fake_kernel(f"jitkern_copy_blocks_v16_{kind}".encode(), ctypes.c_uint64(size), 1024)
 
 
 def tvm_ffi_library() -> ctypes.CDLL:
@@ -50,6 +48,11 @@ def foreign(tensor: torch.Tensor) -> Any:
 
 def view(memory: torch.Tensor, *shape: int, at: int = 0) -> torch.Tensor:
     return memory[at : at + torch.Size(shape).numel()].view(shape)
+
+
+def on_a_stream() -> Any:
+    """Not the default one, on which the driver takes no batch."""
+    return tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), STREAM)
 
 
 def clean() -> None:
@@ -182,29 +185,69 @@ def check_count_of_pairs_on_the_host() -> None:
     refused(IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine")
 
 
+def check_the_engine_takes_long_rows_together() -> None:
+    """Rows of 64 KiB or more: of all runs, cut where a registration ends."""
+    piece = 64 << 10
+    gpu, pool = view(DEVICE, 2, 4, piece), view(PINNED, 2, 8, piece)
+    pairs = [(0, 1), (1, 2), (5, 0), (-1, 3)]
+    with on_a_stream():
+        assert by_engine(gpu, pool, pairs, True) == [
+            "batch 131072 131072 65536 65536 on 4711"  # a row of each of two layers, of each run
+        ]
+        whole = view(PINNED, 1, 1 << 20)[:, 16:][:, : 1 << 19]  # over the end of the first half
+        one = view(DEVICE, 1, 1 << 19)
+        assert by_engine(one.unsqueeze(0), whole.unsqueeze(0), [(0, 0)], True) == [
+            "batch 524272 16 on 4711"
+        ]
+        short = [view(memory, 2, 4, piece - 16) for memory in (DEVICE, PINNED)]
+        assert by_engine(*short, [(3, 1)], True)[0].startswith("copy 2 x 65520,")
+        driver.fake_capture(1)
+        assert by_engine(gpu, pool, pairs[2:], True) == 2 * ["h2d 65536 on 4711"]
+
+
 def check_auto_takes_the_engine_for_long_pieces() -> None:
-    """Longer than 64 KiB, or as long as the tuner says, of blocks of 4 MiB or more."""
-    layers, piece = 64, (64 << 10) + 16
-    gpu, pool = (view(memory, layers, 2, piece) for memory in (LONG_DEVICE, LONG_PINNED))
-    pairs = torch.tensor([[0, 1]])
-    copy_blocks(on_gpu(gpu), pool, pairs)
-    assert log().startswith("copy 64 x 65552,")
-    copy_blocks(on_gpu(gpu), pool, on_gpu(pairs))
-    assert "jitkern_copy_blocks_v16_i64_read" in log()
-    by_sms = (on_gpu(gpu), foreign(pool), foreign(pairs))
-    copy_blocks(by_sms[1], by_sms[0], by_sms[2])
-    assert "jitkern_copy_blocks_v16_i32_write" in log()
-    copy_blocks(on_gpu(gpu[:60]), foreign(pool[:60]), foreign(pairs))
-    assert "jitkern_copy_blocks_v16_i32_read" in log()
-    set_figure = host.module()["set_figure"]
-    set_figure(0, "sm_piece_bytes", piece)
-    copy_blocks(*by_sms)
-    assert "jitkern_copy_blocks_v16_i32_read" in log()
-    set_figure(0, "sm_piece_bytes", 64 << 10)
-    set_figure(0, "sm_piece_bytes_to_host", piece - 1)
-    copy_blocks(pool, on_gpu(gpu), pairs)
-    assert log().startswith("copy 64 x 65552,")
-    set_figure(0, "sm_piece_bytes_to_host", 256 << 10)
+    """64 KiB and longer, or longer than the tuner says; on a stream that takes a batch."""
+    piece = 64 << 10
+    gpu, pool = on_gpu(view(DEVICE, 2, 4, piece)), foreign(view(PINNED, 2, 4, piece))
+    pairs = foreign(torch.tensor([[0, 1]]))
+    for dst, src, figure in (
+        (gpu, pool, "sm_piece_bytes"),
+        (pool, gpu, "sm_piece_bytes_to_host"),
+    ):
+        with on_a_stream():
+            copy_blocks(dst, src, pairs)
+            assert log() == "batch 65536 65536 on 4711\n"
+            for how in ({"num_sms": 3}, {"method": "sm"}):
+                copy_blocks(dst, src, pairs, **how)
+                assert "jitkern_copy_blocks_v16_inline" in log()
+            host.module()["set_figure"](0, figure, piece)
+            copy_blocks(dst, src, pairs)
+            assert "jitkern_copy_blocks_v16_inline" in log()
+            host.module()["set_figure"](0, figure, piece - 1)
+        copy_blocks(dst, src, pairs)  # on the default stream
+        assert "jitkern_copy_blocks_v16_inline" in log()
+
+
+def check_pages_of_the_host_go_by_staging() -> None:
+    """All layers of a block together there: the engine moves pages, SMs deal their pieces."""
+    gpu, pool = on_gpu(view(DEVICE, 8, 4, 16384)), foreign(view(PINNED, 4, 8, 16384))
+    pairs = foreign(torch.tensor([[0, 1], [-1, 2], [3, 2], [2, 3]]))
+    with on_a_stream():
+        copy_blocks(gpu, pool, pairs, src_block_dim=0)
+        lines = [line for line in log().splitlines() if not line.startswith("module")]
+        assert lines[:2] == ["allocate 393216", "batch 131072 131072 131072 on 4711"], lines
+        assert len(lines) == 3 and "v16_inline_write of" in lines[2] and "grid 3,1,1" in lines[2]
+        told = struct.unpack(PARAMS, params(lines[2])[: struct.calcsize(PARAMS)])
+        assert told[:6] == (DEVICE.data_ptr(), told[1], 65536, 16384, 16384, 131072)
+        assert told[8:14] == (3, 3, 4, 8, 16384, 32) and told[15] == 0  # no pace
+        copy_blocks(pool, gpu, pairs, dst_block_dim=0)
+        lines = [line for line in log().splitlines() if not line.startswith("module")]
+        assert lines[0] == "allocate 393216" and "v16_inline_write of" in lines[1]
+        assert lines[2:] == ["batch 393216 on 4711"]  # to pages that are neighbours
+        copy_blocks(pool, gpu, pairs, dst_block_dim=0, method="sm")
+        assert "inline_write" in log()
+    copy_blocks(pool, gpu, pairs, dst_block_dim=0)
+    assert "allocate" not in log()
 
 
 def check_capture() -> None:
@@ -218,20 +261,23 @@ def check_capture() -> None:
     assert log().startswith("copy 3 x 80,")
 
 
-def check_pairs_of_the_host_are_uploaded() -> None:
-    """As int32, in front of the launch; padding as it is, and no more of them than count."""
+def check_pairs_of_the_host_go_with_the_launch() -> None:
+    """As int32, up to 448 of them without padding, and no more than count; more are uploaded."""
     gpu, pool = on_gpu(view(DEVICE, 3, 9, 4096)), foreign(view(PINNED, 3, 20, 4096))
     pairs = torch.tensor([[7, 0], [-9, 4], [2, -(2**60)], [19, 8], [99, 99]])
     copy_blocks(gpu, pool, foreign(pairs), method="sm", count=foreign(torch.tensor(4)))
     lines = [line for line in log().splitlines() if not line.startswith("module")]
-    assert lines[:2] == ["allocate 32", "h2d 32 on 0"]
-    assert len(lines) == 3 and "v16_i32_read of" in lines[2] and "grid 1,1,1" in lines[2], lines
-    told = struct.unpack(PARAMS, params(lines[2]))
-    assert told[7:9] == (0, 4)  # no count on the device, four pairs
-    listed = struct.unpack("8i", ctypes.string_at(told[6], 32))
-    assert listed == (7, 0, -1, -1, -1, -1, 19, 8)
+    assert len(lines) == 1 and "v16_inline_read of" in lines[0] and "grid 1,1,1" in lines[0], lines
+    size = struct.calcsize(PARAMS)
+    told = struct.unpack(PARAMS, params(lines[0])[:size])
+    assert told[7:9] == (0, 2)  # no count on the device, two pairs
+    assert struct.unpack("4i", params(lines[0])[size : size + 16]) == (7, 0, 19, 8)
     many = torch.tensor([[7, 0]]).repeat(1_500_000, 1)  # 12 MB of int32, in two uploads
     many[-1] = torch.tensor([3, 5])
+    copy_blocks(gpu, pool, foreign(many[-448:]), method="sm")
+    assert "v16_inline_read of" in log()
+    copy_blocks(gpu, pool, foreign(many[-449:]), method="sm")
+    assert "allocate 3592\nh2d 3592 on 0\n" in log()
     copy_blocks(gpu, pool, foreign(many), method="sm")
     lines = log().splitlines()
     assert lines[:3] == ["allocate 12000000", "h2d 8388608 on 0", "h2d 3611392 on 0"]
@@ -243,18 +289,26 @@ def check_pairs_of_the_host_are_uploaded() -> None:
 
 
 def check_the_launch() -> None:
-    """Four blocks for 4 KB pieces, more for short ones; what the kernel is told."""
+    """Two blocks for 4 KB pieces, more for short ones; a pace to the host. "sm": four, no pace."""
     gpu, pool = view(DEVICE, 8, 16, 4096), view(PINNED, 8, 16, 4096)
     pairs = on_gpu(torch.zeros(16, 2, dtype=torch.int64))
+    for method, blocks in (("auto", 2), ("sm", 4)):
+        copy_blocks(pool, on_gpu(gpu), pairs, method=method)
+        line = log().splitlines()[-1]
+        assert "v16_i64_write of" in line and f"grid {blocks},1,1 block 1024,1,1" in line, line
+        # 64 warps, each with 4 KiB every 7.4 us: 35 GB/s.
+        pace_ns = 64 * 4096 * 1000 // 35_000 if method == "auto" else 0
+        assert struct.unpack(PARAMS, params(line))[15] == pace_ns
     copy_blocks(on_gpu(gpu), pool, pairs)
     line = log().splitlines()[-1]
-    assert "v16_i64_read of" in line and "grid 4,1,1 block 1024,1,1" in line, line
+    assert "v16_i64_read of" in line and "grid 2,1,1" in line, line
     told = struct.unpack(PARAMS, params(line))
     assert told[:6] == (DEVICE.data_ptr(), PINNED.data_ptr(), 65536, 4096, 65536, 4096)
-    assert told[7:15] == (0, 16, 16, 16, 8, 4096, 8, 0)
+    assert told[7:16] == (0, 16, 16, 16, 8, 4096, 8, 0, 0)
     copy_blocks(pool, on_gpu(gpu), pairs, num_sms=3)
     line = log().splitlines()[-1]
     assert "v16_i64_write of" in line and "grid 3,1,1" in line, line
+    assert struct.unpack(PARAMS, params(line))[15] == 0  # as fast as these SMs can
     count = on_gpu(torch.tensor([3], dtype=torch.int32))
     copy_blocks(on_gpu(gpu), pool, pairs, count=count, num_sms=10_000)
     line = log().splitlines()[-1]

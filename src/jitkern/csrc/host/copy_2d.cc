@@ -13,6 +13,8 @@ namespace {
 // What one thread copies at a time of a wide row: as much as is worth waking a thread for.
 constexpr i64 kPartBytes = 256 << 10;
 
+constexpr size_t kMostBatched = 4096;  // copies of one call of the driver; as many were tried
+
 void queue_bytes(const LaunchScope& scope, CopyKind kind, char* dst, const char* src, i64 bytes) {
   if (kind == CopyKind::kH2D) return copy_to_device(dst, src, bytes, scope.stream());
   if (kind == CopyKind::kD2H) return copy_to_host(dst, src, bytes, scope.stream());
@@ -100,6 +102,52 @@ bool is_one_registration(const Rows& host, const char* cure) {
 void queue_copy(const LaunchScope& scope, CopyKind kind, const Copy2D& copy,
                 bool one_registration) {
   one_registration ? queue_whole(scope, kind, copy) : queue_in_pieces(scope, kind, copy);
+}
+
+bool CopyBatch::can_batch(const LaunchScope& scope) {
+  const Driver& driver = Driver::get();
+  const bool is_default = address(scope.stream()) <= 2;  // NULL, or one of CUDA's names for it
+  if (driver.cuMemcpyBatchAsync == nullptr || is_default) return false;
+  int status = 0;
+  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
+  return status == 0;
+}
+
+void CopyBatch::add(const Copy2D& copy, bool one_registration) {
+  const i64 row_bytes = copy.is_contiguous() ? copy.width * copy.height : copy.width;
+  if (!can_batch_ || row_bytes < kMinBatchBytes) {
+    return queue_copy(scope_, kind_, copy, one_registration);
+  }
+  for (i64 i = 0; i < (copy.is_contiguous() ? 1 : copy.height); ++i) {
+    const char* const src = copy.src + i * copy.src_pitch;
+    char* const dst = copy.dst + i * copy.dst_pitch;
+    for (i64 at = 0; at < row_bytes;) {
+      i64 bytes = row_bytes - at;
+      if (!one_registration) {  // which a copy may not leave
+        const u64 host = address(kind_ == CopyKind::kH2D ? src + at : dst + at);
+        bytes = std::min(bytes, static_cast<i64>(registration_end(host) - host));
+      }
+      dst_.push_back(address(dst + at));
+      src_.push_back(address(src + at));
+      bytes_.push_back(static_cast<size_t>(bytes));
+      at += bytes;
+    }
+  }
+}
+
+void CopyBatch::flush() {
+  const Driver& driver = Driver::get();
+  CopyAttributes attributes{};
+  attributes.src_access_order = kSrcAccessOrderStream;
+  size_t first = 0;
+  for (size_t at = 0; at < bytes_.size(); at += kMostBatched) {
+    size_t failed = 0;
+    driver.check(driver.cuMemcpyBatchAsync(&dst_[at], &src_[at], &bytes_[at],
+                                           std::min(bytes_.size() - at, kMostBatched),
+                                           &attributes, &first, 1, &failed, scope_.stream()),
+                 "cuMemcpyBatchAsync");
+  }
+  bytes_.clear();
 }
 
 void copy_on_cpu(const Copy2D& copy) {

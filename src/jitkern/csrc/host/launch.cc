@@ -37,6 +37,8 @@ struct Loaded {
 #undef JITKERN_RESOLVE
     driver.cuFuncGetParamInfo =
         reinterpret_cast<decltype(driver.cuFuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));
+    driver.cuMemcpyBatchAsync =
+        reinterpret_cast<decltype(driver.cuMemcpyBatchAsync)>(dlsym(library, "cuMemcpyBatchAsync"));
     // Since 12.8: 0.10 us a call instead of 0.51 on an H200, as it does not look for errors.
     if (void* const faster = dlsym(library, "cuEventElapsedTime_v2"); faster != nullptr) {
       driver.cuEventElapsedTime = reinterpret_cast<decltype(driver.cuEventElapsedTime)>(faster);

@@ -16,6 +16,7 @@ enum Figure : int {
   kCpuScatterThreads,
   kSmPieceBytes,
   kSmPieceBytesToHost,
+  kPacedToHostMbS,
   kNumFigures,
 };
 

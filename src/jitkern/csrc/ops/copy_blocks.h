@@ -25,10 +25,19 @@ struct CopyBlocksParams {
   i64 piece_bytes;   // of a block in one layer
   i64 num_segments;  // of a piece: see segments_of
   i32 count_bytes;   // 4 or 8
+  u32 pace_ns;       // from one batch of a warp to its next, at least; 0: none
   FaultSite src_site;
   FaultSite dst_site;
   FaultRecord* fault;
 };
+
+// Pairs on the host travel in the kernel's parameters, of which there are 4 KiB: an upload in front
+// of the launch takes 10 us of a call, 4 MiB in pieces of 16 KiB come at 40 GB/s for 45.
+constexpr i64 kInlinePairs = 448;
+struct InlineBlocksParams : CopyBlocksParams {
+  i32 inline_pairs[2 * kInlinePairs];
+};
+static_assert(sizeof(InlineBlocksParams) <= 4096, "what every driver takes");
 
 // A segment is what the lanes of a warp move by one vector each.
 constexpr int kWarpLanes = 32;

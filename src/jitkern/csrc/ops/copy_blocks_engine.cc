@@ -1,7 +1,4 @@
-// copy_blocks by the copy engine: few strided copies for runs of blocks.
-//
-// No cudaMemcpyBatchAsync: 128 blocks of 32 layers of 16 KB come at 3.9 GB/s by it and cannot be
-// captured, by a loop of strided copies at 33.6.
+// copy_blocks by the copy engine: few copies for runs of blocks.
 #include <algorithm>
 
 #include "copy_blocks_host.h"
@@ -25,7 +22,8 @@ struct Run {
 
 }  // namespace
 
-void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call, i64 count) {
+void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
+                           const std::vector<Pair>& pairs) {
   const Blocks* host = call.host_side();
   const bool one_registration = host == nullptr || is_one_registration(host->as_row(), kPinCure);
   const BlockStrides& dst = call.dst.strides;
@@ -38,6 +36,7 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call, i64 
                                src.block_bytes >= call.piece_bytes;
   const bool layers_are_rows = call.num_layers == 1 || (dst.layer_bytes >= call.piece_bytes &&
                                                         src.layer_bytes >= call.piece_bytes);
+  CopyBatch batch(scope, call.kind());
   const auto queue = [&](const Run& run) {
     if (run.num_blocks == 0) return;
     Copy2D copy{call.dst_piece(run.dst_block),
@@ -53,14 +52,14 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call, i64 
       copy.src_pitch = src.block_bytes;
       copy.height = run.num_blocks;
     }
-    if (layers_are_rows) return queue_copy(scope, call.kind(), copy, one_registration);
+    if (layers_are_rows) return batch.add(copy, one_registration);
     // Layers that lie backwards, or whose blocks are expanded: piece by piece.
     for (i64 layer = 0; layer < call.num_layers; ++layer) {
       Copy2D piece = copy;
       piece.dst += layer * dst.layer_bytes;
       piece.src += layer * src.layer_bytes;
       piece.height = 1;
-      queue_copy(scope, call.kind(), piece, one_registration);
+      batch.add(piece, one_registration);
     }
   };
   // Layers of a source may overlap; a row is no longer than its pitch.
@@ -69,19 +68,16 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call, i64 
     longest_run = std::min(dst.layer_bytes, src.layer_bytes) / call.piece_bytes;
   }
   Run run{};
-  call.pairs.with_index([&](const auto index_at) {
-    for (i64 i = 0; i < count; ++i) {
-      const Pair pair(index_at, i);
-      if (!call.is_inside(pair)) continue;  // padding, or what another thread made of it
-      if (run.num_blocks < longest_run && run.takes(pair)) {
-        ++run.num_blocks;
-        continue;
-      }
-      queue(run);
-      run = {pair.src_row, pair.dst_row, 1};
+  for (const Pair& pair : pairs) {
+    if (run.num_blocks < longest_run && run.takes(pair)) {
+      ++run.num_blocks;
+      continue;
     }
-  });
+    queue(run);
+    run = {pair.src_row, pair.dst_row, 1};
+  }
   queue(run);
+  batch.flush();
 }
 
 }  // namespace jitkern

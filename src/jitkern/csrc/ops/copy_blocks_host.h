@@ -1,6 +1,8 @@
 // What copy_blocks knows of a call once it is checked, and the ways that its blocks may take.
 #pragma once
 
+#include <vector>
+
 #include "copy_blocks.h"
 #include "host/copy_2d.h"
 #include "pairs_host.h"
@@ -38,6 +40,7 @@ struct BlockCall {
   Indices pairs;
   std::optional<Indices> count;
   std::optional<i64> num_sms;
+  bool beside_compute = false;  // the caller leaves it to us how much of the GPU is taken
   i64 num_layers;
   i64 piece_bytes;
   i64 num_pairs;
@@ -54,15 +57,16 @@ struct BlockCall {
   bool is_inside(const Pair& pair) const {
     return is_below(pair.src_row, src.num_blocks) && is_below(pair.dst_row, dst.num_blocks);
   }
-  // On CPU pairs: how many of them count, and IndexError for the first of those that is out of
-  // range.
-  i64 check_pairs() const;
+  // The pairs on the CPU that are to be copied, each read once: another thread may write them.
+  // IndexError for the first that is out of range.
+  std::vector<Pair> read_pairs() const;
   char* dst_piece(i64 block) const { return dst.data + block * dst.strides.block_bytes; }
   const char* src_piece(i64 block) const { return src.data + block * src.strides.block_bytes; }
 };
 
-// By the copy engine: one strided copy for each run of pairs whose blocks lie one behind the other
-// on both sides. Of pairs on the CPU, `count` of which are right.
-void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call, i64 count);
+// By the copy engine: one strided copy for each run of pairs whose blocks follow each other on both
+// sides.
+void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
+                           const std::vector<Pair>& pairs);
 
 }  // namespace jitkern

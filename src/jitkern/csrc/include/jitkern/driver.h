@@ -44,6 +44,7 @@ enum : int {
   kStreamNonBlocking = 1,
   kHighestStreamPriority = -5,  // clamped to what the device has
   kEventDisableTiming = 2,
+  kSrcAccessOrderStream = 1,
   kJitErrorLogBuffer = 5,
   kJitErrorLogBufferBytes = 6,
   kLaunchCooperative = 2,
@@ -76,6 +77,14 @@ struct PitchedCopy {
   size_t width, height;
 };
 static_assert(sizeof(PitchedCopy) == 128, "CUDA_MEMCPY2D of cuda.h");
+
+// CUmemcpyAttributes; the hints are for managed memory.
+struct CopyAttributes {
+  int src_access_order;
+  int src_hint[2], dst_hint[2];
+  unsigned flags;
+};
+static_assert(sizeof(CopyAttributes) == 24, "CUmemcpyAttributes of cuda.h");
 
 struct LaunchConfig {
   unsigned grid[3], block[3], shared_bytes;
@@ -132,8 +141,11 @@ struct Driver {
 #define JITKERN_DECLARE(name, parameters) CUresult(*name) parameters;
   JITKERN_DRIVER_SYMBOLS(JITKERN_DECLARE)
 #undef JITKERN_DECLARE
-  // From 12.4 on; null in an older driver.
+  // From 12.4 and 12.8 on; null in an older driver.
   CUresult (*cuFuncGetParamInfo)(CUfunction function, size_t number, size_t* offset, size_t* bytes);
+  CUresult (*cuMemcpyBatchAsync)(CUdeviceptr* dst, CUdeviceptr* src, size_t* bytes, size_t count,
+                                 CopyAttributes* attributes, size_t* first_of_each,
+                                 size_t num_attributes, size_t* failed, CUstream stream);
 
   // The loaded driver, after cuInit. RuntimeError with the cure where there is none.
   static const Driver& get();

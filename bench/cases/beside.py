@@ -1,0 +1,295 @@
+"""What copies cost a model: a decode step beside each mover, and the mover beside the step.
+
+The step is that of 8 layers of a Llama-8B in a CUDA graph on a high-priority stream: weights are
+read once, then the keys and values of 4,096 tokens a sequence. Copies run on a low-priority stream,
+queued by a thread of their own, from before the first timed step until after the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import jitkern
+from bench import peers
+from bench.goals import Figures, Goal, at_most
+from bench.peers import host_pool
+from jitkern.bench.case import Context, Row, error_row
+
+PEERS = (peers.host,)
+PLOTS = ("beside",)
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 8, 4096, 32, 8, 128, 14336, 128256
+TOKENS = 4096
+BATCHES = (1, 32, 128)
+WINDOW_MS = 400  # of timed steps
+KV_LAYERS, BLOCKS, PIECE = 32, 128, 16 << 10  # of one call: 64 MiB
+CALL_BYTES = KV_LAYERS * BLOCKS * PIECE
+ROWS, ROW_BYTES = 65_536, 656
+SETS = 8  # of pairs, used in turn
+QUEUED = 4  # calls under way: the next one is always there
+
+Call = Callable[[], object]
+
+
+class Decode:
+    """The step of one batch size, captured."""
+
+    def __init__(self, weights: list[list[torch.Tensor]], head: torch.Tensor, batch: int) -> None:
+        self.stream = torch.cuda.Stream(priority=-1)
+        x = torch.randn(batch, HIDDEN, device="cuda", dtype=torch.bfloat16) / 8
+        keys = torch.randn(2, batch, KV_HEADS, TOKENS, HEAD_DIM, device="cuda", dtype=x.dtype)
+        width = HEADS * HEAD_DIM
+
+        def step() -> None:
+            # One cache for all layers: 128 sequences of 8 would fill the GPU. It is larger than L2.
+            h = x
+            for qkv, out, up, down in weights:
+                q = (functional.rms_norm(h, (HIDDEN,)) @ qkv)[:, :width]
+                # Query heads of one KV head as its queries: keys are read once.
+                q = q.view(batch, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+                attended = functional.scaled_dot_product_attention(q, keys[0], keys[1])
+                h = h + attended.reshape(batch, width) @ out
+                gate, value = (functional.rms_norm(h, (HIDDEN,)) @ up).chunk(2, 1)
+                h = h + (functional.silu(gate) * value) @ down
+            h @ head
+
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                step()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            step()
+
+    def step_ms(self, count: int) -> tuple[list[float], torch.cuda.Event]:
+        """Replay `count` steps; return the ms of each, and an event where the first began."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        with torch.cuda.stream(self.stream):
+            self.graph.replay()
+            events[0].record()
+            for event in events[1:]:
+                self.graph.replay()
+                event.record()
+        events[-1].synchronize()
+        pairs = itertools.pairwise(events)
+        return [a.elapsed_time(b) for a, b in pairs], events[0]
+
+
+def make_weights() -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+    """Return those of all layers, and of the head."""
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / rows**0.5
+
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    shapes = ((HIDDEN, width), (HEADS * HEAD_DIM, HIDDEN), (HIDDEN, 2 * MLP), (MLP, HIDDEN))
+    return [[weight(*shape) for shape in shapes] for _ in range(LAYERS)], weight(HIDDEN, VOCAB)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mover: calls of `num_bytes`, each on a stream of its own."""
+
+    name: str
+    num_bytes: int
+    calls: list[Call]
+    role: str = "ours"
+
+
+class Copies:
+    """Keeps a way's calls queued, from where a `with` begins until it ends."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.ended: list[list[torch.cuda.Event]] = [[] for _ in way.calls]
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=pair)
+            for pair in zip(way.calls, self.ended, strict=True)
+        ]
+
+    def _run(self, call: Call, ended: list[torch.cuda.Event]) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(priority=0)):
+            while not self._stop.is_set():
+                call()
+                ended.append(torch.cuda.Event(enable_timing=True))
+                ended[-1].record()
+                if len(ended) > QUEUED:
+                    ended[-1 - QUEUED].synchronize()
+
+    def __enter__(self) -> Copies:
+        for thread in self._threads:
+            thread.start()
+        while any(len(ended) <= 2 * QUEUED for ended in self.ended):
+            time.sleep(0.001)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        torch.cuda.synchronize()
+
+    def gb_s(self, begin: torch.cuda.Event | None = None, ms: float = math.inf) -> float:
+        """Return the rate of the calls that ended within `ms` of an event; by default of all."""
+        total = 0.0
+        for ended in self.ended:
+            at = [(begin or ended[QUEUED]).elapsed_time(event) for event in ended[QUEUED:]]
+            inside = [t for t in at if 0 <= t <= ms]
+            if len(inside) > 1:
+                total += (len(inside) - 1) * self.way.num_bytes / (inside[-1] - inside[0]) / 1e6
+        return total
+
+
+def run(ctx: Context) -> Iterator[Row]:
+    if ctx.device != "cuda":
+        ctx.say("beside: needs a GPU, skipped")
+        return
+    ways = list(movers(ctx.quick))
+    alone = {way.name: alone_gb_s(way) for way in ways}
+    weights = make_weights()
+    for batch in BATCHES[1:2] if ctx.quick else BATCHES:
+        decode = Decode(*weights, batch)
+        count = max(20, int(WINDOW_MS / statistics.median(decode.step_ms(20)[0])))
+        for way in [Way("nothing", 0, [], "floor"), *ways]:
+            ctx.say(f"beside: batch {batch}, {way.name}")
+            row = Row("beside", f"decode step, batch {batch}", way.name, way.role)
+            try:
+                with Copies(way) as copies:
+                    times, begin = decode.step_ms(count)
+                step = statistics.median(times)
+                p99 = sorted(times)[int(0.99 * len(times))]
+                if way.num_bytes == 0:
+                    base, base_p99 = step, p99
+                row.median_us = step * 1e3
+                row.gb_s = copies.gb_s(begin, sum(times)) or None
+                lost = (step - base) / (row.gb_s * step / 1e3) if row.gb_s else 0.0
+                row.params = {
+                    "batch": batch,
+                    "slowdown": step / base,
+                    "p99_slowdown": p99 / base_p99,
+                    "gb_s_alone": alone.get(way.name, 0.0),
+                    "lost_ms_per_gb": lost,
+                }
+                row.note = (
+                    f"step x {step / base:.3f}, p99 x {p99 / base_p99:.3f}; {row.gb_s or 0:.1f} "
+                    f"GB/s of {alone.get(way.name, 0):.1f} alone, {lost:.2f} ms lost per GB"
+                )
+            except Exception as error:  # a way that fails is a row, not the end of the run
+                row.error = error_row("", "", "", "", error).error
+            yield row
+        del decode
+        torch.cuda.empty_cache()
+
+
+def alone_gb_s(way: Way) -> float:
+    """Return the rate of calls that nothing runs beside."""
+    with Copies(way) as copies:
+        time.sleep(0.1)
+    return copies.gb_s()
+
+
+def movers(quick: bool = False) -> Iterator[Way]:
+    """Return the ways of jitkern by their defaults and by number of SMs, and the copy engine."""
+    pool = host_pool.allocated(4)
+    cache = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    contiguous = {"h2d": (cache, pool), "d2h": (pool, cache)}
+    memcpy = peers.host().copy_bytes
+    engine = {
+        way: (lambda dst=dst, src=src: memcpy(dst, src, CALL_BYTES))
+        for way, (dst, src) in contiguous.items()
+    }
+    yield Way("engine, contiguous, h2d", CALL_BYTES, [engine["h2d"]], "ceiling")
+    yield Way("engine, contiguous, d2h", CALL_BYTES, [engine["d2h"]], "ceiling")
+    yield Way("engine, contiguous, both", CALL_BYTES, list(engine.values()), "ceiling")
+    layer_first = dict(zip(("h2d", "d2h"), _blocks(pool, cache, 1, 1), strict=True))
+    page_first = dict(zip(("h2d", "d2h"), _blocks(pool, cache, 0, 1), strict=True))
+    pages = dict(zip(("h2d", "d2h"), _blocks(pool, cache, 0, 0), strict=True))
+    for direction in ("h2d", "d2h"):
+        yield Way(f"copy_blocks {direction}", CALL_BYTES, [layer_first[direction]()])
+        for sms in () if quick else (1, 2, 3, 4, 8):
+            call = layer_first[direction](num_sms=sms)
+            yield Way(f"copy_blocks {direction}, {sms} SMs", CALL_BYTES, [call])
+        by_engine = layer_first[direction](method="engine")
+        yield Way(f"copy_blocks {direction}, engine", CALL_BYTES, [by_engine])
+        yield Way(f"host page first, {direction}", CALL_BYTES, [page_first[direction]()])
+        yield Way(f"pages, {direction}", CALL_BYTES, [pages[direction]()])
+        by_engine = pages[direction](method="engine")
+        yield Way(f"pages, {direction}, engine", CALL_BYTES, [by_engine])
+    yield Way("copy_blocks both", CALL_BYTES, [way() for way in layer_first.values()])
+    yield Way("host page first, both", CALL_BYTES, [way() for way in page_first.values()])
+    yield from _rows(pool, cache)
+
+
+def _blocks(
+    pool: torch.Tensor, cache: torch.Tensor, host_dim: int, cache_dim: int
+) -> Iterator[Callable[..., Call]]:
+    """To the GPU and to the host: what makes a call of 128 random blocks, new ones each time."""
+    count = cache.numel() // (KV_LAYERS * PIECE)
+    sides = []
+    for memory, dim in ((cache, cache_dim), (pool, host_dim)):
+        used = memory[: count * KV_LAYERS * PIECE]
+        shape = (KV_LAYERS, count) if dim == 1 else (count, KV_LAYERS)
+        sides.append((used.view(*shape, PIECE), dim))
+    for (dst, dst_dim), (src, src_dim) in (sides, sides[::-1]):
+
+        def make(dst=dst, src=src, dst_dim=dst_dim, src_dim=src_dim, **how: Any) -> Call:
+            sets = [
+                torch.stack([torch.randperm(count)[:BLOCKS] for _ in range(2)], 1)
+                for _ in range(SETS)
+            ]
+            if how.get("method") is None and how.get("num_sms"):
+                sets = [pairs.cuda() for pairs in sets]
+            turn = itertools.cycle(sets)
+            dims = {"dst_block_dim": dst_dim, "src_block_dim": src_dim}
+            return lambda: jitkern.copy_blocks(dst, src, next(turn), **dims, **how)
+
+        yield make
+
+
+def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
+    """Rows of 656 bytes scattered over the pool of the host."""
+    host = pool[: pool.numel() // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)
+    rows = cache[: cache.numel() // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)
+    sets = [
+        (torch.randperm(len(host))[: 2 * ROWS].view(2, -1), torch.randperm(len(rows))[:ROWS])
+        for _ in range(SETS)
+    ]
+    lists = {
+        "h2d_gather": [torch.stack([fetched, slots], 1) for (fetched, _), slots in sets],
+        "d2h_scatter": [torch.stack([slots, written], 1) for (_, written), slots in sets],
+        "swap_rows": [
+            torch.stack([fetched, slots, written], 1) for (fetched, written), slots in sets
+        ],
+    }
+    turn = {op: itertools.cycle([one.cuda() for one in made]) for op, made in lists.items()}
+    size = ROWS * ROW_BYTES
+    for op, tensors in (
+        (jitkern.h2d_gather, (host, rows)),
+        (jitkern.d2h_scatter, (rows, host)),
+        (jitkern.swap_rows, (host, rows)),
+    ):
+        name = op.__name__
+        call = lambda op=op, tensors=tensors, turn=turn[name]: op(*tensors, next(turn))  # noqa: E731
+        yield Way(name, size * (2 if name == "swap_rows" else 1), [call])
+
+
+def goals(f: Figures) -> Iterator[Goal]:
+    for case in f.cases("beside"):
+        for name, row in f.all("beside", case).items():
+            if row.role != "ours" or "SMs" in name:
+                continue
+            both = "both" in name or name == "swap_rows"
+            what = f"{case}, beside {name}"
+            yield from at_most(f"{what}: step", row.params["slowdown"], 1.09 if both else 1.06)
+            yield from at_most(f"{what}: p99", row.params["p99_slowdown"], 1.10)
