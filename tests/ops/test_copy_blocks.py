@@ -21,6 +21,7 @@ from jitkern import copy_blocks
 LAYERS, SRC_BLOCKS, DST_BLOCKS = 3, 13, 17
 DIRECTIONS = ("h2d", "d2h", "d2d")
 LAYOUTS = list(itertools.product((0, 1), repeat=2))  # the block dimensions of dst and src
+ALLOWED_SPILL_BYTES = 16  # once for 4 KiB on their way to the host, with int64 pairs
 ITEM_BYTES = [1, 3, 16, 40, 656, 4096, 4104, 65536]
 
 

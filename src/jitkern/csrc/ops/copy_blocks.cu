@@ -50,8 +50,9 @@ struct CopyBlocks {
     Segment own = segment_of_lane(p, batch, num_segments);
     u32 due_ns = static_cast<u32>(nanoseconds());
     while (batch < num_batches) {
+      if (kLinesOf == kHostTarget && p.pace_ns > 0) due_ns = wait_for_turn(due_ns, p.pace_ns);
       batch = num_batches - batch > num_warps ? batch + num_warps : num_batches;
-      own = copy_segments(p, own, batch, num_segments, due_ns);
+      own = copy_segments(p, own, batch, num_segments);
     }
   }
 
@@ -115,7 +116,7 @@ struct CopyBlocks {
   // Straight-line loops: a branch between two loads would make the second wait for the first.
   // Returns this lane's segment of batch `next`, whose pairs it reads while the vectors come.
   static __device__ Segment copy_segments(const Params& p, const Segment& own, u32 next,
-                                          u64 num_segments, u32& due_ns) {
+                                          u64 num_segments) {
     const u32 offset = threadIdx.x % kWarpLanes * kVecBytes;
     Vec<kVecBytes> value[kInFlight];
 #pragma unroll
@@ -126,7 +127,6 @@ struct CopyBlocks {
       }
     }
     const Segment following = segment_of_lane(p, next, num_segments);
-    if (kLinesOf == kHostTarget && p.pace_ns > 0) due_ns = wait_for_turn(due_ns, p.pace_ns);
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const u64 target = __shfl_sync(0xffffffffu, own.target, i);
