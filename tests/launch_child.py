@@ -187,7 +187,7 @@ def old_without_parameter_sizes_all_is_launched() -> None:
 
 
 def old_sizes_are_those_of_the_image() -> None:
-    cubin.params_bytes, kept = (lambda image, exports: [16, 8]), cubin.params_bytes
+    cubin.kernel_facts, kept = (lambda image, exports: [16, 0, 8, 0]), cubin.kernel_facts
     module = module_of("first", "second")
     text = (
         r"launch: args: 1 of 8 bytes in all, expected 16 bytes, the members of the kernel's Params"
@@ -197,7 +197,7 @@ def old_sizes_are_those_of_the_image() -> None:
     refused(ValueError, text, module.launch, "second", cuda(1), 2, grid=1, block=1)
     module.launch("first", cuda(1), 2, grid=1, block=1)
     assert "grid 1,1,1" in log()
-    cubin.params_bytes = kept
+    cubin.kernel_facts = kept
 
 
 def main() -> None:

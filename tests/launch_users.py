@@ -27,7 +27,7 @@ from launch_fake import (
 
 from jitkern.comm import PeerMemory
 from jitkern.errors import UnsupportedError
-from jitkern.jit import device
+from jitkern.jit import cubin, device
 from jitkern.jit.device import CpuForm
 
 # -- kernels of users ------------------------------------------------------------------------------
@@ -305,6 +305,22 @@ def check_how_it_is_launched() -> None:
     assert " 2=1 4=4,1,1 6=1 \n" in log()
     module.launch("how", 1, grid=1, block=1)  # no tensor: torch's current device
     assert "on 1\n" in (said := log()) and f"stream {STREAM}" in said, said
+
+
+def check_a_block_is_what_the_kernel_was_compiled_for() -> None:
+    cubin.kernel_facts, kept = (lambda image, exports: [8, 256, 8, 0]), cubin.kernel_facts
+    module, x = module_of("fixed", "any"), cuda(1)
+    text = "launch: block: {} threads, expected 256, the kernel's kNumThreads"
+    for block, threads in ((128, 128), (1024, 1024), ((32, 4), 128)):
+        refused(ValueError, text.format(threads), module.launch, "fixed", x, grid=1, block=block)
+    text = "launch: block: None, expected threads: the kernel's class has no kNumThreads"
+    refused(ValueError, text, module.launch, "any", x, grid=1)
+    for how, said in (({}, "256,1,1"), ({"block": (32, 8)}, "32,8,1")):
+        module.launch("fixed", x, grid=1, **how)
+        assert f"grid 1,1,1 block {said} " in log()
+    module.launch("any", x, grid=1, block=128)
+    assert "grid 1,1,1 block 128,1,1 " in log()
+    cubin.kernel_facts = kept
 
 
 def check_no_gpu_is_said() -> None:

@@ -90,7 +90,7 @@ def test_half_precision_on_a_gpu(empty_cache: Path, tmp_path: Path) -> None:
 
     kind, body = REAL["cuda_fp16.h"]
     x = torch.ones(1, dtype=torch.float16, device="cuda")
-    load(tmp_path, "<cuda_fp16.h>", type=kind, body=body).launch("kernel", x, grid=1, block=1)
+    load(tmp_path, "<cuda_fp16.h>", type=kind, body=body).launch("kernel", x, grid=1)
     assert x.item() == 2.0
 
 

@@ -248,7 +248,7 @@ def test_launch_of_a_users_kernel(folder: Path) -> None:
     import torch
 
     out = torch.zeros(32, dtype=torch.int32, device="cuda")
-    tiny(10).launch("tiny", out, grid=1, block=32)
+    tiny(10).launch("tiny", out, grid=1)
     assert out.tolist() == [5] * 32
 
 
@@ -278,13 +278,13 @@ def test_launch_with_much_shared_memory(folder: Path) -> None:
     most_bytes = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     for count in (100, most_bytes // 4):
         out = torch.zeros(count, dtype=torch.int32, device="cuda")
-        module.launch("backwards", out, count, grid=1, block=256, shared_bytes=4 * count)
+        module.launch("backwards", out, count, grid=1, shared_bytes=4 * count)
         assert torch.equal(out.cpu(), torch.arange(count, dtype=torch.int32).flip(0))
     with pytest.raises(
         ValueError,
         match=rf"launch: shared_bytes: {most_bytes + 4}, expected at most {most_bytes} on this GPU",
     ):
-        module.launch("backwards", out, 1, grid=1, block=256, shared_bytes=most_bytes + 4)
+        module.launch("backwards", out, 1, grid=1, shared_bytes=most_bytes + 4)
 
 
 # -- wrong arguments -------------------------------------------------------------------------------
@@ -346,4 +346,4 @@ def test_no_gpu_and_no_arch_says_what_to_set(folder: Path, monkeypatch: pytest.M
 
 def test_an_export_that_is_not_there(folder: Path) -> None:
     with pytest.raises(ValueError, match="'nope', expected one of tiny"):
-        tiny().launch("nope", grid=1, block=1)
+        tiny().launch("nope", grid=1)

@@ -13,7 +13,7 @@ from tiny import SM_90
 from jitkern.arch import SUPPORTED_ARCHS, Arch
 from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.jit.cubin import params_bytes
+from jitkern.jit.cubin import kernel_facts
 from jitkern.jit.loader import load_device, load_jit
 from jitkern.jit.params import parse_params
 from jitkern.jit.replay import replay
@@ -114,21 +114,26 @@ def test_a_struct_that_is_not_as_declared_does_not_compile(
 
 
 SIZES = """
-template <int N> struct Sized {
+template <int N, int kThreads> struct Sized {
   struct Params { float a[N]; int* b; };
-  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static constexpr int kNumThreads = kThreads;
   static __device__ void run(const Params& p) { *p.b = p.a[1]; }
+};
+struct AnyBlock {
+  struct Params { int* b; };
+  static __device__ void run(const Params& p) { *p.b = blockDim.x; }
 };
 """
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", SUPPORTED_ARCHS, ids=str)
-def test_a_cubin_says_the_bytes_of_its_kernels_parameters(folder: Path, arch: Arch) -> None:
+def test_a_cubin_says_what_its_kernels_are_launched_with(folder: Path, arch: Arch) -> None:
     Path("sized.cu").write_text(SIZES)
-    wrappers = [("one", "Sized<4>"), ("two", "Sized<1000>"), ("three", "Sized<7000>")]
+    wrappers = [("one", "Sized<4, 1000>"), ("two", "Sized<7000, 32>"), ("any", "AnyBlock")]
     image = load_jit("sized", device_files=["sized.cu"], device_wrappers=wrappers).image(arch)
-    assert params_bytes(image, ["three", "one", "none", "two"]) == [28008, 24, -1, 4008]
+    facts = kernel_facts(image, ["two", "one", "none", "any"])
+    assert facts == [28008, 32, 24, 1000, -1, 0, 8, 0]
 
 
 SCALE_CU = """
@@ -178,15 +183,18 @@ def test_one_call_for_both_devices(folder: Path, device: Any, given: tuple[str, 
 
     module = scale(*given)
     x = torch.ones(1000, device=device)
-    module.launch("scale", x, 2, 1000, grid=4, block=256)  # 2 for 2.0
-    module.launch("scale", x, 1.5, 500, grid=4, block=256)
+    module.launch("scale", x, 2, 1000, grid=4)  # 2 for 2.0
+    module.launch("scale", x, 1.5, 500, grid=4)
     assert x.tolist() == [3.0] * 500 + [2.0] * 500
     with pytest.raises(TypeError, match=r"^scale: data: dtype float64, expected float32$"):
-        module.launch("scale", x.double(), 2.0, 1000, grid=4, block=256)
+        module.launch("scale", x.double(), 2.0, 1000, grid=4)
     with pytest.raises(ValueError, match=r"^scale: data: not contiguous \(stride 2 in dimension 0"):
-        module.launch("scale", x[::2], 2.0, 500, grid=4, block=256)
+        module.launch("scale", x[::2], 2.0, 500, grid=4)
     with pytest.raises(ValueError, match=r"^scale: args: 2 arguments, expected 3: data, factor, "):
-        module.launch("scale", x, 2.0, grid=4, block=256)
+        module.launch("scale", x, 2.0, grid=4)
+    if device.type == "cuda":
+        with pytest.raises(ValueError, match=r"^launch: block: 128 threads, expected 256, the ker"):
+            module.launch("scale", x, 2.0, 500, grid=4, block=128)
     assert x.tolist() == [3.0] * 500 + [2.0] * 500
 
 
@@ -198,7 +206,7 @@ def test_on_the_cpu_with_values_of_ctypes(folder: Path) -> None:
 
     module = scale()
     x = torch.ones(8)
-    module.launch("scale", x, ctypes.c_double(2.0), ctypes.c_longlong(8), grid=1, block=256)
+    module.launch("scale", x, ctypes.c_double(2.0), ctypes.c_longlong(8), grid=1)
     assert x.tolist() == [2.0] * 8
 
 
@@ -213,7 +221,7 @@ def test_both_forms_are_recorded_and_replayed(
     monkeypatch.setenv("JITKERN_RECORD", str(file))
     settings.cache_clear()
     module = scale()
-    module.launch("scale", torch.ones(4), 2.0, 4, grid=1, block=256)
+    module.launch("scale", torch.ones(4), 2.0, 4, grid=1)
     image = module.image(SM_90)
     on_cpu, on_gpu = (one.unpack(tmp_path / "unpacked") for one in replay(file))
     assert (on_cpu.arch, sorted(on_cpu.options)) == ("", ["cpp_files", "cpp_wrappers"])

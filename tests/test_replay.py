@@ -177,7 +177,7 @@ def test_what_is_replayed_runs(
         load_jit("add", "2", cuda_files=["single.cu"], cuda_wrappers=wrappers).launch(x)
         assert x.eq(2).all()
         out = torch.zeros(32, dtype=torch.int32, device="cuda")
-        tiny(8).launch("tiny", out, grid=1, block=32)
+        tiny(8).launch("tiny", out, grid=1)
         assert out.eq(4).all()
 
     record = tmp_path / "run.jsonl"

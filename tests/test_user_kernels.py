@@ -64,16 +64,16 @@ def test_exports_share_device_variables(folder: Path) -> None:
     )
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     for _ in range(3):
-        module.launch("add", ctypes.c_int(14), grid=1, block=32)  # no tensor says the stream
-    module.launch("read", out, grid=1, block=1)
+        module.launch("add", ctypes.c_int(14), grid=1)  # no tensor says the stream
+    module.launch("read", out, grid=1)
     assert out.item() == 42
-    module.launch("add", -2, grid=1, block=32)  # an int becomes the struct's
-    module.launch("read", out, grid=1, block=1)
+    module.launch("add", -2, grid=1)  # an int becomes the struct's
+    module.launch("read", out, grid=1)
     assert out.item() == 40
     with pytest.raises(ValueError, match=r"^add: args: 2 arguments, expected 1: amount$"):
-        module.launch("add", 14, 14, grid=1, block=32)
+        module.launch("add", 14, 14, grid=1)
     with pytest.raises(TypeError, match=r"^read: out: dtype int64, expected int32$"):
-        module.launch("read", out.long(), grid=1, block=1)
+        module.launch("read", out.long(), grid=1)
 
 
 CLUSTER = """
@@ -99,9 +99,9 @@ def test_launch_of_a_cluster(folder: Path, size: int) -> None:
     (folder / "ranks.cu").write_text(CLUSTER)
     module = load_jit("ranks", device_files=["ranks.cu"], device_wrappers=[("ranks", "Ranks")])
     out = torch.zeros(32, dtype=torch.int32, device="cuda")
-    module.launch("ranks", out, grid=32, block=32, cluster=size)
+    module.launch("ranks", out, grid=32, cluster=size)
     assert out.tolist() == [100 * size + rank % size for rank in range(32)]
-    module.launch("ranks", out, grid=32, block=32)
+    module.launch("ranks", out, grid=32)
     assert out.tolist() == [100] * 32
 
 
@@ -129,10 +129,10 @@ def test_cooperative_launch(folder: Path) -> None:
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
     out = torch.zeros(blocks, dtype=torch.int32, device="cuda")
-    module.launch("together", arrived, out, grid=blocks, block=32, cooperative=True)
+    module.launch("together", arrived, out, grid=blocks, cooperative=True)
     assert out.sum().item() == blocks
     with pytest.raises(RuntimeError, match="TOO_LARGE"):
-        module.launch("together", arrived, out, grid=1 << 20, block=32, cooperative=True)
+        module.launch("together", arrived, out, grid=1 << 20, cooperative=True)
 
 
 DEPENDENT = """
@@ -161,7 +161,7 @@ def test_dependent_launches_of_users(folder: Path, use_pdl: bool) -> None:
     module = load_jit("next", device_files=["next.cu"], device_wrappers=wrappers)
     data = torch.zeros(2 * 100_000, dtype=torch.int32, device="cuda")
     for _ in range(50):
-        module.launch("next", data, 100_000, grid=782, block=128, use_pdl=use_pdl)
+        module.launch("next", data, 100_000, grid=782, use_pdl=use_pdl)
     assert data[:100_000].tolist() == [50] * 100_000
 
 
@@ -174,8 +174,8 @@ def test_launch_takes_the_current_stream(folder: Path) -> None:
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):  # an error where it is not on the stream
-        module.launch("fill", out, grid=1, block=32)
-        module.launch("fill", Pointer(out), grid=1, block=32)
+        module.launch("fill", out, grid=1)
+        module.launch("fill", Pointer(out), grid=1)
     graph.replay()
     assert out.tolist() == [5] * 32
 
@@ -185,6 +185,6 @@ def test_launch_takes_the_current_stream(folder: Path) -> None:
 def test_pointers_of_another_gpu_are_refused(folder: Path) -> None:
     here, there = (torch.zeros(32, dtype=torch.int32, device=f"cuda:{i}") for i in (0, 1))
     with torch.cuda.device(0), pytest.raises(ValueError, match="memory of cuda:1, expected memory"):
-        fill_module().launch("fill", Pointer(there), grid=1, block=32)
-    fill_module().launch("fill", Pointer(here), grid=1, block=32)
+        fill_module().launch("fill", Pointer(there), grid=1)
+    fill_module().launch("fill", Pointer(here), grid=1)
     assert here.tolist() == [5] * 32

@@ -97,7 +97,6 @@ def _launches(module: Any, row_bytes: int, rows: int) -> Run:
             *(b.v_cache, b.v, stride, stride),
             *(b.indices, rows, b.k_cache.shape[0], ctypes.c_uint32(0), fault.data_ptr()),
             grid=grid,
-            block=CONFIG.num_threads,
             use_pdl=CONFIG.use_pdl,
         )
 

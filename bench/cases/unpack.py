@@ -143,7 +143,7 @@ def _naive() -> Run:
     def run_naive(b: Buffers) -> None:
         rows, words = b.descriptors.shape
         arguments: tuple[Any, ...] = (b.dst, b.src, b.descriptors, words)
-        module.launch("pieces", *arguments, grid=rows, block=256)
+        module.launch("pieces", *arguments, grid=rows)
 
     return run_naive
 

@@ -153,7 +153,7 @@ def empty_launch() -> Callable[[Any], object]:
     """Return a launch of a kernel that does nothing: the floor of small calls."""
     module = empty()
     words = [0] * 11
-    return lambda _: module.launch(EMPTY_KERNEL, *words, grid=1, block=128)
+    return lambda _: module.launch(EMPTY_KERNEL, *words, grid=1)
 
 
 def prebuild(device: str, wanted: Iterable[Once]) -> None:

@@ -53,10 +53,8 @@ def dequantise(x: Tensor, scale: Tensor) -> Tensor:
     if scale.shape != (rows,):  # shapes are no matter of a launch, which has pointers
         raise ValueError(f"dequantise: scale: shape {list(scale.shape)}, expected [{rows}]")
     out = torch.empty(rows, dim, device=x.device)
-    launch = kernel(dim).launch
-    grid, block = NUM_BLOCKS, CONFIG.num_threads
     args = (x, scale, out, rows)
-    launch("dequantise", *args, grid=grid, block=block, use_pdl=CONFIG.use_pdl)
+    kernel(dim).launch("dequantise", *args, grid=NUM_BLOCKS, use_pdl=CONFIG.use_pdl)
     return out
 
 

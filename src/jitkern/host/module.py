@@ -131,7 +131,7 @@ def launcher(
     exports: Sequence[str],
     image: Callable[[Arch], bytes],
     signatures: Sequence[tuple[str, bool, Sequence[tuple[Any, ...]]]] = (),
-    params_bytes: Callable[[bytes, Sequence[str]], Sequence[int]] = lambda *_: (),
+    facts: Callable[[bytes, Sequence[str]], Sequence[int]] = lambda *_: (),
 ) -> Callable[..., Any]:
     """Return the C++ function that launches the kernels of one image; see csrc/host/user_launch.cc.
 
@@ -144,15 +144,14 @@ def launcher(
     signatures
         Of each kernel its name, whether C++ does the same on the CPU, and its declared parameters;
         none for kernels of which nothing is declared.
-    params_bytes
-        Returns the bytes of the kernels' parameters, as far as the image says them: for drivers
-        that do not.
+    facts
+        Returns what the image says of its kernels: :func:`jitkern.jit.cubin.kernel_facts`.
     """
 
     @_through_cpp()
     def resolve(_op: str, _names: Any, _values: Any, arch: int) -> tuple[Any, ...]:
         code = image(Arch(*divmod(arch, 10)))
-        return code, tuple(exports), tuple(params_bytes(code, exports))
+        return code, tuple(exports), tuple(facts(code, exports))
 
     made = module()["make_launch"](resolve, signatures)
     return _ranged(made, lambda args: exports[args[0]])

@@ -213,7 +213,7 @@ class DeviceModule:
         export: str,
         *args: Any,
         grid: int | Sequence[int],
-        block: int | Sequence[int],
+        block: int | Sequence[int] | None = None,
         shared_bytes: int = 0,
         use_pdl: bool = False,
         cluster: int | Sequence[int] | None = None,
@@ -239,7 +239,9 @@ class DeviceModule:
             object with ``__dlpack__``, ``data_ptr()`` or ``__cuda_array_interface__`` is its
             pointer, as a tensor is.
         grid, block
-            Numbers of blocks and threads, one to three of them.
+            Numbers of blocks and threads, one to three of them. A kernel whose class has
+            ``kNumThreads`` is launched with so many threads: by default, and in one to three
+            dimensions. Without it `block` may be anything, and has to be given.
         shared_bytes
             Dynamic shared memory of a block, bytes, up to what the GPU can give one (227 KiB on an
             H200).
@@ -265,7 +267,7 @@ class DeviceModule:
 
         Examples
         --------
-        >>> module.launch("copy", dst, src, 1024, grid=4, block=256)  # doctest: +SKIP
+        >>> module.launch("copy", dst, src, 1024, grid=4)  # doctest: +SKIP
         """
         number = self._numbers.get(export)
         if number is None:
@@ -300,7 +302,7 @@ class DeviceModule:
 
     def _make_launch(self) -> Callable[..., Any]:
         from jitkern.host import module as host
-        from jitkern.jit.cubin import params_bytes
+        from jitkern.jit.cubin import kernel_facts
 
         # Weak, because C++ keeps the function: the module would hold itself.
         this = weakref.proxy(self)
@@ -312,7 +314,7 @@ class DeviceModule:
             )
             for export in self.exports
         ]
-        made = host.launcher(self.exports, lambda arch: this.image(arch), signatures, params_bytes)
+        made = host.launcher(self.exports, lambda arch: this.image(arch), signatures, kernel_facts)
         # Of two threads one is first, and both launch from what it loads.
         return self._made.setdefault("launch", made)
 

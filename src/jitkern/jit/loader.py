@@ -98,13 +98,14 @@ def load_jit(
         (name, expression): each C++ expression is exported as function `name` of the module. Along
         with ``device_files`` the name is that of a kernel, and the function takes its arguments.
     device_wrappers
-        (name, class) or (name, class, params) of each kernel. The class has a POD type ``Params``,
-        the constants ``kNumThreads`` and ``kMinBlocks``, and
-        ``static __device__ void run(const Params&)``. Each launch checks its arguments by the
-        members of ``Params``, which are read in `device_files` where they are plainly written, in
-        C++17 or newer; otherwise `params` declares them, such as ``"float* data, double factor,
-        int64 count"``: a type is a dtype of torch or a number of C, ``void*`` a tensor of any
-        dtype, ``strided float*`` one of any strides. The compiler compares either with the struct.
+        (name, class) or (name, class, params) of each kernel. The class has a POD type ``Params``
+        and ``static __device__ void run(const Params&)``. Its constants ``kNumThreads``, threads of
+        each block, and ``kMinBlocks`` are the kernel's launch bounds, if it has them. Each launch
+        checks its arguments by the members of ``Params``, which are read in `device_files` where
+        they are plainly written, in C++17 or newer; otherwise `params` declares them, such as
+        ``"float* data, double factor, int64 count"``: a type is a dtype of torch or a number of C,
+        ``void*`` a tensor of any dtype, ``strided float*`` one of any strides. The compiler
+        compares either with the struct.
     extra_cflags, extra_cuda_cflags, extra_ldflags
         Flags beyond the default ones of the C++ compiler, of nvcc or NVRTC, of the linker. Files
         and ``-L`` directories among the linker's may be relative, from the current directory.

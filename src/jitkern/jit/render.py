@@ -27,18 +27,21 @@ def render(
     Examples
     --------
     >>> print(render(["ops/copy.cu"], [("copy", "Copy<4>")]))
+    #include <jitkern/launch_bounds.cuh>
     #include "ops/copy.cu"
-    extern "C" __global__ void __launch_bounds__(Copy<4>::kNumThreads, Copy<4>::kMinBlocks)
+    extern "C" __global__ void
+    __launch_bounds__(jitkern::num_threads<Copy<4>>(0), jitkern::min_blocks<Copy<4>>(0))
     copy(const __grid_constant__ Copy<4>::Params params) {
       Copy<4>::run(params);
     }
     <BLANKLINE>
     """
-    lines = ["#include <jitkern/declared.cuh>"] if any(params.values()) else []
+    lines = ["#include <jitkern/launch_bounds.cuh>"]
+    lines += ["#include <jitkern/declared.cuh>"] if any(params.values()) else []
     lines += [f'#include "{name}"' for name in includes]
     for export, kernel in wrappers:
-        bounds = f"{kernel}::kNumThreads, {kernel}::kMinBlocks"
-        lines.append(f'extern "C" __global__ void __launch_bounds__({bounds})')
+        bounds = f"jitkern::num_threads<{kernel}>(0), jitkern::min_blocks<{kernel}>(0)"
+        lines += ['extern "C" __global__ void', f"__launch_bounds__({bounds})"]
         lines.append(f"{export}(const __grid_constant__ {kernel}::Params params) {{")
         if params.get(export):
             lines.append(f"  using Params = {kernel}::Params;")

@@ -53,7 +53,7 @@ def copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None]:
         if rest or dst.numel() * dst.element_size() != vecs * 16:
             raise ValueError("copy_kernel: dst, src: expected equal sizes, multiples of 16 bytes")
         blocks = -(-vecs // COPY_THREADS)
-        module.launch("copy", dst, src, vecs, grid=blocks, block=COPY_THREADS)
+        module.launch("copy", dst, src, vecs, grid=blocks)
 
     return copy
 

@@ -9,7 +9,7 @@ import torch
 
 import jitkern
 from jitkern.bench.case import Case, Context, Impl, Run
-from jitkern.bench.cases.common import COPY_THREADS, call_case, copy_module
+from jitkern.bench.cases.common import call_case, copy_module
 from jitkern.host import module as host
 
 GRAPH_CALLS = 20
@@ -34,7 +34,7 @@ def _users_kernel() -> Case:
     dst = torch.empty_like(src)
 
     def launch() -> None:
-        module.launch("copy", dst, src, 256, grid=1, block=COPY_THREADS)
+        module.launch("copy", dst, src, 256, grid=1)
 
     return call_case("launch", "launch of a user's kernel", launch, (dst, src))
 

@@ -281,7 +281,9 @@ const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
     for (size_t i = 0; i < node->kernels.entries.size(); ++i) {
       Kernel& kernel = node->kernels.entries[i];
       ask_for_all(driver, device, kernel);
-      if (kernel.params_bytes == -1 && i < config.size()) kernel.params_bytes = config[i];
+      if (2 * i + 1 >= config.size()) continue;
+      if (kernel.params_bytes == -1) kernel.params_bytes = config[2 * i];
+      kernel.num_threads = static_cast<unsigned>(config[2 * i + 1]);
     }
   }
   head.store(node.get(), std::memory_order_release);

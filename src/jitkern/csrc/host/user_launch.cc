@@ -50,7 +50,8 @@ Launch checked_launch(const AnyView* options) {
   Launch launch;
   LaunchConfig& config = launch.config;
   take_sizes("grid", options[1], kMaxGrid, config.grid);
-  take_sizes("block", options[2], kMaxBlock, config.block);
+  config.block[0] = 0;  // the kernel's kNumThreads
+  if (!is_none(options[2])) take_sizes("block", options[2], kMaxBlock, config.block);
   const i64 shared_bytes = int_arg(kOp, "shared_bytes", options[3]);
   if (shared_bytes < 0 || shared_bytes > kMaxSharedBytes) {
     raise_value_error(kOp, "shared_bytes", std::to_string(shared_bytes), "0 or more");
@@ -93,10 +94,9 @@ bool may_access(const Device& device, const void* pointer) {
   return result == kCudaSuccess && flags == kReadWrite;
 }
 
-// Checks arguments and sizes against the loaded kernel and its GPU.
+// Checks arguments and sizes against the loaded kernel and its GPU; completes the sizes.
 void check_launch(const Device& device, const Kernel& kernel, const Signature& signature,
-                  PackedArgs args, const Packed& params, const LaunchConfig& config,
-                  bool has_cluster) {
+                  PackedArgs args, const Packed& params, LaunchConfig& config, bool has_cluster) {
   for (int i = 0; i < args.size(); ++i) {  // pointers that only the driver knows
     if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
     const void* pointer = args[i].cast<void*>();
@@ -117,7 +117,15 @@ void check_launch(const Device& device, const Kernel& kernel, const Signature& s
         std::to_string(args.size()) + " of " + std::to_string(params.size) + " bytes in all",
         std::to_string(kernel.params_bytes) + " bytes, the members of the kernel's Params");
   }
+  if (config.block[0] == 0) config.block[0] = kernel.num_threads;
   const unsigned threads = config.block[0] * config.block[1] * config.block[2];
+  if (threads == 0) {
+    raise_value_error(kOp, "block", "None", "threads: the kernel's class has no kNumThreads");
+  }
+  if (kernel.num_threads != 0 && threads != kernel.num_threads) {
+    raise_value_error(kOp, "block", std::to_string(threads) + " threads",
+                      std::to_string(kernel.num_threads) + ", the kernel's kNumThreads");
+  }
   if (threads > kernel.max_threads) {
     raise_value_error(kOp, "block", std::to_string(threads) + " threads",
                       "at most " + std::to_string(kernel.max_threads) + " for this kernel");

@@ -107,13 +107,14 @@ struct LoadedKernels {
 // The kernels of one op, or of one module of a user: for each specialisation and device its entry
 // points, loaded at first use with what Python's resolve(op, names, values, arch) returns:
 //   (image, names of the entry points, [num_threads, use_pdl] of each + [in_flight, splits])
-// or of a module of a user, instead of these, [bytes of the parameter] of each, -1 if unknown.
+// or of a module of a user, instead of these, [bytes of the parameter, num_threads] of each, -1 and
+// 0 if unknown.
 class KernelTable {
  public:
   using ShapeOf = GroupShape (*)(const Spec& spec, int in_flight, int splits);
 
   // `names` are the parameters of the op's Python `kernel(...)`, in the order of a Spec. Without
-  // `shape_of` the resolver gives bytes of parameters; without a resolver it is set_resolver's.
+  // `shape_of` it is a user's module; without a resolver it is set_resolver's.
   KernelTable(const char* op, std::vector<const char*> names, ShapeOf shape_of,
               tvm::ffi::Function resolve = nullptr)
       : op_(op), names_(std::move(names)), shape_of_(shape_of), resolve_(std::move(resolve)) {}
