@@ -22,7 +22,6 @@ Capture = pytest.CaptureFixture[str]
 MISSING = (
     'JITKERN_NVRTC: /nowhere/libnvrtc.so is not a file; unset it, or pip install "jitkern[cuda]"'
 )
-SAID = f"CUDA kernels: left out, for nothing here can compile them: {MISSING}\n"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,13 +73,19 @@ def test_demo_without_nvrtc_runs_on_the_cpu(capsys: Capture, small_case: list[st
     out, err = capsys.readouterr()
     assert small_case == ["cpu"]
     assert re.search(r"^store_cache +64 B +ok ", out, re.MULTILINE)
-    assert SAID in out
-    assert err == ""
+    assert f"CUDA kernels were not compiled: {MISSING}\n" in out
+    assert ("failed" in out, err) == (False, "")
+
+
+@pytest.mark.usefixtures("no_nvrtc")
+def test_warm_without_nvrtc_says_it_once(capsys: Capture) -> None:
+    assert main(["warm", "--element-size", "656,1024", "--arch", "9.0"]) == 1
+    assert capsys.readouterr() == ("", f"jitkern: error: {MISSING}\n")
 
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("no_nvrtc")
-def test_demo_without_nvrtc_leaves_the_gpu_alone(fresh_python, small_case: list[str]) -> None:
+def test_demo_without_nvrtc_fails_beside_a_gpu(fresh_python, small_case: list[str]) -> None:
     """In a process of its own: this one may have the kernel in memory."""
     code = """
 import sys
@@ -88,8 +93,9 @@ from jitkern.cli import demo, main
 demo._compare = lambda ctx: print(ctx.device) or []
 sys.exit(main(["demo"]))
 """
-    done = fresh_python(code)
-    assert done.stdout.splitlines()[2:4] == ["cpu", SAID.rstrip()]
+    done = fresh_python(code, check=False)
+    assert (done.returncode, done.stdout.splitlines()[2]) == (1, "cpu")
+    assert done.stderr == f"jitkern: error: {MISSING}\n"
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ FAILURES = (JitkernError, OSError, ValueError, TypeError)
 class Job:
     """One thing to have: a kernel for one arch, or a library.
 
-    `find` looks for it in the caches, `build` builds it if it is in none.
+    `find` looks for it in the caches, `build` builds it if it is in none. `compiler`, the same for
+    many jobs, raises ToolchainError where nothing here can build it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Job:
     find: Callable[[], Lookup[Any] | None]
     build: Callable[[], Lookup[Any]]
     is_library: bool = False
+    compiler: Callable[[], object] | None = None
 
     def __str__(self) -> str:
         text = f"{self.name}<{self.parameters}>" if self.parameters else self.name
@@ -90,21 +92,29 @@ def look_all(jobs: Sequence[Job], threads: int) -> list[Outcome]:
     return _on_threads(jobs, lambda job: job.find(), threads, lambda _: None)
 
 
-def run_all(
-    jobs: Sequence[Job], threads: int, advance: Callable[[Job], None] = lambda _: None
-) -> tuple[list[Outcome], list[Exception]]:
-    """Build `jobs`: their outcomes, in the order of the jobs, and the failures among them.
+def build_missing(
+    looked: Sequence[Outcome], threads: int, advance: Callable[[Job], None] = lambda _: None
+) -> list[Outcome]:
+    """Build what is missing of `looked`, and return the outcomes of all, in the same order.
 
     Libraries are built one after the other, since ninja keeps all cores busy with each, and then
     the kernels on `threads` threads.
+
+    Raises
+    ------
+    ToolchainError
+        A compiler is not installed; nothing is built then.
     """
+    jobs = [outcome.job for outcome in looked if outcome.source == "missing"]
+    for compiler in {job.compiler for job in jobs}:
+        if compiler is not None:
+            compiler()
     libraries = [job for job in jobs if job.is_library]
     kernels = [job for job in jobs if not job.is_library]
     built = _on_threads(libraries, lambda job: job.build(), 1, advance)
     built += _on_threads(kernels, lambda job: job.build(), threads, advance)
-    outcome_of = {id(outcome.job): outcome for outcome in built}
-    outcomes = [outcome_of[id(job)] for job in jobs]
-    return outcomes, [outcome.error for outcome in outcomes if outcome.error is not None]
+    built_of = {id(outcome.job): outcome for outcome in built}
+    return [built_of.get(id(outcome.job), outcome) for outcome in looked]
 
 
 def _on_threads(

@@ -19,6 +19,7 @@ from jitkern.compilers.find_nvrtc import NVRTC_HINT
 from jitkern.errors import FrozenError, ToolchainError, WarmError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
+from jitkern.jit.image import toolchain_id
 from jitkern.jit.loader import has_cuda, load_device, native_library
 from jitkern.jit.replay import Recorded, replay
 from jitkern.jit.specialisation import Specialisation
@@ -26,11 +27,11 @@ from jitkern.jobs import (
     FAILURES,
     Job,
     Outcome,
+    build_missing,
     default_threads,
     failures_text,
     look_all,
     named,
-    run_all,
 )
 from jitkern.ops import device_ops
 from jitkern.ops._ops import SIZES, Size, op_names, op_sizes
@@ -98,6 +99,8 @@ def warm(
         Some failed. The others have been built; ``outcomes`` has all, ``error`` of each says why.
     FrozenError
         Some are missing, and the process is frozen.
+    ToolchainError
+        Kernels are missing, and there is no compiler for them; nothing has been built.
     CacheError
         Some are missing, and the cache cannot be written; or `out` cannot.
     ValueError, TypeError
@@ -336,7 +339,8 @@ def recorded_jobs(
 
 def _kernel_job(kernel: DeviceModule, arch: Arch) -> Job:
     find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
-    return Job(kernel.op, ", ".join(kernel.args), str(arch), find, build)
+    parameters = ", ".join(kernel.args)
+    return Job(kernel.op, parameters, str(arch), find, build, compiler=toolchain_id)
 
 
 def _library_job(used: Specialisation, arch: Arch | None, parameters: str, load: bool) -> Job:
@@ -375,9 +379,7 @@ def _built(outcomes: Sequence[Outcome], threads: int, progress: Progress | None)
         if progress is not None:
             progress(job, next(done), len(missing))
 
-    built, _ = run_all(missing, threads, advance)
-    built_of = {id(outcome.job): outcome for outcome in built}
-    return [built_of.get(id(outcome.job), outcome) for outcome in outcomes]
+    return build_missing(outcomes, threads, advance)
 
 
 def _copy(outcomes: Iterable[Outcome], directory: Path) -> None:

@@ -22,7 +22,8 @@ SUMMARY = "run the ops on real tensors against PyTorch"
 DESCRIPTION = """\
 Run three of the ops on real tensors, check every bit against PyTorch, and show time, bandwidth and
 ratio. On the GPU if there is one; else on the CPU, and the CUDA kernels are compiled for four
-archs all the same. Without NVRTC it is the CPU alone, and what is missing is said."""
+archs all the same. Without NVRTC it runs on the CPU and says what is missing, which is an error
+where there is a GPU."""
 EXAMPLE = "jitkern demo"
 
 # 656: one token's row of a latent KV cache with its scales, no multiple of 128.
@@ -34,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tables; raise JitkernError where a result differs."""
+    """Print the tables; raise JitkernError if a result differs or the GPU could not be used."""
     del args
     ui.require_torch()
     import torch
@@ -43,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     has_gpu = torch.cuda.is_available()
-    missing = _missing_on_gpu() if has_gpu else ""
-    gpu = has_gpu and not missing
+    missing = _missing_on_gpu() if has_gpu else None
+    gpu = has_gpu and missing is None
     torch.manual_seed(0)
     name = torch.cuda.get_device_name() if gpu else f"{torch.get_num_threads()} CPU threads"
     ui.say(f"jitkern {jitkern.__version__}, torch {torch.__version__}, {name}\n")
@@ -54,25 +55,25 @@ def run(args: argparse.Namespace) -> int:
         try:
             _compile()
         except ToolchainError as error:
-            missing = str(error)
-    if missing:
-        ui.say(f"CUDA kernels: left out, for nothing here can compile them: {missing}")
+            ui.say(f"CUDA kernels were not compiled: {error}")
     ui.say(f"\n{time.perf_counter() - start:.1f} s in all")
     if wrong:
         raise JitkernError(f"demo: {'; '.join(wrong)}")
+    if missing is not None:
+        raise missing
     return 0
 
 
-def _missing_on_gpu() -> str:
-    """Say what a call on the GPU lacks, empty where nothing: a kernel of a cache will do."""
+def _missing_on_gpu() -> ToolchainError | None:
+    """Return what a call on the GPU lacks, if anything: a kernel of a cache will do."""
     import torch
 
     table = torch.zeros(1, _ROW_BYTES["index"], dtype=torch.uint8, device="cuda")
     try:
         jitkern.indexing(table, torch.zeros(1, dtype=torch.int64, device="cuda"))
     except ToolchainError as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
 def _compare(ctx: Context) -> list[str]:
@@ -144,12 +145,13 @@ def _cases(ctx: Context) -> Iterator[Case]:
 
 def _compile() -> None:
     """Compile the kernels of the demo for GPUs that are not here, and show how long it takes."""
-    from jitkern.jobs import default_threads, run_all
+    from jitkern.jobs import build_missing, default_threads, look_all
     from jitkern.warming import op_jobs
 
     start = time.perf_counter()
     jobs = op_jobs(_ROW_BYTES.items(), SUPPORTED_ARCHS)
-    outcomes, failures = run_all(jobs, default_threads())
+    threads = default_threads()
+    outcomes = build_missing(look_all(jobs, threads), threads)
     took_s = time.perf_counter() - start
 
     by_kernel: dict[tuple[str, str], list[str]] = {}
@@ -161,5 +163,6 @@ def _compile() -> None:
     lines = [(*kernel, *cells) for kernel, cells in by_kernel.items()]
     ui.console().print(ui.table(columns, lines))
     ui.say(f"{len(outcomes)} kernels in {took_s:.1f} s: no GPU, no CUDA toolkit")
-    if failures:
-        raise failures[0]
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error

@@ -157,7 +157,8 @@ def _driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
-def _toolchain_id() -> str:
+def toolchain_id() -> str:
+    """Name the compiler for device code; ToolchainError where it is not installed."""
     if settings().compiler == "nvrtc":
         return find_nvrtc().id
     from jitkern.compilers.find_cuda import find_nvcc
@@ -167,4 +168,4 @@ def _toolchain_id() -> str:
 
 def _variant(headers: CudaHeaders | None) -> str:
     found = "" if headers is None else headers.id
-    return f"{_toolchain_id()}+{found}" if found else _toolchain_id()
+    return f"{toolchain_id()}+{found}" if found else toolchain_id()
