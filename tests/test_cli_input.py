@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from paths import python_path
 
-from jitkern.cli import cache_cmd, main
+from jitkern.cli import cache_cmd, main, ui
 from jitkern.env import settings
+from jitkern.ops._ops import SIZES
 
 ROOT = Path(__file__).resolve().parent.parent
 Capture = pytest.CaptureFixture[str]
@@ -31,6 +32,13 @@ def child(
     command = ["bash", "-c", through, "bash", sys.executable, "-m", "jitkern", *argv]
     merged = {**os.environ, "PYTHONPATH": python_path(), **env}
     return subprocess.run(command, env=merged, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("656", [656]), ("64k,1K", [65536, 1024]), ("2M", [2 << 20])]
+)
+def test_sizes_of_rows_have_suffixes(text: str, sizes: list[int]) -> None:
+    assert ui.sizes(SIZES[0])(text) == sizes
 
 
 # ------------------------------------------------------------------------------------ usage errors

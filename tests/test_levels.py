@@ -116,8 +116,8 @@ SHOWN = {
     """,
     "host": "check is_of_earlier_call module tuning",
     "jit": """
-        CppArgs DeviceModule KernelConfig PRELUDE Recorded Specialisation has_cuda load_aot
-        load_device load_jit load_own make_cpp_args native_library replay
+        CppArgs DeviceModule KernelConfig PRELUDE Recorded Specialisation compiler_id has_cuda
+        load_aot load_device load_jit load_own make_cpp_args native_library replay
     """,
 }
 READS_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

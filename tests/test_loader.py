@@ -322,8 +322,14 @@ def test_wrong_arguments(folder: Path) -> None:
         load_jit()
     with pytest.raises(TypeError, match=r"args\[1\]: int, expected str"):
         load_jit("x", 656)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="cpp_files, cuda_files: both empty"):
+    with pytest.raises(ValueError) as error:
         load_jit("x")
+    assert str(error.value) == (
+        "load_jit: cpp_files, cuda_files, device_files, cpp_wrappers, cuda_wrappers: all empty, "
+        "expected one of them"
+    )
+    with pytest.raises(ValueError, match="load_aot: cpp_files, cuda_files: all empty, expected"):
+        load_aot("x")
     with pytest.raises(ValueError, match="device_wrappers: empty"):
         load_jit("x", device_files=["tiny.cu"], device_wrappers=[])
     with pytest.raises(ValueError, match="cuda_files: given along with device_files"):

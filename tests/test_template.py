@@ -6,6 +6,7 @@ import enum
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,19 @@ from jitkern.jit.template import KernelConfig, make_cpp_args
         (0.5, "0.5"),
         (1e-30, "1e-30"),
         (-2.0, "-2.0"),
+        ("Op::kSum", "Op::kSum"),
+        (torch.bool, "bool"),
+        (torch.uint8, "uint8_t"),
+        (torch.int64, "int64_t"),
+        (torch.half, "__half"),
+        (torch.bfloat16, "__nv_bfloat16"),
+        (torch.float32, "float"),
+        (torch.double, "double"),
+        (torch.float8_e4m3fn, "__nv_fp8_e4m3"),
+        (torch.float8_e5m2, "__nv_fp8_e5m2"),
     ],
 )
-def test_literals(value: float, literal: str) -> None:
+def test_literals(value: Any, literal: str) -> None:
     assert make_cpp_args(value) == (literal,)
 
 
@@ -52,7 +63,7 @@ class Number(enum.IntEnum):
 
 
 @pytest.mark.parametrize(
-    "value", ["1", None, b"1", (1,), Number.ONE, torch.tensor(3), torch.float32, 1 + 2j]
+    "value", [None, b"1", (1,), Number.ONE, torch.tensor(3), torch.complex64, 1 + 2j]
 )
 def test_other_types_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match=r"make_cpp_args: argument 1: .*expected int, float, bool"):

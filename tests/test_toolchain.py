@@ -74,7 +74,7 @@ def nvrtc(lib: Path, version: str = "13.5") -> Path:
 # ------------------------------------------------------------------------------------------- arch
 
 
-@pytest.mark.parametrize("text", ["9.0", "90", "sm_90", "compute_90", " 9.0 "])
+@pytest.mark.parametrize("text", ["9.0", "9", "90", "sm_90", "compute_90", " 9.0 "])
 def test_arch_spellings(text: str) -> None:
     arch = Arch.parse(text)
     assert arch == Arch(9, 0)
@@ -82,7 +82,8 @@ def test_arch_spellings(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sm"), [("9.0a", "sm_90a"), ("100f", "sm_100f"), ("12.1a", "sm_121a")]
+    ("text", "sm"),
+    [("9.0a", "sm_90a"), ("100f", "sm_100f"), ("12.1a", "sm_121a"), ("12", "sm_120")],
 )
 def test_arch_suffix(text: str, sm: str) -> None:
     assert Arch.parse(text).sm == sm
@@ -90,7 +91,7 @@ def test_arch_suffix(text: str, sm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["99", "0.5", "", "9", "hopper", "8.0a", "9.0f", "9.0b", "sm90", "9.00", "-9.0", "10"]
+    "text", ["99", "0.9", "1.2", "", "hopper", "8.0a", "9.0f", "9.0b", "sm90", "9.00", "-9.0"]
 )
 def test_unknown_arch_lists_the_known(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected one of 7\.5, 8\.0, .*, 12\.1 ") as caught:

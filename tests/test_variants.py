@@ -35,7 +35,7 @@ def publish(cache: Cache, variant: str, built_unix_s: float, kind: str = "cubin"
 
 
 def frozen_with(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setattr(jit_image, "toolchain_id", lambda: variant)
+    monkeypatch.setattr(jit_image, "compiler_id", lambda: variant)
     jitkern.freeze()
 
 
@@ -43,7 +43,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] | 
     def missing() -> str:
         raise ToolchainError("no NVRTC; install one")
 
-    monkeypatch.setattr(jit_image, "toolchain_id", missing)
+    monkeypatch.setattr(jit_image, "compiler_id", missing)
     if driver is not None:
         monkeypatch.setattr(jit_image, "_driver_version", lambda: driver)
 

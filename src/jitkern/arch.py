@@ -8,7 +8,9 @@ from typing import NamedTuple
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
-_TEXT = re.compile(r"(?:(?:sm|compute)_)?(?P<number>[0-9]+(?:\.[0-9])?)(?P<suffix>[af]?)")
+_TEXT = re.compile(
+    r"(?:(?:sm|compute)_)?(?P<number>[0-9]+)(?:\.(?P<minor>[0-9]))?(?P<suffix>[af]?)"
+)
 
 
 class Arch(NamedTuple):
@@ -37,7 +39,7 @@ class Arch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Arch:
-        """Read ``9.0``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``.
+        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``.
 
         Raises
         ------
@@ -50,10 +52,13 @@ class Arch(NamedTuple):
             raise TypeError(f"arch: {text!r}, expected a str such as '9.0'")
         match = _TEXT.fullmatch(text.strip())
         if match is not None:
-            tens = int(match["number"].replace(".", ""))
-            plain = cls(tens // 10, tens % 10)
-            if plain in KNOWN_ARCHS and plain >= _SUFFIX_SINCE[match["suffix"]]:
-                return plain._replace(suffix=match["suffix"])
+            number = int(match["number"])
+            readings = [cls(number, int(match["minor"] or 0))]
+            if match["minor"] is None:  # 12 and 120 are 12.0: no known arch can be read as two
+                readings.append(cls(*divmod(number, 10)))
+            for plain in readings:
+                if plain in KNOWN_ARCHS and plain >= _SUFFIX_SINCE[match["suffix"]]:
+                    return plain._replace(suffix=match["suffix"])
         known = ", ".join(str(arch) for arch in KNOWN_ARCHS)
         raise ValueError(
             f"arch: {text!r}, expected one of {known} "

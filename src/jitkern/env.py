@@ -7,6 +7,7 @@ variable, what came and what is expected. A relative path is below the directory
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
@@ -336,7 +337,8 @@ def parse_bytes(text: str) -> int | None:
     digits = text.lower().removesuffix("b").removesuffix("i")
     unit = digits[-1:] if digits[-1:].isalpha() else ""
     digits = digits.removesuffix(unit)
-    if unit not in _UNITS or not (digits.isascii() and digits.isdigit()):
+    # 19 digits are more than any size has; Python itself refuses to read thousands of them.
+    if unit not in _UNITS or not re.fullmatch("[0-9]{1,19}", digits):
         return None
     return int(digits) * _UNITS[unit]
 

@@ -19,7 +19,7 @@ from jitkern.compilers.find_nvrtc import NVRTC_HINT
 from jitkern.errors import FrozenError, ToolchainError, WarmError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
-from jitkern.jit.image import toolchain_id
+from jitkern.jit.image import compiler_id
 from jitkern.jit.loader import has_cuda, load_device, native_library
 from jitkern.jit.replay import Recorded, replay
 from jitkern.jit.specialisation import Specialisation
@@ -340,7 +340,7 @@ def recorded_jobs(
 def _kernel_job(kernel: DeviceModule, arch: Arch) -> Job:
     find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
     parameters = ", ".join(kernel.args)
-    return Job(kernel.op, parameters, str(arch), find, build, compiler=toolchain_id)
+    return Job(kernel.op, parameters, str(arch), find, build, compiler=compiler_id)
 
 
 def _library_job(used: Specialisation, arch: Arch | None, parameters: str, load: bool) -> Job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 import textwrap
@@ -73,9 +72,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def sizes(of: Size) -> Callable[[str], list[int]]:
-    """Return what parses ``656`` or ``256,656``, as argparse's ``type``."""
-    expected = f"{of.meaning}, 1 to {of.largest}"
-    return lambda text: [count(part, expected, of.largest) for part in names(text)]
+    """Return what parses ``656`` or ``256,64k``, as argparse's ``type``."""
+
+    def size(text: str) -> int:
+        found = parse_bytes(text)
+        if not found or found > of.largest:
+            raise argparse.ArgumentTypeError(f"{text!r}, expected {of.meaning}, 1 to {of.largest}")
+        return found
+
+    return lambda text: list(map(size, names(text)))
 
 
 def byte_count(text: str) -> int:
@@ -113,11 +118,10 @@ def names(text: str) -> list[str]:
     return parts
 
 
-def count(text: str, expected: str = "1 or more", largest: float = math.inf) -> int:
+def count(text: str) -> int:
     """Parse a number of threads or runs, as argparse's ``type``."""
-    # 19 digits are more than any count has; Python itself refuses to read thousands of them.
-    if not re.fullmatch(r"[0-9]{1,19}", text) or not 1 <= int(text) <= largest:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected 1 or more")
     return int(text)
 
 

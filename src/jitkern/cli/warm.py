@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             type=ui.sizes(size),
             action="extend",
             metavar=size.unit,
-            help=f"{size.meaning}, for {', '.join(ops)}; several as 64,128 or by repeating the "
+            help=f"{size.meaning}, for {', '.join(ops)}; several as 64,1k or by repeating the "
             "option",
         )
     parser.add_argument(

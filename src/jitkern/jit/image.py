@@ -157,7 +157,7 @@ def _driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
-def toolchain_id() -> str:
+def compiler_id() -> str:
     """Name the compiler for device code; ToolchainError where it is not installed."""
     if settings().compiler == "nvrtc":
         return find_nvrtc().id
@@ -168,4 +168,4 @@ def toolchain_id() -> str:
 
 def _variant(headers: CudaHeaders | None) -> str:
     found = "" if headers is None else headers.id
-    return f"{toolchain_id()}+{found}" if found else toolchain_id()
+    return f"{compiler_id()}+{found}" if found else compiler_id()

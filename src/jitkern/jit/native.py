@@ -116,7 +116,10 @@ class NativeLibrary(Buildable["Module | None"]):
         load: bool = True,
     ) -> None:
         if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
-            raise ValueError(f"{used.function}: cpp_files, cuda_files: both empty")
+            names = "cpp_files, cuda_files"
+            if build.inline:
+                names += ", device_files, cpp_wrappers, cuda_wrappers"
+            raise ValueError(f"{used.function}: {names}: all empty, expected one of them")
         build = _with_absolute_paths(build)
         self.key: Key = _key(build, arch)
         self._build = build

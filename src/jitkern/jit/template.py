@@ -5,6 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# CUDA's names of torch's dtypes.
+_DTYPES = {
+    "bool": "bool",
+    **{f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "float32": "float",
+    "float64": "double",
+    "float8_e4m3fn": "__nv_fp8_e4m3",
+    "float8_e5m2": "__nv_fp8_e5m2",
+}
 
 
 class CppArgs(tuple[str, ...]):
@@ -78,31 +94,36 @@ class KernelConfig:
         return str(make_cpp_args(self))
 
 
-def make_cpp_args(*args: int | float | bool | KernelConfig) -> CppArgs:
+def make_cpp_args(*args: int | float | bool | str | torch.dtype | KernelConfig) -> CppArgs:
     """Write Python values as C++ template arguments.
+
+    A dtype becomes CUDA's type: float32 ``float``, bfloat16 ``__nv_bfloat16``, float16 ``__half``,
+    float8_e4m3fn ``__nv_fp8_e4m3``, int32 ``int32_t``, ... Their headers, such as ``cuda_bf16.h``
+    and ``cstdint``, are for the kernel to include.
 
     Parameters
     ----------
     *args
-        bool, int, float, or a KernelConfig, which expands to its three values. Nothing is
-        converted: a NumPy or torch scalar is refused, it would read a device or hide a dtype.
+        bool, int, float, a torch.dtype, a str, which is C++ as it is, or a KernelConfig, which
+        expands to its three values. Nothing is converted: a NumPy or torch scalar is refused, it
+        would read a device or hide a dtype.
 
     Returns
     -------
     CppArgs
-        A tuple of C++ literals whose ``str()`` is the list joined with ``", "``.
+        A tuple of C++ literals and names, whose ``str()`` is the list joined with ``", "``.
 
     Raises
     ------
     TypeError
-        A value of any other type.
+        A value of any other type, or a dtype that CUDA has no one type for.
     ValueError
         An int that does not fit 64 bits, or a float that is infinite or not a number.
 
     Examples
     --------
-    >>> str(make_cpp_args(656, 0.5, True))
-    '656, 0.5, true'
+    >>> str(make_cpp_args(656, 0.5, True, "Op::kSum"))
+    '656, 0.5, true, Op::kSum'
     """
     literals: list[str] = []
     for position, value in enumerate(args):
@@ -126,9 +147,15 @@ def _literal(value: object, position: int) -> str:
                 f"make_cpp_args: argument {position}: {value}, expected a finite float"
             )
         return repr(value)
+    if type(value) is str:
+        return value
+    if f"{type(value).__module__}.{type(value).__name__}" == "torch.dtype":
+        known = _DTYPES.get(str(value).removeprefix("torch."))
+        if known is not None:
+            return known
     raise TypeError(
         f"make_cpp_args: argument {position}: {_shown(value)}, "
-        "expected int, float, bool or KernelConfig"
+        "expected int, float, bool, str, a torch.dtype with a type of CUDA's, or KernelConfig"
     )
 
 
