@@ -71,8 +71,9 @@ def test_figures_of_an_h200() -> None:
     assert 1000 < figures.pop("page_miss_bytes") < 1300
     assert figures == {
         "small_call_bytes": 1 << 20,
-        "sm_piece_bytes": 128 << 10,
-        "sm_piece_bytes_to_host": 256 << 10,
+        "sm_piece_bytes": 16 << 10,
+        "sm_piece_bytes_to_host": 64 << 10,
+        "paced_to_host_mb_s": 35_175,
         "both_threads": 8,
         "cpu_scatter_span_bytes": int(0.95 * 8 * (1 << 30)),
         "cpu_scatter_threads": 8,
