@@ -60,7 +60,7 @@ class MergeRun {
 
  private:
   // What the partials' lse are: any, all the same, of each row one that is not empty, none that is
-  // not, or mixed with ones that are empty, infinite, or no numbers.
+  // not, or mixed with ones that are empty or no numbers.
   enum Logs { kAny, kSame, kAlone, kEmpty, kMixed, kOdd };
 
   void choose_sizes(Random& random) {
@@ -72,10 +72,10 @@ class MergeRun {
     tokens_ = (tokens_ + heads_ - 1) / heads_;
     tokens_of_first_ =
         random.pick({kMostRows, kMostRows, i64(0), random.below(tokens_ + 1), tokens_});
-    if (kernel_.plain) tokens_of_first_ = kMostRows;
     const i64 most = kernel_.capacity;
     num_states_ = random.pick({most, most, most - 1, most / 2 + 1, 1 + random.below(most)});
     if (kernel_.plain) num_states_ = std::max<i64>(num_states_, 2);
+    if (kernel_.plain || most != 2 || num_states_ != 2) tokens_of_first_ = kMostRows;
     MergeTarget& to = params_.to;
     to.tokens_of_first = static_cast<u32>(tokens_of_first_);
     to.num_rows = static_cast<u32>(num_rows());
@@ -89,7 +89,7 @@ class MergeRun {
   }
 
   void choose_num_valid(Random& random) {
-    if (kernel_.plain || random.below(2) == 0) return;
+    if (kernel_.plain || tokens_of_first_ != kMostRows || random.below(2) == 0) return;
     const bool per_token = random.below(2) == 0 && tokens_ > 0;
     const int bytes = random.pick({4, 8});
     std::vector<i64> counts(per_token ? tokens_ : 1);
@@ -171,11 +171,13 @@ class MergeRun {
         for (i64 head = 0; head < heads_; ++head) {
           const double log = any_log((alone + token + head) % num_states_ == s, random);
           store_number(lses_[s]->before(token, head), kernel_.lse_type, log);
-          fill_row(outs_[s]->before(token, head), log == -kInfinity, random);
+          fill_row(outs_[s]->before(token, head), std::isinf(log), random);
         }
       }
     }
   }
+
+  double none(Random& random) const { return random.pick({-kInfinity, kInfinity}); }
 
   // Two that are far apart are so by more than float has exponents.
   double any_log(bool is_alone, Random& random) const {
@@ -186,15 +188,15 @@ class MergeRun {
       case kSame:
         return same_log_;
       case kAlone:
-        if (!is_alone) return others_are_empty_ ? -kInfinity : random.pick({-kInfinity, -3000.0});
-        return random.pick({any, any, any, kInfinity, std::nan("")});
+        if (!is_alone)
+          return others_are_empty_ ? none(random) : random.pick({none(random), -3000.0});
+        return random.pick({any, any, any, none(random), std::nan("")});
       case kEmpty:
-        return -kInfinity;
+        return none(random);
       case kMixed:
-        return random.pick({any, any, -kInfinity, -3000.0, random.below(8) == 0 ? 3000.0 : any});
+        return random.pick({any, any, none(random), -3000.0, random.below(8) == 0 ? 3000.0 : any});
       default:
-        return random.pick({any, -kInfinity, random.below(4) == 0 ? kInfinity : any,
-                            random.below(16) == 0 ? std::nan("") : any});
+        return random.pick({any, none(random), random.below(16) == 0 ? std::nan("") : any});
     }
   }
 
@@ -270,7 +272,8 @@ class MergeRun {
     for (i64 s = first_of(token); s < behind_of(token); ++s) {
       logs[s] = load_number(lses_[s]->before(token, head), kernel_.lse_type);
     }
-    const Weights weights(logs, log2_of_base_);
+    const bool is_copy = token >= tokens_of_first_;
+    const Weights weights = is_copy ? Weights::of_copy(logs[1]) : Weights(logs, log2_of_base_);
     const int in_item = jitkern::item_bytes_of(kernel_.in_type);
     const int out_item = jitkern::item_bytes_of(kernel_.out_type);
     // The product with the inverse of a power of two is exact, of other scales it is not.
@@ -294,9 +297,7 @@ class MergeRun {
     }
     out_->accept(token, head);
     if (lse_ == nullptr) return;
-    const double slack = weights.num <= 1 || std::isinf(weights.log)
-                             ? 0
-                             : 3 * kSlack + 1e-6 * std::fabs(weights.log);
+    const double slack = weights.num <= 1 ? 0 : 3 * kSlack + 1e-6 * std::fabs(weights.log);
     expect_number("an lse", lse_->memory(token, head), params_.to.lse_type, weights.log, slack);
     lse_->accept(token, head);
   }

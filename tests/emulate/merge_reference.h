@@ -44,8 +44,9 @@ inline void expect_number(const char* what, const char* from, int type, double r
 // What the partials of a row weigh.
 class Weights {
  public:
-  // Of each partial its lse, or -inf if it does not count.
-  Weights(const std::vector<double>& logs, double log2_of_base) {
+  // Of each partial its lse, or -inf if it does not count; +inf says the same.
+  Weights(std::vector<double> logs, double log2_of_base) {
+    std::replace(logs.begin(), logs.end(), kInfinity, -kInfinity);
     double largest = -kInfinity;
     for (const double log : logs) largest = std::fmax(largest, log);
     for (const double log : logs) {
@@ -59,6 +60,13 @@ class Weights {
     // Of one alone it is that one, zero's sign included.
     log = sum == 0 ? -kInfinity : num == 1 ? largest : largest + std::log2(sum) / log2_of_base;
     if (std::isnan(sum)) log = sum;
+  }
+
+  // Of two partials the second one alone, whatever its lse.
+  static Weights of_copy(double log) {
+    Weights weights({-kInfinity, 0}, 1);
+    weights.log = log;
+    return weights;
   }
 
   std::vector<double> of;

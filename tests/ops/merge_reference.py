@@ -42,14 +42,13 @@ def ref_merge(
     logs = torch.stack([lse.cpu().double() for lse in lses])
     if lse_layout == "heads_tokens":
         logs = logs.mT
+    given = logs
     number = torch.arange(len(values)).view(-1, 1, 1)
     token = torch.arange(values.shape[1]).view(1, -1, 1)
     counts = torch.ones(len(values), values.shape[1], 1, dtype=torch.bool)
     if num_valid is not None:
         counts &= number < num_valid.cpu().reshape(1, -1, 1)
-    if prefill_tokens_with_context is not None:
-        counts &= (number > 0) | (token < prefill_tokens_with_context)
-    logs = torch.where(counts, logs, -INF)
+    logs = torch.where(counts & (logs != INF), logs, -INF)
     largest = logs.amax(0)  # NaN where one is
     center = torch.where(largest == -INF, 0.0, largest)
     to_log_e = math.log(2) if base == "2" else 1.0
@@ -58,6 +57,10 @@ def ref_merge(
     total = weights.sum(0)
     merged = torch.where(total[..., None] == 0, 0.0, parts.sum(0) / total[..., None])
     merged_lse = center + torch.log(total) / to_log_e
+    if prefill_tokens_with_context is not None:
+        is_copy = token[0] >= prefill_tokens_with_context
+        merged = torch.where(is_copy[..., None], values[1], merged)
+        merged_lse = torch.where(is_copy, given[1], merged_lse)
     if scale is not None:
         merged = (merged / scale.cpu().double()).clamp(-448, 448)
     return merged, merged_lse.mT if lse_layout == "heads_tokens" else merged_lse

@@ -70,8 +70,8 @@ def merge_state(
         As for :func:`merge_states`.
     prefill_tokens_with_context : int, optional
         Only so many tokens, the first ones, have a partial result `a`, as in a batch of prefills of
-        which the others have no context yet. The rest of `out` is `out_b`, and of `lse` `lse_b`;
-        of `out_a` and `lse_a` it is not read.
+        which the others have no context yet. The rest of `out` and `lse` is copied from `out_b` and
+        `lse_b`, whatever they hold; of `out_a` and `lse_a` it is not read.
 
     Returns
     -------
@@ -183,9 +183,9 @@ def merge_states(
 
     Notes
     -----
-    A partial whose lse is -inf, over no keys, counts nothing, whatever its values, NaN included.
-    Where all are, the result is zeros and the lse -inf. An lse of +inf is all there is: the result
-    is that partial's, or the mean of several. NaN in an lse gives NaN.
+    A partial over no keys has an lse of -inf, or of +inf as from FlashAttention 2 and in vLLM. It
+    counts nothing, whatever its values, NaN included. Where all are empty, the result is zeros and
+    the lse -inf. NaN in an lse gives NaN.
 
     Raises
     ------

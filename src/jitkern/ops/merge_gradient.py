@@ -19,8 +19,7 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     - of ``out_i``: ``w_i * g_out``
     - of ``lse_i``: ``w_i * (ln(base) * <g_out, out_i - out> + g_lse)``
 
-    Where ``lse`` is +inf, the partials whose own is share the weight of 1. One that counts nothing
-    has none: zeros, whatever comes.
+    One that counts nothing has none: zeros, whatever comes. A row that is copied has the weight 1.
     """
 
     class Merge(torch.autograd.Function):
@@ -46,22 +45,20 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
             turned = ctx.layout == "heads_tokens"
             if turned:
                 lses, lse, g_lse = [one.t() for one in lses], lse.t(), g_lse.t()
+            tokens = torch.arange(lse.shape[0], device=lse.device)[:, None]
+            is_merged = tokens < (lse.shape[0] if ctx.prefill is None else ctx.prefill)
             of_outs: list[Tensor] = []
             of_lses: list[Tensor] = []
-            all_count = [
-                (log != -math.inf) & _is_read(i, log, num_valid, ctx.prefill)
-                for i, log in enumerate(lses)
-            ]
-            is_infinite = lse == math.inf
-            shares = [counts & (log == lse) for counts, log in zip(all_count, lses, strict=True)]
-            num_shares = torch.stack(shares).sum(0)
-            for one, log, counts, share in zip(outs, lses, all_count, shares, strict=True):
-                below = (log.float() - lse).where(counts & ~is_infinite, 0.0)  # inf - inf is NaN
-                weight = torch.exp(below * ctx.log_base)
-                weight = weight.where(~is_infinite, share / num_shares).where(counts, 0.0)
+            for number, (one, log) in enumerate(zip(outs, lses, strict=True)):
+                merged = is_merged & ~log.isinf()  # inf - inf is NaN
+                if num_valid is not None:
+                    merged = merged & (number < num_valid.reshape(-1, 1))
+                counts = merged if number == 0 else merged | ~is_merged
+                below = (log.float() - lse).where(merged, 0.0)
+                weight = torch.exp(below * ctx.log_base).where(counts, 0.0)
                 of_out = (weight[..., None] * g_out).where(counts[..., None], 0.0)
                 of_outs.append(of_out.to(one.dtype))
-                apart = (one.float() - out).where(counts[..., None], 0.0)
+                apart = (one.float() - out).where(merged[..., None], 0.0)
                 along = ctx.log_base * (g_out.float() * apart).sum(-1) + g_lse
                 of_log = (weight * along).where(counts, 0.0).to(log.dtype)
                 of_lses.append(of_log.t() if turned else of_log)
@@ -75,14 +72,3 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
         return call(len(outs), base, layout, valid, prefill, *outs, *lses)
 
     return SimpleNamespace(apply=apply)
-
-
-def _is_read(number: int, like: Tensor, num_valid: Tensor | None, prefill: int | None) -> Tensor:
-    """Tell of each token ([tokens, 1]) whether partial `number` is one of those that count."""
-    tokens = torch.arange(like.shape[0], device=like.device)[:, None]
-    read = tokens >= 0
-    if num_valid is not None:
-        read = read & (number < num_valid.reshape(-1, 1))
-    if prefill is not None and number == 0:
-        read = read & (tokens < prefill)
-    return read

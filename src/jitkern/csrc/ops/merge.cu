@@ -55,9 +55,9 @@ __device__ inline float center_of(float largest) {
   return largest == -float_of_bits(0x7f800000) ? 0.0f : largest;
 }
 
-// What `log` weighs beside `center`. An infinite one is all there is; -inf is nothing; NaN is NaN.
+// What `log` weighs beside `center`: -inf is nothing, NaN is NaN.
 __device__ inline float share_of(float log, float center, float log2_of_base) {
-  return log == center ? 1.0f : exp2_of((log - center) * log2_of_base);
+  return exp2_of((log - center) * log2_of_base);
 }
 
 template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
@@ -93,12 +93,12 @@ struct Merge {
     const PartialState* const states = p.states + team * kStates;
     wait_for_earlier_kernels<kUsePdl>();
 
-    const int first = kPlain || place.token < p.to.tokens_of_first ? 0 : 1;
+    const bool is_copy = kCapacity == 2 && !kPlain && place.token >= p.to.tokens_of_first;
     const int behind = !place.is_row ? 0 : kPlain ? p.to.num_states : num_valid(p.to, place.token);
     const auto is_there = [&](int s) {
       // A plain call of one partial there is none.
       if (kPlain && kCapacity == 2) return place.is_row;
-      return first <= team * kStates + s && team * kStates + s < behind;
+      return is_copy <= team * kStates + s && team * kStates + s < behind;
     };
 
     // Straight-line loops: what is loaded is used behind all of them.
@@ -126,8 +126,11 @@ struct Merge {
     const float scale = kOut == kFloat8E4M3 ? *p.to.scale : 1.0f;
     let_next_kernel_start<kUsePdl>();
 
+    const float lse_of_copy = float_of<kLse>(logs[1]);
+    if (is_copy) logs[1] = 0;  // it counts, whatever its lse
     float shares[kStates];
-    const Weight own = weigh(logs, shares, p.to.log2_of_base);
+    Weight own = weigh(logs, shares, p.to.log2_of_base);
+    if (is_copy) own.log = lse_of_copy;
     for (int step = 0;; load(lane + ++step * kRowThreads)) {
       float values[kElems];
       add_up(vecs, shares, own.sum, values);
@@ -179,7 +182,7 @@ struct Merge {
     Weight all{-float_of_bits(0x7f800000), 0.0f};
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
-      shares[s] = float_of<kLse>(logs[s]);
+      shares[s] = log_of(float_of<kLse>(logs[s]));
       all.log = fmaxf(all.log, shares[s]);  // of a number and NaN it is the number
     }
     const float center = center_of(all.log);

@@ -38,6 +38,12 @@ struct Divisor {
   }
 };
 
+// What an lse counts: rows without keys have +inf in FlashAttention 2 and vLLM, -inf elsewhere.
+JITKERN_HOST_DEVICE inline float log_of(float lse) {
+  const float infinity = float_of_bits(0x7f800000);
+  return lse == infinity ? -infinity : lse;
+}
+
 struct MergeTarget {
   char* out;
   char* lse;  // null: not asked for
@@ -56,7 +62,7 @@ struct MergeTarget {
   float base_log_of_2;  // its inverse
   u32 num_rows;
   u32 rows_of_block;
-  u32 tokens_of_first;  // later tokens have no first partial
+  u32 tokens_of_first;  // of two partials: later tokens have the second one's row as it is
   Divisor heads;
 };
 

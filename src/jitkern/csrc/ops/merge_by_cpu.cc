@@ -43,16 +43,22 @@ struct Shares {
   float sum = 0;
   float lse = -kInfinity;
 
-  Shares(const MergeCall& call, i64 token, i64 head, i64 first, i64 behind) {
+  Shares(const MergeCall& call, i64 token, i64 head, i64 behind) {
+    if (token >= call.tokens_of_first) {  // the second of two as it is
+      of[0] = 0;
+      of[1] = sum = 1;
+      lse = load_lse(row_of(call.lses[1], token, head), call.lse_type);
+      return;
+    }
     float largest = -kInfinity;
     for (i64 i = 0; i < call.num_states(); ++i) {
-      const bool counts = first <= i && i < behind;
-      of[i] = counts ? load_lse(row_of(call.lses[i], token, head), call.lse_type) : -kInfinity;
+      of[i] = -kInfinity;
+      if (i < behind) of[i] = log_of(load_lse(row_of(call.lses[i], token, head), call.lse_type));
       largest = std::fmax(largest, of[i]);
     }
     const float center = largest == -kInfinity ? 0 : largest;
     for (i64 i = 0; i < call.num_states(); ++i) {
-      of[i] = of[i] == center ? 1 : std::exp2((of[i] - center) * call.log2_of_base);
+      of[i] = std::exp2((of[i] - center) * call.log2_of_base);
       sum += of[i];
     }
     const float factor = sum == 0 ? 0 : 1 / sum;
@@ -108,7 +114,7 @@ void merge_rows(const MergeCall& call, i64 begin, i64 end) {
         behind = std::min(behind, at(call.num_valid->count > 1 ? token : 0));
       });
     }
-    const Shares shares(call, token, head, token < call.tokens_of_first ? 0 : 1, behind);
+    const Shares shares(call, token, head, behind);
     merge_row(call, shares, scale, token, head);
     if (!call.lse) continue;
     char* const to =
