@@ -55,15 +55,15 @@ def first(many: Any) -> Any:
 
 # Not in C++: see _new_output of jitkern.ops.index.
 def new_out(like: Tensor) -> Tensor:
-    return like.new_empty(like.shape)
+    return like.new_empty(*like.shape or ((),))
 
 
 def new_lse(like: Tensor) -> Tensor:
     import torch
 
     if like.dtype is torch.float32:
-        return like.new_empty(like.shape)
-    return like.new_empty(like.shape, dtype=torch.float32)
+        return like.new_empty(*like.shape or ((),))
+    return like.new_empty(*like.shape or ((),), dtype=torch.float32)
 
 
 def named(**lists: Any) -> dict[str, Any]:
