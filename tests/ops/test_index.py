@@ -164,6 +164,23 @@ def test_shapes(device: torch.device, shape: tuple[int, ...], row: tuple[int, ..
     assert same_bits(result, ref_indexing(weights, indices))
 
 
+@pytest.mark.parametrize(
+    "view",
+    [lambda ids: ids[::2], lambda ids: ids.view(4, 6).t(), lambda ids: ids.view(4, 6)[:, :-1]],
+    ids=["step", "turned", "shifted"],
+)
+def test_indices_that_are_not_contiguous(device: torch.device, view: Any) -> None:
+    weights = table(device, (8,), torch.float32).requires_grad_()
+    indices = view(tokens(device)[:24])
+    expected = ref_indexing(weights.detach(), indices)
+    with torch.no_grad():
+        assert same_bits(indexing(weights, indices), expected)
+        output = torch.empty_like(expected)
+        assert same_bits(indexing(weights, indices, output=output), expected)
+        assert all(same_bits(one, expected) for one in indexing((weights, weights), indices))
+    assert same_bits(indexing(weights, indices).detach(), expected)
+
+
 def test_output_with_rows_spaced_over_two_dimensions(device: torch.device) -> None:
     weights = table(device, (8,), torch.float32)
     flat = make_buffer((29, 8), torch.float32, device, seed=1, gap=5)
@@ -290,7 +307,7 @@ def good_arguments() -> dict[str, Any]:
 def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = not_tensors(good, "weights", "indices", "output", optional="output")
-    table += bad_indices("indices", good["indices"])
+    table += bad_indices("indices", good["indices"])[:-1]  # they need not be contiguous
     equally_spaced = "expected equally spaced rows; call .contiguous()"
     memory = torch.zeros(3, 4, dtype=torch.int64)
     table += [

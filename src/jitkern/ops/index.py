@@ -194,8 +194,9 @@ def indexing(
         as values and their scales, is looked up together: in host memory repeats are looked for,
         and the rows' order made, once for all.
     indices : Tensor
-        Any shape, int32 or int64, contiguous, on the device of ``weights`` or, for a table in host
-        memory, on a GPU; in memory of their own. A negative index gives a row of zeros.
+        Any shape, int32 or int64, on the device of ``weights`` or, for a table in host memory, on a
+        GPU; in memory of their own. A negative index gives a row of zeros. A copy is made of what
+        is not contiguous.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
         ``indices``, rows contiguous and equally spaced. No two of its rows share memory, and none
@@ -258,6 +259,9 @@ def indexing(
             _check_ranges(vocab_range, added_range)
             raise
         except (RuntimeError, ValueError) as error:
+            if (copy := _contiguous(indices, error)) is not None:
+                rest = {"added_range": added_range, "vocab_size": vocab_size}
+                return indexing(weights, copy, output=output, vocab_range=vocab_range, **rest)
             # The new output, too: under torch.func.grad of something else it is a wrapper.
             dispatch.require_wrapper(
                 error, "indexing", weights=weights, indices=indices, output=result
@@ -295,6 +299,8 @@ def _together(
             _check_ranges(vocab_range, added_range)
             raise
         except (RuntimeError, ValueError) as error:
+            if (copy := _contiguous(indices, error)) is not None:
+                return _together(weights, copy, output, vocab_range, added_range, vocab_size)
             tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
             made = {f"output[{i}]": to for i, to in enumerate(outputs)}
             dispatch.require_wrapper(error, "indexing", **tables, indices=indices, **made)
@@ -321,6 +327,13 @@ def _check_tables(weights: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         if rows != first:
             text = f"{rows} rows, expected {first} rows as in weights[0]"
             raise ValueError(f"indexing: weights[{i}]: {text}")
+
+
+def _contiguous(indices: Any, error: Exception) -> Any:
+    """Return a copy of PyTorch's indices, if a call has failed as they are not contiguous."""
+    # Not asked before, which would take 0.1 us of every call.
+    is_cause = str(error).startswith("indexing: indices: not contiguous")
+    return indices.contiguous() if is_cause and hasattr(indices, "contiguous") else None
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
@@ -371,7 +384,8 @@ def _into(
     # The dispatcher has made lists of the tuples: error messages quote what was given.
     first, added = (None if given is None else tuple(given) for given in (vocab_range, added_range))
     _check_ranges(first, added)
-    host.op_now("indexing", kernel)(weights, indices, output, first, (added, vocab_size))
+    more = (added, vocab_size)
+    host.op_now("indexing", kernel)(weights, indices.contiguous(), output, first, more)
 
 
 def _fake(weights: Tensor, indices: Tensor, **_: Any) -> Tensor:

@@ -99,12 +99,11 @@ def differentiable(operator: Callable[..., Tensor]) -> Any:
             """One call for a table that all share, else one for each table."""
             in_weights, in_indices, *_ = in_dims
             if in_weights is None:
-                indices = indices.movedim(in_indices, 0).contiguous()
-                return _indexing(weights, indices, *vocabulary), 0
+                return _indexing(weights, indices.movedim(in_indices, 0), *vocabulary), 0
             tables = weights.unbind(in_weights)
             each = [indices] * len(tables) if in_indices is None else indices.unbind(in_indices)
             results = [
-                _indexing(table, where.contiguous(), *vocabulary)
+                _indexing(table, where, *vocabulary)
                 for table, where in zip(tables, each, strict=True)
             ]
             return torch.stack(results), 0
