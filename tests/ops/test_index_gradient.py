@@ -1,4 +1,4 @@
-"""The gradient of ``indexing`` where many rows are one: sums of 16 bits. See test_autograd.py."""
+"""The gradient of ``indexing`` where many rows are one. See test_autograd.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import jitkern
-from jitkern.ops.index_gradient import add_up_16_bits
+from jitkern.ops.index_gradient import add_up_sorted
 
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 ROWS = 5
@@ -42,8 +42,24 @@ def test_no_gradients(
     assert weights.grad.shape == shape[0] and not weights.grad.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS], ids=str)
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_the_bits_of_an_embedding_every_time(
+    device: torch.device, dtype: torch.dtype, count: int
+) -> None:
+    if device.type == "cpu" and dtype != torch.float32:
+        pytest.skip("there an embedding's sums are of 16 bits")
+    table = torch.nn.Embedding(100, 24, device=device, dtype=dtype)
+    indices = torch.randint(0, 100, (count,), device=device)
+    factor = torch.randn(count, 24, device=device, dtype=dtype)
+    (expected,) = torch.autograd.grad((table(indices) * factor).sum(), table.weight)
+    for _ in range(5):
+        loss = (jitkern.indexing(table.weight, indices) * factor).sum()
+        assert torch.equal(*torch.autograd.grad(loss, table.weight), expected)
+
+
 def added_up(gradients: Tensor, rows: Tensor) -> Tensor:
-    return add_up_16_bits(gradients, rows, ROWS)[: ROWS - 1]
+    return add_up_sorted(gradients, rows, ROWS)[: ROWS - 1]
 
 
 def reference(gradients: Tensor, rows: Tensor) -> Tensor:

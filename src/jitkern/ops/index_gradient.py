@@ -39,16 +39,17 @@ def add_up(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """Return the sum of the gradients of each row, but for the last one, which nobody asks for.
 
     Those of 16 bits are added up in 32: a sum of ones would else stop at 256, or at 2048 of halves.
+    Equal calls give equal bits.
     """
-    # The CPU's index_add of matrices does so by itself, a GPU's adds each to what is in memory. The
-    # other way wants an element: for none it would launch no blocks, which is an error.
-    if gradients.is_cuda and gradients.dtype.itemsize == 2 and gradients.numel() != 0:
-        return add_up_16_bits(gradients, rows, num_rows)
+    # The CPU's index_add of matrices does so by itself; a GPU's adds to memory, atomically and in
+    # any order. The other way has no complex numbers, and launches of no element are errors.
+    if gradients.is_cuda and gradients.is_floating_point() and gradients.numel() != 0:
+        return add_up_sorted(gradients, rows, num_rows)
     return gradients.new_zeros(num_rows, gradients.shape[1]).index_add(0, rows, gradients)
 
 
-def add_up_16_bits(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """As :func:`add_up`, by sorting the rows, as for ``torch.nn.Embedding``."""
+def add_up_sorted(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """As :func:`add_up`, in the order of sorted rows: the gradient of ``torch.nn.Embedding``."""
     import torch
 
     backward: Any = torch.ops.aten.embedding_dense_backward
