@@ -256,6 +256,9 @@ def test_large_calls_on_several_threads(device: torch.device) -> None:
 # -- for the tests that go over all ops ------------------------------------------------------------
 
 
+ORDER = ", in the order (k_cache, v_cache, indices, k, v)"
+
+
 def good_arguments() -> dict[str, Any]:
     return {
         "k_cache": zeros(50, 8),
@@ -270,7 +273,9 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = not_tensors(good, "k_cache", "indices", "k")
     table += not_tensors(good, "v_cache", optional="v_cache") + not_tensors(good, "v", optional="v")
-    table += bad_indices("indices", good["indices"])
+    for change, kind, text in bad_indices("indices", good["indices"]):
+        is_order = kind is TypeError and "int16" not in text
+        table.append((change, kind, text + ORDER if is_order else text))
     halves, cache = zeros(3, 8, dtype=torch.float16), zeros(50, 8)
     memory = torch.zeros(50, 4, dtype=torch.int64)
     for argument, other in (("k", "v"), ("v", "k")):
@@ -318,6 +323,15 @@ def mistakes() -> list[Mistake]:
          "k_cache: shape [], expected at least 1 dimension"),
         ({"k_cache": zeros(8, 50).t()}, ValueError,
          stride_text("k_cache", 50, 1, [50, 8], 1)),
+        ({"k_cache": zeros(3, 8), "v_cache": zeros(3, 8), "indices": zeros(50, 8),
+          "k": zeros(50, 8), "v": torch.arange(3)}, TypeError,
+         f"indices: dtype float32, expected int32 or int64{ORDER}"),  # as in sglang
+        ({"k_cache": zeros(5, 10, 2, 4), "v_cache": zeros(5, 10, 2, 4)}, ValueError,
+         "k_cache: rows of 320 bytes (shape [5, 10, 2, 4]), expected 32 bytes as in k "
+         "(shape [3, 8]); of pages of 10 slots give k_cache.view(-1, 2, 4)"),
+        ({"v_cache": zeros(50, 4, 8)}, ValueError,
+         "v_cache: rows of 128 bytes (shape [50, 4, 8]), expected 32 bytes as in v "
+         "(shape [3, 8]); of pages of 4 slots give v_cache.view(-1, 8)"),
         ({"indices": torch.zeros(3, 1, dtype=torch.int64)}, ValueError,
          "indices: shape [3, 1], expected 1 dimension"),
         ({"indices": torch.tensor(3)}, ValueError,

@@ -32,11 +32,26 @@ struct Table {
   void check(const Rows& k_cache, const Indices& indices) const {
     rows.same_device(k_cache);
     rows.same_dtype(k_cache);
+    if (rows.row_bytes != cache.row_bytes) refuse_pages();
     rows.same_row_bytes(cache);
     rows.one_per_index(indices);
     cache.distinct_rows();
     indices.apart_from(cache);
     rows.apart_from(cache);
+  }
+
+  // ValueError where a row of the cache may be a page of slots. It is not taken as one: pages of
+  // [heads, slots, dim] have the same shape where there are as many heads as slots.
+  void refuse_pages() const {
+    const DLTensor& dl = *cache.dl;
+    if (dl.ndim < 3 || dl.shape[1] * rows.row_bytes != cache.row_bytes) return;
+    std::string slots = "-1";
+    for (int d = 2; d < dl.ndim; ++d) slots += ", " + std::to_string(dl.shape[d]);
+    cache.value_error(
+        "rows of " + std::to_string(cache.row_bytes) + " bytes (shape " + cache.shape_text() + ")",
+        std::to_string(rows.row_bytes) + " bytes as in " + rows.arg + " (shape " +
+            rows.shape_text() + "); of pages of " + std::to_string(dl.shape[1]) + " slots give " +
+            cache.arg + ".view(" + slots + ")");
   }
 };
 
@@ -95,7 +110,12 @@ void launch_two_sizes(KernelTable& table, const LaunchScope& scope, const Spec& 
 enum class Half { kNone, kSecond };
 void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices_arg,
                   Half half = Half::kNone) {
-  const Indices indices(kOp, "indices", indices_arg);
+  const Tensor given(kOp, "indices", indices_arg);
+  if (given.dl->dtype.code != kDLInt) {
+    given.type_error("dtype " + given.dtype_name(),
+                     "int32 or int64, in the order (k_cache, v_cache, indices, k, v)");
+  }
+  const Indices indices(given);
   indices.same_device(k.cache);
   if (indices.dl->ndim != 1) indices.value_error("shape " + indices.shape_text(), "1 dimension");
   k.check(k.cache, indices);
