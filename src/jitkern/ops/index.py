@@ -261,7 +261,8 @@ def indexing(
         except (RuntimeError, ValueError) as error:
             if (copy := _contiguous(indices, error)) is not None:
                 rest = {"added_range": added_range, "vocab_size": vocab_size}
-                return indexing(weights, copy, output=output, vocab_range=vocab_range, **rest)
+                again = indexing(weights, copy, output=output, vocab_range=vocab_range, **rest)
+                return cast("Tensor", again)
             # The new output, too: under torch.func.grad of something else it is a wrapper.
             dispatch.require_wrapper(
                 error, "indexing", weights=weights, indices=indices, output=result
