@@ -97,7 +97,7 @@ def copy_blocks(
         on a stream that is not the default one: pieces of 64 KiB or more, or what ``jitkern
         calibrate`` has found, go by the copy engine; so do blocks of 64 KiB to 64 MiB that are
         contiguous on the host and not on the GPU, by way of scratch memory of 64 MiB at most. Else
-        a kernel on 2 SMs copies, and writes to the host at 35 GB/s. A piece is a block's part of
+        a kernel on 2 SMs copies, and writes to the host at 32 GB/s. A piece is a block's part of
         one layer, or all of it where that is contiguous on both sides. Not captured with ``pairs``
         on the CPU.
         "sm", for when nothing runs beside it: a kernel on 4 SMs, at the speed of the link. Beside

@@ -6,7 +6,7 @@
 // have neighbouring segments of a piece. How many bytes a piece has is no template argument.
 //
 // Stores that fill the link to the host delay all memory traffic of the GPU: by 2 SMs without a
-// pace a decode step beside them takes 1.1 to 1.3 times as long, paced to 35 GB/s 1.04 to 1.05.
+// pace a decode step beside them takes 1.1 to 1.3 times as long, paced to 32 GB/s 1.03 to 1.05.
 #include <jitkern/copy.cuh>
 
 #include "copy_blocks.h"
