@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -279,9 +280,13 @@ def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
         (jitkern.d2h_scatter, (rows, host)),
         (jitkern.swap_rows, (host, rows)),
     ):
-        name = op.__name__
-        call = lambda op=op, tensors=tensors, turn=turn[name]: op(*tensors, next(turn))  # noqa: E731
-        yield Way(name, size * (2 if name == "swap_rows" else 1), [call])
+        for how, name in (({}, op.__name__), ({"num_sms": 2}, f"{op.__name__}, 2 SMs")):
+            call = partial(_next_rows, op, tensors, turn[op.__name__], how)
+            yield Way(name, size * (2 if op is jitkern.swap_rows else 1), [call])
+
+
+def _next_rows(op: Any, tensors: Any, turn: Iterator[torch.Tensor], how: dict[str, int]) -> None:
+    op(*tensors, next(turn), **how)
 
 
 def goals(f: Figures) -> Iterator[Goal]:
