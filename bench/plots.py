@@ -1,4 +1,4 @@
-"""PNG plots of a run: % of the ceiling by size, the h2d ladder, pools, GEMM slowdown, a summary."""
+"""PNG plots of a run: % of the ceiling by size, the h2d ladder, pools, a summary."""
 
 from __future__ import annotations
 
@@ -136,33 +136,6 @@ def _row_sizes(rows: Sequence[RowData], op: str, machine: str, directory: Path) 
     return [save(figure, directory / "h2d_row_sizes.png")]
 
 
-def _gemm(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
-    """What the GEMM loses and the gather keeps, against the SMs given to the gather."""
-    ours = [r for r in rows if r["role"] == "ours" and r["params"].get("num_sms", -1) > 0]
-    ours = sorted((r for r in ours if r["median_us"]), key=lambda r: r["params"]["num_sms"])
-    if len(ours) < 2:
-        return []
-    sms = [r["params"]["num_sms"] for r in ours]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
-    for axes, name, label in zip(
-        panels,
-        ("gemm_slowdown", "gather_beside_gb_s"),
-        ("GEMM time / GEMM alone", "GB/s of the gather"),
-        strict=True,
-    ):
-        axes.plot(sms, [r["params"][name] for r in ours], color=OURS, marker="o", label="jitkern")
-        for r in rows:
-            if r["role"] == "ceiling" and r["median_us"] and r["params"].get(name):
-                ceiling(axes, r["params"][name], "copy engine")
-        axes.set(xlabel="SMs of the gather", ylabel=label)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sms, [str(n) for n in sms])
-    panels[0].set_ylim(0.95, None)
-    panels[1].set_ylim(0, None)
-    figure.suptitle(f"8192^3 bf16 GEMM beside h2d_gather, {machine}", fontsize=10)
-    return [save(figure, directory / "gemm_slowdown.png")]
-
-
 def _pools(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
     """GB/s against the size of the pool: as rows come, in its order, and the engine's line."""
     here = _largest(rows, lambda r: r["params"]["law"] == "uniform")
@@ -268,7 +241,6 @@ _PLOTS = {
     "blocks": _blocks,
     "ladder": _ladder,
     "row sizes": _row_sizes,
-    "gemm": _gemm,
     "pools": _pools,
     "ways": _ways,
 }

@@ -44,7 +44,7 @@ from bench.tables import read
 def _first_page() -> Iterator[Said]:
     machine = read("nvidia-h200")["machine"]
     benches = (STORE, INDEX, GATHER, SCATTER, SWAP, POOLS, WAYS, COMPARE, HOST, FIRST)
-    days = {bench.date() for bench in (*benches, Bench("gemm_beside"), Bench("checks"))}
+    days = {bench.date() for bench in (*benches, Bench("checks"))}
     later = {Bench(op).date() for op in ("unpack", "ring", "merge")}
     yield said(
         "is from runs of {} (of `unpack`, rings and `merge`, whose goals are at the end, of {}),"
@@ -178,16 +178,6 @@ def _gather() -> Iterator[Said]:
         "From 512 bytes to 64 KB a row the bus is the only limit: at least {:.3f} of contiguous",
         min(goal(f"h2d, {case}: of contiguous zero-copy x line efficiency") for case in long),
         holds=len(long) == len(sizes),
-    )
-    beside = Bench("gemm_beside")
-    ours, engine = (beside.row("GEMM beside a gather", i)["params"] for i in ("jitkern", ENGINE))
-    yield said(
-        "{} GB/s by default, and the GEMM takes {} times as long. The copy engine slows the GEMM"
-        " by {} and itself by nothing,",
-        ours["gather_beside_gb_s"],
-        ours["gemm_slowdown"],
-        engine["gemm_slowdown"],
-        holds=engine["gather_beside_gb_s"] > 0.995 * engine["gather_alone_gb_s"],
     )
     one, some = "1 rows of 656 B, distinct", "128 rows of 656 B, distinct"
     yield said(

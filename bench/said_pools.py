@@ -111,13 +111,3 @@ def pools() -> Iterator[Said]:
         *POOLS.each(pair, after),
         *(100 * POOLS.time(case, "jitkern", after) - 100 for case in pair),
     )
-    slowed = {
-        (row["pool_gib"], row["order"]): row["gemm_slowdown"]
-        for row in read("gemm_beside_pools")["rows"]
-        if row["num_sms"] is None
-    }
-    yield said(
-        "the GEMM takes {}, {} and {} times as long beside a gather from 0.2, 4 and 16 GiB of rows"
-        " as they come, and {}, {} and {} in order.",
-        *(slowed[gib, order] for order in ("given", "source") for gib in (0.2, 4, 16)),
-    )

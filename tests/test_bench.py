@@ -184,9 +184,6 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
         rows.append(row("h2d_gather", impl, role, 50.0, sources="repeats", row_bytes=656, rows=9))
         for size in (512, 656, 4096):
             rows.append(row("h2d_gather", impl, role, 48.0, sources="distinct", row_bytes=size))
-    for sms in (1, 2, 16):
-        figures = {"num_sms": sms, "gemm_slowdown": 1.1, "gather_beside_gb_s": 40.0}
-        rows.append(row("gemm_beside", f"jitkern, {sms}", "ours", 1.0, **figures))
     for gib in (0.2, 4, 64):
         for impl, role in (("jitkern", "ours"), ("6 aligned", "peer"), ("memcpy", "ceiling")):
             for kind in ("gather", "scatter"):
@@ -194,7 +191,6 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
                 rows.append(row("pools", impl, role, 48.0, **pool, law="uniform"))
     made = plots.draw(report.payload({"name": "a machine"}, rows, quick=True), tmp_path)
     assert sorted(path.name for path in made) == [
-        "gemm_slowdown.png",
         "h2d_ladder.png",
         "h2d_row_sizes.png",
         "pools.png",

@@ -95,7 +95,7 @@ USERS = {
         bench/peer_rows.py src/jitkern/comm/peer_rows.py
     """,
     "a figure or a show of a few ops": """
-        bench/cases/checks.py bench/cases/first_call.py bench/cases/gemm_beside.py
+        bench/cases/beside.py bench/cases/checks.py bench/cases/first_call.py
         bench/cases/host_overhead.py bench/plots.py bench/said.py bench/said_names.py
         bench/said_ops.py bench/said_performance.py bench/tables.py src/jitkern/cli/demo.py
         src/jitkern/cli/doctor.py

@@ -22,7 +22,6 @@ NAMES = (
         "pinned_pool",
         "pipeline",
         "offload",
-        "gemm_beside",
         "beside",
         "checks",
         "host_overhead",
