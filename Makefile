@@ -47,10 +47,11 @@ format: $(call ready,dev)
 bench: $(call ready,bench)
 	$(PY) -m bench
 
-# What the docs show of bench/results: tables, figures in sentences, and plots of the H200's run.
+# What the docs show of bench/results: tables, figures in sentences, and plots.
 plots: $(call ready,bench)
 	$(PY) -m bench.tables
 	$(PY) -m bench --replot docs/img --json bench/results/nvidia-h200.json
+	$(PY) -m bench --replot docs/img --json bench/results/beside.json
 
 # Against the baseline of this kind of machine: instructions and times. BENCH_ARGS="--gate counts"
 bench-ci: $(call ready,test)

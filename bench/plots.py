@@ -1,4 +1,4 @@
-"""PNG plots of a run: % of the ceiling by size, the h2d ladder, pools, a summary."""
+"""PNG plots of a run: % of the ceiling by size, the h2d ladder, pools, decode steps, a summary."""
 
 from __future__ import annotations
 
@@ -136,6 +136,47 @@ def _row_sizes(rows: Sequence[RowData], op: str, machine: str, directory: Path) 
     return [save(figure, directory / "h2d_row_sizes.png")]
 
 
+def _beside(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
+    """% by which a decode step is longer, against the GB/s that are moved beside it."""
+    at = {
+        r["impl"]: (r["gb_s"], max(0.8, 100 * r["params"]["slowdown"] - 100))
+        for r in rows
+        if r["params"]["batch"] == 32 and r["gb_s"]
+    }
+    if not at:
+        return []
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True)
+    for axes, way, title in zip(panels, ("h2d", "d2h"), ("to the GPU", "to the host"), strict=True):
+        # Of each, the text of its points and where that is: points to the right, points up.
+        by_sms = {f"copy_blocks {way}, {n} SMs": (str(n), 0, 6) for n in (1, 2, 3, 4, 8)}
+        engine = {f"engine, contiguous, {way}": ("", 0, 0)}
+        defaults = {
+            f"copy_blocks {way}": ("layer first", -6, -16),
+            f"host page first, {way}": ("host page first", 38, -13),
+            f"pages, {way}": ("pages", 0, -16),
+            "h2d_gather" if way == "h2d" else "d2h_scatter": ("rows of 656 B", 0, 9),
+        }
+        for label, names, style in (
+            ("copy_blocks by 1 to 8 SMs", by_sms, {"color": "#5b8def", "marker": "."}),
+            ("copy engine, in one piece", engine, {"color": "#f0883e", "marker": "s"}),
+            ("defaults", defaults, {"color": OURS, "marker": "o", "ls": "", "markersize": 9}),
+        ):
+            found = [name for name in names if name in at]
+            axes.plot(*zip(*(at[n] for n in found), strict=True), label=label, **style)
+            for name in found:
+                text, *offset = names[name]
+                there = {"xytext": offset, "textcoords": "offset points", "ha": "center"}
+                axes.annotate(text, at[name], **there, fontsize=8, color=style["color"])
+        axes.set(title=title, xlabel="GB/s moved beside the step", xlim=(0, 58), yscale="log")
+        axes.set_yticks([1, 2, 5, 10, 20, 50], ["1 %", "2 %", "5 %", "10 %", "20 %", "50 %"])
+        axes.minorticks_off()
+    panels[0].set_ylabel("a decode step is longer by")
+    panels[0].set_ylim(0.7, 60)
+    panels[0].legend(loc="upper left", fontsize=8)
+    figure.suptitle(f"a decode step of batch 32 beside copies, {machine}", fontsize=10)
+    return [save(figure, directory / "beside.png")]
+
+
 def _pools(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
     """GB/s against the size of the pool: as rows come, in its order, and the engine's line."""
     here = _largest(rows, lambda r: r["params"]["law"] == "uniform")
@@ -241,6 +282,7 @@ _PLOTS = {
     "blocks": _blocks,
     "ladder": _ladder,
     "row sizes": _row_sizes,
+    "beside": _beside,
     "pools": _pools,
     "ways": _ways,
 }

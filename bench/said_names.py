@@ -8,6 +8,7 @@ STORE, INDEX = Bench("store"), Bench("index")
 GATHER, SCATTER, SWAP = Bench("h2d_gather"), Bench("d2h_scatter"), Bench("swap")
 POOLS, WAYS = Bench("pools"), Bench("ways")
 COMPARE, HOST, FIRST = Bench("compare_key"), Bench("host_overhead"), Bench("first_call")
+BESIDE = Bench("beside", "beside")
 # On hosts other than that of the large run.
 HOSTS = [Bench("host_overhead", f"host_overhead_{run}") for run in "ab"]
 FIRSTS = [Bench("first_call", f"first_call_{run}") for run in "abc"]
@@ -31,6 +32,12 @@ LARGE = "262144 rows of 656 B, distinct"
 def uniform(rows: int, row_bytes: int, gib: float) -> str:
     """Return the case of a gather of random rows out of a pool."""
     return f"gather of {rows} rows of {row_bytes} B, pool of {gib} GiB, uniform"
+
+
+def step_percent(way: str) -> list[float]:
+    """Return the % by which a decode step is longer beside a mover, of each batch."""
+    cases = [f"decode step, batch {batch}" for batch in (1, 32, 128)]
+    return [100 * (BESIDE.us(case, way) / BESIDE.us(case, "nothing") - 1) for case in cases]
 
 
 def misses() -> tuple[float, float]:

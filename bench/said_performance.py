@@ -35,6 +35,7 @@ from bench.said_names import (
     WARM,
     WARMED,
     WAYS,
+    step_percent,
     uniform,
 )
 from bench.said_pools import pools
@@ -202,6 +203,23 @@ def _gather() -> Iterator[Said]:
     )
 
 
+def _beside() -> Iterator[Said]:
+    yield said(
+        "costs the step at most {:.0f} % to the host and {:.0f} % to the GPU.",
+        *(max(step_percent(f"engine, contiguous, {way}")) for way in ("d2h", "h2d")),
+    )
+    by_sms = {n: step_percent(f"copy_blocks d2h, {n} SMs") for n in (4, 8)}
+    yield said(
+        "beside 4 SMs the step takes {} to {} times as long, beside 8 up to {} times.",
+        *(1 + percent / 100 for percent in (*span(by_sms[4]), max(by_sms[8]))),
+    )
+    yield said(
+        "1 SM costs {:.0f} to {:.0f} %, 8 cost {:.0f} to {:.0f} %.",
+        *span(step_percent("copy_blocks h2d, 1 SMs")),
+        *span(step_percent("copy_blocks h2d, 8 SMs")),
+    )
+
+
 def _swap() -> Iterator[Said]:
     case = "{} rows of 656 B, distinct, pool of {} GiB"
     small, *large = [case.format(262144, gib) for gib in (0.4, 4, 16, 64)]
@@ -297,5 +315,5 @@ def _cpu() -> Iterator[Said]:
 
 def performance() -> list[Said]:
     """Return what the page says."""
-    parts = (_first_page, _store, _index, _gather, pools, _swap, _compare, _first_call, _cpu)
-    return [piece for part in parts for piece in part()]
+    parts = (_first_page, _store, _index, _gather, _beside, pools, _swap, _compare, _first_call)
+    return [piece for part in (*parts, _cpu) for piece in part()]

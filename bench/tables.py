@@ -94,6 +94,40 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What movers and a decode step cost each other, a way a line, with the figures of all batches.
+
+    Attributes
+    ----------
+    ways
+        The ways by the names of the benchmark, and what the first column calls them.
+    file
+        The run.
+    """
+
+    ways: Mapping[str, str]
+    file: str = "beside"
+
+    def lines(self) -> list[str]:
+        """Return the table as lines of Markdown."""
+        batches = (1, 32, 128)
+        cases = [_rows(self.file, "beside", f"decode step, batch {batch}") for batch in batches]
+        made = ["| | step, times as long | its p99 | GB/s beside (alone) | ms lost per GB |"]
+        made.append("| --- | --- | --- | --- | --- |")
+        for way, shown in self.ways.items():
+            rows = [case[way] for case in cases]
+            cells = [
+                " / ".join(f"{row['params'][key]:{spec}}" for row in rows)
+                for key, spec in (("slowdown", ".2f"), ("p99_slowdown", ".2f"))
+            ]
+            alone = f" ({rows[0]['params']['gb_s_alone']:.0f})"
+            cells.append(" / ".join(f"{row['gb_s']:.0f}" for row in rows) + alone)
+            cells.append(" / ".join(f"{row['params']['lost_ms_per_gb']:.1f}" for row in rows))
+            made.append("| " + " | ".join([shown, *cells]) + " |")
+        return made
+
+
+@dataclass(frozen=True)
 class Missed:
     """The goals that a run has not met."""
 
@@ -143,7 +177,7 @@ def _gib(*sizes: str) -> dict[str, str]:
     return {size: f"{size} GiB" if size == sizes[0] else size for size in sizes}
 
 
-TABLES: dict[str, Table | Missed] = {
+TABLES: dict[str, Table | Beside | Missed] = {
     "store": Table(
         "store",
         "131072 rows of {} B",
@@ -319,6 +353,25 @@ TABLES: dict[str, Table | Missed] = {
         )
         for run, shown in (("a", "one host"), ("b", "another"), ("c", "a third"))
     },
+    "beside": Beside(
+        {
+            "engine, contiguous, h2d": "copy engine, one piece, to the GPU",
+            "engine, contiguous, d2h": "to the host",
+            "engine, contiguous, both": "both ways at once",
+            "copy_blocks h2d": "`copy_blocks`, layer first, to the GPU",
+            "copy_blocks d2h": "to the host",
+            "copy_blocks both": "both ways at once",
+            "copy_blocks d2h, 4 SMs": "`num_sms=4`, to the host",
+            "host page first, h2d": "`copy_blocks`, host page first, to the GPU",
+            "host page first, d2h": "to the host",
+            "host page first, both": "both ways at once",
+            "pages, h2d": "`copy_blocks`, pages of 512 KiB on both sides, to the GPU",
+            "pages, d2h": "to the host",
+            "h2d_gather": "`h2d_gather`, rows of 656 B",
+            "d2h_scatter": "`d2h_scatter`, rows of 656 B",
+            "swap_rows": "`swap_rows`, rows of 656 B",
+        }
+    ),
     "goals": Missed(),
     "cpu-store": Table(
         "store",

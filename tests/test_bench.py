@@ -184,6 +184,8 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
         rows.append(row("h2d_gather", impl, role, 50.0, sources="repeats", row_bytes=656, rows=9))
         for size in (512, 656, 4096):
             rows.append(row("h2d_gather", impl, role, 48.0, sources="distinct", row_bytes=size))
+    for impl in ("jitkern", "engine, contiguous, h2d", "copy_blocks d2h", "copy_blocks d2h, 2 SMs"):
+        rows.append(row("beside", impl, "ours", 30.0, batch=32, slowdown=1.04))
     for gib in (0.2, 4, 64):
         for impl, role in (("jitkern", "ours"), ("6 aligned", "peer"), ("memcpy", "ceiling")):
             for kind in ("gather", "scatter"):
@@ -191,6 +193,7 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
                 rows.append(row("pools", impl, role, 48.0, **pool, law="uniform"))
     made = plots.draw(report.payload({"name": "a machine"}, rows, quick=True), tmp_path)
     assert sorted(path.name for path in made) == [
+        "beside.png",
         "h2d_ladder.png",
         "h2d_row_sizes.png",
         "pools.png",
