@@ -153,7 +153,8 @@ class Model:
         call = setting.calls[thread.call]
         parts = chunks(call, thread.block, setting.slot)
         waits: list[tuple[Any, ...]] = [("wait",)]
-        steps: list[tuple[Any, ...]] = [("start",), *(waits * rules.waits_first), ("read",)]
+        steps: list[tuple[Any, ...]] = [("start",), *(waits * rules.waits_first)]
+        steps += [("let",), ("read",)]
         for number, part in enumerate(parts):
             if number > 0:
                 steps += [("barrier", number)] * rules.barrier + [("fence",)] * rules.fence
@@ -165,6 +166,7 @@ class Model:
             others = [rank for rank in range(setting.ranks) if rank != thread.rank]
             steps += [("send", number, 0, *one, to) for one in own for to in others]
             if number == 0:
+                steps += [("barrier", 0), ("count", len(parts))]
                 steps += waits * (not rules.waits_first)
             for one in own:
                 steps += self._takes(number, 0, one, others)
@@ -173,7 +175,7 @@ class Model:
             if call.two_shot:
                 for one in own:
                     steps += self._takes(number, 1, one, others)
-        return [*steps, ("let",), ("barrier", len(parts)), ("count", len(parts)), ("end",)]
+        return [*steps, ("end",)]
 
     def _takes(
         self, number: int, stage: int, one: tuple[int, int], others: list[int]

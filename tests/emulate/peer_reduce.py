@@ -37,7 +37,7 @@ DEFINES = (f"PEER_FEW={','.join(_FEW)}", f"PEER_KERNELS={','.join(_KERNELS)}")
 SWEEP = Sweep("peer_reduce", ("SWEEP_FEW",))
 
 FENCE = "if constexpr (kWay == kMeet) __threadfence_system();"
-CLEAR = """      each(first, is_wanted, [&](int, u32 w, u32 i) {
+CLEAR = """      each(first, part_of, [&](int, int, u32 w, u32 i) {
         store_fresh(slots + w * p.slots.vecs + i,
                     make_uint4(kUnwritten, kUnwritten, kUnwritten, kUnwritten));
       });
@@ -47,13 +47,17 @@ MUTANTS = [
         SWEEP,
         "comm/peer_reduce.cu",
         ("does not wait for kernels", "wait_for_earlier_kernels<kUsePdl>();", ""),
-        ("no fence", "        __threadfence_system();\n", ""),
+        ("no fence", "      __threadfence_system();\n", ""),
         ("a barrier that is overtaken", f"{FENCE}  // what earlier kernels wrote, too", ""),
-        ("a barrier that overtakes", f"{FENCE}  // of what later ones read", ""),
+        ("a barrier that overtakes", f"{FENCE}  // of what later kernels read", ""),
         ("no barrier between epochs", "!__syncthreads_and(is_done)", "!is_done"),
         ("no epoch", "= epoch + chunks.num;", "= epoch;"),
         ("one epoch of several", "= epoch + chunks.num;", "= epoch + 1;"),
-        ("counts what failed", "threadIdx.x == 0 && !has_failed", "threadIdx.x == 0"),
+        (
+            "counts before all have read",
+            "        __syncthreads();  // all have read",
+            "        // all have read",
+        ),
         ("does not make unwritten", CLEAR, ""),
         (
             "makes unwritten what is not read",
@@ -65,7 +69,7 @@ MUTANTS = [
             "for (int k = 0; k < 4; ++k) most",
             "for (int k = 0; k < 1; ++k) most",
         ),
-        ("does not wait", "if (missing == 0) break;", "if (true) break;"),
+        ("does not wait", "missing != 0; ++looks", "looks == 1; ++looks"),
         (
             "sent as it is",
             "as_sent(vectors[f][kToAll ? 0 : k]).vec",
@@ -73,10 +77,10 @@ MUTANTS = [
         ),
         (
             "own value first",
-            "w == p.rank ? own : vectors[w]",
-            "w == 0 ? own : vectors[w == p.rank ? 0 : w]",
+            "if (w == p.rank) return own;",
+            "if (w == 0) return own;",
         ),
-        ("uses what is broken", "if (!is_intact) return false;", ""),
+        ("uses what is broken", "while (is_intact && first", "while (first"),
         (
             "does not break",
             "control->intact, kUnwritten, missing)",
@@ -110,8 +114,8 @@ MUTANTS = [
         SWEEP,
         "comm/peer_reduce.h",
         ("one parity", "* 2 + epoch % 2)", "* 2)"),
-        ("one slot of all writers", "(group * num_ranks + writer)", "(group * num_ranks)"),
-        ("one slot of all blocks", "* kMostPeerBlocks + block;", "* kMostPeerBlocks;"),
+        ("one slot of all writers", "(block * num_ranks + writer)", "(block * num_ranks)"),
+        ("one slot of all blocks", "(block * num_ranks + writer)", "writer"),
         (
             "any value is sent",
             "return word < kUnwritten - 1 ? word : kUnwritten - 1;",

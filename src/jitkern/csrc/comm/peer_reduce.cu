@@ -29,25 +29,30 @@ struct PeerReduce {
   static_assert(kAccessBytes >= kItemBytes, "items are loaded whole");
 
   static __device__ void run(const Params& p) {
-    wait_for_earlier_kernels<kUsePdl>();
+    // All that is known in front of the wait, so that loads follow it at once.
+    const PeerChunks chunks(p.blocks.share(blockIdx.x), p.slots.vecs);
+    PeerSpan span = chunks.chunk(0);
     PeerControl* const control = p.control();
+    wait_for_earlier_kernels<kUsePdl>();
+    // The next kernel may be launched: it waits for the end of this one, as this did.
+    let_next_kernel_start<kUsePdl>();
     const u32 epoch = load_fresh(&control->epochs[blockIdx.x]);
     const bool is_intact = load_fresh(&control->intact) == kUnwritten;
-    const PeerChunks chunks(p.blocks.share(blockIdx.x), p.slots.vecs);
-    bool is_done = true;
-    for (u32 i = 0; i < chunks.num; ++i) {
-      if (i > 0) {
-        // What other ranks write in the next epoch is behind what all threads did in the last one:
-        // the last chunk may be one that some threads have nothing of.
-        if (!__syncthreads_and(is_done)) break;
-        __threadfence_system();
+    for (u32 i = 0;;) {
+      const Epoch one(p, epoch + i, span);
+      one.send(is_intact);
+      if (i == 0) {
+        __syncthreads();  // all have read the epoch; values are on their way meanwhile
+        if (threadIdx.x == 0) control->epochs[blockIdx.x] = epoch + chunks.num;
       }
-      is_done = Epoch(p, epoch + i, chunks.chunk(i)).run(is_intact);
+      const bool is_done = is_intact && one.add_up() && one.gather();
+      if (++i == chunks.num) return;
+      // What other ranks write in the next epoch is behind what all threads did in the last one:
+      // the last chunk may be one that some threads have nothing of.
+      if (!__syncthreads_and(is_done)) return;
+      __threadfence_system();
+      span = chunks.chunk(i);
     }
-    // From here on this call reads and writes nothing that a next one does.
-    let_next_kernel_start<kUsePdl>();
-    const bool has_failed = __syncthreads_or(!is_done) != 0;  // and all have read the epoch
-    if (threadIdx.x == 0 && !has_failed) control->epochs[blockIdx.x] = epoch + chunks.num;
   }
 
  private:
@@ -61,53 +66,48 @@ struct PeerReduce {
 
     __device__ Epoch(const Params& p, u32 epoch, PeerSpan span) : p(p), epoch(epoch), span(span) {}
 
-    // False where other ranks did not come in time, or the workspace is broken: then nothing is
-    // sent.
-    __device__ bool run(bool is_intact) const {
+    // Values go to whoever sums them: in one shot all to all, else to each rank its part. Nothing
+    // is sent where the workspace is broken.
+    __device__ void send(bool is_intact) const {
       if constexpr (kWay == kMeet) __threadfence_system();  // what earlier kernels wrote, too
-      if (!send(is_intact)) return false;
-      if (!add_up()) return false;
-      if constexpr (kWay == kMeet) __threadfence_system();  // of what later ones read
-      return kWay != kTwoShot || gather();
-    }
-
-   private:
-    __device__ u32 step() const { return kInFlight * blockDim.x; }
-
-    // Values go to whoever sums them: in one shot all to all, else to each rank its part.
-    __device__ bool send(bool is_intact) const {
-      constexpr int kDistinct = kToAll ? 1 : kRanks - 1;
-      const i64 at = p.slots.at(0, epoch, blockIdx.x, p.rank);
-      for (u32 first = threadIdx.x; first < span.count; first += step()) {
-        Vector vectors[kInFlight][kDistinct];
-        load_all<kDistinct>(vectors, first, [&](int k) -> u32 { return kToAll ? 0 : other(k); });
-        // Behind the loads, which are under way together with those of the epoch.
-        if (!is_intact) return false;
+      constexpr int kDistinct = kToAll ? 1 : kOthers;
+      const auto part_of = [&](int k) -> u32 { return kToAll ? 0 : other(k); };
+      uint4* to[kOthers];  // in an even epoch
+#pragma unroll
+      for (int k = 0; k < kOthers; ++k) {
+        to[k] = slot(other(k), p.slots.at(0, 0, blockIdx.x, p.rank));
+      }
+      Vector vectors[kInFlight][kDistinct];
+      u32 first = threadIdx.x;
+      // In front of what needs the epoch, so that both loads are under way together.
+      load_all<kDistinct>(vectors, first, part_of);
+      const u32 turn = p.slots.turn(0, epoch);
+      while (is_intact && first < span.count) {
 #pragma unroll
         for (int f = 0; f < kInFlight; ++f) {
           const u32 i = first + f * blockDim.x;
 #pragma unroll
-          for (int k = 0; k < kRanks - 1; ++k) {
-            const u32 to = other(k);
-            if (!has(kToAll ? 0 : to, i)) continue;
-            store_fresh(slot(to, at) + i, as_sent(vectors[f][kToAll ? 0 : k]).vec);
+          for (int k = 0; k < kOthers; ++k) {
+            if (!has(part_of(k), i)) continue;
+            store_fresh(to[k] + turn + i, as_sent(vectors[f][kToAll ? 0 : k]).vec);
           }
         }
+        first += step();
+        if (first < span.count) load_all<kDistinct>(vectors, first, part_of);
       }
-      return true;
     }
 
     // This rank's part, or in one shot all. The sums go to `out`, and in two shots to all others.
+    // False where other ranks did not come in time.
     __device__ bool add_up() const {
       const u32 part = kToAll ? 0 : p.rank;
       uint4* const slots = slot(p.rank, p.slots.at(0, epoch, blockIdx.x, 0));
       const i64 at = p.slots.at(1, epoch, blockIdx.x, p.rank);
-      const auto is_wanted = [&](u32 i, u32 w) { return w != p.rank && has(part, i); };
       for (u32 first = threadIdx.x; has(part, first); first += step()) {
         Vector own[kInFlight][1];
         load_all<1>(own, first, [&](int) -> u32 { return part; });
-        Vector vectors[kInFlight][kRanks];
-        if (!receive(slots, first, is_wanted, vectors)) return false;
+        Vector vectors[kInFlight][kOthers];
+        if (!receive(slots, first, [&](u32) { return part; }, vectors)) return false;
         if (kWay == kMeet) continue;
 #pragma unroll
         for (int f = 0; f < kInFlight; ++f) {
@@ -116,58 +116,76 @@ struct PeerReduce {
           const Vector sum = sum_of(as_sent(own[f][0]), vectors[f]);
           if (kWay == kTwoShot) {
 #pragma unroll
-            for (int k = 0; k < kRanks - 1; ++k) store_fresh(slot(other(k), at) + i, sum.vec);
+            for (int k = 0; k < kOthers; ++k) store_fresh(slot(other(k), at) + i, sum.vec);
           }
           store(kWay == kScatter ? 0 : p.part_begin(part), part, i, sum);
         }
       }
+      if constexpr (kWay == kMeet) __threadfence_system();  // of what later kernels read
       return true;
     }
 
-    // The sums of the other parts.
+    // The sums of the other parts, in two shots.
     __device__ bool gather() const {
+      if (kWay != kTwoShot) return true;
       uint4* const slots = slot(p.rank, p.slots.at(1, epoch, blockIdx.x, 0));
-      const auto is_wanted = [&](u32 i, u32 w) { return w != p.rank && has(w, i); };
+      const auto part_of = [](u32 w) { return w; };
       for (u32 first = threadIdx.x; first < span.count; first += step()) {
-        Vector vectors[kInFlight][kRanks];
-        if (!receive(slots, first, is_wanted, vectors)) return false;
-        each(first, is_wanted,
-             [&](int f, u32 w, u32 i) { store(p.part_begin(w), w, i, vectors[f][w]); });
+        Vector vectors[kInFlight][kOthers];
+        if (!receive(slots, first, part_of, vectors)) return false;
+        each(first, part_of,
+             [&](int f, int k, u32 w, u32 i) { store(p.part_begin(w), w, i, vectors[f][k]); });
       }
       return true;
     }
+
+   private:
+    static constexpr int kOthers = kRanks - 1;
+
+    __device__ u32 step() const { return kInFlight * blockDim.x; }
 
     // Waits for the vectors of other ranks, all of which are asked for together, and makes their
     // places unwritten again. False where they do not come.
-    template <class IsWanted>
-    __device__ bool receive(uint4* slots, u32 first, const IsWanted& is_wanted,
-                            Vector (&vectors)[kInFlight][kRanks]) const {
+    template <class PartOf>
+    __device__ bool receive(uint4* slots, u32 first, const PartOf& part_of,
+                            Vector (&vectors)[kInFlight][kOthers]) const {
+      u32 missing = 0;  // a bit for each vector
+      each(first, part_of, [&](int f, int k, u32, u32) { missing |= 1u << (f * kOthers + k); });
       u64 since = 0;
-      for (u32 looks = 1;; ++looks) {
-        each(first, is_wanted, [&](int f, u32 w, u32 i) {
-          vectors[f][w].vec = load_fresh(slots + w * p.slots.vecs + i);
+      for (u32 looks = 1; missing != 0; ++looks) {
+        each(first, part_of, [&](int f, int k, u32 w, u32 i) {
+          if (missing >> (f * kOthers + k) & 1) {
+            vectors[f][k].vec = load_fresh(slots + w * p.slots.vecs + i);
+          }
         });
-        u32 missing = 0;
-        each(first, is_wanted, [&](int f, u32 w, u32) {
-          if (is_unwritten(vectors[f][w])) missing |= 1u << w;
+        missing = 0;
+        each(first, part_of, [&](int f, int k, u32, u32) {
+          if (is_unwritten(vectors[f][k])) missing |= 1u << (f * kOthers + k);
         });
-        if (missing == 0) break;
-        if (looks % kLooksOfClock == 0 && gives_up(since, missing)) return false;
+        if (__builtin_expect(looks % kLooksOfClock == 0 && missing != 0, 0)) {
+          u32 ranks = 0;
+          each(first, part_of, [&](int f, int k, u32 w, u32) {
+            if (missing >> (f * kOthers + k) & 1) ranks |= 1u << w;
+          });
+          if (gives_up(since, ranks)) return false;
+        }
       }
-      each(first, is_wanted, [&](int, u32 w, u32 i) {
+      each(first, part_of, [&](int, int, u32 w, u32 i) {
         store_fresh(slots + w * p.slots.vecs + i,
                     make_uint4(kUnwritten, kUnwritten, kUnwritten, kUnwritten));
       });
       return true;
     }
-    template <class IsWanted, class Use>
-    __device__ void each(u32 first, const IsWanted& is_wanted, const Use& use) const {
+    // Vector `i` of the k-th of the other ranks, which is rank `w`.
+    template <class PartOf, class Use>
+    __device__ void each(u32 first, const PartOf& part_of, const Use& use) const {
 #pragma unroll
       for (int f = 0; f < kInFlight; ++f) {
         const u32 i = first + f * blockDim.x;
 #pragma unroll
-        for (u32 w = 0; w < kNumRanks; ++w) {
-          if (is_wanted(i, w)) use(f, w, i);
+        for (int k = 0; k < kOthers; ++k) {
+          const u32 w = k < p.rank ? k : k + 1;
+          if (has(part_of(w), i)) use(f, k, w, i);
         }
       }
     }
@@ -260,8 +278,12 @@ struct PeerReduce {
     }
 
     // In the order of ranks, rounded once. It may be sent.
-    __device__ Vector sum_of(const Vector& own, const Vector (&vectors)[kRanks]) const {
-      const auto of = [&](u32 w) { return w == p.rank ? own : vectors[w]; };
+    __device__ Vector sum_of(const Vector& own, const Vector (&vectors)[kOthers]) const {
+      const auto of = [&](u32 w) {
+        if (kRanks == 2) return w == 0 ? own : vectors[0];  // of two, the order is all the same
+        if (w == p.rank) return own;
+        return w < p.rank ? vectors[w < kOthers ? w : 0] : vectors[w > 0 ? w - 1 : 0];
+      };
       float sums[kItems];
       floats_of<kType, kItems>(of(0), sums);
 #pragma unroll

@@ -8,8 +8,10 @@
 //   1. writes its vectors to its slot in every other rank's workspace,
 //   2. looks at its own slots until no word is unwritten any more,
 //   3. adds up what came, in the order of ranks: all ranks get the same bits,
-//   4. makes unwritten again what it has read,
-// and then counts the epoch, in its own workspace; a message larger than slots takes several.
+//   4. makes unwritten again what it has read.
+// The epochs of a call are counted in the own workspace once all threads of the block have read the
+// count: while values are on their way, so that nothing waits for it. A call that fails counts as
+// well, its workspace is broken. A message larger than slots takes several epochs.
 // In two shots each rank does so with one part of the message only, and writes the sum to slots of
 // a second stage, which the others wait for: less is sent, but there are two trips.
 //
@@ -24,9 +26,10 @@
 // it has ended e + 1, for which it needed a value of every rank (in two shots by way of the one
 // that has summed it). Each of these was sent behind the end of e, of the whole block, with all
 // that it read and made unwritten: those are different kernels, or there are a barrier and a fence.
-// With programmatic dependent launch nothing may be sent before the kernel in front has ended. With
-// one parity another rank would write in e + 1 what is not read yet. Blocks have epochs of their
-// own, so that calls of different grids may follow each other: those that take part in a call count
+// With programmatic dependent launch nothing may be sent, or the count be read, before the kernel
+// in front has ended: one may be launched as soon as that has begun, but waits then. With one
+// parity another rank would write in e + 1 what is not read yet. Blocks have epochs of their own,
+// so that calls of different grids may follow each other: those that take part in a call count
 // alike on all ranks.
 #pragma once
 
@@ -90,11 +93,14 @@ struct PeerSlots {
   u32 num_ranks;
   u32 vecs;  // of a slot
 
-  JITKERN_HOST_DEVICE i64 bytes() const { return vecs * kPeerVecBytes; }
+  // The first of a stage and epoch, in vectors behind the first of all.
+  JITKERN_HOST_DEVICE u32 turn(int stage, u32 epoch) const {
+    return (static_cast<u32>(stage) * 2 + epoch % 2) * kMostPeerBlocks * num_ranks * vecs;
+  }
   // Slots of the writers follow each other.
   JITKERN_HOST_DEVICE i64 at(int stage, u32 epoch, u32 block, u32 writer) const {
-    const u32 group = (static_cast<u32>(stage) * 2 + epoch % 2) * kMostPeerBlocks + block;
-    return kPeerControlBytes + static_cast<i64>(group * num_ranks + writer) * bytes();
+    const u32 slot = (block * num_ranks + writer) * vecs;
+    return kPeerControlBytes + static_cast<i64>(turn(stage, epoch) + slot) * kPeerVecBytes;
   }
   JITKERN_HOST_DEVICE i64 workspace_bytes() const { return at(2, 0, 0, 0); }
 };
