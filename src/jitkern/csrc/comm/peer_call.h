@@ -42,7 +42,7 @@ struct PeerCall {
   }
 };
 
-// `way` is a PeerWay, or -1: by size.
+// `out` is none where it is x; `way` is a PeerWay, or -1: by size.
 PeerCall all_reduce_call(const PeerPlan& plan, AnyView x, AnyView out, i64 way);
 PeerCall reduce_scatter_call(const PeerPlan& plan, AnyView output, AnyView x);
 PeerCall meet_call(const PeerPlan& plan);
