@@ -36,6 +36,8 @@ _WORTH = 1.03  # beside another way, which takes more of the machine
 _PACE = 0.61  # of what SMs can write to the host: above, all traffic of the GPU waits
 _PIECES_KIB = (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _LAYERS = 32
+_SUMS_MIB = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+_SUMS = 200  # of a graph
 _POOLS_GIB = (32, 16, 8, 4)  # below, nothing is far beyond what the link's translation reaches
 
 
@@ -56,7 +58,8 @@ class Calibration:
         threads``, ``scatter by the CPU, of threads``); GB/s of blocks of 32 layers over the KiB of
         one layer (``blocks by SMs``, ``blocks by the engine``, ``blocks to the host by SMs``,
         ``blocks to the host by the engine``); microseconds of small calls over their MiB
-        (``small``, ``large``).
+        (``small``, ``large``), and with two such GPUs of sums over both (``one shot``, ``two
+        shots``).
     took_s : float
     file : Path
         Where they are kept.
@@ -137,13 +140,15 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
                 (n, bench.scatter(spans[-1], "cpu", n)) for n in threads
             ],
         }
+    say("sums over two GPUs")
+    alike = [one for one in range(torch.cuda.device_count()) if this_machine(one) == machine]
+    curves |= _sums(alike[:2])
     figures = figures_of(curves)
     took_s = time.perf_counter() - started
     file = tuning.save(machine, figures, curves=curves, took_s=took_s, unix_s=time.time())
-    for ordinal in range(torch.cuda.device_count()):
-        if this_machine(ordinal) == machine:
-            for name, value in figures.items():
-                module()["set_figure"](ordinal, name, value)
+    for ordinal in alike:
+        for name, value in figures.items():
+            module()["set_figure"](ordinal, name, value)
     return Calibration(machine, figures, curves, took_s, file)
 
 
@@ -173,7 +178,7 @@ def figures_of(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str,
     farthest = max(scatter)
     figures = {
         "reach_bytes": _reach_bytes(curves["as they come"]),
-        "small_call_bytes": _small_call_bytes(curves["small"], curves["large"]),
+        "small_call_bytes": _faster_bytes(curves["small"], curves["large"]),
         "sm_piece_bytes": _sm_piece_bytes(curves["blocks by SMs"], curves["blocks by the engine"]),
         "sm_piece_bytes_to_host": _sm_piece_bytes(
             curves["blocks to the host by SMs"], curves["blocks to the host by the engine"]
@@ -187,6 +192,9 @@ def figures_of(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str,
         "cpu_scatter_threads": _threads(
             curves["scatter by the CPU, of threads"], scatter[farthest]
         ),
+        "one_shot_bytes": _faster_bytes(curves["one shot"], curves["two shots"])
+        if "one shot" in curves
+        else None,
     }
     return {name: value for name, value in figures.items() if value is not None}
 
@@ -226,12 +234,12 @@ def _page_miss_bytes(gb_s: Sequence[tuple[float, float]]) -> int | None:
     return round(statistics.median(found)) if found else None
 
 
-def _small_call_bytes(
+def _faster_bytes(
     small: Sequence[tuple[float, float]], large: Sequence[tuple[float, float]]
 ) -> int:
-    """Return the size of the largest call up to which all are faster as small ones.
+    """Return the size of the largest call up to which all are faster in the way of small ones.
 
-    These take the whole GPU, so where both are as fast large ones are better.
+    That takes more of the machine, so where both are as fast the other is better.
     """
     found = small[0][0] / 4
     for (mib, small_us), (_, large_us) in zip(small, large, strict=True):
@@ -303,6 +311,69 @@ def _thread_counts() -> list[int]:
 
     most = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
     return [n for n in (1, 2, 4, 8, 16, 32, 64) if n < most] + [most]
+
+
+def _sums(ordinals: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
+    """Return microseconds over MiB; nothing without two GPUs that address each other's memory."""
+    import torch
+
+    from jitkern.comm import PeerMemory, PeerReducer
+
+    num_bytes = PeerReducer.workspace_bytes_for(2, 4 << 20)
+    devices = [torch.device("cuda", ordinal) for ordinal in ordinals]
+    if len(devices) < 2:
+        return {}
+    try:
+        peers = PeerMemory.of_devices(num_bytes, devices)
+    except UnsupportedError:
+        return {}
+    reducers = [
+        PeerReducer(peer.addresses, rank, 2, num_bytes, device=devices[rank])
+        for rank, peer in enumerate(peers)
+    ]
+    for reducer in reducers:
+        reducer.reset()
+    curves = {
+        name: [(mib, _us_of_sums(reducers, mib, algorithm)) for mib in _SUMS_MIB]
+        for name, algorithm in (("one shot", "one_shot"), ("two shots", "two_shot"))
+    }
+    for peer in peers:
+        peer.close()
+    return curves
+
+
+def _us_of_sums(reducers: Sequence[Any], mib: float, algorithm: Any) -> float:
+    import torch
+
+    count = int(mib * (1 << 19))
+    xs = [torch.zeros(count, dtype=torch.bfloat16, device=one.device) for one in reducers]
+
+    def call_all() -> None:
+        for reducer, x in zip(reducers, xs, strict=True):
+            reducer.all_reduce(x, algorithm=algorithm)
+
+    def finish() -> None:
+        for reducer in reducers:
+            reducer.synchronize()
+
+    call_all()
+    finish()
+    graphs = []
+    for reducer, x in zip(reducers, xs, strict=True):
+        graphs.append(torch.cuda.CUDAGraph())
+        stream: Any = torch.cuda.Stream(reducer.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(reducer.device), torch.cuda.graph(graphs[-1], stream=stream):
+            for _ in range(_SUMS):
+                reducer.all_reduce(x, algorithm=algorithm)
+    taken = []
+    for _ in range(_SETS):
+        finish()
+        started = time.perf_counter()
+        for graph in graphs:
+            graph.replay()
+        finish()
+        taken.append(time.perf_counter() - started)
+    return 1e6 * min(taken) / _SUMS
 
 
 class _Bench:

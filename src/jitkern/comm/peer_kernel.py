@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 from jitkern import hints
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_RANKS = 8
 """kMostPeers of csrc/comm/peer_reduce.h."""
@@ -33,9 +37,10 @@ SHAPES = (
     (256 << 10, 64, 256),
     (1 << 62, 64, 512),
 )
-# Up to so many bytes "auto" is one shot, by the number of ranks.
+# Up to so many bytes "auto" is one shot, by the number of ranks. Of two GPUs `jitkern calibrate`
+# finds its own; the default and what it comes from are in csrc/host/tuning.cc.
 ONE_SHOT_BYTES = {
-    2: 512 << 10,
+    2: 2 << 20,
     3: 256 << 10,
     4: 256 << 10,
     5: 128 << 10,
@@ -45,6 +50,13 @@ ONE_SHOT_BYTES = {
 }
 # Vectors of each rank that a thread waits for at once: some 32 registers in all.
 IN_FLIGHT = {2: 4, 3: 2, 4: 2, 5: 1, 6: 1, 7: 1, 8: 1}
+
+
+def measured_one_shot_bytes(ranks: int, device: torch.device) -> int:
+    """Return that limit as this machine was calibrated; ranks are to compare theirs."""
+    if ranks != 2 or device.type == "cpu":
+        return ONE_SHOT_BYTES[ranks]
+    return int(host.module()["figures"](device.index)["one_shot_bytes"])
 
 
 @cache

@@ -55,6 +55,9 @@ class PeerReducer:
     deadline_s
         Seconds that a kernel waits for other ranks; ``math.inf``: for ever. When they are over, it
         gives up, and the workspace is broken: later calls do nothing, and raise.
+    one_shot_bytes
+        Up to so many bytes "auto" is one shot, the same on all ranks. By default as measured on two
+        H100s, not as `jitkern calibrate` has found: ranks could have read different files.
     owner
         What keeps the workspaces mapped; kept as long as the reducer.
 
@@ -84,6 +87,7 @@ class PeerReducer:
         *,
         device: torch.device | str = "cuda",
         deadline_s: float = 10.0,
+        one_shot_bytes: int | None = None,
         owner: Any = None,
     ) -> None:
         import torch
@@ -98,7 +102,7 @@ class PeerReducer:
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
         shapes = [number for shape in peer_kernel.SHAPES for number in shape]
-        limit = peer_kernel.ONE_SHOT_BYTES[size]
+        limit = peer_kernel.ONE_SHOT_BYTES[size] if one_shot_bytes is None else one_shot_bytes
         make = host.op("make_peer_reducer")
         functions = make(
             ordinal, list(addresses), rank, workspace_bytes, deadline_ns, shapes, limit

@@ -17,6 +17,7 @@ enum Figure : int {
   kSmPieceBytes,
   kSmPieceBytesToHost,
   kPacedToHostMbS,
+  kOneShotBytes,
   kNumFigures,
 };
 
