@@ -55,7 +55,10 @@ def tests_of(names: Iterable[str]) -> list[str]:
 
 
 HOST_TESTS = tests_of((*(op.stem for op in OPS), "cpu_copy", "errors_table", "memory_of_indices"))
-CUDA_TESTS = tests_of((*(op.stem for op in OPS if op.has_kernels), "pair_order"))
+CUDA_TESTS = [
+    *tests_of((*(op.stem for op in OPS if op.has_kernels), "pair_order")),
+    str(HERE / "comm" / "test_peer_reduce_cuda.py"),
+]
 
 
 def preload() -> str:

@@ -11,6 +11,9 @@ import mmap
 import random
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,33 +34,43 @@ def values(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
     return words.view(dtype)
 
 
-def unaligned(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
-    shift = rng.choice([0, 0, 1, 3])
-    return torch.zeros(count + shift, dtype=dtype)[shift:]
+@dataclass
+class Made:
+    """A call that is not made yet, what it writes, and what that comes to."""
+
+    run: Callable[[], object]
+    text: str
+    out: torch.Tensor
+    expected: torch.Tensor
+
+    def check(self) -> None:
+        assert is_same(self.out.cpu(), self.expected), self.text
 
 
-def call(reducer: PeerReducer, rng: random.Random, number: int) -> None:
+def any_call(reducer: PeerReducer, rng: random.Random) -> Made:
     """One that all ranks make, from the same random numbers."""
     size, rank, dtype = reducer.size, reducer.rank, rng.choice(DTYPES)
+
+    def unaligned(count: int) -> torch.Tensor:
+        shift = rng.choice([0, 0, 1, 3])
+        return torch.zeros(count + shift, dtype=dtype, device=reducer.device)[shift:]
+
     count = rng.choice([1, rng.randrange(64), rng.randrange(MOST_ITEMS)])
     op = rng.choice(["all_reduce", "all_reduce", "out", "reduce_scatter", "own part", "barrier"])
     if op == "barrier":
-        reducer.device_barrier()
-        return
+        return Made(reducer.device_barrier, op, torch.zeros(0), torch.zeros(0))
     whole = count * (size if op in ("reduce_scatter", "own part") else 1)
     given = [values(rng, whole, dtype) for _ in range(size)]
-    x = unaligned(rng, whole, dtype)
+    x = unaligned(whole)
     x.copy_(given[rank])
-    expected = summed(given)
+    expected, text = summed(given), f"{op} of {count} {dtype}"
     if op in ("all_reduce", "out"):
-        out = x if op == "all_reduce" else unaligned(rng, whole, dtype)
-        reducer.all_reduce(x, out=out, algorithm=rng.choice(ALGORITHMS))
-    else:
-        own = slice(rank * count, (rank + 1) * count)
-        out = x[own] if op == "own part" else unaligned(rng, count, dtype)
-        expected = expected[own]
-        reducer.reduce_scatter(out, x)
-    assert is_same(out, expected), (number, op, dtype, count)
+        out = x if op == "all_reduce" else unaligned(whole)
+        run = partial(reducer.all_reduce, x, out=out, algorithm=rng.choice(ALGORITHMS))
+        return Made(run, text, out, expected)
+    own = slice(rank * count, (rank + 1) * count)
+    out = x[own] if op == "own part" else unaligned(count)
+    return Made(partial(reducer.reduce_scatter, out, x), text, out, expected[own])
 
 
 def summed(given: list[torch.Tensor]) -> torch.Tensor:
@@ -105,8 +118,10 @@ def main() -> None:
     )  # fmt: skip
     if what == "calls":
         rng = random.Random(size)
-        for one in range(number):
-            call(reducer, rng, one)
+        for _ in range(number):
+            made = any_call(reducer, rng)
+            made.run()
+            made.check()
         print("done")
     else:
         print("begins", flush=True)

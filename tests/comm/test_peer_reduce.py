@@ -58,7 +58,7 @@ def start(
 @pytest.mark.parametrize(("size", "calls"), [(2, 10_000), (4, 2_000), (3, 500)])
 def test_processes(size: int, calls: int) -> None:
     """Random sizes, dtypes, algorithms and alignments, in slots that take several rounds."""
-    num_bytes = PeerReducer.workspace_bytes_for(size, 2000)
+    num_bytes = PeerReducer.workspace_bytes_for(size, 500)
     with workspaces(size, num_bytes) as fds:
         ranks = start(fds, num_bytes, 60, "calls", calls)
         for rank in ranks:
