@@ -42,6 +42,7 @@ EXPORT void fake_know(const char* memory, i64 bytes, int device) {
 EXPORT void fake_forget(const char* memory) { forget(memory); }
 EXPORT void fake_capturing(int is_on) { set_capturing(is_on != 0); }
 EXPORT i64 fake_num_events() { return num_events(); }
+EXPORT i64 fake_num_records() { return num_calls(kRecord); }
 
 // The driver ends a process when its GPUs are done.
 static void __attribute__((destructor)) wait_for_streams() {

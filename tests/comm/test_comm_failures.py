@@ -201,18 +201,18 @@ def test_no_thread_of_gloo_is_left(pool: Pool) -> None:
 
 def test_after_destroy(pool: Pool) -> None:
     ranks = pool.make(2, timeout_s=1.0)
-    assert ranks[0].evaluate("[comm.destroy(), comm.destroy()]") == [None, None]
+    assert ranks[0].evaluate("[comm.close(), comm.destroy()]") == [None, None]
     for code in ("comm.all_reduce(torch.ones(2))", "comm.barrier()", "comm.send(torch.ones(2), 1)"):
         tell(ranks[:1], code)
         op = code[5:].partition("(")[0]
-        text = f"CommError: {op}: TorchCommunicator: this rank has destroyed it; make a new one in"
+        text = f"CommError: {op}: TorchCommunicator: this rank has closed it; make a new one in"
         assert ranks[0].error()["error"].startswith(text)
     assert ranks[0].evaluate("[comm.rank, comm.size]") == [0, 2]
     # A rank that goes on alone hears of it, with the deadline.
     tell(ranks[1:], "comm.barrier()")
     (answer,) = errors(ranks[1:], 1.0 + LATE_S)
     assert answer["missing"] == [0]
-    assert "has made no call yet, and has destroyed it" in answer["error"]
+    assert "has made no call yet, and has closed it" in answer["error"]
 
 
 @pytest.mark.parametrize("destroyed", [True, False])
@@ -221,19 +221,19 @@ def test_a_rank_drops_it(pool: Pool, destroyed: bool) -> None:
     ranks = pool.make(2, timeout_s=1.0)
     everywhere(ranks, "comm.barrier()")
     if destroyed:
-        ranks[0].evaluate("comm.destroy()")
+        ranks[0].evaluate("comm.close()")
     ranks[0].evaluate("globals().update(weak=weakref.ref(comm), comm=None)")
     assert ranks[0].evaluate("weak() is None")
     tell(ranks[1:], "comm.barrier()")
     (answer,) = errors(ranks[1:], 1.0 + LATE_S)
-    place = "has come to call 1 (barrier) only, and has destroyed it"
+    place = "has come to call 1 (barrier) only, and has closed it"
     assert (place if destroyed else f"on {os.uname().nodename}) has dropped it") in answer["error"]
 
 
 def test_a_rank_dies_before_the_others_destroy(pool: Pool) -> None:
     ranks = pool.make(2, timeout_s=DEADLINE_S)
     ranks[1].kill()
-    ranks[0].evaluate("comm.destroy()")
+    ranks[0].evaluate("comm.close()")
     ranks[0].tell("exit", destroy=True)
     assert ranks[0].process.wait(10) == 0
 
@@ -256,7 +256,7 @@ def test_with(pool: Pool) -> None:
     code = "[comm.__enter__().rank, comm.__exit__(None, None, None)]"
     assert everywhere(ranks, code) == [[0, None], [1, None]]
     tell(ranks, "comm.barrier()")
-    assert all("this rank has destroyed it" in answer["error"] for answer in errors(ranks))
+    assert all("this rank has closed it" in answer["error"] for answer in errors(ranks))
 
 
 def test_a_fork_does_not_use_it(pool: Pool) -> None:

@@ -58,7 +58,7 @@ def test_graph_with_the_first_calls(gpus: Pool) -> None:
     two = gpus.join(2)
     make(two)
     assert all_do(two, "replay", count=3) == [[8.0] * 3] * 2
-    all_do(two, "evaluate", code="comm.destroy()")
+    all_do(two, "evaluate", code="comm.close()")
 
 
 def test_graph(ranks: list[Rank]) -> None:
@@ -80,7 +80,8 @@ def test_group(ranks: list[Rank]) -> None:
 def test_registered_memory(ranks: list[Rank]) -> None:
     size = len(ranks)
     assert all_do(ranks, "buffer") == [[float(size * n) for n in (1, 2, 3, 4)] * 2] * size
-    assert ranks[0].evaluate("list(comm.get_buffer().shape)") == [8192]
+    assert ranks[0].evaluate("list(comm.buffer.shape)") == [8192]
+    assert ranks[0].evaluate("comm.get_buffer() == comm.buffer.data_ptr() > 0")
     ranks[0].tell("evaluate", code="[comm.empty((1024,), torch.bfloat16) for _ in range(5)]")
     text = "ValueError: empty: shape (1024,) of torch.bfloat16: 2048 bytes, expected at most 0,"
     assert ranks[0].error()["error"].startswith(text)
@@ -237,7 +238,7 @@ def test_those_left_go_on(failing_gpus: Pool) -> None:
     assert everywhere(left, "comm.size") == [count - 1] * (count - 1)
     for name in ("all_reduce", "all_gather", "mixed"):
         all_do(left, "body", name=name)
-    all_do(left, "evaluate", code="comm.destroy()")
+    all_do(left, "evaluate", code="comm.close()")
 
 
 def test_a_rank_that_comes_too_late(failing_gpus: Pool) -> None:

@@ -64,14 +64,14 @@ def test_killed_before_memory_is_registered(failing_fake_gpus: Pool) -> None:
     two[1].kill()
 
 
-def test_killed_before_destroy(failing_fake_gpus: Pool) -> None:
+def test_killed_before_close(failing_fake_gpus: Pool) -> None:
     """Of one whose calls are done nothing is waited for; with one that is not it is late."""
     two = two_of(failing_fake_gpus)
     all_do(two, "calls", count=3)
     all_do(two, "synchronize")
     two[1].kill()
     two[0].ask("calls", count=1)
-    two[0].tell("evaluate", code="comm.destroy()")
+    two[0].tell("evaluate", code="comm.close()")
     late(two[0], "all_reduce: call 4 on rank 0 of 2 ", "has ended")
 
 
@@ -98,7 +98,7 @@ def test_an_error_of_nccl(fake_gpus: Pool) -> None:
     assert text.startswith("CommError: all_reduce: NCCL 2.28.9: unhandled system error: socket 7")
     two[0].tell("calls", count=1)
     assert two[0].error()["error"] == text  # the first one, for good
-    two[0].evaluate("comm.destroy()")
+    two[0].evaluate("comm.close()")
     two[1].evaluate("comm.abort()")
     two[0].evaluate("lib.fake_nccl_next_result(0, b'')")
 
@@ -115,6 +115,32 @@ def test_nccl_notices_that_a_rank_is_gone(fake_gpus: Pool) -> None:
     answer = two[0].error()["error"]
     assert answer.startswith(text) and answer.endswith("; no rank has ended"), answer
     two[1].evaluate("comm.abort()")
+
+
+def test_most_calls_record_no_event(fake_gpus: Pool) -> None:
+    """An event is 2 us of the host: two for a burst, one for every 16 calls."""
+    two = two_of(fake_gpus, timeout_s=60)
+    all_do(two, "calls", count=1)
+    code = "[time.monotonic(), do_calls(1600), time.monotonic(), lib.fake_num_records()]"
+    before = everywhere(two, "lib.fake_num_records()")
+    for count, (start, _, end, after) in zip(before, everywhere(two, code), strict=True):
+        assert after - count <= 100 + 3 * (1 + 1000 * (end - start))  # a pause ends a burst
+    all_do(two, "synchronize")
+    # Also the last ones have no event, until the thread that watches sees to it.
+    all_do(two, "evaluate", code="comm.close()")
+
+
+def test_the_last_calls_of_a_burst(failing_fake_gpus: Pool) -> None:
+    two = two_of(failing_fake_gpus)
+    all_do(two, "calls", count=3)
+    all_do(two, "synchronize")
+    two[0].ask("calls", count=5)
+    two[1].ask("calls", count=1)
+    two[1].ask("synchronize")
+    two[1].kill()
+    assert two[0].ask("synchronize") < BOUND_S
+    two[0].tell("evaluate", code="comm.check()")
+    late(two[0], "all_reduce: call 5 on rank 0 of 2 ")
 
 
 # -- over a network: NCCL hears of a rank's end before any deadline --------------------------------
@@ -194,7 +220,7 @@ def test_who_is_only_slow_is_not_missing(sockets: Pool) -> None:
     left = [*four[:2], four[3]]
     all_do(left, "shrink", exclude=[2], timeout_s=60)
     all_do(left, "body", name="all_reduce")
-    all_do(left, "evaluate", code="comm.destroy()")
+    all_do(left, "evaluate", code="comm.close()")
 
 
 @pytest.mark.parametrize("has_come", [False, True])
@@ -224,7 +250,7 @@ def test_a_wrong_shrink_leaves_it_as_it_was(fake_gpus: Pool) -> None:
         two[0].tell("evaluate", code=code)
         assert two[0].error()["error"].startswith(text)
     all_do(two, "calls", count=1)
-    all_do(two, "evaluate", code="comm.destroy()")
+    all_do(two, "evaluate", code="comm.close()")
 
 
 def test_graphs_hold_a_communicator(fake_gpus: Pool) -> None:
@@ -234,8 +260,8 @@ def test_graphs_hold_a_communicator(fake_gpus: Pool) -> None:
     code = "setattr(__import__('jitkern.comm.nccl_calls').comm.nccl_calls, '_GRAPHS_S', 0.3)"
     two[0].evaluate(code)
     for rank in two:
-        rank.tell("evaluate", code="comm.destroy()")
-    text = "CommError: destroy: graphs that have captured the communicator are there, expected none"
+        rank.tell("evaluate", code="comm.close()")
+    text = "CommError: close: graphs that have captured the communicator are there, expected none"
     assert two[0].error()["error"].startswith(text)
     two[1].value()
     two[0].evaluate("lib.fake_nccl_graphs(0)")
@@ -263,11 +289,11 @@ def test_ended_ones_say_so(fake_gpus: Pool) -> None:
     before = everywhere(two, "lib.fake_nccl_num_comms()")
     make(two)
     all_do(two, "calls", count=1)
-    all_do(two, "evaluate", code="[comm.destroy(), comm.destroy(), comm.abort()] and None")
+    all_do(two, "evaluate", code="[comm.close(), comm.destroy(), comm.abort()] and None")
     for rank in two:
         for code in ("comm.all_reduce(ones(3))", "comm.barrier()", "comm.send(ones(3), 0)"):
             rank.tell("evaluate", code=code)
-            assert "this rank has destroyed it; make a new one" in rank.error()["error"]
+            assert "this rank has closed it; make a new one" in rank.error()["error"]
     assert everywhere(two, "lib.fake_nccl_num_comms()") == before
 
 
@@ -279,7 +305,7 @@ def test_nothing_is_left(fake_gpus: Pool) -> None:
     for _ in range(3):
         make(two, max_size_bytes=1024)
         all_do(two, "calls", count=60)
-        all_do(two, "evaluate", code="comm.destroy()")
+        all_do(two, "evaluate", code="comm.close()")
         all_do(two, "evaluate", code="globals().update(comm=None)")
     assert everywhere(two, count) == before
 

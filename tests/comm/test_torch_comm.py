@@ -48,7 +48,7 @@ def test_two_communicators_of_a_group(pool: Pool) -> None:
     ranks = pool.make(2)
     everywhere(ranks, "globals().update(first=comm)")
     make(ranks)
-    everywhere(ranks, "first.destroy()")
+    everywhere(ranks, "first.close()")
     everywhere(ranks, "comm.barrier()")
     everywhere(ranks, "dist.all_reduce(torch.ones(1))")  # the group is as it was
 

@@ -150,7 +150,7 @@ class Guard(Asking):
         self._end(f"failed: {short(error)}")
 
     def close(self, why: str) -> None:
-        """Let no call be made any more, since this rank has ``"destroyed"`` or ``"aborted"`` it.
+        """Let no call be made any more, since this rank has ``"closed"`` or ``"aborted"`` it.
 
         Other ranks are told so for as long as the process lives.
         """

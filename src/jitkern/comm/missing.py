@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from jitkern.comm.board import Card
-from jitkern.comm.report import find_missing, late_error
+from jitkern.comm.report import Found, find_missing, late_error
 from jitkern.errors import CommError, CommTimeoutError
 
 # A call ends within its deadline + 5 s, whoever hangs: this is what the error may take of it.
@@ -39,6 +39,7 @@ class Asking(ABC):
         ranks: Sequence[int] | None = None,
         link: str = "",
         links: Mapping[int, Sequence[tuple[str, int]]] | None = None,
+        ops: Sequence[str] = (),
     ) -> CommTimeoutError:
         """Ask all ranks where they are, let no call be made any more, and return what to raise.
 
@@ -59,13 +60,16 @@ class Asking(ABC):
             ``"rank 0 to rank 1"``.
         links
             For a group of such calls: of each rank of them the names, and how many it has to make.
+        ops
+            Of that call and the next ones, where it may be one of these: the first that a rank has
+            not come to.
         """
         if link and ranks:
             links = {rank: [(link, number)] for rank in ranks}
         others = [r for r in links or ranks or range(self.size) if r != self.rank]
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         is_late = because is None or isinstance(because, TimeoutError)
-        found = find_missing(self.cards, others, op, number, links or {}, ANSWER_S, is_late=is_late)
+        op, number, found = self._find(others, op, number, links or {}, ops, is_late=is_late)
         limit_s = timeout_s if is_late else None
         error = self._late_error(op, number, limit_s, found.why, found.notes, link)
         error.__cause__ = because
@@ -81,6 +85,7 @@ class Asking(ABC):
         ranks: Sequence[int] = (),
         link: str = "",
         links: Mapping[int, Sequence[tuple[str, int]]] | None = None,
+        ops: Sequence[str] = (),
     ) -> CommError:
         """Ask all ranks who is gone, as what carries the calls says that it cannot go on.
 
@@ -90,7 +95,7 @@ class Asking(ABC):
 
         Parameters
         ----------
-        op, number, ranks, link, links
+        op, number, ranks, link, links, ops
             As in :meth:`timed_out`; of a call of some ranks all are asked, too.
         trouble
             What it says, without the op.
@@ -100,9 +105,7 @@ class Asking(ABC):
         others = [rank for rank in range(self.size) if rank != self.rank]
         until = time.monotonic() + _NEWS_S
         while True:
-            found = find_missing(
-                self.cards, others, op, number, links or {}, ANSWER_S, is_late=False
-            )
+            op, number, found = self._find(others, op, number, links or {}, ops, is_late=False)
             if found.is_over or time.monotonic() >= until:
                 break
             time.sleep(_PAUSE_S)
@@ -116,6 +119,22 @@ class Asking(ABC):
             error = CommError(f"{error}; {'; '.join(notes)}")
         self.fail(error)
         return error
+
+    def _find(
+        self,
+        others: Sequence[int],
+        op: str,
+        number: int,
+        links: Mapping[int, Sequence[tuple[str, int]]],
+        ops: Sequence[str],
+        *,
+        is_late: bool,
+    ) -> tuple[str, int, Found]:
+        last = number + max(len(ops) - 1, 0)
+        found = find_missing(self.cards, others, op, last, links, ANSWER_S, is_late=is_late)
+        if number < found.first <= last:
+            op, number = ops[found.first - number], found.first
+        return op, number, found
 
     def _late_error(
         self,

@@ -47,7 +47,7 @@ def init_pynccl(
         communicator's own (a ``PrefixStore``). It is not used after the set-up.
     max_size_bytes : int
         Bytes of device memory that are registered with NCCL, for :meth:`PyNCCLCommunicator.empty`
-        and :meth:`PyNCCLCommunicator.get_buffer`; at most ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``, by
+        and :attr:`PyNCCLCommunicator.buffer`; at most ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``, by
         default 1 GiB. Nothing is ever copied there: calls read and write tensors where they are.
     device : torch.device, optional
         This rank's GPU, by default the current one.
@@ -127,7 +127,7 @@ class PyNCCLCommunicator:
     does before that where NCCL hears of a rank's end, as over a network; it is
     :class:`jitkern.CommError` where NCCL fails, and no rank is gone. Replays of a graph make no
     calls here: :meth:`watch` behind one puts it under the deadline. Graphs that have captured the
-    communicator must be gone before :meth:`destroy`, and an abort is over only when they are.
+    communicator must be gone before :meth:`close`, and an abort is over only when they are.
 
     Attributes
     ----------
@@ -272,8 +272,13 @@ class PyNCCLCommunicator:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def get_buffer(self) -> Tensor:
-        """Return the registered memory, uint8: what lies there is sent without a copy."""
+    def get_buffer(self) -> int:
+        """Return the address of :attr:`buffer`, 0 if there is none."""
+        return self._buffer.address
+
+    @property
+    def buffer(self) -> Tensor:
+        """The registered memory, uint8: what lies there is sent without a copy."""
         return self._buffer.whole()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -285,7 +290,7 @@ class PyNCCLCommunicator:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def destroy(self) -> None:
+    def close(self) -> None:
         """Wait for all calls, and end the communicator together with the others.
 
         Raises CommTimeoutError where they do not come; then it is aborted. Does nothing to one that
@@ -296,13 +301,15 @@ class PyNCCLCommunicator:
             return
         try:
             if calls.error is None:
-                calls.settle("destroy", self._functions.finish())
+                calls.settle("close", self._functions.finish())
                 calls.free()
         except BaseException:
             calls.end()
             raise
         finally:
-            calls.close("destroyed")
+            calls.close("closed")
+
+    destroy = close  # as mini-sglang calls it
 
     def abort(self) -> None:
         """End the communicator at once: its operations on the GPU return, with wrong results."""
@@ -356,9 +363,9 @@ class PyNCCLCommunicator:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.destroy()
+            self.close()
         else:
-            self.abort()  # the other ranks may not come to a destroy()
+            self.abort()  # the other ranks may not come to a close()
 
 
 def _code(call: str, op: str) -> int:

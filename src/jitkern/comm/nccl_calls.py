@@ -21,7 +21,8 @@ from jitkern.ops import dispatch
 from jitkern.unreadable import name_unreadable
 
 _ABORT_S = 1.5  # that is waited for an abort: it is over only when graphs are gone, too
-_GRAPHS_S = 10.0  # that they get to go away when a communicator is destroyed
+_MARK_S = 0.1  # that is waited for an event, which takes 2 us where the launch queue has room
+_GRAPHS_S = 10.0  # that they get to go away when a communicator is closed
 _EXIT_S = 5.0  # that what is in flight gets when the process ends
 
 # What became of a call: CallStatus in csrc/comm/communicator.h.
@@ -53,6 +54,7 @@ class Functions(NamedTuple):
     finish: Call
     free: Callable[[], None]
     abort: Callable[[], None]
+    mark: Callable[[], None]
     register_memory: Call
     progress: Callable[[], Sequence[Any]]
     trouble: Callable[[], str]
@@ -70,6 +72,8 @@ class _Progress(NamedTuple):
     sent: Sequence[int]  # calls so far, by rank
     received: Sequence[int]
     trouble: str  # of NCCL
+    is_open: bool  # the last call has no event yet
+    ops: Sequence[str]  # from that call to the next event: the one that is not done is among them
 
 
 class NcclCalls:
@@ -95,6 +99,7 @@ class NcclCalls:
         self.timeout_s = timeout_s
         self._failing = threading.Lock()
         self._asking = threading.Lock()  # while one thread asks why NCCL has failed
+        self._is_marking = threading.Lock()  # held for as long as a launch queue is full
         self._kept: list[Any] | None = None  # tensors of a group, until it is sent
         self._num_compared = 0
         self.error: CommError | None = None
@@ -183,6 +188,9 @@ class NcclCalls:
             return
         try:
             progress = self._progress()
+            if progress.is_open and not self._is_marking.locked():
+                _beside(self._mark, _MARK_S)
+                progress = self._progress()
             if progress.trouble:
                 op = progress.last_op or self.guard.name
                 self._be_broken(op, progress.trouble, wait_s=0)
@@ -190,6 +198,10 @@ class NcclCalls:
                 self._be_late(str(progress.op), wait_s=0)
         except Exception as error:  # a driver that is gone: the thread watches others as well
             self.fail(error, wait_s=0)
+
+    def _mark(self) -> None:
+        with self._is_marking:
+            self.functions.mark()
 
     def _be_late(self, op: str, wait_s: float = _ABORT_S) -> None:
         """Fail, as the oldest call that is not done has come to its deadline."""
@@ -211,7 +223,7 @@ class NcclCalls:
     def _oldest(self, op: str) -> tuple[str, int, dict[str, Any]]:
         """Return the oldest call that is not done, else the last one: op, number and whose it is.
 
-        That is what :meth:`Guard.timed_out` takes: ranks and links.
+        That is what :meth:`Guard.timed_out` takes: ranks and links, or ops.
         """
         progress = self._progress()
         if progress.waiting_s < 0:
@@ -219,6 +231,8 @@ class NcclCalls:
         links: dict[int, list[tuple[str, int]]] = {}
         for peer, is_send, due in progress.links:
             links.setdefault(peer, []).append((self._link(peer, is_send), due))
+        if not links:
+            return str(progress.op) or op, progress.number, {"ops": [*map(str, progress.ops)]}
         if len(progress.links) != 1:
             return str(progress.op) or op, progress.number, {"links": links}
         peer, [(link, number)] = links.popitem()
@@ -275,10 +289,10 @@ class NcclCalls:
             return
         if is_captured:
             raise CommError(
-                "destroy: graphs that have captured the communicator are there, expected none: "
+                "close: graphs that have captured the communicator are there, expected none: "
                 "delete them before; NCCL frees it when they are gone"
             )
-        raise self.guard.timed_out("destroy", self._progress().number)
+        raise self.guard.timed_out("close", self._progress().number)
 
     def close(self, how: str) -> None:
         """Make no more calls."""
@@ -374,6 +388,7 @@ def _at_exit() -> None:
         # Whatever a driver says that is going away.
         with suppress(Exception):
             while calls._progress().waiting_s >= 0:
+                calls.functions.mark()
                 if time.monotonic() > deadline:
                     calls.end()
                     break

@@ -76,6 +76,7 @@ class Found(NamedTuple):
     why: dict[int, str]
     notes: list[str]
     is_over: bool
+    first: int  # call that one who is alive has not come to; 0: of some this is not known
 
 
 def find_missing(
@@ -100,10 +101,12 @@ def find_missing(
     stuck: set[int] = set()
     slow: set[int] = set()
     is_one_silent = False
+    first = number
     for rank, answer in ask_each(others, lambda rank: ask(cards[rank], {}, timeout_s)):
         made = answer.get("links", {})
         behind = [(link, due) for link, due in links.get(rank, ()) if made.get(link, 0) < due]
         is_one_silent |= "silence" in answer
+        first = min(first, answer.get("issued", 0) + 1) if "silence" not in answer else first
         is_in_call = answer.get("completed", 0) < answer.get("issued", 0)
         has_failed = str(answer.get("ended", "")).startswith("failed")
         if is_in_call or has_failed:
@@ -127,7 +130,7 @@ def find_missing(
         notes += [why.pop(rank) for rank in sorted(slow & set(why))]
     if ends and not why:  # else those ends are a consequence
         notes.append(ends[min(ends)])  # the others' are likely to say the same
-    return Found(why, notes, is_over)
+    return Found(why, notes, is_over, 0 if is_one_silent else first)
 
 
 def behind_text(card: Card, answer: Mapping[str, Any], link: str, due: int) -> str:

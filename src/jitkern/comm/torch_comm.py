@@ -248,12 +248,14 @@ class TorchCommunicator:
             group: Any = self._group or dist.group.WORLD
             group.abort()
 
-    def destroy(self) -> None:
+    def close(self) -> None:
         """Make no call any more, which the others are told should they wait. The group stays.
 
         It waits for nobody, and once is enough.
         """
-        self._guard.close("destroyed")
+        self._guard.close("closed")
+
+    destroy = close
 
     def __enter__(self) -> TorchCommunicator:
         return self
@@ -264,7 +266,7 @@ class TorchCommunicator:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.destroy()
+        self.close()
 
     # -- one call ----------------------------------------------------------------------------------
 

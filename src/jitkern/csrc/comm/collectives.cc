@@ -266,7 +266,7 @@ Array<int64_t> numbers(const std::vector<u64>& values) {
 
 using LinkTuple = Tuple<int64_t, bool, int64_t>;
 using ProgressTuple = Tuple<int64_t, int64_t, String, double, String, int64_t, Array<LinkTuple>,
-                            Array<int64_t>, Array<int64_t>, String>;
+                            Array<int64_t>, Array<int64_t>, String, bool, Array<String>>;
 
 ProgressTuple progress(NcclCommunicator& comm) {
   const auto found = comm.progress();
@@ -274,10 +274,13 @@ ProgressTuple progress(NcclCommunicator& comm) {
   for (const auto& link : found.links) {
     links.push_back(LinkTuple(int64_t{link.peer}, link.is_send, static_cast<int64_t>(link.number)));
   }
+  Array<String> ops;
+  for (const char* const op : found.ops) ops.push_back(op);
   return ProgressTuple(static_cast<int64_t>(found.num_calls),
                        static_cast<int64_t>(found.num_completed), String(found.last_op),
                        found.waiting_s, String(found.op), static_cast<int64_t>(found.number), links,
-                       numbers(found.sent), numbers(found.received), String(found.trouble));
+                       numbers(found.sent), numbers(found.received), String(found.trouble),
+                       found.is_open, ops);
 }
 
 // A function of the communicator for Python, which keeps it alive.
@@ -323,6 +326,7 @@ Array<Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int64_t si
       bound(comm, &NcclCommunicator::finish),
       Function::FromTyped([comm] { comm->free(); }),
       Function::FromTyped([comm] { comm->abort(); }),
+      Function::FromTyped([comm] { comm->mark(); }),
       Function::FromTyped([comm](int64_t address, int64_t bytes) -> int64_t {
         return comm->register_memory(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
       }),

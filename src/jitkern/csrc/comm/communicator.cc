@@ -16,12 +16,14 @@ namespace jitkern {
 
 namespace {
 
-// To 4 ms, which deadlines need not know better, in 5 ns.
 double now_s() {
   timespec time{};
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+  clock_gettime(CLOCK_MONOTONIC, &time);
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
+
+// Calls that follow each other sooner than this are one burst: an event for each 16 of them.
+constexpr double kBurstS = 1e-3;
 
 // That a thread which is in NCCL gets to come out by itself before a communicator is aborted.
 constexpr std::chrono::seconds kWayOut{1};
@@ -86,7 +88,7 @@ void NcclCommunicator::note(Entry& entry, const Call& what, const std::vector<Li
   entry.op = what.op;
   entry.number = is_of_all ? ++num_of_all_ : num_of_all_.load();
   entry.begin_s = now_s();
-  entry.has_event = false;
+  entry.state = kOpen;
   if (own.empty() && entry.links.empty()) return;  // only this thread writes it
   const std::lock_guard<std::mutex> lock(asking_);
   entry.links = std::move(own);
@@ -99,13 +101,16 @@ CallStatus NcclCommunicator::run_now(const Call& what, const std::vector<Link>* 
   const auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal));
   int capturing = 0;
   driver.check(driver.cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
-  if (capturing == 0 && last_event_ != nullptr && stream != last_stream_) {
-    wait_for(stream, last_event_);
+  const bool begins_burst = std::isfinite(timeout_s_) && now_s() - marked_s_ > kBurstS;
+  if (capturing == 0) {
+    const bool has_moved = stream != last_stream_;
+    if (has_moved || begins_burst) mark_now();
+    if (has_moved && last_event_ != nullptr) wait_for(stream, last_event_);
   }
   const u64 begun = num_begun_.load(std::memory_order_relaxed) + 1;
   if (begun % kStep == 0 && begun > 2 * kStep && capturing == 0) {
     const Entry& older = log_[(begun - 2 * kStep) % kLog];
-    const CallStatus status = older.has_event ? wait_until(older.event) : kCallDone;
+    const CallStatus status = older.state == kMarked ? wait_until(older.event) : kCallDone;
     if (status != kCallDone) return status;
   }
   Entry& entry = log_[begun % kLog];
@@ -113,6 +118,11 @@ CallStatus NcclCommunicator::run_now(const Call& what, const std::vector<Link>* 
   num_begun_.store(begun, std::memory_order_release);
   try {
     const CallStatus status = queue_now(entry, capturing != 0, stream, run);
+    if (status == kCallDone && capturing == 0) {
+      last_stream_ = stream;
+      last_open_ = begun;
+      if (begins_burst || (begun % kStep == 0 && std::isfinite(timeout_s_))) mark_now();
+    }
     if (status == kCallDone) num_queued_.store(begun, std::memory_order_release);
     return status;
   } catch (...) {  // the driver's: what is queued has no event
@@ -130,18 +140,48 @@ CallStatus NcclCommunicator::queue_now(Entry& entry, bool is_capturing, CUstream
   const NcclResult result = run(nccl_, comm_, stream);
   if (is_stopped_) return kCallStopped;  // aborted meanwhile, whatever NCCL says
   if (result != kNcclSuccess) return failed(result);
-  // What is captured is done when the graph is replayed, which nobody tells here.
-  if (is_capturing) ++num_captured_;
-  if (is_capturing || !std::isfinite(timeout_s_)) return kCallDone;
-  if (entry.event == nullptr) {
-    const RelaxedCapture relaxed;
-    entry.event = make_event();
+  if (is_capturing) {
+    // What is captured is done when the graph is replayed, which nobody tells here.
+    ++num_captured_;
+    entry.state = kUntold;
   }
-  record(entry.event, stream);
-  entry.has_event = true;
-  last_event_ = entry.event;
-  last_stream_ = stream;
   return kCallDone;
+}
+
+void NcclCommunicator::mark_now() {
+  if (last_open_ <= last_marked_) return;
+  const Driver& driver = Driver::get();
+  const auto is_capturing = [&] {
+    int capturing = 0;
+    driver.check(driver.cuStreamIsCapturing(last_stream_, &capturing), "cuStreamIsCapturing");
+    return capturing != 0;
+  };
+  Entry& entry = log_[last_open_ % kLog];
+  const RelaxedCapture relaxed;
+  if (entry.event == nullptr) entry.event = make_event();
+  if (!is_capturing()) {
+    record(entry.event, last_stream_);
+    // Also where another thread has begun to capture meanwhile: that event may not be asked for.
+    if (!is_capturing()) {
+      last_event_ = entry.event;
+      entry.state = kMarked;
+    }
+  }
+  // Before a capture all is done: PyTorch waits for the GPU then.
+  for (u64 n = last_marked_ + 1; entry.state == kOpen && n < last_open_; ++n) {
+    log_[n % kLog].state = kUntold;
+  }
+  if (entry.state == kOpen) entry.state = kUntold;
+  last_marked_ = last_open_;
+  marked_s_ = now_s();
+}
+
+void NcclCommunicator::mark() {
+  // Who holds it is in a call, perhaps for good, or has marked what it waits for.
+  const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  if (!turn.owns_lock() || is_stopped_) return;
+  const ContextScope scope(device_);
+  mark_now();
 }
 
 CallStatus NcclCommunicator::begin_group() {
@@ -173,6 +213,7 @@ CallStatus NcclCommunicator::end_group(bool is_to_send) {
 CallStatus NcclCommunicator::wait_done() {
   const std::lock_guard<std::mutex> turn(turn_);
   const ContextScope scope(device_);
+  mark_now();
   if (last_event_ != nullptr) return wait_until(last_event_);
   return is_stopped_ ? kCallStopped : kCallDone;
 }
@@ -250,12 +291,15 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
   const u64 queued = num_queued_.load(std::memory_order_acquire);
   // Older entries are overwritten: they are done, or those behind them are not either.
   num_done_ = std::max(num_done_, queued > kKnown ? queued - kKnown : 0);
-  while (num_done_ < queued) {
-    const Entry& next = log_[(num_done_ + 1) % kLog];
-    if (next.has_event && Driver::get().cuEventQuery(next.event) == kCudaErrorNotReady) break;
-    ++num_done_;
+  for (u64 n = num_done_ + 1; n <= queued; ++n) {
+    const Entry& next = log_[n % kLog];
+    const EntryState state = next.state;
+    if (state == kOpen || (state == kUntold && n != num_done_ + 1)) continue;
+    if (state == kMarked && Driver::get().cuEventQuery(next.event) == kCudaErrorNotReady) break;
+    num_done_ = n;
     num_done_of_all_ = std::max(num_done_of_all_, next.number.load());
   }
+  found.is_open = queued > 0 && log_[queued % kLog].state == kOpen;
   found.num_calls = num_of_all_;
   found.num_completed = num_done_of_all_;
   found.last_op = log_[begun % kLog].op;
@@ -264,6 +308,12 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
     found.waiting_s = now_s() - waiting.begin_s;
     found.op = waiting.op;
     found.number = waiting.number;
+    for (u64 n = num_done_ + 1; n <= begun && n <= num_done_ + kKnown; ++n) {
+      const Entry& later = log_[n % kLog];
+      // Those between two ranks have the number of the call before.
+      if (later.number >= found.number + found.ops.size()) found.ops.push_back(later.op);
+      if (later.state == kMarked) break;
+    }
     found.links = waiting.links;
   }
   found.sent.assign(num_sent_.begin(), num_sent_.end());

@@ -1,8 +1,10 @@
 // A communicator of NCCL whose calls have deadlines.
 //
-// What a call has queued is known to be done by an event behind it, which another thread asks for:
-// `progress` says how long the oldest call has been waiting, in NCCL or on the GPU, and `abort`
-// frees both. So a rank that never comes is noticed also where this one hangs in a synchronisation.
+// What calls have queued is known to be done by events, which another thread asks for: `progress`
+// says how long the oldest call has been waiting, in NCCL or on the GPU, and `abort` frees both. So
+// a rank that never comes is noticed also where this one hangs in a synchronisation. An event costs
+// 2 us of the host: there is one for the first call of a burst, and for every 16th. That thread
+// calls `mark` for the others.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -82,6 +84,9 @@ class NcclCommunicator {
   u64 num_captured() const { return num_captured_; }
   // Ends it at once: what waits for other ranks returns. By any thread; waits for graphs, too.
   void abort();
+  // Records an event behind the last call, unless a thread is in one. The driver may block in it
+  // behind a full launch queue: for a thread of its own.
+  void mark();
 
   // Registers memory, with all ranks, for NCCL to read and write without a copy of its own; once.
   CallStatus register_memory(void* memory, size_t bytes);
@@ -91,9 +96,12 @@ class NcclCommunicator {
     u64 num_calls = 0;      // that all ranks make
     u64 num_completed = 0;  // of them
     const char* last_op = "";
+    bool is_open = false;   // the last call has no event yet: see `mark`
     double waiting_s = -1;  // since the oldest call that is not done was made; none
     const char* op = "";    // that call
     u64 number = 0;
+    std::vector<const char*> ops;     // from that call to the next event: which of them it is, if
+                                      // the others are ahead of it, this rank does not know
     std::vector<Link> links;          // of that call, where it is none of all ranks
     std::vector<u64> sent, received;  // calls so far, by rank
     std::string trouble;              // of NCCL, found meanwhile
@@ -110,11 +118,16 @@ class NcclCommunicator {
   static constexpr u64 kLog = 128;
   static constexpr u64 kKnown = 64;  // of them, that nobody overwrites while they are read
 
+  enum EntryState {
+    kOpen,    // done with the next one that is marked
+    kMarked,  // has an event
+    kUntold,  // captured: done with those before
+  };
   struct Entry {
     std::atomic<const char*> op{""};
     std::atomic<u64> number{0};  // among the calls of all ranks
     std::atomic<double> begin_s{0};
-    std::atomic<bool> has_event{false};
+    std::atomic<EntryState> state{kOpen};
     CUevent event = nullptr;
     std::vector<Link> links;  // guarded by `asking_`
   };
@@ -127,19 +140,23 @@ class NcclCommunicator {
   CallStatus queue_now(Entry& entry, bool is_capturing, CUstream stream, const Queue& run);
   void note(Entry& entry, const Call& what, const std::vector<Link>* links);
   CallStatus wait_until(CUevent event);
+  void mark_now();  // with the turn
   CallStatus failed(NcclResult result);
   void release_memory(NcclComm comm);
 
   Device& device_;
   const double timeout_s_;
   const Nccl& nccl_;
-  std::mutex turn_;        // of a call; never held by `abort` and `progress`
+  std::mutex turn_;        // of a call; `abort` and `progress` do not wait for it
   std::timed_mutex used_;  // while NCCL is in a function
   std::atomic<NcclComm> comm_{nullptr};
   std::atomic<bool> is_stopped_{true};  // until it is open
   std::atomic<bool> is_aborted_{false};
   CUstream last_stream_ = nullptr;
   CUevent last_event_ = nullptr;
+  u64 last_open_ = 0;    // call that was queued, and not captured
+  u64 last_marked_ = 0;  // of them, with an event behind it
+  double marked_s_ = -1;
   std::optional<Group> group_;
   void* registered_ = nullptr;
   NcclWindow window_ = nullptr;
