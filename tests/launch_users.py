@@ -25,8 +25,9 @@ from launch_fake import (
     user,
 )
 
-from jitkern.comm import PeerMemory
+from jitkern.comm.peer_memory import Range
 from jitkern.errors import UnsupportedError
+from jitkern.host import module as host
 from jitkern.jit import cubin, device
 from jitkern.jit.device import CpuForm
 
@@ -257,20 +258,30 @@ def check_every_pointer_is_on_the_device() -> None:
     refused(ValueError, text, module.launch, "pointers", torch.zeros(4), 1, grid=1, block=1)
 
 
+PIECE = 2 << 20
+
+
+def mapped(*ordinals: int) -> Range:
+    """Memory of each of these GPUs, which all of them address."""
+    made = Range(*host.module()["make_peer_range"](len(ordinals), PIECE, ordinals))
+    for rank, ordinal in enumerate(ordinals):
+        made.create(rank, ordinal, False)
+    return made
+
+
 def check_memory_of_another_gpu_that_is_mapped_here() -> None:
     """As that of a PeerMemory: what counts is who may use it, not where it lies."""
     module, x = user("mapped", 16), cuda(4)
-    both = PeerMemory.of_devices(4096, ["cuda:0", "cuda:1"])
-    (alone,) = PeerMemory.of_devices(4096, ["cuda:1"])
-    for begin in both[0].addresses:
+    both, alone = mapped(0, 1), mapped(1)
+    for begin in (both.base(), both.base() + PIECE):
         for at in (begin, begin + 4095):
             module.launch("mapped", x, Pointer(at), grid=1, block=1)
             assert params(log().splitlines()[-1])[8:] == struct.pack("<Q", at)
-    there = Pointer(alone.addresses[0])
+    there = Pointer(alone.base())
     text = r"launch: args\[1\]: memory of cuda:1, expected memory of cuda:0"
     refused(ValueError, text, module.launch, "mapped", x, there, grid=1, block=1)
     module.launch("mapped", cuda(4, number=1), there, grid=1, block=1)
-    del both[:], alone
+    del both, alone
     gc.collect()
     log()
     text = r"launch: args\[1\]: memory that no GPU can read, expected memory of cuda:0"

@@ -16,7 +16,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # of docs/design.md. A package's name stands for those of its modules that are not named.
 LAYERS = """
 0  errors env files forks free_memory hints
-0  arch unix unreadable writing
+0  arch memfd unreadable writing
 0  scratch
 1  cache.tally
 1  cache.strangers
@@ -48,14 +48,11 @@ LAYERS = """
 4  ops.pairs ops.index_gradient ops.merge_gradient ops.merge_kernel
 4  ops.merge_torch
 4  ops
-4  comm.protocol comm.board comm.watch comm.nccl_library comm.peer_args
-4  comm.args comm.gloo comm.report comm.peer_range
-4  comm.again comm.peer_local
-4  comm.meeting comm.missing
-4  comm.guard comm.nccl_buffer comm.peer_kernel
-4  comm.torch_comm comm.nccl_calls comm.peer_wire comm.peer_reduce
-4  comm.peer_setup
-4  comm.nccl comm.peer_memory
+4  comm.protocol comm.nccl_library
+4  comm.args
+4  comm.rendezvous comm.peer_kernel
+4  comm.torch_comm comm.nccl comm.descriptors comm.peer_reduce
+4  comm.peer_memory
 4  comm.peer_comm
 4  comm.peer_rows
 4  comm
@@ -66,13 +63,13 @@ LAYERS = """
 5  nn
 5  jobs
 5  warming
-5  offload.hostmem offload.wire offload.streams offload.args offload.ranges offload.timeline
+5  offload.hostmem offload.streams offload.args offload.ranges offload.timeline
 5  offload.block_pairs offload.ring_call
 5  offload.snapshot offload.slots offload.depth offload.ring_slot offload.ring_server
 5  offload.metrics offload.session
 5  offload.monitor offload.runs
-5  offload.memory offload.rank0
-5  offload.share offload.pipeline offload.mover
+5  offload.memory
+5  offload.pipeline offload.mover
 5  offload.pool
 5  offload.caches offload.ring_memory
 5  offload.ring

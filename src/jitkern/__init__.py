@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jitkern.calibration import calibrate as calibrate
     from jitkern.errors import CacheError as CacheError
     from jitkern.errors import CommError as CommError
-    from jitkern.errors import CommMismatchError as CommMismatchError
     from jitkern.errors import CommTimeoutError as CommTimeoutError
     from jitkern.errors import CompileError as CompileError
     from jitkern.errors import FrozenError as FrozenError
@@ -72,7 +71,6 @@ _PUBLIC = {
     "jitkern.errors": (
         "CacheError",
         "CommError",
-        "CommMismatchError",
         "CommTimeoutError",
         "CompileError",
         "FrozenError",

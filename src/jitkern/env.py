@@ -25,7 +25,7 @@ FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
 PREFIX = "JITKERN_"
 VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
-    *("JITKERN_CACHE_TRUST", "JITKERN_COMM_DEBUG", "JITKERN_COMPILER", "JITKERN_FAULTS"),
+    *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS"),
     *("JITKERN_FREEZE", "JITKERN_HOST_OBJECTS", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG"),
     *("JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_NVTX", "JITKERN_PYNCCL_MAX_BUFFER_SIZE"),
     "JITKERN_RECORD",
@@ -88,9 +88,6 @@ class Settings(NamedTuple):
     cache_max_bytes : int
         ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
         Default 4G.
-    comm_debug : bool
-        ``JITKERN_COMM_DEBUG``: 1 has the ranks of a communicator compare each call before they make
-        it: dtypes, sizes, op.
     nccl : Path or None
         ``JITKERN_NCCL``: path of a libnccl to use instead of the one that is found.
     pynccl_max_buffer_bytes : int
@@ -140,7 +137,6 @@ class Settings(NamedTuple):
     cache_path: tuple[Path, ...]
     cache_trust: Trust
     cache_max_bytes: int
-    comm_debug: bool
     nccl: Path | None
     pynccl_max_buffer_bytes: int
     arch: tuple[str, ...]
@@ -168,7 +164,6 @@ class Settings(NamedTuple):
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
             cache_trust=_trust(environ, "JITKERN_CACHE_TRUST"),
             cache_max_bytes=_bytes(environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30),
-            comm_debug=_flag(environ, "JITKERN_COMM_DEBUG"),
             nccl=_path(environ, "JITKERN_NCCL"),
             pynccl_max_buffer_bytes=_bytes(environ, "JITKERN_PYNCCL_MAX_BUFFER_SIZE", 1 << 30),
             arch=_archs(environ, "JITKERN_ARCH"),
@@ -246,14 +241,6 @@ def compiler_environment(*, cuda: bool = False, links: bool = False) -> dict[str
     """
     names = (*_CXX_READS, *(_NVCC_READS if cuda else ()), *(("LIBRARY_PATH",) if links else ()))
     return {name: os.environ[name] for name in names if os.environ.get(name)}
-
-
-def master_address() -> str | None:
-    """Return ``MASTER_ADDR``, where the ranks of ``torch.distributed`` meet; None without it.
-
-    It is no setting: a script sets it for itself, at any time before the ranks meet.
-    """
-    return os.environ.get("MASTER_ADDR", "").strip() or None
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

@@ -133,7 +133,3 @@ class CommTimeoutError(CommError, TimeoutError):
             type(self), op=self.op, number=self.number, rank=self.rank, missing=self.missing
         )
         return (rebuild, self.args)
-
-
-class CommMismatchError(CommError):
-    """Ranks made different calls at the same time; the message is a table of who made which."""

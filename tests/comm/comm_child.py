@@ -28,11 +28,10 @@ from jitkern.comm import (
     PeerCommunicator,
     PeerMemory,
     TorchCommunicator,
-    guard,
     peer_gather,
     peer_scatter,
+    rendezvous,
 )
-from jitkern.env import settings
 from jitkern.errors import CommTimeoutError
 from jitkern.offload import PinnedPool, Share
 
@@ -41,30 +40,34 @@ torch.set_num_threads(1)  # ranks share the cores of a small machine
 comm: Any = None
 device = torch.device("cpu")
 group: Any = None  # what ranks meet over, where it is not the default group
-position = [0, 0, ""]
-facts: dict[str, Any] = {}
+position = [0, ""]
 
 
 def do_join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
     """Make the default group."""
+    globals().update(path=path)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout
     )
 
 
-def do_make(debug: bool = False, **config: Any) -> None:
+def do_regroup(**config: Any) -> None:
+    """Leave the group, some ranks of which have ended, for another one."""
+    dist.destroy_process_group()
+    do_join(**config)
+
+
+def do_make(**config: Any) -> None:
     global comm
-    set_debug(debug)
     comm = TorchCommunicator(**config)
 
 
-def do_make_nccl(debug: bool = False, **config: Any) -> None:
+def do_make_nccl(**config: Any) -> None:
     """As an engine of mini-sglang does, over the gloo group, on the GPU of its number."""
     global comm, device
     from jitkern.comm import init_pynccl
 
-    set_debug(debug)
     rank = dist.get_rank()
     device = shared_gpu.take(rank)
     size = dist.get_world_size()
@@ -227,16 +230,6 @@ def do_two_streams() -> list[float]:
     return x.unique().tolist()
 
 
-def do_group() -> list[list[int]]:
-    """Every rank sends to the next and receives from the one before, in one group."""
-    x = torch.full((5,), comm.rank, device=device)
-    output = torch.empty_like(x)
-    with comm.group():
-        comm.send(x, (comm.rank + 1) % comm.size)
-        comm.recv(output, (comm.rank - 1) % comm.size)
-    return [x.tolist(), output.tolist()]
-
-
 def do_buffer() -> list[float]:
     """Tensors in registered memory, as many as it holds, twice."""
     values = []
@@ -250,11 +243,6 @@ def do_buffer() -> list[float]:
     return values
 
 
-def do_shrink(exclude: list[int], **config: Any) -> None:
-    global comm
-    comm = comm.shrink(exclude, **config)
-
-
 def do_use_store(path: str = "", port: int = 0, is_master: bool = False) -> None:
     global group
     group = (
@@ -264,13 +252,11 @@ def do_use_store(path: str = "", port: int = 0, is_master: bool = False) -> None
     )
 
 
-def do_guard(rank: int, size: int, debug: bool = False, **config: Any) -> None:
-    """A guard by itself, over the store."""
+def do_meet(rank: int, size: int, **config: Any) -> None:
+    """A rendezvous by itself, over the store."""
     global comm
-    set_debug(debug)
-    where = lambda: guard.Position(*position)  # noqa: E731
-    config = {"timeout_s": 2.0, "position": where, **config}
-    comm = guard.Guard("init", group, rank, size, **config)
+    config = {"timeout_s": 2.0, "position": lambda: tuple(position), **config}
+    comm = rendezvous.Rendezvous("init", group, rank, size, **config)
 
 
 def do_evaluate(code: str) -> Any:
@@ -290,9 +276,7 @@ def do_reset() -> None:
     global comm, device, group
     comm = group = None
     device = torch.device("cpu")
-    position[:] = [0, 0, ""]
-    facts.clear()
-    set_debug(False)
+    position[:] = [0, ""]
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -316,11 +300,6 @@ def do_exit(destroy: bool) -> None:
     if destroy:
         dist.destroy_process_group()
     raise SystemExit
-
-
-def set_debug(debug: bool) -> None:
-    os.environ["JITKERN_COMM_DEBUG"] = "1" if debug else ""
-    settings.cache_clear()
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import torch
 import tvm_ffi
 from fake_gpu import OnCuda
 
-from jitkern.comm import nccl, nccl_buffer
+from jitkern.comm import nccl
 
 Address, Count = ctypes.c_void_p, ctypes.c_int64
 lib = ctypes.CDLL(os.environ["JITKERN_NCCL"])
@@ -65,8 +65,8 @@ torch.cuda.current_device = lambda: number
 torch.cuda.is_current_stream_capturing = lambda: is_capturing
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
 nccl._new_word = lambda _: known(torch.zeros(1, dtype=torch.int32))
-nccl_buffer._as_tensor = of_memory
-nccl_buffer._new_bytes = lambda count, _: torch.empty(count, dtype=torch.uint8)
+nccl._as_tensor = of_memory
+nccl._new_bytes = lambda count, _: torch.empty(count, dtype=torch.uint8)
 
 # -- what tests ask for ----------------------------------------------------------------------------
 
@@ -160,16 +160,6 @@ def two_streams() -> list[float]:
     return x.unique().tolist()
 
 
-def group() -> list[list[int]]:
-    comm = comm_child.comm
-    x, output = torch.full((5,), comm.rank), torch.empty(5, dtype=torch.int64)
-    with comm.group():
-        comm.send(known(x), (comm.rank + 1) % comm.size)
-        comm.recv(known(output), (comm.rank - 1) % comm.size)
-    lib.fake_synchronize(stream)
-    return [x.tolist(), output.tolist()]
-
-
 def buffer() -> list[float]:
     comm, values = comm_child.comm, []
     for _ in range(2):
@@ -188,7 +178,7 @@ def body(name: str) -> None:
 
 
 of_all_kinds = comm_child.do_make_nccl
-for mine in (make_nccl, synchronize, replay, two_streams, group, buffer, body):
+for mine in (make_nccl, synchronize, replay, two_streams, buffer, body):
     setattr(comm_child, f"do_{mine.__name__}", mine)
 comm_child.do_live = lambda: math.isfinite(synchronize())
 comm_child.ones, comm_child.lib, comm_child.capture = ones, lib, capture

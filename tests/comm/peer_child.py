@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from jitkern.comm import PeerMemory, guard, peer_memory, peer_range, peer_setup, peer_wire
-from jitkern.comm.guard import Guard
+from jitkern.comm import PeerMemory, descriptors, peer_memory
+from jitkern.comm.rendezvous import Rendezvous
 from jitkern.host import module as host
 
 IS_FAKE = "FAKE_GPUS" in os.environ
@@ -68,25 +68,14 @@ def left() -> dict[str, int]:
 
 def at_step(step: str, then: Any) -> None:
     """Do something when this rank comes to tell the others of a step."""
-    real = Guard.exchange
+    real = Rendezvous.exchange
 
-    def instead(self: Guard, key: str, *args: Any, **how: Any) -> Any:
+    def instead(self: Rendezvous, key: str, *args: Any, **how: Any) -> Any:
         if key == step:
             then()
         return real(self, key, *args, **how)
 
-    Guard.exchange = instead  # type: ignore[method-assign]
-
-
-def ask_slowly() -> None:
-    """Be late with every question to another rank."""
-    real = guard.ask
-
-    def instead(*args: Any) -> Any:
-        time.sleep(0.2)
-        return real(*args)
-
-    guard.ask = instead
+    Rendezvous.exchange = instead  # type: ignore[method-assign]
 
 
 def end(number: int = signal.SIGKILL) -> None:
@@ -176,7 +165,7 @@ def main() -> None:
             end.close()
 
 
-USED = (peer_range, peer_setup, peer_wire)  # by what tests send
+USED = (descriptors,)  # by what tests send
 
 if __name__ == "__main__":
     main()

@@ -35,9 +35,8 @@ def test_a_rank_that_does_not_come(pool: Pool, number: int) -> None:
     for rank in others:
         rank.tell("make", timeout_s=DEADLINE_S)
     for mine, answer in zip((0, 2), errors(others, BOUND_S), strict=True):
-        what = "cannot be done" if number == signal.SIGKILL else "was not done within 2 s"
-        text = f"CommTimeoutError: TorchCommunicator: the set-up on rank {mine} of 3 {what}: rank 1"
-        assert answer["error"].startswith(text), answer
+        text = f"TorchCommunicator: the set-up on rank {mine} of 3 was not done within 2 s: rank 1"
+        assert answer["error"].startswith(f"CommTimeoutError: {text} has not come to it"), answer
         assert answer["missing"] == [1]
         assert (answer["op"], answer["number"]) == ("TorchCommunicator", 0)
 
@@ -51,22 +50,23 @@ def test_a_rank_that_dies_while_it_waits(pool: Pool) -> None:
     (answer,) = errors(ranks[:1], BOUND_S)
     assert answer["missing"] == [1, 2]
     assert "was not done within 2 s: rank 1 (process" in answer["error"]
-    assert "has ended; rank 2 had not come" in answer["error"]
+    assert "has ended; rank 2 has not come to it" in answer["error"]
 
 
 def test_a_rank_that_comes_too_late(pool: Pool) -> None:
     ranks = pool.join(2)
     ranks[0].tell("make", timeout_s=0.5)
     assert errors(ranks[:1], BOUND_S)[0]["missing"] == [1]
-    ranks[1].tell("make", timeout_s=20)
+    ranks[1].tell("make", timeout_s=1)
     (answer,) = errors(ranks[1:], BOUND_S)
     assert answer["missing"] == [0]
-    assert "rank 0 has ended, or gave up: the group's connection to it is closed" in answer["error"]
+    make(ranks)  # and what they have left in the store is in nobody's way
+    everywhere(ranks, "comm.barrier()")
 
 
 def test_versions_differ(pool: Pool) -> None:
     ranks = pool.join(2)
-    ranks[1].evaluate("setattr(guard.jitkern, '__version__', '0.0.9')")
+    ranks[1].evaluate("setattr(rendezvous.jitkern, '__version__', '0.0.9')")
     for rank in ranks:
         rank.tell("make", timeout_s=20)
     for answer in errors(ranks, BOUND_S):
@@ -75,14 +75,6 @@ def test_versions_differ(pool: Pool) -> None:
         assert f"{gone(1, ranks[1])}" in answer["error"]
         assert "  0.0.9" in answer["error"]
     ranks[1].kill()
-
-
-def test_one_rank_compares_calls_and_the_other_does_not(pool: Pool) -> None:
-    ranks = pool.join(2)
-    for number, rank in enumerate(ranks):
-        rank.tell("make", timeout_s=20, debug=bool(number))
-    for answer in errors(ranks, BOUND_S):
-        assert "JITKERN_COMM_DEBUG: differs, expected the same" in answer["error"]
 
 
 # -- in a call -------------------------------------------------------------------------------------
@@ -116,16 +108,13 @@ def test_a_rank_hangs_in_the_middle_of_a_collective(pool: Pool) -> None:
     others = [ranks[0], ranks[2]]
     for answer in errors(others, 0.5 + BOUND_S + 1):
         assert f"{gone(1, ranks[1])}" in answer["error"]
-        assert "does not answer" in answer["error"]
+        assert "does not answer: it is stopped" in answer["error"]
         assert answer["missing"] == [1]
 
 
 CALLS = {
     "all_reduce": "comm.all_reduce(torch.ones(4))",
-    "all_gather": "comm.all_gather(torch.ones(12), torch.ones(4))",
-    "reduce_scatter": "comm.reduce_scatter(torch.ones(4), torch.ones(12))",
     "all_to_all": "comm.all_to_all(torch.ones(12), torch.ones(12))",
-    "barrier": "comm.barrier()",
     "broadcast": "comm.broadcast(torch.ones(4), 1)",
 }
 
@@ -162,8 +151,8 @@ def test_a_message_that_nobody_takes_or_sends(pool: Pool, call: str) -> None:
     ranks = pool.make(2, timeout_s=1.0)
     tell(ranks[:1], f"comm.{call}")
     (answer,) = errors(ranks[:1], 1.0 + LATE_S)
-    path = "rank 0 to rank 1" if call.startswith("send") else "rank 1 to rank 0"
-    text = f"{call[:4]}: call 1 from {path} on rank 0 of 2 was not done within 1 s: "
+    path = "to rank 1" if call.startswith("send") else "from rank 1"
+    text = f"{call[:4]}: rank 0 of 2 {path} was not done within 1 s: "
     assert answer["error"].startswith(f"CommTimeoutError: {text}{gone(1, ranks[1])}")
     assert answer["missing"] == [1]
 
@@ -265,75 +254,3 @@ def test_a_fork_does_not_use_it(pool: Pool) -> None:
     start = "CommError: barrier: TorchCommunicator: this rank has been forked"
     assert text.startswith(start), text
     everywhere(ranks, "comm.barrier()")
-
-
-# -- other calls -----------------------------------------------------------------------------------
-
-MISMATCHES = {
-    "op": ("comm.all_reduce(x)", "comm.all_reduce(x, 'max')", "op=sum", "op=max"),
-    "dtype": ("comm.all_reduce(x)", "comm.all_reduce(x.int())", "dtype=float32", "dtype=int32"),
-    "size": ("comm.all_reduce(x)", "comm.all_reduce(x[:3])", "x=[4]", "x=[3]"),
-    "call": ("comm.all_reduce(x)", "comm.broadcast(x)", "all_reduce  ", "broadcast  "),
-    "src": ("comm.broadcast(x, 0)", "comm.broadcast(x, 1)", "src=0", "src=1"),
-    "splits": (
-        "comm.all_to_all(x.clone(), x, [1, 3], [2, 2])",
-        "comm.all_to_all(x.clone(), x, [1, 3], [3, 1])",
-        "input_splits=[2, 2]",
-        "output_splits=[1, 3]",
-    ),
-    "message": ("comm.send(x, 1)", "comm.recv(x[:2], 0)", "  send  ", "items=2"),
-    "empty": ("comm.all_reduce(x)", "comm.all_reduce(x[:0])", "items=4", "items=0"),
-}
-
-
-@pytest.mark.parametrize("what", MISMATCHES)
-def test_mismatches_are_found(pool: Pool, what: str) -> None:
-    ranks = pool.make(2, debug=True, timeout_s=20)
-    everywhere(ranks, "globals().update(x=torch.ones(4))")
-    first, second, one, other = MISMATCHES[what]
-    tell(ranks[:1], first)
-    tell(ranks[1:], second)
-    for mine, answer in enumerate(errors(ranks, LATE_S)):
-        text = answer["error"]
-        assert text.startswith("CommMismatchError: "), text
-        assert f"on rank {mine} of 2: ranks make different calls, expected the same" in text
-        lines = text.splitlines()
-        assert [line[:8] for line in lines[1:]] == ["  rank 0", "  rank 1"]
-        assert one in lines[1], text
-        assert other in lines[2], text
-    tell(ranks, "comm.barrier()")
-    assert all("this rank has failed: " in answer["error"] for answer in errors(ranks))
-    make(ranks)  # nothing was sent: the group is as it was
-    everywhere(ranks, "comm.barrier()")
-
-
-def test_a_rank_ends_while_calls_are_compared(pool: Pool) -> None:
-    ranks = pool.make(3, debug=True, timeout_s=30)
-    tell([ranks[0], ranks[2]], "comm.all_reduce(torch.ones(3))")
-    time.sleep(0.2)
-    ranks[1].kill()
-    for answer in errors([ranks[0], ranks[2]], LATE_S):
-        assert answer["missing"] == [1]
-        assert f"{gone(1, ranks[1])}" in answer["error"]
-
-
-def test_a_rank_does_not_come_while_calls_are_compared(pool: Pool) -> None:
-    ranks = pool.make(2, debug=True, timeout_s=1.0)
-    everywhere(ranks, "comm.barrier()")
-    tell(ranks[:1], "comm.all_reduce(torch.ones(3))")
-    (answer,) = errors(ranks[:1], 1.0 + LATE_S)
-    assert "all_reduce: call 2 on rank 0 of 2 was not done within 1 s" in answer["error"]
-    assert "has come to call 1 (barrier) only" in answer["error"]
-
-
-def test_other_calls_without_debug_are_hinted_at(pool: Pool) -> None:
-    """Where gloo does not abort: a gather waits for what a broadcast sends, and so on."""
-    ranks = pool.make(2, timeout_s=1.0)
-    tell(ranks[:1], "comm.recv(torch.ones(3), 1)")
-    tell(ranks[1:], "comm.barrier()")
-    answers = errors(ranks, 1.0 + LATE_S)
-    assert answers[0]["missing"] == [1]
-    assert answers[1]["missing"] == [0]
-    assert "rank 1 (process" in answers[0]["error"]
-    made = "has made 0 of 1 calls from rank 1 to rank 0, and of those of all ranks 1, the last"
-    assert f"{made} barrier" in answers[0]["error"]

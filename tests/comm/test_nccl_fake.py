@@ -11,6 +11,7 @@ from nccl_ranks import all_do, make
 
 DEADLINE_S = 1.0
 BOUND_S = DEADLINE_S + LATE_S
+CLASS = "__import__('jitkern.comm.nccl').comm.nccl.PyNCCLCommunicator"
 ENDS = "lambda *a: os.kill(os.getpid(), 9)"
 
 
@@ -31,7 +32,9 @@ def late(rank: Rank, *texts: str) -> None:
 def test_killed_while_nccl_is_set_up(failing_fake_gpus: Pool) -> None:
     """The ranks have met, and the other one never comes to NCCL."""
     two = failing_fake_gpus.join(2)
-    code = f"setattr(__import__('jitkern.comm.nccl').comm.nccl.NcclCalls, 'open', {ENDS})"
+    code = (
+        f"setattr(__import__('jitkern.comm.nccl').comm.nccl.PyNCCLCommunicator, '_connect', {ENDS})"
+    )
     two[1].evaluate(code)
     two[0].tell("make_nccl", timeout_s=DEADLINE_S)
     two[1].tell("make_nccl", timeout_s=DEADLINE_S)
@@ -43,8 +46,7 @@ def test_killed_while_nccl_is_set_up(failing_fake_gpus: Pool) -> None:
 def test_slow_while_nccl_is_set_up(fake_gpus: Pool) -> None:
     """All ranks have come, and NCCL is not done: there is no call to name."""
     two = fake_gpus.join(2)
-    calls = "__import__('jitkern.comm.nccl').comm.nccl.NcclCalls"
-    two[1].evaluate(f"setattr({calls}, 'open', lambda *a: time.sleep(9))")
+    two[1].evaluate(f"setattr({CLASS}, '_connect', lambda *a: time.sleep(9))")
     for rank in two:
         rank.tell("make_nccl", timeout_s=DEADLINE_S)
     assert two[0].error(BOUND_S)["error"] == (
@@ -57,7 +59,7 @@ def test_slow_while_nccl_is_set_up(fake_gpus: Pool) -> None:
 
 def test_killed_before_memory_is_registered(failing_fake_gpus: Pool) -> None:
     two = failing_fake_gpus.join(2)
-    two[1].evaluate(f"setattr(__import__('jitkern.comm.nccl').comm.nccl, 'Buffer', {ENDS})")
+    two[1].evaluate(f"setattr(__import__('jitkern.comm.nccl').comm.nccl, '_Buffer', {ENDS})")
     for rank in two:
         rank.tell("make_nccl", timeout_s=DEADLINE_S, max_size_bytes=4096)
     late(two[0], "init_pynccl")
@@ -173,7 +175,7 @@ def test_a_connection_is_closed(sockets: Pool) -> None:
     two[1].kill()
     two[0].ask("calls", count=1)
     broken(two[0], [1], f"cannot be done: rank 1 (process {two[1].pid} on ", "has ended; NCCL 2.28")
-    cause = two[0].evaluate("str(comm._calls.error.__cause__)")
+    cause = two[0].evaluate("str(comm._error.__cause__)")
     assert cause.startswith(f"all_reduce: {CLOSED}")
     two[0].tell("calls", count=1)
     assert two[0].error()["missing"] == [1]
@@ -191,7 +193,7 @@ def test_a_connection_is_closed_at_the_first_call(sockets: Pool) -> None:
 
 def test_a_connection_is_closed_in_the_set_up(sockets: Pool) -> None:
     two = sockets.join(2)
-    two[1].evaluate(f"setattr(__import__('jitkern.comm.nccl').comm.nccl, 'Buffer', {ENDS})")
+    two[1].evaluate(f"setattr(__import__('jitkern.comm.nccl').comm.nccl, '_Buffer', {ENDS})")
     for rank in two:
         rank.tell("make_nccl", timeout_s=60, max_size_bytes=4096)
     answer = two[0].error(SOON_S)
@@ -200,7 +202,7 @@ def test_a_connection_is_closed_in_the_set_up(sockets: Pool) -> None:
 
 
 def test_who_is_only_slow_is_not_missing(sockets: Pool) -> None:
-    """Rank 3 has time left, and hears of rank 2 when it comes: all shrink by the same list."""
+    """Rank 3 has time left, and hears of rank 2 when it comes: all name the same ones."""
     four = sockets.join(4)
     make(four, timeout_s=60)
     count_up(four)
@@ -210,17 +212,13 @@ def test_who_is_only_slow_is_not_missing(sockets: Pool) -> None:
     slow = f"; rank 3 (process {four[3].pid} on "
     for rank in four[:2]:
         broken(rank, [2])
-    two_texts = [rank.evaluate("str(comm._calls.error)") for rank in four[:2]]
+    two_texts = [rank.evaluate("str(comm._error)") for rank in four[:2]]
     assert any(
         slow in text and "has come to call 3 (all_reduce) only" in text for text in two_texts
     )
     four[3].tell("calls", count=1)
     assert four[3].answer()  # of NCCL, or of the thread that watches
     broken(four[3], [2])
-    left = [*four[:2], four[3]]
-    all_do(left, "shrink", exclude=[2], timeout_s=60)
-    all_do(left, "body", name="all_reduce")
-    all_do(left, "evaluate", code="comm.close()")
 
 
 @pytest.mark.parametrize("has_come", [False, True])
@@ -239,25 +237,11 @@ def test_a_rank_has_left(sockets: Pool, has_come: bool) -> None:
         two[1].evaluate("lib.fake_release(point)")
 
 
-def test_a_wrong_shrink_leaves_it_as_it_was(fake_gpus: Pool) -> None:
-    two = two_of(fake_gpus, timeout_s=20)
-    for code, text in {
-        "comm.shrink([1], timeout_s=0)": "ValueError: shrink: timeout_s: 0, expected more than 0",
-        "comm.shrink([1], timeout_s='1')": "TypeError: shrink: timeout_s: str, expected seconds",
-        "comm.shrink(['1'])": "TypeError: shrink: exclude: str in it, expected ranks",
-        "comm.shrink([0])": "ValueError: shrink: exclude: rank 0, expected ranks from 0 to 1 other",
-    }.items():
-        two[0].tell("evaluate", code=code)
-        assert two[0].error()["error"].startswith(text)
-    all_do(two, "calls", count=1)
-    all_do(two, "evaluate", code="comm.close()")
-
-
 def test_graphs_hold_a_communicator(fake_gpus: Pool) -> None:
     two = two_of(fake_gpus, timeout_s=20)
     all_do(two, "replay", count=1)
     two[0].evaluate("lib.fake_nccl_graphs(1)")
-    code = "setattr(__import__('jitkern.comm.nccl_calls').comm.nccl_calls, '_GRAPHS_S', 0.3)"
+    code = "setattr(__import__('jitkern.comm.nccl').comm.nccl, '_GRAPHS_S', 0.3)"
     two[0].evaluate(code)
     for rank in two:
         rank.tell("evaluate", code="comm.close()")
@@ -271,7 +255,7 @@ def test_a_receive_that_nobody_sends(fake_gpus: Pool) -> None:
     """Ranks that are alive are told apart by what they have sent each other."""
     two = two_of(fake_gpus)
     two[0].tell("evaluate", code="comm.recv(ones(4), 1)")
-    late(two[0], "recv: call 1 from rank 1 to rank 0", "has made 0 of 1 calls from rank 1 to rank")
+    late(two[0], "recv: rank 0 of 2 from rank 1 was not done within 1 s", "has not come to it")
     two[1].evaluate("comm.abort()")
 
 

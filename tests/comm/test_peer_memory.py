@@ -125,17 +125,6 @@ def test_a_barrier_that_some_do_not_come_to(any_ranks: Ranks) -> None:
     assert processes[0].ask("read(1, 0)") == [0]  # the memory is there
 
 
-def test_a_barrier_that_is_the_last_that_a_rank_does(cpu_ranks: Ranks) -> None:
-    """The others have come to it all the same."""
-    processes = cpu_ranks.meet(4)
-    processes[2].ask("ask_slowly()")
-    processes[0].tell("peers.barrier(); os._exit(0)")
-    for process in processes[1:]:
-        process.tell("peers.barrier()")
-    for process in processes[1:]:
-        process.value()
-
-
 # -- lifetime --------------------------------------------------------------------------------------
 
 
@@ -172,7 +161,7 @@ def test_nothing_is_left(any_ranks: Ranks) -> None:
 
 
 def test_while_it_is_open_no_descriptor_is(any_ranks: Ranks) -> None:
-    """The mappings are enough, and the guard's board."""
+    """The mappings are enough."""
     for process in any_ranks.meet(2):
         held = process.ask("[os.path.realpath(f) for f in Path('/proc/self/fd').iterdir()]")
         assert held and not [one for one in held if "memfd" in one], held

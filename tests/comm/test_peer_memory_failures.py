@@ -12,7 +12,7 @@ import pytest
 from children import wait_until
 from peer_ranks import Rank, Ranks, together
 
-STEPS = ["make", "listen", "give", "take", "map", "write", "compare", "receive", "clear"]
+STEPS = ["make", "listen", "give", "take", "map", "nonce", "compare", "clear"]
 INSTEAD = "use init_pynccl's all_reduce between them"
 
 
@@ -23,7 +23,7 @@ def all_say(texts: list[str], kind: str, *parts: str) -> None:
 
 
 def nothing_is_left(processes: list[Rank], before: list[dict[str, int]]) -> None:
-    """But for the boards of guards, whose threads take a moment to end."""
+    """Threads take a moment to end."""
     wait_until(lambda: together(processes, "left()") == before, timeout_s=10)
 
 
@@ -64,65 +64,59 @@ def test_a_rank_on_the_cpu_and_one_on_a_gpu(gpu_ranks: Ranks) -> None:
 def test_two_hosts(any_ranks: Ranks) -> None:
     rename = "socket.gethostname = lambda: 'node-b'; os.uname = lambda: None"
     there = f"import platform; {rename}; platform.node = socket.gethostname; "
-    there += "peer_setup._machine = lambda: 'another'"
+    there += "peer_memory._machine = lambda: 'another'"
     _, texts = fail_at(any_ranks, 3, "", there, "")
     here = socket.gethostname()
     came = f"ranks 0, 2 are on {here} and rank 1 is on "
     all_say(texts, "UnsupportedError", came, "expected all on one host; between hosts use init_py")
 
 
-def test_a_rank_that_ends_of_its_error(cpu_ranks: Ranks) -> None:
-    """The others raise that error, too, and not that it has ended."""
-    dying, other = cpu_ranks.start(2)
-    dying.ask("peer_setup._machine = lambda: 'another'")
-    dying.ask("real = make\ndef make(*args):\n  try: real(*args)\n  finally: os._exit(0)")
-    other.ask("ask_slowly()")
-    cpu_ranks.tell_make([dying, other])
-    all_say([other.error()], "UnsupportedError", "expected all on one host")
-
-
 def test_two_network_namespaces(cpu_ranks: Ranks) -> None:
-    other = "peer_setup._network = lambda: 7"
+    other = """
+real, other = os.stat, os.stat_result([0, 7, *[0] * 8])
+os.stat = lambda path, **how: other if 'ns/net' in str(path) else real(path, **how)
+"""
     _, texts = fail_at(cpu_ranks, 3, "", other, "")
     said = "2 network namespaces, expected one: ranks 0, 2 are in one and rank 1 is in one"
     all_say(texts, "UnsupportedError", said)
 
 
-def test_a_process_of_another_user(cpu_ranks: Ranks) -> None:
-    """The others' kernel says so: here it is the rank that does not believe it."""
-    pretend = "peer_wire.unix.peer = lambda connection: (1, 12345)"
+def test_a_process_of_another_user_takes_nothing(cpu_ranks: Ranks) -> None:
+    """Linux says whose it is."""
+    pretend = "descriptors.peer_uid = lambda end: 12345"
     processes, texts = fail_at(cpu_ranks, 2, "", pretend)
     said = f"rank 0 (process {processes[0].pid} on {socket.gethostname()}) is of uid 12345"
     all_say(texts, "CommError", said, f"expected uid {os.geteuid()} as this process")
     assert texts[0].startswith("CommError: PeerMemory: on rank 1: rank 0 (")
 
 
-def test_strangers_at_the_door(cpu_ranks: Ranks) -> None:
-    """What they send is dropped, and the ranks meet."""
+@pytest.mark.parametrize("is_of_another_user", [True, False])
+def test_strangers_at_the_door(cpu_ranks: Ranks, is_of_another_user: bool) -> None:
+    """What they send is dropped, by whom it is though it has the right word, or for its word."""
     processes = cpu_ranks.start(2)
-    knock = """
-import jitkern.unix as unix
-def knock():
-    for sent in (b'GET / HTTP/1.1', b'', b'{"magic":"jitkern-peers","version":1,"kind":"memory"}',
-                 b'{"kind":"memory","magic":"jitkern-peers","name":"guess","rank":0,"version":1}'):
-        with unix.new_socket() as end, open('/dev/null') as other:
-            end.connect(peer_wire._PROTOCOL.address(found[0]))
-            if sent:
-                socket.send_fds(end, [sent], [other.fileno()])
-found = []
-real = peer_wire.Listener.__init__
-def listen(self):
-    real(self)
-    found.append(self.name)
-    knock()
-peer_wire.Listener.__init__ = listen
+    knock = f"""
+import tempfile
+strange = []
+real_uid, real_take, real_give = descriptors.peer_uid, descriptors._take, descriptors._give
+descriptors.peer_uid = lambda end: 12345 if strange and strange.pop() else real_uid(end)
+def take(end, words, fds):
+    for word in [*words] if {is_of_another_user} else ['', 'guess', 'x' * 65]:
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ends[0], ends[1], tempfile.TemporaryFile() as other:
+            os.ftruncate(other.fileno(), 2 << 20)
+            socket.send_fds(ends[0], [word.encode() or b'-'], [other.fileno()])
+            strange[:] = [1] * {is_of_another_user}
+            real_take(ends[1], words, fds)
+    real_take(end, words, fds)
+descriptors._take = take
 """
     processes[1].ask(knock)
     before = processes[1].ask("left()")["descriptors"]
     cpu_ranks.tell_make(processes)
     for process in processes:
         process.value()
-    assert processes[1].ask("read(0, 0)") == [0]
+    processes[0].ask("write(0, 0, 7)")
+    assert processes[1].ask("read(0, 0)") == [7]
     together(processes, "peers.close()")
     together(processes, "globals().pop('peers') and None")
     wait_until(lambda: processes[1].ask("left()")["descriptors"] <= before + 1)
@@ -177,11 +171,11 @@ def test_wrong_data(gpu_ranks: Ranks) -> None:
 def test_wrong_data_on_the_cpu(cpu_ranks: Ranks) -> None:
     """One rank's last byte is not what it has written."""
     wrong = """
-real = peer_range.Proof.write
-def write(self, place):
-    real(self, place)
-    self.made.write((place.rank + 1) * self.share_bytes - 1, b'!', -1, 1.0)
-peer_range.Proof.write = write
+real = peer_memory.Proof.write
+def write(self, mine):
+    real(self, mine)
+    self.made.write((mine.rank + 1) * self.share_bytes - 1, b'!', -1, 1.0)
+peer_memory.Proof.write = write
 """
     _, texts = fail_at(cpu_ranks, 2, "", wrong)
     for rank, text in enumerate(texts):
@@ -192,7 +186,11 @@ peer_range.Proof.write = write
 def test_wrong_data_from_another_rank(any_ranks: Ranks) -> None:
     """Reads are right, and one rank's writes do not arrive."""
     wrong = """
-peer_range.Proof.send = lambda self, mine, other: None
+real = peer_memory.Proof.compare
+def compare(self, mine, peers):
+    self = self._replace(made=self.made._replace(write=lambda *_: None))
+    real(self, mine, peers)
+peer_memory.Proof.compare = compare
 """
     _, texts = fail_at(any_ranks, 3, "", wrong, "")
     for rank in (0, 2):
@@ -234,7 +232,7 @@ def check_in_time(ranks: Ranks, processes: list[Rank], timeout_s: float) -> list
     return answers
 
 
-@pytest.mark.parametrize("step", ["meet", *STEPS])
+@pytest.mark.parametrize("step", STEPS)
 def test_a_rank_that_is_killed(cpu_ranks: Ranks, step: str) -> None:
     processes = cpu_ranks.start(3)
     processes[1].ask(f"at_step({step!r}, end)")
@@ -261,7 +259,7 @@ def test_a_rank_on_a_gpu_that_is_killed(gpu_ranks: Ranks, step: str) -> None:
 def test_a_rank_whose_memory_does_not_come(cpu_ranks: Ranks) -> None:
     """Though it says that it has sent it: a stranger at the other's door, or a full one."""
     processes = cpu_ranks.start(3)
-    processes[2].ask("peer_wire.give = lambda *_: None")
+    processes[2].ask("descriptors._give = lambda *_: None")
     cpu_ranks.tell_make(processes, "timeout_s=1")
     said = f"rank 2 (process {processes[2].pid} on {socket.gethostname()}) did not send its"
     for process in processes[:2]:
@@ -273,7 +271,7 @@ def test_a_rank_whose_memory_does_not_come(cpu_ranks: Ranks) -> None:
 
 def test_a_rank_that_is_killed_while_others_send_to_it(cpu_ranks: Ranks) -> None:
     processes = cpu_ranks.start(3)
-    processes[2].ask("peer_wire._give = lambda *_: end()")
+    processes[2].ask("descriptors._give = lambda *_: end()")
     cpu_ranks.tell_make(processes, "timeout_s=2")
     for answer in check_in_time(cpu_ranks, processes[:2], 2):
         assert 2 in answer["missing"], answer
@@ -308,17 +306,17 @@ def test_a_rank_that_never_comes(any_ranks: Ranks) -> None:
 def test_a_rank_that_is_interrupted(cpu_ranks: Ranks) -> None:
     """By Ctrl-C: the others hear of it at once."""
     processes = cpu_ranks.start(2)
-    interrupt = "def interrupt(*_): raise KeyboardInterrupt\npeer_setup._map = interrupt"
+    interrupt = "def interrupt(*_): raise KeyboardInterrupt\npeer_memory._map = interrupt"
     processes[1].ask(interrupt)
     texts = cpu_ranks.errors(processes)
     assert texts[1].startswith("KeyboardInterrupt")
     assert texts[0].startswith("CommTimeoutError: PeerMemory")
-    assert "PeerMemory: interrupted by KeyboardInterrupt" in texts[0]
+    assert "has failed: interrupted by KeyboardInterrupt" in texts[0]
     assert [one.ask("left()")["mappings"] for one in processes] == [0, 0]
 
 
 def test_any_other_failure_of_one_rank(cpu_ranks: Ranks) -> None:
     """In it as it is; in the others as one of jitkern's."""
-    _, texts = fail_at(cpu_ranks, 2, "", "peer_wire.give = lambda *_: 1 // 0")
+    _, texts = fail_at(cpu_ranks, 2, "", "descriptors._give = lambda *_: 1 // 0")
     assert texts[1].startswith("ZeroDivisionError: ")
     assert texts[0].startswith("CommError: PeerMemory: on rank 1: "), texts

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peer_ranks import Ranks
-from torch.distributed import FileStore
+from torch.distributed import FileStore, HashStore
 
 from jitkern.comm import PeerMemory
-from jitkern.errors import CommError, CommTimeoutError
+from jitkern.errors import CommError
 
 PIECE = 2 << 20
 DTYPES = [
@@ -33,9 +32,20 @@ DTYPES = [
 ]
 
 
+def threads(size: int, num_bytes: int) -> list[PeerMemory]:
+    """Those of ranks that are threads."""
+    store = HashStore()
+
+    def make(rank: int) -> PeerMemory:
+        return PeerMemory(num_bytes, store, rank=rank, size=size, device="cpu", timeout_s=20)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(make, range(size)))
+
+
 @pytest.fixture
 def pair() -> Iterator[list[PeerMemory]]:
-    made = PeerMemory.of_devices(1024, ["cpu", torch.device("cpu", 0)])
+    made = threads(2, 1024)
     yield made
     for one in made:
         one.close()
@@ -74,14 +84,12 @@ def test_shapes(pair: list[PeerMemory]) -> None:
 
 
 def test_the_whole_of_several() -> None:
-    made = PeerMemory.of_devices(PIECE, ["cpu"] * 3)
+    made = threads(3, PIECE)
     for rank, one in enumerate(made):
         one.tensor(PIECE // 4, torch.int32).fill_(rank)
     table = made[1].whole([3, PIECE // 4], torch.int32)
     assert [row.unique().tolist() for row in table] == [[0], [1], [2]]
     assert made[2].whole(5, torch.int64).shape == (5,)  # its first rows alone
-    for one in made:
-        assert one.addresses == made[0].addresses
     with pytest.raises(ValueError, match=f"{3 * PIECE + 1} bytes from 0 on, expected at most"):
         made[0].whole(3 * PIECE + 1, torch.uint8)
 
@@ -209,23 +217,13 @@ def test_what_is_no_memory(
     assert str(caught.value).startswith(f"PeerMemory: {said}")
 
 
-def test_devices_that_are_refused() -> None:
-    expected = "expected some GPUs, or the CPU alone"
-    with pytest.raises(ValueError, match=f"^PeerMemory: devices: none, {expected}$"):
-        PeerMemory.of_devices(64, [])
-    with pytest.raises(ValueError, match=f"^PeerMemory: devices: cpu, cuda:0, {expected}$"):
-        PeerMemory.of_devices(64, ["cpu", "cuda:0"])
-    with pytest.raises(TypeError, match=r"^PeerMemory: devices: int, expected a torch.device$"):
-        PeerMemory.of_devices(64, [0])
-
-
 # -- lifetime --------------------------------------------------------------------------------------
 
 
 def test_the_last_user_gives_the_memory_back() -> None:
     before, descriptors = mappings(), len(os.listdir("/proc/self/fd"))
-    made = PeerMemory.of_devices(64, ["cpu"] * 4)
-    assert mappings() == before + 4
+    made = threads(4, 64)
+    assert mappings() == before + 4 * 4
     assert len(os.listdir("/proc/self/fd")) == descriptors
     last = made[3].remote(1, 8, torch.int8)[3:].view(5)
     for one in made:
@@ -242,7 +240,7 @@ def test_the_last_user_gives_the_memory_back() -> None:
 
 def test_memory_that_nobody_closes() -> None:
     before = mappings()
-    made = PeerMemory.of_devices(64, ["cpu"] * 2)
+    made = threads(2, 64)
     view = made[0].tensor(4, torch.int8)
     del made
     assert mappings() == before + 2
@@ -251,105 +249,10 @@ def test_memory_that_nobody_closes() -> None:
 
 
 def test_addresses_end_with_the_memory() -> None:
-    (one,) = PeerMemory.of_devices(64, ["cpu"])
+    (one,) = threads(1, 64)
     assert one.addresses == (one.tensor(1, torch.int8).data_ptr(),)
     assert one.addresses[0] % PIECE == 0
     assert repr(one) == "PeerMemory(64 bytes of each rank, rank 0 of 1 on cpu)"
     one.close()
     with pytest.raises(RuntimeError, match=r"^PeerMemory.addresses: the memory is closed$"):
         assert one.addresses
-
-
-# -- barriers of threads ---------------------------------------------------------------------------
-
-
-def test_threads_meet() -> None:
-    made = PeerMemory.of_devices(64, ["cpu"] * 3)
-    wrong: list[str] = []
-
-    def work(one: PeerMemory) -> None:
-        for turn in range(50):
-            one.tensor(1, torch.int32).fill_(turn)
-            one.barrier()
-            found = [one.remote(rank, 1, torch.int32).item() for rank in range(3)]
-            wrong.extend([f"{turn}: {found}"] * (found != [turn] * 3))
-            one.barrier()
-
-    threads = [threading.Thread(target=work, args=(one,)) for one in made]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not wrong
-
-
-def test_threads_that_do_not_come() -> None:
-    made = PeerMemory.of_devices(64, ["cpu"] * 3, timeout_s=60)
-    with pytest.raises(CommTimeoutError) as caught:
-        made[1].barrier(timeout_s=0.05)
-    said = "barrier: call 1 on rank 1 of 3: rank 0, rank 2 did not come within 0.05 s"
-    assert str(caught.value) == f"{said}, expected a thread for each"
-    error = caught.value
-    assert (error.missing, error.op, error.number, error.rank) == ((0, 2), "barrier", 1, 1)
-    with pytest.raises(CommError, match="rank 0, rank 2 did not come to barrier 1; make a new one"):
-        made[0].barrier()
-
-
-def test_a_thread_that_waits_hears_that_one_has_closed() -> None:
-    made = PeerMemory.of_devices(64, ["cpu"] * 2, timeout_s=60)
-    timer = threading.Timer(0.1, made[0].close)
-    timer.start()
-    with pytest.raises(
-        CommError, match=r"^barrier: PeerMemory: rank 0 has closed its memory; make"
-    ):
-        made[1].barrier()
-    timer.join()
-
-
-def test_one_rank_in_two_threads() -> None:
-    made = PeerMemory.of_devices(64, ["cpu"] * 2, timeout_s=60)
-    thread = threading.Thread(target=made[0].barrier)
-    thread.start()
-    while not made[0]._met._here:  # type: ignore[union-attr]
-        pass
-    with pytest.raises(CommError, match=r"^barrier: rank 0 waits already"):
-        made[0].barrier()
-    made[1].barrier()
-    thread.join()
-
-
-# -- several GPUs of one process -------------------------------------------------------------------
-
-
-def test_several_gpus_of_one_process(gpu_ranks: Ranks) -> None:
-    (one,) = gpu_ranks.start(1)
-    one.ask("made = PeerMemory.of_devices(2 << 20, ['cuda:0', 'cuda:2', 'cuda:2'])")
-    one.ask("made[1].tensor(4, torch.uint8).fill_(6)")
-    assert one.ask("made[0].remote(1, 4, torch.uint8).tolist()") == [6, 6, 6, 6]
-    assert one.ask("seen_devices") == ["cuda:2", "cuda:0"]
-    assert one.ask("made[2].whole(6 << 20, torch.uint8).sum().item()") == 24
-    assert one.ask("[str(m.device) for m in made]") == ["cuda:0", "cuda:2", "cuda:2"]
-    counts = one.ask("left()")
-    assert (counts["handles"], counts["mapped"], counts["reserved"]) == (0, 3, 1)
-    one.ask("kept = made[2].tensor(4, torch.uint8); [m.close() for m in made]")
-    assert one.ask("left()")["mapped"] == 3
-    one.ask("del kept")
-    counts = one.ask("left()")
-    assert (counts["handles"], counts["mapped"], counts["reserved"]) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("FAKE_APART='0,3'", "cuda:0 of rank 0 (GPU-66616b65-2047-5055-0000-000000000000) cannot"),
-        ("FAKE_NO_VMM='1'", "cuda:0 of rank 0 (GPU-66616b65-2047-5055-0000-000000000000) has no"),
-        ("FAKE_GPU_MIB='1'", "GPU 0 has no 2097152 bytes left; torch.cuda.empty_cache() gives"),
-    ],
-)
-def test_gpus_of_one_process_that_do_not_fit(gpu_ranks: Ranks, setting: str, said: str) -> None:
-    (one,) = gpu_ranks.start(1)
-    one.ask(f"os.environ.update({setting})")
-    text = one.refuses("PeerMemory.of_devices(64, ['cuda:0', 'cuda:3'])")
-    kind = "MemoryError" if "MIB" in setting else "UnsupportedError"
-    assert text.startswith(f"{kind}: PeerMemory: {said}"), text
-    assert set(list(one.ask("left()").values())[1:]) == {0}

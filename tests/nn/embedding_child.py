@@ -25,7 +25,7 @@ from ref import ref_indexing, same_bits
 from torch import Tensor
 
 import jitkern  # noqa: F401
-from jitkern.comm import TorchCommunicator, peer_range, peer_setup  # noqa: F401
+from jitkern.comm import TorchCommunicator, peer_memory
 from jitkern.nn import TPEmbedding
 from jitkern.nn import rows as nn_rows
 
@@ -34,7 +34,7 @@ torch.set_num_threads(1)  # ranks share the cores of a small machine
 device = torch.device("cpu")
 comm: Recording
 module: Any = None
-machine = peer_setup._machine
+machine = peer_memory._machine
 
 
 class Recording:
@@ -258,7 +258,7 @@ def do_fail_to_write() -> None:
 
 def do_be_elsewhere(where: str = "") -> None:
     """Be on another host than the other ranks."""
-    peer_setup._machine = (lambda: where) if where else machine
+    peer_memory._machine = (lambda: where) if where else machine
 
 
 def do_join(path: str, rank: int, size: int) -> None:

@@ -268,8 +268,8 @@ def test_wasteful_rows(two: list[Rank]) -> None:
 
 def test_ranks_whose_pages_differ(two: list[Rank]) -> None:
     """All ranks sum, or all raise."""
-    code = "setattr(peer_range, 'piece_bytes', lambda _: 4 << 20)"
-    two[1].evaluate(f"[globals().update(real=peer_range.piece_bytes), {code}] and None")
+    code = "setattr(peer_memory, '_piece_bytes', lambda _: 4 << 20)"
+    two[1].evaluate(f"[globals().update(real=peer_memory._piece_bytes), {code}] and None")
     assert [one[0] for one in all_do(two, "make", **SMALL)] == ["all_reduce", "all_reduce"]
     assert all_do(two, "load", value=4) == [[4.0], [4.0]]
     for rank in two:
@@ -277,7 +277,7 @@ def test_ranks_whose_pages_differ(two: list[Rank]) -> None:
     for rank in two:
         error = rank.error()["error"]
         assert error.startswith("UnsupportedError: TPEmbedding: memory of one of the ranks comes ")
-    two[1].evaluate("setattr(peer_range, 'piece_bytes', real)")
+    two[1].evaluate("setattr(peer_memory, '_piece_bytes', real)")
 
 
 def test_ranks_that_ask_for_different_tables(two: list[Rank]) -> None:

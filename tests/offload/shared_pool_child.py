@@ -59,7 +59,11 @@ def main() -> None:
         say(error=f"{type(error).__name__}: {error}")
         return
     table = pool.tensor([pool.stats.num_bytes // 8], torch.int64)
-    say(handle=[pool.handle.name, pool.handle.num_bytes] if "handle" not in told else None)
+    say(
+        handle=[pool.handle.name, pool.handle.num_bytes, pool.handle.pid, pool.handle.fd]
+        if "handle" not in told
+        else None
+    )
     for line in sys.stdin:
         order = json.loads(line)
         if "write" in order:

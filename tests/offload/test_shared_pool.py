@@ -15,8 +15,9 @@ from typing import Any
 import forks
 import pytest
 
+from jitkern.errors import ShareError
 from jitkern.host import module as host
-from jitkern.offload import PinnedPool, Share, hostmem
+from jitkern.offload import PinnedPool, PoolHandle, Share, hostmem, pool
 
 CHILD = Path(__file__).resolve().parent / "shared_pool_child.py"
 NUM_BYTES = (5 << 20) + 24
@@ -66,7 +67,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def test_all_have_the_same_memory(ranks: Ranks) -> None:
     three = ranks.all()
     handles = [rank.said()["handle"] for rank in three]
-    assert handles == [[ranks.name, NUM_BYTES]] * 3
+    assert [handle[:2] for handle in handles] == [[ranks.name, NUM_BYTES]] * 3
     for number, rank in enumerate(three):
         rank.ask(write=1000 * number, value=number + 5)
     assert [[rank.ask(read=1000 * i) for i in range(3)] for rank in three] == [[5, 6, 7]] * 3
@@ -90,6 +91,7 @@ def test_one_that_is_no_rank_attaches(ranks: Ranks) -> None:
 def test_a_pool_that_is_dropped_leaves_nothing() -> None:
     """No thread, no descriptor, no name."""
     share = Share(f"test-dropped-{os.getpid()}", 0, 1)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         pool = PinnedPool(NUM_BYTES, share=share)
@@ -106,6 +108,7 @@ def test_behind_the_last_step_nothing_fails_in_one_rank(monkeypatch: pytest.Monk
     def asked(*_: int) -> int:
         raise error
 
+    host.module()  # which stays open
     share = Share(f"test-behind-{os.getpid()}", 0, 1)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     monkeypatch.setattr(hostmem, "huge_bytes", asked)
@@ -158,10 +161,9 @@ def test_all_raise_where_one_does_not_come(ranks: Ranks, becomes: str, step: str
         assert said[who] == {"error": "RuntimeError: no more of this"}
     for number, one in enumerate(said):
         if number != who:
-            assert one["error"].startswith(
-                f"ShareError: PinnedPool: share '{ranks.name}': step "
-            ), one
-            assert f"rank {who} " in one["error"], one
+            start = f"ShareError: PinnedPool: share '{ranks.name}': "
+            assert one["error"].startswith(start), one
+            assert f"rank {who}{' ' if becomes == 'killed' else ':'}" in one["error"], one
             assert ("no more of this" in one["error"]) == (becomes == "failed"), one
 
 
@@ -177,3 +179,77 @@ def test_ranks_that_want_another_size(ranks: Ranks) -> None:
     for rank in two:
         said = rank.said()
         assert f"{NUM_BYTES + 8}" in said["error"] and "rank 1" in said["error"], said
+
+
+def test_a_forked_child_does_not_keep_the_memory() -> None:
+    """It has no descriptor of it, nor may it use the pool."""
+    made = PinnedPool(NUM_BYTES, share=Share(f"test-fork-{os.getpid()}", 0, 1))
+    said, say = os.pipe()
+    if os.fork() == 0:
+        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if is_open(fd)]
+        os.write(say, str(sum("jitkern-pool" in link for link in links)).encode())
+        os._exit(0)
+    os.close(say)
+    with open(said) as file:
+        assert file.read() == "0"
+    os.wait()
+    made.close()
+
+
+def is_open(fd: int) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def test_attach_to_what_is_no_pool() -> None:
+    made = PinnedPool(NUM_BYTES, share=Share(f"test-attach-{os.getpid()}", 0, 1))
+    handle = made.handle
+    with PinnedPool.attach(handle) as other:
+        assert other.stats.num_bytes == NUM_BYTES
+    wrong = {
+        "has it no more": PoolHandle("other", NUM_BYTES, handle.pid, handle.fd),
+        "of another size": PoolHandle(handle.name, 1, handle.pid, handle.fd),
+    }
+    for text, one in wrong.items():
+        with pytest.raises(ShareError, match=text):
+            PinnedPool.attach(one)
+    made.close()
+    with pytest.raises(ShareError, match="has it no more"):
+        PinnedPool.attach(handle)
+
+
+def test_nobody_truncates_the_memory() -> None:
+    with PinnedPool(NUM_BYTES, share=Share(f"test-seal-{os.getpid()}", 0, 1)) as made:
+        for num_bytes in (0, NUM_BYTES + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(made.handle.fd, num_bytes)
+
+
+def test_a_folder_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_SHARED", tmp_path)
+    (tmp_path / f"jitkern-{os.geteuid()}").mkdir()
+    (tmp_path / f"jitkern-{os.geteuid()}").chmod(0o777)
+    with pytest.raises(ShareError, match=r"mode 777, expected a folder of uid \d+ alone, mode 700"):
+        PinnedPool(NUM_BYTES, share=Share("test-folder", 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "text"),
+    [
+        ((3, 0, 1), TypeError, "name: int, expected str"),
+        (("", 0, 1), ValueError, "name: '', expected 1 to 64 letters, digits, '.', '_' and '-'"),
+        (("a/b", 0, 1), ValueError, "name: 'a/b', expected 1 to 64 letters"),
+        (("a\n", 0, 1), ValueError, "name: 'a\\n', expected 1 to 64 letters"),
+        (("a" * 65, 0, 1), ValueError, "expected 1 to 64 letters"),
+        (("a", None, 1), TypeError, "rank: None, expected int"),
+        (("a", True, 2), TypeError, "rank: bool, expected int"),
+        (("a", -1, 1), ValueError, "rank: -1, expected at least 0"),
+        (("a", 3, 2), ValueError, "rank 3, expected below num_ranks 2"),
+        (("a", 0, 0), ValueError, "num_ranks: 0, expected at least 1"),
+        (("a", 0, 1, "5"), TypeError, "timeout_s: str, expected seconds"),
+        (("a", 0, 1, 0), ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
+    ],
+)
+def test_wrong_shares(args: tuple[Any, ...], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        Share(*args)
+    assert str(caught.value).startswith("PinnedPool: share") and text in str(caught.value)

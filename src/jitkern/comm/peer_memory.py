@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitkern.comm import peer_local, peer_range, peer_setup
+from jitkern import memfd
 from jitkern.comm.args import device_arg, seconds_arg
-from jitkern.comm.guard import Guard, Position
-from jitkern.comm.peer_args import bytes_arg, extent, ranks_arg
-from jitkern.comm.peer_range import Range
+from jitkern.comm.descriptors import Descriptors, hand_over
+from jitkern.comm.rendezvous import PeerInfo, Rendezvous
+from jitkern.errors import UnsupportedError
+from jitkern.host import module as host
 from jitkern.ops.common import type_text
 
 if TYPE_CHECKING:
     import torch
+
+HOST_PIECE_BYTES = 2 << 20  # on the CPU, as on the GPUs that there are
+_MAX_BYTES = 1 << 46  # of a rank: less than the addresses of a process
+_OWN_PART = 0.8  # of a deadline, that a rank waits for its GPU: so the others hear of it in time
+_PROOF_BYTES = 512
+_INSTEAD = "use init_pynccl's all_reduce between them"
 
 
 class PeerMemory:
@@ -85,7 +98,6 @@ class PeerMemory:
     device: torch.device
     num_bytes: int
     share_bytes: int
-    _range: Range | None
     _maker = "PeerMemory"  # what the errors of a set-up begin with
     _settings: Mapping[str, Any] = {}  # more that all ranks must have in common
 
@@ -99,68 +111,30 @@ class PeerMemory:
         device: torch.device | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        num_bytes = bytes_arg(num_bytes)
-        rank, size = ranks_arg(group, rank, size)
-        where = device_arg("PeerMemory", "device", device)
-        ordinal = _ordinal(where)
-        self._num_barriers, self._num_met = 0, 0
-        guard = Guard(
+        self.num_bytes = _bytes_arg(num_bytes)
+        self.device = device_arg("PeerMemory", "device", device)
+        self._num_barriers, self._pid = 0, os.getpid()
+        ordinal = _ordinal(self.device)
+        facts = {
+            "num_bytes": num_bytes,
+            "device": self.device.type,
+            "_piece_bytes": _piece_bytes(ordinal),
+            "_ordinal": ordinal,
+            "_gpu": _gpu_id(ordinal),
+            "_machine": _machine(),
+            "_network": os.stat("/proc/self/ns/net").st_ino,
+        }
+        self._met = Rendezvous(
             *(self._maker, group, rank, size),
-            timeout_s=timeout_s,
-            position=self._position,
-            facts={**peer_setup.facts(num_bytes, ordinal), **self._settings},
-        )
+            timeout_s=timeout_s, position=self._position, facts={**facts, **self._settings},
+        )  # fmt: skip
+        self.rank, self.size = self._met.rank, self._met.size
         try:
-            share_bytes = peer_setup.share_bytes_of(num_bytes, guard.cards)
-            made = peer_setup.make_range(guard, share_bytes)
+            self.share_bytes = _share_bytes(num_bytes, self._met.peers)
+            self._range: Range | None = _make_range(self._met, self.share_bytes)
         except BaseException as error:
-            guard.close("given up on")
-            # Else those who are slower only hear that this process has ended.
-            if isinstance(error, Exception) and not isinstance(error, TimeoutError):
-                guard.wait_read()
+            self._met.fail(error)
             raise
-        guard.wait_read()
-        self._fill(made, rank, size, where, num_bytes, share_bytes, guard)
-
-    @classmethod
-    def of_devices(
-        cls, num_bytes: int, devices: Sequence[Any], *, timeout_s: float = 600.0
-    ) -> list[PeerMemory]:
-        """Return one for each device of this process, which are ranks in this order.
-
-        No other process takes part. A barrier is for threads: one for each rank.
-
-        Parameters
-        ----------
-        num_bytes : int
-            Bytes of each.
-        devices : sequence of torch.device
-            GPUs, or ``"cpu"`` as often as there are to be ranks.
-        timeout_s : float
-            Seconds that a step of the set-up, or a barrier, may take.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from jitkern.comm import PeerMemory
-        >>> mine, other = PeerMemory.of_devices(4096, ["cpu", "cpu"])
-        >>> _ = mine.tensor([2], torch.int32).fill_(7)
-        >>> other.remote(0, [3], torch.int32)
-        tensor([7, 7, 0], dtype=torch.int32)
-        """
-        num_bytes, timeout_s = bytes_arg(num_bytes), seconds_arg("PeerMemory", timeout_s)
-        places = [device_arg("PeerMemory", "devices", one) for one in devices]
-        if not places or len({place.type for place in places}) > 1:
-            came = ", ".join(map(str, places)) or "none"
-            raise ValueError(f"PeerMemory: devices: {came}, expected some GPUs, or the CPU alone")
-        made, share_bytes = peer_local.make_range(num_bytes, [*map(_ordinal, places)], timeout_s)
-        met = peer_local.Threads(len(places), timeout_s)
-        found = []
-        for rank, place in enumerate(places):
-            one = cls.__new__(cls)
-            one._fill(made, rank, len(places), place, num_bytes, share_bytes, met)
-            found.append(one)
-        return found
 
     @staticmethod
     def page_bytes(device: torch.device | None = None) -> int:
@@ -172,9 +146,9 @@ class PeerMemory:
             As for the memory. A GPU that cannot share any has pages, too.
         """
         # Where one rank's GPU has no such memory, all are to ask for the same, and all hear of it.
-        return peer_range.piece_bytes(
+        return _piece_bytes(
             _ordinal(device_arg("PeerMemory.page_bytes", "device", device))
-        ) or peer_range.piece_bytes(-1)
+        ) or _piece_bytes(-1)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -252,16 +226,9 @@ class PeerMemory:
         self._usable("barrier")
         if timeout_s is not None:
             timeout_s = seconds_arg("PeerMemory.barrier", timeout_s)
-        met = self._met
-        if isinstance(met, peer_local.Threads):
-            met.barrier(self.rank, timeout_s)
-            return
-        met.check("barrier")
+        self._met.check("barrier")
         self._num_barriers += 1
-        number = self._num_barriers
-        met.exchange("barrier", None, op="barrier", number=number, timeout_s=timeout_s)
-        self._num_met = number
-        met.wait_read()  # this may be the last that the process does
+        self._met.exchange("barrier", op="barrier", number=self._num_barriers, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Let go of the memory: this rank's when its last tensor is gone, too. Once is enough.
@@ -271,10 +238,7 @@ class PeerMemory:
         if self._range is None or os.getpid() != self._pid:
             return
         self._range = None
-        if isinstance(self._met, Guard):
-            self._met.close("closed")
-        else:
-            self._met.close(self.rank)
+        self._met.close()
 
     def __enter__(self) -> PeerMemory:
         return self
@@ -291,21 +255,6 @@ class PeerMemory:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _fill(
-        self,
-        made: Range,
-        rank: int,
-        size: int,
-        device: torch.device,
-        num_bytes: int,
-        share_bytes: int,
-        met: Guard | peer_local.Threads,
-    ) -> None:
-        self.rank, self.size, self.device = rank, size, device
-        self.num_bytes, self.share_bytes = num_bytes, share_bytes
-        self._pid, self._met = os.getpid(), met
-        self._range = made
-
     def _usable(self, what: str) -> Range:
         if os.getpid() != self._pid:
             text = "a forked child has no part of its parent's memory; make one of its own"
@@ -318,13 +267,13 @@ class PeerMemory:
         self, call: str, rank: int, shape: Any, dtype: Any, offset: Any, limit_bytes: int
     ) -> torch.Tensor:
         made = self._usable(call)
-        sizes, begin, count = extent(f"PeerMemory.{call}", shape, dtype, offset, limit_bytes)
+        sizes, begin, count = _extent(f"PeerMemory.{call}", shape, dtype, offset, limit_bytes)
         begin += rank * self.share_bytes
         found = _as_torch(made.view(begin, count, _ordinal(self.device)))
         return found.view(dtype).view(sizes)
 
-    def _position(self) -> Position:
-        return Position(self._num_barriers, self._num_met, "barrier" if self._num_barriers else "")
+    def _position(self) -> tuple[int, str]:
+        return self._num_barriers, "barrier"
 
 
 def _as_torch(view: Any) -> torch.Tensor:
@@ -335,5 +284,267 @@ def _as_torch(view: Any) -> torch.Tensor:
     return found
 
 
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def _bytes_arg(num_bytes: Any) -> int:
+    """Return bytes of each rank."""
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
+        raise TypeError(f"PeerMemory: num_bytes: {type_text(num_bytes)}, expected an int")
+    if not 1 <= num_bytes <= _MAX_BYTES:
+        raise ValueError(f"PeerMemory: num_bytes: {num_bytes}, expected 1 to {_MAX_BYTES}")
+    return num_bytes
+
+
+def _extent(
+    call: str, shape: Any, dtype: Any, offset: Any, limit_bytes: int
+) -> tuple[list[int], int, int]:
+    """Return the sizes of a tensor, where it begins and its bytes."""
+    import torch
+
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{call}: dtype: {type_text(dtype)}, expected a torch.dtype")
+    try:
+        if isinstance(shape, bool | str | bytes):
+            raise TypeError
+        sizes = [index(one) for one in (shape if isinstance(shape, Sequence) else [shape])]
+    except TypeError:
+        expected = "an int or a sequence of ints"
+        raise TypeError(f"{call}: shape: {type_text(shape)}, expected {expected}") from None
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"{call}: shape: {sizes}, expected no negative size")
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"{call}: offset: {type_text(offset)}, expected an int")
+    if offset < 0 or offset % dtype.itemsize:
+        expected = f"a multiple of {dtype.itemsize} bytes, which an item takes"
+        raise ValueError(f"{call}: offset: {offset}, expected {expected}")
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    if offset + num_bytes > limit_bytes:
+        came = f"{num_bytes} bytes from {offset} on"
+        raise ValueError(f"{call}: shape: {came}, expected at most {limit_bytes} in all")
+    return sizes, offset, num_bytes
+
+
+# -- where a rank's memory lies --------------------------------------------------------------------
+
+
 def _ordinal(device: torch.device) -> int:
     return -1 if device.type == "cpu" else int(device.index)
+
+
+def _piece_bytes(ordinal: int) -> int:
+    """Return what memory comes in pieces of; 0: this GPU has none that others can map."""
+    return int(host.module()["gpu_granularity"](ordinal)) if ordinal >= 0 else HOST_PIECE_BYTES
+
+
+def _gpu_id(ordinal: int) -> str:
+    """Return what nvidia-smi calls a GPU, ``""`` for the CPU."""
+    return f"GPU-{uuid.UUID(str(host.module()['gpu_uuid'](ordinal)))}" if ordinal >= 0 else ""
+
+
+def _machine() -> str:
+    """Return what the containers of a machine have in common, though not their names."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _place(info: PeerInfo) -> str:
+    if info.facts["_ordinal"] < 0:
+        return f"the CPU of rank {info.rank}"
+    return f"cuda:{info.facts['_ordinal']} of rank {info.rank} ({info.facts['_gpu']})"
+
+
+def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
+    """Return how much each rank takes; UnsupportedError, the same in all ranks, if they cannot."""
+    for fact in ("_machine", "_network"):
+        there: dict[Any, list[PeerInfo]] = {}
+        for one in peers:
+            there.setdefault(one.facts[fact], []).append(one)
+        if len(there) == 1:
+            continue
+        if fact == "_machine":
+            came = " and ".join(f"{_ranks(here)} on {here[0].host}" for here in there.values())
+            raise UnsupportedError(
+                f"PeerMemory: {came}, expected all on one host; between hosts use init_pynccl or "
+                "TorchCommunicator"
+            )
+        came = " and ".join(f"{_ranks(here)} in one" for here in there.values())
+        raise UnsupportedError(
+            f"PeerMemory: {len(there)} network namespaces, expected one: {came} (in Kubernetes "
+            "all of one pod, in Docker of one --network)"
+        )
+    for one in peers:
+        if one.facts["_piece_bytes"] == 0:
+            raise UnsupportedError(
+                f"PeerMemory: {_place(one)} has no memory that other processes can map, expected "
+                "virtual memory management that exports file descriptors, which some virtual "
+                f"machines do not have; {_INSTEAD}"
+            )
+    piece = max(int(one.facts["_piece_bytes"]) for one in peers)
+    return -(-num_bytes // piece) * piece
+
+
+def _ranks(peers: list[PeerInfo]) -> str:
+    numbers = ", ".join(str(one.rank) for one in peers)
+    return f"rank {numbers} is" if len(peers) == 1 else f"ranks {numbers} are"
+
+
+# -- a range of addresses --------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    """The functions of one range in C++, in the order of csrc/comm/peer_memory.cc.
+
+    The range lives as long as one of them, or a view.
+    """
+
+    base: Callable[[], int]
+    create: Callable[[int, int, bool], int]
+    map: Callable[[int, int], None]
+    write: Callable[[int, bytes, int, float], None]
+    read: Callable[[int, int, int, float], bytes]
+    clear: Callable[[int, int, int, float], None]
+    view: Callable[[int, int, int], Any]
+    release: Callable[[], None]
+
+
+def _make_range(met: Rendezvous, share_bytes: int) -> Range:
+    """Return the mapped and proven memory of all ranks: collective.
+
+    Raises
+    ------
+    UnsupportedError, MemoryError, CommError, RuntimeError
+        Why not, in all ranks; nothing is left in any.
+    """
+    mine = met.peers[met.rank]
+    ordinal = mine.facts["_ordinal"]
+    with ExitStack() as undo:
+        fds = undo.enter_context(Descriptors())
+
+        def make() -> Range:
+            _check_reach(mine, met.peers)
+            gpus = [ordinal] if ordinal >= 0 else []
+            made = Range(*host.module()["make_peer_range"](met.size, share_bytes, gpus))
+            # Not by the last reference to it: who keeps the error would keep that as well.
+            undo.push(lambda kind, *_: made.release() if kind is not None else None)
+            if ordinal >= 0:
+                fds[met.rank] = int(made.create(met.rank, ordinal, True))
+            else:
+                fds[met.rank] = memfd.make_memory("PeerMemory", "jitkern-peers", share_bytes)
+                made.map(met.rank, fds[met.rank])
+            return made
+
+        made = met.all_or_none("make", make)
+        hand_over(met, fds, range(met.size))
+
+        def map_others() -> None:
+            for other, fd in fds.items():
+                if other != met.rank:
+                    _map(made, mine, met.peers[other], fd)
+
+        met.all_or_none("map", map_others)
+        nonce = met.exchange("nonce", uuid.uuid4().hex)[0]
+        proof = Proof(made, met.size, share_bytes, nonce, met.timeout_s * _OWN_PART)
+        met.all_or_none("write", lambda: proof.write(mine))
+        met.all_or_none("compare", lambda: proof.compare(mine, met.peers))
+        met.all_or_none("receive", lambda: proof.receive(mine, met.peers))
+        met.all_or_none("clear", lambda: proof.clear(mine))
+    return made
+
+
+def _check_reach(mine: PeerInfo, peers: list[PeerInfo]) -> None:
+    """Raise UnsupportedError where the driver says that a GPU cannot reach another's memory.
+
+    It is asked of those that this process sees; for the others the mapping is the answer.
+    """
+    own = mine.facts["_ordinal"]
+    if own < 0:
+        return
+    module = host.module()
+    here = {_gpu_id(ordinal): ordinal for ordinal in range(module["device_count"]())}
+    for one in peers:
+        other = here.get(one.facts["_gpu"])
+        if other not in (None, own) and not module["gpu_reaches"](own, other):
+            raise _unreachable(mine, one, "the driver has no peer access between them")
+
+
+def _map(made: Range, mine: PeerInfo, other: PeerInfo, fd: int) -> None:
+    try:
+        made.map(other.rank, fd)
+    except RuntimeError as error:
+        why = str(error).removeprefix("jitkern: ")
+        if mine.facts["_ordinal"] >= 0:
+            why += " (where CUDA_VISIBLE_DEVICES hides that GPU from this process, show it)"
+        raise _unreachable(mine, other, why) from error
+
+
+def _unreachable(mine: PeerInfo, other: PeerInfo, why: str) -> UnsupportedError:
+    text = f"{_place(mine)} cannot address the memory of {_place(other)}: {why}"
+    return UnsupportedError(f"PeerMemory: {text}; {_INSTEAD}")
+
+
+class Proof(NamedTuple):
+    """What lies at both ends of each share while it is being proven that all see the same.
+
+    Behind the first end there is what each rank has written into the share: that reads are right
+    does not say that writes are.
+    """
+
+    made: Range
+    num_ranks: int
+    share_bytes: int
+    nonce: str  # the same in all ranks, of this range alone
+    timeout_s: float
+
+    def write(self, mine: PeerInfo) -> None:
+        """Zero a rank's memory, of which the driver says nothing, and write this there."""
+        if mine.facts["_ordinal"] >= 0:
+            self._clear(mine.rank * self.share_bytes, self.share_bytes, mine)
+        for at in self._ends(mine):
+            self._write(at, mine)
+
+    def compare(self, mine: PeerInfo, peers: list[PeerInfo]) -> None:
+        """Raise UnsupportedError where one does not find what another has written; write there."""
+        for other in peers:
+            if not all(self._is_right(at, mine) for at in self._ends(other)):
+                what = f"{_place(mine)} reads in the memory of {_place(other)} what was not written"
+                raise self._wrong(f"{what} there")
+            self._write(self._sent_at(mine, other), mine)
+
+    def receive(self, mine: PeerInfo, peers: list[PeerInfo]) -> None:
+        """Raise UnsupportedError where one's own memory has not what another has sent."""
+        for other in peers:
+            if not self._is_right(self._sent_at(other, mine), mine):
+                what = f"what {_place(other)} writes to the memory of {_place(mine)} is not there"
+                raise self._wrong(what)
+
+    def clear(self, mine: PeerInfo) -> None:
+        """Leave zeros."""
+        first, last = self._ends(mine)
+        self._clear(first, (1 + self.num_ranks) * _PROOF_BYTES, mine)
+        self._clear(last, _PROOF_BYTES, mine)
+
+    def _write(self, at: int, mine: PeerInfo) -> None:
+        self.made.write(at, self._text(at), mine.facts["_ordinal"], self.timeout_s)
+
+    def _clear(self, at: int, count: int, mine: PeerInfo) -> None:
+        self.made.clear(at, count, mine.facts["_ordinal"], self.timeout_s)
+
+    def _is_right(self, at: int, mine: PeerInfo) -> bool:
+        found = self.made.read(at, _PROOF_BYTES, mine.facts["_ordinal"], self.timeout_s)
+        return bytes(found) == self._text(at)
+
+    def _wrong(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"PeerMemory: peer access gives wrong data: {what}; {_INSTEAD}, and see whether the "
+            "IOMMU or PCIe ACS is in the way"
+        )
+
+    def _sent_at(self, writer: PeerInfo, owner: PeerInfo) -> int:
+        return owner.rank * self.share_bytes + (1 + writer.rank) * _PROOF_BYTES
+
+    def _ends(self, place: PeerInfo) -> tuple[int, int]:
+        first = place.rank * self.share_bytes
+        return first, first + self.share_bytes - _PROOF_BYTES
+
+    def _text(self, at: int) -> bytes:
+        return hashlib.shake_128(f"{self.nonce} {at}".encode()).digest(_PROOF_BYTES)

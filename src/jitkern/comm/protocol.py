@@ -31,8 +31,6 @@ class Communicator(Protocol):
         The communicator is closed, or an earlier call has failed.
     CommTimeoutError
         Other ranks did not come to this call, or to an earlier one, in time; it names them.
-    CommMismatchError
-        Under ``JITKERN_COMM_DEBUG=1``: ranks made different calls.
     """
 
     @property

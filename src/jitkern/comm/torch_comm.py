@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from math import prod
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitkern.comm import gloo
 from jitkern.comm.args import (
     apart_args,
     gather_args,
@@ -18,8 +18,8 @@ from jitkern.comm.args import (
     splits_args,
     tensor_arg,
 )
-from jitkern.comm.guard import Guard, Position
 from jitkern.comm.protocol import ReduceOp
+from jitkern.comm.rendezvous import Rendezvous, store_of
 from jitkern.errors import CommError
 from jitkern.ops import dispatch
 
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+_TAG = 0x6A6B21  # nothing is ever sent under it
+_SOON_S = 0.001  # 0 would mean for ever
+_LEFT_S = 1.0
+
 
 class _Call(NamedTuple):
     """A call that has begun."""
 
     op: str
-    number: int
-    link: str  # between two ranks: which is counted by itself
+    number: int  # among those of all ranks
+    peer: int  # of a call between two ranks, else -1
     start_s: float
-    said: dict[int, dict[str, str]]  # in debug mode: what each rank has said of it
 
 
 class TorchCommunicator:
@@ -50,15 +53,15 @@ class TorchCommunicator:
     the group where it is shorter; after that the connections of the group are closed, since that
     is the only way out of gloo, and others that use it fail as well. With NCCL a call is queued on
     the current stream, and the deadline is that of torch's own watchdog, which ends the process:
-    give it to ``init_process_group(timeout=...)``. :meth:`barrier` waits for the GPU.
+    give it to ``init_process_group(timeout=...)``. :meth:`barrier` waits for the GPU. Ranks that
+    give gloo different sizes do not get an error: gloo ends their processes (SIGABRT).
 
     It is used by one thread at a time; :meth:`abort` may be called by another.
 
     Parameters
     ----------
     group
-        A group with a backend for the CPU, over which ranks meet, such as ``"cpu:gloo,cuda:nccl"``.
-        Default: torch's default group.
+        Such as one of ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``. Default: torch's default group.
     timeout_s
         Seconds that each call, and this one, waits for other ranks; above 0.
 
@@ -69,7 +72,7 @@ class TorchCommunicator:
     CommError
         torch.distributed is not initialised, or the ranks have different versions of jitkern.
     TypeError, ValueError
-        An argument makes no sense, or the group has no backend for the CPU.
+        An argument makes no sense.
 
     Examples
     --------
@@ -83,45 +86,30 @@ class TorchCommunicator:
         import torch
         from torch import distributed as dist
 
-        name = type(self).__name__
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            if group == dist.GroupMember.NON_GROUP_MEMBER:
-                came = "this process is not in it"
-                raise ValueError(f"{name}: group: {came}, expected one of its ranks")
-            came = type(group).__name__
-            raise TypeError(f"{name}: group: {came}, expected a ProcessGroup or None")
-        if not dist.is_available() or not dist.is_initialized():
-            what_to_do = "call torch.distributed.init_process_group() first"
-            raise CommError(f"{name}: torch.distributed is not initialised; {what_to_do}")
-        self._group = group
-        self._issued = self._completed = 0
-        self._op = ""
-        self._links: dict[str, int] = {}
+        self._group, self._issued, self._op = group, 0, ""
+        store_of("TorchCommunicator", group, None, None)
         backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
         self._devices: list[torch.device] = []
         if "cpu" in backends:
             self._devices.append(torch.device("cpu"))
         if backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
             self._devices.append(torch.device("cuda", torch.cuda.current_device()))
-        self._guard = Guard(
-            name,
-            group,
-            dist.get_rank(group),
-            dist.get_world_size(group),
+        self._rendezvous = Rendezvous(
+            *("TorchCommunicator", group, None, None),
             timeout_s=timeout_s,
             position=self._position,
-            facts={"communicator": name, "backends": backends},
+            facts={"backends": backends},
         )
 
     @property
     def rank(self) -> int:
         """This process's number in the group, 0 to ``size - 1``."""
-        return self._guard.rank
+        return self._rendezvous.rank
 
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return self._guard.size
+        return self._rendezvous.size
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._devices)
@@ -133,10 +121,9 @@ class TorchCommunicator:
         """Reduce ``x`` over all ranks, in place; see :meth:`Communicator.all_reduce`."""
         self._check("all_reduce", x=x)
         reduction_args("all_reduce", x, op)
-        begun = self._begin("all_reduce", x, op=op, items=x.numel(), _x=list(x.shape))
+        begun = self._begin("all_reduce")
         if x.numel():
             self._reduce(begun, x.detach().view(-1), op)
-        self._end(begun)
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``; see :meth:`Communicator.all_gather`."""
@@ -145,11 +132,10 @@ class TorchCommunicator:
         self._check("all_gather", output=output, x=x)
         pair_args("all_gather", output, x)
         gather_args("all_gather", output, x, self.rank, self.size, "output x")
-        begun = self._begin("all_gather", x, items=x.numel(), _x=list(x.shape))
+        begun = self._begin("all_gather")
         if x.numel():
             args = _bytes(output), _bytes(x), self._group
             self._do(begun, x, lambda is_async: dist.all_gather_into_tensor(*args, is_async))
-        self._end(begun)
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` and write part ``rank`` of it; see :meth:`Communicator.reduce_scatter`."""
@@ -159,7 +145,7 @@ class TorchCommunicator:
         pair_args("reduce_scatter", output, x)
         reduction_args("reduce_scatter", x, op)
         gather_args("reduce_scatter", x, output, self.rank, self.size, "x output")
-        begun = self._begin("reduce_scatter", x, op=op, items=x.numel(), _x=list(x.shape))
+        begun = self._begin("reduce_scatter")
         if x.numel() and x.device.type == "cpu":
             # As gloo does it, but that its own wait has no deadline.
             whole = x.detach().view(-1).clone()
@@ -168,7 +154,6 @@ class TorchCommunicator:
         elif x.numel():
             args = output.detach().view(-1), x.detach().view(-1), _reduce_op(op), self._group
             self._do(begun, x, lambda is_async: dist.reduce_scatter_tensor(*args, is_async))
-        self._end(begun)
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to all ranks'; see :meth:`Communicator.broadcast`."""
@@ -176,23 +161,22 @@ class TorchCommunicator:
 
         self._check("broadcast", x=x)
         rank_arg("broadcast", "src", src, self.size)
-        begun = self._begin("broadcast", x, src=src, items=x.numel(), _x=list(x.shape))
+        begun = self._begin("broadcast")
         if x.numel():
             args = _bytes(x), self._world_rank(src), self._group
             self._do(begun, x, lambda is_async: dist.broadcast(*args, is_async))
-        self._end(begun)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``; see :meth:`Communicator.send`."""
         self._check("send", x=x)
         rank_arg("send", "dst", dst, self.size, other_than=self.rank)
-        self._move("send", x, self.rank, dst)
+        self._move("send", x, dst)
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends; see :meth:`Communicator.recv`."""
         self._check("recv", x=x)
         rank_arg("recv", "src", src, self.size, other_than=self.rank)
-        self._move("recv", x, src, self.rank)
+        self._move("recv", x, src)
 
     def all_to_all(
         self,
@@ -209,28 +193,25 @@ class TorchCommunicator:
         pair_args(call, output, x)
         apart_args(call, output, x, "no memory in common")
         outs, ins = splits_args(call, output, x, output_splits, input_splits, self.size)
-        begun = self._begin(call, x, row=list(x.shape[1:]), _input_splits=ins, _output_splits=outs)
-        self._compare_splits(begun)
+        begun = self._begin(call)
         row_bytes = x.element_size() * prod(x.shape[1:])
         if row_bytes:
             # Also where this rank has no rows: others may have some for each other.
             sizes = [out * row_bytes for out in outs], [in_ * row_bytes for in_ in ins]
             args = _bytes(output), _bytes(x), *sizes, self._group
             self._do(begun, x, lambda is_async: dist.all_to_all_single(*args, is_async))
-        self._end(begun)
 
     def barrier(self) -> None:
         """Return when every rank has come to it; see :meth:`Communicator.barrier`."""
         import torch
 
-        self._guard.check("barrier")
+        self._rendezvous.check("barrier")
         # A sum rather than torch's barrier: that of gloo has no deadline in all versions.
         x = torch.zeros(1, dtype=torch.int32, device=self._devices[-1])
-        begun = self._begin("barrier", x)
+        begun = self._begin("barrier")
         self._reduce(begun, x, "sum")
         if x.device.type != "cpu":
             torch.cuda.current_stream(x.device).synchronize()
-        self._end(begun)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -240,8 +221,9 @@ class TorchCommunicator:
         The connections of the group are closed. Calls that wait, and later ones, raise CommError.
         Once is enough.
         """
-        self._guard.close("aborted")
-        self._break_connections()
+        self._rendezvous.close("has aborted it")
+        if self._devices[0].type == "cpu":
+            self._break_connections()
         if self._devices[-1].type != "cpu":
             from torch import distributed as dist
 
@@ -253,52 +235,34 @@ class TorchCommunicator:
 
         It waits for nobody, and once is enough.
         """
-        self._guard.close("closed")
+        self._rendezvous.close()
 
     destroy = close
 
     def __enter__(self) -> TorchCommunicator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- one call ----------------------------------------------------------------------------------
 
     def _check(self, call: str, **tensors: Any) -> None:
-        self._guard.check(call)
+        self._rendezvous.check(call)
         for name, tensor in tensors.items():
             tensor_arg(call, name, tensor, self._devices)
         # No gradient goes from rank to rank: it would be lost without a word.
         if not dispatch.in_inference_mode() and not dispatch.may_write((), tuple(tensors.values())):
             dispatch.refuse(call, {}, tensors)
 
-    def _begin(self, call: str, x: Tensor, link: str = "", **signature: Any) -> _Call:
-        """Count a call whose arguments are right; in debug mode compare it with the others'."""
-        guard = self._guard
-        start_s, self._op = time.monotonic(), call
-        if link:
-            self._links[link] = number = self._links.get(link, 0) + 1
-        else:
-            self._issued = number = self._issued + 1
-        said: dict[int, dict[str, str]] = {}
-        if guard.is_debug:
-            shown = {"dtype": str(x.dtype).removeprefix("torch."), **signature}
-            texts = {key: str(value) for key, value in shown.items()}
-            said = guard.compare(call, number, texts, ranks=_ranks_of(link), link=link)
-        return _Call(call, number, link, start_s, said)
+    def _begin(self, op: str, peer: int = -1) -> _Call:
+        """Count a call whose arguments are right, unless it is between two ranks."""
+        self._op = op
+        self._issued += peer < 0
+        return _Call(op, self._issued, peer, time.monotonic())
 
-    def _end(self, call: _Call) -> None:
-        if not call.link:
-            self._completed = call.number
-
-    def _position(self) -> Position:
-        return Position(self._issued, self._completed, self._op, self._links)
+    def _position(self) -> tuple[int, str]:
+        return self._issued, self._op
 
     def _do(self, call: _Call, x: Tensor, issue: Callable[[bool], Any]) -> None:
         """Make torch's call, and on the CPU wait for it."""
@@ -306,14 +270,14 @@ class TorchCommunicator:
         try:
             if x.device.type == "cpu":
                 work = issue(True)
-                gloo.wait(work, call.start_s + self._guard.timeout_s)
+                _wait(work, call.start_s + self._rendezvous.timeout_s)
             else:
                 issue(False)
         except RuntimeError as error:
             if x.device.type == "cpu":
                 self._break_connections()
                 if work is not None:
-                    gloo.leave(work)
+                    _leave(work)
             raise self._failure(call, error) from error
 
     def _reduce(self, call: _Call, x: Tensor, op: ReduceOp) -> None:
@@ -326,27 +290,14 @@ class TorchCommunicator:
         if is_divided:
             x.div_(self.size, rounding_mode=None if x.is_floating_point() else "trunc")
 
-    def _move(self, op: str, x: Tensor, src: int, dst: int) -> None:
+    def _move(self, op: str, x: Tensor, peer: int) -> None:
         from torch import distributed as dist
 
-        shown = {"items": x.numel(), "_x": list(x.shape)}
-        begun = self._begin(op, x, f"rank {src} to rank {dst}", **shown)
+        begun = self._begin(op, peer)
         if x.numel():
-            other = self._world_rank(dst if op == "send" else src)
-            args = _bytes(x), other, self._group
+            args = _bytes(x), self._world_rank(peer), self._group
             wait, queue = (dist.isend, dist.send) if op == "send" else (dist.irecv, dist.recv)
             self._do(begun, x, lambda is_async: (wait if is_async else queue)(*args))
-        self._end(begun)
-
-    def _compare_splits(self, call: _Call) -> None:
-        """In debug mode: what each rank sends another is to be what that one expects."""
-        splits = {
-            rank: [_numbers(said["_input_splits"]), _numbers(said["_output_splits"])]
-            for rank, said in call.said.items()
-        }
-        for one, (sent, _) in splits.items():
-            if any(sent[other] != splits[other][1][one] for other in splits):
-                raise self._guard.mismatch(call.op, call.number, call.said)
 
     def _world_rank(self, rank: int) -> int:
         from torch import distributed as dist
@@ -357,25 +308,63 @@ class TorchCommunicator:
 
     def _failure(self, call: _Call, error: RuntimeError) -> CommError:
         """Return what to raise for an error of torch."""
-        guard = self._guard
+        rendezvous = self._rendezvous
         try:
-            guard.check(call.op)  # aborted by another thread
+            rendezvous.check(call.op)  # aborted by another thread
         except CommError as aborted:
             return aborted
         because: BaseException = error
-        timeout_s = guard.timeout_s
-        if gloo.is_timeout(error):
+        timeout_s = rendezvous.timeout_s
+        if _is_timeout(error):
             because = TimeoutError(str(error))
             # Of the group, where that is shorter.
             timeout_s = min(timeout_s, round(time.monotonic() - call.start_s, 1))
-        ranks, link = _ranks_of(call.link), call.link
-        return guard.timed_out(
-            call.op, call.number, because=because, timeout_s=timeout_s, ranks=ranks, link=link
+        return rendezvous.timed_out(
+            call.op, call.number, peer=call.peer, because=because, timeout_s=timeout_s
         )
 
     def _break_connections(self) -> None:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        gloo.break_connections(self._group, map(self._world_rank, others))
+        """Have gloo close the connections of the group, which ends what waits on them.
+
+        It closes all of them when a message does not come in time, whoever it was to come from.
+        ``Work.wait(timeout)`` only stops to look: gloo's thread goes on for as long as the group's
+        own timeout, 30 minutes by default, and the destructor of the group waits for it.
+        """
+        import torch
+        from torch import distributed as dist
+
+        for rank in range(self.size):
+            if rank == self.rank:
+                continue
+            nothing = torch.empty(1, dtype=torch.uint8)
+            try:
+                work = dist.irecv(nothing, self._world_rank(rank), group=self._group, tag=_TAG)
+                _wait(work, time.monotonic())
+            except RuntimeError as error:
+                if _is_timeout(error):
+                    return
+
+
+def _wait(work: Any, deadline: float) -> None:
+    """Wait for torch's work until ``time.monotonic()`` is `deadline`; RuntimeError after that."""
+    work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SOON_S)))
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """Tell whether it is gloo's, or torch's, that a time is over."""
+    return "imed out" in str(error)
+
+
+def _leave(work: Any) -> None:
+    """Return when gloo's thread has left a call whose connections are closed.
+
+    Until then it may write to the tensors; and a process that ends at this moment aborts, since the
+    thread then drops tensors of an interpreter that is no more.
+    """
+    until = time.monotonic() + _LEFT_S
+    with suppress(RuntimeError):
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(_SOON_S)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -390,11 +379,3 @@ def _reduce_op(op: ReduceOp) -> Any:
 
     names = {"sum": "SUM", "prod": "PRODUCT", "max": "MAX", "min": "MIN", "avg": "AVG"}
     return getattr(dist.ReduceOp, names[op])
-
-
-def _ranks_of(link: str) -> list[int] | None:
-    return [int(word) for word in link.split() if word.isdecimal()] or None
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.strip("[]").split(",") if word]

@@ -153,7 +153,7 @@ def _holds(descriptor: int, data: bytes) -> bool:
 
 def _in_memory(shown: str, data: bytes) -> int:
     """Return the descriptor of a file that has no name; OSError where the system has none."""
-    from jitkern.unix import memory_file  # seldom needed
+    from jitkern.memfd import memory_file  # seldom needed
 
     descriptor = memory_file(shown)
     with open(descriptor, "wb", closefd=False) as file:

@@ -32,8 +32,7 @@ def memory_of(
     """
     if method == "all_reduce":
         return None
-    from jitkern.comm.peer_memory import PeerMemory
-    from jitkern.comm.peer_range import HOST_PIECE_BYTES
+    from jitkern.comm.peer_memory import HOST_PIECE_BYTES, PeerMemory
 
     if like.device.type not in ("cpu", "cuda"):
         if method == "auto":

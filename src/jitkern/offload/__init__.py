@@ -7,13 +7,13 @@ from jitkern.offload.engine import OffloadEngine as OffloadEngine
 from jitkern.offload.monitor import OverlapMonitor as OverlapMonitor
 from jitkern.offload.pipeline import SlotPipeline as SlotPipeline
 from jitkern.offload.pool import PinnedPool as PinnedPool
+from jitkern.offload.pool import PoolHandle as PoolHandle
 from jitkern.offload.pool import PoolStats as PoolStats
+from jitkern.offload.pool import Share as Share
 from jitkern.offload.ring import DescriptorRing as DescriptorRing
 from jitkern.offload.ring_server import RingServer as RingServer
 from jitkern.offload.ring_slot import RingSlot as RingSlot
 from jitkern.offload.runs import Run as Run
-from jitkern.offload.share import PoolHandle as PoolHandle
-from jitkern.offload.share import Share as Share
 from jitkern.offload.slots import Slot as Slot
 from jitkern.offload.snapshot import OverlapSnapshot as OverlapSnapshot
 from jitkern.ops.copy_blocks import copy_blocks as copy_blocks

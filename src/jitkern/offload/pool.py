@@ -6,23 +6,121 @@ import atexit
 import itertools
 import math
 import os
+import re
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from jitkern.errors import ShareError
+from jitkern import memfd
+from jitkern.comm.args import seconds_arg
+from jitkern.comm.descriptors import Descriptors, hand_over
+from jitkern.comm.rendezvous import Rendezvous
+from jitkern.errors import CommError, ShareError
 from jitkern.offload import hostmem, memory
-from jitkern.offload.share import Meeting, PoolHandle, Share, attach
 
 if TYPE_CHECKING:
     import torch
 
 _MAX_THREADS = 32  # 8 back 38 GB/s of used memory, 16 52: what is left is the kernel's zeroing
 _ALIGN_BYTES = 128  # tensors begin on a line, so that rows of whole lines lie on lines
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SHARED = Path("/dev/shm")  # where ranks without a group meet
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which one this process is of those that share a pool.
+
+    Parameters
+    ----------
+    name
+        The pool's, the same in all ranks, and at a time of no other pool of this user: 1 to 64
+        letters, digits and ``. _ -``.
+    rank
+        From 0 to `num_ranks` - 1. Rank 0 makes the memory.
+    num_ranks
+        How many processes there are, all on this node.
+    timeout_s
+        Seconds that a rank waits for the others at each step, above 0 and at most 1e6.
+    group
+        How the ranks meet: a group of just these ranks, or a ``Store`` of torch.distributed. By
+        default over a small file of this user's in ``/dev/shm``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        One of them makes no sense.
+
+    Examples
+    --------
+    >>> Share("kv-host-pool", rank=1, num_ranks=8).timeout_s
+    300.0
+    """
+
+    name: str
+    rank: int
+    num_ranks: int
+    timeout_s: float = 300.0
+    group: Any = None
+
+    def __post_init__(self) -> None:
+        _name_arg("PinnedPool: share: name", self.name)
+        _int_arg("PinnedPool: share: num_ranks", self.num_ranks, 1)
+        _int_arg("PinnedPool: share: rank", self.rank, 0)
+        if self.rank >= self.num_ranks:
+            raise ValueError(
+                f"PinnedPool: share: rank {self.rank}, expected below num_ranks {self.num_ranks}"
+            )
+        seconds_arg("PinnedPool: share", self.timeout_s)
+
+
+@dataclass(frozen=True)
+class PoolHandle:
+    """What a process that is none of the ranks attaches to a pool by; it can be pickled.
+
+    Attributes
+    ----------
+    name : str
+        The pool's, as of :class:`Share`.
+    num_bytes : int
+        Bytes of the whole pool.
+    pid, fd : int
+        The process that gave it, whose pool has to be open, and its descriptor there.
+    """
+
+    name: str
+    num_bytes: int
+    pid: int
+    fd: int
+
+    def __post_init__(self) -> None:
+        _name_arg("PoolHandle: name", self.name)
+        _int_arg("PoolHandle: num_bytes", self.num_bytes, 1)
+
+    def open(self) -> int:
+        """Return a descriptor of the memory. Linux opens it for this user's processes only."""
+        path = f"/proc/{self.pid}/fd/{self.fd}"
+        prefix = f"PinnedPool.attach: handle: pool {self.name!r}"
+        try:
+            if not os.readlink(path).startswith(f"/memfd:{_memory_name(self.name)} "):
+                raise FileNotFoundError
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            text = f"process {self.pid} has it no more, expected one that has the pool open"
+            raise ShareError(f"{prefix}: {text}, in this PID namespace") from None
+        except OSError as error:
+            raise ShareError(f"{prefix}: of process {self.pid}: {error}") from error
+        if os.fstat(fd).st_size != self.num_bytes:
+            os.close(fd)
+            raise ShareError(f"{prefix}: of another size, expected {self.num_bytes} bytes")
+        return fd
 
 
 @dataclass(frozen=True)
@@ -80,7 +178,7 @@ class PinnedPool:
     share : Share, optional
         One pool for all ranks of a node. Every rank makes it, with the same name and size; each
         touches its part, all register it. The memory belongs to no file: it goes with the last
-        process that has it, also by ``kill -9``.
+        process that has it, also by ``kill -9``. Ranks meet at each step, and not afterwards.
     num_threads : int, optional
         For the first touch; by default one for each core the process may use, at most 32.
     progress : bool, optional
@@ -114,7 +212,7 @@ class PinnedPool:
     _shape: list[int]
     _dtype: torch.dtype | None
     _bytes: torch.Tensor | None
-    _meeting: Meeting | None
+    _shared: tuple[str, int] | None  # its name, and a descriptor of it
     _stats: PoolStats
 
     def __init__(
@@ -130,14 +228,13 @@ class PinnedPool:
         shape, num_bytes = _size_arg(size, dtype)
         _numa_arg(numa)
         threads = _threads_arg(num_threads)
-        meeting = None
         if share is not None and not isinstance(share, Share):
             raise TypeError(f"PinnedPool: share: {type(share).__name__}, expected a Share")
-        if share is None or share.rank == 0:
+        if share is None:
             memory.require_free(num_bytes)
-        if share is not None:
-            meeting = Meeting(share, num_bytes)
-        self._make(num_bytes, meeting, share, numa, threads, progress)
+            self._make(num_bytes, numa, threads, progress)
+        else:
+            self._make_shared(num_bytes, share, numa, threads, progress)
         self._shape, self._dtype = shape, dtype
 
     @classmethod
@@ -155,7 +252,7 @@ class PinnedPool:
         if isinstance(handle, bool) or not isinstance(handle, PoolHandle | int):
             what = type(handle).__name__
             raise TypeError(f"PinnedPool.attach: handle: {what}, expected a PoolHandle or an int")
-        fd = os.dup(handle) if isinstance(handle, int) else attach(handle)
+        fd = os.dup(handle) if isinstance(handle, int) else handle.open()
         try:
             found = os.fstat(fd).st_size
             wanted = found if num_bytes is None else num_bytes
@@ -163,7 +260,7 @@ class PinnedPool:
                 text = f"{wanted} bytes, expected {found}, the size of the pool"
                 raise ValueError(f"PinnedPool.attach: num_bytes: {text}")
             pool = cls.__new__(cls)
-            pool._make(found, None, None, None, _threads_arg(None), None, fd)
+            pool._make(found, None, _threads_arg(None), None, fd=fd)
         finally:
             os.close(fd)
         pool._shape, pool._dtype = [found], None
@@ -210,9 +307,10 @@ class PinnedPool:
     def handle(self) -> PoolHandle:
         """What :meth:`attach` takes in a process that is none of the ranks; picklable."""
         self._usable("handle")
-        if self._meeting is None:
+        if self._shared is None:
             raise ValueError("PinnedPool.handle: a private pool, expected one made with share=")
-        return self._meeting.handle
+        name, fd = self._shared
+        return PoolHandle(name, self._stats.num_bytes, self._pid, fd)
 
     def close(self) -> None:
         """Wait for the GPUs and unregister the memory; again: do nothing.
@@ -229,8 +327,7 @@ class PinnedPool:
         memory.close(self._bytes)
         self._bytes = None
         self._stats = replace(self._stats, is_registered=False)
-        if self._meeting is not None:
-            self._meeting.close()
+        self._close_shared()
         _open.discard(self)
 
     def __enter__(self) -> PinnedPool:
@@ -249,6 +346,11 @@ class PinnedPool:
             f"{stats.num_threads} threads in {stats.touch_s:.2f} s{registered})"
         )
 
+    def _close_shared(self) -> None:
+        if self._shared is not None:
+            self._closing()
+            self._shared = None
+
     def _usable(self, what: str) -> torch.Tensor:
         if os.getpid() != self._pid:
             text = (
@@ -259,55 +361,144 @@ class PinnedPool:
             raise RuntimeError(f"PinnedPool.{what}: the pool is closed")
         return self._bytes
 
+    def _make_shared(
+        self, num_bytes: int, share: Share, numa: str | int | None, threads: int, progress: Any
+    ) -> None:
+        """Make it together with the other ranks: all of them have it, or none has."""
+        with ExitStack() as undo:
+            met = undo.enter_context(_Ranks(share, num_bytes))
+            fds = undo.enter_context(Descriptors())
+
+            def make() -> None:
+                if share.rank == 0:
+                    memory.require_free(num_bytes)
+                    fds[0] = memfd.make_memory(
+                        "PinnedPool: share", _memory_name(share.name), num_bytes
+                    )
+
+            met.all_do("made", make)
+            met.hand_over(fds)
+            self._make(num_bytes, numa, threads, progress, fd=fds[0], met=met)
+            self._shared = share.name, fds.pop(0)
+            self._closing = weakref.finalize(self, os.close, self._shared[1])
+
     def _make(
         self,
         num_bytes: int,
-        meeting: Meeting | None,
-        share: Share | None,
         numa: str | int | None,
         threads: int,
         progress: bool | None,
+        *,
         fd: int = -1,
+        met: _Ranks | None = None,
     ) -> None:
         import torch
 
-        self._pid, self._used, self._meeting, self._bytes = os.getpid(), 0, meeting, None
-        rank, num_ranks = (0, 1) if share is None else (share.rank, share.num_ranks)
-        try:
-            with memory.display(num_bytes, progress) as shown:
-                fd = meeting.fd if meeting is not None else fd
-                if meeting is not None:
-                    meeting.step("here")  # so that all hear of a rank that fails later
-                with _met(meeting, "mapped"):
-                    bytes_ = memory.mapped(num_bytes, fd)
-                    where = memory.bind(bytes_, numa, rank, num_ranks)
-                started = time.perf_counter()
-                with _met(meeting, "touched"):
-                    # An attached pool has been touched: this maps it.
-                    memory.touch(bytes_, rank, num_ranks, threads, shown)
-                touch_s = time.perf_counter() - started
-                started = time.perf_counter()
-                with _met(meeting, "registered"):
-                    registered = torch.cuda.is_available()
-                    if registered:
-                        memory.register(bytes_, shown)
-                        memory.open_to_ops(bytes_)
-                register_s = time.perf_counter() - started
-            huge = 0
-            with suppress(OSError):  # what all have is not to fail in one rank for that
-                huge = hostmem.huge_bytes(bytes_.data_ptr(), num_bytes)
-        except BaseException:
-            if meeting is not None:
-                meeting.close()
-            raise
+        self._pid, self._used, self._bytes, self._shared = os.getpid(), 0, None, None
+        rank, num_ranks = (0, 1) if met is None else (met.share.rank, met.share.num_ranks)
+        all_do = _alone if met is None else met.all_do
+        with memory.display(num_bytes, progress) as shown:
+
+            def map_it() -> tuple[torch.Tensor, str]:
+                bytes_ = memory.mapped(num_bytes, fd)
+                return bytes_, memory.bind(bytes_, numa, rank, num_ranks)
+
+            def register() -> bool:
+                if torch.cuda.is_available():
+                    memory.register(bytes_, shown)
+                    memory.open_to_ops(bytes_)
+                return torch.cuda.is_available()
+
+            bytes_, where = all_do("mapped", map_it)
+            started = time.perf_counter()
+            # An attached pool has been touched: this maps it.
+            all_do("touched", lambda: memory.touch(bytes_, rank, num_ranks, threads, shown))
+            touch_s = time.perf_counter() - started
+            started = time.perf_counter()
+            registered = all_do("registered", register)
+            register_s = time.perf_counter() - started
+        huge = 0
+        with suppress(OSError):  # what all have is not to fail in one rank for that
+            huge = hostmem.huge_bytes(bytes_.data_ptr(), num_bytes)
         self._stats = PoolStats(
             num_bytes, threads, huge, touch_s, register_s if registered else 0.0, where, registered
         )
         self._bytes = bytes_
         self._number = next(_numbers)
-        if meeting is not None:
-            weakref.finalize(self, meeting.close)  # its thread would keep the memory and the name
         _open.add(self)
+
+
+def _alone(_: str, step: Callable[[], T]) -> T:
+    return step()
+
+
+def _memory_name(name: str) -> str:
+    return f"jitkern-pool-{name}"
+
+
+class _Ranks:
+    """The ranks of a shared pool while they make it."""
+
+    def __init__(self, share: Share, num_bytes: int) -> None:
+        self.share = share
+        group = _file_store(share.name) if share.group is None else share.group
+        try:
+            self._met = Rendezvous(
+                *(f"PinnedPool: share {share.name!r}", group, share.rank, share.num_ranks),
+                timeout_s=share.timeout_s,
+                facts={"num_bytes": num_bytes},
+            )
+        except CommError as error:
+            raise ShareError(str(error)) from error
+
+    def all_do(self, name: str, step: Callable[[], T]) -> T:
+        """Do a step, as all ranks do, or raise: its error, or a ShareError for that of another."""
+        own: list[Exception] = []
+
+        def do() -> T:
+            try:
+                return step()
+            except Exception as error:
+                own.append(error)
+                raise
+
+        try:
+            return self._met.all_or_none(name, do)
+        except Exception as error:
+            if own:
+                raise
+            raise ShareError(str(error)) from error
+
+    def hand_over(self, fds: Descriptors) -> None:
+        """Give the memory of rank 0 to all."""
+        try:
+            hand_over(self._met, fds, [0])
+        except CommError as error:
+            raise ShareError(str(error)) from error
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None:
+            self._met.close()
+        else:
+            self._met.fail(error)
+
+
+def _file_store(name: str) -> Any:
+    """Return a store in a file of this user's, which nobody else can read."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    folder = _SHARED / f"jitkern-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o177077 != 0o040000:
+        raise ShareError(
+            f"PinnedPool: share {name!r}: {folder}: of uid {found.st_uid}, mode "
+            f"{found.st_mode & 0o7777:o}, expected a folder of uid {os.geteuid()} alone, mode 700"
+        )
+    return FileStore(str(folder / f"pool-{name}"), -1)
 
 
 _open: weakref.WeakSet[PinnedPool] = weakref.WeakSet()
@@ -321,18 +512,13 @@ def _close_all() -> None:
         pool.close()
 
 
-@contextmanager
-def _met(meeting: Meeting | None, step: str) -> Iterator[None]:
-    """All ranks do the body, or all raise."""
-    try:
-        yield
-    except BaseException as error:
-        if meeting is not None:
-            with suppress(ShareError):  # in the others; here it is the error itself
-                meeting.step(step, failure=f"{type(error).__name__}: {error}")
-        raise
-    if meeting is not None:
-        meeting.step(step)
+def _forget_in_child() -> None:
+    """Have a forked child not keep the memory of ranks that have ended."""
+    for pool in list(_open):
+        pool._close_shared()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _size_arg(
@@ -383,3 +569,19 @@ def _threads_arg(num_threads: Any) -> int:
     if not 1 <= num_threads <= cores:
         raise ValueError(f"PinnedPool: num_threads: {num_threads}, expected 1 to {cores} cores")
     return num_threads
+
+
+def _name_arg(argument: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{argument}: {type(value).__name__}, expected str")
+    if not _NAME.fullmatch(value):
+        expected = "1 to 64 letters, digits, '.', '_' and '-'"
+        raise ValueError(f"{argument}: {value!r}, expected {expected}")
+
+
+def _int_arg(argument: str, value: Any, least: int) -> None:
+    if type(value) is not int:  # True is no rank
+        came = "None" if value is None else type(value).__name__
+        raise TypeError(f"{argument}: {came}, expected int")
+    if value < least:
+        raise ValueError(f"{argument}: {value}, expected at least {least}")

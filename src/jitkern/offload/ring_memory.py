@@ -6,8 +6,8 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from jitkern.memfd import make_memory
 from jitkern.offload.pool import PinnedPool
-from jitkern.unix import make_memory
 
 if TYPE_CHECKING:
     import torch

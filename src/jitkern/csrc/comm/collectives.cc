@@ -105,7 +105,7 @@ int64_t reduce_all(NcclCommunicator& comm, const char* name, AnyView x_arg, int6
   const Operand x(comm, name, "x", x_arg);
   const int dtype = reduced_as(x);
   if (x.count == 0) return kCallDone;
-  return comm.call({name}, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call(name, -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     return nccl.ncclAllReduce(x.data, x.data, static_cast<size_t>(x.count), dtype,
                               static_cast<int>(op), handle, stream);
   });
@@ -129,7 +129,7 @@ int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
   output.has(x.count * comm.size, of_each(x.count, comm.size));
   output.apart_from(x, comm.rank * x.bytes);
   if (x.count == 0) return kCallDone;
-  return comm.call({"all_gather"}, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call("all_gather", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     return nccl.ncclAllGather(x.data, output.data, static_cast<size_t>(x.bytes), kNcclUint8, handle,
                               stream);
   });
@@ -143,7 +143,7 @@ int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg
   x.has(output.count * comm.size, of_each(output.count, comm.size));
   x.apart_from(output, comm.rank * output.bytes);
   if (x.count == 0) return kCallDone;
-  return comm.call({"reduce_scatter"}, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call("reduce_scatter", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     return nccl.ncclReduceScatter(x.data, output.data, static_cast<size_t>(output.count), dtype,
                                   static_cast<int>(op), handle, stream);
   });
@@ -153,7 +153,7 @@ int64_t broadcast(NcclCommunicator& comm, AnyView x_arg, AnyView src_arg) {
   const Operand x(comm, "broadcast", "x", x_arg);
   const int src = peer_of(comm, "broadcast", "src", src_arg);
   if (x.count == 0) return kCallDone;
-  return comm.call({"broadcast"}, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call("broadcast", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     return nccl.ncclBroadcast(x.data, x.data, static_cast<size_t>(x.bytes), kNcclUint8, src, handle,
                               stream);
   });
@@ -163,7 +163,7 @@ int64_t send(NcclCommunicator& comm, AnyView x_arg, AnyView dst_arg) {
   const Operand x(comm, "send", "x", x_arg);
   const int dst = peer_of(comm, "send", "dst", dst_arg);
   if (x.count == 0) return kCallDone;
-  return comm.call({"send", {dst, true}}, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call("send", dst, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     return nccl.ncclSend(x.data, static_cast<size_t>(x.bytes), kNcclUint8, dst, handle, stream);
   });
 }
@@ -172,7 +172,7 @@ int64_t recv(NcclCommunicator& comm, AnyView x_arg, AnyView src_arg) {
   const Operand x(comm, "recv", "x", x_arg);
   const int src = peer_of(comm, "recv", "src", src_arg);
   if (x.count == 0) return kCallDone;
-  return comm.call({"recv", {src, false}}, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call("recv", src, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     return nccl.ncclRecv(x.data, static_cast<size_t>(x.bytes), kNcclUint8, src, handle, stream);
   });
 }
@@ -226,7 +226,7 @@ int64_t all_to_all(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, An
                        std::to_string(sent[own]) + ", as x has for it");
   }
   output.apart_from(x);
-  return comm.call({"all_to_all"}, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call("all_to_all", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     NcclResult first = nccl.ncclGroupStart();
     if (first != kNcclSuccess) return first;
     const auto note = [&first](NcclResult result) {
@@ -255,32 +255,19 @@ int64_t all_to_all(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, An
 // Puts what is on torch's current stream of the tensor's GPU under the deadline.
 int64_t watch(NcclCommunicator& comm, AnyView word) {
   const Operand checked(comm, "watch", "word", word);
-  return comm.call({"watch"}, [](const Nccl&, NcclComm, CUstream) { return kNcclSuccess; });
+  return comm.call("watch", -1, [](const Nccl&, NcclComm, CUstream) { return kNcclSuccess; });
 }
 
-Array<int64_t> numbers(const std::vector<u64>& values) {
-  Array<int64_t> made;
-  for (const u64 value : values) made.push_back(static_cast<int64_t>(value));
-  return made;
-}
-
-using LinkTuple = Tuple<int64_t, bool, int64_t>;
-using ProgressTuple = Tuple<int64_t, int64_t, String, double, String, int64_t, Array<LinkTuple>,
-                            Array<int64_t>, Array<int64_t>, String, bool, Array<String>>;
+using ProgressTuple =
+    Tuple<int64_t, String, double, String, int64_t, Array<String>, int64_t, String, bool>;
 
 ProgressTuple progress(NcclCommunicator& comm) {
   const auto found = comm.progress();
-  Array<LinkTuple> links;
-  for (const auto& link : found.links) {
-    links.push_back(LinkTuple(int64_t{link.peer}, link.is_send, static_cast<int64_t>(link.number)));
-  }
   Array<String> ops;
   for (const char* const op : found.ops) ops.push_back(op);
-  return ProgressTuple(static_cast<int64_t>(found.num_calls),
-                       static_cast<int64_t>(found.num_completed), String(found.last_op),
-                       found.waiting_s, String(found.op), static_cast<int64_t>(found.number), links,
-                       numbers(found.sent), numbers(found.received), String(found.trouble),
-                       found.is_open, ops);
+  return ProgressTuple(static_cast<int64_t>(found.num_calls), String(found.last_op),
+                       found.waiting_s, String(found.op), static_cast<int64_t>(found.number), ops,
+                       int64_t{found.peer}, String(found.trouble), found.is_open);
 }
 
 // A function of the communicator for Python, which keeps it alive.
@@ -310,10 +297,6 @@ Array<Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int64_t si
       bound(comm, all_to_all),
       bound(comm, barrier),
       bound(comm, watch),
-      bound(comm, &NcclCommunicator::begin_group),
-      // A tensor of the group says which stream is the current one.
-      Function::FromTyped(
-          [comm](bool is_to_send, AnyView) -> int64_t { return comm->end_group(is_to_send); }),
       Function::FromTyped([comm](Bytes bytes) -> int64_t {
         NcclUniqueId id{};
         if (bytes.size() != sizeof(id.bytes)) {

@@ -36,9 +36,7 @@ NcclCommunicator::NcclCommunicator(int ordinal, int rank, int size, double timeo
       size(size),
       device_(Device::get(ordinal)),
       timeout_s_(timeout_s),
-      nccl_(Nccl::get()),
-      num_sent_(static_cast<size_t>(size)),
-      num_received_(static_cast<size_t>(size)) {}
+      nccl_(Nccl::get()) {}
 
 NcclCommunicator::~NcclCommunicator() {
   for (const Entry& entry : log_) {
@@ -72,36 +70,15 @@ std::string NcclCommunicator::trouble() {
   return trouble_;
 }
 
-void NcclCommunicator::note(Entry& entry, const Call& what, const std::vector<Link>* links) {
-  const auto count = [this](const Link& link) {
-    auto& counts = link.is_send ? num_sent_ : num_received_;
-    return Link{link.peer, link.is_send, ++counts[static_cast<size_t>(link.peer)]};
-  };
-  std::vector<Link> own;
-  bool is_of_all = links == nullptr && what.link.peer < 0;
-  if (what.link.peer >= 0) own.push_back(count(what.link));
-  for (size_t i = 0; links != nullptr && i < links->size(); ++i) {
-    is_of_all |= (*links)[i].peer < 0;
-    if ((*links)[i].peer >= 0) own.push_back(count((*links)[i]));
-  }
-  if (is_of_all) own.clear();
-  entry.op = what.op;
-  entry.number = is_of_all ? ++num_of_all_ : num_of_all_.load();
-  entry.begin_s = now_s();
-  entry.state = kOpen;
-  if (own.empty() && entry.links.empty()) return;  // only this thread writes it
-  const std::lock_guard<std::mutex> lock(asking_);
-  entry.links = std::move(own);
-}
-
-CallStatus NcclCommunicator::run_now(const Call& what, const std::vector<Link>* links,
-                                     const Queue& run) {
+CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run) {
   const Driver& driver = Driver::get();
   const ContextScope scope(device_);
   const auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal));
   int capturing = 0;
   driver.check(driver.cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
-  const bool begins_burst = std::isfinite(timeout_s_) && now_s() - marked_s_ > kBurstS;
+  // One between two ranks has an event of its own, as its place among the others' is not known.
+  const bool begins_burst =
+      std::isfinite(timeout_s_) && (peer >= 0 || now_s() - marked_s_ > kBurstS);
   if (capturing == 0) {
     const bool has_moved = stream != last_stream_;
     if (has_moved || begins_burst) mark_now();
@@ -114,7 +91,11 @@ CallStatus NcclCommunicator::run_now(const Call& what, const std::vector<Link>* 
     if (status != kCallDone) return status;
   }
   Entry& entry = log_[begun % kLog];
-  note(entry, what, links);
+  entry.op = op;
+  entry.peer = peer;
+  entry.number = peer < 0 ? ++num_of_all_ : num_of_all_.load();
+  entry.begin_s = now_s();
+  entry.state = kOpen;
   num_begun_.store(begun, std::memory_order_release);
   try {
     const CallStatus status = queue_now(entry, capturing != 0, stream, run);
@@ -127,7 +108,7 @@ CallStatus NcclCommunicator::run_now(const Call& what, const std::vector<Link>* 
     return status;
   } catch (...) {  // the driver's: what is queued has no event
     const std::lock_guard<std::mutex> lock(asking_);
-    trouble_ = std::string(what.op) + " has failed, and may have been sent";
+    trouble_ = std::string(op) + " has failed, and may have been sent";
     is_broken_ = true;
     throw;
   }
@@ -182,32 +163,6 @@ void NcclCommunicator::mark() {
   if (!turn.owns_lock() || is_stopped_) return;
   const ContextScope scope(device_);
   mark_now();
-}
-
-CallStatus NcclCommunicator::begin_group() {
-  const std::lock_guard<std::mutex> turn(turn_);
-  if (is_stopped_) return kCallStopped;
-  if (group_) throw tvm::ffi::Error("RuntimeError", "group: a group is open, expected none", "");
-  group_.emplace();
-  return kCallDone;
-}
-
-CallStatus NcclCommunicator::end_group(bool is_to_send) {
-  const std::lock_guard<std::mutex> turn(turn_);
-  const auto group = std::exchange(group_, std::nullopt);
-  if (!is_to_send || !group || group->calls.empty()) return kCallDone;
-  if (is_stopped_) return kCallStopped;
-  if (is_broken_) return kCallFailed;
-  const auto send = [&](const Nccl& nccl, NcclComm comm, CUstream stream) {
-    NcclResult first = nccl.ncclGroupStart();
-    if (first != kNcclSuccess) return first;
-    for (const Queue& queue : group->calls) {
-      if (first == kNcclSuccess) first = queue(nccl, comm, stream);
-    }
-    const NcclResult end = nccl.ncclGroupEnd();
-    return first == kNcclSuccess ? end : first;
-  };
-  return run_now({"group"}, &group->links, send);
 }
 
 CallStatus NcclCommunicator::wait_done() {
@@ -265,7 +220,7 @@ void NcclCommunicator::abort() {
 }
 
 CallStatus NcclCommunicator::register_memory(void* memory, size_t bytes) {
-  return call({"init_pynccl"}, [this, memory, bytes](const Nccl& nccl, NcclComm comm, CUstream) {
+  return call("init_pynccl", -1, [this, memory, bytes](const Nccl& nccl, NcclComm comm, CUstream) {
     if (nccl.ncclCommWindowRegister != nullptr) {
       return nccl.ncclCommWindowRegister(comm, memory, bytes, &window_, kNcclSymmetricWindow);
     }
@@ -297,11 +252,9 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
     if (state == kOpen || (state == kUntold && n != num_done_ + 1)) continue;
     if (state == kMarked && Driver::get().cuEventQuery(next.event) == kCudaErrorNotReady) break;
     num_done_ = n;
-    num_done_of_all_ = std::max(num_done_of_all_, next.number.load());
   }
   found.is_open = queued > 0 && log_[queued % kLog].state == kOpen;
   found.num_calls = num_of_all_;
-  found.num_completed = num_done_of_all_;
   found.last_op = log_[begun % kLog].op;
   if (num_done_ < begun) {
     const Entry& waiting = log_[(num_done_ + 1) % kLog];
@@ -314,10 +267,8 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
       if (later.number >= found.number + found.ops.size()) found.ops.push_back(later.op);
       if (later.state == kMarked) break;
     }
-    found.links = waiting.links;
+    found.peer = waiting.peer;
   }
-  found.sent.assign(num_sent_.begin(), num_sent_.end());
-  found.received.assign(num_received_.begin(), num_received_.end());
   if (is_broken_) found.trouble = trouble_;
   const std::unique_lock<std::timed_mutex> use(used_, std::try_to_lock);
   if (use.owns_lock() && comm_ != nullptr && !is_stopped_) {

@@ -11,7 +11,6 @@
 
 #include <functional>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "comm/nccl.h"
@@ -31,19 +30,6 @@ class NcclCommunicator {
  public:
   using Queue = std::function<NcclResult(const Nccl&, NcclComm, CUstream)>;
 
-  // What a call between two ranks sends or receives, which the others do not count.
-  struct Link {
-    int peer = -1;  // none: a call of all ranks
-    bool is_send = false;
-    u64 number = 0;  // among those of this link, once it is made
-  };
-
-  // What a call is, for those who ask how far this rank has come.
-  struct Call {
-    const char* op;
-    Link link = {};
-  };
-
   NcclCommunicator(int ordinal, int rank, int size, double timeout_s);
   // Leaves NCCL's communicator as it is: without `free` or `abort` it ends with the process.
   ~NcclCommunicator();
@@ -54,24 +40,15 @@ class NcclCommunicator {
   const int rank;
   const int size;
 
-  // Queues a call on torch's current stream, or keeps it for the end of the group.
+  // Queues a call on torch's current stream; `peer`: of one that only two ranks make, else -1.
   template <class Run>
-  CallStatus call(const Call& what, const Run& run) {
+  CallStatus call(const char* op, int peer, const Run& run) {
     const std::lock_guard<std::mutex> turn(turn_);
     if (is_stopped_) return kCallStopped;
     if (is_broken_) return kCallFailed;
     if (torch_has_to_see_it()) return kCallTraced;
-    if (group_) {
-      group_->calls.push_back(run);
-      group_->links.push_back(what.link);
-      return kCallDone;
-    }
-    return run_now(what, nullptr, std::cref(run));  // no copy of what it holds
+    return run_now(op, peer, std::cref(run));  // no copy of what it holds
   }
-
-  // Calls until `end_group` are kept, and sent as one on the current stream, or dropped.
-  CallStatus begin_group();
-  CallStatus end_group(bool is_to_send);
 
   // Makes NCCL's communicator, once all ranks do. It has no deadline: for a thread of its own.
   CallStatus open(const NcclUniqueId& id);
@@ -93,18 +70,16 @@ class NcclCommunicator {
 
   // How far the rank is, by any thread.
   struct Progress {
-    u64 num_calls = 0;      // that all ranks make
-    u64 num_completed = 0;  // of them
+    u64 num_calls = 0;  // that all ranks make
     const char* last_op = "";
     bool is_open = false;   // the last call has no event yet: see `mark`
     double waiting_s = -1;  // since the oldest call that is not done was made; none
     const char* op = "";    // that call
     u64 number = 0;
-    std::vector<const char*> ops;     // from that call to the next event: which of them it is, if
-                                      // the others are ahead of it, this rank does not know
-    std::vector<Link> links;          // of that call, where it is none of all ranks
-    std::vector<u64> sent, received;  // calls so far, by rank
-    std::string trouble;              // of NCCL, found meanwhile
+    std::vector<const char*> ops;  // from that call to the next event: which of them it is, if
+                                   // the others are ahead of it, this rank does not know
+    int peer = -1;                 // of that call
+    std::string trouble;           // of NCCL, found meanwhile
   };
   Progress progress();
 
@@ -129,16 +104,10 @@ class NcclCommunicator {
     std::atomic<double> begin_s{0};
     std::atomic<EntryState> state{kOpen};
     CUevent event = nullptr;
-    std::vector<Link> links;  // guarded by `asking_`
+    std::atomic<int> peer{-1};
   };
-  struct Group {
-    std::vector<Queue> calls;
-    std::vector<Link> links;
-  };
-
-  CallStatus run_now(const Call& what, const std::vector<Link>* links, const Queue& run);
+  CallStatus run_now(const char* op, int peer, const Queue& run);
   CallStatus queue_now(Entry& entry, bool is_capturing, CUstream stream, const Queue& run);
-  void note(Entry& entry, const Call& what, const std::vector<Link>* links);
   CallStatus wait_until(CUevent event);
   void mark_now();  // with the turn
   CallStatus failed(NcclResult result);
@@ -157,7 +126,6 @@ class NcclCommunicator {
   u64 last_open_ = 0;    // call that was queued, and not captured
   u64 last_marked_ = 0;  // of them, with an event behind it
   double marked_s_ = -1;
-  std::optional<Group> group_;
   void* registered_ = nullptr;
   NcclWindow window_ = nullptr;
 
@@ -166,11 +134,9 @@ class NcclCommunicator {
   std::atomic<u64> num_queued_{0};
   std::atomic<u64> num_of_all_{0};
   std::atomic<u64> num_captured_{0};
-  std::vector<std::atomic<u64>> num_sent_, num_received_;  // by rank
-  std::atomic<bool> is_broken_{false};                     // a call was left by an exception
+  std::atomic<bool> is_broken_{false};  // a call was left by an exception
   std::mutex asking_;
   u64 num_done_ = 0;  // of all kinds; guarded, as what follows
-  u64 num_done_of_all_ = 0;
   std::string trouble_;
 };
 

@@ -1,0 +1,124 @@
+"""Open files that ranks of a host hand to each other."""
+
+from __future__ import annotations
+
+import array
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from jitkern.comm.rendezvous import Rendezvous
+from jitkern.errors import CommError, CommTimeoutError
+
+_OWN_PART = 0.8  # of a deadline, that a rank waits itself: so the others hear of it in time
+_STRANGERS = 64  # that may knock as well
+_PAUSE_S = 0.01
+
+
+class Descriptors(dict[int, int]):
+    """Open descriptors, by rank; closed at the end of ``with``: a mapping keeps its memory."""
+
+    def __enter__(self) -> Descriptors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self.values():
+            os.close(fd)
+        self.clear()
+
+
+def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
+    """Have each of `givers` give its descriptor to all ranks, in whose `fds` they are then.
+
+    They go over Unix sockets of the abstract namespace, whose names everybody sees, and are taken
+    from and given to processes of this user only, as Linux says who is at the other end. A message
+    is a word that came by the store: a rank's descriptor is taken for no other's.
+
+    Raises
+    ------
+    CommError
+        A rank is another user's; it has failed or ended, or sent nothing in time: in all ranks.
+    """
+    deadline = time.monotonic() + met.timeout_s * _OWN_PART
+    name, word = secrets.token_hex(16), secrets.token_hex(16)
+    with ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(f"\0jitkern-{name}")
+        listener.listen(2 * _STRANGERS)
+        told = met.exchange("listen", [name, word])
+
+        def give() -> None:
+            for step in range(1, met.size if met.rank in givers else 1):
+                other = (met.rank + step) % met.size
+                _give(met, other, told[other][0], word, fds[met.rank], deadline)
+
+        def take() -> None:
+            while missing := [one for one in givers if one not in fds]:
+                listener.settimeout(max(deadline - time.monotonic(), 0.001))
+                try:
+                    with listener.accept()[0] as end:
+                        end.settimeout(max(deadline - time.monotonic(), 0.001))
+                        _take(end, {told[one][1]: one for one in missing}, fds)
+                except TimeoutError:
+                    raise _late(met, missing, "did not send its memory in time") from None
+
+        met.all_or_none("give", give)
+        met.all_or_none("take", take)
+
+
+def peer_uid(end: socket.socket) -> int:
+    """Return the effective uid of the process at the other end, as the kernel knows it."""
+    layout = "iII"
+    raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(layout))
+    uid: int = struct.unpack(layout, raw)[1]
+    return uid
+
+
+def _give(met: Rendezvous, other: int, name: str, word: str, fd: int, deadline: float) -> None:
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+            end.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                end.connect(f"\0jitkern-{name}")
+            except BlockingIOError:  # strangers crowd there
+                if time.monotonic() > deadline:
+                    raise _late(met, [other], "did not take this rank's memory in time") from None
+                time.sleep(_PAUSE_S)
+                continue
+            except ConnectionRefusedError:
+                raise _late(met, [other], "takes no memory: it has ended, or failed") from None
+            uid = peer_uid(end)
+            if uid != os.geteuid():
+                text = f"{met.peers[other]} is of uid {uid}, expected uid {os.geteuid()}"
+                raise CommError(f"{met.name}: {text} as this process")
+            socket.send_fds(end, [word.encode()], [fd])
+            return
+
+
+def _take(end: socket.socket, words: dict[str, int], fds: Descriptors) -> None:
+    """Take a descriptor; what strangers send is dropped."""
+    if peer_uid(end) != os.geteuid():
+        return
+    # Not socket.recv_fds, which drops its flags.
+    room = socket.CMSG_LEN(array.array("i").itemsize)
+    try:
+        data, rights, _, _ = end.recvmsg(64, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        return
+    if rights:
+        fd = array.array("i", rights[0][2])[0]
+        rank = words.get(data.decode(errors="replace"))
+        if rank is None:
+            os.close(fd)
+        else:
+            fds[rank] = fd
+
+
+def _late(met: Rendezvous, missing: list[int], what: str) -> CommTimeoutError:
+    who = ", ".join(str(met.peers[one]) for one in missing)
+    text = f"{met.name}: {who} {what}"
+    return CommTimeoutError(text, op=met.name, number=0, rank=met.rank, missing=missing)

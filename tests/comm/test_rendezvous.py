@@ -1,0 +1,303 @@
+"""Ranks that meet over a store: what they exchange, what they do together, who is missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comm_ranks import LATE_S, Pool, Rank, errors, everywhere
+from torch.distributed import HashStore, PrefixStore
+
+from jitkern.comm.rendezvous import Rendezvous, _answers, call_with_timeout
+from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
+
+DEADLINE_S = 2.0
+
+
+def on_threads(size: int, body: Callable[[Rendezvous], Any], **how: Any) -> list[Any]:
+    """What each rank, a thread, does; or the error that it raises."""
+    store = how.pop("store", None) or HashStore()
+    facts = how.pop("facts", lambda rank: {})
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        met = None
+        try:
+            met = Rendezvous("init", store, rank, size, timeout_s=20, facts=facts(rank), **how)
+            found[rank] = body(met)
+        except Exception as error:
+            found[rank] = error
+        finally:
+            if met is not None:
+                met.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def store(ranks: list[Rank], kind: str, tmp_path: Path) -> None:
+    if kind == "file":
+        for rank in ranks:
+            rank.ask("use_store", path=str(tmp_path / "use_store"))
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for number, rank in enumerate(ranks):
+        rank.ask("use_store", port=port, is_master=number == 0)
+
+
+def meet(ranks: list[Rank], kind: str, tmp_path: Path, **config: Any) -> None:
+    store(ranks, kind, tmp_path)
+    for number, rank in enumerate(ranks):
+        rank.tell("meet", **{"rank": number, "size": len(ranks), **config})
+    for rank in ranks:
+        rank.value()
+
+
+# -- together --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_processes_meet_and_exchange(pool: Pool, kind: str, tmp_path: Path) -> None:
+    ranks = pool.start(3)
+    meet(ranks, kind, tmp_path, facts={"nccl": "2.27", "_gpu": 1})
+    assert everywhere(ranks, "[one.pid for one in comm.peers]") == [[r.pid for r in ranks]] * 3
+    assert everywhere(ranks, "comm.peers[1].facts['_gpu']") == [1] * 3
+    for _ in range(2):  # a name may be used again
+        came = everywhere(ranks, "comm.exchange('handles', [comm.rank])")
+        assert came == [[[0], [1], [2]]] * 3
+    assert everywhere(ranks, "comm.check('x')") == [None] * 3
+    serving = [kind == "tcp", False, False]
+    assert everywhere(ranks, "[one.serves for one in comm.peers]") == [serving] * 3
+
+
+def test_many_one_after_the_other_leave_nothing() -> None:
+    """Ranks are fast and slow: one may come to the next before another has left the last."""
+    store = HashStore()
+    for number in range(100):
+        assert (
+            on_threads(3, lambda met: met.exchange("x", met.rank), store=store) == [[0, 1, 2]] * 3
+        )
+        if number == 0:
+            before = store.num_keys()
+    assert store.num_keys() == before == 9
+    assert not _answers.value.desks
+
+
+def test_two_in_a_row_over_one_store() -> None:
+    """Without a pause: each rank makes the second as soon as it has the first."""
+    store = HashStore()
+
+    def again(first: Rendezvous) -> Any:
+        second = Rendezvous("init", store, first.rank, first.size, timeout_s=20)
+        values = [one.exchange("x", one.rank) for one in (second, first)]
+        second.close()
+        return values
+
+    for _ in range(20):
+        assert on_threads(4, again, store=store) == [[[0, 1, 2, 3]] * 2] * 4
+
+
+def test_all_or_none() -> None:
+    assert on_threads(2, lambda met: met.all_or_none("step", lambda: met.rank + 5)) == [5, 6]
+
+    def fails(kind: type[Exception]) -> list[Any]:
+        def step(met: Rendezvous) -> None:
+            if met.rank == 1:
+                raise kind("init: no more of this")
+
+        return on_threads(3, lambda met: met.all_or_none("step", lambda: step(met)))
+
+    for kind, of_others in ((UnsupportedError, UnsupportedError), (ZeroDivisionError, CommError)):
+        first, own, last = fails(kind)
+        assert (type(own), str(own)) == (kind, "init: no more of this")
+        for other in (first, last):
+            assert (type(other), str(other)) == (of_others, "init: on rank 1: no more of this")
+
+
+def test_facts_differ() -> None:
+    for error in on_threads(2, lambda met: None, facts=lambda rank: {"nccl": rank}):
+        text = str(error)
+        assert text.startswith("init: nccl: differs, expected the same in all ranks:\n  rank 0 (")
+        assert text.splitlines()[2].endswith("  1")
+
+
+def test_two_processes_of_one_number(pool: Pool, tmp_path: Path) -> None:
+    """Both say so, and do not wait for the rank that is missing then."""
+    ranks = pool.start(2)
+    store(ranks, "file", tmp_path)
+    for rank in ranks:
+        rank.tell("meet", rank=0, size=2, timeout_s=20)
+    for answer in errors(ranks, 20):
+        text = answer["error"]
+        assert text.startswith("CommError: init: two processes are rank 0: rank 0 (process "), text
+        assert all(f"(process {rank.pid} on " in text for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ((2, 2), ValueError, "init: rank 2 of size 2, expected 0 <= rank < size"),
+        ((-1, 2), ValueError, "init: rank -1 of size 2, expected 0 <= rank < size"),
+        ((0, 0), ValueError, "init: rank 0 of size 0, expected 0 <= rank < size"),
+        ((True, 2), TypeError, "init: rank: bool, expected an int, or a group that has it"),
+        ((0, None), TypeError, "init: size: None, expected an int, or a group that has it"),
+    ],
+)
+def test_wrong_numbers(given: tuple[Any, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        Rendezvous("init", HashStore(), *given, timeout_s=1)
+    assert str(caught.value) == text
+
+
+def test_a_group_has_rank_and_size(pool: Pool) -> None:
+    (one,) = pool.join(1)
+    one.ask("meet", rank=None, size=None)
+    assert one.evaluate("[comm.rank, comm.size]") == [0, 1]
+    one.tell("meet", rank=1, size=2)
+    text = "ValueError: init: rank 1 of size 2, expected rank 0 of size 1 as in the group"
+    assert one.error()["error"] == text
+
+
+# -- ranks that are missing ------------------------------------------------------------------------
+
+
+def test_a_store_of_an_earlier_run(pool: Pool, tmp_path: Path) -> None:
+    """What a rank has told that has ended is no answer; and it is in nobody's way."""
+    ranks = pool.start(2)
+    meet(ranks, "file", tmp_path)
+    dead = ranks[1].pid
+    ranks[1].kill()
+    ranks[0].tell("meet", rank=0, size=2, timeout_s=1)
+    answer = ranks[0].error(1 + LATE_S)
+    assert f"rank 1 (process {dead} on " in answer["error"] and "has ended" in answer["error"]
+    assert answer["missing"] == [1]
+    (_, late) = pool.start(2)
+    meet([ranks[0], late], "file", tmp_path, timeout_s=20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("has_met", [False, True])
+def test_the_process_of_the_store_hangs_or_ends(
+    pool: Pool, tmp_path: Path, number: int, has_met: bool
+) -> None:
+    ranks = pool.start(2)
+    if has_met:
+        meet(ranks, "tcp", tmp_path)
+    else:
+        store(ranks, "tcp", tmp_path)
+    ranks[0].kill(number)
+    if has_met:
+        code = "(lambda e: [str(e), list(e.missing)])(comm.timed_out('all_reduce', 7))"
+        text, missing = ranks[1].evaluate(code)
+        state = "has ended" if number == signal.SIGKILL else "does not answer: it is stopped"
+        assert f"rank 0 (process {ranks[0].pid} on {os.uname().nodename}) {state}" in text
+    else:
+        ranks[1].tell("meet", rank=1, size=2, timeout_s=1.0)
+        answer = ranks[1].error(1.0 + LATE_S)
+        missing = answer["missing"]
+        text = "store has failed" if number == signal.SIGKILL else "or the store hangs"
+        assert text in answer["error"]
+    assert missing == [0]
+
+
+def test_a_rank_ends_in_an_exchange(pool: Pool, tmp_path: Path) -> None:
+    """Nobody waits for the deadline; who is only slow is not missing."""
+    ranks = pool.start(3)
+    meet(ranks, "file", tmp_path, timeout_s=20)
+    ranks[0].tell("evaluate", code="comm.exchange('handles', 1, op='register', number=7)")
+    ranks[1].kill()
+    answer = ranks[0].error(LATE_S)
+    text = f"register: call 7 on rank 0 of 3 cannot be done: rank 1 (process {ranks[1].pid} on "
+    assert text in answer["error"] and "has ended; see their logs" in answer["error"]
+    assert answer["missing"] == [1]
+    ranks[2].tell("evaluate", code="comm.exchange('handles', 1)")
+    assert 1 in ranks[2].error(LATE_S)["missing"]
+
+
+def diagnosed(places: dict[int, tuple[int, str]], **how: Any) -> CommTimeoutError:
+    """What rank 0 says, in call 7, of others that are at some places; -1: it has left there."""
+    store = HashStore()
+    done = threading.Barrier(len(places) + 1)
+
+    def body(met: Rendezvous) -> Any:
+        met.exchange("all are here")
+        if met.rank == 0:
+            error = met.timed_out("all_reduce", 7, **how)
+            done.wait()
+            return error
+        done.wait()
+        return None
+
+    found: list[Any] = [None] * (len(places) + 1)
+
+    def run(rank: int) -> None:
+        where = places.get(rank, (7, "all_reduce"))
+        met = Rendezvous("init", store, rank, len(found), timeout_s=20, position=lambda: where)
+        found[rank] = body(met)
+        met.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(found))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    error: CommTimeoutError = found[0]
+    return error
+
+
+def test_who_is_behind_is_missing() -> None:
+    error = diagnosed({1: (7, "all_reduce"), 2: (5, "broadcast"), 3: (0, "")})
+    assert (error.missing, error.op, error.number, error.rank) == ((2, 3), "all_reduce", 7, 0)
+    text = str(error)
+    assert text.startswith("all_reduce: call 7 on rank 0 of 4 was not done within 20 s: rank 2 (pr")
+    assert "has come to call 5 (broadcast) only; rank 3 (process" in text
+    assert "has made no call yet; see their logs for the reason, and if they are only slow" in text
+
+
+def test_which_call_of_several_it_is() -> None:
+    """The first that a rank has not come to, where this one does not know."""
+    error = diagnosed({1: (8, "all_gather"), 2: (9, "x")}, ops=["all_reduce", "all_gather", "bar"])
+    assert (error.number, error.op, error.missing) == (9, "bar", (1,))
+
+
+def test_all_have_come() -> None:
+    error = diagnosed({1: (7, "barrier")})
+    assert error.missing == ()
+    assert "was not done within 20 s: all ranks have come to it; rank 1 (process " in str(error)
+    assert "made call 7 as barrier; if they are only slow, give a larger timeout_s" in str(error)
+
+
+def test_of_a_call_of_two_ranks_only_the_other_is_missing() -> None:
+    error = diagnosed({1: (7, "all_reduce"), 2: (3, "barrier")}, peer=1)
+    assert error.missing == (1,)
+    assert "all_reduce: rank 0 of 3 from rank 1 was not done within 20 s: rank 1" in str(error)
+
+
+def test_the_first_failure_is_quoted() -> None:
+    one = Rendezvous("init", PrefixStore("x", HashStore()), 0, 1, timeout_s=1)
+    one.fail(CommError("one"))
+    one.fail(CommError("two"))
+    one.close()
+    with pytest.raises(CommError) as caught:
+        one.check("all_gather")
+    text = "all_gather: init: this rank has failed: one; make a new one in all ranks"
+    assert str(caught.value) == text
+
+
+def test_call_with_timeout() -> None:
+    assert call_with_timeout(lambda: 5, 1) == 5
+    with pytest.raises(ZeroDivisionError):
+        call_with_timeout(lambda: 1 // 0, 1)
+    with pytest.raises(TimeoutError):
+        call_with_timeout(lambda: threading.Event().wait(2), 0.01)
