@@ -57,8 +57,6 @@ LAYERS = """
 4  comm.peer_rows
 4  comm
 5  untraced
-5  nn.args nn.layout
-5  nn.look_up nn.memory nn.rows
 5  nn.tp_embedding
 5  nn
 5  jobs

@@ -18,7 +18,7 @@ from rows_ranks import Ranks
 import jitkern
 from jitkern.comm import peer_gather
 from jitkern.host import module as host
-from jitkern.nn import TPEmbedding, look_up
+from jitkern.nn import TPEmbedding, tp_embedding
 
 CUDA = torch.device("cuda")
 CHILD = Path(__file__).with_name("in_step_child.py")
@@ -81,14 +81,14 @@ def test_an_embedding_makes_its_sum_over_any_fault_of_an_earlier_call(
 ) -> None:
     """Whatever its type, and no other error."""
     earlier = [RuntimeError("unpack: ... (found by an earlier call on cuda:0; nothing was copied)")]
-    real = look_up.indexing
+    real = tp_embedding.indexing
 
     def indexing(*args: Any, **how: Any) -> torch.Tensor:
         if earlier:
             raise earlier.pop()
         return real(*args, **how)
 
-    monkeypatch.setattr(look_up, "indexing", indexing)
+    monkeypatch.setattr(tp_embedding, "indexing", indexing)
     comm = Counting()
     module = TPEmbedding(10, 8, comm=comm, device="cpu", method="all_reduce")
     with pytest.raises(RuntimeError, match="unpack"):

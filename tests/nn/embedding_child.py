@@ -26,8 +26,7 @@ from torch import Tensor
 
 import jitkern  # noqa: F401
 from jitkern.comm import TorchCommunicator, peer_memory
-from jitkern.nn import TPEmbedding
-from jitkern.nn import rows as nn_rows
+from jitkern.nn import TPEmbedding, tp_embedding
 
 torch.set_num_threads(1)  # ranks share the cores of a small machine
 
@@ -231,15 +230,15 @@ def do_load_late(value: float, by: str, wait_s: float) -> list[float]:
 
 def do_load_slowly(value: float, wait_s: float) -> list[float]:
     """Be the last to write; answer what there is then."""
-    real = nn_rows.write
+    real = tp_embedding._write
 
     def slowly(*args: Any) -> None:
         time.sleep(wait_s)
         real(*args)
 
-    nn_rows.write = slowly
+    tp_embedding._write = slowly
     load(value, "load_full")
-    nn_rows.write = real
+    tp_embedding._write = real
     return rows()
 
 
@@ -249,11 +248,11 @@ def do_fail_to_write() -> None:
     def fail(*_: Any) -> None:
         raise OSError("no rows")
 
-    real, nn_rows.write = nn_rows.write, fail
+    real, tp_embedding._write = tp_embedding._write, fail
     try:
         load(1.0, "load_full")
     finally:
-        nn_rows.write = real
+        tp_embedding._write = real
 
 
 def do_be_elsewhere(where: str = "") -> None:

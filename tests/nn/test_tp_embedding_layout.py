@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitkern.comm import PeerMemory
-from jitkern.nn import TPEmbedding, layout
+from jitkern.nn import TPEmbedding
+from jitkern.nn import tp_embedding as layout
 
 PAGE_BYTES = 2 << 20
 SIZES = st.integers(1, 9)
@@ -41,23 +42,6 @@ def test_whole_pages(rows: int, size: int, row_bytes: int) -> None:
     assert each * size >= rows and each * row_bytes % PAGE_BYTES == 0
     smaller = range(max(each - PAGE_BYTES // (row_bytes & -row_bytes), 0) + 1, each)
     assert all(one * row_bytes % PAGE_BYTES for one in smaller[:100])
-    needed_bytes = -(-rows // size) * row_bytes
-    wasteful = layout.is_wasteful(rows, size, row_bytes, PAGE_BYTES)
-    assert wasteful == (each * row_bytes > max(2 * needed_bytes, 16 << 20))
-
-
-@pytest.mark.parametrize("hidden", [64, 768, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 18432])
-def test_models_waste_little(hidden: int) -> None:
-    for size in (2, 4, 8):
-        assert not layout.is_wasteful(128_256, size, 2 * hidden, PAGE_BYTES)
-
-
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 9), (1000, 131), (5000, 4097), (3, 1_000_003)])
-def test_the_next_hidden_size_fits(rows: int, hidden: int) -> None:
-    assert layout.is_wasteful(rows, 2, 2 * hidden, PAGE_BYTES)
-    more = layout.next_hidden_size(rows, 2, hidden, 2, PAGE_BYTES)
-    assert hidden < more <= 1 << hidden.bit_length()
-    assert not layout.is_wasteful(rows, 2, 2 * more, PAGE_BYTES)
 
 
 def test_the_pages_of_peer_memory() -> None:
@@ -88,3 +72,17 @@ def test_by_sums_it_is_copied_and_moved_as_any_module() -> None:
     module.half()
     assert module.weight.dtype == torch.float16
     assert module(torch.tensor([1])).dtype == torch.float16
+
+
+def test_as_torch_has_it() -> None:
+    table = torch.randn(11, 4, dtype=torch.float64)
+    theirs = torch.nn.Embedding.from_pretrained(table, padding_idx=2)
+    ours = TPEmbedding.from_pretrained(table, comm=SilentComm(0, 1), padding_idx=2, num_added=3)
+    assert (ours.num_embeddings, ours.embedding_dim) == (11, 4) == ours.full_shape
+    assert (theirs.num_embeddings, theirs.embedding_dim) == (11, 4)
+    assert ours.vocab_size == 8 and not ours.weight.requires_grad
+    ids = torch.tensor([[0, 10], [2, 3]])
+    assert torch.equal(ours(ids), theirs(ids))
+    free = TPEmbedding.from_pretrained(table, freeze=False, comm=SilentComm(0, 1), dtype=torch.half)
+    assert free.weight.requires_grad and free.weight.dtype == torch.half
+    assert torch.equal(free.weight, table.half())

@@ -260,7 +260,7 @@ def test_wasteful_rows(two: list[Rank]) -> None:
     assert two[0].error()["error"] == (
         "ValueError: TPEmbedding: hidden_size: 131 of bfloat16, rows of 262 bytes: 500 on each "
         "rank take 274726912 bytes of whole pages, expected at most twice their own; "
-        "hidden_size=160 has them, or use method='all_reduce'"
+        "use method='all_reduce', or a hidden_size with more factors of 2"
     )
     made = all_do(two, "make", vocab=1000, hidden=160, dtype="bfloat16", method="peer")
     assert made[0][0] == "peer"

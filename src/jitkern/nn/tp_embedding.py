@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from jitkern.comm.args import communicator_arg, seconds_arg
-from jitkern.nn import args, layout, memory, rows
-from jitkern.nn.args import OP, Method
-from jitkern.nn.look_up import look_up
+from jitkern.errors import UnsupportedError
+from jitkern.host.faults import is_of_earlier_call
+from jitkern.ops import dispatch
 from jitkern.ops.common import type_text
 from jitkern.ops.index import indexing
 
 if TYPE_CHECKING:
+    from jitkern.comm.peer_memory import PeerMemory
     from jitkern.comm.protocol import Communicator
+
+OP = "TPEmbedding"
+
+Method = Literal["auto", "peer", "all_reduce"]
+_METHODS = ("auto", "peer", "all_reduce")
+# What whole pages may cost: a rank's memory is at most twice what its rows take, or this.
+_SMALL_BYTES = 16 << 20
 
 
 class TPEmbedding(torch.nn.Module):
@@ -115,22 +124,22 @@ class TPEmbedding(torch.nn.Module):
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
-        self.vocab_size: int = args.int_arg("vocab_size", vocab_size, at_least=1)
-        self.hidden_size: int = args.int_arg("hidden_size", hidden_size, at_least=1)
-        self.num_added: int = args.int_arg("num_added", num_added, at_least=0)
+        self.vocab_size: int = _int_arg("vocab_size", vocab_size, at_least=1)
+        self.hidden_size: int = _int_arg("hidden_size", hidden_size, at_least=1)
+        self.num_added: int = _int_arg("num_added", num_added, at_least=0)
         self.comm: Communicator = communicator_arg(OP, comm)
-        self.padding_idx: int | None = args.padding_arg(padding_idx, vocab_size + num_added)
+        self.padding_idx: int | None = _padding_arg(padding_idx, vocab_size + num_added)
         rank, size = comm.rank, comm.size
-        asked = args.method_arg(method, group, size)
+        asked = _method_arg(method, group, size)
         timeout_s = seconds_arg(OP, timeout_s)
         like = torch.empty(0, hidden_size, dtype=dtype, device=device)
         if not like.dtype.is_floating_point:
             raise TypeError(f"{OP}: dtype: {str(like.dtype)[6:]}, expected a floating dtype")
         self._is_split = size > 1
-        self._peers = memory.memory_of(like, self.full_shape[0], comm, asked, group, timeout_s)
+        self._peers = _peer_memory(like, self.full_shape[0], comm, asked, group, timeout_s)
         self.method: Method = "all_reduce" if self._peers is None else "peer"
-        each = None if self._peers is None else memory.rows_of(self._peers, like)
-        self._part = layout.part_of(vocab_size, num_added, rank, size, each)
+        each = None if self._peers is None else self._peers.num_bytes // _row_bytes(like)
+        self._part = part_of(vocab_size, num_added, rank, size, each)
         self.vocab_range: tuple[int, int] = self._part.vocab_range
         self.added_range: tuple[int, int] = self._part.added_range
         shape = self._part.num_rows, hidden_size
@@ -146,10 +155,39 @@ class TPEmbedding(torch.nn.Module):
             self._shared = (self.weight,)  # in a tuple, which a module takes for no parameter
         self.reset_parameters()
 
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Any, freeze: bool = True, *, comm: Communicator, **options: Any
+    ) -> TPEmbedding:
+        """Return the module of a whole table, as :meth:`torch.nn.Embedding.from_pretrained` does.
+
+        ``embeddings`` is what :meth:`load_full` takes; its dtype and device are the module's, if it
+        is a tensor and ``options``, the other arguments of the module, have no others. Added tokens
+        (``num_added``) are its last rows. With ``freeze`` the weight requires no gradient.
+        """
+        num_rows, hidden_size = _shape_of(embeddings)
+        if isinstance(embeddings, Tensor):
+            options = {"dtype": embeddings.dtype, "device": embeddings.device, **options}
+        vocab_size = num_rows - options.get("num_added", 0)
+        made = cls(vocab_size, hidden_size, comm=comm, **options)
+        made.load_full(embeddings)
+        made.weight.requires_grad_(not freeze)
+        return made
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the whole table, added ones included."""
+        return self.vocab_size + self.num_added
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a row: ``hidden_size``."""
+        return self.hidden_size
+
     @property
     def full_shape(self) -> tuple[int, int]:
-        """Of the whole table: ``(vocab_size + num_added, hidden_size)``."""
-        return self.vocab_size + self.num_added, self.hidden_size
+        """Of the whole table: ``(num_embeddings, embedding_dim)``."""
+        return self.num_embeddings, self.embedding_dim
 
     def reset_parameters(self) -> None:
         """Draw the rows from a normal distribution, that of ``padding_idx`` excepted: zeros.
@@ -245,12 +283,12 @@ class TPEmbedding(torch.nn.Module):
             Some ranks did not come within ``timeout_s``, or have ended; it names them. ``weight``
             cannot be loaded any more: make a new module.
         """
-        shape = args.shape_of(weight)
+        shape = _shape_of(weight)
         if shape != self.full_shape:
             raise ValueError(f"{OP}: weight: shape {[*shape]}, expected {[*self.full_shape]}")
         parts = self._parts_of(weight)
         with self._fenced():
-            rows.write(self.weight, parts)
+            _write(self.weight, parts)
 
     def fence(self) -> None:
         """Wait for this rank's GPU, then for all ranks to have come: nothing for ``"all_reduce"``.
@@ -310,13 +348,13 @@ class TPEmbedding(torch.nn.Module):
         lacking = missing_keys
         if self._peers is None and is_whole:
             part = cast("Tensor", value).new_empty(self.weight.shape)
-            rows.write(part, self._parts_of(value))
+            _write(part, self._parts_of(value))
             state_dict = {**state_dict, key: part}
         elif self._peers is not None and isinstance(value, Tensor):
             # Not by PyTorch, which with assign=True puts another tensor in the place of `weight`.
             parts = self._parts_of(value) if is_whole else [value[: self._num_held]]
             with self._fenced():
-                rows.write(self.weight, parts)
+                _write(self.weight, parts)
             state_dict = {name: one for name, one in state_dict.items() if name != key}
             lacking = []
         super()._load_from_state_dict(
@@ -370,7 +408,7 @@ class TPEmbedding(torch.nn.Module):
         self.fence()
 
     def _parts_of(self, whole: Any) -> list[Tensor]:
-        return rows.parts_of(whole, self._part, self.hidden_size)
+        return _parts_of(whole, self._part, self.hidden_size)
 
     @property
     def _num_held(self) -> int:
@@ -384,3 +422,250 @@ class TPEmbedding(torch.nn.Module):
                 return row + self.padding_idx - start
             row += length
         return None
+
+
+# -- a look-up that sums over ranks ----------------------------------------------------------------
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """In place. Every rank has the gradient of the sum, which is that of its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, comm: Communicator) -> Tensor:
+        _add_up(rows, comm)
+        ctx.mark_dirty(rows)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
+    """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
+    earlier: Exception | None = None
+    while True:
+        try:
+            rows = indexing(
+                weight,
+                ids,
+                vocab_range=part.vocab_range,
+                added_range=part.added_range,
+                vocab_size=num_ids,
+            )
+            break
+        except Exception as error:
+            if not is_of_earlier_call(error):
+                raise
+            # Forgotten now. Ranks come to hear of it at different calls: one that left out its sum
+            # would have its next one met by this one of the others.
+            earlier = earlier or error
+    _refuse_tracers(rows)
+    if dispatch.wants_gradient(rows):
+        rows = cast("Tensor", _SumOverRanks.apply(rows, comm))  # type: ignore[no-untyped-call]
+    else:
+        _add_up(rows, comm)
+    if earlier is not None:
+        raise earlier
+    return rows
+
+
+def _add_up(rows: Tensor, comm: Communicator) -> None:
+    """Sum over ranks, of which one at most has bits that are not zero: exact for any bits.
+
+    A sum of floats would make 0.0 of -0.0, and another NaN of some. NCCL and gloo both have sums of
+    int32 and uint8, and neither of int16.
+    """
+    if rows.numel() == 0:
+        return  # on every rank
+    flat = rows.detach().view(-1)
+    comm.all_reduce(flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8))
+
+
+def _refuse_tracers(rows: Tensor) -> None:
+    """Raise where the sum would be dropped from what is traced, or be of what is no memory."""
+    if (
+        type(rows).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        or torch._C._functorch.is_functorch_wrapped_tensor(rows)
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or torch._C._get_tracing_state() is not None
+    ):
+        raise RuntimeError(
+            f"{OP}: ids: traced or transformed, expected a plain call: the sum over ranks has no "
+            "place in torch.export, make_fx, torch.jit.trace and torch.func; torch.compile ends a "
+            "graph here"
+        )
+
+
+# -- which rows a rank holds -----------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """What one rank holds: ids of the vocabulary, added ones behind them, zeros behind those."""
+
+    num_rows: int  # the same on all ranks
+    vocab_range: tuple[int, int]  # (start, length)
+    added_range: tuple[int, int]
+
+
+def part_of(
+    vocab_size: int, num_added: int, rank: int, size: int, rows_of_each: int | None = None
+) -> Part:
+    """Return a rank's part: the last ranks may have less than others, or none.
+
+    With ``rows_of_each`` the ids follow one another through all ranks, so many on each, and the
+    ranks' memory in a row is the table. Without, vocabulary and added ids are split by themselves.
+    """
+    end = vocab_size + num_added
+    if rows_of_each is None:
+        base, added = -(-vocab_size // size), -(-num_added // size)
+        start = vocab_size + rank * added
+        return Part(
+            base + added,
+            _clip(rank * base, (rank + 1) * base, 0, vocab_size),
+            _clip(start, start + added, vocab_size, end),
+        )
+    first, last = rank * rows_of_each, (rank + 1) * rows_of_each
+    return Part(
+        rows_of_each,
+        _clip(first, last, 0, vocab_size),
+        _clip(first, last, vocab_size, end),
+    )
+
+
+def _clip(first: int, last: int, begin: int, end: int) -> tuple[int, int]:
+    """Return (start, length) of what lies in both; a length of 0 has a start that is in range."""
+    start = min(max(first, begin), end)
+    return start, max(min(last, end) - start, 0)
+
+
+def _parts_of(whole: Any, part: Part, hidden_size: int) -> list[Tensor]:
+    """Return a rank's rows of the whole table, those of each range that is not empty."""
+    found = []
+    for start, length in (part.vocab_range, part.added_range):
+        if length == 0:
+            continue
+        one = whole[start : start + length]
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{OP}: weight: slices are {type_text(one)}, expected tensors")
+        if one.shape != (length, hidden_size):
+            came = f"a slice of {length} rows has shape {[*one.shape]}"
+            raise ValueError(f"{OP}: weight: {came}, expected {[length, hidden_size]}")
+        found.append(one)
+    return found
+
+
+def _write(to: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy `parts` to `to`, one after the other, and write zeros after them."""
+    with torch.no_grad():
+        row = 0
+        for one in parts:
+            to[row : row + len(one)].copy_(one)
+            row += len(one)
+        to[row:].zero_()
+
+
+# -- memory that ranks read each other's rows in ---------------------------------------------------
+
+
+def _row_bytes(like: Tensor) -> int:
+    return like.shape[1] * like.dtype.itemsize
+
+
+def rows_in_pages(num_rows: int, size: int, row_bytes: int, page_bytes: int) -> int:
+    """Return how many rows each rank holds where its memory is to be whole pages."""
+    unit = page_bytes // math.gcd(page_bytes, row_bytes)
+    return -(-num_rows // (size * unit)) * unit
+
+
+def _peer_memory(
+    like: Tensor, num_rows: int, comm: Communicator, method: Method, group: Any, timeout_s: float
+) -> PeerMemory | None:
+    """Return memory for a table's rows, as many on each rank as fill whole pages: collective.
+
+    None on all ranks, where `method` is "all_reduce", or "auto" and there can be none. `like` has
+    the row's size, dtype and device. Raises as PeerMemory; UnsupportedError for "peer" only.
+    """
+    if method == "all_reduce":
+        return None
+    from jitkern.comm.peer_memory import HOST_PIECE_BYTES, PeerMemory
+
+    wrong: Exception | None = None
+    # Not this GPU's pages: all ranks decide alike, of which one may have another GPU.
+    row_bytes, held = _row_bytes(like), -(-num_rows // comm.size)
+    num_bytes = rows_in_pages(num_rows, comm.size, row_bytes, HOST_PIECE_BYTES) * row_bytes
+    if like.device.type not in ("cpu", "cuda"):
+        expected = "a GPU or the CPU for method='peer'"
+        wrong = ValueError(f"{OP}: device: {like.device}, expected {expected}")
+    elif num_bytes > max(2 * held * row_bytes, _SMALL_BYTES):
+        wrong = ValueError(
+            f"{OP}: hidden_size: {like.shape[1]} of {str(like.dtype)[6:]}, rows of {row_bytes} "
+            f"bytes: {held} on each rank take {num_bytes} bytes of whole pages, expected at most "
+            "twice their own; use method='all_reduce', or a hidden_size with more factors of 2"
+        )
+    if wrong is None:
+        try:
+            peers = PeerMemory(
+                *(num_bytes, group),
+                rank=comm.rank, size=comm.size, device=like.device, timeout_s=timeout_s,
+            )  # fmt: skip
+        except UnsupportedError as error:  # on all ranks
+            wrong = error
+        else:
+            if peers.share_bytes == num_bytes:
+                return peers
+            peers.close()  # on all ranks: the largest of their pages
+            wrong = UnsupportedError(
+                f"{OP}: memory of one of the ranks comes in other pages than of 2 MiB: "
+                f"{peers.share_bytes} bytes for {num_bytes}; use method='all_reduce'"
+            )
+    if method == "peer":
+        raise wrong
+    return None
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def _int_arg(name: str, value: Any, *, at_least: int) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{OP}: {name}: {type_text(value)}, expected an int")
+    if value < at_least:
+        raise ValueError(f"{OP}: {name}: {value}, expected at least {at_least}")
+    return value
+
+
+def _padding_arg(value: Any, num_ids: int) -> int | None:
+    """Return an id, counted from the front, or None."""
+    if value is None:
+        return None
+    if type(value) is not int:
+        raise TypeError(f"{OP}: padding_idx: {type_text(value)}, expected an int")
+    if not -num_ids <= value < num_ids:
+        expected = f"expected {-num_ids} to {num_ids - 1}"
+        raise ValueError(f"{OP}: padding_idx: {value}, {expected}")
+    return value % num_ids
+
+
+def _method_arg(value: Any, group: Any, size: int) -> Method:
+    """Return how rows are to come from other ranks; ``"auto"`` only where that is open."""
+    if not isinstance(value, str):
+        raise TypeError(f"{OP}: method: {type_text(value)}, expected a str")
+    if value not in _METHODS:
+        expected = ", ".join(map(repr, _METHODS[:-1])) + f" or {_METHODS[-1]!r}"
+        raise ValueError(f"{OP}: method: {value!r}, expected {expected}")
+    if size == 1:
+        return "all_reduce"  # there is nobody to read from
+    if group is None and value == "peer":
+        raise ValueError(
+            f"{OP}: group: None, expected the ranks' gloo group or store for method='peer'"
+        )
+    return cast("Method", "all_reduce" if group is None else value)
+
+
+def _shape_of(weight: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of a slice of safetensors."""
+    try:
+        return tuple(weight.shape if hasattr(weight, "shape") else weight.get_shape())
+    except (AttributeError, TypeError):
+        raise TypeError(f"{OP}: weight: {type_text(weight)}, expected a tensor") from None
