@@ -16,6 +16,7 @@ import time
 import traceback
 import weakref  # noqa: F401
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import bodies
@@ -257,6 +258,29 @@ def do_meet(rank: int, size: int, **config: Any) -> None:
     global comm
     config = {"timeout_s": 2.0, "position": lambda: tuple(position), **config}
     comm = rendezvous.Rendezvous("init", group, rank, size, **config)
+
+
+def do_fail_and_end() -> None:
+    """Fail in a step, tell so as users of a rendezvous do, and end."""
+
+    def step() -> None:
+        raise MemoryError("no more of this")
+
+    try:
+        comm.all_or_none("step", step)
+    except MemoryError as error:
+        comm.fail(error)
+    os._exit(1)
+
+
+def do_listening() -> list[str]:
+    """Sockets of this process that others can connect to."""
+    inodes = set()
+    for table, state, at in (("tcp", "0A", 9), ("tcp6", "0A", 9), ("unix", "00010000", 6)):
+        words = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()]
+        inodes |= {f"socket:[{line[at]}]" for line in words if state in line}
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sorted(inodes & {os.readlink(path) for path in paths if os.path.lexists(path)})
 
 
 def do_evaluate(code: str) -> Any:

@@ -107,7 +107,7 @@ def take(end, words, fds):
             socket.send_fds(ends[0], [word.encode() or b'-'], [other.fileno()])
             strange[:] = [1] * {is_of_another_user}
             real_take(ends[1], words, fds)
-    real_take(end, words, fds)
+    real_take(end, {{word: rank for word, rank in words.items() if rank not in fds}}, fds)
 descriptors._take = take
 """
     processes[1].ask(knock)

@@ -169,6 +169,18 @@ def test_a_group_has_rank_and_size(pool: Pool) -> None:
     assert one.error()["error"] == text
 
 
+def test_the_process_of_the_store_ends_of_its_error(pool: Pool, tmp_path: Path) -> None:
+    """The others raise that error, too, and not that the store is gone."""
+    ranks = pool.start(3)
+    meet(ranks, "tcp", tmp_path, timeout_s=20)
+    for rank in ranks[1:]:
+        rank.tell("evaluate", code="comm.all_or_none('step', lambda: 5)")
+    ranks[0].tell("fail_and_end")
+    for answer in errors(ranks[1:], LATE_S):
+        assert answer["error"] == "MemoryError: init: on rank 0: no more of this"
+    ranks[0].process.wait(10)
+
+
 # -- ranks that are missing ------------------------------------------------------------------------
 
 

@@ -43,6 +43,15 @@ def test_two_communicators_of_a_group(pool: Pool) -> None:
     everywhere(ranks, "dist.all_reduce(torch.ones(1))")  # the group is as it was
 
 
+def test_no_port_of_our_own(pool: Pool) -> None:
+    """Nor a Unix socket, once a memory is made: strangers can connect to nothing new."""
+    ranks = pool.join(2)
+    before = [rank.ask("listening") for rank in ranks]
+    make(ranks)
+    everywhere(ranks, "globals().update(peers=PeerMemory(64, None))")
+    assert [rank.ask("listening") for rank in ranks] == before
+
+
 WRONG = {
     "comm.all_reduce([1])": "TypeError: all_reduce: x: list, expected a tensor",
     "comm.all_reduce(torch.ones(4, 4).t())": "ValueError: all_reduce: x: not contiguous, expected "

@@ -168,7 +168,7 @@ class Rendezvous:
         if size > 1:
             self._in_time(lambda until: self._meet(base, came, until), timeout_s, came)
             token = _token(came)
-            self._desk = _Desk(_prefixed(f"jitkern/{token}", base), rank, size, position)
+            self._desk = _Desk(_prefixed(f"jitkern/{token}", base), self._mine, size, position)
             weakref.finalize(self, self._desk.drop).atexit = False
             _answers.value.add(self._desk)
         self.peers = [came[one] for one in range(size)]
@@ -329,8 +329,10 @@ class Rendezvous:
                     return
 
         try:
-            call_with_timeout(work, _ANSWER_S + 1)
+            call_with_timeout(work, _ANSWER_S + 0.5)
         except Exception as error:
+            assert desk is not None
+            desk.give_up()
             why = f"serves the store, which has failed: {short(error)}"
             silent = [one for one in asked if self.peers[one].serves]
             gone.update({one: text for one in asked if (text := self.peers[one].trouble())})
@@ -530,9 +532,13 @@ class _Desk:
     """Answers for one Rendezvous, as long as that lives, over the part of the store of its own."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, position: Callable[[], tuple[int, str]] | None
+        self,
+        store: Store,
+        mine: PeerInfo,
+        size: int,
+        position: Callable[[], tuple[int, str]] | None,
     ) -> None:
-        self.store, self._rank, self._size = store, rank, size
+        self.store, self.serves, self._rank, self._size = store, mine.serves, mine.rank, size
         is_method = hasattr(position, "__self__")
         self._find: Any = weakref.WeakMethod(position) if is_method else lambda: position
         self._place: tuple[int, str] = (-1, "")
@@ -571,7 +577,14 @@ class _Desk:
 
         def work() -> None:
             self.tell(end)
-            if self.store.add("left", 1) == self._size:
+            num_left = self.store.add("left", 1)
+            if self.serves and end.startswith("has failed"):
+                # This process is likely to end of it: the others are to read what it has told.
+                for _ in _polls(time.monotonic() + _LEAVE_S):
+                    num_left = self.store.add("left", 0)
+                    if num_left == self._size:
+                        break
+            if num_left == self._size:
                 for key in [*(f"at/{one}" for one in range(self._size)), "trouble", "left"]:
                     self.store.delete_key(key)
 
@@ -579,7 +592,11 @@ class _Desk:
         if not self._has_left:
             self._has_left = True
             with suppress(Exception):  # of a store that is gone
-                call_with_timeout(work, _LEAVE_S)
+                call_with_timeout(work, 2 * _LEAVE_S)
+
+    def give_up(self) -> None:
+        """Tell nothing any more: the store hangs, or is gone."""
+        self._has_left = True
 
 
 class _Answers:
