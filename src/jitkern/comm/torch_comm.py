@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _TAG = 0x6A6B21  # nothing is ever sent under it
 _SOON_S = 0.001  # 0 would mean for ever
 _LEFT_S = 1.0
+_LOOK_S = 1.0  # between two looks whether a rank of this machine has ended
 
 
 class _Call(NamedTuple):
@@ -270,7 +271,7 @@ class TorchCommunicator:
         try:
             if x.device.type == "cpu":
                 work = issue(True)
-                _wait(work, call.start_s + self._rendezvous.timeout_s)
+                self._wait(call, work)
             else:
                 issue(False)
         except RuntimeError as error:
@@ -279,6 +280,21 @@ class TorchCommunicator:
                 if work is not None:
                     _leave(work)
             raise self._failure(call, error) from error
+
+    def _wait(self, call: _Call, work: Any) -> None:
+        """Wait for a call of gloo, which may not hear of the end of a rank's process."""
+        deadline = call.start_s + self._rendezvous.timeout_s
+        while call.peer < 0:  # who waits for a message in vain would close all connections
+            try:
+                _wait(work, min(deadline, time.monotonic() + _LOOK_S))
+                return
+            except RuntimeError as error:
+                if not _is_timeout(error) or work.is_completed() or time.monotonic() >= deadline:
+                    raise
+            ended = [one for one in self._rendezvous.peers if one.trouble(is_late=False)]
+            if ended:
+                raise RuntimeError(f"{ended[0]} has ended")
+        _wait(work, deadline)
 
     def _reduce(self, call: _Call, x: Tensor, op: ReduceOp) -> None:
         from torch import distributed as dist
