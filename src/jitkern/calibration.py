@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,6 +317,7 @@ def _thread_counts() -> list[int]:
 def _sums(ordinals: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
     """Return microseconds over MiB; nothing without two GPUs that address each other's memory."""
     import torch
+    from torch.distributed import HashStore
 
     from jitkern.comm import PeerMemory, PeerReducer
 
@@ -323,8 +325,14 @@ def _sums(ordinals: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
     devices = [torch.device("cuda", ordinal) for ordinal in ordinals]
     if len(devices) < 2:
         return {}
+    store = HashStore()  # the ranks are threads of this process
+
+    def join(rank: int) -> PeerMemory:
+        return PeerMemory(num_bytes, store, rank=rank, size=2, device=devices[rank], timeout_s=60)
+
     try:
-        peers = PeerMemory.of_devices(num_bytes, devices)
+        with ThreadPoolExecutor(2) as threads:
+            peers = list(threads.map(join, range(2)))
     except UnsupportedError:
         return {}
     reducers = [

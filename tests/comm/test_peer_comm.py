@@ -170,6 +170,19 @@ def test_ranks_that_want_something_else(
             assert f"  {value}" in text
 
 
+def test_ranks_that_were_calibrated_apart(pool: Pool, kind: str) -> None:
+    two = pool.join(2)
+    name = "jitkern.comm.peer_kernel"
+    for rank in two:
+        code = f"setattr(sys.modules['{name}'], 'measured_one_shot_bytes', lambda *_: {rank.pid})"
+        rank.evaluate(code)
+        rank.tell("make_peer", on_gpus=kind == "cuda")
+    for rank in two:
+        assert rank.error()["error"].startswith("CommError: PeerCommunicator: one_shot_bytes: diff")
+    for rank in two:
+        rank.kill()  # no test after this one is to have it
+
+
 class Of:
     """A communicator of so many."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from needs import needs_cxx
 from reduce_child import any_call
+from torch.distributed import HashStore
 
 from jitkern.comm import PeerMemory, PeerReducer
 from jitkern.errors import CommTimeoutError
@@ -31,7 +33,13 @@ class Ranks:
         devices = [torch.device("cuda", rank if has_gpus else 0) for rank in range(size)]
         kept: Any
         if has_gpus:
-            kept = PeerMemory.of_devices(num_bytes, devices)
+            store = HashStore()
+
+            def join(rank: int) -> PeerMemory:
+                return PeerMemory(num_bytes, store, rank=rank, size=size, device=devices[rank])
+
+            with ThreadPoolExecutor(size) as threads:
+                kept = list(threads.map(join, range(size)))
             addresses = kept[0].addresses
         else:
             kept = [torch.empty(num_bytes, dtype=torch.uint8, device=one) for one in devices]

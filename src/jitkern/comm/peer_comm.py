@@ -127,7 +127,8 @@ class PeerCommunicator:
             comm.size, min(self.max_bytes, _WORKSPACE_FOR_BYTES)
         )
         # What decides how a sum goes: one shot here and two there would be wrong sums.
-        settings = {"max_bytes": self.max_bytes, "algorithm": algorithm}
+        limit = peer_kernel.measured_one_shot_bytes(comm.size, where)
+        settings = {"max_bytes": self.max_bytes, "algorithm": algorithm, "one_shot_bytes": limit}
         self._peers = _Workspaces(
             *(num_bytes, group, settings),
             rank=comm.rank, size=comm.size, device=where, timeout_s=timeout_s,
@@ -135,7 +136,7 @@ class PeerCommunicator:
         own = self._peers.tensor(num_bytes, torch.uint8)  # keeps the memory, also past close()
         self._reducer = PeerReducer(
             *(self._peers.addresses, comm.rank, comm.size, num_bytes),
-            device=where, deadline_s=deadline_s, owner=own,
+            device=where, deadline_s=deadline_s, one_shot_bytes=limit, owner=own,
         )  # fmt: skip
         self._reducer.reset()
         self._peers.barrier()
