@@ -131,14 +131,8 @@ class Rendezvous:
     peers : list of PeerInfo
         By rank.
 
-    Raises
-    ------
-    CommTimeoutError
-        Ranks did not come, or have ended.
-    CommError
-        Two processes are one rank; the ranks differ in a fact; torch.distributed is not there.
-    TypeError, ValueError
-        An argument makes no sense.
+    Raises CommTimeoutError where ranks did not come, or have ended; CommError where two processes
+    are one rank, or ranks differ in a fact; and as :func:`store_of`.
     """
 
     def __init__(
@@ -215,12 +209,8 @@ class Rendezvous:
     ) -> list[Any]:
         """Tell the other ranks a value of JSON, and return that of each, by rank: collective.
 
-        A name may be used again. ``op`` and ``number`` are the call that this is a part of.
-
-        Raises
-        ------
-        CommTimeoutError
-            A value did not come in time, or will not: the rank has ended, failed or closed.
+        A name may be used again. ``op`` and ``number`` are the call that this is a part of. Raises
+        CommTimeoutError where a value did not come in time, or cannot: its rank has ended or left.
         """
         op = op or self.name
         self.check(op)
@@ -293,19 +283,10 @@ class Rendezvous:
     ) -> Missing:
         """Ask all ranks where they are, and return which are missing in a call that is not done.
 
-        It takes 3 s at most, and may be called by any thread.
-
-        Parameters
-        ----------
-        op, number
-            The call.
-        ops
-            Of that call and the next ones, where it may be one of these: the first that a rank has
-            not come to.
-        peer
-            For a call between two ranks, the other one. Those calls are not counted.
-        late
-            Whether its deadline has passed. Else ranks that are alive have time left.
+        It takes 3 s at most, and may be called by any thread. ``ops`` are those of that call and
+        the next ones, if it may be one of these: the first that a rank has not come to. ``peer`` is
+        the other rank of a call between two; such calls are not counted. Unless ``late``, ranks
+        that are alive have time left.
         """
         asked = [one for one in range(self.size) if one != self.rank]
         asked = [peer] if late and peer >= 0 else asked
@@ -644,14 +625,8 @@ def _where(found: Mapping[str, Any], is_behind: bool, is_counted: bool) -> str:
 def store_of(name: str, group: Any, rank: Any, size: Any) -> tuple[Store, int, int]:
     """Return the store of a group, or the one that is given, and this process's rank and size.
 
-    Raises
-    ------
-    TypeError
-        `group` is neither a group nor a store, or a number is none.
-    ValueError
-        `rank` or `size` is not possible, or not that of the group.
-    CommError
-        torch.distributed is not initialised.
+    TypeError and ValueError for numbers and groups that make no sense, CommError where
+    torch.distributed is not initialised.
     """
     from torch import distributed as dist
     from torch.distributed import distributed_c10d as c10d
