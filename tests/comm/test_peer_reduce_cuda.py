@@ -40,13 +40,13 @@ class Ranks:
 
             with ThreadPoolExecutor(size) as threads:
                 kept = list(threads.map(join, range(size)))
-            addresses = kept[0].addresses
+            addresses = [one.addresses for one in kept]  # of each rank as it sees them
         else:
             kept = [torch.empty(num_bytes, dtype=torch.uint8, device=one) for one in devices]
-            addresses = [one.data_ptr() for one in kept]
+            addresses = size * [[one.data_ptr() for one in kept]]
         self.reducers = [
             PeerReducer(
-                *(addresses, rank, size, num_bytes),
+                *(addresses[rank], rank, size, num_bytes),
                 device=device, deadline_s=deadline_s, owner=kept,
             )
             for rank, device in enumerate(devices)
