@@ -107,7 +107,7 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
     with (
         PinnedPool(pool_gib * _GIB, progress=False) as pool,
         _as_before() as set_figure,
-        torch.cuda.stream(torch.cuda.Stream()),
+        torch.cuda.stream(torch.cuda.Stream()),  # type: ignore[no-untyped-call]
     ):
         bench = _Bench(pool.tensor())
         say("how far the link's address translation reaches")
@@ -317,7 +317,7 @@ def _thread_counts() -> list[int]:
 def _sums(ordinals: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
     """Return microseconds over MiB; nothing without two GPUs that address each other's memory."""
     import torch
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     from jitkern.comm import PeerMemory, PeerReducer
 
