@@ -151,9 +151,9 @@ def _beside(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> l
         by_sms = {f"copy_blocks {way}, {n} SMs": (str(n), 0, 6) for n in (1, 2, 3, 4, 8)}
         engine = {f"engine, contiguous, {way}": ("", 0, 0)}
         defaults = {
-            f"copy_blocks {way}": ("layer first", -6, -16),
-            f"host page first, {way}": ("host page first", 38, -13),
-            f"pages, {way}": ("pages", 0, -16),
+            f"copy_blocks {way}": ("layer first", -28, -14),
+            f"host page first, {way}": ("host page first", 40, -14),
+            f"pages, {way}": ("pages", 0, 8),
             "h2d_gather" if way == "h2d" else "d2h_scatter": ("rows of 656 B", 0, 9),
         }
         for label, names, style in (
@@ -168,10 +168,11 @@ def _beside(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> l
                 there = {"xytext": offset, "textcoords": "offset points", "ha": "center"}
                 axes.annotate(text, at[name], **there, fontsize=8, color=style["color"])
         axes.set(title=title, xlabel="GB/s moved beside the step", xlim=(0, 58), yscale="log")
-        axes.set_yticks([1, 2, 5, 10, 20, 50], ["1 %", "2 %", "5 %", "10 %", "20 %", "50 %"])
+        ticks = [1, 2, 5, 10, 20, 50, 100, 200, 500]
+        axes.set_yticks(ticks, [f"{percent} %" for percent in ticks])
         axes.minorticks_off()
     panels[0].set_ylabel("a decode step is longer by")
-    panels[0].set_ylim(0.7, 60)
+    panels[0].set_ylim(0.7, 700)
     panels[0].legend(loc="upper left", fontsize=8)
     figure.suptitle(f"a decode step of batch 32 beside copies, {machine}", fontsize=10)
     return [save(figure, directory / "beside.png")]

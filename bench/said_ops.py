@@ -237,9 +237,6 @@ def h2d_gather() -> Iterator[Said]:
 
 def d2h_scatter() -> Iterator[Said]:
     """`d2h_scatter`."""
-    yield said(
-        "a decode step beside it is {:.0f} to {:.0f} % longer", *span(step_percent("d2h_scatter"))
-    )
     case = f"scatter of {ROWS}, pool of {{}} GiB, uniform"
     yield said(
         "{:.1f}, {:.1f} and {:.1f} times as fast as in the given order at 4, 16 and 64 GiB.",

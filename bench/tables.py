@@ -353,6 +353,21 @@ TABLES: dict[str, Table | Beside | Missed] = {
         )
         for run, shown in (("a", "one host"), ("b", "another"), ("c", "a third"))
     },
+    "peer-sums": Table(
+        "peer",
+        "all_reduce, {} bf16, 2 GPUs",
+        {size: size for size in ("8 KB", "128 KB", "1 MB", "2 MB", "4 MB")},
+        {
+            "jitkern": "`PeerCommunicator`",
+            "jitkern, one behind the other": "the same, nothing between two calls",
+            "torch.distributed": "torch.distributed (NCCL 2.28.9)",
+            "torch symmetric memory, one shot / torch symmetric memory, two shots": (
+                "torch symmetric memory, one shot / two"
+            ),
+        },
+        value="us",
+        file="nvidia-h100-x2",
+    ),
     "beside": Beside(
         {
             "engine, contiguous, h2d": "copy engine, one piece, to the GPU",
@@ -368,7 +383,6 @@ TABLES: dict[str, Table | Beside | Missed] = {
             "pages, h2d": "`copy_blocks`, pages of 512 KiB on both sides, to the GPU",
             "pages, d2h": "to the host",
             "h2d_gather": "`h2d_gather`, rows of 656 B",
-            "d2h_scatter": "`d2h_scatter`, rows of 656 B",
             "swap_rows": "`swap_rows`, rows of 656 B",
         }
     ),

@@ -76,8 +76,7 @@ def d2h_scatter(
         on the CPU are read before the call returns, and all checked before anything is queued.
     num_sms : int, optional
         Blocks of 1024 threads that write over the bus, at most one an SM, clamped to the GPU's SMs;
-        by default as for :func:`jitkern.h2d_gather`, and at 32 GB/s, which a model that runs beside
-        can stand. With a number there is no such limit.
+        as many as keep the bus busy by default, as for :func:`jitkern.h2d_gather`.
     order : {"auto", "destination", "given"}
         In which order rows cross the bus: that of their places in ``dst``, or as they come; what
         ends up in ``dst`` is the same. By default that of ``dst`` where it is larger than what the

@@ -149,7 +149,8 @@ struct BlockLaunch {
     const i64 useful = ceil_div(ceil_div(segments, kernels.in_flight), warps);
     blocks = std::min({useful, call.num_sms.value_or(blocks), i64(scope.device.num_sms)});
     if (call.beside_compute && call.host_side() == &call.dst) {
-      params.pace_ns = pace_to_host_ns(scope, blocks * warps * batch_bytes);
+      params.pace_ns = static_cast<u32>(blocks * warps * batch_bytes * 1000 /
+                                        figure(scope.device.ordinal, kPacedToHostMbS));
     }
     if (inline_pairs == nullptr) return scope.launch(kernels.entries[0], blocks, params);
     InlineBlocksParams with_pairs;

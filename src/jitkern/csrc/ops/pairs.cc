@@ -18,12 +18,6 @@ GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(window_bytes(spec[0], spec[1], spec[3] != 0), spec[1], in_flight, splits);
 }
 
-// What a block has on its way at a time.
-i64 round_bytes_of(const LoadedKernels& kernels) {
-  const GroupShape& shape = kernels.shape;
-  return i64(kernels.entries[0].num_threads) * shape.rows * shape.chunks * kernels.spec[1];
-}
-
 }  // namespace
 
 std::optional<i64> num_sms_arg(const char* op, AnyView value) {
@@ -165,27 +159,22 @@ Spec pair_spec(const PairCall& call, bool large, u64 more_bits) {
               is_line_aligned(host_bits, call.row_bytes), large);
 }
 
-u32 pace_to_host_ns(const LaunchScope& scope, i64 round_bytes) {
-  return static_cast<u32>(round_bytes * 1000 / figure(scope.device.ordinal, kPacedToHostMbS));
-}
-
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
                     std::optional<i64> num_sms, i64 bytes_in_flight) {
   const Kernel& kernel = kernels.entries[0];
   const GroupShape& shape = kernels.shape;
   const i64 blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
   if (const bool large = kernels.spec[4] != 0; !large) return blocks;
-  const i64 worth = std::min(ceil_div(bytes_in_flight, round_bytes_of(kernels)), kMaxDefaultSms);
+  const i64 vec_bytes = kernels.spec[1];
+  const i64 block_bytes = i64(kernel.num_threads) * shape.rows * shape.chunks * vec_bytes;
+  const i64 worth = std::min(ceil_div(bytes_in_flight, block_bytes), kMaxDefaultSms);
   return std::min({blocks, num_sms.value_or(worth), i64(scope.device.num_sms)});
 }
 
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
-                      PairCopyParams params, i64 bytes_in_flight) {
+                      const PairCopyParams& params, i64 bytes_in_flight) {
   const i64 blocks =
       num_copy_blocks(scope, kernels, params.num_pairs, call.num_sms, bytes_in_flight);
-  if (call.host_side == kHostTarget && !call.num_sms && bytes_in_flight > 0) {
-    params.pace_ns = pace_to_host_ns(scope, blocks * round_bytes_of(kernels));
-  }
   scope.launch(kernels.entries[0], blocks, params);
 }
 

@@ -8,7 +8,6 @@
 
 #include "batches.cuh"
 #include "pairs.h"
-#include "system_memory.cuh"
 
 namespace jitkern {
 
@@ -28,11 +27,8 @@ struct PairCopy {
   static __device__ void run(const Params& p) {
     const i64 num_pairs = p.last_pair == nullptr ? p.num_pairs : i64(*p.last_pair + 1u);
     if constexpr (kLarge) {
-      u32 due_ns = static_cast<u32>(nanoseconds());
-      for_batches<Rows>(num_pairs, p.last_batch, [&p, num_pairs, &due_ns](const Rows group) {
-        if (kHostSide == kHostTarget && p.pace_ns > 0) due_ns = wait_for_turn(due_ns, p.pace_ns);
-        copy_rows(p, num_pairs, group);
-      });
+      for_batches<Rows>(num_pairs, p.last_batch,
+                        [&p, num_pairs](const Rows group) { copy_rows(p, num_pairs, group); });
     } else {
       copy_rows(p, num_pairs, Rows(thread_number()));  // the launch has a thread for each share
     }

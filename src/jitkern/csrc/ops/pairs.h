@@ -26,7 +26,6 @@ struct PairCopyParams {
   i32 slot_map_bytes;  // 4 or 8: bytes of one element of slot_map
   FaultSite src_site;
   FaultSite dst_site;
-  u32 pace_ns;  // to the host, from one batch of a warp to its next, at least; 0: none
   FaultRecord* fault;
 
   static constexpr bool kHasShifts = false;  // a row goes to one place; PeerCopyParams has others

@@ -105,10 +105,6 @@ Spec pair_spec(const PairCall& call, bool large, u64 more_bits = 0);
 // and 3 SMs 47.
 constexpr i64 kBytesInFlight = 320 << 10;
 
-// How long a warp waits from one batch to its next, for the GPU to write no more to the host than a
-// model beside it can stand. `round_bytes` are those of all warps' batches.
-u32 pace_to_host_ns(const LaunchScope& scope, i64 round_bytes);
-
 // How many blocks a copy of so many rows is launched on; spec[4] says whether the call is large.
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
                     std::optional<i64> num_sms, i64 bytes_in_flight);
@@ -117,7 +113,7 @@ i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 
 // blocks as the caller says, or as have `bytes_in_flight`. `params` are those of the call, or
 // another list of its pairs.
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
-                      PairCopyParams params, i64 bytes_in_flight);
+                      const PairCopyParams& params, i64 bytes_in_flight);
 
 // The kernels that make the lists of a call; loaded, or refused, before it launches anything.
 const LoadedKernels& list_kernels(const Device& device, const PairCall& call);
