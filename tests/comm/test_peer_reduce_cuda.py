@@ -1,7 +1,8 @@
 """PeerReducer's kernels with all ranks in this process: on streams of one GPU, or on two GPUs.
 
 Other tests' ranks are forked, and under compute-sanitizer ended in a segmentation fault or came too
-late. This is for it: ``python tests/sanitize.py memcheck -k "one_process and not graph and not gpus"``.
+late. This is for it:
+``python tests/sanitize.py memcheck -k "one_process and not graph and not gpus"``.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_in_a_thread(example: Path) -> None:
         assert ring.num_pushed == rounds and ring.done(rounds - 1)
         # Python goes on where C++ ended.
         assert ring.push(torch.tensor([[0, 0, 1]])) == rounds
-    assert {0, 5} <= seen
+    assert seen <= set(range(6))  # how often it is empty, or full, is up to the scheduler
 
 
 def test_no_ring_there(example: Path) -> None:
