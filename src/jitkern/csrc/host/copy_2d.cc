@@ -143,8 +143,8 @@ void CopyBatch::flush() {
   for (size_t at = 0; at < bytes_.size(); at += kMostBatched) {
     size_t failed = 0;
     driver.check(driver.cuMemcpyBatchAsync(&dst_[at], &src_[at], &bytes_[at],
-                                           std::min(bytes_.size() - at, kMostBatched),
-                                           &attributes, &first, 1, &failed, scope_.stream()),
+                                           std::min(bytes_.size() - at, kMostBatched), &attributes,
+                                           &first, 1, &failed, scope_.stream()),
                  "cuMemcpyBatchAsync");
   }
   bytes_.clear();

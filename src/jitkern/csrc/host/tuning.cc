@@ -43,7 +43,8 @@ constexpr Default kDefaults[kNumFigures] = {
     {"sm_piece_bytes_to_host", (i64(64) << 10) - 1},
     // What SMs write to the host beside compute, MB/s of the 52,000 that they can: a decode step
     // takes 1.03 to 1.05 times as long at it, 1.05 to 1.28 at what 2 SMs write unpaced. What the
-    // host does not take at once delays all traffic: at 35,000 some steps took 2 to 3 times as long.
+    // host does not take at once delays all traffic: at 35,000 some steps took 2 to 3 times as
+    // long.
     {"paced_to_host_mb_s", 32'000},
     // Sums of two GPUs up to so many bytes go in one shot: of two H100s with NVLink 1 / 2 / 4 MiB
     // take 8.5 / 11.9 / 22.7 us in one and 8.9 / 14.9 / 21.6 in two.

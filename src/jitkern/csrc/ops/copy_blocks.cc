@@ -25,8 +25,8 @@ const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 // 32.7 / 48.1 / 50.4 / 50.8, pieces of 64 KiB come at 40.1 / 50.8 / 51.2 / 51.1 and go at 52.3 to
 // 52.5; one contiguous copy makes 55.4.
 constexpr i64 kBytesInFlight = 512 << 10;
-// By default half of it, on 2 SMs: each SM that copies makes a decode step 1 to 2 % longer, at 10
-// to 15 GB/s beside it, whatever its number of threads (from 128 to 1,024 were tried).
+// By default half of it, on 2 SMs: each SM that copies to the GPU makes a decode step 2 to 4 %
+// longer, at 10 to 16 GB/s beside it, and so do 2 to 8 of a fraction of its threads.
 constexpr i64 kBytesBesideCompute = 256 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // where pieces or vectors are short, the bus is out of reach
 
@@ -237,8 +237,8 @@ bool is_for_staging(const LaunchScope& scope, const BlockCall& call) {
 }
 
 // The engine moves whole pages between the host and staging, SMs deal pieces between staging and
-// the cache, at ten times the speed of the link: a decode step takes 1.03 times as long beside 45
-// GB/s to the host, where SMs alone would move 32.
+// the cache, at ten times the speed of the link: to the host 33 GB/s beside a decode step, which
+// takes 1.04 times as long, and 41 alone; by SMs 30 and 32.
 void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
                             const std::vector<Pair>& pairs) {
   const bool to_host = call.host_side() == &call.dst;
