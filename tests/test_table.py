@@ -87,7 +87,7 @@ USERS = {
         tests/offload/test_ring_unpack.py
     """,
     "a module that looks rows up": """
-        src/jitkern/nn/look_up.py src/jitkern/nn/tp_embedding.py tests/nn/test_tp_embedding.py
+        src/jitkern/nn/tp_embedding.py tests/nn/test_tp_embedding.py
         tests/nn/embedding_child.py tests/nn/test_tp_embedding_peer.py
         tests/comm/test_peer_in_step.py
     """,
@@ -102,7 +102,10 @@ USERS = {
     """,
 }
 # Here "store" is a direction and "index" the number of a slot: plain words.
-PIPELINES = ("src/jitkern/offload/", "tests/offload/", "bench/cases/pipeline.py")
+PIPELINES = (
+    *("src/jitkern/offload/", "tests/offload/", "bench/cases/pipeline.py"),
+    "tests/comm/test_rendezvous.py",  # the store of torch.distributed
+)
 # And functions of others have this name: struct.unpack.
 PLAIN_WORDS = ("unpack",)
 MAX_FOREIGN = 3  # the table, the import for type checkers, and a reference that several tests use

@@ -7,6 +7,7 @@ would keep the caller beyond any deadline. What ranks of this machine do is read
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import re
@@ -587,17 +588,29 @@ class _Answers:
         self.desks: set[_Desk] = set()
         self._lock = threading.Lock()
         self._is_running = False
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def add(self, desk: _Desk) -> None:
         with self._lock:
             self.desks.add(desk)
             if not self._is_running:
                 self._is_running = True
-                threading.Thread(target=self._run, name="jitkern-comm-answer", daemon=True).start()
+                self._thread = threading.Thread(
+                    target=self._run, name="jitkern-comm-answer", daemon=True
+                )
+                self._thread.start()
+                atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Before the interpreter ends: a thread that it stops inside a store's C++ aborts."""
+        self._is_over.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(2 * _LEAVE_S)
 
     def _run(self) -> None:
-        while True:
-            time.sleep(_LOOK_S)
+        while not self._is_over.wait(_LOOK_S):
             for desk in list(self.desks):
                 with suppress(Exception):
                     desk.look()

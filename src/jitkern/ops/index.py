@@ -334,7 +334,10 @@ def _contiguous(indices: Any, error: Exception) -> Any:
     """Return a copy of PyTorch's indices, if a call has failed as they are not contiguous."""
     # Not asked before, which would take 0.1 us of every call.
     is_cause = str(error).startswith("indexing: indices: not contiguous")
-    return indices.contiguous() if is_cause and hasattr(indices, "contiguous") else None
+    if not is_cause or not hasattr(indices, "new_empty"):
+        return None
+    # Not contiguous(), which returns the same tensor where strides are of empty dimensions.
+    return indices.new_empty(indices.shape).copy_(indices)
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
