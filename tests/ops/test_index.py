@@ -164,6 +164,13 @@ def test_shapes(device: torch.device, shape: tuple[int, ...], row: tuple[int, ..
     assert same_bits(result, ref_indexing(weights, indices))
 
 
+def test_no_indices_with_odd_strides(device: torch.device) -> None:
+    """PyTorch calls them contiguous whatever their strides are."""
+    indices = torch.empty(4, dtype=torch.int64, device=device).as_strided((0, 2), (1, 2))
+    weights = torch.ones(3, 5, device=device)
+    assert indexing(weights, indices).shape == (0, 2, 5)
+
+
 @pytest.mark.parametrize(
     "view",
     [lambda ids: ids[::2], lambda ids: ids.view(4, 6).t(), lambda ids: ids.view(4, 6)[:, :-1]],
