@@ -167,39 +167,6 @@ def test_forward_mode(device: torch.device, mode: Callable[[], torch.no_grad]) -
         assert not cache.any()
 
 
-def test_forward_mode_of_several_tables(device: torch.device) -> None:
-    """Into outputs, too, unless a table has a tangent; then nothing is written."""
-    tables, tangent = torch.randn(2, ROWS, 4, device=device), torch.randn(ROWS, 4, device=device)
-    indices = torch.tensor([1, -1, 5], device=device)
-    outputs = torch.zeros(3, 4, device=device), torch.zeros(3, 4, device=device)
-    with forward_ad.dual_level():
-        pair = tables[0], forward_ad.make_dual(tables[1], tangent)
-        with pytest.raises(RuntimeError, match=re.escape("indexing: weights[1]: has a tangent")):
-            jitkern.indexing(pair, indices, output=outputs)
-        assert not any(output.any() for output in outputs)
-        second = forward_ad.unpack_dual(jitkern.indexing(pair, indices)[1])
-        assert torch.equal(second.tangent, zeroed(tangent, indices, 0, ROWS))
-        jitkern.indexing(tuple(tables), indices, output=outputs)
-    for output, table in zip(outputs, tables, strict=True):
-        assert torch.equal(output, zeroed(table, indices, 0, ROWS))
-
-
-def test_several_tables_of_which_one_wants_a_gradient(device: torch.device) -> None:
-    """Into outputs none is looked up."""
-    weights = torch.ones(ROWS, 4, device=device, requires_grad=True)
-    outputs = torch.zeros(2, 4, device=device), torch.zeros(2, 4, device=device)
-    indices = torch.tensor([1, 2], device=device)
-    text = re.escape("indexing: weights[1]: requires a gradient, expected none")
-    with pytest.raises(RuntimeError, match=text):
-        jitkern.indexing((weights.detach(), weights), indices, output=outputs)
-    with torch.inference_mode():
-        made = torch.zeros(2, 4, device=device)
-    text = re.escape("indexing: output[1]: made in inference mode")
-    with pytest.raises(RuntimeError, match=text):
-        jitkern.indexing((weights.detach(),) * 2, indices, output=(outputs[0], made))
-    assert not any(output.any() for output in outputs)
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -61,7 +61,7 @@ USERS = {
         tests/ops/test_pairs_on_host.py tests/ops/test_pairs_on_host_large.py
         tests/ops/test_pairs_on_host_cuda.py tests/ops/test_pairs_on_host_refused.py
         tests/ops/test_pairs_on_host_threads.py
-        tests/fault_child.py tests/ops/test_call_each.py tests/ops/test_foreign_streams.py
+        tests/fault_child.py tests/ops/test_foreign_streams.py
     """,
     "an op to compile, to launch, to keep or to time, where any would do": """
         src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 from buffers import (
     DTYPES,
     INT_DTYPES,
@@ -230,59 +229,17 @@ def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device)
     assert dst.same(twin)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("rows", [64, 65_536], ids=["small", "large"])
-def test_a_recorded_source_may_be_freed_right_after_the_call(rows: int) -> None:
-    expected = torch.randint(0, 256, (rows, 656), dtype=torch.uint8)
-    dst = torch.zeros(rows, 656, dtype=torch.uint8, device="cuda")
-    pairs = torch.arange(rows, device="cuda").repeat_interleave(2).view(-1, 2)
-    h2d_gather(expected.pin_memory(), dst, pairs)  # compiles, so that the next call is quick
-    dst.zero_()
-    torch.cuda.synchronize()
-    src = expected.pin_memory()
-    freed = src.data_ptr()
-    torch.cuda._sleep(200_000_000)  # 0.1 s: the copy below has not begun when src is freed
-    h2d_gather(src, dst, pairs, record_source=True)
-    del src
-    overwritten = torch.empty(rows, 656, dtype=torch.uint8, pin_memory=True)
-    assert overwritten.data_ptr() != freed
-    overwritten.fill_(7)
-    assert torch.equal(dst.cpu(), expected)
-
-
-def test_record_source_changes_nothing_else(device: torch.device) -> None:
-    src, dst = buffers_for(device, (82,), torch.float64)
-    twin = dst.twin()
-    pairs = pairs_of(device)
-    with torch.no_grad():
-        h2d_gather(src.view.requires_grad_(), dst.view, pairs, record_source=True)
-    ref_h2d_gather(src.view.detach(), twin.view, pairs)
-    assert dst.same(twin)
-
-
-def test_the_source_is_recorded_of_pytorchs_tensors() -> None:
-    """PyTorch's allocator knows no other; said before anything is copied."""
-    src, dst = torch.ones(2, 4), torch.zeros(3, 4)
-    other: Any = tvm_ffi.from_dlpack(src)
-    pairs = torch.tensor([[0, 1]])
-    with pytest.raises(TypeError, match=r"^h2d_gather: src: Tensor, expected a torch.Tensor$"):
-        h2d_gather(other, dst, pairs, record_source=True)
-    assert not dst.any()
-    h2d_gather(other, dst, pairs)
-    assert dst[1].eq(1).all()
-
-
 # -- for the tests that go over all ops ------------------------------------------------------------
 
 
 def good_arguments() -> dict[str, Any]:
-    flags = {"dedup": True, "reuse_resident": False, "record_source": False}
+    flags = {"dedup": True, "reuse_resident": False}
     return {**good_pair_arguments(), "slot_map": torch.arange(3), **flags}
 
 
 # 1024 threads leave 64 registers each: two 8-byte values do not fit, and the bound is the bus.
 ALLOWED_SPILL_BYTES = 16
-UNCHECKED = {"dedup", "record_source"}  # only their truth counts
+UNCHECKED = {"dedup"}  # only its truth counts
 
 
 def mistakes() -> list[Mistake]:

@@ -184,7 +184,6 @@ def test_indices_that_are_not_contiguous(device: torch.device, view: Any) -> Non
         assert same_bits(indexing(weights, indices), expected)
         output = torch.empty_like(expected)
         assert same_bits(indexing(weights, indices, output=output), expected)
-        assert all(same_bits(one, expected) for one in indexing((weights, weights), indices))
     assert same_bits(indexing(weights, indices).detach(), expected)
 
 

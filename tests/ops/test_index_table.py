@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-
 import pytest
 import torch
 from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range, to_index
 from ref import ref_indexing, same_bits
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import jitkern
 from jitkern import indexing
@@ -175,95 +171,3 @@ def test_tables_for_a_gpu_that_is_not_the_current_one() -> None:
         indices = to_index(indices_of(count, torch.int64, torch.device("cpu")).tolist(),
                            torch.int64, torch.device("cuda:1"))  # fmt: skip
         assert same_bits(indexing(weights, indices), ref_indexing(weights, indices.cpu()))
-
-
-# -- several tables --------------------------------------------------------------------------------
-
-
-def tables_of(device: torch.device) -> tuple[Tensor, ...]:
-    """Values, scales and something else, in host memory."""
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
-        ((256,), torch.uint8),
-        ((8,), torch.uint8),
-        ((3, 5), torch.float64),
-    )
-    return tuple(host_buffer((ROWS, *row), dtype, device).view for row, dtype in shapes)
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("count", [0, *COUNTS])
-@pytest.mark.parametrize("vocab_range", [None, (3, ROWS - 9)])
-def test_tables_together(
-    device: torch.device,
-    vocab_range: tuple[int, int] | None,
-    count: int,
-    index_dtype: torch.dtype,
-) -> None:
-    tables, indices = tables_of(device), indices_of(count, index_dtype, device)
-    wanted = [ref_indexing(table, indices.cpu(), vocab_range) for table in tables]
-    found = indexing(tables, indices, vocab_range=vocab_range)
-    assert isinstance(found, tuple)
-    assert all(map(same_bits, found, wanted))
-    outputs = tuple(torch.empty_like(one) for one in found)
-    assert indexing(tables, indices, output=outputs, vocab_range=vocab_range) is outputs
-    assert all(map(same_bits, outputs, wanted))
-
-
-def test_tables_together_on_one_device(device: torch.device) -> None:
-    tables = tuple(table.to(device) for table in tables_of(device))
-    indices = indices_of(65, torch.int64, device)
-    for found, table in zip(indexing(tables, indices), tables, strict=True):
-        assert same_bits(found, ref_indexing(table, indices))
-
-
-def test_gradient_of_one_table_of_two(device: torch.device) -> None:
-    weights = torch.randn(ROWS, 4, device=device, requires_grad=True)
-    scales = torch.randn(ROWS, 2, device=device)
-    indices = torch.tensor([4, 4, 7], device=device)
-    rows, factors = indexing((weights, scales), indices)
-    (rows * factors.sum(1, keepdim=True)).sum().backward()
-    assert weights.grad is not None
-    assert weights.grad[7].eq(scales[7].sum()).all()
-    assert weights.grad[4].eq(2 * scales[4].sum()).all()
-
-
-def test_tables_together_compiled(device: torch.device) -> None:
-    tables, indices = tables_of(device), indices_of(65, torch.int64, device)
-    torch.compiler.reset()
-    look = torch.compile(lambda w, i: indexing(w, i), fullgraph=True, backend="eager")
-    for found, table in zip(look(tables, indices), tables, strict=True):
-        assert same_bits(found, ref_indexing(table, indices.cpu()))
-
-
-@pytest.mark.parametrize("way", [nullcontext, forward_ad.dual_level])
-def test_wrong_tables_together(way: Callable[[], AbstractContextManager[object]]) -> None:
-    """In the same words where PyTorch takes the tables one by one."""
-    values, scales, indices = torch.zeros(5, 4), torch.zeros(5, 2), torch.tensor([1, 3])
-    shared = torch.zeros(2, 2)
-    wrong: list[tuple[dict[str, object], type[Exception], str]] = [
-        ({"weights": ()}, ValueError, "weights: a tuple of 0, expected 1 to 8 tables"),
-        ({"weights": (values,) * 9}, ValueError, "weights: a tuple of 9, expected 1 to 8 tables"),
-        ({"weights": (values, torch.zeros(6, 2))}, ValueError,
-         "weights[1]: 6 rows, expected 5 rows as in weights[0]"),
-        ({"weights": (values, 3)}, TypeError, "weights[1]: int, expected a tensor"),
-        ({"output": (shared,)}, ValueError, "output: a tuple of 1, expected 2, one for each table"),
-        ({"output": (shared,) * 3}, ValueError,
-         "output: a tuple of 3, expected 2, one for each table"),
-        ({"output": ()}, ValueError, "output: a tuple of 0, expected 2, one for each table"),
-        ({"output": shared}, TypeError, "output: Tensor, expected a tuple as for weights"),
-        ({"output": (torch.zeros(2, 4), torch.zeros(2, 3))}, ValueError,
-         "output[1]: shape [2, 3], expected shape [2, 2]"),
-        ({"weights": (scales, scales), "output": (shared, shared)}, ValueError,
-         "output[1]: overlaps output[0], expected memory of its own"),
-    ]  # fmt: skip
-    for change, kind, text in wrong:
-        arguments = {"weights": (values, scales), "indices": indices, **change}
-        with pytest.raises(kind) as caught, way():
-            indexing(**arguments)  # type: ignore[call-overload]
-        assert str(caught.value) == f"indexing: {text}"
-    assert not shared.any()
-    text = r"^indexing: indices: index 5 at position 1, expected below 5; nothing was written$"
-    outputs = torch.ones(2, 4), torch.ones(2, 2)
-    with pytest.raises(IndexError, match=text), way():
-        indexing((values, scales), torch.tensor([1, 5]), output=outputs)
-    assert outputs[0].eq(1).all()

@@ -8,11 +8,10 @@ tensor of PyTorch can say is asked here, and not in inference mode, which has no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 # PyTorch's functions, from the first call on: importing an op, as `jitkern warm` does to compile
@@ -153,34 +152,6 @@ def through_torch(op: str, overload: str = "default", /, **arguments: Any) -> An
     from jitkern import torch_ops
 
     return torch_ops.call(op, overload, **arguments)
-
-
-def call_each(calls: Sequence[Callable[[], T]]) -> tuple[T, ...]:
-    """Make the calls that one of several tensors is taken apart into; all of them, or none.
-
-    What an earlier call has left on a GPU is raised in front of a launch, and forgotten. In front
-    of the first one it is the whole call's. Later it may be of an index that an earlier one of the
-    calls has met: the others would lack their half, so it is raised behind the last.
-
-    Raises
-    ------
-    IndexError
-        On the CPU nothing was written.
-    """
-    results: list[T] = []
-    late: Exception | None = None
-    while len(results) < len(calls):
-        try:
-            results.append(calls[len(results)]())
-        except Exception as error:
-            from jitkern.host.faults import is_of_earlier_call  # no part of a first call
-
-            if not results or not is_of_earlier_call(error):
-                raise
-            late = late or error
-    if late is not None:
-        raise late
-    return tuple(results)
 
 
 def traced_as(function: Callable[..., Any]) -> Callable[[F], F]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch
-from jitkern.ops.common import TorchOverload, not_a_tensor
+from jitkern.ops.common import TorchOverload
 from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
 
@@ -53,7 +53,6 @@ def h2d_gather(
     reuse_resident: bool = False,
     num_sms: int | None = None,
     order: Literal["auto", "source", "given"] = "auto",
-    record_source: bool = False,
     method: Literal["auto", "sm", "cpu", "both"] = "auto",
     num_threads: int | None = None,
 ) -> None:
@@ -102,11 +101,6 @@ def h2d_gather(
         4 GiB; sorted on the GPU, in front of the fetch, they miss once a page. "auto" sorts where
         the source is that large, rows are of 2 KiB or less, and the call has 4,096 pairs or more
         (10,240 at 1 GiB, of which few miss).
-    record_source : bool
-        Tell PyTorch's pinned allocator that the current stream uses ``src``, so that ``src`` may be
-        freed right after the call: its memory is not handed out again before the stream has come
-        past. For memory from ``pin_memory``; costs a few microseconds of host time, and nothing is
-        recorded while a graph is captured. Without it, keep ``src`` until the copy is done.
     method : {"auto", "sm", "cpu", "both"}
         Which way rows take. "sm": SMs fetch them over the link. "cpu": the host's cores gather them
         into pinned staging memory, the copy engine sends chunks of it, a small kernel puts the rows
@@ -151,8 +145,6 @@ def h2d_gather(
     >>> pairs = torch.tensor([[7, 0], [299_999, 1]], device="cuda")
     >>> jitkern.h2d_gather(src, dst, pairs)
     """
-    if record_source and (wrong := not_a_tensor("h2d_gather", src=src, dst=dst)) is not None:
-        raise wrong
     written = (dst,) if slot_map is None else (dst, slot_map)
     if dispatch.in_inference_mode() or dispatch.may_write(written, (src,)):
         try:
@@ -160,8 +152,6 @@ def h2d_gather(
             way = None if method == "auto" and num_threads is None else (method, num_threads)
             if not _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by, way):
                 dispatch.wrote(*written)
-                if record_source:
-                    _record_use(src, dst)
                 return
         except (RuntimeError, ValueError) as error:
             dispatch.require_wrapper(
@@ -176,7 +166,6 @@ def h2d_gather(
         reuse_resident=reuse_resident,
         num_sms=num_sms,
         order=order,
-        record_source=record_source,
         method=method,
         num_threads=num_threads,
     )
@@ -192,7 +181,6 @@ def _now(
     reuse_resident: bool = False,
     num_sms: int | None = None,
     order: Literal["auto", "source", "given"] = "auto",
-    record_source: bool = False,
     method: Literal["auto", "sm", "cpu", "both"] = "auto",
     num_threads: int | None = None,
 ) -> None:
@@ -200,29 +188,13 @@ def _now(
     by = None if order == "auto" else order
     way = None if method == "auto" and num_threads is None else (method, num_threads)
     op(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by, way)
-    if record_source:
-        _record_use(src, dst)
-
-
-def _record_use(src: Tensor, dst: Tensor) -> None:
-    """Have PyTorch's pinned allocator wait for the current stream before it reuses ``src``.
-
-    A ``copy_`` that does not block is the one public call that records such a use, so one item of
-    ``src`` is copied to nowhere.
-    """
-    import torch
-
-    if not dst.is_cuda or src.numel() == 0 or torch.cuda.is_current_stream_capturing():
-        return
-    item = src.detach()[(0,) * src.ndim]
-    torch.empty_like(item, device=dst.device).copy_(item, non_blocking=True)
 
 
 TORCH_OVERLOADS = (
     TorchOverload(
         "h2d_gather(Tensor src, Tensor(a!) dst, Tensor pairs, *, Tensor(b!)? slot_map=None,"
         ' bool dedup=True, bool reuse_resident=False, SymInt? num_sms=None, str order="auto",'
-        ' bool record_source=False, str method="auto", SymInt? num_threads=None) -> ()',
+        ' str method="auto", SymInt? num_threads=None) -> ()',
         _now,
     ),
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast, overload
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
@@ -15,7 +15,6 @@ from jitkern.ops.common import (
     TorchOverload,
     entry_name,
     not_a_tensor,
-    type_text,
     widest_vec_bytes,
 )
 from jitkern.ops.pairs import (
@@ -94,36 +93,16 @@ def _op() -> Callable[..., Any]:
     return host.op("indexing", kernel)
 
 
-@cache
-def _op_together() -> Callable[..., Any]:
-    _op()  # whose kernels they are
-    return host.op("indexing_together", kernel)
-
-
 def _through_torch(
-    weights: Any,
+    weights: Tensor,
     indices: Tensor,
     *,
-    output: Any = None,
+    output: Tensor | None = None,
     vocab_range: Any = None,
     added_range: Any = None,
-    vocab_size: Any = None,
-) -> Any:
+    vocab_size: int | None = None,
+) -> Tensor:
     import torch
-
-    rest = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
-    if type(weights) is tuple:
-        outputs = (None,) * len(weights) if output is None else output
-        is_traced = torch.compiler.is_dynamo_compiling()
-        if not is_traced:
-            _check_tables(weights, outputs)
-        calls = [
-            partial(_through_torch, table, indices, output=to, **rest)
-            for table, to in zip(weights, outputs, strict=True)
-        ]
-        if is_traced:
-            return tuple(call() for call in calls)
-        return dispatch.call_each(calls)
 
     # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
     # runs: torch.compile makes another error of one that is raised while it traces.
@@ -132,14 +111,20 @@ def _through_torch(
         if wrong is not None and output is None:
             raise wrong
         _check_ranges(vocab_range, added_range)
-    given = {"weights": weights, "indices": indices, **rest}
+    given = {
+        "weights": weights,
+        "indices": indices,
+        "vocab_range": vocab_range,
+        "added_range": added_range,
+        "vocab_size": vocab_size,
+    }
     if output is None:
         return cast("Tensor", dispatch.through_torch("indexing", **given))
     dispatch.through_torch("indexing", "out", output=output, **given)
     return output
 
 
-@overload
+@dispatch.traced_as(_through_torch)
 def indexing(
     weights: Tensor,
     indices: Tensor,
@@ -148,31 +133,7 @@ def indexing(
     vocab_range: tuple[int, int] | None = None,
     added_range: tuple[int, int] | None = None,
     vocab_size: int | None = None,
-) -> Tensor: ...
-
-
-@overload
-def indexing(
-    weights: tuple[Tensor, ...],
-    indices: Tensor,
-    *,
-    output: tuple[Tensor, ...] | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    added_range: tuple[int, int] | None = None,
-    vocab_size: int | None = None,
-) -> tuple[Tensor, ...]: ...
-
-
-@dispatch.traced_as(_through_torch)
-def indexing(
-    weights: Any,
-    indices: Tensor,
-    *,
-    output: Any = None,
-    vocab_range: Any = None,
-    added_range: Any = None,
-    vocab_size: Any = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor:
     """Return ``weights[indices]``, with zeros where an index is not in this part of the table.
 
     The table may lie in pinned host memory, larger than the GPU's, while the indices are on a GPU:
@@ -190,9 +151,7 @@ def indexing(
     weights : Tensor
         ``[num_rows, ...]``; rows contiguous, row stride free, any row size from 1 byte up. In host
         memory, for indices on a GPU, it is pinned, and stays allocated and unchanged until the
-        stream has come past the call. A tuple of up to 8 tables of as many rows in one place, such
-        as values and their scales, is looked up together: in host memory repeats are looked for,
-        and the rows' order made, once for all.
+        stream has come past the call.
     indices : Tensor
         Any shape, int32 or int64, on the device of ``weights`` or, for a table in host memory, on a
         GPU; in memory of their own. A negative index gives a row of zeros. A copy is made of what
@@ -200,7 +159,7 @@ def indexing(
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
         ``indices``, rows contiguous and equally spaced. No two of its rows share memory, and none
-        does with a row of ``weights``, between which they may lie. Of several tables a tuple.
+        does with a row of ``weights``, between which they may lie.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
         that is split over ranks. An index outside of it gives a row of zeros, so that a sum over
@@ -215,8 +174,8 @@ def indexing(
 
     Returns
     -------
-    Tensor or tuple of Tensor
-        ``output``, or a new tensor, for each table.
+    Tensor
+        ``output``, or a new tensor.
 
     Raises
     ------
@@ -239,15 +198,13 @@ def indexing(
     >>> jitkern.indexing(weights, tokens).shape
     torch.Size([3, 4096])
     """
-    if type(weights) is tuple:
-        return _together(weights, indices, output, vocab_range, added_range, vocab_size)
     if dispatch.in_inference_mode() or (
         not dispatch.wants_gradient(weights)
         if output is None
         else dispatch.may_write((output,), (weights,))
     ):
         more = None if added_range is None and vocab_size is None else (added_range, vocab_size)
-        result: Tensor | None = output
+        result = output
         try:
             if result is None:
                 result = _new_output(weights, indices)
@@ -260,74 +217,26 @@ def indexing(
             raise
         except (RuntimeError, ValueError) as error:
             if (copy := _contiguous(indices, error)) is not None:
-                rest = {"added_range": added_range, "vocab_size": vocab_size}
-                again = indexing(weights, copy, output=output, vocab_range=vocab_range, **rest)
-                return cast("Tensor", again)
+                return indexing(
+                    weights,
+                    copy,
+                    output=output,
+                    vocab_range=vocab_range,
+                    added_range=added_range,
+                    vocab_size=vocab_size,
+                )
             # The new output, too: under torch.func.grad of something else it is a wrapper.
             dispatch.require_wrapper(
                 error, "indexing", weights=weights, indices=indices, output=result
             )
-    rest = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
-    return cast("Tensor", _through_torch(weights, indices, output=output, **rest))
-
-
-def _together(
-    weights: tuple[Tensor, ...],
-    indices: Tensor,
-    output: Any,
-    vocab_range: Any,
-    added_range: Any,
-    vocab_size: Any,
-) -> tuple[Tensor, ...]:
-    if output is not None and type(output) is not tuple:
-        raise TypeError(f"indexing: output: {type_text(output)}, expected a tuple as for weights")
-    is_inference = dispatch.in_inference_mode()
-    given = output or ()
-    if given and not is_inference and not dispatch.may_write(given, weights):
-        dispatch.refuse("indexing", {"output": given}, {"weights": weights})
-    if given or is_inference or not any(map(dispatch.wants_gradient, weights)):
-        more = None if added_range is None and vocab_size is None else (added_range, vocab_size)
-        outputs: tuple[Tensor, ...] = given
-        try:
-            if output is None:
-                outputs = tuple(_new_output(table, indices) for table in weights)
-            if not _op_together()(weights, indices, outputs, vocab_range, more):
-                if given:
-                    dispatch.wrote(*given)
-                return outputs
-        except TypeError:
-            _check_tables(weights, outputs or weights)
-            _check_ranges(vocab_range, added_range)
-            raise
-        except (RuntimeError, ValueError) as error:
-            if (copy := _contiguous(indices, error)) is not None:
-                return _together(weights, copy, output, vocab_range, added_range, vocab_size)
-            tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
-            made = {f"output[{i}]": to for i, to in enumerate(outputs)}
-            dispatch.require_wrapper(error, "indexing", **tables, indices=indices, **made)
-            if given and not is_inference:  # in front of the first table, not of its own
-                dispatch.refuse("indexing", {"output": given}, {"weights": weights})
-    rest = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
-    return cast("tuple[Tensor, ...]", _through_torch(weights, indices, output=output, **rest))
-
-
-def _check_tables(weights: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-    """Raise for what C++ refuses of several tables, where PyTorch takes them one by one."""
-    tables = {f"weights[{i}]": table for i, table in enumerate(weights)}
-    if (wrong := not_a_tensor("indexing", **tables)) is not None:
-        raise wrong
-    count, most = len(weights), 8  # as of csrc/ops/index_args.h
-    if not 1 <= count <= most:
-        text = f"a tuple of {count}, expected 1 to {most} tables"
-        raise ValueError(f"indexing: weights: {text}")
-    if len(outputs) != count:
-        text = f"a tuple of {len(outputs)}, expected {count}, one for each table"
-        raise ValueError(f"indexing: output: {text}")
-    first, *others = (table.shape[0] if table.ndim > 0 else 0 for table in weights)
-    for i, rows in enumerate(others, 1):
-        if rows != first:
-            text = f"{rows} rows, expected {first} rows as in weights[0]"
-            raise ValueError(f"indexing: weights[{i}]: {text}")
+    return _through_torch(
+        weights,
+        indices,
+        output=output,
+        vocab_range=vocab_range,
+        added_range=added_range,
+        vocab_size=vocab_size,
+    )
 
 
 def _contiguous(indices: Any, error: Exception) -> Any:

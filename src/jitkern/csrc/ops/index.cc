@@ -2,7 +2,6 @@
 #include <tvm/ffi/container/array.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <string>
 
@@ -52,10 +51,10 @@ Rows output_rows(const Tensor& output, const Indices& indices, const Rows& weigh
 }
 
 // Checks where the three lie, in the order of the arguments.
-Rows output_rows(const char* name, AnyView value, const Indices& indices, const Rows& weights) {
+Rows output_rows(AnyView value, const Indices& indices, const Rows& weights) {
   const bool host_table = !weights.on_cuda() && indices.on_cuda();
   if (!host_table) indices.same_device(weights);
-  const Tensor output(kOp, name, value);
+  const Tensor output(kOp, "output", value);
   output.same_device(host_table ? static_cast<const Tensor&>(indices) : weights);
   return output_rows(output, indices, weights);
 }
@@ -147,11 +146,11 @@ VocabularyArgs::VocabularyArgs(AnyView range, AnyView more) : vocab_range(range)
   vocab_size = given[1];
 }
 
-IndexArgs::IndexArgs(Names names, AnyView weights_arg, AnyView indices_arg, AnyView output_arg,
+IndexArgs::IndexArgs(AnyView weights_arg, AnyView indices_arg, AnyView output_arg,
                      const VocabularyArgs& vocabulary)
-    : weights(kOp, names.weights, weights_arg),
+    : weights(kOp, "weights", weights_arg),
       indices(kOp, "indices", indices_arg),
-      output(output_rows(names.output, output_arg, indices, weights)),
+      output(output_rows(output_arg, indices, weights)),
       params{output.data,
              weights.data,
              output.stride_bytes,
@@ -172,88 +171,26 @@ IndexArgs::IndexArgs(Names names, AnyView weights_arg, AnyView indices_arg, AnyV
   if (!vocabulary.all()) choose_rows(params, vocabulary, weights.num_rows);
 }
 
-void launch_index(const LaunchScope& scope, const IndexArgs* tables, size_t num_tables) {
+void launch_index(const LaunchScope& scope, const IndexArgs& args) {
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
-  // All that may fail to compile comes before the first launch.
-  std::array<const LoadedKernels*, kMaxTables> found;
-  for (size_t i = 0; i < num_tables; ++i) {
-    const IndexArgs& args = tables[i];
-    const IndexParams& params = args.params;
-    const u64 bits = address(params.weights) | address(params.output) |
-                     static_cast<u64>(args.weights.row_bytes | params.weights_stride_bytes |
-                                      params.output_stride_bytes);
-    const Spec spec(args.weights.row_bytes, widest_vec(bits), args.indices.index_bytes);
-    found[i] = find_for_rows(kernels, scope, spec, params.num_rows);
-  }
-  for (size_t i = 0; i < num_tables; ++i) {
-    IndexParams params = tables[i].params;
-    launch_on_rows(scope, found[i], params.num_rows, params);
-  }
+  IndexParams params = args.params;
+  const u64 bits = address(params.weights) | address(params.output) |
+                   static_cast<u64>(args.weights.row_bytes | params.weights_stride_bytes |
+                                    params.output_stride_bytes);
+  const Spec spec(args.weights.row_bytes, widest_vec(bits), args.indices.index_bytes);
+  launch_rows(kernels, scope, spec, params.num_rows, params);
 }
 
 namespace {
 
 void index(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range, AnyView more) {
-  IndexArgs args({"weights", "output"}, weights, indices, output, {vocab_range, more});
+  IndexArgs args(weights, indices, output, {vocab_range, more});
   if (!args.indices.on_cuda()) return index_cpu(args.indices, args.params, args.weights.row_bytes);
-  if (!args.is_host_table()) return launch_index(LaunchScope(args.indices), &args, 1);
-  std::vector<IndexArgs> tables{args};
-  index_host_tables(tables);
-}
-
-constexpr IndexArgs::Names kNames[kMaxTables] = {
-    {"weights[0]", "output[0]"}, {"weights[1]", "output[1]"}, {"weights[2]", "output[2]"},
-    {"weights[3]", "output[3]"}, {"weights[4]", "output[4]"}, {"weights[5]", "output[5]"},
-    {"weights[6]", "output[6]"}, {"weights[7]", "output[7]"},
-};
-
-// ValueError where a table lies elsewhere or has other rows than the first, or where memory that is
-// written is read or written for another one.
-void check_together(const std::vector<IndexArgs>& tables) {
-  const IndexArgs& first = tables[0];
-  for (const IndexArgs& args : tables) {
-    args.weights.same_device(first.weights);
-    if (args.weights.num_rows != first.weights.num_rows) {
-      args.weights.value_error(std::to_string(args.weights.num_rows) + " rows",
-                               std::to_string(first.weights.num_rows) + " rows as in weights[0]");
-    }
-    for (const IndexArgs& other : tables) {
-      if (&args == &other) continue;
-      args.output.apart_from(other.weights);
-      if (&args > &other) args.output.apart_from(other.output);
-    }
-  }
-}
-
-// Several tables of as many rows, by the same indices.
-void index_together(Array<Any> weights, AnyView indices, Array<Any> outputs, AnyView vocab_range,
-                    AnyView more) {
-  if (weights.empty() || weights.size() > kMaxTables) {
-    raise_value_error(kOp, "weights", "a tuple of " + std::to_string(weights.size()),
-                      "1 to " + std::to_string(kMaxTables) + " tables");
-  }
-  if (outputs.size() != weights.size()) {
-    raise_value_error(kOp, "output", "a tuple of " + std::to_string(outputs.size()),
-                      std::to_string(weights.size()) + ", one for each table");
-  }
-  const VocabularyArgs vocabulary(vocab_range, more);
-  std::vector<IndexArgs> tables;
-  tables.reserve(weights.size());
-  for (size_t i = 0; i < weights.size(); ++i) {
-    tables.emplace_back(kNames[i], weights[i], indices, outputs[i], vocabulary);
-  }
-  check_together(tables);
-  if (tables[0].is_host_table()) return index_host_tables(tables);
-  if (tables[0].indices.on_cuda()) {
-    return launch_index(LaunchScope(tables[0].indices), tables.data(), tables.size());
-  }
-  for (const IndexArgs& args : tables) {
-    index_cpu(args.indices, args.params, args.weights.row_bytes);
-  }
+  if (args.is_host_table()) return index_host_table(args);
+  launch_index(LaunchScope(args.indices), args);
 }
 
 JITKERN_EXPORT_OP(indexing, index);
-JITKERN_EXPORT_OP(indexing_together, index_together);
 
 }  // namespace
 

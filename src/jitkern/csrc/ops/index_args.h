@@ -3,8 +3,6 @@
 
 #include <jitkern/launch.h>
 
-#include <vector>
-
 #include "index.h"
 
 namespace jitkern {
@@ -21,15 +19,8 @@ struct VocabularyArgs {
 };
 
 struct IndexArgs {
-  // What messages call the arguments: of several tables each has its number.
-  struct Names {
-    const char* weights;
-    const char* output;
-  };
-
   // Checks all. TypeError or ValueError naming the argument.
-  IndexArgs(Names names, AnyView weights, AnyView indices, AnyView output,
-            const VocabularyArgs& vocabulary);
+  IndexArgs(AnyView weights, AnyView indices, AnyView output, const VocabularyArgs& vocabulary);
 
   // A table in host memory may be read by a GPU that has the indices.
   bool is_host_table() const { return !weights.on_cuda() && indices.on_cuda(); }
@@ -40,14 +31,11 @@ struct IndexArgs {
   IndexParams params;
 };
 
-constexpr size_t kMaxTables = 8;  // of a call
+// Launches the kernel of tables in device memory, on the device of the indices. Calls of few rows
+// read a table in host memory with it too.
+void launch_index(const LaunchScope& scope, const IndexArgs& args);
 
-// The kernel of tables in device memory, once for each, on the device of the indices. It reads
-// those of the host as well, for calls of few rows.
-void launch_index(const LaunchScope& scope, const IndexArgs* tables, size_t num_tables);
-
-// Launches a call on tables in host memory, whose indices are the same. ValueError where one is not
-// pinned.
-void index_host_tables(std::vector<IndexArgs>& tables);
+// Launches a call on a table in host memory. ValueError if it is not pinned.
+void index_host_table(IndexArgs& args);
 
 }  // namespace jitkern

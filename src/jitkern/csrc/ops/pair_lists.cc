@@ -12,7 +12,7 @@ const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
   return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
 }
 
-ListsToMake allocate_lists(const PairCall& call, const Lists& lists, int num_copies) {
+ListsToMake allocate_lists(const PairCall& call, const Lists& lists) {
   const PairCopyParams& p = call.params;
   ListParams list{p};
   list.slot_map_site = lists.slot_map_site;
@@ -25,7 +25,7 @@ ListsToMake allocate_lists(const PairCall& call, const Lists& lists, int num_cop
     for (table_size = 2; table_size < 2 * p.num_pairs;) table_size *= 2;
   }
   const i64 table_at = scratch.add(4 * table_size);
-  const i64 counters_at = scratch.add(4 * (2 + num_copies));
+  const i64 counters_at = scratch.add(4 * 3);
   const i64 regions_bytes = lists.ordered ? 4 * i64(kNumRegions) : 0;
   const i64 last_ranks_at = scratch.add(regions_bytes);
   const i64 ones_bytes = scratch.bytes();
@@ -71,12 +71,12 @@ const MadeLists& make_lists(const LaunchScope& scope, const PairCall& call,
 }
 
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
-                   const MadeLists& made, int number) {
+                   const MadeLists& made) {
   const PairCopyParams& p = call.params;
   PairCopyParams fetch = p;
   fetch.pairs = made.fetches;
   fetch.last_pair = made.last_entries;
-  fetch.last_batch = made.last_entries + 2 + number;
+  fetch.last_batch = made.last_entries + 2;
   const i64 in_flight =
       made.lists.ordered ? ordered_bytes_in_flight(call.traffic(), kBytesInFlight) : kBytesInFlight;
   launch_pair_copy(scope, call, kernels, fetch, in_flight);

@@ -138,17 +138,15 @@ struct ListsToMake {
 };
 
 // Takes the memory from torch's caching allocator, which may have none: before the call launches
-// what writes. `num_copies` copies are made by the lists: of tables whose rows have the same
-// numbers.
-ListsToMake allocate_lists(const PairCall& call, const Lists& lists, int num_copies = 1);
+// what writes.
+ListsToMake allocate_lists(const PairCall& call, const Lists& lists);
 
 // Sorts the pairs of the call into the lists.
 const MadeLists& make_lists(const LaunchScope& scope, const PairCall& call,
                             const ListsToMake& lists);
 
-// Copies by the lists, as copy `number` of those that they were made for.
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
-                   const MadeLists& made, int number = 0);
+                   const MadeLists& made);
 
 // Has the kernels of a call found, or compiled; also those of parts of it, of any size.
 void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,

@@ -254,28 +254,17 @@ class CollectiveScope : public LaunchScope {
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// The kernels of `spec` for `num_rows` rows; null where there is nothing to launch.
-inline const LoadedKernels* find_for_rows(KernelTable& table, const LaunchScope& scope,
-                                          const Spec& spec, i64 num_rows) {
-  return num_rows == 0 || spec[0] == 0 ? nullptr : &table.find(scope.device, spec);
-}
-
-// Launches the first of the kernels, if there are any, on `num_rows` rows of `grid_y` tables.
-template <class Params>
-void launch_on_rows(const LaunchScope& scope, const LoadedKernels* kernels, i64 num_rows,
-                    Params& params, int grid_y = 1) {
-  if (kernels == nullptr) return;
-  params.fault = scope.device.fault_device;
-  const Kernel& kernel = kernels->entries[0];
-  scope.launch(kernel, ceil_div(kernels->shape.num_threads(num_rows), kernel.num_threads), params,
-               grid_y);
-}
-
-// Both, for a call that is one launch. An empty one has raised an earlier fault, in `scope`.
+// Launches the kernel of `spec` on `num_rows` rows of `grid_y` tables. An empty call launches
+// nothing; `scope` has raised an earlier fault.
 template <class Params>
 void launch_rows(KernelTable& table, const LaunchScope& scope, const Spec& spec, i64 num_rows,
                  Params& params, int grid_y = 1) {
-  launch_on_rows(scope, find_for_rows(table, scope, spec, num_rows), num_rows, params, grid_y);
+  if (num_rows == 0 || spec[0] == 0) return;
+  const LoadedKernels& kernels = table.find(scope.device, spec);
+  params.fault = scope.device.fault_device;
+  const Kernel& kernel = kernels.entries[0];
+  scope.launch(kernel, ceil_div(kernels.shape.num_threads(num_rows), kernel.num_threads), params,
+               grid_y);
 }
 
 // The shape for rows whose specialisation begins with their bytes and those of a vector.
