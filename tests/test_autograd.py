@@ -262,10 +262,9 @@ def test_a_refused_call_changes_nothing(
     wrong = torch.zeros(1, device=device, dtype=torch.int16)
     jitkern.store_cache(cache, None, wrong.long(), rows[:1])
     before = cache._version
-    call = torch.ops.jitkern.store_cache.single if through_torch else jitkern.store_cache
-    arguments = (cache, wrong, rows[:1]) if through_torch else (cache, None, wrong, rows[:1])
+    call = torch.ops.jitkern.store_cache if through_torch else jitkern.store_cache
     with mode(), pytest.raises(TypeError, match="store_cache: indices: dtype int16"):
-        call(*arguments)
+        call(cache, None, wrong, rows[:1])
     assert cache._version == before
 
 

@@ -151,7 +151,7 @@ def test_inductor_copies_no_cache(
         wanted[where] = rows
         assert same_bits(cache.contiguous(), wanted)
     stores = re.findall(r"torch\.ops\.jitkern\.(store_cache\.\w+)", code)
-    apart = {"store_cache.single", "store_cache.v"}
+    apart = {"store_cache.default", "store_cache.v"}
     assert set(stores) == ({"store_cache.default"} if layout == "separate" else apart)
     assert not re.findall(r"= empty_strided_\w+\(", code)
 
@@ -286,7 +286,7 @@ def test_tensors_without_memory_beside_others() -> None:
     with pytest.raises(ValueError, match="indexing: indices: device meta, expected cpu or cuda"):
         jitkern.indexing(weights, where.to("meta"))
     with pytest.raises(ValueError, match="store_cache: k: device meta, expected cpu or cuda"):
-        torch.ops.jitkern.store_cache.single(torch.ones(5, 4), where, torch.ones(2, 4).to("meta"))
+        torch.ops.jitkern.store_cache(torch.ones(5, 4), None, where, torch.ones(2, 4).to("meta"))
     shapes = jitkern.indexing(weights.to("meta"), where.to("meta"))
     assert shapes.shape == (2, 4) and shapes.device.type == "meta"
 

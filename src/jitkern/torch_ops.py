@@ -4,8 +4,8 @@ Importing this module registers them. The public functions do so by themselves w
 or differentiated (see :mod:`jitkern.ops.dispatch`); import it where an exported program is loaded,
 which names the operators but calls no function.
 
-What an op is for PyTorch is said in its own module, as ``TORCH_OVERLOADS``. An op without them,
-which returns other things than tensors, stays outside of graphs.
+The operators of an op are in :data:`jitkern.ops.register.OVERLOADS`. An op that returns other
+things than tensors has none, and stays outside of graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd import forward_ad
 
 from jitkern.ops._ops import OPS
-from jitkern.ops.common import TorchOverload, not_a_tensor
+from jitkern.ops.common import not_a_tensor
+from jitkern.ops.register import OVERLOADS, TorchOverload
 from jitkern.unreadable import name_unreadable
 
 _unpack_dual: Any = forward_ad.unpack_dual
@@ -198,8 +199,8 @@ def _functional(operator: Any, one_by_one: Callable[..., None]) -> Callable[...,
 
     def functional(mode: Any, *args: Any, **kwargs: Any) -> Any:
         named = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-        allocations = {_allocation(named[name]) for name in written if name in named}
-        if len(allocations) == len(written):
+        tensors = [named[name] for name in written if named.get(name) is not None]
+        if len({_allocation(one) for one in tensors}) == len(tensors):
             return mode.__torch_dispatch__(operator, (), args, kwargs)
         with mode:
             return one_by_one(**named)
@@ -229,5 +230,6 @@ def _apply(function: Any, operator: Any) -> Callable[..., Any]:
 _DIFFERENTIABLE: dict[tuple[str, str], Any] = {}
 
 for _op in OPS:
-    for _overload in getattr(import_module(f"jitkern.ops.{_op.stem}"), "TORCH_OVERLOADS", ()):
+    import_module(f"jitkern.ops.{_op.stem}")
+    for _overload in OVERLOADS.get(_op.function, ()):
         _register(_op.function, _overload)

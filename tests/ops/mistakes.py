@@ -144,7 +144,6 @@ def way_mistakes(methods: str) -> list[Mistake]:
         ({"method": "gpu"}, ValueError, f'method: "gpu", {known}'),
         ({"method": "CPU"}, ValueError, f'method: "CPU", {known}'),
         ({"method": ""}, ValueError, f'method: "", {known}'),
-        ({"method": None}, TypeError, f"method: None, {known}"),
         ({"method": True}, TypeError, f"method: bool, {known}"),
         ({"method": ["cpu"]}, TypeError, f"method: list, {known}"),
         ({"method": "gpu", "num_threads": None}, ValueError, f'method: "gpu", {known}'),

@@ -330,7 +330,6 @@ def mistakes() -> list[Mistake]:
          "count: dtype float32, expected int32 or int64"),
         ({"method": "gpu"}, ValueError, f'method: "gpu", {methods}'),
         ({"method": ""}, ValueError, f'method: "", {methods}'),
-        ({"method": None}, TypeError, f"method: None, {methods}"),
         ({"method": True}, TypeError, f"method: bool, {methods}"),
         ({"method": ["sm"]}, TypeError, f"method: list, {methods}"),
         ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),

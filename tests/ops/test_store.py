@@ -377,5 +377,5 @@ def fuzz(f: Fuzzer) -> Call:
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     new = rows(len(where))
     yield "default", (rows(slots), rows(slots), where, new, new.clone()), {}
-    yield "single", (rows(slots), where, new), {}
+    yield "default", (rows(slots), None, where, new), {}
     yield "default", (rows(slots), rows(slots)[:, :1], where, new, new[:, :1].contiguous()), {}

@@ -2,36 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 INDEX_BYTES = (4, 8)
 """Bytes of the index types that every op takes: int32 and int64."""
-
-
-class TorchOverload(NamedTuple):
-    """One operator that an op is for PyTorch: an entry of its module's ``TORCH_OVERLOADS``."""
-
-    schema: str
-    """Behind ``torch.ops.jitkern.``: ``indexing.out(Tensor weights, ...) -> ()``."""
-
-    function: Callable[..., Any]
-
-    fake: Callable[..., Any] | None = None
-    """The same on tensors without memory: returns one of the result's shape; None: no result."""
-
-    differentiable: Callable[[Callable[..., Any]], Any] | None = None
-    """Given the operator without a gradient, returns the ``torch.autograd.Function`` that has one.
-
-    Its ``apply`` takes the operator's arguments in their order.
-    """
-
-    one_by_one: Callable[..., None] | None = None
-    """The same by operators that write to one tensor each, for tensors that share an allocation.
-
-    Of two that do, PyTorch's inductor writes to one in place, and to a copy of the allocation, all
-    of a pool of K and V, in the other's stead; in torch 2.11 it copies from the wrong address.
-    """
 
 
 def widest_vec_bytes(row_bytes: int) -> int:

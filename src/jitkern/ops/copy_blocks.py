@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops import dispatch
-from jitkern.ops.common import INDEX_BYTES, TorchOverload, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, widest_vec_bytes
 from jitkern.ops.pairs import load_entries, threads_of
+from jitkern.ops.register import op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,16 +44,7 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     return [(vec_bytes, index_bytes, to_host) for index_bytes in pairs for to_host in (0, 1)]
 
 
-@cache
-def _op() -> Callable[..., Any]:
-    return host.op("copy_blocks", kernel)
-
-
-def _through_torch(dst: Tensor, src: Tensor, pairs: Tensor, **options: Any) -> None:
-    dispatch.through_torch("copy_blocks", dst=dst, src=src, pairs=pairs, **options)
-
-
-@dispatch.traced_as(_through_torch)
+@op(kernel, writes=("dst",), reads=("src",))
 def copy_blocks(
     dst: Tensor,
     src: Tensor,
@@ -135,48 +124,3 @@ def copy_blocks(
     >>> pairs = torch.tensor([[7, 0], [999, 5]], device="cuda")
     >>> jitkern.copy_blocks(cache, pool, pairs, src_block_dim=0)
     """
-    if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
-        try:
-            way = None if method == "auto" else (method,)  # a string costs 0.13 us on its way
-            if not _op()(dst, src, pairs, dst_block_dim, src_block_dim, way, count, num_sms):
-                dispatch.wrote(dst)
-                return
-        except (RuntimeError, ValueError) as error:
-            tensors = {"dst": dst, "src": src, "pairs": pairs, "count": count}
-            dispatch.require_wrapper(error, "copy_blocks", **tensors)
-    _through_torch(
-        dst,
-        src,
-        pairs,
-        dst_block_dim=dst_block_dim,
-        src_block_dim=src_block_dim,
-        method=method,
-        count=count,
-        num_sms=num_sms,
-    )
-
-
-def _now(
-    dst: Tensor,
-    src: Tensor,
-    pairs: Tensor,
-    *,
-    dst_block_dim: int = 1,
-    src_block_dim: int = 1,
-    method: str = "auto",
-    count: Tensor | None = None,
-    num_sms: int | None = None,
-) -> None:
-    way = None if method == "auto" else (method,)
-    op = host.op_now("copy_blocks", kernel)
-    op(dst, src, pairs, dst_block_dim, src_block_dim, way, count, num_sms)
-
-
-TORCH_OVERLOADS = (
-    TorchOverload(
-        "copy_blocks(Tensor(a!) dst, Tensor src, Tensor pairs, *, SymInt dst_block_dim=1,"
-        ' SymInt src_block_dim=1, str method="auto", Tensor? count=None, SymInt? num_sms=None)'
-        " -> ()",
-        _now,
-    ),
-)

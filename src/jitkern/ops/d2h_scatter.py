@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
-from jitkern.ops import dispatch
-from jitkern.ops.common import TorchOverload
 from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
+from jitkern.ops.register import op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,16 +30,7 @@ def shared_kernels() -> list[DeviceModule]:
     return list_kernels(host_target=1)
 
 
-@cache
-def _op() -> Callable[..., Any]:
-    return host.op("d2h_scatter", kernel)
-
-
-def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, **options: Any) -> None:
-    dispatch.through_torch("d2h_scatter", src=src, dst=dst, pairs=pairs, **options)
-
-
-@dispatch.traced_as(_through_torch)
+@op(kernel, writes=("dst",), reads=("src",))
 def d2h_scatter(
     src: Tensor,
     dst: Tensor,
@@ -113,46 +101,3 @@ def d2h_scatter(
     >>> pairs = torch.tensor([[0, 7], [1, 299_999]], device="cuda")
     >>> jitkern.d2h_scatter(cache, host_cache, pairs)
     """
-    if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
-        try:
-            by = None if order == "auto" else order  # a string costs 0.13 us on its way to C++
-            way = None if method == "auto" and num_threads is None else (method, num_threads)
-            if not _op()(src, dst, pairs, num_sms, by, way):
-                dispatch.wrote(dst)
-                return
-        except (RuntimeError, ValueError) as error:
-            dispatch.require_wrapper(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)
-    _through_torch(
-        src,
-        dst,
-        pairs,
-        num_sms=num_sms,
-        order=order,
-        method=method,
-        num_threads=num_threads,
-    )
-
-
-def _now(
-    src: Tensor,
-    dst: Tensor,
-    pairs: Tensor,
-    *,
-    num_sms: int | None = None,
-    order: str = "auto",
-    method: str = "auto",
-    num_threads: int | None = None,
-) -> None:
-    by = None if order == "auto" else order
-    op = host.op_now("d2h_scatter", kernel)
-    way = None if method == "auto" and num_threads is None else (method, num_threads)
-    op(src, dst, pairs, num_sms, by, way)
-
-
-TORCH_OVERLOADS = (
-    TorchOverload(
-        "d2h_scatter(Tensor src, Tensor(a!) dst, Tensor pairs, *, SymInt? num_sms=None,"
-        ' str order="auto", str method="auto", SymInt? num_threads=None) -> ()',
-        _now,
-    ),
-)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
-from jitkern.ops import dispatch
-from jitkern.ops.common import TorchOverload
 from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
+from jitkern.ops.register import op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,16 +30,7 @@ def shared_kernels() -> list[DeviceModule]:
     return list_kernels(host_target=0)
 
 
-@cache
-def _op() -> Callable[..., Any]:
-    return host.op("h2d_gather", kernel)
-
-
-def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, **options: Any) -> None:
-    dispatch.through_torch("h2d_gather", src=src, dst=dst, pairs=pairs, **options)
-
-
-@dispatch.traced_as(_through_torch)
+@op(kernel, writes=("dst", "slot_map"), reads=("src",))
 def h2d_gather(
     src: Tensor,
     dst: Tensor,
@@ -145,56 +133,3 @@ def h2d_gather(
     >>> pairs = torch.tensor([[7, 0], [299_999, 1]], device="cuda")
     >>> jitkern.h2d_gather(src, dst, pairs)
     """
-    written = (dst,) if slot_map is None else (dst, slot_map)
-    if dispatch.in_inference_mode() or dispatch.may_write(written, (src,)):
-        try:
-            by = None if order == "auto" else order  # a string costs 0.13 us on its way to C++
-            way = None if method == "auto" and num_threads is None else (method, num_threads)
-            if not _op()(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by, way):
-                dispatch.wrote(*written)
-                return
-        except (RuntimeError, ValueError) as error:
-            dispatch.require_wrapper(
-                error, "h2d_gather", src=src, dst=dst, pairs=pairs, slot_map=slot_map
-            )
-    _through_torch(
-        src,
-        dst,
-        pairs,
-        slot_map=slot_map,
-        dedup=dedup,
-        reuse_resident=reuse_resident,
-        num_sms=num_sms,
-        order=order,
-        method=method,
-        num_threads=num_threads,
-    )
-
-
-def _now(
-    src: Tensor,
-    dst: Tensor,
-    pairs: Tensor,
-    *,
-    slot_map: Tensor | None = None,
-    dedup: bool = True,
-    reuse_resident: bool = False,
-    num_sms: int | None = None,
-    order: Literal["auto", "source", "given"] = "auto",
-    method: Literal["auto", "sm", "cpu", "both"] = "auto",
-    num_threads: int | None = None,
-) -> None:
-    op = host.op_now("h2d_gather", kernel)
-    by = None if order == "auto" else order
-    way = None if method == "auto" and num_threads is None else (method, num_threads)
-    op(src, dst, pairs, slot_map, num_sms, bool(dedup), reuse_resident, by, way)
-
-
-TORCH_OVERLOADS = (
-    TorchOverload(
-        "h2d_gather(Tensor src, Tensor(a!) dst, Tensor pairs, *, Tensor(b!)? slot_map=None,"
-        ' bool dedup=True, bool reuse_resident=False, SymInt? num_sms=None, str order="auto",'
-        ' str method="auto", SymInt? num_threads=None) -> ()',
-        _now,
-    ),
-)

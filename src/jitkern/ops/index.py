@@ -12,7 +12,6 @@ from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops.common import (
     INDEX_BYTES,
-    TorchOverload,
     entry_name,
     not_a_tensor,
     widest_vec_bytes,
@@ -26,6 +25,7 @@ from jitkern.ops.pairs import (
     threads_of,
 )
 from jitkern.ops.pairs import specialisations as pair_specialisations
+from jitkern.ops.register import OVERLOADS, TorchOverload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -313,7 +313,7 @@ def _differentiable(operator: Callable[..., Tensor]) -> Any:
 
 _REST = "SymInt[]? vocab_range=None, SymInt[]? added_range=None, SymInt? vocab_size=None"
 
-TORCH_OVERLOADS = (
+OVERLOADS["indexing"] = [
     TorchOverload(
         f"indexing(Tensor weights, Tensor indices, *, {_REST}) -> Tensor",
         _new,
@@ -325,4 +325,4 @@ TORCH_OVERLOADS = (
         f"indexing.out(Tensor weights, Tensor indices, *, Tensor(a!) output, {_REST}) -> ()",
         _into,
     ),
-)
+]

@@ -11,7 +11,6 @@ from jitkern.ops import dispatch
 from jitkern.ops.common import not_a_tensor
 from jitkern.ops.merge_kernel import kernel as kernel
 from jitkern.ops.merge_kernel import specialisations as specialisations
-from jitkern.ops.merge_torch import TORCH_OVERLOADS as TORCH_OVERLOADS
 from jitkern.ops.merge_torch import (
     first,
     given_of,

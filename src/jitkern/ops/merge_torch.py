@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
 from jitkern.ops import dispatch
-from jitkern.ops.common import TorchOverload, not_a_tensor, type_text
+from jitkern.ops.common import not_a_tensor, type_text
 from jitkern.ops.merge_kernel import kernel
+from jitkern.ops.register import OVERLOADS, TorchOverload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,7 +195,7 @@ _REST = (
     "int? prefill_tokens_with_context=None"
 )
 
-TORCH_OVERLOADS = (
+OVERLOADS["merge_states"] = [
     TorchOverload(
         f"merge_states(Tensor[] outs, Tensor[] lses, *, {_REST.format('')}) -> (Tensor, Tensor)",
         _new,
@@ -206,4 +207,4 @@ TORCH_OVERLOADS = (
         f"{_REST.format('Tensor? scale=None, ')}) -> ()",
         _now,
     ),
-)
+]

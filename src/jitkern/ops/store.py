@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,8 @@ from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.common import INDEX_BYTES, TorchOverload, entry_name, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
+from jitkern.ops.register import OVERLOADS, TorchOverload, op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,33 +47,14 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     return [(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
 
 
-@cache
-def _op() -> Callable[..., Any]:
-    return host.op("store_cache", kernel)
+def _one_by_one(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
+    dispatch.through_torch(
+        "store_cache", k_cache=k_cache, v_cache=None, indices=indices, k=k, v=None
+    )
+    dispatch.through_torch("store_cache", "v", v_cache=v_cache, indices=indices, v=v)
 
 
-def _through_torch(
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    indices: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-) -> None:
-    if (v_cache is None) != (v is None):
-        missing, other = ("v_cache", "v") if v_cache is None else ("v", "v_cache")
-        raise TypeError(
-            f"store_cache: {missing}: None, expected a tensor along with {other}, or None as both "
-            "for a single cache"
-        )
-    if v_cache is None:
-        dispatch.through_torch("store_cache", "single", k_cache=k_cache, indices=indices, k=k)
-    else:
-        dispatch.through_torch(
-            "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v
-        )
-
-
-@dispatch.traced_as(_through_torch)
+@op(kernel, writes=("k_cache", "v_cache"), reads=("k", "v"), one_by_one=_one_by_one)
 def store_cache(
     k_cache: Tensor,
     v_cache: Tensor | None,
@@ -128,45 +109,11 @@ def store_cache(
     >>> slots = torch.randperm(1024, device="cuda")[:16]
     >>> jitkern.store_cache(k_cache, v_cache, slots, k, v)
     """
-    written = (k_cache,) if v_cache is None else (k_cache, v_cache)
-    read = (k,) if v is None else (k, v)
-    if dispatch.in_inference_mode() or dispatch.may_write(written, read):
-        try:
-            if not _op()(k_cache, v_cache, indices, k, v):
-                dispatch.wrote(*written)
-                return
-        except (RuntimeError, ValueError) as error:
-            dispatch.require_wrapper(
-                error, "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v
-            )
-    _through_torch(k_cache, v_cache, indices, k, v)
 
 
-def _now(
-    k_cache: Tensor, v_cache: Tensor | None, indices: Tensor, k: Tensor, v: Tensor | None
-) -> None:
-    host.op_now("store_cache", kernel)(k_cache, v_cache, indices, k, v)
-
-
-def _one_by_one(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
-    dispatch.through_torch("store_cache", "single", k_cache=k_cache, indices=indices, k=k)
-    dispatch.through_torch("store_cache", "v", v_cache=v_cache, indices=indices, v=v)
-
-
-TORCH_OVERLOADS = (
-    TorchOverload(
-        "store_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor indices, Tensor k, Tensor v)"
-        " -> ()",
-        _now,
-        one_by_one=_one_by_one,
-    ),
-    # A single cache.
-    TorchOverload(
-        "store_cache.single(Tensor(a!) k_cache, Tensor indices, Tensor k) -> ()",
-        lambda k_cache, indices, k: _now(k_cache, None, indices, k, None),
-    ),
+OVERLOADS["store_cache"].append(
     TorchOverload(
         "store_cache.v(Tensor(a!) v_cache, Tensor indices, Tensor v) -> ()",
         lambda v_cache, indices, v: host.op_now("store_v_cache", kernel)(v_cache, indices, v),
-    ),
+    )
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from jitkern import hints
 from jitkern.host import module as host_module
 from jitkern.jit.device import DeviceModule
-from jitkern.ops import dispatch
-from jitkern.ops.common import INDEX_BYTES, TorchOverload, entry_name
+from jitkern.ops.common import INDEX_BYTES, entry_name
 from jitkern.ops.pairs import (
     SMALL_IN_FLIGHT,
     load_entries,
@@ -20,6 +18,7 @@ from jitkern.ops.pairs import (
     pair_entry_name,
 )
 from jitkern.ops.pairs import specialisations as pair_specialisations
+from jitkern.ops.register import op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,16 +78,7 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     return [*((*spec, 0) for spec in specs), *((*spec, 1) for spec in specs if spec[-1])]
 
 
-@cache
-def _op() -> Callable[..., Any]:
-    return host_module.op("swap_rows", kernel)
-
-
-def _through_torch(host: Tensor, gpu: Tensor, triples: Tensor, **options: Any) -> None:
-    dispatch.through_torch("swap_rows", host=host, gpu=gpu, triples=triples, **options)
-
-
-@dispatch.traced_as(_through_torch)
+@op(kernel, writes=("host", "gpu"))
 def swap_rows(
     host: Tensor,
     gpu: Tensor,
@@ -157,28 +147,3 @@ def swap_rows(
     >>> triples = torch.tensor([[7, 0, 299_999], [8, 1, -1], [-1, 2, 9]], device="cuda")
     >>> jitkern.swap_rows(host, cache, triples)
     """
-    if dispatch.in_inference_mode() or dispatch.may_write((host, gpu), ()):
-        try:
-            by = None if order == "auto" else order
-            if not _op()(host, gpu, triples, num_sms, by):
-                dispatch.wrote(host, gpu)
-                return
-        except (RuntimeError, ValueError) as error:
-            dispatch.require_wrapper(error, "swap_rows", host=host, gpu=gpu, triples=triples)
-    _through_torch(host, gpu, triples, num_sms=num_sms, order=order)
-
-
-def _now(
-    host: Tensor, gpu: Tensor, triples: Tensor, *, num_sms: int | None = None, order: str = "auto"
-) -> None:
-    by = None if order == "auto" else order
-    host_module.op_now("swap_rows", kernel)(host, gpu, triples, num_sms, by)
-
-
-TORCH_OVERLOADS = (
-    TorchOverload(
-        "swap_rows(Tensor(a!) host, Tensor(b!) gpu, Tensor triples, *, SymInt? num_sms=None,"
-        ' str order="auto") -> ()',
-        _now,
-    ),
-)

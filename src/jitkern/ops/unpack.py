@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from jitkern import hints
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.common import TorchOverload
 from jitkern.ops.pairs import load_entries
+from jitkern.ops.register import op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,11 +85,6 @@ def shared_kernels() -> list[DeviceModule]:
     return [ring_kernel()]
 
 
-@cache
-def _op() -> Callable[..., Any]:
-    return host.op("unpack", kernel)
-
-
 class Ring(Protocol):
     """What there is of a :class:`jitkern.offload.DescriptorRing`, which is of a level above."""
 
@@ -113,7 +107,13 @@ def _refuse_slots(slot: int | None, num_slots: int) -> None:
         raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
 
 
-def _through_torch(
+@op(kernel, writes=("dst",), reads=("src",), name="unpack")
+def _unpack_tensors(
+    dst: Tensor, src: Tensor, descriptors: Tensor, *, count: Tensor | None = None
+) -> None: ...
+
+
+def _traced(
     dst: Tensor,
     src: Tensor,
     descriptors: Tensor | Ring,
@@ -129,10 +129,10 @@ def _through_torch(
             "torch.compile; call it outside, or compile without fullgraph=True"
         )
     _refuse_slots(slot, num_slots)
-    dispatch.through_torch("unpack", dst=dst, src=src, descriptors=descriptors, count=count)
+    _unpack_tensors(dst, src, cast("Tensor", descriptors), count=count)
 
 
-@dispatch.traced_as(_through_torch)
+@dispatch.traced_as(_traced)
 def unpack(
     dst: Tensor,
     src: Tensor,
@@ -211,24 +211,4 @@ def unpack(
         cast("Ring", descriptors)._unpack(dst, src, slot, num_slots)
         return
     _refuse_slots(slot, num_slots)
-    if dispatch.in_inference_mode() or dispatch.may_write((dst,), (src,)):
-        try:
-            if not _op()(dst, src, descriptors, count):
-                dispatch.wrote(dst)
-                return
-        except (RuntimeError, ValueError) as error:
-            tensors = {"dst": dst, "src": src, "descriptors": descriptors, "count": count}
-            dispatch.require_wrapper(error, "unpack", **tensors)
-    _through_torch(dst, src, descriptors, count=count)
-
-
-def _now(dst: Tensor, src: Tensor, descriptors: Tensor, *, count: Tensor | None = None) -> None:
-    host.op_now("unpack", kernel)(dst, src, descriptors, count)
-
-
-TORCH_OVERLOADS = (
-    TorchOverload(
-        "unpack(Tensor(a!) dst, Tensor src, Tensor descriptors, *, Tensor? count=None) -> ()",
-        _now,
-    ),
-)
+    _unpack_tensors(dst, src, cast("Tensor", descriptors), count=count)

@@ -36,13 +36,12 @@ constexpr i64 kDealSms = 4;
 
 enum class Method { kAuto, kSms, kEngine };
 
-// None is "auto", anything else is in an array.
+// None is "auto".
 Method method_arg(AnyView value, const Indices& pairs) {
   if (is_none(value)) return Method::kAuto;
   constexpr const char* kExpected = "\"auto\", \"sm\" or \"engine\"";
-  const tvm::ffi::Any given = value.cast<tvm::ffi::Array<tvm::ffi::Any>>()[0];
-  const auto text = given.as<tvm::ffi::String>();
-  if (!text) raise_type_error(kOp, "method", given, kExpected);
+  const auto text = value.as<tvm::ffi::String>();
+  if (!text) raise_type_error(kOp, "method", value, kExpected);
   if (*text == "auto") return Method::kAuto;
   if (*text == "sm") return Method::kSms;
   if (*text != "engine") {

@@ -45,10 +45,12 @@ void gather_resident_on_cpu(const PairArgs& args) {
   args.update_slot_map();
 }
 
-void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyView num_sms,
-                bool dedup, AnyView reuse_resident_arg, AnyView order, AnyView way_value) {
+void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyView dedup_arg,
+                AnyView reuse_resident_arg, AnyView num_sms, AnyView order, AnyView method,
+                AnyView num_threads) {
   PairArgs args(kOp, kHostSource, src, dst, pairs, num_sms);
   args.take_slot_map(slot_map);
+  const bool dedup = bool_arg(kOp, "dedup", dedup_arg);
   const bool reuse_resident = bool_arg(kOp, "reuse_resident", reuse_resident_arg);
   if (reuse_resident && is_none(slot_map)) {
     raise_value_error(kOp, "reuse_resident", "True without a slot_map",
@@ -63,7 +65,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   const bool search = reuse_resident || (dedup && args.params.num_pairs >= kMinPairsToDedup);
   const bool ordered = order_arg(kOp, order, "source", args.traffic());
   const Lists lists{search, reuse_resident, ordered, kSlotMapSite};
-  const Way way = way_arg(way_value, args, reuse_resident);
+  const Way way = way_arg(method, num_threads, args, reuse_resident);
   if (!args.dst.on_cuda()) {
     return reuse_resident ? gather_resident_on_cpu(args) : args.run_on_cpu();
   }

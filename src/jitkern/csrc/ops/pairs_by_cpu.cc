@@ -18,6 +18,7 @@ namespace jitkern {
 namespace {
 
 Method method_arg(const char* op, AnyView value, HostSide host_side) {
+  if (is_none(value)) return Method::kAuto;
   const bool may_be_both = host_side == kHostSource;
   const char* const expected =
       may_be_both ? "\"auto\", \"sm\", \"cpu\" or \"both\"" : "\"auto\", \"sm\" or \"cpu\"";
@@ -135,11 +136,9 @@ void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, Kernel
 
 }  // namespace
 
-Way way_arg(AnyView value, const PairArgs& args, bool reuse_resident) {
-  if (is_none(value)) return {};
+Way way_arg(AnyView method, AnyView num_threads, const PairArgs& args, bool reuse_resident) {
   const char* op = args.src.op;
-  const auto given = value.cast<tvm::ffi::Array<tvm::ffi::Any>>();
-  const Way way{method_arg(op, given[0], args.host_side), num_threads_arg(op, given[1])};
+  const Way way{method_arg(op, method, args.host_side), num_threads_arg(op, num_threads)};
   if (way.method != Method::kCpu && way.method != Method::kBoth) return way;
   const std::string came = way.method == Method::kCpu ? "\"cpu\"" : "\"both\"";
   if (args.pairs.on_cuda()) {

@@ -15,9 +15,9 @@ struct Way {
   i64 num_threads = 0;  // of the CPU, the caller's included; 0: as many as torch
 };
 
-// The way that `value` says: none, or an array of "auto", "sm", "cpu" or "both" and of a number of
-// threads or none. TypeError or ValueError where it is wrong, or the call cannot go so.
-Way way_arg(AnyView value, const PairArgs& args, bool reuse_resident = false);
+// The way that the arguments ask for; none is the default of each. TypeError or ValueError if one
+// is wrong, or the call cannot go that way.
+Way way_arg(AnyView method, AnyView num_threads, const PairArgs& args, bool reuse_resident = false);
 
 // Both copy all pairs of the call, in host memory that SMs know already where they take part. They
 // raise IndexError before anything is queued; where `args.pairs` changes under way no other memory

@@ -40,6 +40,7 @@ bool is_worth_ordering(const HostTraffic& traffic) {
 bool order_arg(const char* op, AnyView value, const char* by_host, const HostTraffic& traffic) {
   if (is_none(value)) return is_worth_ordering(traffic);
   const auto text = value.as<tvm::ffi::String>();
+  if (text && *text == "auto") return is_worth_ordering(traffic);
   if (text && (*text == by_host || *text == "given")) {
     return *text == by_host && traffic.span_bytes >= 1;
   }

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops import dispatch
-from jitkern.ops.common import TorchOverload, widest_vec_bytes
+from jitkern.ops.common import widest_vec_bytes
+from jitkern.ops.register import op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,31 +32,6 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     return [(row_bytes, widest_vec_bytes(row_bytes))]
 
 
-@cache
-def _op() -> Callable[..., Any]:
-    return host.op("write_twice", kernel)
-
-
-def _through_torch(rows: Tensor, output: Tensor) -> None:
-    dispatch.through_torch("write_twice", rows=rows, output=output)
-
-
-@dispatch.traced_as(_through_torch)
+@op(kernel, writes=("output",), reads=("rows",))
 def write_twice(rows: Tensor, output: Tensor) -> None:
     """Copy row ``i`` of ``rows`` to rows ``2 * i`` and ``2 * i + 1`` of ``output``."""
-    if dispatch.in_inference_mode() or dispatch.may_write((output,), (rows,)):
-        try:
-            if not _op()(rows, output):
-                dispatch.wrote(output)
-                return
-        except (RuntimeError, ValueError) as error:
-            dispatch.require_wrapper(error, "write_twice", rows=rows, output=output)
-    _through_torch(rows, output)
-
-
-TORCH_OVERLOADS = (
-    TorchOverload(
-        "write_twice(Tensor rows, Tensor(a!) output) -> ()",
-        lambda *args: host.op_now("write_twice", kernel)(*args),
-    ),
-)
