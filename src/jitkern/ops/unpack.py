@@ -100,11 +100,9 @@ def set_ring_type(ring_type: type) -> None:
     _ring_type = ring_type
 
 
-def _refuse_slots(slot: int | None, num_slots: int) -> None:
-    """Raise where these are given with descriptors that are no ring."""
-    if slot is not None or num_slots != 1:
-        name = "num_slots" if slot is None else "slot"
-        raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
+def _slots_without_ring(slot: int | None) -> ValueError:
+    name = "num_slots" if slot is None else "slot"
+    return ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
 
 
 @op(kernel, writes=("dst",), reads=("src",), name="unpack")
@@ -128,8 +126,9 @@ def _traced(
             "unpack: descriptors: DescriptorRing, expected a tensor inside of a graph of "
             "torch.compile; call it outside, or compile without fullgraph=True"
         )
-    _refuse_slots(slot, num_slots)
-    _unpack_tensors(dst, src, cast("Tensor", descriptors), count=count)
+    if slot is not None or num_slots != 1:
+        raise _slots_without_ring(slot)
+    _unpack_tensors(dst, src, descriptors, count=count)  # type: ignore[arg-type]
 
 
 @dispatch.traced_as(_traced)
@@ -210,5 +209,6 @@ def unpack(
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
         cast("Ring", descriptors)._unpack(dst, src, slot, num_slots)
         return
-    _refuse_slots(slot, num_slots)
-    _unpack_tensors(dst, src, cast("Tensor", descriptors), count=count)
+    if slot is not None or num_slots != 1:
+        raise _slots_without_ring(slot)
+    _unpack_tensors(dst, src, descriptors, count=count)  # type: ignore[arg-type]
