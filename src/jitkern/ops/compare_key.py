@@ -30,34 +30,27 @@ _op: Compare = _first_call
 def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
     """Return how many leading items of ``x[start:]`` and ``y`` are equal, in whole pages.
 
-    This is the step of a walk down a radix tree of cached prefixes: ``x`` is the request, of which
-    ``start`` tokens are matched already, and ``y`` the key of the node it has come to. The request
-    is not sliced, and neither is the result rounded by the caller.
+    One step down a radix tree of cached prefixes: ``x`` is the request, of which ``start`` tokens
+    are matched already, and ``y`` is the node's key. After mini-sglang.
 
     Parameters
     ----------
     x, y : Tensor
-        ``[x_length]`` and ``[y_length]``, both int32 or both int64, contiguous, in CPU memory,
-        pinned or not. Nothing behind the end of the shorter one is read.
+        ``[x_length]`` and ``[y_length]``, both int32 or both int64, contiguous, in CPU memory.
     start : int
-        Where in ``x`` to begin, 0 to ``x_length``. ``y`` always begins at its first item.
+        Where to begin in ``x``, 0 to ``x_length``.
     page_size : int
-        The result is rounded down to a multiple of it, 1 or more: only whole pages are shared.
+        The result is rounded down to a multiple of it, 1 or more.
 
     Returns
     -------
     int
-        Items, counted from ``start`` and not from 0: at most
-        ``min(x_length - start, y_length)``.
+        Items, counted from ``start``.
 
     Raises
     ------
-    TypeError
-        ``x`` or ``y`` is no tensor, of another dtype, or of two dtypes; ``start`` or ``page_size``
-        is no int.
-    ValueError
-        ``x`` or ``y`` is on a GPU, has not one dimension or is not contiguous; ``start`` or
-        ``page_size`` is out of range.
+    TypeError, ValueError
+        ``x`` or ``y`` is not a contiguous 1-D tensor of that kind, or an int is out of range.
 
     Examples
     --------

@@ -58,64 +58,55 @@ def copy_blocks(
 ) -> None:
     """Copy block ``pairs[i, 0]`` of ``src`` to block ``pairs[i, 1]`` of ``dst``, in all layers.
 
-    One call moves N blocks of L layers between a pool in host memory and a cache on a GPU, either
-    way, or within one GPU or one cache, on the current stream and without a synchronisation. Host
-    memory must stay allocated until the stream has come past the call; what was written to it may
-    be read then. With ``pairs`` on the GPU nothing is allocated, and a CUDA graph can capture any
-    call. By default a decode step beside it is 2 to 5 % longer to the host, 3 to 7 % to the GPU.
+    One call moves N blocks of L layers between a pool in host memory and a cache on a GPU, in
+    either direction, or within one GPU or one cache. Asynchronous on the current stream. Keep host
+    memory allocated until the stream has passed the call. With ``pairs`` on the GPU nothing is
+    allocated, and a CUDA graph may capture any call. By default a decode step beside it is 2 to 5 %
+    longer on the way to the host, and 3 to 7 % to the GPU.
 
     Parameters
     ----------
     dst, src : Tensor
-        Both ``[num_layers, num_blocks, ...]``, or ``[num_blocks, num_layers, ...]`` where its block
-        dimension is 0; of the same dtype, number of layers and bytes of a block in one layer. These
-        bytes are contiguous, any number from 1 up; the first two strides are free. A cache of one
-        layer, ``[num_blocks, ...]``, is one whose block dimension is 0 on both sides. One of them
-        in pinned host memory and one on a GPU, or both on one GPU, or both on the CPU. Blocks of
-        ``dst`` share no memory with each other or with those of ``src``, unless both are the same
-        cache, in which no block is the source of one pair and the destination of another.
+        ``[num_layers, num_blocks, ...]``, or ``[num_blocks, num_layers, ...]`` if the block
+        dimension is 0. Same dtype, layers and bytes of a block in one layer; these bytes are
+        contiguous, 1 or more, and the first two strides are free. A cache of one layer is
+        ``[num_blocks, ...]`` with block dimension 0 on both sides. One in pinned host memory and
+        one on a GPU, both on one GPU, or both on the CPU. Blocks of ``dst`` share no memory with
+        each other or with ``src``, unless both are one cache in which no block is a source and a
+        destination.
     pairs : Tensor
         ``[..., 2]`` of (source block, destination block), int32 or int64, contiguous, on the GPU or
-        on the CPU, in memory of their own. A pair with a negative member is skipped. Destinations
-        should be distinct: of one that appears twice the content is undefined. Pairs on the CPU are
-        read before the call returns.
+        the CPU. A pair with a negative member is skipped. A repeated destination ends undefined.
+        Pairs on the CPU are read before the call returns.
     dst_block_dim, src_block_dim : int
-        Which dimension counts blocks, 0 or 1; the other of the two counts layers.
+        The dimension that counts blocks, 0 or 1; the other one counts layers.
     method : {"auto", "sm", "engine"}
-        "auto" leaves the GPU to a model that runs beside the copy. With ``pairs`` on the CPU, and
-        on a stream that is not the default one: pieces of 64 KiB or more, or what ``jitkern
-        calibrate`` has found, go by the copy engine; so do blocks of 64 KiB to 64 MiB that are
-        contiguous on the host and not on the GPU, by way of scratch memory of 64 MiB at most. Else
-        a kernel on 2 SMs copies, and writes to the host at 32 GB/s. A piece is a block's part of
-        one layer, or all of it where that is contiguous on both sides. Not captured with ``pairs``
-        on the CPU.
-        "sm", for when nothing runs beside it: a kernel on 4 SMs, at the speed of the link. Beside
-        it a decode step takes 1.3 to 3 times as long on the way to the host.
-        "engine", with ``pairs`` on the CPU: one copy of the copy engine for each run of blocks that
-        follow each other on both sides, on no SM and with nothing compiled; a graph that captures
-        it copies these very blocks at each replay. On the CPU all are the same.
+        "auto" leaves the GPU to a model beside it: a kernel on 2 SMs copies, and writes to the host
+        at 32 GB/s. With ``pairs`` on the CPU and a stream other than the default one, the copy
+        engine takes pieces of 64 KiB or more, and blocks of 64 KiB to 64 MiB that are contiguous on
+        the host only go through scratch memory of up to 64 MiB. "sm": a kernel on 4 SMs, at the
+        speed of the link. A decode step beside it takes 1.3 to 3 times as long on the way to the
+        host. "engine", with ``pairs`` on the CPU: one copy per run of blocks that are consecutive
+        on both sides; no SM, nothing compiled. A captured graph copies the same blocks at each
+        replay.
     count : Tensor, optional
-        One int32 or int64 on the device of ``pairs``: only so many of them count. Below 0 it means
-        0, above their number all.
+        One int32 or int64 on the device of ``pairs``: only the first ``count`` pairs are copied.
+        Clamped to 0 and their number.
     num_sms : int, optional
-        Blocks of 1024 threads that copy, at most one an SM, clamped to the GPU's SMs, and at their
-        full speed; makes "auto" the same as "sm". By default as ``method`` says, more for pieces
-        that are short or badly aligned (8 at most), and all of them within one GPU. Means nothing
-        to "engine".
+        SMs that copy at full speed, each with a block of 1024 threads; makes "auto" the same as
+        "sm". Ignored by "engine". Within one GPU the default is all SMs.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, pageable host memory, memory that the call would write
-        twice, or write and read, a ``method`` that the other arguments forbid, or ``pairs`` on the
-        CPU while a graph is captured, but by "engine". Nothing was queued or written.
+        A wrong dtype, device, shape, stride or option; pageable memory; memory that overlaps;
+        ``pairs`` on the CPU during graph capture, except by "engine". Nothing was written.
     RuntimeError
-        With gradients enabled: an argument requires one. Outside of inference mode: what is written
-        to was made in it. Nothing was written.
+        An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
-        A block number past the end of ``src`` or ``dst``. For ``pairs`` on the CPU at once, and
-        nothing was queued or written. Else the pair is skipped, and the next jitkern call on the
-        device or :func:`jitkern.check` raises.
+        A block number past the end. For ``pairs`` on the CPU at once, with nothing written.
+        Otherwise the pair is skipped, and the next jitkern call on the device or
+        :func:`jitkern.check` raises.
 
     Examples
     --------

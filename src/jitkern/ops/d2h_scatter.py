@@ -43,56 +43,47 @@ def d2h_scatter(
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
-    The way back of :func:`jitkern.h2d_gather`: a persistent kernel of a few blocks writes ``dst``
-    over PCIe, on the current stream and without a synchronisation. The host may read ``dst`` once
-    the stream has come past the call. A call that sorts its pairs takes scratch memory from
-    PyTorch's caching allocator, another allocates nothing. With ``pairs`` on the GPU it may be
-    captured in a CUDA graph.
+    The reverse of :func:`jitkern.h2d_gather`: a persistent kernel on a few SMs writes ``dst`` over
+    the link, asynchronously on the current stream. The host may read ``dst`` once the stream has
+    passed the call. Calls that sort their pairs take scratch memory from PyTorch's caching
+    allocator. With ``pairs`` on the GPU a CUDA graph may capture the call.
 
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]`` on a GPU or the CPU. Rows contiguous, row stride free, any row size
-        from 1 byte up.
+        ``[num_src_rows, ...]`` on a GPU or the CPU. Rows contiguous, row stride free, 1 byte or
+        more.
     dst : Tensor
-        ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row as in ``src``, pinned if
-        ``pairs`` are on a GPU. Its rows share no memory with each other or with those of ``src``.
+        ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row of ``src``, pinned if
+        ``pairs`` are on a GPU. Rows share no memory with each other or with ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``src`` or on the CPU, in memory of their own. A pair with a negative member is skipped.
-        Destinations should be distinct: of one that appears twice the content is undefined. Pairs
-        on the CPU are read before the call returns, and all checked before anything is queued.
+        ``src`` or on the CPU. A pair with a negative member is skipped. A repeated destination ends
+        undefined. Pairs on the CPU are read and checked before anything is queued.
     num_sms : int, optional
-        Blocks of 1024 threads that write over the bus, at most one an SM, clamped to the GPU's SMs;
-        as many as keep the bus busy by default, as for :func:`jitkern.h2d_gather`.
+        SMs that write over the link; see :func:`jitkern.h2d_gather`.
     order : {"auto", "destination", "given"}
-        In which order rows cross the bus: that of their places in ``dst``, or as they come; what
-        ends up in ``dst`` is the same. By default that of ``dst`` where it is larger than what the
-        link's address translation reaches and the call is large enough to win by it; see
-        :func:`jitkern.h2d_gather`.
+        Order in which rows are written; the result is the same. "auto" sorts by place in ``dst`` if
+        that is faster; see :func:`jitkern.h2d_gather`.
     method : {"auto", "sm", "cpu"}
-        Which way rows take. "sm": SMs write them over the link. "cpu", with ``pairs`` on the CPU:
-        the copy engine brings them in chunks to pinned staging memory, from where the host's cores
-        put them into place. ``dst`` may be pageable, and is complete when the call returns: it
-        waits for the stream. "auto" is "cpu" where ``dst`` is pageable, or of 12 GiB and more in a
-        call of 32,768 rows that 12 threads or more put into place, else "sm".
+        "sm": SMs write over the link. "cpu", with ``pairs`` on the CPU: the copy engine brings
+        chunks to pinned staging memory and CPU threads place the rows. ``dst`` may then be
+        pageable, and is complete when the call returns. "auto": "cpu" if ``dst`` is pageable, or is
+        12 GiB or more in a call of 32,768 rows with 12 threads or more; else "sm".
     num_threads : int, optional
-        Of the CPU, as for :func:`jitkern.h2d_gather`.
+        CPU threads; see :func:`jitkern.h2d_gather`.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, a pageable destination with ``pairs`` on a GPU, or
-        memory that the call would write twice, or write and read; a ``method`` that the other
-        arguments forbid; ``pairs`` on the CPU while a graph is captured. Nothing was launched or
-        written.
+        A wrong dtype, device, shape, stride or option; pageable memory; memory that overlaps;
+        ``pairs`` on the CPU during graph capture. Nothing was written.
     RuntimeError
-        With gradients enabled: an argument requires one. Outside of inference mode: what is written
-        to was made in it. Nothing was written.
+        An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
-        A row number past the end of ``src`` or ``dst``. On the CPU at once, and nothing was
-        written; so too for ``pairs`` on the CPU. Else, on CUDA, the row is skipped, and the next
-        jitkern call on the device or :func:`jitkern.check` raises.
+        A row number past the end. On the CPU, and for ``pairs`` on the CPU, at once with nothing
+        written. On CUDA the pair is skipped, and the next jitkern call on the device or
+        :func:`jitkern.check` raises.
 
     Examples
     --------

@@ -134,43 +134,37 @@ def indexing(
     added_range: tuple[int, int] | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Return ``weights[indices]``, with zeros where an index is not in this part of the table.
+    """Return ``weights[indices]``, with zeros where an index is outside of this part of the table.
 
-    The table may lie in pinned host memory, larger than the GPU's, while the indices are on a GPU:
-    each row that is asked for then crosses the bus once, in the order of the table where that is
-    faster, as for :func:`jitkern.h2d_gather`.
-
-    Runs on the current stream without a synchronisation; allocates only the output, and that only
-    if none is given (and scratch memory for large calls of a table in host memory, from PyTorch's
-    caching allocator). The copy is bit-exact for every dtype, of the bytes as they lie in memory:
-    call ``resolve_conj()`` or ``resolve_neg()`` on lazy views first. May be captured in a CUDA
-    graph, also by its first call. Differentiable in ``weights``, unless ``output`` is given.
+    Asynchronous on the current stream. Bit-exact for every dtype: bytes are copied as they lie in
+    memory, so resolve lazy conj and neg views first. Differentiable in ``weights`` unless
+    ``output`` is given. A CUDA graph may capture any call, also the first. After
+    ``torch.nn.functional.embedding`` and vLLM's vocab-parallel embedding.
 
     Parameters
     ----------
     weights : Tensor
-        ``[num_rows, ...]``; rows contiguous, row stride free, any row size from 1 byte up. In host
-        memory, for indices on a GPU, it is pinned, and stays allocated and unchanged until the
-        stream has come past the call.
+        ``[num_rows, ...]``; rows contiguous, row stride free, 1 byte or more. May lie in pinned
+        host memory, larger than the GPU's, with ``indices`` on a GPU: each row asked for crosses
+        the link once, in the table's order if that is faster (see :func:`jitkern.h2d_gather`). Keep
+        it allocated and unchanged until the stream has passed the call. Large calls then take
+        scratch memory from PyTorch's caching allocator.
     indices : Tensor
-        Any shape, int32 or int64, on the device of ``weights`` or, for a table in host memory, on a
-        GPU; in memory of their own. A negative index gives a row of zeros. A copy is made of what
-        is not contiguous.
+        Any shape, int32 or int64, on the device of ``weights``, or on a GPU for a table in host
+        memory. A negative index gives zeros. A tensor that is not contiguous is copied.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
-        ``indices``, rows contiguous and equally spaced. No two of its rows share memory, and none
-        does with a row of ``weights``, between which they may lie.
+        ``indices``, rows contiguous and equally spaced. It overlaps no row of ``weights``.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
-        that is split over ranks. An index outside of it gives a row of zeros, so that a sum over
-        ranks is the whole table's row.
+        that is split over ranks. Other indices give zeros, so that a sum over ranks is the whole
+        row.
     added_range : (int, int), optional
-        ``(start, length)``: a second range, such as tokens that were added to a vocabulary. Its
-        rows lie in ``weights`` behind those of ``vocab_range``: index ``start`` reads row
-        ``vocab_range[1]``. The two share no index.
+        ``(start, length)``: a second range, such as added tokens. Its rows follow those of
+        ``vocab_range`` in ``weights``. The two share no index.
     vocab_size : int, optional
-        With ``vocab_range``: how many indices there are over all ranks. One of ``vocab_size`` or
-        more, which without it is zeros, raises as it does without ``vocab_range``.
+        With ``vocab_range``: the number of indices over all ranks. Larger ones raise as they do
+        without ``vocab_range``; without it they are zeros.
 
     Returns
     -------
@@ -180,16 +174,14 @@ def indexing(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, ranges longer than ``weights``, with an index in
-        common or beyond ``vocab_size``, or an ``output`` whose rows share memory with each other,
-        ``weights`` or ``indices``. Nothing was launched or written.
+        A wrong dtype, device, shape, stride or range; memory that overlaps. Nothing was written.
     RuntimeError
-        `output` is given, and with gradients enabled an argument requires one, or outside of
-        inference mode it was made in it. Nothing was written.
+        ``output`` is given, and an argument requires grad, or it is an inference tensor outside of
+        inference mode.
     IndexError
-        An index of ``num_rows`` or more; with ``vocab_range``, of ``vocab_size`` or more, and none
-        without that. On the CPU at once, and nothing was written. On CUDA its row is zeros, and the
-        next jitkern call on the device or :func:`jitkern.check` raises.
+        An index of ``num_rows`` or more (with ``vocab_range``: of ``vocab_size`` or more). On the
+        CPU at once, with nothing written. On CUDA its row is zeros, and the next jitkern call on
+        the device or :func:`jitkern.check` raises.
 
     Examples
     --------

@@ -44,43 +44,41 @@ def memcpy_2d_async(
 ) -> None:
     """Copy ``height`` rows of ``width`` bytes between places that are a pitch apart.
 
-    The strided copy of the copy engine (``cuMemcpy2DAsync``): no SM takes part. It begins at the
-    first byte of each view, so that one block of a cache ``[num_layers, num_blocks, block_bytes]``
-    is ``cache[:, block_id]``, with the layers as rows. Only bytes count: shapes and dtypes of the
-    views do not, beyond where they begin. It is queued on ``stream`` and not waited for; both
-    tensors must stay allocated, and the host's side as it is, until the stream has come past the
-    copy. May be captured in a CUDA graph.
+    The copy engine's strided copy (``cuMemcpy2DAsync``); no SM takes part. It starts at the first
+    byte of each view: one block of a cache ``[num_layers, num_blocks, block_bytes]`` is ``cache[:,
+    block_id]``, with layers as rows. Shapes and dtypes of the views do not matter. Asynchronous on
+    ``stream``; keep both tensors allocated, and the host's unchanged, until the stream has passed
+    the copy. A CUDA graph may capture it.
 
     Parameters
     ----------
     dst, src : Tensor
-        On a GPU or the CPU, of any shape, strides and dtype. Host memory is pinned where the other
-        side is on a GPU: of a ``PinnedPool``, or by ``pin_memory``. The bytes that are copied lie
-        within each tensor's storage and do not overlap.
+        On a GPU or the CPU, any shape, strides and dtype. Host memory is pinned if the other side
+        is on a GPU. The copied bytes lie within each tensor's storage and do not overlap.
     dpitch, spitch : int
-        Bytes from one row to the next, ``width`` or more; of no meaning where ``height`` is 1.
-        Pitches that are larger than the driver's limit of 2 GiB go row by row.
+        Bytes from one row to the next, ``width`` or more; ignored if ``height`` is 1. Pitches over
+        the driver's limit of 2 GiB go row by row.
     width, height : int
-        Bytes of a row, and rows. Where one of them is 0 nothing is done.
+        Bytes of a row, and rows. If one is 0, nothing is done.
     kind : {"h2d", "d2h", "d2d", "h2h"}
-        From where to where; what the tensors' devices say, or it is an error. "d2d" is of one GPU
-        or of two. "h2h" is done by the CPU's threads before the call returns.
+        The direction; it must agree with the tensors' devices. "d2d" is within one GPU or between
+        two. "h2h" is done by CPU threads before the call returns.
     stream : torch.cuda.Stream, optional
-        A stream of the GPU that takes part, by default the current one; of two GPUs that of
-        ``dst``, or one of either. None for "h2h".
+        A stream of the GPU that takes part; default the current one, of ``dst`` if there are two.
+        None for "h2h".
     allow_pageable : bool
-        Take host memory that is not pinned as well, all of it. The driver then copies through
-        memory of its own, slowly, and the call waits; while a graph is captured it is an error.
+        Also take pageable host memory. The driver then stages the copy, slowly, and the call waits;
+        an error during graph capture.
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong type, a negative size, a pitch below ``width``, rows that end
-        behind a storage, sides that overlap, another ``kind`` than that of the devices, a stream of
-        another device, or pageable host memory. Nothing was queued or written.
+        A wrong type, a negative size, a pitch below ``width``, rows past the end of a storage,
+        memory that overlaps, a ``kind`` that is not that of the devices, a stream of another
+        device, or pageable memory. Nothing was written.
     RuntimeError
-        An argument requires a gradient, ``dst`` was made in inference mode, or a tracer or a
-        dispatch mode of PyTorch is active, which would see nothing of the copy.
+        An argument requires grad, ``dst`` is an inference tensor, or a tracer or dispatch mode of
+        PyTorch is active, which would not see the copy.
 
     Examples
     --------

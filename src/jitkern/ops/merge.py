@@ -56,26 +56,26 @@ def merge_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Merge two partial results of attention: one over some of the keys, one over the others.
 
-    What :func:`merge_states` does, of two. See there for dtypes, memory, empty partials, errors.
+    :func:`merge_states` of two; see there for dtypes, memory, empty partials and errors. After
+    vLLM's ``merge_attn_states`` and FlashInfer's ``merge_state``.
 
     Parameters
     ----------
     out_a, out_b : Tensor
         ``[tokens, heads, dim]``: partial results.
     lse_a, lse_b : Tensor
-        ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``: for each of
-        their rows the logarithm of the sum of exponentials of all scores.
+        ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``: the log of
+        the sum of exponentials of the scores, for each row.
     out, lse, base, lse_layout, scale
-        As for :func:`merge_states`.
+        See :func:`merge_states`.
     prefill_tokens_with_context : int, optional
-        Only so many tokens, the first ones, have a partial result `a`, as in a batch of prefills of
-        which the others have no context yet. The rest of `out` and `lse` is copied from `out_b` and
-        `lse_b`, whatever they hold; of `out_a` and `lse_a` it is not read.
+        Only the first N tokens have a partial result `a`. The rest of `out` and `lse` is copied
+        from `out_b` and `lse_b`.
 
     Returns
     -------
     (Tensor, Tensor or None)
-        The merged result and its lse; None with ``lse=False``.
+        The merged result and its LSE; None with ``lse=False``.
 
     Examples
     --------
@@ -137,64 +137,58 @@ def merge_states(
 ) -> tuple[Tensor, Tensor | None]:
     """Merge partial results of attention over parts of the keys into the result over all.
 
-    Of each token and head, with ``w_i = exp(lse_i - max)``, the result is ``sum(w_i * out_i) /
-    sum(w_i)`` and its lse ``max + log(sum(w_i))``: in one launch, on the current stream and without
-    a synchronisation, each partial read once. It is computed in fp32, and added up in the order of
-    the partials, whatever the number of tokens: ranks that merge the same get the same bits. A CUDA
-    graph can capture the call, also the first one. Differentiable in `outs` and `lses`, unless
-    `out` or a tensor as `lse` is given.
+    For each token and head, with ``w_i = exp(lse_i - max)``: the result is ``sum(w_i * out_i) /
+    sum(w_i)`` and its LSE ``max + log(sum(w_i))``. One launch, asynchronous on the current stream;
+    each partial is read once. Computed in fp32 and summed in the order of the partials, so that
+    ranks get the same bits. A CUDA graph may capture any call. Differentiable in `outs` and `lses`,
+    unless `out` or a tensor as `lse` is given.
 
     Parameters
     ----------
     outs : sequence of Tensor, or Tensor
-        1 to 64 tensors ``[tokens, heads, dim]``, fp32, fp16 or bf16, all of one dtype: `dim`
-        contiguous, other strides free, each tensor's its own. Or one tensor ``[n, tokens, heads,
-        dim]``. On one device; beside a result on a GPU some may lie in pinned host memory, and stay
-        allocated and unchanged until the stream has come past the call.
+        1 to 64 tensors ``[tokens, heads, dim]``, fp32, fp16 or bf16, of one dtype; `dim`
+        contiguous, other strides free. Or one tensor ``[n, tokens, heads, dim]``. On one device;
+        some may lie in pinned host memory if the result is on a GPU.
     lses : sequence of Tensor, or Tensor
-        As many ``[tokens, heads]``, fp32, fp16 or bf16, of one dtype, any strides: the logarithm of
-        the sum of exponentials of the scores that each row of `outs` is the result of. Or one
-        tensor ``[n, tokens, heads]``.
+        As many ``[tokens, heads]``, fp32, fp16 or bf16, of one dtype, any strides: the log of the
+        sum of exponentials of the scores. Or one tensor ``[n, tokens, heads]``.
     out : Tensor, optional
-        ``[tokens, heads, dim]``, fp32, fp16, bf16 or float8_e4m3fn, `dim` contiguous. It may be one
-        of `outs` itself, and else shares no memory with them. By default a new tensor of their
-        dtype, on the device of the first.
+        ``[tokens, heads, dim]``, fp32, fp16, bf16 or float8_e4m3fn, `dim` contiguous. May be one of
+        `outs`; otherwise it overlaps none. Default: a new tensor of their dtype.
     lse : Tensor or False, optional
-        Where the merged lse goes: fp32, fp16 or bf16, of the shape of `lses`. It may be one of
-        `lses` itself. By default a new fp32 tensor; with False it is left out.
-    base : "e" or "2"
-        What the exponentials are of. FlashInfer's kernels give sums of powers of 2.
-    lse_layout : "tokens_heads" or "heads_tokens"
-        The order of dimensions of `lses` and `lse`, each of which may be ``[heads, tokens]``, as in
-        vLLM. It is never guessed: with as many tokens as heads both would fit.
+        Where the merged LSE goes: fp32, fp16 or bf16. May be one of `lses`. Default: a new fp32
+        tensor; False leaves it out.
+    base : {"e", "2"}
+        Base of the exponentials. FlashInfer's kernels use 2.
+    lse_layout : {"tokens_heads", "heads_tokens"}
+        Order of dimensions of `lses` and `lse`. vLLM uses ``[heads, tokens]``. Never guessed.
     scale : Tensor, optional
-        For a float8 `out`: fp32, 1 element, on its device. `out` is the result divided by it,
-        clamped to 448.
+        For a float8 `out`: one fp32 on its device. `out` is the result divided by it, clamped to
+        448.
     num_valid : Tensor, optional
-        int32 or int64, on the device of `out`, 1 element or one for each token: only so many of the
-        partials count, the first ones, the others are not read. Below 0 it means 0, above their
-        number all.
+        int32 or int64, on the device of `out`, one element or one for each token: only the first so
+        many partials count. Clamped to 0 and their number.
 
     Returns
     -------
     (Tensor, Tensor or None)
-        The merged result and its lse; None with ``lse=False``.
+        The merged result and its LSE; None with ``lse=False``.
 
     Notes
     -----
-    A partial over no keys has an lse of -inf, or of +inf as from FlashAttention 2 and in vLLM. It
-    counts nothing, whatever its values, NaN included. Where all are empty, the result is zeros and
-    the lse -inf. NaN in an lse gives NaN.
+    An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
+    does not count, even if it holds NaN. If all are empty the result is zeros and the LSE -inf. NaN
+    in an LSE gives NaN.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong or mixed dtypes, shapes or devices, a `dim` that is not contiguous, no partial or more
-        than 64, pageable host memory, memory that would be written and read, a float8 `out` without
-        `scale`. Nothing was launched or written.
+        Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; none or more than 64
+        partials; pageable memory; memory that overlaps; a float8 `out` without `scale`. Nothing was
+        written.
     RuntimeError
-        `out` or `lse` is given, and with gradients enabled an argument requires one, or outside of
-        inference mode it was made in it. Nothing was written.
+        `out` or `lse` is given, and an argument requires grad, or it is an inference tensor outside
+        of inference mode.
 
     Examples
     --------

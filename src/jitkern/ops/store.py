@@ -64,43 +64,35 @@ def store_cache(
 ) -> None:
     """Copy row ``i`` of ``k`` and ``v`` to row ``indices[i]`` of ``k_cache`` and ``v_cache``.
 
-    K and V go in one launch, on the current stream, without a synchronisation or an allocation. The
-    copy is bit-exact for every dtype, of the bytes as they lie in memory: call ``resolve_conj()``
-    or ``resolve_neg()`` on lazy views first. May be captured in a CUDA graph, also by its first
-    call.
+    One launch for both, asynchronous on the current stream; allocates nothing. Bit-exact for every
+    dtype: bytes are copied as they lie in memory, so resolve lazy conj and neg views first. A CUDA
+    graph may capture any call, also the first. After vLLM's ``reshape_and_cache`` and mini-sglang.
 
     Parameters
     ----------
     k_cache : Tensor
-        ``[num_slots, ...]``. The dimensions behind the first form the row and must be contiguous;
-        the row stride is free. Rows of any size from 1 byte up, which share no memory.
+        ``[num_slots, ...]``. A row is all dimensions after the first, contiguous, 1 byte or more;
+        the row stride is free. Rows share no memory.
     v_cache : Tensor or None
-        The same, of as many slots, on the device and of the dtype of ``k_cache``, with rows of the
-        same size or of another. Its rows may lie between those of ``k_cache``, so K and V may be
-        interleaved in one tensor (``kv[:, 0]`` and ``kv[:, 1]``). None for a single cache, such as
+        The same number of slots, device and dtype; rows may have another size. K and V may be
+        interleaved in one tensor (``kv[:, 0]``, ``kv[:, 1]``). None for a single cache, such as
         MLA's: ``store_cache(cache, None, indices, rows)``.
     indices : Tensor
-        ``[num_rows]``, int32 or int64, contiguous, on the device of the caches, in memory of their
-        own. A negative index skips its row. Where an index appears twice, the slot ends as a mix of
-        both rows.
+        ``[num_rows]``, int32 or int64, contiguous, on the caches' device. A negative index skips
+        its row. If an index repeats, the slot ends with a mix of the rows.
     k, v : Tensor
-        ``[num_rows, ...]``, device, dtype and bytes per row as of their caches, in memory that is
-        not a row of either cache; their trailing shape may differ from the caches'. ``v`` is None
-        if ``v_cache`` is.
+        ``[num_rows, ...]``, device, dtype and bytes per row of their caches. ``v`` is None if
+        ``v_cache`` is.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride; indices, ``k`` or ``v`` in a row of the caches, or
-        caches that share one; only one of ``v_cache`` and ``v`` is None. Nothing was launched or
-        written.
+        A wrong dtype, device, shape or stride; memory that overlaps. Nothing was written.
     RuntimeError
-        With gradients enabled: an argument requires one. Outside of inference mode: what is written
-        to was made in it. Nothing was written.
+        An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
-        ``indices`` holds a value of ``num_slots`` or more. On the CPU at once, and nothing was
-        written. On CUDA the row is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+        An index of ``num_slots`` or more. On the CPU at once, with nothing written. On CUDA the row
+        is skipped, and the next jitkern call on the device or :func:`jitkern.check` raises.
 
     Examples
     --------

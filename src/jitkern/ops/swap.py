@@ -87,58 +87,48 @@ def swap_rows(
     num_sms: int | None = None,
     order: Literal["auto", "host", "given"] = "auto",
 ) -> None:
-    """Write row ``triples[i, 1]`` of ``gpu`` to ``host`` and fetch another into its place.
+    """Write row ``triples[i, 1]`` of ``gpu`` to ``host`` and fetch another row into its place.
 
     For every ``i`` the old content of ``gpu[triples[i, 1]]`` goes to ``host[triples[i, 2]]``, and
-    ``host[triples[i, 0]]`` into ``gpu[triples[i, 1]]``: a :func:`jitkern.d2h_scatter` and a
-    :func:`jitkern.h2d_gather` in one kernel, which keeps both directions of the link busy. It runs
-    on a few SMs, on the current stream and without a synchronisation; ``host`` must stay allocated,
-    and the host may read what was written back, once the stream has come past the call. A call in
-    the order of ``host`` takes scratch memory from PyTorch's caching allocator, the bytes of the
-    rows and 28 or 48 for each triple, at most 512 MiB; another allocates nothing. May be captured
-    in a CUDA graph, also by its first call.
+    ``host[triples[i, 0]]`` into ``gpu[triples[i, 1]]``. One kernel on a few SMs keeps both
+    directions of the link busy, asynchronously on the current stream. Keep ``host`` allocated until
+    the stream has passed the call. Calls in the order of ``host`` take scratch memory: the rows'
+    bytes and 28 or 48 per triple, at most 512 MiB. A CUDA graph may capture any call, also the
+    first.
 
     Parameters
     ----------
     host : Tensor
         ``[num_host_rows, ...]`` in host memory, pinned if ``gpu`` is on a GPU. Rows contiguous, row
-        stride free, any row size from 1 byte up. Its rows share no memory with each other or with
-        those of ``gpu``.
+        stride free, 1 byte or more. Rows share no memory with each other or with ``gpu``.
     gpu : Tensor
-        ``[num_slots, ...]``, dtype and bytes per row as in ``host``, on a GPU or the CPU. Its rows
-        share no memory with each other.
+        ``[num_slots, ...]``, dtype and bytes per row of ``host``, on a GPU or the CPU. Rows share
+        no memory.
     triples : Tensor
-        ``[..., 3]`` of (host row to fetch, slot, host row to write the slot's old content to),
-        int32 or int64, contiguous, on the device of ``gpu``, in memory of their own. Of a triple
-        with a negative host row only the other half is done, one with a negative slot is skipped.
-        One that fetches the row which it writes back to exchanges the two. Otherwise slots should
-        be distinct, rows to write back to as well, and none of these fetched by another triple.
-        Several may fetch the same row. On the CPU anything else is a ValueError; on a GPU the rows
-        that such triples write have undefined content (where one fetches a row that another writes
-        back to, each part of the old or of the new). No other memory is ever touched.
+        ``[..., 3]`` of (host row to fetch, slot, host row to write to), int32 or int64, contiguous,
+        on the device of ``gpu``. A negative host row leaves out that half; a negative slot skips
+        the triple. Equal host rows exchange the two. Slots should be distinct, and so should rows
+        that are written; no triple should fetch a row that another one writes. Several may fetch
+        the same row. Otherwise the CPU raises ValueError, and on a GPU those rows end undefined.
     num_sms : int, optional
-        Blocks of 1024 threads that work on the bus, at most one an SM, clamped to the GPU's SMs; by
-        default as many as keep it busy: 4 for rows of more than 512 bytes, 8 for shorter ones,
-        where alignment forbids 16-byte loads and in the order of ``host``. A small call is
-        spread over the GPU for its few microseconds.
+        SMs that work on the link, each with a block of 1024 threads. Default: 4 for rows over 512
+        bytes, 8 for shorter or badly aligned ones and in the order of ``host``. Small calls use the
+        whole GPU for a few microseconds.
     order : {"auto", "host", "given"}
-        In which order rows cross the bus: that of their places in ``host``, rows to fetch and rows
-        to write back each in their own, or as they come; the result is the same. By default that of
-        ``host`` where it is larger than what the link's address translation reaches and the call is
-        large enough to win by it; see :func:`jitkern.h2d_gather`.
+        Order in which rows cross the link; the result is the same. "auto" sorts by place in
+        ``host`` if that is faster; see :func:`jitkern.h2d_gather`.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, pageable host memory, or memory that the call would
-        write twice, or write and read. Nothing was launched or written.
+        A wrong dtype, device, shape, stride or option; pageable memory; memory that overlaps.
+        Nothing was written.
     RuntimeError
-        With gradients enabled: an argument requires one. Outside of inference mode: what is written
-        to was made in it. Nothing was written.
+        An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
-        A row number past the end of ``host`` or ``gpu``, in a triple that is not padding. On the
-        CPU at once, and nothing was written. On CUDA the triple is skipped, and the next jitkern
-        call on the device or :func:`jitkern.check` raises.
+        A row number past the end, in a triple that is not padding. On the CPU at once, with nothing
+        written. On CUDA the triple is skipped, and the next jitkern call on the device or
+        :func:`jitkern.check` raises.
 
     Examples
     --------

@@ -141,60 +141,53 @@ def unpack(
     slot: int | None = None,
     num_slots: int = 1,
 ) -> None:
-    """Copy pieces of ``src`` to their places in ``dst``, each where a descriptor says.
+    """Copy pieces of ``src`` to the places in ``dst`` that descriptors name.
 
-    One call moves any number of pieces of any size and alignment, on the current stream and without
-    a synchronisation. With ``descriptors`` on the GPU nothing is allocated, and a CUDA graph can
-    capture the call, which reads them at each replay. Host memory must stay allocated until the
-    stream has come past the call; what was written to it may be read then.
+    One call moves any number of pieces of any size and alignment, asynchronously on the current
+    stream. With ``descriptors`` on the GPU nothing is allocated, and a CUDA graph may capture the
+    call; each replay reads them again. Keep host memory allocated until the stream has passed the
+    call.
 
     Parameters
     ----------
     dst, src : Tensor
-        Contiguous, of any dtypes and shapes: they count as bytes. Both on one GPU, one of them in
-        pinned host memory and the other on a GPU, or both on the CPU. They share no memory.
+        Contiguous, of any dtype and shape; they count as bytes. Both on one GPU, one of them in
+        pinned host memory, or both on the CPU. They share no memory.
     descriptors : Tensor or DescriptorRing
-        int64, contiguous, in memory of their own. ``[n, 3]`` of (src_off, dst_off, len), in bytes:
-        ``len`` bytes go from there to there. ``[n, 6]`` of (src_off, dst_off, len, count,
-        src_stride, dst_stride): ``count`` pieces of ``len`` bytes, so many bytes apart, upwards or
-        downwards. Where ``len`` or ``count`` is 0 there is nothing to do. Pieces should not overlap
-        in ``dst``: what several write there is undefined. On the GPU or on the CPU; those on the
-        CPU are read before the call returns. Or a :class:`jitkern.offload.DescriptorRing`, see
-        below.
+        int64, contiguous. ``[n, 3]`` of (src_off, dst_off, len) in bytes, or ``[n, 6]`` of
+        (src_off, dst_off, len, count, src_stride, dst_stride): ``count`` pieces, strides of either
+        sign. A ``len`` or ``count`` of 0 does nothing. Bytes of ``dst`` that several pieces write
+        end undefined. On the GPU or the CPU; those on the CPU are read before the call returns. Or
+        a :class:`jitkern.offload.DescriptorRing`.
     count : Tensor, optional
-        One int32 or int64 on the device of ``descriptors``: only so many of them count. Below 0 it
-        means 0, above their number all.
+        One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
+        Clamped to 0 and their number.
     slot, num_slots : int, optional
-        Of a ring: the slot to begin with, by default that of the push that is next in turn, and how
-        many are looked at.
+        For a ring: the first slot, by default the next push in turn, and how many slots are looked
+        at.
 
     Notes
     -----
-    Of a ring a call takes the pushes that are there by the time the GPU comes to it, up to
-    `num_slots` of them, one after the other until one is not there yet; where there is none it does
-    nothing. Each push is taken once, by whichever call comes first. Behind the copies it is
-    completed: :meth:`~jitkern.offload.DescriptorRing.wait` returns, and the slot is free. Nothing
-    is allocated and no host memory is read before the GPU does, so that a graph that has captured
-    the call takes at each replay what was pushed by then. Calls of one ring follow each other: two
-    at the same time are refused by the GPU, with a RuntimeError of a later call. On the CPU the
-    same is done before the call returns.
+    A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
+    ``num_slots``, and stops at the first that is not; it never waits. Each push is taken once.
+    After its copies :meth:`~jitkern.offload.DescriptorRing.wait` returns and the slot is free. A
+    captured call takes, at each replay, what was pushed by then. Calls on one ring must not
+    overlap: the GPU refuses a second one with a RuntimeError of a later call.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, device, shape or stride, pageable host memory, memory that the call would write
-        and read, or ``descriptors`` on the CPU while a graph is captured. Nothing was queued or
-        written. ``slot`` or ``num_slots`` without a ring, or ``count`` with one.
+        A wrong dtype, device, shape or stride; pageable memory; memory that overlaps;
+        ``descriptors`` on the CPU during graph capture; ``slot`` or ``num_slots`` without a ring,
+        ``count`` with one. Nothing was written.
     RuntimeError
-        With gradients enabled: an argument requires one. Outside of inference mode: what is written
-        to was made in it. Nothing was written.
+        An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
-        A descriptor whose pieces reach out of ``src`` or ``dst``, or with a negative ``len`` or
-        ``count``. For ``descriptors`` on the CPU at once, and nothing was queued or written. Else
-        all of that descriptor is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises. Of a ring on the CPU nothing of that slot is copied. A call
-        with a ring that raises what an earlier one has left, this or another error, was made all
-        the same: it is not to be made again for the same pushes.
+        A descriptor that reaches outside of ``src`` or ``dst``, or has a negative ``len`` or
+        ``count``. For ``descriptors`` on the CPU at once, with nothing written. Otherwise that
+        descriptor is skipped, and the next jitkern call on the device or :func:`jitkern.check`
+        raises. A ring's call that raises an earlier error was made all the same: do not repeat it
+        for the same pushes.
 
     Examples
     --------
