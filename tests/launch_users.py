@@ -28,7 +28,7 @@ from launch_fake import (
 from jitkern.comm.peer_memory import Range
 from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
-from jitkern.jit import cubin, device
+from jitkern.jit import device, image
 from jitkern.jit.device import CpuForm
 
 # -- kernels of users ------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def check_how_it_is_launched() -> None:
 
 
 def check_a_block_is_what_the_kernel_was_compiled_for() -> None:
-    cubin.kernel_facts, kept = (lambda image, exports: [8, 256, 8, 0]), cubin.kernel_facts
+    image.kernel_facts, kept = (lambda image, exports: [8, 256, 8, 0]), image.kernel_facts
     module, x = module_of("fixed", "any"), cuda(1)
     text = "launch: block: {} threads, expected 256, the kernel's kNumThreads"
     for block, threads in ((128, 128), (1024, 1024), ((32, 4), 128)):
@@ -331,7 +331,7 @@ def check_a_block_is_what_the_kernel_was_compiled_for() -> None:
         assert f"grid 1,1,1 block {said} " in log()
     module.launch("any", x, grid=1, block=128)
     assert "grid 1,1,1 block 128,1,1 " in log()
-    cubin.kernel_facts = kept
+    image.kernel_facts = kept
 
 
 def check_no_gpu_is_said() -> None:

@@ -17,13 +17,12 @@ from fake_gpu import checks_of, needs_fake_gpu, run_checks
 
 from jitkern import calibration
 from jitkern.cache.search import user_cache
+from jitkern.calibration import Machine
 from jitkern.cli import calibrate as command
 from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, UnsupportedError
 from jitkern.host import module as host
-from jitkern.host import tuning
-from jitkern.host.tuning import Machine
 
 CHILD = Path(__file__).with_name("calibration_child.py")
 
@@ -60,7 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "cache"
     monkeypatch.setenv("JITKERN_CACHE_DIR", str(folder))
     monkeypatch.setenv("JITKERN_CACHE_PATH", str(tmp_path / "image"))
-    monkeypatch.setattr(tuning, "machine_with", lambda gpu, cuda: replace(MACHINE, gpu=gpu))
+    monkeypatch.setattr(calibration, "machine_with", lambda gpu, cuda: replace(MACHINE, gpu=gpu))
     settings.cache_clear()
     yield folder
     monkeypatch.undo()
@@ -136,15 +135,15 @@ def test_small_calls_that_are_never_faster() -> None:
 
 
 def test_what_is_saved_is_found(cache: Path) -> None:
-    assert tuning.find("Fake GPU", 13000) is None
+    assert calibration.find("Fake GPU", 13000) is None
     assert host._measured("Fake GPU", 13000) == {}
-    file = tuning.save(MACHINE, FIGURES, curves=CURVES)
+    file = calibration.save(MACHINE, FIGURES, curves=CURVES)
     assert file.parent == cache
-    found = tuning.find("Fake GPU", 13000)
+    found = calibration.find("Fake GPU", 13000)
     assert found is not None
     assert found[0] == file
     assert found[1]["figures"] == FIGURES
-    assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
+    assert calibration.measured_figures("Fake GPU", 13000) == FIGURES
     assert host._measured("Fake GPU", 13000) == FIGURES
 
 
@@ -152,7 +151,7 @@ def test_what_is_saved_first_leaves_a_cache_that_is_used(cache: Path) -> None:
     """Under umask 002, where the group's members could have written what is in it."""
     before = os.umask(0o002)
     try:
-        file = tuning.save(MACHINE, FIGURES)
+        file = calibration.save(MACHINE, FIGURES)
     finally:
         os.umask(before)
     assert (file.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o644, 0o700)
@@ -160,7 +159,7 @@ def test_what_is_saved_first_leaves_a_cache_that_is_used(cache: Path) -> None:
 
 
 def test_another_machine_has_another_file(cache: Path) -> None:
-    tuning.save(MACHINE, FIGURES)
+    calibration.save(MACHINE, FIGURES)
     for other in (
         replace(MACHINE, gpu="Other GPU"),
         replace(MACHINE, driver="580.2"),
@@ -170,23 +169,23 @@ def test_another_machine_has_another_file(cache: Path) -> None:
         assert other.file_name != MACHINE.file_name
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.find("Other GPU", 13000) is None
+        assert calibration.find("Other GPU", 13000) is None
 
 
 def test_a_cache_of_the_image_is_read_too(cache: Path, tmp_path: Path) -> None:
-    file = tuning.save(MACHINE, FIGURES)
+    file = calibration.save(MACHINE, FIGURES)
     assert file.parent == cache
     (tmp_path / "image").mkdir()
     file.rename(tmp_path / "image" / file.name)
-    assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
+    assert calibration.measured_figures("Fake GPU", 13000) == FIGURES
 
 
 def test_a_file_in_the_place_of_a_cache_is_no_cache(cache: Path, tmp_path: Path) -> None:
-    tuning.save(MACHINE, FIGURES)
+    calibration.save(MACHINE, FIGURES)
     (tmp_path / "image").touch()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.measured_figures("Fake GPU", 13000) == FIGURES
+        assert calibration.measured_figures("Fake GPU", 13000) == FIGURES
 
 
 def _of_other(file: Path) -> None:
@@ -229,24 +228,24 @@ def _as_link(file: Path) -> None:
 def test_what_is_damaged_is_ignored_with_a_warning(
     cache: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
-    file = tuning.save(MACHINE, FIGURES)
+    file = calibration.save(MACHINE, FIGURES)
     damage(file)
     with pytest.warns(RuntimeWarning, match=f"{file.name} is not used: .*{reason}.*calibrate"):
-        assert tuning.measured_figures("Fake GPU", 13000) == {}
+        assert calibration.measured_figures("Fake GPU", 13000) == {}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads all")
 def test_a_file_that_cannot_be_read(cache: Path) -> None:
-    tuning.save(MACHINE, FIGURES).chmod(0)
+    calibration.save(MACHINE, FIGURES).chmod(0)
     with pytest.warns(RuntimeWarning, match="Permission denied"):
-        assert tuning.find("Fake GPU", 13000) is None
+        assert calibration.find("Fake GPU", 13000) is None
 
 
 def test_the_machine_is_described() -> None:
-    machine = tuning.machine_with("Fake GPU", 12080)
+    machine = calibration.machine_with("Fake GPU", 12080)
     assert machine.gpu == "Fake GPU"
     assert machine.num_cores == len(os.sched_getaffinity(0))
-    assert machine.driver == (tuning.kernel_driver() or "for CUDA 12.8")
+    assert machine.driver == (calibration.kernel_driver() or "for CUDA 12.8")
     assert machine.cpu
 
 

@@ -102,7 +102,6 @@ def test_cuda_home_goes_before_cuda_path() -> None:
         ("JITKERN_FAULTS", "explode", "raise or warn or ignore"),
         ("JITKERN_FREEZE", "yes", "0, 1 or warn"),
         ("JITKERN_LOG", "2", "0 or 1"),
-        ("JITKERN_NVTX", "yes", "0 or 1"),
         ("JITKERN_PYNCCL_MAX_BUFFER_SIZE", "1X", "a number of bytes such as"),
         ("JITKERN_LOCK_TIMEOUT_S", "-1", "a number of seconds, 0 or more"),
         ("JITKERN_LOCK_TIMEOUT_S", "nan", "a number of seconds, 0 or more"),

@@ -16,7 +16,7 @@ from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.errors import CompileError
 from jitkern.jit.loader import load_aot, load_jit, native_library
-from jitkern.jit.specialisation import Specialisation
+from jitkern.jit.record import Specialisation
 
 
 @needs_cxx

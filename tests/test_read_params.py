@@ -10,7 +10,7 @@ from tiny import SM_90
 
 from jitkern.errors import CompileError
 from jitkern.jit.loader import load_jit
-from jitkern.jit.structs import read_params
+from jitkern.jit.params import read_params
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.host import module as host
 from jitkern.jit import native
 from jitkern.jit.loader import load_aot, load_jit
-from jitkern.jobs import Outcome
 from jitkern.ops._ops import OPS
+from jitkern.warming import Outcome
 
 Capture = pytest.CaptureFixture[str]
 

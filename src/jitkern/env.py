@@ -27,7 +27,7 @@ VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
     *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS"),
     *("JITKERN_FREEZE", "JITKERN_HOST_OBJECTS", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG"),
-    *("JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_NVTX", "JITKERN_PYNCCL_MAX_BUFFER_SIZE"),
+    *("JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_PYNCCL_MAX_BUFFER_SIZE"),
     "JITKERN_RECORD",
 )
 """What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
@@ -115,8 +115,6 @@ class Settings(NamedTuple):
         it, with a warning. :func:`jitkern.freeze` and :func:`jitkern.unfreeze` go before it.
     log : bool
         ``JITKERN_LOG``: 1 logs one line per lookup.
-    nvtx : bool
-        ``JITKERN_NVTX``: 1 makes each call a range in NVIDIA's profilers.
     faults : {"raise", "warn", "ignore"}
         ``JITKERN_FAULTS``: what happens to an index out of range that a kernel recorded.
     cuda_home : Path or None
@@ -147,7 +145,6 @@ class Settings(NamedTuple):
     record: Path | None
     freeze: FreezeMode | None
     log: bool
-    nvtx: bool
     faults: FaultMode
     cuda_home: Path | None
     cxx: str | None
@@ -174,7 +171,6 @@ class Settings(NamedTuple):
             record=_path(environ, "JITKERN_RECORD"),
             freeze=_freeze(environ, "JITKERN_FREEZE"),
             log=_flag(environ, "JITKERN_LOG"),
-            nvtx=_flag(environ, "JITKERN_NVTX"),
             faults=_choice(environ, "JITKERN_FAULTS", FAULT_MODES),
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
             cxx=environ.get("CXX", "").strip() or None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 
 class JitkernError(Exception):
@@ -133,3 +133,34 @@ class CommTimeoutError(CommError, TimeoutError):
             type(self), op=self.op, number=self.number, rank=self.rank, missing=self.missing
         )
         return (rebuild, self.args)
+
+
+def name_unreadable(error: Exception, op: str, **arguments: Any) -> NoReturn:
+    """Raise ValueError naming the argument whose memory C++ cannot read; else `error`.
+
+    A tensor on the meta device, sparse, quantised, nested or inside vmap fails with PyTorch's words
+    and no argument's name. Called once a call has failed, so that others pay nothing.
+    """
+    import torch
+    import tvm_ffi
+
+    for name, tensor in arguments.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        try:
+            tvm_ffi.from_dlpack(tensor)
+        except Exception as refusal:
+            reason = str(refusal).strip().partition("\n")[0]
+            what = f"a tensor without readable memory ({reason}), expected a plain tensor"
+            if tensor.layout != torch.strided:
+                what = f"layout {_short(tensor.layout)}, expected strided"
+            elif tensor.is_quantized:
+                what = f"dtype {_short(tensor.dtype)}, expected a dtype that is not quantised"
+            elif tensor.device.type not in ("cpu", "cuda"):
+                what = f"device {tensor.device}, expected cpu or cuda"
+            raise ValueError(f"{op}: {name}: {what}") from error
+    raise error
+
+
+def _short(torch_name: object) -> str:
+    return str(torch_name).removeprefix("torch.")

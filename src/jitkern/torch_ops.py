@@ -18,10 +18,10 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 
+from jitkern.errors import name_unreadable
 from jitkern.ops._ops import OPS
 from jitkern.ops.common import not_a_tensor
 from jitkern.ops.register import OVERLOADS, TorchOverload
-from jitkern.unreadable import name_unreadable
 
 _unpack_dual: Any = forward_ad.unpack_dual
 

@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitkern import hints
 from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build, is_frozen
@@ -30,11 +29,9 @@ from jitkern.compilers.identity import program_stats, toolchain_directories, too
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
 from jitkern.env import compiler_environment, settings
-from jitkern.files import digest, sha256, slug
-from jitkern.jit.record import record
-from jitkern.jit.specialisation import Specialisation
-from jitkern.scratch import scratch_folder
-from jitkern.writing import write_whole
+from jitkern.fs import digest, scratch_folder, sha256, slug, write_whole
+from jitkern.jit.device import record_hint
+from jitkern.jit.record import Specialisation, record
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -90,42 +87,18 @@ class NativeBuild:
 
 
 class NativeLibrary(Buildable["Module | None"]):
-    """The library of one build for one arch: `get` finds or builds it, see jitkern.load_jit.
+    """The library that load_jit or load_aot was asked for, for one arch, found or built by `get`.
 
-    Parameters
-    ----------
-    build
-        What to build.
-    arch
-        What its CUDA code is for; None where it has none.
-    used
-        What load_jit or load_aot was given.
-    build_directory
-        Where to build and keep the files, if anywhere.
-    load
-        Without it, the library is only built and published: none of its code runs.
+    `arch` is None if there is no CUDA code. Without `load`, none of the library's code runs.
     """
 
-    def __init__(
-        self,
-        build: NativeBuild,
-        arch: Arch | None,
-        used: Specialisation,
-        build_directory: Path | None = None,
-        *,
-        load: bool = True,
-    ) -> None:
-        if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
-            names = "cpp_files, cuda_files"
-            if build.inline:
-                names += ", device_files, cpp_wrappers, cuda_wrappers"
-            raise ValueError(f"{used.function}: {names}: all empty, expected one of them")
-        build = _with_absolute_paths(build)
-        self.key: Key = _key(build, arch)
-        self._build = build
+    def __init__(self, used: Specialisation, arch: Arch | None, *, load: bool = True) -> None:
+        self._build = _build_of(used)
+        self.key: Key = _key(self._build, arch)
         self._arch = arch
         self._used = used
-        self._build_directory = build_directory
+        directory = used.options.get("build_directory")
+        self._build_directory = None if directory is None else Path(directory)
         self._load = load
 
     def find(self) -> Lookup[Any] | None:
@@ -178,7 +151,7 @@ class NativeLibrary(Buildable["Module | None"]):
         return load_library(self._build.name, entry.data, entry.artefact, cuda=self._build.cuda)
 
     def hint(self) -> str:
-        return f"load it before freezing, or {hints.replay()}"
+        return f"load it before freezing, or {record_hint()}"
 
     # -- looking up ------------------------------------------------------------------------------
 
@@ -322,6 +295,28 @@ def _translation_units(build: NativeBuild, folder: Path) -> list[Path]:
         write_whole(unit, ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape"))
         units.append(unit)
     return units
+
+
+def _build_of(used: Specialisation) -> NativeBuild:
+    options = used.options
+    paths = {
+        name: tuple(map(Path, options.get(name, ())))
+        for name in ("cpp_files", "cuda_files", "extra_include_paths")
+    }
+    build = NativeBuild(
+        name="_".join(used.args),
+        args=used.args,
+        cpp_files=paths["cpp_files"],
+        cuda_files=paths["cuda_files"],
+        cpp_wrappers=tuple(map(tuple, options.get("cpp_wrappers", ()))),
+        cuda_wrappers=tuple(map(tuple, options.get("cuda_wrappers", ()))),
+        inline=used.function == "load_jit",
+        cflags=tuple(options.get("extra_cflags", ())),
+        cuda_cflags=tuple(options.get("extra_cuda_cflags", ())),
+        ldflags=tuple(options.get("extra_ldflags", ())),
+        include_dirs=paths["extra_include_paths"],
+    )
+    return _with_absolute_paths(build)
 
 
 def _with_absolute_paths(build: NativeBuild) -> NativeBuild:
