@@ -185,11 +185,8 @@ def archive(path: Path, body: str) -> None:
     "ldflags",
     [
         ["./libown.a"],
-        ["{folder}/libs/libown.a"],
-        ["libs/libown.o"],
         ["-Llibs -lown"],
         ["-L.", "-L libs", "-l:libown.a"],
-        ["-Wl,--whole-archive,libs/libown.a,--no-whole-archive"],
         ["@flags.txt"],
     ],
 )

@@ -13,7 +13,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,8 +150,6 @@ _WORTH = 1.03  # how much faster a way has to be that takes more of the machine
 _PACE = 0.61  # of what SMs can write to the host: above, all traffic of the GPU waits
 _PIECES_KIB = (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _LAYERS = 32
-_SUMS_MIB = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
-_SUMS = 200  # of a graph
 _POOLS_GIB = (32, 16, 8, 4)  # below, nothing is far beyond what the link's translation reaches
 
 
@@ -167,13 +164,8 @@ class Calibration:
     figures : mapping of str to int
         What "auto" reads.
     curves : mapping of str to list of (float, float)
-        What they come from. GB/s of random rows of 656 bytes over the GiB of their pool (``as they
-        come``, ``in order``, ``scatter, in order``, ``scatter by the CPU``) or over the threads of
-        the CPU (``both ways, of threads``, ``scatter by the CPU, of threads``); GB/s of blocks of
-        32 layers over the KiB of one layer (``blocks by SMs``, ``blocks by the engine``, ``blocks
-        to the host by SMs``, ``blocks to the host by the engine``); microseconds of small calls
-        over their MiB (``small``, ``large``) and, with two such GPUs, of sums over both (``one
-        shot``, ``two shots``).
+        What they come from: GB/s of rows of 656 bytes over the GiB of their pool or the threads of
+        the CPU, GB/s of blocks over the KiB of one layer, microseconds of small calls over MiB.
     took_s : float
     file : Path
         Where they are kept.
@@ -223,15 +215,13 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with PinnedPool(pool_gib * _GIB, progress=False) as pool, torch.cuda.stream(stream):
         curves = _measure(_Bench(pool.tensor()), pool_gib, say)
-    say("sums over two GPUs")
-    alike = [one for one in range(torch.cuda.device_count()) if _this_machine(one) == machine]
-    curves |= _sums(alike[:2])
     figures = figures_of(curves)
     took_s = time.perf_counter() - started
     file = save(machine, figures, curves=curves, took_s=took_s, unix_s=time.time())
-    for ordinal in alike:
-        for name, value in figures.items():
-            module()["set_figure"](ordinal, name, value)
+    for ordinal in range(torch.cuda.device_count()):
+        if _this_machine(ordinal) == machine:
+            for name, value in figures.items():
+                module()["set_figure"](ordinal, name, value)
     return Calibration(machine, figures, curves, took_s, file)
 
 
@@ -311,8 +301,6 @@ def figures_of(curves: Mapping[str, Curve]) -> dict[str, int]:
             curves["scatter by the CPU, of threads"], lambda _: scatter[farthest]
         ),
     }
-    if "one shot" in curves:
-        figures["one_shot_bytes"] = _small_bytes(curves["one shot"], curves["two shots"])
     return {name: int(value) for name, value in figures.items() if value is not None}
 
 
@@ -491,71 +479,3 @@ def _seconds(run: Callable[[Tensor], None], sets: Sequence[Tensor]) -> list[floa
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
     return taken[1:]
-
-
-def _sums(ordinals: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
-    """Return microseconds over MiB; nothing without two GPUs that address each other's memory."""
-    import torch
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
-
-    from jitkern.comm import PeerMemory, PeerReducer
-
-    if len(ordinals) < 2:
-        return {}
-    num_bytes = PeerReducer.workspace_bytes_for(2, 4 << 20)
-    devices = [torch.device("cuda", ordinal) for ordinal in ordinals]
-    store = HashStore()  # the ranks are threads of this process
-
-    def join(rank: int) -> PeerMemory:
-        return PeerMemory(num_bytes, store, rank=rank, size=2, device=devices[rank], timeout_s=60)
-
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            peers = list(threads.map(join, range(2)))
-    except UnsupportedError:
-        return {}
-    reducers = [
-        PeerReducer(peer.addresses, rank, 2, num_bytes, device=devices[rank])
-        for rank, peer in enumerate(peers)
-    ]
-    for reducer in reducers:
-        reducer.reset()
-    curves = {
-        name: [(mib, _us_of_sums(reducers, mib, algorithm)) for mib in _SUMS_MIB]
-        for name, algorithm in (("one shot", "one_shot"), ("two shots", "two_shot"))
-    }
-    for peer in peers:
-        peer.close()
-    return curves
-
-
-def _us_of_sums(reducers: Sequence[Any], mib: float, algorithm: Any) -> float:
-    import torch
-
-    count = int(mib * (1 << 19))
-    xs = [torch.zeros(count, dtype=torch.bfloat16, device=one.device) for one in reducers]
-    pairs = list(zip(reducers, xs, strict=True))
-
-    def finish() -> None:
-        for reducer in reducers:
-            reducer.synchronize()
-
-    for reducer, x in pairs:
-        reducer.all_reduce(x, algorithm=algorithm)
-    finish()
-    graphs = []
-    for reducer, x in pairs:
-        graphs.append(torch.cuda.CUDAGraph())
-        stream: Any = torch.cuda.Stream(reducer.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(reducer.device), torch.cuda.graph(graphs[-1], stream=stream):
-            for _ in range(_SUMS):
-                reducer.all_reduce(x, algorithm=algorithm)
-    taken = []
-    for _ in range(_SETS):
-        finish()
-        started = time.perf_counter()
-        for graph in graphs:
-            graph.replay()
-        finish()
-        taken.append(time.perf_counter() - started)
-    return 1e6 * min(taken) / _SUMS

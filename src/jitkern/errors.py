@@ -1,8 +1,4 @@
-"""Every exception jitkern raises that Python has no name for.
-
-Wrong arguments are ValueError, TypeError or IndexError; what is listed here is about the machinery:
-compiling, caching, and what the machine lacks.
-"""
+"""The exceptions of jitkern. Wrong arguments are ValueError, TypeError or IndexError instead."""
 
 from __future__ import annotations
 
@@ -16,9 +12,9 @@ class JitkernError(Exception):
 
 
 class CompileError(JitkernError):
-    """A source did not compile; its attributes, as given, are all there is to know about it.
+    """A source did not compile.
 
-    Parameters
+    Attributes
     ----------
     message
         One line: what was compiled, by what.
@@ -27,13 +23,7 @@ class CompileError(JitkernError):
     log
         The whole log of the compiler.
     source
-        The text of the translation unit where jitkern rendered it, else None.
-
-    Examples
-    --------
-    >>> error = CompileError("store: NVRTC failed", command="-arch=sm_90", log="no such type")
-    >>> "no such type" in str(error) and "-arch=sm_90" in str(error)
-    True
+        The translation unit, if jitkern rendered it.
     """
 
     def __init__(self, message: str, *, command: str, log: str, source: str | None = None) -> None:
@@ -55,8 +45,7 @@ class CompileError(JitkernError):
         return "\n".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments: the default reduction cannot rebuild the exception, and it has to
-        # cross process boundaries (one rank's failure is handed to the ranks that waited for it).
+        # The default cannot rebuild keyword-only arguments, and exceptions cross processes.
         rebuild = partial(type(self), command=self.command, log=self.log, source=self.source)
         return (rebuild, (self.message,))
 
@@ -66,15 +55,7 @@ class CacheError(JitkernError):
 
 
 class WarmError(JitkernError):
-    """Some of what `warm()` was to have is not there; the message names each that is not, and why.
-
-    Parameters
-    ----------
-    message
-        What is wrong with each.
-    outcomes
-        What became of every job, as :func:`jitkern.warm` returns it.
-    """
+    """Some jobs of :func:`jitkern.warm` failed; `outcomes` has what became of every job."""
 
     def __init__(self, message: str, outcomes: Sequence[Any] = ()) -> None:
         self.outcomes: list[Any] = list(outcomes)
@@ -104,19 +85,16 @@ class CommError(JitkernError):
 class CommTimeoutError(CommError, TimeoutError):
     """Ranks did not come to a call in time, or no longer can.
 
-    Parameters
+    Attributes
     ----------
-    message
-        The op, its number, this rank, and what is known of each rank that is missing.
     op
         The call, such as ``"all_reduce"``.
     number
-        Which call of this communicator it is, from 1 on; 0: the set-up.
+        The number of this communicator's call, from 1 on; 0: the set-up.
     rank
         This rank.
     missing
-        The ranks that have not arrived; empty where all have, and their GPUs are not done. Before
-        the deadline ("cannot be done") those that can come no more, as they have ended or left.
+        The ranks that have not arrived; empty if all have, and their GPUs are not done.
     """
 
     def __init__(

@@ -227,27 +227,9 @@ def build_kernels(
 ) -> int:
     """Compile kernels into a cache at `out_dir`, for the wheel of kernels; return how many.
 
-    Nothing is taken from other caches: the wheel holds what this environment's NVRTC makes. Needs
-    neither a GPU nor a C++ compiler nor torch.
-
-    Parameters
-    ----------
-    out_dir
-        Becomes a cache for others to read.
-    wanted
-        Ops and sizes, each with some of the arguments of :func:`warm`: ``ops``,
-        ``element_sizes``, ``head_dims``.
-    archs, threads
-        As of :func:`warm`.
-
-    Raises
-    ------
-    CompileError
-        A kernel does not compile.
-    ToolchainError
-        There is no NVRTC, or one that is too old for an arch.
-    ValueError, TypeError
-        An argument makes no sense.
+    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as :func:`warm`. Nothing
+    is taken from other caches: the wheel holds what this environment's NVRTC makes. Needs neither
+    a GPU nor a C++ compiler nor torch.
     """
     sized: list[tuple[str, int]] = []
     for one in wanted:
@@ -355,16 +337,7 @@ def recorded_jobs(
 ) -> list[Job]:
     """Return the jobs of a recorded run; a part of it that makes no sense is a job that fails.
 
-    Parameters
-    ----------
-    recorded
-        What :func:`jitkern.jit.record.replay` has read.
-    folder
-        Receives their sources; it is needed until all jobs are done.
-    archs
-        What to compile for, instead of what each was recorded for.
-    load
-        Load the libraries too, which runs code in them.
+    `folder` receives the sources, and is needed until all jobs are done.
     """
     jobs: dict[str, Job] = {}
     for one in recorded:
@@ -433,9 +406,8 @@ def build_missing(
 ) -> list[Outcome]:
     """Build what is missing of `looked`, and return the outcomes of all, in the same order.
 
-    Libraries are built one after the other, since ninja keeps all cores busy with each, and then
-    the kernels on `threads` threads. Raises ToolchainError, before anything is built, if a compiler
-    is not installed.
+    Libraries go one after the other, since ninja keeps all cores busy with each. Raises
+    ToolchainError, before anything is built, if a compiler is not installed.
     """
     jobs = [outcome.job for outcome in looked if outcome.source == "missing"]
     for compiler in {job.compiler for job in jobs}:

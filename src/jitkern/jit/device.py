@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,15 +35,7 @@ Wrapper = tuple[str, str]
 
 
 class CpuForm(NamedTuple):
-    """C++ functions that do on the CPU what kernels of a module do.
-
-    Attributes
-    ----------
-    names
-        The kernels that have such a function.
-    load
-        Returns the loaded C++ module.
-    """
+    """C++ functions that do on the CPU what the kernels in `names` do; `load` loads them."""
 
     names: frozenset[str] = frozenset()
     load: Callable[[], Any] = dict
@@ -187,13 +178,11 @@ class DeviceModule:
         return cache.publish(image.key, built.variant, built.files, built.notes)
 
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
-        start = time.perf_counter()
         found = self._images.get(arch)
         if found is None:
             return None
-        ms = (time.perf_counter() - start) * 1e3
-        stats.count("memo", ms)
-        return Lookup("memo", ms, found.entry, found.loaded)
+        stats.count("memo", 0.0)
+        return Lookup("memo", 0.0, found.entry, found.loaded)
 
     def _kept(self, arch: Arch, found: Lookup[bytes]) -> Lookup[bytes]:
         self._images[arch] = found
@@ -209,12 +198,7 @@ class DeviceModule:
     ) -> DeviceModule:
         """Tell C++ how these kernels, which are jitkern's own, are launched; return the module.
 
-        Parameters
-        ----------
-        configs
-            Of each kernel, in the order of ``device_wrappers``.
-        in_flight, splits
-            Vectors that a lane has in flight, and the least number of parts of a row.
+        Each has a config. A lane has `in_flight` vectors in flight, and a row `splits` parts.
         """
         if len(configs) != len(self.wrappers):
             raise ValueError(f"launched_with: {len(configs)} configs, expected {self.exports}")

@@ -15,7 +15,7 @@ from jitkern.cache.get import Buildable, BuildOutput
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
-from jitkern.errors import CompileError, JitkernError, ToolchainError
+from jitkern.errors import JitkernError, ToolchainError
 from jitkern.fs import slug
 
 if TYPE_CHECKING:
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 class DeviceImage(Buildable[bytes]):
     """The code of a :class:`jitkern.DeviceModule` for one arch.
 
-    Its variant, the compiler's version and which headers of CUDA's own it may include, comes from
-    file names: nothing is loaded and no process started. Without a compiler or those headers an
-    entry of any is good, as it is in a frozen process, and a miss raises the compiler's error. But
-    headers in directories that the user has named are as much source as compiler: these have to be
-    the same for any entry.
+    Its variant is the compiler's version and the state of CUDA's own headers, by file names.
+    Without a compiler or those headers an entry of any variant is good, as in a frozen process.
+    Headers in directories that the user has named must be the same for any entry.
     """
 
     def __init__(self, module: Any, arch: Arch) -> None:
@@ -48,10 +46,7 @@ class DeviceImage(Buildable[bytes]):
         return variant == self.variant or variant.endswith(self._given_id)
 
     def suits(self, meta: Mapping[str, Any]) -> bool:
-        """What any NVRTC of the same CUDA has made, or of an older one, loads just as well.
-
-        A newer one's may not: NVRTC 12 is what machines with a driver for CUDA 12 have.
-        """
+        """A cubin by an NVRTC of the same CUDA, or of an older one, loads just as well."""
         made_with = str(meta["toolchain"])
         is_cubin = meta.get("kind") == "cubin"  # PTX is for drivers that are as new as NVRTC
         is_old_enough = 0 < _nvrtc_major(made_with) <= _nvrtc_major(self.variant)
@@ -60,8 +55,7 @@ class DeviceImage(Buildable[bytes]):
     def prefers(self, meta: Mapping[str, Any]) -> bool:
         """What loads here goes first: a cache may be shared with machines of a newer driver.
 
-        A driver loads cubins of its CUDA's major version and of older ones, and PTX of no newer
-        compiler.
+        A driver loads cubins of its CUDA's major version or older, and PTX of no newer compiler.
         """
         made_by, ours = _cuda_version(str(meta["toolchain"])), self._cuda_version_here
         if ours == _NO_VERSION:
@@ -88,27 +82,17 @@ class DeviceImage(Buildable[bytes]):
         start = time.perf_counter()
         module = self._module
         compile_ = _compiler(minimal=all(file.is_relative_to(CSRC) for file in module.files))
-        for _ in range(2):  # again, where somebody has changed CUDA's own headers meanwhile
-            headers = module.cuda_headers()
-            variant = _variant(headers)
-            image = compile_(
-                module.closure.source,
-                # Not NAME.cu: a header of that name, the user's own file, would include itself.
-                name=f"{module.name}.instance.cu",
-                headers=module.closure.headers,
-                arch=self._arch,
-                options=module.options,
-                cuda_headers=headers,
-            )
-            if variant == _variant(headers):
-                break
-        if image.kind == "cubin" and not image.data.startswith(b"\x7fELF"):
-            raise CompileError(
-                f"{module.name}: the compiler's output is not a cubin",
-                command=" ".join(module.options),
-                log=image.log,
-                source=module.closure.source,
-            )
+        headers = module.cuda_headers()
+        variant = _variant(headers)
+        image = compile_(
+            module.closure.source,
+            # Not NAME.cu: a header of that name, the user's own file, would include itself.
+            name=f"{module.name}.instance.cu",
+            headers=module.closure.headers,
+            arch=self._arch,
+            options=module.options,
+            cuda_headers=headers,
+        )
         notes = {
             "kind": image.kind,
             "log": image.log,

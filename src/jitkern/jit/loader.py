@@ -83,9 +83,8 @@ def load_jit(
 ) -> DeviceModule | Module:
     """Compile templated sources for given template arguments, or find them compiled.
 
-    Give ``device_files`` for device code that is compiled by NVRTC and launched by jitkern, or
-    ``cpp_files`` and ``cuda_files`` for code that brings its own host function. ``cpp_files`` along
-    with ``device_files`` are what runs on tensors on the CPU.
+    ``device_files`` are device code, compiled by NVRTC and launched by jitkern; ``cpp_files`` along
+    with them run on CPU tensors. Otherwise ``cpp_files`` and ``cuda_files`` bring host functions.
 
     Parameters
     ----------
@@ -99,13 +98,12 @@ def load_jit(
         with ``device_files`` the name is that of a kernel, and the function takes its arguments.
     device_wrappers
         (name, class) or (name, class, params) of each kernel. The class has a POD type ``Params``
-        and ``static __device__ void run(const Params&)``. Its constants ``kNumThreads``, threads of
-        each block, and ``kMinBlocks`` are the kernel's launch bounds, if it has them. Each launch
-        checks its arguments by the members of ``Params``, which are read in `device_files` where
-        they are plainly written, in C++17 or newer; otherwise `params` declares them, such as
-        ``"float* data, double factor, int64 count"``: a type is a dtype of torch or a number of C,
-        ``void*`` a tensor of any dtype, ``strided float*`` one of any strides. The compiler
-        compares either with the struct.
+        and ``static __device__ void run(const Params&)``; its constants ``kNumThreads``, threads
+        per block, and ``kMinBlocks`` are the launch bounds. Each launch checks its arguments by the
+        members of ``Params``. These are read in `device_files` if they are plainly written, in
+        C++17 or newer; otherwise `params` declares them, such as ``"float* data, int64 count"``: a
+        type is a dtype of torch or a number of C, ``void*`` a tensor of any dtype, ``strided
+        float*`` one of any strides. The compiler compares either with the struct.
     extra_cflags, extra_cuda_cflags, extra_ldflags
         Flags beyond the default ones of the C++ compiler, of nvcc or NVRTC, of the linker. Files
         and ``-L`` directories among the linker's may be relative, from the current directory.
@@ -157,27 +155,8 @@ def load_aot(
 ) -> Module:
     """Compile sources that export their own functions (``TVM_FFI_DLL_EXPORT_TYPED_FUNC``).
 
-    Each file is a translation unit of its own; otherwise as :func:`load_jit`.
-
-    Parameters
-    ----------
-    *args
-        The module's name; further ones only make the name longer.
-    cpp_files, cuda_files
-        Sources: paths, relative ones from the current directory. ``jitkern:ops/store.cu`` is a
-        source of jitkern's own.
-    extra_cflags, extra_cuda_cflags, extra_ldflags, extra_include_paths, build_directory
-        As for :func:`load_jit`.
-
-    Returns
-    -------
-    tvm_ffi.Module
-        The loaded module, whose functions are its exports.
-
-    Raises
-    ------
-    FileNotFoundError, CompileError, FrozenError, ToolchainError, ValueError, TypeError
-        As :func:`load_jit`.
+    Each file is a translation unit of its own. Arguments, result and exceptions are those of
+    :func:`load_jit`; further `args` only make the name longer.
 
     Examples
     --------
@@ -300,11 +279,11 @@ def _checked(function: str, name: str, value: Any) -> Any:
 
 
 def _checked_wrapper(name: str, argument: str, item: Any) -> list[str]:
-    lengths, expected = (2,), "(name, expression)"
+    most, expected = 2, "(name, expression)"
     if name == "device_wrappers":
-        lengths, expected = (2, 3), "(name, class) or (name, class, params)"
+        most, expected = 3, "(name, class) or (name, class, params)"
     is_tuple = isinstance(item, Sequence) and not isinstance(item, str)
-    if not is_tuple or len(item) not in lengths or not all(isinstance(text, str) for text in item):
+    if not (is_tuple and 2 <= len(item) <= most and all(isinstance(text, str) for text in item)):
         raise TypeError(f"{argument}: {_shown(item)}, expected {expected}")
     if not item[0].isidentifier():
         raise ValueError(f"load_jit: {name}: name {item[0]!r}, expected a C identifier")

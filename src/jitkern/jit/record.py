@@ -1,10 +1,9 @@
 """Record which specialisations a run used, with their sources, and read such a record again.
 
-A record (``JITKERN_RECORD``) holds lines of JSON of two kinds: the text of a source, once, and what
-``load_jit`` or ``load_aot`` was given, with the arch. The second names each source by its place in
-a tree of its own (``./src/scale.cu``) or in this package (``jitkern:ops/store.cu``), with the
-digest of its text. So a record needs nothing of the machine that it was made on. It is code to
-compile, and flags to compile it with: replay only what you would run.
+A record (``JITKERN_RECORD``) holds lines of JSON: the text of each source, and what ``load_jit`` or
+``load_aot`` was given, which names a source by its place in a tree of its own (``./src/scale.cu``)
+or in this package (``jitkern:ops/store.cu``). So it needs nothing of the machine that it was made
+on. It is code to compile, and flags to compile it with: replay only what you would run.
 """
 
 from __future__ import annotations
@@ -22,16 +21,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jitkern import fs
 from jitkern.compilers.sources import CSRC, OWN_PREFIX, source_path
-from jitkern.fs import (
-    ForkLocal,
-    digest,
-    open_regular,
-    open_to_append,
-    parse_json,
-    read_regular,
-    sha256,
-)
+from jitkern.fs import digest, sha256
 
 FORMAT = 2
 FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
@@ -45,24 +37,16 @@ _LOCK_S = 5.0  # eight ranks that add 15 MB each are done in a second
 _MAX_PLACE_CHARS = 1000
 
 _log = logging.getLogger("jitkern")
-_guard = ForkLocal(threading.Lock)
+_guard = fs.ForkLocal(threading.Lock)
 # Of each record the digests of its lines, and how many of its bytes have been read.
 _seen: dict[Path, tuple[set[str], int]] = {}
 
 
 class Specialisation(NamedTuple):
-    """What makes a kernel or a library.
+    """What makes a kernel or a library: ``load_jit`` or ``load_aot``, and its arguments.
 
-    Attributes
-    ----------
-    function
-        ``"load_jit"`` or ``"load_aot"``.
-    args
-        Its positional arguments: the name, then the template arguments.
-    options
-        Its keyword arguments. Paths are absolute, or in a record the places there.
-    arch
-        Such as ``"9.0"``; empty for host code.
+    Paths in `options` are absolute; in a record they are the places there. `arch` is such as
+    ``"9.0"``, and empty for host code.
     """
 
     function: str
@@ -92,18 +76,8 @@ def record(
 ) -> None:
     """Append `used` and its sources to `file`, once; many processes may do so at a time.
 
-    A record that cannot be written is a warning: it must not stop a server.
-
-    Parameters
-    ----------
-    used
-        Paths in it are absolute.
-    read
-        What else a compiler may read of it: its headers.
-    file
-        The record.
-    texts
-        What was compiled, by path. Other files are read now.
+    `read` are its headers, `texts` what was compiled, by path; other files are read now. A record
+    that cannot be written is a warning: it must not stop a server.
     """
     try:
         lines = _lines(used, read, texts)
@@ -145,7 +119,7 @@ def _append(used: Specialisation, lines: list[bytes], descriptor: int, file: Pat
 def _locked(file: Path) -> Iterator[int]:
     """Open the record and lock it, if its file system knows locks and nobody holds it for long."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = open_to_append(file)
+    descriptor = fs.open_to_append(file)
     until_s = time.monotonic() + _LOCK_S
     try:
         while time.monotonic() < until_s:
@@ -181,7 +155,7 @@ def _lines(
         if not places[path].startswith(OWN_PREFIX):
             data = compiled.get(path)
             if data is None:
-                data = read_regular(path, MAX_BYTES, follow=True)
+                data = fs.read_regular(path, MAX_BYTES, follow=True)
             text = data.decode("utf-8", "surrogateescape")
             lines.append(json.dumps({"record": FORMAT, "text": text}).encode())
             digests[places[path]] = sha256(data)
@@ -206,16 +180,9 @@ def _places(files: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One specialisation of a record.
+    """One specialisation of a record, with its sources but for those of this package.
 
-    Attributes
-    ----------
-    used
-        What was used; its paths are places in the record.
-    files
-        Place -> digest of the text, of all sources but those of this package.
-    texts
-        Digest -> text.
+    `files` has the digest of each source's text by its place, `texts` the text by its digest.
     """
 
     used: Specialisation
@@ -232,10 +199,7 @@ class Recorded:
         return self.used._replace(arch=arch).to_json(files=self.files)
 
     def unpack(self, folder: Path) -> Specialisation:
-        """Write the sources below `folder`; return what was used, with paths that exist.
-
-        Raises OSError if they cannot be written, or name a source that this jitkern has not.
-        """
+        """Write the sources below `folder`; return what was used, with paths that exist."""
         tree = folder / self.tree
         if not tree.exists():
             try:
@@ -268,21 +232,12 @@ def _path(place: str, tree: Path) -> Path:
 def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorded]:
     """Read a file written under ``JITKERN_RECORD``: each specialisation once, by first use.
 
-    Parameters
-    ----------
-    trust
-        Read even what other users could have written.
-
-    Raises
-    ------
-    ValueError
-        The file is no record, or others could have written it; the message names file and line.
-    OSError
-        It cannot be read, or is no regular file.
+    Raises ValueError if it is no record, and, without `trust`, if other users could have written
+    it; OSError if it cannot be read, or is no regular file.
     """
     from jitkern.cache.strangers import written_by_others
 
-    with open(open_regular(Path(file), follow=True), "rb") as stream:
+    with open(fs.open_regular(Path(file), follow=True), "rb") as stream:
         status = os.fstat(stream.fileno())
         reason = "" if trust else written_by_others(Path(file), status)
         if reason:
@@ -295,7 +250,7 @@ def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorde
     found: dict[bytes, tuple[int, Recorded]] = {}
     for number, line in enumerate(raw.split(b"\n"), start=1):
         try:
-            value = _checked(parse_json(line)) if line.strip() else {}
+            value = _checked(fs.parse_json(line)) if line.strip() else {}
             if "text" in value:
                 text = value["text"].encode("utf-8", "surrogateescape")
                 texts[sha256(text)] = text

@@ -253,7 +253,7 @@ class TPEmbedding(torch.nn.Module):
             call = weight, ids, self._part, self.full_shape[0], self.comm
             if torch.compiler.is_dynamo_compiling():
                 # A collective of ranks has no place in a graph: it ends before, and begins again.
-                untraced: Any = torch.compiler.disable(look_up)
+                untraced: Any = torch.compiler.disable(look_up)  # type: ignore[no-untyped-call]
                 found = cast("Tensor", untraced(*call))
             else:
                 found = look_up(*call)
