@@ -23,7 +23,6 @@ from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.host import module as host
 from jitkern.jit import native
 from jitkern.jit.loader import load_aot, load_jit
-from jitkern.ops._ops import OPS
 from jitkern.warming import Outcome
 
 Capture = pytest.CaptureFixture[str]
@@ -280,15 +279,6 @@ def test_a_frozen_process_says_what_is_the_case(
 
 
 # -- names -----------------------------------------------------------------------------------------
-
-
-def test_help_lists_all_ops_by_both_names(capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        main(["warm", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for op in OPS:
-        assert all(name in text for name in (op.function, *op.more))
-        assert re.search(rf"[ (]{op.stem}[,;]", text) or not op.has_kernels
 
 
 # -- for which GPU ---------------------------------------------------------------------------------

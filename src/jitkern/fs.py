@@ -98,8 +98,7 @@ def open_itself(name: str | Path, flags: int = 0, *, dir_fd: int | None = None) 
 def open_regular(file: Path | str, *, follow: bool = False, dir_fd: int | None = None) -> int:
     """Open a regular file for reading; return its descriptor.
 
-    Anything else is an OSError: a FIFO would block, and a device has no end. `follow` allows a
-    symbolic link, as for a file that the user has named.
+    Anything else is an OSError: a FIFO would block, a device has no end. `follow` allows a link.
     """
     descriptor = _open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY, follow, dir_fd)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -136,8 +135,7 @@ def _open(file: Path | str, flags: int, follow: bool, dir_fd: int | None = None)
 def write_whole(file: Path, data: bytes, *, flush: bool = False, mode: int | None = None) -> None:
     """Replace the content of `file` by one rename; its directory is made if need be.
 
-    Readers see the old file or the new one. A link in its place is replaced. After an OSError
-    nothing is left behind. `flush` waits for the disk; `mode` as for :func:`write_new`.
+    A link in its place is replaced. `flush` waits for the disk; `mode` as for :func:`write_new`.
     """
     if not file.name:  # `.` and `/`
         raise OSError(errno.EISDIR, "a directory, expected a file", str(file))

@@ -32,13 +32,8 @@ _LIBRARY: Any = vars(torch.library)["Library"]("jitkern", "FRAGMENT")
 def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     """Call ``torch.ops.jitkern.<op>.<overload>``.
 
-    Raises
-    ------
-    RuntimeError
-        It writes to an argument, so that it has neither gradient nor batches, and one of the
-        arguments requires a gradient or is batched by ``torch.vmap``.
-    TypeError
-        An argument is no tensor, or another library's.
+    Raises RuntimeError if an op that writes to an argument is given one that requires a gradient or
+    is batched by ``torch.vmap``, TypeError for an argument that is not torch's tensor.
     """
     function = _DIFFERENTIABLE.get((op, overload))
     if function is None:

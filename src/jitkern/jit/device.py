@@ -75,25 +75,12 @@ class DeviceModule:
     Made by :func:`jitkern.load_jit` with ``device_files``. Nothing is compiled before an image is
     needed. Threads may share it.
 
-    Parameters
-    ----------
-    used
-        What load_jit was given.
-    files
-        Its device sources, absolute.
-    wrappers
-        (name, class) of each kernel.
-    hint
-        Says for an arch how to build the kernel beforehand; FrozenError ends with it.
-    params
-        The members of ``Params``, by the kernel's name, if they are known.
-    cpu
-        What runs on tensors on the CPU.
-
     Attributes
     ----------
     name
         The kernel's name and template arguments, e.g. ``store_656_128_8_true_16_4_2``.
+    hint
+        Says for an arch how to build the kernel beforehand; FrozenError ends with it.
     """
 
     def __init__(
@@ -121,6 +108,7 @@ class DeviceModule:
             render([_include_name(file) for file in files], wrappers, params),
             include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
         )
+        self._numbers = {export: number for number, export in enumerate(self.exports)}
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._launchers: dict[str, Callable[..., Any]] = {}
         self._params = params
@@ -133,26 +121,9 @@ class DeviceModule:
     def image(self, arch: Arch) -> bytes:
         """Return the code for `arch`, from memory, cache or compiler.
 
-        Parameters
-        ----------
-        arch
-            The GPU's architecture.
-
-        Returns
-        -------
-        bytes
-            A cubin; PTX if the compiler is older than the architecture.
-
-        Raises
-        ------
-        CompileError
-            It does not compile.
-        FrozenError
-            It is missing and jitkern is frozen.
-        ToolchainError
-            It is missing and there is no compiler.
-        TypeError
-            `arch` is no Arch.
+        It is a cubin; PTX if the compiler is older than the architecture. Raises CompileError if it
+        does not compile, FrozenError if it is missing and jitkern is frozen, ToolchainError if it
+        is missing and there is no compiler.
         """
         if not isinstance(arch, Arch):
             raise TypeError(f"image: arch: {arch!r}, expected an Arch, such as Arch.parse('9.0')")
@@ -265,7 +236,8 @@ class DeviceModule:
         --------
         >>> module.launch("copy", dst, src, 1024, grid=4)  # doctest: +SKIP
         """
-        if export not in self.exports:
+        number = self._numbers.get(export)
+        if number is None:
             known = ", ".join(self.exports)
             raise ValueError(f"launch: export: {export!r}, expected one of {known}")
         launch = self._launchers.get("") or self._make_launcher()
@@ -273,7 +245,6 @@ class DeviceModule:
         members = args
         if not _PLAIN.issuperset(kinds):
             members = tuple(_readable(export, self._params.get(export, ()), args))
-        number = self.exports.index(export)
         how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
         # A tensor of torch tells its stream on the way to C++; to ask torch for it takes 5 us.
         is_told = not _TENSORS.isdisjoint(kinds)
@@ -285,9 +256,11 @@ class DeviceModule:
             known_names = [param.name for param in self._params.get(export, ())]
             names = known_names + [f"args[{i}]" for i in range(len(known_names), len(args))]
             name_unreadable(error, export, **dict(zip(names, args, strict=False)))
+        if wanted is None:
+            return
         if wanted == _ON_CPU:
             self._cpu.load()[export](*_for_cpu(args, members))
-        elif wanted is not None:
+        else:
             launch(*how, *device_and_stream(wanted), *members)
 
     def _make_launcher(self) -> Callable[..., Any]:

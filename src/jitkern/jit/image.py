@@ -46,7 +46,10 @@ class DeviceImage(Buildable[bytes]):
         return variant == self.variant or variant.endswith(self._given_id)
 
     def suits(self, meta: Mapping[str, Any]) -> bool:
-        """A cubin by an NVRTC of the same CUDA, or of an older one, loads just as well."""
+        """What any NVRTC of the same CUDA has made, or of an older one, loads just as well.
+
+        A newer one's may not: NVRTC 12 is what machines with a driver for CUDA 12 have.
+        """
         made_with = str(meta["toolchain"])
         is_cubin = meta.get("kind") == "cubin"  # PTX is for drivers that are as new as NVRTC
         is_old_enough = 0 < _nvrtc_major(made_with) <= _nvrtc_major(self.variant)
@@ -55,7 +58,8 @@ class DeviceImage(Buildable[bytes]):
     def prefers(self, meta: Mapping[str, Any]) -> bool:
         """What loads here goes first: a cache may be shared with machines of a newer driver.
 
-        A driver loads cubins of its CUDA's major version or older, and PTX of no newer compiler.
+        A driver loads cubins of its CUDA's major version and of older ones, and PTX of no newer
+        compiler.
         """
         made_by, ours = _cuda_version(str(meta["toolchain"])), self._cuda_version_here
         if ours == _NO_VERSION:

@@ -186,9 +186,25 @@ def has_cuda(used: Specialisation) -> bool:
 def native_library(used: Specialisation, arch: Arch | None, *, load: bool = True) -> NativeLibrary:
     """Return the library, to be found or built; without `load` none of its code runs."""
     # Imported here, with the compilers of this route: kernels for a GPU need none of them.
-    from jitkern.jit.native import NativeLibrary
+    from jitkern.jit.native import NativeBuild, NativeLibrary
 
-    return NativeLibrary(used, arch, load=load)
+    options = used.options
+    build = NativeBuild(
+        name="_".join(used.args),
+        args=used.args,
+        cpp_files=tuple(map(Path, options.get("cpp_files", ()))),
+        cuda_files=tuple(map(Path, options.get("cuda_files", ()))),
+        cpp_wrappers=tuple(map(tuple, options.get("cpp_wrappers", ()))),
+        cuda_wrappers=tuple(map(tuple, options.get("cuda_wrappers", ()))),
+        inline=used.function == "load_jit",
+        cflags=tuple(options.get("extra_cflags", ())),
+        cuda_cflags=tuple(options.get("extra_cuda_cflags", ())),
+        ldflags=tuple(options.get("extra_ldflags", ())),
+        include_dirs=tuple(map(Path, options.get("extra_include_paths", ()))),
+    )
+    directory = options.get("build_directory")
+    build_directory = None if directory is None else Path(directory)
+    return NativeLibrary(build, arch, used, build_directory, load=load)
 
 
 def load_device(used: Specialisation) -> DeviceModule:

@@ -87,18 +87,37 @@ class NativeBuild:
 
 
 class NativeLibrary(Buildable["Module | None"]):
-    """The library that load_jit or load_aot was asked for, for one arch, found or built by `get`.
+    """The library of one build for one arch: `get` finds or builds it, see jitkern.load_jit.
 
-    `arch` is None if there is no CUDA code. Without `load`, none of the library's code runs.
+    Parameters
+    ----------
+    build
+        What to build.
+    arch
+        What its CUDA code is for; None where it has none.
+    used
+        What load_jit or load_aot was given.
+    build_directory
+        Where to build and keep the files, if anywhere.
+    load
+        Without it, the library is only built and published: none of its code runs.
     """
 
-    def __init__(self, used: Specialisation, arch: Arch | None, *, load: bool = True) -> None:
-        self._build = _build_of(used)
-        self.key: Key = _key(self._build, arch)
+    def __init__(
+        self,
+        build: NativeBuild,
+        arch: Arch | None,
+        used: Specialisation,
+        build_directory: Path | None = None,
+        *,
+        load: bool = True,
+    ) -> None:
+        build = _with_absolute_paths(build)
+        self.key: Key = _key(build, arch)
+        self._build = build
         self._arch = arch
         self._used = used
-        directory = used.options.get("build_directory")
-        self._build_directory = None if directory is None else Path(directory)
+        self._build_directory = build_directory
         self._load = load
 
     def find(self) -> Lookup[Any] | None:
@@ -295,28 +314,6 @@ def _translation_units(build: NativeBuild, folder: Path) -> list[Path]:
         write_whole(unit, ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape"))
         units.append(unit)
     return units
-
-
-def _build_of(used: Specialisation) -> NativeBuild:
-    options = used.options
-    paths = {
-        name: tuple(map(Path, options.get(name, ())))
-        for name in ("cpp_files", "cuda_files", "extra_include_paths")
-    }
-    build = NativeBuild(
-        name="_".join(used.args),
-        args=used.args,
-        cpp_files=paths["cpp_files"],
-        cuda_files=paths["cuda_files"],
-        cpp_wrappers=tuple(map(tuple, options.get("cpp_wrappers", ()))),
-        cuda_wrappers=tuple(map(tuple, options.get("cuda_wrappers", ()))),
-        inline=used.function == "load_jit",
-        cflags=tuple(options.get("extra_cflags", ())),
-        cuda_cflags=tuple(options.get("extra_cuda_cflags", ())),
-        ldflags=tuple(options.get("extra_ldflags", ())),
-        include_dirs=paths["extra_include_paths"],
-    )
-    return _with_absolute_paths(build)
 
 
 def _with_absolute_paths(build: NativeBuild) -> NativeBuild:
