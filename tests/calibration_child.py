@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fake_gpu import report_checks
 
+from jitkern import calibration
 from jitkern.comm.peer_kernel import ONE_SHOT_BYTES
-from jitkern.host import tuning
 from jitkern.host.module import module
 
 GPU = "Fake GPU"
@@ -24,8 +24,8 @@ def check_1_a_machine_without_a_file_has_the_figures_of_an_h200() -> None:
 
 
 def check_2_what_was_measured_is_asked_for_once_a_device() -> None:
-    machine = tuning.machine_with(GPU, 13000)
-    tuning.save(machine, {"reach_bytes": 5 << 30, "a figure of a later version": 7})
+    machine = calibration.machine_with(GPU, 13000)
+    calibration.save(machine, {"reach_bytes": 5 << 30, "a figure of a later version": 7})
     assert figures(0)["reach_bytes"] == 768 << 20  # was asked for before
     assert figures(1)["reach_bytes"] == 5 << 30
     assert figures(1)["small_call_bytes"] == 2 << 20

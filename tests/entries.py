@@ -9,7 +9,7 @@ from typing import Any
 from jitkern.cache.entry import Key
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
-from jitkern.files import canonical_json, digest, sha256
+from jitkern.fs import canonical_json, digest, sha256
 
 DATA = bytes(range(256)) * 16
 VARIANT = "nvrtc-13.5"

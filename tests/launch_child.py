@@ -24,7 +24,7 @@ from launch_fake import (
 
 import jitkern
 from jitkern.host import module as host
-from jitkern.jit import cubin, device
+from jitkern.jit import device, image
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
@@ -187,7 +187,7 @@ def old_without_parameter_sizes_all_is_launched() -> None:
 
 
 def old_sizes_are_those_of_the_image() -> None:
-    cubin.kernel_facts, kept = (lambda image, exports: [16, 0, 8, 0]), cubin.kernel_facts
+    image.kernel_facts, kept = (lambda image, exports: [16, 0, 8, 0]), image.kernel_facts
     module = module_of("first", "second")
     text = (
         r"launch: args: 1 of 8 bytes in all, expected 16 bytes, the members of the kernel's Params"
@@ -197,7 +197,7 @@ def old_sizes_are_those_of_the_image() -> None:
     refused(ValueError, text, module.launch, "second", cuda(1), 2, grid=1, block=1)
     module.launch("first", cuda(1), 2, grid=1, block=1)
     assert "grid 1,1,1" in log()
-    cubin.kernel_facts = kept
+    image.kernel_facts = kept
 
 
 def main() -> None:

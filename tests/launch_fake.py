@@ -14,7 +14,7 @@ from fake_gpu import OnCuda
 from jitkern.jit import device
 from jitkern.jit.device import CpuForm, DeviceModule
 from jitkern.jit.params import parse_params
-from jitkern.jit.specialisation import Specialisation
+from jitkern.jit.record import Specialisation
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_log.restype = ctypes.c_char_p

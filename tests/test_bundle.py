@@ -18,7 +18,7 @@ from jitkern.cache.entry import Key
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache, EntryInfo
 from jitkern.errors import CacheError
-from jitkern.files import digest
+from jitkern.fs import digest
 
 
 @pytest.fixture

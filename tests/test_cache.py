@@ -16,8 +16,7 @@ from jitkern.cache.lock import build_lock, read_holder
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
-from jitkern.files import canonical_json, digest, slug
-from jitkern.writing import make_folders
+from jitkern.fs import canonical_json, digest, make_folders, slug
 
 
 @pytest.fixture

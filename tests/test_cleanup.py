@@ -16,7 +16,7 @@ from jitkern.cache import cleanup
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError
-from jitkern.files import digest
+from jitkern.fs import digest
 
 SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n"
 

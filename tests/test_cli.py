@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import jitkern
-from jitkern import hints
 from jitkern.bench import Case, Impl
 from jitkern.cache.store import Cache
 from jitkern.cli import _parser, bench_cmd, demo, main
 from jitkern.env import settings
 from jitkern.host import module as host
+from jitkern.jit import device as hints
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 Capture = pytest.CaptureFixture[str]
@@ -79,12 +79,12 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
 @pytest.mark.parametrize(
     "hint",
     [
-        hints.warm_host_module(),
-        hints.warm_op("store", "656", "9.0"),
-        hints.warm_op("merge", "128", "9.0", sized_by="head_dim"),
-        hints.warm_rows("9.0"),
-        hints.replay(),
-        hints.replay("9.0"),
+        "build it beforehand with: jitkern warm",
+        hints.warm_hint("store", "656", "9.0"),
+        hints.warm_hint("merge", "128", "9.0", sized_by="head_dim"),
+        hints.rows_hint("9.0"),
+        hints.record_hint(),
+        hints.record_hint("9.0"),
     ],
 )
 def test_what_messages_advise_is_a_command(hint: str) -> None:
@@ -119,18 +119,21 @@ except SystemExit:
         ("cache", "required: ACTION"),
         ("cache frob", "'frob'"),
         ("cache export", "FILE"),
-        ("warm --op store", "warm: --op: 'store', expected along with --element-size BYTES"),
-        ("warm --op store --head-dim 128", "'store', expected along with --element-size BYTES"),
-        ("warm --op merge_state", "--op: 'merge_state', expected along with --head-dim DIM"),
-        ("warm --op merge --element-size 656", "'merge', expected along with --head-dim DIM"),
-        ("warm --op merge,store --head-dim 8", "'store', expected along with --element-size BYTES"),
+        ("warm --op store", "warm: --op: 'store', expected along with --element-size, bytes"),
+        ("warm --op store --head-dim 128", "'store', expected along with --element-size, bytes"),
+        ("warm --op merge_state", "--op: 'merge_state', expected along with --head-dim, el"),
+        ("warm --op merge --element-size 656", "'merge', expected along with --head-dim, el"),
+        (
+            "warm --op merge,store --head-dim 8",
+            "'store', expected along with --element-size, bytes",
+        ),
         (
             "warm --op merge --head-dim 128 --element-size 656",
-            "warm: --element-size: expected along with an --op of store_cache, store, indexing, in",
+            "warm: --element-size: [656], expected an op of store_cache, store, indexing, in",
         ),
-        ("warm --op store --head-dim 1 --element-size 6", "--head-dim: expected along with an --o"),
+        ("warm --op store --head-dim 1 --element-size 6", "--head-dim: [1], expected an op of"),
         ("warm --arch 9.0", "--arch: expected along with --element-size, --head-dim or --replay"),
-        ("warm --check --out x", "warm: --out: expected without --check, which writes nothing"),
+        ("warm --check --out x", "warm: --out: given along with check, which writes nothing"),
         ("warm --element-size 0 --arch 9.0", "--element-size: '0', expected bytes of a row"),
         ("warm --element-size -3 --arch 9.0", "--element-size"),
         ("warm --element-size 6.5 --arch 9.0", "--element-size: '6.5'"),

@@ -16,7 +16,7 @@ from jitkern.cache.entry import Key
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.cli import main
-from jitkern.files import digest
+from jitkern.fs import digest
 
 Capture = pytest.CaptureFixture[str]
 

@@ -58,7 +58,7 @@ def test_sizes_of_rows_have_suffixes(text: str, sizes: list[int]) -> None:
         ("demo now", "unrecognized arguments: now", "jitkern demo"),
         (
             "warm --op store",
-            "warm: --op: 'store', expected along with --element-size BYTES",
+            "warm: --op: 'store', expected along with --element-size, bytes of a row",
             "jitkern warm",
         ),
         ("bench --ci --runs 2", "bench: --runs: only with --update", "jitkern bench"),

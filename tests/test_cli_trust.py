@@ -16,7 +16,7 @@ from strangers import MALLORY, needs_root
 from jitkern.cache.bundle import export_bundle, read_bundle
 from jitkern.cache.store import Cache
 from jitkern.cli import main, ui
-from jitkern.files import sha256
+from jitkern.fs import sha256
 from jitkern.host import module as host
 
 Capture = pytest.CaptureFixture[str]

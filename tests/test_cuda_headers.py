@@ -19,7 +19,7 @@ from jitkern.compilers.find_headers import header_hint
 from jitkern.compilers.find_nvrtc import Nvrtc
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
-from jitkern.files import digest
+from jitkern.fs import digest
 from jitkern.jit import device
 from jitkern.jit.loader import DeviceModule
 

@@ -26,12 +26,6 @@ def test_compile_error_text_holds_all_of_it() -> None:
     ]
 
 
-def test_compile_error_without_source() -> None:
-    error = errors.CompileError("m: build failed", command="c++ a.cc", log="oops")
-    assert error.source is None
-    assert "source" not in str(error)
-
-
 def test_what_no_compiler_has_seen_is_told_in_a_line() -> None:
     error = errors.CompileError("a.cu: no such option", command="-x", log="", source="a\nb")
     assert str(error) == "a.cu: no such option\ncommand: -x"
@@ -54,10 +48,6 @@ def test_one_base_class() -> None:
     ]
     assert len(classes) > 4
     assert all(issubclass(kind, errors.JitkernError) for kind in classes)
-
-
-def test_unsupported_is_a_runtime_error() -> None:
-    assert issubclass(errors.UnsupportedError, RuntimeError)
 
 
 def test_a_timeout_survives_pickling() -> None:

@@ -21,9 +21,9 @@ from jitkern.cache.schema import META_MAX_BYTES, META_NAME, parse_meta
 from jitkern.cache.store import Cache
 from jitkern.compilers import depends
 from jitkern.errors import CacheError
-from jitkern.files import parse_json, read_regular, sha256
+from jitkern.fs import parse_json, read_regular, sha256
 from jitkern.host.module import _fits
-from jitkern.jit.replay import replay
+from jitkern.jit.record import replay
 
 
 @pytest.fixture

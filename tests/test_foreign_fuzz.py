@@ -26,9 +26,8 @@ from jitkern.cache.schema import META_NAME, parse_meta
 from jitkern.cache.store import Cache
 from jitkern.compilers.sources import CSRC
 from jitkern.errors import CacheError, CompileError
-from jitkern.files import sha256
-from jitkern.jit.replay import replay
-from jitkern.writing import write_whole
+from jitkern.fs import sha256, write_whole
+from jitkern.jit.record import replay
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from jitkern import free_memory, jobs
+from jitkern import fs, warming
 
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "_MACHINE", tmp_path / "meminfo")
-    monkeypatch.setattr(free_memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(fs, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(fs, "_CGROUP", tmp_path)
 
 
 def of_machine(folder: Path, gib: int) -> None:
@@ -29,33 +29,29 @@ def of_group(folder: Path, limit: str, used_gib: int, cached_gib: int) -> None:
     (folder / "memory.stat").write_text(stat)
 
 
-def of_old_group(folder: Path, limit_gib: int, used_gib: int, cached_gib: int) -> None:
-    group = folder / "memory"
-    group.mkdir()
-    (group / "memory.limit_in_bytes").write_text(f"{limit_gib * GIB}\n")
-    (group / "memory.usage_in_bytes").write_text(f"{used_gib * GIB}\n")
-    stat = f"inactive_file 1\ntotal_inactive_file {cached_gib * GIB}\n"
-    (group / "memory.stat").write_text(stat)
-
-
 def test_where_linux_says_nothing() -> None:
-    assert free_memory.free_bytes() is None
-    assert jobs.default_threads() >= 1
+    assert fs.free_bytes() is None
+    assert warming.default_threads() >= 1
 
 
-def test_of_a_machine(tmp_path: Path) -> None:
+def test_of_a_container_of_cgroup_1(tmp_path: Path) -> None:
     of_machine(tmp_path, 100)
-    assert free_memory.free_bytes() == 100 * GIB
     of_group(tmp_path, "max", 90, 0)
-    assert free_memory.free_bytes() == 100 * GIB
+    assert fs.free_bytes() == 100 * GIB
+    group = tmp_path / "memory"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(f"{8 * GIB}\n")
+    (group / "memory.usage_in_bytes").write_text(f"{7 * GIB}\n")
+    (group / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {4 * GIB}\n")
+    assert fs.free_bytes() == 5 * GIB
 
 
 def test_of_a_container(tmp_path: Path) -> None:
     of_machine(tmp_path, 100)
     of_group(tmp_path, f"{8 * GIB}", 5, 0)
-    assert free_memory.free_bytes() == 3 * GIB
+    assert fs.free_bytes() == 3 * GIB
     of_machine(tmp_path, 2)
-    assert free_memory.free_bytes() == 2 * GIB
+    assert fs.free_bytes() == 2 * GIB
 
 
 def test_files_that_a_container_has_read_are_not_in_the_way(
@@ -65,14 +61,8 @@ def test_files_that_a_container_has_read_are_not_in_the_way(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     of_machine(tmp_path, 100)
     of_group(tmp_path, f"{8 * GIB}", 8, 7)
-    assert free_memory.free_bytes() == 7 * GIB
-    assert jobs.default_threads() == 8
+    assert fs.free_bytes() == 7 * GIB
+    assert warming.default_threads() == 8
     of_group(tmp_path, f"{8 * GIB}", 8, 0)
-    assert free_memory.free_bytes() == 0
-    assert jobs.default_threads() == 1
-
-
-def test_of_a_container_of_cgroup_1(tmp_path: Path) -> None:
-    of_machine(tmp_path, 100)
-    of_old_group(tmp_path, 8, 7, 4)
-    assert free_memory.free_bytes() == 5 * GIB
+    assert fs.free_bytes() == 0
+    assert warming.default_threads() == 1

@@ -18,7 +18,7 @@ from strangers import MALLORY, needs_root
 
 from jitkern.cache import size
 from jitkern.cache.store import Cache
-from jitkern.scratch import make_scratch_folder, scratch_folder
+from jitkern.fs import make_scratch_folder, scratch_folder
 
 TOKEN = "0123456789abcdef"
 HERE = os.uname().nodename
@@ -54,7 +54,7 @@ def test_a_killed_build_is_swept_by_the_next(tmpdir: Path) -> None:
     code = """
 import sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from jitkern.scratch import scratch_folder
+from jitkern.fs import scratch_folder
 with scratch_folder("build") as folder:
     (folder / "inner").mkdir()
     (folder / "inner" / "0.main.o").write_bytes(b"x")
@@ -86,7 +86,7 @@ def test_what_a_process_keeps_while_it_lives_stays(
     kept = make_scratch_folder("cache")
     with scratch_folder("build") as building:
         if not pids_are_seen:
-            monkeypatch.setattr("jitkern.writing.os.path.exists", lambda _: False)
+            monkeypatch.setattr("jitkern.fs.os.path.exists", lambda _: False)
         for folder in (kept, building):
             age(folder, 100_000)
         with scratch_folder("other"):

@@ -19,9 +19,9 @@ from jitkern.compilers import depends, find, find_cuda
 from jitkern.compilers.identity import toolchain_directories
 from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.files import sha256
+from jitkern.fs import sha256
 from jitkern.jit.loader import load_aot, load_jit
-from jitkern.jit.replay import replay
+from jitkern.jit.record import replay
 
 WRAPPERS = [("value", "value")]
 # By the C ABI, which takes 0.03 s to compile, where the header for C++ takes 1.5.
@@ -185,11 +185,8 @@ def archive(path: Path, body: str) -> None:
     "ldflags",
     [
         ["./libown.a"],
-        ["{folder}/libs/libown.a"],
-        ["libs/libown.o"],
         ["-Llibs -lown"],
         ["-L.", "-L libs", "-l:libown.a"],
-        ["-Wl,--whole-archive,libs/libown.a,--no-whole-archive"],
         ["@flags.txt"],
     ],
 )

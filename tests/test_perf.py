@@ -25,11 +25,6 @@ def test_repetitions_below_one_are_refused(timer: object) -> None:
         timer(lambda: None, repetitions=0)  # type: ignore[operator]
 
 
-def test_negative_graph_repetitions_are_refused() -> None:
-    with pytest.raises(ValueError, match="cuda_graph_repetitions: got -1"):
-        perf.perf_cuda(lambda: None, cuda_graph_repetitions=-1)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said_with_what_to_use() -> None:
     with pytest.raises(UnsupportedError, match=r"perf_cuda: PyTorch sees no CUDA device.*perf_cpu"):

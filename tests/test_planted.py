@@ -13,16 +13,14 @@ from entries import key, publish
 from needs import needs_cxx
 from strangers import MALLORY, as_user, needs_root
 
-from jitkern import writing
+from jitkern import fs
 from jitkern.cache.bundle import export_bundle
 from jitkern.cache.lock import FailureRecord, build_lock, read_holder
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
+from jitkern.fs import write_whole
 from jitkern.jit.loader import load_jit
-from jitkern.jit.record import record
-from jitkern.jit.replay import replay
-from jitkern.jit.specialisation import Specialisation
-from jitkern.writing import write_whole
+from jitkern.jit.record import Specialisation, record, replay
 
 USED = Specialisation("load_jit", ("tiny", "4"), {}, "9.0")
 
@@ -101,7 +99,7 @@ def test_a_failure_replaces_a_link(tmp_path: Path, victim: Path) -> None:
 
 
 def test_private_names_cannot_be_guessed() -> None:
-    names = {writing.private_name() for _ in range(100)}
+    names = {fs.private_name() for _ in range(100)}
     assert len({name[-16:] for name in names}) == 100
     assert {name[:-17] for name in names} == {f"{os.uname().nodename}.{os.getpid()}"}
 
@@ -123,7 +121,7 @@ def test_a_name_that_was_guessed_is_not_written_through(
     plant: Callable[[Path, Path], None],
 ) -> None:
     publish(cache)
-    monkeypatch.setattr(writing, "private_name", lambda: "guessed")
+    monkeypatch.setattr(fs, "private_name", lambda: "guessed")
     planted = tmp_path / ".k.jkb.guessed"
     plant(*((planted, victim) if plant is Path.symlink_to else (victim, planted)))
     with pytest.raises(CacheError, match=r"k\.jkb: cannot write the bundle: File exists"):

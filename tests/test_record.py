@@ -1,4 +1,4 @@
-"""What a process says of its loads: freeze, JITKERN_RECORD, JITKERN_LOG."""
+"""What a process writes about its loads: freeze, JITKERN_RECORD, JITKERN_LOG."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,8 +26,7 @@ from jitkern.env import settings
 from jitkern.errors import FrozenError
 from jitkern.jit import record
 from jitkern.jit.loader import load_jit
-from jitkern.jit.replay import replay
-from jitkern.jit.specialisation import Specialisation
+from jitkern.jit.record import Specialisation, replay
 from jitkern.warming import recorded_jobs
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -67,6 +64,9 @@ def test_frozen_takes_an_entry_of_another_compiler_rather_than_none(
     assert tiny().image(SM_90) == b"foreign"
 
 
+# -- JITKERN_RECORD --------------------------------------------------------------------------------
+
+
 @needs_nvrtc
 @needs_cxx
 def test_record_and_replay(
@@ -95,222 +95,6 @@ def test_record_and_replay(
 
 
 @needs_nvrtc
-def test_many_processes_record_into_one_file(
-    folder: Path, empty_cache: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "used.jsonl"
-    code = """
-import sys
-from jitkern.jit.loader import load_jit
-from jitkern.arch import Arch
-for n in range(4, 8):
-    load_jit("tiny", str(n), device_files=["tiny.cu"],
-             device_wrappers=[("tiny", f"Tiny<{n}>")]).image(Arch(9, 0))
-"""
-    env = {**os.environ, "PYTHONPATH": python_path(), "JITKERN_RECORD": str(file)}
-    children = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
-    assert [child.wait() for child in children] == [0] * 4
-    assert {str(one.used) for one in replay(file)} == {f"tiny<{n}> for 9.0" for n in range(4, 8)}
-
-
-# -- turns -----------------------------------------------------------------------------------------
-
-RANK = """
-import sys
-from pathlib import Path
-from jitkern.jit import record
-from jitkern.jit.specialisation import Specialisation
-folder = Path(sys.argv[1])
-sources = sorted(folder.glob("*.h"))
-print(flush=True)
-input()
-for name in ("all", sys.argv[2]):
-    used = Specialisation("load_jit", (name,), {"cpp_files": [str(folder / "a.cc")]}, "")
-    record.record(used, sources, folder / "used.jsonl")
-"""
-
-
-def write_library(folder: Path, headers: int, lines: int) -> list[Path]:
-    (folder / "a.cc").write_text("// a\n")
-    made = [folder / f"{number}.h" for number in range(headers)]
-    for file in made:
-        file.write_text(f"// {file.name}\n" * lines)
-    return made
-
-
-def of_library(folder: Path, name: str) -> Specialisation:
-    return Specialisation("load_jit", (name,), {"cpp_files": [str(folder / "a.cc")]}, "")
-
-
-def kinds_of(file: Path) -> list[str]:
-    """Name of each specialisation, and first line of each text."""
-    values = map(json.loads, file.read_bytes().splitlines())
-    return sorted(v["text"].splitlines()[0] if "text" in v else v["args"][0] for v in values)
-
-
-def test_ranks_that_record_at_once_write_each_text_once(tmp_path: Path) -> None:
-    """Each had looked before the others wrote: eight times 15 MB, more than replay takes."""
-    write_library(tmp_path, headers=40, lines=10_000)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path), f"rank{number}"],
-            env={**os.environ, "PYTHONPATH": python_path()},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for number in range(8)
-    ]
-    for rank in ranks:
-        assert rank.stdout is not None
-        rank.stdout.readline()
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write(b"\n")
-        rank.stdin.close()
-    assert [rank.wait(60) for rank in ranks] == [0] * 8
-    for rank in ranks:
-        assert rank.stdout is not None
-        rank.stdout.close()
-    file = tmp_path / "used.jsonl"
-    names = ["all", *(f"rank{number}" for number in range(8))]
-    texts = ["// a", *(f"// {number}.h" for number in range(40))]
-    assert kinds_of(file) == sorted(names + texts)
-    file.chmod(0o600)
-    assert {one.used.args[0] for one in replay(file)} == set(names)
-
-
-def test_what_another_process_has_added_is_not_added_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who had recorded something looked never again."""
-    file = tmp_path / "used.jsonl"
-    first, second = write_library(tmp_path, headers=2, lines=1)
-    record.record(of_library(tmp_path, "mine"), [first], file)
-    with monkeypatch.context() as another:
-        another.setattr(record, "_seen", {})
-        record.record(of_library(tmp_path, "theirs"), [second], file)
-    for name in ("mine too", "theirs"):
-        record.record(of_library(tmp_path, name), [second], file)
-    assert kinds_of(file) == ["// 0.h", "// 1.h", "// a", "mine", "mine too", "theirs"]
-
-
-def test_half_a_line_of_another_process_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    """One without a lock, of a file system that has none."""
-    file = tmp_path / "used.jsonl"
-    (header,) = write_library(tmp_path, headers=1, lines=1)
-    record.record(of_library(tmp_path, "mine"), [], file)
-    whole = record._lines(of_library(tmp_path, "theirs"), [header], {})[1] + b"\n"
-    with file.open("ab") as out:
-        out.write(whole[:10])
-    record.record(of_library(tmp_path, "mine"), [], file)
-    with file.open("ab") as out:
-        out.write(whole[10:])
-    record.record(of_library(tmp_path, "mine too"), [header], file)
-    assert kinds_of(file) == ["// 0.h", "// a", "mine", "mine too"]
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(descriptor: int, how: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    write_library(tmp_path, headers=0, lines=0)
-    for name in ("one", "two", "one"):
-        record.record(of_library(tmp_path, name), [], tmp_path / "used.jsonl")
-    assert kinds_of(tmp_path / "used.jsonl") == ["// a", "one", "two"]
-
-
-def test_a_process_that_never_lets_go_is_waited_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As one does that a debugger has stopped."""
-    file = tmp_path / "used.jsonl"
-    write_library(tmp_path, headers=0, lines=0)
-    monkeypatch.setattr(record, "_patience_s", 0.2)
-    with file.open("ab") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        start = time.monotonic()
-        for number in range(20):
-            record.record(of_library(tmp_path, f"n{number}"), [], file)
-        assert 0.2 <= time.monotonic() - start < 2.0
-    assert caplog.messages == [
-        f"jitkern: JITKERN_RECORD: {file}: locked by another process for 0.2 s, not waited for any "
-        "more: sources may be in it twice"
-    ]
-    assert len(kinds_of(file)) == 21
-
-
-def test_a_child_forked_meanwhile_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """It has the descriptor too: to close ours was not enough."""
-    file = tmp_path / "used.jsonl"
-    held: list[int] = []
-    with record._opened(file) as descriptor:
-        held.append(os.dup(descriptor))  # as a fork does
-    with file.open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(held[0])
-
-
-def test_a_record_that_is_moved_away_while_it_is_waited_for(tmp_path: Path) -> None:
-    file = tmp_path / "used.jsonl"
-    write_library(tmp_path, headers=0, lines=0)
-    args = (of_library(tmp_path, "one"), [], file)
-    with file.open("ab") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=record.record, args=args)
-        waiting.start()
-        time.sleep(0.1)
-        file.rename(tmp_path / "moved.jsonl")
-    waiting.join()
-    assert kinds_of(file) == ["// a", "one"]
-    assert (tmp_path / "moved.jsonl").read_bytes() == b""
-
-
-# -- a record that is changed ----------------------------------------------------------------------
-
-
-def write_again(file: Path) -> None:
-    """Longer than it was, and of the same inode."""
-    file.write_bytes(b"\n" * 10_000)
-
-
-def replace(file: Path) -> None:
-    file.unlink()
-    write_again(file)
-
-
-@pytest.mark.parametrize("begin_anew", [Path.unlink, write_again, replace])
-def test_a_record_that_is_begun_anew_gets_the_texts_again(
-    tmp_path: Path, begin_anew: Callable[[Path], None]
-) -> None:
-    """Another rank may have made it as long as it was: what followed lacked its texts."""
-    file = tmp_path / "used.jsonl"
-    source = tmp_path / "tiny.cu"
-    source.write_text("// one\n")
-    options = {"device_files": [str(source)]}
-    for n in (4, 5):
-        record.record(Specialisation("load_jit", ("tiny", str(n)), options, "9.0"), [], file)
-        before = file.read_bytes()
-        record.record(Specialisation("load_jit", ("tiny", str(n)), options, "9.0"), [], file)
-        assert file.read_bytes() == before  # each once
-        if n == 4:
-            begin_anew(file)
-    file.chmod(0o600)  # one that is written anew has the umask's
-    (one,) = replay(file)
-    assert list(one.texts.values()) == [b"// one\n"]
-
-
-def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
-    """A writer that was killed; the next one's first line was part of it."""
-    file = tmp_path / "used.jsonl"
-    file.write_bytes(b'{"torn": ')
-    record.record(Specialisation("load_jit", ("tiny", "4"), {}, "9.0"), [], file)
-    torn, line, rest = file.read_bytes().split(b"\n")
-    assert (torn, rest) == (b'{"torn": ', b"")
-    assert json.loads(line)["args"] == ["tiny", "4"]
-
-
-@needs_nvrtc
 def test_what_is_recorded_is_what_was_compiled(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -329,17 +113,173 @@ def test_what_is_recorded_is_what_was_compiled(
     assert one.texts[one.files["./tiny.cu"]] == compiled
 
 
-def test_a_source_that_cannot_be_read_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The record was blamed."""
-    used = Specialisation("load_jit", ("tiny", "4"), {"cpp_files": [str(tmp_path / "gone.cc")]}, "")
-    record.record(used, [], tmp_path / "used.jsonl")
-    assert caplog.messages == [
-        f"jitkern: JITKERN_RECORD: tiny<4> is left out: cannot read {tmp_path}/gone.cc: "
-        "No such file or directory"
+def of_library(folder: Path, name: str) -> Specialisation:
+    return Specialisation("load_jit", (name,), {"cpp_files": [str(folder / "a.cc")]}, "")
+
+
+def write_library(folder: Path, headers: int, lines: int) -> list[Path]:
+    (folder / "a.cc").write_text("// a\n")
+    made = [folder / f"{number}.h" for number in range(headers)]
+    for file in made:
+        file.write_text(f"// {file.name}\n" * lines)
+    return made
+
+
+def kinds_of(file: Path) -> list[str]:
+    """Name of each specialisation, and first line of each text."""
+    values = map(json.loads, file.read_bytes().splitlines())
+    return sorted(v["text"].splitlines()[0] if "text" in v else v["args"][0] for v in values)
+
+
+RANK = """
+import sys
+from pathlib import Path
+from jitkern.jit.record import Specialisation, record
+folder = Path(sys.argv[1])
+sources = sorted(folder.glob("*.h"))
+print(flush=True)
+input()
+for name in ("all", sys.argv[2]):
+    used = Specialisation("load_jit", (name,), {"cpp_files": [str(folder / "a.cc")]}, "")
+    record(used, sources, folder / "used.jsonl")
+"""
+
+
+def test_ranks_that_record_at_once_write_each_text_once(tmp_path: Path) -> None:
+    """Each had looked before the others wrote: eight times 15 MB, more than replay takes."""
+    write_library(tmp_path, headers=40, lines=10_000)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), f"rank{number}"],
+            env={**os.environ, "PYTHONPATH": python_path()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for number in range(4)
     ]
-    assert not (tmp_path / "used.jsonl").exists()
+    for rank in ranks:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+    for rank in ranks:
+        rank.communicate(b"\n", timeout=60)
+        assert rank.returncode == 0
+    file = tmp_path / "used.jsonl"
+    names = ["all", *(f"rank{number}" for number in range(4))]
+    texts = ["// a", *(f"// {number}.h" for number in range(40))]
+    assert kinds_of(file) == sorted(names + texts)
+    file.chmod(0o600)
+    assert {one.used.args[0] for one in replay(file)} == set(names)
+
+
+def test_what_another_process_has_added_is_not_added_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "used.jsonl"
+    first, second = write_library(tmp_path, headers=2, lines=1)
+    record.record(of_library(tmp_path, "mine"), [first], file)
+    with monkeypatch.context() as another:
+        another.setattr(record, "_seen", {})
+        record.record(of_library(tmp_path, "theirs"), [second], file)
+    for name in ("mine too", "theirs"):
+        record.record(of_library(tmp_path, name), [second], file)
+    assert kinds_of(file) == ["// 0.h", "// 1.h", "// a", "mine", "mine too", "theirs"]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_lock_that_cannot_be_had_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """On a file system without locks, and where a debugger has stopped who holds it."""
+    file = tmp_path / "used.jsonl"
+    write_library(tmp_path, headers=0, lines=0)
+    monkeypatch.setattr(record, "_LOCK_S", 0.02)
+    with file.open("ab") as holder:
+        if held:
+            fcntl.flock(holder, fcntl.LOCK_EX)
+        else:
+
+            def flock(descriptor: int, how: int) -> None:
+                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+            monkeypatch.setattr("fcntl.flock", flock)
+        for name in ("one", "two", "one"):
+            record.record(of_library(tmp_path, name), [], file)
+    assert kinds_of(file) == ["// a", "one", "two"]
+
+
+def test_a_child_forked_meanwhile_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """It has the descriptor too: to close ours was not enough."""
+    file = tmp_path / "used.jsonl"
+    with record._locked(file) as descriptor:
+        held = os.dup(descriptor)  # as a fork does
+    with file.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(held)
+
+
+def test_a_record_that_is_begun_anew_gets_the_texts_again(tmp_path: Path) -> None:
+    """As when a server's record is moved away: what came later referred to texts that went."""
+    file = tmp_path / "used.jsonl"
+    source = tmp_path / "tiny.cu"
+    source.write_text("// one\n")
+    options = {"device_files": [str(source)]}
+    for n in (4, 5):
+        used = Specialisation("load_jit", ("tiny", str(n)), options, "9.0")
+        for _ in range(2):  # each once
+            record.record(used, [], file)
+        file.chmod(0o600)
+        (one,) = replay(file)
+        assert (one.used.args[1], list(one.texts.values())) == (str(n), [b"// one\n"])
+        file.unlink()
+
+
+def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
+    """A writer that was killed; the next one's first line was part of it."""
+    file = tmp_path / "used.jsonl"
+    file.write_bytes(b'{"torn": ')
+    record.record(Specialisation("load_jit", ("tiny", "4"), {}, "9.0"), [], file)
+    torn, line, rest = file.read_bytes().split(b"\n")
+    assert (torn, rest) == (b'{"torn": ', b"")
+    assert json.loads(line)["args"] == ["tiny", "4"]
+
+
+def test_what_cannot_be_recorded_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A source that is gone, a record that grows too large, a full disk; the next is written."""
+    file = tmp_path / "used.jsonl"
+    write_library(tmp_path, headers=0, lines=0)
+    said = []
+
+    def recorded(name: str, *read: Path) -> None:
+        caplog.clear()
+        record.record(of_library(tmp_path, name), read, file)
+        said.append("\n".join(caplog.messages).replace(str(tmp_path), "."))
+
+    recorded("gone", tmp_path / "gone.h")
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "MAX_BYTES", 300)
+        recorded("fits")
+        recorded("large")
+    with monkeypatch.context() as patch:
+        patch.setattr(record.os, "write", lambda descriptor, data: 7)
+        recorded("full")
+    recorded("last")
+    assert said == [
+        "jitkern: JITKERN_RECORD: gone<> is left out: cannot read ./gone.h: No such file or "
+        "directory",
+        "",
+        "jitkern: JITKERN_RECORD: cannot write ./used.jsonl: it would have more than 300 bytes, "
+        "large<> left out",
+        "jitkern: JITKERN_RECORD: cannot write ./used.jsonl: 7 of 195 bytes written, the disk is "
+        "full",
+        "",
+    ]
+    file.chmod(0o600)
+    assert [one.used.args[0] for one in replay(file)] == ["fits", "last"]
+
+
+# -- JITKERN_LOG -----------------------------------------------------------------------------------
 
 
 @needs_nvrtc

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_toolkit import calls
@@ -15,8 +17,9 @@ from tiny import compiles, tiny
 
 from jitkern.cache.store import Cache
 from jitkern.env import settings
+from jitkern.fs import sha256
 from jitkern.host import module as host
-from jitkern.jit.loader import load_jit
+from jitkern.jit.loader import load_aot, load_jit
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +43,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], P
         return folder
 
     return go
+
+
+@needs_cxx
+def test_a_source_is_in_a_record_once(tmp_path: Path, use: Callable[..., None], app: App) -> None:
+    record = tmp_path / "run.jsonl"
+    use(CACHE_DIR=tmp_path / "cache", RECORD=record)
+    factor = {"extra_cflags": ["-DFACTOR=2"]}
+    load_aot("first", cpp_files=["src/scale.cc"], extra_include_paths=["more"], **factor)
+    load_aot("second", cpp_files=["src/scale.cc"], extra_include_paths=["more"], **factor)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [sorted(line)[0] for line in lines] == ["record", "record", "record", "arch", "arch"]
+    assert all(str(tmp_path) not in json.dumps(line) for line in lines)
+    assert sorted(lines[-1]["files"]) == ["./inc/up.h", "./more/deep.h", "./src/scale.cc"]
 
 
 def back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app: App) -> None:
@@ -116,11 +132,9 @@ def link(inside: str, target: str) -> Callable[[Path], None]:
     [
         link("more/deep.h", "store/deep-1.2.h"),
         link("more", "store/more-1.2"),
-        link("src/half.cuh", "store/half"),
-        link("inc", "store/inc-1"),
         link("src/scale.cc", "store/scale-1.cc"),
     ],
-    ids=["header", "include directory", "beside", "by dots", "source"],
+    ids=["header", "include directory", "source"],
 )
 def test_what_is_found_by_a_link(
     *,
@@ -161,6 +175,108 @@ def test_the_build_directory_is_not_written_again(
     assert warm(capsys, "--replay", record)[:2] == (0, [("scale", "", "cached")])
     assert warm(capsys, "--replay", record, "--load")[:2] == (0, [("scale", "", "cached")])
     assert not (app.root / "build").exists()
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+GOOD = """\
+struct Good {
+  struct Params { int* out; };
+  static constexpr int kNumThreads = 32, kMinBlocks = 1;
+  static __device__ void run(const Params& p) { *p.out = 1; }
+};
+"""
+
+
+def lines_of(name: str, text: str, **changes: Any) -> list[dict[str, Any]]:
+    place = f"./{name}.cu"
+    line = {
+        "record": 2,
+        "function": "load_jit",
+        "args": [name],
+        "arch": "9.0",
+        "options": {"device_files": [place], "device_wrappers": [[name, "Good"]]},
+        "files": {place: sha256(text.encode())},
+    }
+    return [{"record": 2, "text": text}, {**line, **changes}]
+
+
+def record_of(file: Path, *groups: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(f"{json.dumps(line)}\n" for group in groups for line in group))
+    file.chmod(0o644)
+    return file
+
+
+@needs_nvrtc
+@needs_cxx
+def test_failures_are_listed_and_the_rest_is_built(
+    capsys: Capture, tmp_path: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that failed ended the command; some of the others gave tracebacks."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # no toolkit
+    use(CACHE_DIR=tmp_path / "cache")
+    computed, bad = "#include HEADER\nstruct Good {};\n", "struct Good { not C++ };\n"
+    cxx = {"options": {"cpp_files": ["./bad_library.cu"]}, "arch": "", "function": "load_aot"}
+    cuda = {"options": {"cuda_files": ["./single.cu"]}}
+    option = {"device_files": ["./option.cu"], "device_wrappers": [["option", "Good"]]}
+    folder = {**option, "device_files": ["./folder.cu"]}
+    own = {"options": {**option, "device_files": ["jitkern:ops/gone.cu"]}, "files": {}}
+    file = record_of(
+        tmp_path / "run.jsonl",
+        lines_of("bad_library", bad, **cxx),
+        lines_of("single", GOOD, **cuda),
+        lines_of("bad", bad),
+        lines_of("computed", computed),
+        lines_of("option", GOOD, options={**option, "extra_cuda_cflags": ["--frob"]}),
+        lines_of("folder", GOOD, options={**folder, "extra_cuda_cflags": ["-I/"]}),
+        lines_of("newer", GOOD, arch="99.0"),
+        lines_of("own", GOOD, **own),
+        lines_of("good", GOOD),
+    )
+    status, found, err = warm(capsys, "--replay", file)
+    assert status == 1
+    sources = {name: source for name, _, source in found}
+    assert [name for name, source in sources.items() if source == "compiled"] == ["good"]
+    assert set(sources.values()) == {"compiled", "failed"}
+    assert err.startswith("jitkern: error: 8 of 10 failed:\n  bad_library: ")
+    failed = {name for name, source in sources.items() if source == "failed"}
+    listed = {line.split(":")[0].split()[0] for line in err.splitlines()[1:9]}
+    assert listed == failed
+    for text in (
+        "newer for 99.0: arch: '99.0', expected one of 7.5, ",
+        "gone.cu: this version of jitkern has no such source",
+        "expected extra_include_paths for headers",
+        "holds no CUDA toolkit",
+    ):
+        assert text in err
+    assert "Traceback" not in err
+    assert "not C++" in err  # the compiler's whole log and the source
+    again = warm(capsys, "--replay", file, "--arch", "8.0")[1]
+    assert ("good", "8.0", "compiled") in again
+    assert ("newer", "8.0", "compiled") in again
+
+
+def test_an_empty_record_and_a_foreign_file_are_errors(
+    capsys: Capture, tmp_path: Path, use: Callable[..., None]
+) -> None:
+    """An empty one was "1 cached", and status 0."""
+    use(CACHE_DIR=tmp_path / "cache")
+    empty, foreign = (
+        record_of(tmp_path / "empty.jsonl"),
+        record_of(tmp_path / "foreign.jsonl", [{}]),
+    )
+    assert warm(capsys, "--replay", empty) == (
+        1,
+        [],
+        f"jitkern: error: --replay: {empty}: nothing is recorded in it; record a run with "
+        "JITKERN_RECORD=FILE\n",
+    )
+    assert warm(capsys, "--replay", foreign) == (
+        1,
+        [],
+        f"jitkern: error: --replay: {foreign}:1: not a recorded specialisation: record: None, "
+        "expected 2\n",
+    )
 
 
 @pytest.mark.cuda

@@ -13,14 +13,13 @@ from stems import ON_GPU
 from tiny import SM_90
 
 import jitkern
-from jitkern import hints
 from jitkern.cli import _parser, main
 from jitkern.host import module as host
+from jitkern.jit import device
 from jitkern.jit.device import DeviceModule
-from jitkern.jobs import Outcome
 from jitkern.ops import device_ops
 from jitkern.ops._ops import op_names, op_sizes
-from jitkern.warming import op_jobs
+from jitkern.warming import Outcome, op_jobs
 
 Capture = pytest.CaptureFixture[str]
 
@@ -92,4 +91,4 @@ def test_kernels_that_no_size_builds_are_to_be_recorded() -> None:
     assert re.search(r"warm --op merge --head-dim 128 --arch 9\.0$", usual)
     dim, elems, in_type, out_type, *rest = spec
     for other in ((dim, elems // 2, in_type, out_type, *rest), (dim, elems, in_type, 3, *rest)):
-        assert merge.kernel(*other).hint(SM_90) == hints.replay(SM_90)
+        assert merge.kernel(*other).hint(SM_90) == device.record_hint(SM_90)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from jitkern.free_memory import free_bytes
+from jitkern.fs import free_bytes
 from jitkern.offload import PinnedPool, memory
 
 GIB = 1 << 30

@@ -16,8 +16,7 @@ _TEXT = re.compile(
 class Arch(NamedTuple):
     """The architecture of a GPU: its compute capability.
 
-    Any capability can be constructed, since a GPU may be newer than jitkern; only `parse`, which
-    reads what a person wrote, insists on a known one.
+    Any can be constructed, since a GPU may be newer than jitkern; `parse` insists on a known one.
 
     Attributes
     ----------
@@ -41,12 +40,7 @@ class Arch(NamedTuple):
     def parse(cls, text: str) -> Arch:
         """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``.
 
-        Raises
-        ------
-        TypeError
-            No str.
-        ValueError
-            Anything else, or an architecture that is not known; the message lists those that are.
+        Raises ValueError for an architecture that is not known; the message lists those that are.
         """
         if not isinstance(text, str):
             raise TypeError(f"arch: {text!r}, expected a str such as '9.0'")
@@ -88,10 +82,7 @@ KNOWN_ARCHS = tuple(
     Arch(number // 10, number % 10)
     for number in (75, 80, 86, 87, 88, 89, 90, 100, 103, 107, 110, 120, 121)
 )
-"""Every architecture that `Arch.parse` accepts, oldest first, without suffixes.
-
-From Turing, the oldest of CUDA 13, to Blackwell: what nvcc 13.0 and NVRTC 13.5 compile for.
-"""
+"""What `Arch.parse` accepts, without suffixes: what nvcc 13.0 and NVRTC 13.5 compile for."""
 
 _SUFFIX_SINCE = {"": Arch(7, 5), "a": Arch(9, 0), "f": Arch(10, 0)}
 
@@ -100,13 +91,7 @@ SUPPORTED_ARCHS = (Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0))
 
 
 def requested_archs() -> tuple[Arch, ...]:
-    """Return what ``JITKERN_ARCH`` asks for, empty where it is unset.
-
-    Raises
-    ------
-    ValueError
-        It names an architecture that is not known.
-    """
+    """Return what ``JITKERN_ARCH`` asks for; ValueError for an architecture that is not known."""
     try:
         return tuple(Arch.parse(text) for text in settings().arch)
     except ValueError as error:
@@ -124,12 +109,7 @@ def gpu_archs() -> list[Arch]:
 def target_archs() -> tuple[Arch, ...]:
     """Return what to compile host and device code for: the GPU here, else all of JITKERN_ARCH.
 
-    The GPU goes first, since what is loaded is to run on it.
-
-    Raises
-    ------
-    ToolchainError
-        There is neither.
+    Raises ToolchainError if there is neither.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Settings from the environment: the only module that reads it.
 
-A variable that is unset or empty means its default; a bad value raises at first use, naming the
-variable, what came and what is expected. A relative path is below the directory of that moment.
+An unset or empty variable means its default. A bad value raises at first use. A relative path is
+below the current directory of that moment.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -18,8 +18,6 @@ Compiler = Literal["nvrtc", "nvcc"]
 FaultMode = Literal["raise", "warn", "ignore"]
 FreezeMode = Literal["raise", "warn"]
 
-COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
-FAULT_MODES: tuple[FaultMode, ...] = get_args(FaultMode)
 FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
 
 PREFIX = "JITKERN_"
@@ -27,40 +25,29 @@ VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
     *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS"),
     *("JITKERN_FREEZE", "JITKERN_HOST_OBJECTS", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG"),
-    *("JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_NVTX", "JITKERN_PYNCCL_MAX_BUFFER_SIZE"),
+    *("JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_PYNCCL_MAX_BUFFER_SIZE"),
     "JITKERN_RECORD",
 )
 """What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
 
-# What brings flags, headers and programs to a build besides its command. Not among them is what
-# changes messages and files beside the result only (LANG, DEPENDENCIES_OUTPUT, GCC_COMPARE_DEBUG),
-# nor SOURCE_DATE_EPOCH: without it __DATE__ is the day of whoever compiled, and in no key either.
+# What brings flags, headers and programs to a build besides its command.
 _CXX_READS = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
     *("LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS"),  # ld's; clang's
 )
-# Those behind the first three are what nvcc.profile adds to.
 _NVCC_READS = (
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
     *("INCLUDES", "SYSTEM_INCLUDES", "CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
 )
 
-T = TypeVar("T", bound=str)
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 class Trust(NamedTuple):
-    """Whom JITKERN_CACHE_TRUST names: by number, beside this user and root.
+    """Whose caches are trusted besides those of this user and root, by JITKERN_CACHE_TRUST.
 
-    Attributes
-    ----------
-    users
-        They may own what is in a cache.
-    groups
-        Their members may own it, and write to it.
-    everyone
-        Anybody may.
+    `users` may own what is in a cache, members of `groups` may own it and write to it.
     """
 
     users: frozenset[int] = frozenset()
@@ -72,39 +59,37 @@ NOBODY = Trust()
 
 
 class Settings(NamedTuple):
-    """What the environment says, parsed and checked once.
+    """The environment, parsed and checked once.
 
     Attributes
     ----------
     cache_dir : Path
         ``JITKERN_CACHE_DIR``: the cache that is written. Default ``$XDG_CACHE_HOME/jitkern``, else
-        ``~/.cache/jitkern``; a ``~`` with no home directory is left for the cache to degrade.
+        ``~/.cache/jitkern``.
     cache_path : tuple of Path
         ``JITKERN_CACHE_PATH``: read-only caches, separated as in ``PATH``.
     cache_trust : Trust
         ``JITKERN_CACHE_TRUST``: whose kernels and libraries are loaded beside those of this user
-        and of root, such as ``alice,1001,group:kernels``; ``everyone`` looks at no owner and no
-        mode. Default nobody's.
+        and of root, such as ``alice,1001,group:kernels``; ``everyone`` checks no owner and no mode.
     cache_max_bytes : int
         ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
         Default 4G.
     nccl : Path or None
         ``JITKERN_NCCL``: path of a libnccl to use instead of the one that is found.
     pynccl_max_buffer_bytes : int
-        ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``: no communicator registers a larger buffer than this;
-        bytes, or with a suffix as above. Default 1G.
+        ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``: the largest buffer that a communicator registers.
+        Default 1G.
     arch : tuple of str
-        ``JITKERN_ARCH``: archs to compile for where no GPU is asked, such as ``9.0,10.0``:
-        by ``jitkern warm`` without ``--arch``, and for ``cuda_files`` on a machine without a GPU,
-        which are built for each. A GPU that is there is compiled for whatever this says.
+        ``JITKERN_ARCH``: archs to compile for without a GPU, such as ``9.0,10.0``: by ``jitkern
+        warm`` without ``--arch``, and for ``cuda_files``, which are built for each. A GPU that is
+        there is always compiled for.
     compiler : {"nvrtc", "nvcc"}
-        ``JITKERN_COMPILER``: what turns device code into a cubin. Default nvrtc.
+        ``JITKERN_COMPILER``: what compiles device code. Default nvrtc.
     nvrtc : Path or None
         ``JITKERN_NVRTC``: path of a libnvrtc to use instead of the one that is found.
     host_objects : Path or None
         ``JITKERN_HOST_OBJECTS``: directory that keeps what each C++ source of the host module was
-        compiled to, for who builds it from many trees; nobody else may write to it, since what is
-        there is linked unseen.
+        compiled to, for building from several checkouts.
     lock_timeout_s : float
         ``JITKERN_LOCK_TIMEOUT_S``: seconds to wait for another process that compiles the same
         kernel before compiling it privately. Default 120; 0 does not wait.
@@ -112,11 +97,9 @@ class Settings(NamedTuple):
         ``JITKERN_RECORD``: file that receives each specialisation used.
     freeze : {"raise", "warn"} or None
         ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile; warn compiles
-        it, with a warning. :func:`jitkern.freeze` and :func:`jitkern.unfreeze` go before it.
+        it, with a warning. :func:`jitkern.freeze` and :func:`jitkern.unfreeze` override it.
     log : bool
         ``JITKERN_LOG``: 1 logs one line per lookup.
-    nvtx : bool
-        ``JITKERN_NVTX``: 1 makes each call a range in NVIDIA's profilers.
     faults : {"raise", "warn", "ignore"}
         ``JITKERN_FAULTS``: what happens to an index out of range that a kernel recorded.
     cuda_home : Path or None
@@ -147,7 +130,6 @@ class Settings(NamedTuple):
     record: Path | None
     freeze: FreezeMode | None
     log: bool
-    nvtx: bool
     faults: FaultMode
     cuda_home: Path | None
     cxx: str | None
@@ -159,25 +141,37 @@ class Settings(NamedTuple):
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Parse a mapping of variables. Raises as :func:`settings`."""
+        size = "a number of bytes such as 4294967296, 512M or 4G"
         return cls(
             cache_dir=_cache_dir(environ),
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
             cache_trust=_trust(environ, "JITKERN_CACHE_TRUST"),
-            cache_max_bytes=_bytes(environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30),
+            cache_max_bytes=_number(environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30, parse_bytes, size),
             nccl=_path(environ, "JITKERN_NCCL"),
-            pynccl_max_buffer_bytes=_bytes(environ, "JITKERN_PYNCCL_MAX_BUFFER_SIZE", 1 << 30),
-            arch=_archs(environ, "JITKERN_ARCH"),
-            compiler=_choice(environ, "JITKERN_COMPILER", COMPILERS),
+            pynccl_max_buffer_bytes=_number(
+                environ, "JITKERN_PYNCCL_MAX_BUFFER_SIZE", 1 << 30, parse_bytes, size
+            ),
+            arch=_words(environ, "JITKERN_ARCH"),
+            compiler=_choice(environ, "JITKERN_COMPILER", {"nvrtc": "nvrtc", "nvcc": "nvcc"}),
             nvrtc=_path(environ, "JITKERN_NVRTC"),
             host_objects=_path(environ, "JITKERN_HOST_OBJECTS"),
-            lock_timeout_s=_seconds(environ, "JITKERN_LOCK_TIMEOUT_S", 120.0),
+            lock_timeout_s=_number(
+                environ,
+                "JITKERN_LOCK_TIMEOUT_S",
+                120.0,
+                _parse_seconds,
+                "a number of seconds, 0 or more",
+            ),
             record=_path(environ, "JITKERN_RECORD"),
-            freeze=_freeze(environ, "JITKERN_FREEZE"),
-            log=_flag(environ, "JITKERN_LOG"),
-            nvtx=_flag(environ, "JITKERN_NVTX"),
-            faults=_choice(environ, "JITKERN_FAULTS", FAULT_MODES),
+            freeze=_choice(environ, "JITKERN_FREEZE", {"0": None, "1": "raise", "warn": "warn"}),
+            log=_choice(environ, "JITKERN_LOG", {"0": False, "1": True}),
+            faults=_choice(
+                environ,
+                "JITKERN_FAULTS",
+                {"raise": "raise", "warn": "warn", "ignore": "ignore"},
+            ),
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
-            cxx=environ.get("CXX", "").strip() or None,
+            cxx=_text(environ, "CXX") or None,
             home=_path(environ, "HOME"),
             path=environ.get("PATH", os.defpath),
             library_path=_paths(environ, "LD_LIBRARY_PATH"),
@@ -189,14 +183,9 @@ class Settings(NamedTuple):
 def settings() -> Settings:
     """Return the settings of this process, read from the environment once.
 
-    `settings.cache_clear()` makes the next call read the environment again. A variable that starts
-    with ``JITKERN_`` and is none of jitkern's is a RuntimeWarning with the name that is nearest.
-
-    Raises
-    ------
-    ValueError
-        A variable holds something else than it should: it names the variable, what came, and what
-        is expected.
+    `settings.cache_clear()` makes the next call read the environment again. An unknown variable
+    that starts with ``JITKERN_`` is a RuntimeWarning with the nearest name. Raises ValueError for a
+    bad value: it names the variable, the value and what is expected.
 
     Examples
     --------
@@ -211,10 +200,9 @@ def settings() -> Settings:
 
 
 def _unknown(name: str) -> str:
-    # Imported here: 2 ms, and nobody pays them who makes no mistake.
-    from difflib import get_close_matches
+    from difflib import get_close_matches  # 2 ms, only for those who make a mistake
 
-    # Behind the prefix, which all have: with it, anything is near.
+    # Without the prefix, by which anything is near.
     known = [variable.removeprefix(PREFIX) for variable in VARIABLES]
     near = get_close_matches(name.removeprefix(PREFIX), known, n=1)
     hint = f"did you mean {PREFIX}{near[0]}?" if near else f"there are {', '.join(VARIABLES)}"
@@ -227,24 +215,24 @@ def process_environment() -> dict[str, str]:
 
 
 def compiler_environment(*, cuda: bool = False, links: bool = False) -> dict[str, str]:
-    """Return the variables that are set and by which the compilers make something else of a source.
+    """Return the variables that are set and that change what compilers make of a source.
 
-    They are no settings: a process that is started gets them as they are by then.
-
-    Parameters
-    ----------
-    cuda
-        Whether nvcc takes part.
-    links
-        Whether libraries are named, which ``LIBRARY_PATH`` finds: what every library is linked with
-        is found before. Images with a CUDA toolkit set it, and those without one do not.
+    With `cuda`, nvcc takes part. With `links`, libraries are named, which ``LIBRARY_PATH`` finds.
     """
     names = (*_CXX_READS, *(_NVCC_READS if cuda else ()), *(("LIBRARY_PATH",) if links else ()))
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
+# -- parsing ---------------------------------------------------------------------------------------
+
+
 def _text(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()
+
+
+def _words(environ: Mapping[str, str], name: str, separator: str = ",") -> tuple[str, ...]:
+    parts = (part.strip() for part in _text(environ, name).split(separator))
+    return tuple(part for part in parts if part)
 
 
 def _bad(name: str, value: str, expected: str) -> ValueError:
@@ -257,14 +245,13 @@ def _path(environ: Mapping[str, str], name: str) -> Path | None:
 
 
 def _paths(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
-    parts = (part.strip() for part in _text(environ, name).split(os.pathsep))
-    return tuple(_expand(environ, part) for part in parts if part)
+    return tuple(_expand(environ, part) for part in _words(environ, name, os.pathsep))
 
 
 def _expand(environ: Mapping[str, str], value: str) -> Path:
-    """`~` by HOME of the same mapping; Path.expanduser would raise where there is no home.
+    """Return an absolute path, since the process may go elsewhere.
 
-    Absolute from then on: the process may go elsewhere.
+    ``~`` is HOME of the same mapping; without a home it stays, for the cache to degrade.
     """
     home = environ.get("HOME", "")
     if home and (value == "~" or value.startswith("~/")):
@@ -274,26 +261,21 @@ def _expand(environ: Mapping[str, str], value: str) -> Path:
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
-    given = _path(environ, "JITKERN_CACHE_DIR")
-    if given is not None:
-        return given
     xdg = _text(environ, "XDG_CACHE_HOME")
     # The XDG specification: a relative path is invalid and to be ignored.
-    if os.path.isabs(xdg):
-        return Path(xdg) / "jitkern"
-    return _expand(environ, "~/.cache/jitkern")
+    default = Path(xdg, "jitkern") if os.path.isabs(xdg) else _expand(environ, "~/.cache/jitkern")
+    return _path(environ, "JITKERN_CACHE_DIR") or default
 
 
 def _trust(environ: Mapping[str, str], name: str) -> Trust:
-    value = _text(environ, name)
     users, groups, everyone = set(), set(), False
-    for word in (part.strip() for part in value.split(",")):
+    for word in _words(environ, name):
         try:
             if word == "everyone":
                 everyone = True
             elif word.startswith("group:"):
                 groups.add(_group_number(word.removeprefix("group:")))
-            elif word:
+            else:
                 users.add(_user_number(word))
         except KeyError:
             expected = "users and group:NAME of this machine, by name or number, or everyone"
@@ -314,71 +296,45 @@ def _group_number(name: str) -> int:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Parse ``4294967296``, ``512M`` or ``4GiB``; None where it is something else.
+    """Parse ``4294967296``, ``512M`` or ``4GiB``; None for anything else.
 
     Examples
     --------
     >>> parse_bytes("512M") == 512 << 20
     True
     """
-    digits = text.lower().removesuffix("b").removesuffix("i")
-    unit = digits[-1:] if digits[-1:].isalpha() else ""
-    digits = digits.removesuffix(unit)
-    # 19 digits are more than any size has; Python itself refuses to read thousands of them.
-    if unit not in _UNITS or not re.fullmatch("[0-9]{1,19}", digits):
-        return None
-    return int(digits) * _UNITS[unit]
+    match = re.fullmatch(r"([0-9]{1,19})([kmgt]?)i?b?", text.lower())  # 19 digits hold any size
+    return int(match[1]) << " kmgt".index(match[2] or " ") * 10 if match else None
 
 
-def _bytes(environ: Mapping[str, str], name: str, default: int) -> int:
-    value = _text(environ, name)
-    if not value:
-        return default
-    count = parse_bytes(value)
-    if count is None:
-        raise _bad(name, value, "a number of bytes such as 4294967296, 512M or 4G")
-    return count
-
-
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    value = _text(environ, name)
-    if not value:
-        return default
+def _parse_seconds(text: str) -> float | None:
     try:
-        seconds = float(value)
+        seconds = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0.0 <= seconds < float("inf"):
-        raise _bad(name, value, "a number of seconds, 0 or more")
-    return seconds
+        return None
+    return seconds if 0.0 <= seconds < float("inf") else None
 
 
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    value = _text(environ, name)
-    if value not in ("", "0", "1"):
-        raise _bad(name, value, "0 or 1")
-    return value == "1"
-
-
-def _freeze(environ: Mapping[str, str], name: str) -> FreezeMode | None:
-    value = _text(environ, name)
-    if value == "warn":
-        return "warn"
-    if value not in ("", "0", "1"):
-        raise _bad(name, value, "0, 1 or warn")
-    return "raise" if value == "1" else None
-
-
-def _choice(environ: Mapping[str, str], name: str, choices: tuple[T, ...]) -> T:
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    default: N,
+    parse: Callable[[str], N | None],
+    expected: str,
+) -> N:
     value = _text(environ, name)
     if not value:
-        return choices[0]
-    for choice in choices:
-        if choice == value:
-            return choice
-    raise _bad(name, value, " or ".join(choices))
+        return default
+    number = parse(value)
+    if number is None:
+        raise _bad(name, value, expected)
+    return number
 
 
-def _archs(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """Split only: arch.requested_archs() parses them and names this variable in its error."""
-    return tuple(part.strip() for part in _text(environ, name).split(",") if part.strip())
+def _choice(environ: Mapping[str, str], name: str, choices: Mapping[str, T]) -> T:
+    """Return the meaning of a value; the first choice is the default."""
+    value = _text(environ, name) or next(iter(choices))
+    if value not in choices:
+        *others, last = choices
+        raise _bad(name, value, f"{', '.join(others)} or {last}")
+    return choices[value]

@@ -1,14 +1,10 @@
-"""Every exception jitkern raises that Python has no name for.
-
-Wrong arguments are ValueError, TypeError or IndexError; what is listed here is about the machinery:
-compiling, caching, and what the machine lacks.
-"""
+"""The exceptions of jitkern. Wrong arguments are ValueError, TypeError or IndexError instead."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 
 class JitkernError(Exception):
@@ -16,9 +12,9 @@ class JitkernError(Exception):
 
 
 class CompileError(JitkernError):
-    """A source did not compile; its attributes, as given, are all there is to know about it.
+    """A source did not compile.
 
-    Parameters
+    Attributes
     ----------
     message
         One line: what was compiled, by what.
@@ -27,13 +23,7 @@ class CompileError(JitkernError):
     log
         The whole log of the compiler.
     source
-        The text of the translation unit where jitkern rendered it, else None.
-
-    Examples
-    --------
-    >>> error = CompileError("store: NVRTC failed", command="-arch=sm_90", log="no such type")
-    >>> "no such type" in str(error) and "-arch=sm_90" in str(error)
-    True
+        The translation unit, if jitkern rendered it.
     """
 
     def __init__(self, message: str, *, command: str, log: str, source: str | None = None) -> None:
@@ -55,8 +45,7 @@ class CompileError(JitkernError):
         return "\n".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments: the default reduction cannot rebuild the exception, and it has to
-        # cross process boundaries (one rank's failure is handed to the ranks that waited for it).
+        # The default cannot rebuild keyword-only arguments, and exceptions cross processes.
         rebuild = partial(type(self), command=self.command, log=self.log, source=self.source)
         return (rebuild, (self.message,))
 
@@ -66,15 +55,7 @@ class CacheError(JitkernError):
 
 
 class WarmError(JitkernError):
-    """Some of what `warm()` was to have is not there; the message names each that is not, and why.
-
-    Parameters
-    ----------
-    message
-        What is wrong with each.
-    outcomes
-        What became of every job, as :func:`jitkern.warm` returns it.
-    """
+    """Some jobs of :func:`jitkern.warm` failed; `outcomes` has what became of every job."""
 
     def __init__(self, message: str, outcomes: Sequence[Any] = ()) -> None:
         self.outcomes: list[Any] = list(outcomes)
@@ -104,19 +85,16 @@ class CommError(JitkernError):
 class CommTimeoutError(CommError, TimeoutError):
     """Ranks did not come to a call in time, or no longer can.
 
-    Parameters
+    Attributes
     ----------
-    message
-        The op, its number, this rank, and what is known of each rank that is missing.
     op
         The call, such as ``"all_reduce"``.
     number
-        Which call of this communicator it is, from 1 on; 0: the set-up.
+        The number of this communicator's call, from 1 on; 0: the set-up.
     rank
         This rank.
     missing
-        The ranks that have not arrived; empty where all have, and their GPUs are not done. Before
-        the deadline ("cannot be done") those that can come no more, as they have ended or left.
+        The ranks that have not arrived; empty if all have, and their GPUs are not done.
     """
 
     def __init__(
@@ -133,3 +111,34 @@ class CommTimeoutError(CommError, TimeoutError):
             type(self), op=self.op, number=self.number, rank=self.rank, missing=self.missing
         )
         return (rebuild, self.args)
+
+
+def name_unreadable(error: Exception, op: str, **arguments: Any) -> NoReturn:
+    """Raise ValueError naming the argument whose memory C++ cannot read; else `error`.
+
+    A tensor on the meta device, sparse, quantised, nested or inside vmap fails with PyTorch's words
+    and no argument's name. Called once a call has failed, so that others pay nothing.
+    """
+    import torch
+    import tvm_ffi
+
+    for name, tensor in arguments.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        try:
+            tvm_ffi.from_dlpack(tensor)
+        except Exception as refusal:
+            reason = str(refusal).strip().partition("\n")[0]
+            what = f"a tensor without readable memory ({reason}), expected a plain tensor"
+            if tensor.layout != torch.strided:
+                what = f"layout {_short(tensor.layout)}, expected strided"
+            elif tensor.is_quantized:
+                what = f"dtype {_short(tensor.dtype)}, expected a dtype that is not quantised"
+            elif tensor.device.type not in ("cpu", "cuda"):
+                what = f"device {tensor.device}, expected cpu or cuda"
+            raise ValueError(f"{op}: {name}: {what}") from error
+    raise error
+
+
+def _short(torch_name: object) -> str:
+    return str(torch_name).removeprefix("torch.")

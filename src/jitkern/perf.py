@@ -1,7 +1,4 @@
-"""Timing of memory kernels: milliseconds of a call, and two implementations side by side.
-
-GB is 1e9 bytes. What compares more, with cold buffers and turn by turn, is in ``jitkern.bench``.
-"""
+"""Timing of memory kernels, as mini-sglang has it; ``jitkern.bench`` compares more carefully."""
 
 from __future__ import annotations
 
@@ -49,10 +46,8 @@ def perf_cuda(
 
     Raises
     ------
-    ValueError
-        ``repetitions`` below 1, or a negative ``cuda_graph_repetitions``.
     UnsupportedError
-        There is no CUDA device (also a ``RuntimeError``).
+        There is no CUDA device.
 
     Examples
     --------
@@ -108,20 +103,18 @@ def compare_memory_kernel_perf(
     Parameters
     ----------
     baseline, our_impl : callable
-        The two implementations, as :func:`perf_cuda` takes them.
+        As :func:`perf_cuda` takes them, along with `extra_kwargs`.
     memory_footprint : int
         Bytes read plus bytes written by one call.
     description : str
-        Goes in front of the logged line (logger ``jitkern.perf``, level INFO).
-    extra_kwargs : dict, optional
-        Passed on to :func:`perf_cuda`.
+        Begins the logged line (logger ``jitkern.perf``, level INFO).
     need_latency : bool
         Log the milliseconds beside the bandwidth.
 
     Returns
     -------
     (float, float)
-        GB/s of the baseline and of ours.
+        GB/s, of 1e9 bytes, of the baseline and of ours.
     """
     if memory_footprint <= 0:
         raise ValueError(

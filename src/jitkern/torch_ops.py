@@ -18,10 +18,10 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 
+from jitkern.errors import name_unreadable
 from jitkern.ops._ops import OPS
 from jitkern.ops.common import not_a_tensor
 from jitkern.ops.register import OVERLOADS, TorchOverload
-from jitkern.unreadable import name_unreadable
 
 _unpack_dual: Any = forward_ad.unpack_dual
 
@@ -32,13 +32,8 @@ _LIBRARY: Any = vars(torch.library)["Library"]("jitkern", "FRAGMENT")
 def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     """Call ``torch.ops.jitkern.<op>.<overload>``.
 
-    Raises
-    ------
-    RuntimeError
-        It writes to an argument, so that it has neither gradient nor batches, and one of the
-        arguments requires a gradient or is batched by ``torch.vmap``.
-    TypeError
-        An argument is no tensor, or another library's.
+    Raises RuntimeError if an op that writes to an argument is given one that requires a gradient or
+    is batched by ``torch.vmap``, TypeError for an argument that is not torch's tensor.
     """
     function = _DIFFERENTIABLE.get((op, overload))
     if function is None:

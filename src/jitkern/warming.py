@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -16,28 +18,91 @@ from jitkern.cache.get import Lookup, forbidden_by
 from jitkern.cache.search import user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find_nvrtc import NVRTC_HINT
-from jitkern.errors import FrozenError, ToolchainError, WarmError
+from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
+from jitkern.fs import free_bytes, require_writable, scratch_folder
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.image import compiler_id
-from jitkern.jit.loader import has_cuda, load_device, native_library
-from jitkern.jit.replay import Recorded, replay
-from jitkern.jit.specialisation import Specialisation
-from jitkern.jobs import (
-    FAILURES,
-    Job,
-    Outcome,
-    build_missing,
-    default_threads,
-    failures_text,
-    look_all,
-    named,
-)
+from jitkern.jit.loader import checked, has_cuda, load_device, native_library
+from jitkern.jit.record import Recorded, Specialisation, replay
 from jitkern.ops import device_ops
 from jitkern.ops._ops import SIZES, Size, op_names, op_sizes
-from jitkern.scratch import require_writable, scratch_folder
 
-Progress = Callable[[Job, int, int], None]
+Progress = Callable[["Job", int, int], None]
+
+# NVRTC 13.5 took 146 MB for one compile at a time and 12 MB more for each further thread; nvcc
+# takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
+_COMPILE_BYTES = 400 << 20
+
+# How one job may fail while the others go on.
+_FAILURES = (JitkernError, OSError, ValueError, TypeError)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel for one arch, or a library, to have in the cache.
+
+    `find` looks for it in the caches, and `build` builds it if it is in none. `compiler` raises
+    ToolchainError if nothing here can build it.
+    """
+
+    name: str
+    parameters: str
+    arch: str
+    find: Callable[[], Lookup[Any] | None]
+    build: Callable[[], Lookup[Any]]
+    is_library: bool = False
+    compiler: Callable[[], object] | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.name}<{self.parameters}>" if self.parameters else self.name
+        return f"{text} for {self.arch}" if self.arch else text
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job; neither `lookup` nor `error` if it was looked for and not found."""
+
+    job: Job
+    lookup: Lookup[Any] | None = None
+    error: Exception | None = None
+
+    @property
+    def name(self) -> str:
+        """The op, or the name that load_jit was given."""
+        return self.job.name
+
+    @property
+    def parameters(self) -> str:
+        """Template arguments, as in ``656, 16, 4``."""
+        return self.job.parameters
+
+    @property
+    def arch(self) -> str:
+        """What it is for, such as ``9.0``; empty for host code."""
+        return self.job.arch
+
+    @property
+    def source(self) -> str:
+        """``compiled``, ``cached``, ``shipped``, ``memo``, ``failed`` or ``missing``."""
+        if self.lookup is not None:
+            return self.lookup.source
+        return "missing" if self.error is None else "failed"
+
+    @property
+    def ms(self) -> float | None:
+        """Milliseconds that it took; None if it is not there."""
+        return None if self.lookup is None else self.lookup.ms
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether each installation has it, as a wheel has the host module."""
+        return self.source == "shipped" and self.job.is_library
+
+    @property
+    def bytes(self) -> int | None:
+        """Size of the code; None if it is not there."""
+        return None if self.lookup is None else self.lookup.bytes
 
 
 def warm(
@@ -56,26 +121,26 @@ def warm(
 ) -> list[Outcome]:
     """Have kernels and libraries in the cache before they are needed, with or without a GPU.
 
-    The host module always is among them; with no arguments nothing else is. What a cache has is
-    not built, and nothing is written then.
+    The host module is always among them; without arguments it is all. What a cache has is not
+    built again.
 
     Parameters
     ----------
     ops
-        Names of ops, such as ``store_cache`` or ``store``. Default all that have kernels
-        for what is given of the sizes.
+        Names of ops, such as ``store_cache`` or ``store``. Default: all that have kernels for the
+        given sizes.
     element_sizes
-        Bytes of a row of the tensors: of each, the kernels for contiguous tensors.
+        Bytes of a row: for each size, the kernels for contiguous tensors.
     archs
-        What to compile for, such as ``["9.0", "10.0"]``. Default for ops JITKERN_ARCH, else the
-        GPUs present; for records what they were recorded for.
+        What to compile for, such as ``["9.0", "10.0"]``. Default for ops: JITKERN_ARCH, else the
+        GPUs present; for records: what they were recorded for.
     files
         Records, written by runs under ``JITKERN_RECORD``. They are code: give what you would run.
     head_dims
-        Elements of a head, for ``merge_states``, which is compiled by these instead.
+        Elements of a head, for ``merge_states``, which is compiled for these instead.
     check
-        Only look: nothing is built, and what no cache has is ``missing``. Where there is no
-        compiler, code by any compiler counts as there, as it does for a call.
+        Only look: nothing is built, and what no cache has is ``missing``. Without a compiler, code
+        by any compiler counts as there, as it does for a call.
     trust
         Read even records that other users could have written.
     load
@@ -126,9 +191,9 @@ def warm(
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
     recorded = _recorded(files, trust)
-    jobs = [host_module_job()]
+    jobs = [Job("host module", "", "", host.find_built, host.find, is_library=True)]
     if wanted_ops:
-        for_archs = wanted or default_archs()
+        for_archs = wanted or list(dict.fromkeys(requested_archs() or gpu_archs()))
         if not for_archs:
             raise ValueError(
                 "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
@@ -143,15 +208,14 @@ def warm(
         if not check:
             outcomes = _built(outcomes, threads or default_threads(), progress)
     if out is not None:
-        _copy(outcomes, Path(out))
+        cache = Cache(Path(out), shared=True)
+        for outcome in outcomes:
+            if outcome.lookup is not None and not outcome.is_everywhere:
+                # From memory: the cache may have evicted it since.
+                cache.copy(outcome.lookup.entry)
     if any(outcome.error for outcome in outcomes):
-        raise WarmError(failures_text(outcomes), outcomes)
+        raise WarmError(_failures_text(outcomes), outcomes)
     return outcomes
-
-
-def default_archs() -> list[Arch]:
-    """Return the archs to warm kernels for where none is given: JITKERN_ARCH, else the GPUs'."""
-    return list(dict.fromkeys(requested_archs() or gpu_archs()))
 
 
 def build_kernels(
@@ -163,35 +227,17 @@ def build_kernels(
 ) -> int:
     """Compile kernels into a cache at `out_dir`, for the wheel of kernels; return how many.
 
-    Whatever caches have is compiled again: what NVRTC of this environment makes goes into the
-    wheel, and nothing else. Needs neither a GPU nor a C++ compiler nor torch.
-
-    Parameters
-    ----------
-    out_dir
-        Becomes a cache for others to read.
-    wanted
-        Ops and sizes, each with some of the arguments of :func:`warm`: ``ops``,
-        ``element_sizes``, ``head_dims``.
-    archs, threads
-        As of :func:`warm`.
-
-    Raises
-    ------
-    CompileError
-        One does not compile.
-    ToolchainError
-        There is no NVRTC, or one that is too old for an arch.
-    ValueError, TypeError
-        An argument makes no sense.
+    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as :func:`warm`. Nothing
+    is taken from other caches: the wheel holds what this environment's NVRTC makes. Needs neither
+    a GPU nor a C++ compiler nor torch.
     """
     sized: list[tuple[str, int]] = []
     for one in wanted:
-        given = {size.name: one.get(f"{size.name}s", ()) for size in SIZES}
-        unknown = set(one) - {"ops", *(f"{name}s" for name in given)}
+        unknown = set(one) - {"ops", *(f"{size.name}s" for size in SIZES)}
         if unknown:
-            expected = ", ".join(["ops", *(f"{name}s" for name in given)])
+            expected = ", ".join(["ops", *(f"{size.name}s" for size in SIZES)])
             raise ValueError(f"build_kernels: wanted: {min(unknown)!r}, expected {expected}")
+        given = {size.name: one.get(f"{size.name}s", ()) for size in SIZES}
         sized += _sized_ops(one.get("ops"), given)
     cache = Cache(Path(out_dir), shared=True)
     jobs = itertools.product(_kernels(sized), _archs(archs))
@@ -209,7 +255,7 @@ def build_kernels(
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _listed(argument: str, value: Any) -> Sequence[Any]:
+def _listed(argument: str, value: Any) -> list[Any]:
     if isinstance(value, (str, PathLike, int, Arch)):
         raise TypeError(f"warm: {argument}: {value!r}, expected a list, such as [{value!r}]")
     if not isinstance(value, Iterable):
@@ -219,7 +265,7 @@ def _listed(argument: str, value: Any) -> Sequence[Any]:
 
 def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
     """Return the ops, by their stems, each with the sizes that it is compiled for."""
-    sizes = {size: _checked(size, given[size.name]) for size in SIZES}
+    sizes = {size: _checked_sizes(size, given[size.name]) for size in SIZES}
     stems, size_of = op_names(), op_sizes()
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in () if ops is None else names:
@@ -231,20 +277,18 @@ def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> li
     for size in SIZES:
         if sizes[size] and size not in {size_of[op] for op in names}:
             expected = ", ".join(op for op in stems if size_of[op] == size)
-            raise ValueError(
-                f"warm: {size.name}s: {given[size.name]!r}, expected an op of {expected}"
-            )
+            raise ValueError(f"warm: {size.name}s: {sizes[size]}, expected an op of {expected}")
     wanted = [(stems[op], size) for op in names for size in sizes[size_of[op]]]
     return list(dict.fromkeys(wanted))
 
 
-def _checked(size: Size, given: Sequence[int]) -> list[int]:
+def _checked_sizes(size: Size, given: Sequence[int]) -> list[int]:
     values = _listed(f"{size.name}s", given)
     for one in values:
         if type(one) is not int or not 1 <= one <= size.largest:
             expected = f"{size.meaning}, 1 to {size.largest}"
             raise ValueError(f"warm: {size.name}s: {one!r}, expected {expected}")
-    return list(values)
+    return values
 
 
 def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
@@ -274,15 +318,9 @@ def _recorded(files: Sequence[str | PathLike[str]], trust: bool) -> list[Recorde
 # -- jobs ------------------------------------------------------------------------------------------
 
 
-def host_module_job() -> Job:
-    """Return the job of the host module."""
-    return Job("host module", "", "", host.find_built, host.find, is_library=True)
-
-
-def op_jobs(wanted: Iterable[tuple[str, int]], archs: Iterable[Arch]) -> list[Job]:
-    """Return the jobs of ops and their sizes: each kernel for each arch, what they share once."""
-    for_archs = list(archs)
-    return [_kernel_job(kernel, arch) for kernel in _kernels(wanted) for arch in for_archs]
+def op_jobs(wanted: Iterable[tuple[str, int]], archs: Sequence[Arch]) -> list[Job]:
+    """Return the jobs of ops and their sizes: each kernel for each arch, shared kernels once."""
+    return [_kernel_job(kernel, arch) for kernel in _kernels(wanted) for arch in archs]
 
 
 def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
@@ -297,80 +335,123 @@ def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
 def recorded_jobs(
     recorded: Iterable[Recorded], folder: Path, archs: Sequence[Arch] = (), *, load: bool = False
 ) -> list[Job]:
-    """Return the jobs of a recorded run: what cannot be made of it is a job that fails.
+    """Return the jobs of a recorded run; a part of it that makes no sense is a job that fails.
 
-    Parameters
-    ----------
-    recorded
-        What :func:`jitkern.jit.replay.replay` has read.
-    folder
-        Receives their sources; it is needed until all jobs are done.
-    archs
-        What to compile for, instead of what each was recorded for.
-    load
-        Load the libraries too, which runs code in them; by default they are only built.
+    `folder` receives the sources, and is needed until all jobs are done.
     """
     jobs: dict[str, Job] = {}
     for one in recorded:
         name, *rest = one.used.args
         parameters = ", ".join(rest)
         is_kernel = bool(one.used.options.get("device_files"))
-        for_archs = archs if is_kernel or has_cuda(one.used) else ()
+        for_archs: Sequence[Arch | None] = archs if is_kernel or has_cuda(one.used) else (None,)
         try:
-            used = one.unpack(folder)
+            unpacked = one.unpack(folder)
+            used = checked(unpacked.function, unpacked.args, unpacked.options)
             kernel = load_device(used) if is_kernel else None
-            if (is_kernel or has_cuda(used)) and not for_archs:
-                for_archs = (Arch.parse(used.arch),)
-        except FAILURES as error:
+            for_archs = for_archs or (Arch.parse(one.used.arch),)
+        except _FAILURES as error:
             fail = partial(_fail, error)
             jobs[one.to_json(one.used.arch)] = Job(name, parameters, one.used.arch, fail, fail)
             continue
-        for arch in for_archs or (None,):
+        for arch in for_archs:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
             text = one.to_json("" if arch is None else str(arch))
-            if text in jobs:
-                continue
             if kernel is not None and arch is not None:
-                jobs[text] = _kernel_job(kernel, arch)
+                jobs.setdefault(text, _kernel_job(kernel, arch))
             else:
-                jobs[text] = _library_job(used, arch, parameters, load)
+                jobs.setdefault(text, _library_job(used, arch, load))
     return list(jobs.values())
 
 
 def _kernel_job(kernel: DeviceModule, arch: Arch) -> Job:
     find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
-    parameters = ", ".join(kernel.args)
-    return Job(kernel.op, parameters, str(arch), find, build, compiler=compiler_id)
+    return Job(kernel.op, ", ".join(kernel.args), str(arch), find, build, compiler=compiler_id)
 
 
-def _library_job(used: Specialisation, arch: Arch | None, parameters: str, load: bool) -> Job:
-    # Made when it is asked for: tvm-ffi is imported for its key.
-    def find() -> Lookup[Any] | None:
-        return native_library(used, arch, load=load).find()
-
-    def build() -> Lookup[Any]:
-        return native_library(used, arch, load=load).get()
-
-    text = "" if arch is None else str(arch)
-    return Job(used.args[0], parameters, text, find, build, is_library=True)
+def _library_job(used: Specialisation, arch: Arch | None, load: bool) -> Job:
+    name, *rest = used.args
+    return Job(
+        name,
+        ", ".join(rest),
+        "" if arch is None else str(arch),
+        # Made when it is asked for: tvm-ffi is imported for its key.
+        lambda: native_library(used, arch, load=load).find(),
+        lambda: native_library(used, arch, load=load).get(),
+        is_library=True,
+    )
 
 
 def _fail(error: Exception) -> Any:
     raise error
 
 
-# -- building --------------------------------------------------------------------------------------
+# -- looking and building --------------------------------------------------------------------------
 
 
-def _built(outcomes: Sequence[Outcome], threads: int, progress: Progress | None) -> list[Outcome]:
-    """Build what is missing; where nothing is, nothing is asked of the cache."""
+def default_threads() -> int:
+    """Return how many compiles to run at a time: this process's cores, as far as memory allows."""
+    cores = len(os.sched_getaffinity(0))
+    free = free_bytes()
+    return cores if free is None else max(1, min(cores, free // _COMPILE_BYTES))
+
+
+def look_all(jobs: Sequence[Job], threads: int) -> list[Outcome]:
+    """Look for `jobs` in the caches: their outcomes, in the order of the jobs."""
+    return _on_threads(jobs, lambda job: job.find(), threads)
+
+
+def build_missing(
+    looked: Sequence[Outcome], threads: int, advance: Callable[[Job], None] = lambda _: None
+) -> list[Outcome]:
+    """Build what is missing of `looked`, and return the outcomes of all, in the same order.
+
+    Libraries go one after the other, since ninja keeps all cores busy with each. Raises
+    ToolchainError, before anything is built, if a compiler is not installed.
+    """
+    jobs = [outcome.job for outcome in looked if outcome.source == "missing"]
+    for compiler in {job.compiler for job in jobs}:
+        if compiler is not None:
+            compiler()
+    libraries = [job for job in jobs if job.is_library]
+    kernels = [job for job in jobs if not job.is_library]
+    built = _on_threads(libraries, lambda job: job.build(), 1, advance)
+    built += _on_threads(kernels, lambda job: job.build(), threads, advance)
+    built_of = {id(outcome.job): outcome for outcome in built}
+    return [built_of.get(id(outcome.job), outcome) for outcome in looked]
+
+
+def _on_threads(
+    jobs: Sequence[Job],
+    run: Callable[[Job], Lookup[Any] | None],
+    threads: int,
+    advance: Callable[[Job], None] = lambda _: None,
+) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="jitkern-warm")
+    try:
+        pending = {pool.submit(run, job): i for i, job in enumerate(jobs)}
+        for future in as_completed(pending):
+            i = pending[future]
+            try:
+                outcomes[i] = Outcome(jobs[i], future.result())
+            except _FAILURES as error:
+                outcomes[i] = Outcome(jobs[i], None, error)
+            advance(jobs[i])
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [outcomes[i] for i in sorted(outcomes)]
+
+
+def _built(outcomes: list[Outcome], threads: int, progress: Progress | None) -> list[Outcome]:
+    """Build what is missing; if nothing is, the cache need not be writable."""
     missing = [outcome.job for outcome in outcomes if outcome.source == "missing"]
     if not missing:
-        return list(outcomes)
+        return outcomes
     by = forbidden_by()
     if by:
         raise FrozenError(
-            f"warm: {named(missing)}: missing, and {by}, which forbids to compile: warm without it"
+            f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
         )
     require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
     done = itertools.count(1)
@@ -382,10 +463,21 @@ def _built(outcomes: Sequence[Outcome], threads: int, progress: Progress | None)
     return build_missing(outcomes, threads, advance)
 
 
-def _copy(outcomes: Iterable[Outcome], directory: Path) -> None:
-    """Publish what there is in a cache at `directory`, but for what each installation has."""
-    cache = Cache(directory, shared=True)
+def _failures_text(outcomes: Sequence[Outcome]) -> str:
+    """Say what failed and why, equal reasons once; then the log of the first compiler."""
+    jobs_of: dict[str, list[Job]] = {}
+    log = ""
     for outcome in outcomes:
-        if outcome.lookup is not None and not outcome.is_everywhere:
-            # From memory: where they were found they may have been evicted since.
-            cache.copy(outcome.lookup.entry)
+        error = outcome.error
+        if error is not None:
+            reason = error.message if isinstance(error, CompileError) else str(error)
+            jobs_of.setdefault(" ".join(reason.split()), []).append(outcome.job)
+            log = log or (str(error) if isinstance(error, CompileError) else "")
+    lines = [f"{_named(jobs)}: {reason}" for reason, jobs in jobs_of.items()]
+    first = f"{sum(map(len, jobs_of.values()))} of {len(outcomes)} failed:"
+    text = f"{first} {lines[0]}" if len(lines) == 1 else "\n  ".join([first, *lines])
+    return f"{text}\n{log}".rstrip()
+
+
+def _named(jobs: Sequence[Job]) -> str:
+    return f"{jobs[0]}" + (f" and {len(jobs) - 1} more" if len(jobs) > 1 else "")

@@ -18,7 +18,7 @@ from jitkern.arch import SUPPORTED_ARCHS, Arch
 from jitkern.env import settings
 from jitkern.errors import FrozenError
 from jitkern.jit.loader import load_device
-from jitkern.jit.replay import replay
+from jitkern.jit.record import replay
 
 SLOTS, ROWS = 37, 19
 # K and V: MLA's with and without a common vector, heads of 192 and 128, one of a few bytes, and of

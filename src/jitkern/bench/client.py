@@ -154,7 +154,7 @@ class Worker:
 
 def _environment(caches: Path) -> dict[str, str]:
     environment = process_environment()
-    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG", "JITKERN_NVTX"):
+    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG"):
         environment.pop(variable, None)
     # The host module alone: what else this user's caches have would be found instead of compiled.
     found = host.find()

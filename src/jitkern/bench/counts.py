@@ -156,8 +156,8 @@ def identity(source: str) -> dict[str, str]:
     import torch
     import tvm_ffi
 
+    from jitkern import calibration
     from jitkern.compilers.identity import toolchain_id
-    from jitkern.host import tuning
 
     described: dict[str, Any] = {
         "counted by": source,
@@ -172,5 +172,5 @@ def identity(source: str) -> dict[str, str]:
         done = subprocess.run(["valgrind", "--version"], capture_output=True, text=True)
         described["valgrind"] = done.stdout.strip()
     else:
-        described["cpu"] = tuning.processor()
+        described["cpu"] = calibration.processor()
     return {name: str(value) for name, value in described.items()}

@@ -18,8 +18,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 import jitkern
+from jitkern import calibration
 from jitkern.bench.case import CaseError, Row
-from jitkern.host import tuning
 
 Payload = dict[str, Any]
 Goals = Callable[[Sequence[Row]], Sequence[dict[str, Any]]]
@@ -33,8 +33,8 @@ def machine(device: str) -> dict[str, Any]:
     """Describe the machine and what is installed, for the record."""
     described: dict[str, Any] = {
         "device": device,
-        "name": tuning.processor() if device == "cpu" else torch.cuda.get_device_name(),
-        "cpu": tuning.processor(),
+        "name": calibration.processor() if device == "cpu" else torch.cuda.get_device_name(),
+        "cpu": calibration.processor(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "cpu_threads_of_torch": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -47,7 +47,7 @@ def machine(device: str) -> dict[str, Any]:
             "l2_bytes": gpu.L2_cache_size,
             "memory_bytes": gpu.total_memory,
             "cuda_of_torch": torch.version.cuda,
-            "driver": tuning.kernel_driver() or "unknown",
+            "driver": calibration.kernel_driver() or "unknown",
         }
         if torch.cuda.device_count() > 1:
             described["gpus"] = torch.cuda.device_count()

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jitkern import hints
 from jitkern.cache.cleanup import opened, survey
 from jitkern.cache.entry import Entry, read_entry, read_meta
 from jitkern.cache.schema import META_MAX_BYTES, META_NAME, check_file, parse_meta
 from jitkern.cache.store import Cache, EntryInfo
 from jitkern.cache.strangers import written_by_others
 from jitkern.errors import CacheError
-from jitkern.files import is_safe_name, open_regular, read_regular
-from jitkern.writing import write_whole
+from jitkern.fs import is_safe_name, open_regular, read_regular, write_whole
 
 MAX_UNPACKED_BYTES = 1 << 30
 """What a bundle may unpack to, unless more is allowed; 384 kernels of jitkern's own have 6 MB."""
@@ -62,7 +60,8 @@ class Bundle:
         """Raise CacheError where others could have written the file."""
         reason = written_by_others(self.file, self.status)
         if reason:
-            raise CacheError(f"{self.file}: {reason}; {hints.trust(self.file)}")
+            command = f"jitkern cache import --trust {self.file}"
+            raise CacheError(f"{self.file}: {reason}; if you trust them, import it with: {command}")
 
 
 def export_bundle(
@@ -238,7 +237,8 @@ class _Bounded(io.RawIOBase):
         if self._left_bytes < 0:
             raise CacheError(
                 f"{self._file}: unpacks to more than {self._max_bytes} bytes "
-                f"(max_unpacked_bytes); {hints.larger_bundle(self._file)}"
+                "(max_unpacked_bytes); if that is right, import it with: "
+                f"jitkern cache import --max-bytes 4G {self._file}"
             )
         return count
 

@@ -18,8 +18,14 @@ from typing import NamedTuple
 
 from jitkern.cache.schema import META_MAX_BYTES, META_NAME, parse_meta
 from jitkern.errors import CacheError
-from jitkern.files import is_safe_name, open_itself, read_regular
-from jitkern.writing import is_abandoned, private_name, write_whole
+from jitkern.fs import (
+    is_abandoned,
+    is_safe_name,
+    open_itself,
+    private_name,
+    read_regular,
+    write_whole,
+)
 
 STAGING, LOCKS, FAILED = ".staging", ".locks", ".failed"
 
@@ -151,7 +157,7 @@ def tag(path: Path, mode: int | None = None) -> None:
     Parameters
     ----------
     mode
-        Of the tag, as for :func:`jitkern.writing.write_new`.
+        Of the tag, as for :func:`jitkern.fs.write_new`.
     """
     with opened(path) as base:
         if is_tagged(base) or strangers(base):

@@ -19,7 +19,7 @@ from jitkern.cache.schema import META_MAX_BYTES, META_NAME, check_file, parse_me
 from jitkern.cache.trust import require_trusted
 from jitkern.env import Trust
 from jitkern.errors import CacheError
-from jitkern.files import is_safe_name, open_itself, slug
+from jitkern.fs import is_safe_name, open_itself, slug
 
 # What `write` works out from key, variant and files; the rest of a meta is the builder's.
 _DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")

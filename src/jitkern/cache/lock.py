@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.cache.cleanup import opened
 from jitkern.cache.schema import is_time
 from jitkern.errors import CompileError
-from jitkern.files import parse_json, read_regular
-from jitkern.forks import PerProcess
-from jitkern.writing import make_folders, write_whole
+from jitkern.fs import ForkLocal, make_folders, parse_json, read_regular, write_whole
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -39,7 +37,7 @@ _FRESH_S = 10.0
 _MAX_HOLDER_BYTES = 4096
 _MAX_FAILURE_BYTES = 16 << 20  # nvcc's log of a failed template may have some MB
 
-_thread_locks: PerProcess[dict[str, threading.Lock]] = PerProcess(dict)
+_thread_locks: ForkLocal[dict[str, threading.Lock]] = ForkLocal(dict)
 
 
 @dataclass(frozen=True)

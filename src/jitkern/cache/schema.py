@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jitkern.errors import CacheError
-from jitkern.files import canonical_json, is_safe_name, parse_json, sha256
+from jitkern.fs import canonical_json, is_safe_name, parse_json, sha256
 
 SCHEMA = 1
 META_NAME = "meta.json"

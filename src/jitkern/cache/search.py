@@ -20,7 +20,7 @@ from jitkern.cache.stats import Source
 from jitkern.cache.trust import UntrustedError
 from jitkern.env import NOBODY, Settings, Trust, settings
 from jitkern.errors import CacheError
-from jitkern.forks import PerProcess
+from jitkern.fs import ForkLocal
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
@@ -192,7 +192,7 @@ class _PrivateCache:
     def get(self, reason: CacheError) -> Cache | None:
         # Imported here: seldom needed.
         from jitkern.cache.store import Cache
-        from jitkern.scratch import make_scratch_folder
+        from jitkern.fs import make_scratch_folder
 
         with self._guard:
             if self.cache is None:
@@ -219,4 +219,4 @@ def _remove(root: Path, owner_pid: int) -> None:
 
 
 # Anew in a forked child: the parent removes its directory when it ends, which may be before that.
-_private = PerProcess(_PrivateCache)
+_private = ForkLocal(_PrivateCache)

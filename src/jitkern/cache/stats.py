@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jitkern.env import settings
-from jitkern.forks import PerProcess
+from jitkern.fs import ForkLocal
 
 if TYPE_CHECKING:
     from jitkern.cache.tally import Stats
@@ -53,7 +53,7 @@ class LookupEvent(NamedTuple):
 
 Callback = Callable[[LookupEvent], object]
 
-_guard = PerProcess(threading.Lock)
+_guard = ForkLocal(threading.Lock)
 # Each in a list of its own, whose identity is that of the registration.
 _callbacks: tuple[list[Callback], ...] = ()
 # Of each attribute of Stats, how often and the milliseconds in all.

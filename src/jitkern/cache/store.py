@@ -21,7 +21,7 @@ from jitkern.cache.trust import UntrustedError
 from jitkern.cache.write import render_meta, write_entry
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
-from jitkern.writing import flush_directory, private_name, set_mode
+from jitkern.fs import flush_directory, private_name, set_mode
 
 if TYPE_CHECKING:
     from jitkern.cache.lock import FailureRecord, Wait

@@ -106,7 +106,7 @@ class Place:
         OSError
             It cannot be made.
         """
-        from jitkern.writing import make_folders  # a look-up makes none
+        from jitkern.fs import make_folders  # a look-up makes none
 
         self.check()  # nothing is made below a directory that is not ours
         make_folders(self.base / name, self.mode)

@@ -10,8 +10,7 @@ from typing import Any
 from jitkern.cache.entry import Key
 from jitkern.cache.schema import META_MAX_BYTES, META_NAME, SCHEMA
 from jitkern.errors import CacheError
-from jitkern.files import canonical_json, is_safe_name, sha256
-from jitkern.writing import flush_directory, write_new
+from jitkern.fs import canonical_json, flush_directory, is_safe_name, sha256, write_new
 
 
 def render_meta(

@@ -75,16 +75,9 @@ def _draw(found: Calibration, file: Path) -> None:
     import_module("matplotlib").use("Agg")
     pyplot = import_module("matplotlib.pyplot")
 
-    spans = ("as they come", "in order", "both ways", "scatter, in order", "scatter by the CPU")
-    counts = (
-        "by the CPU, of threads",
-        "both ways, of threads",
-        "scatter by the CPU, of threads",
-    )
-    blocks = (
-        *("blocks by SMs", "blocks by the engine"),
-        *("blocks to the host by SMs", "blocks to the host by the engine"),
-    )
+    spans = ("as they come", "in order", "scatter, in order", "scatter by the CPU")
+    counts = ("both ways, of threads", "scatter by the CPU, of threads")
+    blocks = tuple(name for name in found.curves if name.startswith("blocks"))
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     parts = (
         (spans, "GiB of pinned memory", "GB/s"),

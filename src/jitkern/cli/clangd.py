@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the file, unless there is one of somebody else."""
     from jitkern.compilers.find_cuda import find_cuda_home
     from jitkern.errors import ToolchainError
-    from jitkern.writing import write_whole
+    from jitkern.fs import write_whole
 
     if not args.directory.is_dir():
         raise ui.UsageError(f"clangd: {args.directory}: no directory, expected that of sources")

@@ -159,10 +159,10 @@ def _driver_arch(device: int) -> str:
 def _driver(gpus: int) -> Iterator[Check]:
     version = int(_host().driver_version())
     if version:
-        from jitkern.host import tuning
+        from jitkern import calibration
 
         supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
-        yield Check("driver", f"{tuning.kernel_driver() or 'version unknown'}, {supports}")
+        yield Check("driver", f"{calibration.kernel_driver() or 'version unknown'}, {supports}")
         if gpus:
             yield from _nvrtc_against_driver(version // 1000)
 
@@ -259,11 +259,11 @@ def _filled(cache: Cache) -> str:
 
 def _calibration() -> Check:
     """Whose figures "auto" decides by."""
-    from jitkern.host import tuning
+    from jitkern import calibration
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = tuning.find(str(_host().gpu_name(0)), int(_host().driver_version()))
+        found = calibration.find(str(_host().gpu_name(0)), int(_host().driver_version()))
     if found is not None:
         return Check("calibration", f"{found[0]}: of this machine")
     for warning in caught:

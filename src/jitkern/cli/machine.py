@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError
-from jitkern.free_memory import free_bytes
+from jitkern.fs import free_bytes
 
 State = Literal["ok", "note", "broken"]
 
@@ -34,11 +34,12 @@ class Check:
 
 def system() -> Check:
     """Return the operating system and the cores that this process may use."""
-    from jitkern.host import tuning
+    from jitkern import calibration
 
     cores = len(os.sched_getaffinity(0))
     libc = " ".join(platform.libc_ver())
-    found = f"{platform.system()} {platform.release()}, {libc}, {tuning.processor()}, {cores} cores"
+    cpu = calibration.processor()
+    found = f"{platform.system()} {platform.release()}, {libc}, {cpu}, {cores} cores"
     return Check("system", found)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jitkern.env import parse_bytes
 from jitkern.errors import UnsupportedError
-from jitkern.scratch import require_writable as require_writable
+from jitkern.fs import require_writable as require_writable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.cli import ui
 from jitkern.errors import JitkernError, WarmError
-from jitkern.ops._ops import OPS, SIZES, op_names, op_sizes
+from jitkern.ops._ops import OPS, SIZES, op_names
 
 if TYPE_CHECKING:
-    from jitkern.arch import Arch
-    from jitkern.jobs import Job, Outcome
+    from jitkern.warming import Job, Outcome
 
 SUMMARY = "compile kernels before they are needed, with or without a GPU"
 DESCRIPTION = """\
@@ -32,8 +31,6 @@ jitkern warm --replay run.jsonl --arch 9.0
 jitkern warm --replay run.jsonl --check
 """
 JSON_VERSION = 1
-
-_OF_A_RECORD = "warm: files: "  # what warm() calls it
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -104,16 +101,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 
+# The option of each argument of warm() that is checked there.
+_OPTIONS = {"ops": "--op", "archs": "--arch", "files": "--replay", "out": "--out"}
+_OPTIONS |= {f"{size.name}s": size.option for size in SIZES}
+
 
 def run(args: argparse.Namespace) -> int:
     """Have all that is asked for, and print what became of it."""
+    from jitkern.arch import requested_archs
     from jitkern.cache.search import user_cache
-    from jitkern.jobs import default_threads
-    from jitkern.warming import warm
+    from jitkern.warming import default_threads, warm
 
     start = time.perf_counter()
-    _check_options(args)
-    archs = _archs(args)
+    sizes = {f"{size.name}s": getattr(args, size.name) or () for size in SIZES}
+    for option in ("trust", "load"):
+        if getattr(args, option) and not args.replay:
+            raise ui.UsageError(f"warm: --{option}: expected along with --replay FILE")
+    if args.arch and not (args.replay or any(sizes.values())):
+        options = ", ".join(size.option for size in SIZES)
+        raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
     threads = args.jobs or default_threads()
     failure: WarmError | None = None
     with ui.progress() as tell:
@@ -122,9 +128,11 @@ def run(args: argparse.Namespace) -> int:
             tell(str(job), done, steps)
 
         try:
+            if any(sizes.values()) and not args.arch and not requested_archs():
+                ui.require_torch()  # which is asked for the GPUs
             outcomes: Sequence[Outcome] = warm(
                 args.op,
-                archs=archs,
+                archs=args.arch or None,
                 files=args.replay or (),
                 check=args.check,
                 trust=args.trust,
@@ -132,16 +140,12 @@ def run(args: argparse.Namespace) -> int:
                 out=args.out,
                 threads=threads,
                 progress=progress,
-                **_sizes(args),
+                **sizes,
             )
         except WarmError as error:
             outcomes, failure = error.outcomes, error
         except (ValueError, OSError) as error:
-            # Of a record. Any other ValueError is a bug: all else has been looked at.
-            reason = str(error.strerror if isinstance(error, OSError) else error)
-            if not reason.startswith(_OF_A_RECORD):
-                raise
-            raise JitkernError(f"--replay: {reason.removeprefix(_OF_A_RECORD)}") from error
+            raise _of_options(error) from error
 
     took_s = time.perf_counter() - start
     if args.json:
@@ -164,52 +168,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    for option in ("trust", "load"):
-        if getattr(args, option) and not args.replay:
-            raise ui.UsageError(f"warm: --{option}: expected along with --replay FILE")
-    for op in args.op or ():
-        if op not in _NAMES:
-            raise ui.UsageError(f"warm: --op: {op!r}, expected one of {', '.join(_NAMES)}")
-    sizes = op_sizes()
-    for op in args.op or ():
-        if not getattr(args, sizes[op].name):
-            one = f"{sizes[op].option} {sizes[op].unit}"
-            raise ui.UsageError(f"warm: --op: {op!r}, expected along with {one}")
+def _of_options(error: ValueError | OSError) -> Exception:
+    """Return an error that names the option instead of warm()'s argument; any other is a bug."""
+    text = str(error.strerror if isinstance(error, OSError) else error)
+    argument, _, reason = text.removeprefix("warm: ").partition(": ")
+    if argument == "JITKERN_ARCH":
+        return ui.UsageError(text)
+    if not text.startswith("warm: ") or argument not in _OPTIONS:
+        return error
     for size in SIZES:
-        if args.op and getattr(args, size.name) and size not in {sizes[op] for op in args.op}:
-            ops = ", ".join(op for op in _NAMES if sizes[op] == size)
-            raise ui.UsageError(f"warm: {size.option}: expected along with an --op of {ops}")
-    if args.arch and not (args.replay or any(_sizes(args).values())):
-        options = ", ".join(size.option for size in SIZES)
-        raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
-    if args.check and args.out:
-        raise ui.UsageError("warm: --out: expected without --check, which writes nothing")
-
-
-def _sizes(args: argparse.Namespace) -> dict[str, Any]:
-    return {f"{size.name}s": getattr(args, size.name) or () for size in SIZES}
-
-
-def _archs(args: argparse.Namespace) -> list[Arch] | None:
-    """The archs for ops; where none is given, a record has its own."""
-    from jitkern.arch import requested_archs
-    from jitkern.warming import default_archs
-
-    if args.arch or not any(_sizes(args).values()):
-        return args.arch or None
-    try:
-        if not requested_archs():
-            ui.require_torch()  # which is asked for the GPUs
-        archs = default_archs()
-    except ValueError as error:
-        raise ui.UsageError(str(error)) from None
-    if not archs:
-        raise ui.UsageError(
-            "warm: no --arch is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
-            "expected one of them, such as --arch 9.0"
-        )
-    return None
+        reason = reason.replace(f"{size.name}s", size.option)
+    reason = reason.replace("archs=['9.0']", "--arch 9.0")
+    if argument == "files":
+        return JitkernError(f"--replay: {reason}")
+    return ui.UsageError(f"warm: {_OPTIONS[argument]}: {reason}")
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:

@@ -16,11 +16,10 @@ from jitkern.comm.args import MAX_TIMEOUT_S, deadline_arg, device_arg, rows_arg
 from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
 from jitkern.comm.rendezvous import Rendezvous, call_with_timeout
 from jitkern.env import settings
-from jitkern.errors import CommError
-from jitkern.forks import PerProcess
+from jitkern.errors import CommError, name_unreadable
+from jitkern.fs import ForkLocal
 from jitkern.host import module as host
 from jitkern.ops import dispatch
-from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -569,8 +568,8 @@ class _Watch:
             one = None  # type: ignore[assignment]
 
 
-_watch = PerProcess(_Watch)
-_open_ones: PerProcess[weakref.WeakSet[PyNCCLCommunicator]] = PerProcess(weakref.WeakSet)
+_watch = ForkLocal(_Watch)
+_open_ones: ForkLocal[weakref.WeakSet[PyNCCLCommunicator]] = ForkLocal(weakref.WeakSet)
 
 
 @atexit.register

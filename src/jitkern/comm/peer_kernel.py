@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from jitkern import hints
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.device import DeviceModule, load_own, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def kernel(dtype: int, ranks: int, access_bytes: int, way: int, several: int) ->
         device_files=["comm/peer_reduce.cu"],
         device_wrappers=[(name, f"jitkern::PeerReduce<{args}>")],
     )
-    module.hint = hints.replay  # no `jitkern warm` names it: it is no op of one device
+    module.hint = record_hint  # no `jitkern warm` names it: it is no op of one device
     return module.launched_with(CONFIG, in_flight=in_flight)
 
 

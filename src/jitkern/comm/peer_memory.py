@@ -12,7 +12,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitkern import memfd
+from jitkern import fs
 from jitkern.comm.args import device_arg, seconds_arg
 from jitkern.comm.descriptors import Descriptors, hand_over
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous
@@ -429,7 +429,7 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Range:
             if ordinal >= 0:
                 fds[met.rank] = int(made.create(met.rank, ordinal, True))
             else:
-                fds[met.rank] = memfd.make_memory("PeerMemory", "jitkern-peers", share_bytes)
+                fds[met.rank] = fs.make_memory("PeerMemory", "jitkern-peers", share_bytes)
                 made.map(met.rank, fds[met.rank])
             return made
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jitkern.comm import peer_kernel
 from jitkern.comm.args import deadline_arg, device_arg
-from jitkern.errors import CommError, CommTimeoutError
+from jitkern.errors import CommError, CommTimeoutError, name_unreadable
 from jitkern.host import module as host
 from jitkern.host.faults import is_of_earlier_call
 from jitkern.ops import dispatch
-from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     import torch

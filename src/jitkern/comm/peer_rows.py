@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jitkern import hints
 from jitkern.comm.peer_comm import PeerCommunicator
 from jitkern.comm.peer_reduce import PeerReducer, traced_error
+from jitkern.errors import name_unreadable
 from jitkern.host import module as host
 from jitkern.host.faults import is_of_earlier_call
-from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.ops import dispatch
 from jitkern.ops.common import type_text
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
 from jitkern.ops.pairs import load_sort, pair_kernels
-from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +32,7 @@ def _copy_kernel(
     copy, in_flight = _IN_FLIGHT[op]
     spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
     module = pair_kernels(op, copy, in_flight, spec, path=("comm", "peer_copy.cu"))
-    module.hint = hints.replay  # no `jitkern warm` names it: it is no op of one device
+    module.hint = record_hint  # no `jitkern warm` names it: it is no op of one device
     return module
 
 
@@ -57,7 +56,7 @@ def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
     side, what = ("kHostTarget", "targets") if host_target else ("kHostSource", "sources")
     spec, sides = (index_bytes, host_target), f", jitkern::{side}"
     module = load_sort("peer_lists", "PeerPairs", f"peer_{what}", spec, sides, folder="comm")
-    module.hint = hints.replay
+    module.hint = record_hint
     return module
 
 

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import jitkern
 from jitkern.comm.args import seconds_arg
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
-from jitkern.files import canonical_json, parse_json
-from jitkern.forks import PerProcess
+from jitkern.fs import ForkLocal, canonical_json, parse_json
 from jitkern.ops.common import type_text
 
 if TYPE_CHECKING:
@@ -620,7 +619,7 @@ class _Answers:
                     return
 
 
-_answers = PerProcess(_Answers)
+_answers = ForkLocal(_Answers)
 
 
 def _where(found: Mapping[str, Any], is_behind: bool, is_counted: bool) -> str:

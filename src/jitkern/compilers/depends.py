@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jitkern.files import read_regular, sha256
+from jitkern.fs import read_regular, sha256
 
 Manifest = dict[str, Any]
 

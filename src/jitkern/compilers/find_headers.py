@@ -19,7 +19,7 @@ from pathlib import Path
 from jitkern.compilers.find_nvrtc import SYSTEM_CUDA, Nvrtc, site_directories
 from jitkern.compilers.for_nvrtc import STANDINS
 from jitkern.env import settings
-from jitkern.files import digest
+from jitkern.fs import digest
 
 FIRST_BUNDLED = (13, 3)
 """The NVRTC that brings headers, and knows ``--use-bundled-headers``."""

@@ -10,7 +10,7 @@ from jitkern.compilers.depends import HeaderDirectories
 from jitkern.compilers.find import cxx_command, find_cxx, is_program, probe
 from jitkern.compilers.find_cuda import find_cuda_home, find_nvcc
 from jitkern.errors import ToolchainError
-from jitkern.files import slug
+from jitkern.fs import slug
 
 _COMPILER_WORDS = ("gcc", "g++", "c++", "clang", "nvcc")
 

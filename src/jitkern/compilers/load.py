@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitkern.errors import CompileError
-from jitkern.files import open_itself
-from jitkern.forks import PerProcess
+from jitkern.fs import ForkLocal, open_itself
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -25,7 +24,7 @@ _PROC = "/proc"
 
 _paths: dict[tuple[int, int], str] = {}  # device and inode -> path of our descriptor
 _given: set[str] = set()
-_guard = PerProcess(threading.Lock)
+_guard = ForkLocal(threading.Lock)
 
 
 @lru_cache(maxsize=1)
@@ -153,7 +152,7 @@ def _holds(descriptor: int, data: bytes) -> bool:
 
 def _in_memory(shown: str, data: bytes) -> int:
     """Return the descriptor of a file that has no name; OSError where the system has none."""
-    from jitkern.memfd import memory_file  # seldom needed
+    from jitkern.fs import memory_file  # seldom needed
 
     descriptor = memory_file(shown)
     with open(descriptor, "wb", closefd=False) as file:

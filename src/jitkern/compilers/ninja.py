@@ -21,7 +21,7 @@ from jitkern.compilers.find import find_ninja
 from jitkern.compilers.progress import Progress, shown
 from jitkern.env import process_environment
 from jitkern.errors import CompileError, JitkernError, ToolchainError
-from jitkern.writing import write_whole
+from jitkern.fs import write_whole
 
 _INTERRUPTED = "ninja: build stopped: interrupted by user."
 # Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The

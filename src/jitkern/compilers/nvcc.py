@@ -17,7 +17,7 @@ from jitkern.compilers.ninja import Step, run_ninja
 from jitkern.compilers.nvrtc import Image
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
 from jitkern.errors import CompileError
-from jitkern.scratch import scratch_folder
+from jitkern.fs import scratch_folder
 
 if TYPE_CHECKING:
     from jitkern.compilers.find_headers import CudaHeaders

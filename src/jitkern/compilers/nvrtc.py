@@ -26,8 +26,7 @@ from jitkern.compilers.find_nvrtc import NVRTC_HINT, Nvrtc, find_nvrtc
 from jitkern.compilers.for_nvrtc import STANDINS, nvrtc_options, words
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
-from jitkern.forks import PerProcess
-from jitkern.scratch import make_scratch_folder
+from jitkern.fs import ForkLocal, make_scratch_folder
 
 if TYPE_CHECKING:
     from jitkern.compilers.find_headers import CudaHeaders
@@ -190,7 +189,7 @@ def _is_own(folder: Path) -> bool:
         return False
 
 
-_unpacked = PerProcess(_Unpacked)
+_unpacked = ForkLocal(_Unpacked)
 
 
 def _remove(folder: Path, pid: int) -> None:
@@ -225,7 +224,7 @@ class _ForkGate:
         self.inside = 0
 
 
-_gate = PerProcess(_ForkGate)
+_gate = ForkLocal(_ForkGate)
 
 
 def _before_fork() -> None:

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jitkern.forks import PerProcess
+from jitkern.fs import ForkLocal
 
 _log = logging.getLogger("jitkern")
 
 _FIRST_S = 1.0  # before that nobody wonders
 _EVERY_S = 0.1
 
-_line = PerProcess(threading.Lock)  # held by the build that has the line
+_line = ForkLocal(threading.Lock)  # held by the build that has the line
 _quiet = 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jitkern.files import digest
+from jitkern.fs import digest
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 """The package's C++ and CUDA sources."""

@@ -16,9 +16,7 @@ from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import include_closure, include_dirs
 from jitkern.env import compiler_environment, settings
 from jitkern.errors import CacheError, ToolchainError
-from jitkern.files import digest
-from jitkern.scratch import scratch_folder
-from jitkern.writing import write_whole
+from jitkern.fs import digest, scratch_folder, write_whole
 
 _log = logging.getLogger("jitkern")
 

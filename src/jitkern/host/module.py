@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from jitkern import hints
 from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key
@@ -24,9 +23,8 @@ from jitkern.cache.search import folders
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
-from jitkern.errors import JitkernError, UnsupportedError
-from jitkern.files import digest, sha256
-from jitkern.forks import PerProcess
+from jitkern.errors import JitkernError
+from jitkern.fs import ForkLocal, digest, sha256
 from jitkern.host.torch_state import torch_state
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ class Kernels(Protocol):
 
 Builder = Callable[..., Kernels]
 
-_guard = PerProcess(threading.RLock)
+_guard = ForkLocal(threading.RLock)
 _found: Lookup[Module] | None = None
 _builders: dict[str, Builder] = {}
 
@@ -112,7 +110,8 @@ def op(name: str, builder: Builder | None = None) -> Callable[..., Any]:
     if builder is not None:
         _builders[name] = builder
     module()["set_torch_state"](*torch_state())
-    return _ranged(module()[name], lambda _: name)
+    function: Callable[..., Any] = module()[name]
+    return function
 
 
 def builds(name: str, builder: Builder) -> None:
@@ -124,7 +123,8 @@ def builds(name: str, builder: Builder) -> None:
 def op_now(name: str, builder: Builder) -> Callable[..., Any]:
     """As :func:`op`, but the function runs whatever PyTorch does: for PyTorch's own calls."""
     _builders[name] = builder
-    return _ranged(module()[f"{name}_now"], lambda _: name)
+    function: Callable[..., Any] = module()[f"{name}_now"]
+    return function
 
 
 def launcher(
@@ -145,7 +145,7 @@ def launcher(
         Of each kernel its name, whether C++ does the same on the CPU, and its declared parameters;
         none for kernels of which nothing is declared.
     facts
-        Returns what the image says of its kernels: :func:`jitkern.jit.cubin.kernel_facts`.
+        Returns what the image says of its kernels: :func:`jitkern.jit.image.kernel_facts`.
     """
 
     @_through_cpp()
@@ -153,35 +153,8 @@ def launcher(
         code = image(Arch(*divmod(arch, 10)))
         return code, tuple(exports), tuple(facts(code, exports))
 
-    made = module()["make_launch"](resolve, signatures)
-    return _ranged(made, lambda args: exports[args[0]])
-
-
-def _ranged(
-    function: Callable[..., Any], name_of: Callable[[tuple[Any, ...]], str]
-) -> Callable[..., Any]:
-    """Return `function` itself; under JITKERN_NVTX=1 each of its calls is a range in profilers."""
-    if not settings().nvtx:
-        return function
-    import torch
-
-    nvtx: Any = torch.cuda.nvtx
-    try:
-        nvtx.range_push("jitkern")
-        nvtx.range_pop()
-    except RuntimeError as error:
-        raise UnsupportedError(
-            "JITKERN_NVTX: this torch has no NVTX; install a CUDA build of torch, or unset it"
-        ) from error
-
-    def ranged(*args: Any) -> Any:
-        nvtx.range_push(f"jitkern.{name_of(args)}")
-        try:
-            return function(*args)
-        finally:
-            nvtx.range_pop()
-
-    return ranged
+    launch: Callable[..., Any] = module()["make_launch"](resolve, signatures)
+    return launch
 
 
 def build_host_module(out_dir: Path) -> Entry:
@@ -246,7 +219,7 @@ class _HostModule(Buildable["Module"]):
         return announce_and_build(self.key, self._csrc)
 
     def hint(self) -> str:
-        return hints.warm_host_module()
+        return "build it beforehand with: jitkern warm"
 
 
 def _sources(csrc: str) -> dict[str, str]:
@@ -295,7 +268,7 @@ def _measured(gpu: str, cuda_version: int) -> Mapping[str, int]:
     """Return what `jitkern calibrate` has found on this machine. Called once for each GPU."""
     if not any(map(_has_figures, folders())):
         return {}  # nearly always, and 1 ms less than to import what reads them
-    from jitkern.host.tuning import measured_figures
+    from jitkern.calibration import measured_figures
 
     return measured_figures(str(gpu), int(cuda_version))
 

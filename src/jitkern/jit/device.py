@@ -1,15 +1,14 @@
-"""The device route: a rendered translation unit, compiled for an arch when its image is wanted."""
+"""Kernels of one translation unit: compiled per arch when first needed, and launched."""
 
 from __future__ import annotations
 
-import time
+import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitkern import hints
 from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
@@ -17,32 +16,26 @@ from jitkern.cache.get import Lookup, find, get_or_build
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
-from jitkern.files import digest, sha256, slug
-from jitkern.jit.image import DeviceImage
-from jitkern.jit.launch import ON_CPU, PLAIN, TORCH, device_and_stream, for_cpu, readable
-from jitkern.jit.render import Wrapper, render
-from jitkern.jit.specialisation import Specialisation
+from jitkern.errors import UnsupportedError
+from jitkern.fs import digest, sha256, slug
+from jitkern.jit import image as images
+from jitkern.jit.params import Param, checks
+from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
     from jitkern.compilers.find_headers import CudaHeaders
-    from jitkern.jit.params import Param
 
-# Raised when the same text has to be compiled anew: how entry points and parameters are rendered.
 DEVICE_ABI = 1
+"""Part of each key: raised when the same sources have to be compiled anew."""
+
+Wrapper = tuple[str, str]
+"""Name and template class of a kernel."""
 
 
 class CpuForm(NamedTuple):
-    """C++ that does on the CPU what kernels of a module do.
-
-    Attributes
-    ----------
-    names
-        The kernels that it has a function for.
-    load
-        Returns the loaded C++ module, at the first call on CPU tensors.
-    """
+    """C++ functions that do on the CPU what the kernels in `names` do; `load` loads them."""
 
     names: frozenset[str] = frozenset()
     load: Callable[[], Any] = dict
@@ -50,32 +43,44 @@ class CpuForm(NamedTuple):
 
 NO_CPU_FORM = CpuForm()
 
+# -- what messages advise --------------------------------------------------------------------------
+
+
+def record_hint(arch: object = "") -> str:
+    """Say how what a run has used is built before the next run needs it."""
+    choice = f" --arch {arch}" if arch else ""
+    return (
+        "record a run with JITKERN_RECORD=FILE and build it beforehand with: "
+        f"jitkern warm --replay FILE{choice}"
+    )
+
+
+def warm_hint(op: str, size: str, arch: object, *, sized_by: str = "element_size") -> str:
+    """Say how the kernels of an op are built before they are needed."""
+    option = sized_by.replace("_", "-")
+    return f"build it beforehand with: jitkern warm --op {op} --{option} {size} --arch {arch}"
+
+
+def rows_hint(arch: object) -> str:
+    """Say how kernels that ops share are built beforehand: with rows of any size."""
+    return f"build it beforehand with: jitkern warm --element-size 16 --arch {arch}"
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
 
 class DeviceModule:
     """Kernels of one translation unit, compiled for each arch that is asked for.
 
     Made by :func:`jitkern.load_jit` with ``device_files``. Nothing is compiled before an image is
-    asked for. Safe to share between threads.
-
-    Parameters
-    ----------
-    used
-        What load_jit was given.
-    files
-        Its device sources, absolute.
-    wrappers
-        (name, class) of each kernel.
-    hint
-        Says for an arch what would have built the kernel beforehand; FrozenError ends with it.
-    params
-        The members of ``Params``, by the kernel's name; none where they are not known.
-    cpu
-        What runs on tensors on the CPU.
+    needed. Threads may share it.
 
     Attributes
     ----------
     name
         The kernel's name and template arguments, e.g. ``store_656_128_8_true_16_4_2``.
+    hint
+        Says for an arch how to build the kernel beforehand; FrozenError ends with it.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class DeviceModule:
         used: Specialisation,
         files: Sequence[Path],
         wrappers: Sequence[Wrapper],
-        hint: Callable[[Arch], str] = hints.replay,
+        hint: Callable[[Arch], str] = record_hint,
         *,
         params: Mapping[str, tuple[Param, ...]] = MappingProxyType({}),
         cpu: CpuForm = NO_CPU_FORM,
@@ -93,6 +98,7 @@ class DeviceModule:
         self.args: tuple[str, ...] = tuple(used.args[1:])
         self.name: str = slug("_".join(used.args))
         self.wrappers: tuple[Wrapper, ...] = tuple(wrappers)
+        self.exports: tuple[str, ...] = tuple(export for export, _ in self.wrappers)
         self.files: tuple[Path, ...] = tuple(files)
         self.hint = hint
         self.options: tuple[str, ...] = tuple(used.options.get("extra_cuda_cflags", ()))
@@ -102,12 +108,12 @@ class DeviceModule:
             render([_include_name(file) for file in files], wrappers, params),
             include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
         )
-        self._images: dict[Arch, Lookup[bytes]] = {}
         self._numbers = {export: number for number, export in enumerate(self.exports)}
-        self._made: dict[str, Callable[..., Any]] = {}
+        self._images: dict[Arch, Lookup[bytes]] = {}
+        self._launchers: dict[str, Callable[..., Any]] = {}
         self._params = params
         self._cpu = cpu
-        self.launch_config: tuple[int, ...] = ()  # what launched_with was told
+        self.launch_config: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"DeviceModule({self.op!r}, {', '.join(self.args)})"
@@ -115,92 +121,55 @@ class DeviceModule:
     def image(self, arch: Arch) -> bytes:
         """Return the code for `arch`, from memory, cache or compiler.
 
-        Parameters
-        ----------
-        arch
-            The GPU's architecture.
-
-        Returns
-        -------
-        bytes
-            A cubin, or PTX where the compiler is older than the architecture.
-
-        Raises
-        ------
-        CompileError
-            It does not compile.
-        FrozenError
-            It is missing and jitkern is frozen.
-        ToolchainError
-            It is missing and there is no compiler.
-        TypeError
-            `arch` is no Arch.
+        It is a cubin; PTX if the compiler is older than the architecture. Raises CompileError if it
+        does not compile, FrozenError if it is missing and jitkern is frozen, ToolchainError if it
+        is missing and there is no compiler.
         """
         if not isinstance(arch, Arch):
             raise TypeError(f"image: arch: {arch!r}, expected an Arch, such as Arch.parse('9.0')")
         return self.lookup(arch).loaded
 
     def lookup(self, arch: Arch) -> Lookup[bytes]:
-        """Find the code for `arch` and tell where it came from. Raises as :meth:`image`."""
-        return self._memo(arch) or self._kept(arch, get_or_build(DeviceImage(self, arch)))
+        """Find the code for `arch`, or build it, and tell where it came from."""
+        return self._memo(arch) or self._kept(arch, get_or_build(images.DeviceImage(self, arch)))
 
     def find(self, arch: Arch) -> Lookup[bytes] | None:
-        """As :meth:`lookup`, but None where it would have to be compiled."""
+        """As :meth:`lookup`, but None if it would have to be compiled."""
         found = self._memo(arch)
         if found is None:
-            found = find(DeviceImage(self, arch))
+            found = find(images.DeviceImage(self, arch))
             if found is not None:
                 self._kept(arch, found)
         return found
 
     def build_into(self, cache: Cache, arch: Arch) -> Entry:
-        """Compile for `arch` and publish that in `cache`, whatever others have.
-
-        Raises as :meth:`image`.
-        """
-        image = DeviceImage(self, arch)
+        """Compile for `arch` and publish that in `cache`, even if other caches have it."""
+        image = images.DeviceImage(self, arch)
         built = image.build()
         return cache.publish(image.key, built.variant, built.files, built.notes)
 
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
-        start = time.perf_counter()
         found = self._images.get(arch)
         if found is None:
             return None
-        ms = (time.perf_counter() - start) * 1e3
-        stats.count("memo", ms)
-        return Lookup("memo", ms, found.entry, found.loaded)
+        stats.count("memo", 0.0)
+        return Lookup("memo", 0.0, found.entry, found.loaded)
 
     def _kept(self, arch: Arch, found: Lookup[bytes]) -> Lookup[bytes]:
         self._images[arch] = found
         file = settings().record
         if file is not None:
-            from jitkern.jit.record import record
-
             files = self.closure.files
             texts = dict(zip(map(str, files), self.closure.texts, strict=True))
             record(self._used._replace(arch=str(arch)), files, file, texts)
         return found
 
-    @property
-    def exports(self) -> tuple[str, ...]:
-        """The kernels' names."""
-        return tuple(export for export, _ in self.wrappers)
-
     def launched_with(
         self, *configs: KernelConfig, in_flight: int, splits: int = 1
     ) -> DeviceModule:
-        """Say how C++ launches these kernels; return the module itself.
+        """Tell C++ how these kernels, which are jitkern's own, are launched; return the module.
 
-        This is for kernels of jitkern's own, in their ``kernel(...)``: what they are compiled for
-        goes to C++ with their code, so that it is said once.
-
-        Parameters
-        ----------
-        configs
-            Of each kernel, in the order of ``device_wrappers``.
-        in_flight, splits
-            Vectors that a lane has in flight, and how many parts a row is cut into at least.
+        Each has a config. A lane has `in_flight` vectors in flight, and a row `splits` parts.
         """
         if len(configs) != len(self.wrappers):
             raise ValueError(f"launched_with: {len(configs)} configs, expected {self.exports}")
@@ -221,34 +190,33 @@ class DeviceModule:
     ) -> None:
         """Launch a kernel on the current torch stream; returns at once.
 
-        Where all tensors are on the CPU, the C++ of the kernel's name that ``load_jit`` was given
-        is called with the same arguments; grid, block and the like are only checked.
-
-        Loads the code at the first call on a device, once for all kernels of the module: they share
-        its ``__device__`` variables. This works while a stream is being captured, too.
+        If all tensors are on the CPU, the C++ function of the kernel's name is called with the same
+        arguments; grid, block and the like are only checked. The first call on a device loads the
+        code, once for all kernels of the module: they share its ``__device__`` variables. That
+        works while a stream is being captured, too.
 
         Parameters
         ----------
         export
             The kernel's name in ``device_wrappers``.
         *args
-            Members of the kernel's ``Params``, in order. Where these are known (see
-            :func:`jitkern.load_jit`), a number becomes what its member is, and a tensor is
-            contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
-            bool ``bool``, and only the bytes of all are checked. A ctypes value is what it says. An
-            object with ``__dlpack__``, ``data_ptr()`` or ``__cuda_array_interface__`` is its
-            pointer, as a tensor is.
+            Members of the kernel's ``Params``, in order. If these are known (see
+            :func:`jitkern.load_jit`), a number is converted to its member's type, and a tensor must
+            be contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
+            bool ``bool``, and only the bytes of all are checked. A ctypes value keeps its type. An
+            object with ``__dlpack__``, ``data_ptr()`` or ``__cuda_array_interface__`` is passed as
+            its pointer, as a tensor is.
         grid, block
-            Numbers of blocks and threads, one to three of them. A kernel whose class has
-            ``kNumThreads`` is launched with so many threads: by default, and in one to three
-            dimensions. Without it `block` may be anything, and has to be given.
+            Numbers of blocks and threads, in one to three dimensions. A kernel whose class has
+            ``kNumThreads`` is launched with that many threads, also by default. Without it `block`
+            is required.
         shared_bytes
-            Dynamic shared memory of a block, bytes, up to what the GPU can give one (227 KiB on an
-            H200).
+            Dynamic shared memory of a block, bytes, up to the GPU's limit (227 KiB on an H200).
         use_pdl
             Let the kernel start while the one before it drains (programmatic dependent launch, from
-            compute capability 9.0 on; elsewhere without effect). It must wait by itself before it
-            touches what earlier kernels write: ``wait_for_earlier_kernels`` of ``jitkern/pdl.cuh``.
+            compute capability 9.0 on; elsewhere without effect). It must call
+            ``wait_for_earlier_kernels`` of ``jitkern/pdl.cuh`` before it touches what earlier
+            kernels write.
         cluster
             Blocks of a thread block cluster, one to three sizes that divide the grid's.
         cooperative
@@ -257,9 +225,8 @@ class DeviceModule:
         Raises
         ------
         ValueError, TypeError
-            An unknown kernel, an argument that is not its member's, arguments of other bytes
-            than the kernel's ``Params``, memory that is not on one GPU and not mapped for it, sizes
-            that no GPU has.
+            An unknown kernel, an argument that does not fit its member, arguments of other bytes
+            than the kernel's ``Params``, memory that this GPU cannot reach, sizes that no GPU has.
         UnsupportedError
             There is no GPU.
         CompileError, ToolchainError
@@ -273,36 +240,31 @@ class DeviceModule:
         if number is None:
             known = ", ".join(self.exports)
             raise ValueError(f"launch: export: {export!r}, expected one of {known}")
-        launch = self._made.get("launch") or self._make_launch()
+        launch = self._launchers.get("") or self._make_launcher()
         kinds = set(map(type, args))
         members = args
-        if not PLAIN.issuperset(kinds):
-            members = tuple(readable(export, self._params.get(export, ()), args))
+        if not _PLAIN.issuperset(kinds):
+            members = tuple(_readable(export, self._params.get(export, ()), args))
         how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
         # A tensor of torch tells its stream on the way to C++; to ask torch for it takes 5 us.
-        is_told = not TORCH.isdisjoint(kinds)
+        is_told = not _TENSORS.isdisjoint(kinds)
         try:
             wanted = launch(*how, -1, is_told, *members)
         except RuntimeError as error:
-            from jitkern.unreadable import name_unreadable
+            from jitkern.errors import name_unreadable
 
-            params = self._params.get(export, ())
-            names = [
-                *(param.name for param in params),
-                *(f"args[{i}]" for i in range(len(params), len(args))),
-            ]
-            named = dict(zip(names[: len(args)], args, strict=True))
-            name_unreadable(error, export, **named)
+            known_names = [param.name for param in self._params.get(export, ())]
+            names = known_names + [f"args[{i}]" for i in range(len(known_names), len(args))]
+            name_unreadable(error, export, **dict(zip(names, args, strict=False)))
         if wanted is None:
             return
-        if wanted == ON_CPU:
-            self._cpu.load()[export](*for_cpu(args, members))
+        if wanted == _ON_CPU:
+            self._cpu.load()[export](*_for_cpu(args, members))
         else:
             launch(*how, *device_and_stream(wanted), *members)
 
-    def _make_launch(self) -> Callable[..., Any]:
+    def _make_launcher(self) -> Callable[..., Any]:
         from jitkern.host import module as host
-        from jitkern.jit.cubin import kernel_facts
 
         # Weak, because C++ keeps the function: the module would hold itself.
         this = weakref.proxy(self)
@@ -314,12 +276,17 @@ class DeviceModule:
             )
             for export in self.exports
         ]
-        made = host.launcher(self.exports, lambda arch: this.image(arch), signatures, kernel_facts)
+        made = host.launcher(
+            self.exports,
+            lambda arch: this.image(arch),
+            signatures,
+            lambda code, exports: images.kernel_facts(code, exports),
+        )
         # Of two threads one is first, and both launch from what it loads.
-        return self._made.setdefault("launch", made)
+        return self._launchers.setdefault("", made)
 
     def cuda_headers(self) -> CudaHeaders | None:
-        """Return CUDA's own headers that the sources may include; None where they name none."""
+        """Return CUDA's own headers that the sources may include; None if they name none."""
         if not self.closure.missing:
             return None
         # Imported here: most kernels have no need of it.
@@ -329,7 +296,7 @@ class DeviceModule:
         return find_headers(self.closure.missing, self._cuda_dirs, library)
 
     def given_headers_id(self) -> str:
-        """Name the state of ``extra_include_paths`` with CUDA's own headers, empty without."""
+        """Name the state of ``extra_include_paths`` with CUDA's own headers; empty without."""
         if not (self.closure.missing and self._cuda_dirs):
             return ""
         from jitkern.compilers.find_headers import given_id
@@ -367,10 +334,9 @@ def load_own(
     device_wrappers: Sequence[Wrapper],
     sized_by: str = "element_size",
 ) -> DeviceModule:
-    """As :func:`jitkern.load_jit`; its FrozenError names the ``jitkern warm`` that was missing.
+    """As :func:`jitkern.load_jit`, for a kernel of jitkern's own, sized by the first of `args`.
 
-    The first of `args` is the size of a row, or what else it is sized by, as the command line takes
-    it.
+    Its FrozenError names the ``jitkern warm`` that was missing.
     """
     files = [CSRC / file for file in device_files]
     options = {
@@ -381,12 +347,45 @@ def load_own(
         Specialisation("load_jit", (name, *args), options, ""),
         files,
         device_wrappers,
-        hint=lambda arch: hints.warm_op(name, args[0], arch, sized_by=sized_by),
+        hint=lambda arch: warm_hint(name, args[0], arch, sized_by=sized_by),
     )
 
 
+def render(
+    includes: Sequence[str],
+    wrappers: Sequence[Wrapper],
+    params: Mapping[str, tuple[Param, ...]] = MappingProxyType({}),
+) -> str:
+    """Return the translation unit: an entry point for each kernel class, and checks of `params`.
+
+    Examples
+    --------
+    >>> print(render(["ops/copy.cu"], [("copy", "Copy<4>")]))
+    #include <jitkern/launch_bounds.cuh>
+    #include "ops/copy.cu"
+    extern "C" __global__ void
+    __launch_bounds__(jitkern::num_threads<Copy<4>>(0), jitkern::min_blocks<Copy<4>>(0))
+    copy(const __grid_constant__ Copy<4>::Params params) {
+      Copy<4>::run(params);
+    }
+    <BLANKLINE>
+    """
+    lines = ["#include <jitkern/launch_bounds.cuh>"]
+    lines += ["#include <jitkern/declared.cuh>"] if any(params.values()) else []
+    lines += [f'#include "{name}"' for name in includes]
+    for export, kernel in wrappers:
+        bounds = f"jitkern::num_threads<{kernel}>(0), jitkern::min_blocks<{kernel}>(0)"
+        lines += ['extern "C" __global__ void', f"__launch_bounds__({bounds})"]
+        lines.append(f"{export}(const __grid_constant__ {kernel}::Params params) {{")
+        if params.get(export):
+            lines.append(f"  using Params = {kernel}::Params;")
+            lines += [f"  {check}" for check in checks(export, params[export])]
+        lines += [f"  {kernel}::run(params);", "}"]
+    return "\n".join(lines) + "\n"
+
+
 def _cuda_dirs(include_dirs: Sequence[Path]) -> list[Path]:
-    """Those that hold CUDA's own headers, which are not read here."""
+    """Return those that hold CUDA's own headers, which are not read here."""
     if not include_dirs:
         return []
     from jitkern.compilers.find_headers import is_cuda_headers
@@ -400,3 +399,67 @@ def _content(text: str) -> str:
 
 def _include_name(file: Path) -> str:
     return file.relative_to(CSRC).as_posix() if file.is_relative_to(CSRC) else str(file)
+
+
+# -- arguments of a launch -------------------------------------------------------------------------
+
+# What C++ reads as it is. The classes of torch's tensors join both sets when they are first seen.
+_PLAIN: set[type] = {int, float, bool}
+_TENSORS: set[type] = set()
+_ON_CPU = -2
+"""What C++ answers, having checked all, if all tensors are on the CPU."""
+
+
+def _readable(kernel: str, params: Sequence[Param], args: Sequence[Any]) -> list[Any]:
+    """Return `args` as C++ reads them: tensors, numbers, bytes or pointers; else TypeError."""
+    made = []
+    for position, arg in enumerate(args):
+        read = arg if type(arg) in _PLAIN else _read(arg)
+        if read is None:
+            what = f"launch: args[{position}]"
+            expected = "a tensor, int, float, bool or a ctypes value"
+            if position < len(params):
+                what, expected = f"{kernel}: {params[position].name}", params[position].expected
+            raise TypeError(f"{what}: {type(arg).__name__}, expected {expected}")
+        made.append(read)
+    return made
+
+
+def _read(arg: Any) -> Any:
+    """Return an argument as C++ reads it; None if it cannot."""
+    import torch
+    import tvm_ffi
+
+    if isinstance(arg, torch.Tensor):
+        _PLAIN.add(type(arg))
+        _TENSORS.add(type(arg))
+        return arg
+    if isinstance(arg, (ctypes._SimpleCData, ctypes.Structure)):
+        return bytes([ctypes.alignment(arg)]) + bytes(arg)
+    if hasattr(arg, "__dlpack__"):
+        return tvm_ffi.from_dlpack(arg)
+    if hasattr(arg, "data_ptr"):
+        return ctypes.c_void_p(arg.data_ptr())
+    if hasattr(arg, "__cuda_array_interface__"):
+        return ctypes.c_void_p(arg.__cuda_array_interface__["data"][0])
+    return None
+
+
+def _for_cpu(args: Sequence[Any], members: Sequence[Any]) -> list[Any]:
+    """Return the arguments for a C++ function: numbers of ctypes become plain ones."""
+    return [
+        arg.value
+        if isinstance(arg, ctypes._SimpleCData) and not isinstance(arg, ctypes.c_void_p)
+        else member
+        for arg, member in zip(args, members, strict=True)
+    ]
+
+
+def device_and_stream(device: int) -> tuple[int, int]:
+    """Return a device, the current one for -1, and torch's current stream on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("launch: there is no CUDA device")
+    number = torch.cuda.current_device() if device < 0 else device
+    return number, torch.cuda.current_stream(number).cuda_stream

@@ -1,10 +1,11 @@
-"""The code of a device module for one arch: what it is built with, and how."""
+"""The code of a device module for one arch: how it is found and built, and what it tells."""
 
 from __future__ import annotations
 
 import re
+import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,8 @@ from jitkern.cache.get import Buildable, BuildOutput
 from jitkern.compilers.find_nvrtc import find_nvrtc
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
-from jitkern.errors import CompileError, JitkernError, ToolchainError
-from jitkern.files import slug
+from jitkern.errors import JitkernError, ToolchainError
+from jitkern.fs import slug
 
 if TYPE_CHECKING:
     from jitkern.compilers.find_headers import CudaHeaders
@@ -25,11 +26,9 @@ if TYPE_CHECKING:
 class DeviceImage(Buildable[bytes]):
     """The code of a :class:`jitkern.DeviceModule` for one arch.
 
-    Its variant, the compiler's version and which headers of CUDA's own it may include, comes from
-    file names: nothing is loaded and no process started. Without a compiler or those headers an
-    entry of any is good, as it is in a frozen process, and a miss raises the compiler's error. But
-    headers in directories that the user has named are as much source as compiler: these have to be
-    the same for any entry.
+    Its variant is the compiler's version and the state of CUDA's own headers, by file names.
+    Without a compiler or those headers an entry of any variant is good, as in a frozen process.
+    Headers in directories that the user has named must be the same for any entry.
     """
 
     def __init__(self, module: Any, arch: Arch) -> None:
@@ -87,27 +86,17 @@ class DeviceImage(Buildable[bytes]):
         start = time.perf_counter()
         module = self._module
         compile_ = _compiler(minimal=all(file.is_relative_to(CSRC) for file in module.files))
-        for _ in range(2):  # again, where somebody has changed CUDA's own headers meanwhile
-            headers = module.cuda_headers()
-            variant = _variant(headers)
-            image = compile_(
-                module.closure.source,
-                # Not NAME.cu: a header of that name, the user's own file, would include itself.
-                name=f"{module.name}.instance.cu",
-                headers=module.closure.headers,
-                arch=self._arch,
-                options=module.options,
-                cuda_headers=headers,
-            )
-            if variant == _variant(headers):
-                break
-        if image.kind == "cubin" and not image.data.startswith(b"\x7fELF"):
-            raise CompileError(
-                f"{module.name}: the compiler's output is not a cubin",
-                command=" ".join(module.options),
-                log=image.log,
-                source=module.closure.source,
-            )
+        headers = module.cuda_headers()
+        variant = _variant(headers)
+        image = compile_(
+            module.closure.source,
+            # Not NAME.cu: a header of that name, the user's own file, would include itself.
+            name=f"{module.name}.instance.cu",
+            headers=module.closure.headers,
+            arch=self._arch,
+            options=module.options,
+            cuda_headers=headers,
+        )
         notes = {
             "kind": image.kind,
             "log": image.log,
@@ -169,3 +158,53 @@ def compiler_id() -> str:
 def _variant(headers: CudaHeaders | None) -> str:
     found = "" if headers is None else headers.id
     return f"{compiler_id()}+{found}" if found else compiler_id()
+
+
+# -- what an image says of its kernels -------------------------------------------------------------
+
+# Drivers do not tell the bytes of parameters before CUDA 12.4, and mix the launch bounds with what
+# registers allow: the cubin's .nv.info sections hold both.
+_INFO = ".nv.info."  # and the kernel's name
+_PARAMS_BYTES = (3, 0x19)  # EIFMT_HVAL, EIATTR_CBANK_PARAM_SIZE
+_MAX_THREADS = (4, 0x05)  # EIFMT_SVAL, EIATTR_MAX_THREADS: x, y, z; launch bounds are x
+_WITH_BYTES = 4  # EIFMT_SVAL: the value is the size of what follows
+
+
+def kernel_facts(image: bytes, kernels: Sequence[str]) -> list[int]:
+    """Return two numbers for each kernel: bytes of its parameter, -1 if unknown; its kNumThreads.
+
+    The second is 0 where it may be launched with any block.
+
+    Examples
+    --------
+    >>> kernel_facts(b".entry scale(.param .u64 x) .maxntid 256, 1, 1 {}", ["scale", "other"])
+    [-1, 256, -1, 0]
+    """
+    if image.startswith(b"\x7fELF"):
+        infos = dict(_sections(image))
+        return [fact for kernel in kernels for fact in _facts(infos.get(_INFO + kernel, b""))]
+    text = image.decode(errors="replace")
+    bounds = [re.search(rf"\.entry {kernel}\([^{{]*\.maxntid (\d+)", text) for kernel in kernels]
+    return [fact for bound in bounds for fact in (-1, int(bound[1]) if bound else 0)]
+
+
+def _sections(image: bytes) -> Iterator[tuple[str, bytes]]:
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    entry_bytes, count, names = struct.unpack_from("<HHH", image, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", image, table + i * entry_bytes) for i in range(count)]
+    texts = headers[names][4]
+    for name, _, _, _, offset, size in headers:
+        end = image.index(b"\0", texts + name)
+        yield image[texts + name : end].decode(), image[offset : offset + size]
+
+
+def _facts(info: bytes) -> tuple[int, int]:
+    params_bytes, num_threads, at = -1, 0, 0
+    while at + 4 <= len(info):
+        form, attribute, value = struct.unpack_from("<BBH", info, at)
+        if (form, attribute) == _PARAMS_BYTES:
+            params_bytes = value
+        elif (form, attribute) == _MAX_THREADS:
+            (num_threads,) = struct.unpack_from("<I", info, at + 4)
+        at += 4 + (value if form == _WITH_BYTES else 0)
+    return params_bytes, num_threads

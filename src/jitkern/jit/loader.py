@@ -18,11 +18,9 @@ from jitkern.arch import Arch, target_archs
 from jitkern.cache.get import Lookup
 from jitkern.compilers.for_nvrtc import is_cpp17, words
 from jitkern.compilers.sources import OWN_PREFIX, check_options, source_path
-from jitkern.jit.device import CpuForm, DeviceModule
-from jitkern.jit.params import parse_params
-from jitkern.jit.render import Wrapper
-from jitkern.jit.specialisation import FILES, FLAGS, FOLDERS, Specialisation
-from jitkern.jit.structs import read_params
+from jitkern.jit.device import NO_CPU_FORM, CpuForm, DeviceModule, Wrapper
+from jitkern.jit.params import parse_params, read_params
+from jitkern.jit.record import FILES, FOLDERS, Specialisation
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -34,8 +32,10 @@ Files = Sequence[File]
 # Name and template class of a kernel, and the members of its Params.
 DeclaredWrapper = tuple[str, str, str]
 
-_CPU_OPTIONS = ("cpp_files", "cpp_wrappers", "extra_cflags", "extra_ldflags")
-_SHARED_OPTIONS = ("extra_include_paths",)
+_FLAGS = frozenset(("extra_cflags", "extra_cuda_cflags", "extra_ldflags"))
+_WRAPPERS = frozenset(("cpp_wrappers", "cuda_wrappers", "device_wrappers"))
+_OF_CPP = ("cpp_files", "cpp_wrappers", "extra_cflags", "extra_ldflags")
+_OF_CUDA = ("cuda_files", "cuda_wrappers", "build_directory")
 
 
 @overload
@@ -83,9 +83,8 @@ def load_jit(
 ) -> DeviceModule | Module:
     """Compile templated sources for given template arguments, or find them compiled.
 
-    Give ``device_files`` for device code that is compiled by NVRTC and launched by jitkern, or
-    ``cpp_files`` and ``cuda_files`` for code that brings its own host function. ``cpp_files`` along
-    with ``device_files`` are what runs on tensors on the CPU.
+    ``device_files`` are device code, compiled by NVRTC and launched by jitkern; ``cpp_files`` along
+    with them run on CPU tensors. Otherwise ``cpp_files`` and ``cuda_files`` bring host functions.
 
     Parameters
     ----------
@@ -99,13 +98,12 @@ def load_jit(
         with ``device_files`` the name is that of a kernel, and the function takes its arguments.
     device_wrappers
         (name, class) or (name, class, params) of each kernel. The class has a POD type ``Params``
-        and ``static __device__ void run(const Params&)``. Its constants ``kNumThreads``, threads of
-        each block, and ``kMinBlocks`` are the kernel's launch bounds, if it has them. Each launch
-        checks its arguments by the members of ``Params``, which are read in `device_files` where
-        they are plainly written, in C++17 or newer; otherwise `params` declares them, such as
-        ``"float* data, double factor, int64 count"``: a type is a dtype of torch or a number of C,
-        ``void*`` a tensor of any dtype, ``strided float*`` one of any strides. The compiler
-        compares either with the struct.
+        and ``static __device__ void run(const Params&)``; its constants ``kNumThreads``, threads
+        per block, and ``kMinBlocks`` are the launch bounds. Each launch checks its arguments by the
+        members of ``Params``. These are read in `device_files` if they are plainly written, in
+        C++17 or newer; otherwise `params` declares them, such as ``"float* data, int64 count"``: a
+        type is a dtype of torch or a number of C, ``void*`` a tensor of any dtype, ``strided
+        float*`` one of any strides. The compiler compares either with the struct.
     extra_cflags, extra_cuda_cflags, extra_ldflags
         Flags beyond the default ones of the C++ compiler, of nvcc or NVRTC, of the linker. Files
         and ``-L`` directories among the linker's may be relative, from the current directory.
@@ -141,7 +139,7 @@ def load_jit(
     >>> module.scale(10)  # doctest: +SKIP
     40
     """
-    used = _specialisation("load_jit", args, locals())
+    used = checked("load_jit", args, locals())
     return load_device(used) if used.options.get("device_files") else load_library(used).loaded
 
 
@@ -157,41 +155,22 @@ def load_aot(
 ) -> Module:
     """Compile sources that export their own functions (``TVM_FFI_DLL_EXPORT_TYPED_FUNC``).
 
-    Each file is a translation unit of its own; otherwise as :func:`load_jit`.
-
-    Parameters
-    ----------
-    *args
-        The module's name; further ones only make the name longer.
-    cpp_files, cuda_files
-        Sources: paths, relative ones from the current directory. ``jitkern:ops/store.cu`` is a
-        source of jitkern's own.
-    extra_cflags, extra_cuda_cflags, extra_ldflags, extra_include_paths, build_directory
-        As for :func:`load_jit`.
-
-    Returns
-    -------
-    tvm_ffi.Module
-        The loaded module, whose functions are its exports.
-
-    Raises
-    ------
-    FileNotFoundError, CompileError, FrozenError, ToolchainError, ValueError, TypeError
-        As :func:`load_jit`.
+    Each file is a translation unit of its own. Arguments, result and exceptions are those of
+    :func:`load_jit`; further `args` only make the name longer.
 
     Examples
     --------
     >>> module = load_aot("radix", cpp_files=["radix.cc"])  # doctest: +SKIP
     """
-    module: Module = load_library(_specialisation("load_aot", args, locals())).loaded
+    module: Module = load_library(checked("load_aot", args, locals())).loaded
     return module
 
 
 def load_library(used: Specialisation) -> Lookup[Any]:
     """Load a module with host functions, as load_jit or load_aot was asked to.
 
-    CUDA code is compiled for the GPU here. Without one it is for each of JITKERN_ARCH, so that all
-    of them are in the cache, and the first one's is loaded and returned.
+    CUDA code is compiled for the GPU here. Without one it is compiled for each of JITKERN_ARCH, so
+    that all of them are in the cache, and the first one's is loaded and returned.
     """
     first, *others = target_archs() if has_cuda(used) else (None,)
     for arch in others:
@@ -200,35 +179,30 @@ def load_library(used: Specialisation) -> Lookup[Any]:
 
 
 def has_cuda(used: Specialisation) -> bool:
-    """Tell whether a library holds code for a GPU, and is built for one arch therefore."""
+    """Tell whether a library holds code for a GPU, so that it is built for one arch."""
     return bool(used.options.get("cuda_files") or used.options.get("cuda_wrappers"))
 
 
 def native_library(used: Specialisation, arch: Arch | None, *, load: bool = True) -> NativeLibrary:
-    """Return the library that load_jit or load_aot was asked for, to be found or built.
-
-    Without `load` none of its code runs.
-    """
+    """Return the library, to be found or built; without `load` none of its code runs."""
     # Imported here, with the compilers of this route: kernels for a GPU need none of them.
     from jitkern.jit.native import NativeBuild, NativeLibrary
 
-    if used.options.get("device_wrappers"):
-        raise ValueError("load_jit: device_wrappers: given without device_files")
     options = used.options
-    directory = options.get("build_directory")
     build = NativeBuild(
         name="_".join(used.args),
         args=used.args,
-        cpp_files=_paths(used, "cpp_files"),
-        cuda_files=_paths(used, "cuda_files"),
-        cpp_wrappers=_wrappers(used, "cpp_wrappers"),
-        cuda_wrappers=_wrappers(used, "cuda_wrappers"),
+        cpp_files=tuple(map(Path, options.get("cpp_files", ()))),
+        cuda_files=tuple(map(Path, options.get("cuda_files", ()))),
+        cpp_wrappers=tuple(map(tuple, options.get("cpp_wrappers", ()))),
+        cuda_wrappers=tuple(map(tuple, options.get("cuda_wrappers", ()))),
         inline=used.function == "load_jit",
         cflags=tuple(options.get("extra_cflags", ())),
         cuda_cflags=tuple(options.get("extra_cuda_cflags", ())),
         ldflags=tuple(options.get("extra_ldflags", ())),
-        include_dirs=_paths(used, "extra_include_paths"),
+        include_dirs=tuple(map(Path, options.get("extra_include_paths", ()))),
     )
+    directory = options.get("build_directory")
     build_directory = None if directory is None else Path(directory)
     return NativeLibrary(build, arch, used, build_directory, load=load)
 
@@ -236,61 +210,37 @@ def native_library(used: Specialisation, arch: Arch | None, *, load: bool = True
 def load_device(used: Specialisation) -> DeviceModule:
     """Return the module of device code that load_jit was asked for."""
     options = used.options
-    for argument in ("cuda_files", "cuda_wrappers"):
-        if options.get(argument):
-            raise ValueError(f"load_jit: {argument}: given along with device_files")
-    if options.get("build_directory"):
-        raise ValueError(
-            "load_jit: build_directory: given along with device_files, which need none"
-        )
-    given = _device_wrappers(options)
-    wrappers = tuple((name, kernel) for name, kernel, _ in given)
-    if not wrappers:
-        raise ValueError("load_jit: device_wrappers: empty, expected (name, class) pairs")
-    # Each is recorded and built by itself, the C++ when it is first called.
-    on_gpu = {name: value for name, value in options.items() if name not in _CPU_OPTIONS}
-    on_cpu = {
-        name: value
-        for name, value in options.items()
-        if name in _CPU_OPTIONS or name in _SHARED_OPTIONS
-    }
-    files = _paths(used, "device_files")
+    files = list(map(Path, options["device_files"]))
     # The compiler is asked about what is read, in C++17: a kernel of older C++ is left alone.
     can_ask = is_cpp17(options.get("extra_cuda_cflags", ()))
     texts = [file.read_text(errors="replace") for file in files] if can_ask else []
+    # Device code and C++ are recorded and built separately, the C++ when it is first called.
+    on_gpu = {name: value for name, value in options.items() if name not in _OF_CPP}
+    on_cpu = used._replace(
+        options={name: options[name] for name in (*_OF_CPP, *FOLDERS) if name in options}
+    )
+    functions = frozenset(name for name, _ in options.get("cpp_wrappers", ()))
+    load_cpu = cache(lambda: load_library(on_cpu).loaded)
     return DeviceModule(
         used._replace(options=on_gpu),
         files,
-        wrappers,
+        [(name, kernel) for name, kernel, *_ in options["device_wrappers"]],
         params={
-            name: read_params(kernel, texts) if params is None else parse_params(name, params)
-            for name, kernel, params in given
+            name: parse_params(name, *declared) if declared else read_params(kernel, texts)
+            for name, kernel, *declared in options["device_wrappers"]
         },
-        cpu=_cpu_form(used._replace(options=on_cpu), [name for name, _ in wrappers]),
+        cpu=CpuForm(functions, load_cpu) if functions else NO_CPU_FORM,
     )
 
 
-def _cpu_form(used: Specialisation, kernels: Sequence[str]) -> CpuForm:
-    """Return what runs on the CPU: nothing without C++ files."""
-    names = [name for name, _ in _wrappers(used, "cpp_wrappers")]
-    if bool(names) != bool(used.options.get("cpp_files")):
-        raise ValueError(
-            "load_jit: cpp_files, cpp_wrappers: one without the other along with device_files; "
-            "expected a function for kernels on the CPU, or neither"
-        )
-    for name in names:
-        if name not in kernels:
-            raise ValueError(
-                f"load_jit: cpp_wrappers: {name!r}, expected the name of a kernel: "
-                f"{', '.join(kernels)}"
-            )
-    if not names and any(map(used.options.get, _CPU_OPTIONS)):
-        raise ValueError("load_jit: extra_cflags, extra_ldflags: given without cpp_files")
-    return CpuForm(frozenset(names), cache(lambda: load_library(used).loaded))
+# -- arguments -------------------------------------------------------------------------------------
 
 
-def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -> Specialisation:
-    """What a function was given, as JSON can keep it."""
+def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Specialisation:
+    """Check what load_jit or load_aot was given; return it as JSON can keep it, paths absolute.
+
+    Raises TypeError, ValueError or FileNotFoundError, which names the argument.
+    """
     if not args:
         raise TypeError(f"{function}: args: empty, expected the module's name first")
     for position, arg in enumerate(args):
@@ -300,50 +250,84 @@ def _specialisation(function: str, args: Sequence[str], given: dict[str, Any]) -
                 "make_cpp_args() turns values into template arguments"
             )
     options = {
-        name: _plain(f"{function}: {name}", name, value)
+        name: _checked(function, name, value)
         for name, value in given.items()
         if name != "args" and value is not None
     }
-    for name in FLAGS.intersection(options):
-        flags = words(options[name], f"{function}: {name}")
-        if name == "extra_cuda_cflags" and options.get("device_files"):
-            check_options(flags, f"{function}: {name}")
-    # Absolute from here on: the process may go elsewhere before a kernel is needed.
-    for name in FILES.intersection(options):
-        options[name] = [str(_file(function, name, file)) for file in options[name]]
-    for name in FOLDERS.intersection(options):
-        options[name] = [os.path.abspath(folder) for folder in options[name]]
+    if options.get("device_files"):
+        _check_device(options)
+    elif options.get("device_wrappers"):
+        raise ValueError("load_jit: device_wrappers: given without device_files")
+    elif not any(map(options.get, (*FILES, *_WRAPPERS))):
+        more = ", device_files, cpp_wrappers, cuda_wrappers" if function == "load_jit" else ""
+        names = f"cpp_files, cuda_files{more}"
+        raise ValueError(f"{function}: {names}: all empty, expected one of them")
     return Specialisation(function, tuple(args), options, "")
 
 
-def _plain(argument: str, name: str, value: Any) -> Any:
-    """Return one option as JSON can keep it: a path, or a list of strings or of tuples of them."""
+def _checked(function: str, name: str, value: Any) -> Any:
+    """Return one option: a path, or a list of paths, of flags, or of lists of strings."""
+    argument = f"{function}: {name}"
     if name == "build_directory":
-        if isinstance(value, (str, PathLike)):
-            return str(value)
-        raise TypeError(f"{argument}: {_shown(value)}, expected a path")
-    is_wrappers = name.endswith("wrappers")
-    expected = "a str" if name in FLAGS else "a path"
-    one = ("scale", "Scale<256>") if is_wrappers else ""
+        if not isinstance(value, (str, PathLike)):
+            raise TypeError(f"{argument}: {_shown(value)}, expected a path")
+        return str(value)
+    if name not in FILES | FOLDERS | _FLAGS | _WRAPPERS:  # of a record
+        raise ValueError(f"{argument}: no such argument")
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
+        one = ("scale", "Scale<256>") if name in _WRAPPERS else ""
         raise TypeError(f"{argument}: {_shown(value)}, expected a list: [{_shown(one or value)}]")
-    if is_wrappers:
-        return [_plain_wrapper(f"{argument}[{i}]", item) for i, item in enumerate(value)]
+    if name in _WRAPPERS:
+        return [_checked_wrapper(name, f"{argument}[{i}]", item) for i, item in enumerate(value)]
     for i, item in enumerate(value):
         if not isinstance(item, (str, PathLike)):
+            expected = "a str" if name in _FLAGS else "a path"
             raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
-    return list(map(str, value))
+    texts = list(map(str, value))
+    if name in _FLAGS:
+        words(texts, argument)
+    # Absolute from here on: the process may go elsewhere before a kernel is needed.
+    elif name in FILES:
+        return [str(_file(argument, file)) for file in texts]
+    elif name in FOLDERS:
+        return [os.path.abspath(folder) for folder in texts]
+    return texts
 
 
-def _plain_wrapper(argument: str, item: Any) -> list[str]:
-    lengths = (2, 3) if "device_wrappers" in argument else (2,)
+def _checked_wrapper(name: str, argument: str, item: Any) -> list[str]:
+    most, expected = 2, "(name, expression)"
+    if name == "device_wrappers":
+        most, expected = 3, "(name, class) or (name, class, params)"
     is_tuple = isinstance(item, Sequence) and not isinstance(item, str)
-    if not is_tuple or len(item) not in lengths or not all(isinstance(text, str) for text in item):
-        expected = (
-            "(name, class) or (name, class, params)" if 3 in lengths else "(name, expression)"
-        )
+    if not (is_tuple and 2 <= len(item) <= most and all(isinstance(text, str) for text in item)):
         raise TypeError(f"{argument}: {_shown(item)}, expected {expected}")
+    if not item[0].isidentifier():
+        raise ValueError(f"load_jit: {name}: name {item[0]!r}, expected a C identifier")
     return list(item)
+
+
+def _check_device(options: Mapping[str, Any]) -> None:
+    """Check what comes along with ``device_files``."""
+    check_options(words(options.get("extra_cuda_cflags", ())), "load_jit: extra_cuda_cflags")
+    for name in filter(options.get, _OF_CUDA):
+        raise ValueError(f"load_jit: {name}: given along with device_files")
+    kernels = [name for name, *_ in options.get("device_wrappers", ())]
+    if not kernels:
+        raise ValueError("load_jit: device_wrappers: empty, expected (name, class) pairs")
+    functions = [name for name, _ in options.get("cpp_wrappers", ())]
+    if bool(functions) != bool(options.get("cpp_files")):
+        raise ValueError(
+            "load_jit: cpp_files, cpp_wrappers: one without the other along with device_files; "
+            "expected a function for kernels on the CPU, or neither"
+        )
+    for name in functions:
+        if name not in kernels:
+            raise ValueError(
+                f"load_jit: cpp_wrappers: {name!r}, expected the name of a kernel: "
+                f"{', '.join(kernels)}"
+            )
+    if not functions and any(map(options.get, _OF_CPP)):
+        raise ValueError("load_jit: extra_cflags, extra_ldflags: given without cpp_files")
 
 
 def _shown(value: Any) -> str:
@@ -351,37 +335,12 @@ def _shown(value: Any) -> str:
     return repr(text) if isinstance(text, (str, tuple, list)) else type(value).__name__
 
 
-def _wrappers(used: Specialisation, argument: str) -> tuple[Wrapper, ...]:
-    wrappers = tuple((str(name), str(target)) for name, target in used.options.get(argument, ()))
-    for name, _ in wrappers:
-        _check_name(argument, name)
-    return wrappers
-
-
-def _paths(used: Specialisation, argument: str) -> tuple[Path, ...]:
-    return tuple(map(Path, used.options.get(argument, ())))
-
-
-def _device_wrappers(options: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
-    """Return name, class, and declared parameters of each kernel."""
-    given = []
-    for name, kernel, *params in options.get("device_wrappers", ()):
-        _check_name("device_wrappers", name)
-        given.append((name, kernel, params[0] if params else None))
-    return given
-
-
-def _check_name(argument: str, name: str) -> None:
-    if not name.isidentifier():
-        raise ValueError(f"load_jit: {argument}: name {name!r}, expected a C identifier")
-
-
-def _file(function: str, argument: str, name: str) -> Path:
+def _file(argument: str, name: str) -> Path:
     path = source_path(name)
     if os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
         return path
     own = f"{OWN_PREFIX}{os.path.normpath(name)}"
     hint = f"; jitkern's own is {own}" if os.path.isfile(source_path(own)) else ""
     if os.path.exists(path):
-        raise FileNotFoundError(f"{function}: {argument}: {name!r} is no file")
-    raise FileNotFoundError(f"{function}: {argument}: {name!r} does not exist, tried {path}{hint}")
+        raise FileNotFoundError(f"{argument}: {name!r} is no file")
+    raise FileNotFoundError(f"{argument}: {name!r} does not exist, tried {path}{hint}")

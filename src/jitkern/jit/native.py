@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitkern import hints
 from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build, is_frozen
@@ -30,11 +29,9 @@ from jitkern.compilers.identity import program_stats, toolchain_directories, too
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
 from jitkern.env import compiler_environment, settings
-from jitkern.files import digest, sha256, slug
-from jitkern.jit.record import record
-from jitkern.jit.specialisation import Specialisation
-from jitkern.scratch import scratch_folder
-from jitkern.writing import write_whole
+from jitkern.fs import digest, scratch_folder, sha256, slug, write_whole
+from jitkern.jit.device import record_hint
+from jitkern.jit.record import Specialisation, record
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -115,11 +112,6 @@ class NativeLibrary(Buildable["Module | None"]):
         *,
         load: bool = True,
     ) -> None:
-        if not (build.files or build.cpp_wrappers or build.cuda_wrappers):
-            names = "cpp_files, cuda_files"
-            if build.inline:
-                names += ", device_files, cpp_wrappers, cuda_wrappers"
-            raise ValueError(f"{used.function}: {names}: all empty, expected one of them")
         build = _with_absolute_paths(build)
         self.key: Key = _key(build, arch)
         self._build = build
@@ -178,7 +170,7 @@ class NativeLibrary(Buildable["Module | None"]):
         return load_library(self._build.name, entry.data, entry.artefact, cuda=self._build.cuda)
 
     def hint(self) -> str:
-        return f"load it before freezing, or {hints.replay()}"
+        return f"load it before freezing, or {record_hint()}"
 
     # -- looking up ------------------------------------------------------------------------------
 

@@ -1,17 +1,23 @@
-"""What a user declares of a kernel's ``Params``: ``"float* data, double factor, int64 count"``."""
+"""The members of a kernel's ``Params``: declared by the user, or read in the source.
+
+``"float* data, double factor, int64 count"`` declares them. Only a struct that is a plain list of
+numbers and pointers is read, and the compiler checks what was read (``jitkern/declared.cuh``).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# Code and bits of each dtype in DLPack, by torch's name; "void" is any.
+_INT, _UINT, _FLOAT, _BOOL = 0, 1, 2, 6
+# DLPack's code and bits of each dtype, by torch's name; "void" is any.
 _DTYPES = {
     "void": (3, 0),
-    "bool": (6, 8),
-    **{f"int{bits}": (0, bits) for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": (1, bits) for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": (2, bits) for bits in (16, 32, 64)},
+    "bool": (_BOOL, 8),
+    **{f"int{bits}": (_INT, bits) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (_UINT, bits) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": (_FLOAT, bits) for bits in (16, 32, 64)},
     "bfloat16": (4, 16),
     "complex64": (5, 64),
     "complex128": (5, 128),
@@ -38,19 +44,15 @@ _C_NAMES = {
     "unsigned long long": "uint64",
     "size_t": "uint64",
     **{f"{name}_t": name for name in _DTYPES if "int" in name},
-    # Of jitkern/types.h.
-    **{
-        f"{sign}{bits}": f"{name}{bits}"
-        for sign, name in (("i", "int"), ("u", "uint"))
-        for bits in (32, 64)
-    },
+    "i32": "int32",
+    "i64": "int64",
+    "u32": "uint32",
+    "u64": "uint64",  # of jitkern/types.h
 }
-_INT, _UINT, _FLOAT, _BOOL = 0, 1, 2, 6
-_PARAM = re.compile(
+_DECLARATION = re.compile(
     r"(?P<strided>strided\s+)?(?:const\s+)?"
     r"(?P<type>[A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*?)\s*(?P<pointer>\*)?\s*(?P<name>(?<=[\s*])[A-Za-z_]\w*)"
 )
-_POINTER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ class Param:
     name
         The member's name.
     dtype
-        Torch's name of its type; of a pointer what it points to, ``"void"`` being any.
+        Torch's name of its type, or of what a pointer points to; ``"void"`` is any.
     is_pointer
         The argument is a tensor.
     is_strided
-        It may have any strides; otherwise it is contiguous.
+        The tensor may have any strides; otherwise it is contiguous.
     is_declared
-        The user says so; otherwise it was read in the source.
+        The user declared it; otherwise it was read in the source.
     """
 
     name: str
@@ -81,43 +83,21 @@ class Param:
         return f"{self.dtype}{'*' * self.is_pointer} {self.name}"
 
     @property
-    def item_bytes(self) -> int:
-        """Bytes of its dtype; 0 for ``void``."""
-        return _DTYPES[self.dtype][1] // 8
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in ``Params``, and its alignment."""
-        return _POINTER_BYTES if self.is_pointer else self.item_bytes
-
-    @property
-    def kind(self) -> str:
-        """What jitkern/declared.cuh calls its dtype: f, b or i where C++ has it as well, else ?."""
-        return {_FLOAT: "f", _BOOL: "b", _INT: "i", _UINT: "i"}.get(_DTYPES[self.dtype][0], "?")
-
-    @property
     def expected(self) -> str:
-        """What a message says of an argument for it."""
+        """What a message expects of its argument."""
         if not self.is_pointer:
             return self.dtype
         return "a tensor" if self.dtype == "void" else f"a tensor of {self.dtype}"
 
     def for_cpp(self) -> tuple[str, str, int, int, bool, bool]:
-        """Return what csrc/host/user_launch.cc is told of it."""
+        """Return the description for csrc/host/user_launch.cc."""
         return (self.name, self.dtype, *_DTYPES[self.dtype], self.is_pointer, self.is_strided)
 
 
 def parse_params(kernel: str, text: str) -> tuple[Param, ...]:
-    """Parse the members of a kernel's ``Params``, in order, separated by commas.
+    """Parse a declaration of a kernel's ``Params``; see :func:`jitkern.load_jit`.
 
-    Each is a type, ``*`` behind it for a tensor, and a name. A type is torch's name of a dtype, or
-    C's of a number; ``const`` is allowed, and ``strided`` in front for a tensor that need not be
-    contiguous.
-
-    Raises
-    ------
-    ValueError
-        It says something else; the message quotes it.
+    Raises ValueError, which quotes the part that makes no sense.
 
     Examples
     --------
@@ -126,14 +106,14 @@ def parse_params(kernel: str, text: str) -> tuple[Param, ...]:
     """
     params: list[Param] = []
     for part in text.split(","):
-        match = _PARAM.fullmatch(part.strip())
+        match = _DECLARATION.fullmatch(part.strip())
         if match is None:
             raise _wrong(kernel, part, "TYPE NAME or TYPE* NAME, such as float* data, int64 count")
-        dtype = plain_type(match["type"])
+        dtype = _dtype_of(match["type"])
         is_pointer = match["pointer"] is not None
         if dtype is None:
             raise _wrong(kernel, part, _TYPES)
-        if not is_pointer and not is_number(dtype):
+        if not is_pointer and not _is_number(dtype):
             raise _wrong(kernel, part, "a number of 1 to 8 bytes, or a pointer: TYPE* NAME")
         if match["strided"] and not is_pointer:
             raise _wrong(kernel, part, "strided in front of a pointer only")
@@ -143,18 +123,129 @@ def parse_params(kernel: str, text: str) -> tuple[Param, ...]:
     return tuple(params)
 
 
-def plain_type(text: str) -> str | None:
-    """Return torch's name for a type as C or torch writes it; None for what is no dtype."""
+def _dtype_of(text: str) -> str | None:
+    """Return torch's name of a type that is written as in C or torch; None for any other."""
     words = " ".join(text.split())
     dtype = _C_NAMES.get(words, words)
     return dtype if dtype in _DTYPES else None
 
 
-def is_number(dtype: str) -> bool:
-    """Whether a member of ``Params`` may be of it: what Python's numbers turn into."""
+def _is_number(dtype: str) -> bool:
+    """Tell whether Python's numbers can be converted to it."""
     code, bits = _DTYPES[dtype]
     return code in (_INT, _UINT, _BOOL) or (code == _FLOAT and bits >= 32)
 
 
 def _wrong(kernel: str, part: str, expected: str) -> ValueError:
     return ValueError(f"load_jit: device_wrappers: {kernel}: {part.strip()!r}, expected {expected}")
+
+
+# -- read in the source ----------------------------------------------------------------------------
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_STRUCT = re.compile(r"\bstruct\s+Params\s*\{(?P<members>[^{}]*)\}\s*;")
+_DEFINED = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
+_PACKED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+pack\b", re.MULTILINE)
+_TOKEN = re.compile(r"[A-Za-z_][\w:]*|\S")
+_QUALIFIERS = {"const", "__restrict__", "__restrict"}
+# Pointers in C that say their dtype. Those to unsigned words and chars are as often raw memory.
+_POINTEES = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "bool"}
+
+
+def read_params(kernel: str, texts: Iterable[str]) -> tuple[Param, ...]:
+    """Return the members of a class's ``Params`` if one of the C++ sources lists them plainly.
+
+    Examples
+    --------
+    >>> text = "struct Scale { struct Params { float* data; double factor; }; };"
+    >>> [str(param) for param in read_params("mine::Scale<256>", [text])]
+    ['float32* data', 'float64 factor']
+    """
+    name = re.escape(kernel.partition("<")[0].rpartition("::")[2].strip())
+    head = re.compile(rf"\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
+    plain = [_COMMENT.sub(" ", text) for text in texts]
+    bodies = [
+        _to_closing_brace(text, match.end()) for text in plain for match in head.finditer(text)
+    ]
+    if len(bodies) != 1:  # not here, or specialised
+        return ()
+    found = _STRUCT.findall(bodies[0])
+    if len(found) != 1 or "#" in bodies[0]:  # the preprocessor decides
+        return ()
+    macros = {name for text in plain for name in _DEFINED.findall(text)}
+    if any(map(_PACKED.search, plain)) or macros.intersection(_TOKEN.findall(found[0])):
+        return ()
+    params = list(_members(found[0]))
+    return () if None in params else tuple(param for param in params if param is not None)
+
+
+def _to_closing_brace(text: str, start: int) -> str:
+    depth = 1
+    for match in re.finditer(r"[{}]", text[start:]):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return text[start : start + match.start()]
+    return ""
+
+
+def _members(text: str) -> Iterator[Param | None]:
+    """Yield each member; None for one that is something else."""
+    for statement in text.split(";"):
+        tokens = [token for token in _TOKEN.findall(statement) if token not in _QUALIFIERS]
+        if not tokens:
+            continue
+        first, *others = " ".join(tokens).split(",")
+        *type_words, name = first.split()
+        type_name = " ".join(type_words).rstrip("* ")
+        yield _member(type_name, first.count("*"), name)
+        for other in others:
+            yield _member(type_name, other.count("*"), other.replace("*", "").strip())
+
+
+def _member(type_name: str, stars: int, name: str) -> Param | None:
+    if not name.isidentifier() or not re.fullmatch(r"[\w:]+( [\w:]+)*", type_name):
+        return None
+    dtype = _dtype_of(type_name)
+    if stars:
+        known = dtype if stars == 1 and dtype in _POINTEES else "void"
+        return Param(name, known, is_pointer=True, is_strided=False, is_declared=False)
+    if dtype is None or not _is_number(dtype):
+        return None
+    return Param(name, dtype, is_pointer=False, is_strided=False, is_declared=False)
+
+
+# -- checked by the compiler -----------------------------------------------------------------------
+
+
+def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
+    """Return C++ lines that compare `params` with the struct ``Params`` when it is compiled.
+
+    They need ``jitkern/declared.cuh``.
+    """
+    advice = "; declare the parameters as the third item of device_wrappers"
+    if all(param.is_declared for param in params):
+        advice = ""
+    lines, end, alignment = [], 0, 1
+    for param in params:
+        code, bits = _DTYPES[param.dtype]
+        kind = {_FLOAT: "f", _BOOL: "b", _INT: "i", _UINT: "i"}.get(code, "?")
+        nbytes = 8 if param.is_pointer else bits // 8
+        end += -end % nbytes + nbytes
+        alignment = max(alignment, nbytes)
+        fits = "points_to" if param.is_pointer else "is_number"
+        asked = f"decltype(Params::{param.name}){{}}, '{kind}', {bits // 8}"
+        other = f"{kernel}: taken as {param}, but Params has another type or order{advice}"
+        lines.append(f'static_assert(jitkern::{fits}({asked}), "{other}");')
+    members = ", ".join(map(str, params))
+    has_others = f"{kernel}: Params has more members than {members}{advice}"
+    lines.append(f'static_assert(sizeof(Params) == {end + -end % alignment}, "{has_others}");')
+    # By addresses, since NVRTC 13.0 has no __builtin_offsetof yet.
+    names = [f"member{number}" for number in range(len(params))]
+    same = " && ".join(
+        f"jitkern::at({name}) == jitkern::at(p.{param.name})"
+        for name, param in zip(names, params, strict=True)
+    )
+    is_so = f"[](Params p) {{ auto& [{', '.join(names)}] = p; return {same}; }}"
+    other = f"{kernel}: taken as {members}, but Params has another type or order{advice}"
+    lines += [f"constexpr auto is_so = {is_so};", f'static_assert(is_so(Params{{}}), "{other}");']
+    return lines

@@ -1,10 +1,9 @@
-"""Record which specialisations a run used, with their sources (``JITKERN_RECORD``).
+"""Record which specialisations a run used, with their sources, and read such a record again.
 
-A record holds lines of JSON, of two kinds: the text of a source, once, and what ``load_jit`` or
-``load_aot`` was given, with the arch. That one names each source by its place in a tree of its own
-(``./src/scale.cu``), or by its name in this package (``jitkern:ops/store.cu``), and says which text
-lies there. So a record needs nothing of the machine that it was made on. It is code to compile, and
-flags to compile it with, of whoever could write it.
+A record (``JITKERN_RECORD``) holds lines of JSON: the text of each source, and what ``load_jit`` or
+``load_aot`` was given, which names a source by its place in a tree of its own (``./src/scale.cu``)
+or in this package (``jitkern:ops/store.cu``). So it needs nothing of the machine that it was made
+on. It is code to compile, and flags to compile it with: replay only what you would run.
 """
 
 from __future__ import annotations
@@ -16,47 +15,57 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from jitkern.compilers.sources import CSRC, OWN_PREFIX
-from jitkern.files import read_regular, sha256
-from jitkern.forks import PerProcess
-from jitkern.jit.specialisation import FILES, FOLDERS, FORMAT, Specialisation
-from jitkern.writing import append, open_to_append
+from jitkern import fs
+from jitkern.compilers.sources import CSRC, OWN_PREFIX, source_path
+from jitkern.fs import digest, sha256
 
-_log = logging.getLogger("jitkern")
-_guard = PerProcess(threading.Lock)
-
+FORMAT = 2
+FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
+"""Options that are lists of sources."""
+FOLDERS = frozenset(("extra_include_paths",))
+"""Options that are lists of directories."""
 MAX_BYTES = 64 << 20
 """Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch."""
 
-_TAIL_BYTES = 4096
+_LOCK_S = 5.0  # eight ranks that add 15 MB each are done in a second
+_MAX_PLACE_CHARS = 1000
 
-# Eight ranks that add 15 MB each are done in a second; a process that is stopped holds a lock on.
-_LOCK_S = 5.0
-_POLL_S = 0.005
-_OPENINGS = 3
-
-_patience_s = _LOCK_S
+_log = logging.getLogger("jitkern")
+_guard = fs.ForkLocal(threading.Lock)
+# Of each record the digests of its lines, and how many of its bytes have been read.
+_seen: dict[Path, tuple[set[str], int]] = {}
 
 
-@dataclass
-class _Seen:
-    """Digests of the lines of a file up to `end`, and what stands before that.
+class Specialisation(NamedTuple):
+    """What makes a kernel or a library: ``load_jit`` or ``load_aot``, and its arguments.
 
-    By these bytes a file that has been begun anew is known, though it be as long and have the same
-    inode by now.
+    Paths in `options` are absolute; in a record they are the places there. `arch` is such as
+    ``"9.0"``, and empty for host code.
     """
 
-    lines: set[str]
-    end: int
-    tail: bytes
+    function: str
+    args: tuple[str, ...]
+    options: Mapping[str, Any]
+    arch: str
+
+    def __str__(self) -> str:
+        name, *rest = self.args
+        return f"{name}<{', '.join(rest)}>" + (f" for {self.arch}" if self.arch else "")
+
+    def to_json(self, **more: Any) -> str:
+        """Return a line, equal for equal specialisations and equal `more`."""
+        options = {name: option for name, option in self.options.items() if option}
+        value = {**self._asdict(), "options": options, "record": FORMAT, **more}
+        return json.dumps(value, sort_keys=True)
 
 
-_seen: dict[Path, _Seen] = {}
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def record(
@@ -65,159 +74,92 @@ def record(
     file: Path,
     texts: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Append `used` and its sources to `file`, once per process.
+    """Append `used` and its sources to `file`, once; many processes may do so at a time.
 
-    Many processes may append at once. They take turns where the file system knows locks, so that a
-    text is in it once. Elsewhere it may be there more often: what is added is one write to a file
-    opened for appending.
-
-    Parameters
-    ----------
-    used
-        Paths in it are absolute.
-    read
-        What else a compiler may read of it: its headers.
-    file
-        The record.
-    texts
-        What was compiled of these files, by path; of others it is what they hold now.
+    `read` are its headers, `texts` what was compiled, by path; other files are read now. A record
+    that cannot be written is a warning: it must not stop a server.
     """
-    # A record that cannot be kept must not stop a server, but it is said aloud.
     try:
-        *parts, line = _lines(used, read, texts)
+        lines = _lines(used, read, texts)
     except OSError as error:
         why = f"{error.filename}: {error.strerror}"
         _log.warning("jitkern: JITKERN_RECORD: %s is left out: cannot read %s", used, why)
         return
     try:
-        _append(used, parts, line, file)
+        with _guard.value, _locked(file) as descriptor:
+            _append(used, lines, descriptor, file)
     except OSError as error:
         _log.warning("jitkern: JITKERN_RECORD: cannot write %s: %s", file, error.strerror)
 
 
-def _append(used: Specialisation, texts: Iterable[bytes], line: bytes, file: Path) -> None:
-    own = sha256(line)
-    parts = {sha256(text): text for text in texts} | {own: line}
-    with _guard.value, _opened(file) as descriptor:
-        seen = _caught_up(file, descriptor)
-        if own in seen.lines:
-            return
-        data = b"".join(part + b"\n" for name, part in parts.items() if name not in seen.lines)
-        seen.lines.add(own)  # what cannot be kept is said once
-        size = os.fstat(descriptor).st_size
-        if size + len(data) > MAX_BYTES:
-            raise OSError(0, f"it would have more than {MAX_BYTES} bytes, {used} left out")
-        # A process that was killed, or found the disk full, has left half a line.
-        is_torn = seen.end < size
-        seen.end = append(descriptor, b"\n" + data if is_torn else data, file)
-        seen.tail = data[-_TAIL_BYTES:]
-        seen.lines.update(parts)
-
-
-def _caught_up(file: Path, descriptor: int) -> _Seen:
-    """Return what is seen of the record, after a look at what others have added."""
-    seen = _seen.get(file)
-    if seen is None or _between(descriptor, seen.end - len(seen.tail), seen.end) != seen.tail:
-        seen = _seen[file] = _Seen(set(), 0, b"")
+def _append(used: Specialisation, lines: list[bytes], descriptor: int, file: Path) -> None:
     size = os.fstat(descriptor).st_size
-    *lines, _ = _between(descriptor, seen.end, min(size, MAX_BYTES)).split(b"\n")
-    if lines:
-        seen.lines.update(map(sha256, lines))
-        seen.end += sum(len(line) + 1 for line in lines)
-        seen.tail = _between(descriptor, max(0, seen.end - _TAIL_BYTES), seen.end)
-    return seen
-
-
-def _between(descriptor: int, start: int, end: int) -> bytes:
-    return os.pread(descriptor, max(0, end - start), start)
-
-
-# -- turns -----------------------------------------------------------------------------------------
+    seen, end = _seen.get(file, (set(), 0))
+    if end > size:  # begun anew
+        seen, end = set(), 0
+    added = os.pread(descriptor, min(size, MAX_BYTES) - end, end)
+    whole = added.rpartition(b"\n")[0]
+    seen.update(map(sha256, whole.split(b"\n")))
+    _seen[file] = seen, end + len(whole) + bool(whole)
+    new = {name: line for line in lines if (name := sha256(line)) not in seen}
+    if sha256(lines[-1]) not in new:
+        return
+    data = b"".join(line + b"\n" for line in new.values())
+    if added and not added.endswith(b"\n"):  # a process was killed, or found the disk full
+        data = b"\n" + data
+    seen.add(sha256(lines[-1]))  # what cannot be kept is said once
+    if size + len(data) > MAX_BYTES:
+        raise OSError(0, f"it would have more than {MAX_BYTES} bytes, {used} left out")
+    count = os.write(descriptor, data)
+    if count < len(data):
+        raise OSError(0, f"{count} of {len(data)} bytes written, the disk is full")
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[int]:
-    """Hold the record open, locked if it can be."""
+def _locked(file: Path) -> Iterator[int]:
+    """Open the record and lock it, if its file system knows locks and nobody holds it for long."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        for _ in range(_OPENINGS):
-            stack.close()
-            descriptor = open_to_append(file)
-            stack.callback(_close, descriptor)
-            # Who held the lock may have put another file in its place.
-            if not _locked(descriptor, file) or _is_at(file, descriptor):
-                break
-        yield descriptor
-
-
-def _locked(descriptor: int, file: Path) -> bool:
-    """Lock the record; no process waits for ever, nor twice for one that does not let go."""
-    global _patience_s
-    until_s = time.monotonic() + _patience_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() < until_s:
-                time.sleep(_POLL_S)
-                continue
-            if _patience_s:
-                _log.warning(
-                    "jitkern: JITKERN_RECORD: %s: locked by another process for %g s, not waited "
-                    "for any more: sources may be in it twice",
-                    file,
-                    _patience_s,
-                )
-                _patience_s = 0.0
-            return False
-        except OSError:
-            return False  # a file system without locks
-
-
-def _is_at(file: Path, descriptor: int) -> bool:
+    descriptor = fs.open_to_append(file)
+    until_s = time.monotonic() + _LOCK_S
     try:
-        return os.path.samestat(os.stat(file), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _close(descriptor: int) -> None:
-    # A child that was forked meanwhile has the descriptor too, and would hold the lock.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-# -- lines -----------------------------------------------------------------------------------------
+        while time.monotonic() < until_s:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.005)
+            except OSError:
+                break  # a text may be there twice
+        yield descriptor
+    finally:
+        # A child that was forked meanwhile has the descriptor too, and would hold the lock.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def _lines(
     used: Specialisation, read: Iterable[Path], compiled: Mapping[str, bytes]
 ) -> list[bytes]:
-    """The texts of the sources, then what was used of them."""
-    # Where something was built besides the cache is no matter, and a path of this machine.
+    """Return the texts of the sources, then what was used of them."""
     options = {name: value for name, value in used.options.items() if name != "build_directory"}
     files = [path for name in FILES for path in options.get(name, ())]
     folders = [path for name in FOLDERS for path in options.get(name, ())]
     files += [os.path.abspath(path) for path in read]
     places = _places(files, folders)
-    for name in FILES | FOLDERS:
-        if name in options:
-            options[name] = [places[path] for path in options[name]]
-
-    texts: list[bytes] = []
+    for name in (FILES | FOLDERS).intersection(options):
+        options[name] = [places[path] for path in options[name]]
+    lines: list[bytes] = []
     digests: dict[str, str] = {}
     for path in dict.fromkeys(files):
         if not places[path].startswith(OWN_PREFIX):
             data = compiled.get(path)
             if data is None:
-                data = read_regular(path, MAX_BYTES, follow=True)
+                data = fs.read_regular(path, MAX_BYTES, follow=True)
             text = data.decode("utf-8", "surrogateescape")
-            texts.append(json.dumps({"record": FORMAT, "text": text}).encode())
+            lines.append(json.dumps({"record": FORMAT, "text": text}).encode())
             digests[places[path]] = sha256(data)
-    line = Specialisation(used.function, used.args, options, used.arch).to_json(files=digests)
-    return [*texts, line.encode()]
+    return [*lines, used._replace(options=options).to_json(files=digests).encode()]
 
 
 def _places(files: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
@@ -231,3 +173,159 @@ def _places(files: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
         path: f"{OWN_PREFIX}{own[path]}" if path in own else f"./{os.path.relpath(path, above)}"
         for path in (*files, *folders)
     }
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One specialisation of a record, with its sources but for those of this package.
+
+    `files` has the digest of each source's text by its place, `texts` the text by its digest.
+    """
+
+    used: Specialisation
+    files: Mapping[str, str]
+    texts: Mapping[str, bytes]
+
+    @property
+    def tree(self) -> str:
+        """Name of the tree of its sources: equal trees are written once."""
+        return digest(self.files)
+
+    def to_json(self, arch: str) -> str:
+        """Return a text that is equal for what is equal when it is built for `arch`."""
+        return self.used._replace(arch=arch).to_json(files=self.files)
+
+    def unpack(self, folder: Path) -> Specialisation:
+        """Write the sources below `folder`; return what was used, with paths that exist."""
+        tree = folder / self.tree
+        if not tree.exists():
+            try:
+                for place, name in self.files.items():
+                    path = tree / place
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(self.texts[name])
+                tree.mkdir(parents=True, exist_ok=True)
+            except (OSError, ValueError):  # such as a zero byte in a name
+                import shutil
+
+                shutil.rmtree(tree, ignore_errors=True)
+                raise
+        options = dict(self.used.options)
+        for name in (FILES | FOLDERS).intersection(options):
+            options[name] = [str(_path(place, tree)) for place in options[name]]
+        for path in (path for name in FILES for path in options.get(name, ())):
+            if not os.path.isfile(path):
+                raise FileNotFoundError(f"{path}: this version of jitkern has no such source")
+        for path in (path for name in FOLDERS for path in options.get(name, ())):
+            if Path(path).is_relative_to(tree):  # no header was found in it, but it is in the key
+                os.makedirs(path, exist_ok=True)
+        return self.used._replace(options=options)
+
+
+def _path(place: str, tree: Path) -> Path:
+    return source_path(place) if place.startswith(OWN_PREFIX) else tree / place
+
+
+def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorded]:
+    """Read a file written under ``JITKERN_RECORD``: each specialisation once, by first use.
+
+    Raises ValueError if it is no record, and, without `trust`, if other users could have written
+    it; OSError if it cannot be read, or is no regular file.
+    """
+    from jitkern.cache.strangers import written_by_others
+
+    with open(fs.open_regular(Path(file), follow=True), "rb") as stream:
+        status = os.fstat(stream.fileno())
+        reason = "" if trust else written_by_others(Path(file), status)
+        if reason:
+            command = f"jitkern warm --trust --replay {file}"
+            raise ValueError(f"{file}: {reason}; if you trust them, replay it with: {command}")
+        if status.st_size > MAX_BYTES:
+            raise ValueError(f"{file}: {status.st_size} bytes, expected at most {MAX_BYTES}")
+        raw = stream.read(status.st_size + 1)
+    texts: dict[str, bytes] = {}
+    found: dict[bytes, tuple[int, Recorded]] = {}
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        try:
+            value = _checked(fs.parse_json(line)) if line.strip() else {}
+            if "text" in value:
+                text = value["text"].encode("utf-8", "surrogateescape")
+                texts[sha256(text)] = text
+                continue
+        except ValueError as error:
+            raise ValueError(f"{file}:{number}: not a recorded specialisation: {error}") from error
+        if value:
+            used = Specialisation(*(value[name] for name in Specialisation._fields))
+            used = used._replace(args=tuple(used.args))
+            found.setdefault(line, (number, Recorded(used, value["files"], texts)))
+    for number, one in found.values():
+        for place, name in one.files.items():
+            if name not in texts:
+                raise ValueError(f"{file}:{number}: the record has no text for {_short(place)}")
+    if not found:
+        raise ValueError(
+            f"{file}: nothing is recorded in it; record a run with JITKERN_RECORD=FILE"
+        )
+    return [one for _, one in found.values()]
+
+
+_MEMBERS: dict[str, type] = {"record": int, "function": str, "args": list, "options": dict}
+_MEMBERS |= {"arch": str, "files": dict}
+
+
+def _checked(value: Any) -> dict[str, Any]:
+    """Return the value of a line, whose members are as `record` writes them.
+
+    The loader checks the options, as it does for a call.
+    """
+    form = value.get("record") if isinstance(value, dict) else None
+    if type(form) is not int or form != FORMAT:
+        raise ValueError(f"record: {_short(form)}, expected {FORMAT}")
+    line: dict[str, Any] = value
+    if line.keys() == {"record", "text"} and isinstance(line["text"], str):
+        return line
+    if line.keys() != _MEMBERS.keys():
+        raise ValueError(f"expected an object of {', '.join(sorted(_MEMBERS))}, or of a text")
+    for name, kind in _MEMBERS.items():
+        if not isinstance(line[name], kind):
+            raise ValueError(f"{name}: {_short(line[name])}, expected {kind.__name__}")
+    if not line["args"] or not _is_texts(line["args"]):
+        raise ValueError("args: expected a list of strings, the name first")
+    if line["function"] not in ("load_jit", "load_aot"):
+        raise ValueError("function: expected load_jit or load_aot")
+    _check_places(line["options"], line["files"])
+    return line
+
+
+def _check_places(options: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    for place, name in files.items():
+        if not _is_place(place, "./") or not isinstance(name, str):
+            raise ValueError(f"files: {_short(place)}, expected a place such as ./src/scale.cu")
+    for option in (FILES | FOLDERS).intersection(options):
+        if not _is_texts(options[option]):
+            raise ValueError(f"options: {option}: expected a list of strings")
+        for place in options[option]:
+            if not (_is_place(place, "./") or _is_place(place, OWN_PREFIX)):
+                raise ValueError(f"options: {option}: {_short(place)}, expected ./... or jitkern:")
+            if option in FILES and place[:2] == "./" and place not in files:
+                raise ValueError(f"options: {option}: {_short(place)}, expected one of files")
+
+
+def _is_place(place: str, prefix: str) -> bool:
+    """Tell whether a name leads below a record's tree, or the package, and nowhere else."""
+    if not place.startswith(prefix) or len(place) > _MAX_PLACE_CHARS:
+        return False
+    below = place.removeprefix(prefix)
+    return below == "." or not {"", ".", ".."}.intersection(below.split("/"))
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

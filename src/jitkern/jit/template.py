@@ -47,19 +47,11 @@ class KernelConfig:
     Parameters
     ----------
     num_threads
-        Threads a block.
+        Threads per block, 1 to 1024.
     max_occupancy
-        Blocks of this kernel that one SM should be able to hold at once: the second argument of
-        ``__launch_bounds__``.
+        Blocks that one SM should hold at once: the second argument of ``__launch_bounds__``.
     use_pdl
         Whether the kernel uses programmatic dependent launch (9.0 or newer).
-
-    Raises
-    ------
-    TypeError
-        A number that is not an int, a flag that is not a bool.
-    ValueError
-        num_threads outside 1..1024, or max_occupancy below 1.
 
     Examples
     --------
@@ -72,12 +64,11 @@ class KernelConfig:
     use_pdl: bool
 
     def __post_init__(self) -> None:
-        for name in ("num_threads", "max_occupancy"):
+        kinds = {"num_threads": int, "max_occupancy": int, "use_pdl": bool}
+        for name, kind in kinds.items():
             value = getattr(self, name)
-            if type(value) is not int:
-                raise TypeError(f"KernelConfig: {name}: {_shown(value)}, expected int")
-        if type(self.use_pdl) is not bool:
-            raise TypeError(f"KernelConfig: use_pdl: {_shown(self.use_pdl)}, expected bool")
+            if type(value) is not kind:
+                raise TypeError(f"KernelConfig: {name}: {_shown(value)}, expected {kind.__name__}")
         if not 1 <= self.num_threads <= 1024:
             raise ValueError(f"KernelConfig: num_threads: {self.num_threads}, expected 1..1024")
         if self.max_occupancy < 1:
@@ -97,16 +88,13 @@ class KernelConfig:
 def make_cpp_args(*args: int | float | bool | str | torch.dtype | KernelConfig) -> CppArgs:
     """Write Python values as C++ template arguments.
 
-    A dtype becomes CUDA's type: float32 ``float``, bfloat16 ``__nv_bfloat16``, float16 ``__half``,
-    float8_e4m3fn ``__nv_fp8_e4m3``, int32 ``int32_t``, ... Their headers, such as ``cuda_bf16.h``
-    and ``cstdint``, are for the kernel to include.
-
     Parameters
     ----------
     *args
-        bool, int, float, a torch.dtype, a str, which is C++ as it is, or a KernelConfig, which
-        expands to its three values. Nothing is converted: a NumPy or torch scalar is refused, it
-        would read a device or hide a dtype.
+        bool, int, float; a torch.dtype, which becomes CUDA's type (float32 ``float``, bfloat16
+        ``__nv_bfloat16``, int32 ``int32_t``, ...), whose header the kernel includes; a str, which
+        is C++; or a KernelConfig, which expands to its three values. A NumPy or torch scalar is
+        refused: it would read a device or hide a dtype.
 
     Returns
     -------
@@ -116,9 +104,9 @@ def make_cpp_args(*args: int | float | bool | str | torch.dtype | KernelConfig) 
     Raises
     ------
     TypeError
-        A value of any other type, or a dtype that CUDA has no one type for.
+        A value of any other type, or a dtype that CUDA has no type for.
     ValueError
-        An int that does not fit 64 bits, or a float that is infinite or not a number.
+        An int that does not fit 64 bits, or a float that is not finite.
 
     Examples
     --------
@@ -130,22 +118,25 @@ def make_cpp_args(*args: int | float | bool | str | torch.dtype | KernelConfig) 
         if isinstance(value, KernelConfig):
             literals += make_cpp_args(*value)
         else:
-            literals.append(_literal(value, position))
+            literals.append(_literal(value, f"make_cpp_args: argument {position}"))
     return CppArgs(literals)
 
 
-def _literal(value: object, position: int) -> str:
+def _literal(value: object, argument: str) -> str:
     # type() and not isinstance(): bool is an int, numpy.float64 is a float, an IntEnum is an int
     # whose repr is not a C++ literal.
     if type(value) is bool:
         return "true" if value else "false"
     if type(value) is int:
-        return _integer(value, position)
+        if value == -(1 << 63):
+            # C++ reads -9223372036854775808 as minus a literal that no signed type holds.
+            return "(-9223372036854775807 - 1)"
+        if not -(1 << 63) < value < 1 << 64:
+            raise ValueError(f"{argument}: {value}, expected an int of 64 bits")
+        return str(value) if value < 1 << 63 else f"{value}u"
     if type(value) is float:
         if not math.isfinite(value):
-            raise ValueError(
-                f"make_cpp_args: argument {position}: {value}, expected a finite float"
-            )
+            raise ValueError(f"{argument}: {value}, expected a finite float")
         return repr(value)
     if type(value) is str:
         return value
@@ -154,20 +145,9 @@ def _literal(value: object, position: int) -> str:
         if known is not None:
             return known
     raise TypeError(
-        f"make_cpp_args: argument {position}: {_shown(value)}, "
+        f"{argument}: {_shown(value)}, "
         "expected int, float, bool, str, a torch.dtype with a type of CUDA's, or KernelConfig"
     )
-
-
-def _integer(value: int, position: int) -> str:
-    if -(1 << 63) < value < 1 << 63:
-        return str(value)
-    if value == -(1 << 63):
-        # C++ reads -9223372036854775808 as minus a literal that no signed type holds.
-        return "(-9223372036854775807 - 1)"
-    if 0 < value < 1 << 64:
-        return f"{value}u"
-    raise ValueError(f"make_cpp_args: argument {position}: {value}, expected an int of 64 bits")
 
 
 def _shown(value: object) -> str:

@@ -252,9 +252,9 @@ class TPEmbedding(torch.nn.Module):
         else:
             call = weight, ids, self._part, self.full_shape[0], self.comm
             if torch.compiler.is_dynamo_compiling():
-                from jitkern import untraced
-
-                found = cast("Tensor", untraced.call(look_up, *call))
+                # A collective of ranks has no place in a graph: it ends before, and begins again.
+                untraced: Any = torch.compiler.disable(look_up)  # type: ignore[no-untyped-call]
+                found = cast("Tensor", untraced(*call))
             else:
                 found = look_up(*call)
         if self.padding_idx is None or not (found.requires_grad and torch.is_grad_enabled()):

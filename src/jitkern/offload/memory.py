@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from jitkern.free_memory import free_bytes
+from jitkern.fs import free_bytes
 from jitkern.host import module as host
 from jitkern.offload import hostmem
 

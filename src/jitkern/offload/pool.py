@@ -16,7 +16,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from jitkern import memfd
+from jitkern import fs
 from jitkern.comm.args import seconds_arg
 from jitkern.comm.descriptors import Descriptors, hand_over
 from jitkern.comm.rendezvous import Rendezvous
@@ -372,7 +372,7 @@ class PinnedPool:
             def make() -> None:
                 if share.rank == 0:
                     memory.require_free(num_bytes)
-                    fds[0] = memfd.make_memory(
+                    fds[0] = fs.make_memory(
                         "PinnedPool: share", _memory_name(share.name), num_bytes
                     )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from jitkern.errors import name_unreadable
 from jitkern.host import module as host
 from jitkern.offload import ring_call
 from jitkern.offload.args import count_arg, device_arg, int64_arg, natural_arg, number_arg
@@ -16,7 +17,6 @@ from jitkern.offload.ring_memory import RingMemory, full_text, memory_arg, zeros
 from jitkern.offload.ring_server import RingServer
 from jitkern.offload.ring_slot import RingSlot
 from jitkern.ops.unpack import set_ring_type
-from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from jitkern.errors import name_unreadable
 from jitkern.offload.args import count_arg, natural_arg
 from jitkern.ops import dispatch
-from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from jitkern.memfd import make_memory
+from jitkern.fs import make_memory
 from jitkern.offload.pool import PinnedPool
 
 if TYPE_CHECKING:

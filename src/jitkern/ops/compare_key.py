@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jitkern.errors import name_unreadable
 from jitkern.host import module as host
-from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

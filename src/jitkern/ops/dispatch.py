@@ -142,7 +142,7 @@ def require_wrapper(error: Exception, op: str, **arguments: Any) -> None:
             or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         ):
             return
-    from jitkern.unreadable import name_unreadable  # of a call that has failed
+    from jitkern.errors import name_unreadable  # of a call that has failed
 
     name_unreadable(error, op, **arguments)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from jitkern.errors import name_unreadable
 from jitkern.host import module as host
 from jitkern.ops import dispatch
 from jitkern.ops.common import type_text
-from jitkern.unreadable import name_unreadable
 
 if TYPE_CHECKING:
     import torch

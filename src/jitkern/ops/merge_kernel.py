@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from jitkern import hints
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.device import DeviceModule, load_own, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import widest_vec_bytes
 
@@ -98,7 +97,7 @@ def kernel(
     )
     spec = (dim, vec_elems, in_type, out_type, lse_type, capacity, plain)
     if spec not in specialisations(dim):
-        module.hint = hints.replay  # a --head-dim gives the most common ones only
+        module.hint = record_hint  # a --head-dim gives the most common ones only
     return module.launched_with(config, in_flight=times, splits=rows)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from jitkern import hints
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.device import DeviceModule, load_own, rows_hint
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
 
@@ -102,7 +101,7 @@ def load_sort(
     ]
     args = make_cpp_args(*spec, *threads_of(LIST_CONFIG), *threads_of(SCAN_CONFIG))
     module = load_entries(op, f"{op}.cu", entries, args, in_flight=1, folder=folder)
-    module.hint = hints.warm_rows
+    module.hint = rows_hint
     return module
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jitkern import hints
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.device import DeviceModule, load_own, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
@@ -37,7 +36,7 @@ def kernel(
     wrappers = [(name, f"jitkern::StoreKernel<{args}>")]
     module = load_own("store", *args, device_files=["ops/store.cu"], device_wrappers=wrappers)
     if first:
-        module.hint = hints.replay  # an --element-size is one
+        module.hint = record_hint  # an --element-size is one
     return module.launched_with(CONFIG, in_flight=IN_FLIGHT)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import TYPE_CHECKING, Literal
 
-from jitkern import hints
 from jitkern.host import module as host_module
-from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule, warm_hint
 from jitkern.ops.common import INDEX_BYTES, entry_name
 from jitkern.ops.pairs import (
     SMALL_IN_FLIGHT,
@@ -54,7 +53,7 @@ def kernel(
         (place_name, f"PlaceStaged<{place}>", config),
     ]
     module = load_entries("swap_in_order", "swap.cu", entries, args, in_flight)
-    module.hint = partial(hints.warm_op, "swap", str(row_bytes))
+    module.hint = partial(warm_hint, "swap", str(row_bytes))
     return module
 
 

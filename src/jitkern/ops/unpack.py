@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
-from jitkern import hints
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.device import DeviceModule, load_own, rows_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops.pairs import load_entries
@@ -72,7 +71,7 @@ def ring_kernel() -> DeviceModule:
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
     ]
     module = load_entries("unpack_ring", "unpack_ring.cu", entries, consume, RING_IN_FLIGHT)
-    module.hint = hints.warm_rows
+    module.hint = rows_hint
     return module
 
 

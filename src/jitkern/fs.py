@@ -1,0 +1,425 @@
+"""Files: atomic writes, reads of what others may have planted, scratch folders, fork-local values.
+
+Modules that few calls need are imported inside functions: every warm load imports this file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+from jitkern.errors import CacheError, UnsupportedError
+
+T = TypeVar("T")
+
+# -- names and content -----------------------------------------------------------------------------
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]*\Z")
+_UNSAFE_CHAR = re.compile(r"[^A-Za-z0-9_.+-]")
+_MAX_NESTING = 32
+
+
+def canonical_json(value: object) -> bytes:
+    """Render `value` as JSON; equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def sha256(data: bytes) -> str:
+    """Return the SHA-256 of `data`, 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest(value: object) -> str:
+    """Return 20 hex digits of the SHA-256 of `value`'s canonical JSON."""
+    return sha256(canonical_json(value))[:20]
+
+
+def is_safe_name(name: str) -> bool:
+    """Tell whether `name` is a plain file name that cannot leave its directory."""
+    return len(name) <= 200 and _SAFE_NAME.match(name) is not None
+
+
+def slug(name: str) -> str:
+    """Return `name` with everything but letters, digits, ``_ . + -`` replaced, 80 at most."""
+    return _UNSAFE_CHAR.sub("_", name)[:80].lstrip(".-") or "module"
+
+
+def parse_json(raw: bytes) -> Any:
+    """Parse JSON from an untrusted file.
+
+    Raises ValueError for what is not UTF-8 or not JSON (NaN and Infinity are not), and for more
+    than 32 levels, which would end later code in a RecursionError.
+    """
+    try:
+        value = _DECODER.decode(raw.decode())
+        # There are no more levels than brackets: our own files need no walk.
+        deep = raw.count(b"[") + raw.count(b"{") > _MAX_NESTING and _is_deep(value)
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"nested deeper than {_MAX_NESTING} levels")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_NESTING + 1):
+        level = [one for one in level if isinstance(one, (dict, list))]
+        level = [x for one in level for x in (one.values() if isinstance(one, dict) else one)]
+    return bool(level)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def open_itself(name: str | Path, flags: int = 0, *, dir_fd: int | None = None) -> int:
+    """Open a file or directory for reading; return its descriptor.
+
+    A symbolic link is an OSError (ELOOP), and a FIFO does not block.
+    """
+    return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=dir_fd)
+
+
+def open_regular(file: Path | str, *, follow: bool = False, dir_fd: int | None = None) -> int:
+    """Open a regular file for reading; return its descriptor.
+
+    Anything else is an OSError: a FIFO would block, a device has no end. `follow` allows a link.
+    """
+    descriptor = _open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY, follow, dir_fd)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return descriptor
+
+
+def read_regular(
+    file: Path | str, max_bytes: int, *, follow: bool = False, dir_fd: int | None = None
+) -> bytes:
+    """Return the content of a regular file of at most `max_bytes`; see :func:`open_regular`."""
+    with open(open_regular(file, follow=follow, dir_fd=dir_fd), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"{size} bytes, expected at most {max_bytes}", str(file))
+        return stream.read(size + 1)
+
+
+def _open(file: Path | str, flags: int, follow: bool, dir_fd: int | None = None) -> int:
+    flags |= os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        return os.open(file, flags, 0o644, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            reason = "a symbolic link, which is not followed here"
+            raise OSError(errno.ELOOP, reason, str(file)) from error
+        raise
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_whole(file: Path, data: bytes, *, flush: bool = False, mode: int | None = None) -> None:
+    """Replace the content of `file` by one rename; its directory is made if need be.
+
+    A link in its place is replaced. `flush` waits for the disk; `mode` as for :func:`write_new`.
+    """
+    if not file.name:  # `.` and `/`
+        raise OSError(errno.EISDIR, "a directory, expected a file", str(file))
+    partial = file.with_name(f".{file.name}.{private_name()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_new(partial, data, flush=flush, mode=mode)
+        os.replace(partial, file)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) -> None:
+    """Write a file that does not exist yet, with `mode`; by default 0644 less the umask."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(file, flags, 0o644 if mode is None else 0o600), "wb") as out:
+        if mode is not None:
+            os.fchmod(out.fileno(), mode)
+        out.write(data)
+        if flush:
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def open_to_append(file: Path) -> int:
+    """Open `file` to read it and to append to it, made if need be; return its descriptor.
+
+    Raises OSError unless it is plainly this user's: a regular file of one name, not a link.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
+    descriptor = _open(file, flags, follow=False)
+    status = os.fstat(descriptor)
+    reason = ""
+    if not stat.S_ISREG(status.st_mode):
+        reason = "not a regular file"
+    elif status.st_nlink > 1:
+        reason = f"a file of {status.st_nlink} names, expected one"
+    elif status.st_uid not in (os.geteuid(), 0):
+        reason = f"belongs to uid {status.st_uid}"
+    if reason:
+        os.close(descriptor)
+        raise OSError(errno.EPERM, reason, str(file))
+    return descriptor
+
+
+def flush_directory(path: Path) -> None:
+    """Make the names in directory `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- directories -----------------------------------------------------------------------------------
+
+
+def make_folders(path: Path, mode: int = 0o700) -> None:
+    """Make directory `path` and its missing parents, with this mode under any umask."""
+    try:
+        _make_folder(path, mode)
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_folders(path.parent, mode)
+        _make_folder(path, mode)  # once: in /proc nothing can be made, which says the same
+
+
+def _make_folder(path: Path, mode: int) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        set_mode(path, mode)
+
+
+def set_mode(folder: Path, mode: int) -> None:
+    """Give a new directory its mode; the setgid bit that its parent hands down stays."""
+    if stat.S_IMODE(folder.stat().st_mode) & ~stat.S_ISGID != mode:
+        folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))
+
+
+def require_writable(directory: Path, hint: str, mode: int = 0o700) -> None:
+    """Raise CacheError unless files can be made in `directory`, created with `mode` if needed.
+
+    A file is made: mode bits say nothing for root, on a read-only mount or on a full disk.
+    """
+    import tempfile
+
+    try:
+        make_folders(directory, mode)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".jitkern-") as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        raise CacheError(f"{directory}: cannot be written: {error.strerror}; {hint}") from error
+
+
+# -- scratch ---------------------------------------------------------------------------------------
+
+_PRIVATE_NAME = re.compile(r"(?P<before>.+\.)(?P<pid>[0-9]{1,10})\.[0-9a-f]{16}\Z")
+_SCRATCH_PREFIX = "jitkern-"
+_DEAD_S = 600.0  # two containers may use the same pid
+_DEAD_SCRATCH_S = 3600.0  # a compiler may outlive its killed parent
+_OLD_S = 86_400.0
+
+
+def private_name() -> str:
+    """Return a name that nobody else uses or can guess: ``<machine>.<pid>.<16 hex digits>``."""
+    # secrets.token_hex gives the same; its import costs 2 ms.
+    return f"{os.uname().nodename}.{os.getpid()}.{os.urandom(8).hex()}"
+
+
+def is_abandoned(name: str, age_s: float, dead_s: float = _DEAD_S) -> bool:
+    """Tell whether a file whose name ends with a private name was left by a process that has ended.
+
+    `age_s` counts from its last write; it may be negative, since clocks are set back. It has to
+    exceed `dead_s` if its process is known to be gone, and a day otherwise.
+    """
+    match = _PRIVATE_NAME.match(name)
+    if match is None:
+        return False
+    here = f".{match['before']}".endswith(f".{os.uname().nodename}.")
+    dead = here and not os.path.exists(f"/proc/{match['pid']}")
+    return abs(age_s) > (dead_s if dead else _OLD_S)
+
+
+def make_scratch_folder(purpose: str) -> Path:
+    """Make a directory ``jitkern-<purpose>-...`` in TMPDIR, which is this process's until it ends.
+
+    Those of killed processes are deleted first, as far as possible.
+    """
+    return _make_scratch(purpose)[0]  # the lock goes with the process
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """Make a directory as :func:`make_scratch_folder` does, for the body only."""
+    import shutil
+
+    folder, descriptor = _make_scratch(purpose)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _make_scratch(purpose: str) -> tuple[Path, int]:
+    """Make a directory; return it and the descriptor that holds its lock.
+
+    A process locks its folder while it lives. Pids and ages do not do: a server runs for weeks, and
+    pods that share /tmp need not see each other's processes.
+    """
+    import fcntl
+    import tempfile
+
+    above = Path(tempfile.gettempdir())
+    _delete_abandoned(above)
+    folder = above / f"{_SCRATCH_PREFIX}{purpose}-.{private_name()}"
+    folder.mkdir(mode=0o700)
+    descriptor = open_itself(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):  # NFS locks no directory; nothing is deleted there
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return folder, descriptor
+
+
+def _delete_abandoned(above: Path) -> None:
+    import fcntl
+    import shutil
+
+    with suppress(OSError), os.scandir(above) as items:
+        for item in items:
+            if not item.name.startswith(_SCRATCH_PREFIX):
+                continue
+            with suppress(OSError):  # gone meanwhile, or locked
+                status = item.stat(follow_symlinks=False)
+                own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                if own and is_abandoned(item.name, time.time() - status.st_mtime, _DEAD_SCRATCH_S):
+                    descriptor = open_itself(item.path, os.O_DIRECTORY | os.O_CLOEXEC)
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(item.path, ignore_errors=True)
+                    finally:
+                        os.close(descriptor)
+
+
+# -- processes and memory --------------------------------------------------------------------------
+
+
+class ForkLocal(Generic[T]):
+    """A value that a forked child makes anew.
+
+    A lock that a thread of the parent holds would never be released in the child.
+
+    Examples
+    --------
+    >>> guard = ForkLocal(threading.RLock)  # doctest: +SKIP
+    >>> with guard.value:  # doctest: +SKIP
+    ...     pass
+    """
+
+    value: T
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.value = self._make()
+
+
+def memory_file(shown: str, flags: int = 0) -> int:
+    """Return the descriptor of an empty file without a name; ``/proc/*/maps`` calls it `shown`."""
+    import ctypes
+
+    flags |= 1  # MFD_CLOEXEC of linux/memfd.h, for which not every Python has a name
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(shown, flags)
+    # A Python built for a glibc before 2.27, as many of uv's are; the system's libc is newer.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "memfd_create"):
+        raise OSError(errno.ENOSYS, "no memfd_create here, expected glibc 2.27")
+    fd: int = libc.memfd_create(shown.encode(), flags)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memfd_create")
+    return fd
+
+
+def make_memory(user: str, shown: str, num_bytes: int) -> int:
+    """Return the descriptor of `num_bytes` of zeros, whose size is sealed.
+
+    Raises UnsupportedError, beginning with `user`, if there is no ``memfd_create``.
+    """
+    import fcntl
+
+    try:
+        fd = memory_file(shown, 2)  # MFD_ALLOW_SEALING
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            raise UnsupportedError(f"{user}: {error.strerror}") from error
+        raise
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, 1033, 1 | 2 | 4)  # F_ADD_SEALS: no shrinking, growing or unsealing
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+# Of a control group, version 2 and 1: its directory, its limit, what is used, and what of that is
+# files that Linux drops on demand.
+_CGROUP_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_bytes() -> int | None:
+    """Return how much memory this process may still take; None if Linux does not say.
+
+    The smaller of what the machine has available and what the container's limit leaves.
+    """
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMINFO), re.M)
+    known = [int(available[1]) << 10] if available else []
+    for folder, limit, used, cached in _CGROUP_FILES:
+        group = _CGROUP / folder
+        most, now = _text(group / limit).strip(), _text(group / used).strip()
+        if most.isdigit() and now.isdigit():  # "max" means no limit
+            files = re.search(rf"^{cached} (\d+)", _text(group / "memory.stat"), re.M)
+            known.append(max(0, int(most) - int(now) + (int(files[1]) if files else 0)))
+    return min(known, default=None)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
