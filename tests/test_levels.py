@@ -48,7 +48,7 @@ LAYERS = """
 4  ops.pairs ops.index_gradient ops.merge_gradient ops.merge_kernel
 4  ops.merge_torch
 4  ops
-4  comm.protocol comm.nccl_library
+4  comm.protocol
 4  comm.args
 4  comm.rendezvous comm.peer_kernel
 4  comm.torch_comm comm.nccl comm.descriptors comm.peer_reduce
