@@ -36,10 +36,8 @@ _MARK_S = 0.1  # to wait for an event, which takes 2 us unless the launch queue 
 _GRAPHS_S = 10.0  # for graphs to go when a communicator is closed
 _EXIT_S = 5.0  # for calls to end when the process does
 
-# What became of a call: CallStatus in csrc/comm/communicator.h.
+# CallStatus in csrc/comm/communicator.h.
 _DONE, _STOPPED, _LATE, _FAILED, _TRACED = range(5)
-
-Call = Callable[..., int]
 
 
 def init_pynccl(
@@ -53,7 +51,7 @@ def init_pynccl(
 ) -> PyNCCLCommunicator:
     """Return a communicator over NCCL, once all ranks have called this.
 
-    Uses the libnccl that PyTorch has loaded, else the ``nvidia-nccl`` package, else the system's;
+    Uses the libnccl that PyTorch has loaded, else the system's, else the ``nvidia-nccl`` package's;
     ``JITKERN_NCCL`` names another. Needs NCCL 2.27 or newer.
 
     Parameters
@@ -100,27 +98,24 @@ def init_pynccl(
     if device.type != "cuda":
         raise ValueError(f"init_pynccl: device: {device}, expected a GPU")
     num_bytes = min(max_size_bytes, settings().pynccl_max_buffer_bytes)
-    made = PyNCCLCommunicator.__new__(PyNCCLCommunicator)
-    made._open(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
-    return made
+    return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
 
 
 class PyNCCLCommunicator:
     """A :class:`Communicator` over NCCL, made by :func:`init_pynccl`.
 
-    Every call queues one NCCL operation on the current stream of the communicator's GPU, without a
-    copy or a synchronisation, and may be captured in a CUDA graph. Calls on several streams are
-    done one after the other. One thread at a time.
+    Every call queues one NCCL operation on the current stream, without a copy or a synchronisation,
+    and may be captured in a CUDA graph. Calls on several streams are done one after the other. One
+    thread at a time.
 
-    Each call has ``timeout_s`` seconds from when it is made to when the GPU is done with it. After
-    that the communicator is aborted, so that whatever waits for the GPU goes on with what is there,
-    and the next call, or :meth:`check`, raises :class:`jitkern.CommTimeoutError`. It is aborted
-    earlier if NCCL hears of a rank's end, as over a network. If NCCL fails and no rank is gone, the
-    error is :class:`jitkern.CommError`. Replays of a graph make no calls here: :meth:`watch` after
-    one puts it under the deadline. Delete graphs that have captured the communicator before
-    :meth:`close`.
+    Each call has ``timeout_s`` seconds until the GPU is done with it. After that, or earlier if
+    NCCL hears of a rank's end, the communicator is aborted: whatever waits for the GPU goes on with
+    what is there, and the next call, or :meth:`check`, raises :class:`jitkern.CommTimeoutError`. If
+    NCCL fails and no rank is gone, it is :class:`jitkern.CommError`. The ranks that are left make a
+    new communicator, over a new group.
 
-    A communicator that has failed is closed; ranks that are left make a new one, over a new group.
+    :meth:`watch` after the replay of a graph puts it under the deadline. Delete graphs that have
+    captured the communicator before :meth:`close`.
 
     Attributes
     ----------
@@ -131,17 +126,9 @@ class PyNCCLCommunicator:
         Such as ``"2.28.9"``.
     """
 
-    rank: int
-    size: int
-    device: torch.device
-    timeout_s: float
-    nccl_version: str
     _calls: Any = None  # the functions in C++, of csrc/comm/collectives.cc
 
-    def __init__(self) -> None:
-        raise TypeError("PyNCCLCommunicator: made by init_pynccl(tp_rank=..., ...)")
-
-    def _open(
+    def __init__(
         self,
         group: Any,
         rank: int,
@@ -152,7 +139,7 @@ class PyNCCLCommunicator:
     ) -> None:
         import torch
 
-        self.nccl_version = version_name(load())
+        self.nccl_version: str = version_name(load())
         self._failing = threading.Lock()  # while one thread finds out why
         self._error: CommError | None = None  # the first, which every later call raises again
         self._is_over = False  # closed by its user
@@ -210,30 +197,27 @@ class PyNCCLCommunicator:
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place. See :meth:`Communicator.all_reduce`."""
-        code = _code("all_reduce", op)
-        self._run("all_reduce", self._calls.all_reduce, (x,), (), (x, code))
+        self._run("all_reduce", (x,), (), _code("all_reduce", op))
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``, by rank. ``x`` may be its own part of it."""
-        self._run("all_gather", self._calls.all_gather, (output,), (x,), (output, x))
+        self._run("all_gather", (output,), (x,))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, and write part ``rank`` of ``size`` to ``output``."""
-        code = _code("reduce_scatter", op)
-        function = self._calls.reduce_scatter
-        self._run("reduce_scatter", function, (output,), (x,), (output, x, code))
+        self._run("reduce_scatter", (output,), (x,), _code("reduce_scatter", op))
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to that of every rank."""
-        self._run("broadcast", self._calls.broadcast, (x,), (), (x, src))
+        self._run("broadcast", (x,), (), src)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``."""
-        self._run("send", self._calls.send, (), (x,), (x, dst))
+        self._run("send", (), (x,), dst)
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends."""
-        self._run("recv", self._calls.recv, (x,), (), (x, src))
+        self._run("recv", (x,), (), src)
 
     def all_to_all(
         self,
@@ -247,8 +231,7 @@ class PyNCCLCommunicator:
             output_splits = rows_arg("all_to_all", "output_splits", output_splits)
         if input_splits is not None:
             input_splits = rows_arg("all_to_all", "input_splits", input_splits)
-        args = (output, x, output_splits, input_splits)
-        self._run("all_to_all", self._calls.all_to_all, (output,), (x,), args)
+        self._run("all_to_all", (output,), (x,), output_splits, input_splits)
 
     def barrier(self) -> None:
         """Return when every rank has come to it, and the GPU is done with all before it.
@@ -259,7 +242,7 @@ class PyNCCLCommunicator:
 
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("barrier: called in a graph, expected outside: the host waits in it")
-        self._run("barrier", self._calls.barrier, (), (), (self._word,))
+        self._run("barrier", (), (), self._word)
         if math.isfinite(self.timeout_s):
             self._settle("barrier", self._calls.wait_done())
         else:
@@ -270,7 +253,7 @@ class PyNCCLCommunicator:
 
         Every rank calls it, as any other call; it queues nothing.
         """
-        self._run("watch", self._calls.watch, (), (), (self._word,))
+        self._run("watch", (), (), self._word)
 
     def check(self) -> None:
         """Raise if a call has failed, or was not done in time. Waits for nothing."""
@@ -335,22 +318,17 @@ class PyNCCLCommunicator:
 
     # -- what became of a call ---------------------------------------------------------------------
 
-    def _run(
-        self,
-        name: str,
-        function: Call,
-        written: tuple[Any, ...],
-        read: tuple[Any, ...],
-        args: tuple[Any, ...],
-    ) -> None:
-        """Make a call. `written` and `read` are its tensors, with which `args`, C++'s, begin."""
+    def _run(self, name: str, written: tuple[Any, ...], read: tuple[Any, ...], *args: Any) -> None:
+        """Make a call of the tensors that it writes and reads, and of other arguments."""
+        tensors = (*written, *read)
+        names = ("output", "x") if len(tensors) == 2 else ("x",)
         if not dispatch.in_inference_mode() and not dispatch.may_write(written, read):
-            tensors = _by_name((*written, *read))
-            dispatch.refuse(name, dict([*tensors.items()][: len(written)]), tensors)
+            by_name = dict(zip(names, tensors, strict=False))
+            dispatch.refuse(name, dict([*by_name.items()][: len(written)]), by_name)
         try:
-            status = function(*args)
+            status = getattr(self._calls, name)(*tensors, *args)
         except (RuntimeError, ValueError) as error:
-            name_unreadable(error, name, **_by_name((*written, *read)))
+            name_unreadable(error, name, **dict(zip(names, tensors, strict=False)))
         if status:
             self._settle(name, status)
         if written:
@@ -461,10 +439,6 @@ def _code(call: str, op: str) -> int:
         raise ValueError(f"{call}: op: {op!r}, expected one of {', '.join(REDUCE_OPS)}") from None
 
 
-def _by_name(tensors: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(("output", "x") if len(tensors) == 2 else ("x",), tensors, strict=False))
-
-
 _watch = PerProcess(lambda: Watch("jitkern-comm-watch"))
 _open_ones: PerProcess[weakref.WeakSet[PyNCCLCommunicator]] = PerProcess(weakref.WeakSet)
 
@@ -563,15 +537,19 @@ def load() -> int:
 
     Raises UnsupportedError, which says what to install.
     """
+    import torch  # noqa: F401 - a CUDA build loads its libnccl, which dlopen then finds by name
+
     given = settings().nccl
-    path = str(given) if given is not None else _loaded_by_torch() or _of_a_package() or _FILE
-    try:
-        return int(host.module()["nccl_load"](path))
-    except RuntimeError as error:
-        cure = "install a CUDA build of torch, or pip install nvidia-nccl-cu13 (cu12 for CUDA 12)"
-        if given is not None:
-            cure = "JITKERN_NCCL names it; unset that to use the one that torch brings"
-        raise UnsupportedError(f"init_pynccl: no usable NCCL: {error}; {cure}") from error
+    errors = []
+    for path in [_FILE, *_of_a_package()] if given is None else [str(given)]:
+        try:
+            return int(host.module()["nccl_load"](path))
+        except RuntimeError as error:
+            errors.append(error)
+    cure = "install a CUDA build of torch, or pip install nvidia-nccl-cu13 (cu12 for CUDA 12)"
+    if given is not None:
+        cure = "JITKERN_NCCL names it; unset that to use the one that torch brings"
+    raise UnsupportedError(f"init_pynccl: no usable NCCL: {errors[-1]}; {cure}") from errors[-1]
 
 
 def version_name(version: int) -> str:
@@ -579,22 +557,10 @@ def version_name(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def _loaded_by_torch() -> str | None:
-    """Return the path of the libnccl in this process: a second one would double its memory."""
-    import torch  # noqa: F401 - a CUDA build loads it
-
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.partition("/")[2]
-        if Path(path).name.startswith("libnccl.so"):
-            return f"/{path}"
-    return None
-
-
-def _of_a_package() -> str | None:
+def _of_a_package() -> list[str]:
     try:
         found = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:  # not even its parent
-        return None
-    folders = found.submodule_search_locations if found is not None else None
-    paths = [Path(folder, "lib", _FILE) for folder in folders or ()]
-    return next((str(path) for path in paths if path.exists()), None)
+        return []
+    folders = (found.submodule_search_locations if found is not None else None) or ()
+    return [str(path) for folder in folders if (path := Path(folder, "lib", _FILE)).exists()]

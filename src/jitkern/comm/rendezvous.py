@@ -103,7 +103,6 @@ class PeerInfo(NamedTuple):
     pid: int
     host: str
     pids: str  # equal where the same pid is the same process
-    started: str  # when the process has: a pid may be used again
     serves: bool  # the store's server is in this process
     nonce: str
     facts: dict[str, Any]
@@ -115,8 +114,11 @@ class PeerInfo(NamedTuple):
         """Return what Linux says of a process of this machine that has ended, or is stopped."""
         if self.pids != _pids():
             return None
-        state, started = _state_of(self.pid)
-        if state in "ZX" or started != self.started:
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "has ended"
+        if state in "ZX":
             return "has ended"
         return "does not answer: it is stopped" if is_late and state in "Tt" else None
 
@@ -124,21 +126,11 @@ class PeerInfo(NamedTuple):
 class Rendezvous:
     """The ranks of one communicator, memory or pool. Making one is collective.
 
-    Parameters
-    ----------
-    name
-        What messages begin with, such as ``"init_pynccl"``; the same in all ranks.
-    group, rank, size
-        A ``Store`` with this process's number and how many there are; or a group of
-        torch.distributed, None for the default one, which has both.
-    timeout_s
-        Seconds that this and each call waits for other ranks.
-    position
-        Returns how many calls this rank has made and the last one's op; called by another thread.
-        When the object of a bound method goes, the others are told that this rank has dropped it.
-    facts
-        What all ranks must have in common, as JSON values. A key that begins with ``_`` may
-        differ; :attr:`peers` shows it.
+    ``name`` is what messages begin with. ``group`` is a ``Store``, or a group of torch.distributed
+    (None: the default one), which has ``rank`` and ``size``. ``position`` returns how many calls
+    this rank has made and the last one's op, for another thread; when the object of a bound method
+    is gone, the others hear that this rank has dropped it. ``facts`` are JSON values that all ranks
+    must have in common, but for keys that begin with ``_``; :attr:`peers` has those of all ranks.
 
     Raises CommTimeoutError if ranks do not come, CommError if two processes are one rank or ranks
     differ in a fact, and what :func:`store_of` raises.
@@ -168,8 +160,8 @@ class Rendezvous:
         self._position: Any = weakref.WeakMethod(position) if is_method else lambda: position
         common = {"called": name, "jitkern": jitkern.__version__, "size": size}
         self._mine = PeerInfo(
-            *(rank, os.getpid(), socket.gethostname(), _pids(), _state_of(os.getpid())[1]),
-            *(_serves(root, rank), uuid.uuid4().hex, {**common, **(facts or {})}),
+            *(rank, os.getpid(), socket.gethostname(), _pids(), _serves(root, rank)),
+            *(uuid.uuid4().hex, {**common, **(facts or {})}),
         )
         self._known = {rank: self._mine}
         if size > 1:
@@ -199,7 +191,9 @@ class Rendezvous:
 
     def fail(self, error: BaseException) -> None:
         """Allow no more calls, and tell the others. The first error is quoted."""
-        self.close(f"has failed: {short(error)}")
+        is_error = isinstance(error, Exception)
+        text = short(error) if is_error else f"interrupted by {type(error).__name__}"
+        self.close(f"has failed: {text}")
 
     def close(self, how: str = "has closed it") -> None:
         """Allow no more calls, and tell the others."""
@@ -607,12 +601,3 @@ def _polls(until: float) -> Iterator[bool]:
 def _pids() -> str:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _state_of(pid: int) -> tuple[str, str]:
-    """Return the state of a process, as ps shows it, and when it has started."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", ""
-    return words[0], words[19]
