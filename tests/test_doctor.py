@@ -127,7 +127,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int],
     def make(reach: Callable[[int, int], bool]) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
-        monkeypatch.setattr("jitkern.comm.nccl_library.load", lambda: 22809)
+        monkeypatch.setattr("jitkern.comm.nccl.load", lambda: 22809)
 
     return make
 
@@ -149,7 +149,7 @@ def test_no_nccl(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnsupportedError("init_pynccl: no usable NCCL: no file; pip install nvidia-nccl-cu13")
 
     four_gpus(lambda i, j: True)
-    monkeypatch.setattr("jitkern.comm.nccl_library.load", none)
+    monkeypatch.setattr("jitkern.comm.nccl.load", none)
     *_, found = machine.links(4)
     fix = "pip install nvidia-nccl-cu13"
     assert found == Check("NCCL", "no usable NCCL: no file", "note", fix)

@@ -18,6 +18,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64, torch.uint8, torch.int8)
 MOVED = (*FLOATS, *INTS, torch.int16, torch.bool, torch.complex64)
 SHAPES = ((1,), (3,), (1001,), (5, 7), ())
+A_SHAPE = ((5, 7),)  # where shapes make no difference
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda x: x.sum(0),
     "prod": lambda x: x.prod(0),
@@ -65,7 +66,7 @@ def all_reduce(comm: Communicator, device: torch.device) -> None:
     seed = 0
     for dtype in (*FLOATS, *INTS):
         for op in REDUCTIONS:
-            for shape in SHAPES:
+            for shape in SHAPES if dtype == torch.float32 else A_SHAPE:
                 seed += 1
                 if is_possible(dtype, op, comm.size):
                     x = given(comm.rank, shape, dtype, seed).to(device)
@@ -88,7 +89,7 @@ def all_reduce_of_reals(comm: Communicator, device: torch.device) -> None:
 
 def all_gather(comm: Communicator, device: torch.device) -> None:
     for seed, dtype in enumerate(MOVED):
-        for shape in SHAPES:
+        for shape in SHAPES if dtype == torch.float32 else A_SHAPE:
             expected = torch.stack([given(r, shape, dtype, seed) for r in range(comm.size)])
             x = given(comm.rank, shape, dtype, seed).to(device)
             output = torch.zeros_like(expected, device=device)
@@ -104,7 +105,7 @@ def reduce_scatter(comm: Communicator, device: torch.device) -> None:
     seed = 100
     for dtype in (*FLOATS, *INTS):
         for op in REDUCTIONS:
-            for part in SHAPES:
+            for part in SHAPES if dtype == torch.float32 else A_SHAPE:
                 seed += 1
                 if not is_possible(dtype, op, comm.size):
                     continue
@@ -121,7 +122,7 @@ def reduce_scatter(comm: Communicator, device: torch.device) -> None:
 
 def broadcast(comm: Communicator, device: torch.device) -> None:
     for seed, dtype in enumerate(MOVED):
-        for shape in SHAPES:
+        for shape in SHAPES if dtype == torch.float32 else A_SHAPE:
             for src in range(comm.size):
                 x = given(comm.rank, shape, dtype, seed).to(device)
                 comm.broadcast(x, src)

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from comm_ranks import Pool
 from nccl_ranks import (  # noqa: F401
-    failing_fake_gpus,
-    failing_gpus,
     fake_gpus,
     gpus,
     nccl_pools,

@@ -17,10 +17,6 @@
 #include "fake_fabric.h"
 #include "fake_knobs.h"
 
-#ifndef FAKE_NCCL_VERSION
-#define FAKE_NCCL_VERSION 22809
-#endif
-
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 using jitkern::CUstream;
@@ -220,7 +216,7 @@ void free_comm(Comm* comm) {
 
 EXPORT int ncclGetVersion(int* version) {
   const char* given = std::getenv("FAKE_NCCL_VERSION");
-  return *version = given == nullptr ? FAKE_NCCL_VERSION : std::atoi(given), kSuccess;
+  return *version = given == nullptr ? 22809 : std::atoi(given), kSuccess;
 }
 EXPORT const char* ncclGetErrorString(int result) {
   return result == kRemoteError       ? "remote process exited or there was a network error"
@@ -328,7 +324,6 @@ EXPORT int ncclGroupEnd() {
   return launch(comm, std::exchange(group_calls, {}), group_stream);
 }
 
-#ifndef NO_MEMORY
 EXPORT int ncclMemAlloc(char** pointer, size_t bytes) {
   *pointer = static_cast<char*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
   know(*pointer, i64(bytes), jitkern::kMemoryTypeDevice, current_device());
@@ -338,17 +333,6 @@ EXPORT int ncclMemFree(char* pointer) {
   forget(pointer);
   return std::free(pointer), kSuccess;
 }
-EXPORT int ncclCommRegister(Comm* comm, char* pointer, size_t bytes, void** handle) {
-  const Use use(comm, "ncclCommRegister");
-  require_memory(pointer, i64(bytes), "what is registered");
-  return *handle = pointer, kSuccess;
-}
-EXPORT int ncclCommDeregister(Comm* comm, void* handle) {
-  const Use use(comm, "ncclCommDeregister");
-  require_memory(handle, 1, "what is registered no more");
-  return kSuccess;
-}
-#ifndef NO_WINDOW
 EXPORT int ncclCommWindowRegister(Comm* comm, char* pointer, size_t bytes, void** window, int) {
   const Use use(comm, "ncclCommWindowRegister");
   require_memory(pointer, i64(bytes), "what is registered");
@@ -362,5 +346,3 @@ EXPORT int ncclCommWindowDeregister(Comm* comm, void* window) {
   require_memory(window, 1, "what is registered no more");
   return kSuccess;
 }
-#endif
-#endif

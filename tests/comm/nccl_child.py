@@ -64,9 +64,8 @@ torch.cuda.set_device = set_device
 torch.cuda.current_device = lambda: number
 torch.cuda.is_current_stream_capturing = lambda: is_capturing
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
-nccl._new_word = lambda _: known(torch.zeros(1, dtype=torch.int32))
+nccl._zeros = lambda count, dtype, _: known(torch.zeros(count, dtype=getattr(torch, dtype)))
 nccl._as_tensor = of_memory
-nccl._new_bytes = lambda count, _: torch.empty(count, dtype=torch.uint8)
 
 # -- what tests ask for ----------------------------------------------------------------------------
 
@@ -182,6 +181,7 @@ for mine in (make_nccl, synchronize, replay, two_streams, buffer, body):
     setattr(comm_child, f"do_{mine.__name__}", mine)
 comm_child.do_live = lambda: math.isfinite(synchronize())
 comm_child.ones, comm_child.lib, comm_child.capture = ones, lib, capture
+comm_child.nccl = nccl
 
 if __name__ == "__main__":
     comm_child.main()

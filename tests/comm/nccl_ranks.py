@@ -6,21 +6,22 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from comm_ranks import Pool, Rank
+from comm_ranks import LATE_S, Pool, Rank, everywhere
 from filelock import FileLock
 from needs import needs_cxx
-from shared_gpu import num_gpus
+from shared_gpu import IS_SHARED, num_gpus
 
 from jitkern.host import module as host
 
 HERE = Path(__file__).resolve().parent
 THREADS = HERE.parent / "threads"
 NUM_FAKE_GPUS = 4
+DEADLINE_S = 15.0 if IS_SHARED else 0.5  # of calls: there NCCL takes 4 s for the first one
 _MARKS = [
     needs_cxx,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="puts a libcuda in place"),
@@ -42,6 +43,31 @@ def all_do(ranks: list[Rank], do: str, **config: Any) -> list[Any]:
     for rank in ranks:
         rank.tell(do, **config)
     return [rank.value() for rank in ranks]
+
+
+def calls_done(ranks: list[Rank], count: int) -> None:
+    all_do(ranks, "calls", count=count)
+    all_do(ranks, "synchronize")
+
+
+def ranks_of(pool: Pool, size: int, count: int = 3, deadline_s: float = DEADLINE_S) -> list[Rank]:
+    """Ranks that have made calls, and whose next ones have a short deadline; the set-up had not."""
+    ranks = pool.join(size)
+    make(ranks)
+    calls_done(ranks, count)
+    everywhere(ranks, f"setattr(comm, 'timeout_s', {deadline_s})")
+    return ranks
+
+
+def late(rank: Rank, do: str, texts: Sequence[str] = (), **config: Any) -> None:
+    """The rank raises in time, and names rank 1. It was told before if there is nothing to do."""
+    if do:
+        rank.tell(do, **config)
+    answer = rank.error(DEADLINE_S + LATE_S)
+    assert answer["error"].startswith("CommTimeoutError: "), answer
+    assert answer["missing"] == [1], answer
+    for text in texts:
+        assert text in answer["error"], answer
 
 
 def build(folder: Path) -> dict[str, str]:
@@ -104,17 +130,6 @@ def nccl_pools(
 @pytest.fixture(scope="module", params=[FAKE, CUDA])
 def gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
     """Processes that are to be ranks, each of a GPU of its own."""
-    return nccl_pools(request.param)
-
-
-@pytest.fixture(scope="module", params=[FAKE, SOCKETS, CUDA])
-def failing_gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
-    """As `gpus`, for ranks of which some end."""
-    return nccl_pools(request.param)
-
-
-@pytest.fixture(params=[FAKE, SOCKETS])
-def failing_fake_gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
     return nccl_pools(request.param)
 
 

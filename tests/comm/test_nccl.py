@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 from bodies import BODIES
-from comm_ranks import LATE_S, Pool, Rank, errors, everywhere
-from nccl_ranks import all_do, make
+from comm_ranks import LATE_S, Pool, Rank, everywhere
+from nccl_ranks import all_do, calls_done, late, make, ranks_of
 from shared_gpu import IS_SHARED
 
-DEADLINE_S = 15.0 if IS_SHARED else 3.0  # there NCCL alone takes 4 s to be set up
-BOUND_S = DEADLINE_S + LATE_S
-SIZES = [2, 4]
-LAST: dict[tuple[Pool, int], tuple[list[Rank], int]] = {}
+LAST: dict[Pool, tuple[list[Rank], int]] = {}
 
 
-@pytest.fixture(params=SIZES)
-def ranks(gpus: Pool, request: pytest.FixtureRequest) -> list[Rank]:
-    """Those of the test before, where it was one of these."""
-    if gpus.num_gpus < request.param:
-        pytest.skip(f"needs {request.param} GPUs")
-    joined, num_starts = LAST.get((gpus, request.param), ([], -1))
+@pytest.fixture
+def ranks(gpus: Pool) -> list[Rank]:
+    """Up to four ranks: those of the test before, if it was one of these."""
+    joined, num_starts = LAST.get(gpus, ([], -1))
     if num_starts != gpus.num_starts:
-        joined = gpus.join(request.param)
+        joined = gpus.join(min(gpus.num_gpus, 4))
         make(joined, max_size_bytes=8192)
-        LAST[gpus, request.param] = joined, gpus.num_starts
+        LAST[gpus] = joined, gpus.num_starts
     return joined
 
 
@@ -53,14 +47,6 @@ def test_float8(gpus: Pool, ranks: list[Rank]) -> None:
         assert everywhere(ranks, code.format(dtype)) == [[len(ranks)]] * len(ranks)
 
 
-def test_graph_with_the_first_calls(gpus: Pool) -> None:
-    """Nothing was called before the capture: NCCL connects in it."""
-    two = gpus.join(2)
-    make(two)
-    assert all_do(two, "replay", count=3) == [[8.0] * 3] * 2
-    all_do(two, "evaluate", code="comm.close()")
-
-
 def test_graph(ranks: list[Rank]) -> None:
     size = len(ranks)
     assert all_do(ranks, "replay", count=3) == [[float(size**3)] * 3] * size
@@ -81,51 +67,26 @@ def test_registered_memory(ranks: list[Rank]) -> None:
     assert ranks[0].error()["error"].startswith(text)
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (
-            "comm.all_reduce(ones(3, on='cpu'))",
-            "all_reduce: x: on cpu, expected on cuda:0, as the comm",
-        ),
-        (
-            "comm.all_reduce(ones(3, on='cuda:1'))",
-            "all_reduce: x: on cuda:1, expected on",
-        ),
-        (
-            "comm.all_reduce(ones(3, dtype=torch.int16))",
-            "all_reduce: x: dtype int16, expected int8, uint8, int32,",
-        ),
-        (
-            "comm.all_gather(ones(3), ones(3))",
-            "all_gather: output: 3 items, expected 6, 3 for each of 2 ranks",
-        ),
-        (
-            "comm.all_reduce(ones(4, 4, turned=True))",
-            "all_reduce: x: not contiguous",
-        ),
-        (
-            "comm.all_to_all(ones(4), ones(4), 4)",
-            "TypeError: all_to_all: output_splits: int, expected a list of int",
-        ),
-        (
-            "comm.all_to_all(ones(4), ones(4), None, [2.0, 2])",
-            "TypeError: all_to_all: input_splits: float in it, expected int",
-        ),
-        (
-            "comm.all_to_all(ones(4), ones(4), [1, 2])",
-            "all_to_all: output_splits: 2 numbers, 3 rows in all, expected 2, one for each rank",
-        ),
-    ],
-)
-def test_mistakes(ranks: list[Rank], code: str, text: str) -> None:
+MISTAKES = {
+    "all_reduce(ones(3, on='cpu'))": "all_reduce: x: on cpu, expected on cuda:0, as the comm",
+    "all_reduce(ones(3, on='cuda:1'))": "all_reduce: x: on cuda:1, expected on",
+    "all_reduce(ones(3, dtype=torch.int16))": "all_reduce: x: dtype int16, expected int8, uint8,",
+    "all_reduce(ones(3), 'mean')": "all_reduce: op: 'mean', expected one of sum, prod, max,",
+    "all_gather(ones(3), ones(3))": "all_gather: output: 3 items, expected {three}, 3 for each of",
+    "all_reduce(ones(4, 4, turned=True))": "all_reduce: x: not contiguous",
+    "all_to_all(ones(4), ones(4), 4)": "all_to_all: output_splits: int, expected a list of int",
+    "all_to_all(ones(4), ones(4), None, [2.0])": "all_to_all: input_splits: float in it, expected",
+    "all_to_all(ones(4), ones(4), [1, 2])": "all_to_all: output_splits: 2 numbers, 3 rows in all,",
+}
+
+
+def test_mistakes(ranks: list[Rank]) -> None:
     """Nothing was sent: the calls of the others are as before."""
-    if len(ranks) != 2:
-        pytest.skip("the texts are those of two ranks")
-    if IS_SHARED and "cuda:1" in code:
-        pytest.skip("names a second GPU")
-    ranks[0].tell("evaluate", code=code)
-    assert text in ranks[0].error()["error"]
+    for code, text in MISTAKES.items():
+        if IS_SHARED and "cuda:1" in code:  # there is one GPU
+            continue
+        ranks[0].tell("evaluate", code=f"comm.{code}")
+        assert text.format(three=3 * len(ranks)) in ranks[0].error()["error"]
     all_do(ranks, "body", name="empty")
 
 
@@ -137,15 +98,28 @@ def test_a_gradient_is_refused(gpus: Pool, ranks: list[Rank]) -> None:
     all_do(ranks, "body", name="empty")
 
 
+def test_graph_with_the_first_calls(gpus: Pool) -> None:
+    """Nothing was called before the capture: NCCL connects in it."""
+    two = gpus.join(2)
+    make(two)
+    assert all_do(two, "replay", count=3) == [[8.0] * 3] * 2
+    all_do(two, "evaluate", code="comm.close()")
+
+
+def test_two_ranks_on_one_gpu(gpus: Pool) -> None:
+    if IS_SHARED:
+        pytest.skip("ranks say that they are not")
+    two = gpus.join(2)
+    for rank in two:
+        rank.evaluate("setattr(torch.cuda, 'current_device', lambda: 0)")
+        rank.tell("make_nccl", timeout_s=30)
+    for rank in two:
+        answer = rank.error()
+        assert answer["error"].startswith("CommError: init_pynccl: ranks 0 and 1 are on one GPU")
+        rank.kill()
+
+
 # -- ranks that are missing ------------------------------------------------------------------------
-
-
-def late(rank: Rank, do: str, **config: object) -> dict[str, object]:
-    rank.tell(do, **config)
-    answer = rank.error(BOUND_S)
-    assert answer["error"].startswith("CommTimeoutError: all_reduce: call "), answer
-    assert answer["missing"] == [1], answer
-    return answer
 
 
 def lives(rank: Rank) -> None:
@@ -154,80 +128,54 @@ def lives(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_call_that_waits_on_the_gpu(failing_gpus: Pool, number: int) -> None:
+def test_a_call_that_waits_on_the_gpu(gpus: Pool, number: int) -> None:
     """A host that synchronises is freed; then the error is there, whoever asks first."""
-    two = failing_gpus.join(2)
-    make(two, timeout_s=DEADLINE_S)
-    all_do(two, "calls", count=3)
-    all_do(two, "synchronize")
+    two = ranks_of(gpus, 2)
     two[1].kill(number)
     two[0].ask("calls", count=1)
-    assert two[0].ask("synchronize") < BOUND_S
+    assert two[0].ask("synchronize") < LATE_S
     late(two[0], "evaluate", code="comm.check()")
     late(two[0], "calls", count=1)
     lives(two[0])
     two[1].kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_first_call(failing_gpus: Pool, number: int) -> None:
+def test_the_first_call(gpus: Pool) -> None:
     """It waits inside of NCCL, which connects."""
-    two = failing_gpus.join(2)
-    make(two, timeout_s=DEADLINE_S)
-    two[1].kill(number)
+    two = ranks_of(gpus, 2, count=0)
+    two[1].kill()
     late(two[0], "calls", count=1)
     lives(two[0])
-    two[1].kill()
 
 
-def test_many_calls(failing_gpus: Pool) -> None:
-    """More than a launch queue holds: an abort behind a full one would cost the context."""
-    two = failing_gpus.join(2)
-    make(two, timeout_s=DEADLINE_S)
-    all_do(two, "calls", count=3)
-    all_do(two, "synchronize")
+def test_many_calls(gpus: Pool) -> None:
+    """More than a launch queue holds: to abort in front of a full one would cost the context."""
+    two = ranks_of(gpus, 2)
     two[1].kill()
     late(two[0], "calls", count=1500)
     two[0].ask("synchronize")
     lives(two[0])
 
 
-def test_a_graph(failing_gpus: Pool) -> None:
+def test_a_graph(gpus: Pool) -> None:
     """Replays are no calls; one that is watched has a deadline."""
-    two = failing_gpus.join(2)
-    make(two, timeout_s=DEADLINE_S)
+    two = ranks_of(gpus, 2, count=0)
     all_do(two, "replay", count=1)
     two[1].kill()
     two[0].tell("replay", count=1)
-    answer = two[0].error(BOUND_S)
+    answer = two[0].error(LATE_S)
     assert answer["error"].startswith("CommTimeoutError"), answer
     lives(two[0])
 
 
-def test_set_up(failing_gpus: Pool) -> None:
-    two = failing_gpus.join(2)
-    two[1].kill()
-    two[0].tell("make_nccl", timeout_s=DEADLINE_S)
-    assert errors(two[:1], BOUND_S)[0]["missing"] == [1]
-
-
-def test_those_left_go_on(failing_gpus: Pool) -> None:
+def test_those_left_go_on(gpus: Pool) -> None:
     """With two GPUs it is one rank that is left; its calls work."""
-    count = min(failing_gpus.num_gpus, 4)
-    some = failing_gpus.join(count)
-    make(some, timeout_s=DEADLINE_S)
-    all_do(some, "calls", count=3)
-    all_do(some, "synchronize")
+    count = min(gpus.num_gpus, 3)
+    some = ranks_of(gpus, count)
     some[1].kill()
     left = [some[0], *some[2:]]
-    for rank in left:
-        rank.tell("calls", count=1)
-    for rank in left:
-        rank.value()
-    for rank in left:
-        rank.tell("synchronize")
-    for rank in left:
-        assert rank.value() < BOUND_S
+    all_do(left, "calls", count=1)
+    assert all(seconds < LATE_S for seconds in all_do(left, "synchronize"))
     path = some[0].evaluate("path + '-new'")
     for rank, process in enumerate(left):
         process.tell("regroup", rank=rank, size=len(left), path=path)
@@ -235,37 +183,29 @@ def test_those_left_go_on(failing_gpus: Pool) -> None:
         process.value()
     make(left)
     assert everywhere(left, "comm.size") == [count - 1] * (count - 1)
-    for name in ("all_reduce", "all_gather", "mixed"):
-        all_do(left, "body", name=name)
+    all_do(left, "body", name="mixed")
     all_do(left, "evaluate", code="comm.close()")
 
 
-def test_a_rank_that_comes_too_late(failing_gpus: Pool) -> None:
+def test_a_rank_that_comes_too_late(gpus: Pool) -> None:
     """The one that waited has given up; the late one is told so, and not left alone."""
-    two = failing_gpus.join(2)
-    make(two, timeout_s=DEADLINE_S)
-    all_do(two, "calls", count=3)
+    two = ranks_of(gpus, 2)
     two[0].ask("calls", count=1)
     two[0].ask("synchronize")
     late(two[0], "evaluate", code="comm.check()")
-    time.sleep(1)
     two[1].ask("calls", count=1)
     two[1].ask("synchronize")
-    two[0].evaluate("comm.abort()")
-    two[1].evaluate("comm.abort()")
+    everywhere(two, "comm.abort()")
     for rank in two:
         lives(rank)
 
 
-def test_two_ranks_on_one_gpu(gpus: Pool) -> None:
-    if IS_SHARED:
-        pytest.skip("ranks say that they are not")
+def test_calls_end(gpus: Pool) -> None:
     two = gpus.join(2)
+    make(two)
+    calls_done(two, 3)
+    all_do(two, "evaluate", code="[comm.close(), comm.destroy(), comm.abort()] and None")
     for rank in two:
-        rank.tell("evaluate", code="setattr(torch.cuda, 'current_device', lambda: 0)")
-        rank.value()
-        rank.tell("make_nccl", timeout_s=30)
-    for rank in two:
-        answer = rank.error()
-        assert answer["error"].startswith("CommError: init_pynccl: ranks 0 and 1 are on one GPU")
-        rank.kill()
+        for code in ("comm.all_reduce(ones(3))", "comm.barrier()", "comm.send(ones(3), 0)"):
+            rank.tell("evaluate", code=code)
+            assert "this rank has closed it; make a new one" in rank.error()["error"]

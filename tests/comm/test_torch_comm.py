@@ -1,9 +1,30 @@
-"""TorchCommunicator over gloo: groups, wrong arguments."""
+"""TorchCommunicator over gloo: calls, groups, wrong arguments."""
 
 from __future__ import annotations
 
+import pytest
 from bodies import BODIES
-from comm_ranks import Pool, everywhere, make
+from comm_ranks import Pool, Rank, everywhere, make
+
+
+@pytest.fixture(scope="module")
+def ranks(pool: Pool) -> list[Rank]:
+    return pool.make(4)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_body(ranks: list[Rank], name: str) -> None:
+    for rank in ranks:
+        rank.tell("body", name=name)
+    for rank in ranks:
+        rank.value()
+
+
+def test_properties(ranks: list[Rank]) -> None:
+    assert everywhere(ranks, "[comm.rank, comm.size]") == [[r, 4] for r in range(4)]
+    text = "TorchCommunicator(rank=0, size=4, devices=[cpu])"
+    assert ranks[0].evaluate("repr(comm)") == text
+    assert ranks[0].evaluate("isinstance(comm, Communicator)")
 
 
 def test_a_part_of_the_ranks(pool: Pool) -> None:
@@ -68,36 +89,34 @@ WRONG = {
     "comm.all_reduce(torch.ones(2, dtype=torch.bool))": "TypeError: all_reduce: x: torch.bool, "
     "expected one of float16, bfloat16, float32, float64, uint8, int8, int32, int64",
     "comm.all_gather(torch.ones(5), torch.ones(3))": "ValueError: all_gather: output: 5 items, "
-    "expected 6, 3 of each of 2 ranks",
+    "expected 6, 3 for each of 2 ranks",
     "comm.all_gather(torch.ones(6).int(), torch.ones(3))": "TypeError: all_gather: output: "
     "torch.int32, expected torch.float32 as x",
     "(lambda x: comm.all_gather(x, x[1:4]))(torch.ones(6))": "ValueError: all_gather: x and output "
-    "overlap, expected x apart from output, or part 0 of it",
-    "comm.reduce_scatter(torch.ones(3), torch.ones(1))": "ValueError: reduce_scatter: x: 1 item, "
+    "overlap, expected no memory in common, or part 0 of output",
+    "comm.reduce_scatter(torch.ones(3), torch.ones(1))": "ValueError: reduce_scatter: x: 1 items, "
     "expected 6, 3 for each of 2 ranks",
     "(lambda x: comm.reduce_scatter(x[3:], x))(torch.ones(6))": "ValueError: reduce_scatter: x and "
-    "output overlap, expected output apart from x, or part 0 of it",
+    "output overlap, expected no memory in common, or part 0 of x",
     "comm.broadcast(torch.ones(2), 2)": "ValueError: broadcast: src: 2, expected 0 to 1, a rank",
     "comm.broadcast(torch.ones(2), True)": "TypeError: broadcast: src: bool, expected int",
     "comm.send(torch.ones(2), -1)": "ValueError: send: dst: -1, expected 0 to 1, a rank",
     "comm.send(torch.ones(2), 0)": "ValueError: send: dst: 0, expected another rank than this one",
     "comm.recv(torch.ones(2), 0)": "ValueError: recv: src: 0, expected another rank than this one",
-    "comm.all_to_all(torch.ones(3), torch.ones(3))": "ValueError: all_to_all: output: 3 rows, "
-    "expected a multiple of 2, the number of ranks",
+    "comm.all_to_all(torch.ones(3), torch.ones(3))": "ValueError: all_to_all: 3 rows, expected "
+    "a multiple of 2, or output_splits",
     "comm.all_to_all(torch.ones(4, 2), torch.ones(4, 3))": "ValueError: all_to_all: output: rows "
     "of [2], expected [3] as x",
     "comm.all_to_all(torch.ones(4), torch.ones(4), [1, 2])": "ValueError: all_to_all: "
-    "output_splits: 3 in all, expected 4, the rows of output",
+    "output_splits: 2 numbers, 3 rows in all, expected 2, one for each rank, and 4 rows",
     "comm.all_to_all(torch.ones(4), torch.ones(4), None, [4])": "ValueError: all_to_all: "
-    "input_splits: 1 numbers, expected 2, one of a rank",
+    "input_splits: 1 numbers, 4 rows in all, expected 2, one for each rank, and 4 rows",
     "comm.all_to_all(torch.ones(4), torch.ones(4), None, [5, -1])": "ValueError: all_to_all: "
     "input_splits: -1 in it, expected 0 or more",
     "comm.all_to_all(torch.ones(4), torch.ones(4), None, [2.0, 2])": "TypeError: all_to_all: "
     "input_splits: float in it, expected int",
     "comm.all_to_all(torch.ones(4), torch.ones(4), 4)": "TypeError: all_to_all: output_splits: "
     "int, expected a list of int",
-    "comm.all_to_all(torch.ones(4), torch.ones(6))": "ValueError: all_to_all: output: 4 items, "
-    "expected 6 as x",
     "(lambda x: comm.all_to_all(x, x))(torch.ones(4))": "ValueError: all_to_all: x and output "
     "overlap, expected no memory in common",
     "TorchCommunicator('gloo')": "TypeError: TorchCommunicator: group: str, expected a "

@@ -141,10 +141,10 @@ def links(gpus: int) -> Iterator[Check]:
 
 
 def _nccl() -> Check:
-    from jitkern.comm import nccl_library
+    from jitkern.comm import nccl
 
     try:
-        return Check("NCCL", nccl_library.version_name(nccl_library.load()))
+        return Check("NCCL", nccl.version_name(nccl.load()))
     except JitkernError as error:
         reason, fix = ui.split_hint(error)
         return Check("NCCL", reason.removeprefix("init_pynccl: "), "note", fix)

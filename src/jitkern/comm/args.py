@@ -1,4 +1,4 @@
-"""Arguments of communicators, and of their calls: checked before anything is sent."""
+"""Arguments of communicators and of their calls: checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -14,26 +14,17 @@ if TYPE_CHECKING:
 
     from jitkern.comm.protocol import Communicator
 
-# What both gloo and NCCL reduce; what is only moved may be of any dtype.
-REDUCED_DTYPES = (
-    *("float16", "bfloat16", "float32", "float64"),
-    *("uint8", "int8", "int32", "int64"),
-)
-
+# What both gloo and NCCL reduce. Any dtype can be moved.
+REDUCED_DTYPES = "float16, bfloat16, float32, float64, uint8, int8, int32, int64"
 MAX_TIMEOUT_S = 1e6  # twelve days; poll() takes no more than 24
-
-
-# -- of a communicator -----------------------------------------------------------------------------
 
 
 def communicator_arg(call: str, value: Any) -> Communicator:
     """Return what has a rank, a size and a sum."""
     lacking = [name for name in ("rank", "size", "all_reduce") if not hasattr(value, name)]
     if lacking:
-        without = ", ".join(lacking)
-        raise TypeError(
-            f"{call}: comm: {type_text(value)} without {without}, expected a Communicator"
-        )
+        came = f"{type_text(value)} without {', '.join(lacking)}"
+        raise TypeError(f"{call}: comm: {came}, expected a Communicator")
     if not 0 <= value.rank < value.size:
         came = f"rank {value.rank} of {value.size}"
         raise ValueError(f"{call}: comm: {came}, expected a rank of 0 to size - 1")
@@ -83,7 +74,7 @@ def device_arg(call: str, name: str, device: Any) -> torch.device:
 
 
 def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]) -> None:
-    """Raise for what cannot be sent or written to: not contiguous, or on none of `devices`."""
+    """Raise for what is no dense, contiguous tensor on one of `devices`."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -91,7 +82,7 @@ def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]
     if value.device not in devices:
         expected = " or ".join(str(device) for device in devices)
         raise ValueError(f"{call}: {name}: on {value.device}, expected on {expected}")
-    if value.layout != torch.strided or value.is_quantized:
+    if value.layout != torch.strided:
         raise ValueError(f"{call}: {name}: {value.layout}, expected a dense tensor")
     if not value.is_contiguous():
         what_to_do = "call .contiguous()"
@@ -99,17 +90,16 @@ def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]
 
 
 def reduction_args(call: str, x: Tensor, op: Any) -> None:
-    """Raise for an op that there is not, and a dtype that is not reduced."""
+    """Raise for an unknown op, and for a dtype that is not reduced."""
     if op not in REDUCE_OPS:
         raise ValueError(f"{call}: op: {op!r}, expected one of {', '.join(REDUCE_OPS)}")
-    if str(x.dtype).removeprefix("torch.") not in REDUCED_DTYPES:
-        expected = f"one of {', '.join(REDUCED_DTYPES)}"
-        raise TypeError(f"{call}: x: {x.dtype}, expected {expected}")
+    if str(x.dtype).removeprefix("torch.") not in REDUCED_DTYPES.split(", "):
+        raise TypeError(f"{call}: x: {x.dtype}, expected one of {REDUCED_DTYPES}")
 
 
 def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) -> None:
-    """Raise for what is no rank, or `other_than`, this one."""
-    if type(value) is not int:  # True is none
+    """Raise for what is no rank, or is `other_than`, this one."""
+    if type(value) is not int:  # not a bool
         raise TypeError(f"{call}: {name}: {type(value).__name__}, expected int")
     if not 0 <= value < size:
         raise ValueError(f"{call}: {name}: {value}, expected 0 to {size - 1}, a rank")
@@ -118,50 +108,30 @@ def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) 
 
 
 def pair_args(call: str, output: Tensor, x: Tensor) -> None:
-    """Raise where the two differ in dtype or device."""
+    """Raise if the two differ in dtype or device."""
     if output.dtype != x.dtype:
         raise TypeError(f"{call}: output: {output.dtype}, expected {x.dtype} as x")
     if output.device != x.device:
         raise ValueError(f"{call}: output: on {output.device}, expected on {x.device} as x")
 
 
-def gather_args(call: str, whole: Tensor, part: Tensor, rank: int, size: int, names: str) -> None:
-    """Raise unless `whole` has room for one `part` of each rank; `names` are theirs, in order.
+def gather_args(call: str, whole: Tensor, part: Tensor, rank: int, size: int, name: str) -> None:
+    """Raise unless `whole`, which is called `name`, has room for one `part` of each rank.
 
-    They may share memory where `part` is that of this rank, at its place, and nowhere else.
+    They may share memory only if `part` is this rank's place in it.
     """
-    of_whole, of_part = names.split()
-    expected = part.numel() * size
-    if whole.numel() != expected:
-        raise ValueError(
-            f"{call}: {of_whole}: {_items(whole.numel())}, expected {expected}, {part.numel()} "
-            f"{'of' if of_whole == 'output' else 'for'} each of {size} ranks"
-        )
-    part_bytes = part.numel() * part.element_size()
-    is_in_place = part.data_ptr() == whole.data_ptr() + rank * part_bytes
-    if not is_in_place:
-        apart_args(call, whole, part, f"{of_part} apart from {of_whole}, or part {rank} of it")
+    if whole.numel() != part.numel() * size:
+        expected = f"{part.numel() * size}, {part.numel()} for each of {size} ranks"
+        raise ValueError(f"{call}: {name}: {whole.numel()} items, expected {expected}")
+    if part.data_ptr() != whole.data_ptr() + rank * part.nbytes:
+        apart_args(call, whole, part, f"no memory in common, or part {rank} of {name}")
 
 
 def apart_args(call: str, one: Tensor, other: Tensor, expected: str) -> None:
-    """Raise where the two share memory."""
-    start, stop = _range(one)
-    other_start, other_stop = _range(other)
-    if max(start, other_start) < min(stop, other_stop):
+    """Raise if the two share memory."""
+    start, other_start = one.data_ptr(), other.data_ptr()
+    if max(start, other_start) < min(start + one.nbytes, other_start + other.nbytes):
         raise ValueError(f"{call}: x and output overlap, expected {expected}")
-
-
-def splits_args(
-    call: str, output: Tensor, x: Tensor, output_splits: Any, input_splits: Any, size: int
-) -> tuple[list[int], list[int]]:
-    """Return how many rows of output come from each rank, and of x go to each; None: as many."""
-    if output.shape[1:] != x.shape[1:]:
-        came, expected = list(output.shape[1:]), list(x.shape[1:])
-        raise ValueError(f"{call}: output: rows of {came}, expected {expected} as x")
-    if output_splits is None and input_splits is None and output.numel() != x.numel():
-        raise ValueError(f"{call}: output: {_items(output.numel())}, expected {x.numel()} as x")
-    outs = _splits_arg(call, "output", output, output_splits, size)
-    return outs, _splits_arg(call, "x", x, input_splits, size)
 
 
 def rows_arg(call: str, name: str, splits: Any) -> list[int]:
@@ -176,27 +146,16 @@ def rows_arg(call: str, name: str, splits: Any) -> list[int]:
     return list(splits)
 
 
-def _splits_arg(call: str, of: str, tensor: Tensor, splits: Any, size: int) -> list[int]:
-    name = "input_splits" if of == "x" else "output_splits"
-    num_rows = tensor.shape[0] if tensor.dim() else 1
+def splits_arg(call: str, name: str, splits: Any, x: Tensor, size: int) -> list[int]:
+    """Return how many rows of `x` are each rank's part; None: equal parts."""
+    num_rows = x.shape[0] if x.dim() else 1
     if splits is None:
         if num_rows % size:
-            expected = f"a multiple of {size}, the number of ranks"
-            raise ValueError(f"{call}: {of}: {num_rows} rows, expected {expected}")
+            raise ValueError(f"{call}: {num_rows} rows, expected a multiple of {size}, or {name}")
         return [num_rows // size] * size
     rows = rows_arg(call, name, splits)
-    if len(rows) != size:
-        raise ValueError(f"{call}: {name}: {len(rows)} numbers, expected {size}, one of a rank")
-    if sum(rows) != num_rows:
-        expected = f"{num_rows}, the rows of {of}"
-        raise ValueError(f"{call}: {name}: {sum(rows)} in all, expected {expected}")
+    if len(rows) != size or sum(rows) != num_rows:
+        came = f"{len(rows)} numbers, {sum(rows)} rows in all"
+        expected = f"{size}, one for each rank, and {num_rows} rows"
+        raise ValueError(f"{call}: {name}: {came}, expected {expected}")
     return rows
-
-
-def _items(count: int) -> str:
-    return "1 item" if count == 1 else f"{count} items"
-
-
-def _range(x: Tensor) -> tuple[int, int]:
-    start = x.data_ptr()
-    return start, start + x.numel() * x.element_size()

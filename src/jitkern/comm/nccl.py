@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from jitkern.comm import nccl_library
 from jitkern.comm.args import MAX_TIMEOUT_S, deadline_arg, device_arg, rows_arg
 from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
-from jitkern.comm.rendezvous import Rendezvous, call_with_timeout
+from jitkern.comm.rendezvous import Rendezvous, Watch, call_with_timeout
 from jitkern.env import settings
-from jitkern.errors import CommError, name_unreadable
+from jitkern.errors import CommError, UnsupportedError, name_unreadable
 from jitkern.fs import ForkLocal
 from jitkern.host import module as host
 from jitkern.ops import dispatch
@@ -25,56 +28,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_OPS = {name: number for number, name in enumerate(REDUCE_OPS)}  # as NCCL numbers them
-_WITH_OUTPUT = ("all_gather", "reduce_scatter", "all_to_all")
+_FILE = "libnccl.so.2"
 _ALIGN_BYTES = 512  # of PyTorch's allocator
+_ABORT_S = 1.5  # to wait for an abort, which ends only when graphs of the communicator are gone
+_MARK_S = 0.1  # to wait for an event, which takes 2 us unless the launch queue is full
+_GRAPHS_S = 10.0  # for graphs to go when a communicator is closed
+_EXIT_S = 5.0  # for calls to end when the process does
 
-_ABORT_S = 1.5  # that is waited for an abort: it is over only when graphs are gone, too
-_MARK_S = 0.1  # that is waited for an event, which takes 2 us where the launch queue has room
-_GRAPHS_S = 10.0  # that they get to go away when a communicator is closed
-_EXIT_S = 5.0  # that what is in flight gets when the process ends
-_LOOK_S = 0.01, 1.0  # between two looks for late calls; a tenth of the shortest deadline
-
-# What became of a call: CallStatus in csrc/comm/communicator.h.
+# CallStatus in csrc/comm/communicator.h.
 _DONE, _STOPPED, _LATE, _FAILED, _TRACED = range(5)
-
-Call = Callable[..., int]
-
-
-class _Functions(NamedTuple):
-    """The functions of one communicator in C++, in the order of csrc/comm/collectives.cc."""
-
-    all_reduce: Call
-    all_gather: Call
-    reduce_scatter: Call
-    broadcast: Call
-    send: Call
-    recv: Call
-    all_to_all: Call
-    barrier: Call
-    watch: Call
-    open: Call
-    wait_done: Call
-    finish: Call
-    free: Callable[[], None]
-    abort: Callable[[], None]
-    mark: Callable[[], None]
-    register_memory: Call
-    progress: Callable[[], Sequence[Any]]
-    trouble: Callable[[], str]
-    num_captured: Callable[[], int]
-
-
-class _Progress(NamedTuple):
-    num_calls: int  # that all ranks make
-    last_op: str
-    waiting_s: float  # since the oldest call that is not done was made, -1: none
-    op: str  # that call
-    number: int
-    ops: Sequence[str]  # from that call to the next event: the one that is not done is among them
-    peer: int  # the other rank of a call between two, else -1
-    trouble: str  # of NCCL
-    is_open: bool  # the last call has no event yet
 
 
 def init_pynccl(
@@ -88,8 +50,8 @@ def init_pynccl(
 ) -> PyNCCLCommunicator:
     """Return a communicator over NCCL, once all ranks have called this.
 
-    Uses the libnccl that PyTorch has loaded, else the ``nvidia-nccl`` package, else the system's;
-    ``JITKERN_NCCL`` names another. Needs NCCL 2.18 or newer.
+    Uses the libnccl that PyTorch has loaded, else the system's, else the ``nvidia-nccl`` package's;
+    ``JITKERN_NCCL`` names another. Needs NCCL 2.27 or newer.
 
     Parameters
     ----------
@@ -97,7 +59,7 @@ def init_pynccl(
         This rank, 0 to ``tp_size - 1``, and how many there are.
     tp_cpu_group : torch.distributed.ProcessGroup or torch.distributed.Store
         How the ranks find each other: a gloo group of just these ranks, or a store that is this
-        communicator's own (a ``PrefixStore``). It is not used after the set-up.
+        communicator's own (a ``PrefixStore``). It carries no calls.
     max_size_bytes : int
         Bytes of device memory that are registered with NCCL, for :meth:`PyNCCLCommunicator.empty`
         and :attr:`PyNCCLCommunicator.buffer`; at most ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``, by
@@ -131,39 +93,28 @@ def init_pynccl(
         raise ValueError(
             f"init_pynccl: max_size_bytes: {max_size_bytes!r}, expected bytes, 0 or more"
         )
-    given = torch.device("cuda") if device is None else device
-    device = device_arg("init_pynccl", "device", given)
+    device = device_arg("init_pynccl", "device", device or torch.device("cuda"))
     if device.type != "cuda":
         raise ValueError(f"init_pynccl: device: {device}, expected a GPU")
     num_bytes = min(max_size_bytes, settings().pynccl_max_buffer_bytes)
-    made = PyNCCLCommunicator.__new__(PyNCCLCommunicator)
-    made._open(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
-    return made
-
-
-def _new_word(device: torch.device) -> Tensor:
-    """Return what ranks that have nothing to tell each other send."""
-    import torch
-
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
 
 
 class PyNCCLCommunicator:
     """A :class:`Communicator` over NCCL, made by :func:`init_pynccl`.
 
-    Every call queues one NCCL operation on the current stream of the communicator's GPU, without a
-    copy and without a synchronisation, and may be captured in a CUDA graph. A call on another
-    stream than the one before comes behind it. One thread at a time.
+    Every call queues one NCCL operation on the current stream, without a copy or a synchronisation,
+    and may be captured in a CUDA graph. Calls on several streams are done one after the other. One
+    thread at a time.
 
-    Each call has ``timeout_s`` seconds from when it is made to when the GPU is done with it. When
-    they are over, the communicator is aborted, so that whatever waits for the GPU goes on with what
-    is there, and the next call, or :meth:`check`, raises :class:`jitkern.CommTimeoutError`. So it
-    does before that where NCCL hears of a rank's end, as over a network; it is
-    :class:`jitkern.CommError` where NCCL fails, and no rank is gone. Replays of a graph make no
-    calls here: :meth:`watch` behind one puts it under the deadline. Graphs that have captured the
-    communicator must be gone before :meth:`close`, and an abort is over only when they are.
+    Each call has ``timeout_s`` seconds until the GPU is done with it. After that, or earlier if
+    NCCL hears of a rank's end, the communicator is aborted: whatever waits for the GPU goes on with
+    what is there, and the next call, or :meth:`check`, raises :class:`jitkern.CommTimeoutError`. If
+    NCCL fails and no rank is gone, it is :class:`jitkern.CommError`. The ranks that are left make a
+    new communicator, over a new group.
 
-    A communicator that has failed is closed; ranks that are left make a new one, over a new group.
+    :meth:`watch` after the replay of a graph puts it under the deadline. Delete graphs that have
+    captured the communicator before :meth:`close`.
 
     Attributes
     ----------
@@ -174,17 +125,9 @@ class PyNCCLCommunicator:
         Such as ``"2.28.9"``.
     """
 
-    rank: int
-    size: int
-    device: torch.device
-    timeout_s: float
-    nccl_version: str
-    _calls: _Functions  # once it is open
+    _calls: Any = None  # the functions in C++, of csrc/comm/collectives.cc
 
-    def __init__(self) -> None:
-        raise TypeError("PyNCCLCommunicator: made by init_pynccl(tp_rank=..., ...)")
-
-    def _open(
+    def __init__(
         self,
         group: Any,
         rank: int,
@@ -195,10 +138,8 @@ class PyNCCLCommunicator:
     ) -> None:
         import torch
 
-        self.nccl_version = nccl_library.version_name(nccl_library.load())
+        self.nccl_version: str = version_name(load())
         self._failing = threading.Lock()  # while one thread finds out why
-        self._is_marking = threading.Lock()  # held for as long as a launch queue is full
-        self._functions: _Functions | None = None
         self._error: CommError | None = None  # the first, which every later call raises again
         self._is_over = False  # closed by its user
         gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -210,13 +151,13 @@ class PyNCCLCommunicator:
         self.rank, self.size, self.timeout_s, self.device = rank, size, timeout_s, device
         try:
             self._refuse_shared_gpus()
-            own_id = nccl_library.unique_id().hex() if rank == 0 else ""
+            own_id = bytes(host.module()["nccl_unique_id"]()).hex() if rank == 0 else ""
             unique_id = self._rendezvous.exchange("unique_id", own_id)[0]
             self._connect(bytes.fromhex(unique_id))
-            self._word = _new_word(device)
-            self._buffer = _Buffer(device, num_bytes)
-            if self._buffer.is_of_nccl:
-                status = self._calls.register_memory(self._buffer.address, num_bytes)
+            self._word = _zeros(1, "int32", device)  # for calls without a tensor
+            self._memory = _Memory(device, num_bytes)
+            if num_bytes:
+                status = self._calls.register_memory(self._memory.address, num_bytes)
                 self._settle("init_pynccl", status)
         except BaseException as error:
             found = _as_comm_error(error)
@@ -227,59 +168,55 @@ class PyNCCLCommunicator:
     def _connect(self, unique_id: bytes) -> None:
         make = host.op("make_nccl_communicator")
         made = make(self.device.index, self.rank, self.size, self.timeout_s)
-        for function in made:
-            function.release_gil = True  # whatever is the default: another thread has to watch
-        functions = _Functions(*made)
+        functions = _namespace(made)
+        for function in vars(functions).values():
+            function.release_gil = True  # another thread has to watch
         try:
             status = call_with_timeout(lambda: functions.open(unique_id), self.timeout_s)
         except TimeoutError:
             functions.abort()  # once it is made, for nobody
-            raise self._rendezvous.timed_out("init_pynccl", 0) from None
-        self._functions = self._calls = functions
+            raise self._rendezvous.failure("init_pynccl", 0, timeout_s=self.timeout_s) from None
+        self._calls = functions
         self._settle("init_pynccl", status)
         _open_ones.value.add(self)
         if math.isfinite(self.timeout_s):
-            _watch.value.add(self)
+            own = weakref.ref(self)
+            _watch.value.add(lambda: (one := own()) is not None and one._look())
 
     def _refuse_shared_gpus(self) -> None:
-        seen: dict[str, int] = {}
-        for peer in self._rendezvous.peers:
-            gpu = peer.facts["_gpu"]
-            other = seen.setdefault(gpu, peer.rank)
-            if other != peer.rank:
+        gpus = [peer.facts["_gpu"] for peer in self._rendezvous.peers]
+        for rank, gpu in enumerate(gpus):
+            if (other := gpus.index(gpu)) != rank:
                 raise CommError(
-                    f"init_pynccl: ranks {other} and {peer.rank} are on one GPU ({gpu}), expected "
-                    "one for each; call torch.cuda.set_device(rank) first, or give device="
+                    f"init_pynccl: ranks {other} and {rank} are on one GPU ({gpu}), expected one "
+                    "for each; call torch.cuda.set_device(rank) first, or give device="
                 )
 
     # -- calls -------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place. See :meth:`Communicator.all_reduce`."""
-        code = _code("all_reduce", op)
-        self._run("all_reduce", self._calls.all_reduce, (x,), (), (x, code))
+        self._run("all_reduce", (x,), (), _code("all_reduce", op))
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``, by rank. ``x`` may be its own part of it."""
-        self._run("all_gather", self._calls.all_gather, (output,), (x,), (output, x))
+        self._run("all_gather", (output,), (x,))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, and write part ``rank`` of ``size`` to ``output``."""
-        code = _code("reduce_scatter", op)
-        function = self._calls.reduce_scatter
-        self._run("reduce_scatter", function, (output,), (x,), (output, x, code))
+        self._run("reduce_scatter", (output,), (x,), _code("reduce_scatter", op))
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to that of every rank."""
-        self._run("broadcast", self._calls.broadcast, (x,), (), (x, src))
+        self._run("broadcast", (x,), (), src)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``."""
-        self._run("send", self._calls.send, (), (x,), (x, dst))
+        self._run("send", (), (x,), dst)
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends."""
-        self._run("recv", self._calls.recv, (x,), (), (x, src))
+        self._run("recv", (x,), (), src)
 
     def all_to_all(
         self,
@@ -293,8 +230,7 @@ class PyNCCLCommunicator:
             output_splits = rows_arg("all_to_all", "output_splits", output_splits)
         if input_splits is not None:
             input_splits = rows_arg("all_to_all", "input_splits", input_splits)
-        args = (output, x, output_splits, input_splits)
-        self._run("all_to_all", self._calls.all_to_all, (output,), (x,), args)
+        self._run("all_to_all", (output,), (x,), output_splits, input_splits)
 
     def barrier(self) -> None:
         """Return when every rank has come to it, and the GPU is done with all before it.
@@ -305,7 +241,7 @@ class PyNCCLCommunicator:
 
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("barrier: called in a graph, expected outside: the host waits in it")
-        self._run("barrier", self._calls.barrier, (), (), (self._word,))
+        self._run("barrier", (), (), self._word)
         if math.isfinite(self.timeout_s):
             self._settle("barrier", self._calls.wait_done())
         else:
@@ -316,39 +252,39 @@ class PyNCCLCommunicator:
 
         Every rank calls it, as any other call; it queues nothing.
         """
-        self._run("watch", self._calls.watch, (), (), (self._word,))
+        self._run("watch", (), (), self._word)
 
     def check(self) -> None:
-        """Raise if a call has failed, or was not done in time; look at once, wait for nothing."""
+        """Raise if a call has failed, or was not done in time. Waits for nothing."""
         self._look()
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    # -- memory ------------------------------------------------------------------------------------
+    # -- registered memory -------------------------------------------------------------------------
 
     def get_buffer(self) -> int:
         """Return the address of :attr:`buffer`, 0 if there is none."""
-        return self._buffer.address
+        return self._memory.address
 
     @property
     def buffer(self) -> Tensor:
         """The registered memory, uint8: what lies there is sent without a copy."""
-        return self._buffer.whole()
+        return self._memory.tensor(0, self._memory.num_bytes)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor in the registered memory, on every rank at the same place of it.
 
-        Ranks make the same calls of it in the same order. Raises ValueError where it is full.
+        All ranks make the same calls, in the same order. Raises ValueError if it is full; when all
+        tensors of it are gone, it is empty again.
         """
-        return self._buffer.empty(shape, dtype)
+        return self._memory.empty(shape, dtype)
 
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for all calls, and end the communicator together with the others.
+        """Wait for all calls, and end the communicator together with the other ranks.
 
-        Raises CommTimeoutError where they do not come; then it is aborted. Does nothing to one that
-        has ended.
+        Raises CommTimeoutError if they do not come; then it is aborted.
         """
         if self._is_over:
             return
@@ -381,22 +317,17 @@ class PyNCCLCommunicator:
 
     # -- what became of a call ---------------------------------------------------------------------
 
-    def _run(
-        self,
-        name: str,
-        function: Call,
-        written: tuple[Any, ...],
-        read: tuple[Any, ...],
-        args: tuple[Any, ...],
-    ) -> None:
-        """Make a call. `written` and `read` are its tensors, `args` what C++ gets, these first."""
+    def _run(self, name: str, written: tuple[Any, ...], read: tuple[Any, ...], *args: Any) -> None:
+        """Make a call of the tensors that it writes and reads, and of other arguments."""
+        tensors = (*written, *read)
+        names = ("output", "x") if len(tensors) == 2 else ("x",)
         if not dispatch.in_inference_mode() and not dispatch.may_write(written, read):
-            tensors = _tensors(name, args)
-            dispatch.refuse(name, dict(list(tensors.items())[: len(written)]), tensors)
+            by_name = dict(zip(names, tensors, strict=False))
+            dispatch.refuse(name, dict([*by_name.items()][: len(written)]), by_name)
         try:
-            status = function(*args)
+            status = getattr(self._calls, name)(*tensors, *args)
         except (RuntimeError, ValueError) as error:
-            name_unreadable(error, name, **_tensors(name, args))
+            name_unreadable(error, name, **dict(zip(names, tensors, strict=False)))
         if status:
             self._settle(name, status)
         if written:
@@ -411,63 +342,45 @@ class PyNCCLCommunicator:
                 f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected "
                 "neither: it would see nothing of the call"
             )
-        if status == _LATE:
-            self._fail(lambda: self._late_error(op))
-        elif status == _FAILED:
-            self._fail(lambda: self._broken_error(op, self._calls.trouble()))
+        if status in (_LATE, _FAILED):
+            self._fail(lambda: self._failure(op, status == _LATE))
         if self._error is not None:
             raise self._error.with_traceback(None)
         self._rendezvous.check(op)
         raise CommError(f"{op}: another thread has ended the communicator")
 
-    def _look(self) -> None:
-        """See whether a call has come to its deadline: for the thread that watches."""
+    def _look(self) -> bool:
+        """See whether a call is past its deadline. Returns whether to look again."""
         if self._is_over or self._error is not None or self._failing.locked():
-            return
+            return False
         try:
             progress = self._progress()
-            if progress.is_open and not self._is_marking.locked():
-                with suppress(TimeoutError):  # behind a full launch queue
-                    call_with_timeout(self._mark, _MARK_S)
+            if progress.is_open:
+                with suppress(TimeoutError):  # the launch queue is full
+                    call_with_timeout(self._calls.mark, _MARK_S)
                 progress = self._progress()
-            if trouble := progress.trouble:
-                op = progress.last_op or "init_pynccl"
-                self._fail(lambda: self._broken_error(op, trouble), wait_s=0)
-            elif progress.waiting_s > self.timeout_s:
-                self._fail(lambda: self._late_error(progress.op), wait_s=0)
-        except Exception as error:  # a driver that is gone: the thread watches others as well
+            if progress.trouble or progress.waiting_s > self.timeout_s:
+                self._fail(lambda: self._failure("init_pynccl", not progress.trouble), wait_s=0)
+        except Exception as error:  # the driver's: the thread watches other communicators as well
             found = _as_comm_error(error)
             self._fail(lambda: found, wait_s=0)
+        return True
 
-    def _mark(self) -> None:
-        with self._is_marking:
-            self._calls.mark()
-
-    def _late_error(self, op: str) -> CommError:
-        """Return the error for the oldest call that is not done, or the last one."""
-        op, number, ops, peer = self._oldest(op)
-        return self._rendezvous.timed_out(op, number, ops, peer=peer, timeout_s=self.timeout_s)
-
-    def _broken_error(self, op: str, trouble: str) -> CommError:
-        """As NCCL cannot go on: over a network it hears of a rank's end before any deadline.
-
-        With no call on its way it was the last one: one that is captured is done in a replay.
-        """
-        op, number, ops, peer = self._oldest(op)
-        trouble = f"NCCL {self.nccl_version}: {trouble}"
-        return self._rendezvous.broken(op, number, trouble, ops, peer=peer)
-
-    def _oldest(self, op: str) -> tuple[str, int, list[str], int]:
+    def _failure(self, op: str, is_late: bool) -> CommError:
+        """Return the error for the oldest call that is not done, or the last one (of a replay)."""
         found = self._progress()
-        if found.waiting_s < 0:
-            return op, found.num_calls, [], -1
-        return str(found.op) or op, found.number, [*map(str, found.ops)], found.peer
+        because = None if is_late else CommError(f"NCCL {self.nccl_version}: {found.trouble}")
+        return self._rendezvous.failure(
+            *(str(found.op) or op, found.number, [*map(str, found.ops)]),
+            peer=found.peer, because=because, timeout_s=self.timeout_s,
+        )  # fmt: skip
 
-    def _progress(self) -> _Progress:
-        return _Progress(*self._calls.progress())
+    def _progress(self) -> Any:
+        """Return how far this rank is: see csrc/comm/communicator.h."""
+        return _namespace(self._calls.progress())
 
     def _position(self) -> tuple[int, str]:
-        if self._functions is None:
+        if self._calls is None:
             return 0, ""
         progress = self._progress()
         return progress.num_calls, str(progress.last_op)
@@ -482,19 +395,19 @@ class PyNCCLCommunicator:
         self._abort(wait_s)
 
     def _abort(self, wait_s: float = _ABORT_S) -> None:
-        if self._functions is not None:
+        if self._calls is not None:
             with suppress(TimeoutError):
-                call_with_timeout(self._functions.abort, wait_s)
+                call_with_timeout(self._calls.abort, wait_s)
 
     def _free(self) -> None:
-        """Free what has ended together with the others: NCCL waits for ranks, and for graphs."""
-        is_captured = self._calls.num_captured() > 0
+        """Free NCCL's communicator, which waits for the other ranks and for graphs."""
+        is_captured = self._progress().num_captured > 0
         limit_s = min(self.timeout_s, _GRAPHS_S) if is_captured else self.timeout_s
         try:
             call_with_timeout(self._calls.free, limit_s)
         except TimeoutError:
             if not is_captured:
-                raise self._rendezvous.timed_out("close", self._progress().number) from None
+                raise self._rendezvous.failure("close", self._progress().number) from None
             raise CommError(
                 "close: graphs that have captured the communicator are there, expected none: "
                 "delete them before; NCCL frees it when they are gone"
@@ -503,11 +416,13 @@ class PyNCCLCommunicator:
             raise CommError(f"close: NCCL {self.nccl_version}: {error}") from error
 
     def _end(self, how: str) -> None:
-        """Make no more calls."""
         self._is_over = True
         self._rendezvous.close(how)
-        _watch.value.discard(self)
         _open_ones.value.discard(self)
+
+
+def _namespace(found: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{str(name): value for name, value in found.items()})
 
 
 def _as_comm_error(error: BaseException) -> CommError:
@@ -518,66 +433,21 @@ def _as_comm_error(error: BaseException) -> CommError:
 
 def _code(call: str, op: str) -> int:
     try:
-        return _OPS[op]
-    except (KeyError, TypeError):
-        expected = f"{', '.join(REDUCE_OPS[:-1])} or {REDUCE_OPS[-1]}"
-        raise ValueError(f"{call}: op: {op!r}, expected {expected}") from None
+        return REDUCE_OPS.index(op)
+    except ValueError:
+        raise ValueError(f"{call}: op: {op!r}, expected one of {', '.join(REDUCE_OPS)}") from None
 
 
-def _tensors(call: str, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the tensors among a call's arguments by their names, what is written first."""
-    return dict(zip(("output", "x") if call in _WITH_OUTPUT else ("x",), args, strict=False))
-
-
-# -- the thread that watches deadlines -------------------------------------------------------------
-
-
-class _Watch:
-    """One thread for all communicators of the process, from the first of them on."""
-
-    def __init__(self) -> None:
-        self._all: weakref.WeakSet[PyNCCLCommunicator] = weakref.WeakSet()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def add(self, one: PyNCCLCommunicator) -> None:
-        with self._changed:
-            self._all.add(one)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="jitkern-comm-watch", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
-
-    def discard(self, one: PyNCCLCommunicator) -> None:
-        with self._changed:
-            self._all.discard(one)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                every_s = min((one.timeout_s / 10 for one in self._all), default=None)
-                if every_s is not None:
-                    every_s = min(max(every_s, _LOOK_S[0]), _LOOK_S[1])
-                self._changed.wait(every_s)  # for the next one, if there is none
-                now = list(self._all)
-            for one in now:
-                one._look()
-            del now[:]  # nothing is kept alive between two looks
-            one = None  # type: ignore[assignment]
-
-
-_watch = ForkLocal(_Watch)
+_watch = ForkLocal(lambda: Watch("jitkern-comm-watch"))
 _open_ones: ForkLocal[weakref.WeakSet[PyNCCLCommunicator]] = ForkLocal(weakref.WeakSet)
 
 
 @atexit.register
 def _at_exit() -> None:
-    """Leave no kernel behind that waits for other ranks: the driver would wait for it."""
+    """Leave no kernel that waits for other ranks: the driver would wait for it."""
     deadline = time.monotonic() + _EXIT_S
     for one in list(_open_ones.value):
-        with suppress(Exception):  # whatever a driver says that is going away
+        with suppress(Exception):  # the driver may be gone
             while one._progress().waiting_s >= 0:
                 one._calls.mark()
                 if time.monotonic() > deadline:
@@ -589,83 +459,26 @@ def _at_exit() -> None:
 # -- registered memory -----------------------------------------------------------------------------
 
 
-class _Piece:
-    """A range of the memory as PyTorch takes it; the tensor made of it keeps it."""
-
-    def __init__(self, memory: _Memory, begin: int, num_bytes: int) -> None:
-        self.memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (memory.address + begin, False),
-            "version": 3,
-        }
-
-
 class _Memory:
-    """Device memory that is freed when nothing is made of it any more."""
+    """Device memory of NCCL's, given out piece by piece in the order in which it is asked for.
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self.ordinal = device.index
-        self.address = int(host.module()["nccl_allocate"](self.ordinal, num_bytes))
-        self.is_of_nccl = self.address != 0
-        if not self.is_of_nccl:  # before 2.19: calls are the same, and take NCCL a copy
-            self._tensor = _new_bytes(num_bytes, device)
-            self.address = self._tensor.data_ptr()
-
-    def __del__(self) -> None:
-        if getattr(self, "is_of_nccl", False):
-            with suppress(Exception):  # at the end of the process there may be no driver any more
-                host.module()["nccl_free"](self.ordinal, self.address)
-
-
-def _new_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    import torch
-
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _as_tensor(piece: _Piece, device: torch.device) -> Tensor:
-    import torch
-
-    return torch.as_tensor(piece, device=device)
-
-
-class _Buffer:
-    """Registered memory, given out piece by piece in the order in which it is asked for.
-
-    Ranks ask in the same order, so that what they make at the same time lies at the same place:
-    that is what NCCL's fastest kernels need. When all tensors of it are gone, it begins anew.
-
-    Raises
-    ------
-    RuntimeError
-        There is not that much memory on the GPU.
+    Ranks ask in the same order, so that their tensors lie at the same place: NCCL's fastest kernels
+    need that. Tensors keep the memory.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._device = device
-        self._memory = _Memory(device, num_bytes) if num_bytes else None
+        self.num_bytes, self.address, self._device = num_bytes, 0, device
         self._used = 0
         self._pieces: weakref.WeakSet[_Piece] = weakref.WeakSet()
+        if num_bytes:
+            self.address = int(host.module()["nccl_allocate"](device.index, num_bytes))
 
-    @property
-    def address(self) -> int:
-        """Where it begins; 0 if there is none."""
-        return 0 if self._memory is None else self._memory.address
-
-    @property
-    def is_of_nccl(self) -> bool:
-        """Whether it is memory that can be registered."""
-        return self._memory is not None and self._memory.is_of_nccl
-
-    def whole(self) -> Tensor:
-        """Return all of it as uint8."""
-        return self._tensor(0, self.num_bytes)
+    def __del__(self) -> None:
+        if self.address:
+            with suppress(Exception):  # at the end of the process there may be no driver any more
+                host.module()["nccl_free"](self._device.index, self.address)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in it. Raises ValueError where it is full."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if not self._pieces:
             self._used = 0
@@ -678,11 +491,75 @@ class _Buffer:
             )
         begin = self._used
         self._used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        return self._tensor(begin, num_bytes).view(dtype).view(tuple(shape))
+        return self.tensor(begin, num_bytes).view(dtype).view(tuple(shape))
 
-    def _tensor(self, begin: int, num_bytes: int) -> Tensor:
-        if num_bytes == 0 or self._memory is None:
-            return _new_bytes(0, self._device)
-        piece = _Piece(self._memory, begin, num_bytes)
+    def tensor(self, begin: int, num_bytes: int) -> Tensor:
+        """Return bytes of it."""
+        if num_bytes == 0:
+            return _zeros(0, "uint8", self._device)
+        piece = _Piece(self, self.address + begin, num_bytes)
         self._pieces.add(piece)
         return _as_tensor(piece, self._device)
+
+
+class _Piece:
+    """A range of the memory, which PyTorch makes a tensor of; the tensor keeps it."""
+
+    def __init__(self, memory: _Memory, address: int, num_bytes: int) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _as_tensor(piece: _Piece, device: torch.device) -> Tensor:
+    import torch
+
+    return torch.as_tensor(piece, device=device)
+
+
+def _zeros(count: int, dtype: str, device: torch.device) -> Tensor:
+    import torch
+
+    return torch.zeros(count, dtype=getattr(torch, dtype), device=device)
+
+
+# -- the library -----------------------------------------------------------------------------------
+
+
+@cache
+def load() -> int:
+    """Load the libnccl that PyTorch has, else an installed one; return its version, such as 22809.
+
+    Raises UnsupportedError, which says what to install.
+    """
+    import torch  # noqa: F401 - a CUDA build loads its libnccl, which dlopen then finds by name
+
+    given = settings().nccl
+    errors = []
+    for path in [_FILE, *_of_a_package()] if given is None else [str(given)]:
+        try:
+            return int(host.module()["nccl_load"](path))
+        except RuntimeError as error:
+            errors.append(error)
+    cure = "install a CUDA build of torch, or pip install nvidia-nccl-cu13 (cu12 for CUDA 12)"
+    if given is not None:
+        cure = "JITKERN_NCCL names it; unset that to use the one that torch brings"
+    raise UnsupportedError(f"init_pynccl: no usable NCCL: {errors[-1]}; {cure}") from errors[-1]
+
+
+def version_name(version: int) -> str:
+    """Return ``2.28.9`` for 22809."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _of_a_package() -> list[str]:
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:  # not even its parent
+        return []
+    folders = (found.submodule_search_locations if found is not None else None) or ()
+    return [str(path) for folder in folders if (path := Path(folder, "lib", _FILE)).exists()]

@@ -1,32 +1,29 @@
-"""``Communicator``: what a model needs of the ranks beside it, whoever carries it."""
+"""``Communicator``: what model code needs of its ranks, over any transport."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ReduceOp = Literal["sum", "prod", "max", "min", "avg"]
-REDUCE_OPS = ("sum", "prod", "max", "min", "avg")
+REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)  # in NCCL's order
 
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Ranks that compute together: the part of a communicator that model code is written against.
+    """Ranks that compute together.
 
-    :class:`PyNCCLCommunicator` carries it over NCCL, :class:`TorchCommunicator` over any backend of
-    ``torch.distributed``, over any number of nodes. Every rank makes the same calls in the same
-    order, with tensors of the same dtype and sizes. Tensors are contiguous, on the communicator's
-    device; calls are queued on the current stream, and on the CPU return when they are done.
-
-    Every call raises
+    Every rank makes the same calls in the same order, with tensors of the same dtype and sizes.
+    Tensors are contiguous, on the communicator's device. Calls are queued on the current stream; on
+    the CPU they return when they are done. Each raises
 
     TypeError, ValueError
         A wrong argument; nothing was sent.
     RuntimeError
-        PyTorch would have to see the call, for a gradient: none goes from rank to rank.
+        PyTorch would have to see the call, such as for a gradient.
     CommError
         The communicator is closed, or an earlier call has failed.
     CommTimeoutError
@@ -36,36 +33,28 @@ class Communicator(Protocol):
     @property
     def rank(self) -> int:
         """This process's number, 0 to ``size - 1``."""
-        ...
 
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        ...
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place."""
-        ...
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
-        """Write every rank's ``x`` to ``output``, ``size`` times as large, one behind the other."""
-        ...
+        """Write every rank's ``x`` to ``output``, ``size`` times as large, in the ranks' order."""
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks and write part ``rank`` of ``size`` of it to ``output``."""
-        ...
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to that of every rank."""
-        ...
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which calls :meth:`recv`."""
-        ...
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends."""
-        ...
 
     def all_to_all(
         self,
@@ -76,11 +65,8 @@ class Communicator(Protocol):
     ) -> None:
         """Send part r of ``x`` to rank r, and write what rank r sends to part r of ``output``.
 
-        Parts are equal, or of as many rows (of the first dimension) as the splits say, one number
-        for each rank.
+        Splits are each part's rows (of the first dimension), by rank; None: equal parts.
         """
-        ...
 
     def barrier(self) -> None:
         """Return when every rank has come to it, with all that was queued before it done."""
-        ...

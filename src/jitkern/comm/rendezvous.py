@@ -1,8 +1,8 @@
-"""How ranks meet: values exchanged, steps made by all or none, and who is missing, over a store.
+"""How ranks meet over a store of ``torch.distributed``, and find out who is missing.
 
-The store is one of ``torch.distributed``: that of the ranks' group, or one that is given. It has a
-few keys for each rank and is asked by polling, in threads of their own: a store whose server hangs
-would keep the caller beyond any deadline. What ranks of this machine do is read in ``/proc``, too.
+Each rank has a few keys in the store, and polls those of the others. Store calls run in threads: a
+server that hangs must not keep the caller past its deadline. Ranks on one machine also look in
+``/proc`` for each other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -33,48 +34,65 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_POLL_S = 0.0005, 0.05  # at first, and at most
-_LOOK_S = 0.25  # between two looks whether a rank asks where this one is
-_ANSWER_S = 2.0  # for them to say so: a call ends within its deadline + 5 s, whoever hangs
-_NEWS_S = 1.0  # that a broken connection is ahead of other news: a process ends bit by bit
-_LEAVE_S = 1.0  # that a store gets to hear of an end
-_REASON_CHARS = 240  # errors quote each other
-_PLACE = re.compile(r"^\[\S+:\d+\] ")  # file and line of gloo's source
+_LOOK_S = 0.25  # between two looks of a Watch
+_ANSWER_S = 2.0  # for other ranks to say where they are: a call ends within its deadline + 5 s
+_NEWS_S = 1.0  # NCCL may hear of a closed connection before Linux says that the process has ended
+_LEAVE_S = 1.0  # for the store to take an end
+_LACKING = "has not come to it"
 _STEP_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (UnsupportedError, MemoryError, RuntimeError)
 }
 
 
 def call_with_timeout(function: Callable[[], T], timeout_s: float) -> T:
-    """Call it in a thread of its own; TimeoutError where it is not over in time, and goes on."""
-    outcome: list[tuple[Any, BaseException | None]] = []
+    """Call it in a thread; raise TimeoutError if it takes longer, and leave it running."""
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append((function(), None))
+            outcome.set_result(function())
         except BaseException as error:
-            outcome.append((None, error))
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="jitkern-comm-call", daemon=True)
     try:
-        thread.start()
-    except RuntimeError:  # the interpreter ends
+        threading.Thread(target=run, name="jitkern-comm-call", daemon=True).start()
+    except RuntimeError:  # the interpreter is shutting down
         run()
-    else:
-        thread.join(min(timeout_s, threading.TIMEOUT_MAX))
-    if not outcome:
+    wait([outcome], min(timeout_s, threading.TIMEOUT_MAX))
+    if not outcome.done():
         raise TimeoutError(f"not over within {timeout_s:g} s")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[no-any-return]
+    return outcome.result()
 
 
-def short(error: BaseException) -> str:
-    """Return what the first line of an error says, cut: others will quote it."""
-    line = (str(error).splitlines() or [repr(error)])[0].rstrip(":")
-    line = _PLACE.sub("", line).partition(". This is typically caused by")[0]
-    return line if len(line) <= _REASON_CHARS else f"{line[:_REASON_CHARS]} ..."
+class Watch:
+    """A daemon thread that calls functions four times a second, each until it returns False."""
+
+    def __init__(self, name: str) -> None:
+        self._looks: set[Callable[[], bool]] = set()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def add(self, look: Callable[[], bool]) -> None:
+        """Call `look` from now on."""
+        self._looks.add(look)
+        with suppress(RuntimeError):  # it runs
+            self._thread.start()
+            atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        # An interpreter that ends while the thread is in a store's C++ code aborts.
+        self._is_over.set()
+        self._thread.join(2 * _LEAVE_S)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            for look in list(self._looks):
+                with suppress(Exception):
+                    if not look():
+                        self._looks.discard(look)
+
+
+_answers = ForkLocal(lambda: Watch("jitkern-comm-answer"))
 
 
 class PeerInfo(NamedTuple):
@@ -83,9 +101,8 @@ class PeerInfo(NamedTuple):
     rank: int
     pid: int
     host: str
-    pids: str  # equal where a pid is the same process
-    started: str  # when the process has, for another one may get its pid
-    serves: bool  # the store is in this process
+    pids: str  # equal where the same pid is the same process
+    serves: bool  # the store's server is in this process
     nonce: str
     facts: dict[str, Any]
 
@@ -96,43 +113,26 @@ class PeerInfo(NamedTuple):
         """Return what Linux says of a process of this machine that has ended, or is stopped."""
         if self.pids != _pids():
             return None
-        state, started = _state_of(self.pid)
-        if state in "ZX" or started != self.started:
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "has ended"
+        if state in "ZX":
             return "has ended"
         return "does not answer: it is stopped" if is_late and state in "Tt" else None
 
 
 class Rendezvous:
-    """The ranks of one communicator, memory or pool: who they are and where each is.
+    """The ranks of one communicator, memory or pool. Making one is collective.
 
-    Making one is collective: all ranks meet, or each that is alive raises within the deadline.
+    ``name`` is what messages begin with. ``group`` is a ``Store``, or a group of torch.distributed
+    (None: the default one), which has ``rank`` and ``size``. ``position`` returns how many calls
+    this rank has made and the last one's op, for another thread; when the object of a bound method
+    is gone, the others hear that this rank has dropped it. ``facts`` are JSON values that all ranks
+    must have in common, but for keys that begin with ``_``; :attr:`peers` has those of all ranks.
 
-    Parameters
-    ----------
-    name
-        What messages begin with, such as ``"init_pynccl"``; the same in all ranks.
-    group
-        A group of torch.distributed, None for the default one, or a ``Store``.
-    rank, size
-        This process's number and how many there are; None: as in the group.
-    timeout_s
-        Seconds that each call, and this one, waits for other ranks.
-    position
-        Returns how many calls this rank has made and the last one's op, for ranks that wait. Other
-        threads call it at any time; a bound method's object is not kept alive by it.
-    facts
-        What all ranks must have in common, as JSON values; a key that begins with ``_`` is this
-        rank's own, and only shown to the others in :attr:`peers`.
-
-    Attributes
-    ----------
-    name, rank, size, timeout_s
-        As given, or as in the group.
-    peers : list of PeerInfo
-        By rank.
-
-    Raises CommTimeoutError where ranks did not come, or have ended; CommError where two processes
-    are one rank, or ranks differ in a fact; and as :func:`store_of`.
+    Raises CommTimeoutError if ranks do not come, CommError if two processes are one rank or ranks
+    differ in a fact, and what :func:`store_of` raises.
     """
 
     def __init__(
@@ -147,25 +147,28 @@ class Rendezvous:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.timeout_s: float = seconds_arg(name, timeout_s)
-        base, rank, size = store_of(name, group, rank, size)
+        root, rank, size = store_of(name, group, rank, size)
         self.name, self.rank, self.size = name, rank, size
-        self.peers: list[PeerInfo] = []
+        self._others = [one for one in range(size) if one != rank]
         self._end: str | None = None  # why it cannot be used any more
-        self._desk: _Desk | None = None
-        self._counts: dict[str, int] = {}  # how often each name was exchanged
+        self._store: Store | None = None  # the part of it that is this rendezvous's own
+        self._keys: list[str] = []  # of the last exchange
+        self._num_exchanges = 0
+        self._place: tuple[int, str] = (-1, "")
+        is_method = hasattr(position, "__self__")
+        self._position: Any = weakref.WeakMethod(position) if is_method else lambda: position
         common = {"called": name, "jitkern": jitkern.__version__, "size": size}
         self._mine = PeerInfo(
-            *(rank, os.getpid(), socket.gethostname(), _pids(), _state_of(os.getpid())[1]),
-            *(_serves(base), uuid.uuid4().hex, {**common, **(facts or {})}),
+            *(rank, os.getpid(), socket.gethostname(), _pids(), _serves(root, rank)),
+            *(uuid.uuid4().hex, {**common, **(facts or {})}),
         )
-        came: dict[int, PeerInfo] = {rank: self._mine}
+        self._known = {rank: self._mine}
         if size > 1:
-            self._in_time(lambda until: self._meet(base, came, until), timeout_s, came)
-            token = _token(came)
-            self._desk = _Desk(_prefixed(f"jitkern/{token}", base), self._mine, size, position)
-            weakref.finalize(self, self._desk.drop).atexit = False
-            _answers.value.add(self._desk)
-        self.peers = [came[one] for one in range(size)]
+            root = _prefixed("jitkern", root)
+            self._wait(lambda until: self._meet(root, until), timeout_s, name, 0)
+            self._store = _prefixed(_token(self._known), root)
+            _answers.value.add(self._look)
+        self.peers: list[PeerInfo] = [self._known[one] for one in range(size)]
         for key in sorted({key for one in self.peers for key in one.facts if key[0] != "_"}):
             told = [one.facts.get(key) for one in self.peers]
             if any(one != told[0] for one in told):
@@ -178,7 +181,7 @@ class Rendezvous:
     # -- whether it can be used --------------------------------------------------------------------
 
     def check(self, op: str) -> None:
-        """Raise CommError where an earlier call has failed, or this has been closed."""
+        """Raise CommError if an earlier call has failed, or this was closed."""
         end = self._end
         if os.getpid() != self._mine.pid:
             end = "has been forked: this process is a child of the one that made it"
@@ -186,15 +189,18 @@ class Rendezvous:
             raise CommError(f"{op}: {self.name}: this rank {end}; make a new one in all ranks")
 
     def fail(self, error: BaseException) -> None:
-        """Let no call be made any more, and tell the others. The first error is quoted."""
-        self.close(f"has failed: {short(error)}")
+        """Allow no more calls, and tell the others. The first error is quoted."""
+        is_error = isinstance(error, Exception)
+        text = short(error) if is_error else f"interrupted by {type(error).__name__}"
+        self.close(f"has failed: {text}")
 
     def close(self, how: str = "has closed it") -> None:
-        """Let no call be made any more. The others hear of it; once is enough."""
+        """Allow no more calls, and tell the others."""
         if self._end is None:
             self._end = how
-            if self._desk is not None and os.getpid() == self._mine.pid:
-                self._desk.leave(how)
+            if self._store is not None and os.getpid() == self._mine.pid:
+                with suppress(Exception):  # the store may be gone
+                    call_with_timeout(self._leave, 2 * _LEAVE_S)
 
     # -- together ----------------------------------------------------------------------------------
 
@@ -207,59 +213,53 @@ class Rendezvous:
         number: int = 0,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Tell the other ranks a value of JSON, and return that of each, by rank: collective.
+        """Return the JSON values that all ranks give, by rank: collective.
 
-        A name may be used again. ``op`` and ``number`` are the call that this is a part of. Raises
-        CommTimeoutError where a value did not come in time, or cannot: its rank has ended or left.
+        ``op`` and ``number`` are the call that this is a part of. Raises CommTimeoutError if a
+        value does not come in time, or its rank has ended or left.
         """
-        op = op or self.name
-        self.check(op)
-        desk = self._desk
-        if desk is None:
+        self.check(op or self.name)
+        store = self._store
+        if store is None:
             return [value]
-        count = self._counts[name] = self._counts.get(name, 0) + 1
-        key, store = f"{name}/{count}", desk.store
-        came: dict[int, Any] = {self.rank: value}
+        self._num_exchanges += 1
+        keys = [f"{self._num_exchanges}/{name}/{one}" for one in range(self.size)]
+        values: list[Any] = []
 
         def work(until: float) -> dict[int, str]:
-            why: dict[int, str] = {}
-            store.set(f"{key}/{self.rank}", canonical_json(value).decode())
-            for turn, is_last in enumerate(_polls(until, lambda: self._end is not None)):
-                missing = [one for one in range(self.size) if one not in came]
-                if is_last or turn % 4 == 3 or store.check([f"{key}/{one}" for one in missing]):
-                    for one in missing:
-                        # An end is looked for first: what was told before it counts.
-                        text = self.peers[one].trouble(is_last) or desk.at(one).get("end")
-                        if store.check([f"{key}/{one}"]):
-                            came[one] = parse_json(store.get(f"{key}/{one}"))
-                        elif text is not None:
-                            why[one] = str(text)
-                if why or len(came) == self.size:
+            store.set(keys[self.rank], canonical_json(value).decode())
+            for is_last in _polls(until):
+                if store.check(keys):
                     break
-            if len(came) == self.size and store.add(f"{key}/read", 1) == self.size:
-                for last in [*range(self.size), "read"]:  # all others have read them
-                    store.delete_key(f"{key}/{last}")
-            return why
+                ends = {one: self._end_of(store, one, is_last) for one in self._others}
+                # After the ends: what a rank gave before its end counts.
+                lacking = [one for one in self._others if not store.check([keys[one]])]
+                why = {one: text for one in lacking if (text := ends[one])}
+                if why or (is_last and lacking):
+                    return why or dict.fromkeys(lacking, _LACKING)
+            values.extend(parse_json(store.get(key)) for key in keys)
+            # All ranks have come to this exchange, so all have read the one before.
+            if self._keys:
+                store.delete_key(self._keys[self.rank])
+            self._keys = keys
+            return {}
 
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        self._in_time(work, limit_s, came, op, number)
-        return [came[one] for one in range(self.size)]
+        self._wait(work, limit_s, op or self.name, number)
+        return values
 
     def all_or_none(self, name: str, step: Callable[[], T]) -> T:
-        """Every rank does the step, or every rank raises an error: collective.
+        """Do a step that every rank does, or raise on every rank: collective.
 
-        The errors are of one kind, so that a fallback is for all. Undoing is up to the caller.
+        All raise one kind of error, so that all fall back alike. The caller undoes its step.
         """
         failure: Exception | None = None
         try:
             result = step()
         except Exception as error:
             failure = error
-        except BaseException as error:
-            self.fail(CommError(f"interrupted by {type(error).__name__}"))
-            raise
         told = None if failure is None else [type(failure).__name__, str(failure)[:4000]]
-        # With a TimeoutError it has waited for the others already.
+        # A TimeoutError has waited for the others already.
         limit_s = _ANSWER_S + 1 if isinstance(failure, TimeoutError) else None
         try:
             came = self.exchange(name, told, timeout_s=limit_s)
@@ -278,72 +278,7 @@ class Rendezvous:
 
     # -- who is missing ----------------------------------------------------------------------------
 
-    def diagnose(
-        self, op: str, number: int, ops: Sequence[str] = (), *, peer: int = -1, late: bool = True
-    ) -> Missing:
-        """Ask all ranks where they are, and return which are missing in a call that is not done.
-
-        It takes 3 s at most, and may be called by any thread. ``ops`` are those of that call and
-        the next ones, if it may be one of these: the first that a rank has not come to. ``peer`` is
-        the other rank of a call between two; such calls are not counted. Unless ``late``, ranks
-        that are alive have time left.
-        """
-        asked = [one for one in range(self.size) if one != self.rank]
-        asked = [peer] if late and peer >= 0 else asked
-        at: dict[int, dict[str, Any]] = {}
-        gone: dict[int, str] = {}
-        silent, why = asked, "does not answer: it has ended, is stopped, or hangs"
-        desk = self._desk
-
-        def work() -> None:
-            if desk is None:
-                return
-            desk.tell()
-            desk.store.set("trouble", "1")
-            begun = time.monotonic()
-            for _ in _polls(begun + _ANSWER_S):
-                for one in asked:
-                    at[one] = desk.at(one) or at.get(one, {})
-                    gone.update({one: text} if (text := self.peers[one].trouble(late)) else {})
-                is_news = late or gone or time.monotonic() > begun + _NEWS_S
-                if is_news and all(one in gone or at[one] for one in asked):
-                    return
-
-        try:
-            call_with_timeout(work, _ANSWER_S + 0.5)
-        except Exception as error:
-            assert desk is not None
-            desk.give_up()
-            why = f"serves the store, which has failed: {short(error)}"
-            silent = [one for one in asked if self.peers[one].serves]
-            gone.update({one: text for one in asked if (text := self.peers[one].trouble())})
-        gone.update({one: why for one in silent if not at.get(one) and one not in gone})
-        alive = {one: at[one] for one in asked if at.get(one) and one not in gone}
-        if ops and len(alive) == len(asked):
-            first = max(number, min(found["issued"] for found in alive.values()) + 1)
-            op, number = ops[min(first - number, len(ops) - 1)], min(first, number + len(ops) - 1)
-        behind: dict[int, str] = {}
-        notes: list[str] = []
-        for one, found in alive.items():
-            end = found.get("end")
-            is_behind = found["issued"] < number if peer < 0 else one == peer
-            text = _where(found, is_behind, peer < 0)
-            if is_behind and end and not end.startswith("has failed"):
-                gone[one] = text
-            elif is_behind:
-                behind[one] = f"{self.peers[one]} {text}"
-            elif end and not late and not end.startswith("has failed"):
-                gone[one] = end  # came, and has left
-            elif end:
-                notes.append(f"{self.peers[one]} {end}")
-            elif peer < 0 < number == found["issued"] and found["op"] != op:
-                notes.append(f"{self.peers[one]} made call {number} as {found['op']}")
-        texts = {one: f"{self.peers[one]} {gone[one]}" for one in sorted(gone)}
-        if texts:
-            notes = [*behind.values()]  # the other ends are likely to be a consequence
-        return Missing(op, number, texts or behind, notes, bool(texts))
-
-    def timed_out(
+    def failure(
         self,
         op: str,
         number: int,
@@ -352,283 +287,239 @@ class Rendezvous:
         peer: int = -1,
         because: BaseException | None = None,
         timeout_s: float | None = None,
-    ) -> CommTimeoutError:
-        """Let no call be made any more, and return what to raise for one that is late.
+    ) -> CommError:
+        """Allow no more calls, and return what to raise for one that is not done.
 
-        ``because`` has ended it; where that is no TimeoutError, the call cannot be done. See
-        :meth:`diagnose` for the rest.
+        A CommTimeoutError that names the missing ranks; a CommError if ``because``, an error that
+        is no TimeoutError, has ended the call and no rank is missing. See :meth:`diagnose`.
         """
-        late = because is None or isinstance(because, TimeoutError)
-        found = self.diagnose(op, number, ops, peer=peer, late=late)
-        limit_s = (self.timeout_s if timeout_s is None else timeout_s) if late else None
-        error = self._late_error(found, limit_s, peer)
+        is_late = because is None or isinstance(because, TimeoutError)
+        op, number, why, notes = self.diagnose(op, number, ops, peer=peer, is_late=is_late)
+        error = CommError(f"{op}: {short(because)}; {'; '.join(notes or ['no rank has ended'])}")
+        if is_late or why:
+            limit_s = (self.timeout_s if timeout_s is None else timeout_s) if is_late else None
+            notes = notes if is_late else [*notes, short(because)]
+            error = self._late_error(op, number, why, limit_s, notes, peer)
         error.__cause__ = because
         self.fail(error)
         return error
 
-    def broken(
-        self, op: str, number: int, trouble: str, ops: Sequence[str] = (), *, peer: int = -1
-    ) -> CommError:
-        """As :meth:`timed_out`, where what carries the calls says that it cannot go on.
+    def diagnose(
+        self, op: str, number: int, ops: Sequence[str] = (), *, peer: int = -1, is_late: bool = True
+    ) -> tuple[str, int, dict[int, str], list[str]]:
+        """Return a call's op and number, why each missing rank is, and notes on others.
 
-        A CommTimeoutError that names the ranks which have ended or left; where none is gone, a
-        CommError that says so.
+        Takes 3 s at most. ``ops`` are the call's and the next ones' if it may be one of these;
+        ``peer`` is the other rank of a send or recv. Unless ``is_late``, ranks that are alive have
+        time left, and are not missing.
         """
-        found = self.diagnose(op, number, ops, peer=peer, late=False)
-        error = CommError(f"{op}: {trouble}")
-        if found.is_gone:
-            notes = [*found.notes, trouble]
-            because, error = error, self._late_error(found._replace(notes=notes), None, peer)
-            error.__cause__ = because
-        else:
-            notes = [*found.why.values(), *found.notes] or ["no rank has ended"]
-            error = CommError(f"{error}; {'; '.join(notes)}")
-        self.fail(error)
-        return error
+        at, gone = self._ask([peer] if is_late and peer >= 0 else self._others, is_late)
+        if ops and at and not gone:
+            first = max(number, min(place["issued"] for place in at.values()) + 1)
+            last = min(first, number + len(ops) - 1)
+            op, number = ops[last - number], last
+        behind: dict[int, str] = {}
+        notes = []
+        has_failed = False
+        for one, place in at.items():
+            end = place["end"] or ""
+            is_behind = place["issued"] < number if peer < 0 else one == peer
+            if end.startswith("has failed"):
+                has_failed = True
+            elif end and (is_behind or not is_late):
+                is_known = is_behind and place["issued"] >= 0
+                gone[one] = f"{_progress(place, peer)}, and {end}" if is_known else end
+                continue
+            if is_behind:
+                behind[one] = f"{self.peers[one]} {_progress(place, peer)}"
+            elif end:
+                notes.append(f"{self.peers[one]} {end}")
+            elif peer < 0 < number == place["issued"] and place["op"] != op:
+                notes.append(f"{self.peers[one]} made call {number} as {place['op']}")
+        if gone:  # other ends are likely to be a consequence
+            why = {one: f"{self.peers[one]} {gone[one]}" for one in sorted(gone)}
+            return op, number, why, [*behind.values()]
+        if is_late or has_failed:  # of its deadline, and so has this call
+            return op, number, behind, notes
+        return op, number, {}, [*behind.values(), *notes]
+
+    def _ask(
+        self, ranks: Sequence[int], is_late: bool
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+        """Return where ranks are, and why others do not answer."""
+        at: dict[int, dict[str, Any]] = {}
+        gone: dict[int, str] = {}
+        silent, why = ranks, "does not answer: it has ended, is stopped, or hangs"
+
+        def work(store: Store) -> None:
+            self._tell(store)
+            store.set("trouble", "1")
+            begun = time.monotonic()
+            for _ in _polls(begun + _ANSWER_S):
+                for one in ranks:
+                    at[one] = self._at(store, one)
+                    if text := self.peers[one].trouble(is_late):
+                        gone[one] = text
+                is_news = is_late or gone or time.monotonic() > begun + _NEWS_S
+                if is_news and all(one in gone or at[one] for one in ranks):
+                    return
+
+        if (store := self._store) is not None:
+            try:
+                call_with_timeout(lambda: work(store), _ANSWER_S + 0.5)
+            except Exception as error:
+                self._store = None  # it hangs, or is gone
+                why = f"serves the store, which has failed: {short(error)}"
+                silent = [one for one in ranks if self.peers[one].serves]
+                gone.update({one: text for one in ranks if (text := self.peers[one].trouble())})
+        gone.update({one: why for one in silent if not at.get(one) and one not in gone})
+        return {one: place for one, place in at.items() if place and one not in gone}, gone
 
     def _late_error(
-        self, found: Missing, timeout_s: float | None, peer: int = -1
+        self,
+        op: str,
+        number: int,
+        why: Mapping[int, str],
+        timeout_s: float | None,
+        notes: Sequence[str] = (),
+        peer: int = -1,
     ) -> CommTimeoutError:
-        op, number = found.op, found.number
         where = f"rank {self.rank} of {self.size}"
         if peer >= 0:
             where = f"{where} {'to' if op == 'send' else 'from'} rank {peer}"
-        elif number:
-            where = f"call {number} on {where}"
-        elif op == self.name:
-            where = f"the set-up on {where}"
+        elif number or op == self.name:
+            where = f"call {number} on {where}" if number else f"the set-up on {where}"
         when = "cannot be done" if timeout_s is None else f"was not done within {timeout_s:g} s"
-        texts = [*found.why.values()] or ["all ranks have come to it"]
-        what_to_do = "see their logs for the reason, and if" if found.why else "if"
+        texts = [*why.values()] or ["all ranks have come to it"]
+        what_to_do = "see their logs for the reason, and if" if why else "if"
         return CommTimeoutError(
-            f"{op}: {where} {when}: {'; '.join([*texts, *found.notes])}; {what_to_do} they are "
-            "only slow, give a larger timeout_s",
+            f"{op}: {where} {when}: {'; '.join([*texts, *notes])}; {what_to_do} they are only "
+            "slow, give a larger timeout_s",
             op=op,
             number=number,
             rank=self.rank,
-            missing=sorted(found.why),
+            missing=sorted(why),
         )
+
+    # -- where this rank is, for others ------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Answer if a rank asks: for the Watch."""
+        if isinstance(self._position, weakref.WeakMethod) and self._position() is None:
+            self.close("has dropped it")
+        elif self._end is None and self._store is not None and self._store.check(["trouble"]):
+            self._tell(self._store)
+        return self._end is None
+
+    def _tell(self, store: Store) -> None:
+        position = self._position()
+        if position is not None:
+            with suppress(Exception):  # its object may be half made
+                self._place = position()
+        told = {"issued": self._place[0], "op": self._place[1], "end": self._end}
+        store.set(f"at/{self.rank}", canonical_json(told).decode())
+
+    def _at(self, store: Store, rank: int) -> dict[str, Any]:
+        """Return what another rank has told, nothing if it has not."""
+        return parse_json(store.get(f"at/{rank}")) if store.check([f"at/{rank}"]) else {}
+
+    def _end_of(self, store: Store, rank: int, is_late: bool) -> str | None:
+        """Return why a rank can come no more, None if it can."""
+        return self.peers[rank].trouble(is_late) or self._at(store, rank).get("end")
+
+    def _leave(self) -> None:
+        """Say why. The last rank to leave clears the store."""
+        store, end = self._store, self._end
+        assert store is not None and end is not None
+        self._tell(store)
+        num_left = store.add("left", 1)
+        if self._mine.serves and end.startswith("has failed"):
+            # This process is likely to end, and the store with it: first the others read its error.
+            for _ in _polls(time.monotonic() + _LEAVE_S):
+                if (num_left := store.add("left", 0)) == self.size:
+                    break
+        if num_left == self.size:
+            keys = [f"{name}/{one}" for one in range(self.size) for name in ("at", "seen")]
+            for key in [*keys, *self._keys, "trouble", "left"]:
+                store.delete_key(key)
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _in_time(
-        self,
-        work: Callable[[float], dict[int, str]],
-        timeout_s: float,
-        came: Mapping[int, Any],
-        op: str = "",
-        number: int = 0,
+    def _wait(
+        self, work: Callable[[float], dict[int, str]], timeout_s: float, op: str, number: int
     ) -> None:
-        """Have a thread wait for the others; raise for the ranks that are not in `came` then."""
+        """Call ``work(until)`` in a thread, and raise for the ranks that it returns, each why."""
         begun = time.monotonic()
-        why: dict[int, str] = {}
-        default = "has not come to it"
         try:
             why = call_with_timeout(lambda: work(begun + timeout_s), timeout_s + 1)
-        except TimeoutError:
-            default = "has not come to it, or the store hangs"
         except CommError as error:
             self.fail(error)
             raise
-        except RuntimeError as error:
-            default = f"has not come to it; the store has failed: {short(error)}"
-        except BaseException as error:
-            self.fail(CommError(f"interrupted by {type(error).__name__}"))
-            raise
-        missing = sorted(why) or [one for one in range(self.size) if one not in came]
-        if not missing:
-            return
-        if self._end is not None:  # by another thread
-            self.check(op or self.name)
-        texts = {}
-        for one in missing:
-            info = self.peers[one] if self.peers else came.get(one)
-            text = (info.trouble() if isinstance(info, PeerInfo) else None) or why.get(one, default)
-            texts[one] = f"{info or f'rank {one}'} {text}"
-        limit_s = timeout_s if time.monotonic() - begun >= timeout_s else None
-        late = self._late_error(Missing(op or self.name, number, texts, [], False), limit_s)
-        self.fail(late)
-        raise late
+        except (TimeoutError, RuntimeError) as error:
+            hangs = isinstance(error, TimeoutError)
+            text = "the store hangs" if hangs else f"the store has failed: {short(error)}"
+            found = {one: self._trouble(one) for one in self._others}
+            why = {one: text for one, text in found.items() if text}
+            why = why or dict.fromkeys(self._others, f"{_LACKING}; {text}")
+        if why:
+            texts = {one: f"{self._known.get(one, f'rank {one}')} {why[one]}" for one in why}
+            limit_s = timeout_s if time.monotonic() - begun >= timeout_s else None
+            late = self._late_error(op, number, texts, limit_s)
+            self.fail(late)
+            raise late
 
-    def _meet(self, base: Store, came: dict[int, PeerInfo], until: float) -> dict[int, str]:
-        """Post what this rank tells of itself, until all ranks know that all have seen the same.
+    def _trouble(self, rank: int) -> str | None:
+        return self._known[rank].trouble() if rank in self._known else None
 
-        The keys are the same for all meetings over a store: what an earlier one has left is
-        overwritten. A rank may come to the next meeting only when all are through with this one.
+    def _meet(self, root: Store, until: float) -> dict[int, str]:
+        """Post what this rank tells of itself, until all ranks have seen the same of each other.
+
+        A store may be used by one meeting after the other, and may hold what is left of an earlier
+        run: all of it is overwritten, and what ranks have seen has a token made of all nonces.
         """
-        store = _prefixed("jitkern/meet", base)
-        mine, token, is_seen = canonical_json(self._mine).decode(), "", False
-        others = [one for one in range(self.size) if one != self.rank]
-        store.set(f"rank/{self.rank}", mine)
+        mine, token = canonical_json(self._mine).decode(), ""
+        root.set(f"rank/{self.rank}", mine)
 
-        def read(key: str) -> str:
-            return store.get(key).decode() if store.check([key]) else ""
+        def read(rank: int) -> str:
+            return root.get(f"rank/{rank}").decode() if root.check([f"rank/{rank}"]) else ""
 
-        def lacking(key: str) -> list[int]:
-            return [one for one in others if read(f"{key}/{one}") != token]
-
-        for is_last in _polls(until, lambda: self._end is not None):
-            if not is_seen:
-                texts = {one: read(f"rank/{one}") for one in others}
-                found = {one: PeerInfo(*parse_json(t.encode())) for one, t in texts.items() if t}
-                came.update(found)
-                own = read(f"rank/{self.rank}")
-                if own != mine:
-                    store.set(f"rank/{self.rank}", mine)  # the other one is to see it, too
-                    both = f"{self._mine} and {PeerInfo(*parse_json(own.encode()))}"
-                    raise CommError(
-                        f"{self.name}: two processes are rank {self.rank}: {both}, expected one; "
-                        "give ranks of their own a PrefixStore of their own"
-                    )
-                if len(came) == self.size and token != _token(came):
-                    token = _token(came)
-                    store.set(f"seen/{self.rank}", token)
-                is_seen = token != "" and not lacking("seen")
-                if is_seen:
-                    store.set(f"done/{self.rank}", token)
-            missing = lacking("done") if is_seen else others
-            if not missing:
+        for _ in _polls(until):
+            texts = {one: read(one) for one in self._others}
+            # After that: a rank that is at its next meeting has seen this one complete.
+            if token and root.check([f"{token}/seen/{one}" for one in self._others]):
                 return {}
-            if is_last:
-                late = [one for one in others if one not in came or came[one].trouble()]
-                late = missing if is_seen else late or lacking("seen")
-                return dict.fromkeys(late, "has not come to it")
-        return {}
-
-
-class Missing(NamedTuple):
-    """What is known of a call that is not done."""
-
-    op: str
-    number: int
-    why: dict[int, str]  # of each rank that is missing, what there is to say
-    notes: list[str]  # of others
-    is_gone: bool  # the missing ones have ended, hang or have left: time would not help
-
-
-# -- where this rank is, for others ----------------------------------------------------------------
-
-
-class _Desk:
-    """Answers for one Rendezvous, as long as that lives, over the part of the store of its own."""
-
-    def __init__(
-        self,
-        store: Store,
-        mine: PeerInfo,
-        size: int,
-        position: Callable[[], tuple[int, str]] | None,
-    ) -> None:
-        self.store, self.serves, self._rank, self._size = store, mine.serves, mine.rank, size
-        is_method = hasattr(position, "__self__")
-        self._find: Any = weakref.WeakMethod(position) if is_method else lambda: position
-        self._place: tuple[int, str] = (-1, "")
-        self._told = b""
-        self._has_left = self._is_dropped = False
-
-    def at(self, rank: int) -> dict[str, Any]:
-        """Return what another rank has told, nothing if it has not."""
-        key = f"at/{rank}"
-        return parse_json(self.store.get(key)) if self.store.check([key]) else {}
-
-    def tell(self, end: str | None = None) -> None:
-        """Say where this rank is."""
-        position = self._find()
-        if position is not None:
-            with suppress(Exception):  # of an object that is half made, or half gone
-                self._place = position()
-        told = canonical_json({"issued": self._place[0], "op": self._place[1], "end": end})
-        if told != self._told:
-            self.store.set(f"at/{self._rank}", told.decode())
-            self._told = told
-
-    def look(self) -> None:
-        """Answer, if some rank asks."""
-        if self._is_dropped:
-            self.leave("has dropped it")
-        elif not self._has_left and self.store.check(["trouble"]):
-            self.tell()
-
-    def drop(self) -> None:
-        """Have the thread leave: this may be called where nothing can be waited for."""
-        self._is_dropped = True
-
-    def leave(self, end: str) -> None:
-        """Say so. The last rank to leave clears the store."""
-
-        def work() -> None:
-            self.tell(end)
-            num_left = self.store.add("left", 1)
-            if self.serves and end.startswith("has failed"):
-                # This process is likely to end of it: the others are to read what it has told.
-                for _ in _polls(time.monotonic() + _LEAVE_S):
-                    num_left = self.store.add("left", 0)
-                    if num_left == self._size:
-                        break
-            if num_left == self._size:
-                for key in [*(f"at/{one}" for one in range(self._size)), "trouble", "left"]:
-                    self.store.delete_key(key)
-
-        _answers.value.desks.discard(self)
-        if not self._has_left:
-            self._has_left = True
-            with suppress(Exception):  # of a store that is gone
-                call_with_timeout(work, 2 * _LEAVE_S)
-
-    def give_up(self) -> None:
-        """Tell nothing any more: the store hangs, or is gone."""
-        self._has_left = True
-
-
-class _Answers:
-    """The thread that looks whether others ask. Not the one that watches deadlines: it may hang."""
-
-    def __init__(self) -> None:
-        self.desks: set[_Desk] = set()
-        self._lock = threading.Lock()
-        self._is_running = False
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def add(self, desk: _Desk) -> None:
-        with self._lock:
-            self.desks.add(desk)
-            if not self._is_running:
-                self._is_running = True
-                self._thread = threading.Thread(
-                    target=self._run, name="jitkern-comm-answer", daemon=True
+            self._known |= {one: _info(text) for one, text in texts.items() if text}
+            if (own := read(self.rank)) != mine:
+                root.set(f"rank/{self.rank}", mine)  # for the other process to see
+                both = f"{self._mine} and {_info(own)}"
+                raise CommError(
+                    f"{self.name}: two processes are rank {self.rank}: {both}, expected one; "
+                    "give each set of ranks a PrefixStore of its own"
                 )
-                self._thread.start()
-                atexit.register(self._end)
-
-    def _end(self) -> None:
-        """Before the interpreter ends: a thread that it stops inside a store's C++ aborts."""
-        self._is_over.set()
-        thread = self._thread
-        if thread is not None:
-            thread.join(2 * _LEAVE_S)
-
-    def _run(self) -> None:
-        while not self._is_over.wait(_LOOK_S):
-            for desk in list(self.desks):
-                with suppress(Exception):
-                    desk.look()
-            with self._lock:
-                if not self.desks:
-                    self._is_running = False
-                    return
+            if len(self._known) == self.size and token != _token(self._known):
+                if token:
+                    root.delete_key(f"{token}/seen/{self.rank}")
+                token = _token(self._known)
+                root.set(f"{token}/seen/{self.rank}", "1")
+        late = [one for one in self._others if one not in self._known or self._trouble(one)]
+        late = late or [one for one in self._others if not root.check([f"{token}/seen/{one}"])]
+        return {one: self._trouble(one) or _LACKING for one in late}
 
 
-_answers = ForkLocal(_Answers)
+def short(error: BaseException | None) -> str:
+    """Return an error's first line, cut: errors quote each other."""
+    line = (str(error).splitlines() or [repr(error)])[0].rstrip(":")
+    line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo's source file and line
+    line = line.partition(". This is typically caused by")[0]
+    return line if len(line) <= 240 else f"{line[:240]} ..."
 
 
-def _where(found: Mapping[str, Any], is_behind: bool, is_counted: bool) -> str:
-    parts = [f"has come to call {found['issued']} ({found['op']}) only"]
-    if not is_counted:
-        parts = ["has not come to it"]
-    elif found["issued"] <= 0:
-        parts = [] if found["issued"] else ["has made no call yet"]
-    return ", and ".join([*parts, *([found["end"]] if found.get("end") else [])])
+def _progress(place: Mapping[str, Any], peer: int) -> str:
+    if peer >= 0:
+        return _LACKING
+    if place["issued"] <= 0:
+        return "has made no call yet"
+    return f"has come to call {place['issued']} ({place['op']}) only"
 
 
 # -- stores and processes --------------------------------------------------------------------------
@@ -637,8 +528,8 @@ def _where(found: Mapping[str, Any], is_behind: bool, is_counted: bool) -> str:
 def store_of(name: str, group: Any, rank: Any, size: Any) -> tuple[Store, int, int]:
     """Return the store of a group, or the one that is given, and this process's rank and size.
 
-    TypeError and ValueError for numbers and groups that make no sense, CommError where
-    torch.distributed is not initialised.
+    Raises TypeError or ValueError for a wrong argument, CommError if torch.distributed is not
+    initialised.
     """
     from torch import distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -674,55 +565,38 @@ def _prefixed(prefix: str, store: Store) -> Store:
     return PrefixStore(prefix, store)
 
 
-def _serves(store: Any) -> bool:
-    """Tell whether the server of a TCPStore is in this process."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+def _serves(store: Any, rank: int) -> bool:
+    """Tell whether a TCPStore's server is in this process: rank 0's, unless torchrun has it."""
+    from torch import distributed as dist
 
-    while isinstance(store, PrefixStore):
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
-    if not isinstance(store, TCPStore):
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return False
-    listening = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == store.port:
-                    listening.add(f"socket:[{words[9]}]")
-    for fd in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if os.readlink(fd) in listening:
-                return True
-    return False
+    world_rank = dist.get_rank() if dist.is_initialized() else rank
+    return world_rank == 0 and not dist.is_torchelastic_launched()
 
 
-def _token(came: Mapping[int, PeerInfo]) -> str:
-    nonces = "".join(came[one].nonce for one in sorted(came))
+def _info(text: str) -> PeerInfo:
+    return PeerInfo(*parse_json(text.encode()))
+
+
+def _token(known: Mapping[int, PeerInfo]) -> str:
+    nonces = "".join(known[one].nonce for one in sorted(known))
     return hashlib.sha256(nonces.encode()).hexdigest()[:24]
 
 
-def _polls(until: float, is_over: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+def _polls(until: float) -> Iterator[bool]:
     """Yield until a time has come, each time whether it has, with pauses that grow."""
-    pause_s, most_s = _POLL_S
-    while True:
-        is_last = time.monotonic() >= until
-        yield is_last
-        if is_last or is_over():
-            return
-        time.sleep(min(pause_s, max(until - time.monotonic(), 0)))
-        pause_s = min(2 * pause_s, most_s)
+    pause_s = 0.0005
+    while (left_s := until - time.monotonic()) > 0:
+        yield False
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, 0.05)
+    yield True
 
 
 @cache
 def _pids() -> str:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _state_of(pid: int) -> tuple[str, str]:
-    """Return the state of a process, as ps shows it, and when it has started."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", ""
-    return words[0], words[19]

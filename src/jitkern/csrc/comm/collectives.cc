@@ -1,11 +1,13 @@
 // The calls of a communicator: checks, and what NCCL is asked for.
+#include <tvm/ffi/any.h>
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/tuple.h>
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <memory>
-#include <numeric>
+#include <vector>
 
 #include "comm/communicator.h"
 
@@ -13,11 +15,12 @@ namespace jitkern {
 
 namespace {
 
+using tvm::ffi::Any;
 using tvm::ffi::Array;
 using tvm::ffi::Bytes;
 using tvm::ffi::Function;
+using tvm::ffi::Map;
 using tvm::ffi::String;
-using tvm::ffi::Tuple;
 
 // A contiguous tensor on the communicator's GPU.
 struct Operand : Tensor {
@@ -52,40 +55,30 @@ struct Operand : Tensor {
   }
 };
 
+// DLPack's code and bits, and NCCL's number for the dtype.
 struct Reducible {
   int code;
   int bits;
   int nccl;
-  int since;
 };
+constexpr int kNcclUint8 = 1;
 constexpr Reducible kReducible[] = {
-    {kDLInt, 8, kNcclInt8, 0},
-    {kDLUInt, 8, kNcclUint8, 0},
-    {kDLInt, 32, kNcclInt32, 0},
-    {kDLUInt, 32, kNcclUint32, 0},
-    {kDLInt, 64, kNcclInt64, 0},
-    {kDLUInt, 64, kNcclUint64, 0},
-    {kDLFloat, 16, kNcclFloat16, 0},
-    {kDLFloat, 32, kNcclFloat32, 0},
-    {kDLFloat, 64, kNcclFloat64, 0},
-    {kDLBfloat, 16, kNcclBfloat16, 0},
-    {kDLFloat8_e4m3fn, 8, kNcclFloat8E4m3, kNcclWithFloat8},
-    {kDLFloat8_e5m2, 8, kNcclFloat8E5m2, kNcclWithFloat8},
+    {kDLInt, 8, 0},          {kDLUInt, 8, kNcclUint8}, {kDLInt, 32, 2},
+    {kDLInt, 64, 4},         {kDLFloat, 16, 6},        {kDLFloat, 32, 7},
+    {kDLFloat, 64, 8},       {kDLBfloat, 16, 9},       {kDLFloat8_e4m3fn, 8, 10},
+    {kDLFloat8_e5m2, 8, 11},
 };
 
-// NCCL's name for the dtype of what is reduced. TypeError where it has none.
+// NCCL's number for the dtype of what is reduced. TypeError if it has none.
 int reduced_as(const Operand& x) {
-  const int version = Nccl::get().version;
   for (const Reducible& one : kReducible) {
-    if (x.dl->dtype.code == one.code && x.dl->dtype.bits == one.bits && x.dl->dtype.lanes == 1 &&
-        version >= one.since) {
+    if (x.dl->dtype.code == one.code && x.dl->dtype.bits == one.bits && x.dl->dtype.lanes == 1) {
       return one.nccl;
     }
   }
-  std::string known = "int8, uint8, int32, uint32, int64, uint64, float16, float32, float64";
-  known += version >= kNcclWithFloat8 ? ", bfloat16, float8_e4m3fn or float8_e5m2" : " or bfloat16";
   x.type_error("dtype " + x.dtype_name(),
-               known + ", which NCCL " + Nccl::get().version_name() + " reduces");
+               "int8, uint8, int32, int64, float16, float32, float64, bfloat16, float8_e4m3fn or "
+               "float8_e5m2");
 }
 
 int peer_of(const NcclCommunicator& comm, const char* op, const char* arg, AnyView value) {
@@ -193,13 +186,10 @@ Parts parts_of(const NcclCommunicator& comm, const Operand& tensor, const char* 
     }
     return Parts(static_cast<size_t>(size), tensor.bytes / size);
   }
-  const auto splits = splits_given.cast<Array<int64_t>>();
+  const auto splits = splits_given.cast<Array<int64_t>>();  // none is negative: see rows_arg
   Parts parts;
   i64 total = 0;
   for (const int64_t split : splits) {
-    if (split < 0) {
-      raise_value_error("all_to_all", splits_arg, std::to_string(split), "rows, 0 or more");
-    }
     parts.push_back(rows == 0 ? 0 : split * (tensor.bytes / rows));
     total += split;
   }
@@ -258,16 +248,20 @@ int64_t watch(NcclCommunicator& comm, AnyView word) {
   return comm.call("watch", -1, [](const Nccl&, NcclComm, CUstream) { return kNcclSuccess; });
 }
 
-using ProgressTuple =
-    Tuple<int64_t, String, double, String, int64_t, Array<String>, int64_t, String, bool>;
-
-ProgressTuple progress(NcclCommunicator& comm) {
+Map<String, Any> progress(NcclCommunicator& comm) {
   const auto found = comm.progress();
   Array<String> ops;
   for (const char* const op : found.ops) ops.push_back(op);
-  return ProgressTuple(static_cast<int64_t>(found.num_calls), String(found.last_op),
-                       found.waiting_s, String(found.op), static_cast<int64_t>(found.number), ops,
-                       int64_t{found.peer}, String(found.trouble), found.is_open);
+  return {{"num_calls", static_cast<int64_t>(found.num_calls)},
+          {"last_op", String(found.last_op)},
+          {"is_open", found.is_open},
+          {"waiting_s", found.waiting_s},
+          {"op", String(found.op)},
+          {"number", static_cast<int64_t>(found.number)},
+          {"ops", ops},
+          {"peer", int64_t{found.peer}},
+          {"trouble", String(found.trouble)},
+          {"num_captured", static_cast<int64_t>(found.num_captured)}};
 }
 
 // A function of the communicator for Python, which keeps it alive.
@@ -282,49 +276,45 @@ Function bound(const std::shared_ptr<NcclCommunicator>& comm,
   return Function::FromTyped([comm, method]() -> int64_t { return ((*comm).*method)(); });
 }
 
-// In the order of `Functions` in comm/nccl_calls.py.
-Array<Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int64_t size,
-                                       double timeout_s) {
+Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int64_t size,
+                                             double timeout_s) {
   const auto comm = std::make_shared<NcclCommunicator>(
       static_cast<int>(ordinal), static_cast<int>(rank), static_cast<int>(size), timeout_s);
-  return {
-      bound(comm, all_reduce),
-      bound(comm, all_gather),
-      bound(comm, reduce_scatter),
-      bound(comm, broadcast),
-      bound(comm, send),
-      bound(comm, recv),
-      bound(comm, all_to_all),
-      bound(comm, barrier),
-      bound(comm, watch),
-      Function::FromTyped([comm](Bytes bytes) -> int64_t {
-        NcclUniqueId id{};
-        if (bytes.size() != sizeof(id.bytes)) {
-          throw tvm::ffi::Error("ValueError", "nccl: a unique id of another length", "");
-        }
-        std::copy_n(bytes.data(), sizeof(id.bytes), id.bytes);
-        return comm->open(id);
-      }),
-      bound(comm, &NcclCommunicator::wait_done),
-      bound(comm, &NcclCommunicator::finish),
-      Function::FromTyped([comm] { comm->free(); }),
-      Function::FromTyped([comm] { comm->abort(); }),
-      Function::FromTyped([comm] { comm->mark(); }),
-      Function::FromTyped([comm](int64_t address, int64_t bytes) -> int64_t {
-        return comm->register_memory(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
-      }),
-      Function::FromTyped([comm] { return progress(*comm); }),
-      Function::FromTyped([comm] { return String(comm->trouble()); }),
-      Function::FromTyped([comm] { return static_cast<int64_t>(comm->num_captured()); }),
+  const auto open = [comm](Bytes bytes) -> int64_t {
+    NcclUniqueId id{};
+    if (bytes.size() != sizeof(id.bytes)) {
+      throw tvm::ffi::Error("ValueError", "nccl: a unique id of another length", "");
+    }
+    std::copy_n(bytes.data(), sizeof(id.bytes), id.bytes);
+    return comm->open(id);
   };
+  const auto register_memory = [comm](int64_t address, int64_t bytes) -> int64_t {
+    return comm->register_memory(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
+  };
+  return {{"all_reduce", bound(comm, all_reduce)},
+          {"all_gather", bound(comm, all_gather)},
+          {"reduce_scatter", bound(comm, reduce_scatter)},
+          {"broadcast", bound(comm, broadcast)},
+          {"send", bound(comm, send)},
+          {"recv", bound(comm, recv)},
+          {"all_to_all", bound(comm, all_to_all)},
+          {"barrier", bound(comm, barrier)},
+          {"watch", bound(comm, watch)},
+          {"open", Function::FromTyped(open)},
+          {"wait_done", bound(comm, &NcclCommunicator::wait_done)},
+          {"finish", bound(comm, &NcclCommunicator::finish)},
+          {"free", Function::FromTyped([comm] { comm->free(); })},
+          {"abort", Function::FromTyped([comm] { comm->abort(); })},
+          {"mark", Function::FromTyped([comm] { comm->mark(); })},
+          {"register_memory", Function::FromTyped(register_memory)},
+          {"progress", Function::FromTyped([comm] { return progress(*comm); })}};
 }
 
-// Memory on a GPU that NCCL can register; 0: this NCCL has none.
+// Memory on a GPU that NCCL can register.
 int64_t nccl_allocate(int64_t ordinal, int64_t bytes) {
-  const Nccl& nccl = Nccl::get();
-  if (nccl.ncclMemAlloc == nullptr) return 0;
   const ContextScope scope(Device::get(static_cast<int>(ordinal)));
   void* memory = nullptr;
+  const Nccl& nccl = Nccl::get();
   nccl.check(nccl.ncclMemAlloc(&memory, static_cast<size_t>(bytes)), "ncclMemAlloc");
   return reinterpret_cast<int64_t>(memory);
 }

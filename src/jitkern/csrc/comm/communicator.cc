@@ -50,7 +50,7 @@ CallStatus NcclCommunicator::open(const NcclUniqueId& id) {
   NcclConfig config;
   NcclComm comm = nullptr;
   const NcclResult result = nccl_.ncclCommInitRankConfig(&comm, size, id, rank, &config);
-  if (result != kNcclSuccess) return failed(result);
+  if (result != kNcclSuccess) return failed(nccl_.text_of(result));
   comm_ = comm;
   is_stopped_ = false;
   if (!is_aborted_) return kCallDone;
@@ -58,16 +58,11 @@ CallStatus NcclCommunicator::open(const NcclUniqueId& id) {
   return kCallStopped;
 }
 
-CallStatus NcclCommunicator::failed(NcclResult result) {
-  const std::string text = nccl_.text_of(result);
+CallStatus NcclCommunicator::failed(const std::string& why) {
   const std::lock_guard<std::mutex> lock(asking_);
-  trouble_ = text;
+  trouble_ = why;
+  is_broken_ = true;
   return kCallFailed;
-}
-
-std::string NcclCommunicator::trouble() {
-  const std::lock_guard<std::mutex> lock(asking_);
-  return trouble_;
 }
 
 CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run) {
@@ -107,9 +102,7 @@ CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run)
     if (status == kCallDone) num_queued_.store(begun, std::memory_order_release);
     return status;
   } catch (...) {  // the driver's: what is queued has no event
-    const std::lock_guard<std::mutex> lock(asking_);
-    trouble_ = std::string(op) + " has failed, and may have been sent";
-    is_broken_ = true;
+    failed(std::string(op) + " has failed, and may have been sent");
     throw;
   }
 }
@@ -120,7 +113,7 @@ CallStatus NcclCommunicator::queue_now(Entry& entry, bool is_capturing, CUstream
   if (is_stopped_) return kCallStopped;
   const NcclResult result = run(nccl_, comm_, stream);
   if (is_stopped_) return kCallStopped;  // aborted meanwhile, whatever NCCL says
-  if (result != kNcclSuccess) return failed(result);
+  if (result != kNcclSuccess) return failed(nccl_.text_of(result));
   if (is_capturing) {
     // What is captured is done when the graph is replayed, which nobody tells here.
     ++num_captured_;
@@ -199,7 +192,8 @@ void NcclCommunicator::free() {
     const std::lock_guard<std::timed_mutex> lock(used_);
     comm = comm_.exchange(nullptr);
     if (comm == nullptr) return;
-    release_memory(comm);
+    // What fails here is memory that NCCL forgets a moment later.
+    if (window_ != nullptr) nccl_.ncclCommWindowDeregister(comm, std::exchange(window_, nullptr));
   }
   nccl_.check(nccl_.ncclCommFinalize(comm), "ncclCommFinalize");
   nccl_.check(nccl_.ncclCommDestroy(comm), "ncclCommDestroy");
@@ -221,20 +215,8 @@ void NcclCommunicator::abort() {
 
 CallStatus NcclCommunicator::register_memory(void* memory, size_t bytes) {
   return call("init_pynccl", -1, [this, memory, bytes](const Nccl& nccl, NcclComm comm, CUstream) {
-    if (nccl.ncclCommWindowRegister != nullptr) {
-      return nccl.ncclCommWindowRegister(comm, memory, bytes, &window_, kNcclSymmetricWindow);
-    }
-    if (nccl.ncclCommRegister == nullptr) return NcclResult{kNcclSuccess};
-    return nccl.ncclCommRegister(comm, memory, bytes, &registered_);
+    return nccl.ncclCommWindowRegister(comm, memory, bytes, &window_, kNcclSymmetricWindow);
   });
-}
-
-void NcclCommunicator::release_memory(NcclComm comm) {
-  // What fails here is memory that the library forgets a moment later.
-  if (window_ != nullptr) nccl_.ncclCommWindowDeregister(comm, std::exchange(window_, nullptr));
-  if (registered_ != nullptr) {
-    nccl_.ncclCommDeregister(comm, std::exchange(registered_, nullptr));
-  }
 }
 
 NcclCommunicator::Progress NcclCommunicator::progress() {
@@ -254,8 +236,8 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
     num_done_ = n;
   }
   found.is_open = queued > 0 && log_[queued % kLog].state == kOpen;
-  found.num_calls = num_of_all_;
-  found.last_op = log_[begun % kLog].op;
+  found.num_calls = found.number = num_of_all_;
+  found.last_op = found.op = log_[begun % kLog].op;
   if (num_done_ < begun) {
     const Entry& waiting = log_[(num_done_ + 1) % kLog];
     found.waiting_s = now_s() - waiting.begin_s;
@@ -269,7 +251,8 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
     }
     found.peer = waiting.peer;
   }
-  if (is_broken_) found.trouble = trouble_;
+  found.trouble = trouble_;
+  found.num_captured = num_captured_;
   const std::unique_lock<std::timed_mutex> use(used_, std::try_to_lock);
   if (use.owns_lock() && comm_ != nullptr && !is_stopped_) {
     NcclResult state = kNcclSuccess;

@@ -22,7 +22,7 @@ enum CallStatus : int64_t {
   kCallDone,     // queued
   kCallStopped,  // the communicator is closed, or has failed
   kCallLate,     // the deadline has passed in it: of a wait
-  kCallFailed,   // NCCL said why: see `trouble`
+  kCallFailed,   // see Progress::trouble
   kCallTraced,   // a tracer or a dispatch mode of PyTorch is active
 };
 
@@ -58,14 +58,13 @@ class NcclCommunicator {
   CallStatus finish();
   // Behind `finish`, in a thread of its own: NCCL waits for graphs that have captured it.
   void free();
-  u64 num_captured() const { return num_captured_; }
   // Ends it at once: what waits for other ranks returns. By any thread; waits for graphs, too.
   void abort();
   // Records an event behind the last call, unless a thread is in one. The driver may block in it
   // behind a full launch queue: for a thread of its own.
   void mark();
 
-  // Registers memory, with all ranks, for NCCL to read and write without a copy of its own; once.
+  // Registers memory for NCCL to read and write without a copy of its own: collective, once.
   CallStatus register_memory(void* memory, size_t bytes);
 
   // How far the rank is, by any thread.
@@ -74,16 +73,15 @@ class NcclCommunicator {
     const char* last_op = "";
     bool is_open = false;   // the last call has no event yet: see `mark`
     double waiting_s = -1;  // since the oldest call that is not done was made; none
-    const char* op = "";    // that call
+    const char* op = "";    // that call, or the last one
     u64 number = 0;
     std::vector<const char*> ops;  // from that call to the next event: which of them it is, if
                                    // the others are ahead of it, this rank does not know
     int peer = -1;                 // of that call
-    std::string trouble;           // of NCCL, found meanwhile
+    std::string trouble;           // of NCCL: why a call has failed
+    u64 num_captured = 0;
   };
   Progress progress();
-
-  std::string trouble();
 
  private:
   // Calls that are not done: 32 to 48, then the next one waits for the GPU here. A GPU's launch
@@ -110,8 +108,7 @@ class NcclCommunicator {
   CallStatus queue_now(Entry& entry, bool is_capturing, CUstream stream, const Queue& run);
   CallStatus wait_until(CUevent event);
   void mark_now();  // with the turn
-  CallStatus failed(NcclResult result);
-  void release_memory(NcclComm comm);
+  CallStatus failed(const std::string& why);
 
   Device& device_;
   const double timeout_s_;
@@ -126,7 +123,6 @@ class NcclCommunicator {
   u64 last_open_ = 0;    // call that was queued, and not captured
   u64 last_marked_ = 0;  // of them, with an event behind it
   double marked_s_ = -1;
-  void* registered_ = nullptr;
   NcclWindow window_ = nullptr;
 
   std::array<Entry, kLog> log_;
@@ -134,7 +130,7 @@ class NcclCommunicator {
   std::atomic<u64> num_queued_{0};
   std::atomic<u64> num_of_all_{0};
   std::atomic<u64> num_captured_{0};
-  std::atomic<bool> is_broken_{false};  // a call was left by an exception
+  std::atomic<bool> is_broken_{false};  // a call has failed
   std::mutex asking_;
   u64 num_done_ = 0;  // of all kinds; guarded, as what follows
   std::string trouble_;

@@ -27,12 +27,11 @@ void resolve(void* handle, const char* name, F& function) {
   function = reinterpret_cast<F>(dlsym(handle, name));
 }
 
-// Loads the library, unless one is loaded already; returns its version, such as 22809. RuntimeError
-// where it is none of NCCL, or too old.
+// Loads the library, unless one is loaded; returns its version, such as 22809. RuntimeError if it
+// is no NCCL, or too old.
 int64_t nccl_load(String path) {
   const std::lock_guard<std::mutex> lock(loading);
   if (is_loaded) return library.version;
-  // NODELETE is not needed: it is never closed.
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) raise_runtime_error(dlerror());
   Nccl found{};
@@ -42,16 +41,13 @@ int64_t nccl_load(String path) {
   if (found.name == nullptr && lacking == nullptr) lacking = #name;
   JITKERN_NCCL_SYMBOLS(JITKERN_RESOLVE)
 #undef JITKERN_RESOLVE
-#define JITKERN_RESOLVE(name, parameters) resolve(handle, #name, found.name);
-  JITKERN_NCCL_LATER(JITKERN_RESOLVE)
-#undef JITKERN_RESOLVE
   resolve(handle, "ncclGetErrorString", found.ncclGetErrorString);
   resolve(handle, "ncclGetLastError", found.ncclGetLastError);
   if (found.ncclGetVersion != nullptr) found.ncclGetVersion(&found.version);
   if (lacking != nullptr || found.version < kLeastNccl || found.ncclGetErrorString == nullptr) {
     const std::string what = found.version > 0 ? "NCCL " + found.version_name() : "no NCCL";
     dlclose(handle);
-    raise_runtime_error(std::string(path) + ": " + what + ", expected NCCL 2.18 or newer");
+    raise_runtime_error(std::string(path) + ": " + what + ", expected NCCL 2.27 or newer");
   }
   library = found;
   is_loaded = true;
@@ -72,10 +68,8 @@ const Nccl& Nccl::get() {
 }
 
 std::string Nccl::version_name() const {
-  // 2.8 and before had one digit for the minor version.
-  const int major = version / (version < 10000 ? 1000 : 10000);
-  const int minor = version < 10000 ? version % 1000 / 100 : version % 10000 / 100;
-  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(version % 100);
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
 }
 
 std::string Nccl::text_of(NcclResult result) const {
