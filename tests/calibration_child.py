@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fake_gpu import report_checks
 
-from jitkern.comm.peer_kernel import ONE_SHOT_BYTES
+from jitkern.comm.peer_reduce import ONE_SHOT_BYTES
 from jitkern.host import tuning
 from jitkern.host.module import module
 

@@ -50,8 +50,8 @@ LAYERS = """
 4  ops
 4  comm.protocol comm.nccl_library
 4  comm.args
-4  comm.rendezvous comm.peer_kernel
-4  comm.torch_comm comm.nccl comm.descriptors comm.peer_reduce
+4  comm.rendezvous comm.peer_reduce
+4  comm.torch_comm comm.nccl comm.descriptors
 4  comm.peer_memory
 4  comm.peer_comm
 4  comm.peer_rows

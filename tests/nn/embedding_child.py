@@ -112,6 +112,17 @@ def do_look_up(**options: Any) -> None:
     assert comm.num_sums == 0
 
 
+def do_sums() -> None:
+    """Every row and a single one, which may be of any number of bytes, by sums."""
+    whole = table_of(*module.full_shape, module.weight.dtype)
+    module.load_full(whole)
+    ids = torch.arange(len(whole)).flip(0)
+    with torch.no_grad():
+        for one in (ids, ids[:1]):
+            assert same_bits(module(one.to(device)).cpu(), whole[one])
+    assert comm.num_sums == 2
+
+
 def do_gradient() -> None:
     """That of nn.Embedding, over the communicator; and rows without one, which need none."""
     torch.manual_seed(0)
