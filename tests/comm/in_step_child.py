@@ -34,9 +34,8 @@ class Reducer:
         num_bytes = PeerReducer.workspace_bytes_for(2, 64)
         memory = torch.full((2, num_bytes), 0xFF, dtype=torch.uint8)
         kept.append(memory)
-        shapes = [number for shape in peer_reduce.SHAPES for number in shape]
         places = [one.data_ptr() for one in memory]
-        made = host.op("make_peer_reducer")(0, places, 0, num_bytes, 10**9, shapes, 1 << 20)
+        made = host.op("make_peer_reducer")(0, places, 0, num_bytes, 10**9, 1 << 20)
         self._all_reduce, _, self.reset, self._barrier, _ = made
 
     def all_reduce(self, stream: int = STREAM, items: int = 8) -> list[list[str]]:

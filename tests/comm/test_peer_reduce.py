@@ -265,8 +265,7 @@ def test_wrong_reducers(change: dict[str, Any], text: str) -> None:
     assert text in str(raised.value)
 
 
-def test_a_new_workspace_is_all_ones() -> None:
-    """reset() leaves what is asked of those who make the memory."""
+def test_reset_makes_a_workspace_as_new() -> None:
     alone = Alone()
     own = (ctypes.c_char * alone.num_bytes).from_address(alone.addresses[1])
     own[5:9] = b"abcd"

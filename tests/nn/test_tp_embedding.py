@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from embedding_ranks import SilentComm, ThreadComm, embedding_of, on_ranks, whole_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ref import ref_indexing, same_bits
 from torch import Tensor
@@ -33,6 +32,7 @@ def any_bits(rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> Tenso
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
 
 
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_look_up(device: torch.device, data: st.DataObject) -> None:
     draw = data.draw
@@ -189,18 +189,11 @@ def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], text: st
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_wrong_ids(device: torch.device, size: int) -> None:
+def test_wrong_ids_are_refused_before_a_sum(device: torch.device, size: int) -> None:
     comm = SilentComm(0, size)
     module = TPEmbedding(10, 4, comm=comm, device=device, padding_idx=1)
-    wrong: list[tuple[Any, type[Exception], str]] = [
-        (torch.zeros(3, device=device), TypeError, "dtype float32, expected int32 or int64"),
-        ([1, 2], TypeError, "list, expected a tensor"),
-        (torch.zeros(3, dtype=torch.int16, device=device), TypeError, "dtype int16, expected"),
-    ]
-    if device.type == "cuda":
-        wrong.append((torch.zeros(3, dtype=torch.int64), ValueError, "device cpu, expected cuda:0"))
-    for ids, kind, text in wrong:
-        with pytest.raises(kind, match=re.escape(f"indexing: indices: {text}")):
+    for ids in (torch.zeros(3, device=device), [1, 2]):
+        with pytest.raises(TypeError, match=r"indexing: indices: (dtype float32|list), expected"):
             module(ids)
     assert comm.sent == []
 

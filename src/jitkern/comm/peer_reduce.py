@@ -34,13 +34,6 @@ WAYS = ("one_shot", "two_shot", "scatter", "meet")
 _TYPES = ("f32", "f16", "bf16")  # FloatType of csrc/ops/floats.h
 _CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
 
-# (bytes, blocks, threads): the grid for parts (in one shot: messages) of up to so many bytes. All
-# ranks launch the same. 8 KiB on two H200s: 2.31 us with 4 blocks of 128 threads.
-SHAPES = (
-    *((2 << 10 << step, 1 << step, 128) for step in range(7)),
-    (256 << 10, 64, 256),
-    (1 << 62, 64, 512),
-)
 # "auto" is one shot up to so many bytes, by the number of ranks. `jitkern calibrate` measures it
 # for two GPUs; csrc/host/tuning.cc has the default and where it comes from.
 ONE_SHOT_BYTES = {
@@ -146,10 +139,9 @@ class PeerReducer:
         _register_errors()
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
-        shapes = [number for shape in SHAPES for number in shape]
         limit = ONE_SHOT_BYTES[size] if one_shot_bytes is None else one_shot_bytes
         functions = host.op("make_peer_reducer")(
-            ordinal, list(addresses), rank, workspace_bytes, deadline_ns, shapes, limit
+            ordinal, list(addresses), rank, workspace_bytes, deadline_ns, limit
         )
         self._all_reduce, self._reduce_scatter, self._reset, self._device_barrier, intact = (
             functions
@@ -169,10 +161,8 @@ class PeerReducer:
             raise ValueError(f"workspace_bytes_for: size: {size!r}, expected 2 to 8 ranks")
         if not isinstance(max_bytes, int) or max_bytes < 1:
             raise ValueError(f"workspace_bytes_for: max_bytes: {max_bytes!r}, expected 1 or more")
-        # Parts of one shot, and of two.
-        parts = min(max_bytes, ONE_SHOT_BYTES[size]), -(-max_bytes // size)
-        slots = [-(-min(part, most) // blocks) for part in parts for most, blocks, _ in SHAPES]
-        return int(host.module()["peer_workspace_bytes"](size, max(slots) + 15))
+        one_shot_bytes = ONE_SHOT_BYTES[size]
+        return int(host.module()["peer_workspace_bytes"](size, max_bytes, one_shot_bytes))
 
     def all_reduce(
         self, x: Tensor, *, out: Tensor | None = None, algorithm: Algorithm = "auto"
@@ -210,9 +200,9 @@ class PeerReducer:
                 f"all_reduce: algorithm: {algorithm!r}, expected 'auto', 'one_shot' or 'two_shot'"
             ) from None
         if out is None or out is x:  # each tensor that C++ is given takes 0.2 us
-            untraced("all_reduce", self._all_reduce, (x, None, way), {"x": x}, {})
+            call_cpp("all_reduce", self._all_reduce, (x, None, way), {"x": x}, {})
             return x
-        untraced("all_reduce", self._all_reduce, (x, out, way), {"out": out}, {"x": x})
+        call_cpp("all_reduce", self._all_reduce, (x, out, way), {"out": out}, {"x": x})
         return out
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
@@ -222,7 +212,7 @@ class PeerReducer:
         ``x``.
         """
         args = output, x
-        untraced("reduce_scatter", self._reduce_scatter, args, {"output": output}, {"x": x})
+        call_cpp("reduce_scatter", self._reduce_scatter, args, {"output": output}, {"x": x})
 
     def device_barrier(self) -> None:
         """Have the current stream wait for all ranks' streams. The host does not wait, on GPUs.
@@ -253,7 +243,7 @@ class PeerReducer:
             torch.cuda.synchronize(self.device)
 
 
-def untraced(
+def call_cpp(
     op: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],

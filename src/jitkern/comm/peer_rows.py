@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern import hints
 from jitkern.comm.peer_comm import PeerCommunicator
-from jitkern.comm.peer_reduce import PeerReducer, untraced
+from jitkern.comm.peer_reduce import PeerReducer, call_cpp
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops.common import type_text
@@ -123,7 +123,7 @@ def peer_gather(
         return
     written = {f"dsts[{rank}]": dst for rank, dst in enumerate(dsts)}
     args = (src, list(dsts), pairs, num_sms, reducer.rank, *reducer.barrier_in_cpp)
-    untraced("peer_gather", _function("peer_gather"), args, written, {"src": src}, {"pairs": pairs})
+    call_cpp("peer_gather", _function("peer_gather"), args, written, {"src": src}, {"pairs": pairs})
 
 
 def peer_scatter(
@@ -146,7 +146,7 @@ def peer_scatter(
         return
     args = (src, dst, pairs, num_sms, reducer.rank, reducer.size, *reducer.barrier_in_cpp)
     read, indices = {"src": src}, {"pairs": pairs}
-    untraced("peer_scatter", _function("peer_scatter"), args, {"dst": dst}, read, indices)
+    call_cpp("peer_scatter", _function("peer_scatter"), args, {"dst": dst}, read, indices)
 
 
 def _reducer(op: str, group: Any) -> PeerReducer | None:

@@ -180,17 +180,20 @@ class TPEmbedding(torch.nn.Module):
         Each rank draws as many numbers as the whole table has: with one seed the ranks have
         different rows, and equal generators afterwards.
         """
+        ranges = (self.vocab_range, self.added_range)
         with self._fenced(), torch.no_grad():
             small = self.weight.dtype.itemsize == 1  # float8 cannot be drawn
             drawn = torch.empty_like(self.weight, dtype=torch.float32 if small else None)
+            ids = [torch.arange(at, at + n, device=drawn.device) for at, n in ranges]
+            held = torch.cat(ids)
             for rank in range(self.comm.size):
                 drawn.normal_()
                 if rank == self.comm.rank:
+                    drawn[len(held) :] = 0
+                    if self.padding_idx is not None:
+                        is_padding = (held == self.padding_idx).unsqueeze(1)
+                        drawn[: len(held)].masked_fill_(is_padding, 0)
                     self.weight.copy_(drawn)
-            self.weight[self._num_held :].zero_()
-            row = self._row_of_padding()
-            if row is not None:
-                self.weight[row].zero_()
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, on the current stream. Differentiable in ``weight``.
@@ -346,19 +349,6 @@ class TPEmbedding(torch.nn.Module):
         yield
         self.fence()
 
-    @property
-    def _num_held(self) -> int:
-        return self.vocab_range[1] + self.added_range[1]
-
-    def _row_of_padding(self) -> int | None:
-        """Return which row of ``weight`` is that of ``padding_idx``, if it is here."""
-        row = 0
-        for start, length in (self.vocab_range, self.added_range):
-            if self.padding_idx is not None and 0 <= self.padding_idx - start < length:
-                return row + self.padding_idx - start
-            row += length
-        return None
-
 
 # -- a look-up that sums over ranks ----------------------------------------------------------------
 
@@ -452,21 +442,23 @@ def part_of(
     With ``rows_per_rank`` the ids follow one another through all ranks. Without, vocabulary and
     added ids are split separately.
     """
-    end = vocab_size + num_added
     if rows_per_rank is None:
         base, added = -(-vocab_size // size), -(-num_added // size)
-        start = vocab_size + rank * added
-        vocab_range = _clip(rank * base, (rank + 1) * base, 0, vocab_size)
-        return Part(base + added, vocab_range, _clip(start, start + added, vocab_size, end))
-    first, last = rank * rows_per_rank, (rank + 1) * rows_per_rank
-    vocab_range = _clip(first, last, 0, vocab_size)
-    return Part(rows_per_rank, vocab_range, _clip(first, last, vocab_size, end))
+        rows_per_rank, first = base + added, rank * base
+        vocab_ids = range(first, first + base)
+        first = vocab_size + rank * added
+        added_ids = range(first, first + added)
+    else:
+        first = rank * rows_per_rank
+        vocab_ids = added_ids = range(first, first + rows_per_rank)
+    added_range = _clip(added_ids, vocab_size, vocab_size + num_added)
+    return Part(rows_per_rank, _clip(vocab_ids, 0, vocab_size), added_range)
 
 
-def _clip(first: int, last: int, begin: int, end: int) -> tuple[int, int]:
+def _clip(ids: range, begin: int, end: int) -> tuple[int, int]:
     """Return (start, length) of the intersection, with a start that is in range."""
-    start = min(max(first, begin), end)
-    return start, max(min(last, end) - start, 0)
+    start = min(max(ids.start, begin), end)
+    return start, max(min(ids.stop, end) - start, 0)
 
 
 def _parts_of(whole: Any, part: Part) -> list[Tensor]:

@@ -172,6 +172,12 @@ class PeerRange {
   const i64 share_bytes;  // per rank, whole pages
   char* base = nullptr;
 
+  void check(i64 offset, i64 bytes_there) const {
+    if (offset < 0 || bytes_there < 0 || offset + bytes_there > bytes()) {
+      raise("ValueError", "PeerMemory: outside of it");
+    }
+  }
+
   // Makes the memory of `rank` on this range's GPU, and maps it; the caller closes the descriptor.
   virtual int create(i64 rank) = 0;
   // Maps the memory of `rank`, the caller's descriptor.
@@ -425,12 +431,6 @@ struct View {
   void FreeData(DLTensor*) { range.reset(); }
 };
 
-void check_inside(const PeerRange& range, i64 offset, i64 bytes) {
-  if (offset < 0 || bytes < 0 || offset + bytes > range.size * range.share_bytes) {
-    raise("ValueError", "PeerMemory: outside of it");
-  }
-}
-
 // The functions of `Range` in comm/peer_memory.py, in its order. `ordinal` is -1 for the CPU.
 Array<Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordinal) {
   std::shared_ptr<PeerRange> range;
@@ -445,22 +445,21 @@ Array<Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordin
       Function::FromTyped(
           [range](int64_t rank, int64_t fd) { range->map(rank, static_cast<int>(fd)); }),
       Function::FromTyped([range](int64_t offset, Bytes from, double timeout_s) {
-        const i64 bytes = static_cast<i64>(from.size());
-        check_inside(*range, offset, bytes);
-        range->write(offset, from.data(), bytes, timeout_s);
+        range->check(offset, static_cast<i64>(from.size()));
+        range->write(offset, from.data(), static_cast<i64>(from.size()), timeout_s);
       }),
       Function::FromTyped([range](int64_t offset, int64_t bytes, double timeout_s) -> Bytes {
-        check_inside(*range, offset, bytes);
+        range->check(offset, bytes);
         std::string to(static_cast<size_t>(bytes), '\0');
         range->read(offset, to.data(), bytes, timeout_s);
         return Bytes(std::move(to));
       }),
       Function::FromTyped([range](int64_t offset, int64_t bytes, double timeout_s) {
-        check_inside(*range, offset, bytes);
+        range->check(offset, bytes);
         range->clear(offset, bytes, timeout_s);
       }),
       Function::FromTyped([range](int64_t offset, int64_t bytes) {
-        check_inside(*range, offset, bytes);
+        range->check(offset, bytes);
         return tvm::ffi::Tensor::FromNDAlloc(View{range}, {bytes}, DLDataType{kDLUInt, 8, 1},
                                              range->device(), range->base + offset);
       }),
