@@ -5,7 +5,7 @@ from __future__ import annotations
 from fake_gpu import report_checks
 
 from jitkern import calibration
-from jitkern.comm.peer_kernel import ONE_SHOT_BYTES
+from jitkern.comm.peer_reduce import ONE_SHOT_BYTES
 from jitkern.host.module import module
 
 GPU = "Fake GPU"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import struct
 from typing import Any
 
@@ -243,18 +244,21 @@ def check_every_pointer_is_on_the_device() -> None:
 PIECE = 2 << 20
 
 
-def mapped(*ordinals: int) -> Range:
-    """Memory of each of these GPUs, which all of them address."""
-    made = Range(*host.module()["make_peer_range"](len(ordinals), PIECE, ordinals))
-    for rank, ordinal in enumerate(ordinals):
-        made.create(rank, ordinal, False)
-    return made
+def mapped() -> tuple[Range, Range]:
+    """Memory of GPUs 0 and 1 that GPU 0 addresses, and memory that GPU 1 alone addresses."""
+    make = host.module()["make_peer_range"]
+    both, alone = (Range(*make(2, PIECE, ordinal)) for ordinal in (0, 1))
+    os.close(both.create(0))
+    fd = alone.create(0)
+    both.map(1, fd)
+    os.close(fd)
+    return both, alone
 
 
 def check_memory_of_another_gpu_that_is_mapped_here() -> None:
     """As that of a PeerMemory: what counts is who may use it, not where it lies."""
     module, x = user("mapped", 16), cuda(4)
-    both, alone = mapped(0, 1), mapped(1)
+    both, alone = mapped()
     for begin in (both.base(), both.base() + PIECE):
         for at in (begin, begin + 4095):
             module.launch("mapped", x, Pointer(at), grid=1, block=1)

@@ -88,7 +88,7 @@ USERS = {
     """,
     "a module that looks rows up": """
         src/jitkern/nn/tp_embedding.py tests/nn/test_tp_embedding.py
-        tests/nn/embedding_child.py tests/nn/test_tp_embedding_peer.py
+        tests/nn/test_tp_embedding_peer.py
         tests/comm/test_peer_in_step.py
     """,
     "rows of one pool, which are those of an op where there is one rank": """

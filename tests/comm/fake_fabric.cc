@@ -5,11 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <random>
+
+#include "ops/floats.h"
 
 namespace fake {
 
@@ -210,47 +211,12 @@ struct Plain {
   static Stored store(Value x) { return x; }
 };
 
-u32 bits_of(float x) {
-  u32 bits = 0;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-float of_bits(u32 bits) {
-  float x = 0;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-struct Bfloat16 {
-  using Stored = unsigned short;
+template <int kType>
+struct Half {
+  using Stored = jitkern::Bits<kType>;
   using Value = float;
-  static Value load(Stored x) { return of_bits(u32(x) << 16); }
-  static Stored store(Value x) {
-    const u32 bits = bits_of(x);
-    return static_cast<Stored>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  }
-};
-
-// Neither infinities nor NaN, which the tests do not send.
-struct Float16 {
-  using Stored = unsigned short;
-  using Value = float;
-  static Value load(Stored x) {
-    const float size = (x >> 10 & 31) == 0 ? std::ldexp(float(x & 1023), -24)
-                                           : of_bits(((x & 0x7fffu) << 13) + (112u << 23));
-    return x >> 15 != 0 ? -size : size;
-  }
-  static Stored store(Value x) {
-    int exponent = 0;
-    if (x == 0) return std::signbit(x) ? 0x8000 : 0;
-    std::frexp(x, &exponent);
-    // The place of the last bit: ten behind the first, or that of the smallest number.
-    const int last = std::max(exponent - 11, -24);
-    const float items = std::nearbyint(std::ldexp(std::fabs(x), -last));
-    const u32 sign = std::signbit(x) ? 0x8000u : 0u;
-    return static_cast<Stored>(sign + static_cast<u32>(last + 24) * 1024u +
-                               static_cast<u32>(items));
-  }
+  static Value load(Stored x) { return jitkern::float_of<kType>(x); }
+  static Stored store(Value x) { return jitkern::bits_as<kType>(x); }
 };
 
 template <class Format>
@@ -282,10 +248,10 @@ constexpr Dtype kDtypes[] = {
     {4, reduce<Plain<u32>>},
     {8, reduce<Plain<i64>>},
     {8, reduce<Plain<u64>>},
-    {2, reduce<Float16>},
+    {2, reduce<Half<jitkern::kFloat16>>},
     {4, reduce<Plain<float>>},
     {8, reduce<Plain<double>>},
-    {2, reduce<Bfloat16>},
+    {2, reduce<Half<jitkern::kBFloat16>>},
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""What a PeerReducer's calls launch where faults are pending, on the driver of ../fake_driver.c.
+"""What a PeerReducer's calls launch over faults and streams, on the driver of ../fake_driver.c.
 
 Run by test_peer_in_step.py. PyTorch has no GPU here: tensors only say that they are on one.
 """
@@ -14,7 +14,7 @@ import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import STREAM, Fault, cuda, driver, log, params
 
-from jitkern.comm import PeerReducer, peer_kernel, peer_reduce
+from jitkern.comm import PeerReducer, peer_reduce
 from jitkern.errors import CommTimeoutError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
@@ -24,33 +24,43 @@ PARAMS = "=QQq4I2I2I8QQIIQQ"  # of PeerReduceParams
 driver.fake_kernel(
     b"jitkern_peer_one_shot_v16_r2_n1_f32", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
 )
+driver.fake_trace.restype = ctypes.c_char_p
 
 
 class Reducer:
-    """One of two ranks, and the records that its kernels may write to."""
+    """One of two ranks, without the tensor that PyTorch would put on a GPU."""
 
     def __init__(self) -> None:
         num_bytes = PeerReducer.workspace_bytes_for(2, 64)
         memory = torch.full((2, num_bytes), 0xFF, dtype=torch.uint8)
         kept.append(memory)
-        shapes = [number for shape in peer_kernel.SHAPES for number in shape]
         places = [one.data_ptr() for one in memory]
-        made = host.op("make_peer_reducer")(0, places, 0, num_bytes, 10**9, shapes, 1 << 20)
+        made = host.op("make_peer_reducer")(0, places, 0, num_bytes, 10**9, 1 << 20)
         self._all_reduce, _, self.reset, self._barrier, _ = made
+
+    def all_reduce(self, stream: int = STREAM, items: int = 8) -> list[list[str]]:
+        """Make a call; return what the driver was told of the order of streams."""
+        x = cuda(items)
+        driver.fake_trace()
+        with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), stream):
+            self._all_reduce(x, x, -1)
+        return [line.split()[:2] for line in bytes(driver.fake_trace()).decode().splitlines()]
+
+    def barrier(self, word: Any) -> None:
+        with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), STREAM):
+            self._barrier(word)
+
+
+class Failing(Reducer):
+    """One with the records that its kernels may write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
         log()
         self.all_reduce()
         *_, self.site, failure, fault = struct.unpack(PARAMS, params(log().strip()))
         self.failure, self.fault = map(Fault.from_address, (failure, fault))
         assert self.failure.state == self.fault.state == 0
-
-    def all_reduce(self) -> None:
-        x = cuda(8)
-        with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), STREAM):
-            self._all_reduce(x, x, -1)
-
-    def barrier(self, word: Any) -> None:
-        with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), STREAM):
-            self._barrier(word)
 
 
 def num_launches() -> int:
@@ -66,7 +76,7 @@ def raised(call: Any, *args: Any) -> Exception | None:
 
 
 def check_a_sum_is_made_and_then_the_fault_raised() -> None:
-    one = Reducer()
+    one = Failing()
     for call in (one.all_reduce, lambda: one.barrier(cuda(1))):
         one.fault.be(2, 0, 7, 900, 900)
         error = raised(call)
@@ -77,7 +87,7 @@ def check_a_sum_is_made_and_then_the_fault_raised() -> None:
 
 
 def check_a_barrier_inside_of_another_call_raises_none() -> None:
-    one = Reducer()
+    one = Failing()
     one.fault.be(2, 0, 7, 900, 900)
     one.barrier(None)
     assert num_launches() == 1 and one.fault.state == 2
@@ -86,7 +96,7 @@ def check_a_barrier_inside_of_another_call_raises_none() -> None:
 
 
 def check_a_failure_is_raised_by_later_sums_and_by_no_other_op() -> None:
-    one = Reducer()
+    one = Failing()
     late = 2, one.site, 0b10, 1, 0
     one.failure.be(*late)
     one.fault.be(*late)
@@ -97,7 +107,7 @@ def check_a_failure_is_raised_by_later_sums_and_by_no_other_op() -> None:
 
 
 def check_reset_forgets_the_failure_and_no_other_fault() -> None:
-    one = Reducer()
+    one = Failing()
     late = 2, one.site, 0b10, 1, 0
     one.failure.be(*late)
     one.fault.be(*late)
@@ -109,6 +119,21 @@ def check_reset_forgets_the_failure_and_no_other_fault() -> None:
     assert one.failure.state == 0 and one.fault.state == 2
     log()
     assert isinstance(raised(one.all_reduce), IndexError) and num_launches() == 1
+
+
+def check_another_stream_waits_for_the_last_one() -> None:
+    """Also if that is the default stream, or calls without items, of no stream, were in between."""
+    one = Reducer()
+    assert one.all_reduce(7) == one.all_reduce(7) == []
+    assert one.all_reduce(8, items=0) == one.all_reduce(7) == []
+    assert one.all_reduce(8) == [["record", "7"], ["wait", "8"]]
+    assert one.all_reduce(8) == []
+    for empty_ones in (0, 1, 2):
+        one = Reducer()
+        for _ in range(empty_ones):
+            assert one.all_reduce(0, items=0) == []
+        assert one.all_reduce(0) == []
+        assert one.all_reduce(8) == [["record", "0"], ["wait", "8"]], empty_ones
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from jitkern.host import module as host
 
 pytestmark = needs_cxx
 MANY_S = 300.0  # for 100,000 calls, of four ranks
-MOST_BYTES = {"as measured": None, "few": 64, "all": 1 << 40}
+MOST_BYTES = {"as measured": None, "all": 1 << 40}
 
 
 def make(ranks: list[Rank], **config: object) -> None:
@@ -66,6 +66,9 @@ def two(pool: Pool, kind: str) -> list[Rank]:
 
 
 def test_small_sums_take_no_other_communicator(two: list[Rank]) -> None:
+    assert everywhere(two, "[comm.rank, comm.size]") == [[0, 2], [1, 2]]
+    assert two[0].evaluate("isinstance(comm, Communicator)")
+    assert "sums up to 4194304 bytes by peer memory" in two[0].evaluate("repr(comm)")
     everywhere(two, "setattr(comm, '_comm', None)")
     x = "(lambda x: comm.all_reduce(x) or x.tolist())(ones(5, dtype=torch.{0}))"
     for dtype in ("float32", "float16", "bfloat16"):
@@ -74,21 +77,6 @@ def test_small_sums_take_no_other_communicator(two: list[Rank]) -> None:
         two[0].tell("evaluate", code=f"comm.{call}")
         assert two[0].error()["error"].startswith("AttributeError")
     assert two[0].evaluate("comm.max_bytes") == 4 << 20
-
-
-def test_what_it_is(two: list[Rank]) -> None:
-    assert everywhere(two, "[comm.rank, comm.size]") == [[0, 2], [1, 2]]
-    assert two[0].evaluate("isinstance(comm, Communicator)")
-    assert "sums up to 4194304 bytes by peer memory" in two[0].evaluate("repr(comm)")
-
-
-def test_a_rank_is_killed(two: list[Rank]) -> None:
-    everywhere(two, "comm.all_reduce(ones(5))")
-    two[1].kill()
-    two[0].tell("sum_late")
-    answer = two[0].error(1.0 + LATE_S)
-    assert answer["error"].startswith("CommTimeoutError: all_reduce: call 2 of rank 0: rank 1 did")
-    assert answer["missing"] == [1]
 
 
 def test_a_late_rank_and_all_go_on(two: list[Rank]) -> None:
@@ -127,7 +115,7 @@ def test_closed(two: list[Rank]) -> None:
 
 def test_many_sums_of_ranks_that_are_late(joined: list[Rank], kind: str) -> None:
     make(joined, on_gpus=kind == "cuda")
-    count = 100_000 if kind == "cuda" and not IS_SHARED else 2000
+    count = 100_000 if kind == "cuda" and not IS_SHARED else 1000
     for rank in joined:
         rank.tell("many_sums", count=count)
     assert [rank.value(MANY_S) for rank in joined] == [0] * len(joined)
@@ -172,7 +160,7 @@ def test_ranks_that_want_something_else(
 
 def test_ranks_that_were_calibrated_apart(pool: Pool, kind: str) -> None:
     two = pool.join(2)
-    name = "jitkern.comm.peer_kernel"
+    name = "jitkern.comm.peer_reduce"
     for rank in two:
         code = f"setattr(sys.modules['{name}'], 'measured_one_shot_bytes', lambda *_: {rank.pid})"
         rank.evaluate(code)
@@ -189,6 +177,8 @@ class Of:
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
         self.calls: list[str] = []
+        self.all_gather = self.broadcast = self.send = self.recv = None
+        self.all_to_all = self.barrier = None
 
     def all_reduce(self, *_: object) -> None:
         self.calls.append("all_reduce")
@@ -207,11 +197,9 @@ def test_one_rank_has_no_memory() -> None:
         ({"comm": Of(9)}, ValueError, "comm: 9 ranks, expected at most 8; use it as it is"),
         ({"comm": 5}, TypeError, "comm: int without rank, size, all_reduce, expected a Commun"),
         ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
-        ({"device": "gpu"}, ValueError, 'device: \'gpu\', expected "cuda" or "cpu"'),
-        ({"device": 5}, TypeError, "device: int, expected a torch.device"),
         ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected more than 0"),
         ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
-        ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected 0 or more"),
+        ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected at least 0"),
         ({"max_bytes": 1.5}, TypeError, "max_bytes: float, expected an int"),
         ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected 'auto', 'one_shot' or"),
     ],

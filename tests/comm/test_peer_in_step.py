@@ -1,4 +1,4 @@
-"""Ranks make all of each call, also where some hear of an earlier fault and others do not yet.
+"""Ranks make all of each call, also where only some hear of an earlier fault; order of streams.
 
 Without a GPU by in_step_child.py on a fake driver.
 """

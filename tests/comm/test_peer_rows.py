@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rows_cases import UNTOUCHED, Case, any_case
-from rows_ranks import Ranks
+from rows_ranks import UNTOUCHED, Case, Ranks, any_case
 from torch._subclasses import FakeTensorMode
 
 import jitkern
@@ -33,34 +32,24 @@ def gathers(case: Case, size: int, device: torch.device, index_dtype: torch.dtyp
             assert base is None or (base[:, case.row_bytes :] == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("row_bytes", [1, 6, 24, 656])
-def test_gather(device: torch.device, row_bytes: int, size: int, index_dtype: torch.dtype) -> None:
-    rng = random.Random(row_bytes * size)
-    case = any_case(rng, repeats=True, row_bytes=row_bytes, count=700)
-    gathers(case, size, device, index_dtype)
-
-
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([2, 4, 8]))
+@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([2, 3, 4, 8]))
 def test_any_gather(device: torch.device, seed: int, size: int) -> None:
     rng = random.Random(seed)
     gathers(any_case(rng, repeats=True), size, device, rng.choice([torch.int32, torch.int64]))
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("distinct", [1, 7, 40_000])
-def test_a_large_gather(device: torch.device, distinct: int, size: int) -> None:
+def test_a_large_gather(device: torch.device, distinct: int) -> None:
     """Of few rows again and again, and of many, in a table of neighbours."""
     count, num_host_rows = 40_000, 50_000
     generator = torch.Generator().manual_seed(distinct)
     hosts = torch.randperm(num_host_rows, generator=generator)[:distinct]
     sources = hosts[torch.randint(distinct, (count,), generator=generator)]
     pairs = torch.stack([sources, torch.randperm(count, generator=generator)], 1)
-    gathers(Case(24, num_host_rows, count, 24, pairs), size, device, torch.int64)
+    gathers(Case(24, num_host_rows, count, 24, pairs), 4, device, torch.int64)
 
 
 def scatters(case: Case, size: int, device: torch.device, index_dtype: torch.dtype) -> None:
@@ -76,18 +65,10 @@ def scatters(case: Case, size: int, device: torch.device, index_dtype: torch.dty
     assert torch.equal(pool, expected)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("row_bytes", [1, 6, 24, 656])
-def test_scatter(device: torch.device, row_bytes: int, size: int, index_dtype: torch.dtype) -> None:
-    case = any_case(random.Random(row_bytes), repeats=False, row_bytes=row_bytes, count=700)
-    scatters(case, size, device, index_dtype)
-
-
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([2, 4, 8]))
+@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([2, 3, 4, 8]))
 def test_any_scatter(device: torch.device, seed: int, size: int) -> None:
     rng = random.Random(seed)
     scatters(any_case(rng, repeats=False), size, device, rng.choice([torch.int32, torch.int64]))
@@ -116,14 +97,12 @@ class Moved:
         return self.caches[0][:, 0].tolist()
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_each_rank_brings_a_part(device: torch.device, size: int) -> None:
-    """Equal parts, one behind the other in the pool, but for a region where two meet."""
-    brought = Moved(size, 24_000, device).by_rank()
-    for rank in range(size):
-        assert abs(brought.count(rank) - 24_000 // size) < 24_000 / 4096 * 4 + 4
-    changes = sum(a != b for a, b in itertools.pairwise(brought))
-    assert changes < 8 * size
+def test_each_rank_brings_a_part(device: torch.device) -> None:
+    """Equal parts in the order of the pool, apart from a region where two meet."""
+    brought = Moved(3, 24_000, device).by_rank()
+    for rank in range(3):
+        assert abs(brought.count(rank) - 8000) < 24_000 / 4096 * 4 + 4
+    assert sum(a != b for a, b in itertools.pairwise(brought)) < 24
 
 
 def test_a_region_is_shared_out(device: torch.device) -> None:
@@ -137,17 +116,12 @@ def test_a_region_is_shared_out(device: torch.device) -> None:
     assert 60 <= brought.count(0) <= 140 and brought.count(0) + brought.count(1) == 200
 
 
-def test_a_row_that_is_asked_for_again_is_fetched_once(device: torch.device) -> None:
-    """Rank 1 has no part of it, and its pool has another content."""
-    ranks = Ranks(2, device)
-    pools = [torch.full((1, 16), rank, dtype=torch.uint8) for rank in range(2)]
-    if device.type == "cuda":
-        pools = [pool.pin_memory() for pool in pools]
-    caches = [torch.full((500, 16), 9, dtype=torch.uint8, device=device) for _ in range(2)]
-    pairs = torch.stack([torch.zeros(500, dtype=torch.int64), torch.randperm(500)], 1).to(device)
-    ranks.each(lambda rank: peer_gather(pools[rank], caches, pairs, ranks.reducers[rank]))
-    values = {int(value) for cache in caches for value in cache.unique()}
-    assert len(values) == 1 and values <= {0, 1}
+def test_a_row_that_is_requested_again_is_fetched_once(device: torch.device) -> None:
+    """By one of the ranks, whose pools have different contents."""
+    moved = Moved(2, 500, device)
+    moved.pairs = torch.stack([torch.zeros(500, dtype=torch.int64), torch.randperm(500)], 1)
+    moved.pairs = moved.pairs.to(device)
+    assert len(set(moved.by_rank())) == 1
 
 
 def test_barriers_alone(device: torch.device) -> None:
@@ -156,15 +130,6 @@ def test_barriers_alone(device: torch.device) -> None:
     for _ in range(5):
         ranks.each(lambda rank: ranks.reducers[rank].device_barrier())
     jitkern.check()
-
-
-def test_no_pairs(device: torch.device) -> None:
-    ranks, case = Ranks(2, device), any_case(random.Random(0), repeats=True)
-    pool, caches = case.pool(device), case.caches(2, device)
-    none = torch.empty(0, 2, dtype=torch.int32, device=device)
-    ranks.each(lambda rank: peer_gather(pool, caches, none, ranks.reducers[rank]))
-    ranks.each(lambda rank: peer_scatter(caches[rank], pool, none, ranks.reducers[rank]))
-    assert all((cache == UNTOUCHED).all() for cache in caches)
 
 
 def compiled(case: Case, size: int, device: torch.device) -> None:
@@ -259,88 +224,43 @@ def test_in_a_graph() -> None:
     jitkern.check()
 
 
-MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
-    "one tensor": (lambda s, d, p, r: peer_gather(s, d[0], p, r), TypeError, "dsts: Tensor, expec"),
-    "too few": (
-        lambda s, d, p, r: peer_gather(s, d[:1], p, r),
-        ValueError,
-        "dsts: 1 tensors, expected 2, one for each rank",
-    ),
-    "no group": (
-        lambda s, d, p, r: peer_gather(s, d, p, None),
-        TypeError,
-        "group: None, expected a PeerCommunicator or a PeerReducer",
-    ),
-    "rows": (
-        lambda s, d, p, r: peer_gather(s, [d[0], d[1][:3]], p, r),
-        ValueError,
-        "dsts[1]: ",
-    ),
-    "stride": (
-        lambda s, d, p, r: peer_gather(s, [d[0], torch.ones(10, 20)[:, :4]], p, r),
-        ValueError,
-        "dsts[1]: rows of every 80 bytes, expected every 16, as in dsts[0]",
-    ),
-    "one memory for two ranks": (
-        lambda s, d, p, r: peer_gather(s, [d[0], d[0]], p, r),
-        ValueError,
-        "dsts[1]: overlaps dsts[0], expected memory of its own",
-    ),
-    "the pool": (
-        lambda s, d, p, r: peer_gather(s, [d[0], s], p, r),
-        ValueError,
-        "dsts[1]: overlaps src, expected memory of its own",
-    ),
-    "dtype": (
-        lambda s, d, p, r: peer_gather(s, [d[0], d[1].int()], p, r),
-        TypeError,
-        "dsts[1]: dtype int32",
-    ),
-    "pairs": (
-        lambda s, d, p, r: peer_gather(s, d, p[:, 0].contiguous(), r),
-        ValueError,
-        "pairs: shape [4], expected shape [..., 2]",
-    ),
-    "no tensor": (
-        lambda s, d, p, r: peer_gather(s, [d[0], 5], p, r),
-        TypeError,
-        "dsts[1]: int, expected a tensor",
-    ),
-    "num_sms": (
-        lambda s, d, p, r: peer_gather(s, d, p, r, num_sms=0),
-        ValueError,
-        "num_sms: 0, expected at least 1",
-    ),
-    "gradient": (
-        lambda s, d, p, r: peer_gather(s.requires_grad_(), d, p, r),
-        RuntimeError,
-        "peer_gather: src",
-    ),
-    "scatter": (
-        lambda s, d, p, r: peer_scatter(d[0], s[:, :3], p, r),
-        ValueError,
-        "peer_scatter: ",
-    ),
-}
+MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
+    "dsts: Tensor, expected": (lambda s, d, p, r: peer_gather(s, d[0], p, r), TypeError),
+    "dsts: 1 tensors, expected 2, one for each rank": (
+        lambda s, d, p, r: peer_gather(s, d[:1], p, r), ValueError),
+    "group: None, expected a PeerCommunicator or a PeerReducer": (
+        lambda s, d, p, r: peer_gather(s, d, p, None), TypeError),
+    "dsts[1]: ": (lambda s, d, p, r: peer_gather(s, [d[0], d[1][:3]], p, r), ValueError),
+    "dsts[1]: rows of every 80 bytes, expected every 16, as in dsts[0]": (
+        lambda s, d, p, r: peer_gather(s, [d[0], torch.ones(10, 20)[:, :4]], p, r), ValueError),
+    "dsts[1]: overlaps dsts[0], expected memory of its own": (
+        lambda s, d, p, r: peer_gather(s, [d[0], d[0]], p, r), ValueError),
+    "dsts[1]: overlaps src, expected memory of its own": (
+        lambda s, d, p, r: peer_gather(s, [d[0], s], p, r), ValueError),
+    "dsts[1]: dtype int32": (
+        lambda s, d, p, r: peer_gather(s, [d[0], d[1].int()], p, r), TypeError),
+    "pairs: shape [4], expected shape [..., 2]": (
+        lambda s, d, p, r: peer_gather(s, d, p[:, 0].contiguous(), r), ValueError),
+    "dsts[1]: int, expected a tensor": (
+        lambda s, d, p, r: peer_gather(s, [d[0], 5], p, r), TypeError),
+    "num_sms: 0, expected at least 1": (
+        lambda s, d, p, r: peer_gather(s, d, p, r, num_sms=0), ValueError),
+    "peer_gather: src": (
+        lambda s, d, p, r: peer_gather(s.requires_grad_(), d, p, r), RuntimeError),
+    "peer_scatter: ": (lambda s, d, p, r: peer_scatter(d[0], s[:, :3], p, r), ValueError),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake: str) -> None:
-    """Nobody is waited for."""
-    call, kind, text = MISTAKES[mistake]
+@pytest.mark.parametrize("text", MISTAKES)
+def test_wrong_calls_wait_for_nobody(text: str) -> None:
+    call, kind = MISTAKES[text]
     ranks = Ranks(2, torch.device("cpu"), deadline_s=0.05)
     src, dsts = torch.ones(10, 4), [torch.ones(10, 4) for _ in range(2)]
     pairs = torch.zeros(4, 2, dtype=torch.int64)
     with pytest.raises(kind) as raised:
         call(src, dsts, pairs, ranks.reducers[0])
     assert text in str(raised.value), str(raised.value)
-
-
-def test_traced() -> None:
-    """Nobody is waited for, and nothing is written."""
-    ranks = Ranks(2, torch.device("cpu"), deadline_s=0.05)
-    dsts = [torch.ones(10, 4) for _ in range(2)]
-    src, pairs = torch.zeros(10, 4), torch.zeros(4, 2, dtype=torch.int64)
+    src.requires_grad_(False)
     with FakeTensorMode(), pytest.raises(RuntimeError, match="peer_gather: called while a tracer"):
         peer_gather(src, dsts, pairs, ranks.reducers[0])
     assert all((dst == 1).all() for dst in dsts)
@@ -353,6 +273,8 @@ def test_what_is_written_has_changed() -> None:
     pairs = torch.zeros(4, 2, dtype=torch.int64)
     before = [dst._version for dst in dsts]
     ranks.each(lambda rank: peer_gather(torch.zeros(10, 4), dsts, pairs, ranks.reducers[rank]))
+    assert all((dst[0] == 0).all() and (dst[1:] == 1).all() for dst in dsts)
+    ranks.each(lambda rank: peer_gather(torch.ones(3, 4), dsts, pairs[:0], ranks.reducers[rank]))
     assert all(dst._version > version for dst, version in zip(dsts, before, strict=True))
 
 

@@ -120,7 +120,7 @@ class PeerSum {
     return rank;
   }
 
-  // As peer_call.cc does.
+  // As peer_reduce.cc does.
   void give_parts(PeerReduceParams& p, i64 bytes) const {
     const u32 vecs = static_cast<u32>((bytes + 15) / 16);
     p.tail_bytes = static_cast<u32>(bytes % 16);

@@ -5,11 +5,11 @@ from __future__ import annotations
 from emulate.mutant import mutants_of
 from emulate.runner import Sweep
 
-from jitkern.comm.peer_kernel import IN_FLIGHT, WAYS
+from jitkern.comm.peer_reduce import IN_FLIGHT, WAYS
 
 F32, F16, BF16 = range(3)
 ONE_SHOT, TWO_SHOT, _, MEET = range(4)
-"""As in WAYS of jitkern.comm.peer_kernel."""
+"""As in WAYS of jitkern.comm.peer_reduce."""
 
 
 def _kernels(ranks: int, *accesses: tuple[int, int, int]) -> list[str]:

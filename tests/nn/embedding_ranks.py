@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from jitkern.nn import TPEmbedding
 
 T = TypeVar("T")
-Sent = list[tuple[torch.dtype, int]]
 TIMEOUT_S = 60.0
 
 
@@ -22,15 +22,9 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.store = HashStore()  # for peer memory
         self.barrier = threading.Barrier(size)
         self.given: list[Any] = [None] * size
-
-    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        self.given[rank] = x.clone()
-        self.barrier.wait(TIMEOUT_S)
-        found = list(self.given)
-        self.barrier.wait(TIMEOUT_S)
-        return found
 
 
 class ThreadComm:
@@ -38,16 +32,19 @@ class ThreadComm:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
-        self.sent: Sent = []
+        self.sent: list[tuple[torch.dtype, int]] = []
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> None:
         assert op == "sum" and x.is_contiguous()
         self.sent.append((x.dtype, x.numel()))
-        first, *rest = self.meeting.exchange(self.rank, x)
-        x.copy_(first)
+        meeting = self.meeting
+        meeting.given[self.rank] = x.cpu().clone()
+        meeting.barrier.wait(TIMEOUT_S)
+        first, *rest = meeting.given
+        meeting.barrier.wait(TIMEOUT_S)
         for other in rest:
             assert (other.dtype, other.shape) == (x.dtype, x.shape)
-            x += other
+        x.copy_(sum(rest, first))
 
 
 class SilentComm:
@@ -55,7 +52,7 @@ class SilentComm:
 
     def __init__(self, rank: int = 0, size: int = 2) -> None:
         self.rank, self.size = rank, size
-        self.sent: Sent = []
+        self.sent: list[tuple[torch.dtype, int]] = []
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> None:
         assert type(x) is Tensor and op == "sum"
@@ -63,23 +60,31 @@ class SilentComm:
         self.sent.append((x.dtype, x.numel()))
 
 
-def on_ranks(size: int, body: Callable[[ThreadComm], T]) -> list[T]:
-    """Return what each rank's `body` does; raises what the first rank to fail has raised."""
-    meeting = Meeting(size)
+def each(
+    values: Sequence[Any], body: Callable[[Any], T], meeting: Meeting | None = None
+) -> list[T]:
+    """Return what `body` makes of each value, in threads; raise the first error."""
 
-    def run(rank: int) -> T:
+    def run(value: Any) -> T:
         try:
-            return body(ThreadComm(meeting, rank))
+            return body(value)
         except BaseException:
-            meeting.barrier.abort()  # others do not wait for this one
+            if meeting is not None:
+                meeting.barrier.abort()  # others do not wait for this one
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
+    with ThreadPoolExecutor(len(values)) as pool:
+        futures = [pool.submit(run, value) for value in values]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]
+
+
+def on_ranks(size: int, body: Callable[[ThreadComm], T]) -> list[T]:
+    """Return what each rank's `body` does."""
+    meeting = Meeting(size)
+    return each([ThreadComm(meeting, rank) for rank in range(size)], body, meeting)
 
 
 def embedding_of(table: Tensor, comm: Any, **options: Any) -> TPEmbedding:

@@ -18,9 +18,8 @@ from jitkern.nn import TPEmbedding
 VOCAB = 29
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("padding_idx", [None, 0, 13, -1])
-@pytest.mark.parametrize("num_added", [0, 3])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("padding_idx", "num_added"), [(None, 0), (0, 3), (-1, 3), (13, 0)])
 def test_the_gradient_is_that_of_nn_embedding(
     device: torch.device, size: int, padding_idx: int | None, num_added: int
 ) -> None:
@@ -66,30 +65,6 @@ def test_padding_has_no_gradient_whatever_comes(device: torch.device) -> None:
     assert gradient[4].eq(7).all() and gradient.count_nonzero() == 2
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_model_trains_alike(device: torch.device, size: int) -> None:
-    ids = torch.randint(0, VOCAB, (5, 16), device=device)
-
-    def train(embedding: torch.nn.Module) -> Tensor:
-        layer = torch.nn.Linear(6, 1, device=device)
-        with torch.no_grad():
-            layer.weight.fill_(0.5)
-            layer.bias.zero_()
-        parameters = [*embedding.parameters(), *layer.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=0.1)
-        for _ in range(4):
-            optimizer.zero_grad()
-            (layer(embedding(ids)) ** 2).mean().backward()
-            optimizer.step()
-        return embedding(ids).detach()  # type: ignore[no-any-return]
-
-    theirs = torch.nn.Embedding(VOCAB, 6, device=device)
-    start = theirs.weight.detach().clone()
-    expected = train(theirs)
-    for rows in on_ranks(size, lambda comm: train(embedding_of(start, comm))):
-        torch.testing.assert_close(rows, expected)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_frozen_and_double_backward(device: torch.device, size: int) -> None:
     table = torch.randn(VOCAB, 4, dtype=torch.float64, device=device)
@@ -112,8 +87,6 @@ def test_frozen_and_double_backward(device: torch.device, size: int) -> None:
 
 # -- compiled --------------------------------------------------------------------------------------
 
-backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-
 
 class Model(torch.nn.Module):
     def __init__(self, embedding: TPEmbedding) -> None:
@@ -125,9 +98,8 @@ class Model(torch.nn.Module):
         return self.embedding(ids + 1) * self.scale + 1  # type: ignore[no-any-return]
 
 
-@backends
 @pytest.mark.parametrize("padding_idx", [None, 3])
-def test_compiled_on_threads(device: torch.device, backend: str, padding_idx: int | None) -> None:
+def test_compiled_on_threads(device: torch.device, padding_idx: int | None) -> None:
     table = torch.randn(VOCAB, 4, device=device)
     ids = torch.tensor([-1, 2, 13, 27, 13], device=device)
     torch.compiler.reset()
@@ -142,7 +114,7 @@ def test_compiled_on_threads(device: torch.device, backend: str, padding_idx: in
     # One after the other: what is compiled for the one is not to be the other's.
     for rank in (0, 1):
         module = embedding_of(table, comm := SilentComm(rank), padding_idx=padding_idx)
-        run: Callable[[Tensor], Tensor] = torch.compile(Model(module), backend=backend)
+        run: Callable[[Tensor], Tensor] = torch.compile(Model(module), backend="aot_eager")
         start, length = module.vocab_range
         own = (ids + 1 >= start) & (ids + 1 < start + length)
         for calls in (1, 2):
@@ -157,16 +129,12 @@ def test_compiled_on_threads(device: torch.device, backend: str, padding_idx: in
         assert len(comm.sent) == 3
 
 
-@backends
-@pytest.mark.parametrize("padding_idx", [None, 3])
-def test_one_rank_is_in_the_graph(
-    device: torch.device, backend: str, padding_idx: int | None
-) -> None:
-    module = TPEmbedding(VOCAB, 4, comm=SilentComm(0, 1), device=device, padding_idx=padding_idx)
+def test_one_rank_is_in_the_graph(device: torch.device) -> None:
+    module = TPEmbedding(VOCAB, 4, comm=SilentComm(0, 1), device=device, padding_idx=3)
     torch.compiler.reset()
     ids = torch.tensor([0, 2, 27, 2], device=device)
     gradients = []
-    for run in (Model(module), torch.compile(Model(module), backend=backend, fullgraph=True)):
+    for run in (Model(module), torch.compile(Model(module), backend="aot_eager", fullgraph=True)):
         module.weight.grad = None
         rows = run(ids)
         assert torch.equal(rows, module.weight[ids + 1] * 2 + 1)
@@ -175,20 +143,13 @@ def test_one_rank_is_in_the_graph(
     assert torch.equal(*gradients)  # type: ignore[call-overload]
 
 
-@backends
-def test_several_ranks_have_no_full_graph(backend: str) -> None:
+def test_several_ranks_have_no_full_graph() -> None:
     comm = SilentComm()
-    run = torch.compile(TPEmbedding(VOCAB, 4, comm=comm), backend=backend, fullgraph=True)
+    run = torch.compile(TPEmbedding(VOCAB, 4, comm=comm), backend="eager", fullgraph=True)
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="collective of ranks has no place"):
         run(torch.tensor([1]))
     assert comm.sent == []
-
-
-def _dual(module: TPEmbedding, ids: Tensor) -> None:
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(module.weight.detach(), torch.ones_like(module.weight))
-        torch.func.functional_call(module, {"weight": dual}, (ids,))
 
 
 def _fake(module: TPEmbedding, ids: Tensor) -> None:
@@ -224,6 +185,7 @@ def test_what_would_lose_the_sum_is_refused(tracer: str) -> None:
 
 
 def test_forward_mode_is_refused() -> None:
-    comm = SilentComm()
-    with pytest.raises(RuntimeError, match=r"forward mode AD|jvp"):
-        _dual(TPEmbedding(VOCAB, 4, comm=comm), torch.tensor([1, 20]))
+    module, ids = TPEmbedding(VOCAB, 4, comm=SilentComm()), torch.tensor([1, 20])
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward mode AD|jvp"):
+        dual = forward_ad.make_dual(module.weight.detach(), torch.ones_like(module.weight))
+        torch.func.functional_call(module, {"weight": dual}, (ids,))

@@ -1,287 +1,381 @@
-"""TPEmbedding in peer memory: each row is read from the rank that holds it, between processes."""
+"""TPEmbedding in peer memory: each row is read from the rank that holds it; ranks are threads."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import itertools
+import pickle
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from comm_ranks import LATE_S, Rank, everywhere
-from nccl_ranks import all_do
+import torch
+from embedding_ranks import Meeting, ThreadComm, each
 from needs import needs_cxx
+from ref import ref_indexing, same_bits
+from torch import Tensor
+
+import jitkern
+from jitkern.comm import peer_memory
+from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
+from jitkern.nn import TPEmbedding, tp_embedding
 
 pytestmark = needs_cxx
 
-# dtype, hidden size, vocabulary, added. Of wide rows a page is few: 8, 16, 16; then 16384; and
+# dtype, hidden size, vocabulary, added. Wide rows are few to a page: 8, 16, 16; then 16384; and
 # rows of 6 bytes, of which one rank has all.
-TABLES: list[tuple[str, int, int, int]] = [
-    ("float32", 65536, 19, 4),
-    ("bfloat16", 65536, 37, 5),
-    ("float8_e4m3fn", 131072, 37, 0),
-    ("float32", 32, 20_001, 3),
-    ("float16", 3, 11, 2),
+TABLES = [
+    (torch.float32, 65536, 19, 4),
+    (torch.bfloat16, 65536, 37, 5),
+    (torch.float8_e4m3fn, 131072, 37, 0),
+    (torch.float32, 32, 20_001, 3),
+    (torch.float16, 3, 11, 2),
 ]
-SMALL = {"vocab": 9, "hidden": 65536}  # of two pages
+SMALL = (9, 65536)  # of two pages, in float32
 
 
-@pytest.fixture(params=[2, 4])
-def ranks(make_ranks: Callable[[int], list[Rank]], request: pytest.FixtureRequest) -> list[Rank]:
-    return make_ranks(request.param)
+class Ranks:
+    """The modules of all ranks."""
+
+    def __init__(
+        self, kind: str, size: int, sizes: tuple[int, int] = SMALL, **options: Any
+    ) -> None:
+        self.meeting = Meeting(size)
+        self.modules: list[TPEmbedding] = []
+
+        def make(rank: int) -> TPEmbedding:
+            comm = ThreadComm(self.meeting, rank)
+            device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
+            given = {"device": device, "group": self.meeting.store, "timeout_s": 20, **options}
+            return TPEmbedding(*sizes, comm=comm, **given)
+
+        self.modules = each(range(size), make)
+
+    def each(self, body: Callable[[TPEmbedding], Any]) -> list[Any]:
+        return each(self.modules, body, self.meeting)
+
+    def num_sums(self) -> list[int]:
+        return [len(one.comm.sent) for one in self.modules]  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def two(make_ranks: Callable[[int], list[Rank]]) -> list[Rank]:
-    return make_ranks(2)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.multigpu])])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def table_of(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return a table of any bits, NaN payloads and -0.0 among them."""
+    rows, hidden = shape
+    bits = torch.randint(0, 256, (rows, hidden * dtype.itemsize), dtype=torch.uint8)
+    table = bits.view(dtype)
+    if dtype != torch.float8_e4m3fn:
+        table[0], table[1] = -0.0, torch.nan
+    return table
+
+
+def rows(module: TPEmbedding) -> list[float]:
+    """Return what all rows hold, each number once."""
+    with torch.no_grad():
+        ids = torch.arange(module.num_embeddings, device=module.weight.device)
+        found: list[float] = module(ids).cpu().unique().tolist()
+        return found
+
+
+def filled(module: TPEmbedding, value: float) -> Tensor:
+    return torch.full(module.full_shape, value)
+
+
+# -- look-ups --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table[0]}-{table[1]}")
-def test_any_row(ranks: list[Rank], table: tuple[str, int, int, int]) -> None:
+def test_any_row_without_a_sum(kind: str, table: tuple[torch.dtype, int, int, int]) -> None:
     dtype, hidden, vocab, added = table
-    made = all_do(ranks, "make", vocab=vocab, hidden=hidden, dtype=dtype, num_added=added)
+    ranks = Ranks(kind, 2 if kind == "cuda" else 3, (vocab, hidden), dtype=dtype, num_added=added)
     held = []
-    for method, rows, (start, length), (first, more) in made:
-        assert method == "peer" and rows == made[0][1] >= length + more
+    for one in ranks.modules:
+        (start, length), (first, more) = one.vocab_range, one.added_range
+        assert one.method == "peer" and len(one.weight) >= length + more
+        assert not one.weight[length + more :].detach().view(torch.uint8).any()
         held += [*range(start, start + length), *range(first, first + more)]
     assert held == list(range(vocab + added))  # in the order of ranks, and each in one
-    all_do(ranks, "look_up")
+    whole = table_of((vocab + added, hidden), dtype)
+
+    def look_up(module: TPEmbedding) -> None:
+        """Each rank has ids of its own, and as many calls as it likes."""
+        module.load_full(whole)
+        rank, device = module.comm.rank, module.weight.device
+        for index in (torch.int32, torch.int64):
+            ids = torch.randint(-2, len(whole), (3, 5 + rank), dtype=index)
+            all_ids = torch.arange(len(whole), dtype=index).flip(0)
+            for one in (all_ids, ids, ids.t(), ids[:0], ids[0, 0]):
+                for grad in (torch.no_grad(), torch.inference_mode()):
+                    with grad:
+                        found = module(one.to(device)).cpu()
+                    assert same_bits(found, ref_indexing(whole, one))
+        module.weight.requires_grad_(False)
+        assert same_bits(module(all_ids.to(device)).cpu(), whole.flip(0))
+
+    ranks.each(look_up)
+    assert set(ranks.num_sums()) == {0}
 
 
-def test_which_rank_has_which(make_ranks: Callable[[int], list[Rank]]) -> None:
-    """Whole pages: 8 rows. The last rank has none."""
-    made = all_do(make_ranks(4), "make", vocab=19, hidden=65536, num_added=4)
-    assert made == [
-        ["peer", 8, [0, 8], [19, 0]],
-        ["peer", 8, [8, 8], [19, 0]],
-        ["peer", 8, [16, 3], [19, 4]],
-        ["peer", 8, [19, 0], [23, 0]],
-    ]
+def test_an_id_that_no_rank_has(kind: str) -> None:
+    """One rank alone asks for it: look-ups are not collective."""
+    module = Ranks(kind, 2, num_added=2).modules[0]
+    device = module.weight.device
+    with pytest.raises(IndexError, match="index 11 at position 1, expected below 11"):
+        torch.no_grad()(module)(torch.tensor([10, 11], device=device))
+        torch.cuda.synchronize()
+        jitkern.check(device)
 
 
-def test_an_id_that_no_rank_has(two: list[Rank]) -> None:
-    all_do(two, "make", **SMALL, num_added=2)
-    for rank in two:  # one of them alone, as it is no collective call
-        code = "torch.no_grad()(module)(torch.tensor([10, 11], device=device))"
-        if rank.evaluate("device.type == 'cuda'"):  # which has to be done with it
-            code = f"[{code}, torch.cuda.synchronize(), jitkern.check(device)]"
-        rank.tell("evaluate", code=code)
-        error = rank.error()["error"]
-        assert error.startswith("IndexError: ")
-        assert "index 11 at position 1, expected below 11" in error
+def test_a_gradient_comes_by_the_communicator(kind: str) -> None:
+    ranks = Ranks(kind, 2, (19, 65536), num_added=4, padding_idx=8)
+    theirs = torch.nn.Embedding(23, 65536, padding_idx=8)
+    start = {name: one.clone() for name, one in theirs.state_dict().items()}
+    ids = torch.randperm(23)[:9]
+    factor = torch.arange(9.0).unsqueeze(1)
+    expected = theirs(ids).detach()
+    (theirs(ids) * factor).sum().backward()
+    torch.optim.SGD([theirs.weight], lr=0.5).step()
+    trained = theirs(ids).detach()
+
+    def train(module: TPEmbedding) -> None:
+        module.load_state_dict(start)
+        on_device = ids.to(module.weight.device)
+        found = module(on_device)
+        assert found.requires_grad and same_bits(found.detach().cpu(), expected)
+        (found * factor.to(found.device)).sum().backward()
+        module.fence()
+        torch.optim.SGD([module.weight], lr=0.5).step()
+        module.fence()
+        with torch.no_grad():
+            assert same_bits(module(on_device).cpu(), trained)
+
+    ranks.each(train)
+    assert ranks.num_sums() == [1, 1]
 
 
-def test_wrong_ids(two: list[Rank]) -> None:
-    all_do(two, "make", **SMALL)
-    two[0].tell("evaluate", code="torch.no_grad()(module)(torch.zeros(3, device=device))")
-    error = two[0].error()["error"]
-    assert "indexing: indices: dtype float32, expected int32 or int64" in error
+def test_another_weight_in_its_place_is_summed(kind: str) -> None:
+    """By torch.func.functional_call: the other ranks' memory does not have it."""
+    ranks = Ranks(kind, 2)
+
+    def call(module: TPEmbedding) -> Tensor:
+        other = {"weight": torch.ones_like(module.weight)}
+        ids = torch.arange(9, device=module.weight.device)
+        with torch.no_grad():
+            return torch.func.functional_call(module, other, (ids,))  # type: ignore[no-any-return]
+
+    assert all((found == 1).all() for found in ranks.each(call))
+    assert ranks.num_sums() == [1, 1]
 
 
-@pytest.mark.parametrize("padding_idx", [None, 8])
-def test_a_gradient_comes_by_the_communicator(ranks: list[Rank], padding_idx: int | None) -> None:
-    all_do(ranks, "make", vocab=19, hidden=65536, num_added=4, padding_idx=padding_idx)
-    all_do(ranks, "gradient")
+def test_it_is_in_a_full_graph(kind: str) -> None:
+    ranks = Ranks(kind, 2, padding_idx=3)
+    module = ranks.modules[1]
+    ids = torch.tensor([0, 7, 3], device=module.weight.device)
+    run = torch.compile(lambda ids: module(ids + 1), backend="aot_eager", fullgraph=True)
+    for whole in (table_of(SMALL, torch.float32), table_of(SMALL, torch.float32)):
+        ranks.each(lambda one: one.load_full(whole))  # noqa: B023
+        with torch.no_grad():  # what is compiled reads what is there
+            assert same_bits(run(ids).cpu(), whole[(ids + 1).cpu()])
+    assert ranks.num_sums() == [0, 0]
 
 
-def test_another_weight_in_its_place(two: list[Rank]) -> None:
-    """It is looked up as it is, by a sum: what others would read is not it."""
-    all_do(two, "make", **SMALL)
-    call = "torch.func.functional_call(module, {'weight': torch.ones_like(module.weight)}, (ids,))"
-    code = f"(lambda ids: {call}.unique().tolist())(torch.arange(9, device=device))"
-    assert everywhere(two, f"torch.no_grad()(lambda: {code})()") == [[1.0], [1.0]]
-    assert everywhere(two, "comm.num_sums") == [1, 1]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_it_is_in_a_full_graph(two: list[Rank], backend: str) -> None:
-    all_do(two, "make", **SMALL, padding_idx=3)
-    all_do(two, "compiled", backend=backend)
-
-
-def test_padding_is_zeros_at_first(two: list[Rank]) -> None:
-    all_do(two, "make", **SMALL, padding_idx=-1)  # of the second rank
-    code = "torch.no_grad()(lambda: module(torch.arange(9, device=device)).any(1).tolist())()"
-    assert everywhere(two, code) == [[True] * 8 + [False]] * 2
+def test_padding_is_zeros_at_first(kind: str) -> None:
+    for module in Ranks(kind, 2, padding_idx=-1).modules:
+        ids = torch.arange(9, device=module.weight.device)
+        assert torch.no_grad()(module)(ids).any(1).tolist() == [True] * 8 + [False]
 
 
 # -- loading ---------------------------------------------------------------------------------------
 
-WAYS = ["load_full", "load_state_dict", "reset_parameters", "fence"]
+
+def test_state_dicts_of_the_whole_and_of_a_part(kind: str) -> None:
+    """Assigned, swapped or not: the memory stays the same."""
+    ranks = Ranks(kind, 2, (19, 65536), num_added=4)
+    at = [module.weight.data_ptr() for module in ranks.modules]
+    whole = table_of((23, 65536), torch.float32)
+
+    def load(module: TPEmbedding) -> None:
+        model = torch.nn.ModuleDict({"a": module})
+        for assign in (False, True):
+            keys = model.load_state_dict({"a.weight": whole}, assign=assign)
+            assert not keys.missing_keys and not keys.unexpected_keys
+            mine = {key: value.clone() for key, value in model.state_dict().items()}
+            assert set(mine) == {"a.weight"}
+            module.load_full(filled(module, 0))
+            model.load_state_dict(mine, assign=assign)
+            model.load_state_dict(model.state_dict(), assign=assign)  # of itself
+        keys = model.load_state_dict({"a.more": whole}, strict=False)
+        assert keys.missing_keys == ["a.weight"] and keys.unexpected_keys == ["a.more"]
+        assert module.weight.requires_grad
+        with torch.no_grad():
+            ids = torch.arange(23, device=module.weight.device)
+            assert same_bits(module(ids).cpu(), whole)
+
+    for swap in (False, True):
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        try:
+            ranks.each(load)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    assert [module.weight.data_ptr() for module in ranks.modules] == at
 
 
-def test_state_dicts(ranks: list[Rank]) -> None:
-    all_do(ranks, "make", vocab=19, hidden=65536, num_added=4)
-    all_do(ranks, "state_dicts")
+def by_hand(module: TPEmbedding, value: float) -> None:
+    module.fence()
+    with torch.no_grad():
+        module.weight.fill_(value)
+    module.fence()
 
 
-@pytest.mark.parametrize("by", WAYS)
-def test_nobody_writes_while_another_reads(two: list[Rank], by: str) -> None:
-    all_do(two, "make", **SMALL)
-    all_do(two, "load", value=1)
-    two[0].tell("load", value=2, by=by)
-    assert two[1].ask("load_late", value=2, by=by, wait_s=0.7) == [1]
-    assert two[0].value() == [2]
+WAYS: dict[str, Callable[[TPEmbedding, float], Any]] = {
+    "load_full": lambda m, value: m.load_full(filled(m, value)),
+    "load_state_dict": lambda m, value: m.load_state_dict({"weight": filled(m, value)}),
+    "reset_parameters": lambda m, value: m.reset_parameters(),
+    "fence": by_hand,
+}
 
 
-def test_nobody_reads_before_all_is_written(two: list[Rank]) -> None:
-    all_do(two, "make", **SMALL)
-    two[0].tell("load", value=3)
-    assert two[1].ask("load_slowly", value=3, wait_s=0.5) == [3]
-    assert two[0].value() == [3]
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_writes_while_another_reads(
+    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(kind, 2)
+    ranks.each(lambda module: by_hand(module, 1))
+    monkeypatch.setattr(Tensor, "normal_", lambda self: self.fill_(2))
+
+    def load(module: TPEmbedding) -> None:
+        until = time.monotonic() + 0.2 * module.comm.rank  # the second reads until then
+        while time.monotonic() < until:
+            assert rows(module) == [1]
+        WAYS[way](module, 2)
+        assert rows(module) == [2]
+
+    ranks.each(load)
 
 
-def test_a_rank_ends_before_others_load(two: list[Rank]) -> None:
-    all_do(two, "make", **SMALL)
-    all_do(two, "load", value=1)
-    two[1].kill()
-    two[0].tell("load", value=2)
-    error = two[0].error()
-    assert error["error"].startswith("CommTimeoutError: barrier:") and error["missing"] == [1]
-    assert two[0].evaluate("rows()") == [1.0]  # also what the other has held
-    two[0].tell("load", value=2)
-    assert "make a new one" in two[0].error()["error"]
+def test_nobody_reads_before_all_is_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(kind, 2)
+    slow, real = ranks.modules[1].weight.data_ptr(), tp_embedding._write
+
+    def write(to: Tensor, parts: list[Tensor]) -> None:
+        time.sleep(0.2 if to.data_ptr() == slow else 0)
+        real(to, parts)
+
+    monkeypatch.setattr(tp_embedding, "_write", write)
+    assert ranks.each(lambda one: [one.load_full(filled(one, 3)), rows(one)]) == [[None, [3]]] * 2
 
 
-def test_a_rank_does_not_come_to_load(two: list[Rank]) -> None:
-    all_do(two, "make", **SMALL, timeout_s=1)
-    two[0].tell("load", value=2)
-    error = two[0].error(1 + LATE_S)
-    assert error["error"].startswith("CommTimeoutError: barrier:") and error["missing"] == [1]
+def test_a_rank_that_does_not_come_to_load_is_named(kind: str) -> None:
+    ranks = Ranks(kind, 2, timeout_s=1)
+    ranks.each(lambda module: by_hand(module, 1))
+    module = ranks.modules[0]
+    with pytest.raises(CommTimeoutError, match=r"^barrier:") as raised:
+        module.load_full(filled(module, 2))
+    assert raised.value.missing == (1,)
+    assert rows(module) == [1]  # also what the other rank holds
+    with pytest.raises(CommError, match="make a new one"):
+        module.load_full(filled(module, 2))
 
 
-def test_a_rank_fails_to_write(two: list[Rank]) -> None:
+def test_a_rank_that_fails_to_write(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others do not go on with a table of which a part is lacking."""
-    all_do(two, "make", **SMALL, timeout_s=1)
-    two[0].tell("load", value=2)
-    two[1].tell("fail_to_write")
-    assert two[1].error()["error"] == "OSError: no rows"
-    assert two[0].error(1 + LATE_S)["missing"] == [1]
+    ranks = Ranks(kind, 2, timeout_s=1)
+    broken, real = ranks.modules[1].weight.data_ptr(), tp_embedding._write
+
+    def write(to: Tensor, parts: list[Tensor]) -> None:
+        if to.data_ptr() == broken:
+            raise OSError("no rows")
+        real(to, parts)
+
+    monkeypatch.setattr(tp_embedding, "_write", write)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(one.load_full, filled(one, 2)) for one in ranks.modules]
+    error = calls[0].exception()
+    assert isinstance(error, CommTimeoutError) and error.missing == (1,)
+    assert isinstance(calls[1].exception(), OSError)
 
 
-WRONG_TABLES = [
-    ("module.load_full(torch.zeros(8, 65536))",
-     "ValueError: TPEmbedding: weight: shape [8, 65536], expected [9, 65536]"),
-    ("module.load_full(None)", "TypeError: TPEmbedding: weight: None, expected a tensor"),
-    ("module.load_state_dict({'weight': torch.zeros(7, 65536)})",
-     "TPEmbedding: weight: shape [7, 65536], expected [9, 65536], the whole table, or [8, 65536], "
-     "the rows of rank 0"),
-    ("module.load_state_dict({'weight': [1]})", "TPEmbedding: weight: list, expected a tensor"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("code", "text"), WRONG_TABLES)
-def test_a_wrong_table_is_refused_before_ranks_meet(two: list[Rank], code: str, text: str) -> None:
-    all_do(two, "make", **SMALL)
-    two[0].tell("evaluate", code=code)  # the other has not come
-    assert text in two[0].error(LATE_S)["error"]
-    assert all_do(two, "load", value=5) == [[5.0], [5.0]]
+def test_a_wrong_table_is_refused_before_ranks_meet(kind: str) -> None:
+    ranks = Ranks(kind, 2)
+    module = ranks.modules[0]
+    with pytest.raises(ValueError, match=r"weight: shape \[8, 65536\], expected \[9, 65536\]"):
+        module.load_full(torch.zeros(8, 65536))
+    for wrong in (torch.zeros(7, 65536), [1]):
+        with pytest.raises(RuntimeError, match="loading state_dict"):
+            module.load_state_dict({"weight": wrong})
+    ranks.each(lambda module: by_hand(module, 5))
+    assert rows(module) == [5]
 
 
 # -- what it is ------------------------------------------------------------------------------------
 
 
-def test_it_stays_where_it_is(two: list[Rank]) -> None:
-    all_do(two, "make", **SMALL)
-    all_do(two, "load", value=4)
-    at = "module.weight.data_ptr() - module._table.data_ptr()"
-    same = (
-        "module.float()",
-        "module.to(device)",
-        "module.to_empty(device=device)",
-        "module.eval()",
-    )
-    for code in same:
-        assert everywhere(two, f"{code} is module and {at}") == [0, 2 << 20]
-    for code in ("module.half()", "module.to('meta')", "torch.nn.Sequential(module).double()"):
-        two[0].tell("evaluate", code=code)
-        error = two[0].error()["error"]
-        assert error.startswith("RuntimeError: TPEmbedding: weight: ")
-        assert error.endswith("make a new module with dtype= and device=")
-    for code in ("copy.deepcopy(module)", "copy.copy(module)", "pickle.dumps(module)",
-                 "torch.save(module, io.BytesIO())"):  # fmt: skip
-        two[0].tell("evaluate", code=code)
-        error = two[0].error()["error"]
-        assert error.startswith("TypeError: TPEmbedding: weight: in memory that other ranks read")
-    assert everywhere(two, "rows()") == [[4.0], [4.0]]
-    assert two[0].evaluate("repr(module)") == (
-        "TPEmbedding(9, 65536, method='peer', rank=0, size=2)"
-    )
+def test_it_stays_where_it_is(kind: str) -> None:
+    module = Ranks(kind, 2).modules[0]
+    at = module.weight.data_ptr()
+    for same in (module.float(), module.to(module.weight.device), module.eval()):
+        assert same is module and module.weight.data_ptr() == at
+    for move in (module.half, lambda: module.to("meta"), torch.nn.Sequential(module).double):
+        with pytest.raises(RuntimeError, match=r"make a new module with dtype= and device=$"):
+            move()
+    for make in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="in memory that other ranks read, cannot be copied"):
+            make(module)
+    assert repr(module) == "TPEmbedding(9, 65536, num_added=0, method='peer', rank=0, size=2)"
 
 
-def test_a_module_takes_its_memory_along(two: list[Rank]) -> None:
-    mappings = "open('/proc/self/maps').read().count('jitkern-peers')"
-    if two[0].evaluate("device.type == 'cuda'"):
-        pytest.skip("of host memory, which can be counted")
-    before = everywhere(two, mappings)
-    all_do(two, "make", **SMALL)
-    assert everywhere(two, mappings) > before
-    everywhere(two, "[globals().update(module=None), gc.collect()] and None")
-    assert everywhere(two, mappings) == before
+def test_a_module_takes_its_memory_along() -> None:
+    def mappings() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("jitkern-peers")
+
+    before = mappings()
+    ranks = Ranks("cpu", 2)
+    assert mappings() == before + 4
+    del ranks
+    assert mappings() == before
 
 
-@pytest.mark.parametrize("options", [{}, {"method": "auto"}, {"method": "peer"}])
-def test_by_peer_memory(two: list[Rank], options: dict[str, Any]) -> None:
-    assert [one[0] for one in all_do(two, "make", **SMALL, **options)] == ["peer", "peer"]
-
-
-@pytest.mark.parametrize(
-    "options", [{"group": None}, {"method": "all_reduce"}, {"method": "all_reduce", "group": None}]
-)
-def test_by_sums(two: list[Rank], options: dict[str, Any]) -> None:
-    made = all_do(two, "make", **SMALL, **options)
-    assert made == [["all_reduce", 5, [0, 5], [9, 0]], ["all_reduce", 5, [5, 4], [9, 0]]]
-    assert all_do(two, "load", value=4) == [[4.0], [4.0]]
-    assert everywhere(two, "[module.fence(), comm.num_sums]") == [[None, 1]] * 2
-
-
-def test_of_a_store(two: list[Rank], tmp_path: Any) -> None:
-    group = f"dist.FileStore({str(tmp_path / 'ranks')!r})"
-    assert everywhere(two, f"make(9, 65536, group={group}).method") == ["peer", "peer"]
-    assert all_do(two, "load", value=4) == [[4.0], [4.0]]
-
-
-def test_where_there_can_be_none(two: list[Rank]) -> None:
-    """All ranks sum, or all raise, though one alone is elsewhere."""
-    two[1].ask("be_elsewhere", where="the moon")
-    assert [one[0] for one in all_do(two, "make", **SMALL)] == ["all_reduce", "all_reduce"]
-    assert all_do(two, "load", value=4) == [[4.0], [4.0]]
-    for rank in two:
-        rank.tell("make", **SMALL, method="peer")
-    for rank in two:
-        error = rank.error()["error"]
-        assert error.startswith("UnsupportedError: PeerMemory: rank 0 is on ")
-        assert "expected all on one host" in error
-
-
-def test_wasteful_rows(two: list[Rank]) -> None:
-    """131 * 2 bytes: whole pages are of 2**20 rows."""
-    wasteful: dict[str, Any] = {"vocab": 1000, "hidden": 131, "dtype": "bfloat16"}
-    assert [one[0] for one in all_do(two, "make", **wasteful)] == ["all_reduce", "all_reduce"]
-    two[0].tell("make", **wasteful, method="peer")  # before ranks meet
-    assert two[0].error()["error"] == (
-        "ValueError: TPEmbedding: hidden_size: 131 of bfloat16, rows of 262 bytes: 500 on each "
-        "rank take 274726912 bytes of whole pages, expected at most twice their own; "
-        "use method='all_reduce', or a hidden_size with more factors of 2"
-    )
-    made = all_do(two, "make", vocab=1000, hidden=160, dtype="bfloat16", method="peer")
-    assert made[0][0] == "peer"
-
-
-def test_ranks_whose_pages_differ(two: list[Rank]) -> None:
+def test_where_there_can_be_no_peer_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks sum, or all raise."""
-    code = "setattr(peer_memory, '_piece_bytes', lambda _: 4 << 20)"
-    two[1].evaluate(f"[globals().update(real=peer_memory._piece_bytes), {code}] and None")
-    assert [one[0] for one in all_do(two, "make", **SMALL)] == ["all_reduce", "all_reduce"]
-    assert all_do(two, "load", value=4) == [[4.0], [4.0]]
-    for rank in two:
-        rank.tell("make", **SMALL, method="peer")
-    for rank in two:
-        error = rank.error()["error"]
-        assert error.startswith("UnsupportedError: TPEmbedding: memory of one of the ranks comes ")
-    two[1].evaluate("setattr(peer_memory, '_piece_bytes', real)")
+    numbers = itertools.count()
+    monkeypatch.setattr(peer_memory, "_machine", lambda: str(next(numbers)))
+    ranks = Ranks(kind, 2)
+    assert [one.method for one in ranks.modules] == ["all_reduce", "all_reduce"]
+    assert [one.vocab_range for one in ranks.modules] == [(0, 5), (5, 4)]
+    ranks.each(lambda module: by_hand(module, 4))
+    assert ranks.each(rows) == [[4], [4]] and ranks.num_sums() == [1, 1]
+    with pytest.raises(UnsupportedError, match=r"PeerMemory: rank 0 is on .*all on one host"):
+        Ranks(kind, 2, method="peer")
 
 
-def test_ranks_that_ask_for_different_tables(two: list[Rank]) -> None:
-    two[0].tell("make", vocab=9, hidden=65536)
-    two[1].tell("make", vocab=19, hidden=65536)
-    for rank in two:
-        assert "num_bytes: differs, expected the same in all ranks" in rank.error()["error"]
+def test_wasteful_rows(kind: str) -> None:
+    """131 * 2 bytes: whole pages are of 2**20 rows."""
+    sizes, dtype = (1000, 131), torch.bfloat16
+    assert Ranks(kind, 2, sizes, dtype=dtype).modules[0].method == "all_reduce"
+    text = (
+        "^TPEmbedding: hidden_size: 131 of bfloat16, rows of 262 bytes: 500 on each rank take "
+        "274726912 bytes of whole pages, expected at most twice their own; use method='all_reduce'"
+    )
+    with pytest.raises(ValueError, match=text):
+        TPEmbedding(*sizes, comm=ThreadComm(Meeting(2), 0), dtype=dtype, method="peer", group=0)
+    assert Ranks(kind, 2, (1000, 160), dtype=dtype).modules[0].method == "peer"
+
+
+def test_ranks_that_ask_for_different_tables(kind: str) -> None:
+    sizes = iter([(9, 65536), (19, 65536)])
+    meeting = Meeting(2)
+
+    def make(rank: int) -> TPEmbedding:
+        return TPEmbedding(*next(sizes), comm=ThreadComm(meeting, rank), group=meeting.store)
+
+    with pytest.raises(CommError, match="num_bytes: differs, expected the same in all ranks"):
+        each(range(2), make)

@@ -9,18 +9,17 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import CommError, CommTimeoutError
 
-_OWN_PART = 0.8  # of a deadline, that a rank waits itself: so the others hear of it in time
-_STRANGERS = 64  # that may knock as well
+OWN_PART = 0.8  # of a deadline: how long a rank itself waits, so that the others hear of it in time
+_BACKLOG = 128
 _PAUSE_S = 0.01
 
 
 class Descriptors(dict[int, int]):
-    """Open descriptors, by rank; closed at the end of ``with``: a mapping keeps its memory."""
+    """Open descriptors by rank, closed at the end of ``with``; mappings keep their memory."""
 
     def __enter__(self) -> Descriptors:
         return self
@@ -31,24 +30,23 @@ class Descriptors(dict[int, int]):
         self.clear()
 
 
-def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
-    """Have each of `givers` give its descriptor to all ranks, in whose `fds` they are then.
+def hand_over(rendezvous: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
+    """Have each of `givers` send its descriptor to all ranks, which find it in their `fds`.
 
-    They go over Unix sockets of the abstract namespace, whose names everybody sees, and are taken
-    from and given to processes of this user only, as Linux says who is at the other end. A message
-    is a word that came by the store: a rank's descriptor is taken for no other's.
+    They go over abstract Unix sockets, whose names every user sees. So both ends check the peer's
+    uid, which the kernel knows, and a descriptor counts only with the word that its rank told by
+    the store.
 
     Raises
     ------
     CommError
-        A rank is another user's; it has failed or ended, or sent nothing in time: in all ranks.
+        A rank belongs to another user, has failed or ended, or sent nothing in time: on all ranks.
     """
-    deadline = time.monotonic() + met.timeout_s * _OWN_PART
+    met, deadline = rendezvous, time.monotonic() + rendezvous.timeout_s * OWN_PART
     name, word = secrets.token_hex(16), secrets.token_hex(16)
-    with ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    with _socket() as listener:
         listener.bind(f"\0jitkern-{name}")
-        listener.listen(2 * _STRANGERS)
+        listener.listen(_BACKLOG)
         told = met.exchange("listen", [name, word])
 
         def give() -> None:
@@ -58,10 +56,10 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
 
         def take() -> None:
             while missing := [one for one in givers if one not in fds]:
-                listener.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
+                    listener.settimeout(_left(deadline))
                     with listener.accept()[0] as end:
-                        end.settimeout(max(deadline - time.monotonic(), 0.001))
+                        end.settimeout(_left(deadline))
                         _take(end, {told[one][1]: one for one in missing}, fds)
                 except TimeoutError:
                     raise _late(met, missing, "did not send its memory in time") from None
@@ -78,13 +76,21 @@ def peer_uid(end: socket.socket) -> int:
     return uid
 
 
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
+
+
 def _give(met: Rendezvous, other: int, name: str, word: str, fd: int, deadline: float) -> None:
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-            end.settimeout(max(deadline - time.monotonic(), 0.001))
+        with _socket() as end:
+            end.settimeout(_left(deadline))
             try:
                 end.connect(f"\0jitkern-{name}")
-            except BlockingIOError:  # strangers crowd there
+            except BlockingIOError:  # strangers fill the backlog
                 if time.monotonic() > deadline:
                     raise _late(met, [other], "did not take this rank's memory in time") from None
                 time.sleep(_PAUSE_S)
@@ -100,12 +106,11 @@ def _give(met: Rendezvous, other: int, name: str, word: str, fd: int, deadline: 
 
 
 def _take(end: socket.socket, words: dict[str, int], fds: Descriptors) -> None:
-    """Take a descriptor; what strangers send is dropped."""
+    """Take one descriptor; drop what strangers send."""
     if peer_uid(end) != os.geteuid():
         return
-    # Not socket.recv_fds, which drops its flags.
-    room = socket.CMSG_LEN(array.array("i").itemsize)
-    try:
+    try:  # not socket.recv_fds, which ignores its flags
+        room = socket.CMSG_LEN(array.array("i").itemsize)
         data, rights, _, _ = end.recvmsg(64, room, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         return

@@ -1,4 +1,4 @@
-"""``PeerMemory``: memory on each rank of a host that all of its ranks address."""
+"""``PeerMemory``: memory on each rank of a host that all ranks can address."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitkern import fs
-from jitkern.comm.args import device_arg, seconds_arg
-from jitkern.comm.descriptors import Descriptors, hand_over
+from jitkern import memfd
+from jitkern.comm.args import device_arg, rank_arg, seconds_arg
+from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous
 from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
@@ -23,65 +22,55 @@ from jitkern.ops.common import type_text
 if TYPE_CHECKING:
     import torch
 
-HOST_PIECE_BYTES = 2 << 20  # on the CPU, as on the GPUs that there are
-_MAX_BYTES = 1 << 46  # of a rank: less than the addresses of a process
-_OWN_PART = 0.8  # of a deadline, that a rank waits for its GPU: so the others hear of it in time
-_PROOF_BYTES = 512
+HOST_PAGE_BYTES = 2 << 20  # on the CPU; GPUs have the same
+_MAX_BYTES = 1 << 46  # per rank: less than a process can address
+_PATTERN_BYTES = 512
 _INSTEAD = "use init_pynccl's all_reduce between them"
 
 
 class PeerMemory:
-    """Memory on each rank of a host that all of its ranks read and write: a collective call.
+    """Memory on each rank of a host that all ranks read and write. Making one is collective.
 
-    On GPUs it is made by the driver's virtual memory management, on the CPU it is shared memory.
-    Every rank maps the memory of all in rank order, one behind the other: a kernel finds rank
-    ``r``'s at ``addresses[r]``, and a table that is split over the ranks is one tensor of
-    :meth:`whole`. It begins as zeros. What a rank writes others see as the hardware has it: who
-    reads has to come behind who writes, by :meth:`barrier` and streams, or by a kernel's flags.
+    On GPUs the driver's virtual memory management makes it, on the CPU it is shared memory. It
+    starts as zeros. Each rank maps the memory of all ranks in rank order: a kernel finds rank
+    ``r``'s at ``addresses[r]``, and :meth:`whole` is one tensor over all of it. Ordering is up to
+    the caller: a reader must come after the writer, by :meth:`barrier` and streams, or by flags.
 
-    Before it is there, each rank reads what every other has written. Where a step fails in one
-    rank, it raises in all, an error of the same kind, and nothing is left.
+    Each rank checks that it reads what every other rank wrote. If a step fails on one rank, all
+    ranks raise an error of the same kind, and nothing is left.
 
-    The memory lives until the last rank has let go of it, and in each rank until it is closed and
-    the last tensor of it is gone; the call that drops it waits for the GPU first. In a forked child
-    it is not there: to touch it is SIGSEGV.
+    A rank keeps the memory until it has closed it and dropped its last tensor; that call waits for
+    the GPU. A forked child does not have the memory: touching it is SIGSEGV.
 
     Parameters
     ----------
     num_bytes : int
-        Bytes of each rank, the same in all of them.
+        Bytes per rank, the same on all ranks.
     group : torch.distributed.ProcessGroup or torch.distributed.Store
-        How the ranks find each other: a gloo group of just these ranks, None for the default one,
-        or a store that is this memory's own (a ``PrefixStore``).
+        How the ranks meet: a gloo group of just these ranks, None for the default group, or a store
+        that only this memory uses (a ``PrefixStore``).
     rank, size : int, optional
-        This rank, and how many there are; by default as in the group. A store needs both.
+        This rank and the number of ranks; by default the group's. A store needs both.
     device : torch.device, optional
-        Where this rank's memory lies, and from where it uses that of others. By default the current
-        GPU, or the CPU where there is none.
+        Where this rank's memory lies. By default the current GPU, or the CPU if there is none.
     timeout_s : float
-        Seconds that each step of the set-up, and a barrier, may take; at most 1e6.
+        Seconds for each step of the set-up, and for a barrier; at most 1e6.
 
     Attributes
     ----------
-    rank, size : int
-    device : torch.device
-    num_bytes : int
-        As given.
+    rank, size, device, num_bytes
+        As given, or as in the group.
     share_bytes : int
-        Bytes from one rank's memory to the next one's: ``num_bytes`` in whole pages of 2 MiB.
+        Distance from one rank's memory to the next: ``num_bytes`` rounded up to pages of 2 MiB.
 
     Raises
     ------
     UnsupportedError
-        Ranks on several hosts, or GPUs that cannot address each other's memory; it says which.
-    CommTimeoutError
-        Some ranks did not come within ``timeout_s``, or have ended; it names them.
-    CommError
-        Ranks do not fit together: they differ in ``num_bytes``, or two have one number.
-    MemoryError
-        A GPU has not that much left.
-    RuntimeError
-        There is no CUDA driver, or it refuses something; in its words.
+        Ranks are on several hosts, or GPUs cannot address each other's memory; it says which.
+    CommTimeoutError, CommError
+        Ranks did not come in time, or have ended, and it names them; or they differ in an argument.
+    MemoryError, RuntimeError
+        A GPU has not enough memory left; there is no CUDA driver, or it reports an error.
     TypeError, ValueError
         A wrong argument.
 
@@ -93,14 +82,6 @@ class PeerMemory:
     >>> peers.remote(0, (256, 1024), torch.float32)  # of rank 0  # doctest: +SKIP
     """
 
-    rank: int
-    size: int
-    device: torch.device
-    num_bytes: int
-    share_bytes: int
-    _maker = "PeerMemory"  # what the errors of a set-up begin with
-    _settings: Mapping[str, Any] = {}  # more that all ranks must have in common
-
     def __init__(
         self,
         num_bytes: int,
@@ -110,64 +91,54 @@ class PeerMemory:
         size: int | None = None,
         device: torch.device | None = None,
         timeout_s: float = 600.0,
+        _user: str = "PeerMemory",
+        _same: Mapping[str, Any] | None = None,
     ) -> None:
-        self.num_bytes = _bytes_arg(num_bytes)
-        self.device = device_arg("PeerMemory", "device", device)
+        self.num_bytes: int = int_arg("PeerMemory", "num_bytes", num_bytes, 1, _MAX_BYTES)
+        self.device: torch.device = device_arg("PeerMemory", "device", device)
         self._num_barriers, self._pid = 0, os.getpid()
         ordinal = _ordinal(self.device)
         facts = {
             "num_bytes": num_bytes,
             "device": self.device.type,
-            "_piece_bytes": _piece_bytes(ordinal),
+            **(_same or {}),  # further settings that all ranks must share
+            "_page_bytes": _page_bytes(ordinal),
             "_ordinal": ordinal,
             "_gpu": _gpu_id(ordinal),
             "_machine": _machine(),
             "_network": os.stat("/proc/self/ns/net").st_ino,
         }
-        self._met = Rendezvous(
-            *(self._maker, group, rank, size),
-            timeout_s=timeout_s, position=self._position, facts={**facts, **self._settings},
+        self._rendezvous = Rendezvous(
+            *(_user, group, rank, size),
+            timeout_s=timeout_s, position=self._position, facts=facts,
         )  # fmt: skip
-        self.rank, self.size = self._met.rank, self._met.size
+        self.rank: int = self._rendezvous.rank
+        self.size: int = self._rendezvous.size
         try:
-            self.share_bytes = _share_bytes(num_bytes, self._met.peers)
-            self._range: Range | None = _make_range(self._met, self.share_bytes)
+            self.share_bytes: int = _share_bytes(num_bytes, self._rendezvous.peers)
+            self._range: Range | None = _make_range(self._rendezvous, self.share_bytes)
         except BaseException as error:
-            self._met.fail(error)
+            self._rendezvous.fail(error)
             raise
 
     @staticmethod
     def page_bytes(device: torch.device | None = None) -> int:
-        """Return what ``num_bytes`` is to be a multiple of for :meth:`whole`: no collective call.
-
-        Parameters
-        ----------
-        device : torch.device, optional
-            As for the memory. A GPU that cannot share any has pages, too.
-        """
-        # Where one rank's GPU has no such memory, all are to ask for the same, and all hear of it.
-        return _piece_bytes(
-            _ordinal(device_arg("PeerMemory.page_bytes", "device", device))
-        ) or _piece_bytes(-1)
+        """Return what :meth:`whole` needs ``num_bytes`` to be a multiple of. Not collective."""
+        # A GPU without such memory: all ranks ask for the same size, and all raise.
+        ordinal = _ordinal(device_arg("PeerMemory.page_bytes", "device", device))
+        return _page_bytes(ordinal) or HOST_PAGE_BYTES
 
     # -- memory ------------------------------------------------------------------------------------
 
     def tensor(
         self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
     ) -> torch.Tensor:
-        """Return a tensor in this rank's memory.
-
-        Parameters
-        ----------
-        shape : int or sequence of int
-        dtype : torch.dtype
-        offset : int
-            Where it begins, in bytes: a multiple of an item's.
+        """Return a tensor in this rank's memory, from byte ``offset`` on.
 
         Raises
         ------
         TypeError, ValueError
-            A wrong argument; it does not lie within ``num_bytes``.
+            A wrong argument, ``offset`` is no multiple of the item size, or the tensor is too long.
         RuntimeError
             The memory is closed, or the process is a forked child.
         """
@@ -176,22 +147,14 @@ class PeerMemory:
     def remote(
         self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
     ) -> torch.Tensor:
-        """Return a tensor in the memory of any rank, on this rank's device. As :meth:`tensor`."""
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"PeerMemory.remote: rank: {type_text(rank)}, expected an int")
-        if not 0 <= rank < self.size:
-            raise ValueError(f"PeerMemory.remote: rank: {rank}, expected 0 to {self.size - 1}")
+        """Return a tensor in any rank's memory, on this rank's device. See :meth:`tensor`."""
+        rank_arg("PeerMemory.remote", "rank", rank, self.size)
         return self._tensor("remote", rank, shape, dtype, offset, self.num_bytes)
 
     def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor over the memory of all ranks, in rank order.
+        """Return a tensor over the memory of all ranks, in rank order. Raises as :meth:`tensor`.
 
-        Raises
-        ------
-        ValueError
-            ``num_bytes`` leaves gaps between the ranks; it says the next size that does not.
-        TypeError, RuntimeError
-            As :meth:`tensor`.
+        ValueError if ``num_bytes`` is no multiple of :meth:`page_bytes`; it says the next that is.
         """
         if self.num_bytes != self.share_bytes:
             raise ValueError(
@@ -202,43 +165,37 @@ class PeerMemory:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the memory of each rank begins in this process, for kernels."""
+        """Where each rank's memory begins in this process, for kernels."""
         base = self._usable("addresses").base()
         return tuple(base + rank * self.share_bytes for rank in range(self.size))
 
-    # -- together ----------------------------------------------------------------------------------
+    # -- all ranks ---------------------------------------------------------------------------------
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Return when all ranks have come to it: on the host, it waits for no GPU.
-
-        Parameters
-        ----------
-        timeout_s : float, optional
-            By default that of the memory.
+        """Return when all ranks have called it. The host waits, and for no GPU.
 
         Raises
         ------
         CommTimeoutError
-            Some did not come in time, or have ended; it names them. No later one succeeds.
-        CommError
-            An earlier one has failed.
+            Ranks did not come in time, or have ended; it names them. All later barriers fail.
         """
         self._usable("barrier")
         if timeout_s is not None:
             timeout_s = seconds_arg("PeerMemory.barrier", timeout_s)
-        self._met.check("barrier")
+        self._rendezvous.check("barrier")
         self._num_barriers += 1
-        self._met.exchange("barrier", op="barrier", number=self._num_barriers, timeout_s=timeout_s)
+        self._rendezvous.exchange(
+            "barrier", op="barrier", number=self._num_barriers, timeout_s=timeout_s
+        )
 
     def close(self) -> None:
-        """Let go of the memory: this rank's when its last tensor is gone, too. Once is enough.
+        """Release the memory; tensors keep their part. May be called again.
 
         The other ranks keep what they have mapped; their next barrier says who has closed it.
         """
-        if self._range is None or os.getpid() != self._pid:
-            return
-        self._range = None
-        self._met.close()
+        if self._range is not None and os.getpid() == self._pid:
+            self._range = None
+            self._rendezvous.close()
 
     def __enter__(self) -> PeerMemory:
         return self
@@ -253,97 +210,93 @@ class PeerMemory:
             f"{self.device}{state})"
         )
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------
 
-    def _usable(self, what: str) -> Range:
+    def _usable(self, call: str) -> Range:
         if os.getpid() != self._pid:
             text = "a forked child has no part of its parent's memory; make one of its own"
-            raise RuntimeError(f"PeerMemory.{what}: {text}")
+            raise RuntimeError(f"PeerMemory.{call}: {text}")
         if self._range is None:
-            raise RuntimeError(f"PeerMemory.{what}: the memory is closed")
+            raise RuntimeError(f"PeerMemory.{call}: the memory is closed")
         return self._range
 
     def _tensor(
         self, call: str, rank: int, shape: Any, dtype: Any, offset: Any, limit_bytes: int
     ) -> torch.Tensor:
-        made = self._usable(call)
-        sizes, begin, count = _extent(f"PeerMemory.{call}", shape, dtype, offset, limit_bytes)
-        begin += rank * self.share_bytes
-        found = _as_torch(made.view(begin, count, _ordinal(self.device)))
-        return found.view(dtype).view(sizes)
+        range_ = self._usable(call)
+        sizes, count = _extent(f"PeerMemory.{call}", shape, dtype, offset, limit_bytes)
+        view = range_.view(rank * self.share_bytes + offset, count)
+        return _as_torch(view).view(dtype).view(sizes)
 
     def _position(self) -> tuple[int, str]:
         return self._num_barriers, "barrier"
 
 
 def _as_torch(view: Any) -> torch.Tensor:
-    """Return the bytes of a view, on the device that it says: PyTorch does not ask the driver."""
+    """Return the view's bytes on the device that it names; PyTorch does not ask the driver."""
     from torch.utils.dlpack import from_dlpack
 
-    found: torch.Tensor = from_dlpack(view.__dlpack__())
-    return found
+    tensor: torch.Tensor = from_dlpack(view.__dlpack__())
+    return tensor
 
 
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _bytes_arg(num_bytes: Any) -> int:
-    """Return bytes of each rank."""
-    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
-        raise TypeError(f"PeerMemory: num_bytes: {type_text(num_bytes)}, expected an int")
-    if not 1 <= num_bytes <= _MAX_BYTES:
-        raise ValueError(f"PeerMemory: num_bytes: {num_bytes}, expected 1 to {_MAX_BYTES}")
-    return num_bytes
+def int_arg(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return an int in a range, or raise TypeError or ValueError."""
+    if type(value) is not int:
+        raise TypeError(f"{call}: {name}: {type_text(value)}, expected an int")
+    if value < least or (most is not None and value > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{call}: {name}: {value}, expected {expected}")
+    return value
 
 
 def _extent(
     call: str, shape: Any, dtype: Any, offset: Any, limit_bytes: int
-) -> tuple[list[int], int, int]:
-    """Return the sizes of a tensor, where it begins and its bytes."""
+) -> tuple[torch.Size, int]:
+    """Return the sizes of a tensor, and its bytes."""
     import torch
 
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{call}: dtype: {type_text(dtype)}, expected a torch.dtype")
     try:
-        if isinstance(shape, bool | str | bytes):
-            raise TypeError
-        sizes = [index(one) for one in (shape if isinstance(shape, Sequence) else [shape])]
+        sizes = torch.Size([shape] if isinstance(shape, int) else shape)
     except TypeError:
         expected = "an int or a sequence of ints"
         raise TypeError(f"{call}: shape: {type_text(shape)}, expected {expected}") from None
     if min(sizes, default=0) < 0:
-        raise ValueError(f"{call}: shape: {sizes}, expected no negative size")
-    if isinstance(offset, bool) or not isinstance(offset, int):
-        raise TypeError(f"{call}: offset: {type_text(offset)}, expected an int")
-    if offset < 0 or offset % dtype.itemsize:
-        expected = f"a multiple of {dtype.itemsize} bytes, which an item takes"
+        raise ValueError(f"{call}: shape: {[*sizes]}, expected no negative size")
+    if int_arg(call, "offset", offset, 0) % dtype.itemsize:
+        expected = f"a multiple of {dtype.itemsize}, the bytes of an item"
         raise ValueError(f"{call}: offset: {offset}, expected {expected}")
     num_bytes = math.prod(sizes) * dtype.itemsize
     if offset + num_bytes > limit_bytes:
         came = f"{num_bytes} bytes from {offset} on"
         raise ValueError(f"{call}: shape: {came}, expected at most {limit_bytes} in all")
-    return sizes, offset, num_bytes
+    return sizes, num_bytes
 
 
-# -- where a rank's memory lies --------------------------------------------------------------------
+# -- devices and hosts -----------------------------------------------------------------------------
 
 
 def _ordinal(device: torch.device) -> int:
     return -1 if device.type == "cpu" else int(device.index)
 
 
-def _piece_bytes(ordinal: int) -> int:
-    """Return what memory comes in pieces of; 0: this GPU has none that others can map."""
-    return int(host.module()["gpu_granularity"](ordinal)) if ordinal >= 0 else HOST_PIECE_BYTES
+def _page_bytes(ordinal: int) -> int:
+    """Return the page size of shareable memory; 0: this GPU has none."""
+    return int(host.module()["gpu_granularity"](ordinal)) if ordinal >= 0 else HOST_PAGE_BYTES
 
 
 def _gpu_id(ordinal: int) -> str:
-    """Return what nvidia-smi calls a GPU, ``""`` for the CPU."""
+    """Return a GPU's name as in nvidia-smi, ``""`` for the CPU."""
     return f"GPU-{uuid.UUID(str(host.module()['gpu_uuid'](ordinal)))}" if ordinal >= 0 else ""
 
 
 def _machine() -> str:
-    """Return what the containers of a machine have in common, though not their names."""
+    """Return what all containers of a machine have in common."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -354,122 +307,101 @@ def _place(info: PeerInfo) -> str:
 
 
 def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
-    """Return how much each rank takes; UnsupportedError, the same in all ranks, if they cannot."""
-    for fact in ("_machine", "_network"):
-        there: dict[Any, list[PeerInfo]] = {}
-        for one in peers:
-            there.setdefault(one.facts[fact], []).append(one)
-        if len(there) == 1:
-            continue
-        if fact == "_machine":
-            came = " and ".join(f"{_ranks(here)} on {here[0].host}" for here in there.values())
-            raise UnsupportedError(
-                f"PeerMemory: {came}, expected all on one host; between hosts use init_pynccl or "
-                "TorchCommunicator"
-            )
-        came = " and ".join(f"{_ranks(here)} in one" for here in there.values())
+    """Return the bytes each rank takes, or raise UnsupportedError, the same on all ranks."""
+    groups: dict[tuple[Any, Any], list[PeerInfo]] = {}
+    for one in peers:
+        groups.setdefault((one.facts["_machine"], one.facts["_network"]), []).append(one)
+    if len(groups) > 1:
+        came = " and ".join(
+            f"rank {', '.join(str(one.rank) for one in group)} is on {group[0].host}"
+            for group in groups.values()
+        )
         raise UnsupportedError(
-            f"PeerMemory: {len(there)} network namespaces, expected one: {came} (in Kubernetes "
-            "all of one pod, in Docker of one --network)"
+            f"PeerMemory: {came}, expected all on one host and in one network namespace (in "
+            "Kubernetes one pod, in Docker one --network); between hosts use init_pynccl or "
+            "TorchCommunicator"
         )
     for one in peers:
-        if one.facts["_piece_bytes"] == 0:
+        if one.facts["_page_bytes"] == 0:
             raise UnsupportedError(
                 f"PeerMemory: {_place(one)} has no memory that other processes can map, expected "
                 "virtual memory management that exports file descriptors, which some virtual "
                 f"machines do not have; {_INSTEAD}"
             )
-    piece = max(int(one.facts["_piece_bytes"]) for one in peers)
-    return -(-num_bytes // piece) * piece
+    page = max(int(one.facts["_page_bytes"]) for one in peers)
+    return -(-num_bytes // page) * page
 
 
-def _ranks(peers: list[PeerInfo]) -> str:
-    numbers = ", ".join(str(one.rank) for one in peers)
-    return f"rank {numbers} is" if len(peers) == 1 else f"ranks {numbers} are"
-
-
-# -- a range of addresses --------------------------------------------------------------------------
+# -- the range of addresses ------------------------------------------------------------------------
 
 
 class Range(NamedTuple):
-    """The functions of one range in C++, in the order of csrc/comm/peer_memory.cc.
+    """The C++ functions of a range, in the order of csrc/comm/peer_memory.cc.
 
     The range lives as long as one of them, or a view.
     """
 
     base: Callable[[], int]
-    create: Callable[[int, int, bool], int]
+    create: Callable[[int], int]
     map: Callable[[int, int], None]
-    write: Callable[[int, bytes, int, float], None]
-    read: Callable[[int, int, int, float], bytes]
-    clear: Callable[[int, int, int, float], None]
-    view: Callable[[int, int, int], Any]
+    write: Callable[[int, bytes, float], None]
+    read: Callable[[int, int, float], bytes]
+    clear: Callable[[int, int, float], None]
+    view: Callable[[int, int], Any]
     release: Callable[[], None]
 
 
-def _make_range(met: Rendezvous, share_bytes: int) -> Range:
-    """Return the mapped and proven memory of all ranks: collective.
-
-    Raises
-    ------
-    UnsupportedError, MemoryError, CommError, RuntimeError
-        Why not, in all ranks; nothing is left in any.
-    """
-    mine = met.peers[met.rank]
+def _make_range(rendezvous: Rendezvous, share_bytes: int) -> Range:
+    """Return the memory of all ranks, mapped and checked. Collective: all ranks, or all raise."""
+    mine, peers = rendezvous.peers[rendezvous.rank], rendezvous.peers
     ordinal = mine.facts["_ordinal"]
     with ExitStack() as undo:
         fds = undo.enter_context(Descriptors())
 
-        def make() -> Range:
-            _check_reach(mine, met.peers)
-            gpus = [ordinal] if ordinal >= 0 else []
-            made = Range(*host.module()["make_peer_range"](met.size, share_bytes, gpus))
-            # Not by the last reference to it: who keeps the error would keep that as well.
-            undo.push(lambda kind, *_: made.release() if kind is not None else None)
+        def make() -> tuple[Range, _Check]:
+            _check_reach(mine, peers)
+            range_ = Range(*host.module()["make_peer_range"](len(peers), share_bytes, ordinal))
+            # Explicitly: whoever keeps the error also keeps the last reference.
+            undo.push(lambda kind, *_: range_.release() if kind is not None else None)
             if ordinal >= 0:
-                fds[met.rank] = int(made.create(met.rank, ordinal, True))
+                fds[mine.rank] = int(range_.create(mine.rank))
             else:
-                fds[met.rank] = fs.make_memory("PeerMemory", "jitkern-peers", share_bytes)
-                made.map(met.rank, fds[met.rank])
-            return made
+                fds[mine.rank] = memfd.make_memory("PeerMemory", "jitkern-peers", share_bytes)
+                range_.map(mine.rank, fds[mine.rank])
+            check = _Check(range_, peers, mine, share_bytes, rendezvous.timeout_s * OWN_PART)
+            check.write_own()
+            return range_, check
 
-        made = met.all_or_none("make", make)
-        hand_over(met, fds, range(met.size))
+        range_, check = rendezvous.all_or_none("make", make)
+        hand_over(rendezvous, fds, range(len(peers)))
 
         def map_others() -> None:
-            for other, fd in fds.items():
-                if other != met.rank:
-                    _map(made, mine, met.peers[other], fd)
+            for other in peers:
+                if other is not mine:
+                    _map(range_, mine, other, fds[other.rank])
+            check.compare()
 
-        met.all_or_none("map", map_others)
-        nonce = met.exchange("nonce", uuid.uuid4().hex)[0]
-        proof = Proof(made, met.size, share_bytes, nonce, met.timeout_s * _OWN_PART)
-        met.all_or_none("write", lambda: proof.write(mine))
-        met.all_or_none("compare", lambda: proof.compare(mine, met.peers))
-        met.all_or_none("receive", lambda: proof.receive(mine, met.peers))
-        met.all_or_none("clear", lambda: proof.clear(mine))
-    return made
+        rendezvous.all_or_none("map", map_others)
+        rendezvous.all_or_none("receive", check.receive)
+    return range_
 
 
 def _check_reach(mine: PeerInfo, peers: list[PeerInfo]) -> None:
-    """Raise UnsupportedError where the driver says that a GPU cannot reach another's memory.
+    """Raise UnsupportedError if the driver reports no peer access to a GPU of this process.
 
-    It is asked of those that this process sees; for the others the mapping is the answer.
+    For a GPU that this process does not see, the mapping fails.
     """
-    own = mine.facts["_ordinal"]
-    if own < 0:
-        return
-    module = host.module()
-    here = {_gpu_id(ordinal): ordinal for ordinal in range(module["device_count"]())}
+    own, module = mine.facts["_ordinal"], host.module()
+    visible = {_gpu_id(one): one for one in range(module["device_count"]())} if own >= 0 else {}
     for one in peers:
-        other = here.get(one.facts["_gpu"])
-        if other not in (None, own) and not module["gpu_reaches"](own, other):
+        other = visible.get(one.facts["_gpu"], own)
+        if other != own and not module["gpu_reaches"](own, other):
             raise _unreachable(mine, one, "the driver has no peer access between them")
 
 
-def _map(made: Range, mine: PeerInfo, other: PeerInfo, fd: int) -> None:
+def _map(range_: Range, mine: PeerInfo, other: PeerInfo, fd: int) -> None:
     try:
-        made.map(other.rank, fd)
+        range_.map(other.rank, fd)
     except RuntimeError as error:
         why = str(error).removeprefix("jitkern: ")
         if mine.facts["_ordinal"] >= 0:
@@ -482,69 +414,58 @@ def _unreachable(mine: PeerInfo, other: PeerInfo, why: str) -> UnsupportedError:
     return UnsupportedError(f"PeerMemory: {text}; {_INSTEAD}")
 
 
-class Proof(NamedTuple):
-    """What lies at both ends of each share while it is being proven that all see the same.
+class _Check(NamedTuple):
+    """Checks that all ranks see the same memory: a wrong IOMMU setting gives wrong data.
 
-    Behind the first end there is what each rank has written into the share: that reads are right
-    does not say that writes are.
+    Each rank writes a pattern into its own memory, which the others read, and one into each other
+    rank's: correct reads do not prove correct writes.
     """
 
-    made: Range
-    num_ranks: int
+    range: Range
+    peers: list[PeerInfo]
+    mine: PeerInfo
     share_bytes: int
-    nonce: str  # the same in all ranks, of this range alone
     timeout_s: float
 
-    def write(self, mine: PeerInfo) -> None:
-        """Zero a rank's memory, of which the driver says nothing, and write this there."""
-        if mine.facts["_ordinal"] >= 0:
-            self._clear(mine.rank * self.share_bytes, self.share_bytes, mine)
-        for at in self._ends(mine):
-            self._write(at, mine)
+    def write_own(self) -> None:
+        """Zero this rank's memory, which the driver does not, and write its pattern."""
+        if self.mine.facts["_ordinal"] >= 0:
+            begin = self.mine.rank * self.share_bytes
+            self.range.clear(begin, self.share_bytes, self.timeout_s)
+        self._write(self.mine)
 
-    def compare(self, mine: PeerInfo, peers: list[PeerInfo]) -> None:
-        """Raise UnsupportedError where one does not find what another has written; write there."""
-        for other in peers:
-            if not all(self._is_right(at, mine) for at in self._ends(other)):
-                what = f"{_place(mine)} reads in the memory of {_place(other)} what was not written"
-                raise self._wrong(f"{what} there")
-            self._write(self._sent_at(mine, other), mine)
+    def compare(self) -> None:
+        """Read the other ranks' patterns, and write one to each of them."""
+        for other in self.peers:
+            if not self._is_there(other, writer=other):
+                what = f"{_place(self.mine)} reads in the memory of {_place(other)} what was not"
+                raise self._wrong(f"{what} written there")
+            self._write(other)
 
-    def receive(self, mine: PeerInfo, peers: list[PeerInfo]) -> None:
-        """Raise UnsupportedError where one's own memory has not what another has sent."""
-        for other in peers:
-            if not self._is_right(self._sent_at(other, mine), mine):
-                what = f"what {_place(other)} writes to the memory of {_place(mine)} is not there"
-                raise self._wrong(what)
+    def receive(self) -> None:
+        """Read what the other ranks wrote into this one's memory, and leave zeros."""
+        for other in self.peers:
+            if not self._is_there(self.mine, writer=other):
+                to = _place(self.mine)
+                raise self._wrong(f"what {_place(other)} writes to the memory of {to} is not there")
+        begin = self.mine.rank * self.share_bytes
+        self.range.clear(begin, len(self.peers) * _PATTERN_BYTES, self.timeout_s)
 
-    def clear(self, mine: PeerInfo) -> None:
-        """Leave zeros."""
-        first, last = self._ends(mine)
-        self._clear(first, (1 + self.num_ranks) * _PROOF_BYTES, mine)
-        self._clear(last, _PROOF_BYTES, mine)
+    def _write(self, owner: PeerInfo) -> None:
+        self.range.write(*self._pattern(owner, self.mine), self.timeout_s)
 
-    def _write(self, at: int, mine: PeerInfo) -> None:
-        self.made.write(at, self._text(at), mine.facts["_ordinal"], self.timeout_s)
+    def _is_there(self, owner: PeerInfo, writer: PeerInfo) -> bool:
+        at, pattern = self._pattern(owner, writer)
+        return bytes(self.range.read(at, len(pattern), self.timeout_s)) == pattern
 
-    def _clear(self, at: int, count: int, mine: PeerInfo) -> None:
-        self.made.clear(at, count, mine.facts["_ordinal"], self.timeout_s)
-
-    def _is_right(self, at: int, mine: PeerInfo) -> bool:
-        found = self.made.read(at, _PROOF_BYTES, mine.facts["_ordinal"], self.timeout_s)
-        return bytes(found) == self._text(at)
+    def _pattern(self, owner: PeerInfo, writer: PeerInfo) -> tuple[int, bytes]:
+        """Return where it lies, and its bytes: of this memory alone, by rank 0's nonce."""
+        at = owner.rank * self.share_bytes + writer.rank * _PATTERN_BYTES
+        text = f"{self.peers[0].nonce} {at}"
+        return at, hashlib.shake_128(text.encode()).digest(_PATTERN_BYTES)
 
     def _wrong(self, what: str) -> UnsupportedError:
         return UnsupportedError(
             f"PeerMemory: peer access gives wrong data: {what}; {_INSTEAD}, and see whether the "
             "IOMMU or PCIe ACS is in the way"
         )
-
-    def _sent_at(self, writer: PeerInfo, owner: PeerInfo) -> int:
-        return owner.rank * self.share_bytes + (1 + writer.rank) * _PROOF_BYTES
-
-    def _ends(self, place: PeerInfo) -> tuple[int, int]:
-        first = place.rank * self.share_bytes
-        return first, first + self.share_bytes - _PROOF_BYTES
-
-    def _text(self, at: int) -> bytes:
-        return hashlib.shake_128(f"{self.nonce} {at}".encode()).digest(_PROOF_BYTES)

@@ -1,4 +1,4 @@
-"""``PeerReducer``: all_reduce of small tensors over memory that ranks write into each other's."""
+"""``PeerReducer``: small all_reduce and reduce_scatter, by memory that ranks write directly."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
-from jitkern.comm import peer_kernel
 from jitkern.comm.args import deadline_arg, device_arg
 from jitkern.errors import CommError, CommTimeoutError, name_unreadable
 from jitkern.host import module as host
 from jitkern.host.faults import is_of_earlier_call
+from jitkern.jit.device import DeviceModule, load_own, record_hint
+from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
@@ -20,51 +21,87 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Algorithm = Literal["auto", "one_shot", "two_shot"]
-_WAYS = {"auto": -1, "one_shot": 0, "two_shot": 1}
+ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+MAX_RANKS = 8
+"""kMostPeers of csrc/comm/peer_reduce.h."""
+WAYS = ("one_shot", "two_shot", "scatter", "meet")
+"""PeerWay of csrc/comm/peer_reduce.h, in its order."""
+_TYPES = ("f32", "f16", "bf16")  # FloatType of csrc/ops/floats.h
+_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
+
+# "auto" is one shot up to so many bytes, by the number of ranks. `jitkern calibrate` measures it
+# for two GPUs; csrc/host/tuning.cc has the default and where it comes from.
+ONE_SHOT_BYTES = {
+    2: 2 << 20,
+    **dict.fromkeys((3, 4), 256 << 10),
+    **dict.fromkeys((5, 6, 7, 8), 128 << 10),
+}
+# Vectors of each rank that a thread waits for at once: some 32 registers in all.
+IN_FLIGHT = {2: 4, 3: 2, 4: 2, 5: 1, 6: 1, 7: 1, 8: 1}
+
+
+def measured_one_shot_bytes(ranks: int, device: torch.device) -> int:
+    """Return this machine's calibrated limit of one shot; ranks must compare theirs."""
+    if ranks != 2 or device.type == "cpu":
+        return ONE_SHOT_BYTES[ranks]
+    return int(host.module()["figures"](device.index)["one_shot_bytes"])
+
+
+@cache
+def kernel(dtype: int, ranks: int, access_bytes: int, way: int, several: int) -> DeviceModule:
+    """Return the device module; with `several` a thread has more than one vector."""
+    in_flight = IN_FLIGHT[ranks] if several else 1
+    args = make_cpp_args(dtype, ranks, access_bytes, way, _CONFIG, in_flight)
+    name = f"jitkern_peer_{WAYS[way]}_v{access_bytes}_r{ranks}_n{in_flight}_{_TYPES[dtype]}"
+    module = load_own(
+        "peer_reduce",
+        *args,
+        device_files=["comm/peer_reduce.cu"],
+        device_wrappers=[(name, f"jitkern::PeerReduce<{args}>")],
+    )
+    module.hint = record_hint  # `jitkern warm` has no option for it
+    return module.launched_with(_CONFIG, in_flight=in_flight)
+
+
+host.builds("peer_reduce", kernel)
 
 
 class PeerReducer:
-    """all_reduce and reduce_scatter of ranks of one host, by one kernel, without NCCL.
+    """all_reduce and reduce_scatter of the ranks of one host, in one kernel, without NCCL.
 
-    For tensors so small that what counts is the trip. Every rank has a workspace that all ranks can
-    write: on GPUs memory that is mapped on all of them, over NVLink or PCIe; on the CPU memory that
-    processes share. A call is one launch on the current stream: each rank writes its values into
-    the others' workspaces, waits until theirs have come, adds them up in fp32 in the order of
-    ranks, and rounds once. So all ranks have the same bits, whichever the algorithm; of numbers
-    they are those of the plain sum in that order, infinities, subnormals and the sign of zero
-    included, and a NaN stays one.
+    For tensors so small that latency decides. Each rank has a workspace that all ranks can write,
+    over NVLink or PCIe, or in shared memory on the CPU. A call is one launch on the current stream:
+    a rank writes its values to the others' workspaces, waits for theirs, adds them in fp32 in rank
+    order, and rounds once. So all ranks get the same bits with every algorithm. Infinities,
+    subnormals and the sign of zero are those of the plain sum in that order; NaN stays NaN.
 
-    Every rank makes the same calls in the same order, with tensors of the same dtype and number of
-    items, and the same algorithm. A CUDA graph can capture them; eager calls and replays may take
-    turns. Calls must not run at the same time: a call on another stream than the one before comes
-    behind it, but that a replay comes behind what went before, and before what follows, is up to
-    the caller, as is that the stream of the last call still exists. One thread at a time.
+    All ranks make the same calls in the same order, with the same dtype, size and algorithm. CUDA
+    graphs can capture calls and mix with eager ones. Calls must not overlap: a call on another
+    stream waits for the last one, but the order of graph replays is up to the caller, and the last
+    call's stream must still exist. Use it from one thread at a time.
 
     Parameters
     ----------
     addresses
-        Where the workspace of each rank lies as this rank sees it, its own included: 2 to 8.
+        Where each rank's workspace lies in this process, its own included: 2 to 8.
     rank, size
-        This rank, and how many there are.
+        This rank and the number of ranks.
     workspace_bytes
-        Of each workspace, the same on all ranks; see :meth:`workspace_bytes_for`. All its bytes are
-        0xFF when the first rank makes a call: see :meth:`reset`.
+        Of each workspace, the same on all ranks; see :meth:`workspace_bytes_for`. All bytes must be
+        0xFF before the first call: see :meth:`reset`.
     device
         This rank's GPU, or the CPU.
     deadline_s
-        Seconds that a kernel waits for other ranks; ``math.inf``: for ever. When they are over, it
-        gives up, and the workspace is broken: later calls do nothing, and raise.
+        Seconds that a kernel waits for other ranks; ``math.inf``: forever. After that it gives up
+        and the workspace is broken: later calls do nothing, and raise.
     one_shot_bytes
-        Up to so many bytes "auto" is one shot, the same on all ranks. By default as measured on two
-        H100s, not as `jitkern calibrate` has found: ranks could have read different files.
+        "auto" is one shot up to so many bytes, the same on all ranks. By default as measured on two
+        H100s, not as calibrated on this machine.
     owner
-        What keeps the workspaces mapped; kept as long as the reducer.
-
-    Attributes
-    ----------
-    rank, size : int
-    device : torch.device
-    deadline_s : float
+        Kept alive with the reducer: what keeps the workspaces mapped.
 
     Raises
     ------
@@ -100,158 +137,140 @@ class PeerReducer:
         _register_errors()
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
-        shapes = [number for shape in peer_kernel.SHAPES for number in shape]
-        limit = peer_kernel.ONE_SHOT_BYTES[size] if one_shot_bytes is None else one_shot_bytes
-        make = host.op("make_peer_reducer")
-        functions = make(
-            ordinal, list(addresses), rank, workspace_bytes, deadline_ns, shapes, limit
+        limit = ONE_SHOT_BYTES[size] if one_shot_bytes is None else one_shot_bytes
+        functions = host.op("make_peer_reducer")(
+            ordinal, list(addresses), rank, workspace_bytes, deadline_ns, limit
         )
-        self._all_reduce: Callable[..., int] = functions[0]
-        self._reduce_scatter: Callable[..., int] = functions[1]
-        self._reset: Callable[[], None] = functions[2]
-        self._device_barrier: Callable[[Tensor], None] = functions[3]
+        self._all_reduce, self._reduce_scatter, self._reset, self._device_barrier, intact = (
+            functions
+        )
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
-        # What kernels that barriers guard are given: one, and where the word is by which they see
-        # that an earlier one was given up.
-        self.barrier_in_cpp: tuple[Any, int] = (functions[3], int(functions[4]()))
+        # For C++ that guards its own kernels: the barrier, and the address of the word by which
+        # kernels see that an earlier one was given up.
+        self.barrier_in_cpp: tuple[Any, int] = self._device_barrier, int(intact())
 
     @staticmethod
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
-        """Return the bytes of a workspace in which messages up to ``max_bytes`` take one round.
+        """Return the workspace bytes with which messages up to ``max_bytes`` take one round.
 
-        Larger ones take several, one behind the other, in the same call.
+        Larger messages take several rounds in the same call.
         """
-        if size not in peer_kernel.ONE_SHOT_BYTES:
+        if size not in ONE_SHOT_BYTES:
             raise ValueError(f"workspace_bytes_for: size: {size!r}, expected 2 to 8 ranks")
         if not isinstance(max_bytes, int) or max_bytes < 1:
             raise ValueError(f"workspace_bytes_for: max_bytes: {max_bytes!r}, expected 1 or more")
-        one_shot = peer_kernel.ONE_SHOT_BYTES[size]
-        parts = (min(max_bytes, one_shot), -(-max_bytes // size))  # of one shot and of two
-        slots = [
-            -(-min(part, most) // blocks)
-            for part in parts
-            for most, blocks, _ in peer_kernel.SHAPES
-        ]
-        return int(host.module()["peer_workspace_bytes"](size, max(slots) + 15))
+        one_shot_bytes = ONE_SHOT_BYTES[size]
+        return int(host.module()["peer_workspace_bytes"](size, max_bytes, one_shot_bytes))
 
     def all_reduce(
         self, x: Tensor, *, out: Tensor | None = None, algorithm: Algorithm = "auto"
     ) -> Tensor:
-        """Add up ``x`` over all ranks; in place, unless ``out`` is given. Return the sum.
+        """Sum ``x`` over all ranks; in place, unless ``out`` is given. Return the sum.
 
         Parameters
         ----------
         x : Tensor
-            fp32, fp16 or bf16, contiguous, of any number of items. What is aligned to 16 bytes is
-            read by vectors of as many, else by the widest that it is aligned to.
+            fp32, fp16 or bf16, contiguous, any number of items. Fastest if aligned to 16 bytes.
         out : Tensor, optional
-            As many items of the same dtype: ``x`` itself, or memory of its own.
+            Same dtype and number of items: ``x`` itself, or memory of its own.
         algorithm : "auto", "one_shot" or "two_shot"
-            In one shot every rank sends all to all others: one trip. In two shots each adds up one
-            part and sends the sum: less is sent, in two trips. By default as the size asks for. The
-            bits are the same.
+            One shot: each rank sends everything to all others, in one trip. Two shots: each rank
+            sums one part and sends the sum; less is sent, in two trips. By default by size.
 
         Raises
         ------
         TypeError, ValueError
             A wrong argument; nothing was sent.
         CommTimeoutError
-            Ranks did not come to an earlier call, or on the CPU to this one, in time; it names
-            them. Every call raises this from then on, until :meth:`reset`.
+            Ranks did not come in time to an earlier call, or on the CPU to this one; it names
+            them. All later calls raise it, until :meth:`reset`.
         IndexError
-            An earlier op on this GPU has found an index out of range. This call was made all the
-            same, so that ranks, which hear of such at different calls, stay in step.
+            An earlier op on this GPU found an index out of range. The sum was made all the same,
+            so that ranks stay in step.
         RuntimeError
-            The call, and the one before on another stream, are part of one capture; or PyTorch
-            would have to see it, for a gradient or a trace.
+            This call and the last one, on another stream, are part of one capture; or the call is
+            traced, or would need a gradient.
         """
         try:
-            way = _WAYS[algorithm]
+            way = ALGORITHMS[algorithm]
         except (KeyError, TypeError):
             raise ValueError(
                 f"all_reduce: algorithm: {algorithm!r}, expected 'auto', 'one_shot' or 'two_shot'"
             ) from None
-        if out is None:
-            out = x
-        # Each tensor that C++ is given takes 0.2 us, each that is asked for a gradient 0.1.
-        read = () if out is x else (x,)
-        if not dispatch.in_inference_mode() and not dispatch.may_write((out,), read):
-            dispatch.refuse("all_reduce", {"out": out}, {"x": x})
-        try:
-            is_traced = self._all_reduce(x, out if read else None, way)
-        except Exception as error:
-            _raise(error, "all_reduce", out, x=x, out=out)
-        if is_traced:
-            raise traced_error("all_reduce")
-        dispatch.wrote(out)
+        if out is None or out is x:  # each tensor that C++ is given takes 0.2 us
+            call_cpp("all_reduce", self._all_reduce, (x, None, way), {"x": x}, {})
+            return x
+        call_cpp("all_reduce", self._all_reduce, (x, out, way), {"out": out}, {"x": x})
         return out
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
-        """Add up ``x`` over all ranks, and write part ``rank`` of ``size`` of it to ``output``.
+        """Sum ``x`` over all ranks, and write part ``rank`` of ``size`` of it to ``output``.
 
-        As :meth:`all_reduce` in two shots without the second. ``output`` may be this rank's part of
+        As the first half of :meth:`all_reduce` in two shots. ``output`` may be this rank's part of
         ``x``.
         """
-        if not dispatch.in_inference_mode() and not dispatch.may_write((output,), (x,)):
-            dispatch.refuse("reduce_scatter", {"output": output}, {"x": x})
-        try:
-            is_traced = self._reduce_scatter(output, x)
-        except Exception as error:
-            _raise(error, "reduce_scatter", output, output=output, x=x)
-        if is_traced:
-            raise traced_error("reduce_scatter")
-        dispatch.wrote(output)
+        args = output, x
+        call_cpp("reduce_scatter", self._reduce_scatter, args, {"output": output}, {"x": x})
 
     def device_barrier(self) -> None:
-        """Have the current stream wait for all ranks' streams to come to it; the host waits not.
+        """Have the current stream wait for all ranks' streams. The host does not wait, on GPUs.
 
-        What a rank's GPU wrote in front of it, into memory of any rank, all see behind it. One
-        launch, as of the other calls, with their deadline; in a CUDA graph as well. On the CPU the
-        caller waits.
+        After it all ranks see what any rank's GPU wrote before it. One launch with the deadline of
+        the other calls, also in a CUDA graph.
 
         Raises
         ------
         CommTimeoutError
             As :meth:`all_reduce`.
         """
-        self._device_barrier(self._word)  # which has C++ know the current stream
+        self._device_barrier(self._word)  # a tensor: the FFI then tells C++ the current stream
 
     def reset(self) -> None:
-        """Make this rank's workspace as a new one, 0xFF all over, and forget that it was broken.
+        """Fill this rank's workspace with 0xFF, and forget that it was broken. Waits for the GPU.
 
-        It waits for the GPU. Every rank does it while none is in a call, of which a GPU's may have
-        some queued, and makes its next call when all have: there is :meth:`synchronize` and a
-        barrier of the caller's before it, and a barrier behind.
+        No rank may be in a call meanwhile: call :meth:`synchronize` and a barrier of your own
+        first, and a barrier after.
         """
         self._reset()
 
     def synchronize(self) -> None:
-        """Wait for what this rank's GPU was given to do."""
+        """Wait for this rank's GPU."""
         import torch
 
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def _raise(error: Exception, op: str, written: Any, **tensors: Any) -> NoReturn:
-    """Raise what C++ has raised, which names no argument that it could not read."""
-    if is_of_earlier_call(error):  # and this one was made
-        dispatch.wrote(written)
-        raise error
-    name_unreadable(error, op, **tensors)
-
-
-def traced_error(op: str) -> RuntimeError:
-    """Return what is raised where PyTorch traces a call that it cannot see."""
-    return RuntimeError(
-        f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected neither: "
-        "it would see nothing of the call"
-    )
+def call_cpp(
+    op: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    written: dict[str, Any],
+    read: dict[str, Any],
+    indices: dict[str, Any] | None = None,
+) -> None:
+    """Call C++ with tensors by name; RuntimeError if PyTorch would have to see the call."""
+    into = tuple(written.values())
+    if not dispatch.in_inference_mode() and not dispatch.may_write(into, tuple(read.values())):
+        dispatch.refuse(op, written, read)
+    try:
+        is_traced = function(*args)
+    except Exception as error:
+        if not is_of_earlier_call(error):
+            name_unreadable(error, op, **read, **(indices or {}), **written)
+        dispatch.wrote(*into)  # this call was made all the same
+        raise
+    if is_traced:
+        raise RuntimeError(
+            f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected "
+            "neither: it would see nothing of the call"
+        )
+    dispatch.wrote(*into)
 
 
 def _check(addresses: Sequence[int], rank: int, size: int) -> None:
-    if not isinstance(size, int) or size not in peer_kernel.ONE_SHOT_BYTES:
-        raise ValueError(f"PeerReducer: size: {size!r}, expected 2 to {peer_kernel.MOST_RANKS}")
+    if not isinstance(size, int) or size not in ONE_SHOT_BYTES:
+        raise ValueError(f"PeerReducer: size: {size!r}, expected 2 to {MAX_RANKS}")
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise ValueError(f"PeerReducer: rank: {rank!r}, expected 0 to {size - 1}")
     if len(addresses) != size:
@@ -263,26 +282,19 @@ def _check(addresses: Sequence[int], rank: int, size: int) -> None:
             )
 
 
-# -- errors ----------------------------------------------------------------------------------------
-
 _LATE = re.compile(r"(\w+): call (\d+) of rank (\d+): ranks? ([\d, ]+) did not come in time")
 
 
 class _PeersLateError(RuntimeError):
-    """What C++ raises, which carries a kind and a text only: it becomes a CommTimeoutError."""
+    """What C++ raises, with a text only: becomes a CommTimeoutError."""
 
     def __new__(cls, message: str) -> Any:
         found = _LATE.match(message)
         if found is None:
             return super().__new__(cls, message)
         op, number, rank, missing = found.groups()
-        return CommTimeoutError(
-            message,
-            op=op,
-            number=int(number),
-            rank=int(rank),
-            missing=[int(one) for one in missing.split(", ")],
-        )
+        ranks = [int(one) for one in missing.split(", ")]
+        return CommTimeoutError(message, op=op, number=int(number), rank=int(rank), missing=ranks)
 
 
 @cache

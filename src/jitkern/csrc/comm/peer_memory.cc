@@ -1,28 +1,23 @@
-// The memory of a PeerMemory on the CPU, and what Python is given of it on either device.
-#include "comm/peer_range.h"
-
-#include <jitkern/check.h>
+// PeerMemory: the memory of all ranks of a host, in one range of this process's addresses.
+//
+// On the CPU it is made of memfds, on GPUs by the driver's virtual memory management (never
+// multicast).
+#include <dlfcn.h>
+#include <jitkern/launch.h>
 #include <sys/mman.h>
-#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
-#include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
-#include <string>
+#include <memory>
+#include <mutex>
+#include <thread>
 
 namespace jitkern {
-
-PeerRange::PeerRange(i64 size, i64 share_bytes)
-    : size(size),
-      share_bytes(share_bytes),
-      is_mapped_(static_cast<size_t>(size), false),
-      owner_(getpid()) {}
-
-bool PeerRange::is_here() const { return getpid() == owner_; }
 
 namespace {
 
@@ -30,64 +25,405 @@ using tvm::ffi::Array;
 using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 
-constexpr i64 kHugePageBytes = i64(2) << 20;
-
-[[noreturn]] void raise_errno(const char* what) {
-  const bool memory = errno == ENOMEM || errno == ENOSPC;
-  throw tvm::ffi::Error(memory ? "MemoryError" : "RuntimeError",
-                        std::string("PeerMemory: ") + what + ": " + std::strerror(errno), "");
+[[noreturn]] void raise(const char* kind, const std::string& message) {
+  throw tvm::ffi::Error(kind, message, "");
 }
+
+// -- the driver's virtual memory management ------------------------------------------------------
+
+using CUmemHandle = u64;  // CUmemGenericAllocationHandle
+
+// Values of cuda.h that are part of the driver's stable ABI.
+enum : int {
+  kCudaErrorOutOfMemory = 2,
+  kAttributeKnowsVmm = 102,    // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+  kAttributeExportsFds = 103,  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+  kVmmPinned = 1,
+  kVmmOnDevice = 1,
+  kVmmAsFd = 1,
+  kVmmReadWrite = 3,
+  kVmmLeastGranularity = 0,
+};
+
+struct VmmLocation {
+  int type;
+  int id;
+};
+static_assert(sizeof(VmmLocation) == 8, "CUmemLocation of cuda.h");
+
+struct VmmProperties {
+  int type;
+  int handle_types;
+  VmmLocation location;
+  void* of_windows;
+  unsigned char others[8];
+};
+static_assert(sizeof(VmmProperties) == 32, "CUmemAllocationProp of cuda.h");
+
+struct VmmAccess {
+  VmmLocation location;
+  int flags;
+};
+static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
+
+struct GpuUuid {
+  unsigned char bytes[16];
+};
+static_assert(sizeof(GpuUuid) == 16, "CUuuid of cuda.h");
+
+#define JITKERN_VMM_SYMBOLS(USE)                                                                   \
+  USE(cuDeviceGetUuid_v2, (GpuUuid * uuid, CUdevice device))                                       \
+  USE(cuDeviceCanAccessPeer, (int* can, CUdevice device, CUdevice other))                          \
+  USE(cuMemGetAllocationGranularity, (size_t* bytes, const VmmProperties* properties, int option)) \
+  USE(cuMemCreate,                                                                                 \
+      (CUmemHandle * handle, size_t bytes, const VmmProperties* properties, u64 flags))            \
+  USE(cuMemRelease, (CUmemHandle handle))                                                          \
+  USE(cuMemExportToShareableHandle, (void* shared, CUmemHandle handle, int type, u64 flags))       \
+  USE(cuMemImportFromShareableHandle, (CUmemHandle * handle, void* shared, int type))              \
+  USE(cuMemAddressReserve,                                                                         \
+      (CUdeviceptr * pointer, size_t bytes, size_t alignment, CUdeviceptr wanted, u64 flags))      \
+  USE(cuMemAddressFree, (CUdeviceptr pointer, size_t bytes))                                       \
+  USE(cuMemMap, (CUdeviceptr pointer, size_t bytes, size_t offset, CUmemHandle handle, u64 flags)) \
+  USE(cuMemUnmap, (CUdeviceptr pointer, size_t bytes))                                             \
+  USE(cuMemSetAccess, (CUdeviceptr pointer, size_t bytes, const VmmAccess* access, size_t count))
+
+// Resolved from libcuda at first use, which most processes never make.
+struct Vmm {
+#define JITKERN_DECLARE(name, parameters) CUresult(*name) parameters;
+  JITKERN_VMM_SYMBOLS(JITKERN_DECLARE)
+#undef JITKERN_DECLARE
+
+  Vmm() {
+    Driver::get();  // raises if there is no driver
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+#define JITKERN_RESOLVE(name, parameters)                                                   \
+  this->name = reinterpret_cast<decltype(this->name)>(dlsym(library, #name));               \
+  if (this->name == nullptr) {                                                              \
+    raise("RuntimeError",                                                                   \
+          "jitkern: the CUDA driver has no " #name "; install one for CUDA 11.8 or newer"); \
+  }
+    JITKERN_VMM_SYMBOLS(JITKERN_RESOLVE)
+#undef JITKERN_RESOLVE
+  }
+  static const Vmm& get() {
+    static const Vmm vmm;
+    return vmm;
+  }
+};
+
+VmmProperties properties_of(int ordinal) {
+  return {kVmmPinned, kVmmAsFd, {kVmmOnDevice, ordinal}, nullptr, {}};
+}
+
+CUdevice device_of(int64_t ordinal) {
+  CUdevice device = 0;
+  const Driver& driver = Driver::get();
+  driver.check(driver.cuDeviceGet(&device, static_cast<int>(ordinal)), "cuDeviceGet");
+  return device;
+}
+
+// The GPU's name in all processes, in hexadecimal digits.
+tvm::ffi::String gpu_uuid(int64_t ordinal) {
+  GpuUuid uuid{};
+  Driver::get().check(Vmm::get().cuDeviceGetUuid_v2(&uuid, device_of(ordinal)), "cuDeviceGetUuid");
+  std::string text;
+  for (const unsigned char byte : uuid.bytes) {
+    text += "0123456789abcdef"[byte >> 4];
+    text += "0123456789abcdef"[byte & 15];
+  }
+  return text;
+}
+
+bool gpu_reaches(int64_t ordinal, int64_t other) {
+  int can = 0;
+  Driver::get().check(Vmm::get().cuDeviceCanAccessPeer(&can, device_of(ordinal), device_of(other)),
+                      "cuDeviceCanAccessPeer");
+  return can != 0;
+}
+
+// The page size of memory that this GPU shares with other processes; 0: it cannot.
+int64_t gpu_granularity(int64_t ordinal) {
+  const Driver& driver = Driver::get();
+  for (const int attribute : {kAttributeKnowsVmm, kAttributeExportsFds}) {
+    int has = 0;
+    driver.check(driver.cuDeviceGetAttribute(&has, attribute, device_of(ordinal)),
+                 "cuDeviceGetAttribute");
+    if (has == 0) return 0;
+  }
+  const VmmProperties properties = properties_of(static_cast<int>(ordinal));
+  size_t bytes = 0;
+  driver.check(Vmm::get().cuMemGetAllocationGranularity(&bytes, &properties, kVmmLeastGranularity),
+               "cuMemGetAllocationGranularity");
+  return static_cast<int64_t>(bytes);
+}
+
+// -- ranges --------------------------------------------------------------------------------------
+
+// Lives as long as the PeerMemory and its tensors. In a forked child it is not there, and nothing
+// is released.
+class PeerRange {
+ public:
+  PeerRange(i64 size, i64 share_bytes) : size(size), share_bytes(share_bytes) {}
+  virtual ~PeerRange() = default;
+  PeerRange(const PeerRange&) = delete;
+  PeerRange& operator=(const PeerRange&) = delete;
+
+  const i64 size;         // ranks
+  const i64 share_bytes;  // per rank, whole pages
+  char* base = nullptr;
+
+  void check(i64 offset, i64 bytes_there) const {
+    if (offset < 0 || bytes_there < 0 || offset + bytes_there > bytes()) {
+      raise("ValueError", "PeerMemory: outside of it");
+    }
+  }
+
+  // Makes the memory of `rank` on this range's GPU, and maps it; the caller closes the descriptor.
+  virtual int create(i64 rank) = 0;
+  // Maps the memory of `rank`, the caller's descriptor.
+  virtual void map(i64 rank, int fd) = 0;
+  // Copies at `offset`, or zeroes. RuntimeError if the GPU takes longer than `timeout_s`.
+  virtual void write(i64 offset, const char* from, i64 bytes, double timeout_s) = 0;
+  virtual void read(i64 offset, char* to, i64 bytes, double timeout_s) = 0;
+  virtual void clear(i64 offset, i64 bytes, double timeout_s) = 0;
+  // Waits for the GPU, then releases the addresses; memory lives on where it is mapped elsewhere.
+  virtual void release() noexcept = 0;
+  virtual DLDevice device() const = 0;
+
+ protected:
+  i64 bytes() const { return size * share_bytes; }
+  bool is_forked() const { return getpid() != owner_; }
+
+ private:
+  const pid_t owner_ = getpid();
+};
 
 class HostRange : public PeerRange {
  public:
   HostRange(i64 size, i64 share_bytes) : PeerRange(size, share_bytes) {
-    // Addresses first, which nothing backs; from a huge page on, as memory of a GPU would begin.
+    // Only addresses, from a huge page on, as a GPU's memory begins.
     reserved_bytes_ = static_cast<size_t>(bytes() + kHugePageBytes);
     reserved_ = mmap(nullptr, reserved_bytes_, PROT_NONE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (reserved_ == MAP_FAILED) raise_errno("mmap");
-    // A child would keep the memory of ranks that are gone, and must not write it.
+    if (reserved_ == MAP_FAILED) raise_errno();
+    // A child would keep the memory of ranks that have ended.
     madvise(reserved_, reserved_bytes_, MADV_DONTFORK);
     char* const first = static_cast<char*>(reserved_);
     base = first + -address(first) % kHugePageBytes;
   }
   ~HostRange() override { release(); }
 
-  int create(i64, int, bool) override {
-    throw tvm::ffi::Error("RuntimeError", "PeerMemory: memory on the CPU is made by Python", "");
-  }
+  int create(i64) override { raise("RuntimeError", "PeerMemory: Python makes memory on the CPU"); }
 
   void map(i64 rank, int fd) override {
     const size_t length = static_cast<size_t>(share_bytes);
-    if (mmap(place_of(rank), length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) ==
-        MAP_FAILED) {
-      raise_errno("mmap");
+    char* const at = base + rank * share_bytes;
+    if (mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+      raise_errno();
     }
-    madvise(place_of(rank), length, MADV_DONTFORK);
-    is_mapped_[static_cast<size_t>(rank)] = true;
+    madvise(at, length, MADV_DONTFORK);
   }
 
-  void write(i64 offset, const char* from, i64 bytes, int, double) override {
+  void write(i64 offset, const char* from, i64 bytes, double) override {
     std::memcpy(base + offset, from, static_cast<size_t>(bytes));
   }
-  void read(i64 offset, char* to, i64 bytes, int, double) override {
+  void read(i64 offset, char* to, i64 bytes, double) override {
     std::memcpy(to, base + offset, static_cast<size_t>(bytes));
   }
-  void clear(i64 offset, i64 bytes, int, double) override {
+  void clear(i64 offset, i64 bytes, double) override {
     std::memset(base + offset, 0, static_cast<size_t>(bytes));
   }
-
   void release() noexcept override {
-    if (reserved_ != nullptr && is_here()) munmap(reserved_, reserved_bytes_);
+    if (reserved_ != nullptr && !is_forked()) munmap(reserved_, reserved_bytes_);
     reserved_ = nullptr;
   }
+  DLDevice device() const override { return {kDLCPU, 0}; }
 
  private:
+  static constexpr i64 kHugePageBytes = i64(2) << 20;
+
+  [[noreturn]] static void raise_errno() {
+    raise(errno == ENOMEM || errno == ENOSPC ? "MemoryError" : "RuntimeError",
+          std::string("PeerMemory: mmap: ") + std::strerror(errno));
+  }
+
   void* reserved_ = nullptr;
   size_t reserved_bytes_ = 0;
 };
 
-// What keeps the range for a tensor.
+// Small copies with a GPU, on a stream of their own: torch's may be full of work. Lives as long as
+// the process.
+struct Probe {
+  static constexpr i64 kBytes = 4096;
+  std::mutex mutex;  // of a copy
+  CUstream stream = nullptr;
+  CUevent event = nullptr;
+  char* pinned = nullptr;  // a copy from pageable memory would block in the driver
+
+  static Probe& of(int ordinal) {
+    static std::mutex mutex;
+    static std::array<Probe*, kMaxDevices> probes{};
+    const std::lock_guard<std::mutex> lock(mutex);
+    Probe*& found = probes[static_cast<size_t>(ordinal)];
+    if (found == nullptr) {
+      const Driver& driver = Driver::get();
+      const RelaxedCapture relaxed;
+      const ContextScope scope(Device::get(ordinal));
+      auto made = std::make_unique<Probe>();
+      driver.check(driver.cuStreamCreateWithPriority(&made->stream, kStreamNonBlocking,
+                                                     kHighestStreamPriority),
+                   "cuStreamCreateWithPriority");
+      driver.check(driver.cuEventCreate(&made->event, kEventDisableTiming), "cuEventCreate");
+      void* pinned = nullptr;
+      driver.check(driver.cuMemHostAlloc(&pinned, kBytes, kHostAllocPortable), "cuMemHostAlloc");
+      made->pinned = static_cast<char*>(pinned);
+      found = made.release();
+    }
+    return *found;
+  }
+};
+
+class GpuRange : public PeerRange {
+ public:
+  GpuRange(i64 size, i64 share_bytes, int ordinal)
+      : PeerRange(size, share_bytes),
+        ordinal_(ordinal),
+        device_(Device::get(ordinal)),
+        is_mapped_(static_cast<size_t>(size), false) {
+    const ContextScope scope(device_);
+    CUdeviceptr begin = 0;
+    driver_.check(vmm_.cuMemAddressReserve(&begin, static_cast<size_t>(bytes()), 0, 0, 0),
+                  "cuMemAddressReserve");
+    base = reinterpret_cast<char*>(begin);
+  }
+  ~GpuRange() override { release(); }
+
+  int create(i64 rank) override {
+    const ContextScope scope(device_);
+    const VmmProperties properties = properties_of(ordinal_);
+    Handle handle{vmm_};
+    const CUresult result = vmm_.cuMemCreate(&handle.value, length_, &properties, 0);
+    if (result == kCudaErrorOutOfMemory) {
+      raise("MemoryError", "PeerMemory: GPU " + std::to_string(ordinal_) + " has no " +
+                               std::to_string(share_bytes) +
+                               " bytes left; torch.cuda.empty_cache() gives back what PyTorch "
+                               "keeps");
+    }
+    driver_.check(result, "cuMemCreate");
+    map_handle(rank, handle.value);
+    int fd = -1;
+    driver_.check(vmm_.cuMemExportToShareableHandle(&fd, handle.value, kVmmAsFd, 0),
+                  "cuMemExportToShareableHandle");
+    return fd;
+  }
+
+  void map(i64 rank, int fd) override {
+    const ContextScope scope(device_);
+    Handle handle{vmm_};
+    void* const shared = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
+    driver_.check(vmm_.cuMemImportFromShareableHandle(&handle.value, shared, kVmmAsFd),
+                  "cuMemImportFromShareableHandle");
+    map_handle(rank, handle.value);
+  }
+
+  void write(i64 offset, const char* from, i64 bytes, double timeout_s) override {
+    const auto n = static_cast<size_t>(bytes);
+    run(timeout_s, bytes, [&](Probe& probe) {
+      std::memcpy(probe.pinned, from, n);
+      return driver_.cuMemcpyHtoDAsync_v2(pointer(offset), probe.pinned, n, probe.stream);
+    });
+  }
+  void read(i64 offset, char* to, i64 bytes, double timeout_s) override {
+    const auto n = static_cast<size_t>(bytes);
+    const auto queue = [&](Probe& probe) {
+      return driver_.cuMemcpyDtoHAsync_v2(probe.pinned, pointer(offset), n, probe.stream);
+    };
+    run(timeout_s, bytes, queue, to);
+  }
+  void clear(i64 offset, i64 bytes, double timeout_s) override {
+    run(timeout_s, 0, [&](Probe& probe) {
+      return driver_.cuMemsetD8Async(pointer(offset), 0, static_cast<size_t>(bytes), probe.stream);
+    });
+  }
+
+  void release() noexcept override {
+    if (base == nullptr) return;
+    const CUdeviceptr begin = pointer(0);
+    base = nullptr;
+    if (is_forked() || is_busy_) return;
+    try {
+      const ContextScope scope(device_);
+      // Kernels that use it may be queued: a tensor goes when Python drops it.
+      driver_.check(driver_.cuCtxSynchronize(), "cuCtxSynchronize");
+      for (size_t rank = 0; rank < is_mapped_.size(); ++rank) {
+        if (!is_mapped_[rank]) continue;
+        driver_.check(vmm_.cuMemUnmap(begin + rank * length_, length_), "cuMemUnmap");
+      }
+      driver_.check(vmm_.cuMemAddressFree(begin, static_cast<size_t>(bytes())), "cuMemAddressFree");
+    } catch (const tvm::ffi::Error&) {
+      // A graph is being captured, or the process ends: the memory stays until it does.
+    }
+  }
+  // The GPU that uses it, not the one where the memory lies.
+  DLDevice device() const override { return {kDLCUDA, ordinal_}; }
+
+ private:
+  // Until it is mapped: a mapping keeps the memory.
+  struct Handle {
+    const Vmm& vmm;
+    CUmemHandle value = 0;
+    ~Handle() {
+      if (value != 0) vmm.cuMemRelease(value);
+    }
+  };
+
+  CUdeviceptr pointer(i64 offset) const { return reinterpret_cast<CUdeviceptr>(base + offset); }
+
+  void map_handle(i64 rank, CUmemHandle handle) {
+    const CUdeviceptr at = pointer(rank * share_bytes);
+    driver_.check(vmm_.cuMemMap(at, length_, 0, handle, 0), "cuMemMap");
+    is_mapped_[static_cast<size_t>(rank)] = true;
+    const VmmAccess access{{kVmmOnDevice, ordinal_}, kVmmReadWrite};
+    driver_.check(vmm_.cuMemSetAccess(at, length_, &access, 1), "cuMemSetAccess");
+  }
+
+  // Queues a copy and polls for its end, since a GPU may hang.
+  template <class Queue>
+  void run(double timeout_s, i64 bytes, const Queue& queue, char* to = nullptr) {
+    if (bytes > Probe::kBytes) raise("ValueError", "PeerMemory: more than 4096 bytes at once");
+    Probe& probe = Probe::of(ordinal_);
+    const std::lock_guard<std::mutex> lock(probe.mutex);
+    const ContextScope scope(device_);
+    driver_.check(queue(probe), "PeerMemory: a copy");
+    driver_.check(driver_.cuEventRecord(probe.event, probe.stream), "cuEventRecord");
+    using Clock = std::chrono::steady_clock;
+    const auto began = Clock::now();
+    CUresult result = kCudaErrorNotReady;
+    while ((result = driver_.cuEventQuery(probe.event)) == kCudaErrorNotReady) {
+      if (std::chrono::duration<double>(Clock::now() - began).count() > timeout_s) {
+        is_busy_ = true;
+        raise("RuntimeError", "PeerMemory: GPU " + std::to_string(ordinal_) +
+                                  " has not done a copy within the deadline: it hangs, or other "
+                                  "work keeps it");
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    driver_.check(result, "PeerMemory: a copy");
+    if (to != nullptr) std::memcpy(to, probe.pinned, static_cast<size_t>(bytes));
+  }
+
+  const Driver& driver_ = Driver::get();
+  const Vmm& vmm_ = Vmm::get();
+  const int ordinal_;
+  const Device& device_;
+  const size_t length_ = static_cast<size_t>(share_bytes);
+  std::vector<bool> is_mapped_;  // by rank
+  bool is_busy_ = false;         // the GPU may still write: never released
+};
+
+// -- for Python ----------------------------------------------------------------------------------
+
+// Keeps the range for a tensor.
 struct View {
   std::shared_ptr<PeerRange> range;
 
@@ -95,50 +431,37 @@ struct View {
   void FreeData(DLTensor*) { range.reset(); }
 };
 
-void check_inside(const PeerRange& range, i64 offset, i64 bytes) {
-  if (offset < 0 || bytes < 0 || offset + bytes > range.size * range.share_bytes) {
-    throw tvm::ffi::Error("ValueError", "PeerMemory: outside of it", "");
+// The functions of `Range` in comm/peer_memory.py, in its order. `ordinal` is -1 for the CPU.
+Array<Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordinal) {
+  std::shared_ptr<PeerRange> range;
+  if (ordinal < 0) {
+    range = std::make_shared<HostRange>(size, share_bytes);
+  } else {
+    range = std::make_shared<GpuRange>(size, share_bytes, static_cast<int>(ordinal));
   }
-}
-
-// Of the GPUs that are to see it, or of the CPU where there are none. In the order of `Range` in
-// comm/peer_setup.py.
-Array<Function> make_peer_range(int64_t size, int64_t share_bytes, Array<int64_t> ordinals) {
-  std::vector<int> gpus;
-  for (const int64_t ordinal : ordinals) gpus.push_back(static_cast<int>(ordinal));
-  const auto range = gpus.empty() ? make_host_range(size, share_bytes)
-                                  : make_gpu_range(size, share_bytes, std::move(gpus));
   return {
       Function::FromTyped([range]() -> int64_t { return reinterpret_cast<int64_t>(range->base); }),
-      Function::FromTyped([range](int64_t rank, int64_t ordinal, bool is_exported) -> int64_t {
-        return range->create(rank, static_cast<int>(ordinal), is_exported);
-      }),
+      Function::FromTyped([range](int64_t rank) -> int64_t { return range->create(rank); }),
       Function::FromTyped(
           [range](int64_t rank, int64_t fd) { range->map(rank, static_cast<int>(fd)); }),
-      Function::FromTyped([range](int64_t offset, Bytes from, int64_t ordinal, double timeout_s) {
-        const i64 bytes = static_cast<i64>(from.size());
-        check_inside(*range, offset, bytes);
-        range->write(offset, from.data(), bytes, static_cast<int>(ordinal), timeout_s);
+      Function::FromTyped([range](int64_t offset, Bytes from, double timeout_s) {
+        range->check(offset, static_cast<i64>(from.size()));
+        range->write(offset, from.data(), static_cast<i64>(from.size()), timeout_s);
       }),
-      Function::FromTyped(
-          [range](int64_t offset, int64_t bytes, int64_t ordinal, double timeout_s) -> Bytes {
-            check_inside(*range, offset, bytes);
-            std::string to(static_cast<size_t>(bytes), '\0');
-            range->read(offset, to.data(), bytes, static_cast<int>(ordinal), timeout_s);
-            return Bytes(std::move(to));
-          }),
-      Function::FromTyped(
-          [range](int64_t offset, int64_t bytes, int64_t ordinal, double timeout_s) {
-            check_inside(*range, offset, bytes);
-            range->clear(offset, bytes, static_cast<int>(ordinal), timeout_s);
-          }),
-      // On the GPU that uses it, whichever the memory lies on.
-      Function::FromTyped([range](int64_t offset, int64_t bytes, int64_t ordinal) {
-        check_inside(*range, offset, bytes);
-        const DLDevice device =
-            ordinal < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, static_cast<int32_t>(ordinal)};
+      Function::FromTyped([range](int64_t offset, int64_t bytes, double timeout_s) -> Bytes {
+        range->check(offset, bytes);
+        std::string to(static_cast<size_t>(bytes), '\0');
+        range->read(offset, to.data(), bytes, timeout_s);
+        return Bytes(std::move(to));
+      }),
+      Function::FromTyped([range](int64_t offset, int64_t bytes, double timeout_s) {
+        range->check(offset, bytes);
+        range->clear(offset, bytes, timeout_s);
+      }),
+      Function::FromTyped([range](int64_t offset, int64_t bytes) {
+        range->check(offset, bytes);
         return tvm::ffi::Tensor::FromNDAlloc(View{range}, {bytes}, DLDataType{kDLUInt, 8, 1},
-                                             device, range->base + offset);
+                                             range->device(), range->base + offset);
       }),
       Function::FromTyped([range] { range->release(); }),
   };
@@ -146,10 +469,9 @@ Array<Function> make_peer_range(int64_t size, int64_t share_bytes, Array<int64_t
 
 }  // namespace
 
-std::shared_ptr<PeerRange> make_host_range(i64 size, i64 share_bytes) {
-  return std::make_shared<HostRange>(size, share_bytes);
-}
-
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_uuid, gpu_uuid);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_reaches, gpu_reaches);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_granularity, gpu_granularity);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_peer_range, make_peer_range);
 
 }  // namespace jitkern

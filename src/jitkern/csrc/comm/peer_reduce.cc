@@ -1,5 +1,6 @@
 // all_reduce and reduce_scatter over memory that ranks of one host write into each other's: the
-// reducer that Python holds, its order among streams, and the launch.
+// calls' arguments, the reducer that Python holds, its order among streams, and the launch.
+#include <jitkern/check.h>
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/error.h>
@@ -10,8 +11,8 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 
-#include "comm/peer_call.h"
 #include "comm/peer_reduce_by_cpu.h"
 #include "host/staging.h"
 
@@ -22,6 +23,168 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Error;
 using tvm::ffi::Function;
+
+// -- calls ---------------------------------------------------------------------------------------
+
+// The grid for parts of up to so many bytes; in one shot the message is one part. All ranks launch
+// the same. 8 KiB on two H200s: 2.31 us with 4 blocks of 128 threads.
+struct PeerShape {
+  i64 most_bytes;
+  u32 blocks;
+  u32 threads;
+};
+constexpr PeerShape kShapes[] = {
+    {2 << 10, 1, 128},    {4 << 10, 2, 128},    {8 << 10, 4, 128},
+    {16 << 10, 8, 128},   {32 << 10, 16, 128},  {64 << 10, 32, 128},
+    {128 << 10, 64, 128}, {256 << 10, 64, 256}, {i64(1) << 62, 64, 512},
+};
+
+// What all calls of a reducer share.
+struct PeerPlan {
+  int ordinal;  // of the GPU; -1: the CPU
+  int rank;
+  PeerSlots slots;
+  i64 one_shot_bytes;  // "auto" is one shot up to so many bytes
+};
+
+// Tensors, checked, and how they are cut.
+struct PeerCall {
+  PeerWay way;
+  int type;
+  i64 access_bytes;  // the widest that both tensors allow
+  u32 num_blocks;
+  u32 num_threads;
+  PeerReduceParams params{};
+
+  bool is_empty() const { return params.num_vecs == 0; }
+  // A thread has more than one vector.
+  bool has_several() const {
+    return std::min(params.blocks.share(0).count, params.slots.vecs) > num_threads;
+  }
+};
+
+struct Operand : Tensor {
+  char* data;
+  i64 count;  // of items
+  i64 bytes;
+
+  Operand(const PeerPlan& plan, const char* op, const char* arg, AnyView value)
+      : Tensor(op, arg, value), data(Tensor::data()), count(numel()), bytes(count * item_bytes()) {
+    if (ordinal() != plan.ordinal) {
+      const std::string own = plan.ordinal < 0 ? "cpu" : "cuda:" + std::to_string(plan.ordinal);
+      value_error("on " + device_name(), "on " + own + ", as the workspace");
+    }
+    contiguous();
+    if (bytes > kMostBytes) {
+      value_error(std::to_string(bytes) + " bytes", "at most " + std::to_string(kMostBytes));
+    }
+  }
+
+  // ValueError unless it is `part` itself, or shares no memory with `other`.
+  void apart_from(const Operand& other, const char* part, const char* expected) const {
+    if (data != part && data < other.data + other.bytes && other.data < data + bytes) {
+      value_error(std::string("memory of ") + other.arg, expected);
+    }
+  }
+
+ private:
+  static constexpr i64 kMostBytes = i64(1) << 34;  // vectors have numbers of 32 bits
+};
+
+int type_of(const Tensor& x) {
+  const DLDataType type = x.dl->dtype;
+  if (type.lanes == 1 && type.code == kDLFloat && type.bits == 32) return kFloat32;
+  if (type.lanes == 1 && type.code == kDLFloat && type.bits == 16) return kFloat16;
+  if (type.lanes == 1 && type.code == kDLBfloat && type.bits == 16) return kBFloat16;
+  x.type_error("dtype " + x.dtype_name(), "float32, float16 or bfloat16");
+}
+
+u32 num_vecs_of(i64 bytes) { return static_cast<u32>((bytes + kPeerVecBytes - 1) / kPeerVecBytes); }
+
+// The rest of a call, once its parts are known.
+PeerCall cut(const PeerPlan& plan, const Operand& x, const Operand& out, PeerCall call) {
+  PeerReduceParams& p = call.params;
+  call.type = type_of(x);
+  p.x = x.data;
+  p.out = out.data;
+  p.slots = plan.slots;
+  if (call.is_empty()) return call;
+  u64 bits = address(x.data) | address(out.data);
+  if (call.way == kScatter) bits |= static_cast<u64>(p.part_bytes);
+  call.access_bytes = widest_vec(bits);
+  if (call.access_bytes < x.item_bytes()) {
+    const bool is_x = address(x.data) % static_cast<u64>(x.item_bytes()) != 0;
+    (is_x ? x : out).value_error("memory that is not aligned to its elements", "aligned memory");
+  }
+  const i64 bytes = p.num_vecs * kPeerVecBytes;
+  const auto fits = [&](const PeerShape& shape) { return bytes <= shape.most_bytes; };
+  const PeerShape& shape = *std::find_if(std::begin(kShapes), std::end(kShapes), fits);
+  call.num_blocks = std::min(shape.blocks, p.num_vecs);
+  call.num_threads = shape.threads;
+  p.blocks = PeerShares::of(p.num_vecs, call.num_blocks);
+  return call;
+}
+
+PeerCall all_reduce_call(const PeerPlan& plan, AnyView x_arg, AnyView out_arg, i64 way) {
+  const char* const op = "all_reduce";
+  const Operand x(plan, op, "x", x_arg);
+  const Operand out = is_none(out_arg) ? x : Operand(plan, op, "out", out_arg);
+  out.same_dtype(x);
+  if (out.count != x.count) {
+    out.value_error(std::to_string(out.count) + " items", std::to_string(x.count) + ", as in x");
+  }
+  out.apart_from(x, x.data, "x itself, or memory of its own");
+  PeerCall call{};
+  PeerReduceParams& p = call.params;
+  const u32 num_vecs = num_vecs_of(x.bytes);
+  p.tail_bytes = static_cast<u32>(x.bytes % kPeerVecBytes);
+  call.way = way >= 0                         ? static_cast<PeerWay>(way)
+             : x.bytes <= plan.one_shot_bytes ? kOneShot
+                                              : kTwoShot;
+  // Each rank has a part, so that each misses in the first stage whoever does not come.
+  if (num_vecs < plan.slots.num_ranks) call.way = kOneShot;
+  if (call.way == kOneShot) {
+    p.part_bytes = x.bytes;
+    p.num_vecs = num_vecs;
+  } else {
+    const PeerShares parts = PeerShares::of(num_vecs, plan.slots.num_ranks);
+    p.part_bytes = parts.each * kPeerVecBytes;
+    p.longer_parts = parts.longer;
+    p.num_vecs = parts.share(0).count;
+  }
+  return cut(plan, x, out, call);
+}
+
+PeerCall reduce_scatter_call(const PeerPlan& plan, AnyView output_arg, AnyView x_arg) {
+  const char* const op = "reduce_scatter";
+  const Operand output(plan, op, "output", output_arg);
+  const Operand x(plan, op, "x", x_arg);
+  x.same_dtype(output);
+  const i64 size = plan.slots.num_ranks;
+  if (x.count != output.count * size) {
+    x.value_error(std::to_string(x.count) + " items",
+                  std::to_string(output.count * size) + ", " + std::to_string(output.count) +
+                      " for each of " + std::to_string(size) + " ranks");
+  }
+  const i64 own = plan.rank * output.bytes;
+  output.apart_from(x, x.data + own, "memory of its own, or this rank's part of it");
+  PeerCall call{};
+  call.way = kScatter;
+  call.params.part_bytes = output.bytes;
+  call.params.num_vecs = num_vecs_of(output.bytes);
+  call.params.tail_bytes = static_cast<u32>(output.bytes % kPeerVecBytes);
+  return cut(plan, x, output, call);
+}
+
+PeerCall meet_call(const PeerPlan& plan) {
+  PeerCall call{kMeet, kFloat32, 16, 1, 32};
+  call.params.num_vecs = 1;
+  call.params.blocks = PeerShares::of(1, 1);
+  call.params.slots = plan.slots;
+  return call;
+}
+
+// -- late ranks ----------------------------------------------------------------------------------
 
 // "rank 2" or "ranks 0, 2"
 std::string ranks_text(i64 missing) {
@@ -59,8 +222,6 @@ KernelTable& kernels() {
   return table;
 }
 
-enum CallStatus : int64_t { kQueued, kTraced };
-
 class PeerReducer {
  public:
   PeerReducer(PeerPlan plan, const Array<int64_t>& addresses, u64 deadline_ns)
@@ -94,19 +255,20 @@ class PeerReducer {
   PeerReducer(const PeerReducer&) = delete;
   PeerReducer& operator=(const PeerReducer&) = delete;
 
-  int64_t all_reduce(AnyView x, AnyView out, int64_t way) {
-    if (torch_has_to_see_it()) return kTraced;
+  // True, and nothing was done, where PyTorch has to see the call.
+  bool all_reduce(AnyView x, AnyView out, int64_t way) {
+    if (torch_has_to_see_it()) return true;
     run(all_reduce_call(plan_, x, out, way), kSites[0]);
-    return kQueued;
+    return false;
   }
-  int64_t reduce_scatter(AnyView output, AnyView x) {
-    if (torch_has_to_see_it()) return kTraced;
+  bool reduce_scatter(AnyView output, AnyView x) {
+    if (torch_has_to_see_it()) return true;
     run(reduce_scatter_call(plan_, output, x), kSites[1]);
-    return kQueued;
+    return false;
   }
-  // `is_inside` another call of all ranks, which raises what earlier ops left itself.
+  // `is_inside` another call of all ranks, which raises earlier faults itself.
   void device_barrier(bool is_inside) { run(meet_call(plan_), kSites[2], is_inside); }
-  // Of this rank's word that says whether its workspace is broken: not then, all ones.
+  // This rank's word that is kUnwritten unless its workspace is broken.
   const u32* intact() const {
     return &reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank])->intact;
   }
@@ -159,7 +321,7 @@ class PeerReducer {
     check_failure();
     if (call.is_empty()) return;
     order(op_of(call.params.site), scope.stream());
-    const bool several = call.has_several(call.num_threads);
+    const bool several = call.has_several();
     const Kernel& kernel = kernels()
                                .find(scope.device, Spec(call.type, plan_.slots.num_ranks,
                                                         call.access_bytes, call.way, several))
@@ -170,10 +332,10 @@ class PeerReducer {
                        call.num_threads);
   }
 
-  // Two calls at the same time would take each other's values. What another stream was given comes
-  // first; that is seen here at the cost of a comparison, where streams do not change.
+  // Calls must not overlap: they would take each other's values. A call on another stream waits for
+  // the last one; while the stream stays the same, that costs a comparison.
   void order(const char* op, CUstream stream) {
-    if (has_last_ && stream == last_stream_ && !last_is_captured_) return;
+    if (last_ == stream && !last_is_captured_) return;
     const Driver& driver = Driver::get();
     const auto is_capturing = [&](CUstream one) {
       int status = 0;
@@ -182,8 +344,8 @@ class PeerReducer {
       return status != 0;
     };
     const bool is_captured = is_capturing(stream);
-    const bool has_other = has_last_ && stream != last_stream_;
-    if (has_other && (is_captured || !last_is_captured_) && is_capturing(last_stream_)) {
+    const bool has_other = last_ && last_ != stream;
+    if (has_other && (is_captured || !last_is_captured_) && is_capturing(*last_)) {
       throw Error("RuntimeError",
                   std::string(op) +
                       ": called on another stream than that of the call before, which is being "
@@ -191,17 +353,14 @@ class PeerReducer {
                       "other's values",
                   "");
     }
-    // What is captured runs when the graph does, behind whatever its stream is behind.
-    if (!is_captured && has_eager_ && stream != eager_stream_) {
-      record(event_, eager_stream_);
+    // What is captured runs when the graph does, after whatever its stream is after.
+    if (!is_captured && eager_ && eager_ != stream) {
+      record(event_, *eager_);
       wait_for(stream, event_);
     }
-    last_stream_ = stream;
-    has_last_ = true;
+    last_ = stream;
     last_is_captured_ = is_captured;
-    if (is_captured) return;
-    eager_stream_ = stream;
-    has_eager_ = true;
+    if (!is_captured) eager_ = stream;
   }
 
   void run_by_cpu(const PeerCall& call) {
@@ -236,50 +395,41 @@ class PeerReducer {
   std::mutex turn_;
   u32 num_calls_ = 0;
   CUevent event_ = nullptr;
-  CUstream last_stream_ = nullptr;  // of the last call that had items
-  bool has_last_ = false;
+  std::optional<CUstream> last_;  // the stream of the last call that had items
   bool last_is_captured_ = false;
-  CUstream eager_stream_ = nullptr;  // the last that was not captured
-  bool has_eager_ = false;
+  std::optional<CUstream> eager_;  // the last one that was not captured
 };
 
 constexpr i64 kNumSlots = 2 * 2 * kMostPeerBlocks;  // of each writer
 
 PeerPlan plan_of(int64_t ordinal, int64_t rank, int64_t size, int64_t workspace_bytes,
-                 const Array<int64_t>& shapes, int64_t one_shot_bytes) {
-  PeerPlan plan{static_cast<int>(ordinal), static_cast<int>(rank), {}, {}, one_shot_bytes};
+                 int64_t one_shot_bytes) {
   const i64 vecs =
       std::max<i64>(0, workspace_bytes - kPeerControlBytes) / (kNumSlots * size * kPeerVecBytes);
-  plan.slots = {static_cast<u32>(size), static_cast<u32>(std::min<i64>(vecs, 1 << 20))};
   if (vecs == 0) {
     const PeerSlots least{static_cast<u32>(size), 1};
     raise_value_error("PeerReducer", "workspace_bytes", std::to_string(workspace_bytes),
                       "at least " + std::to_string(least.workspace_bytes()) + " for " +
                           std::to_string(size) + " ranks");
   }
-  for (size_t i = 0; i + 2 < shapes.size(); i += 3) {
-    plan.shapes.push_back(
-        {shapes[i],
-         static_cast<u32>(std::clamp<int64_t>(shapes[i + 1], 1, int64_t{kMostPeerBlocks})),
-         static_cast<u32>(shapes[i + 2])});
-  }
-  return plan;
+  const PeerSlots slots{static_cast<u32>(size), static_cast<u32>(std::min<i64>(vecs, 1 << 20))};
+  return {static_cast<int>(ordinal), static_cast<int>(rank), slots, one_shot_bytes};
 }
 
 // Its all_reduce, reduce_scatter, reset, device_barrier, and the address of intact().
 Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int64_t rank,
                                   int64_t workspace_bytes, int64_t deadline_ns,
-                                  Array<int64_t> shapes, int64_t one_shot_bytes) {
+                                  int64_t one_shot_bytes) {
+  const auto size = static_cast<int64_t>(addresses.size());
   const auto made =
-      std::make_shared<PeerReducer>(plan_of(ordinal, rank, static_cast<int64_t>(addresses.size()),
-                                            workspace_bytes, shapes, one_shot_bytes),
+      std::make_shared<PeerReducer>(plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes),
                                     addresses, static_cast<u64>(deadline_ns));
   return {
-      Function::FromTyped([made](AnyView x, AnyView out, int64_t way) -> int64_t {
+      Function::FromTyped([made](AnyView x, AnyView out, int64_t way) -> bool {
         return made->all_reduce(x, out, way);
       }),
       Function::FromTyped(
-          [made](AnyView output, AnyView x) -> int64_t { return made->reduce_scatter(output, x); }),
+          [made](AnyView output, AnyView x) -> bool { return made->reduce_scatter(output, x); }),
       Function::FromTyped([made] { made->reset(); }),
       // A GPU's tensor has the FFI tell C++ PyTorch's stream; a call of C++ gives none.
       Function::FromTyped([made](AnyView word) { made->device_barrier(is_none(word)); }),
@@ -287,10 +437,17 @@ Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int
   };
 }
 
-// Of slots that hold so many bytes.
-int64_t peer_workspace_bytes(int64_t size, int64_t slot_bytes) {
-  const i64 vecs = std::max<i64>(1, ceil_div(slot_bytes, kPeerVecBytes));
-  return PeerSlots{static_cast<u32>(size), static_cast<u32>(vecs)}.workspace_bytes();
+// Of a workspace in which messages up to `max_bytes` take one round.
+int64_t peer_workspace_bytes(int64_t size, int64_t max_bytes, int64_t one_shot_bytes) {
+  i64 slot_bytes = 1;
+  for (const i64 part : {i64{std::min(max_bytes, one_shot_bytes)}, ceil_div(max_bytes, size)}) {
+    for (const PeerShape& shape : kShapes) {
+      const i64 bytes = ceil_div(std::min(part, shape.most_bytes), i64{shape.blocks});
+      slot_bytes = std::max(slot_bytes, bytes);
+    }
+  }
+  const auto vecs = static_cast<u32>(ceil_div(slot_bytes + kPeerVecBytes - 1, kPeerVecBytes));
+  return PeerSlots{static_cast<u32>(size), vecs}.workspace_bytes();
 }
 
 }  // namespace
