@@ -237,7 +237,7 @@ def test_no_arch(
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jitkern.warm.gpu_archs", list)
+    monkeypatch.setattr("jitkern.warming.gpu_archs", list)
 
 
 def test_bench_of_an_installed_package(

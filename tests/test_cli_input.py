@@ -175,7 +175,7 @@ def test_only_what_is_wrong_with_a_record_is_said_of_replay(
     def wrong(*_: object) -> None:
         raise ValueError("no such rows")
 
-    monkeypatch.setattr("jitkern.warm.op_jobs", wrong)
+    monkeypatch.setattr("jitkern.warming.op_jobs", wrong)
     status, _, err = run(capsys, "warm", "--element-size", "656", "--arch", "9.0", "--check")
     assert (status, "--replay" in err, "ValueError: no such rows" in err) == (1, False, True)
     (odd / "r.jsonl").write_text("{}")

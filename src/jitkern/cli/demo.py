@@ -145,7 +145,7 @@ def _cases(ctx: Context) -> Iterator[Case]:
 
 def _compile() -> None:
     """Compile the kernels of the demo for GPUs that are not here, and show how long it takes."""
-    from jitkern.warm import build_missing, default_threads, look_all, op_jobs
+    from jitkern.warming import build_missing, default_threads, look_all, op_jobs
 
     start = time.perf_counter()
     jobs = op_jobs(_ROW_BYTES.items(), SUPPORTED_ARCHS)
