@@ -1,15 +1,13 @@
 """The tables of the docs, made from ``bench/results/*.json``: ``python -m bench.tables``.
 
-A page has ``<!-- table: NAME -->`` in front of one and ``<!-- end -->`` behind it; what is between
-is written here, and so are the figures of sentences, which ``bench/said.py`` lists. A test holds
-the pages to it.
+A page has ``<!-- table: NAME -->`` before one and ``<!-- end -->`` after it; what is between is
+written here, and a test holds the pages to it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -437,23 +435,14 @@ def made(text: str) -> str:
     return _MARKED.sub(table, text)
 
 
-def main() -> int:
-    from bench import figures, said
-
-    status = 0
+def main() -> None:
+    """Write the tables of every page anew."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        page, name = path.read_text(), path.relative_to(ROOT).as_posix()
-        anew = made(page)
-        try:
-            anew = figures.made(name, anew, said.on(name))
-        except ValueError as error:
-            sys.stderr.write(f"{error}\n")
-            status = 1
-        if anew != page:
+        page = path.read_text()
+        if (anew := made(page)) != page:
             path.write_text(anew)
-            print(f"tables: {name}")
-    return status
+            print(f"tables: {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -75,19 +75,13 @@ LAYERS = """
 5  offload
 5  calibration
 5  bench.case bench.timing
-5  perf bench.report bench.client bench.pairs
+5  perf bench.report
 5  bench.measure
-5  bench.counts bench.fresh bench.compare bench.baseline
-5  bench.cases.common
-5  bench.cases.pair_ops
-5  bench.cases
-5  bench.cases.launch bench.cases.threads bench.cases.wings
-5  bench.ci bench.output
-5  bench.worker
+5  bench.counts bench.baseline
+5  bench.ci
 5  bench
 6  cli.ui
 6  cli.filters cli.kernels_wheel cli.machine
-6  cli.bench_update
 6  cli.bench_cmd cli.cache_cmd cli.clangd cli.completion cli.demo cli.doctor cli.warm
 6  cli
 6  __main__

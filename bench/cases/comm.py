@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from bench import peers, ranks
-from bench.goals import Figures, Goal, at_least, at_most
 from bench.ranks import KIB, MIB, Calls, Ranks, calls_for, size_text, spaced, timed
 from jitkern.bench.case import Context, Row
 from jitkern.bench.measure import fill
@@ -46,35 +45,6 @@ OF_USUAL = {1: 0.5, 1024: 0.75, 16_384: 0.8}
 
 def run(ctx: Context) -> Iterator[Row]:
     yield from ranks.run("comm", __name__, ctx)
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    for size in (2, 4, 8):
-        gpus = f"{size} GPUs"
-        case = _host_case(gpus)
-        us = {impl: f.us("comm", case, impl) for impl in (OURS, NO_DEADLINE, TORCH, BARE)}
-        ours = us[OURS]
-        if ours is not None:
-            for other, most in ((TORCH, 0.6), (BARE, 1.15)):
-                theirs = us[other]
-                if theirs is not None:
-                    yield from at_most(f"comm, {case}: of {other}", ours / theirs, most)
-            without = us[NO_DEADLINE]
-            if without is not None:
-                yield from at_most(f"comm, {case}: deadlines", ours - without, 0.3, "us")
-        for num_bytes in BYTES[:3]:
-            case = sum_case(num_bytes, gpus)
-            ours, theirs = f.us("comm", case, OURS), f.us("comm", case, TORCH)
-            if ours is not None and theirs is not None:
-                yield from at_most(f"comm, {case}: time, of {TORCH}", ours / theirs, 1.0)
-        case = sum_case(BYTES[-1], gpus)
-        got = f.speed("comm", case, OURS, TORCH)
-        yield from at_least(f"comm, {case}: of {TORCH}", got, 0.99)
-        for tokens, most in OF_USUAL.items():
-            case = _embedding_case(tokens, HIDDEN, gpus)
-            ours, theirs = f.us("comm", case, OURS), f.us("comm", case, USUAL)
-            if ours is not None and theirs is not None:
-                yield from at_most(f"comm, {case}: time, of {USUAL}", ours / theirs, most)
 
 
 def sum_case(num_bytes: int, where: str) -> str:

@@ -17,13 +17,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.env import settings
-
-if TYPE_CHECKING:
-    from bench.goals import Figures, Goal
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "bench" / "peers"
@@ -73,31 +70,6 @@ def run(ctx: Context) -> Iterator[Row]:
             yield from bench.rows(mode, name, "peer" if "inline" in mode else "ours", processes)
         if not ctx.quick:
             yield bench.warm_command()
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    # Not above: the processes that are timed import this module.
-    from bench.goals import at_least, at_most
-
-    def ms(case: str, impl: str) -> float | None:
-        us = f.us("first_call", case, impl)
-        return us / 1e3 if us else None
-
-    first = FIRST_KERNEL
-    yield from at_most(f"{first}, loading NVRTC included", ms(first, COLD), 500, "ms")
-    for case in (*OPS, LARGE_CALL):
-        cold, nvcc = ms(case, COLD), ms(case, INLINE_COLD)
-        yield from at_most(f"cold {case}", cold, 150, "ms")
-        if cold and nvcc:
-            yield from at_least(f"cold {case}: of load_inline with nvcc", nvcc / cold, 60)
-        yield from at_most(f"warm {case}, new process", ms(case, WARM), 2, "ms")
-    for mode in ("fresh", "fresh, no bytecode"):
-        ours, inline = (ms(FRESH, FRESH_IMPLS[of]) for of in (mode, f"inline_{mode}"))
-        yield from at_most(f"{FRESH_IMPLS[mode]}, {FRESH}", ours, 80, "ms")
-        if ours and inline:
-            yield from at_most(f"{FRESH_IMPLS[mode]}, {FRESH}: of load_inline", ours / inline, 1.0)
-    command = WARM_COMMAND
-    yield from at_most(command, ms(command, "jitkern"), 10_000, "ms")
 
 
 class _Bench:

@@ -19,7 +19,7 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.goals import MEMCPY, Figures, Goal, at_least
+from bench.cases.common import MEMCPY
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import compare, fill, measure
 from jitkern.bench.timing import Timing
@@ -59,17 +59,6 @@ def run(ctx: Context) -> Iterator[Row]:
             yield from measure(ctx, _case(ctx, layout, kib))
     if on_gpu:
         yield from _attention(ctx)
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    for case in f.cases("offload"):
-        for ours, bare in ((ON_GPU, BARE), (ON_CPU, BARE_ON_CPU)):
-            got = f.speed("offload", case, ours, bare)
-            if MEMCPY in f.all("offload", case):
-                yield from at_least(f"offload, {case}: {ours}, of {bare}", got, 0.97)
-    took = f.us("offload", PREFILL, IN_TURN), f.us("offload", PREFILL, OVERLAPPED)
-    if took[0] and took[1]:
-        yield from at_least(f"offload, {PREFILL}: of {IN_TURN}", took[0] / took[1], 1.8)
 
 
 def _case(ctx: Context, layout: str, kib: int) -> Case:

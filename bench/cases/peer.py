@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from bench import ranks
-from bench.goals import Figures, Goal, at_least, at_most
-from bench.peer_rows import ALONE, EACH, OURS, ROWS, beside_case, moved_rows, rows_case
+from bench.peer_rows import OURS, moved_rows
 from bench.ranks import KIB, MIB, Calls, Ranks, calls_for, size_text, spaced, timed
 from jitkern.bench.case import Context, Row
 from jitkern.bench.measure import fill
@@ -52,44 +51,6 @@ OF_ALONE = {2: {0.25: 1.9, 16: 1.95, 64: 1.95}, 4: {0.25: 3.6, 16: 3.8, 64: 3.8}
 
 def run(ctx: Context) -> Iterator[Row]:
     yield from ranks.run("peer", __name__, ctx)
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    for size in (2, 4):
-        where = f"{size} GPUs"
-
-        def of(case: str, *others: str) -> float | None:
-            """Time of ours, of the best of these."""
-            ours = f.us("peer", case, OURS)
-            theirs = [us for us in (f.us("peer", case, other) for other in others) if us]
-            return ours / min(theirs) if ours and theirs else None
-
-        for num_bytes in BYTES:
-            case = _sum_case(num_bytes, where)
-            for name, others, wanted in (
-                (NCCL, (NCCL,), OF_NCCL),
-                ("torch symmetric memory's best", (SYMMETRIC, SYMMETRIC_TWO), OF_SYMMETRIC),
-            ):
-                most = wanted[size].get(num_bytes, 1.0)
-                yield from at_most(f"peer, {case}: time, of {name}", of(case, *others), most)
-        for num_bytes, most in ROW_US.items() if size == 2 else ():
-            case = _sum_case(num_bytes, where)
-            us = f.us("peer", case, IN_A_ROW)
-            yield from at_most(f"peer, {case}: {IN_A_ROW}", us, most, "us")
-        host = f.us("peer", _host_case(where), OURS)
-        yield from at_most(f"peer, {_host_case(where)}", host, 6.0, "us")
-        for tokens, least in OF_USUAL[size].items():
-            case = _embedding_case(tokens, HIDDEN, where)
-            yield from at_least(f"peer, {case}: {USUAL}, of ours", _inverse(of(case, USUAL)), least)
-        for gib, least in OF_ALONE[size].items():
-            case = rows_case("peer_gather", ROWS, gib, where)
-            yield from at_least(f"peer, {case}: of one link", _inverse(of(case, ALONE)), least)
-        case = beside_case(where)
-        yield from at_most(f"peer, {case}: time, of {EACH}", of(case, EACH), 1.0)
-
-
-def _inverse(ratio: float | None) -> float | None:
-    return None if ratio is None else 1 / ratio
 
 
 def _sum_case(num_bytes: int, where: str) -> str:

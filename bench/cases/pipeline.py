@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from bench.goals import Figures, Goal, at_least, at_most
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import compare, fill
 from jitkern.bench.timing import Timing, cuda_replay, cuda_timer
@@ -52,27 +51,6 @@ def run(ctx: Context) -> Iterator[Row]:
     yield from _graphs(measure, blocks, sleep)
     yield from _host(ctx, blocks)
     yield from _changing(measure, copy_ms)
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    ours = f"jitkern, depth {BEST_DEPTH}"
-    for case in f.cases("pipeline"):
-        got, ceiling = f.us("pipeline", case, ours), f.us("pipeline", case, LONGER)
-        if got and ceiling:
-            yield from at_most(f"pipeline, {case}: time of {LONGER}", got / ceiling, 1.05)
-        both = f.speed("pipeline", case, ours, ENGINES)
-        yield from at_least(f"pipeline, {case}: of {ENGINES}", both, 0.9)
-    rows = f.all("pipeline", HOST)
-    plain, watched = rows.get("jitkern"), rows.get("jitkern, monitored")
-    if plain and watched and plain.median_us and watched.median_us:
-        more = watched.median_us - plain.median_us
-        yield from at_most("pipeline: host time of a monitor", more, 2.0, "us an iteration")
-    rows = f.all("pipeline", CHANGING)
-    auto = rows.get("jitkern, auto depth")
-    fixed = [row.median_us for name, row in rows.items() if "fixed" in name and row.median_us]
-    if auto and auto.median_us and fixed:
-        got = auto.median_us / min(fixed)
-        yield from at_most("pipeline: time of auto depth, of the best fixed", got, 1.05)
 
 
 # -- what is timed ---------------------------------------------------------------------------------

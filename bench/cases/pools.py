@@ -16,7 +16,7 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.goals import MEMCPY, Figures, Goal, at_least, at_most
+from bench.cases.common import MEMCPY
 from bench.peers import host_pool
 from bench.peers.host_rows import LINE_ALIGNED, LOADS_FIRST, ROW_BYTES, ROWS, copy_engine, rung
 from jitkern.bench.case import Case, Context, Impl, Row, Run
@@ -58,42 +58,6 @@ def run(ctx: Context) -> Iterator[Row]:
         yield from measure(ctx, case)
     for case in _scatters(pool, sizes):  # last, as they write the pool
         yield from measure(ctx, case)
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    small = _gb_s(f, _name("gather", ROWS, ROW_BYTES, 0.2), "jitkern")
-    for gib, share in (
-        (1, 0.97),
-        (4, 0.97),
-        (8, 0.97),
-        (16, 0.88),
-        (32, 0.70),
-        (64, 0.62),
-        (96, 0.58),
-    ):
-        got = _gb_s(f, _name("gather", ROWS, ROW_BYTES, gib), "jitkern")
-        if small and got:
-            name = f"h2d, {ROWS} rows of {ROW_BYTES} B: {gib} GiB, of a small pool"
-            yield from at_least(name, got / small, share)
-    for kind, rows, row_bytes, gib, times in (
-        *(("scatter", ROWS, ROW_BYTES, gib, t) for gib, t in ((4, 1.65), (16, 1.8), (64, 1.2))),
-        *(("gather", 2 * ROWS, 256, gib, t) for gib, t in ((4, 4.4), (16, 2.9), (64, 1.7))),
-        *(("gather", 2 * ROWS, 8, gib, t) for gib, t in ((4, 8.0), (16, 3.5))),
-    ):
-        case = _name(kind, rows, row_bytes, gib)
-        got = f.speed("pools", case, "jitkern", GIVEN)
-        yield from at_least(f"{case}: of rows as they come", got, times)
-    case = _name("table", TOKEN_ROWS, 256, 16, "Zipf(1.1)")
-    yield from at_least(f"{case}: of {UVA}", f.speed("pools", case, "jitkern", UVA), 3.0)
-    for rows in (32_768, ROWS):
-        case = _name("gather", rows, ROW_BYTES, 0.2)
-        got = f.speed("pools", case, GIVEN, "jitkern")
-        yield from at_most(f"{case}: time of rows as they come", got, 1.01)
-
-
-def _gb_s(f: Figures, case: str, impl: str) -> float | None:
-    row = f.all("pools", case).get(impl)
-    return row.gb_s if row else None
 
 
 def _name(kind: str, rows: int, row_bytes: int, gib: float, law: str = "uniform") -> str:

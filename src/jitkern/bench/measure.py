@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from jitkern.bench.case import Case, Context, Impl, Row, Run, error_row
-from jitkern.bench.pairs import bind
+from jitkern.bench.case import Case, Context, Impl, Row, Run, error_text
 from jitkern.bench.timing import (
     Call,
     ColdBuffers,
@@ -25,6 +24,8 @@ from jitkern.bench.timing import (
 
 POISON = 0xA5
 SLOW_REPLAY_MS = 60.0  # replays longer than this get fewer calls and fewer rounds
+# Where the host's time of a call is measured; a stream takes 1,024 launches before one waits.
+HOST_REPLAY_MS, QUEUED_LAUNCHES = 2.0, 200
 
 _FLUSH: dict[str, Call] = {}
 
@@ -66,17 +67,13 @@ def empty_rows(
 
 def measure(ctx: Context, case: Case) -> list[Row]:
     """Check every implementation of the case against the reference, then time those that pass."""
-    ctx.say(f"{case.op}: {case.name}")
-    buffers = ColdBuffers(
-        case.make,
-        case.touched_bytes or case.bytes_moved,
-        cache_bytes=cache_bytes_of(ctx.device),
-        at_most=max(2, case.calls),
-    )
+    ctx.say(case.key)
+    on_gpu = ctx.device == "cuda" and case.clock == "device"
+    buffers = _working_sets(ctx, case)
     rows: list[Row] = []
     fast: dict[str, Replay] = {}
     slow: dict[str, Replay] = {}
-    expected = expected_of(case, buffers[0])
+    expected = _expected_of(case, buffers[0])
     by_name: dict[str, Row] = {}
     for impl in case.impls:
         moved = case.bytes_moved if impl.bytes_moved is None else impl.bytes_moved
@@ -85,25 +82,38 @@ def measure(ctx: Context, case: Case) -> list[Row]:
         rows.append(row)
         try:
             run = impl.build()
-            check(ctx, case, impl, run, buffers[0], expected)
-            once_ms = _once_ms(ctx, run, buffers[1])
-            calls = max(1, min(case.calls, int(SLOW_REPLAY_MS / once_ms)))
-            bound = [bind(run, buffers[i]) for i in range(calls)]
-            replay = _replay(ctx, impl, bound, row)
-            row.host_us = _host_us(ctx, bound, once_ms) if ctx.device == "cuda" else None
+            _check(ctx, case, impl, run, buffers[0], expected)
+            once_ms = _once_ms(ctx, run, buffers[-1])
+            most_ms = SLOW_REPLAY_MS if case.clock == "device" else HOST_REPLAY_MS
+            most = case.calls if case.clock == "device" else QUEUED_LAUNCHES
+            calls = max(1, min(most, int(most_ms / once_ms)))
+            bound = [_bind(run, buffers[i % len(buffers)]) for i in range(calls)]
+            replay = _replay(ctx, impl, bound, row) if on_gpu else cpu_replay(bound)
+            row.host_us = _host_us(ctx, bound, once_ms) if on_gpu else None
         except Exception as error:  # a peer that fails is a row, not the end of the run
-            row.error = error_row("", "", "", "", error).error
+            row.error = error_text(error)
             continue
         by_name[impl.name] = row
         (slow if once_ms * calls > SLOW_REPLAY_MS else fast)[impl.name] = replay
     del expected
-    device: Literal["cuda", "cpu"] = "cuda" if ctx.device == "cuda" else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if on_gpu else "cpu"
+    before = flush_of(ctx) if on_gpu else ctx.sync
     for replays, rounds in ((fast, ctx.rounds), (slow, 3)):
-        timings = time_replays(replays, device=device, rounds=rounds, before=flush_of(ctx))
+        timings = time_replays(replays, device=device, rounds=rounds, before=before)
         for name, timing in timings.items():
             fill(by_name[name], timing)
     compare(rows)
     return rows
+
+
+def _working_sets(ctx: Context, case: Case) -> list[Any]:
+    """Return as many as it takes to leave the cache; of what only the host is timed for, one."""
+    touched = case.touched_bytes or case.bytes_moved
+    if case.clock == "host" or not touched:
+        return [case.make(0)]
+    cache_bytes = cache_bytes_of(ctx.device)
+    cold = ColdBuffers(case.make, touched, cache_bytes=cache_bytes, at_most=max(2, case.calls))
+    return [cold[i] for i in range(len(cold))]
 
 
 def fill(row: Row, timing: Timing) -> None:
@@ -144,7 +154,11 @@ def host_us_of(call: Call, *, calls: int, repeats: int, sync: Callable[[], None]
     return Timing(tuple(samples))
 
 
-def expected_of(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
+def _bind(run: Run, buffers: Any) -> Call:
+    return lambda: run(buffers)
+
+
+def _expected_of(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
     _poison(case, buffers)
     return case.reference(buffers)
 
@@ -156,14 +170,10 @@ def _poison(case: Case, buffers: Any) -> None:
         case.prepare(buffers)
 
 
-def check(
-    ctx: Context,
-    case: Case,
-    impl: Impl,
-    run: Run,
-    buffers: Any,
-    expected: tuple[torch.Tensor, ...],
+def _check(
+    ctx: Context, case: Case, impl: Impl, run: Run, buffers: Any, expected: Sequence[torch.Tensor]
 ) -> None:
+    """Run one implementation on poisoned outputs; ValueError unless each bit is the reference's."""
     _poison(case, buffers)
     ctx.sync()
     returned = run(buffers)
@@ -186,7 +196,7 @@ def _once_ms(ctx: Context, run: Run, buffers: Any) -> float:
 
 
 def _replay(ctx: Context, impl: Impl, calls: list[Call], row: Row) -> Replay:
-    if ctx.device != "cuda" or not impl.graph:
+    if not impl.graph:
         return cpu_replay(calls)
     for call in dict.fromkeys(calls):
         call()

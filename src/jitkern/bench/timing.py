@@ -1,7 +1,4 @@
-"""What comparisons are made of: replays timed in turn, and buffers that have left the cache.
-
-Nothing here knows of cases.
-"""
+"""What comparisons are made of: replays timed in turn, and buffers that have left the cache."""
 
 from __future__ import annotations
 
@@ -56,17 +53,8 @@ class Replay(NamedTuple):
 class ColdBuffers(Generic[T]):
     """Working sets to rotate over, so that none is in the cache when its turn comes again.
 
-    Parameters
-    ----------
-    make : callable
-        ``make(i)`` builds the i-th working set.
-    bytes_each : int
-        Bytes that one call on one working set touches.
-    cache_bytes : int
-        Size of the cache to defeat; :func:`cache_bytes_of` gives the device's.
-    at_most : int
-        The largest number of working sets; there are two at least. Where that is less than twice
-        the cache, the caller flushes between replays.
+    ``make(i)`` builds one, of which a call touches `bytes_each`. There are two at least, and
+    `at_most`; where those are less than twice the cache, the caller flushes between replays.
     """
 
     def __init__(
@@ -127,9 +115,8 @@ def time_replays(
 ) -> dict[str, Timing]:
     """Time several replays in turn, round after round, so that drift hits all of them alike.
 
-    ``before`` runs ahead of each replay, outside the timed region (an L2 flush, say). One
-    untimed round comes first. Every other round goes backwards, so that none always finds the
-    processor's caches as the same neighbour leaves them.
+    ``before`` runs ahead of each replay, untimed (an L2 flush, say). The first round is untimed.
+    Every other round goes backwards, so that no replay always follows the same neighbour.
     """
     samples: dict[str, list[float]] = {name: [] for name in replays}
     timer = cuda_timer("time_replays") if device == "cuda" else host_ms
