@@ -83,7 +83,6 @@ ring | host time, 128 descriptors | push, mapped | us | 0.5
 ring | host time, 128 descriptors | push and unpack, mapped | us | 6.0
 ring | served by * | jitkern | us | 6.0
 pipeline | load, * | jitkern, depth 4 | time of the longer side alone | 1.05
-pipeline | in a graph | jitkern, depth 4 | time of the longer side alone | 1.05
 pipeline | update, both directions | jitkern, depth 4 | of both engines at once, no bodies | 0.9
 offload | 128 blocks * | jitkern, numbers on the GPU | of copy_blocks, pairs on the GPU | 0.97
 offload | 128 blocks * | jitkern, lists | of copy_blocks, pairs on the CPU | 0.97
@@ -107,7 +106,6 @@ first_call | h2d_gather* | jitkern: warm, new process | ms | 2
 first_call | first call of a process, imports included | jitkern: warm | ms | 80
 first_call | first call of a process, imports included | jitkern: warm | time of load_inline of what is built | 1.0
 first_call | first call of a process, imports included | jitkern: warm, no bytecode | ms | 80
-first_call | jitkern warm, * | jitkern | ms | 10000
 comm | all_reduce, 8 KB bf16, * GPUs, host time | jitkern | time of torch.distributed | 0.6
 comm | all_reduce, 8 KB bf16, * GPUs, host time | jitkern | time of bare ncclAllReduce | 1.15
 comm | all_reduce, 8 KB bf16, * GPUs, host time | jitkern | above jitkern, no deadlines | 0.3

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import goals, harness, peers  # noqa: E402
+from bench.cases.common import random_rows  # noqa: E402
 from jitkern.bench import Case, Context, Impl, Row, measure, report  # noqa: E402
 
 CPU = Context(device="cpu", quick=True)
@@ -85,7 +86,7 @@ def test_a_wrong_result_is_not_timed() -> None:
 
 
 def test_random_rows_are_finite_and_not_constant() -> None:
-    rows = measure.random_rows(64, 656, "cpu")
+    rows = random_rows(64, 656, "cpu")
     assert rows.shape == (64, 328)
     assert rows.dtype == torch.bfloat16
     assert torch.isfinite(rows.float()).all()
@@ -137,11 +138,8 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
 
     def write(machine: str, op: str, us: float) -> None:
         row = Row(op, "c", "jitkern", "ours", median_us=us)
-        report.write(
-            path,
-            report.payload({"device": "cuda", "name": machine}, [row], quick=True),
-            goals=goals.recorded,
-        )
+        machine_of = {"device": "cuda", "name": machine}
+        harness.write(path, report.payload(machine_of, [row], quick=True))
 
     write("here", "store", 1.0)
     write("here", "index", 2.0)
@@ -230,7 +228,7 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
         named |= {
             one for group in re.findall(r"<!-- table: (\S+) -->", text) for one in group.split("+")
         }
-    assert named == set(tables.TABLES)
+    assert named == set(tables.MADE)
 
 
 def test_results_of_earlier_runs_can_be_read_and_miss_goals() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,29 @@ MEMCPY = "cudaMemcpyAsync, contiguous"
 CPU_SIZES = ((64, 656), (1024, 1024), (8192, 2048))
 CUDA_SIZES = ((1024, 656), (131_072, 1024))
 COPY_THREADS = 256
+
+
+def random_rows(
+    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return [rows, row_bytes / 2] of random finite bfloat16 (or another dtype of the bytes).
+
+    Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
+    """
+    words = math.ceil(rows * row_bytes / 8)
+    no_top_exponent_bit = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
+    flat = torch.empty(words, dtype=torch.int64, device=device, pin_memory=pin)
+    flat.random_(-(1 << 63), (1 << 63) - 1).bitwise_and_(no_top_exponent_bit)
+    as_bytes = flat.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
+    return as_bytes.view(dtype or torch.bfloat16)
+
+
+def empty_rows(
+    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return uninitialised rows like those of :func:`random_rows`."""
+    data = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+    return data.view(dtype or torch.bfloat16)
 
 
 def sizes(ctx: Context) -> Sequence[tuple[int, int]]:

@@ -8,7 +8,7 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import MEMCPY, lacks_gpu
+from bench.cases.common import MEMCPY, empty_rows, lacks_gpu, random_rows
 from bench.cases.h2d_gather import pair_cases
 from bench.peers.host_rows import (
     LINE_ALIGNED,
@@ -22,7 +22,7 @@ from bench.peers.host_rows import (
     rung,
 )
 from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import empty_rows, measure, random_rows
+from jitkern.bench.measure import measure
 
 PEERS = (peers.ladder,)
 

@@ -15,7 +15,15 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import CPU_SIZES, MEMCPY, call_case, host_copy_case, lacks_gpu
+from bench.cases.common import (
+    CPU_SIZES,
+    MEMCPY,
+    call_case,
+    empty_rows,
+    host_copy_case,
+    lacks_gpu,
+    random_rows,
+)
 from bench.peers.host_rows import (
     BYTE_LOADS,
     LINE_ALIGNED,
@@ -32,7 +40,7 @@ from bench.peers.host_rows import (
     rung,
 )
 from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.measure import empty_rows, measure, random_rows
+from jitkern.bench.measure import measure
 
 PEERS = (peers.ladder,)
 PLOTS = ("ladder", "row sizes")

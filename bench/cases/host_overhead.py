@@ -15,8 +15,9 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.cases.common import empty_rows, random_rows
 from jitkern.bench.case import Case, Context, Impl, Row, Run, error_text
-from jitkern.bench.measure import empty_rows, fill, measure, random_rows
+from jitkern.bench.measure import fill, measure
 from jitkern.bench.timing import Timing
 
 ROW_BYTES, SLOTS, CALLS = 656, 1024, 400

@@ -17,8 +17,8 @@ import torch
 
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import compare, fill
-from jitkern.bench.timing import Timing, cuda_replay, cuda_timer
-from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
+from jitkern.bench.timing import Timing, cuda_timer
+from jitkern.offload import OverlapMonitor, SlotPipeline
 
 BLOCKS, BLOCK_BYTES = 64, 4 << 20
 DEPTHS = (1, 2, 4, 8)
@@ -26,8 +26,6 @@ BEST_DEPTH = 4
 LONGER, DOUBLE, IN_TURN = "the longer side alone", "torch, double buffer", "one behind the other"
 ENGINES = "both engines at once, no bodies"
 HOST = "host, us an iteration"
-CHANGING = "loads of which every eighth takes 10 times as long"
-GRAPH = "in a graph"
 
 Copy = Callable[[torch.Tensor, Any], object]
 Go = Callable[[], object]
@@ -46,11 +44,9 @@ def run(ctx: Context) -> Iterator[Row]:
         ctx.say(f"pipeline: {name}")
         yield from _loads(measure, blocks, name, body)
     sleep = _bodies(copy_ms)["sleep"]
-    ctx.say("pipeline: both directions, a graph, the host, auto depth")
+    ctx.say("pipeline: both directions, the host")
     yield from _updates(measure, blocks, sleep)
-    yield from _graphs(measure, blocks, sleep)
     yield from _host(ctx, blocks)
-    yield from _changing(measure, copy_ms)
 
 
 # -- what is timed ---------------------------------------------------------------------------------
@@ -263,29 +259,6 @@ def _updates(
     yield from rows
 
 
-def _graphs(
-    measure: Measure, blocks: list[torch.Tensor], body: Callable[[torch.Tensor], object]
-) -> Iterator[Row]:
-    def ours() -> Go:
-        pipeline = _checked(_pipeline(BEST_DEPTH), blocks)
-
-        def go() -> None:
-            for slot in pipeline.load(blocks, copy=_bring):
-                body(slot.tensor)
-
-        torch.cuda.synchronize()
-        replay = cuda_replay([go])
-        kept.append(pipeline)  # the graph has its slots' addresses
-        return replay.run
-
-    kept: list[SlotPipeline] = []
-    longer = measure(GRAPH, LONGER, "ceiling", lambda: _longer(blocks, body), BLOCKS * BLOCK_BYTES)
-    name = f"jitkern, depth {BEST_DEPTH}"
-    rows = [measure(GRAPH, name, "ours", ours, BLOCKS * BLOCK_BYTES), longer]
-    compare(rows)
-    yield from rows
-
-
 def _host(ctx: Context, blocks: list[torch.Tensor]) -> Iterator[Row]:
     """The host's share, of copies and bodies that do nothing: few enough that no queue is full."""
     small = blocks[:BLOCKS]
@@ -293,12 +266,8 @@ def _host(ctx: Context, blocks: list[torch.Tensor]) -> Iterator[Row]:
     def nothing(*_: object) -> None:
         pass
 
-    for name, how in (
-        ("jitkern", {}),
-        ("jitkern, monitored", {"monitor": OverlapMonitor(min_ratio=0)}),
-        ("jitkern, every iteration timed", {"monitor": OverlapMonitor(min_ratio=0, every=1)}),
-        ("jitkern, auto depth", {"auto_depth": AutoDepth(max_slots=8)}),
-    ):
+    watched = {"monitor": OverlapMonitor(min_ratio=0)}
+    for name, how in (("jitkern", {}), ("jitkern, monitored", watched)):
         pipeline = _pipeline(BEST_DEPTH, **how)
         row = Row("pipeline", HOST, name, "ours", {"blocks": BLOCKS})
         samples = []
@@ -312,31 +281,3 @@ def _host(ctx: Context, blocks: list[torch.Tensor]) -> Iterator[Row]:
         fill(row, Timing(tuple(samples)))
         row.host_us = row.median_us
         yield row
-
-
-def _changing(measure: Measure, copy_ms: float) -> Iterator[Row]:
-    """Auto depth has had 20 iterations when it is timed, as the others have."""
-    timer = cuda_timer("pipeline")
-    cycles = 1_000_000
-    cycles = int(cycles * copy_ms / timer(lambda: torch.cuda._sleep(cycles)))
-
-    def copy(tensor: torch.Tensor, number: int) -> None:
-        torch.cuda._sleep(cycles * (10 if number % 8 == 5 else 1))
-
-    def ours(depth: int, **how: Any) -> Go:
-        pipeline = _pipeline(depth, **how)
-
-        def go(count: int = 200) -> None:
-            for _ in pipeline.load(range(count), copy=copy):
-                torch.cuda._sleep(3 * cycles)
-
-        go(20)
-        torch.cuda.synchronize()
-        return go
-
-    auto = partial(ours, 2, auto_depth=AutoDepth(max_slots=16))
-    rows = [measure(CHANGING, "jitkern, auto depth", "ours", auto, 0)]
-    for depth in (2, 4, 8, 16):
-        name = f"jitkern, fixed depth {depth}"
-        rows.append(measure(CHANGING, name, "ours", partial(ours, depth), 0))
-    yield from rows

@@ -11,9 +11,9 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import call_case, copy_impl, sizes
+from bench.cases.common import call_case, copy_impl, empty_rows, random_rows, sizes
 from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.measure import empty_rows, measure, random_rows
+from jitkern.bench.measure import measure
 
 PEERS = (peers.rows,)
 PLOTS = ("of a copy",)

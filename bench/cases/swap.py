@@ -15,12 +15,12 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import CPU_SIZES, call_case, host_copy_case, lacks_gpu
+from bench.cases.common import CPU_SIZES, call_case, host_copy_case, lacks_gpu, random_rows
 from bench.cases.h2d_gather import LINK_SIZES
 from bench.peers import host_pool
 from bench.peers.host_rows import ROW_BYTES, ROWS, SLOTS
 from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.measure import measure, random_rows
+from jitkern.bench.measure import measure
 
 PEERS = (peers.ladder,)
 POOLS_GIB = (0.4, 4, 16, 64)  # the smallest has 0.2 for each direction, as the other benchmarks

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,29 +39,6 @@ def flush_of(ctx: Context) -> Call | None:
         # Reading, not writing: dirty lines would be written back inside the timed region.
         _FLUSH["cuda"] = lambda: torch.sum(filler, dim=0, out=sink)
     return _FLUSH["cuda"]
-
-
-def random_rows(
-    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return [rows, row_bytes / 2] of random finite bfloat16 (or another dtype of the bytes).
-
-    Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
-    """
-    words = math.ceil(rows * row_bytes / 8)
-    no_top_exponent_bit = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
-    flat = torch.empty(words, dtype=torch.int64, device=device, pin_memory=pin)
-    flat.random_(-(1 << 63), (1 << 63) - 1).bitwise_and_(no_top_exponent_bit)
-    as_bytes = flat.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
-    return as_bytes.view(dtype or torch.bfloat16)
-
-
-def empty_rows(
-    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return uninitialised rows like those of :func:`random_rows`."""
-    data = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
-    return data.view(dtype or torch.bfloat16)
 
 
 def measure(ctx: Context, case: Case) -> list[Row]:
@@ -137,21 +113,6 @@ def compare(rows: list[Row]) -> None:
             row.ratio_to_best_peer = peer / row.median_us
         if ceiling and row.gb_s:
             row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
-
-
-def host_us_of(call: Call, *, calls: int, repeats: int, sync: Callable[[], None]) -> Timing:
-    """Time the host's share of `call`: a loop that waits for nothing, from an idle device.
-
-    Samples are milliseconds per call. `calls` stays below the 1,024 launches that a stream queues.
-    """
-    for _ in range(10):
-        call()
-    samples = []
-    for _ in range(repeats):
-        sync()
-        samples.append(host_ms(call, calls))
-    sync()
-    return Timing(tuple(samples))
 
 
 def _bind(run: Run, buffers: Any) -> Call:

@@ -1,4 +1,4 @@
-"""Tables for the eye and JSON for the record: one format for every benchmark."""
+"""What a run leaves: JSON of the machine and the rows, one format for every benchmark."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 import jitkern
 from jitkern.bench.case import CaseError, Row
 from jitkern.host import tuning
 
 Payload = dict[str, Any]
-Goals = Callable[[Sequence[Row]], Sequence[dict[str, Any]]]
 
 SCHEMA = 1
 
@@ -80,20 +77,6 @@ def payload(described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> P
     return {"schema": SCHEMA, "machine": described, "date": now, "benchmarks": ops}
 
 
-def write(path: Path, data: Payload, *, goals: Goals | None = None) -> None:
-    """Write the JSON; benchmarks of an earlier run of this machine that did not run now stay.
-
-    `goals` turns the rows that are then in it into what is written beside them.
-    """
-    if path.exists():
-        before = read(path)
-        if before["machine"] == data["machine"]:
-            data = {**data, "benchmarks": {**before["benchmarks"], **data["benchmarks"]}}
-    if goals is not None:
-        data = {**data, "goals": goals(rows_of(data))}
-    save(path, data)
-
-
 def save(path: Path, data: Any) -> None:
     """Write JSON, in directories that need not exist yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,57 +109,6 @@ def rows_of(data: Payload) -> list[Row]:
     known = {field.name for field in fields(Row)}
     rows = [row for entry in data["benchmarks"].values() for row in entry["rows"]]
     return [Row(**{name: value for name, value in row.items() if name in known}) for row in rows]
-
-
-STYLES = {"ours": "bold green", "ceiling": "cyan", "sm ceiling": "cyan", "floor": "cyan"}
-
-
-def table(op: str, rows: Sequence[Row]) -> Table:
-    """Return the table of one benchmark; a blank cell is something that was not measured."""
-    made = Table(title=op, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    made.add_column("case / implementation", no_wrap=True)
-    for column in ("median", "IQR %", "GB/s", "x peer", "% ceiling", "host us"):
-        made.add_column(column, justify="right", no_wrap=True)
-    made.add_column("note")
-    last = None
-    cases = list(dict.fromkeys(row.case for row in rows))
-    for row in sorted(rows, key=lambda row: cases.index(row.case)):
-        if row.case != last:
-            made.add_row(row.case, style="bold")
-            last = row.case
-        spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
-        made.add_row(
-            f"  {row.impl}",
-            time_text(row.median_us),
-            _number(spread, 1),
-            _number(row.gb_s, 1 if (row.gb_s or 0) < 1000 else 0),
-            _number(row.ratio_to_best_peer, 2),
-            _number(row.percent_of_ceiling, 1),
-            _number(row.host_us, 1),
-            row.error or row.note,
-            style="red" if row.error else STYLES.get(row.role, ""),
-        )
-    return made
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Say in one line how many rows there are and what failed."""
-    failed = [row for row in rows if row.error]
-    ours = [row for row in failed if row.role == "ours"]
-    return f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
-
-
-def time_text(us: float | None) -> str:
-    """Return microseconds in the unit that suits; nothing for None."""
-    if us is None:
-        return ""
-    return (
-        f"{us:.2f} us" if us < 1000 else f"{us / 1e3:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
-    )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def rounded(value: Any) -> Any:

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 import jitkern
-from bench.cases.common import call_case
+from bench.cases.common import call_case, empty_rows, random_rows
 from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import empty_rows, measure, random_rows
+from jitkern.bench.measure import measure
 
 CASE = "1024 rows of 656 B"
 
