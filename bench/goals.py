@@ -86,7 +86,6 @@ pipeline | load, * | jitkern, depth 4 | time of the longer side alone | 1.05
 pipeline | update, both directions | jitkern, depth 4 | of both engines at once, no bodies | 0.9
 offload | 128 blocks * | jitkern, numbers on the GPU | of copy_blocks, pairs on the GPU | 0.97
 offload | 128 blocks * | jitkern, lists | of copy_blocks, pairs on the CPU | 0.97
-offload | prefill * | jitkern | of one behind the other | 1.8
 beside | * | copy_blocks h2d | slowdown of params | 1.06
 beside | * | copy_blocks d2h | slowdown of params | 1.06
 beside | * | copy_blocks both | slowdown of params | 1.09

@@ -55,7 +55,6 @@ def run(ctx: Context) -> Iterator[Row]:
         return
     yield from measure(ctx, _case("repeats", ROWS, ROW_BYTES, _ladder(ctx)))
     yield from measure(ctx, _case("distinct", ROWS, ROW_BYTES, _ladder(ctx)[:-2]))
-    yield from measure(ctx, _resident_case())
     for rows in SMALL_ROWS[::2] if ctx.quick else SMALL_ROWS:
         yield from measure(ctx, _case("distinct", rows, ROW_BYTES, _small()))
     for row_bytes in WIDE_BYTES[4:5] if ctx.quick else WIDE_BYTES:
@@ -209,51 +208,6 @@ def _small() -> list[Impl]:
         Impl(MEMCPY, "ceiling", copy_engine, check=False),
         Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0),
     ]
-
-
-def _resident_case() -> Case:
-    """Half of the wanted rows are on the GPU already: in the lower half of the slots."""
-    rows = SLOTS // 2
-    base = _case("distinct", rows, ROW_BYTES, [])
-    plain = base.make
-    maps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by working set: at first, in use
-
-    def make(i: int) -> Buffers:
-        b = plain(i)
-        b.pairs64[:, 1] = torch.randperm(SLOTS - rows, device="cuda")[:rows] + rows
-        b.pairs = b.pairs64.to(torch.int32)
-        first = torch.full((SLOTS,), -1, dtype=torch.int32, device="cuda")
-        resident = b.pairs64[: rows // 2, 0]
-        first[resident] = torch.randperm(rows, device="cuda", dtype=torch.int32)[: rows // 2]
-        maps[id(b.pairs)] = first, first.clone()
-        return b
-
-    there = random_rows(rows, ROW_BYTES, "cuda")
-
-    def prepare(b: Buffers) -> None:
-        b.dst[:rows] = there
-
-    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
-        first, _ = maps[id(b.pairs)]
-        at = first[b.pairs64[:, 0]]
-        fetched = b.src[b.pairs64[:, 0].cpu()].cuda()
-        wanted = torch.where((at >= 0).unsqueeze(1), b.dst[at.clamp(min=0).long()], fetched)
-        return (b.dst.clone().index_copy_(0, b.pairs64[:, 1], wanted),)
-
-    def gather(b: Buffers) -> None:
-        first, in_use = maps[id(b.pairs)]
-        in_use.copy_(first)  # the call changes it; 1.2 MB on the GPU, in the timed region
-        jitkern.h2d_gather(b.src, b.dst, b.pairs, slot_map=in_use, reuse_resident=True)
-
-    base.name = f"{rows} rows of {ROW_BYTES} B, half of them resident"
-    base.params["sources"] = "half resident"
-    base.make, base.reference, base.prepare = make, reference, prepare
-    base.impls = [
-        Impl("jitkern, reuse_resident=True", "ours", lambda: gather),
-        Impl("jitkern, all fetched", "ours", _ours, check=False),
-        *ceilings(),
-    ]
-    return base
 
 
 def _triton() -> Run:

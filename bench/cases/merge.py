@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
 
 import torch
 
@@ -28,15 +27,12 @@ PEERS = (
 )
 PLOTS = ("of the copy",)
 
-FP8 = torch.float8_e4m3fn
-FP8_SCALE = 1 / 64  # of partials around 1: values of an fp8 that end well below its 448
 # (name, relative, absolute) error: about a unit in the last place of the output's dtype, and where
 # large partials leave a small sum, one of the floats that they are added in.
 _DTYPES = {
     torch.float32: ("fp32", 2.0**-20, 1e-5),
     torch.float16: ("fp16", 2.0**-10, 1e-5),
     torch.bfloat16: ("bf16", 2.0**-7, 1e-4),
-    FP8: ("fp8", 2.0**-3, 2.0**-8),
 }
 _LSE_ERROR = 1e-5
 
@@ -50,35 +46,20 @@ class Size:
     dim: int = 128
     partials: int = 2
     dtype: torch.dtype = torch.bfloat16
-    out_dtype: torch.dtype | None = None  # that of the partials
     stacked: bool = False
-    by_heads: bool = False  # lse of [heads, tokens]
-    num_valid: int | None = None  # of the partials, the first
 
     @property
     def name(self) -> str:
         """What the case is called."""
         name = f"{self.tokens} x {self.heads} x {self.dim} {_DTYPES[self.dtype][0]}"
-        if self.partials > 2:
-            name = f"{self.partials} of {name}"
-        if self.num_valid is not None:
-            name += f", {self.num_valid} valid"
-        if self.out_dtype is not None:
-            name += f" to {_DTYPES[self.out_dtype][0]}"
-        return name + ", stacked" * self.stacked + ", lse by heads" * self.by_heads
+        name = f"{self.partials} of {name}" if self.partials > 2 else name
+        return name + ", stacked" * self.stacked
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes read and written: every partial that counts, and the result."""
-        rows = self.tokens * self.heads
-        out_bytes = (self.out_dtype or self.dtype).itemsize * self.dim
-        read = (self.num_valid or self.partials) * (self.dtype.itemsize * self.dim + 4)
-        return rows * (read + out_bytes + 4)
-
-    @property
-    def lse_layout(self) -> Literal["tokens_heads", "heads_tokens"]:
-        """As the op is told."""
-        return "heads_tokens" if self.by_heads else "tokens_heads"
+        """Bytes read and written: every partial, and the result."""
+        row_bytes = self.dtype.itemsize * self.dim + 4
+        return self.tokens * self.heads * (self.partials + 1) * row_bytes
 
 
 @dataclass
@@ -86,11 +67,9 @@ class Buffers:
     """One working set. The separate partials lie in the stacked ones: memory is memory."""
 
     stacked: torch.Tensor  # [n, tokens, heads, dim]
-    stacked_lse: torch.Tensor  # float32 [n, tokens, heads], or by heads
+    stacked_lse: torch.Tensor  # float32 [n, tokens, heads]
     out: torch.Tensor
     lse: torch.Tensor
-    scale: torch.Tensor | None  # for fp8
-    num_valid: torch.Tensor | None
     copied: torch.Tensor  # bytes, where the copy goes
     expected: tuple[torch.Tensor, torch.Tensor] | None = None  # float64
     # What an implementation needs of it besides: a graph reads it for as long as the buffers.
@@ -105,8 +84,6 @@ MOST, MANY = TOKENS[-1], 8
 OTHER_SIZES = (
     *(Size(MOST, dim=dim) for dim in (64, 96, 192, 256, 512, 576)),
     *(Size(MOST, heads=heads) for heads in (1, 8, 128)),
-    Size(MOST, by_heads=True),
-    Size(MOST, out_dtype=FP8),
     Size(MOST, dtype=torch.float32),
     Size(MOST, dtype=torch.float16),
 )
@@ -125,9 +102,6 @@ def run(ctx: Context) -> Iterator[Row]:
         yield from measure(ctx, _with(ctx, size, _peers_of_many(size.stacked)))
     for size in () if ctx.quick else OTHER_SIZES:
         yield from measure(ctx, _with(ctx, size, []))
-    only_two = Impl("jitkern, merge of these two", "peer", lambda: _merge_two)
-    few_valid = Size(MOST, partials=MANY, num_valid=2)
-    yield from measure(ctx, _with(ctx, few_valid, [only_two]))
     with torch.inference_mode():
         for count in (2, MANY):
             yield from measure(ctx, _host_case(ctx, count))
@@ -148,20 +122,15 @@ def cases(ctx: Context) -> Iterator[Case]:
 
 def _buffers(ctx: Context, size: Size) -> Buffers:
     """Return random partials and outputs for them."""
-    shape = (size.tokens, size.heads)
-    stacked = torch.empty(size.partials, *shape, size.dim, dtype=size.dtype, device=ctx.device)
-    stacked.normal_()
-    lse_shape = shape[::-1] if size.by_heads else shape
-    stacked_lse = 2 * torch.randn(size.partials, *lse_shape, device=ctx.device)
+    shape = (size.partials, size.tokens, size.heads)
+    stacked = torch.empty(*shape, size.dim, dtype=size.dtype, device=ctx.device).normal_()
+    stacked_lse = 2 * torch.randn(shape, device=ctx.device)
     copied = size.bytes_moved // 32 * 16  # half is read, half written; by vectors of 16 bytes
-    num_valid = None if size.num_valid is None else torch.tensor([size.num_valid])
     return Buffers(
         stacked,
         stacked_lse,
-        torch.empty_like(stacked[0], dtype=size.out_dtype or size.dtype),
+        torch.empty_like(stacked[0]),
         torch.empty_like(stacked_lse[0]),
-        torch.full((1,), FP8_SCALE, device=ctx.device) if size.out_dtype == FP8 else None,
-        None if num_valid is None else num_valid.to(torch.int32).to(ctx.device),
         torch.empty(copied, dtype=torch.uint8, device=ctx.device),
     )
 
@@ -178,17 +147,14 @@ def case_of(ctx: Context, size: Size) -> Case:
             "dim": size.dim,
             "partials": size.partials,
             "dtype": _DTYPES[size.dtype][0],
-            "out_dtype": _DTYPES[size.out_dtype or size.dtype][0],
             "stacked": size.stacked,
-            "lse_layout": size.lse_layout,
-            "num_valid": size.num_valid,
         },
         bytes_moved=moved,
         bytes_note="every partial read once, the result written once, with their sums",
         make=lambda _: _buffers(ctx, size),
         # Sums differ in their last places from one order to another: what is compared bit for bit
         # is whether they are close.
-        outputs=lambda b: (torch.tensor([_is_close(b, size)], dtype=torch.uint8),),
+        outputs=lambda b: (torch.tensor([_is_close(b)], dtype=torch.uint8),),
         prepare=_poison,
         reference=lambda _: (torch.ones(1, dtype=torch.uint8),),
         impls=[
@@ -225,10 +191,10 @@ def _host_case(ctx: Context, count: int) -> Case:
     return case
 
 
-def _is_close(b: Buffers, size: Size) -> bool:
+def _is_close(b: Buffers) -> bool:
     """Say whether the outputs are what the partials give in float64, to about their last place."""
     if b.expected is None:
-        b.expected = _merged(b, size)
+        b.expected = _merged(b)
     out, lse = b.expected
     _, relative, absolute = _DTYPES[b.out.dtype]
     return torch.allclose(b.out.double(), out, rtol=relative, atol=absolute) and torch.allclose(
@@ -236,19 +202,13 @@ def _is_close(b: Buffers, size: Size) -> bool:
     )
 
 
-def _merged(b: Buffers, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+def _merged(b: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the op means, in plain PyTorch."""
-    count = size.num_valid or size.partials
-    lses = b.stacked_lse[:count].double()
+    lses = b.stacked_lse.double()
     lse = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - lse)
-    if size.by_heads:
-        weights = weights.mT
     out = torch.zeros(b.out.shape, dtype=torch.float64, device=b.out.device)
-    for weight, partial_out in zip(weights, b.outs[:count], strict=True):
+    for weight, partial_out in zip(torch.exp(lses - lse), b.outs, strict=True):
         out += weight.unsqueeze(-1) * partial_out.double()
-    if b.scale is not None:
-        out = (out / b.scale.double()).clamp(-448, 448)
     return out, lse
 
 
@@ -261,22 +221,15 @@ def _poison(b: Buffers) -> None:
 
 
 def _ours(size: Size) -> Run:
-    how: dict[str, Any] = {"lse_layout": size.lse_layout}
-    if size.partials == 2 and not size.stacked:
-        return partial(_merge_two, **how)
+    def merge_two(b: Buffers) -> None:
+        (out_a, out_b), (lse_a, lse_b) = b.outs, b.lses
+        jitkern.merge_state(out_a, lse_a, out_b, lse_b, out=b.out, lse=b.lse)
 
     def merge_many(b: Buffers) -> None:
         outs, lses = (b.stacked, b.stacked_lse) if size.stacked else (b.outs, b.lses)
-        jitkern.merge_states(
-            outs, lses, out=b.out, lse=b.lse, scale=b.scale, num_valid=b.num_valid, **how
-        )
+        jitkern.merge_states(outs, lses, out=b.out, lse=b.lse)
 
-    return merge_many
-
-
-def _merge_two(b: Buffers, **how: Any) -> None:
-    (a, other), (lse_a, lse_b) = b.outs[:2], b.lses[:2]
-    jitkern.merge_state(a, lse_a, other, lse_b, out=b.out, lse=b.lse, scale=b.scale, **how)
+    return merge_two if size.partials == 2 and not size.stacked else merge_many
 
 
 def _peers_of_two() -> list[Impl]:

@@ -55,7 +55,6 @@ def run(ctx: Context) -> Iterator[Row]:
     for by in OFF_BY:
         case = case_of(ctx, *LARGE, *by)
         yield from measure(ctx, replace(case, impls=[case.ours()]))
-    yield from measure(ctx, _with_peers(_mixed()))
     yield from measure(ctx, _with_peers(_strided(), loop=False))
 
 
@@ -122,16 +121,6 @@ def _of(ctx: Context, name: str, rows: torch.Tensor, total: int) -> Case:
         ],
         calls=4 if moved > 16 << 20 else 50,
     )
-
-
-def _mixed() -> Case:
-    small, large = 256, 64 << 20
-    starts = torch.randperm(2000) * 1024
-    rows = torch.stack([starts, starts.flip(0), torch.full_like(starts, small)], dim=1)
-    one = torch.tensor([[2000 * 1024, 2000 * 1024, large]])
-    rows = torch.cat([rows[:1000], one, rows[1000:]])
-    name = "1 piece of 64 MiB among 2000 of 256 B"
-    return _of(Context("cuda"), name, rows, 2000 * 1024 + large)
 
 
 def _strided() -> Case:
