@@ -76,6 +76,8 @@ def _run(ctx: Context, op: str) -> list[Row]:
         rows.append(error_row(op, "", "the benchmark itself", "ours", error))
     if ctx.device == "cuda":
         torch.cuda.empty_cache()
+    for case in dict.fromkeys(row.case for row in rows):
+        compare([row for row in rows if row.case == case])
     return rows
 
 
@@ -137,6 +139,21 @@ def time_text(us: float | None) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
+
+
+def compare(rows: list[Row]) -> None:
+    """Set ours against the best peer, and everything against the best ceiling, by speed."""
+
+    def best(role: str) -> float | None:
+        return min((r.median_us for r in rows if r.role == role and r.median_us), default=None)
+
+    peer = best("peer")
+    ceiling = max((r.gb_s for r in rows if r.role == "ceiling" and r.gb_s), default=None)
+    for row in rows:
+        if row.role == "ours" and row.median_us and peer:
+            row.ratio_to_best_peer = peer / row.median_us
+        if ceiling and row.gb_s:
+            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
 
 
 def _plot(data: report.Payload, directory: Path) -> int:

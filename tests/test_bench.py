@@ -62,6 +62,7 @@ def test_measured_rows_compare_with_the_best_peer_and_the_ceiling() -> None:
         ),
     )
     assert [row.error for row in rows] == [""] * 4
+    harness.compare(rows)
     ours = rows[0]
     assert ours.median_us is not None
     best = min(row.median_us or 0.0 for row in rows if row.role == "peer")

@@ -96,7 +96,7 @@ def _verdict(
         return Verdict(key, "missing" if counted else "not compared", then, Figure())
     if row.error:
         return Verdict(key, "broken", then or Figure(), Figure(), row.error)
-    now = figure_of(row)
+    now = Figure(row.against, row.ratio_median, row.instructions)
     if then is None:
         return Verdict(key, "new", Figure(), now, row.note)
     if not same_kind:
@@ -112,11 +112,6 @@ def _verdict(
     elif then.instructions > most_instructions(now.instructions):
         outcome = "faster"
     return Verdict(key, outcome, then, now, row.note)
-
-
-def figure_of(row: Row) -> Figure:
-    """Return what a baseline keeps of a row."""
-    return Figure(row.against, row.ratio_median, row.instructions)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -221,7 +216,7 @@ def write(path: Path, result: report.Payload, *, keep_others: bool = False) -> B
     for row in report.rows_of(result):
         if row.error:
             raise BaselineError(f"{row.key}: broken, no baseline is made of it: {row.error}")
-        figures[row.key] = figure_of(row)
+        figures[row.key] = Figure(row.against, row.ratio_median, row.instructions)
     if counted_by and result["counts"]["note"]:  # it would be an open gate
         raise BaselineError(f"instructions: {result['counts']['note']}")
     baseline = Baseline(kind, figures, counted_by)

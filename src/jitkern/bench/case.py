@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -143,39 +144,13 @@ Pair = tuple[Callable[[], object], Callable[[], object]]
 
 @dataclass(frozen=True)
 class CaseFunction:
-    """A function under :func:`case`."""
+    """What :func:`case` makes of a function: its case, or none where it is for another device."""
 
-    function: Callable[[Context], Pair]
-    name: str
-    op: str
-    against: str
-    bytes_moved: int
-    clock: Clock
-    device: str
+    cases: Callable[[Context], list[Case]]
 
-    def cases(self, ctx: Context) -> list[Case]:
-        """Return its case, or none where it is for another device."""
-        if self.device and self.device != ctx.device:
-            return []
-        made: list[Pair] = []
 
-        def build(position: int) -> Run:
-            if not made:  # once, for both
-                got = self.function(ctx)
-                if not (isinstance(got, tuple) and len(got) == 2 and all(map(callable, got))):
-                    raise CaseError(
-                        f"{self.name}: returned {got!r}, expected two callables, what is "
-                        "measured and what it is measured against"
-                    )
-                made.append(got)
-            call = made[0][position]
-            return lambda _: call()
-
-        impls = [
-            Impl("measured", "ours", lambda: build(0), check=False),
-            Impl(self.against, "peer", lambda: build(1), check=False),
-        ]
-        return [Case(self.op, self.name, impls, bytes_moved=self.bytes_moved, clock=self.clock)]
+def _run_of(call: Callable[[], object]) -> Run:
+    return lambda _: call()
 
 
 def case(
@@ -192,20 +167,10 @@ def case(
     The function gets a :class:`Context` (``ctx.device`` is ``"cuda"`` or ``"cpu"``), makes its
     tensors, and returns two callables.
 
-    Parameters
-    ----------
-    name
-        What the case is called, in tables and in baselines.
-    op
-        The group that it is listed under; by default the name of its file.
-    against
-        What the second callable is.
-    bytes_moved
-        Bytes that one call reads and writes, for GB/s.
-    clock
-        ``"host"``: the CPU's time for a call. ``"device"``: on a GPU the GPU's, by events.
-    device
-        ``"cuda"`` or ``"cpu"`` where the case is for one of them only.
+    `name` stands in tables and baselines, under the group `op`, by default the name of the file.
+    `against` says what the second callable is. `bytes_moved` are those that a call reads and
+    writes, for GB/s. `clock`: ``"host"`` is the CPU's time for a call, ``"device"`` on a GPU the
+    GPU's. `device`: ``"cuda"`` or ``"cpu"`` where the case is for one of them only.
 
     Examples
     --------
@@ -217,8 +182,27 @@ def case(
     """
 
     def decorate(function: Callable[[Context], Pair]) -> CaseFunction:
-        group = op or Path(function.__code__.co_filename).stem
-        return CaseFunction(function, name, group, against, bytes_moved, clock, device)
+        def pair(ctx: Context) -> Pair:
+            got = function(ctx)
+            if not (isinstance(got, tuple) and len(got) == 2 and all(map(callable, got))):
+                raise CaseError(
+                    f"{name}: returned {got!r}, expected two callables, what is measured and what "
+                    "it is measured against"
+                )
+            return got
+
+        def cases(ctx: Context) -> list[Case]:
+            if device and device != ctx.device:
+                return []
+            both = cache(lambda: pair(ctx))  # called once, when its turn comes
+            impls = [
+                Impl("measured", "ours", lambda: _run_of(both()[0]), check=False),
+                Impl(against, "peer", lambda: _run_of(both()[1]), check=False),
+            ]
+            group = op or Path(function.__code__.co_filename).stem
+            return [Case(group, name, impls, bytes_moved=bytes_moved, clock=clock)]
+
+        return CaseFunction(cases)
 
     return decorate
 

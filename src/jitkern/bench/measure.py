@@ -11,7 +11,6 @@ import torch
 from jitkern.bench.case import Case, Context, Impl, Row, Run, error_text
 from jitkern.bench.timing import (
     Call,
-    ColdBuffers,
     Replay,
     Timing,
     cache_bytes_of,
@@ -78,7 +77,6 @@ def measure(ctx: Context, case: Case) -> list[Row]:
         timings = time_replays(replays, device=device, rounds=rounds, before=before)
         for name, timing in timings.items():
             fill(by_name[name], timing)
-    compare(rows)
     return rows
 
 
@@ -87,9 +85,9 @@ def _working_sets(ctx: Context, case: Case) -> list[Any]:
     touched = case.touched_bytes or case.bytes_moved
     if case.clock == "host" or not touched:
         return [case.make(0)]
-    cache_bytes = cache_bytes_of(ctx.device)
-    cold = ColdBuffers(case.make, touched, cache_bytes=cache_bytes, at_most=max(2, case.calls))
-    return [cold[i] for i in range(len(cold))]
+    # Where these are less than twice the cache, it is flushed between replays.
+    count = min(case.calls, 2 * cache_bytes_of(ctx.device) // touched + 1)
+    return [case.make(i) for i in range(max(2, count))]
 
 
 def fill(row: Row, timing: Timing) -> None:
@@ -98,21 +96,6 @@ def fill(row: Row, timing: Timing) -> None:
     row.iqr_us = timing.iqr_ms * 1e3
     if row.bytes_moved:
         row.gb_s = timing.gb_s(row.bytes_moved)
-
-
-def compare(rows: list[Row]) -> None:
-    """Set ours against the best peer, and everything against the best ceiling, by speed."""
-
-    def best(role: str) -> float | None:
-        return min((r.median_us for r in rows if r.role == role and r.median_us), default=None)
-
-    peer = best("peer")
-    ceiling = max((r.gb_s for r in rows if r.role == "ceiling" and r.gb_s), default=None)
-    for row in rows:
-        if row.role == "ours" and row.median_us and peer:
-            row.ratio_to_best_peer = peer / row.median_us
-        if ceiling and row.gb_s:
-            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
 
 
 def _bind(run: Run, buffers: Any) -> Call:

@@ -1,4 +1,4 @@
-"""What comparisons are made of: replays timed in turn, and buffers that have left the cache."""
+"""What comparisons are made of: replays that are timed in turn, by the host or by events."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jitkern.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
 Call = Callable[[], object]
 
 # What counts as "cache" on a CPU when the buffers rotate. Shared L3 slices of hundreds of MB are
@@ -48,28 +47,6 @@ class Replay(NamedTuple):
 
     run: Call
     calls: int
-
-
-class ColdBuffers(Generic[T]):
-    """Working sets to rotate over, so that none is in the cache when its turn comes again.
-
-    ``make(i)`` builds one, of which a call touches `bytes_each`. There are two at least, and
-    `at_most`; where those are less than twice the cache, the caller flushes between replays.
-    """
-
-    def __init__(
-        self, make: Callable[[int], T], bytes_each: int, *, cache_bytes: int, at_most: int = 64
-    ) -> None:
-        if bytes_each <= 0:
-            raise ValueError(f"ColdBuffers: bytes_each: got {bytes_each}, expected at least 1")
-        count = min(at_most, 2 * cache_bytes // bytes_each + 1)
-        self._sets = [make(i) for i in range(max(2, count))]
-
-    def __len__(self) -> int:
-        return len(self._sets)
-
-    def __getitem__(self, i: int) -> T:
-        return self._sets[i % len(self._sets)]
 
 
 def cache_bytes_of(device: torch.device | str | int) -> int:
