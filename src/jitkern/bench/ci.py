@@ -39,13 +39,15 @@ def run(
             rows.append(_time(ctx, case))
     finally:
         torch.set_num_threads(threads)
-    keys = [key for key in (counts.IMPORT, counts.LOAD, counts.KERNEL) if steps and wanted(key)]
-    rows += [Row("process", key.partition(": ")[2], "jitkern", "ours") for key in keys]
     advance("instructions", len(cases), len(cases) + 1)
-    measured = [row.key for row in rows if not row.error]
     counted = counts.Counts(note=counts.why_not(device))
-    if measured and not counted.note:
-        counted = counts.count(CPU_ARCH, files=files, wanted=measured, steps=bool(keys))
+    if not counted.note:
+        keys = filter(wanted, counts.STEPS if steps else ())
+        rows += [Row("process", key.partition(": ")[2], "jitkern", "ours") for key in keys]
+        measured = [row.key for row in rows if not row.error]
+        steps = any(key in counts.STEPS for key in measured)
+        if measured:
+            counted = counts.count(CPU_ARCH, files=files, wanted=measured, steps=steps)
     advance("done", len(cases) + 1, len(cases) + 1)
     for row in rows:
         row.instructions = counted.by_key.get(row.key)

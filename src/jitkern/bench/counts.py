@@ -26,7 +26,7 @@ from typing import Any
 _CALLGRIND = ("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no")
 _START_TIMEOUT_S, _TIMEOUT_OF_A_CASE_S = 600.0, 60.0
 
-IMPORT, LOAD, KERNEL = (
+IMPORT, LOAD, KERNEL = STEPS = (
     "process: import of jitkern and tvm-ffi",
     "process: load of the host module",
     "process: warm load of a kernel",

@@ -169,7 +169,7 @@ def _cases(ctx: Context) -> Iterator[Case]:
         f"K and V, {count} rows of {_ROW_BYTES['store']} B",
         4 * k.numel(),
         caches,
-        partial(jitkern.store_cache, *caches, slots.to(torch.int32), k, v),
+        partial(jitkern.store_cache, caches[0], caches[1], slots.to(torch.int32), k, v),
         "cache[slots] = x, twice",
         assign,
     )
