@@ -47,13 +47,13 @@ format: $(call ready,dev)
 bench: $(call ready,bench)
 	$(PY) -m bench
 
-# What the docs show of bench/results: tables, figures in sentences, and plots.
+# What the docs show of bench/results: tables and plots.
 plots: $(call ready,bench)
 	$(PY) -m bench.tables
 	$(PY) -m bench --replot docs/img --json bench/results/nvidia-h200.json
 	$(PY) -m bench --replot docs/img --json bench/results/beside.json
 
-# Against the baseline of this kind of machine: instructions and times. BENCH_ARGS="--gate counts"
+# Against the baseline of this kind of machine: instructions decide, times are shown.
 bench-ci: $(call ready,test)
 	$(PY) -m jitkern bench --ci --baseline bench/baselines $(BENCH_ARGS)
 

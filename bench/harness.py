@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 from bench import cases, goals, peers
 from jitkern.bench import Context, Row, report
@@ -44,14 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = _run(ctx, op)
         rows += done
         if done:
-            console.print(report.table(op, done))
+            console.print(table(op, done))
     if found := goals.reached(rows):
         console.print(goals.goals_table(found))
-    console.print(report.summary(rows))
+    console.print(summary(rows))
     data = report.payload(machine, rows, quick=args.quick)
     if args.json or not args.quick:
         path = args.json or _default_path(device)
-        report.write(path, data, goals=goals.recorded)
+        write(path, data)
         progress.print(f"wrote {path}")
     progress.print(f"{time.perf_counter() - started:.0f} s")
     if args.plot and (status := _plot(data, args.plot)):
@@ -74,7 +76,84 @@ def _run(ctx: Context, op: str) -> list[Row]:
         rows.append(error_row(op, "", "the benchmark itself", "ours", error))
     if ctx.device == "cuda":
         torch.cuda.empty_cache()
+    for case in dict.fromkeys(row.case for row in rows):
+        compare([row for row in rows if row.case == case])
     return rows
+
+
+def write(path: Path, data: report.Payload) -> None:
+    """Write the JSON with the goals; benchmarks of an earlier run of this machine stay."""
+    if path.exists():
+        before = report.read(path)
+        if before["machine"] == data["machine"]:
+            data = {**data, "benchmarks": {**before["benchmarks"], **data["benchmarks"]}}
+    report.save(path, {**data, "goals": goals.recorded(report.rows_of(data))})
+
+
+STYLES = {"ours": "bold green", "ceiling": "cyan", "sm ceiling": "cyan", "floor": "cyan"}
+
+
+def table(op: str, rows: Sequence[Row]) -> Table:
+    """Return the table of one benchmark; a blank cell is something that was not measured."""
+    made = Table(title=op, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    made.add_column("case / implementation", no_wrap=True)
+    for column in ("median", "IQR %", "GB/s", "x peer", "% ceiling", "host us"):
+        made.add_column(column, justify="right", no_wrap=True)
+    made.add_column("note")
+    last = None
+    cases = list(dict.fromkeys(row.case for row in rows))
+    for row in sorted(rows, key=lambda row: cases.index(row.case)):
+        if row.case != last:
+            made.add_row(row.case, style="bold")
+            last = row.case
+        spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
+        made.add_row(
+            f"  {row.impl}",
+            time_text(row.median_us),
+            _number(spread, 1),
+            _number(row.gb_s, 1 if (row.gb_s or 0) < 1000 else 0),
+            _number(row.ratio_to_best_peer, 2),
+            _number(row.percent_of_ceiling, 1),
+            _number(row.host_us, 1),
+            row.error or row.note,
+            style="red" if row.error else STYLES.get(row.role, ""),
+        )
+    return made
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Say in one line how many rows there are and what failed."""
+    failed = [row for row in rows if row.error]
+    ours = [row for row in failed if row.role == "ours"]
+    return f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
+
+
+def time_text(us: float | None) -> str:
+    """Return microseconds in the unit that suits; nothing for None."""
+    if us is None:
+        return ""
+    return (
+        f"{us:.2f} us" if us < 1000 else f"{us / 1e3:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def compare(rows: list[Row]) -> None:
+    """Set ours against the best peer, and everything against the best ceiling, by speed."""
+
+    def best(role: str) -> float | None:
+        return min((r.median_us for r in rows if r.role == role and r.median_us), default=None)
+
+    peer = best("peer")
+    ceiling = max((r.gb_s for r in rows if r.role == "ceiling" and r.gb_s), default=None)
+    for row in rows:
+        if row.role == "ours" and row.median_us and peer:
+            row.ratio_to_best_peer = peer / row.median_us
+        if ceiling and row.gb_s:
+            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
 
 
 def _plot(data: report.Payload, directory: Path) -> int:

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib.pyplot as plt
+import matplotlib
 
 from bench.cases import NAMES, module
-from bench.plot_style import GREY, OURS, RowData, ceiling, color, lines, names_of, save
 from jitkern.bench.report import Payload
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RowData = dict[str, Any]
+
+GREY = "#8a919b"  # of text, axes and ceilings: in the middle between a white and a black page
+OURS = "#2ea650"
+_LIBRARIES = {
+    **dict.fromkeys(("jitkern", "auto", "sm", "cpu", "both", "SMs in order"), OURS),
+    "triton": "#5b8def",
+    "vLLM": "#d4a72c",
+    "FlashInfer": "#b07be0",
+    "torch.compile": "#f0883e",
+    "torch": "#e5534b",
+}
+_NVCC = "#b5835a"  # kernels of ours for nvcc, as mini-sglang and others write them
+_LINES = ("-", "--", ":", "-.", (0, (1, 3)))
+_FIRST = ("jitkern", "auto")  # what a user gets who says nothing
+
+plt.rcParams.update(
+    {
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY
+        ),
+        "grid.color": GREY,
+        "grid.alpha": 0.25,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "legend.framealpha": 0.0,
+        "legend.fontsize": 7,
+        "axes.titlesize": 9,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+    }
+)
 
 # Of the first page: one line of each op, at the size where its users live.
 _SUMMARY = {
@@ -66,7 +102,7 @@ def _summary(rows: dict[str, list[RowData]], machine: str, directory: Path) -> l
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("speed of jitkern / the fastest other of the same run, which is named")
     axes.set_title(f"{machine}, cold buffers, random rows")
-    return [save(figure, directory / "summary.png")]
+    return save(figure, directory / "summary.png")
 
 
 def _of_a_copy(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
@@ -88,7 +124,7 @@ def _of_a_copy(rows: Sequence[RowData], op: str, machine: str, directory: Path) 
     panels[0][0].set_ylabel("% of the bandwidth of a copy")
     panels[0][0].legend(loc="upper right")
     figure.suptitle(f"{op} on {machine}, cold buffers, random rows", fontsize=10)
-    return [save(figure, directory / f"{op}_bandwidth.png")]
+    return save(figure, directory / f"{op}_bandwidth.png")
 
 
 def _ladder(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
@@ -110,7 +146,7 @@ def _ladder(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> 
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("GB/s that arrive")
     axes.set_title(f"{op}, {here[0]['case']}, {machine}")
-    return [save(figure, directory / "h2d_ladder.png")]
+    return save(figure, directory / "h2d_ladder.png")
 
 
 def _row_sizes(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
@@ -133,7 +169,7 @@ def _row_sizes(rows: Sequence[RowData], op: str, machine: str, directory: Path) 
     axes.set_xscale("log", base=2)
     axes.legend(loc="lower right")
     axes.set_title(f"{op} by row size, distinct rows, {machine}")
-    return [save(figure, directory / "h2d_row_sizes.png")]
+    return save(figure, directory / "h2d_row_sizes.png")
 
 
 def _beside(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
@@ -175,45 +211,26 @@ def _beside(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> l
     panels[0].set_ylim(0.7, 700)
     panels[0].legend(loc="upper left", fontsize=8)
     figure.suptitle(f"a decode step of batch 32 beside copies, {machine}", fontsize=10)
-    return [save(figure, directory / "beside.png")]
+    return save(figure, directory / "beside.png")
 
 
 def _pools(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
     """GB/s against the size of the pool: as rows come, in its order, and the engine's line."""
-    here = _largest(rows, lambda r: r["params"]["law"] == "uniform")
-    return _by_pool(here, here, "pools.png", machine, "random rows of 656 B", directory)
-
-
-def _ways(rows: Sequence[RowData], _: str, machine: str, directory: Path) -> list[Path]:
-    """GB/s against the size of the pool, for each way that rows may take."""
-    here = _largest(rows, lambda r: "pageable" not in r["case"])
-    named = [r for r in here if "threads" not in r["impl"]]
-    what = "random rows of 656 B, numbers on the host"
-    return _by_pool(here, named, "ways.png", machine, what, directory)
-
-
-def _largest(rows: Sequence[RowData], wanted: Callable[[RowData], bool]) -> list[RowData]:
-    here = [r for r in rows if r["gb_s"] and r["params"]["row_bytes"] == 656 and wanted(r)]
+    here = [
+        r
+        for r in rows
+        if r["gb_s"] and r["params"]["row_bytes"] == 656 and r["params"]["law"] == "uniform"
+    ]
     most = max((r["params"]["rows"] for r in here), default=0)
-    return [r for r in here if r["params"]["rows"] == most]
-
-
-def _by_pool(
-    here: Sequence[RowData],
-    named: Sequence[RowData],
-    file: str,
-    machine: str,
-    what: str,
-    directory: Path,
-) -> list[Path]:
+    here = [r for r in here if r["params"]["rows"] == most]
     if len({r["params"]["pool_gib"] for r in here}) < 2:
         return []
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
     for axes, kind in zip(panels, ("gather", "scatter"), strict=True):
-        points = [r for r in named if r["params"]["kind"] == kind]
+        points = [r for r in here if r["params"]["kind"] == kind]
         names = [n for n in names_of(points, "ours", "peer") if not n.startswith("jitkern, by")]
         lines(axes, points, names, x="pool_gib")
-        engine = [r["gb_s"] for r in here if r["role"] == "ceiling" and r["params"]["kind"] == kind]
+        engine = [r["gb_s"] for r in points if r["role"] == "ceiling"]
         if engine:
             ceiling(axes, max(engine), "copy engine, in one piece")
         axes.set(title=kind, xlabel="GiB of the pool", ylim=(0, None))
@@ -222,9 +239,8 @@ def _by_pool(
         axes.set_xticks(gib, [f"{size:g}" for size in gib])
         axes.legend(loc="lower left")
     panels[0].set_ylabel("GB/s that arrive")
-    most = here[0]["params"]["rows"]
-    figure.suptitle(f"{most:,} {what}, {machine}", fontsize=10)
-    return [save(figure, directory / file)]
+    figure.suptitle(f"{most:,} random rows of 656 B, {machine}", fontsize=10)
+    return save(figure, directory / "pools.png")
 
 
 def _blocks(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
@@ -244,7 +260,7 @@ def _blocks(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> 
     panels[0].legend(loc="lower right")
     blocks, layers = (here[0]["params"][name] for name in ("blocks", "layers"))
     figure.suptitle(f"{op}, {blocks} random blocks of {layers} layers, {machine}", fontsize=10)
-    return [save(figure, directory / "copy_blocks.png")]
+    return save(figure, directory / "copy_blocks.png")
 
 
 def _of_the_copy(rows: Sequence[RowData], op: str, machine: str, directory: Path) -> list[Path]:
@@ -274,7 +290,7 @@ def _of_the_copy(rows: Sequence[RowData], op: str, machine: str, directory: Path
     one = next(iter(panels_of.values()))[0]["params"]
     form = f"{one['heads']} heads x {one['dim']}, {one['dtype']}"
     figure.suptitle(f"{op}, {form}, {machine}, cold buffers", fontsize=10)
-    return [save(figure, directory / f"{op}.png")]
+    return save(figure, directory / f"{op}.png")
 
 
 _PLOTS = {
@@ -285,9 +301,64 @@ _PLOTS = {
     "row sizes": _row_sizes,
     "beside": _beside,
     "pools": _pools,
-    "ways": _ways,
 }
 
 
 def _size(row: RowData) -> int:
     return int(row["params"]["row_bytes"])
+
+
+# -- how plots look -------------------------------------------------------------------------------
+
+
+def color(name: str) -> str:
+    """Return the colour of the library that an implementation is of."""
+    found = [library for library in _LIBRARIES if name.startswith(library)]
+    return _LIBRARIES[max(found, key=len)] if found else _NVCC
+
+
+def lines(
+    axes: Any,
+    rows: Sequence[RowData],
+    names: Sequence[str],
+    *,
+    x: str = "rows",
+    y: str = "gb_s",
+) -> None:
+    """Draw a line for each name, those of one library told apart by their dashes; ours on top."""
+    drawn: dict[str, int] = {}
+    for name in sorted(names, key=lambda name: (color(name) == OURS, name not in _FIRST)):
+        points = sorted((r["params"][x], r[y]) for r in rows if r["impl"] == name and r[y])
+        if not points:
+            continue
+        number = drawn.get(color(name), 0)
+        drawn[color(name)] = number + 1
+        axes.plot(
+            *zip(*points, strict=True),
+            label=name,
+            color=color(name),
+            linestyle=_LINES[number % len(_LINES)],
+            linewidth=2.2 if color(name) == OURS and not number else 1.3,
+            marker="o",
+            markersize=3,
+        )
+
+
+def ceiling(axes: Any, value: float, text: str) -> None:
+    """Draw a ceiling, and say beside it what it is."""
+    axes.axhline(value, color=GREY, linestyle="--", linewidth=1)
+    axes.annotate(text, (0.02, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+
+
+def save(figure: Any, path: Path) -> list[Path]:
+    """Write a plot without a background."""
+    figure.tight_layout()
+    figure.savefig(path, dpi=140, transparent=True)
+    plt.close(figure)
+    return [path]
+
+
+def names_of(rows: Sequence[RowData], *roles: str) -> list[str]:
+    """Return the implementations in these roles, those of one point left out."""
+    names = dict.fromkeys(r["impl"] for r in rows if r["role"] in roles)
+    return [name for name in names if sum(r["impl"] == name for r in rows) > 1]

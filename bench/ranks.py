@@ -17,16 +17,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.bench.measure import fill
-from jitkern.bench.timing import Replay, cpu_replay, cuda_replay, time_replays
+from jitkern.bench.timing import Replay, Timing, cpu_replay, cuda_replay, host_ms, time_replays
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400
@@ -95,6 +97,52 @@ def timed(ranks: Ranks, rows: list[Row], calls_of: Calls, calls: int) -> list[Ro
     for row in rows:
         fill(row, timings[row.impl])
     return rows
+
+
+HOST_CALLS = 30  # fewer than wait for the GPU: one that comes after 32 others waits for some
+
+
+def host_rows(ranks: Ranks, op: str, case: str, calls: Calls, rounds: int) -> Iterator[Row]:
+    """Yield what each call costs the host, all ranks calling at once."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for round_number in range(rounds + 1):
+        for name, (_, call) in calls.items():
+            ranks.barrier()
+            ms = host_ms(call, HOST_CALLS)
+            if round_number > 0:
+                samples[name].append(ms)
+    for name, (role, _) in calls.items():
+        row = Row(op, case, name, role, params={"ranks": ranks.size})
+        fill(row, Timing(tuple(samples[name])))
+        yield row
+
+
+def embedding_rows(ranks: Ranks, op: str, ours: Any, tokens: Sequence[int]) -> Iterator[Row]:
+    """Yield a TPEmbedding beside what is usual: a mask, F.embedding and a sum over the ranks."""
+    start, count = ours.vocab_range
+    weight = ours.weight.detach()[:count].clone()  # of the usual memory
+    hidden = weight.shape[1]
+
+    def usual(ids: torch.Tensor) -> torch.Tensor:
+        outside = (ids < start) | (ids >= start + count)
+        out = functional.embedding((ids - start).masked_fill(outside, 0), weight)
+        out = out.masked_fill(outside.unsqueeze(-1), 0)
+        dist.all_reduce(out)
+        return out
+
+    for many in tokens:
+        torch.manual_seed(0)  # the same tokens on all ranks
+        ids = torch.randint(ours.num_embeddings, (many,), device=ranks.device)
+        if not torch.equal(usual(ids), ours(ids)):
+            raise RuntimeError(f"{op}: TPEmbedding differs from mask, F.embedding, all_reduce")
+        calls: Calls = {
+            "jitkern": ("ours", partial(ours, ids)),
+            "mask, F.embedding, all_reduce": ("peer", partial(usual, ids)),
+        }
+        case = f"TPEmbedding, {many:,} tokens of {hidden:,} bf16, {ranks.where}"
+        params = {"ranks": ranks.size, "tokens": many}
+        rows = [Row(op, case, name, role, params=params) for name, (role, _) in calls.items()]
+        yield from timed(ranks, rows, calls, calls_for(ranks, 2 * many * hidden))
 
 
 def calls_for(ranks: Ranks, num_bytes: int) -> int:

@@ -1,16 +1,14 @@
 """The tables of the docs, made from ``bench/results/*.json``: ``python -m bench.tables``.
 
-A page has ``<!-- table: NAME -->`` in front of one and ``<!-- end -->`` behind it; what is between
-is written here, and so are the figures of sentences, which ``bench/said.py`` lists. A test holds
-the pages to it.
+A page has ``<!-- table: NAME -->`` before one and ``<!-- end -->`` after it; what is between is
+written here, and a test holds the pages to it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,39 +22,18 @@ _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Table:
-    """Figures of one benchmark: an implementation a line and a case a column, or turned round.
-
-    Attributes
-    ----------
-    op
-        The benchmark.
-    case
-        Name of a case, with ``{}`` where a key of `cases` goes.
-    cases
-        What ``{}`` is, and the heading of its figures.
-    impls
-        The implementations by the names of the benchmark, several with `` / `` between them in one
-        cell, and their headings.
-    corner
-        The heading of the first column.
-    value
-        ``gb_s``, ``us`` or ``ms``.
-    turned
-        A case a line.
-    best
-        Print the best figure of each case in bold.
-    file
-        The run.
-    """
+    """Figures of one benchmark: an implementation a line and a case a column, or `turned` round."""
 
     op: str
     case: str
+    """Name of a case, with ``{}`` where a key of `cases` goes."""
     cases: Mapping[str, str]
+    """What ``{}`` is, and the heading of its figures."""
     impls: Mapping[str, str]
+    """Implementations, several with `` / `` between them in one cell, and their headings."""
     corner: str = ""
     value: str = "gb_s"
     turned: bool = False
-    best: bool = False
     file: str = "nvidia-h200"
 
     def lines(self) -> list[str]:
@@ -79,10 +56,6 @@ class Table:
         for names in self.impls:
             cells = [self._text(rows.get(name)) for name in names.split(" / ")]
             texts[names] = " / ".join(cell for cell in cells if cell)
-        if self.best:
-            known = [name for name in self.impls if rows.get(name, {}).get("median_us")]
-            fastest = min(known, key=lambda name: float(rows[name]["median_us"]))
-            texts[fastest] = f"**{texts[fastest]}**"
         return texts
 
     def _text(self, row: Mapping[str, Any] | None) -> str:
@@ -93,55 +66,31 @@ class Table:
         return three_digits(row["median_us"] / (1e3 if self.value == "ms" else 1))
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What movers and a decode step cost each other, a way a line, with the figures of all batches.
-
-    Attributes
-    ----------
-    ways
-        The ways by the names of the benchmark, and what the first column calls them.
-    file
-        The run.
-    """
-
-    ways: Mapping[str, str]
-    file: str = "beside"
-
-    def lines(self) -> list[str]:
-        """Return the table as lines of Markdown."""
-        batches = (1, 32, 128)
-        cases = [_rows(self.file, "beside", f"decode step, batch {batch}") for batch in batches]
-        made = ["| | step, times as long | its p99 | GB/s beside (alone) | ms lost per GB |"]
-        made.append("| --- | --- | --- | --- | --- |")
-        for way, shown in self.ways.items():
-            rows = [case[way] for case in cases]
-            cells = [
-                " / ".join(f"{row['params'][key]:{spec}}" for row in rows)
-                for key, spec in (("slowdown", ".2f"), ("p99_slowdown", ".2f"))
-            ]
-            alone = f" ({rows[0]['params']['gb_s_alone']:.0f})"
-            cells.append(" / ".join(f"{row['gb_s']:.0f}" for row in rows) + alone)
-            cells.append(" / ".join(f"{row['params']['lost_ms_per_gb']:.1f}" for row in rows))
-            made.append("| " + " | ".join([shown, *cells]) + " |")
-        return made
+def beside() -> list[str]:
+    """Return what movers and a decode step cost each other, figures of all batches in a cell."""
+    cases = [_rows("beside", "beside", f"decode step, batch {batch}") for batch in (1, 32, 128)]
+    made = ["| | step, times as long | its p99 | GB/s beside (alone) | ms lost per GB |"]
+    made.append("| --- | --- | --- | --- | --- |")
+    for way, shown in BESIDE.items():
+        rows = [case[way] for case in cases]
+        params = [row["params"] for row in rows]
+        cells = [
+            " / ".join(f"{one[key]:.2f}" for one in params) for key in ("slowdown", "p99_slowdown")
+        ]
+        alone = f" ({params[0]['gb_s_alone']:.0f})"
+        cells.append(" / ".join(f"{row['gb_s']:.0f}" for row in rows) + alone)
+        cells.append(" / ".join(f"{one['lost_ms_per_gb']:.1f}" for one in params))
+        made.append("| " + " | ".join([shown, *cells]) + " |")
+    return made
 
 
-@dataclass(frozen=True)
-class Missed:
-    """The goals that a run has not met."""
-
-    file: str = "nvidia-h200"
-
-    def lines(self) -> list[str]:
-        """Return how many they are, and each."""
-        goals = read(self.file)["goals"]
-        missed = [goal for goal in goals if not goal["met"]]
-        rows = [f"| {goal['figure']} | {goal['wanted']} | {goal['got']} |" for goal in missed]
-        said = (
-            f"{len(missed)} of {len(goals)} goals of `bench/results/{self.file}.json` are not met."
-        )
-        return [said, "", "| figure | wanted | got |", "| --- | --- | --- |", *rows]
+def missed() -> list[str]:
+    """Return how many goals the run on an H200 has not met, and each."""
+    goals = read("nvidia-h200")["goals"]
+    lines = [goal for goal in goals if not goal["met"]]
+    rows = [f"| {goal['figure']} | {goal['wanted']} | {goal['got']} |" for goal in lines]
+    said = f"{len(lines)} of {len(goals)} goals of `bench/results/nvidia-h200.json` are not met."
+    return [said, "", "| figure | wanted | got |", "| --- | --- | --- |", *rows]
 
 
 @cache
@@ -177,7 +126,7 @@ def _gib(*sizes: str) -> dict[str, str]:
     return {size: f"{size} GiB" if size == sizes[0] else size for size in sizes}
 
 
-TABLES: dict[str, Table | Beside | Missed] = {
+TABLES: dict[str, Table] = {
     "store": Table(
         "store",
         "131072 rows of {} B",
@@ -368,25 +317,6 @@ TABLES: dict[str, Table | Beside | Missed] = {
         value="us",
         file="nvidia-h100-x2",
     ),
-    "beside": Beside(
-        {
-            "engine, contiguous, h2d": "copy engine, one piece, to the GPU",
-            "engine, contiguous, d2h": "to the host",
-            "engine, contiguous, both": "both ways at once",
-            "copy_blocks h2d": "`copy_blocks`, layer first, to the GPU",
-            "copy_blocks d2h": "to the host",
-            "copy_blocks both": "both ways at once",
-            "copy_blocks d2h, 4 SMs": "`num_sms=4`, to the host",
-            "host page first, h2d": "`copy_blocks`, host page first, to the GPU",
-            "host page first, d2h": "to the host",
-            "host page first, both": "both ways at once",
-            "pages, h2d": "`copy_blocks`, pages of 512 KiB on both sides, to the GPU",
-            "pages, d2h": "to the host",
-            "h2d_gather": "`h2d_gather`, rows of 656 B",
-            "swap_rows": "`swap_rows`, rows of 656 B",
-        }
-    ),
-    "goals": Missed(),
     "cpu-store": Table(
         "store",
         "8192 rows of {} B",
@@ -419,6 +349,30 @@ TABLES: dict[str, Table | Beside | Missed] = {
 }
 
 
+BESIDE = {
+    "engine, contiguous, h2d": "copy engine, one piece, to the GPU",
+    "engine, contiguous, d2h": "to the host",
+    "engine, contiguous, both": "both ways at once",
+    "copy_blocks h2d": "`copy_blocks`, layer first, to the GPU",
+    "copy_blocks d2h": "to the host",
+    "copy_blocks both": "both ways at once",
+    "copy_blocks d2h, 4 SMs": "`num_sms=4`, to the host",
+    "host page first, h2d": "`copy_blocks`, host page first, to the GPU",
+    "host page first, d2h": "to the host",
+    "host page first, both": "both ways at once",
+    "pages, h2d": "`copy_blocks`, pages of 512 KiB on both sides, to the GPU",
+    "pages, d2h": "to the host",
+    "h2d_gather": "`h2d_gather`, rows of 656 B",
+    "swap_rows": "`swap_rows`, rows of 656 B",
+}
+
+MADE: dict[str, Callable[[], list[str]]] = {
+    **{name: table.lines for name, table in TABLES.items()},
+    "beside": beside,
+    "goals": missed,
+}
+
+
 def _rows(file: str, op: str, case: str) -> dict[str, dict[str, Any]]:
     rows = read(file)["benchmarks"][op]["rows"]
     return {row["impl"]: row for row in rows if row["case"] == case}
@@ -429,31 +383,22 @@ def made(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         first, *others = match[2].split("+")
-        lines = TABLES[first].lines()
+        lines = MADE[first]()
         for name in others:
-            lines += TABLES[name].lines()[2:]
+            lines += MADE[name]()[2:]
         return "\n".join([match[1].rstrip("\n"), *lines, match[3]])
 
     return _MARKED.sub(table, text)
 
 
-def main() -> int:
-    from bench import figures, said
-
-    status = 0
+def main() -> None:
+    """Write the tables of every page anew."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        page, name = path.read_text(), path.relative_to(ROOT).as_posix()
-        anew = made(page)
-        try:
-            anew = figures.made(name, anew, said.on(name))
-        except ValueError as error:
-            sys.stderr.write(f"{error}\n")
-            status = 1
-        if anew != page:
+        page = path.read_text()
+        if (anew := made(page)) != page:
             path.write_text(anew)
-            print(f"tables: {name}")
-    return status
+            print(f"tables: {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,10 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import links, ranks  # noqa: E402
-from bench.cases import comm  # noqa: E402
-from bench.goals import Figures  # noqa: E402
-from bench.peer_rows import ALONE, EACH, OURS, ROWS, rows_case  # noqa: E402
+from bench import ranks  # noqa: E402
 from bench.peers import host_pool  # noqa: E402
 from jitkern.bench import Context, Row  # noqa: E402
 
@@ -117,29 +114,3 @@ def test_a_pool_goes_by_what_is_said_to_be_free(monkeypatch: pytest.MonkeyPatch)
         memory.require_free(1 << 30)
     with pytest.raises(MemoryError):
         memory.require_free(1)
-
-
-def rate(impl: str, size: int, gb_s: float) -> Row:
-    case = rows_case("peer_gather", ROWS, 16, f"{size} GPUs")
-    return Row("peer", case, impl, "peer", median_us=1.0, gb_s=gb_s)
-
-
-def test_what_links_allow_comes_from_rows_alone() -> None:
-    nvlink = Row("comm", comm.sum_case(comm.BYTES[-1], "2 GPUs"), comm.TORCH, "peer", median_us=1.0)
-    nvlink.gb_s = 300.0
-    rows = [nvlink, rate(ALONE, 2, 50.0), rate(EACH, 2, 45.0), rate(OURS, 2, 88.0)]
-    for lacking in range(3):
-        few = rows[:lacking] + rows[lacking + 1 :]
-        assert links.predicted(Figures(few), 2, 16) is None
-    found = Figures(rows)
-    assert links.predicted(found, 2, 64) is None
-    assert links.predicted(found, 2, 16) == (90.0, 90.0)
-    assert links.predicted(found, 4, 16) == (90.0, 200.0)  # nobody knows what the host gives four
-    assert links.predicted(found, 8, 16) == (90.0, 300.0 * 8 / 7)
-    assert list(links.lines(found))[:2] == [
-        "2 GPUs, a pool of 16 GiB: 90.0 GB/s a GPU predicted, 88.0 measured",
-        "4 GPUs, a pool of 16 GiB: 90.0 to 200.0 GB/s a GPU predicted, not measured",
-    ]
-    four = Figures([*rows, rate(EACH, 4, 40.0)])
-    assert links.predicted(four, 4, 16) == (160.0, 160.0)
-    assert links.predicted(four, 8, 16) == (160.0, 300.0 * 8 / 7)

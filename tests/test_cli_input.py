@@ -61,7 +61,7 @@ def test_sizes_of_rows_have_suffixes(text: str, sizes: list[int]) -> None:
             "warm: --op: 'store', expected along with --element-size, bytes of a row",
             "jitkern warm",
         ),
-        ("bench --ci --runs 2", "bench: --runs: only with --update", "jitkern bench"),
+        ("bench --ci --update", "bench: --update: needs --baseline PATH", "jitkern bench"),
         ("bench --ci --gate no", None, "jitkern bench"),
         ("completion fish", None, "jitkern completion"),
     ],
@@ -104,26 +104,7 @@ FILES: dict[str, bytes] = {
     "a\nline": b"{}",
     "\udcff": b"{}",
 }
-ROW = {"op": "a", "case": "b", "impl": "c", "role": "ours"}
-MACHINE = {"device": "cpu", "name": "x", "cpu_cores": 2}
-RESULTS = [
-    {"benchmarks": 5},
-    {"benchmarks": {}},
-    {"benchmarks": {}, "machine": 5},
-    {"benchmarks": {}, "machine": {}},
-    {"benchmarks": {}, "machine": {**MACHINE, "name": 5}},
-    {"benchmarks": {}, "machine": {**MACHINE, "versions": 5}},
-    {"benchmarks": {"a": 5}, "machine": MACHINE},
-    {"benchmarks": {"a": {"rows": 5}}, "machine": MACHINE},
-    {"benchmarks": {"a": {"rows": [5]}}, "machine": MACHINE},
-    {"benchmarks": {"a": {"rows": [{}]}}, "machine": MACHINE},
-    {"benchmarks": {"a": {"rows": [{**ROW, "impl": []}]}}, "machine": MACHINE},
-    {"benchmarks": {"a": {"rows": [{**ROW, "ratio_median": "2"}]}}, "machine": MACHINE},
-    {"benchmarks": {"a": {"rows": [{**ROW, "median_us": []}]}}, "machine": MACHINE},
-    {"benchmarks": {"a": {"rows": [{**ROW, "error": None}]}}, "machine": MACHINE},
-    {"schema": 9, "benchmarks": {}, "machine": MACHINE},
-]
-READERS = ["cache import", "cache verify", "bench --compare", "warm --replay"]
+READERS = ["cache import", "cache verify", "warm --replay"]
 
 
 @pytest.fixture
@@ -152,9 +133,8 @@ def test_a_wrong_file_is_one_line(
     file = odd / name
     file.write_bytes(FILES[name])
     file.chmod(0o644)
-    files = [file, file] if reader == "bench --compare" else [file]
     shown = "odd/a line" if "\n" in name else f"odd/{name}".encode("unicode_escape").decode()
-    err = one_line(capsys, *reader.split(), *files)
+    err = one_line(capsys, *reader.split(), file)
     assert "odd/" in err
     assert shown.split("\\u")[0] in err or repr(name)[1:-1] in err
 
@@ -165,8 +145,7 @@ def test_what_is_no_file_is_one_line(
     capsys: Capture, empty_cache: Path, odd: Path, reader: str, name: str
 ) -> None:
     (odd / "file").touch()
-    files = [name, name] if reader == "bench --compare" else [name]
-    assert name[:20] in one_line(capsys, *reader.split(), *files)
+    assert name[:20] in one_line(capsys, *reader.split(), name)
 
 
 def test_only_what_is_wrong_with_a_record_is_said_of_replay(
@@ -182,15 +161,6 @@ def test_only_what_is_wrong_with_a_record_is_said_of_replay(
     (odd / "r.jsonl").chmod(0o600)  # whatever the umask
     err = one_line(capsys, "warm", "--replay", "r.jsonl")
     assert err.startswith("jitkern: error: --replay: r.jsonl:1: ")
-
-
-@pytest.mark.parametrize("result", RESULTS, ids=range(len(RESULTS)))
-def test_a_result_that_makes_no_sense_is_one_line(
-    capsys: Capture, odd: Path, result: dict[str, object]
-) -> None:
-    (odd / "r.json").write_text(json.dumps(result))
-    err = one_line(capsys, "bench", "--compare", "r.json", "r.json")
-    assert err.startswith("jitkern: error: r.json: ")
 
 
 @pytest.mark.parametrize("cxx", ["'", 'g++ "-O2'])

@@ -10,7 +10,6 @@ import torch
 
 import jitkern
 from jitkern import perf
-from jitkern.bench.cases.common import copy_kernel
 from jitkern.errors import UnsupportedError
 
 
@@ -55,7 +54,7 @@ def test_perf_cuda_times_a_copy(init_stream: bool, graph: int | None) -> None:
 def test_compare_logs_both_bandwidths(caplog: pytest.LogCaptureFixture) -> None:
     src = torch.ones(32 << 20, dtype=torch.uint8, device="cuda")
     dst = torch.empty_like(src)
-    copy = copy_kernel()
+    copy = torch.Tensor.copy_
     with caplog.at_level(logging.INFO, "jitkern.perf"):
         theirs, ours = jitkern.compare_memory_kernel_perf(
             baseline=lambda: dst.copy_(src),

@@ -56,7 +56,7 @@ USERS = {
         tests/examples/test_radix_cache_model.py
         tests/threads/ops.cc tests/threads/calls.cc tests/threads/trouble.cc
         tests/offload/test_pool.py tests/offload/pool_child.py
-        bench/cases/offload.py bench/cases/ways.py src/jitkern/calibration.py
+        bench/cases/offload.py src/jitkern/calibration.py
         src/jitkern/offload/mover.py tests/offload/mover_child.py
         tests/ops/test_pairs_on_host.py tests/ops/test_pairs_on_host_large.py
         tests/ops/test_pairs_on_host_cuda.py tests/ops/test_pairs_on_host_refused.py
@@ -64,10 +64,9 @@ USERS = {
         tests/fault_child.py tests/ops/test_foreign_streams.py
     """,
     "an op to compile, to launch, to keep or to time, where any would do": """
-        src/jitkern/bench/cases/launch.py src/jitkern/bench/cases/threads.py
-        src/jitkern/bench/worker.py tests/guard.py tests/launch_child.py
-        tests/test_bench.py tests/test_bench_baseline.py tests/test_bench_ci.py
-        tests/test_bench_fresh.py
+        bench/cases/launch.py
+        src/jitkern/bench/counts.py tests/launch_child.py
+        tests/test_bench.py tests/test_bench_guard.py
         tests/test_cli_cache.py tests/test_cli_lacking.py
         tests/test_bundle.py tests/test_cli.py tests/test_design.py tests/test_docs_commands.py
         tests/test_mutations.py
@@ -95,9 +94,8 @@ USERS = {
         bench/peer_rows.py src/jitkern/comm/peer_rows.py
     """,
     "a figure or a show of a few ops": """
-        bench/cases/beside.py bench/cases/checks.py bench/cases/first_call.py
-        bench/cases/host_overhead.py bench/plots.py bench/said.py bench/said_names.py
-        bench/said_ops.py bench/said_performance.py bench/tables.py src/jitkern/cli/demo.py
+        bench/cases/beside.py bench/cases/first_call.py bench/cases/host_overhead.py
+        bench/goals.py bench/plots.py bench/tables.py src/jitkern/cli/demo.py
         src/jitkern/cli/doctor.py
     """,
 }
@@ -231,7 +229,6 @@ PASSED = (
     "test_public_name[write_twice]",
     "test_the_table_says_what_the_type_checker_sees",
     "test_imports_go_down[ops.twice]",
-    "test_imports_go_down[bench.cases.twice]",
     "test_every_op_has_its_page[twice]",
     "test_few_files_know_an_op[twice]",
 )

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from guard import GOOD
 
 ROOT = Path(__file__).resolve().parent.parent
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -95,6 +94,16 @@ def test_works_without_a_compiler(wheel: Path, tmp_path: Path, fresh_python: Fre
     assert os.listdir(tmp_path / "bin") == []
 
 
+GOOD = """
+import torch
+from jitkern.bench import case
+
+@case("copy", against="clone", bytes_moved=128)
+def copy(ctx):
+    x = torch.arange(64, device=ctx.device)
+    y = torch.empty_like(x)
+    return lambda: y.copy_(x), lambda: x.clone()
+"""
 BENCH = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -122,13 +131,13 @@ def test_bench_offers_what_works_in_an_installed_package(wheel: Path, tmp_path: 
     assert "python -m bench" not in shown.stdout
     plain = bench()
     assert plain.returncode == 1
-    assert plain.stderr.startswith("jitkern: error: bench: expected --ci or --compare A B: ")
+    assert plain.stderr.startswith("jitkern: error: bench: expected --ci: ")
     guard = ("--ci", "--device", "cpu", "--cases", "mine.py", "--baseline", "baselines")
     (tmp_path / "baselines").mkdir()
-    for options in (["--update", "--runs", "2"], ["--gate", "none", "--json", "r.json"]):
+    for options in (["--update"], ["--gate", "none", "--json", "r.json"]):
         done = bench(*guard, *options)
         assert done.returncode == 0, done.stdout + done.stderr
-    done = bench("--compare", "r.json", "r.json", "--json", "c.json")
-    assert (done.returncode, done.stderr) == (0, "")
-    (row,) = json.loads((tmp_path / "c.json").read_text())["rows"]
-    assert (row["case"], row["verdict"]) == ("mine: copy", "~")
+    (row,) = json.loads((tmp_path / "r.json").read_text())["benchmarks"]["mine"]["rows"]
+    assert (row["case"], row["against"], row["ratio_median"] > 0) == ("copy", "clone", True)
+    own = bench("--ci")
+    assert (own.returncode, "expected --cases FILE" in own.stderr) == (2, True)

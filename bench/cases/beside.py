@@ -22,7 +22,6 @@ from torch.nn import functional
 
 import jitkern
 from bench import peers
-from bench.goals import Figures, Goal, at_most
 from bench.peers import host_pool
 from jitkern.bench.case import Context, Row, error_row
 
@@ -287,14 +286,3 @@ def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
 
 def _next_rows(op: Any, tensors: Any, turn: Iterator[torch.Tensor], how: dict[str, int]) -> None:
     op(*tensors, next(turn), **how)
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    for case in f.cases("beside"):
-        for name, row in f.all("beside", case).items():
-            if row.role != "ours" or "SMs" in name:
-                continue
-            both = "both" in name or name == "swap_rows"
-            what = f"{case}, beside {name}"
-            yield from at_most(f"{what}: step", row.params["slowdown"], 1.09 if both else 1.06)
-            yield from at_most(f"{what}: p99", row.params["p99_slowdown"], 1.10)

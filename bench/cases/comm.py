@@ -15,22 +15,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from bench import peers, ranks
-from bench.goals import Figures, Goal, at_least, at_most
-from bench.ranks import KIB, MIB, Calls, Ranks, calls_for, size_text, spaced, timed
+from bench.ranks import (
+    KIB,
+    MIB,
+    Calls,
+    Ranks,
+    calls_for,
+    embedding_rows,
+    host_rows,
+    size_text,
+    spaced,
+    timed,
+)
 from jitkern.bench.case import Context, Row
-from jitkern.bench.measure import fill
-from jitkern.bench.timing import Timing, host_ms
 
 PEERS = (peers.nccl,)
 
 BYTES = (8 * KIB, 128 * KIB, MIB, 16 * MIB, 256 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
 HOST_BYTES = 8 * KIB
-# Fewer than wait for the GPU: a call that comes behind 32 others waits until some are done.
-HOST_CALLS, HOST_ROUNDS = 30, 201
+HOST_ROUNDS = 201
 VOCAB, HIDDEN = 131_072, 4096
 TOKENS = (1, 16, 64, 256, 1024, 16_384)
 QUICK_TOKENS = (1, 1024)
@@ -40,53 +46,14 @@ OURS, NO_DEADLINE = "jitkern", "jitkern, no deadlines"
 REGISTERED = "jitkern, registered buffer"
 TORCH, BARE = "torch.distributed", "bare ncclAllReduce"
 STAGED = "copied to a buffer and back, as mini-sglang"
-USUAL = "mask, F.embedding, all_reduce"
-OF_USUAL = {1: 0.5, 1024: 0.75, 16_384: 0.8}
 
 
 def run(ctx: Context) -> Iterator[Row]:
     yield from ranks.run("comm", __name__, ctx)
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    for size in (2, 4, 8):
-        gpus = f"{size} GPUs"
-        case = _host_case(gpus)
-        us = {impl: f.us("comm", case, impl) for impl in (OURS, NO_DEADLINE, TORCH, BARE)}
-        ours = us[OURS]
-        if ours is not None:
-            for other, most in ((TORCH, 0.6), (BARE, 1.15)):
-                theirs = us[other]
-                if theirs is not None:
-                    yield from at_most(f"comm, {case}: of {other}", ours / theirs, most)
-            without = us[NO_DEADLINE]
-            if without is not None:
-                yield from at_most(f"comm, {case}: deadlines", ours - without, 0.3, "us")
-        for num_bytes in BYTES[:3]:
-            case = sum_case(num_bytes, gpus)
-            ours, theirs = f.us("comm", case, OURS), f.us("comm", case, TORCH)
-            if ours is not None and theirs is not None:
-                yield from at_most(f"comm, {case}: time, of {TORCH}", ours / theirs, 1.0)
-        case = sum_case(BYTES[-1], gpus)
-        got = f.speed("comm", case, OURS, TORCH)
-        yield from at_least(f"comm, {case}: of {TORCH}", got, 0.99)
-        for tokens, most in OF_USUAL.items():
-            case = _embedding_case(tokens, HIDDEN, gpus)
-            ours, theirs = f.us("comm", case, OURS), f.us("comm", case, USUAL)
-            if ours is not None and theirs is not None:
-                yield from at_most(f"comm, {case}: time, of {USUAL}", ours / theirs, most)
-
-
 def sum_case(num_bytes: int, where: str) -> str:
     return f"all_reduce, {size_text(num_bytes)} bf16, {where}"
-
-
-def _host_case(where: str) -> str:
-    return f"all_reduce, {size_text(HOST_BYTES)} bf16, {where}, host time"
-
-
-def _embedding_case(tokens: int, hidden: int, where: str) -> str:
-    return f"TPEmbedding, {tokens:,} tokens of {hidden:,} bf16, {where}"
 
 
 # -- in each rank ----------------------------------------------------------------------------------
@@ -99,9 +66,10 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
         if ranks.device.type == "cuda" or num_bytes <= MIB:
             yield from _reduced(ranks, reducers, num_bytes)
     with torch.inference_mode():
-        yield from _host_rows(ranks, reducers)
-    tokens = QUICK_TOKENS if quick else TOKENS
-    yield from _embedding_rows(ranks, reducers, tokens)
+        case = f"{sum_case(HOST_BYTES, ranks.where)}, host time"
+        yield from host_rows(ranks, "comm", case, reducers.on_the_host(), HOST_ROUNDS)
+        tokens = QUICK_TOKENS if quick or ranks.device.type == "cpu" else TOKENS
+        yield from embedding_rows(ranks, "comm", reducers.embedding(), tokens)
 
 
 class _Reducers:
@@ -136,6 +104,26 @@ class _Reducers:
         comm = library.communicator(ids[0], self.ranks.size, self.ranks.rank)
         bfloat16 = 9
         return lambda x: library.all_reduce(x, x.numel(), bfloat16, comm)
+
+    def on_the_host(self) -> Calls:
+        """Return what is called on a small tensor, to see what that costs the host."""
+        x = torch.zeros(HOST_BYTES // 2, dtype=torch.bfloat16, device=self.ranks.device)
+        every, _ = self.of(x)
+        calls = {name: every[name] for name in (OURS, TORCH, BARE) if name in every}
+        if self.ranks.device.type == "cuda":
+            calls[NO_DEADLINE] = ("ours", lambda: self.no_deadline.all_reduce(x))
+        return calls
+
+    def embedding(self) -> Any:
+        """Return the embedding that is looked up, with random weights."""
+        from jitkern.nn import TPEmbedding
+
+        device = self.ranks.device
+        size = (VOCAB, HIDDEN) if device.type == "cuda" else (CPU_VOCAB, CPU_HIDDEN)
+        ours = TPEmbedding(*size, comm=self.ours, dtype=torch.bfloat16, device=device)
+        torch.manual_seed(self.ranks.rank)
+        ours.weight.data.normal_()
+        return ours
 
     def of(self, x: torch.Tensor) -> tuple[Calls, dict[str, torch.Tensor]]:
         """Return role and call of each, and the tensor that each reduces: `x`, or one like it."""
@@ -189,64 +177,3 @@ def _check_sum(ranks: Ranks, calls: Calls, tensors: dict[str, torch.Tensor]) -> 
         if not bool((tensor == total).all()):
             raise RuntimeError(f"comm: {name}: a wrong sum of {tensor.numel()} items")
         tensor.zero_()
-
-
-def _host_rows(ranks: Ranks, reducers: _Reducers) -> Iterator[Row]:
-    x = torch.zeros(HOST_BYTES // 2, dtype=torch.bfloat16, device=ranks.device)
-    every, _ = reducers.of(x)
-    calls = {name: every[name] for name in (OURS, TORCH, BARE) if name in every}
-    if ranks.device.type == "cuda":
-        calls[NO_DEADLINE] = ("ours", lambda: reducers.no_deadline.all_reduce(x))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for round_number in range(HOST_ROUNDS + 1):
-        for name, (_, call) in calls.items():
-            ranks.barrier()
-            ms = host_ms(call, HOST_CALLS)
-            if round_number > 0:
-                samples[name].append(ms)
-    for name, (role, _) in calls.items():
-        row = Row("comm", _host_case(ranks.where), name, role, params={"ranks": ranks.size})
-        fill(row, Timing(tuple(samples[name])))
-        yield row
-
-
-def _embedding_rows(
-    ranks: Ranks, reducers: _Reducers, all_tokens: tuple[int, ...]
-) -> Iterator[Row]:
-    from jitkern.nn import TPEmbedding
-
-    on_gpu = ranks.device.type == "cuda"
-    vocab, hidden = (VOCAB, HIDDEN) if on_gpu else (CPU_VOCAB, CPU_HIDDEN)
-    ours = TPEmbedding(vocab, hidden, comm=reducers.ours, dtype=torch.bfloat16, device=ranks.device)
-    weight = ours.weight.data
-    torch.manual_seed(ranks.rank)
-    weight.normal_()
-    share = vocab // ranks.size
-    start = ranks.rank * share
-    for tokens in all_tokens if on_gpu else all_tokens[:2]:
-        torch.manual_seed(0)  # the same tokens on all ranks
-        ids = torch.randint(vocab, (tokens,), device=ranks.device)
-
-        def usual(ids: torch.Tensor = ids) -> torch.Tensor:
-            outside = (ids < start) | (ids >= start + share)
-            out = functional.embedding((ids - start).masked_fill(outside, 0), weight[:share])
-            out = out.masked_fill(outside.unsqueeze(-1), 0)
-            dist.all_reduce(out)
-            return out
-
-        def by_jitkern(ids: torch.Tensor = ids) -> torch.Tensor:
-            return ours(ids)
-
-        with torch.inference_mode():
-            if not torch.equal(usual(), by_jitkern()):
-                raise RuntimeError("comm: TPEmbedding differs from mask, F.embedding, all_reduce")
-            calls: Calls = {
-                OURS: ("ours", by_jitkern),
-                USUAL: ("peer", usual),
-            }
-            case = _embedding_case(tokens, hidden, ranks.where)
-            params = {"ranks": ranks.size, "tokens": tokens}
-            rows = [
-                Row("comm", case, name, role, params=params) for name, (role, _) in calls.items()
-            ]
-            yield from timed(ranks, rows, calls, calls_for(ranks, 2 * tokens * hidden))

@@ -7,79 +7,72 @@ says equal or not, is the ceiling.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.goals import Figures, Goal, at_least, at_most
-from jitkern.bench.case import Context, Row, error_row
-from jitkern.bench.measure import compare, fill
-from jitkern.bench.timing import Replay, cpu_replay, time_replays
-
-DTYPES = (torch.int32, torch.int64)
+from bench.cases.common import call_case
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import measure
 
 PEERS = (peers.host,)
+LONG = 131_072
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    lengths = (1, 16, 1024, 131_072) if ctx.quick else (1, 4, 16, 64, 256, 1024, 8192, 131_072)
-    for dtype in DTYPES:
+    lengths = (1, 16, 1024, LONG) if ctx.quick else (1, 4, 16, 64, 256, 1024, 8192, LONG)
+    on_host = replace(ctx, device="cpu")
+    for dtype in (torch.int32, torch.int64):
         for length in lengths:
-            yield from _rows(ctx, dtype, length)
+            yield from measure(on_host, _case(dtype, length))
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    op, case = "compare_key", "131072 equal int32 tokens"
-    got = f.speed(op, case, "jitkern", "std::mismatch -O3")
-    yield from at_least(f"fast_compare_key, {case}: of std::mismatch -O3", got, 4.0)
-    slower = f.speed(op, case, "memcmp", "jitkern")
-    yield from at_most(f"fast_compare_key, {case}: time of memcmp", slower, 1.3)
-    for tokens in (1, 16):
-        case = f"{tokens} equal int32 tokens"
-        ours, floor = f.us(op, case, "jitkern"), f.us(op, case, "no-op FFI call")
-        if ours and floor:
-            name = f"fast_compare_key, {case}: above a no-op FFI call"
-            yield from at_most(name, ours - floor, 0.1, "us")
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures; there is nothing of it on a GPU."""
+    if ctx.device == "cuda":
+        return
+    x = torch.randint(0, 150_000, (16,), dtype=torch.int32)
+    keys = (x, x.clone())
+    call = partial(jitkern.fast_compare_key, *keys)
+    yield call_case("compare_key", "call, 16 tokens", call, keys)
+    case = _case(torch.int32, LONG)
+    yield replace(case, impls=[case.ours(), case.impls[2]], clock="device")
 
 
-def _rows(ctx: Context, dtype: torch.dtype, length: int) -> list[Row]:
-    name = f"{length} equal {str(dtype).removeprefix('torch.')} tokens"
-    ctx.say(f"compare_key: {name}")
+def _case(dtype: torch.dtype, length: int) -> Case:
     x = torch.randint(0, 150_000, (length,), dtype=dtype)
     y = x.clone()
-    builds: list[tuple[str, str, Callable[[], Callable[[], object]]]] = [
-        ("jitkern", "ours", lambda: partial(jitkern.fast_compare_key, x, y)),
-        ("std::mismatch -O3", "peer", lambda: partial(peers.host().common_prefix, x, y)),
-        ("torch (x == y).cumprod", "peer", lambda: partial(_torch, x, y)),
-        ("memcmp", "ceiling", lambda: partial(peers.host().same_bytes, x, y)),
-        ("no-op FFI call", "floor", lambda: partial(peers.host().noop_pair, x, y)),
-    ]
-    rows: list[Row] = []
-    replays: dict[str, Replay] = {}
-    for impl, role, build in builds:
-        row = Row("compare_key", name, impl, role)
-        row.params = {"tokens": length, "dtype": str(dtype)}
-        row.bytes_note = "both keys read once"
-        row.bytes_moved = 0 if role == "floor" else 2 * length * x.element_size()
-        rows.append(row)
-        try:
-            call = build()
-            got = call()
-            if role != "floor" and got != length:
-                raise ValueError(f"got {got}, expected {length}")
-        except Exception as error:  # a peer that fails is a row, not the end of the run
-            row.error = error_row("", "", "", "", error).error
-            continue
-        calls = max(3, min(2000, 2_000_000 // (length + 200)))
-        replays[impl] = cpu_replay([call] * calls)
-    timings = time_replays(replays, device="cpu", rounds=ctx.rounds)
-    for row in rows:
-        if row.impl in timings:
-            fill(row, timings[row.impl])
-    compare(rows)
-    return rows
+    return Case(
+        op="compare_key",
+        name=f"{length} equal {str(dtype).removeprefix('torch.')} tokens",
+        params={"tokens": length, "dtype": str(dtype)},
+        bytes_moved=2 * length * x.element_size(),
+        bytes_note="both keys read once",
+        clock="host",
+        make=lambda _: (x, y),
+        impls=[
+            Impl("jitkern", "ours", lambda: _checked(jitkern.fast_compare_key, x, y)),
+            Impl("std::mismatch -O3", "peer", lambda: _checked(peers.host().common_prefix, x, y)),
+            Impl("torch (x == y).cumprod", "peer", lambda: _checked(_torch, x, y)),
+            Impl("memcmp", "ceiling", lambda: _checked(peers.host().same_bytes, x, y)),
+            Impl("no-op FFI call", "floor", _no_op, bytes_moved=0),
+        ],
+    )
+
+
+def _checked(call: Callable[..., object], x: torch.Tensor, y: torch.Tensor) -> Run:
+    """Return the call of a comparison, which has to find the keys equal."""
+    if call(x, y) != len(x):
+        raise ValueError(f"got {call(x, y)}, expected {len(x)}")
+    return lambda b: call(*b)
+
+
+def _no_op() -> Run:
+    noop = peers.host().noop_pair
+    return lambda b: noop(*b)
 
 
 def _torch(x: torch.Tensor, y: torch.Tensor) -> int:

@@ -17,13 +17,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jitkern.bench.case import Context, Row, error_row
 from jitkern.env import settings
-
-if TYPE_CHECKING:
-    from bench.goals import Figures, Goal
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "bench" / "peers"
@@ -41,12 +38,6 @@ FRESH_IMPLS = {
     "inline_fresh": "load_inline of what is built",
     "inline_fresh, no bytecode": "load_inline of what is built, no bytecode",
 }
-WARM_COMMAND = "jitkern warm, 3 ops x 8 row sizes x 4 archs"
-WARM_ARGUMENTS = (
-    *("--op", ",".join(OPS)),
-    *("--element-size", "128,256,512,656,1024,2048,4096,7168"),
-    *("--arch", "8.0,9.0,10.0,12.0"),
-)
 NUM_CORES = 2
 NUM_PROCESSES = 3  # the median of them
 # Of each file one kernel only is instantiated.
@@ -59,11 +50,12 @@ TIMEOUT_S = 240
 
 
 def run(ctx: Context) -> Iterator[Row]:
+    from jitkern.host import module as host
+
+    host.module()  # built, if need be: no process that is timed shall do that
     processes = 1 if ctx.quick else NUM_PROCESSES
     with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as work:
         bench = _Bench(ctx, Path(work))
-        if not ctx.quick:
-            yield from bench.host_module()
         yield from bench.rows("cold", COLD, "ours", processes)
         yield from bench.rows("warm", WARM, "ours", processes)
         for op in OPS[:1] if ctx.quick else OPS:
@@ -71,33 +63,6 @@ def run(ctx: Context) -> Iterator[Row]:
         yield from bench.rows("inline_warm", INLINE_WARM, "peer", processes)
         for mode, name in FRESH_IMPLS.items():
             yield from bench.rows(mode, name, "peer" if "inline" in mode else "ours", processes)
-        if not ctx.quick:
-            yield bench.warm_command()
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    # Not above: the processes that are timed import this module.
-    from bench.goals import at_least, at_most
-
-    def ms(case: str, impl: str) -> float | None:
-        us = f.us("first_call", case, impl)
-        return us / 1e3 if us else None
-
-    first = FIRST_KERNEL
-    yield from at_most(f"{first}, loading NVRTC included", ms(first, COLD), 500, "ms")
-    for case in (*OPS, LARGE_CALL):
-        cold, nvcc = ms(case, COLD), ms(case, INLINE_COLD)
-        yield from at_most(f"cold {case}", cold, 150, "ms")
-        if cold and nvcc:
-            yield from at_least(f"cold {case}: of load_inline with nvcc", nvcc / cold, 60)
-        yield from at_most(f"warm {case}, new process", ms(case, WARM), 2, "ms")
-    for mode in ("fresh", "fresh, no bytecode"):
-        ours, inline = (ms(FRESH, FRESH_IMPLS[of]) for of in (mode, f"inline_{mode}"))
-        yield from at_most(f"{FRESH_IMPLS[mode]}, {FRESH}", ours, 80, "ms")
-        if ours and inline:
-            yield from at_most(f"{FRESH_IMPLS[mode]}, {FRESH}: of load_inline", ours / inline, 1.0)
-    command = WARM_COMMAND
-    yield from at_most(command, ms(command, "jitkern"), 10_000, "ms")
 
 
 class _Bench:
@@ -109,12 +74,10 @@ class _Bench:
         self._kernels = work / "kernels"
         self._cores = sorted(os.sched_getaffinity(0))[:NUM_CORES]
         self._params = {"row_bytes": ROW_BYTES, "device": ctx.device, "cores": len(self._cores)}
-        # The host module is measured by itself; for the rest it is there, as in a wheel.
-        self._host_module = settings().cache_dir if ctx.quick else work / "host"
         self._environment = {
             **os.environ,
             "JITKERN_CACHE_DIR": str(self._kernels),
-            "JITKERN_CACHE_PATH": str(self._host_module),
+            "JITKERN_CACHE_PATH": str(settings().cache_dir),  # the host module, as in a wheel
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
             "CUDA_CACHE_DISABLE": "1",  # NVRTC 13 has a cache of its own, with which 40 ms are 15
             "PYTHONPYCACHEPREFIX": str(work / "bytecode"),  # as pip leaves it beside a module
@@ -127,14 +90,6 @@ class _Bench:
             "PYTHONDONTWRITEBYTECODE",
         ):
             self._environment.pop(variable, None)
-
-    def host_module(self) -> list[Row]:
-        """Build it, for the other processes too."""
-        self._environment["JITKERN_CACHE_DIR"] = str(self._host_module)
-        try:
-            return self.rows("host", "jitkern: host module, once per machine", "ours")
-        finally:
-            self._environment["JITKERN_CACHE_DIR"] = str(self._kernels)
 
     def rows(self, mode: str, name: str, role: str, processes: int = 1) -> list[Row]:
         """Return a row for each figure of `mode`, the median over that many processes."""
@@ -154,20 +109,6 @@ class _Bench:
             row.note = figure.get("note", "")
             rows.append(row)
         return rows
-
-    def warm_command(self) -> Row:
-        """Return the row of the whole command, from its start to its end."""
-        self._ctx.say(f"first_call: {WARM_COMMAND}")
-        shutil.rmtree(self._kernels, ignore_errors=True)
-        try:
-            start = time.perf_counter()
-            self._run([sys.executable, "-m", "jitkern", "warm", *WARM_ARGUMENTS])
-            seconds = time.perf_counter() - start
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            return error_row("first_call", WARM_COMMAND, "jitkern", "ours", error)
-        row = Row("first_call", WARM_COMMAND, "jitkern", "ours", self._params)
-        row.median_us, row.note = seconds * 1e6, "the process, start to end"
-        return row
 
     def _figures(self, mode: str) -> dict[str, dict[str, Any]]:
         module = "bench.cases.first_call"
@@ -197,12 +138,6 @@ class _Bench:
 
 
 # What follows runs in the process that is measured.
-
-
-def _host() -> dict[str, dict[str, Any]]:
-    from jitkern.host import module as host
-
-    return {"host module": {"ms": _ms(host.module)}}
 
 
 def _kernels(device: str) -> dict[str, dict[str, Any]]:
@@ -379,8 +314,6 @@ def _worker(mode: str, device: str, work: Path) -> dict[str, dict[str, Any]]:
         return _fresh(device)
     if mode.startswith("inline_fresh"):
         return _inline_fresh(device, work)
-    if mode == "host":
-        return _host()
     if mode in ("cold", "warm"):
         return _kernels(device)
     if mode == "inline_warm":

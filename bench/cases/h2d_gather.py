@@ -7,16 +7,23 @@ arrives. Where repeats are fetched once, that goes past the bytes on the bus.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.goals import MEMCPY, Figures, Goal, at_least, at_most
+from bench.cases.common import (
+    CPU_SIZES,
+    MEMCPY,
+    call_case,
+    empty_rows,
+    host_copy_case,
+    lacks_gpu,
+    random_rows,
+)
 from bench.peers.host_rows import (
     BYTE_LOADS,
     LINE_ALIGNED,
@@ -33,72 +40,112 @@ from bench.peers.host_rows import (
     rung,
 )
 from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.measure import empty_rows, measure, random_rows
+from jitkern.bench.measure import measure
 
 PEERS = (peers.ladder,)
 PLOTS = ("ladder", "row sizes")
+# (rows, bytes of a row) of the guard on a GPU: microseconds, and what the bus decides.
+LINK_SIZES = ((128, 656), (262_144, 656))
+SMALL_ROWS = (1, 16, 128, 512, 2048, 8192)
+WIDE_BYTES = (512, 576, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    if ctx.device != "cuda":
-        ctx.say("h2d_gather: needs a GPU, skipped")
+    if lacks_gpu(ctx, "h2d_gather"):
         return
-    yield from measure(ctx, case_of("repeats", ROWS, ROW_BYTES, _ladder(ctx)))
-    yield from measure(ctx, case_of("distinct", ROWS, ROW_BYTES, _distinct(ctx)))
-    if "reuse_resident" in _options():
-        yield from measure(ctx, _resident_case())
-    for rows in (1, 128, 2048) if ctx.quick else (1, 16, 128, 512, 2048, 8192):
-        yield from measure(ctx, case_of("distinct", rows, ROW_BYTES, _small()))
-    sizes = (4096,) if ctx.quick else (512, 576, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
-    for row_bytes in sizes:
-        yield from measure(ctx, case_of("distinct", TOTAL_BYTES // row_bytes, row_bytes, _wide()))
+    yield from measure(ctx, _case("repeats", ROWS, ROW_BYTES, _ladder(ctx)))
+    yield from measure(ctx, _case("distinct", ROWS, ROW_BYTES, _ladder(ctx)[:-2]))
+    for rows in SMALL_ROWS[::2] if ctx.quick else SMALL_ROWS:
+        yield from measure(ctx, _case("distinct", rows, ROW_BYTES, _small()))
+    for row_bytes in WIDE_BYTES[4:5] if ctx.quick else WIDE_BYTES:
+        impls = [
+            Impl("jitkern", "ours", _ours),
+            Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
+            Impl("4 loads before stores", "peer", lambda: rung(LOADS_FIRST)),
+            *ceilings(),
+        ]
+        yield from measure(ctx, _case("distinct", TOTAL_BYTES // row_bytes, row_bytes, impls))
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    op, two = "h2d_gather", TWO_SMS
-    case = "262144 rows of 656 B, distinct"
-    aligned = "6 line-aligned, 2 SMs"
-    yield from at_least(f"h2d, {case}, 2 SMs: of {aligned}", f.speed(op, case, two, aligned), 0.99)
-    yield from at_least(f"h2d, {case}, 2 SMs: of {MEMCPY}", f.speed(op, case, two, MEMCPY), 0.87)
-    cost = f.speed(op, case, "jitkern, dedup=False", "jitkern, dedup=True")
-    yield from at_most(f"h2d, {case}: dedup=True, time of dedup=False", cost, 1.02)
-    case = "262144 rows of 656 B, repeats"
-    yield from at_least(f"h2d, {case}: of {MEMCPY}", f.speed(op, case, "jitkern", MEMCPY), 1.25)
-    for case in f.cases(op):
-        rows = f.all(op, case)
-        ours = rows.get("jitkern")
-        if ours is None or not ours.median_us or not ours.gb_s:
-            continue  # it failed, and its row says why
-        rungs = [r.median_us for r in rows.values() if r.role == "peer" and r.median_us]
-        if rungs and ours.bytes_moved and ours.bytes_moved <= 2048 * 656:
-            name = f"h2d, {case}: time of the best rung"
-            yield from at_most(name, ours.median_us / min(rungs), 1.2)
-        sm_path = [r.gb_s for r in rows.values() if r.role == "sm ceiling" and r.gb_s]
-        if sm_path and ours.params["sources"] == "distinct":
-            limit = max(sm_path) * ours.params.get("line_efficiency", 1.0)
-            name = f"h2d, {case}: of contiguous zero-copy x line efficiency"
-            yield from at_least(name, ours.gb_s / limit, 0.95)
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    yield from pair_cases(ctx, "h2d_gather", jitkern.h2d_gather, ctx.device)
+
+
+# -- the guard's cases, for every op of pairs ------------------------------------------------------
+
+
+def pair_cases(
+    ctx: Context, op: str, function: Callable[..., None], dst_device: str
+) -> Iterator[Case]:
+    """Yield the guard's cases of an op that takes a source, a destination and pairs."""
+    for rows, row_bytes in LINK_SIZES if ctx.device == "cuda" else CPU_SIZES:
+        yield _pair_case(ctx, op, function, dst_device, rows, row_bytes)
+    b = _pair_buffers(ctx, dst_device, 64, 1, 656)
+    for name, pairs in (("call, checks only", b.pairs[:0]), ("call, 1 row", b.pairs)):
+        arguments = (b.src, b.dst, pairs)
+        yield call_case(op, name, partial(function, *arguments), arguments)
+
+
+def _pair_case(
+    ctx: Context,
+    op: str,
+    function: Callable[..., None],
+    dst_device: str,
+    rows: int,
+    row_bytes: int,
+) -> Case:
+    slots = SLOTS if ctx.device == "cuda" else 2 * rows
+
+    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
+        picked = b.src[b.pairs64[:, 0].to(b.src.device)].to(dst_device)
+        return (b.dst.clone().index_copy_(0, b.pairs64[:, 1].to(dst_device), picked),)
+
+    return host_copy_case(
+        ctx,
+        rows * row_bytes,
+        lambda b: function(b.src, b.dst, b.pairs),
+        lambda b: b.dst[:rows].copy_(b.src[:rows], non_blocking=True),
+        op=op,
+        name=f"{rows} rows of {row_bytes} B",
+        params={"rows": rows, "row_bytes": row_bytes, "slots": slots, "sources": "distinct"},
+        make=lambda _: _pair_buffers(ctx, dst_device, slots, rows, row_bytes),
+        outputs=lambda b: (b.dst,),
+        reference=reference,
+    )
 
 
 @lru_cache(maxsize=2)
-def _slots(row_bytes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return source, destination and staging rows of one row size; the last two sizes are kept."""
+def _sides(
+    device: str, dst_device: str, slots: int, row_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return source and destination; the side in host memory is pinned where there is a GPU."""
+    on_gpu = device == "cuda"
+    src_device = "cpu" if dst_device == device else device
+    src = random_rows(slots, row_bytes, src_device, pin=on_gpu and src_device == "cpu")
+    return src, empty_rows(slots, row_bytes, dst_device, pin=on_gpu and dst_device == "cpu")
+
+
+def _pair_buffers(ctx: Context, dst_device: str, slots: int, rows: int, row_bytes: int) -> Buffers:
+    src, dst = _sides(ctx.device, dst_device, slots, row_bytes)
+    columns = [torch.randperm(slots, device=ctx.device)[:rows] for _ in range(2)]
+    pairs64 = torch.stack(columns, 1)
+    return Buffers(src, dst, pairs64.to(torch.int32), pairs64, dst[:0])
+
+
+# -- beside the ladder -----------------------------------------------------------------------------
+
+
+def _case(kind: str, rows: int, row_bytes: int, impls: list[Impl]) -> Case:
     slots = SLOTS * ROW_BYTES // row_bytes
-    src = random_rows(slots, row_bytes, "cpu", pin=True)
-    staging = empty_rows(ROWS, row_bytes, "cpu", pin=True) if row_bytes == ROW_BYTES else src[:0]
-    return src, empty_rows(slots, row_bytes, "cuda"), staging
-
-
-def case_of(kind: str, rows: int, row_bytes: int, impls: list[Impl]) -> Case:
-    src, dst, staging = _slots(row_bytes)
-    slots = src.shape[0]
+    src, dst = _sides("cuda", "cuda", slots, row_bytes)
 
     def make(_: int) -> Buffers:
         to = torch.randperm(slots, device="cuda")[:rows]
         distinct = torch.randperm(slots, device="cuda")[:rows]
         repeats = torch.randint(0, slots, (rows,), device="cuda")
         pairs64 = torch.stack([repeats if kind == "repeats" else distinct, to], 1)
-        return Buffers(src, dst, pairs64.to(torch.int32), pairs64, staging[:rows])
+        return Buffers(src, dst, pairs64.to(torch.int32), pairs64, _staging()[:rows])
 
     def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
         picked = b.src[b.pairs64[:, 0].cpu()].cuda()
@@ -107,13 +154,7 @@ def case_of(kind: str, rows: int, row_bytes: int, impls: list[Impl]) -> Case:
     return Case(
         op="h2d_gather",
         name=f"{rows} rows of {row_bytes} B, {kind}",
-        params={
-            "rows": rows,
-            "row_bytes": row_bytes,
-            "slots": slots,
-            "sources": kind,
-            "line_efficiency": line_efficiency(row_bytes),
-        },
+        params={"rows": rows, "row_bytes": row_bytes, "slots": slots, "sources": kind},
         bytes_moved=rows * row_bytes,
         bytes_note="bytes that arrive, each row once",
         make=make,
@@ -121,19 +162,28 @@ def case_of(kind: str, rows: int, row_bytes: int, impls: list[Impl]) -> Case:
         reference=reference,
         impls=impls,
         calls=3 if rows * row_bytes > 50_000_000 else 20,
-        touched_bytes=row_bytes * rows,
     )
 
 
-def line_efficiency(row_bytes: int) -> float:
-    """Return wanted bytes / bytes of the 128-byte lines asked for, over rows in sequence."""
-    starts = [i * row_bytes % 128 for i in range(128)]
-    lines = [(start + row_bytes + 127) // 128 for start in starts]
-    return row_bytes * len(lines) / (128 * sum(lines))
+@lru_cache(maxsize=1)
+def _staging() -> torch.Tensor:
+    return empty_rows(ROWS, ROW_BYTES, "cpu", pin=True)
+
+
+def _ours(**options: Any) -> Run:
+    return lambda b: jitkern.h2d_gather(b.src, b.dst, b.pairs, **options)
 
 
 def _ladder(ctx: Context) -> list[Impl]:
-    rungs = [
+    budgets = (2,) if ctx.quick else (1, 2, 4, 8, 16)
+    options: list[dict[str, Any]] = [{}, *({"num_sms": sms} for sms in budgets)]
+    options += [{"dedup": False}, {"dedup": True}, {"num_sms": 2, "dedup": False}]
+    impls = []
+    for one in options:
+        name = ", ".join(["jitkern", *(f"{key}={value}" for key, value in one.items())])
+        impls.append(Impl(name, "ours", partial(_ours, **one)))
+    return [
+        *impls,
         Impl("1 thread a row, byte loads", "peer", lambda: rung(BYTE_LOADS)),
         Impl("2 thread a row, 16-byte loads", "peer", lambda: rung(VECTOR_LOADS)),
         Impl("3 warp a row", "peer", lambda: rung(WARP_A_ROW)),
@@ -141,128 +191,30 @@ def _ladder(ctx: Context) -> list[Impl]:
         Impl("5 persistent, 16 SMs", "peer", lambda: rung(LOADS_FIRST, 16)),
         Impl("5 persistent, 4 SMs", "peer", lambda: rung(LOADS_FIRST, 4)),
         Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
-    ]
-    return [*ours_all(ctx), *rungs, *_outsiders(ctx), *ceilings()]
-
-
-def _distinct(ctx: Context) -> list[Impl]:
-    rungs = [
-        Impl("4 loads before stores", "peer", lambda: rung(LOADS_FIRST)),
-        Impl("5 persistent, 4 SMs", "peer", lambda: rung(LOADS_FIRST, 4)),
-        Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
         Impl("6 line-aligned, 4 SMs", "peer", lambda: rung(LINE_ALIGNED, 4)),
+        *ceilings(),
+        Impl("triton", "peer", _triton),
+        Impl("torch: gather on the CPU, copy", "peer", lambda: _torch, graph=False),
     ]
-    return [*ours_all(ctx), *rungs, *ceilings()]
 
 
 def _small() -> list[Impl]:
     return [
-        Impl("jitkern", "ours", lambda: ours()),
+        Impl("jitkern", "ours", _ours),
         Impl("3 warp a row", "peer", lambda: rung(WARP_A_ROW)),
         Impl("4 loads before stores", "peer", lambda: rung(LOADS_FIRST)),
         Impl("6 line-aligned, full grid", "peer", lambda: rung(LINE_ALIGNED)),
         Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
-        Impl("cudaMemcpyAsync, contiguous", "ceiling", copy_engine, check=False),
+        Impl(MEMCPY, "ceiling", copy_engine, check=False),
         Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0),
     ]
 
 
-def _wide() -> list[Impl]:
-    return [
-        Impl("jitkern", "ours", lambda: ours()),
-        Impl("6 line-aligned, 2 SMs", "peer", lambda: rung(LINE_ALIGNED, 2)),
-        Impl("4 loads before stores", "peer", lambda: rung(LOADS_FIRST)),
-        *ceilings(),
-    ]
-
-
-TWO_SMS = "jitkern, num_sms=2, dedup=False"
-
-
-def ours_all(ctx: Context) -> list[Impl]:
-    """Return jitkern at its defaults and at chosen SM budgets, with and without dedup."""
-    impls = [Impl("jitkern", "ours", lambda: ours())]
-    budgets = (2,) if ctx.quick else (1, 2, 3, 4, 8, 16)
-    for sms in budgets:
-        impls.append(Impl(f"jitkern, num_sms={sms}", "ours", lambda sms=sms: ours(num_sms=sms)))
-    if "dedup" in _options():
-        for dedup in (False, True):
-            name = f"jitkern, dedup={dedup}"
-            impls.append(Impl(name, "ours", lambda dedup=dedup: ours(dedup=dedup)))
-        impls.append(Impl(TWO_SMS, "ours", lambda: ours(num_sms=2, dedup=False)))
-    return impls
-
-
-def _options() -> list[str]:
-    return list(inspect.signature(jitkern.h2d_gather).parameters)
-
-
-def _resident_case() -> Case:
-    """Half of the wanted rows are on the GPU already: in the lower half of the slots."""
-    rows = SLOTS // 2
-    base = case_of("distinct", rows, ROW_BYTES, [])
-    plain = base.make
-    maps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by working set: at first, in use
-
-    def make(i: int) -> Buffers:
-        b = plain(i)
-        b.pairs64[:, 1] = torch.randperm(SLOTS - rows, device="cuda")[:rows] + rows
-        b.pairs = b.pairs64.to(torch.int32)
-        first = torch.full((SLOTS,), -1, dtype=torch.int32, device="cuda")
-        resident = b.pairs64[: rows // 2, 0]
-        first[resident] = torch.randperm(rows, device="cuda", dtype=torch.int32)[: rows // 2]
-        maps[id(b.pairs)] = first, first.clone()
-        return b
-
-    there = random_rows(rows, ROW_BYTES, "cuda")
-
-    def prepare(b: Buffers) -> None:
-        b.dst[:rows] = there
-
-    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
-        first, _ = maps[id(b.pairs)]
-        at = first[b.pairs64[:, 0]]
-        fetched = b.src[b.pairs64[:, 0].cpu()].cuda()
-        wanted = torch.where((at >= 0).unsqueeze(1), b.dst[at.clamp(min=0).long()], fetched)
-        return (b.dst.clone().index_copy_(0, b.pairs64[:, 1], wanted),)
-
-    def gather(b: Buffers) -> None:
-        first, in_use = maps[id(b.pairs)]
-        in_use.copy_(first)  # the call changes it; 1.2 MB on the GPU, in the timed region
-        jitkern.h2d_gather(b.src, b.dst, b.pairs, slot_map=in_use, reuse_resident=True)
-
-    base.name = f"{rows} rows of {ROW_BYTES} B, half of them resident"
-    base.params["sources"] = "half resident"
-    base.make, base.reference, base.prepare = make, reference, prepare
-    base.impls = [
-        Impl("jitkern, reuse_resident=True", "ours", lambda: gather),
-        Impl("jitkern, all fetched", "ours", lambda: ours(), check=False),
-        *ceilings(),
-    ]
-    return base
-
-
-def ours(**options: Any) -> Run:
-    return lambda b: jitkern.h2d_gather(b.src, b.dst, b.pairs, **options)
-
-
-def _outsiders(ctx: Context) -> list[Impl]:
-    impls = [Impl("triton", "peer", _triton)]
-    if not ctx.quick:
-        impls.append(Impl("torch: gather on the CPU, copy", "peer", lambda: _torch, graph=False))
-    return impls
-
-
 def _triton() -> Run:
     pairs = peers.triton().pairs
-
-    def run_pairs(b: Buffers) -> None:
-        pairs(b.src.view(torch.int32), b.dst.view(torch.int32), b.pairs, 132)
-
-    return run_pairs
+    return lambda b: pairs(b.src.view(torch.int32), b.dst.view(torch.int32), b.pairs, 132)
 
 
 def _torch(b: Buffers) -> None:
-    sources = b.pairs64[:, 0].cpu()
-    torch.index_select(b.src, 0, sources, out=b.staging)
+    torch.index_select(b.src, 0, b.pairs64[:, 0].cpu(), out=b.staging)
     b.dst.index_copy_(0, b.pairs64[:, 1], b.staging.to("cuda", non_blocking=True))

@@ -3,40 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
+import jitkern
 from bench import peers
-from bench.goals import Figures, Goal, at_least, cpu_goals
+from bench.cases.common import call_case, copy_impl, empty_rows, random_rows, sizes
 from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.cases.common import copy_kernel
-from jitkern.bench.cases.index import VOCAB, Buffers, Size, masked, ours
-from jitkern.bench.cases.index import case_of as guarded
 from jitkern.bench.measure import measure
 
 PEERS = (peers.rows,)
 PLOTS = ("of a copy",)
+VOCAB, CPU_VOCAB = 131_072, 16_384
+
+
+@dataclass
+class Buffers:
+    """One working set."""
+
+    weights: torch.Tensor
+    indices: torch.Tensor  # int32, random with repeats, unsorted
+    indices64: torch.Tensor
+    output: torch.Tensor
+    vocab_range: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Size:
+    """Rows that are asked for, and whether half of them lie in another rank's part."""
+
+    row_bytes: int
+    rows: int
+    sharded: bool = False
 
 
 def run(ctx: Context) -> Iterator[Row]:
     for size in _sizes(ctx):
-        yield from measure(ctx, case_of(ctx, size))
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    for case in f.cases("index"):
-        if not case.startswith("65536 "):
-            continue
-        for other, wanted in (
-            ("copy kernel", 0.97),
-            ("torch index_select(out=)", 1.05),
-            ("torch F.embedding", 1.05),
-        ):
-            got = f.speed("index", case, "jitkern", other)
-            yield from at_least(f"indexing, {case}: of {other}", got, wanted)
-    yield from cpu_goals(f, "index")
+        yield from measure(ctx, replace(case_of(ctx, size), impls=list(_impls(ctx, size))))
 
 
 def _sizes(ctx: Context) -> list[Size]:
@@ -50,9 +57,65 @@ def _sizes(ctx: Context) -> list[Size]:
     return [*plain, Size(8192, 1024, True), Size(8192, 65_536, True), Size(656, 65_536, True)]
 
 
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    for rows, row_bytes in sizes(ctx):
+        yield case_of(ctx, Size(row_bytes, rows))
+    table = torch.ones(64, 656, dtype=torch.uint8, device=ctx.device)
+    one = torch.zeros(1, dtype=torch.int32, device=ctx.device)
+    row = torch.zeros(1, 656, dtype=torch.uint8, device=ctx.device)
+    for name, indices, output in (
+        ("call, checks only", one[:0], row[:0]),
+        ("call, 1 row", one, row),
+    ):
+        call = partial(jitkern.indexing, table, indices, output=output)
+        yield call_case("index", name, call, (table, indices, output))
+    call = partial(jitkern.indexing, table, one)
+    yield call_case("index", "call, 1 row, new output", call, (table, one))
+
+
 def case_of(ctx: Context, size: Size) -> Case:
-    """Return the guard's case with every peer in it."""
-    return replace(guarded(ctx, size), impls=list(_impls(ctx, size)))
+    """Return the case of one size: jitkern and a copy of as many rows."""
+    device, row_bytes, rows = ctx.device, size.row_bytes, size.rows
+    vocab = VOCAB if device == "cuda" else CPU_VOCAB
+    table_rows = vocab // 2 if size.sharded else vocab
+    vocab_range = (vocab // 4, table_rows) if size.sharded else None
+    weights = random_rows(table_rows, row_bytes, device)
+    hits = rows // 2 if size.sharded else rows  # by construction, so that the bytes are exact
+
+    def make(_: int) -> Buffers:
+        start = vocab_range[0] if vocab_range else 0
+        inside = start + torch.randint(0, table_rows, (hits,), device=device)
+        outside = torch.randint(start + table_rows, vocab + 1, (rows - hits,), device=device)
+        indices = torch.cat([inside, outside])[torch.randperm(rows, device=device)]
+        output = empty_rows(rows, row_bytes, device)
+        return Buffers(weights, indices.to(torch.int32), indices, output, vocab_range)
+
+    return Case(
+        op="index",
+        name=f"{rows} rows of {row_bytes} B" + (", vocab_range" if size.sharded else ""),
+        params={
+            "row_bytes": row_bytes,
+            "rows": rows,
+            "table_rows": table_rows,
+            "vocab_range": vocab_range,
+            "dtype": "bfloat16",
+        },
+        bytes_moved=(hits + rows) * row_bytes,
+        bytes_note="every row written once, every row inside the range read once",
+        make=make,
+        outputs=lambda b: (b.output,),
+        reference=lambda b: (_embedding(b) if b.vocab_range is None else _masked_of(b),),
+        impls=[
+            Impl("jitkern", "ours", lambda: _ours),
+            copy_impl(ctx, _copy_pair),
+        ],
+        calls=4 if rows > 16_384 else 8 if rows > 1024 else 50,
+    )
+
+
+def _ours(b: Buffers) -> None:
+    jitkern.indexing(b.weights, b.indices, output=b.output, vocab_range=b.vocab_range)
 
 
 def _index_select(b: Buffers) -> None:
@@ -60,39 +123,48 @@ def _index_select(b: Buffers) -> None:
 
 
 def _embedding(b: Buffers) -> torch.Tensor:
-    return torch.nn.functional.embedding(b.indices64, b.weights)
+    return functional.embedding(b.indices64, b.weights)
 
 
-def _torch_masked(b: Buffers) -> torch.Tensor:
+def _masked(weights: torch.Tensor, indices: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Return what ``vocab_range`` means, in plain PyTorch."""
+    at = indices - start
+    inside = (at >= 0) & (at < count)
+    rows = functional.embedding(at.masked_fill(~inside, 0), weights)
+    return rows.masked_fill(~inside.unsqueeze(1), 0)
+
+
+def _masked_of(b: Buffers) -> torch.Tensor:
     assert b.vocab_range is not None
-    return masked(b.weights, b.indices64, *b.vocab_range)
+    return _masked(b.weights, b.indices64, *b.vocab_range)
+
+
+def _copy_pair(b: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
+    return b.output, b.weights[: b.output.shape[0]]
 
 
 def _copy_(b: Buffers) -> None:
-    rows = b.output.shape[0]
-    b.output.copy_(b.weights[:rows])
+    dst, src = _copy_pair(b)
+    dst.copy_(src)
 
 
 def _impls(ctx: Context, size: Size) -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: ours)
+    yield Impl("jitkern", "ours", lambda: _ours)
     if size.sharded:
-        yield Impl("torch mask + embedding", "peer", lambda: _torch_masked, returns=True)
+        yield Impl("torch mask + embedding", "peer", lambda: _masked_of, returns=True)
     else:
         yield Impl("torch index_select(out=)", "peer", lambda: _index_select)
         yield Impl("torch F.embedding", "peer", lambda: _embedding, returns=True)
-    if ctx.device == "cuda":
-        if size.row_bytes in peers.INDEX_ROW_BYTES:
-            yield Impl("nvcc, mini-sglang style", "peer", lambda: _nvcc(size.row_bytes))
-        yield Impl("triton", "peer", _triton)
-        if not ctx.quick and size.rows == 65_536:
-            yield Impl("torch.compile", "peer", lambda: _compiled(size.sharded), returns=True)
     copied = 2 * min(size.rows, VOCAB) * size.row_bytes
+    name = "copy kernel" if ctx.device == "cuda" else "copy_ of as many rows"
+    yield replace(copy_impl(ctx, _copy_pair, name), bytes_moved=copied)
     if ctx.device == "cpu":
-        yield Impl(
-            "copy_ of as many rows", "ceiling", lambda: _copy_, check=False, bytes_moved=copied
-        )
         return
-    yield Impl("copy kernel", "ceiling", _copy_kernel, check=False, bytes_moved=copied)
+    if size.row_bytes in peers.INDEX_ROW_BYTES:
+        yield Impl("nvcc, mini-sglang style", "peer", lambda: _nvcc(size.row_bytes))
+    yield Impl("triton", "peer", _triton)
+    if not ctx.quick and size.rows == 65_536:
+        yield Impl("torch.compile", "peer", lambda: _compiled(size.sharded), returns=True)
     yield Impl("torch copy_", "ceiling", lambda: _copy_, check=False, bytes_moved=copied)
     if size.rows <= 1024:
         yield Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
@@ -120,16 +192,7 @@ def _triton() -> Run:
 
 def _compiled(sharded: bool) -> Run:
     if sharded:
-        split: Any = torch.compile(masked, dynamic=False)
+        split: Any = torch.compile(_masked, dynamic=False)
         return lambda b: split(b.weights, b.indices64, *b.vocab_range)
-    plain: Any = torch.compile(_lookup, dynamic=False)
+    plain: Any = torch.compile(lambda i, w: functional.embedding(i, w), dynamic=False)
     return lambda b: plain(b.indices64, b.weights)
-
-
-def _lookup(indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.embedding(indices, weights)
-
-
-def _copy_kernel() -> Run:
-    copy = copy_kernel()
-    return lambda b: copy(b.output, b.weights[: b.output.shape[0]])

@@ -1,4 +1,4 @@
-"""merge: two partial results of attention into one, and eight, by tokens; other forms by a copy.
+"""merge: partial results of attention with their log-sum-exp, two and more, into one.
 
 A peer whose code is others' is found where ``bench.peers.ELSEWHERE`` says. FlashInfer's sums are of
 base 2: they are made before anything is timed.
@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.goals import Figures, Goal, at_least, at_most
-from jitkern.bench.case import Case, Context, Impl, Row, Run, error_row
-from jitkern.bench.cases.common import NO_OP, copy_impl
-from jitkern.bench.cases.merge import FP8, Buffers, Size, buffers, copy_pair
-from jitkern.bench.cases.merge import case_of as guarded
-from jitkern.bench.measure import fill, host_us_of, measure
+from bench.cases.common import NO_OP, call_case, copy_impl
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import measure
 
 PEERS = (
     peers.vllm_merge_state,
@@ -31,136 +27,242 @@ PEERS = (
 )
 PLOTS = ("of the copy",)
 
+# (name, relative, absolute) error: about a unit in the last place of the output's dtype, and where
+# large partials leave a small sum, one of the floats that they are added in.
+_DTYPES = {
+    torch.float32: ("fp32", 2.0**-20, 1e-5),
+    torch.float16: ("fp16", 2.0**-10, 1e-5),
+    torch.bfloat16: ("bf16", 2.0**-7, 1e-4),
+}
+_LSE_ERROR = 1e-5
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is merged, and in which form it comes."""
+
+    tokens: int
+    heads: int = 32
+    dim: int = 128
+    partials: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    stacked: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the case is called."""
+        name = f"{self.tokens} x {self.heads} x {self.dim} {_DTYPES[self.dtype][0]}"
+        name = f"{self.partials} of {name}" if self.partials > 2 else name
+        return name + ", stacked" * self.stacked
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written: every partial, and the result."""
+        row_bytes = self.dtype.itemsize * self.dim + 4
+        return self.tokens * self.heads * (self.partials + 1) * row_bytes
+
+
+@dataclass
+class Buffers:
+    """One working set. The separate partials lie in the stacked ones: memory is memory."""
+
+    stacked: torch.Tensor  # [n, tokens, heads, dim]
+    stacked_lse: torch.Tensor  # float32 [n, tokens, heads]
+    out: torch.Tensor
+    lse: torch.Tensor
+    copied: torch.Tensor  # bytes, where the copy goes
+    expected: tuple[torch.Tensor, torch.Tensor] | None = None  # float64
+    # What an implementation needs of it besides: a graph reads it for as long as the buffers.
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.outs, self.lses = self.stacked.unbind(), self.stacked_lse.unbind()
+
+
 TOKENS = (1, 64, 256, 1024, 4096, 16_384)
-QUICK_TOKENS = (1, 1024, 16_384)
-MOST = TOKENS[-1]
-SMALL_TOKENS = 1024
-MANY = 8
-CPU_SIZE = Size(4096, dtype=torch.float32)
+MOST, MANY = TOKENS[-1], 8
 OTHER_SIZES = (
     *(Size(MOST, dim=dim) for dim in (64, 96, 192, 256, 512, 576)),
     *(Size(MOST, heads=heads) for heads in (1, 8, 128)),
-    Size(MOST, by_heads=True),
-)
-OTHER_DTYPES = (
-    Size(MOST, out_dtype=FP8),
     Size(MOST, dtype=torch.float32),
     Size(MOST, dtype=torch.float16),
 )
-FEW_VALID = Size(MOST, partials=MANY, num_valid=2)
-
-COPY, EMPTY = "copy kernel", "empty kernel"
-VLLM, FLASHINFER = "vLLM", "FlashInfer"
-TWO_KERNELS, ONE_KERNEL = "triton, two kernels", "triton, one kernel"
-TORCH, TORCH_PLAIN = "torch", "torch, no graph"
-ONLY_TWO = "jitkern, merge of these two"
-CALLS = 400
-MOST_HOST_US = {2: 5.0, MANY: 8.0}
-OF_VLLM = {1: 0.88, 64: 0.78, 256: 0.87, 1024: 0.84}
 
 
 def run(ctx: Context) -> Iterator[Row]:
     if ctx.device != "cuda":
-        case = guarded(ctx, Size(256, dtype=torch.float32) if ctx.quick else CPU_SIZE)
-        copied = replace(copy_impl(ctx, copy_pair), name="copy_ of as many bytes")
-        yield from measure(
-            ctx, replace(case, impls=[case.ours(), Impl(TORCH, "peer", lambda: _torch_two), copied])
-        )
+        size = Size(256 if ctx.quick else 4096, dtype=torch.float32)
+        impls = [Impl("torch", "peer", lambda: _torch_two)]
+        yield from measure(ctx, _with(ctx, size, impls, "copy_ of as many bytes"))
         return
-    tokens = QUICK_TOKENS if ctx.quick else TOKENS
+    tokens = TOKENS[::5] if ctx.quick else TOKENS
     for size in map(Size, tokens):
-        yield from measure(ctx, case_of(ctx, size, _peers_of_two()))
+        yield from measure(ctx, _with(ctx, size, _peers_of_two()))
     for size in (Size(n, partials=MANY, stacked=form) for form in (False, True) for n in tokens):
-        yield from measure(ctx, case_of(ctx, size, _peers_of_many(size.stacked)))
-    for size in () if ctx.quick else (*OTHER_SIZES, *OTHER_DTYPES):
-        yield from measure(ctx, case_of(ctx, size, []))
-    yield from measure(ctx, case_of(ctx, FEW_VALID, [Impl(ONLY_TWO, "peer", lambda: _only_two)]))
+        yield from measure(ctx, _with(ctx, size, _peers_of_many(size.stacked)))
+    for size in () if ctx.quick else OTHER_SIZES:
+        yield from measure(ctx, _with(ctx, size, []))
     with torch.inference_mode():
-        yield from _host_rows(ctx)
+        for count in (2, MANY):
+            yield from measure(ctx, _host_case(ctx, count))
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    yield from _goals_of_two(f)
-    yield from _goals_of_many(f)
-    for size in OTHER_SIZES:
-        name = f"merge, {size.name}: of {COPY}"
-        yield from at_least(name, f.speed("merge", size.name, "jitkern", COPY), 0.92)
-    for count, most in MOST_HOST_US.items():
-        yield from at_most(
-            f"merge of {count}, host time of a call",
-            f.us("merge", _host_case(count), "jitkern"),
-            most,
-            "us",
-        )
-    got = f.speed("merge", CPU_SIZE.name, "jitkern", TORCH)
-    yield from at_least(f"merge on the CPU, {CPU_SIZE.name}: of {TORCH}", got, 4.0)
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    on_gpu = ctx.device == "cuda"
+    for tokens in (64, MOST) if on_gpu else (8, 1024):
+        yield case_of(ctx, Size(tokens, dtype=torch.bfloat16 if on_gpu else torch.float32))
+    one = _buffers(ctx, Size(1))
+    for name, rows in (("call, checks only", 0), ("call, 1 row", 1)):
+        pairs = zip((*one.outs, one.out), (*one.lses, one.lse), strict=True)
+        a, lse_a, b, lse_b, out, lse = (x[:rows] for pair in pairs for x in pair)
+        call = partial(jitkern.merge_state, a, lse_a, b, lse_b, out=out, lse=lse)
+        yield call_case("merge", name, call, (a, lse_a, b, lse_b, out, lse))
 
 
-def _goals_of_two(f: Figures) -> Iterator[Goal]:
-    largest = Size(MOST).name
-    for other, wanted in ((COPY, 0.98), (TORCH, 4.3), (TWO_KERNELS, 1.5)):
-        got = f.speed("merge", largest, "jitkern", other)
-        yield from at_least(f"merge, {largest}: of {other}", got, wanted)
-    for tokens in TOKENS:
-        name = Size(tokens).name
-        for other in (VLLM, FLASHINFER):
-            got = f.speed("merge", name, "jitkern", other)
-            yield from at_least(f"merge, {name}: of {other}", got, 1.0)
-        us, theirs = f.us("merge", name, "jitkern"), f.us("merge", name, VLLM)
-        if us is not None and theirs is not None and tokens in OF_VLLM:
-            yield from at_most(f"merge, {name}: time, of {VLLM}'s", us / theirs, OF_VLLM[tokens])
+def _buffers(ctx: Context, size: Size) -> Buffers:
+    """Return random partials and outputs for them."""
+    shape = (size.partials, size.tokens, size.heads)
+    stacked = torch.empty(*shape, size.dim, dtype=size.dtype, device=ctx.device).normal_()
+    stacked_lse = 2 * torch.randn(shape, device=ctx.device)
+    copied = size.bytes_moved // 32 * 16  # half is read, half written; by vectors of 16 bytes
+    return Buffers(
+        stacked,
+        stacked_lse,
+        torch.empty_like(stacked[0]),
+        torch.empty_like(stacked_lse[0]),
+        torch.empty(copied, dtype=torch.uint8, device=ctx.device),
+    )
 
 
-def _goals_of_many(f: Figures) -> Iterator[Goal]:
-    name = Size(MOST, partials=MANY).name
-    yield from at_least(f"merge, {name}: of {COPY}", f.speed("merge", name, "jitkern", COPY), 0.98)
-    # The better of the two, which is the stricter; without FlashInfer's sources it is torch alone.
-    others = [f.speed("merge", name, "jitkern", other) for other in _stacked_first()]
-    got = min((one for one in others if one is not None), default=None)
-    yield from at_least(f"merge, {name}: of the better after torch.stack", got, 3.0)
+def case_of(ctx: Context, size: Size) -> Case:
+    """Return the case of one size: jitkern and a copy of as many bytes."""
+    moved = size.bytes_moved
+    return Case(
+        op="merge",
+        name=size.name,
+        params={
+            "tokens": size.tokens,
+            "heads": size.heads,
+            "dim": size.dim,
+            "partials": size.partials,
+            "dtype": _DTYPES[size.dtype][0],
+            "stacked": size.stacked,
+        },
+        bytes_moved=moved,
+        bytes_note="every partial read once, the result written once, with their sums",
+        make=lambda _: _buffers(ctx, size),
+        # Sums differ in their last places from one order to another: what is compared bit for bit
+        # is whether they are close.
+        outputs=lambda b: (torch.tensor([_is_close(b)], dtype=torch.uint8),),
+        prepare=_poison,
+        reference=lambda _: (torch.ones(1, dtype=torch.uint8),),
+        impls=[
+            Impl("jitkern", "ours", lambda: _ours(size)),
+            copy_impl(
+                ctx, lambda b: (b.copied, b.stacked.view(-1).view(torch.uint8)[: len(b.copied)])
+            ),
+        ],
+        calls=4 if moved > 100_000_000 else 8 if moved > 10_000_000 else 50,
+    )
 
 
-def case_of(ctx: Context, size: Size, others: list[Impl]) -> Case:
-    """Return the guard's case with these peers, the ceiling and for a small one the floor."""
-    case = guarded(ctx, size)
-    impls = [case.ours(), *others, replace(copy_impl(ctx, copy_pair), name=COPY)]
-    if size.tokens <= SMALL_TOKENS:
-        impls.append(Impl(EMPTY, "floor", peers.empty_launch, check=False, bytes_moved=0))
+def _with(ctx: Context, size: Size, others: list[Impl], copy: str = "copy kernel") -> Case:
+    """Return the case with these peers, and for a small one the floor."""
+    case = case_of(ctx, size)
+    impls = [case.ours(), *others, replace(case.impls[1], name=copy)]
+    if size.tokens <= 1024 and ctx.device == "cuda":
+        empty = Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
+        impls.append(empty)
     return replace(case, impls=impls)
 
 
-def _stacked_first() -> tuple[str, str]:
-    return f"torch.stack, {FLASHINFER}", "torch.stack, torch"
+def _host_case(ctx: Context, count: int) -> Case:
+    """Return the case of what a call costs the host, beside a call that does nothing."""
+    b = _buffers(ctx, Size(1, partials=count))
+    tensors = [x for pair in zip(b.outs, b.lses, strict=True) for x in pair]
+    call: Callable[..., object] = partial(jitkern.merge_states, b.outs, b.lses)
+    if count == 2:
+        call = partial(jitkern.merge_state, *tensors)
+    case = call_case("merge", "", partial(call, out=b.out, lse=b.lse), (*tensors, b.out, b.lse))
+    case.name = f"host time, {count} of 1 row"
+    case.impls.insert(1, Impl("jitkern, new outputs", "ours", lambda: lambda _: call()))
+    assert case.impls[2].name == NO_OP
+    return case
+
+
+def _is_close(b: Buffers) -> bool:
+    """Say whether the outputs are what the partials give in float64, to about their last place."""
+    if b.expected is None:
+        b.expected = _merged(b)
+    out, lse = b.expected
+    _, relative, absolute = _DTYPES[b.out.dtype]
+    return torch.allclose(b.out.double(), out, rtol=relative, atol=absolute) and torch.allclose(
+        b.lse.double(), lse, rtol=_LSE_ERROR, atol=_LSE_ERROR
+    )
+
+
+def _merged(b: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the op means, in plain PyTorch."""
+    lses = b.stacked_lse.double()
+    lse = torch.logsumexp(lses, dim=0)
+    out = torch.zeros(b.out.shape, dtype=torch.float64, device=b.out.device)
+    for weight, partial_out in zip(torch.exp(lses - lse), b.outs, strict=True):
+        out += weight.unsqueeze(-1) * partial_out.double()
+    return out, lse
+
+
+def _poison(b: Buffers) -> None:
+    b.out.view(torch.uint8).fill_(0xFF)  # a NaN in every dtype
+    b.lse.view(torch.uint8).fill_(0xFF)
+
+
+# -- implementations -------------------------------------------------------------------------------
+
+
+def _ours(size: Size) -> Run:
+    def merge_two(b: Buffers) -> None:
+        (out_a, out_b), (lse_a, lse_b) = b.outs, b.lses
+        jitkern.merge_state(out_a, lse_a, out_b, lse_b, out=b.out, lse=b.lse)
+
+    def merge_many(b: Buffers) -> None:
+        outs, lses = (b.stacked, b.stacked_lse) if size.stacked else (b.outs, b.lses)
+        jitkern.merge_states(outs, lses, out=b.out, lse=b.lse)
+
+    return merge_two if size.partials == 2 and not size.stacked else merge_many
 
 
 def _peers_of_two() -> list[Impl]:
     return [
-        Impl(VLLM, "peer", _vllm),
-        Impl(FLASHINFER, "peer", _flashinfer_two),
-        Impl(TWO_KERNELS, "peer", _two_kernels),
-        Impl(ONE_KERNEL, "peer", _one_kernel),
-        Impl(TORCH, "peer", lambda: _torch_two),
-        Impl(TORCH_PLAIN, "peer", lambda: _torch_two, graph=False),
+        Impl("vLLM", "peer", lambda: partial(_two, peers.vllm_merge_state())),
+        Impl("FlashInfer", "peer", _flashinfer_two),
+        Impl("triton, two kernels", "peer", _two_kernels),
+        Impl("triton, one kernel", "peer", _one_kernel),
+        Impl("torch", "peer", lambda: _torch_two),
+        Impl("torch, no graph", "peer", lambda: _torch_two, graph=False),
     ]
 
 
 def _peers_of_many(stacked: bool) -> list[Impl]:
-    flashinfer, of_torch = _stacked_first()
     if stacked:  # FlashInfer wants the partials of a token side by side: they are copied as well
-        flashinfer, of_torch = f"transposed, {FLASHINFER}", TORCH
+        flashinfer, of_torch = "transposed, FlashInfer", "torch"
+    else:
+        flashinfer, of_torch = "torch.stack, FlashInfer", "torch.stack, torch"
     return [
         Impl(flashinfer, "peer", lambda: _flashinfer_many(stacked)),
-        Impl(of_torch, "peer", lambda: _torch_stacked if stacked else _torch_many),
+        Impl(of_torch, "peer", lambda: partial(_torch_many, stacked=stacked)),
     ]
 
 
-def _two(call: Callable[..., object], b: Buffers, lses: tuple[torch.Tensor, ...]) -> None:
-    call(b.out, b.lse, b.outs[0], lses[0], b.outs[1], lses[1])
+def _two(
+    call: Callable[..., object], b: Buffers, lses: tuple[torch.Tensor, ...] | None = None
+) -> None:
+    lse_a, lse_b = lses or b.lses
+    call(b.out, b.lse, b.outs[0], lse_a, b.outs[1], lse_b)
 
 
-def _vllm() -> Run:
-    merge = peers.vllm_merge_state()
-    return lambda b: _two(merge, b, b.lses)
+def _one_kernel() -> Run:
+    return partial(_two, peers.merge_by_triton().one_kernel)
 
 
 def _two_kernels() -> Run:
@@ -169,19 +271,13 @@ def _two_kernels() -> Run:
     def run_merge(b: Buffers) -> None:
         if "weights" not in b.kept:
             b.kept["weights"] = torch.empty_like(b.stacked_lse)
-        _two(partial(merge, weights=b.kept["weights"]), b, b.lses)
+        _two(partial(merge, weights=b.kept["weights"]), b)
 
     return run_merge
 
 
-def _one_kernel() -> Run:
-    merge = peers.merge_by_triton().one_kernel
-    return lambda b: _two(merge, b, b.lses)
-
-
 def _of_base_2(merge: Callable[[Buffers, torch.Tensor], object]) -> Run:
-    """Give `merge` the sums in base 2; what it does first with some buffers, which is checked, is
-    brought back to base e."""
+    """Give `merge` the sums in base 2; what it does first, which is checked, goes back to e."""
 
     def run_merge(b: Buffers) -> None:
         lses = b.kept.get("of base 2")
@@ -197,7 +293,7 @@ def _of_base_2(merge: Callable[[Buffers, torch.Tensor], object]) -> Run:
 
 def _flashinfer_two() -> Run:
     merge = peers.flashinfer_merge_state()
-    return _of_base_2(lambda b, lses: _two(merge, b, (lses[0], lses[1])))
+    return _of_base_2(lambda b, lses: _two(merge, b, lses.unbind()))
 
 
 def _flashinfer_many(stacked: bool) -> Run:
@@ -223,54 +319,11 @@ def _torch_two(b: Buffers) -> None:
     torch.add(torch.log(total), top, out=b.lse)
 
 
-def _torch_many(b: Buffers) -> None:
-    _torch_of(b, torch.stack(b.outs), torch.stack(b.lses))
-
-
-def _torch_stacked(b: Buffers) -> None:
-    _torch_of(b, b.stacked, b.stacked_lse)
-
-
-def _torch_of(b: Buffers, outs: torch.Tensor, lses: torch.Tensor) -> None:
+def _torch_many(b: Buffers, stacked: bool) -> None:
+    outs = b.stacked if stacked else torch.stack(b.outs)
+    lses = b.stacked_lse if stacked else torch.stack(b.lses)
     top = lses.amax(0)
     weights = torch.exp(lses - top)
     total = weights.sum(0)
     torch.div((outs * weights.unsqueeze(-1)).sum(0), total.unsqueeze(-1), out=b.out)
     torch.add(torch.log(total), top, out=b.lse)
-
-
-def _only_two(b: Buffers) -> None:
-    jitkern.merge_state(b.outs[0], b.lses[0], b.outs[1], b.lses[1], out=b.out, lse=b.lse)
-
-
-def _host_case(count: int) -> str:
-    return f"host time, {count} of 1 row"
-
-
-def _host_rows(ctx: Context) -> Iterator[Row]:
-    """Yield what a call costs the host, beside a call into C++ that does nothing."""
-    import tvm_ffi
-
-    nop = tvm_ffi.get_global_func("testing.nop")
-    for count in MOST_HOST_US:
-        b = buffers(ctx, Size(1, partials=count))
-        given: dict[str, Any] = {"out": b.out, "lse": b.lse}
-        tensors = [x for pair in zip(b.outs, b.lses, strict=True) for x in pair]
-        if count == 2:
-            call: Callable[..., object] = partial(jitkern.merge_state, *tensors)
-        else:
-            call = partial(jitkern.merge_states, b.outs, b.lses)
-        for name, role, timed in (
-            ("jitkern", "ours", partial(call, **given)),
-            ("jitkern, new outputs", "ours", call),
-            (NO_OP, "floor", partial(nop, *tensors, b.out, b.lse)),
-        ):
-            row = Row("merge", _host_case(count), name, role)
-            try:
-                timing = host_us_of(timed, calls=CALLS, repeats=ctx.rounds, sync=ctx.sync)
-            except Exception as error:  # a row, not the end of the run
-                row.error = error_row("", "", "", "", error).error
-            else:
-                fill(row, timing)
-                row.host_us = row.median_us
-            yield row

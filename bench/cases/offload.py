@@ -1,4 +1,4 @@
-"""OffloadEngine beside copy_blocks alone, and the example of attention over an offloaded cache.
+"""OffloadEngine beside copy_blocks alone.
 
 A batch of blocks goes to slots by an engine, from lists of numbers and from numbers on the GPU, and
 by copy_blocks on the very tensors with pairs that are ready. What differs is the checks, and the
@@ -7,32 +7,23 @@ making of the pairs.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.goals import MEMCPY, Figures, Goal, at_least
+from bench.cases.common import MEMCPY
 from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.measure import compare, fill, measure
-from jitkern.bench.timing import Timing
+from jitkern.bench.measure import measure
 from jitkern.offload import OffloadEngine
 
 PEERS = (peers.host,)
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "offload_attention.py"
 BLOCKS, LAYERS = 128, 16  # of K and V: 32 pieces a block
 BARE, BARE_ON_CPU = "copy_blocks, pairs on the GPU", "copy_blocks, pairs on the CPU"
 ON_GPU, ON_CPU = "jitkern, numbers on the GPU", "jitkern, lists"
-OVERLAPPED, BY_SMS, IN_TURN = "jitkern", "jitkern, copies by SMs", "one behind the other"
-PREFILL = "prefill of 16,384 tokens, 8 layers, a quarter of the cache on the GPU"
 
 
 @dataclass
@@ -57,19 +48,6 @@ def run(ctx: Context) -> Iterator[Row]:
     for layout in ("layer_first", "block_first"):
         for kib in (4, 16, 64) if on_gpu else (4,):
             yield from measure(ctx, _case(ctx, layout, kib))
-    if on_gpu:
-        yield from _attention(ctx)
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    for case in f.cases("offload"):
-        for ours, bare in ((ON_GPU, BARE), (ON_CPU, BARE_ON_CPU)):
-            got = f.speed("offload", case, ours, bare)
-            if MEMCPY in f.all("offload", case):
-                yield from at_least(f"offload, {case}: {ours}, of {bare}", got, 0.97)
-    took = f.us("offload", PREFILL, IN_TURN), f.us("offload", PREFILL, OVERLAPPED)
-    if took[0] and took[1]:
-        yield from at_least(f"offload, {PREFILL}: of {IN_TURN}", took[0] / took[1], 1.8)
 
 
 def _case(ctx: Context, layout: str, kib: int) -> Case:
@@ -142,45 +120,3 @@ def _bare_on_cpu(b: Batch) -> None:
 def _contiguous(num_bytes: int) -> Run:
     copy = peers.host().copy_bytes
     return lambda b: copy(b.engine.gpu_cache, b.engine.cpu_cache, num_bytes)
-
-
-def _attention(ctx: Context) -> Iterator[Row]:
-    """Time the example, at its own sizes, after it has compared itself with full attention."""
-    example = _example()
-    rows = []
-    for method, names in (("engine", (OVERLAPPED, IN_TURN)), ("sm", (BY_SMS,))):
-        _, case = example._arguments(["--device", ctx.device, "--method", method])
-        params = {"tokens": case.tokens, "method": method}
-        new = [
-            Row("offload", PREFILL, n, "peer" if n == IN_TURN else "ours", params) for n in names
-        ]
-        with example.engine_of(case) as engine:
-            prefill = example.Prefill(case, engine, example.best_chunk(case, engine))
-            pipeline = example.pipeline_of(case)
-            prefill.run(pipeline, keep=True)
-            example.sync(case.device)
-            error = prefill.rms_error()
-            prefill.outputs.clear()
-            for row in new:
-                row.params["chunk"] = prefill.chunk
-                if error > example.MAX_RMS_ERROR[case.dtype]:
-                    row.error = f"{error:.1e} off full attention; not timed"
-                    continue
-                streams = None if row.impl == IN_TURN else pipeline
-                prefill.run(streams)
-                go = partial(prefill.run, streams)
-                took = [1e3 * example.seconds(case.device, go) for _ in range(ctx.rounds)]
-                fill(row, Timing(tuple(took)))
-            pipeline.close()
-        rows += new
-    compare(rows)
-    yield from rows
-
-
-def _example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("offload_attention", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["offload_attention"] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module

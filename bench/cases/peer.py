@@ -12,21 +12,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from bench import ranks
-from bench.goals import Figures, Goal, at_least, at_most
-from bench.peer_rows import ALONE, EACH, OURS, ROWS, beside_case, moved_rows, rows_case
-from bench.ranks import KIB, MIB, Calls, Ranks, calls_for, size_text, spaced, timed
+from bench.peer_rows import OURS, moved_rows
+from bench.ranks import (
+    KIB,
+    MIB,
+    Calls,
+    Ranks,
+    calls_for,
+    embedding_rows,
+    host_rows,
+    size_text,
+    spaced,
+    timed,
+)
 from jitkern.bench.case import Context, Row
-from jitkern.bench.measure import fill
-from jitkern.bench.timing import Timing, host_ms
 
 PEERS = ()
 
 BYTES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 3 * MIB, 4 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
-HOST_CALLS, HOST_ROUNDS = 30, 101  # fewer than wait for the GPU
+HOST_ROUNDS = 101
 VOCAB, HIDDEN = 131_072, 4096
 CPU_VOCAB, CPU_HIDDEN = 4096, 1024
 TOKENS = (1, 1024, 16_384)
@@ -36,72 +43,14 @@ IN_A_ROW, SPACER = "jitkern, one behind the other", "the small kernel behind eac
 NCCL = "torch.distributed"
 SYMMETRIC = "torch symmetric memory, one shot"
 SYMMETRIC_TWO = "torch symmetric memory, two shots"
-USUAL = "mask, F.embedding, all_reduce"
-
-# By number of GPUs, as the issue of this part has them.
-OF_NCCL = {
-    2: {8 * KIB: 0.28, 128 * KIB: 0.32, MIB: 0.42},
-    4: {8 * KIB: 0.32, 128 * KIB: 0.4, MIB: 0.6},
-}
-OF_SYMMETRIC = {2: {8 * KIB: 0.45, MIB: 0.7}, 4: {8 * KIB: 0.5, MIB: 0.8}}
-# A bare kernel of the same protocol takes 2.42, 2.83, 6.50 and 9.30 us in a row.
-ROW_US = {8 * KIB: 2.6, 128 * KIB: 3.1, MIB: 6.8, 2 * MIB: 9.8}
-OF_USUAL = {2: {1: 7.0, 1024: 4.0, 16_384: 3.3}, 4: {1: 9.0, 1024: 2.8, 16_384: 2.4}}
-OF_ALONE = {2: {0.25: 1.9, 16: 1.95, 64: 1.95}, 4: {0.25: 3.6, 16: 3.8, 64: 3.8}}
 
 
 def run(ctx: Context) -> Iterator[Row]:
     yield from ranks.run("peer", __name__, ctx)
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    for size in (2, 4):
-        where = f"{size} GPUs"
-
-        def of(case: str, *others: str) -> float | None:
-            """Time of ours, of the best of these."""
-            ours = f.us("peer", case, OURS)
-            theirs = [us for us in (f.us("peer", case, other) for other in others) if us]
-            return ours / min(theirs) if ours and theirs else None
-
-        for num_bytes in BYTES:
-            case = _sum_case(num_bytes, where)
-            for name, others, wanted in (
-                (NCCL, (NCCL,), OF_NCCL),
-                ("torch symmetric memory's best", (SYMMETRIC, SYMMETRIC_TWO), OF_SYMMETRIC),
-            ):
-                most = wanted[size].get(num_bytes, 1.0)
-                yield from at_most(f"peer, {case}: time, of {name}", of(case, *others), most)
-        for num_bytes, most in ROW_US.items() if size == 2 else ():
-            case = _sum_case(num_bytes, where)
-            us = f.us("peer", case, IN_A_ROW)
-            yield from at_most(f"peer, {case}: {IN_A_ROW}", us, most, "us")
-        host = f.us("peer", _host_case(where), OURS)
-        yield from at_most(f"peer, {_host_case(where)}", host, 6.0, "us")
-        for tokens, least in OF_USUAL[size].items():
-            case = _embedding_case(tokens, HIDDEN, where)
-            yield from at_least(f"peer, {case}: {USUAL}, of ours", _inverse(of(case, USUAL)), least)
-        for gib, least in OF_ALONE[size].items():
-            case = rows_case("peer_gather", ROWS, gib, where)
-            yield from at_least(f"peer, {case}: of one link", _inverse(of(case, ALONE)), least)
-        case = beside_case(where)
-        yield from at_most(f"peer, {case}: time, of {EACH}", of(case, EACH), 1.0)
-
-
-def _inverse(ratio: float | None) -> float | None:
-    return None if ratio is None else 1 / ratio
-
-
 def _sum_case(num_bytes: int, where: str) -> str:
     return f"all_reduce, {size_text(num_bytes)} bf16, {where}"
-
-
-def _host_case(where: str) -> str:
-    return f"all_reduce, 8 KB bf16, {where}, host time"
-
-
-def _embedding_case(tokens: int, hidden: int, where: str) -> str:
-    return f"TPEmbedding, {tokens:,} tokens of {hidden:,} bf16, {where}"
 
 
 # -- in each rank ----------------------------------------------------------------------------------
@@ -115,8 +64,10 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
         sums = _Sums(ranks, inner)
         for num_bytes in QUICK_BYTES if quick or not on_gpu else BYTES:
             yield from sums.rows(num_bytes)
-        yield from sums.host_rows()
-        yield from _embedding_rows(ranks, inner, (1, 1024) if quick or not on_gpu else TOKENS)
+        case = f"{_sum_case(8 * KIB, ranks.where)}, host time"
+        yield from host_rows(ranks, "peer", case, sums.on_the_host(), HOST_ROUNDS)
+        tokens = TOKENS[:2] if quick or not on_gpu else TOKENS
+        yield from embedding_rows(ranks, "peer", _embedding(ranks, inner), tokens)
         yield from moved_rows(ranks, sums.ours, quick)
 
 
@@ -179,22 +130,10 @@ class _Sums:
         rows = [Row("peer", case, name, role, params=params) for name, (role, _) in calls.items()]
         yield from timed(ranks, rows, calls, calls_for(ranks, num_bytes))
 
-    def host_rows(self) -> Iterator[Row]:
-        ranks = self.ranks
-        x = torch.zeros(4 * KIB, dtype=torch.bfloat16, device=ranks.device)
-        every = self.calls(x)
-        samples: dict[str, list[float]] = {name: [] for name in (OURS, NCCL)}
-        for round_number in range(HOST_ROUNDS + 1):
-            for name, found in samples.items():
-                ranks.barrier()
-                ms = host_ms(every[name][1], HOST_CALLS)
-                if round_number > 0:
-                    found.append(ms)
-        for name, found in samples.items():
-            params = {"ranks": ranks.size}
-            row = Row("peer", _host_case(ranks.where), name, every[name][0], params=params)
-            fill(row, Timing(tuple(found)))
-            yield row
+    def on_the_host(self) -> Calls:
+        """Return what is called on a small tensor, to see what that costs the host."""
+        every = self.calls(torch.zeros(4 * KIB, dtype=torch.bfloat16, device=self.ranks.device))
+        return {name: every[name] for name in (OURS, NCCL)}
 
 
 class _Symmetric:
@@ -244,13 +183,12 @@ class _Symmetric:
         return self.ranks.first_text(wrong)
 
 
-def _embedding_rows(ranks: Ranks, inner: Any, all_tokens: tuple[int, ...]) -> Iterator[Row]:
+def _embedding(ranks: Ranks, inner: Any) -> Any:
     from jitkern.nn import TPEmbedding
 
-    on_gpu = ranks.device.type == "cuda"
-    vocab, hidden = (VOCAB, HIDDEN) if on_gpu else (CPU_VOCAB, CPU_HIDDEN)
+    size = (VOCAB, HIDDEN) if ranks.device.type == "cuda" else (CPU_VOCAB, CPU_HIDDEN)
     ours = TPEmbedding(
-        *(vocab, hidden),
+        *size,
         comm=inner,
         dtype=torch.bfloat16,
         device=ranks.device,
@@ -258,26 +196,4 @@ def _embedding_rows(ranks: Ranks, inner: Any, all_tokens: tuple[int, ...]) -> It
         group=ranks.cpu_group,
     )
     ours.weight.requires_grad_(False)
-    start, count = ours.vocab_range
-    weight = ours.weight[:count].clone()  # of the usual memory
-    for tokens in all_tokens:
-        torch.manual_seed(0)  # the same tokens on all ranks
-        ids = torch.randint(vocab, (tokens,), device=ranks.device)
-
-        def usual(ids: torch.Tensor = ids) -> torch.Tensor:
-            outside = (ids < start) | (ids >= start + count)
-            out = functional.embedding((ids - start).masked_fill(outside, 0), weight)
-            out = out.masked_fill(outside.unsqueeze(-1), 0)
-            dist.all_reduce(out)
-            return out
-
-        def by_jitkern(ids: torch.Tensor = ids) -> torch.Tensor:
-            return ours(ids)
-
-        if not torch.equal(usual(), by_jitkern()):
-            raise RuntimeError("peer: TPEmbedding differs from mask, F.embedding, all_reduce")
-        calls: Calls = {OURS: ("ours", by_jitkern), USUAL: ("peer", usual)}
-        case = _embedding_case(tokens, hidden, ranks.where)
-        params = {"ranks": ranks.size, "tokens": tokens}
-        rows = [Row("peer", case, name, role, params=params) for name, (role, _) in calls.items()]
-        yield from timed(ranks, rows, calls, calls_for(ranks, 2 * tokens * hidden))
+    return ours

@@ -2,97 +2,71 @@
 
 The ceiling is what the longer side takes alone, and the first copy (for loads), which nothing can
 hide. Peers: a double buffer written by hand with torch's streams and events, and copies and bodies
-one behind the other. Bodies are torch.cuda._sleep, which leaves the memory alone, or a GEMM.
+one after the other. Bodies are torch.cuda._sleep, which leaves the memory alone, or a GEMM.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.goals import Figures, Goal, at_least, at_most
-from jitkern.bench.case import Context, Row, error_row
-from jitkern.bench.measure import compare, fill
-from jitkern.bench.timing import Timing, cuda_replay, cuda_timer
-from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
+from bench.cases.common import lacks_gpu
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import measure
+from jitkern.bench.timing import cuda_timer
+from jitkern.offload import OverlapMonitor, SlotPipeline
 
 BLOCKS, BLOCK_BYTES = 64, 4 << 20
 DEPTHS = (1, 2, 4, 8)
 BEST_DEPTH = 4
-LONGER, DOUBLE, IN_TURN = "the longer side alone", "torch, double buffer", "one behind the other"
-ENGINES = "both engines at once, no bodies"
-HOST = "host, us an iteration"
-CHANGING = "loads of which every eighth takes 10 times as long"
-GRAPH = "in a graph"
 
-Copy = Callable[[torch.Tensor, Any], object]
-Go = Callable[[], object]
+Blocks = list[torch.Tensor]
+Body = Callable[[torch.Tensor], object]
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    if ctx.device != "cuda":
-        ctx.say("pipeline: needs a GPU, skipped")
+    if lacks_gpu(ctx, "pipeline"):
         return
     blocks = list(torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory())
     for number, block in enumerate(blocks):
         block.fill_(number)
-    measure = partial(_measured, ctx)
-    copy_ms = _copies_ms(blocks) / BLOCKS
-    for name, body in _bodies(copy_ms).items():
-        ctx.say(f"pipeline: {name}")
-        yield from _loads(measure, blocks, name, body)
-    sleep = _bodies(copy_ms)["sleep"]
-    ctx.say("pipeline: both directions, a graph, the host, auto depth")
-    yield from _updates(measure, blocks, sleep)
-    yield from _graphs(measure, blocks, sleep)
-    yield from _host(ctx, blocks)
-    yield from _changing(measure, copy_ms)
+    bodies = _bodies(blocks)
+    for name, body in bodies.items():
+        yield from measure(ctx, _case(f"load, bodies of {name}", _loads(blocks, body)))
+    yield from measure(ctx, _case("update, both directions", _updates(blocks, bodies["sleep"]), 2))
+    watched = OverlapMonitor(min_ratio=0)
+    impls = [
+        Impl("jitkern", "ours", lambda: _load(blocks, None, _nothing)),
+        Impl("jitkern, monitored", "ours", lambda: _load(blocks, None, _nothing, monitor=watched)),
+    ]
+    name = f"host, {BLOCKS} iterations"
+    yield from measure(ctx, Case("pipeline", name, impls, clock="host"))
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    ours = f"jitkern, depth {BEST_DEPTH}"
-    for case in f.cases("pipeline"):
-        got, ceiling = f.us("pipeline", case, ours), f.us("pipeline", case, LONGER)
-        if got and ceiling:
-            yield from at_most(f"pipeline, {case}: time of {LONGER}", got / ceiling, 1.05)
-        both = f.speed("pipeline", case, ours, ENGINES)
-        yield from at_least(f"pipeline, {case}: of {ENGINES}", both, 0.9)
-    rows = f.all("pipeline", HOST)
-    plain, watched = rows.get("jitkern"), rows.get("jitkern, monitored")
-    if plain and watched and plain.median_us and watched.median_us:
-        more = watched.median_us - plain.median_us
-        yield from at_most("pipeline: host time of a monitor", more, 2.0, "us an iteration")
-    rows = f.all("pipeline", CHANGING)
-    auto = rows.get("jitkern, auto depth")
-    fixed = [row.median_us for name, row in rows.items() if "fixed" in name and row.median_us]
-    if auto and auto.median_us and fixed:
-        got = auto.median_us / min(fixed)
-        yield from at_most("pipeline: time of auto depth, of the best fixed", got, 1.05)
+def _case(name: str, impls: dict[str, tuple[str, Callable[[], Run]]], ways: int = 1) -> Case:
+    return Case(
+        "pipeline",
+        name,
+        [
+            Impl(impl, role, build, graph=False, check=False)
+            for impl, (role, build) in impls.items()
+        ],
+        params={"blocks": BLOCKS, "block_bytes": BLOCK_BYTES},
+        bytes_moved=ways * BLOCKS * BLOCK_BYTES,
+        bytes_note="of blocks",
+    )
 
 
-# -- what is timed ---------------------------------------------------------------------------------
-
-
-def _bring(tensor: torch.Tensor, block: torch.Tensor) -> None:
-    tensor.copy_(block, non_blocking=True)
-
-
-def _take(tensor: torch.Tensor, block: torch.Tensor) -> None:
-    block.copy_(tensor, non_blocking=True)
-
-
-def _pipeline(depth: int, **how: Any) -> SlotPipeline:
-    return SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8, **how)
-
-
-def _bodies(copy_ms: float) -> dict[str, Callable[[torch.Tensor], object]]:
+def _bodies(blocks: Blocks) -> dict[str, Body]:
     """Return bodies that take as long as a copy of a block."""
     timer = cuda_timer("pipeline")
+    slot = _slot()
+    _bring(slot, blocks[0])
+    copy_ms = statistics.median(timer(partial(_bring, slot, block)) for block in blocks)
     cycles = 1_000_000
     torch.cuda._sleep(cycles)
     cycles = int(cycles * copy_ms / timer(lambda: torch.cuda._sleep(cycles)))
@@ -110,85 +84,68 @@ def _bodies(copy_ms: float) -> dict[str, Callable[[torch.Tensor], object]]:
     return {"sleep": lambda _: torch.cuda._sleep(cycles), f"{count} GEMMs of 2048^3": gemms}
 
 
-def _copies_ms(blocks: Sequence[torch.Tensor]) -> float:
-    slot = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
-
-    def copies() -> None:
-        for block in blocks:
-            _bring(slot, block)
-
-    timer = cuda_timer("pipeline")
-    copies()
-    return statistics.median(timer(copies) for _ in range(5))
+def _slot() -> torch.Tensor:
+    return torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
 
 
-def _measured(
-    ctx: Context, case: str, name: str, role: str, build: Callable[[], Go], moved: int
-) -> Row:
-    """Return the row of what `build` returns, which raises unless it computes the right thing."""
-    row = Row("pipeline", case, name, role, {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES})
-    row.bytes_moved, row.bytes_note = moved, "of blocks"
-    try:
-        go = build()
-        timer = cuda_timer("pipeline")
-        samples = []
-        for number in range(ctx.rounds + 2):
-            torch.cuda.synchronize()
-            ms = timer(go)
-            if number >= 2:
-                samples.append(ms)
-        fill(row, Timing(tuple(samples)))
-    except Exception as error:  # a peer that fails is a row, not the end of the run
-        row.error = error_row("", "", "", "", error).error
-    return row
+def _bring(tensor: torch.Tensor, block: torch.Tensor) -> None:
+    tensor.copy_(block, non_blocking=True)
 
 
-Measure = Callable[[str, str, str, Callable[[], Go], int], Row]
+def _take(tensor: torch.Tensor, block: torch.Tensor) -> None:
+    block.copy_(tensor, non_blocking=True)
 
 
-def _checked(pipeline: SlotPipeline, blocks: Sequence[torch.Tensor]) -> SlotPipeline:
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for number, slot in enumerate(pipeline.load(blocks, copy=_bring)):
-        wrong += (slot.tensor != number).sum()
-    if wrong.item():
-        raise ValueError("a body saw another block; not timed")
-    return pipeline
+def _nothing(*_: object) -> None:
+    pass
 
 
-def _loads(
-    measure: Measure, blocks: list[torch.Tensor], name: str, body: Callable[[torch.Tensor], object]
-) -> Iterator[Row]:
-    case = f"load, bodies of {name}"
-    moved = BLOCKS * BLOCK_BYTES
+# -- loads -----------------------------------------------------------------------------------------
 
-    def ours(depth: int, **how: Any) -> Go:
-        pipeline = _checked(_pipeline(depth, **how), blocks)
 
-        def go() -> None:
-            for slot in pipeline.load(blocks, copy=_bring):
-                body(slot.tensor)
-
-        return go
-
-    rows = [
-        measure(case, f"jitkern, depth {depth}", "ours", partial(ours, depth), moved)
+def _loads(blocks: Blocks, body: Body) -> dict[str, tuple[str, Callable[[], Run]]]:
+    ours = {
+        f"jitkern, depth {depth}": ("ours", partial(_load, blocks, _bring, body, depth))
         for depth in DEPTHS
-    ]
-    streams = partial(ours, BEST_DEPTH, num_streams=BEST_DEPTH)
-    rows.append(measure(case, f"jitkern, {BEST_DEPTH} streams", "ours", streams, moved))
-    rows.append(measure(case, DOUBLE, "peer", lambda: _double_buffer(blocks, body), moved))
-    rows.append(measure(case, IN_TURN, "peer", lambda: _in_turn(blocks, body), moved))
-    rows.append(measure(case, LONGER, "ceiling", lambda: _longer(blocks, body), moved))
-    compare(rows)
-    yield from rows
+    }
+    streams = partial(_load, blocks, _bring, body, BEST_DEPTH, num_streams=BEST_DEPTH)
+    return {
+        **ours,
+        f"jitkern, {BEST_DEPTH} streams": ("ours", streams),
+        "torch, double buffer": ("peer", partial(_double_buffer, blocks, body)),
+        "one behind the other": ("peer", partial(_in_turn, blocks, body)),
+        "the longer side alone": ("ceiling", partial(_longer, blocks, body)),
+    }
 
 
-def _double_buffer(blocks: Sequence[torch.Tensor], body: Callable[[torch.Tensor], object]) -> Go:
+def _load(
+    blocks: Blocks,
+    copy: Callable[..., object] | None,
+    body: Body,
+    depth: int = BEST_DEPTH,
+    **how: Any,
+) -> Run:
+    """Return loads through a pipeline; ValueError where a body sees another block."""
+    pipeline = SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8, **how)
+    if copy is not None:
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for number, slot in enumerate(pipeline.load(blocks, copy=copy)):
+            wrong += (slot.tensor != number).sum()
+        if wrong.item():
+            raise ValueError("a body saw another block; not timed")
+
+    def go(_: object) -> None:
+        for slot in pipeline.load(blocks, copy=copy or _nothing):
+            body(slot.tensor)
+
+    return go
+
+
+def _double_buffer(blocks: Blocks, body: Body) -> Run:
     """As it is written by hand: two buffers, a stream, two events for each."""
-    slots = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    slots = [_slot() for _ in range(2)]
     copies = torch.cuda.Stream()
-    ready = [torch.cuda.Event() for _ in slots]
-    done = [torch.cuda.Event() for _ in slots]
+    ready, done = ([torch.cuda.Event() for _ in slots] for _ in range(2))
 
     def load(number: int) -> None:
         with torch.cuda.stream(copies):
@@ -196,7 +153,7 @@ def _double_buffer(blocks: Sequence[torch.Tensor], body: Callable[[torch.Tensor]
             _bring(slots[number % 2], blocks[number])
             ready[number % 2].record(copies)
 
-    def go() -> None:
+    def go(_: object) -> None:
         compute = torch.cuda.current_stream()
         copies.wait_stream(compute)
         load(0)
@@ -210,10 +167,10 @@ def _double_buffer(blocks: Sequence[torch.Tensor], body: Callable[[torch.Tensor]
     return go
 
 
-def _in_turn(blocks: Sequence[torch.Tensor], body: Callable[[torch.Tensor], object]) -> Go:
-    slot = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
+def _in_turn(blocks: Blocks, body: Body) -> Run:
+    slot = _slot()
 
-    def go() -> None:
+    def go(_: object) -> None:
         for block in blocks:
             _bring(slot, block)
             body(slot)
@@ -221,15 +178,15 @@ def _in_turn(blocks: Sequence[torch.Tensor], body: Callable[[torch.Tensor], obje
     return go
 
 
-def _longer(blocks: Sequence[torch.Tensor], body: Callable[[torch.Tensor], object]) -> Go:
+def _longer(blocks: Blocks, body: Body) -> Run:
     """Return the longer of all copies and all bodies, with one more copy: the fill."""
-    slot = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
+    slot = _slot()
 
-    def copies() -> None:
+    def copies(_: object = None) -> None:
         for block in (blocks[0], *blocks):
             _bring(slot, block)
 
-    def bodies() -> None:
+    def bodies(_: object = None) -> None:
         _bring(slot, blocks[0])
         for _ in blocks:
             body(slot)
@@ -239,34 +196,42 @@ def _longer(blocks: Sequence[torch.Tensor], body: Callable[[torch.Tensor], objec
     return copies if took[0] > took[1] else bodies
 
 
-def _updates(
-    measure: Measure, blocks: list[torch.Tensor], body: Callable[[torch.Tensor], object]
-) -> Iterator[Row]:
+# -- both directions -------------------------------------------------------------------------------
+
+
+def _updates(blocks: Blocks, body: Body) -> dict[str, tuple[str, Callable[[], Run]]]:
     """Both engines at once are slower than one alone: that is the ceiling here."""
-    case, moved = "update, both directions", 2 * BLOCKS * BLOCK_BYTES
     targets = list(torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory())
+    pairs = list(zip(blocks, targets, strict=True))
 
-    def ours(depth: int) -> Go:
-        pipeline = _checked(_pipeline(depth), blocks)
-        pairs = list(zip(blocks, targets, strict=True))
+    def ours(depth: int) -> Run:
+        pipeline = SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8)
 
-        def go() -> None:
-            load: Copy = lambda tensor, pair: _bring(tensor, pair[0])  # noqa: E731
-            store: Copy = lambda tensor, pair: _take(tensor, pair[1])  # noqa: E731
+        def load(tensor: torch.Tensor, pair: Any) -> None:
+            _bring(tensor, pair[0])
+
+        def store(tensor: torch.Tensor, pair: Any) -> None:
+            _take(tensor, pair[1])
+
+        def go(_: object) -> None:
             for slot in pipeline.update(pairs, load=load, store=store):
                 body(slot.tensor)
 
+        go(None)
+        torch.cuda.synchronize()
+        if not all(torch.equal(block, target) for block, target in pairs):
+            raise ValueError("a block came back as another; not timed")
         return go
 
-    def engines() -> Go:
-        slots = torch.empty(2, BLOCK_BYTES, dtype=torch.uint8, device="cuda")
+    def engines() -> Run:
+        slots = [_slot() for _ in range(2)]
         streams = [torch.cuda.Stream() for _ in range(2)]
 
-        def go() -> None:
+        def go(_: object) -> None:
             here = torch.cuda.current_stream()
             for stream in streams:
                 stream.wait_stream(here)
-            for block, target in zip(blocks, targets, strict=True):
+            for block, target in pairs:
                 with torch.cuda.stream(streams[0]):
                     _bring(slots[0], block)
                 with torch.cuda.stream(streams[1]):
@@ -276,89 +241,5 @@ def _updates(
 
         return go
 
-    rows = [
-        measure(case, f"jitkern, depth {depth}", "ours", partial(ours, depth), moved)
-        for depth in DEPTHS
-    ]
-    rows.append(measure(case, ENGINES, "ceiling", engines, moved))
-    compare(rows)
-    yield from rows
-
-
-def _graphs(
-    measure: Measure, blocks: list[torch.Tensor], body: Callable[[torch.Tensor], object]
-) -> Iterator[Row]:
-    def ours() -> Go:
-        pipeline = _checked(_pipeline(BEST_DEPTH), blocks)
-
-        def go() -> None:
-            for slot in pipeline.load(blocks, copy=_bring):
-                body(slot.tensor)
-
-        torch.cuda.synchronize()
-        replay = cuda_replay([go])
-        kept.append(pipeline)  # the graph has its slots' addresses
-        return replay.run
-
-    kept: list[SlotPipeline] = []
-    longer = measure(GRAPH, LONGER, "ceiling", lambda: _longer(blocks, body), BLOCKS * BLOCK_BYTES)
-    name = f"jitkern, depth {BEST_DEPTH}"
-    rows = [measure(GRAPH, name, "ours", ours, BLOCKS * BLOCK_BYTES), longer]
-    compare(rows)
-    yield from rows
-
-
-def _host(ctx: Context, blocks: list[torch.Tensor]) -> Iterator[Row]:
-    """The host's share, of copies and bodies that do nothing: few enough that no queue is full."""
-    small = blocks[:BLOCKS]
-
-    def nothing(*_: object) -> None:
-        pass
-
-    for name, how in (
-        ("jitkern", {}),
-        ("jitkern, monitored", {"monitor": OverlapMonitor(min_ratio=0)}),
-        ("jitkern, every iteration timed", {"monitor": OverlapMonitor(min_ratio=0, every=1)}),
-        ("jitkern, auto depth", {"auto_depth": AutoDepth(max_slots=8)}),
-    ):
-        pipeline = _pipeline(BEST_DEPTH, **how)
-        row = Row("pipeline", HOST, name, "ours", {"blocks": BLOCKS})
-        samples = []
-        for number in range(10 * ctx.rounds):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in pipeline.load(small, copy=nothing):
-                pass
-            if number >= 5:
-                samples.append((time.perf_counter() - begin) * 1e3 / BLOCKS)
-        fill(row, Timing(tuple(samples)))
-        row.host_us = row.median_us
-        yield row
-
-
-def _changing(measure: Measure, copy_ms: float) -> Iterator[Row]:
-    """Auto depth has had 20 iterations when it is timed, as the others have."""
-    timer = cuda_timer("pipeline")
-    cycles = 1_000_000
-    cycles = int(cycles * copy_ms / timer(lambda: torch.cuda._sleep(cycles)))
-
-    def copy(tensor: torch.Tensor, number: int) -> None:
-        torch.cuda._sleep(cycles * (10 if number % 8 == 5 else 1))
-
-    def ours(depth: int, **how: Any) -> Go:
-        pipeline = _pipeline(depth, **how)
-
-        def go(count: int = 200) -> None:
-            for _ in pipeline.load(range(count), copy=copy):
-                torch.cuda._sleep(3 * cycles)
-
-        go(20)
-        torch.cuda.synchronize()
-        return go
-
-    auto = partial(ours, 2, auto_depth=AutoDepth(max_slots=16))
-    rows = [measure(CHANGING, "jitkern, auto depth", "ours", auto, 0)]
-    for depth in (2, 4, 8, 16):
-        name = f"jitkern, fixed depth {depth}"
-        rows.append(measure(CHANGING, name, "ours", partial(ours, depth), 0))
-    yield from rows
+    depths = {f"jitkern, depth {depth}": ("ours", partial(ours, depth)) for depth in DEPTHS}
+    return {**depths, "both engines at once, no bodies": ("ceiling", engines)}

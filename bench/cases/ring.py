@@ -14,7 +14,6 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.goals import Figures, Goal, at_most
 from jitkern.bench.case import Context, Row
 from jitkern.offload import DescriptorRing
 
@@ -56,22 +55,6 @@ def run(ctx: Context) -> Iterator[Row]:
         samples = _served(dst, src, num_sms, _descriptors(pieces, piece_bytes))
         yield _row(_served_name(num_sms, pieces, piece_bytes), "jitkern", "ours", samples)
     jitkern.check()
-
-
-def goals(f: Figures) -> Iterator[Goal]:
-    floor = f.us("ring", IN_GRAPH, EMPTY)
-    ours = [f.us("ring", IN_GRAPH, f"jitkern, {memory}") for memory in ("mapped", "device")]
-    best = min((us for us in ours if us is not None), default=None)
-    if best is not None and floor is not None:
-        yield from at_most(f"ring, {IN_GRAPH}: above the empty kernel", best - floor, 3.5, "us")
-    for what, most in ((PUSH, 0.5), (BOTH, 6.0)):
-        got = f.us("ring", HOST, f"{what}, mapped")
-        if got is not None:
-            yield from at_most(f"ring, {HOST}: {what}, mapped", got, most, "us")
-    for case in f.cases("ring"):
-        got = f.us("ring", case, "jitkern")
-        if got is not None:
-            yield from at_most(f"ring, {case}: push to completion", got, 6.0, "us")
 
 
 def _descriptors(pieces: int, piece_bytes: int) -> torch.Tensor:

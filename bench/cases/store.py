@@ -3,81 +3,146 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.goals import NVCC, Figures, Goal, at_least, at_most, cpu_goals
+from bench.cases.common import call_case, copy_impl, empty_rows, random_rows, sizes
 from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.cases.common import copy_kernel
-from jitkern.bench.cases.store import ODD_SIZES, Buffers, ours
-from jitkern.bench.cases.store import case_of as guarded
 from jitkern.bench.measure import measure
 
 PEERS = (peers.rows,)
 PLOTS = ("of a copy",)
+MIN_SLOTS = 262_144  # two caches of even 256-byte rows are then larger than twice the L2
+# (bytes of a row of K, of V): MLA's one cache, and 4 heads of 192 and of 128 items.
+ODD_SIZES = ((656, 0), (1536, 1024))
+COPY = "copy kernel, same bytes"
+
+
+@dataclass
+class Buffers:
+    """One working set."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    indices: torch.Tensor  # int32, unique, unsorted
+    indices64: torch.Tensor
+    kv: torch.Tensor  # flat: K, then V
+    k: torch.Tensor
+    v: torch.Tensor
+    copied: torch.Tensor  # where the ceiling copies kv to
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    for row_bytes, rows in _sizes(ctx):
-        yield from measure(ctx, case_of(ctx, row_bytes, rows))
+    if ctx.device == "cpu":
+        all_sizes = [(n, 8192) for n in ((656,) if ctx.quick else (256, 656, 1024, 2048, 8192))]
+    elif ctx.quick:
+        all_sizes = [(656, 1), (656, 1024), (656, 131_072), (1024, 131_072)]
+    else:
+        counts = (1, 16, 128, 1024, 16_384, 131_072)
+        all_sizes = [(n, rows) for n in (256, 656, 1024, 2048) for rows in counts]
+    for row_bytes, rows in all_sizes:
+        case = case_of(ctx, row_bytes, rows)
+        yield from measure(ctx, replace(case, impls=list(_impls(ctx, row_bytes, rows))))
     for row_bytes, v_row_bytes in ODD_SIZES:
         for rows in (8192,) if ctx.device == "cpu" else (1, 1024, 131_072):
-            case = guarded(ctx, row_bytes, rows, v_row_bytes)
+            case = case_of(ctx, row_bytes, rows, v_row_bytes)
             impls = [case.ours(), *_odd_impls(ctx, bool(v_row_bytes))]
             yield from measure(ctx, replace(case, impls=impls))
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    for row_bytes, share in ((256, 0.97), (1024, 0.97), (2048, 0.97), (656, 0.93)):
-        case = f"131072 rows of {row_bytes} B"
-        name = f"store, {case}"
-        for other, wanted in (
-            ("copy kernel, same bytes", share),
-            (NVCC, 1.0),
-            ("torch cache[idx] = x, twice", 4.0),
-        ):
-            yield from at_least(
-                f"{name}: of {other}", f.speed("store", case, "jitkern", other), wanted
-            )
-    for case in ("131072 rows of 656 B, one cache", "131072 rows of 1536 B and 1024 B"):
-        for other, wanted in (("copy kernel, same bytes", 0.93), ("jitkern, twice", 1.0)):
-            got = f.speed("store", case, "jitkern", other)
-            yield from at_least(f"store, {case}: of {other}", got, wanted)
-    for case in f.cases("store"):
-        ours, floor = f.us("store", case, "jitkern"), f.us("store", case, "empty kernel")
-        if ours is None or floor is None:
-            continue  # the empty kernel runs beside small calls only
-        yield from at_most(f"store, {case}: above the empty kernel", ours - floor, 0.3, "us")
-        yield from at_least(
-            f"store, {case}: of {NVCC}", f.speed("store", case, "jitkern", NVCC), 1.0
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    for rows, row_bytes in sizes(ctx):
+        yield case_of(ctx, row_bytes, rows)
+    for row_bytes, v_row_bytes in ODD_SIZES:
+        yield case_of(ctx, row_bytes, 131_072 if ctx.device == "cuda" else 1024, v_row_bytes)
+    caches = torch.zeros(2, 64, 656, dtype=torch.uint8, device=ctx.device)
+    kv = torch.ones(2, 1, 656, dtype=torch.uint8, device=ctx.device)
+    one = torch.zeros(1, dtype=torch.int32, device=ctx.device)
+    for name, arguments in (
+        ("call, checks only", (*caches, one[:0], *kv[:, :0])),
+        ("call, 1 row", (*caches, one, *kv)),
+    ):
+        yield call_case("store", name, partial(jitkern.store_cache, *arguments), arguments)
+
+
+def case_of(ctx: Context, row_bytes: int, rows: int, v_row_bytes: int | None = None) -> Case:
+    """Return the case of one size: jitkern and a copy.
+
+    ``v_row_bytes`` is that of K by default; 0 for a single cache, which is K's.
+    """
+    device = ctx.device
+    v_row_bytes = row_bytes if v_row_bytes is None else v_row_bytes
+    both_bytes = row_bytes + v_row_bytes
+    slots = max(2 * rows, MIN_SLOTS if device == "cuda" else 0)
+    k_cache = empty_rows(slots, row_bytes, device)
+    v_cache = empty_rows(slots, v_row_bytes, device) if v_row_bytes else k_cache[:, :0]
+
+    def make(_: int) -> Buffers:
+        indices = torch.randperm(slots, device=device)[:rows]
+        kv = random_rows(1, rows * both_bytes, device).view(-1)
+        widths = k_cache.shape[1], v_cache.shape[1]
+        parts = torch.split(kv, [rows * width for width in widths])
+        k, v = (part.view(rows, width) for part, width in zip(parts, widths, strict=True))
+        small = indices.to(torch.int32)
+        return Buffers(k_cache, v_cache, small, indices, kv, k, v, torch.empty_like(kv))
+
+    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
+        return (
+            b.k_cache.clone().index_copy_(0, b.indices64, b.k),
+            b.v_cache.clone().index_copy_(0, b.indices64, b.v),
         )
-    yield from cpu_goals(f, "store", "torch cache[idx] = x, twice", 8.0)
+
+    name = f"{rows} rows of {row_bytes} B"
+    params = {"row_bytes": row_bytes, "rows": rows, "slots": slots, "dtype": "bfloat16"}
+    if v_row_bytes != row_bytes:
+        name += f" and {v_row_bytes} B" if v_row_bytes else ", one cache"
+        params["v_row_bytes"] = v_row_bytes
+    return Case(
+        op="store",
+        name=name,
+        params=params,
+        bytes_moved=2 * rows * both_bytes,
+        bytes_note="K and V, each read once and written once",
+        make=make,
+        outputs=lambda b: (b.k_cache, b.v_cache),
+        reference=reference,
+        impls=[
+            Impl("jitkern", "ours", lambda: _ours if v_row_bytes else _ours_alone),
+            copy_impl(ctx, lambda b: (b.copied, b.kv)),
+        ],
+        calls=4 if rows > 16_384 else 16 if rows > 1024 else 50,
+    )
 
 
-def _sizes(ctx: Context) -> list[tuple[int, int]]:
-    if ctx.device == "cpu":
-        return [(656, 8192)] if ctx.quick else [(n, 8192) for n in (256, 656, 1024, 2048, 8192)]
-    if ctx.quick:
-        return [(656, 1), (656, 1024), (656, 131_072), (1024, 131_072)]
-    counts = (1, 16, 128, 1024, 16_384, 131_072)
-    return [(n, rows) for n in (256, 656, 1024, 2048) for rows in counts]
+def _ours(b: Buffers) -> None:
+    jitkern.store_cache(b.k_cache, b.v_cache, b.indices, b.k, b.v)
 
 
-def case_of(ctx: Context, row_bytes: int, rows: int) -> Case:
-    """Return the guard's case with every peer in it."""
-    return replace(guarded(ctx, row_bytes, rows), impls=list(_impls(ctx, row_bytes, rows)))
+def _ours_alone(b: Buffers) -> None:
+    jitkern.store_cache(b.k_cache, None, b.indices, b.k)
 
 
-def _torch_index_put(b: Buffers) -> None:
-    b.k_cache[b.indices64] = b.k
+def _one_by_one(b: Buffers) -> None:
+    _ours_alone(b)
+    jitkern.store_cache(b.v_cache, None, b.indices, b.v)
+
+
+def _index_put(b: Buffers) -> None:
+    _index_put_k(b)
     b.v_cache[b.indices64] = b.v
 
 
-def _torch_index_copy(b: Buffers) -> None:
+def _index_put_k(b: Buffers) -> None:
+    b.k_cache[b.indices64] = b.k
+
+
+def _index_copy(b: Buffers) -> None:
     b.k_cache.index_copy_(0, b.indices64, b.k)
     b.v_cache.index_copy_(0, b.indices64, b.v)
 
@@ -87,57 +152,40 @@ def _copy_(b: Buffers) -> None:
 
 
 def _impls(ctx: Context, row_bytes: int, rows: int) -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: ours)
+    yield Impl("jitkern", "ours", lambda: _ours)
+    yield Impl("torch cache[idx] = x, twice", "peer", lambda: _index_put)
     if ctx.device == "cpu":
-        yield Impl("torch cache[idx] = x, twice", "peer", lambda: _torch_index_put)
-        yield Impl("torch index_copy_, twice", "peer", lambda: _torch_index_copy)
+        yield Impl("torch index_copy_, twice", "peer", lambda: _index_copy)
         yield Impl("copy_ of the same bytes", "ceiling", lambda: _copy_, check=False)
         return
-    if row_bytes in peers.STORE_ROW_BYTES:
-        yield Impl("nvcc, mini-sglang style", "peer", lambda: _nvcc(row_bytes))
-    else:
-        yield Impl("nvcc, mini-sglang style", "peer", _no_such_row_size)
+    yield Impl("nvcc, mini-sglang style", "peer", lambda: _nvcc(row_bytes))
     yield Impl("triton", "peer", _triton)
-    yield Impl("torch cache[idx] = x, twice", "peer", lambda: _torch_index_put)
     if not ctx.quick and rows == 131_072:
         yield Impl("torch.compile", "peer", _compiled)
     if peers.installed("vllm") and row_bytes % 256 == 0:
         yield Impl("vllm reshape_and_cache_flash", "peer", _vllm)
     if peers.installed("flashinfer") and row_bytes % 256 == 0:
         yield Impl("flashinfer append_paged_kv_cache", "peer", _flashinfer)
-    yield Impl("copy kernel, same bytes", "ceiling", _copy_kernel, check=False)
+    yield copy_impl(ctx, lambda b: (b.copied, b.kv), COPY)
     yield Impl("torch copy_, same bytes", "ceiling", lambda: _copy_, check=False)
     if rows <= 1024:
         yield Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
 
 
 def _odd_impls(ctx: Context, two_caches: bool) -> Iterator[Impl]:
-    """Return what K and V of two sizes, or one cache, are timed beside."""
+    """Yield what K and V of two sizes, or one cache, are timed beside."""
     if two_caches:
         yield Impl("jitkern, twice", "peer", lambda: _one_by_one)
-        yield Impl("torch cache[idx] = x, twice", "peer", lambda: _torch_index_put)
+        yield Impl("torch cache[idx] = x, twice", "peer", lambda: _index_put)
     else:
-        yield Impl("torch cache[idx] = x", "peer", lambda: _torch_index_put_k)
-    if ctx.device == "cpu":
-        yield Impl("copy_ of the same bytes", "ceiling", lambda: _copy_, check=False)
-    else:
-        yield Impl("copy kernel, same bytes", "ceiling", _copy_kernel, check=False)
-
-
-def _one_by_one(b: Buffers) -> None:
-    jitkern.store_cache(b.k_cache, None, b.indices, b.k)
-    jitkern.store_cache(b.v_cache, None, b.indices, b.v)
-
-
-def _torch_index_put_k(b: Buffers) -> None:
-    b.k_cache[b.indices64] = b.k
-
-
-def _no_such_row_size() -> Run:
-    raise LookupError("does not compile for this row size, which is no multiple of 128 B")
+        yield Impl("torch cache[idx] = x", "peer", lambda: _index_put_k)
+    name = COPY if ctx.device == "cuda" else "copy_ of the same bytes"
+    yield copy_impl(ctx, lambda b: (b.copied, b.kv), name)
 
 
 def _nvcc(row_bytes: int) -> Run:
+    if row_bytes not in peers.STORE_ROW_BYTES:
+        raise LookupError("does not compile for this row size, which is no multiple of 128 B")
     store = getattr(peers.rows(), f"store_{row_bytes}")
     return lambda b: store(b.k_cache, b.v_cache, b.indices, b.k, b.v)
 
@@ -146,26 +194,24 @@ def _triton() -> Run:
     store = peers.triton().store
 
     def run_words(b: Buffers) -> None:
-        k_cache, v_cache, k, v = b.words()
+        words = (t.view(torch.int32) for t in (b.k_cache, b.v_cache, b.k, b.v))
+        k_cache, v_cache, k, v = words
         store(k_cache, v_cache, b.indices, k, v)
 
     return run_words
 
 
 def _compiled() -> Run:
-    compiled: Any = torch.compile(_put_both, dynamic=False)
+    def put_both(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
+        k_cache[indices] = k
+        v_cache[indices] = v
+
+    compiled: Any = torch.compile(put_both, dynamic=False)
     return lambda b: compiled(b.k_cache, b.v_cache, b.indices64, b.k, b.v)
 
 
-def _put_both(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> None:
-    k_cache[indices] = k
-    v_cache[indices] = v
+def _heads(t: torch.Tensor) -> torch.Tensor:
+    return t.view(t.shape[0], -1, 128)
 
 
 def _vllm() -> Run:
@@ -174,11 +220,11 @@ def _vllm() -> Run:
     one = torch.ones((), device="cuda")
 
     def run_flash(b: Buffers) -> None:
-        def heads(t: torch.Tensor) -> torch.Tensor:
-            return t.view(t.shape[0], -1, 128)
-
-        caches = (heads(b.k_cache).unsqueeze(1), heads(b.v_cache).unsqueeze(1))  # pages of 1 slot
-        ops.reshape_and_cache_flash(heads(b.k), heads(b.v), *caches, b.indices64, "auto", one, one)
+        # Pages of one slot.
+        caches = (_heads(b.k_cache).unsqueeze(1), _heads(b.v_cache).unsqueeze(1))
+        ops.reshape_and_cache_flash(
+            _heads(b.k), _heads(b.v), *caches, b.indices64, "auto", one, one
+        )
 
     return run_flash
 
@@ -195,18 +241,9 @@ def _flashinfer() -> Run:
             ones = torch.ones(rows, dtype=torch.int32, device="cuda")
             plans[rows] = (counts[:rows].contiguous(), ones - 1, counts, ones)
         batch, positions, indptr, last = plans[rows]
-
-        def heads(t: torch.Tensor) -> torch.Tensor:
-            return t.view(t.shape[0], -1, 128)
-
-        caches = (heads(b.k_cache).unsqueeze(1), heads(b.v_cache).unsqueeze(1))
+        caches = (_heads(b.k_cache).unsqueeze(1), _heads(b.v_cache).unsqueeze(1))
         flashinfer.append_paged_kv_cache(
-            heads(b.k), heads(b.v), batch, positions, caches, b.indices, indptr, last
+            _heads(b.k), _heads(b.v), batch, positions, caches, b.indices, indptr, last
         )
 
     return run_append
-
-
-def _copy_kernel() -> Run:
-    copy = copy_kernel()
-    return lambda b: copy(b.copied, b.kv)

@@ -1,33 +1,29 @@
 """swap_rows: rows of a cache leave for pinned host memory, others come in their place.
 
-Against what there was before: a scatter and a gather, one after the other or at once, and both
-copy engines on rows in one piece, which no kernel of loads and stores reaches: 100.8 GB/s of an
-H200's link, both directions together.
+Beside a scatter and a gather, one after the other or at once, and beside both copy engines on rows
+in one piece, which no kernel of loads and stores reaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.goals import Figures, Goal, at_least
+from bench.cases.common import CPU_SIZES, call_case, host_copy_case, lacks_gpu, random_rows
+from bench.cases.h2d_gather import LINK_SIZES
 from bench.peers import host_pool
-from bench.peers.host_rows import ROW_BYTES, ROWS
+from bench.peers.host_rows import ROW_BYTES, ROWS, SLOTS
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
 
 PEERS = (peers.ladder,)
-
-BOTH_ENGINES = "cudaMemcpyAsync both ways, contiguous"
-GIVEN = 'jitkern, order="given"'
-ONE_BY_ONE = "d2h_scatter, then h2d_gather"
 POOLS_GIB = (0.4, 4, 16, 64)  # the smallest has 0.2 for each direction, as the other benchmarks
-SLOTS = 300_000
 
 
 @dataclass
@@ -40,7 +36,7 @@ class Buffers:
     host: torch.Tensor
     gpu: torch.Tensor
     staging: torch.Tensor  # on the GPU, a row for each triple, for the peers that need one
-    triples: torch.Tensor  # int32 [rows, 3]
+    triples: torch.Tensor  # int32 [rows, 3]: to fetch, slots, to write back
 
     def __post_init__(self) -> None:
         fetch, slots, back = self.triples.unbind(1)
@@ -53,8 +49,7 @@ class Buffers:
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    if ctx.device != "cuda":
-        ctx.say("swap: needs a GPU, skipped")
+    if lacks_gpu(ctx, "swap"):
         return
     fit = host_pool.sizes(4 if ctx.quick else 96)  # as for `pools`, which takes the same one
     if not fit or fit[-1] < POOLS_GIB[0]:
@@ -63,79 +58,98 @@ def run(ctx: Context) -> Iterator[Row]:
     pool = host_pool.allocated(fit[-1])
     for gib in (gib for gib in POOLS_GIB if gib <= fit[-1]):
         for rows in (ROWS,) if ctx.quick or gib > POOLS_GIB[0] else (1, 128, 2048, ROWS):
-            yield from measure(ctx, _case(ctx, pool, gib, rows))
+            host = host_pool.rows_of(pool, gib, ROW_BYTES)
+            yield from measure(ctx, _case(ctx, host, gib, rows))
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    case = _name(ROWS, POOLS_GIB[0])
-    got = f.speed("swap", case, "jitkern", BOTH_ENGINES)
-    yield from at_least(f"swap, {case}: of both copy engines", got, 0.76)
-    got = f.speed("swap", case, "jitkern", ONE_BY_ONE)
-    yield from at_least(f"swap, {case}: of {ONE_BY_ONE}", got, 1.3)
-    for gib in (4, 16):
-        case = _name(ROWS, gib)
-        for other, wanted in ((GIVEN, 2.5), (ONE_BY_ONE, 1.3)):
-            got = f.speed("swap", case, "jitkern", other)
-            yield from at_least(f"swap, {case}: of {other}", got, wanted)
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    on_gpu = ctx.device == "cuda"
+    for rows, row_bytes in LINK_SIZES if on_gpu else CPU_SIZES:
+        slots = max(SLOTS if on_gpu else 0, 2 * rows)
+        host = random_rows(slots, row_bytes, "cpu", pin=on_gpu, dtype=torch.uint8)
+        gpu = random_rows(slots, row_bytes, ctx.device, dtype=torch.uint8)
+
+        def copies(b: Buffers, rows: int = rows) -> None:
+            b.gpu[:rows].copy_(b.host[:rows], non_blocking=True)
+            b.host[:rows].copy_(b.gpu[-rows:], non_blocking=True)
+
+        yield host_copy_case(
+            ctx,
+            2 * rows * row_bytes,
+            _ours,
+            copies,
+            op="swap",
+            name=f"{rows} rows of {row_bytes} B",
+            params={"rows": rows, "row_bytes": row_bytes, "slots": slots},
+            **_job(ctx, host, gpu, rows),
+        )
+    host, gpu = (torch.zeros(64, 656, dtype=torch.uint8, device=d) for d in ("cpu", ctx.device))
+    b = _buffers(ctx, host.pin_memory() if on_gpu else host, gpu, gpu[:1], 1)
+    for name, triples in (("call, checks only", b.triples[:0]), ("call, 1 row", b.triples)):
+        arguments = (b.host, b.gpu, triples)
+        yield call_case("swap", name, partial(jitkern.swap_rows, *arguments), arguments)
 
 
-def _name(rows: int, gib: float) -> str:
-    return f"{rows} rows of {ROW_BYTES} B, distinct, pool of {gib:g} GiB"
+def _buffers(
+    ctx: Context, host: torch.Tensor, gpu: torch.Tensor, staging: torch.Tensor, rows: int
+) -> Buffers:
+    def distinct(below: int) -> torch.Tensor:
+        return torch.randperm(below, device=ctx.device)[:rows]
+
+    fetch, back = (2 * distinct(len(host) // 2) + odd for odd in (0, 1))
+    triples = torch.stack([fetch, distinct(len(gpu)), back], 1).to(torch.int32)
+    return Buffers(host, gpu, staging, triples)
 
 
-def _case(ctx: Context, pool: torch.Tensor, gib: float, rows: int) -> Case:
-    host = host_pool.rows_of(pool, gib, ROW_BYTES)
-    gpu = torch.randint(0, 256, (SLOTS, ROW_BYTES), dtype=torch.uint8, device="cuda")
-    staging = torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device="cuda")
+def _job(ctx: Context, host: torch.Tensor, gpu: torch.Tensor, rows: int) -> dict[str, Any]:
+    """Return the fields of a case that say what is swapped and how that is checked."""
+    staging = torch.empty(rows, gpu.shape[1], dtype=torch.uint8, device=ctx.device)
     new = torch.randint_like(staging, 0, 256)
-
-    def make(_: int) -> Buffers:
-        fetch, back = (2 * _distinct(host.shape[0] // 2, rows) + odd for odd in (0, 1))
-        triples = torch.stack([fetch, _distinct(SLOTS, rows), back], 1).to(torch.int32)
-        return Buffers(host, gpu, staging, triples)
 
     def refill(b: Buffers) -> None:
         b.gpu[b.slots64] = new
         b.host[b.back_cpu] = 0
 
-    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
-        return b.gpu[b.slots64].cpu(), b.host[b.fetch_cpu]
+    return {
+        "make": lambda _: _buffers(ctx, host, gpu, staging, rows),
+        # Copies: the pool is too large for another.
+        "outputs": lambda b: (b.host[b.back_cpu], b.gpu[b.slots64].cpu()),
+        "reference": lambda b: (b.gpu[b.slots64].cpu(), b.host[b.fetch_cpu]),
+        "prepare": refill,
+    }
 
+
+def _case(ctx: Context, host: torch.Tensor, gib: float, rows: int) -> Case:
+    gpu = torch.randint(0, 256, (SLOTS, ROW_BYTES), dtype=torch.uint8, device="cuda")
     return Case(
         op="swap",
-        name=_name(rows, gib),
+        name=f"{rows} rows of {ROW_BYTES} B, distinct, pool of {gib:g} GiB",
         params={"rows": rows, "row_bytes": ROW_BYTES, "pool_gib": gib, "slots": SLOTS},
         bytes_moved=2 * rows * ROW_BYTES,
         bytes_note="over the link, both directions",
-        make=make,
-        # Copies: the pool is too large for another.
-        outputs=lambda b: (b.host[b.back_cpu], b.gpu[b.slots64].cpu()),
-        reference=reference,
-        prepare=refill,
         impls=list(_impls(ctx, rows, gib)),
         calls=3 if rows > 100_000 else 20,
+        **_job(ctx, host, gpu, rows),
     )
 
 
-def _distinct(below: int, count: int) -> torch.Tensor:
-    return torch.randperm(below, device="cuda")[:count]
-
-
 def _impls(ctx: Context, rows: int, gib: float) -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: _ours())
+    yield Impl("jitkern", "ours", lambda: _ours)
     if gib > POOLS_GIB[0]:
-        yield Impl(GIVEN, "ours", lambda: _ours(order="given"))
+        yield Impl('jitkern, order="given"', "ours", lambda: partial(_ours, order="given"))
     if rows == ROWS and not ctx.quick:
         for sms in (1, 2, 4, 8, 16):
-            yield Impl(f"jitkern, num_sms={sms}", "ours", lambda sms=sms: _ours(num_sms=sms))
-    yield Impl(ONE_BY_ONE, "peer", lambda: _one_by_one)
+            name = f"jitkern, num_sms={sms}"
+            yield Impl(name, "ours", lambda sms=sms: partial(_ours, num_sms=sms))
+    yield Impl("d2h_scatter, then h2d_gather", "peer", lambda: _one_by_one)
     yield Impl("both on two streams, by a staging buffer", "peer", _on_two_streams)
     yield Impl("torch, index on the CPU", "peer", lambda: _torch, graph=False)
-    yield Impl(BOTH_ENGINES, "ceiling", _both_engines, check=False)
+    yield Impl("cudaMemcpyAsync both ways, contiguous", "ceiling", _both_engines, check=False)
 
 
-def _ours(**how: Any) -> Run:
-    return lambda b: jitkern.swap_rows(b.host, b.gpu, b.triples, **how)
+def _ours(b: Buffers, **how: Any) -> None:
+    jitkern.swap_rows(b.host, b.gpu, b.triples, **how)
 
 
 def _one_by_one(b: Buffers) -> None:

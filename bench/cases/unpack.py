@@ -1,4 +1,4 @@
-"""unpack: scattered pieces of several sizes, alignments and strides, on a GPU.
+"""unpack: pieces of one size from random places to random ones, as descriptors say.
 
 Beside a copy by the driver for each descriptor, in a loop in C++, a kernel of a block a descriptor,
 and one contiguous copy of as many bytes.
@@ -7,92 +7,105 @@ and one contiguous copy of as many bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+import jitkern
 from bench import peers
-from bench.goals import Figures, Goal, at_least, at_most, cpu_goals
+from bench.cases.common import call_case, copy_impl
 from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.cases.common import copy_kernel
-from jitkern.bench.cases.unpack import CPU_SIZES, Buffers, Size, ours
-from jitkern.bench.cases.unpack import case_of as guarded
 from jitkern.bench.measure import measure
 
 PEERS = (peers.host, peers.pieces)
-PLOTS = ()
 
-LOOP = "loop of cuMemcpyAsync in C++"
-NAIVE = "a block a descriptor"
-COPY, EMPTY = "copy kernel", "empty kernel"
-SMALL = [Size(128, 4096), Size(128, 4096, 5, 3), Size(2048, 256), Size(2048, 256, 5, 3)]
-LARGE = Size(2048, 65_536)
-# Of the 256 pairs of places in a line of 16 bytes, in a short run some.
-OFF_BY = [(src, dst) for src in range(16) for dst in range(16) if src or dst]
-QUICK_OFF_BY = [(0, 1), (1, 0), (5, 3), (8, 8), (15, 4)]
-MIXED = "1 piece of 64 MiB among 2000 of 256 B"
-STRIDED = "128 descriptors, 43 MB in pieces of 32 B"
-ABOVE_EMPTY_US = {128: 1.3, 2048: 1.5}
+# (pieces, bytes of each) of the guard: in a cache, and in memory; on a GPU small and large.
+CPU_SIZES = ((64, 4096), (512, 65_536))
+CUDA_SIZES = ((128, 4096), (2048, 65_536))
+# (pieces, bytes of each, bytes after a line of 128 at which sources and targets begin)
+SMALL = ((128, 4096, 0, 0), (128, 4096, 5, 3), (2048, 256, 0, 0), (2048, 256, 5, 3))
+LARGE = (2048, 65_536)
+OFF_BY = ((0, 1), (1, 0), (5, 3), (8, 8), (15, 4))
+PITCH_MORE = 512  # bytes between two places
+
+
+@dataclass
+class Buffers:
+    """One working set."""
+
+    dst: torch.Tensor  # bytes
+    src: torch.Tensor
+    descriptors: torch.Tensor  # int64 [pieces, 3 or 6]
+
+    def __post_init__(self) -> None:
+        self.on_cpu = self.descriptors.cpu()
 
 
 def run(ctx: Context) -> Iterator[Row]:
     if ctx.device != "cuda":
         for pieces, piece_bytes in CPU_SIZES:
-            case = guarded(ctx, Size(pieces, piece_bytes))
-            copied = Impl("copy_ of as many bytes", "ceiling", lambda: _copy_, check=False)
+            case = case_of(ctx, pieces, piece_bytes)
+            copied = replace(case.impls[1], name="copy_ of as many bytes")
             yield from measure(ctx, replace(case, impls=[case.ours(), copied]))
         return
-    off_by = QUICK_OFF_BY if ctx.quick else OFF_BY
-    for size in (*SMALL, LARGE):
-        yield from measure(ctx, _with_peers(guarded(ctx, size), is_small=size in SMALL))
-    for by in off_by:
-        case = guarded(ctx, Size(LARGE.pieces, LARGE.piece_bytes, *by))
-        yield from measure(ctx, replace(case, impls=[case.ours()]))
-    yield from measure(ctx, _with_peers(_mixed()))
-    yield from measure(ctx, _with_peers(_strided()))
-
-
-def goals(f: Figures) -> Iterator[Goal]:
     for size in SMALL:
-        us, floor = f.us("unpack", size.name, "jitkern"), f.us("unpack", size.name, EMPTY)
-        if us is not None and floor is not None:
-            name = f"unpack, {size.name}: above the empty kernel"
-            yield from at_most(name, us - floor, ABOVE_EMPTY_US[size.pieces], "us")
-    for name, least in ((LARGE.name, 0.95), (STRIDED, 0.6)):
-        got = f.speed("unpack", name, "jitkern", COPY)
-        yield from at_least(f"unpack, {name}: of {COPY}", got, least)
-    aligned = f.us("unpack", LARGE.name, "jitkern")
-    others = [
-        f.us("unpack", Size(LARGE.pieces, LARGE.piece_bytes, *by).name, "jitkern") for by in OFF_BY
-    ]
-    slowest = max((us for us in others if us is not None), default=None)
-    if aligned is not None and slowest is not None:
-        name = f"unpack, {LARGE.name}: the slowest alignment, of none"
-        yield from at_least(name, aligned / slowest, 0.96)
-    yield from cpu_goals(f, "unpack")
+        yield from measure(ctx, _with_peers(case_of(ctx, *size), is_small=True))
+    yield from measure(ctx, _with_peers(case_of(ctx, *LARGE)))
+    for by in OFF_BY:
+        case = case_of(ctx, *LARGE, *by)
+        yield from measure(ctx, replace(case, impls=[case.ours()]))
+    yield from measure(ctx, _with_peers(_strided(), loop=False))
 
 
-def _copy_(b: Buffers) -> None:
-    moved = int(b.descriptors[:, 2].sum())
-    b.dst[:moved].copy_(b.src[:moved])
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    for pieces, piece_bytes in CUDA_SIZES if ctx.device == "cuda" else CPU_SIZES:
+        yield case_of(ctx, pieces, piece_bytes)
+    src = torch.ones(4096, dtype=torch.uint8, device=ctx.device)
+    dst = torch.zeros(4096, dtype=torch.uint8, device=ctx.device)
+    one = torch.tensor([[0, 0, 4096]], device=ctx.device)
+    for name, descriptors in (("call, checks only", one[:0]), ("call, 1 row", one)):
+        arguments = (dst, src, descriptors)
+        yield call_case("unpack", name, partial(jitkern.unpack, *arguments), arguments)
 
 
-def _of(name: str, rows: torch.Tensor, total: int, moved: int) -> Case:
-    """Return the case of these descriptors, whose pieces share no byte."""
-    descriptors = rows.cuda()
+def case_of(ctx: Context, pieces: int, piece_bytes: int, src_by: int = 0, dst_by: int = 0) -> Case:
+    """Return the case of one size: jitkern and a copy of as many bytes."""
+    pitch = -(-piece_bytes // 128) * 128 + PITCH_MORE
+    starts = [torch.randperm(pieces) * pitch + by for by in (src_by, dst_by)]
+    rows = torch.stack([*starts, torch.full_like(starts[0], piece_bytes)], dim=1)
+    by = f", off by {src_by} and {dst_by}" if src_by or dst_by else ""
+    case = _of(ctx, f"{pieces} pieces of {piece_bytes} B{by}", rows, pieces * pitch + 128)
+    case.params = {
+        "pieces": pieces,
+        "piece_bytes": piece_bytes,
+        "src_by": src_by,
+        "dst_by": dst_by,
+    }
+    return case
+
+
+def _of(ctx: Context, name: str, rows: torch.Tensor, total: int) -> Case:
+    """Return the case of these descriptors, whose pieces share no byte, in `total` bytes."""
+    counts = rows[:, 3] if rows.shape[1] > 3 else torch.ones(len(rows), dtype=torch.int64)
+    moved = int((rows[:, 2] * counts).sum())
+    descriptors = rows.to(ctx.device)
 
     def make(_: int) -> Buffers:
-        src = torch.randint(0, 256, (total,), dtype=torch.uint8, device="cuda")
-        dst = torch.zeros(total, dtype=torch.uint8, device="cuda")
-        expected = dst.clone()
+        src = torch.randint(0, 256, (total,), dtype=torch.uint8, device=ctx.device)
+        return Buffers(torch.zeros_like(src), src, descriptors)
+
+    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
+        expected = torch.zeros_like(b.dst)
         for row in rows.tolist():
             src_off, dst_off, length, count, src_stride, dst_stride = (*row, 1, 0, 0)[:6]
             expected.as_strided((count, length), (dst_stride, 1), dst_off).copy_(
-                src.as_strided((count, length), (src_stride, 1), src_off)
+                b.src.as_strided((count, length), (src_stride, 1), src_off)
             )
-        return Buffers(dst, src, descriptors, expected)
+        return (expected,)
 
+    copied = moved // 16 * 16
     return Case(
         op="unpack",
         name=name,
@@ -101,19 +114,13 @@ def _of(name: str, rows: torch.Tensor, total: int, moved: int) -> Case:
         make=make,
         outputs=lambda b: (b.dst.clone(),),  # with what is between the pieces
         prepare=lambda b: b.dst.zero_(),
-        reference=lambda b: (b.expected,),
-        impls=[Impl("jitkern", "ours", lambda: ours)],
-        calls=4,
+        reference=reference,
+        impls=[
+            Impl("jitkern", "ours", lambda: _ours),
+            copy_impl(ctx, lambda b: (b.dst[:copied], b.src[:copied]), "copy kernel"),
+        ],
+        calls=4 if moved > 16 << 20 else 50,
     )
-
-
-def _mixed() -> Case:
-    small, large = 256, 64 << 20
-    starts = torch.randperm(2000) * 1024
-    rows = torch.stack([starts, starts.flip(0), torch.full_like(starts, small)], dim=1)
-    one = torch.tensor([[2000 * 1024, 2000 * 1024, large]])
-    rows = torch.cat([rows[:1000], one, rows[1000:]])
-    return _of(MIXED, rows, 2000 * 1024 + large, 2000 * small + large)
 
 
 def _strided() -> Case:
@@ -123,18 +130,22 @@ def _strided() -> Case:
     rows = torch.cat(
         [torch.stack([starts * count * length, starts * length], dim=1), row.expand(128, 4)], dim=1
     )
-    return _of(STRIDED, rows, 128 * count * length, 128 * count * length)
+    name = "128 descriptors, 43 MB in pieces of 32 B"
+    return _of(Context("cuda"), name, rows, 128 * count * length)
 
 
-def _with_peers(case: Case, is_small: bool = False) -> Case:
-    impls = [case.ours(), Impl(NAIVE, "peer", _naive)]
-    if case.name != STRIDED:
-        impls.append(Impl(LOOP, "peer", _loop, graph=False))
-    moved = case.bytes_moved // 2
-    impls.append(Impl(COPY, "ceiling", lambda: _copy_kernel(moved), check=False))
+def _with_peers(case: Case, *, is_small: bool = False, loop: bool = True) -> Case:
+    impls = [*case.impls, Impl("a block a descriptor", "peer", _naive)]
+    if loop:
+        impls.append(Impl("loop of cuMemcpyAsync in C++", "peer", _loop, graph=False))
     if is_small:
-        impls.append(Impl(EMPTY, "floor", peers.empty_launch, check=False, bytes_moved=0))
+        empty = Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
+        impls.append(empty)
     return replace(case, impls=impls)
+
+
+def _ours(b: Buffers) -> None:
+    jitkern.unpack(b.dst, b.src, b.descriptors)
 
 
 def _naive() -> Run:
@@ -142,24 +153,11 @@ def _naive() -> Run:
 
     def run_naive(b: Buffers) -> None:
         rows, words = b.descriptors.shape
-        arguments: tuple[Any, ...] = (b.dst, b.src, b.descriptors, words)
-        module.launch("pieces", *arguments, grid=rows)
+        module.launch("pieces", b.dst, b.src, b.descriptors, words, grid=rows)
 
     return run_naive
 
 
 def _loop() -> Run:
     loop = peers.host().copy_pieces_loop
-    kept: dict[int, torch.Tensor] = {}
-
-    def run_loop(b: Buffers) -> None:
-        if id(b) not in kept:
-            kept[id(b)] = b.descriptors.cpu()
-        loop(b.dst, b.src, kept[id(b)])
-
-    return run_loop
-
-
-def _copy_kernel(moved: int) -> Run:
-    copy = copy_kernel()
-    return lambda b: copy(b.dst[: moved // 16 * 16], b.src[: moved // 16 * 16])
+    return lambda b: loop(b.dst, b.src, b.on_cpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import threading
@@ -51,73 +52,8 @@ def num_splits_of(row_bytes: int) -> int:
     return 4 if row_bytes % 2048 == 0 else 2 if row_bytes % 1024 == 0 else 1
 
 
-def _host() -> Any:
-    exports = ("noop", "noop_pair", "common_prefix", "same_bytes", "num_threads", "launch_loop")
-    exports += ("copy_2d", "copy_bytes", "copy_2d_loop", "copy_pieces_loop")
-    return load_jit(
-        "bench_host",
-        cpp_files=[str(HERE / "host.cc")],
-        cpp_wrappers=[(name, f"peer::{name}") for name in exports],
-        extra_cflags=["-O3"],
-        extra_ldflags=["-ldl"],
-    )
-
-
-def _nccl() -> Any:
-    exports = ("open", "unique_id", "communicator", "all_reduce")
-    return load_jit(
-        "bench_nccl",
-        cpp_files=[str(HERE / "nccl.cc")],
-        cpp_wrappers=[(name, f"peer::{name}") for name in exports],
-        extra_ldflags=["-ldl"],
-    )
-
-
-def _rows() -> Any:
-    store = [(f"store_{n}", f"peer::StoreKernel<{n}>::run") for n in STORE_ROW_BYTES]
-    index = [
-        (f"index_{n}", f"peer::IndexKernel<{n}, {num_splits_of(n)}>::run") for n in INDEX_ROW_BYTES
-    ]
-    return load_jit(
-        "bench_rows", cuda_files=[str(HERE / "rows.cu")], cuda_wrappers=[*store, *index]
-    )
-
-
-def _ladder() -> Any:
-    exports = ("gather", "copy_contiguous", "copy_engine")
-    return load_jit(
-        "bench_ladder",
-        cuda_files=[str(HERE / "ladder.cu")],
-        cuda_wrappers=[(name, f"ladder::{name}") for name in exports],
-    )
-
-
-def _empty() -> Any:
-    return load_jit(
-        "bench_empty",
-        device_files=[str(HERE / "empty.cu")],
-        device_wrappers=[(EMPTY_KERNEL, "peer::EmptyKernel")],
-    )
-
-
-def _pieces() -> Any:
-    return load_jit(
-        "bench_pieces",
-        device_files=[str(HERE / "pieces.cu")],
-        device_wrappers=[("pieces", "peer::Pieces")],
-    )
-
-
-def _triton() -> Any:
-    from bench.peers import triton_rows
-
-    return triton_rows
-
-
-def _triton_merge() -> Any:
-    from bench.peers import triton_merge
-
-    return triton_merge
+def _exports(namespace: str, names: str) -> list[tuple[str, str]]:
+    return [(name, f"{namespace}::{name}") for name in names.split()]
 
 
 def _folder() -> Any:
@@ -135,14 +71,63 @@ def _elsewhere(name: str) -> Once:
     return Once(lambda: getattr(folder(), name)())
 
 
-host = Once(_host)
-nccl = Once(_nccl)
-rows = Once(_rows)
-ladder = Once(_ladder)
-empty = Once(_empty)
-pieces = Once(_pieces)
-triton = Once(_triton)
-merge_by_triton = Once(_triton_merge)
+host = Once(
+    lambda: load_jit(
+        "bench_host",
+        cpp_files=[str(HERE / "host.cc")],
+        cpp_wrappers=_exports(
+            "peer",
+            "noop noop_pair common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop "
+            "copy_pieces_loop",
+        ),
+        extra_cflags=["-O3"],
+        extra_ldflags=["-ldl"],
+    )
+)
+nccl = Once(
+    lambda: load_jit(
+        "bench_nccl",
+        cpp_files=[str(HERE / "nccl.cc")],
+        cpp_wrappers=_exports("peer", "open unique_id communicator all_reduce"),
+        extra_ldflags=["-ldl"],
+    )
+)
+rows = Once(
+    lambda: load_jit(
+        "bench_rows",
+        cuda_files=[str(HERE / "rows.cu")],
+        cuda_wrappers=[
+            *((f"store_{n}", f"peer::StoreKernel<{n}>::run") for n in STORE_ROW_BYTES),
+            *(
+                (f"index_{n}", f"peer::IndexKernel<{n}, {num_splits_of(n)}>::run")
+                for n in INDEX_ROW_BYTES
+            ),
+        ],
+    )
+)
+ladder = Once(
+    lambda: load_jit(
+        "bench_ladder",
+        cuda_files=[str(HERE / "ladder.cu")],
+        cuda_wrappers=_exports("ladder", "gather copy_contiguous copy_engine"),
+    )
+)
+empty = Once(
+    lambda: load_jit(
+        "bench_empty",
+        device_files=[str(HERE / "empty.cu")],
+        device_wrappers=[(EMPTY_KERNEL, "peer::EmptyKernel")],
+    )
+)
+pieces = Once(
+    lambda: load_jit(
+        "bench_pieces",
+        device_files=[str(HERE / "pieces.cu")],
+        device_wrappers=[("pieces", "peer::Pieces")],
+    )
+)
+triton = Once(lambda: importlib.import_module("bench.peers.triton_rows"))
+merge_by_triton = Once(lambda: importlib.import_module("bench.peers.triton_merge"))
 folder = Once(_folder)
 vllm_merge_state = _elsewhere("vllm_merge_state")
 flashinfer_merge_state = _elsewhere("flashinfer_merge_state")

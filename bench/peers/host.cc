@@ -1,6 +1,5 @@
 // The floors of the host side, for the host route: what a call costs before it does anything.
 #include <dlfcn.h>
-#include <jitkern/types.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -20,13 +19,6 @@ using tvm::ffi::TensorView;
 
 inline void noop(TensorView, TensorView, TensorView, TensorView, TensorView) {}
 inline std::int64_t noop_pair(TensorView x, TensorView) { return x.size(0); }
-
-// How many threads jitkern launches to copy rows: of its own kernels, launched as a user's.
-inline std::int64_t num_threads(std::int64_t row_bytes, std::int64_t vec_bytes,
-                                std::int64_t in_flight, std::int64_t rows) {
-  const int vecs = static_cast<int>(in_flight);
-  return jitkern::group_shape(row_bytes, vec_bytes, vecs).num_threads(rows);
-}
 
 // Length of the common prefix, as plain C++ has it.
 template <typename Key>

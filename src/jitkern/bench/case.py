@@ -1,8 +1,7 @@
 """What a benchmark case is and where cases come from: the full harness and the CI guard share it.
 
-A file of cases is found by its path. It holds functions under :func:`case`, for the common kind
-(something, and what to measure it against), or a function ``cases(ctx)`` that returns
-:class:`Case` objects, for any other kind; or both.
+A file of cases holds functions under :func:`case`, each of which returns what to measure and what
+to hold it against; or a function ``cases(ctx)`` that returns :class:`Case` objects; or both.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,11 +29,9 @@ class CaseError(JitkernError):
 
 @dataclass
 class Impl:
-    """One implementation of a case's job.
+    """One implementation of a case's job, built when its turn comes: an error becomes a row.
 
-    `build` may be slow (a compiler runs) and may raise: the error then becomes a row. What it
-    returns is called with one working set. Roles: ours, peer, ceiling (moves the same bytes in the
-    easiest way there is), floor (does nothing).
+    Roles: ours, peer, ceiling (moves the same bytes in the easiest way), floor (does nothing).
     """
 
     name: str
@@ -67,8 +65,6 @@ class Case:
     touched_bytes: int | None = None  # by one call, for the rotation; default bytes_moved
     prepare: Callable[[Any], object] | None = None  # what outputs hold before the checked call
     clock: Clock = "device"  # "host": what a call costs the CPU, also where it launches a kernel
-    yardstick: str = ""  # the implementation that ours is held against in CI; default the second
-    threads: int = 1  # of torch, on the CPU, in CI; 0: as many as it would use
 
     @property
     def key(self) -> str:
@@ -80,9 +76,8 @@ class Case:
         return next(impl for impl in self.impls if impl.role == "ours")
 
     def reference_impl(self) -> Impl:
-        """Return the implementation that ours is held against."""
-        others = [impl for impl in self.impls if impl is not self.ours()]
-        return next((impl for impl in others if impl.name == self.yardstick), others[0])
+        """Return the implementation that ours is held against: the first other one."""
+        return next(impl for impl in self.impls if impl is not self.ours())
 
 
 @dataclass
@@ -101,8 +96,7 @@ class Row:
     ratio_to_best_peer: float | None = None  # ours only; above 1 is faster
     percent_of_ceiling: float | None = None
     host_us: float | None = None
-    against: str = ""  # the yardstick of the two ratios below: time of ours / time of it
-    ratio_min: float | None = None  # of the fastest samples
+    against: str = ""  # of the ratio below: time of ours / time of it
     ratio_median: float | None = None  # the median over pairs that ran one after the other
     instructions: float | None = None  # of one call; exact
     bytes_moved: int | None = None
@@ -134,10 +128,15 @@ class Context:
             torch.cuda.synchronize()
 
 
+def error_text(error: BaseException) -> str:
+    """Return what a row says of a figure that could not be had."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
 def error_row(case_op: str, case: str, impl: str, role: str, error: BaseException) -> Row:
     """Return the row that stands for a figure that could not be had."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
-    return Row(case_op, case, impl, role, error=f"{type(error).__name__}: {lines[0][:300]}")
+    return Row(case_op, case, impl, role, error=error_text(error))
 
 
 Pair = tuple[Callable[[], object], Callable[[], object]]
@@ -145,44 +144,13 @@ Pair = tuple[Callable[[], object], Callable[[], object]]
 
 @dataclass(frozen=True)
 class CaseFunction:
-    """A function under :func:`case`."""
+    """What :func:`case` makes of a function: its case, or none where it is for another device."""
 
-    function: Callable[[Context], Pair]
-    name: str
-    op: str
-    against: str
-    bytes_moved: int
-    clock: Clock
-    device: str
+    cases: Callable[[Context], list[Case]]
 
-    def cases(self, ctx: Context) -> list[Case]:
-        """Return its case, or none where it is for another device."""
-        if self.device and self.device != ctx.device:
-            return []
-        made: list[Pair] = []
 
-        def both() -> Pair:
-            # Built once, when first asked for: an error then belongs to this case alone.
-            if not made:
-                got = self.function(ctx)
-                if not (isinstance(got, tuple) and len(got) == 2 and all(map(callable, got))):
-                    raise CaseError(
-                        f"{self.name}: returned {got!r}, expected two callables, what is "
-                        "measured and what it is measured against"
-                    )
-                made.append(got)
-            return made[0]
-
-        def build(position: int) -> Run:
-            call = both()[position]
-            return lambda _: call()
-
-        impls = [
-            Impl("measured", "ours", lambda: build(0), check=False),
-            Impl(self.against, "peer", lambda: build(1), check=False),
-        ]
-        found = Case(self.op, self.name, impls, bytes_moved=self.bytes_moved, clock=self.clock)
-        return [found]
+def _run_of(call: Callable[[], object]) -> Run:
+    return lambda _: call()
 
 
 def case(
@@ -194,27 +162,15 @@ def case(
     clock: Clock = "host",
     device: str = "",
 ) -> Callable[[Callable[[Context], Pair]], CaseFunction]:
-    """Make a benchmark case of a function that returns two callables.
+    """Make a benchmark case of a function that returns what to measure and what to hold it against.
 
     The function gets a :class:`Context` (``ctx.device`` is ``"cuda"`` or ``"cpu"``), makes its
-    tensors, and returns what is measured and what it is measured against: the guard compares the
-    ratio of the two, which moves less from run to run than either. It is called once, when its
-    turn comes.
+    tensors, and returns two callables.
 
-    Parameters
-    ----------
-    name
-        What the case is called, in tables and in baselines.
-    op
-        The group that it is listed under; by default the name of its file.
-    against
-        What the second callable is.
-    bytes_moved
-        Bytes that one call reads and writes, for GB/s.
-    clock
-        ``"host"``: the CPU's time for a call. ``"device"``: on a GPU the GPU's, by events.
-    device
-        ``"cuda"`` or ``"cpu"`` where the case is for one of them only.
+    `name` stands in tables and baselines, under the group `op`, by default the name of the file.
+    `against` says what the second callable is. `bytes_moved` are those that a call reads and
+    writes, for GB/s. `clock`: ``"host"`` is the CPU's time for a call, ``"device"`` on a GPU the
+    GPU's. `device`: ``"cuda"`` or ``"cpu"`` where the case is for one of them only.
 
     Examples
     --------
@@ -226,8 +182,27 @@ def case(
     """
 
     def decorate(function: Callable[[Context], Pair]) -> CaseFunction:
-        group = op or Path(function.__code__.co_filename).stem
-        return CaseFunction(function, name, group, against, bytes_moved, clock, device)
+        def pair(ctx: Context) -> Pair:
+            got = function(ctx)
+            if not (isinstance(got, tuple) and len(got) == 2 and all(map(callable, got))):
+                raise CaseError(
+                    f"{name}: returned {got!r}, expected two callables, what is measured and what "
+                    "it is measured against"
+                )
+            return got
+
+        def cases(ctx: Context) -> list[Case]:
+            if device and device != ctx.device:
+                return []
+            both = cache(lambda: pair(ctx))  # called once, when its turn comes
+            impls = [
+                Impl("measured", "ours", lambda: _run_of(both()[0]), check=False),
+                Impl(against, "peer", lambda: _run_of(both()[1]), check=False),
+            ]
+            group = op or Path(function.__code__.co_filename).stem
+            return [Case(group, name, impls, bytes_moved=bytes_moved, clock=clock)]
+
+        return CaseFunction(cases)
 
     return decorate
 
@@ -240,32 +215,6 @@ def cases_of(path: Path, ctx: Context) -> list[Case]:
     CaseError
         There is no such file, it raises, or it holds no case.
     """
-    try:
-        module = _imported(path)
-        found: list[Case] = []
-        for value in list(vars(module).values()):
-            if isinstance(value, CaseFunction):
-                found += value.cases(ctx)
-        more: Callable[[Context], Iterable[Case]] | None = getattr(module, "cases", None)
-        if more is not None:
-            found += more(ctx)
-    except CaseError:
-        raise
-    except Exception as error:
-        raise CaseError(f"{path}: {type(error).__name__}: {error}") from error
-    for one in found:
-        if not isinstance(one, Case) or len(one.impls) < 2:
-            raise CaseError(f"{path}: cases(): {one!r}, expected Case objects with two Impl each")
-    if not found and more is None and not any(map(_is_case, vars(module).values())):
-        raise CaseError(f"{path}: no function under @jitkern.bench.case and no cases(ctx)")
-    return found
-
-
-def _is_case(value: object) -> bool:
-    return isinstance(value, CaseFunction)
-
-
-def _imported(path: Path) -> Any:
     if not path.is_file():
         raise CaseError(f"{path}: no such file of cases")
     spec = importlib.util.spec_from_file_location(f"_jitkern_cases_{path.stem}", path)
@@ -273,5 +222,19 @@ def _imported(path: Path) -> Any:
         raise CaseError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    try:
+        spec.loader.exec_module(module)
+        functions = [one for one in vars(module).values() if isinstance(one, CaseFunction)]
+        more: Callable[[Context], Iterable[Case]] | None = getattr(module, "cases", None)
+        found = [one for function in functions for one in function.cases(ctx)]
+        found += more(ctx) if more is not None else ()
+    except CaseError:
+        raise
+    except Exception as error:
+        raise CaseError(f"{path}: {type(error).__name__}: {error}") from error
+    for one in found:
+        if not isinstance(one, Case) or len(one.impls) < 2:
+            raise CaseError(f"{path}: cases(): {one!r}, expected Case objects with two Impl each")
+    if not functions and more is None:
+        raise CaseError(f"{path}: no function under @jitkern.bench.case and no cases(ctx)")
+    return found

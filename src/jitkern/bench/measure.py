@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
-from jitkern.bench.case import Case, Context, Impl, Row, Run, error_row
-from jitkern.bench.pairs import bind
+from jitkern.bench.case import Case, Context, Impl, Row, Run, error_text
 from jitkern.bench.timing import (
     Call,
-    ColdBuffers,
     Replay,
     Timing,
     cache_bytes_of,
@@ -25,6 +22,8 @@ from jitkern.bench.timing import (
 
 POISON = 0xA5
 SLOW_REPLAY_MS = 60.0  # replays longer than this get fewer calls and fewer rounds
+# Where the host's time of a call is measured; a stream takes 1,024 launches before one waits.
+HOST_REPLAY_MS, QUEUED_LAUNCHES = 2.0, 200
 
 _FLUSH: dict[str, Call] = {}
 
@@ -41,42 +40,15 @@ def flush_of(ctx: Context) -> Call | None:
     return _FLUSH["cuda"]
 
 
-def random_rows(
-    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return [rows, row_bytes / 2] of random finite bfloat16 (or another dtype of the bytes).
-
-    Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
-    """
-    words = math.ceil(rows * row_bytes / 8)
-    no_top_exponent_bit = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
-    flat = torch.empty(words, dtype=torch.int64, device=device, pin_memory=pin)
-    flat.random_(-(1 << 63), (1 << 63) - 1).bitwise_and_(no_top_exponent_bit)
-    as_bytes = flat.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
-    return as_bytes.view(dtype or torch.bfloat16)
-
-
-def empty_rows(
-    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return uninitialised rows like those of :func:`random_rows`."""
-    data = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
-    return data.view(dtype or torch.bfloat16)
-
-
 def measure(ctx: Context, case: Case) -> list[Row]:
     """Check every implementation of the case against the reference, then time those that pass."""
-    ctx.say(f"{case.op}: {case.name}")
-    buffers = ColdBuffers(
-        case.make,
-        case.touched_bytes or case.bytes_moved,
-        cache_bytes=cache_bytes_of(ctx.device),
-        at_most=max(2, case.calls),
-    )
+    ctx.say(case.key)
+    on_gpu = ctx.device == "cuda" and case.clock == "device"
+    buffers = _working_sets(ctx, case)
     rows: list[Row] = []
     fast: dict[str, Replay] = {}
     slow: dict[str, Replay] = {}
-    expected = expected_of(case, buffers[0])
+    expected = _expected_of(case, buffers[0])
     by_name: dict[str, Row] = {}
     for impl in case.impls:
         moved = case.bytes_moved if impl.bytes_moved is None else impl.bytes_moved
@@ -85,25 +57,37 @@ def measure(ctx: Context, case: Case) -> list[Row]:
         rows.append(row)
         try:
             run = impl.build()
-            check(ctx, case, impl, run, buffers[0], expected)
-            once_ms = _once_ms(ctx, run, buffers[1])
-            calls = max(1, min(case.calls, int(SLOW_REPLAY_MS / once_ms)))
-            bound = [bind(run, buffers[i]) for i in range(calls)]
-            replay = _replay(ctx, impl, bound, row)
-            row.host_us = _host_us(ctx, bound, once_ms) if ctx.device == "cuda" else None
+            _check(ctx, case, impl, run, buffers[0], expected)
+            once_ms = _once_ms(ctx, run, buffers[-1])
+            most_ms = SLOW_REPLAY_MS if case.clock == "device" else HOST_REPLAY_MS
+            most = case.calls if case.clock == "device" else QUEUED_LAUNCHES
+            calls = max(1, min(most, int(most_ms / once_ms)))
+            bound = [_bind(run, buffers[i % len(buffers)]) for i in range(calls)]
+            replay = _replay(ctx, impl, bound, row) if on_gpu else cpu_replay(bound)
+            row.host_us = _host_us(ctx, bound, once_ms) if on_gpu else None
         except Exception as error:  # a peer that fails is a row, not the end of the run
-            row.error = error_row("", "", "", "", error).error
+            row.error = error_text(error)
             continue
         by_name[impl.name] = row
         (slow if once_ms * calls > SLOW_REPLAY_MS else fast)[impl.name] = replay
     del expected
-    device: Literal["cuda", "cpu"] = "cuda" if ctx.device == "cuda" else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if on_gpu else "cpu"
+    before = flush_of(ctx) if on_gpu else ctx.sync
     for replays, rounds in ((fast, ctx.rounds), (slow, 3)):
-        timings = time_replays(replays, device=device, rounds=rounds, before=flush_of(ctx))
+        timings = time_replays(replays, device=device, rounds=rounds, before=before)
         for name, timing in timings.items():
             fill(by_name[name], timing)
-    compare(rows)
     return rows
+
+
+def _working_sets(ctx: Context, case: Case) -> list[Any]:
+    """Return as many as it takes to leave the cache; of what only the host is timed for, one."""
+    touched = case.touched_bytes or case.bytes_moved
+    if case.clock == "host" or not touched:
+        return [case.make(0)]
+    # Where these are less than twice the cache, it is flushed between replays.
+    count = min(case.calls, 2 * cache_bytes_of(ctx.device) // touched + 1)
+    return [case.make(i) for i in range(max(2, count))]
 
 
 def fill(row: Row, timing: Timing) -> None:
@@ -114,37 +98,11 @@ def fill(row: Row, timing: Timing) -> None:
         row.gb_s = timing.gb_s(row.bytes_moved)
 
 
-def compare(rows: list[Row]) -> None:
-    """Set ours against the best peer, and everything against the best ceiling, by speed."""
-
-    def best(role: str) -> float | None:
-        return min((r.median_us for r in rows if r.role == role and r.median_us), default=None)
-
-    peer = best("peer")
-    ceiling = max((r.gb_s for r in rows if r.role == "ceiling" and r.gb_s), default=None)
-    for row in rows:
-        if row.role == "ours" and row.median_us and peer:
-            row.ratio_to_best_peer = peer / row.median_us
-        if ceiling and row.gb_s:
-            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
+def _bind(run: Run, buffers: Any) -> Call:
+    return lambda: run(buffers)
 
 
-def host_us_of(call: Call, *, calls: int, repeats: int, sync: Callable[[], None]) -> Timing:
-    """Time the host's share of `call`: a loop that waits for nothing, from an idle device.
-
-    Samples are milliseconds per call. `calls` stays below the 1,024 launches that a stream queues.
-    """
-    for _ in range(10):
-        call()
-    samples = []
-    for _ in range(repeats):
-        sync()
-        samples.append(host_ms(call, calls))
-    sync()
-    return Timing(tuple(samples))
-
-
-def expected_of(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
+def _expected_of(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
     _poison(case, buffers)
     return case.reference(buffers)
 
@@ -156,14 +114,10 @@ def _poison(case: Case, buffers: Any) -> None:
         case.prepare(buffers)
 
 
-def check(
-    ctx: Context,
-    case: Case,
-    impl: Impl,
-    run: Run,
-    buffers: Any,
-    expected: tuple[torch.Tensor, ...],
+def _check(
+    ctx: Context, case: Case, impl: Impl, run: Run, buffers: Any, expected: Sequence[torch.Tensor]
 ) -> None:
+    """Run one implementation on poisoned outputs; ValueError unless each bit is the reference's."""
     _poison(case, buffers)
     ctx.sync()
     returned = run(buffers)
@@ -186,7 +140,7 @@ def _once_ms(ctx: Context, run: Run, buffers: Any) -> float:
 
 
 def _replay(ctx: Context, impl: Impl, calls: list[Call], row: Row) -> Replay:
-    if ctx.device != "cuda" or not impl.graph:
+    if not impl.graph:
         return cpu_replay(calls)
     for call in dict.fromkeys(calls):
         call()

@@ -1,7 +1,4 @@
-"""What comparisons are made of: replays timed in turn, and buffers that have left the cache.
-
-Nothing here knows of cases.
-"""
+"""What comparisons are made of: replays that are timed in turn, by the host or by events."""
 
 from __future__ import annotations
 
@@ -9,14 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jitkern.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
 Call = Callable[[], object]
 
 # What counts as "cache" on a CPU when the buffers rotate. Shared L3 slices of hundreds of MB are
@@ -51,37 +47,6 @@ class Replay(NamedTuple):
 
     run: Call
     calls: int
-
-
-class ColdBuffers(Generic[T]):
-    """Working sets to rotate over, so that none is in the cache when its turn comes again.
-
-    Parameters
-    ----------
-    make : callable
-        ``make(i)`` builds the i-th working set.
-    bytes_each : int
-        Bytes that one call on one working set touches.
-    cache_bytes : int
-        Size of the cache to defeat; :func:`cache_bytes_of` gives the device's.
-    at_most : int
-        The largest number of working sets; there are two at least. Where that is less than twice
-        the cache, the caller flushes between replays.
-    """
-
-    def __init__(
-        self, make: Callable[[int], T], bytes_each: int, *, cache_bytes: int, at_most: int = 64
-    ) -> None:
-        if bytes_each <= 0:
-            raise ValueError(f"ColdBuffers: bytes_each: got {bytes_each}, expected at least 1")
-        count = min(at_most, 2 * cache_bytes // bytes_each + 1)
-        self._sets = [make(i) for i in range(max(2, count))]
-
-    def __len__(self) -> int:
-        return len(self._sets)
-
-    def __getitem__(self, i: int) -> T:
-        return self._sets[i % len(self._sets)]
 
 
 def cache_bytes_of(device: torch.device | str | int) -> int:
@@ -127,9 +92,8 @@ def time_replays(
 ) -> dict[str, Timing]:
     """Time several replays in turn, round after round, so that drift hits all of them alike.
 
-    ``before`` runs ahead of each replay, outside the timed region (an L2 flush, say). One
-    untimed round comes first. Every other round goes backwards, so that none always finds the
-    processor's caches as the same neighbour leaves them.
+    ``before`` runs ahead of each replay, untimed (an L2 flush, say). The first round is untimed.
+    Every other round goes backwards, so that no replay always follows the same neighbour.
     """
     samples: dict[str, list[float]] = {name: [] for name in replays}
     timer = cuda_timer("time_replays") if device == "cuda" else host_ms

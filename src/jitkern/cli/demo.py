@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import jitkern
 from jitkern.arch import SUPPORTED_ARCHS
@@ -17,6 +17,7 @@ from jitkern.ops._ops import OPS
 
 if TYPE_CHECKING:
     from jitkern.bench.case import Case, Context
+    from jitkern.bench.timing import Call
 
 SUMMARY = "run the ops on real tensors against PyTorch"
 DESCRIPTION = """\
@@ -109,38 +110,98 @@ def _compare(ctx: Context) -> list[str]:
 
 
 def _cases(ctx: Context) -> Iterator[Case]:
-    """Yield large cases of the benchmarks, each beside PyTorch."""
+    """Yield large cases of three ops, each beside PyTorch."""
     import torch
 
-    from jitkern.bench.case import Impl
-    from jitkern.bench.cases import index, pair_ops, store
+    from jitkern.bench.case import Case, Impl
 
-    def beside(case: Case, name: str, them: Callable[[Any], object], graph: bool = True) -> Case:
-        return replace(case, impls=[case.ours(), Impl(name, "peer", lambda: them, graph=graph)])
+    device, gpu = ctx.device, ctx.device == "cuda"
 
-    def assign(b: store.Buffers) -> None:
-        b.k_cache[b.indices64] = b.k
-        b.v_cache[b.indices64] = b.v
+    def rows_of(count: int, op: str, where: str = device) -> torch.Tensor:
+        shape = (count, _ROW_BYTES[op])
+        pin = gpu and where == "cpu"
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=where, pin_memory=pin)
 
-    def select(b: index.Buffers) -> None:
-        torch.index_select(b.weights, 0, b.indices64, out=b.output)
+    def numbers(count: int, below: int) -> torch.Tensor:
+        return torch.randperm(below, device=device)[:count]
 
-    def gather(b: pair_ops.Buffers) -> None:
-        rows, slots = b.pairs.long().unbind(1)
-        b.dst[slots] = b.src[rows.to(b.src.device)].to(b.dst.device)
+    def case(
+        op: str,
+        what: str,
+        moved: int,
+        out: Sequence[torch.Tensor],
+        ours: Call,
+        name: str,
+        them: Call,
+    ) -> Case:
+        """Both write `out`; what PyTorch leaves there is the reference."""
 
-    gpu = ctx.device == "cuda"
-    num_rows, row_bytes = 131_072 if gpu else 8192, _ROW_BYTES["store"]
-    case = store.case_of(ctx, row_bytes, num_rows)
-    case.name = f"K and V, {case.name}"
-    yield beside(case, "cache[slots] = x, twice", assign)
-    size = index.Size(_ROW_BYTES["index"], 65_536 if gpu else 4096)
-    yield beside(index.case_of(ctx, size), "index_select", select)
-    num_rows, row_bytes = 262_144 if gpu else 8192, _ROW_BYTES["h2d_gather"]
-    case = pair_ops.case_of(ctx, "h2d_gather", jitkern.h2d_gather, ctx.device, num_rows, row_bytes)
-    # What waits for the host, as a gather on the CPU does, no graph can hold.
-    name = "dst[slots] = src[rows].to(device)" if gpu else "dst[slots] = src[rows]"
-    yield beside(case, name, gather, graph=False)
+        def reference(_: object) -> tuple[torch.Tensor, ...]:
+            them()
+            return tuple(tensor.clone() for tensor in out)
+
+        impls = [
+            Impl("jitkern", "ours", lambda: lambda _: ours()),
+            # What waits for the host, as a gather on the CPU does, no graph can hold.
+            Impl(name, "peer", lambda: lambda _: them(), graph=op != "h2d_gather"),
+        ]
+        return Case(
+            op,
+            what,
+            impls,
+            bytes_moved=moved,
+            make=lambda _: None,
+            outputs=lambda _: tuple(out),
+            reference=reference,
+        )
+
+    count = 131_072 if gpu else 8192
+    caches = [rows_of(2 * count, "store") for _ in range(2)]
+    k, v = (rows_of(count, "store") for _ in range(2))
+    slots = numbers(count, 2 * count)
+
+    def assign() -> None:
+        caches[0][slots] = k
+        caches[1][slots] = v
+
+    yield case(
+        "store",
+        f"K and V, {count} rows of {_ROW_BYTES['store']} B",
+        4 * k.numel(),
+        caches,
+        partial(jitkern.store_cache, caches[0], caches[1], slots.to(torch.int32), k, v),
+        "cache[slots] = x, twice",
+        assign,
+    )
+    count = 65_536 if gpu else 4096
+    table, output = rows_of(131_072 if gpu else 16_384, "index"), rows_of(count, "index")
+    ids = torch.randint(0, len(table), (count,), device=device)
+    yield case(
+        "index",
+        f"{count} rows of {_ROW_BYTES['index']} B",
+        2 * output.numel(),
+        [output],
+        partial(jitkern.indexing, table, ids.to(torch.int32), output=output),
+        "index_select",
+        partial(torch.index_select, table, 0, ids, out=output),
+    )
+    count = 262_144 if gpu else 8192
+    pool = 300_000 if gpu else 2 * count
+    src, dst = rows_of(pool, "h2d_gather", "cpu"), rows_of(pool, "h2d_gather")
+    rows, to = numbers(count, pool), numbers(count, pool)
+
+    def gather() -> None:
+        dst[to] = src[rows.to(src.device)].to(dst.device)
+
+    yield case(
+        "h2d_gather",
+        f"{count} rows of {_ROW_BYTES['h2d_gather']} B",
+        (1 if gpu else 2) * count * _ROW_BYTES["h2d_gather"],
+        [dst],
+        partial(jitkern.h2d_gather, src, dst, torch.stack([rows, to], 1).to(torch.int32)),
+        "dst[slots] = src[rows].to(device)" if gpu else "dst[slots] = src[rows]",
+        gather,
+    )
 
 
 def _compile() -> None:

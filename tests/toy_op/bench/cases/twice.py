@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 import jitkern
-from bench.goals import Figures, Goal, at_least
+from bench.cases.common import call_case, empty_rows, random_rows
 from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import empty_rows, measure, random_rows
+from jitkern.bench.measure import measure
 
 CASE = "1024 rows of 656 B"
 
@@ -34,10 +35,15 @@ def run(ctx: Context) -> Iterator[Row]:
     )
 
 
-def goals(f: Figures) -> Iterator[Goal]:
-    yield from at_least(
-        f"twice, {CASE}: of torch", f.speed("twice", CASE, "jitkern", "torch"), 0.01
-    )
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    rows = torch.ones(1, 656, dtype=torch.uint8, device=ctx.device)
+    output = torch.zeros(2, 656, dtype=torch.uint8, device=ctx.device)
+    for name, arguments in (
+        ("call, checks only", (rows[:0], output[:0])),
+        ("call, 1 row", (rows, output)),
+    ):
+        yield call_case("twice", name, partial(jitkern.write_twice, *arguments), arguments)
 
 
 def _torch(b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

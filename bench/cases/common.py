@@ -1,44 +1,66 @@
-"""What cases of several ops share: sizes, and the yardsticks."""
+"""What cases of several ops share: sizes, copies that moves are held against, and call costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import jitkern
 from jitkern.bench.case import Case, Context, Impl, Run
-from jitkern.bench.timing import Call
 
 if TYPE_CHECKING:
-    import torch
-
     from jitkern.jit.device import DeviceModule
 
 COPY, NO_OP = "copy of the same bytes", "no-op FFI call"
-# (rows, bytes of a row): in the L1, in the L2, in memory; on a GPU a small and a large call.
+MEMCPY = "cudaMemcpyAsync, contiguous"
+# (rows, bytes of a row) of the guard: in the L1, in the L2, in memory; on a GPU small and large.
 CPU_SIZES = ((64, 656), (1024, 1024), (8192, 2048))
 CUDA_SIZES = ((1024, 656), (131_072, 1024))
 COPY_THREADS = 256
 
 
+def random_rows(
+    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return [rows, row_bytes / 2] of random finite bfloat16 (or another dtype of the bytes).
+
+    Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
+    """
+    words = math.ceil(rows * row_bytes / 8)
+    no_top_exponent_bit = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
+    flat = torch.empty(words, dtype=torch.int64, device=device, pin_memory=pin)
+    flat.random_(-(1 << 63), (1 << 63) - 1).bitwise_and_(no_top_exponent_bit)
+    as_bytes = flat.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
+    return as_bytes.view(dtype or torch.bfloat16)
+
+
+def empty_rows(
+    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return uninitialised rows like those of :func:`random_rows`."""
+    data = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+    return data.view(dtype or torch.bfloat16)
+
+
 def sizes(ctx: Context) -> Sequence[tuple[int, int]]:
-    """Return (rows, bytes of a row) of the copies that are timed on this device."""
+    """Return (rows, bytes of a row) of the copies that the guard times on this device."""
     return CUDA_SIZES if ctx.device == "cuda" else CPU_SIZES
 
 
-def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> Impl:
+def copy_impl(
+    ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]], name: str = COPY
+) -> Impl:
     """Return a contiguous copy; `pair` gives its destination and its source."""
 
     def build() -> Run:
-        copy = copy_kernel() if ctx.device == "cuda" else _copy_
+        copy = copy_kernel() if ctx.device == "cuda" else torch.Tensor.copy_
         return lambda buffers: copy(*pair(buffers))
 
-    return Impl(COPY, "ceiling", build, check=False)
-
-
-def _copy_(dst: torch.Tensor, src: torch.Tensor) -> None:
-    dst.copy_(src)
+    return Impl(name, "ceiling", build, check=False)
 
 
 def copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -52,8 +74,7 @@ def copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None]:
         vecs, rest = divmod(src.numel() * src.element_size(), 16)
         if rest or dst.numel() * dst.element_size() != vecs * 16:
             raise ValueError("copy_kernel: dst, src: expected equal sizes, multiples of 16 bytes")
-        blocks = -(-vecs // COPY_THREADS)
-        module.launch("copy", dst, src, vecs, grid=blocks)
+        module.launch("copy", dst, src, vecs, grid=-(-vecs // COPY_THREADS))
 
     return copy
 
@@ -68,13 +89,10 @@ def copy_module() -> DeviceModule:
     )
 
 
-def host_copy_case(
-    ctx: Context, moved: int, ours: Run, copy: Run, note: str = "over the link", **fields: Any
-) -> Case:
-    """Return the case of an op that moves bytes over the link to a GPU; on the CPU, in memory.
+def host_copy_case(ctx: Context, moved: int, ours: Run, copy: Run, **fields: Any) -> Case:
+    """Return the guard's case of an op that moves bytes over the link; on the CPU, in memory.
 
-    `copy` moves as many in one piece. `note` says what is counted on a GPU; `fields` are the other
-    fields of the case.
+    `copy` moves as many in one piece; `fields` are the other fields of the case.
     """
     on_gpu = ctx.device == "cuda"
     return Case(
@@ -83,14 +101,14 @@ def host_copy_case(
             Impl(COPY, "ceiling", lambda: copy, check=False),
         ],
         bytes_moved=moved if on_gpu else 2 * moved,
-        bytes_note=note if on_gpu else "read and written",
+        bytes_note="over the link" if on_gpu else "read and written",
         calls=3 if moved > 50_000_000 else 20,
         touched_bytes=moved,
         **fields,
     )
 
 
-def call_case(op: str, name: str, call: Call, arguments: Sequence[Any]) -> Case:
+def call_case(op: str, name: str, call: Callable[[], object], arguments: Sequence[Any]) -> Case:
     """Return the case of what one call costs the host, beside a call into C++ that does nothing.
 
     The no-op gets `arguments`, as many tensors as the op: to hand them over is most of its time.
@@ -107,3 +125,10 @@ def call_case(op: str, name: str, call: Call, arguments: Sequence[Any]) -> Case:
         Impl(NO_OP, "floor", no_op, check=False),
     ]
     return Case(op, name, impls, clock="host")
+
+
+def lacks_gpu(ctx: Context, op: str) -> bool:
+    """Say that a benchmark is skipped where there is no GPU."""
+    if ctx.device != "cuda":
+        ctx.say(f"{op}: needs a GPU, skipped")
+    return ctx.device != "cuda"

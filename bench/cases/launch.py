@@ -1,0 +1,122 @@
+"""What the guard measures beside the ops: the launcher, a ring, an engine, a split embedding.
+
+Each is called at every step of an engine, so what is counted is the host's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import jitkern
+from bench.cases.common import call_case, copy_module
+from jitkern.bench.case import Case, Context, Impl, Run
+from jitkern.host import module as host
+
+GRAPH_CALLS = 20
+PUSHES = (1, 128)
+
+
+def cases(ctx: Context) -> Iterator[Case]:
+    """Yield what the guard measures."""
+    # A launcher that is not told of a GPU: it checks sizes, packs, and gives up.
+    launch = host.launcher(("none",), lambda _: b"")
+    for arguments in ((1, 2.0, 64), (1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, True)):
+        name = f"arguments to bytes, {len(arguments)}"
+        call = partial(launch, 0, 1, 256, 0, False, False, None, -1, 0, *arguments)
+        yield call_case("launch", name, call, arguments)
+    if ctx.device == "cuda":
+        yield _users_kernel()
+        yield _graph_replay()
+    yield from _ring(ctx)
+    yield _engine(ctx)
+    yield _embedding(ctx)
+
+
+def _users_kernel() -> Case:
+    src = torch.ones(4096, dtype=torch.uint8, device="cuda")
+    dst = torch.empty_like(src)
+    call = partial(copy_module().launch, "copy", dst, src, 256, grid=1)
+    return call_case("launch", "launch of a user's kernel", call, (dst, src))
+
+
+def _graph_replay() -> Case:
+    k_cache, v_cache = torch.zeros(2, 64, 656, dtype=torch.uint8, device="cuda")
+    k, v = torch.ones(2, 1, 656, dtype=torch.uint8, device="cuda")
+    one = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def replay_of(call: Callable[[], object]) -> Run:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(GRAPH_CALLS):
+                call()
+        return lambda _: graph.replay()
+
+    ours = partial(jitkern.store_cache, k_cache, v_cache, one, k, v)
+    impls = [
+        Impl("jitkern", "ours", lambda: replay_of(ours), check=False),
+        Impl("graph of copies", "peer", lambda: replay_of(partial(k_cache[:1].copy_, k))),
+    ]
+    return Case("launch", f"replay of a graph of {GRAPH_CALLS} store_cache", impls, clock="host")
+
+
+def _ring(ctx: Context) -> Iterator[Case]:
+    from jitkern.offload import DescriptorRing
+
+    src = torch.ones(8192, dtype=torch.uint8, device=ctx.device)
+    dst = torch.zeros_like(src)
+    ring = DescriptorRing(num_slots=16, max_descriptors=max(PUSHES), device=ctx.device)
+    for count in PUSHES:
+        starts = torch.arange(count) * 64
+        descriptors = torch.stack([starts, starts, torch.full_like(starts, 64)], 1)
+
+        def push_and_take(descriptors: torch.Tensor = descriptors) -> None:
+            ticket = ring.push(descriptors)
+            jitkern.unpack(dst, src, ring)
+            ring.wait(ticket)
+
+        name = f"push, unpack and wait, {count} descriptor{'s' * (count > 1)}"
+        yield call_case("ring", name, push_and_take, (dst, src, descriptors))
+
+
+def _engine(ctx: Context) -> Case:
+    from jitkern.offload import OffloadEngine
+
+    engine = OffloadEngine(
+        num_layers=4,
+        num_cpu_blocks=16,
+        num_slots=8,
+        block_size=4,
+        token_shape=(2, 64),
+        dtype=torch.bfloat16,
+        device=ctx.device,
+    )
+    arguments = torch.tensor([7, 11, 3]), torch.tensor([0, 5, 1])
+    load = partial(engine.load_cpu_blocks_to_gpu_slots_all_layers, *arguments)
+    return call_case("engine", "3 blocks of 4 layers to slots", load, arguments)
+
+
+class _Alone:
+    rank, size = 0, 1
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+        """Do nothing: there is nobody else."""
+
+
+def _embedding(ctx: Context) -> Case:
+    from jitkern.nn import TPEmbedding
+
+    alone: Any = _Alone()
+    embedding = TPEmbedding(1000, 64, comm=alone, device=ctx.device)
+    ids = torch.tensor([5, 999, 0], device=ctx.device)
+
+    def look_up() -> None:
+        with torch.inference_mode():
+            embedding(ids)
+
+    return call_case("TPEmbedding", "3 tokens, one rank", look_up, (ids,))

@@ -1,0 +1,448 @@
+"""`jitkern bench --ci`: cases, counts, baselines, what is slower, and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from jitkern.bench import Context, Row, baseline, case, ci, counts, report
+from jitkern.bench.baseline import Baseline, BaselineError, Figure
+from jitkern.bench.case import CaseError, cases_of
+from jitkern.cli import main
+from jitkern.env import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = Context("cpu")
+IDENTITY = {"counted by": "callgrind", "python": "3.12.1"}
+MACHINE = {"device": "cpu", "name": "Some CPU", "cpu_cores": 2, "python": "3", "versions": {}}
+KIND = "some-cpu-2-cores"
+
+GOOD = """
+import torch
+from jitkern.bench import case
+
+@case("copy", against="clone", bytes_moved=128)
+def copy(ctx):
+    x = torch.arange(64, device=ctx.device)
+    y = torch.empty_like(x)
+    return lambda: y.copy_(x), lambda: x.clone()
+"""
+BROKEN = """
+from jitkern.bench import case
+
+@case("broken")
+def broken(ctx):
+    raise OSError("no such kernel")
+"""
+
+
+def result_of(*rows: Row, identity: dict[str, str] | None = None, note: str = "") -> Any:
+    made = report.payload(MACHINE, rows, quick=False)
+    return {
+        **made,
+        "counts": {"identity": IDENTITY if identity is None else identity, "note": note},
+    }
+
+
+def row_of(instructions: float | None = 20_680, name: str = "call", **more: Any) -> Row:
+    row = Row("store", name, "jitkern", "ours", against="no-op", ratio_median=2.0, **more)
+    row.instructions = instructions
+    return row
+
+
+def baseline_of(instructions: float | None = 20_680, kind: str = KIND) -> Baseline:
+    return Baseline(kind, {"store: call": Figure("no-op", 2.0, instructions)}, IDENTITY)
+
+
+# ------------------------------------------------------------------------------------------- cases
+
+
+def test_cases_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "bench_mine.py"
+    file.write_text(GOOD + "\n@case('second')\ndef second(ctx):\n    return len, len\n")
+    found = cases_of(file, CPU)
+    assert [one.key for one in found] == ["bench_mine: copy", "bench_mine: second"]
+    assert found[0].reference_impl().name == "clone"
+    made = case("x", device="cuda")(lambda ctx: (int, int))
+    assert (made.cases(CPU), len(made.cases(Context("cuda")))) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file of cases"),
+        ("1 +", "SyntaxError"),
+        ("x = 1\n", "no function under @jitkern.bench.case and no cases(ctx)"),
+        ("def cases(ctx):\n    return [1]\n", "cases(): 1, expected Case objects with two Impl"),
+        ("def cases(ctx):\n    raise ValueError('bad size')\n", "ValueError: bad size"),
+    ],
+)
+def test_a_bad_file_of_cases_is_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "bench_mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(CaseError) as raised:
+        cases_of(file, CPU)
+    assert message in str(raised.value)
+    assert str(file) in str(raised.value)
+
+
+def test_a_case_has_to_return_two_callables() -> None:
+    (made,) = case("x")(lambda ctx: 5).cases(CPU)  # type: ignore[arg-type,return-value]
+    with pytest.raises(CaseError, match="x: returned 5, expected two callables"):
+        made.ours().build()
+
+
+# ---------------------------------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(
+    ("now", "outcome"),
+    [
+        (20_680, "same"),
+        (21_073, "same"),  # on another machine of the kind
+        (21_450, "slower"),  # one more check by a function of Python
+        (22_541, "slower"),  # 9 %
+        (19_000, "faster"),
+    ],
+)
+def test_a_count_that_rose_by_more_than_machines_differ_by_fails(now: float, outcome: str) -> None:
+    (verdict,) = baseline.compare(baseline_of(), result_of(row_of(now)))
+    assert verdict.outcome == outcome
+    assert (verdict.fails("counts"), verdict.fails("none")) == (outcome == "slower", False)
+
+
+def test_a_time_ends_no_run() -> None:
+    row = row_of()
+    row.ratio_median = 40.0
+    (verdict,) = baseline.compare(baseline_of(), result_of(row))
+    assert (verdict.outcome, verdict.now.ratio) == ("same", 40.0)
+
+
+def test_what_is_missing_new_broken_or_left_out() -> None:
+    figures = dict.fromkeys(("store: gone", "process: load"), Figure("no-op", 2.0, 9.0))
+    left_out = Row("process", "load", "jitkern", "ours", note="left out: no NVRTC")
+    broken = Row("index", "call", "jitkern", "ours", error="OSError: no")
+    result = result_of(row_of(), broken, left_out)
+    found = baseline.compare(Baseline(KIND, figures, IDENTITY), result)
+    assert {verdict.key: (verdict.outcome, verdict.fails("counts")) for verdict in found} == {
+        "store: gone": ("missing", True),
+        "store: call": ("new", False),
+        "index: call": ("broken", True),
+        "process: load": ("not compared", False),
+    }
+    uncounted = result_of(row_of(None), note="OSError: not counted")
+    (verdict,) = baseline.compare(baseline_of(), uncounted)
+    assert verdict.outcome == "missing"
+    only = baseline.compare(Baseline(KIND, figures, IDENTITY), result, lambda key: "call" in key)
+    assert "store: gone" not in [verdict.key for verdict in only]
+
+
+def test_counts_of_another_compiler_are_not_compared() -> None:
+    slow = row_of(90_000)
+    (verdict,) = baseline.compare(baseline_of(kind="other-2-cores"), result_of(slow))
+    assert (verdict.outcome, verdict.then.ratio) == ("slower", None)  # times of another machine
+    other_python = result_of(slow, identity={**IDENTITY, "python": "3.13.0"})
+    (verdict,) = baseline.compare(baseline_of(), other_python)
+    assert verdict.outcome == "not compared"
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def test_a_baseline_comes_back_and_some_of_it_is_renewed(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "b.json"
+    baseline.write(file, result_of(row_of(100), row_of(5, "other")))
+    assert baseline.read(file).figures["store: call"] == Figure("no-op", 2.0, 100)
+    baseline.write(file, result_of(row_of(104)), keep_others=True)
+    found = baseline.read(file)
+    assert [figure.instructions for figure in found.figures.values()] == [104, 5]
+    assert (found.kind, found.counted_by) == (KIND, IDENTITY)
+    with pytest.raises(BaselineError, match="other software: renew all of it, without --only"):
+        baseline.write(file, result_of(row_of(), identity={}), keep_others=True)
+
+
+def test_no_baseline_is_made_of_what_was_not_measured(tmp_path: Path) -> None:
+    with pytest.raises(BaselineError, match="store: call: broken, no baseline is made of it: OSE"):
+        baseline.write(tmp_path / "b.json", result_of(row_of(error="OSError: no")))
+    with pytest.raises(BaselineError, match="instructions: counting failed"):
+        baseline.write(tmp_path / "b.json", result_of(row_of(), note="counting failed: no"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BaselineError, match="cannot be written: "):
+        baseline.write(tmp_path / "file" / "b.json", result_of(row_of()))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_baseline_of_the_first_schema_is_read(tmp_path: Path) -> None:
+    spans = {"against": "a", "ratio_min": [1, 2, 3], "ratio_median": [2, 3, 4]}
+    figures = {"a: b": {**spans, "instructions": [7.0, 8.0, 9.0]}}
+    data = {"schema": 1, "kind": "k", "runs": {}, "counted_by": {}, "figures": figures}
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    assert baseline.read(tmp_path / "b.json").figures == {"a: b": Figure("a", 3.0, 8.0)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such baseline; to make one: jitkern bench --ci --baseline"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not a baseline: it has no 'figures'"),
+        ('{"schema": 99, "figures": {}}', "schema 99, this jitkern reads 2"),
+        ('{"schema": 2, "figures": {}}', "damaged: KeyError"),
+        ('{"schema": 2, "figures": 5, "kind": "x"}', "damaged: AttributeError"),
+        ('{"schema": 2, "figures": {"a": {"ratio": -1}}}', "ratio: -1, expected more than 0"),
+        ('{"schema": 2, "figures": {"a": {"ratio": "x"}}}', "damaged: ValueError"),
+    ],
+)
+def test_a_bad_baseline_is_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "b.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(BaselineError) as raised:
+        baseline.read(file)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_baseline_that_is_used(tmp_path: Path) -> None:
+    found, note = baseline.find(tmp_path, KIND, IDENTITY)
+    assert found is None
+    assert f"no baseline of {KIND}" in note
+
+    other = tmp_path / "other.json"
+    baseline.write(other, {**result_of(row_of()), "machine": {**MACHINE, "name": "Other"}})
+    found, note = baseline.find(tmp_path, KIND, IDENTITY)
+    assert found is not None
+    assert "only instructions are compared, with other.json" in note
+    assert baseline.find(tmp_path, KIND, {})[0] is None
+    with pytest.raises(BaselineError, match="baseline of other-2-cores, this machine is some-cpu"):
+        baseline.find(other, KIND, IDENTITY)
+
+    baseline.write(tmp_path / f"{KIND}.json", result_of(row_of()))
+    found, note = baseline.find(tmp_path, KIND, IDENTITY)
+    assert found is not None
+    assert (found.kind, note) == (KIND, "")
+    _, note = baseline.find(tmp_path, KIND, {**IDENTITY, "python": "3.13.0"})
+    assert "instructions are not compared: python is 3.13.0, in the baseline 3.12.1" in note
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "bench/baselines").glob("*")), ids=str)
+def test_the_kept_baselines_would_notice_nine_percent_more(file: Path) -> None:
+    found = baseline.read(file)
+    assert f"{found.kind}.json" == file.name
+    counted = [figure.instructions for figure in found.figures.values() if figure.instructions]
+    assert all(baseline.most_instructions(one) < 1.09 * one for one in counted)
+
+
+# ------------------------------------------------------------------------------------------ counts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
+@pytest.mark.skipif(not torch._C._valgrind_supported_platform(), reason="torch without its marks")
+def test_a_count_does_not_vary_and_one_more_check_is_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A module beside it, as where it is timed.
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from jitkern import store_cache\n"
+        "def check(x):\n"
+        "    if x.dtype != torch.uint8 or not x.is_contiguous():\n"
+        "        raise TypeError('x')\n"
+        "def checked(*tensors):\n"
+        "    check(tensors[3])\n"
+        "    store_cache(*tensors)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "work.py").write_text(
+        "import mine, torch\n"
+        "from functools import partial\n"
+        "from jitkern.bench import case\n"
+        "def args():\n"
+        "    caches, kv = torch.zeros(2, 64, 656).byte(), torch.zeros(2, 1, 656).byte()\n"
+        "    return (*caches, torch.zeros(1, dtype=torch.int32), *kv)\n"
+        "def add(name, call):\n"
+        "    globals()[name] = case(name)(lambda ctx: (partial(call, *args()), len))\n"
+        "add('a', mine.store_cache)\n"
+        "add('the same', mine.store_cache)\n"
+        "add('one more check', mine.checked)\n"
+    )
+    (tmp_path / "bad.py").write_text("import nowhere_at_all\n")
+    keys = ["work: a", "work: the same", "work: one more check"]
+    files = [tmp_path / "work.py", tmp_path / "bad.py"]
+    found = counts.count("9.0", files=files, wanted=keys, steps=False)
+    assert "nowhere_at_all" in found.note  # nothing goes uncounted unsaid
+    a, same, more = (found.by_key[key] for key in keys)
+    assert same <= baseline.most_instructions(a)
+    assert a <= baseline.most_instructions(same)
+    assert more > baseline.most_instructions(max(a, same))
+    assert found.identity["counted by"] == "callgrind"
+
+
+@pytest.mark.parametrize(
+    ("call_s", "calls"), [(0.0, counts.SHORT_CALLS), (1.5 * counts.LONG_CALL_S, counts.LONG_CALLS)]
+)
+def test_long_calls_are_counted_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, call_s: float, calls: int
+) -> None:
+    """Whatever clock their case was given: hundreds of them would take Callgrind minutes."""
+    counted: list[tuple[str, int]] = []
+    done: list[float] = []
+    case = SimpleNamespace(
+        key="mine: long",
+        clock="host",
+        bytes_moved=0,
+        make=lambda _: call_s,
+        ours=lambda: SimpleNamespace(build=lambda: done.append),
+    )
+    counter: Any = SimpleNamespace(count=lambda key, _, calls: counted.append((key, calls)))
+    monkeypatch.setattr(counts, "time", SimpleNamespace(perf_counter=lambda: sum(done)))
+    counts._count_case(counter, case)
+    assert counted == [("mine: long", calls)]
+    assert len(done) == (2 if call_s else 2 + counts.UNCOUNTED_CALLS)
+
+
+def test_no_valgrind_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "apt install valgrind" in counts.why_not("cpu")
+    assert "CUDA driver" in counts.why_not("cuda")
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def bench(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str, str]:
+    status = main(["bench", *map(str, argv)])
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Counting takes half a minute; the tests that are not about it go without."""
+    monkeypatch.setattr(counts, "why_not", lambda _: "switched off for this test")
+    yield
+    settings.cache_clear()
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_a_broken_case_fails_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a long path would break the message into lines
+    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "bad.py").write_text(BROKEN)
+    files = ["--cases", "bad.py", "--cases", "good.py", "--cases", "none.py"]
+    more = ("--device", "cpu", "--json", "r.json", "--gate", "none")
+    status, out, err = bench(capsys, "--ci", *files, *more)
+    assert status == 1
+    assert "OSError: no such kernel" in out
+    assert "no such file of cases" in out
+    assert "note: instructions: switched off for this test" in out
+    assert "1/3 good: copy" in err  # plain lines where there is no terminal
+    rows = {row.key: row for row in report.rows_of(report.read(Path("r.json")))}
+    assert (rows["good: copy"].ratio_median or 0) > 0
+    assert (rows["good: copy"].gb_s or 0) > 0
+
+
+def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "good.py").write_text(GOOD)
+    counted = [10_000.0]
+    monkeypatch.setattr(counts, "why_not", lambda _: "")
+    monkeypatch.setattr(counts, "identity", lambda: IDENTITY)
+    monkeypatch.setattr(
+        counts, "count", lambda *_, **__: counts.Counts(IDENTITY, {"good: copy": counted[0]})
+    )
+    place, summary = tmp_path / "bench" / "baselines", tmp_path / "summary.md"  # not there yet
+    guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "good.py", "--baseline", place)
+    status, out, _ = bench(capsys, *guard, "--update")
+    assert (status, ": 1 figures" in out) == (0, True)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    settings.cache_clear()
+    for counted[0], status in ((10_000.0, 0), (10_390.0, 0), (10_900.0, 1)):
+        assert bench(capsys, *guard, "--require-counts")[0] == status
+    assert bench(capsys, *guard, "--gate", "none")[0] == 0
+    assert "| good: copy | 10,000 | 10,900 | +9.0% |" in summary.read_text()
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("counted_by", "kind", "message"),
+    [
+        ({}, KIND, "the baseline holds none; renew it with --update"),
+        ({**IDENTITY, "python": "3.0"}, KIND, "python is 3.12.1, in the baseline 3.0"),
+        ({**IDENTITY, "python": "3.0"}, "Other CPU", f"no baseline of {KIND} in"),
+    ],
+    ids=["no counts", "other software", "none that fits"],
+)
+def test_a_gate_on_counts_may_not_stand_open(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    counted_by: dict[str, str],
+    kind: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(counts, "why_not", lambda _: "")
+    monkeypatch.setattr(counts, "identity", lambda: IDENTITY)
+    monkeypatch.setattr(report, "machine", lambda _: MACHINE)
+    machine = MACHINE if kind == KIND else {**MACHINE, "name": kind}
+    result = {**result_of(row_of(), identity=counted_by), "machine": machine}
+    baseline.write(tmp_path / f"{report.kind_of(machine)}.json", result)
+    status, _, err = bench(capsys, "--ci", "--baseline", tmp_path, "--require-counts")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "bench: --require-counts: " in err
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ci", "--update"], "--update: needs --baseline"),
+        (["--ci", "--require-counts"], "--require-counts: needs --baseline"),
+        (["--ci", "--baseline", "/nowhere/b.json"], "/nowhere/b.json: no such baseline"),
+        (["--ci", "--gate", "all"], "invalid choice: 'all'"),
+        (["--ci", "--json", "/"], "/: a directory, expected a file to write"),
+    ],
+)
+def test_a_wrong_command_is_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    status, _, err = bench(capsys, *argv)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.cuda
+def test_every_own_case_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = bench(capsys, "--ci", "--json", tmp_path / "r.json")
+    assert status == 0, out
+    rows = report.rows_of(report.read(tmp_path / "r.json"))
+    assert not [row for row in rows if row.error]
+    assert "launch: launch of a user's kernel" in [row.key for row in rows]
+
+
+def test_every_own_case_computes_the_right_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stems import ON_GPU
+
+    monkeypatch.syspath_prepend(ROOT)
+    from bench.cases import guarded
+
+    monkeypatch.setattr(Context, "rounds", 1)
+    monkeypatch.setattr(counts, "why_not", lambda _: "not for this test")
+    rows = report.rows_of(ci.run("cpu", guarded()))
+    assert not [row.key for row in rows if row.error or row.ratio_median is None]
+    keys = {row.key for row in rows}
+    assert len(keys) == len(rows) >= 45
+    for op in ON_GPU:
+        assert {f"{op}: call, checks only", f"{op}: call, 1 row"} <= keys
