@@ -21,7 +21,7 @@ NOT_CHECKED = {
 """What is neither run nor parsed, and why."""
 
 # What runs on any machine in seconds, in a folder of its own.
-_RUNS = ("warm", "doctor", "cache", "clangd", "completion")
+_RUNS = ("warm", "doctor", "cache")
 _RUN_FILES = ("examples/sparse_topk.py", "examples/paged_decode.py", "examples/radix_cache.py")
 
 

@@ -14,6 +14,7 @@ from commands import Command, as_pattern, check, commands, shows
 from needs import needs_cxx, needs_nvrtc
 from pages import ALL, ROOT, Block, blocks
 from paths import python_path
+from proved import unproved
 
 from jitkern.arch import Arch
 from jitkern.cli import main
@@ -90,10 +91,16 @@ def run(command: Command, capsys: pytest.CaptureFixture[str], patch: pytest.Monk
     return printed
 
 
-@pytest.mark.slow
+def param(block: Block) -> object:
+    """An example takes seconds: it runs if it or its page has changed."""
+    is_long = any(one.is_run and one.argv[0] == "python" for one in commands(block.text))
+    proved = [unproved(f"commands {block.page}", block.page, "examples/*.py")] if is_long else []
+    return pytest.param(block, marks=proved, id=str(block))
+
+
 @needs_cxx
 @needs_nvrtc
-@pytest.mark.parametrize("block", RUN, ids=str)
+@pytest.mark.parametrize("block", list(map(param, RUN)))
 def test_commands_run(block: Block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a folder of their own, one behind the other: `import` reads what `export` has written."""
     for command in commands(block.text):

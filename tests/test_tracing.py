@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_cxx
+from proved import unproved
 from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -122,9 +123,18 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
 }
 
 
+# Each compile of inductor's takes three seconds.
+_others = unproved("inductor layouts", "src/jitkern/ops/*.py", "tests/test_tracing.py")
+_CASES = [
+    pytest.param(layout, mode, marks=[] if layout == "halves" and mode is grad else [_others])
+    for layout in LAYOUTS
+    for grad in [torch.inference_mode]
+    for mode in (torch.enable_grad, grad)
+]
+
+
 @needs_cxx
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize(("layout", "grad_mode"), _CASES)
 def test_inductor_copies_no_cache(
     device: torch.device,
     layout: str,

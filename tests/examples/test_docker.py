@@ -17,16 +17,20 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 from needs import needs_cxx, needs_nvrtc
 from paths import python_path
 from processes import EXAMPLES, ROOT
+from proved import unproved
 
 DOCKERFILE = EXAMPLES / "docker" / "Dockerfile"
 ARCHS = "8.0,9.0"
 _PLACE = re.compile(r"(?<![\w./*])/(?=(?:app|kernels|src|wheels)\b)")
 
-pytestmark = [pytest.mark.slow, needs_cxx, needs_nvrtc]
+pytestmark = [
+    needs_cxx,
+    needs_nvrtc,
+    unproved("docker", "examples/docker/*", "tests/examples/test_docker.py", "hatch_build.py"),
+]
 
 # `pip wheel` gives the wheel of this run's session, `pip install` unpacks it; what else an image
 # needs of an index is there.
