@@ -10,14 +10,13 @@ from pathlib import Path
 
 # Reads until the writing end is closed, which the kernel does for a killed process.
 _REMOVE = """
-import shutil, sys, time
+import os, shutil, sys, time
 sys.stdin.read()
 for _ in range(50):
     shutil.rmtree(sys.argv[1], ignore_errors=True)
-    time.sleep(0.1)  # ranks may still be ending
-    import os
     if not os.path.exists(sys.argv[1]):
         break
+    time.sleep(0.1)  # ranks may still be ending
 """
 
 

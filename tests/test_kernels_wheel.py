@@ -201,27 +201,6 @@ def test_not_found_where_others_could_have_written(installed: Path, tmp_path: Pa
         assert f"{path} " in said and "everyone can change what is in it" in said
 
 
-@of_both_wheels
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("library", "builtins", "is_found"),
-    [
-        ("cu13/lib/libnvrtc.so.13", "libnvrtc-builtins.so.13.999", True),
-        ("cuda_nvrtc/lib/libnvrtc.so.12", "libnvrtc-builtins.so.12.8", False),
-    ],
-)
-def test_beside_another_nvrtc(
-    installed: Path, tmp_path: Path, library: str, builtins: str, is_found: bool
-) -> None:
-    """One of the same CUDA finds it; where there is one for CUDA 12 the driver may be, too."""
-    file = tmp_path / "packages" / "nvidia" / library
-    file.parent.mkdir(parents=True)
-    file.touch()
-    (file.parent / builtins).touch()
-    found, _ = look(installed, tmp_path, tmp_path / "packages")
-    assert found.startswith("shipped " if is_found else "to be compiled: "), found
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "kind", "suits"),
     [

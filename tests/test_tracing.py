@@ -84,7 +84,7 @@ def ops_in(graph: torch.fx.Graph) -> list[str]:
 # -- tracers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
 def test_make_fx(device: torch.device, mode: str) -> None:
     traced = make_fx(Step(), tracing_mode=mode)(*inputs(device))
     assert ops_in(traced.graph) == OPS_OF_STEP
