@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
-from pages import ROOT, Block
+from pages import ROOT
 
 from jitkern.cli import _parser
 from jitkern.env import VARIABLES
@@ -79,11 +79,6 @@ def commands(text: str) -> list[Command]:
         elif found:
             found[-1].shown.append(line)
     return found
-
-
-def is_run(block: Block) -> bool:
-    """Tell whether any of its commands is."""
-    return any(command.is_run for command in commands(block.text))
 
 
 def check(command: Command) -> None:

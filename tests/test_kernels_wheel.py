@@ -153,21 +153,6 @@ def test_the_list_is_one() -> None:
     assert {op for op, _ in sized} == set(device_ops())
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ({"op": ["store_cache"]}, "wanted: 'op', expected ops, element_sizes, head_dims"),
-        ({"ops": ["store_cache"]}, "ops: 'store_cache', expected along with element_sizes"),
-    ],
-)
-def test_a_list_that_makes_no_sense(
-    tmp_path: Path, wanted: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_kernels(tmp_path, [wanted], ["9.0"])
-    assert list(tmp_path.iterdir()) == []
-
-
 # -- what is found ---------------------------------------------------------------------------------
 
 
