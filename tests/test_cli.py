@@ -136,7 +136,11 @@ except SystemExit:
         ("doctor --frob", "unrecognized arguments: --frob", "jitkern doctor"),
         ("demo now", "unrecognized arguments: now", "jitkern demo"),
         ("warm --op store", "'store', expected along with --element-size, bytes", "jitkern warm"),
-        ("warm --op merge --element-size 6", "expected along with --head-dim, elem", "jitkern warm"),
+        (
+            "warm --op merge --element-size 6",
+            "expected along with --head-dim, elem",
+            "jitkern warm",
+        ),
         ("warm --arch 9.0", "--arch: expected along with --element-size", "jitkern warm"),
         ("warm --check --out x", "--out: given along with check", "jitkern warm"),
         ("warm --element-size 0", "'0', expected bytes of a row, 1 to", "jitkern warm"),

@@ -115,10 +115,6 @@ def test_what_the_host_module_links(
 # -- workflows -------------------------------------------------------------------------------------
 
 
-def test_there_are_workflows() -> None:
-    assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml"]
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_calls_what_there_is(path: Path) -> None:
     """Targets of make, and variables that the Makefile reads."""

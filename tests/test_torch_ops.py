@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from needs import needs_cxx
 from proved import unproved
 from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
@@ -43,6 +44,7 @@ backends = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def no_compiled_code() -> None:
     torch.compiler.reset()
+    torch._inductor.config.cpp_cache_precompile_headers = False  # twenty seconds, on a new machine
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from needs import needs_cxx
 from proved import unproved
 from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jitkern
 
 SLOTS = 20
+torch._inductor.config.cpp_cache_precompile_headers = False  # twenty seconds, on a new machine
 
 
 class Step(torch.nn.Module):
@@ -100,7 +102,11 @@ def test_export_and_load(device: torch.device, strict: bool) -> None:
     assert_does_the_same(torch.export.load(file).module(), device)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_cxx)])
+# A compile of inductor's takes seconds, ten of them on a new machine.
+_others = unproved("inductor traces", "src/jitkern/ops/*.py", "tests/test_tracing.py")
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[needs_cxx, _others])])
 def test_compile(device: torch.device, backend: str) -> None:
     torch.compiler.reset()
     assert_does_the_same(torch.compile(Step(), fullgraph=True, backend=backend), device)
@@ -114,8 +120,6 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Each compile of inductor's takes three seconds.
-_others = unproved("inductor layouts", "src/jitkern/ops/*.py", "tests/test_tracing.py")
 _CASES = [
     pytest.param(layout, mode, marks=[] if layout == "halves" and mode is grad else [_others])
     for layout in LAYOUTS

@@ -184,8 +184,8 @@ def gpu(count: int) -> Check:
 
 
 def _driver(gpus: int) -> Iterator[Check]:
-    from jitkern.compilers.find_nvrtc import find_nvrtc
     from jitkern import calibration
+    from jitkern.compilers.find_nvrtc import find_nvrtc
 
     version = int(_host().driver_version())
     if not version:
