@@ -203,7 +203,7 @@ def test_sizes_of_rows_have_suffixes(text: str, sizes: list[int]) -> None:
 def test_warm_asks_for_an_arch_if_there_is_no_gpu(
     capsys: Capture, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jitkern.warm.gpu_archs", list)
+    monkeypatch.setattr("jitkern.warming.gpu_archs", list)
     status, text = one_line(capsys, "warm", "--element-size", "656")
     assert status == 2 and all(way in text for way in ("--arch", "JITKERN_ARCH", "GPU"))
 

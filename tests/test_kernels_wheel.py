@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 from built_wheel import wheel  # noqa: F401
 from filelock import FileLock
-from jitkern.warm import _sized_ops, build_kernels
 from needs import needs_cxx, needs_nvrtc
 from proved import unproved
 
@@ -28,6 +27,7 @@ from jitkern.cli import doctor
 from jitkern.jit.image import DeviceImage
 from jitkern.ops import device_ops
 from jitkern.ops.store import kernel
+from jitkern.warming import _sized_ops
 
 if sys.version_info >= (3, 11):
     import tomllib

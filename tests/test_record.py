@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jitkern.warm import recorded_jobs
 from needs import needs_cxx, needs_nvrtc
 from paths import python_path
 from tiny import SM_90, compiles, tiny
@@ -28,6 +27,7 @@ from jitkern.errors import FrozenError
 from jitkern.jit import record
 from jitkern.jit.loader import load_jit
 from jitkern.jit.record import Specialisation, replay
+from jitkern.warming import recorded_jobs
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from fake_toolkit import calls
-from jitkern.warm import Outcome
 from needs import needs_cxx, needs_nvrtc
 from tiny import SM_90, compiles, tiny
 
@@ -24,6 +23,7 @@ from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.host import module as host
 from jitkern.jit import native
 from jitkern.jit.loader import load_aot, load_jit
+from jitkern.warming import Outcome
 
 Capture = pytest.CaptureFixture[str]
 

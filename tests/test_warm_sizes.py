@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jitkern.warm import Outcome, op_jobs
 from needs import needs_nvrtc
 from stems import ON_GPU
 from tiny import SM_90
@@ -20,6 +19,7 @@ from jitkern.jit import device
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import device_ops
 from jitkern.ops._ops import op_names, op_sizes
+from jitkern.warming import Outcome, op_jobs
 
 Capture = pytest.CaptureFixture[str]
 

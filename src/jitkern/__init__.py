@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
     from jitkern.perf import perf_cpu as perf_cpu
     from jitkern.perf import perf_cuda as perf_cuda
-    from jitkern.warm import warm as warm
+    from jitkern.warming import warm as warm
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ _PUBLIC = {
     **{f"jitkern.ops.{op.stem}": (op.function, *op.more) for op in _OPS},
     "jitkern.host.faults": ("check",),
     "jitkern.perf": ("compare_memory_kernel_perf", "perf_cpu", "perf_cuda"),
-    "jitkern.warm": ("warm",),
+    "jitkern.warming": ("warm",),
     "jitkern.calibration": ("Calibration", "calibrate"),
     "jitkern.jit.loader": ("load_aot", "load_jit"),
     "jitkern.jit.device": ("DeviceModule",),

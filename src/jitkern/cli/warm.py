@@ -13,7 +13,7 @@ from jitkern.errors import JitkernError, WarmError
 from jitkern.ops._ops import OPS, SIZES, op_names
 
 if TYPE_CHECKING:
-    from jitkern.warm import Job, Outcome
+    from jitkern.warming import Job, Outcome
 
 SUMMARY = "compile kernels before they are needed, with or without a GPU"
 DESCRIPTION = """\
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     """Have all that is asked for, and print what became of it."""
     from jitkern.arch import requested_archs
     from jitkern.cache.search import user_cache
-    from jitkern.warm import default_threads, warm
+    from jitkern.warming import default_threads, warm
 
     start = time.perf_counter()
     sizes = {f"{size.name}s": getattr(args, size.name) or () for size in SIZES}
