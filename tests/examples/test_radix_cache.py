@@ -281,32 +281,6 @@ def test_a_mistake_of_the_tree_is_found(
     assert status == 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        (["--page-size", "0"], "--page-size and --requests are at least 1"),
-        (["--requests", "0"], "--page-size and --requests are at least 1"),
-        (["--cache-tokens", "100", "--requests", "9"], "--cache-tokens: 100, expected at least "),
-    ],
-)
-def test_wrong_options(
-    example: ModuleType, capsys: pytest.CaptureFixture[str], wrong: list[str], text: str
-) -> None:
-    with pytest.raises(SystemExit):
-        example.main(wrong)
-    assert text in capsys.readouterr().err
-
-
-@DTYPES
-def test_the_usual_way_is_the_same(example: ModuleType, dtype: torch.dtype) -> None:
-    x = torch.tensor([1, 2, 3, 4, 5, 6], dtype=dtype)
-    for start, page_size in itertools.product(range(7), (1, 2, 7)):
-        for y in (x[start:], x[:3], x[start : start + 2], x.flip(0), x[:0]):
-            ways = (example.fast_compare_key, example.slices_and_nonzero)
-            found = {way(x, y, start=start, page_size=page_size) for way in ways}
-            assert len(found) == 1
-
-
 # -- by hand ---------------------------------------------------------------------------------------
 
 

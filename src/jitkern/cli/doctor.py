@@ -108,7 +108,7 @@ def _look(
         return Check(what, find())
     except (JitkernError, ImportError, OSError, RuntimeError) as error:
         reason, hint = ui.split_hint(error)
-        reason = re.sub(rf"^({what}|init_pynccl): ", "", reason).partition("\n")[0]
+        reason = re.sub(rf"^({re.escape(what)}|init_pynccl): ", "", reason).partition("\n")[0]
         if use and not needed:
             reason += f" ({use})"
         return Check(what, reason, "broken" if needed else "note", fix or hint)
