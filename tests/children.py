@@ -1,7 +1,20 @@
-"""Processes that load a small kernel, to be killed, stopped and deprived by the tests."""
+"""Processes of the tests.
+
+`forked_python` and `fresh_python` run code in a process of its own and return what it printed:
+
+    def test_it(forked_python):
+        forked_python("import jitkern; assert ...", "argument", env={"JITKERN_ARCH": "9.0"})
+
+A forked one comes from a server that has imported torch: 0.1 s (see forks.py, which also starts
+processes that go on while the test does). A fresh one takes 2 to 4 s of importing torch: only for
+what depends on the order of imports, or on what the interpreter reads of the environment.
+
+`children` are processes that load a small kernel, to be killed, stopped and deprived.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -14,13 +27,43 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from paths import python_path
 
 from jitkern.cache.store import Cache
 
-ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).resolve().parent / "loader_child.py"
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def forked_python() -> Run:
+    """Run code in a process that has imported torch, and nothing of jitkern."""
+    return functools.partial(_checked, forks.run)
+
+
+@pytest.fixture
+def fresh_python() -> Run:
+    """Do the same in a new interpreter."""
+
+    def run(code: str, *argv: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *argv]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    return functools.partial(_checked, run)
+
+
+def _checked(
+    run: Run, code: str, *argv: str, env: dict[str, str | None] | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    merged = {**os.environ, "PYTHONPATH": python_path(), **(env or {})}
+    done = run(code, *argv, env={k: v for k, v in merged.items() if v is not None})
+    if check and done.returncode != 0:
+        pytest.fail(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done
+
 
 # Sum<N> makes the compile as slow as a test needs it: 0.1 s for 4, 0.6 s for 150.
 TINY = """\

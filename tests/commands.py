@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
-from pages import ROOT, Block
+from pages import ROOT
 
 from jitkern.cli import _parser
 from jitkern.env import VARIABLES
@@ -21,7 +21,7 @@ NOT_CHECKED = {
 """What is neither run nor parsed, and why."""
 
 # What runs on any machine in seconds, in a folder of its own.
-_RUNS = ("warm", "doctor", "cache", "clangd", "completion")
+_RUNS = ("warm", "doctor", "cache")
 _RUN_FILES = ("examples/sparse_topk.py", "examples/paged_decode.py", "examples/radix_cache.py")
 
 
@@ -79,11 +79,6 @@ def commands(text: str) -> list[Command]:
         elif found:
             found[-1].shown.append(line)
     return found
-
-
-def is_run(block: Block) -> bool:
-    """Tell whether any of its commands is."""
-    return any(command.is_run for command in commands(block.text))
 
 
 def check(command: Command) -> None:

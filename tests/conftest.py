@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import forks
 import pytest
 import torch
 from built_wheel import wheel  # noqa: F401
-from children import cache_dir, children, sources  # noqa: F401
+from children import cache_dir, children, forked_python, fresh_python, sources  # noqa: F401
 from fake_toolkit import fake_nvcc  # noqa: F401
 from headers import bare_machine  # noqa: F401
 from host_stand_in import built, shipped, stand_in  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+from leftovers import temporary_folder
 from owned import cache_root, no_private_groups  # noqa: F401
-from paths import python_path
 from recorded_app import app, use  # noqa: F401
 from shared_gpu import IS_SHARED
 from strangers import open_place  # noqa: F401
 from tiny import folder, thawed  # noqa: F401
 
 from jitkern.env import settings
-
-ROOT = Path(__file__).resolve().parent.parent
 
 collect_ignore = ["toy_op"]  # an op that tests/test_table.py adds to a copy of the tree
 
@@ -44,6 +39,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-seconds", type=float, default=5.0, help="how long test_fuzz.py goes on (default 5)"
     )
     parser.addoption("--fuzz-seed", type=int, default=0, help="where test_fuzz.py starts")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have all temporary files of the run in one folder; ``--basetemp`` keeps those of pytest."""
+    # Inductor compiles in this process: its pool of processes imports torch in each.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = temporary_folder()
+        if config.option.basetemp is None:
+            config.option.basetemp = str(folder / "pytest")
 
 
 @functools.cache
@@ -72,9 +77,9 @@ def session_cache(
 ) -> Iterator[Path]:
     """One cache for the whole run, all its workers included: each kernel is compiled once.
 
-    The host module is built for the tree, its wheel, its sdist and copies of it: each of its
-    sources is compiled once, and kept for the next run. The user's own JITKERN_ settings are set
-    aside, but for the choice of an NVRTC and of that place.
+    What the host module, its wheel and copies of the tree are built of, and what inductor compiles,
+    is kept for the next run. The user's own JITKERN_ settings are set aside, except the choice of
+    an NVRTC and of that place.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -87,6 +92,8 @@ def session_cache(
         if "JITKERN_HOST_OBJECTS" not in os.environ and hasattr(pytestconfig, "cache"):
             objects = pytestconfig.cache.mkdir("host_objects")
             patch.setenv("JITKERN_HOST_OBJECTS", str(objects))
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and hasattr(pytestconfig, "cache"):
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(pytestconfig.cache.mkdir("inductor")))
         patch.setenv("JITKERN_CACHE_DIR", str(directory))
         settings.cache_clear()
         yield directory
@@ -102,34 +109,3 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     yield directory
     monkeypatch.undo()
     settings.cache_clear()
-
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def fresh_python() -> Run:
-    """Run a snippet in a new interpreter: ``fresh_python(code, *argv, env={...})``, checked."""
-
-    def run(code: str, *argv: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code, *argv]
-        return subprocess.run(command, env=env, capture_output=True, text=True)
-
-    return functools.partial(_checked, run)
-
-
-@pytest.fixture
-def forked_python() -> Run:
-    """Do what `fresh_python` does, for what may find PyTorch imported: two seconds less."""
-    return functools.partial(_checked, forks.run)
-
-
-def _checked(
-    run: Run, code: str, *argv: str, env: dict[str, str | None] | None = None, check: bool = True
-) -> subprocess.CompletedProcess[str]:
-    merged = {**os.environ, "PYTHONPATH": python_path(), **(env or {})}
-    given = {name: value for name, value in merged.items() if value is not None}
-    done = run(code, *argv, env=given)
-    if check and done.returncode != 0:
-        pytest.fail(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return done

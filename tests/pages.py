@@ -1,15 +1,8 @@
-"""The code blocks of README and docs, and what becomes of each on this machine.
-
-    python tests/pages.py
-
-prints that: a block is run, or checked (parsed against what would read it), or left out, which is
-said here by name and with the reason.
-"""
+"""The code blocks of README and docs: what is left out on this machine is named here, with why."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,40 +141,3 @@ def write_files(page: str, folder: Path) -> None:
     for block in blocks(page):
         if block.file:
             (folder / block.file).write_text(block.text)
-
-
-def loaded_files(page: str) -> set[str]:
-    """Return the files that the Python of a page has compiled."""
-    python = "\n".join(block.text for block in blocks(page) if block.language == "python")
-    lists = re.findall(r"(?:device|cuda|cpp)_files=\[(.*?)\]", python, re.DOTALL)
-    return {name for names in lists for name in re.findall(r'"(.+?)"', names)}
-
-
-def fate(block: Block) -> str:
-    """Return ``run``, ``checked`` or ``left out: <reason>``."""
-    from commands import is_run
-
-    if block.left_out:
-        return f"left out: {block.left_out}"
-    if block.language == "python":
-        return "run"
-    if block.language == "cpp":
-        readers = [one for one in blocks(block.page) if one.language == "python"]
-        by = [one for one in readers if block.file and f'"{block.file}"' in one.text]
-        if by and all(one.left_out for one in by):
-            return f"left out: {by[0].left_out}"
-        return "run" if by else "checked"
-    if block.language == "console":
-        return "run" if is_run(block) else "checked"
-    return "checked"
-
-
-def main() -> None:
-    """Print what becomes of each block."""
-    for block in ALL:
-        print(f"{block!s:32} {block.language:8} {fate(block)}")
-    print(dict(Counter(fate(block).partition(":")[0] for block in ALL)))
-
-
-if __name__ == "__main__":
-    main()

@@ -69,17 +69,6 @@ def test_gradcheck(device: torch.device, vocab_range: tuple[int, int] | None) ->
     assert torch.autograd.gradgradcheck(lambda w: lookup(w) ** 3, weights)
 
 
-def test_a_table_with_a_gradient_trains(device: torch.device) -> None:
-    """As in a module: the embedding's parameter, a layer behind it, a step of the optimiser."""
-    table = torch.nn.Parameter(torch.randn(ROWS, 4, device=device))
-    layer = torch.nn.Linear(4, 4, device=device)
-    indices = torch.tensor([1, 5, 1], device=device)
-    layer(jitkern.indexing(table, indices)).sum().backward()
-    theirs = torch.autograd.grad(layer(torch.nn.functional.embedding(indices, table)).sum(), table)
-    assert table.grad is not None
-    torch.testing.assert_close(table.grad, theirs[0])
-
-
 def test_strided_tables_and_no_rows_at_all(device: torch.device) -> None:
     wide = double(ROWS, 9, device=device)
     indices = torch.tensor([2, 2, 11], device=device)

@@ -1,28 +1,38 @@
-"""The command line: what it prints, its exit status, one line and no traceback for a mistake."""
+"""The command line: what it prints, its exit status, one line and no traceback for a mistake.
+
+Commands run in this process; a few through bash show what a user's shell sees.
+"""
 
 from __future__ import annotations
 
+import gzip
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_cxx, needs_nvrtc
+from paths import python_path
 
 import jitkern
-from jitkern.bench import Case, Impl
 from jitkern.cache.store import Cache
-from jitkern.cli import _parser, bench_cmd, demo, main
+from jitkern.cli import _COMMANDS, _parser, bench_cmd, cache_cmd, demo, main, ui
 from jitkern.env import settings
 from jitkern.host import module as host
 from jitkern.jit import device as hints
+from jitkern.ops import store
+from jitkern.ops._ops import SIZES
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 Capture = pytest.CaptureFixture[str]
 
-DIFFERS = "jitkern: error: demo: store_cache: ValueError: the result differs from the PyTorch"
-CLI = "import sys; from jitkern.cli import main; sys.exit(main(sys.argv[1:]))"
+NO_NVRTC = (
+    'JITKERN_NVRTC: /nowhere/libnvrtc.so is not a file; unset it, or pip install "jitkern[cuda]"'
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,48 +42,45 @@ def host_module(session_cache: Path) -> Path:
     return session_cache
 
 
-def run(capsys: Capture, *argv: str) -> tuple[int, str, str]:
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set variables for the commands of a test."""
+
+    def use(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(f"JITKERN_{name}", value)
+        settings.cache_clear()
+
+    return use
+
+
+def run(capsys: Capture, *argv: object) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of one command, in this process."""
     try:
-        status = main(argv)
+        status = main([str(arg) for arg in argv])
     except SystemExit as stop:  # --help and --version
         status = int(stop.code or 0)
     out, err = capsys.readouterr()
     return status, out, err
 
 
-def lines_of(out: str, source: str) -> list[str]:
-    """The lines of warm's table that have `source`."""
-    return [line for line in out.splitlines() if re.search(rf"\d\.\d +{source} ", line)]
+def one_line(capsys: Capture, *argv: object) -> tuple[int, str]:
+    """Exit status and the message of a command that fails with one line."""
+    status, _, err = run(capsys, *argv)
+    assert err.startswith("jitkern: error: ") and err.count("\n") == 1, err
+    return status, err.removeprefix("jitkern: error: ")
 
 
-# ------------------------------------------------------------------------------------------- help
+# -- help ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "warm",
-        "doctor",
-        "cache",
-        "cache list",
-        "cache info",
-        "cache clear",
-        "cache export",
-        "cache import",
-        "cache verify",
-        "demo",
-        "bench",
-        "clangd",
-        "completion",
-    ],
+    "command", ["", *_COMMANDS, *(f"cache {name}" for name in ("list", "clear", "export"))]
 )
 def test_help_has_an_example(capsys: Capture, command: str) -> None:
     status, out, _ = run(capsys, *command.split(), "--help")
     assert status == 0
-    example = out.partition("example:\n")[2]
-    assert example.startswith(f"  jitkern {command}".rstrip())
+    assert out.partition("example:\n")[2].startswith(f"  jitkern {command}".rstrip())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,7 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         hints.record_hint("9.0"),
     ],
 )
-def test_what_messages_advise_is_a_command(hint: str) -> None:
+def test_messages_advise_commands_that_parse(hint: str) -> None:
     command = hint.partition("with: ")[2].split()
     assert command[0] == "jitkern"
     assert callable(_parser().parse_args(command[1:]).run)
@@ -98,7 +105,9 @@ def test_version(capsys: Capture) -> None:
 
 
 def test_help_imports_nothing_heavy(fresh_python: Fresh) -> None:
-    code = f"""{CLI[: -len("sys.exit(main(sys.argv[1:]))")]}
+    code = """
+import sys
+from jitkern.cli import main
 try:
     main(["--help"])
 except SystemExit:
@@ -108,294 +117,302 @@ except SystemExit:
     assert not loaded & {"torch", "tvm_ffi", "rich", "ninja", "filelock", "ctypes", "subprocess"}
 
 
-# --------------------------------------------------------------------------------------- mistakes
+# -- mistakes of the user --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message", "see"),
     [
-        ("", "required: COMMAND"),
-        ("frob", "'frob'"),
-        ("cache", "required: ACTION"),
-        ("cache frob", "'frob'"),
-        ("cache export", "FILE"),
-        ("warm --op store", "warm: --op: 'store', expected along with --element-size, bytes"),
-        ("warm --op store --head-dim 128", "'store', expected along with --element-size, bytes"),
-        ("warm --op merge_state", "--op: 'merge_state', expected along with --head-dim, el"),
-        ("warm --op merge --element-size 656", "'merge', expected along with --head-dim, el"),
+        ("", "required: COMMAND", "jitkern"),
+        ("frob", "'frob'", "jitkern"),
+        ("bnech --ci", "did you mean bench?", "jitkern"),
+        ("cache", "required: ACTION", "jitkern cache"),
+        ("cache lst", "did you mean list?", "jitkern cache"),
+        ("cache list --jsn", "--jsn, did you mean --json?", "jitkern cache list"),
+        ("cache list frob", "unrecognized arguments: frob", "jitkern cache list"),
+        ("cache clear --down-to x", "--down-to: 'x'", "jitkern cache clear"),
+        ("cache export", "required: FILE", "jitkern cache export"),
+        ("cache import a b", "unrecognized arguments: b", "jitkern cache import"),
+        ("doctor --frob", "unrecognized arguments: --frob", "jitkern doctor"),
+        ("demo now", "unrecognized arguments: now", "jitkern demo"),
+        ("warm --op store", "'store', expected along with --element-size, bytes", "jitkern warm"),
         (
-            "warm --op merge,store --head-dim 8",
-            "'store', expected along with --element-size, bytes",
+            "warm --op merge --element-size 6",
+            "expected along with --head-dim, elem",
+            "jitkern warm",
         ),
+        ("warm --arch 9.0", "--arch: expected along with --element-size", "jitkern warm"),
+        ("warm --check --out x", "--out: given along with check", "jitkern warm"),
+        ("warm --element-size 0", "'0', expected bytes of a row, 1 to", "jitkern warm"),
+        ("warm --element-size 1073741824", "1 to 1073741823", "jitkern warm"),
+        (f"warm --element-size 656,{'9' * 5000}", "expected bytes of a row", "jitkern warm"),
+        ("warm --head-dim 64,0", "'0', expected elements of a head", "jitkern warm"),
+        ("warm --element-size ,", "--element-size", "jitkern warm"),
+        ("warm --element-size 656 --arch 9.0,x", "--arch: 'x', expected one of", "jitkern warm"),
+        ("warm --element-size 656 --arch 9.0 --op frob", "--op: 'frob'", "jitkern warm"),
+        ("warm --element-size 656 --jobs 0", "'0', expected 1 or more", "jitkern warm"),
         (
-            "warm --op merge --head-dim 128 --element-size 656",
-            "warm: --element-size: [656], expected an op of store_cache, store, indexing, in",
-        ),
-        ("warm --op store --head-dim 1 --element-size 6", "--head-dim: [1], expected an op of"),
-        ("warm --arch 9.0", "--arch: expected along with --element-size, --head-dim or --replay"),
-        ("warm --check --out x", "warm: --out: given along with check, which writes nothing"),
-        ("warm --element-size 0 --arch 9.0", "--element-size: '0', expected bytes of a row"),
-        ("warm --element-size -3 --arch 9.0", "--element-size"),
-        ("warm --element-size 6.5 --arch 9.0", "--element-size: '6.5'"),
-        ("warm --element-size 1073741824 --arch 9.0", "bytes of a row, 1 to 1073741823 (see"),
-        (f"warm --element-size {10**20} --arch 9.0", f"--element-size: '{10**20}', expected"),
-        (f"warm --element-size 656,{'9' * 5000}", "99', expected bytes of a row, 1 to"),
-        (
-            "warm --head-dim 64,0 --arch 9.0",
-            "--head-dim: '0', expected elements of a head, 1 to 26",
-        ),
-        ("warm --head-dim 268435456 --arch 9.0", "elements of a head, 1 to 268435455 (see"),
-        ("warm --element-size , --arch 9.0", "--element-size"),
-        ("warm --element-size 656 --arch 99", "--arch: '99', expected one of 7.5, 8.0"),
-        ("warm --element-size 656 --arch 9.0,x", "--arch: 'x'"),
-        (
-            "warm --element-size 656 --arch 9.0 --op frob",
-            "--op: 'frob', expected one of store_cache, store, indexing, index, h2d_gather, d2h_",
-        ),
-        ("warm --element-size 656 --arch 9.0 --jobs 0", "--jobs: '0', expected 1 or more"),
-        ("warm --element-size 656 --unknown", "--unknown"),
-        ("warm --elem 656", "--elem"),
-        ("demo --unknown", "--unknown"),
+            "warm --elem 656",
+            "--elem 656, did you mean --element-size?",
+            "jitkern warm",
+        ),  # no abbreviations
+        ("bench --ci --gate no", "did you mean none?", "jitkern bench"),
     ],
 )
-def test_usage_error(capsys: Capture, argv: str, says: str) -> None:
-    status, out, err = run(capsys, *argv.split())
-    assert (status, out) == (2, "")
-    assert err.startswith("jitkern: error: ")
-    assert says in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        ("cache import no.jkb", "no.jkb: no such bundle"),
-        ("cache verify no.jkb", "no.jkb: no such bundle"),
-        ("cache export e.jkb", "nothing to export"),
-        ("warm --replay no.jsonl", "--replay: no.jsonl: No such file"),
-        ("warm --replay bad.jsonl", "--replay: bad.jsonl:1: not a recorded specialisation"),
-        ("cache import bad.jsonl", "bad.jsonl"),
-    ],
-)
-def test_failure(
-    capsys: Capture,
-    empty_cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    argv: str,
-    says: str,
+def test_a_wrong_command_line_is_one_line_that_points_to_help(
+    capsys: Capture, argv: str, message: str, see: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("bad.jsonl").write_text("no such thing\n")
-    Path("bad.jsonl").chmod(0o644)  # whatever the umask
-    status, out, err = run(capsys, *argv.split())
-    assert (status, out) == (1, "")
-    assert err.startswith("jitkern: error: ")
-    assert says in err
-    assert err.count("\n") == 1
+    status, text = one_line(capsys, *argv.split())
+    assert (status, message in text) == (2, True), text
+    assert text.endswith(f" (see: {see} --help)\n")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "status", "says"),
+    ("name", "value", "status", "message"),
     [
-        ("JITKERN_CACHE_MAX_BYTES", "plenty", 2, "JITKERN_CACHE_MAX_BYTES: 'plenty'"),
-        ("JITKERN_ARCH", "99", 2, "JITKERN_ARCH: "),
-        ("JITKERN_NVRTC", "/nowhere/libnvrtc.so", 1, "jitkern[cuda]"),
-        ("JITKERN_CACHE_DIR", "/proc/version/cache", 1, "/proc/version/cache: cannot be written"),
-        ("JITKERN_FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
+        ("CACHE_MAX_BYTES", "plenty", 2, "JITKERN_CACHE_MAX_BYTES: 'plenty'"),
+        ("FREEZE", "maybe", 2, "JITKERN_FREEZE: 'maybe', expected 0, 1 or warn\n"),
+        ("ARCH", "99", 2, "JITKERN_ARCH: "),
+        ("NVRTC", "/nowhere/libnvrtc.so", 1, NO_NVRTC),
+        ("CACHE_DIR", "/proc/version/cache", 1, "/proc/version/cache: cannot be written"),
+        ("FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
     ],
 )
-def test_bad_environment(
+def test_a_wrong_variable_is_one_line(
     capsys: Capture,
     empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    use: Callable[..., None],
     name: str,
     value: str,
     status: int,
-    says: str,
+    message: str,
 ) -> None:
-    if name != "JITKERN_ARCH":
-        monkeypatch.setenv("JITKERN_ARCH", "9.0")
-    monkeypatch.setenv(name, value)
-    settings.cache_clear()
+    use(**{"ARCH": "9.0", name: value})
     # A row size of this test's own: nothing is in this process's memory.
-    got, _, err = run(capsys, "warm", "--op", "store", "--element-size", "52429")
-    assert got == status
-    assert err.startswith("jitkern: error: ")
-    assert says in err
-    assert err.count("\n") == 1
+    got, text = one_line(capsys, "warm", "--op", "store", "--element-size", "52429")
+    assert (got, message in text) == (status, True), text
 
 
-def test_no_arch(
-    capsys: Capture, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("656", [656]), ("64k,1K", [65536, 1024]), ("2M", [2 << 20])]
+)
+def test_sizes_of_rows_have_suffixes(text: str, sizes: list[int]) -> None:
+    assert ui.sizes(SIZES[0])(text) == sizes
+
+
+def test_warm_asks_for_an_arch_if_there_is_no_gpu(
+    capsys: Capture, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, _, err = run(capsys, "warm", "--element-size", "656")
-    assert status == 2
-    for way in ("--arch", "JITKERN_ARCH", "GPU"):
-        assert way in err
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jitkern.warming.gpu_archs", list)
+    status, text = one_line(capsys, "warm", "--element-size", "656")
+    assert status == 2 and all(way in text for way in ("--arch", "JITKERN_ARCH", "GPU"))
 
 
-def test_bench_of_an_installed_package(
+def test_the_benchmarks_of_a_checkout_are_not_in_an_installed_package(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     inside = tmp_path / "lib" / "site-packages" / "jitkern" / "__init__.py"
     monkeypatch.setattr(bench_cmd.jitkern, "__file__", str(inside))
-    status, _, err = run(capsys, "bench")
+    status, text = one_line(capsys, "bench")
+    assert (status, "clone the repository" in text) == (1, True)
+
+
+BINARY = bytes(range(256)) * 50
+FILES: dict[str, bytes | None] = {
+    "binary": BINARY,
+    "utf16": "{}".encode("utf-16"),
+    "cut.gz": gzip.compress(BINARY)[:40],
+    "number": b"5",
+    "object": b"{}",
+    "deep": b"[" * 100_000,
+    "a\nline": b"{}",
+    "\udcff": b"{}",
+    "none": None,
+    ".": None,
+    "/dev/null": None,
+    "x" * 300: None,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("reader", ["cache import", "warm --replay"])
+def test_a_wrong_file_is_one_line_that_names_it(
+    capsys: Capture,
+    empty_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reader: str,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = FILES[name]
+    if content is not None:
+        Path(name).write_bytes(content)
+        Path(name).chmod(0o644)  # whatever the umask
+    status, text = one_line(capsys, *reader.split(), name)
     assert status == 1
-    assert "clone the repository" in err
+    assert name[:20].replace("\n", " ").encode("ascii", "backslashreplace").decode() in text or (
+        repr(name)[1:-1] in text
+    )
 
 
-# ------------------------------------------------------------------------------- warm and bundles
+# -- what becomes of output and errors -------------------------------------------------------------
 
 
-def test_warm_says_where_each_kernel_came_from(
-    capsys: Capture, empty_cache: Path, host_module: Path, fresh_python: Fresh
-) -> None:
-    argv = ("warm", "--element-size", "48,80", "--op", "store", "--arch", "9.0,8.0")
-    status, out, _ = run(capsys, *argv, "--jobs", "2")
-    assert status == 0
-    assert len(lines_of(out, "compiled")) == 8  # 2 row sizes, 2 index types, 2 archs
-    assert len(Cache(empty_cache).entries()) >= 8
-    assert out.splitlines()[-1].endswith(f"2 at a time, in {empty_cache}")
+def shell(*argv: str, through: str = '"$@"', **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in bash, where `through` says what becomes of its output."""
+    command = ["bash", "-c", through, "bash", sys.executable, "-m", "jitkern", *argv]
+    merged = {**os.environ, "PYTHONPATH": python_path(), **env}
+    return subprocess.run(command, env=merged, capture_output=True, text=True, timeout=120)
 
-    # In a new process, through the real entry: no terminal, so no bar and no colour.
-    done = fresh_python(CLI, *argv, env={"JITKERN_CACHE_PATH": str(host_module)})
-    assert len(lines_of(done.stdout, "cached")) == 8
+
+def test_output_that_nobody_reads_is_no_error(empty_cache: Path) -> None:
+    done = shell("cache", "list", through='"$@" | head -c 0; echo ${PIPESTATUS[0]}')
+    assert done.stdout in ("0\n", "1\n")  # whether it was faster than head
     assert done.stderr == ""
-    assert "\x1b" not in done.stdout
 
 
-def test_warm_out_is_a_cache(
-    capsys: Capture, empty_cache: Path, host_module: Path, tmp_path: Path, fresh_python: Fresh
+def test_a_full_disk_is_one_line(empty_cache: Path) -> None:
+    done = shell("cache", "list", "--json", through='"$@" > /dev/full')
+    assert (done.returncode, done.stderr) == (1, "jitkern: error: No space left on device\n")
+
+
+def test_a_terminal_without_the_letters_of_a_path(tmp_path: Path) -> None:
+    place = tmp_path / "caché"
+    done = shell("cache", "list", PYTHONIOENCODING="ascii", JITKERN_CACHE_DIR=str(place))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"0 entries, 0 B in {tmp_path}/cach\\xe9\n"
+
+
+def test_ctrl_c_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache_cmd, "_user_cache", interrupted)
+    assert run(capsys, "cache", "list") == (130, "", "jitkern: error: interrupted\n")
+
+
+def test_a_bug_shows_its_traceback_and_whom_to_tell(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = ("warm", "--element-size", "112", "--op", "index", "--arch", "9.0")
-    out_dir = tmp_path / "carried"
-    status, out, err = run(capsys, *argv, "--out", str(out_dir))
-    assert (status, err) == (0, "")
-    assert out.splitlines()[-1].endswith(f"JITKERN_CACHE_PATH={out_dir}")
+    def wrong() -> None:
+        raise LookupError("no such thing")
 
-    path = f"{out_dir}:{host_module}"
-    env = {"JITKERN_CACHE_DIR": str(tmp_path / "other"), "JITKERN_CACHE_PATH": path}
-    done = fresh_python(CLI, *argv, env=env)
-    assert len(lines_of(done.stdout, "cached")) == 6
-    assert len(lines_of(done.stdout, "compiled")) == 0
+    monkeypatch.setattr(cache_cmd, "_user_cache", wrong)
+    status, out, err = run(capsys, "cache", "list")
+    assert (status, out) == (1, "")
+    *trace, error, advice = err.splitlines()
+    assert trace[0] == "Traceback (most recent call last):"
+    assert error == "LookupError: no such thing"
+    assert advice.startswith("jitkern: this is a bug in jitkern: please report it")
 
 
-def test_bundle_there_and_back(capsys: Capture, empty_cache: Path, tmp_path: Path) -> None:
-    argv = ("--element-size", "144", "--op", "index,store", "--arch", "9.0", "--arch", "8.0")
-    assert run(capsys, "warm", *argv)[0] == 0
-    file = str(tmp_path / "kernels.jkb")
+# -- warm, bundles and records ---------------------------------------------------------------------
+
+
+def sources_of(out: str) -> list[str]:
+    """The sources of the kernels in warm's table."""
+    return re.findall(r"\d\.\d +(compiled|cached|memo) ", out)
+
+
+@needs_nvrtc
+def test_kernels_go_there_and_back(
+    capsys: Capture, empty_cache: Path, tmp_path: Path, use: Callable[..., None]
+) -> None:
+    """Compiled, listed, exported, cleared, imported, found in the cache, and replayed."""
+    record, file = tmp_path / "run.jsonl", tmp_path / "kernels.jkb"
+    use(RECORD=str(record))
+    warm = ("warm", "--element-size", "144", "--op", "store", "--arch", "9.0,8.0", "--jobs", "2")
+    status, out, err = run(capsys, *warm)
+    assert (status, err, sources_of(out)) == (0, "", ["compiled"] * 4)  # of two index types
+    assert out.splitlines()[-1].endswith(f"2 at a time, in {empty_cache}") and "\x1b" not in out
+    assert len(Cache(empty_cache).entries()) >= 4
+    use(RECORD="")
     status, out, _ = run(capsys, "cache", "export", file, "--arch", "9.0", "--op", "store")
     assert (status, out.partition(" in ")[0]) == (0, "2 entries")
-    assert run(capsys, "cache", "verify", file)[1].endswith("ok, 2 entries\n")
-
     assert "removed" in run(capsys, "cache", "clear")[1]
     assert run(capsys, "cache", "list")[1].startswith("0 entries")
     assert run(capsys, "cache", "import", file)[0] == 0
     listed = run(capsys, "cache", "list")[1]
-    assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 2
-    assert "2 entries" in listed
-    assert run(capsys, "cache", "verify")[0] == 0
+    assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 2 and "2 entries" in listed
     info = run(capsys, "cache", "info")[1]
-    assert str(empty_cache) in info
-    assert "writable" in info
+    assert str(empty_cache) in info and "writable" in info
+    store.kernel.cache_clear()
+    assert sorted(sources_of(run(capsys, *warm)[1])) == [*["cached"] * 2, *["compiled"] * 2]
+    store.kernel.cache_clear()
+    out_dir = tmp_path / "carried"
+    status, out, err = run(capsys, "warm", "--replay", record, "--arch", "9.0", "--out", out_dir)
+    assert (status, err, sources_of(out)) == (0, "", ["cached"] * 2)
+    assert out.splitlines()[-1].endswith(f"JITKERN_CACHE_PATH={out_dir}")
 
 
-def test_a_damaged_entry_is_found(capsys: Capture, empty_cache: Path) -> None:
-    assert run(capsys, "warm", "--element-size", "24", "--op", "store", "--arch", "9.0")[0] == 0
-    artefact = next(empty_cache.rglob("*.cubin"))
-    artefact.write_bytes(artefact.read_bytes()[:-1])
-    status, out, err = run(capsys, "cache", "verify")
-    assert status == 1
-    assert artefact.name in out
-    assert "1 damaged" in err
+# -- demo ------------------------------------------------------------------------------------------
 
 
-def test_replay_builds_what_was_recorded(
-    capsys: Capture, empty_cache: Path, host_module: Path, tmp_path: Path, fresh_python: Fresh
-) -> None:
-    record = tmp_path / "run.jsonl"
-    argv = ("warm", "--element-size", "176", "--op", "store", "--arch", "9.0")
-    env = {"JITKERN_RECORD": str(record), "JITKERN_CACHE_PATH": str(host_module)}
-    fresh_python(CLI, *argv, env=env)
-    assert record.is_file()
-    status, out, err = run(capsys, "warm", "--replay", str(record), "--arch", "8.0,9.0")
-    assert (status, err) == (0, "")
-    assert len(lines_of(out, "compiled")) == 2
-    assert len(lines_of(out, "cached")) == 2
-    status, out, _ = run(capsys, "warm", "--replay", str(record))
-    assert len(lines_of(out, "cached")) == 2
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_ROWS", dict.fromkeys(("cpu", "cuda"), dict.fromkeys(_OPS, 20)))
 
 
-# -------------------------------------------------------------------------------- doctor and demo
+_OPS = ("store_cache", "indexing", "h2d_gather")
 
 
-def test_doctor(capsys: Capture, empty_cache: Path) -> None:
-    status, out, _ = run(capsys, "doctor")
-    assert status == 0
-    for what in ("python", "torch", "tvm-ffi", "NVRTC", "nvcc", "c++", "ninja", "host module"):
-        assert re.search(rf"^{re.escape(what)} +(ok|note)", out, re.MULTILINE), what
-    assert re.search(r"^indexing on cpu +ok", out, re.MULTILINE)
-    assert str(empty_cache) in out
-
-
-def test_doctor_says_what_to_do(
-    capsys: Capture, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JITKERN_NVRTC", "/nowhere/libnvrtc.so")
-    monkeypatch.setenv("JITKERN_CACHE_DIR", "/proc/version/cache")
-    settings.cache_clear()
-    _, out, _ = run(capsys, "doctor")
-    nvrtc = next(line for line in out.splitlines() if line.startswith("NVRTC"))
-    assert 'pip install "jitkern[cuda]"' in nvrtc
-    cache = next(line for line in out.splitlines() if line.startswith("cache"))
-    assert "set JITKERN_CACHE_DIR" in cache
-
-
-def test_doctor_fails_without_what_is_needed(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from jitkern.errors import ToolchainError
-
-    def find() -> None:
-        raise ToolchainError("no C++ compiler was found; install g++")
-
-    monkeypatch.setattr(host, "find", find)
-    status, out, _ = run(capsys, "doctor")
-    assert status == 1
-    assert re.search(r"^host module +broken", out, re.MULTILINE)
-    assert "broken: host module" in out
-
-
-@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.usefixtures("small_demo")
+@pytest.mark.parametrize("broken", [None, *_OPS])
 def test_demo_says_which_result_differs(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, writes: bool
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, broken: str | None
 ) -> None:
-    copy = Impl("jitkern", "ours", lambda: lambda b: b[1].copy_(b[0]) if writes else None)
-    theirs = Impl("clone", "peer", lambda: lambda b: b[0].clone(), returns=True)
-    one = Case(
-        op="store",
-        name="64 B",
-        impls=[copy, theirs],
-        bytes_moved=128,
-        make=lambda _: (torch.ones(64).byte(), torch.empty(64).byte()),
-        outputs=lambda b: (b[1],),
-        reference=lambda b: (b[0],),
-    )
-    monkeypatch.setattr(demo, "_cases", lambda ctx: [one])
     monkeypatch.setattr(demo, "_compile", lambda: None)
+    if broken:
+        monkeypatch.setattr(jitkern, broken, lambda *_, **__: None)
     status, out, err = run(capsys, "demo")
-    assert re.search(rf"^store_cache +64 B +{'ok' if writes else 'failed'} ", out, re.MULTILINE)
-    assert (status, err) == (0, "") if writes else (status, err.startswith(DIFFERS)) == (1, True)
+    for op in _OPS:
+        bits = "failed" if op == broken else "ok"
+        assert re.search(rf"^{op} +\d+ of \d+ B +{bits} .*x *$", out, re.MULTILINE), out
+    text = f"jitkern: error: demo: {broken}: the result differs from PyTorch's\n"
+    assert (status, err) == ((1, text) if broken else (0, ""))
 
 
-@pytest.mark.slow
-def test_demo(fresh_python: Fresh) -> None:
-    out = fresh_python(CLI, "demo").stdout
-    for op in ("store_cache", "indexing", "h2d_gather"):
-        assert re.search(rf"^{op} .* ok .*x *$", out, re.MULTILINE), op
+@pytest.mark.usefixtures("small_demo")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_demo_without_nvrtc_runs_on_the_cpu(
+    capsys: Capture, empty_cache: Path, use: Callable[..., None]
+) -> None:
+    use(NVRTC="/nowhere/libnvrtc.so")
+    status, out, err = run(capsys, "demo")
+    assert (status, err) == (0, "")
+    assert f"CUDA kernels were not compiled: {NO_NVRTC}\n" in out
+
+
+@pytest.mark.cuda
+def test_demo_without_nvrtc_fails_beside_a_gpu(fresh_python: Fresh, tmp_path: Path) -> None:
+    """In a process of its own: this one may have the kernel in memory."""
+    env = {"JITKERN_NVRTC": "/nowhere/libnvrtc.so", "JITKERN_CACHE_DIR": str(tmp_path)}
+    code = "import sys; from jitkern.cli import main; sys.exit(main(['demo']))"
+    done = fresh_python(code, env=env, check=False)
+    assert (done.returncode, "CPU threads" in done.stdout) == (1, True)
+    assert done.stderr == f"jitkern: error: {NO_NVRTC}\n"
+
+
+@needs_cxx
+@needs_nvrtc
+def test_the_demo_of_a_user(session_cache: Path) -> None:
+    """The real one, as a process of its own."""
+    done = shell("demo")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(re.findall(r" ok .*x *$", done.stdout, re.MULTILINE)) == len(_OPS)
+    if not torch.cuda.is_available():
+        assert re.search(r"^\d+ CUDA kernels for 8.0, 9.0, ", done.stdout, re.MULTILINE)
+
+
+# -- without torch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["demo", "bench --ci", "warm --element-size 656"])
+def test_without_torch_one_line_says_what_to_install(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # its import is an ImportError then
+    status, text = one_line(capsys, *command.split())
+    assert status == 1
+    assert re.fullmatch(r"torch: import of torch .*; pip install torch\n", text)

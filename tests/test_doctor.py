@@ -1,12 +1,9 @@
-"""What ``jitkern doctor`` says of machines that are not this one."""
+"""``jitkern doctor`` on this machine, and on machines that are not this one."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,157 +11,152 @@ from typing import Any
 
 import pytest
 import torch
-from needs import needs_cxx
 
 from jitkern.arch import Arch
-from jitkern.cli import doctor, machine, main
-from jitkern.cli.machine import Check
+from jitkern.cli import doctor, main
+from jitkern.env import settings
 from jitkern.errors import ToolchainError, UnsupportedError
+from jitkern.host import module as host
 
-WHAT = {"system", "host memory", "huge pages", "locked memory", "cache", "shipped cache"}
-ROUTES = ("the ops, device_files", "cpp_files", "cuda_files")
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+ALL = {"system", "python", "jitkern", "torch", "tvm-ffi", "host module", "bytecode", "GPU"}
+ALL |= {"NVRTC", "nvcc", "c++", "ninja", "cache", "shipped cache", "jitkern-kernels"}
+ALL |= {"host memory", "huge pages", "indexing on cpu"}
 
 
-def test_a_report_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
-    checks = {check["what"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    assert WHAT | {f"compiling {route}" for route in ROUTES} <= set(checks)
-    assert "cores" in checks["system"]["found"]
-    for check in checks.values():
-        # Whatever is not as it should be says what to do.
-        assert check["state"] == "ok" or check["fix"], check
+@pytest.fixture(scope="module", autouse=True)
+def host_module(session_cache: Path) -> None:
+    host.module()
+
+
+def checks(capsys: Capture, status: int) -> dict[str, dict[str, str]]:
+    """The report as JSON, by what was checked."""
+    assert main(["doctor", "--json"]) == status
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (list(found), found["schema"], err) == (["schema", "checks", "broken"], 1, "")
+    by_name = {check["what"]: check for check in found["checks"]}
+    assert found["broken"] == [name for name in by_name if by_name[name]["state"] == "broken"]
+    return by_name
+
+
+def test_a_report_has_it_all_and_a_fix_for_each_problem(capsys: Capture) -> None:
+    found = checks(capsys, 0)
+    assert set(found) >= ALL
+    for check in found.values():
+        assert list(check) == ["what", "found", "state", "fix"]
+        assert check["state"] == "ok" or (check["state"] == "note" and check["fix"]), check
+
+
+def test_the_table_has_what_json_has(capsys: Capture, empty_cache: Path) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for what in ALL:
+        assert re.search(rf"^{re.escape(what)} +(ok|note) ", out, re.MULTILINE), what
+    assert str(empty_cache) in out and out.endswith("the ops run on this machine\n")
+
+
+def test_what_is_missing_has_its_fix(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("JITKERN_NVRTC", "/nowhere/libnvrtc.so")
+    monkeypatch.setenv("JITKERN_CACHE_DIR", "/proc/version/cache")
+    monkeypatch.setenv("CXX", "'")
+    settings.cache_clear()
+    found = checks(capsys, 0)
+    assert found["NVRTC"]["found"].endswith(" is not a file (compiles kernels for GPUs)")
+    assert found["NVRTC"]["fix"] == 'unset it, or pip install "jitkern[cuda]"'
+    assert found["cache"]["fix"] == "set JITKERN_CACHE_DIR to a directory of yours"
+    assert found["c++"]["found"].startswith('CXX: "\'": No closing quotation')
+    assert "install g++" in found["c++"]["fix"]
+
+
+def test_without_a_host_module_the_ops_are_broken(capsys: Capture, monkeypatch: Patch) -> None:
+    def find() -> None:
+        raise ToolchainError("no C++ compiler was found; install g++")
+
+    monkeypatch.setattr(host, "find", find)
+    assert checks(capsys, 1)["host module"] == {
+        "what": "host module",
+        "found": "no C++ compiler was found",
+        "state": "broken",
+        "fix": "install a jitkern wheel, or g++ and ninja to build it here",
+    }
+
+
+def test_without_torch(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # its import is an ImportError then
+    found = checks(capsys, 1)
+    assert found["torch"]["found"].startswith("import of torch halted")
+    assert found["torch"]["fix"] == "pip install torch" and "GPU" not in found
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("broken: torch")
+
+
+def test_a_wrong_result_is_broken(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("jitkern.indexing", lambda table, rows: table[rows] + 1)
+    found = checks(capsys, 1)["indexing on cpu"]
+    assert (found["state"], found["found"]) == ("broken", "the result differs from PyTorch's")
 
 
 @pytest.mark.parametrize(
-    ("enabled", "state"),
-    [("always [madvise] never", "ok"), ("[always] madvise never", "ok"), ("[never]", "note")],
+    ("enabled", "is_ok"), [("always [madvise] never", 1), ("[always]", 1), ("[never]", 0), ("", 0)]
 )
-def test_huge_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: str, state: str
-) -> None:
-    monkeypatch.setattr(machine, "_PAGES", tmp_path)
+def test_huge_pages(tmp_path: Path, monkeypatch: Patch, enabled: str, is_ok: bool) -> None:
+    monkeypatch.setattr(doctor, "_HUGE_PAGES", tmp_path)
+    if not enabled:
+        assert doctor.huge_pages() == "private unknown, shared unknown"  # no such kernel
+        return
     (tmp_path / "enabled").write_text(enabled)
     (tmp_path / "shmem_enabled").write_text("always [advise] never")
-    found = machine._huge_pages()
-    assert (found.state, found.found.startswith("private ")) == (state, True)
-    assert "shared advise" in found.found
-    assert ("echo madvise" in found.fix) == (state == "note")
+    if is_ok:
+        assert doctor.huge_pages().endswith(", shared advise")
+    else:
+        with pytest.raises(UnsupportedError, match="as root: echo madvise > "):
+            doctor.huge_pages()
 
 
-def test_a_kernel_without_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_PAGES", tmp_path)
-    assert machine._huge_pages().found == "this kernel has no transparent ones"
-
-
-def test_bytecode(tmp_path: Path) -> None:
-    """Files of this test's own; what doctor says to type makes them."""
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # as where the files' directory is another user's
-
-    def python(*arguments: str) -> str:
-        command = [sys.executable, "-W", "ignore", *arguments]
-        return subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True
-        ).stdout
-
-    look = (
-        "import dataclasses, json, jitkern, tvm_ffi; from jitkern.cli import machine;"
-        "print(json.dumps(dataclasses.asdict(machine.bytecode())))"
-    )
-    lacks = Check(**json.loads(python("-c", look)))
-    assert lacks.state == "note"
-    of = re.match(r"(\d+) of (\d+) modules have none: ", lacks.found)
-    assert of and of[1] == of[2]
-    program, *arguments = lacks.fix.split()
-    assert program == "python"
-    python(*arguments)
-    has = Check(**json.loads(python("-c", look)))
-    assert (has.state, has.found) == ("ok", f"of all {of[1]} modules of jitkern and tvm_ffi")
-
-
-@pytest.mark.parametrize(("limit", "text"), [(-1, "limit unlimited"), (1 << 16, "limit 64.0 KiB")])
-def test_the_limit_of_locked_memory(monkeypatch: pytest.MonkeyPatch, limit: int, text: str) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert machine._locked_limit().found.startswith(f"{text} (")
-
-
-@needs_cxx
-@pytest.mark.parametrize("lacks", ["find_cxx", "find_nvcc", "find_ninja", "find_nvrtc"])
-def test_a_route_that_is_closed_says_why(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
-    from jitkern.compilers import find, find_cuda, find_nvrtc
-
-    def none() -> None:
-        raise ToolchainError(f"{lacks} found nothing; install it")
-
-    def some() -> Any:
-        class Tool:
-            id = "some-1"
-
-        return Tool
-
-    for module in (find, find_cuda, find_nvrtc):
-        for name in ("find_cxx", "find_nvcc", "find_ninja", "find_nvrtc"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, none if name == lacks else some)
-    found = {check.what.removeprefix("compiling "): check for check in machine.routes(has_gpu=True)}
-    closed = {
-        "find_cxx": {"cpp_files", "cuda_files"},
-        "find_ninja": {"cpp_files", "cuda_files"},
-        "find_nvcc": {"cuda_files"},
-        "find_nvrtc": {"the ops, device_files"},
-    }[lacks]
-    for route in ROUTES:
-        if route in closed:
-            assert found[route].found == f"{lacks} found nothing"
-            assert found[route].fix == "install it"
-            assert found[route].state == ("broken" if lacks == "find_nvrtc" else "note")
-        else:
-            assert found[route].state == "ok"
-
-
-@pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], bool]], None]:
-    def make(reach: Callable[[int, int], bool]) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-        monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
-        monkeypatch.setattr("jitkern.comm.nccl.load", lambda: 22809)
-
-    return make
-
-
-def test_links(four_gpus: Any) -> None:
-    four_gpus(lambda i, j: True)
-    assert list(machine.links(4)) == [
-        Check("peer access", "all 6 pairs of GPUs"),
-        Check("NCCL", "2.28.9"),
-    ]
-    four_gpus(lambda i, j: {i, j} != {1, 3})
-    peers, _ = machine.links(4)
-    assert (peers.found, peers.state) == ("none of 3-1, of all 6 pairs of GPUs", "note")
-    assert "PeerMemory" in peers.fix
-
-
-def test_no_nccl(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> int:
-        raise UnsupportedError("init_pynccl: no usable NCCL: no file; pip install nvidia-nccl-cu13")
-
-    four_gpus(lambda i, j: True)
-    monkeypatch.setattr("jitkern.comm.nccl.load", none)
-    *_, found = machine.links(4)
-    fix = "pip install nvidia-nccl-cu13"
-    assert found == Check("NCCL", "no usable NCCL: no file", "note", fix)
+def test_bytecode(tmp_path: Path, monkeypatch: Patch) -> None:
+    there, modules = tmp_path / "there", {name: type(sys)(name) for name in ("jitkern", "tvm_ffi")}
+    for name, module in modules.items():
+        module.__file__ = f"/packages/{name}/__init__.py"
+        module.__spec__ = type("Spec", (), {"cached": str(there)})  # type: ignore[assignment]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "modules", modules)
+        with pytest.raises(UnsupportedError) as lacking:
+            doctor.bytecode()
+        there.touch()
+        assert doctor.bytecode() == "of all 2 modules"
+    assert str(lacking.value).startswith("2 of 2 modules have none: ")
+    fix = "; python -m compileall -q /packages/jitkern /packages/tvm_ffi"
+    assert str(lacking.value).endswith(fix)
 
 
 @pytest.mark.parametrize(("archs", "state"), [("7.5 9.0", "note"), ("8.0 8.0", "ok")])
-def test_the_arch_of_a_gpu(monkeypatch: pytest.MonkeyPatch, archs: str, state: str) -> None:
+def test_the_arch_of_a_gpu(monkeypatch: Patch, archs: str, state: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "A GPU")
     monkeypatch.setattr(doctor, "gpu_archs", lambda: list(map(Arch.parse, archs.split())))
-    found = doctor._gpu(2)
+    found = doctor.gpu(2)
     assert found.state == state
     assert found.found.startswith(f"2 x A GPU, arch {', '.join(dict.fromkeys(archs.split()))}")
     assert ("8.0 or newer" in found.fix) == (state == "note")
 
 
-def test_without_a_gpu_nothing_is_said_of_links() -> None:
-    assert list(machine.links(0)) == []
+def test_which_gpus_reach_each_other(monkeypatch: Patch) -> None:
+    def reach(condition: Callable[[int, int], bool]) -> None:
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", condition)
+
+    reach(lambda i, j: True)
+    assert doctor.peer_access(4) == "all 6 pairs of GPUs"
+    reach(lambda i, j: {i, j} != {1, 3})
+    with pytest.raises(UnsupportedError, match=r"none of 3-1, of all 6 pairs; .*PeerMemory"):
+        doctor.peer_access(4)
+
+
+def test_an_error_becomes_what_was_found_and_the_fix() -> None:
+    def none() -> Any:
+        raise UnsupportedError("init_pynccl: no usable NCCL: no file; pip install nvidia-nccl-cu13")
+
+    found = doctor._look("NCCL", none)
+    fix = "pip install nvidia-nccl-cu13"
+    assert found == doctor.Check("NCCL", "no usable NCCL: no file", "note", fix)

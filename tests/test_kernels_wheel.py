@@ -18,16 +18,16 @@ import pytest
 from built_wheel import wheel  # noqa: F401
 from filelock import FileLock
 from needs import needs_cxx, needs_nvrtc
+from proved import unproved
 
 import jitkern
 from jitkern.arch import Arch
 from jitkern.cache import search
 from jitkern.cli import doctor
-from jitkern.cli.kernels_wheel import kernels_wheel as found_by_doctor
 from jitkern.jit.image import DeviceImage
 from jitkern.ops import device_ops
 from jitkern.ops.store import kernel
-from jitkern.warming import _sized_ops, build_kernels
+from jitkern.warming import _sized_ops
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,6 +35,11 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
+of_both_wheels = unproved(
+    "kernels wheel",
+    *("kernels/*", "hatch_build.py", "tests/test_kernels_wheel.py", "tests/built_wheel.py"),
+    *("src/jitkern/cache/*.py", "src/jitkern/jit/*.py"),
+)
 ROW_BYTES = 4112  # of no other test: no cache of this run has it
 LIST = f"""
 archs = ["9.0"]
@@ -148,25 +153,10 @@ def test_the_list_is_one() -> None:
     assert {op for op, _ in sized} == set(device_ops())
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ({"op": ["store_cache"]}, "wanted: 'op', expected ops, element_sizes, head_dims"),
-        ({"ops": ["store_cache"]}, "ops: 'store_cache', expected along with element_sizes"),
-    ],
-)
-def test_a_list_that_makes_no_sense(
-    tmp_path: Path, wanted: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_kernels(tmp_path, [wanted], ["9.0"])
-    assert list(tmp_path.iterdir()) == []
-
-
 # -- what is found ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@of_both_wheels
 @needs_nvrtc
 def test_found_without_a_compiler_and_never_stale(installed: Path, tmp_path: Path) -> None:
     found, said = look(installed, tmp_path)
@@ -183,7 +173,7 @@ def test_found_without_a_compiler_and_never_stale(installed: Path, tmp_path: Pat
         assert look(installed, tmp_path)[0] == found
 
 
-@pytest.mark.slow
+@of_both_wheels
 @needs_nvrtc
 def test_not_found_where_others_could_have_written(installed: Path, tmp_path: Path) -> None:
     """As the cache in the wheel: no directory of it may be more open than jitkern's own files."""
@@ -194,27 +184,6 @@ def test_not_found_where_others_could_have_written(installed: Path, tmp_path: Pa
         path.chmod(mode)
         assert found.startswith("to be compiled: ")
         assert f"{path} " in said and "everyone can change what is in it" in said
-
-
-@pytest.mark.slow
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("library", "builtins", "is_found"),
-    [
-        ("cu13/lib/libnvrtc.so.13", "libnvrtc-builtins.so.13.999", True),
-        ("cuda_nvrtc/lib/libnvrtc.so.12", "libnvrtc-builtins.so.12.8", False),
-    ],
-)
-def test_beside_another_nvrtc(
-    installed: Path, tmp_path: Path, library: str, builtins: str, is_found: bool
-) -> None:
-    """One of the same CUDA finds it; where there is one for CUDA 12 the driver may be, too."""
-    file = tmp_path / "packages" / "nvidia" / library
-    file.parent.mkdir(parents=True)
-    file.touch()
-    (file.parent / builtins).touch()
-    found, _ = look(installed, tmp_path, tmp_path / "packages")
-    assert found.startswith("shipped " if is_found else "to be compiled: "), found
 
 
 @pytest.mark.parametrize(
@@ -250,7 +219,7 @@ def test_what_is_asked_for_last(
     kernel.cache_clear()
 
 
-@pytest.mark.slow
+@of_both_wheels
 @needs_cxx
 @needs_nvrtc
 def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> None:
@@ -270,16 +239,15 @@ def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> Non
 
 @needs_nvrtc
 def test_doctor_says_what_is_installed(beside: Path) -> None:
-    assert found_by_doctor() == (f"{jitkern.__version__}, 2 entries", "ok", "")
+    assert doctor.kernels_wheel() == jitkern.__version__
     (metadata,) = beside.parent.glob("*.dist-info/METADATA")
     metadata.write_text(metadata.read_text().replace(jitkern.__version__, "0.0.9"))
-    found, state, fix = found_by_doctor()
-    assert (found, state) == ("0.0.9, 2 entries, for another version of jitkern", "note")
-    assert fix.startswith(f"install jitkern-kernels {jitkern.__version__}: ")
+    text = f"0.0.9, for another version of jitkern; install jitkern-kernels {jitkern.__version__}"
+    with pytest.raises(jitkern.UnsupportedError, match=text):
+        doctor.kernels_wheel()
 
 
 def test_doctor_says_that_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_kernels", tuple)  # one may be, beside the jitkern of this run
-    says = "not installed: kernels are compiled when they are first used"
-    assert found_by_doctor() == (says, "ok", "")
+    assert doctor.kernels_wheel().startswith("not installed: kernels are compiled when they are")
     assert "shipped kernels" not in [check.what for check in doctor._caches()]

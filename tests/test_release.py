@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from built_wheel import wheel  # noqa: F401
+from proved import unproved
 
 import jitkern
 
@@ -89,6 +90,7 @@ def test_a_tag_is_the_version_and_has_its_date(tree: Callable[..., Path]) -> Non
 # -- what is built ---------------------------------------------------------------------------------
 
 
+@unproved("sdist", "pyproject.toml", "hatch_build.py", ".gitignore", "tools/release_check.py")
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a git checkout")
 def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
@@ -98,7 +100,7 @@ def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
     check.check_sdist(sdist, ROOT)
 
 
-@pytest.mark.slow
+@unproved("links", "src/jitkern/host/*.py", "hatch_build.py", "tools/release_check.py")
 def test_what_the_host_module_links(
     wheel: Path,  # noqa: F811
     tmp_path: Path,
@@ -111,10 +113,6 @@ def test_what_the_host_module_links(
 
 
 # -- workflows -------------------------------------------------------------------------------------
-
-
-def test_there_are_workflows() -> None:
-    assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

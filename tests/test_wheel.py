@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
@@ -13,11 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from guard import GOOD
+from proved import unproved
 
 ROOT = Path(__file__).resolve().parent.parent
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
-pytestmark = pytest.mark.slow
+pytestmark = unproved(
+    "wheel",
+    *("hatch_build.py", "pyproject.toml", "tests/test_wheel.py", "tests/built_wheel.py"),
+    "src/jitkern/host/*.py",
+)
 
 
 def test_versions_are_read_in_any_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,50 +99,30 @@ def test_works_without_a_compiler(wheel: Path, tmp_path: Path, fresh_python: Fre
     assert os.listdir(tmp_path / "bin") == []
 
 
-GOOD = """
-import torch
-from jitkern.bench import case
-
-@case("copy", against="clone", bytes_moved=128)
-def copy(ctx):
-    x = torch.arange(64, device=ctx.device)
-    y = torch.empty_like(x)
-    return lambda: y.copy_(x), lambda: x.clone()
-"""
-BENCH = """
+GUARD = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 import jitkern
 assert jitkern.__file__.startswith(sys.path[0]), jitkern.__file__
 from jitkern.cli import main
-sys.exit(main())
+sys.exit(main(["bench", *sys.argv[1:]]))
 """
 
 
-def test_bench_offers_what_works_in_an_installed_package(wheel: Path, tmp_path: Path) -> None:
+def test_the_guard_works_in_an_installed_package(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     (tmp_path / "mine.py").write_text(GOOD)
     # An empty PATH: nothing to count instructions with, which takes half a minute.
     env = {**os.environ, "PATH": "", "JITKERN_CACHE_DIR": str(tmp_path / "cache")}
 
-    def bench(*argv: object) -> subprocess.CompletedProcess[str]:
+    def bench(*argv: str) -> subprocess.CompletedProcess[str]:
         # -I: neither the checkout nor this user's packages, and none of its variables.
-        command = [sys.executable, "-I", "-c", BENCH, str(site), "bench", *map(str, argv)]
+        command = [sys.executable, "-I", "-c", GUARD, str(site), *argv]
         return subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
 
-    shown = bench("--help")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert "python -m bench" not in shown.stdout
     plain = bench()
-    assert plain.returncode == 1
-    assert plain.stderr.startswith("jitkern: error: bench: expected --ci: ")
-    guard = ("--ci", "--device", "cpu", "--cases", "mine.py", "--baseline", "baselines")
-    (tmp_path / "baselines").mkdir()
-    for options in (["--update"], ["--gate", "none", "--json", "r.json"]):
-        done = bench(*guard, *options)
-        assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads((tmp_path / "r.json").read_text())["benchmarks"]["mine"]["rows"]
-    assert (row["case"], row["against"], row["ratio_median"] > 0) == ("copy", "clone", True)
-    own = bench("--ci")
-    assert (own.returncode, "expected --cases FILE" in own.stderr) == (2, True)
+    assert (plain.returncode, "clone the repository" in plain.stderr) == (1, True)
+    done = bench("--ci", "--device", "cpu", "--cases", "mine.py", "--json", "r.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mine: copy" in done.stdout and (tmp_path / "r.json").exists()

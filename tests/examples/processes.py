@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import torch
 from paths import python_path
 
@@ -26,13 +26,8 @@ def run_example(
     name: str, device: torch.device, *argv: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a file of examples/, or one that `with_mistake` has made."""
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *argv],
-        env={**environment_for(device), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    env = {**environment_for(device), **environment}
+    return forks.run(EXAMPLES / name, *argv, env=env, timeout=300)
 
 
 def with_mistake(name: str, folder: Path, right: str, wrong: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from proved import unproved
 
 import jitkern.comm
 
@@ -26,7 +27,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("method", ["auto", "all_reduce"])
+_of_these_sources = unproved(
+    "tp example", "examples/tp_embedding.py", "src/jitkern/nn/*.py", "tests/examples/test_tp_*.py"
+)
+
+
+@pytest.mark.parametrize("method", ["auto", pytest.param("all_reduce", marks=_of_these_sources)])
 def test_two_ranks(session_cache: Path, method: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -1,7 +1,7 @@
 """The command line: ``jitkern warm``, ``jitkern doctor`` and the others.
 
-Each command is a module with ``configure(parser)`` and ``run(args)``; what is heavy is imported
-when it runs, so that ``jitkern --help`` answers at once.
+Each command is a module with ``configure(parser)`` and ``run(args)``. Heavy imports happen inside
+``run``, so that ``jitkern --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 from jitkern import __version__
-from jitkern.cli import bench_cmd, cache_cmd, calibrate, clangd, completion, demo, doctor, warm
+from jitkern.cli import bench_cmd, cache_cmd, calibrate, demo, doctor, warm
 from jitkern.cli.ui import Parser, UsageError
 from jitkern.env import settings
 from jitkern.errors import CompileError, JitkernError, WarmError
@@ -27,8 +27,6 @@ _COMMANDS = {
     "cache": cache_cmd,
     "demo": demo,
     "bench": bench_cmd,
-    "clangd": clangd,
-    "completion": completion,
 }
 
 _EXAMPLE = """
@@ -37,7 +35,7 @@ jitkern warm --element-size 656 --arch 9.0
 """
 
 _BUG = (
-    "jitkern: this is a bug of jitkern's: please report it to its maintainers, with all of the "
+    "jitkern: this is a bug in jitkern: please report it to its maintainers, with all of the "
     "lines above, the command, and what jitkern doctor prints"
 )
 
@@ -55,26 +53,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["cache", "info"])  # doctest: +SKIP
     0
     """
-    _make_streams_usable()
-    given = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # Latin-1 cannot print every path
+            stream.reconfigure(errors="backslashreplace")
     try:
-        status = _run(given)
+        status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
     except UsageError as error:
         return _fail(str(error), 2)
     except JitkernError as error:
-        # One line, but for what a compiler has to say, or many of them: all of it helps.
+        # One line, except what compilers print.
         text = str(error)
         is_long = isinstance(error, (CompileError, WarmError))
         return _fail(text if is_long else " ".join(text.split()), 1)
-    except BrokenPipeError:
-        _let_go_of_stdout()  # `jitkern cache list | head`: nobody reads on
-        return 1
     except OSError as error:
-        _let_go_of_stdout()  # which may be what is full
-        what = f"{error.filename}: " if error.filename is not None else ""
-        return _fail(f"{what}{error.strerror or error}", 1)
+        try:
+            sys.stdout.flush()
+        except OSError:  # `jitkern cache list | head`, or a full disk: Python would flush at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 1
+        file = f"{error.filename}: " if error.filename is not None else ""
+        return _fail(f"{file}{error.strerror or error}", 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except Exception:
@@ -82,32 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _make_streams_usable() -> None:
-    """Have output to write to that takes any character: `>&-` leaves none, Latin-1 not all."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _let_go_of_stdout() -> None:
-    """Drop what cannot be written: Python's flush at exit would fail once more."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _run(argv: list[str]) -> int:
-    # torch says so while it is imported, wherever NumPy is not installed; nothing here needs it.
+    # Importing torch warns if NumPy is not installed; nothing here needs NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    parser = _parser()
     if argv[:1] == ["bench"] and not bench_cmd.is_for_guard(argv[1:]):
-        # A checkout's harness has its own options: nothing of them is looked at here.
+        # The benchmarks of a checkout parse their own options.
         return bench_cmd.forward(argv[1:])
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
         settings()
     except ValueError as error:
@@ -133,7 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         )
         module.configure(command)
         command.set_defaults(run=module.run)
-    parser.set_defaults(parser=parser)
     return parser
 
 

@@ -1,35 +1,46 @@
-"""``jitkern doctor``: what is installed, whether it works, and the fix where it does not."""
+"""``jitkern doctor``: what is installed, whether it works, and the fix if it does not."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jitkern
-from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs
-from jitkern.cli import machine, ui
-from jitkern.cli.kernels_wheel import kernels_wheel
-from jitkern.cli.machine import Check
+from jitkern.arch import SUPPORTED_ARCHS, gpu_archs
+from jitkern.cli import ui
 from jitkern.env import settings
-from jitkern.errors import JitkernError, ToolchainError, UnsupportedError
+from jitkern.errors import CacheError, JitkernError, ToolchainError, UnsupportedError
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
-    from jitkern.compilers.find import Tool
-    from jitkern.compilers.find_nvrtc import Nvrtc
 
 SUMMARY = "check this machine: versions, GPU, compilers, cache"
 DESCRIPTION = """\
-Check all that jitkern needs or can use. "broken" is something without which the ops do not run
-here, and makes the exit status 1; a "note" is something that only other uses need."""
+Check all that jitkern needs or can use. "broken": the ops do not run here, and the exit status is
+1. "note": something that only other uses need."""
 EXAMPLE = "jitkern doctor"
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was checked, what was found, and the fix unless it is ok."""
+
+    what: str
+    found: str
+    state: Literal["ok", "note", "broken"] = "ok"
+    fix: str = ""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from jitkern.compilers.progress import quiet
 
     checks = []
-    console = ui.console(stderr=True)
-    with quiet(), console.status("looking") as status:
+    with quiet(), ui.console(stderr=True).status("looking") as status:
         for check in diagnose():
             checks.append(check)
             status.update(f"looked at {check.what}")
@@ -59,69 +69,75 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose() -> Iterator[Check]:
     """Run every check, the most basic first."""
-    yield machine.system()
-    yield _python()
+    yield _look("system", _system)
+    yield Check("python", f"{platform.python_version()} ({sys.executable})")
     yield Check("jitkern", f"{jitkern.__version__} in {Path(jitkern.__file__).parent}")
-    torch = _torch()
+    torch = _look("torch", _torch, needed=True)
     yield torch
-    yield _distribution("apache-tvm-ffi", "tvm-ffi")
-    host = _host_module()
+    fix = "pip install apache-tvm-ffi"
+    yield _look("tvm-ffi", lambda: metadata.version("apache-tvm-ffi"), needed=True, fix=fix)
+    fix = "install a jitkern wheel, or g++ and ninja to build it here"
+    host = _look("host module", _host_module, needed=True, fix=fix)
     yield host
-    if host.state == "ok":
-        yield machine.bytecode()
     gpus = int(_host().device_count()) if host.state == "ok" else 0
-    if host.state == torch.state == "ok":
-        yield _gpu(gpus)
     if host.state == "ok":
+        yield _look("bytecode", bytecode)
+        if torch.state == "ok":
+            yield gpu(gpus)
         yield from _driver(gpus)
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
-    yield from machine.routes(has_gpu=bool(gpus))
     yield from _caches()
-    yield Check("jitkern-kernels", *kernels_wheel())
-    yield from machine.host_memory()
-    if torch.state == "ok":
-        yield from machine.links(gpus)
-    if gpus:
-        yield _calibration()
+    yield _look("jitkern-kernels", kernels_wheel)
+    yield _look("host memory", _host_memory)
+    yield _look("huge pages", huge_pages)
+    if gpus and torch.state == "ok":
+        if gpus > 1:
+            yield _look("peer access", partial(peer_access, gpus))
+        yield _look("NCCL", _nccl)
+        yield _look("calibration", _calibration)
     if host.state == torch.state == "ok":
-        yield _trial("cpu")
-        for i in range(gpus):
-            yield _trial(f"cuda:{i}")
+        for device in ("cpu", *(f"cuda:{i}" for i in range(gpus))):
+            yield _look(f"indexing on {device}", partial(_trial, device), needed=True)
 
 
-def _python() -> Check:
-    return Check("python", f"{platform.python_version()} ({sys.executable})")
-
-
-def _distribution(name: str, shown: str) -> Check:
+def _look(
+    what: str, find: Callable[[], str], *, needed: bool = False, use: str = "", fix: str = ""
+) -> Check:
+    """Return what `find` does. Its error, "reason; fix", is a note, or broken if it is `needed`."""
     try:
-        return Check(shown, metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return Check(shown, "not installed", "broken", f"pip install {name}")
+        return Check(what, find())
+    except (JitkernError, ImportError, OSError, RuntimeError) as error:
+        reason, hint = ui.split_hint(error)
+        reason = re.sub(rf"^({re.escape(what)}|init_pynccl): ", "", reason).partition("\n")[0]
+        if use and not needed:
+            reason += f" ({use})"
+        return Check(what, reason, "broken" if needed else "note", fix or hint)
 
 
-def _torch() -> Check:
-    try:
-        ui.require_torch()
-    except UnsupportedError as error:
-        reason, fix = ui.split_hint(error)
-        return Check("torch", reason.removeprefix("torch: "), "broken", fix)
+# -- packages and GPU ------------------------------------------------------------------------------
+
+
+def _system() -> str:
+    from jitkern import calibration
+
+    name = f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}"
+    return f"{name}, {calibration.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _torch() -> str:
+    ui.require_torch()
     import torch
 
     cuda = torch.version.cuda
-    return Check("torch", f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'no CUDA'})")
+    return f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'no CUDA'})"
 
 
-def _host_module() -> Check:
+def _host_module() -> str:
     from jitkern.host import module as host
 
-    try:
-        found = host.find()
-    except (JitkernError, OSError, ImportError) as error:
-        fix = "install a jitkern wheel, or g++ and ninja to build it here"
-        return Check("host module", _first_line(error), "broken", fix)
+    found = host.find()
     did = "built" if found.source == "compiled" else "loaded"
-    return Check("host module", f"{found.source}, {did} in {ui.ms_text(found.ms)} ms")
+    return f"{found.source}, {did} in {ui.ms_text(found.ms)} ms"
 
 
 def _host() -> Any:
@@ -130,7 +146,24 @@ def _host() -> Any:
     return module()
 
 
-def _gpu(count: int) -> Check:
+def bytecode() -> str:
+    """Tell whether Python keeps what it compiles: `uv` and `pip --no-compile` write no bytecode."""
+    packages = ("jitkern", "tvm_ffi")
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in packages]
+    files = [Path(m.__spec__.cached) for m in modules if m.__spec__ and m.__spec__.cached]
+    lacking = sum(not file.exists() for file in files)
+    if lacking:
+        # A first call 152 to 227 ms, not 63 to 73, on three hosts (bench/results/first_call_*).
+        folders = " ".join(str(Path(sys.modules[name].__file__ or "").parent) for name in packages)
+        raise UnsupportedError(
+            f"{lacking} of {len(files)} modules have none: each process compiles them, 0.1 to 0.2 s"
+            f"; python -m compileall -q {folders}"
+        )
+    return f"of all {len(files)} modules"
+
+
+def gpu(count: int) -> Check:
+    """Return the GPUs, and whether torch and the kernels support them."""
     import torch
 
     if not count:
@@ -138,157 +171,170 @@ def _gpu(count: int) -> Check:
             return Check("GPU", "none visible", "note", "check CUDA_VISIBLE_DEVICES, nvidia-smi")
         return Check("GPU", "none: the ops run on the CPU")
     if not torch.cuda.is_available():
-        known = ", ".join(dict.fromkeys(map(_driver_arch, range(count))))
         fix = "install a build of torch for CUDA (https://pytorch.org/get-started)"
-        return Check("GPU", f"{count} of arch {known}, unknown to torch", "broken", fix)
+        return Check("GPU", f"{count}, unknown to torch", "broken", fix)
     names = [torch.cuda.get_device_name(i) for i in range(count)]
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    archs = gpu_archs()
+    archs, oldest = gpu_archs(), SUPPORTED_ARCHS[0]
     found = f"{kinds}, arch {', '.join(map(str, dict.fromkeys(archs)))}"
-    oldest = SUPPORTED_ARCHS[0]
     if min(archs) < oldest:
         fix = f"use a GPU of compute capability {oldest} or newer"
         return Check("GPU", f"{found}; not all kernels compile before {oldest}", "note", fix)
     return Check("GPU", found)
 
 
-def _driver_arch(device: int) -> str:
-    return str(Arch(*divmod(int(_host().device_arch(device)), 10)))
-
-
 def _driver(gpus: int) -> Iterator[Check]:
-    version = int(_host().driver_version())
-    if version:
-        from jitkern import calibration
-
-        supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
-        yield Check("driver", f"{calibration.kernel_driver() or 'version unknown'}, {supports}")
-        if gpus:
-            yield from _nvrtc_against_driver(version // 1000)
-
-
-def _nvrtc_against_driver(driver_major: int) -> Iterator[Check]:
+    from jitkern import calibration
     from jitkern.compilers.find_nvrtc import find_nvrtc
 
+    version = int(_host().driver_version())
+    if not version:
+        return
+    major = version // 1000
+    supports = f"for CUDA {major}.{version % 1000 // 10}"
+    yield Check("driver", f"{calibration.kernel_driver() or 'version unknown'}, {supports}")
     try:
         nvrtc = find_nvrtc()
     except ToolchainError:
         return  # has its own line
-    if int(nvrtc.version.partition(".")[0]) > driver_major:
-        package = "nvidia-cuda-nvrtc-cu12" if driver_major == 12 else "nvidia-cuda-nvrtc"
+    if gpus and int(nvrtc.version.partition(".")[0]) > major:
+        package = "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc"
         found = f"makes code for CUDA {nvrtc.version}, newer than the driver"
-        fix = f'update the driver, or pip install "{package}=={driver_major}.*"'
+        fix = f'update the driver, or pip install "{package}=={major}.*"'
         yield Check("NVRTC", found, "broken", fix)
 
 
 def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
-    from jitkern.compilers.find import find_cxx, find_ninja
-    from jitkern.compilers.find_cuda import find_nvcc
-    from jitkern.compilers.find_nvrtc import find_nvrtc
+    from jitkern.compilers import find, find_cuda, find_nvrtc
 
-    compiler = settings().compiler
-    yield _tool("NVRTC", find_nvrtc, needed=has_gpu and compiler == "nvrtc")
-    yield _tool("nvcc", find_nvcc, needed=has_gpu and compiler == "nvcc")
-    yield _tool("c++", find_cxx, needed=not host_works)
-    yield _tool("ninja", find_ninja, needed=not host_works)
+    def version(find: Callable[[], Any]) -> Callable[[], str]:
+        return lambda: f"{(tool := find()).version} ({tool.path})"
 
-
-def _tool(what: str, find: Callable[[], Nvrtc | Tool], *, needed: bool) -> Check:
-    try:
-        tool = find()
-    except ToolchainError as error:
-        reason, fix = ui.split_hint(error)
-        if needed:
-            return Check(what, reason, "broken", fix)
-        return Check(what, f"{reason} ({_USED_FOR[what]})", "note", fix)
-    # Of the C++ compilers the version alone does not say which it is.
-    return Check(what, f"{tool.id if what == 'c++' else tool.version} ({tool.path})")
+    cxx_use = "only for C++ sources of your own"
+    nvcc_use = "only for JITKERN_COMPILER=nvcc and .cu files with host code"
+    needs = {settings().compiler} if has_gpu else set()
+    use = "compiles kernels for GPUs"
+    yield _look("NVRTC", version(find_nvrtc.find_nvrtc), needed="nvrtc" in needs, use=use)
+    yield _look("nvcc", version(find_cuda.find_nvcc), needed="nvcc" in needs, use=nvcc_use)
+    # The version of a C++ compiler does not say which compiler it is.
+    cxx = lambda: f"{(tool := find.find_cxx()).id} ({tool.path})"  # noqa: E731
+    yield _look("c++", cxx, needed=not host_works, use=cxx_use)
+    yield _look("ninja", version(find.find_ninja), needed=not host_works, use=cxx_use)
 
 
-_USED_FOR = {
-    "NVRTC": "compiles kernels for GPUs",
-    "nvcc": "only for JITKERN_COMPILER=nvcc and .cu files with host code",
-    "c++": "only for C++ sources of your own",
-    "ninja": "only for C++ sources of your own",
+# -- caches, memory, links -------------------------------------------------------------------------
+
+_CACHES = {
+    "JITKERN_CACHE_DIR": "cache",
+    "JITKERN_CACHE_PATH": "read-only cache",
+    "shipped": "shipped cache",
+    "jitkern-kernels": "shipped kernels",
 }
 
 
 def _caches() -> Iterator[Check]:
     from jitkern.cache.search import caches
 
+    # What is wrong is a note: the process keeps what it compiles in a directory of its own.
     for origin, _, cache in caches():
-        yield _cache(origin, cache)
+        yield _look(_CACHES[origin], partial(_cache, cache, is_optional=origin == "shipped"))
 
 
-_CACHES = {
-    "JITKERN_CACHE_DIR": ("cache", "", ""),
-    "JITKERN_CACHE_PATH": (
-        "read-only cache",
-        "no such directory",
-        "make it, or take it out of JITKERN_CACHE_PATH",
-    ),
-    "shipped": ("shipped cache", "none, as in a source checkout", ""),
-    "jitkern-kernels": ("shipped kernels", "", ""),
-}
-
-
-def _cache(origin: str, cache: Cache) -> Check:
-    """Whether it is used, and whose it is."""
-    what, absent, fix = _CACHES[origin]
-    try:
-        cache.place.check()
-        if not cache.read_only:
-            ui.require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
-    except JitkernError as error:
-        reason, fix = ui.split_hint(error)
-        # Not broken: a process then keeps what it compiles in a directory of its own.
-        return Check(what, reason, "note", fix)
+def _cache(cache: Cache, *, is_optional: bool) -> str:
+    cache.place.check()
+    if not cache.read_only:
+        ui.require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
     rights = cache.place.rights()
+    if not rights and is_optional:
+        return f"{cache.root}: none, as in a source checkout"
     if not rights:
-        return Check(what, f"{cache.root}: {absent}", "note" if fix else "ok", fix)
+        fix = "make it, or take it out of JITKERN_CACHE_PATH"
+        raise CacheError(f"{cache.root}: no such directory; {fix}")
     verdict = "trusted" if cache.read_only else "trusted, writable"
-    return Check(what, f"{cache.root}: {rights}, {verdict}; {_filled(cache)}")
-
-
-def _filled(cache: Cache) -> str:
     entries = cache.entries()
     size = ui.bytes_text(sum(entry.bytes for entry in entries))
     most = "" if cache.max_bytes is None else f" of at most {ui.bytes_text(cache.max_bytes)}"
-    return f"{len(entries):,} {'entry' if len(entries) == 1 else 'entries'}, {size}{most}"
+    count = f"{len(entries):,} {'entry' if len(entries) == 1 else 'entries'}"
+    return f"{cache.root}: {rights}, {verdict}; {count}, {size}{most}"
 
 
-def _calibration() -> Check:
-    """Whose figures "auto" decides by."""
+def kernels_wheel() -> str:
+    """Return the version of the wheel of prebuilt kernels; another version's are not used."""
+    from jitkern.cache.search import KERNELS, caches
+
+    if KERNELS not in (origin for origin, _, _ in caches()):
+        return "not installed: kernels are compiled when they are first used"
+    try:
+        version = metadata.version(KERNELS)
+    except metadata.PackageNotFoundError:
+        version = "unknown version"  # unpacked, not installed
+    if version != jitkern.__version__:
+        fix = f"install {KERNELS} {jitkern.__version__}"
+        raise UnsupportedError(f"{version}, for another version of jitkern; {fix}")
+    return version
+
+
+def _host_memory() -> str:
+    from jitkern.fs import free_bytes
+    from jitkern.offload import hostmem
+
+    total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), free_bytes()
+    nodes = len(hostmem.numa_nodes()) or 1
+    found = f"{ui.bytes_text(total)} on {nodes} NUMA node{'s' * (nodes > 1)}"
+    return found if free is None else f"{ui.bytes_text(free)} free of {found}"
+
+
+def huge_pages() -> str:
+    """Return the modes of transparent huge pages, which pools of pinned memory depend on."""
+    modes = []
+    for name in ("enabled", "shmem_enabled"):
+        file = _HUGE_PAGES / name
+        match = re.search(r"\[(\w+)\]", file.read_text()) if file.exists() else None
+        modes.append(match[1] if match else "unknown")
+    found = f"private {modes[0]}, shared {modes[1]}"
+    if modes[0] == "never":
+        fix = f"as root: echo madvise > {_HUGE_PAGES / 'enabled'}"
+        raise UnsupportedError(f"{found} (PinnedPool takes longer); {fix}")
+    return found
+
+
+def peer_access(gpus: int) -> str:
+    """Tell which GPUs address each other's memory."""
+    import torch
+
+    pairs = [(i, j) for i in range(gpus) for j in range(i)]
+    none = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    if none:
+        fix = "use init_pynccl for them, PeerMemory needs NVLink or PCIe peer access"
+        raise UnsupportedError(f"none of {', '.join(none)}, of all {len(pairs)} pairs; {fix}")
+    return f"all {len(pairs)} pairs of GPUs"
+
+
+def _nccl() -> str:
+    from jitkern.comm import nccl
+
+    return nccl.version_name(nccl.load())
+
+
+def _calibration() -> str:
+    """Return which figures "auto" decides by."""
     from jitkern import calibration
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = calibration.find(str(_host().gpu_name(0)), int(_host().driver_version()))
     if found is not None:
-        return Check("calibration", f"{found[0]}: of this machine")
-    for warning in caught:
-        reason, fix = ui.split_hint(RuntimeError(warning.message))
-        return Check("calibration", reason, "note", fix)
-    return Check(
-        "calibration", "none: the figures of an H200 are used", "note", "jitkern calibrate"
-    )
+        return f"{found[0]}: of this machine"
+    none = "none: the figures of an H200 are used; jitkern calibrate"
+    raise UnsupportedError(str(caught[0].message) if caught else none)
 
 
-def _trial(device: str) -> Check:
-    """Run an op: the only proof that all of the above works together."""
+def _trial(device: str) -> str:
+    """Run an op, which proves that all of the above works together."""
     import torch
 
-    try:
-        table = torch.arange(64, dtype=torch.int32, device=device).reshape(8, 8)
-        rows = torch.tensor([7, 0, 3], device=device)
-        right = torch.equal(jitkern.indexing(table, rows), table[rows])
-    except (JitkernError, RuntimeError, OSError) as error:
-        return Check(f"indexing on {device}", _first_line(error), "broken", "see the line itself")
-    if not right:
-        fix = "report it, with this table: the result differs from PyTorch's"
-        return Check(f"indexing on {device}", "wrong result", "broken", fix)
-    return Check(f"indexing on {device}", "right")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    table = torch.arange(64, dtype=torch.int32, device=device).reshape(8, 8)
+    rows = torch.tensor([7, 0, 3], device=device)
+    if not torch.equal(jitkern.indexing(table, rows), table[rows]):
+        raise UnsupportedError("the result differs from PyTorch's; report it, with this table")
+    return "right"

@@ -23,24 +23,19 @@ if TYPE_CHECKING:
     from jitkern.ops._ops import Size
 
 JSON_SCHEMA = 1
-"""Of what ``--json`` prints: raised when a name goes or changes its meaning, not for a new one."""
+"""Version of the output of ``--json``: raised if a name goes or changes its meaning."""
 
-# A pipe or a file has no width: wide enough for a path, and tables take only what they need.
+# A pipe or a file has no width. Tables take only what they need.
 _PIPE_WIDTH = 200
+_STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "failed": "bold red"}
 
 
 class UsageError(Exception):
-    """The command line or the environment asks for something that cannot be: exit status 2."""
+    """The command line or the environment is wrong: exit status 2."""
 
 
 def require_torch() -> None:
-    """Import torch for what is about to import it, maybe deep down.
-
-    Raises
-    ------
-    UnsupportedError
-        It is not installed, or broken; the message ends with what to install.
-    """
+    """Import torch; raise UnsupportedError, with what to install, if that fails."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
@@ -48,8 +43,11 @@ def require_torch() -> None:
         raise UnsupportedError(f"torch: {reason}; pip install torch") from error
 
 
+# -- arguments -------------------------------------------------------------------------------------
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line and not a page of usage."""
+    """argparse, but a mistake is one line, with the nearest command or option."""
 
     def __init__(self, *args: object, example: str = "", **kwargs: object) -> None:
         if example:
@@ -58,41 +56,54 @@ class Parser(argparse.ArgumentParser):
         # Abbreviated options would break scripts whenever an option is added.
         kwargs["allow_abbrev"] = False
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.set_defaults(prog=self.prog)  # of the innermost command: the one that was meant
+        self.set_defaults(prog=self.prog)  # the innermost command's
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # Here and not in the outermost parser, whose help does not list the command's options.
+        # Here, because the outermost parser does not know a command's options.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            options = [option for action in self._actions for option in action.option_strings]
+            text = " ".join(unknown)
+            self.error(f"unrecognized arguments: {text}{_did_you_mean(unknown[0], options)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
+        if match := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message):
+            message += _did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
         raise UsageError(f"{message} (see: {self.prog} --help)")
 
 
+def _did_you_mean(word: str, words: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    word = word.partition("=")[0]
+    begin = [one for one in words if len(word) > 2 and one.startswith(word)]
+    nearest = begin or get_close_matches(word, words, n=1)
+    return f", did you mean {nearest[0]}?" if nearest else ""
+
+
 def sizes(of: Size) -> Callable[[str], list[int]]:
-    """Return what parses ``656`` or ``256,64k``, as argparse's ``type``."""
+    """Return a parser of ``656`` or ``256,64k``, as argparse's ``type``."""
 
     def size(text: str) -> int:
-        found = parse_bytes(text)
-        if not found or found > of.largest:
+        value = parse_bytes(text)
+        if not value or value > of.largest:
             raise argparse.ArgumentTypeError(f"{text!r}, expected {of.meaning}, 1 to {of.largest}")
-        return found
+        return value
 
     return lambda text: list(map(size, names(text)))
 
 
 def byte_count(text: str) -> int:
     """Parse ``4G``, as argparse's ``type``."""
-    found = parse_bytes(text)
-    if not found:
+    value = parse_bytes(text)
+    if not value:
         raise argparse.ArgumentTypeError(f"{text!r}, expected bytes such as 4294967296 or 4G")
-    return found
+    return value
 
 
 def age_s(text: str) -> int:
-    """Parse ``90min``, ``12h``, ``30d`` or ``8w``, as argparse's ``type``: seconds."""
+    """Parse ``90min``, ``12h``, ``30d`` or ``8w`` to seconds, as argparse's ``type``."""
     match = re.fullmatch(r"([0-9]{1,6})(min|h|d|w)", text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}, expected an age such as 90min, 12h, 30d or 8w")
@@ -106,7 +117,7 @@ def archs(text: str) -> list[Arch]:
     try:
         return [Arch.parse(part) for part in names(text)]
     except ValueError as error:
-        # argparse says which argument it is.
+        # argparse names the argument.
         raise argparse.ArgumentTypeError(str(error).removeprefix("arch: ")) from None
 
 
@@ -125,43 +136,43 @@ def count(text: str) -> int:
     return int(text)
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
 def console(*, stderr: bool = False) -> Console:
-    """Return a console for the stream as it is now; plain text where it is no terminal."""
+    """Return a console for the stream as it is now; plain text unless it is a terminal."""
     from rich.console import Console
 
-    # A path may hold :x: and is no emoji.
-    made = Console(stderr=stderr, highlight=False, emoji=False, soft_wrap=False)
+    made = Console(stderr=stderr, highlight=False, emoji=False)  # a path may hold :x:
     if not made.is_terminal:
-        made = Console(stderr=stderr, highlight=False, emoji=False, width=_PIPE_WIDTH)
+        made.width = _PIPE_WIDTH
     return made
 
 
 def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table; a column whose name starts with ``>`` is right-aligned.
-
-    Cells are taken literally: ``jitkern[cuda]`` is no markup here, and no cell steers the terminal.
-    """
+    """Return a table of literal cells; a column whose name starts with ``>`` is right-aligned."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in columns:
-        right = name.startswith(">")
-        made.add_column(name.removeprefix(">"), justify="right" if right else "left")
+        made.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left")
     for row in rows:
         made.add_row(*(Text(_visible(cell), style=_STYLES.get(cell, "")) for cell in row))
     return made
 
 
-_STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "failed": "bold red"}
-
-
 @contextmanager
 def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield what is told of each step: what it is, how many are done, and of how many.
+    """Yield a function for each step's name, the steps done, and the steps in all.
 
-    A bar on standard error that goes at the end. Where that is no terminal, nothing; or `lines`.
+    It moves a bar on standard error, if that is a terminal; otherwise `lines` prints lines.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -182,29 +193,24 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
         yield advance
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def say_json(**fields: Any) -> None:
-    """Write an object with `fields` to standard output, and the schema that it follows."""
-    write_json({"schema": JSON_SCHEMA, **fields})
-
-
-def write_json(value: dict[str, Any]) -> None:
-    """Write `value` to standard output as it is: no console, which would wrap it."""
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
-
-
 def say(text: str) -> None:
     """Write a line, or several, to standard output, literally."""
     lines = "\n".join(map(_visible, text.split("\n")))
     console().print(lines, markup=False, soft_wrap=True)
 
 
+def say_json(**fields: Any) -> None:
+    """Write `fields` and their schema to standard output, as one object."""
+    write_json({"schema": JSON_SCHEMA, **fields})
+
+
+def write_json(value: dict[str, Any]) -> None:
+    """Write `value` to standard output; a console would wrap it."""
+    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+
+
 def _visible(text: str) -> str:
-    """Spell out what does not print: a name may come from a bundle, and be an escape sequence."""
+    """Escape what does not print: a name from a bundle could be an escape sequence."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
