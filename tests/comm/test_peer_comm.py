@@ -17,7 +17,6 @@ from jitkern.host import module as host
 
 pytestmark = needs_cxx
 MANY_S = 300.0  # for 100,000 calls, of four ranks
-MOST_BYTES = {"as measured": None, "all": 1 << 40}
 
 
 def make(ranks: list[Rank], **config: object) -> None:
@@ -40,9 +39,9 @@ def joined(pool: Pool, kind: str, request: pytest.FixtureRequest) -> list[Rank]:
     return pool.join(request.param)
 
 
-@pytest.fixture(scope="module", params=MOST_BYTES)
-def ranks(joined: list[Rank], kind: str, request: pytest.FixtureRequest) -> list[Rank]:
-    make(joined, on_gpus=kind == "cuda", max_bytes=MOST_BYTES[request.param])
+@pytest.fixture(scope="module")
+def ranks(joined: list[Rank], kind: str) -> list[Rank]:
+    make(joined, on_gpus=kind == "cuda", max_bytes=1 << 40)
     return joined
 
 

@@ -54,7 +54,7 @@ def start(
     ]
 
 
-@pytest.mark.parametrize(("size", "calls"), [(2, 5_000), (4, 1_000)])
+@pytest.mark.parametrize(("size", "calls"), [(2, 2_000), (4, 500)])
 def test_processes_bit_for_bit(size: int, calls: int) -> None:
     """Random sizes, dtypes, algorithms and alignments, in slots that take several rounds."""
     num_bytes = PeerReducer.workspace_bytes_for(size, 500)

@@ -15,7 +15,6 @@ from jitkern.errors import CommError, CommTimeoutError
 
 OWN_PART = 0.8  # of a deadline: how long a rank itself waits, so that the others hear of it in time
 _BACKLOG = 128
-_PAUSE_S = 0.01
 
 
 class Descriptors(dict[int, int]):
@@ -85,24 +84,19 @@ def _left(deadline: float) -> float:
 
 
 def _give(met: Rendezvous, other: int, name: str, word: str, fd: int, deadline: float) -> None:
-    while True:
-        with _socket() as end:
-            end.settimeout(_left(deadline))
-            try:
-                end.connect(f"\0jitkern-{name}")
-            except BlockingIOError:  # strangers fill the backlog
-                if time.monotonic() > deadline:
-                    raise _late(met, [other], "did not take this rank's memory in time") from None
-                time.sleep(_PAUSE_S)
-                continue
-            except ConnectionRefusedError:
-                raise _late(met, [other], "takes no memory: it has ended, or failed") from None
-            uid = peer_uid(end)
-            if uid != os.geteuid():
-                text = f"{met.peers[other]} is of uid {uid}, expected uid {os.geteuid()}"
-                raise CommError(f"{met.name}: {text} as this process")
-            socket.send_fds(end, [word.encode()], [fd])
-            return
+    with _socket() as end:
+        end.settimeout(_left(deadline))
+        try:
+            end.connect(f"\0jitkern-{name}")
+        except BlockingIOError:  # strangers fill the backlog
+            raise _late(met, [other], "did not take this rank's memory") from None
+        except ConnectionRefusedError:
+            raise _late(met, [other], "takes no memory: it has ended, or failed") from None
+        uid = peer_uid(end)
+        if uid != os.geteuid():
+            text = f"{met.peers[other]} is of uid {uid}, expected uid {os.geteuid()}"
+            raise CommError(f"{met.name}: {text} as this process")
+        socket.send_fds(end, [word.encode()], [fd])
 
 
 def _take(end: socket.socket, words: dict[str, int], fds: Descriptors) -> None:

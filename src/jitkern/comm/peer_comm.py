@@ -51,15 +51,9 @@ class PeerCommunicator:
     timeout_s : float
         Seconds for each step of the set-up, and of :meth:`reset`.
 
-    Attributes
-    ----------
-    rank, size, max_bytes : int
-
     Raises
     ------
-    UnsupportedError
-        Ranks are on several hosts, or GPUs cannot address each other's memory.
-    CommTimeoutError, CommError
+    UnsupportedError, CommTimeoutError, CommError
         As for :class:`PeerMemory`; ranks differ in ``max_bytes`` or ``algorithm``.
     TypeError, ValueError
         A wrong argument, or more than 8 ranks.

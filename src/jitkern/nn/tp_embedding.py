@@ -49,13 +49,10 @@ class TPEmbedding(torch.nn.Module):
         Rows of the whole table without added ones, and elements of a row.
     comm : Communicator
         The module uses its size, rank and ``all_reduce`` (int32 or uint8, "sum", in place).
-    dtype : torch.dtype, optional
-        A floating dtype, by default PyTorch's.
-    device : torch.device, optional
-        The communicator's.
+    dtype, device
+        A floating dtype, by default PyTorch's; the communicator's device.
     padding_idx : int, optional
-        As in ``torch.nn.Embedding``: its row starts as zeros and gets no gradient. A negative one
-        counts from the end, added tokens included.
+        As in ``torch.nn.Embedding``: its row starts as zeros and gets no gradient.
     num_added : int, default 0
         How many tokens were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
@@ -69,9 +66,8 @@ class TPEmbedding(torch.nn.Module):
     Attributes
     ----------
     weight : torch.nn.Parameter
-        ``[rows_per_rank, hidden_size]``: this rank's rows, those of ``vocab_range`` first, then
-        those of ``added_range``, then zeros. For ``"peer"`` other ranks read it: write to it only
-        between two calls of :meth:`fence`.
+        This rank's rows, those of ``vocab_range`` first, then those of ``added_range``, then zeros.
+        For ``"peer"`` other ranks read it: write to it only between two calls of :meth:`fence`.
     vocab_range, added_range : (int, int)
         ``(start, length)`` of the ids that this rank holds.
     method : "peer" or "all_reduce"
@@ -81,9 +77,7 @@ class TPEmbedding(torch.nn.Module):
     ------
     TypeError, ValueError
         A wrong argument. For ``"peer"`` also: rows whose whole pages take more than twice their
-        bytes, and more than 16 MiB.
-    UnsupportedError, CommTimeoutError, CommError, MemoryError, RuntimeError
-        For ``"peer"``: as of :class:`jitkern.comm.PeerMemory`.
+        bytes, and more than 16 MiB. Other errors are those of :class:`jitkern.comm.PeerMemory`.
 
     Examples
     --------
@@ -209,13 +203,10 @@ class TPEmbedding(torch.nn.Module):
 
         Raises
         ------
-        TypeError, ValueError
-            Wrong dtype or device. Nothing was sent.
+        TypeError, ValueError, RuntimeError
+            Wrong dtype or device; a sum under ``torch.export`` or another tracer. Nothing was sent.
         IndexError
-            An id of ``num_embeddings`` or more, as of :func:`jitkern.indexing`: on the CPU at once,
-            on CUDA by the next call or :func:`jitkern.check`.
-        RuntimeError
-            A sum over ranks under ``torch.export``, ``torch.func`` or another tracer.
+            An id of ``num_embeddings`` or more, as of :func:`jitkern.indexing`.
         """
         if isinstance(ids, Tensor) and not ids.is_contiguous():
             ids = ids.contiguous()
@@ -239,21 +230,12 @@ class TPEmbedding(torch.nn.Module):
     def load_full(self, weight: Any) -> None:
         """Copy this rank's rows of the whole table into ``weight``; read no other rows.
 
+        ``weight`` is a tensor of any device and dtype, also one mapped from a file, or what is
+        sliced like one: ``safetensors.safe_open(...).get_slice(name)``.
+
         Collective for ``"peer"``, like ``load_state_dict``: no rank reads while another writes. The
-        memory stays the same, and CUDA graphs stay valid.
-
-        Parameters
-        ----------
-        weight : Tensor or slice
-            ``[num_embeddings, hidden_size]``, any device and dtype: a tensor, also one mapped from
-            a file, or what is sliced like one: ``safetensors.safe_open(...).get_slice(name)``.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Another shape or type. Nothing was written, and no rank was waited for.
-        CommTimeoutError
-            Ranks did not come in time, or have ended. Make a new module to load again.
+        memory stays the same, and CUDA graphs stay valid. TypeError and ValueError come before
+        anything is written. CommTimeoutError: ranks did not come; make a new module to load again.
         """
         shape = _shape_of(weight)
         if shape != self.full_shape:
