@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitkern import memfd
 from jitkern.comm.args import device_arg, rank_arg, seconds_arg
 from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous
 from jitkern.errors import UnsupportedError
+from jitkern.fs import make_memory
 from jitkern.host import module as host
 from jitkern.ops.common import type_text
 
@@ -366,7 +366,7 @@ def _make_range(rendezvous: Rendezvous, share_bytes: int) -> Range:
             if ordinal >= 0:
                 fds[mine.rank] = int(range_.create(mine.rank))
             else:
-                fds[mine.rank] = memfd.make_memory("PeerMemory", "jitkern-peers", share_bytes)
+                fds[mine.rank] = make_memory("PeerMemory", "jitkern-peers", share_bytes)
                 range_.map(mine.rank, fds[mine.rank])
             check = _Check(range_, peers, mine, share_bytes, rendezvous.timeout_s * OWN_PART)
             check.write_own()
