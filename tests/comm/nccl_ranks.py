@@ -91,7 +91,7 @@ def compile_library(target: Path, sources: list[Path]) -> None:
 
     own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
     folders = [*include_dirs(CSRC), THREADS, HERE, *own]
-    command = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O1", "-fPIC", "-shared"]
+    command = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O0", "-fPIC", "-shared"]
     command += [f"-I{folder}" for folder in folders] + [str(source) for source in sources]
     command += [f"-Wl,-soname,{target.name}", "-pthread", "-o", str(target)]
     subprocess.run(command, check=True)

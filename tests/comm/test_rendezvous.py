@@ -187,7 +187,7 @@ def test_the_process_of_the_store_hangs_or_ends(pool: Pool, tmp_path: Path, numb
     ranks = pool.start(2)
     meet(ranks, "tcp", tmp_path)
     ranks[0].kill(number)
-    code = "(lambda e: [str(e), list(e.missing)])(comm.failure('all_reduce', 7))"
+    code = "(lambda e: [str(e), list(e.missing)])(comm.diagnose('all_reduce', 7))"
     text, missing = ranks[1].evaluate(code)
     state = "has ended" if number == signal.SIGKILL else "does not answer: it is stopped"
     assert f"rank 0 (process {ranks[0].pid} on {os.uname().nodename}) {state}" in text
@@ -224,7 +224,7 @@ def test_a_rank_of_another_host_ends(pool: Pool, tmp_path: Path) -> None:
         rank.evaluate(f"setattr(rendezvous, '_pids', lambda: 'host {one}')")
     meet(ranks, "tcp", tmp_path)
     ranks[1].kill()
-    code = "(lambda e: [str(e), list(e.missing)])(comm.failure('all_reduce', 7, because=broken))"
+    code = "(lambda e: [str(e), list(e.missing)])(comm.diagnose('all_reduce', 7, because=broken))"
     ranks[0].evaluate("globals().update(broken=RuntimeError('connection closed'))")
     text, missing = ranks[0].evaluate(code)
     assert missing == [1]
@@ -240,7 +240,7 @@ def diagnosed(places: dict[int, Place], *args: Any, **how: Any) -> CommTimeoutEr
 
     def body(met: Rendezvous) -> Any:
         met.exchange("all are here")
-        error = met.failure("all_reduce", 7, *args, **how) if met.rank == 0 else None
+        error = met.diagnose("all_reduce", 7, *args, **how) if met.rank == 0 else None
         done.wait()
         return error
 

@@ -175,7 +175,7 @@ class PyNCCLCommunicator:
             status = call_with_timeout(lambda: functions.open(unique_id), self.timeout_s)
         except TimeoutError:
             functions.abort()  # once it is made, for nobody
-            raise self._rendezvous.failure("init_pynccl", 0, timeout_s=self.timeout_s) from None
+            raise self._rendezvous.diagnose("init_pynccl", 0, timeout_s=self.timeout_s) from None
         self._calls = functions
         self._settle("init_pynccl", status)
         _open_ones.value.add(self)
@@ -351,8 +351,10 @@ class PyNCCLCommunicator:
 
     def _look(self) -> bool:
         """See whether a call is past its deadline. Returns whether to look again."""
-        if self._is_over or self._error is not None or self._failing.locked():
+        if self._is_over or self._error is not None:
             return False
+        if self._failing.locked():
+            return True
         try:
             progress = self._progress()
             if progress.is_open:
@@ -370,7 +372,7 @@ class PyNCCLCommunicator:
         """Return the error for the oldest call that is not done, or the last one (of a replay)."""
         found = self._progress()
         because = None if is_late else CommError(f"NCCL {self.nccl_version}: {found.trouble}")
-        return self._rendezvous.failure(
+        return self._rendezvous.diagnose(
             *(str(found.op) or op, found.number, [*map(str, found.ops)]),
             peer=found.peer, because=because, timeout_s=self.timeout_s,
         )  # fmt: skip
@@ -407,7 +409,7 @@ class PyNCCLCommunicator:
             call_with_timeout(self._calls.free, limit_s)
         except TimeoutError:
             if not is_captured:
-                raise self._rendezvous.failure("close", self._progress().number) from None
+                raise self._rendezvous.diagnose("close", self._progress().number) from None
             raise CommError(
                 "close: graphs that have captured the communicator are there, expected none: "
                 "delete them before; NCCL frees it when they are gone"

@@ -278,7 +278,7 @@ class Rendezvous:
 
     # -- who is missing ----------------------------------------------------------------------------
 
-    def failure(
+    def diagnose(
         self,
         op: str,
         number: int,
@@ -288,31 +288,14 @@ class Rendezvous:
         because: BaseException | None = None,
         timeout_s: float | None = None,
     ) -> CommError:
-        """Allow no more calls, and return what to raise for one that is not done.
+        """Find out who is missing in a call that is not done, and return what to raise.
 
-        A CommTimeoutError that names the missing ranks; a CommError if ``because``, an error that
-        is no TimeoutError, has ended the call and no rank is missing. See :meth:`diagnose`.
+        Takes 3 s at most, and allows no more calls. ``ops`` are the call's and the next ones' if it
+        may be one of these; ``peer`` is the other rank of a send or recv. ``because`` has ended the
+        call: an error other than a TimeoutError leaves slow ranks time, so they are not missing. If
+        no rank is, it is a CommError, else a CommTimeoutError.
         """
         is_late = because is None or isinstance(because, TimeoutError)
-        op, number, why, notes = self.diagnose(op, number, ops, peer=peer, is_late=is_late)
-        error = CommError(f"{op}: {short(because)}; {'; '.join(notes or ['no rank has ended'])}")
-        if is_late or why:
-            limit_s = (self.timeout_s if timeout_s is None else timeout_s) if is_late else None
-            notes = notes if is_late else [*notes, short(because)]
-            error = self._late_error(op, number, why, limit_s, notes, peer)
-        error.__cause__ = because
-        self.fail(error)
-        return error
-
-    def diagnose(
-        self, op: str, number: int, ops: Sequence[str] = (), *, peer: int = -1, is_late: bool = True
-    ) -> tuple[str, int, dict[int, str], list[str]]:
-        """Return a call's op and number, why each missing rank is, and notes on others.
-
-        Takes 3 s at most. ``ops`` are the call's and the next ones' if it may be one of these;
-        ``peer`` is the other rank of a send or recv. Unless ``is_late``, ranks that are alive have
-        time left, and are not missing.
-        """
         at, gone = self._ask([peer] if is_late and peer >= 0 else self._others, is_late)
         if ops and at and not gone:
             first = max(number, min(place["issued"] for place in at.values()) + 1)
@@ -336,12 +319,23 @@ class Rendezvous:
                 notes.append(f"{self.peers[one]} {end}")
             elif peer < 0 < number == place["issued"] and place["op"] != op:
                 notes.append(f"{self.peers[one]} made call {number} as {place['op']}")
-        if gone:  # other ends are likely to be a consequence
-            why = {one: f"{self.peers[one]} {gone[one]}" for one in sorted(gone)}
-            return op, number, why, [*behind.values()]
-        if is_late or has_failed:  # of its deadline, and so has this call
-            return op, number, behind, notes
-        return op, number, {}, [*behind.values(), *notes]
+        why = {one: f"{self.peers[one]} {gone[one]}" for one in sorted(gone)}
+        if gone:
+            notes = [*behind.values()]  # other ends are likely to be a consequence
+        elif is_late or has_failed:  # of its deadline, and so has this call
+            why = behind
+        else:
+            notes = [*behind.values(), *notes]
+        if is_late or why:
+            limit_s = (self.timeout_s if timeout_s is None else timeout_s) if is_late else None
+            notes = notes if is_late else [*notes, short(because)]
+            error: CommError = self._late_error(op, number, why, limit_s, notes, peer)
+        else:
+            notes = [short(because), *(notes or ["no rank has ended"])]
+            error = CommError(f"{op}: {'; '.join(notes)}")
+        error.__cause__ = because
+        self.fail(error)
+        return error
 
     def _ask(
         self, ranks: Sequence[int], is_late: bool

@@ -287,9 +287,8 @@ class TorchCommunicator:
             except RuntimeError as error:
                 if not _is_timeout(error) or work.is_completed() or time.monotonic() >= deadline:
                     raise
-            ended = [one for one in self._rendezvous.peers if one.trouble(is_late=False)]
-            if ended:
-                raise RuntimeError(f"{ended[0]} has ended")
+            if any(one.trouble(is_late=False) for one in self._rendezvous.peers):
+                raise RuntimeError("gloo has not heard of it")
         _wait_until(work, deadline)
 
     def _failure(self, call: str, peer: int, start_s: float, error: RuntimeError) -> CommError:
@@ -300,7 +299,7 @@ class TorchCommunicator:
             return aborted
         timeout_s = min(self._rendezvous.timeout_s, round(time.monotonic() - start_s, 1))
         because = TimeoutError(str(error)) if _is_timeout(error) else error
-        return self._rendezvous.failure(
+        return self._rendezvous.diagnose(
             call, self._issued, peer=peer, because=because, timeout_s=timeout_s
         )
 
