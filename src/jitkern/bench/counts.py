@@ -64,7 +64,7 @@ def identity() -> dict[str, str]:
     import torch
     import tvm_ffi
 
-    from jitkern.compilers.identity import toolchain_id
+    from jitkern.compilers.cxx import toolchain_id
 
     done = subprocess.run(["valgrind", "--version"], capture_output=True, text=True)
     return {
