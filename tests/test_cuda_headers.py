@@ -95,13 +95,6 @@ def test_half_precision_on_a_gpu(empty_cache: Path, tmp_path: Path) -> None:
     assert x.item() == 2.0
 
 
-@needs_bundle
-def test_standins_agree_with_cccl(empty_cache: Path, tmp_path: Path) -> None:
-    headers = ("<cuda/std/cstdint>", "<cstdint>", "<cuda/std/cstddef>", "<cstddef>")
-    for order in (headers, headers[::-1]):
-        assert load(tmp_path, *order, type="uint64_t").image(SM_90)[:4] == b"\x7fELF"
-
-
 def test_texts_that_no_key_holds() -> None:
     """Another text of a stand-in is another kernel: raise DEVICE_ABI along with it."""
     assert (device.DEVICE_ABI, digest(dict(nvrtc.STANDINS))) == (1, "a7e62191957843feaf94")
@@ -181,11 +174,6 @@ def test_those_that_nvrtc_brings_come_first(bare_machine: Callable[..., Path]) -
     )
     assert find_headers(["cuda_bf16.h"], [include], NEW) == CudaHeaders((), bundled=True)
     assert find_headers(["cuda_bf16.h"], [include], None) == CudaHeaders((include,), num_given=1)
-
-
-def test_what_is_nowhere_is_told(bare_machine: Callable[..., Path]) -> None:
-    assert not find_headers(["cuda_fp16.h"], library=OLD).complete
-    assert find_headers(["vector", "mine.h"], library=OLD).complete
 
 
 @pytest.mark.parametrize("mark", find._MARKS)
@@ -335,19 +323,6 @@ def test_a_header_changed_while_it_is_compiled(
     published = variant(module)
     assert len(compiled) == 2
     assert published == f"{find.find_nvrtc().id}+{module.cuda_headers().id}"
-
-
-@needs_nvrtc
-def test_without_the_headers_what_is_cached_will_do(
-    bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
-    root = bare_machine()
-    include = toolkit(root / "usr-local-cuda/include", 12080, "cuda_fp16.h")
-    image = load(root, "<cuda_fp16.h>").image(SM_90)
-    include.rename(root / "elsewhere")
-    found = load(root, "<cuda_fp16.h>").lookup(SM_90)
-    assert (found.source, found.loaded) == ("cached", image)
 
 
 @needs_nvrtc
