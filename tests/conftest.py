@@ -77,9 +77,8 @@ def session_cache(
 ) -> Iterator[Path]:
     """One cache for the whole run, all its workers included: each kernel is compiled once.
 
-    What the host module, its wheel and copies of the tree are built of, and what inductor compiles,
-    is kept for the next run. The user's own JITKERN_ settings are set aside, except the choice of
-    an NVRTC and of that place.
+    What inductor compiles is kept for the next run. The user's own JITKERN_ settings are set
+    aside, except the choice of an NVRTC.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -87,11 +86,8 @@ def session_cache(
     directory = base / "jitkern-cache"
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("JITKERN_")]:
-            if name not in ("JITKERN_NVRTC", "JITKERN_HOST_OBJECTS"):
+            if name != "JITKERN_NVRTC":
                 patch.delenv(name)
-        if "JITKERN_HOST_OBJECTS" not in os.environ and hasattr(pytestconfig, "cache"):
-            objects = pytestconfig.cache.mkdir("host_objects")
-            patch.setenv("JITKERN_HOST_OBJECTS", str(objects))
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and hasattr(pytestconfig, "cache"):
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(pytestconfig.cache.mkdir("inductor")))
         patch.setenv("JITKERN_CACHE_DIR", str(directory))

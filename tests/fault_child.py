@@ -18,7 +18,7 @@ from launch_fake import STREAM, Fault, cuda, driver, log, params
 
 import jitkern
 from jitkern.host import module as host
-from jitkern.host.torch_state import torch_state
+from jitkern.host.module import torch_state
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import index, store
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jitkern.compilers import find_headers
+from jitkern.compilers import find
 from jitkern.env import settings
+from jitkern.errors import ToolchainError
 from jitkern.jit.loader import load_jit
 
 KERNEL = """\
@@ -36,8 +38,10 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     """A machine without CUDA's headers; `bare_machine(**variables)` sets its environment."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(find_headers, "SYSTEM_CUDA", tmp_path / "usr-local-cuda")
-    monkeypatch.setattr(find_headers, "site_directories", lambda: (str(tmp_path / "site"),))
+    with suppress(ToolchainError):
+        monkeypatch.setenv("JITKERN_NVRTC", str(find.find_nvrtc().path))
+    monkeypatch.setattr(find, "SYSTEM_CUDA", tmp_path / "usr-local-cuda")
+    monkeypatch.setattr(find, "site_directories", lambda: (str(tmp_path / "site"),))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "conda"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
 

@@ -86,7 +86,7 @@ def become(user: int) -> None:
     import filelock  # noqa: F401
 
     import jitkern.compilers.nvcc  # noqa: F401
-    from jitkern.compilers.find_nvrtc import find_nvrtc
+    from jitkern.compilers.find import find_nvrtc
     from jitkern.env import settings
 
     find_nvrtc()

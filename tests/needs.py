@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jitkern.compilers.find import find_cxx
-from jitkern.compilers.find_cuda import find_cuda_home
-from jitkern.compilers.find_nvrtc import find_nvrtc
+from jitkern.compilers.find import find_cuda_home, find_cxx, find_nvrtc
 from jitkern.errors import ToolchainError
 
 

@@ -10,7 +10,7 @@ import torch
 from needs import has
 
 from jitkern import errors
-from jitkern.compilers.find_cuda import find_nvcc
+from jitkern.compilers.find import find_nvcc
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for p in sorted(ROOT.glob("docs/**/*.md")))]

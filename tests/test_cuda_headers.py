@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 from headers import load, put, toolkit
-from needs import has, needs_nvcc, needs_nvrtc
+from needs import has, needs_nvrtc
 from tiny import SM_90
 
 from jitkern.cache import get
-from jitkern.compilers import find_headers, find_nvrtc, for_nvrtc, nvrtc
-from jitkern.compilers.find_cuda import find_cuda_home
-from jitkern.compilers.find_headers import header_hint
-from jitkern.compilers.find_nvrtc import Nvrtc
-from jitkern.env import settings
+from jitkern.compilers import find, nvrtc
+from jitkern.compilers.find import CudaHeaders, Nvrtc, find_cuda_home, find_headers, header_hint
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.fs import digest
 from jitkern.jit import device
@@ -41,8 +38,12 @@ REAL = {
 USES = [(kind, f"{body};".replace("p.out", "out")) for kind, body in REAL.values()]
 
 
+def in_blocks(uses: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{{ {kind}* out = nullptr; {use} }}" for kind, use in uses)
+
+
 def no_nvrtc() -> Nvrtc:
-    raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {find_nvrtc.NVRTC_HINT}")
+    raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {find.NVRTC_HINT}")
 
 
 def variant(module: DeviceModule) -> str:
@@ -53,22 +54,24 @@ def variant(module: DeviceModule) -> str:
 
 
 def brings_headers() -> bool:
-    if not has(find_nvrtc.find_nvrtc):
+    if not has(find.find_nvrtc):
         return False
-    return find_headers._release(find_nvrtc.find_nvrtc().version) >= find_headers.FIRST_BUNDLED
+    return find._release(find.find_nvrtc().version) >= find.FIRST_BUNDLED
 
 
 needs_bundle = pytest.mark.skipif(not brings_headers(), reason="needs NVRTC 13.3 or newer")
 
 
 @needs_bundle
-@pytest.mark.parametrize("header", [*(f"<{name}>" for name in REAL), '"cuda_fp16.h"', '"mma.h"'])
+@pytest.mark.parametrize("quotes", ["<>", '""'])
 def test_headers_that_nvrtc_brings(
-    header: str, empty_cache: Path, bare_machine: Callable[..., Path]
+    quotes: str, empty_cache: Path, bare_machine: Callable[..., Path]
 ) -> None:
-    kind, body = REAL[header[1:-1]]
-    module = load(bare_machine(), header, type=kind, body=body)
-    assert variant(module) == find_nvrtc.find_nvrtc().id
+    """All of them in one kernel: CUB and cooperative groups take seconds each."""
+    names = REAL if quotes == "<>" else ["cuda_fp16.h", "mma.h"]
+    uses = [(kind, use) for name, (kind, use) in zip(REAL, USES, strict=True) if name in names]
+    module = load(bare_machine(), *(name.join(quotes) for name in names), body=in_blocks(uses))
+    assert variant(module) == find.find_nvrtc().id
 
 
 @needs_nvrtc
@@ -76,11 +79,9 @@ def test_headers_that_nvrtc_brings(
 def test_headers_of_a_toolkit(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them in one kernel: CUB and cooperative groups take seconds each."""
-    monkeypatch.setattr(find_headers, "FIRST_BUNDLED", (99, 0))
-    body = "; ".join(f"{{ {kind}* out = nullptr; {use} }}" for kind, use in USES)
-    module = load(tmp_path, *(f"<{name}>" for name in REAL), body=body)
-    assert variant(module).startswith(f"{find_nvrtc.find_nvrtc().id}+cuda-")
+    monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
+    module = load(tmp_path, *(f"<{name}>" for name in REAL), body=in_blocks(USES))
+    assert variant(module).startswith(f"{find.find_nvrtc().id}+cuda-")
 
 
 @pytest.mark.cuda
@@ -94,34 +95,117 @@ def test_half_precision_on_a_gpu(empty_cache: Path, tmp_path: Path) -> None:
     assert x.item() == 2.0
 
 
-@needs_bundle
-def test_cub_itself_says_what_to_include(empty_cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(CompileError) as caught:
-        load(tmp_path, "<cub/cub.cuh>").image(SM_90)
-    assert "Include the specific device header instead" in caught.value.log
-
-
-@needs_bundle
-def test_standins_agree_with_cccl(empty_cache: Path, tmp_path: Path) -> None:
-    headers = ("<cuda/std/cstdint>", "<cstdint>", "<cuda/std/cstddef>", "<cstddef>")
-    for order in (headers, headers[::-1]):
-        assert load(tmp_path, *order, type="uint64_t").image(SM_90)[:4] == b"\x7fELF"
-
-
-@needs_nvcc
-def test_nvcc_has_its_own(
-    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JITKERN_COMPILER", "nvcc")
-    settings.cache_clear()
-    module = load(tmp_path, "<cuda_fp16.h>", "<cstdint>", type="__half")
-    assert variant(module).startswith("nvcc-")
-    assert "+" not in variant(module)
-
-
 def test_texts_that_no_key_holds() -> None:
     """Another text of a stand-in is another kernel: raise DEVICE_ABI along with it."""
-    assert (device.DEVICE_ABI, digest(dict(for_nvrtc.STANDINS))) == (1, "a7e62191957843feaf94")
+    assert (device.DEVICE_ABI, digest(dict(nvrtc.STANDINS))) == (1, "a7e62191957843feaf94")
+
+
+# -- where they are searched ----------------------------------------------------------------------
+
+OLD = Nvrtc(Path("libnvrtc.so.12"), "12.8")  # brings no headers
+NEW = Nvrtc(Path("libnvrtc.so.13"), "13.3")
+
+
+def test_a_plain_kernel_searches_nothing(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "_places", lambda _: pytest.fail("searched"))
+    assert load(tmp_path, '"jitkern/copy.cuh"').cuda_headers() is None
+    assert load(tmp_path, "<cstdint>", "<vector>", "<math.h>").cuda_headers() == CudaHeaders()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "site/nvidia/cu13/include",
+        "site/nvidia/cuda_runtime/include",
+        "home/include",
+        "home/targets/x86_64-linux/include",
+        "usr-local-cuda/include",
+        "conda/targets/x86_64-linux/include",
+    ],
+)
+def test_places(bare_machine: Callable[..., Path], where: str) -> None:
+    root = bare_machine(CUDA_HOME=bare_machine() / "home")
+    include = toolkit(root / where, 12080, "cuda_fp16.h")
+    found = find_headers(["cuda_fp16.h"], library=OLD)
+    assert found == CudaHeaders((include,))
+    assert found.id.startswith("cuda-")
+
+
+def test_packages_of_cuda_12_and_cccl(bare_machine: Callable[..., Path]) -> None:
+    nvidia = bare_machine() / "site/nvidia"
+    runtime = toolkit(nvidia / "cuda_runtime/include")
+    cccl = put(nvidia / "cuda_cccl/include/cuda/std/version").parents[2]
+    nvcc = put(nvidia / "cuda_nvcc/include/crt/mma.h").parents[1]
+    found = find_headers(["cuda/std/version"], library=OLD)
+    assert found.directories == (runtime, cccl, nvcc)
+    inside = put(nvidia / "cuda_runtime/include/cccl/cub/version.cuh").parents[1]
+    found = find_headers(["cub/version.cuh"], library=OLD)
+    assert found.directories == (runtime, inside, cccl, nvcc)
+
+
+def test_pips_of_the_same_cuda_first_and_the_whole_before_a_part(
+    bare_machine: Callable[..., Path],
+) -> None:
+    root = bare_machine(CUDA_HOME=bare_machine() / "home")
+    thirteen = toolkit(root / "site/nvidia/cu13/include", 13000, "cuda_fp16.h")
+    twelve = toolkit(root / "site/nvidia/cuda_runtime/include", 12060, "cuda_fp16.h")
+    toolkit(root / "home/include", 12080, "cuda_fp16.h")
+    whole = toolkit(root / "usr-local-cuda/include", 13000, "cuda_fp16.h", "mma.h")
+
+    def found(*names: str, library: Nvrtc = OLD) -> tuple[Path, ...]:
+        return find_headers(names, library=library).directories
+
+    assert found("cuda_fp16.h") == (twelve,)
+    assert found("cuda_fp16.h", library=Nvrtc(Path("x"), "13.0")) == (thirteen,)
+    assert found("cuda_fp16.h", "mma.h") == (whole,)
+    assert found("nowhere.h") == ()
+
+
+def test_those_that_nvrtc_brings_come_first(bare_machine: Callable[..., Path]) -> None:
+    include = toolkit(bare_machine() / "usr-local-cuda/include", 13000, "cuda_fp16.h", "curand.h")
+    assert find_headers(["cuda_fp16.h"], library=NEW) == CudaHeaders((), bundled=True)
+    assert find_headers(["curand.h"], library=NEW) == CudaHeaders((include,), bundled=True)
+    assert find_headers(["vector"], library=NEW) == CudaHeaders()
+    assert find_headers([], library=NEW) == CudaHeaders()
+    assert find_headers(["cuda_fp16.h"], [include], NEW) == CudaHeaders(
+        (include,), bundled=True, num_given=1
+    )
+    assert find_headers(["cuda_bf16.h"], [include], NEW) == CudaHeaders((), bundled=True)
+    assert find_headers(["cuda_bf16.h"], [include], None) == CudaHeaders((include,), num_given=1)
+
+
+@pytest.mark.parametrize("mark", find._MARKS)
+def test_directories_of_ones_own_with_cudas_headers(
+    mark: str, tmp_path: Path, empty_cache: Path
+) -> None:
+    """They are not read for the key: CUB has computed includes."""
+    put(tmp_path / "given" / mark, "#include COMPUTED\n")
+    include = put(tmp_path / "given/cub/all.cuh", "#include COMPUTED\n").parents[1]
+    module = load(tmp_path, "<cub/all.cuh>", extra_include_paths=[str(include)])
+    found = module.cuda_headers()
+    assert found is not None
+    assert found.directories == (include,)
+    assert module.closure.missing == ("cub/all.cuh",)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "hint"),
+    [
+        ("cuda_fp16.h", "12.8", "; pip install nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12 nvi"),
+        ("cub/block/block_scan.cuh", "13.2", '; pip install "nvidia-cuda-nvrtc>=13.3", or set CU'),
+        (
+            "curand_kernel.h",
+            "13.5",
+            "curand_kernel.h was found neither in pip packages nor in a CU",
+        ),
+        ("vector", "13.5", "NVRTC has no C++ standard library; what CUDA has of it is in <cuda/s"),
+    ],
+)
+def test_hints(name: str, version: str, hint: str) -> None:
+    assert hint in header_hint(name, Nvrtc(Path("libnvrtc.so"), version))
+    assert header_hint("mine.h", Nvrtc(Path("libnvrtc.so"), version)) == ""
 
 
 # -- never stale -----------------------------------------------------------------------------------
@@ -151,7 +235,7 @@ def test_a_changed_header_is_compiled_anew(
     empty_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(find_headers, "FIRST_BUNDLED", (99, 0))
+    monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
     include = toolkit(bare_machine() / "usr-local-cuda/include")
     put(include / "cuda_fp16.h", "#define VALUE 1\n")
     put(include / "deep/part.h")
@@ -174,7 +258,7 @@ def test_given_headers_are_the_same_for_any_entry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The user's own, in a directory with CUDA's: an entry of other content was loaded."""
-    monkeypatch.setattr(find_headers, "FIRST_BUNDLED", (99, 0))
+    monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
     root = bare_machine()
     include = toolkit(root / "usr-local-cuda/include", 12080, "cuda_fp16.h")
     given = put(root / "cccl/cub/version.cuh").parents[1]
@@ -223,7 +307,7 @@ def test_a_header_changed_while_it_is_compiled(
     bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is published is what was compiled: it is compiled again."""
-    monkeypatch.setattr(find_headers, "FIRST_BUNDLED", (99, 0))
+    monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
     include = toolkit(bare_machine() / "usr-local-cuda/include", 12080, "cuda_fp16.h")
     module = load(include.parents[1], "<cuda_fp16.h>")
     compiled, real = [], nvrtc.compile
@@ -238,20 +322,7 @@ def test_a_header_changed_while_it_is_compiled(
     monkeypatch.setattr(nvrtc, "compile", compile_and_edit)
     published = variant(module)
     assert len(compiled) == 2
-    assert published == f"{find_nvrtc.find_nvrtc().id}+{module.cuda_headers().id}"
-
-
-@needs_nvrtc
-def test_without_the_headers_what_is_cached_will_do(
-    bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(find_headers, "FIRST_BUNDLED", (99, 0))
-    root = bare_machine()
-    include = toolkit(root / "usr-local-cuda/include", 12080, "cuda_fp16.h")
-    image = load(root, "<cuda_fp16.h>").image(SM_90)
-    include.rename(root / "elsewhere")
-    found = load(root, "<cuda_fp16.h>").lookup(SM_90)
-    assert (found.source, found.loaded) == ("cached", image)
+    assert published == f"{find.find_nvrtc().id}+{module.cuda_headers().id}"
 
 
 @needs_nvrtc
@@ -295,26 +366,3 @@ print(*(oct(folder.stat().st_mode) for folder in Path(os.environ["TMPDIR"]).iter
     assert names.startswith("jitkern-headers-.")
     assert (len(names.split()), modes) == (1, "0o40700")
     assert list(folder.iterdir()) == []
-
-
-@needs_nvrtc
-def test_a_missing_header_ends_with_the_hint(
-    bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(find_headers, "FIRST_BUNDLED", (99, 0))
-    with pytest.raises(CompileError) as caught:
-        load(bare_machine(), "<cuda_fp16.h>").image(SM_90)
-    version = find_nvrtc.find_nvrtc().version
-    hint = header_hint("cuda_fp16.h", find_nvrtc.find_nvrtc())
-    assert caught.value.message == (
-        f"own.instance.cu: NVRTC {version} for 9.0: NVRTC_ERROR_COMPILATION; {hint}"
-    )
-    assert "or set CUDA_HOME to a CUDA toolkit" in hint
-
-
-def test_a_machine_without_nvrtc_says_so(
-    bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "find_nvrtc", no_nvrtc)
-    with pytest.raises(ToolchainError, match=r'pip install "jitkern\[cuda\]"$'):
-        load(bare_machine(), "<cuda_fp16.h>").image(SM_90)

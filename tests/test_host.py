@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_stand_in import SOURCE, forget, write_csrc
+from host_stand_in import forget, write_csrc
 from needs import needs_cxx
 
-from jitkern.cache import search
 from jitkern.cache.schema import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.env import settings
@@ -35,7 +36,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def edit_meta(place: Path, **changes: Any) -> None:
     """Publish the shipped library anew with a changed meta."""
     cache = Cache(place)
-    entry = cache.lookup(host._HostModule(host.CSRC).key)
+    entry = cache.lookup(host.HostModule(host.CSRC).key)
     assert entry is not None
     assert entry.path is not None
     shutil.rmtree(entry.path)
@@ -55,7 +56,7 @@ def test_built_once_with_one_line(
     assert all(module is modules[0] for module in modules)
     assert modules[0]["answer"]() == 42
     (line,) = caplog.messages
-    assert line.startswith("jitkern: building the host module with c++ (once per machine)")
+    assert line.startswith("jitkern: building the host module with c++")
     (entry,) = Cache(empty_cache).entries()
     assert (entry.name, entry.route) == ("jitkern_host", "cxx")
 
@@ -65,22 +66,48 @@ def test_built_once_with_one_line(
 
 
 def test_built_again_exactly_when_a_source_or_header_changed(
-    stand_in: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
+    shipped: Path, stand_in: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert host.module()["answer"]() == 42
+    def found() -> tuple[int, bool]:
+        forget()
+        caplog.clear()
+        answer = int(host.module()["answer"]())
+        return answer, "building" in caplog.text
+
+    assert found() == (42, False)
     write_csrc(stand_in, answer=43)
-    os.utime(stand_in / "include" / "jitkern" / "answer.h", (1, 1))
-    forget()
-    caplog.clear()
-    assert host.module()["answer"]() == 43
-    assert "building" in caplog.text
+    assert found() == (43, True)
     write_csrc(stand_in, answer=42)
     (stand_in / "ops" / "demo.cu").write_text("changed")
     os.utime(stand_in / "ops" / "demo.cc")
-    forget()
-    caplog.clear()
-    assert host.module()["answer"]() == 42
-    assert "building" not in caplog.text
+    assert found() == (42, False)
+
+
+def test_a_checkout_is_built_by_ninja_in_its_own_folder(
+    stand_in: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit recompiles one file, another cache nothing; CPATH has no part in it."""
+    (tmp_path / "hatch_build.py").touch()
+    (stand_in / "ops" / "other.cc").write_text("int other() { return 1; }\n")
+
+    def times() -> dict[str, int]:
+        made = (tmp_path / "build").glob("host-*/*")
+        return {f.name: f.stat().st_mtime_ns for f in made if f.suffix in (".o", ".so")}
+
+    def made() -> set[str]:
+        before = times()
+        forget()
+        assert host.find().source == "compiled"
+        names = [name for name, time in times().items() if time != before.get(name)]
+        return {re.sub(r"(-[0-9a-f]{8})?\.s?o$", "", name) for name in names}
+
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")  # where these tests are
+    assert made() == {"demo", "other", "jitkern_host"}
+    (stand_in / "ops" / "other.cc").write_text("int other() { return 2; }\n")
+    assert made() == {"other", "jitkern_host"}
+    monkeypatch.setenv("JITKERN_CACHE_DIR", str(tmp_path / "another"))
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    assert made() == set()
 
 
 def test_shipped_needs_no_compiler(
@@ -91,60 +118,21 @@ def test_shipped_needs_no_compiler(
     assert not empty_cache.exists()
 
 
-def test_shipped_is_found_whatever_the_environment_brings(
-    stand_in: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And whatever there was where the wheel was made; there is a compiler to build another."""
-    monkeypatch.setenv("CPATH", "/of/the/wheel/s/machine")
-    host.build_host_module(tmp_path / "_prebuilt")
-    monkeypatch.setattr(search, "SHIPPED", tmp_path / "_prebuilt")
-    for value in ("/here", ""):
-        monkeypatch.setenv("CPATH", value)
-        forget()
-        assert host.find().source == "shipped"
-    assert not empty_cache.exists()
-
-
-def test_what_headers_of_the_environment_had_a_part_in_is_not_for_all(
-    stand_in: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may stand before the system's own; where none are set it is built anew, for all."""
-    demo = stand_in / "ops" / "demo.cc"
-    demo.write_text(f"{SOURCE}#if __has_include(<outside.h>)\n#include <outside.h>\n#endif\n")
-    export = "TVM_FFI_DLL_EXPORT_TYPED_FUNC(outside, answer);\n"
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "outside.h").write_text(export)
-
-    def found() -> tuple[str, bool]:
-        forget()
-        lookup = host.find()
-        return lookup.source, lookup.loaded.implements_function("outside")
-
-    monkeypatch.setenv("CPATH", str(tmp_path / "a"))
-    assert [found(), found()] == [("compiled", True), ("cached", True)]
-    with monkeypatch.context() as patch:
-        patch.delenv("CPATH")
-        no_compiler(patch)
-        assert found() == ("cached", True)  # rather than none
-    settings.cache_clear()
-    monkeypatch.delenv("CPATH")
-    assert [found(), found()] == [("compiled", False), ("cached", False)]
-    monkeypatch.setenv("CPATH", str(tmp_path))
-    assert found() == ("cached", False)
-
-
 def test_the_shipped_library_is_portable(built: Path) -> None:
-    (library,) = built.rglob("*.so")
+    (library,), (meta,) = built.rglob("*.so"), built.rglob(META_NAME)
+    assert '"tvm_ffi": ' in meta.read_text()
+    for path in (str(built.parent), sys.prefix):
+        assert path not in meta.read_text()
+        assert path.encode() not in library.read_bytes()
     if shutil.which("objdump") is None:
         pytest.skip("needs objdump")
     command = ["objdump", "-p", str(library)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     needed = [line.split()[1] for line in text.splitlines() if "NEEDED" in line]
     assert "libtvm_ffi.so" in needed
-    assert not any("cuda" in name for name in needed)  # found by dlopen where there is one
+    assert not any("cuda" in name for name in needed)  # found by dlopen if there is one
     assert "RPATH" not in text
     assert "RUNPATH" not in text
-    assert str(built.parent).encode() not in library.read_bytes()
 
 
 def test_a_mismatch_of_tvm_ffi_is_rebuilt_where_there_is_a_compiler(
@@ -178,7 +166,7 @@ def test_a_mismatch_of_tvm_ffi_names_the_version_to_install(
     ],
 )
 def test_which_versions_fit(built_against: str, installed: str, fits: bool) -> None:
-    assert host._fits(built_against, installed) is fits
+    assert host.fits(built_against, installed) is fits
 
 
 def test_nothing_shipped_and_no_compiler(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,17 +219,11 @@ from jitkern.host import module as host
 from jitkern.cache import search
 host.CSRC = Path(sys.argv[1])
 search.SHIPPED = Path(sys.argv[2])
+host.CFLAGS = tuple(sys.argv[3:])
 def forbidden(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.exec", "os.posix_spawn", "os.system"):
         raise RuntimeError(f"{event} {args}")
 sys.addaudithook(forbidden)
 assert host.module()["answer"]() == 42
 """
-    fresh_python(code, str(host.CSRC), str(shipped))
-
-
-def test_meta_is_readable(built: Path) -> None:
-    (meta,) = built.rglob(META_NAME)
-    assert '"tvm_ffi": ' in meta.read_text()
-    assert str(built) not in meta.read_text()
-    assert sys.prefix not in meta.read_text()
+    fresh_python(code, str(host.CSRC), str(shipped), *host.CFLAGS)

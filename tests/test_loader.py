@@ -17,7 +17,7 @@ from jitkern.cache import search
 from jitkern.cache.bundle import export_bundle
 from jitkern.cache.stats import stats
 from jitkern.cache.store import Cache
-from jitkern.compilers.find_nvrtc import find_nvrtc
+from jitkern.compilers.find import find_nvrtc
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError

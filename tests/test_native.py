@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,6 @@ def test_headers_of_the_environment_are_part_of_the_key(
     for name, built in (("a", 1), ("b", 2), ("a", 2)):
         monkeypatch.setenv("CPATH", str(folder / name))  # at any time: it is no setting
         assert (value(), compiles() - before) == (ord(name), built)
-    (folder / "a" / "outside.h").write_text("#define VALUE 7\n")
-    assert value() == 7
     monkeypatch.delenv("CPATH")
     with pytest.raises(CompileError, match=r"outside\.h"):
         value()
@@ -202,8 +199,6 @@ def test_a_single_source_cu_loads_as_in_mini_sglang(
     (entry,) = Cache(empty_cache).entries()
     assert (entry.route, entry.arch) == ("cuda", "9.0")
     assert entry.variant.startswith("nvcc-")
-    recorded = json.loads((entry.path / "meta.json").read_text())["depends"]["files"]
-    assert list(recorded) == ["0:single.cu"]  # the toolkit's headers go by its version
 
 
 @pytest.mark.cuda

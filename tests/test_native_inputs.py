@@ -1,6 +1,6 @@
-"""What a C++ library is made of besides its own sources: packages' headers, archives, a compiler.
+"""What a C++ library is made of besides its own sources: headers, archives, a compiler.
 
-Each of these, changed, was not noticed: the library of before was loaded.
+Each of these, changed, gives a new key: else the library of before would be loaded.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from needs import needs_cxx
 from tiny import compiles
 
 from jitkern.cache.get import freeze
-from jitkern.compilers import depends, find, find_cuda
-from jitkern.compilers.identity import toolchain_directories
+from jitkern.compilers import cxx
 from jitkern.env import settings
-from jitkern.errors import CompileError
-from jitkern.fs import sha256
-from jitkern.jit.loader import load_aot, load_jit
+from jitkern.errors import CompileError, FrozenError, JitkernError
+from jitkern.jit import native
+from jitkern.jit.loader import load_aot
 from jitkern.jit.record import replay
 
-WRAPPERS = [("value", "value")]
 # By the C ABI, which takes 0.03 s to compile, where the header for C++ takes 1.5.
 OWN_CC = """\
 #include <tvm/ffi/c_api.h>
@@ -35,6 +33,7 @@ extern "C" __attribute__((visibility("default"))) int __tvm_ffi_value(
   return 0;
 }
 """
+HEADER_CC = f'#include "x.h"\n{OWN_CC}long own() {{ return VALUE; }}\n'
 
 
 def put(path: Path, text: str) -> Path:
@@ -43,131 +42,108 @@ def put(path: Path, text: str) -> Path:
     return path
 
 
-def use_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str, cxx: str = "") -> Path:
-    """Have CXX name a script in the project, as for a build in a container."""
-    words = " ".join([str(shutil.which("c++")), *flags])
-    script = put(folder / "tools/g++", f'#!/bin/sh\nexec {words} "$@"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", cxx or str(script))
-    settings.cache_clear()
-    return script
-
-
-# --------------------------------------------------------------------------------------- headers
+def load(file: str = "own.cc", **options: Any) -> Any:
+    return load_aot("v", cpp_files=[file], **options)
 
 
 @needs_cxx
-@pytest.mark.parametrize("cxx", ["", "tools/g++"])
-def test_headers_of_a_project_that_brings_its_compiler(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, cxx: str
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("x.h", {}),
+        ("more/x.h", {"extra_include_paths": ["more"]}),
+        ("more/x.h", {"extra_cflags": ["-Imore"]}),
+        ("more/x.h", {"extra_cflags": ["-isystem more"]}),
+        ("more/y.h", {"extra_cflags": ["-include", "more/y.h"]}),
+        ("more/y.h", {"extra_cflags": ["-Imore -include y.h"]}),
+        ("deep/z.h", {"extra_cflags": ["-Imore"]}),
+    ],
+)
+def test_a_header_that_changes_is_noticed(
+    folder: Path, place: str, options: dict[str, Any], forked_python: Any
 ) -> None:
-    """All below the parent of the compiler's directory was left out; a relative one not found."""
-    use_compiler(monkeypatch, folder, cxx=cxx)
-    source = put(
-        folder / "src/a.cc", '#include "../common/x.h"\nint64_t value() { return VALUE; }\n'
-    )
-    for value in (3, 5):
-        put(folder / "common/x.h", f"#define VALUE {value}\n")
-        module = load_jit("value", cpp_files=[source], cpp_wrappers=WRAPPERS)
-        assert module.value() == value
+    put(folder / "own.cc", HEADER_CC)
+    if place == "deep/z.h":
+        put(folder / "more/x.h", '#include "../deep/z.h"\n')
+    elif place == "more/y.h":
+        put(folder / "x.h", "")
+    before = compiles()
+    for built, value in enumerate((3, 5, 3), start=1):
+        put(folder / place, f"#define VALUE {value}\n")
+        for _ in range(2):
+            assert (load(**options).value(), compiles() - before) == (value, min(built, 2))
 
 
 @needs_cxx
-def test_headers_of_packages_are_part_of_what_is_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_headers_of_torch_go_by_its_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 5000, which take 3 s to read."""
+    put(folder / "own.cc", f"#include <ATen/ATen.h>\n{OWN_CC}long own() {{ return VALUE; }}\n")
+    put(folder / "torch/ATen/ATen.h", "#define VALUE 3\n")
+    options = {"extra_include_paths": ["torch"]}
+    before = compiles()
+    assert load(**options).value() == 3
+    put(folder / "torch/ATen/ATen.h", "#define VALUE 4\n")
+    assert load(**options).value() == 3
+    monkeypatch.setattr(native, "_torch_version", lambda: "torch 99")
+    assert load(**options).value() == 4
+    assert compiles() - before == 2
+
+
+@needs_cxx
+def test_a_header_that_a_macro_names_is_compiled(folder: Path) -> None:
+    put(folder / "own.cc", f'#define X "x.h"\n#include X\n{OWN_CC}long own() {{ return VALUE; }}\n')
+    put(folder / "x.h", "#define VALUE 3\n")
+    assert load().value() == 3
+
+
+@needs_cxx
+def test_a_source_that_changes_during_the_build_is_not_published(
+    folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As /usr/include/fmt, which was left out."""
-    system = tmp_path / "machine/usr/include"
-    use_compiler(monkeypatch, folder, f"-isystem {system}")
-    source = put(folder / "a.cc", "#include <fmt/x.h>\nint64_t value() { return VALUE; }\n")
-    record = tmp_path / "run.jsonl"
-    monkeypatch.setenv("JITKERN_RECORD", str(record))
+    put(folder / "own.cc", HEADER_CC)
+    put(folder / "x.h", "#define VALUE 3\n")
+    real = cxx.build
+
+    def build_and_edit(*args: Any, **options: Any) -> Path:
+        library = real(*args, **options)
+        put(folder / "x.h", "#define VALUE 5\n")
+        return library
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cxx, "build", build_and_edit)
+        with pytest.raises(JitkernError, match="a source changed while it was built; load it ag"):
+            load()
+    assert not list(empty_cache.rglob("*.so"))
+    assert load().value() == 5
+
+
+@needs_cxx
+def test_another_compiler_is_another_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, or frozen, that of any compiler is good."""
+    put(folder / "own.cc", f"{OWN_CC}long own() {{ return __GNUC__ * 0 + VERSION; }}\n")
+    script = folder / "tools/g++"
+
+    def use(version: int) -> None:
+        says = f"if [ $1 = --version ]; then echo g++ {version}.1.0; exit; fi"
+        put(script, f'#!/bin/sh\n{says}\nexec {shutil.which("c++")} -DVERSION={version} "$@"\n')
+        script.chmod(0o755)
+
+    monkeypatch.setenv("CXX", "tools/g++")
     settings.cache_clear()
-
-    def value() -> int:
-        module = load_jit("value", cpp_files=[source], cpp_wrappers=WRAPPERS)
-        return int(module.value())
-
-    for number in (3, 5):
-        put(system / "fmt/x.h", f"#define VALUE {number}\n")
-        assert value() == number
-    record.chmod(0o600)
-    assert [list(one.files) for one in replay(record)] == [["./a.cc"]]  # a package is installed
-
-    shutil.rmtree(system)
-    with pytest.raises(CompileError, match=r"fmt/x\.h"):
-        value()
+    for version in (12, 13):
+        use(version)
+        assert load().value() == version
+    script.unlink()
+    assert load().value() in (12, 13)
+    use(14)
     freeze()
-    assert value() in (3, 5)  # a machine without the package's headers: nothing else could be had
+    assert load().value() in (12, 13)
+    put(folder / "own.cc", f"{OWN_CC}long own() {{ return 1; }}\n")
+    with pytest.raises(FrozenError):
+        load()
 
 
-@needs_cxx
-def test_no_whole_system_is_left_out() -> None:
-    left_out, system = toolchain_directories()
-    packages = [Path("/usr/include/fmt/core.h"), Path("/usr/lib/x86_64-linux-gnu/include/x.h")]
-    assert not [one for one in left_out for path in packages if path.is_relative_to(one)]
-    read = subprocess.run(
-        ["c++", "-M", "-x", "c++", "-include", "vector", "/dev/null"],
-        capture_output=True,
-        check=True,
-        text=True,
-    ).stdout
-    paths = [Path(word) for word in read.replace("\\\n", " ").split()[1:] if word != "/dev/null"]
-    assert len(paths) > 50
-    own = depends.HeaderDirectories(left_out, system)
-    assert depends.manifest(paths, [Path("/nowhere")], own)["files"] == {}
-
-
-def test_headers_of_the_c_library_are_left_out(tmp_path: Path) -> None:
-    """A key has its version; and there are a hundred in each library."""
-    include, more = tmp_path / "usr/include", tmp_path / "usr/include/x86_64-linux-gnu"
-    put(include / "stdio.h", "/* This file is part of the GNU C Library. */\n")
-    own = [include / "linux/errno.h", more / "bits/types.h", more / "asm/errno.h"]
-    own += [include / "syscall.h", more / "sys/errno.h"]
-    packages = [include / "fmt/core.h", more / "curl/curl.h", include / "fmt/bits/x.h"]
-    for path in (*own, *packages):
-        put(path, path.name)
-    root = tmp_path / "project"
-    vendored = put(root / "getopt.h", "/* This file is part of the GNU C Library. */\n")
-
-    directories = depends.HeaderDirectories([], [include, more])
-    read = [include / "stdio.h", *own, *packages, vendored]
-    made = depends.manifest(read, [root], directories)
-    expected = {f"0:{path}": sha256(path.name.encode()) for path in packages}
-    assert made["files"] == {"0:getopt.h": sha256(vendored.read_bytes()), **expected}
-    assert depends.sources(made, [root]) == [str(vendored)]
-
-    packages[0].unlink()
-    assert not depends.holds(made, [root])
-    assert depends.holds(made, [root], lambda: True)
-    put(packages[0], "another")
-    assert not depends.holds(made, [root], lambda: True)
-
-
-def test_what_is_found_by_a_relative_path_is_found_in_any_directory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A build runs in a directory of its own: "tools/g++: not found"."""
-    for name in ("tools/g++", "tools/ninja", "cuda/bin/nvcc"):
-        put(folder / name, "").chmod(0o755)
-    for name in ("cuda/include/cuda_runtime.h", "cuda/lib64/libcudart.so"):
-        put(folder / name, "")
-    for name in ("CXX", "CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-
-    monkeypatch.setenv("PATH", "tools:cuda/bin")
-    settings.cache_clear()
-    assert find.cxx_command() == [f"{folder}/tools/g++"]
-    assert find_cuda.find_cuda_home().nvcc == folder / "cuda/bin/nvcc"
-    monkeypatch.setattr(find.sysconfig, "get_path", lambda _: "/nowhere")
-    ninja = find._find_ninja.__wrapped__("tools", "/nowhere/python", ())
-    assert ninja == f"{folder}/tools/ninja"
-    monkeypatch.setenv("CXX", "tools/g++ -m64")
-    settings.cache_clear()
-    assert find.cxx_command() == [f"{folder}/tools/g++", "-m64"]
-
-
-# ------------------------------------------------------------------------------------- libraries
+# -- libraries -------------------------------------------------------------------------------------
 
 
 def archive(path: Path, body: str) -> None:
@@ -184,81 +160,51 @@ def archive(path: Path, body: str) -> None:
 @pytest.mark.parametrize(
     "ldflags",
     [
-        ["./libown.a"],
+        ["{folder}/libs/libown.a"],
+        ["libs/libown.o"],
         ["-Llibs -lown"],
         ["-L.", "-L libs", "-l:libown.a"],
-        ["@flags.txt"],
+        ["-Wl,--whole-archive,libs/libown.a,--no-whole-archive"],
     ],
 )
-def test_an_archive_that_is_built_again_is_noticed(
-    folder: Path, forked_python: Any, ldflags: list[str]
-) -> None:
-    """Relative ones were looked for in the build's own directory."""
+def test_an_archive_that_is_built_again_is_noticed(folder: Path, ldflags: list[str]) -> None:
+    """Relative ones are relative to this directory, and not to that of the build."""
     given = [word.format(folder=folder) for word in ldflags]
-    put(folder / "flags.txt", f"{folder}/libs/libown.a\n")
     put(folder / "own.cc", OWN_CC)
-
-    def load() -> Any:
-        return load_aot("v", cpp_files=["own.cc"], extra_ldflags=given)
-
     before = compiles()
     for built, value in enumerate((3, 5), start=1):
         archive(folder / "libs/libown.a", f"long own() {{ return {value}; }}")
-        if ldflags == ["./libown.a"]:
-            shutil.copy(folder / "libs/libown.a", folder)
-        if ldflags == ["@flags.txt"]:  # what is named in it is not followed
-            put(folder / "flags.txt", f"{folder}/libs/libown.a -Wl,-z,now{' ' * built}\n")
         for _ in range(2):
-            assert (load().value(), compiles() - before) == (value, built)
-    code = f"""
-from jitkern import load_aot
-from jitkern.cache.stats import stats
-module = load_aot("v", cpp_files=["own.cc"], extra_ldflags={given})
-print(module.value(), stats().compiles.count)
-"""
-    assert forked_python(code).stdout.split() == ["5", "0"]
+            assert (load(extra_ldflags=given).value(), compiles() - before) == (value, built)
 
 
 @needs_cxx
 def test_a_link_that_failed_is_tried_again_with_another_archive(folder: Path) -> None:
     put(folder / "own.cc", OWN_CC)
-
-    def load() -> Any:
-        flags = ["-Wl,-z,defs,-z,now", "libs/libown.a"]
-        return load_aot("v", cpp_files=["own.cc"], extra_ldflags=flags)
-
+    flags = ["-Wl,-z,defs,-z,now", "libs/libown.a"]
     archive(folder / "libs/libown.a", "long other() { return 3; }")
     with pytest.raises(CompileError, match="own"):
-        load()
+        load(extra_ldflags=flags)
     archive(folder / "libs/libown.a", "long own() { return 5; }")
-    assert load().value() == 5
+    assert load(extra_ldflags=flags).value() == 5
 
 
 @needs_cxx
-def test_an_archive_in_an_earlier_directory_is_another_library(folder: Path) -> None:
-    put(folder / "own.cc", OWN_CC)
-    for place, value in (("second", 3), ("first", 5)):
-        archive(folder / place / "libown.a", f"long own() {{ return {value}; }}")
-        flags = ["-Lfirst", "-Lsecond", "-lown"]
-        module = load_aot("v", cpp_files=["own.cc"], extra_ldflags=flags)
-        assert module.value() == value
-
-
-@needs_cxx
-def test_a_record_names_archives_by_their_whole_path(
+def test_a_record_brings_headers_and_names_archives_by_their_whole_path(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lie where they lie: it brings sources. The replay may run in any directory."""
+    """An archive lies where it lies: a record brings sources. Replay may run in any directory."""
     record = tmp_path / "run.jsonl"
     monkeypatch.setenv("JITKERN_RECORD", str(record))
     settings.cache_clear()
-    put(folder / "own.cc", OWN_CC)
+    put(folder / "own.cc", f'#include "x.h"\n{OWN_CC}')
+    put(folder / "x.h", "")
     archive(folder / "libown.a", "long own() { return 3; }")
-    load_aot("v", cpp_files=["own.cc"], extra_ldflags=["libown.a"])
+    load(extra_ldflags=["libown.a"])
     record.chmod(0o600)
     (one,) = replay(record)
     assert one.used.options["extra_ldflags"] == [f"{folder}/libown.a"]
-    assert list(one.files) == ["./own.cc"]
+    assert sorted(one.files) == ["./own.cc", "./x.h"]
 
 
 def test_which_words_of_the_linker_name_files(folder: Path) -> None:
@@ -266,8 +212,8 @@ def test_which_words_of_the_linker_name_files(folder: Path) -> None:
         put(folder / name, "")
     given = ["a.o", "gone.o", "-z", "now", "-Wl,--version-script=exports.map,-rpath,libs", "-lm"]
     given += ["-L=/usr/lib", "-Llibs", "-ld", "-le", "libs/libe.so", "@more.txt", "-pthread"]
-    found = depends.linked(given)
-    assert found.flags == [
+    flags, files = native._linked(given)
+    assert flags == [
         f"{folder}/a.o",
         "gone.o",
         *("-z", "now"),
@@ -281,5 +227,5 @@ def test_which_words_of_the_linker_name_files(folder: Path) -> None:
         "-pthread",
     ]
     names = ["a.o", "exports.map", "more.txt", "libs/libd.a"]
-    assert found.files == [folder / name for name in names]
-    assert depends.linked(found.flags) == found
+    assert sorted(files) == sorted(folder / name for name in names)
+    assert native._linked(flags) == (flags, files)

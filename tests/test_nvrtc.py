@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from headers import load
 from needs import needs_nvcc, needs_nvrtc
+from tiny import SM_90
 
 from jitkern.arch import SUPPORTED_ARCHS, Arch
 from jitkern.compilers import nvcc, nvrtc
-from jitkern.compilers.find_nvrtc import Nvrtc, find_nvrtc
+from jitkern.compilers.find import Nvrtc, find_nvrtc
 from jitkern.compilers.sources import include_closure
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 
@@ -52,15 +53,6 @@ def test_minimal_gives_the_same_code() -> None:
     assert full == minimal
 
 
-def test_minimal_is_for_those_who_ask() -> None:
-    """Textures are what it leaves out, from NVRTC 12.4 on."""
-    source = "__device__ cudaTextureObject_t texture;\n#define VALUE 1\n" + KERNEL
-    assert compile_kernel(source).kind == "cubin"
-    if tuple(map(int, find_nvrtc().version.split("."))) >= (12, 4):
-        with pytest.raises(CompileError, match="cudaTextureObject_t"):
-            compile_kernel(source, minimal=True)
-
-
 def test_headers_come_from_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of that name in the current directory is not what is compiled."""
     monkeypatch.chdir(tmp_path)
@@ -84,11 +76,6 @@ def test_closure_compiles_with_clashing_names(tmp_path: Path) -> None:
     assert compile_kernel(closure.source, headers=closure.headers).kind == "cubin"
 
 
-def test_same_input_gives_the_same_bytes() -> None:
-    options = ["-DVALUE=3"]
-    assert compile_kernel(options=options).data == compile_kernel(options=options).data
-
-
 def test_failure_carries_everything() -> None:
     source = "#include <deep.h>\n" + KERNEL
     headers = {"deep.h": "// one\nstruct Broken { missing_type x; };\n"}
@@ -105,34 +92,14 @@ def test_failure_carries_everything() -> None:
         assert part in str(error)
 
 
-def test_unknown_option_is_reported() -> None:
-    with pytest.raises(CompileError, match="--no-such-option"):
-        compile_kernel(options=["--no-such-option"])
+FILES = "-I/usr/include -I --include-path=/x -include=a.h --pre-include=a.h --system-include=/x"
+FILES += " -system-include -isystem/x -optf --options-file=x"
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "-I/usr/include",
-        "-I",
-        "--include-path=/x",
-        "-include=a.h",
-        "--pre-include=a.h",
-        "--system-include=/x",
-        "-system-include",
-        "-isystem/x",
-        "-optf",
-        "--options-file=x",
-    ],
-)
+@pytest.mark.parametrize("option", FILES.split())
 def test_options_bring_no_files(option: str) -> None:
     with pytest.raises(ValueError, match=r"extra_cuda_cflags: '-.*', expected extra_include_paths"):
         compile_kernel(options=[option])
-
-
-def test_warnings_are_kept() -> None:
-    source = '#warning "mind this"\n#define VALUE 1\n' + KERNEL
-    assert "mind this" in compile_kernel(source).log
 
 
 @pytest.mark.parametrize("standard", ["-std=c++20", "--std=c++20"])
@@ -144,7 +111,7 @@ def test_another_standard(standard: str) -> None:
 
 
 def test_gpu_newer_than_the_library_gets_ptx() -> None:
-    newest = max(nvrtc._load(find_nvrtc().path).archs)
+    newest = max(nvrtc.load_nvrtc(find_nvrtc().path).archs)
     image = compile_kernel(options=["-DVALUE=1"], arch=Arch(99, 0))
     assert image.kind == "ptx"
     assert f".target sm_{newest}".encode() in image.data
@@ -156,10 +123,6 @@ def test_gpu_older_than_the_library() -> None:
         compile_kernel(arch=Arch(3, 0))
 
 
-def test_architecture_specific_code() -> None:
-    assert compile_kernel(options=["-DVALUE=1"], arch=Arch(9, 0, "a")).kind == "cubin"
-
-
 def test_library_that_does_not_load(tmp_path: Path) -> None:
     path = tmp_path / "libnvrtc.so.13"
     path.write_text("no library")
@@ -167,9 +130,16 @@ def test_library_that_does_not_load(tmp_path: Path) -> None:
         compile_kernel(library=Nvrtc(path, "13.0"))
 
 
-def test_library_of_something_else() -> None:
-    with pytest.raises(ToolchainError, match="no usable libnvrtc"):
-        compile_kernel(library=Nvrtc(Path("libc.so.6"), "13.0"))
+def test_threads_compile_at_once() -> None:
+    """Each gets the bytes that it would get alone."""
+    closure = include_closure(STORE)
+
+    def compiled(arch: Arch) -> bytes:
+        return compile_kernel(closure.source, headers=closure.headers, arch=arch).data
+
+    with ThreadPoolExecutor(4) as pool:
+        images = list(pool.map(compiled, SUPPORTED_ARCHS * 2))
+    assert images[:4] == images[4:]
 
 
 def test_non_ascii_source() -> None:
@@ -177,36 +147,87 @@ def test_non_ascii_source() -> None:
     assert compile_kernel(source, headers={"a.h": "// \udcfc\n"}).kind == "cubin"
 
 
-def test_threads_do_not_wait_for_each_other() -> None:
-    """While one thread compiles, Python runs on: ctypes has released the GIL."""
-    closure = include_closure(STORE)
-    done = threading.Event()
-    gaps: list[float] = []
+# -- options ---------------------------------------------------------------------------------------
 
-    def tick() -> None:
-        last = time.perf_counter()
-        while not done.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
 
-    ticker = threading.Thread(target=tick)
-    ticker.start()
-    started = time.perf_counter()
-    with ThreadPoolExecutor(4) as pool:
-        images = list(
-            pool.map(
-                lambda arch: compile_kernel(closure.source, headers=closure.headers, arch=arch),
-                SUPPORTED_ARCHS * 2,
-            )
-        )
-    elapsed = time.perf_counter() - started
-    done.set()
-    ticker.join()
-    assert [image.data for image in images[:4]] == [image.data for image in images[4:]]
-    # A compile that held the GIL would leave a handful of ticks, one between two compiles.
-    assert len(gaps) > elapsed / 0.020, f"{len(gaps)} ticks in {elapsed:.2f} s"
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        (["-O3"], []),
+        (["-O", "2", "--optimize", "3", "-g"], []),
+        (["-Xcompiler", "-fPIC", "-Xcompiler=-Wall", "-ccbin", "g++", "--threads", "4"], []),
+        (["--extended-lambda", "-Wno-deprecated-gpu-targets"], []),
+        (["-Xptxas -v"], ["-Xptxas=-v"]),
+        (["-Xptxas", "-v,-warn-spills"], ["-Xptxas=-v", "-Xptxas=-warn-spills"]),
+        (["--ptxas-options=-v"], ["-Xptxas=-v"]),
+        (["-res-usage"], ["-Xptxas=-v"]),
+        (["-std", "c++20"], ["-std=c++20"]),
+        (["--std=c++20"], ["-std=c++20"]),
+        (["--expt-relaxed-constexpr"], ["-default-device"]),
+        (["-Xcudafe", "--diag_suppress=177"], ["--diag-suppress=177"]),
+        (["--use_fast_math", "-lineinfo", "-DX=1"], ["--use_fast_math", "-lineinfo", "-DX=1"]),
+        (["-maxrregcount", "32", "-D", "X"], ["-maxrregcount", "32", "-D", "X"]),
+        (["-DNAME='\"a b\"'"], ['-DNAME="a b"']),
+    ],
+)
+def test_options_of_nvcc(given: list[str], passed: list[str]) -> None:
+    assert nvrtc.nvrtc_options(given) == passed
+
+
+@needs_nvrtc
+def test_options_compile(tmp_path: Path, empty_cache: Path) -> None:
+    flags = ["-O3 --use_fast_math", "-Xptxas", "-v", "--expt-relaxed-constexpr", "-lineinfo"]
+    flags += ["-Xcudafe --diag_suppress=177", "-std=c++20", "-maxrregcount=32"]
+    module = load(tmp_path, body="constexpr auto f = [](int x) { return x; }; *p.out = f(1)",
+                  extra_cuda_cflags=flags)  # fmt: skip
+    assert "Used" in module.lookup(SM_90).entry.meta["log"]
+
+
+ARCH = "the arch is that of the GPU, of JITKERN_ARCH or of image(arch); leave it out"
+LINKED = "device_files are not linked; leave it out, or give the source as cuda_files to nvcc"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("-gencode=arch=compute_90,code=sm_90", ARCH),
+        ("-arch=sm_80", ARCH),
+        ("-rdc=true", LINKED),
+    ],
+)
+def test_options_without_a_meaning(
+    given: str, advice: str, tmp_path: Path, empty_cache: Path
+) -> None:
+    with pytest.raises(CompileError) as caught:
+        load(tmp_path, extra_cuda_cflags=["-lineinfo", given]).image(SM_90)
+    assert caught.value.message == f"own.instance.cu: extra_cuda_cflags: {given!r}: {advice}"
+    assert caught.value.command == f"-lineinfo {given}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ('-DX="a', "'-DX=\"a': No closing quotation, expected words quoted as in a shell"),
+        ("-g -I/usr/include", "'-I/usr/include', expected extra_include_paths for headers, and"),
+        ("-optf=flags.txt", "'-optf=flags.txt', expected extra_include_paths for headers, and"),
+    ],
+)
+def test_a_wrong_flag_is_named_before_anything_is_compiled(
+    tmp_path: Path, flag: str, says: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^load_jit: extra_cuda_cflags: {re.escape(says)}"):
+        load(tmp_path, extra_cuda_cflags=["-lineinfo", flag])
+
+
+@needs_nvrtc
+def test_options_that_nvrtc_does_not_know(tmp_path: Path, empty_cache: Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        load(tmp_path, extra_cuda_cflags=["--nope"]).image(SM_90)
+    assert caught.value.message.endswith(
+        "NVRTC_ERROR_INVALID_OPTION; NVRTC knows no --nope: leave it out, "
+        "or set JITKERN_COMPILER=nvcc"
+    )
 
 
 # ------------------------------------------------------------------------------------------- nvcc
@@ -236,10 +257,3 @@ def test_nvcc_failure_carries_everything() -> None:
     assert "-arch=sm_90" in error.command
     assert "deep.h(1)" in error.log
     assert error.source == source
-
-
-@needs_nvcc
-def test_nvcc_takes_another_standard() -> None:
-    source = 'static_assert(__cplusplus >= 202002L, "");\n#define VALUE 1\n' + KERNEL
-    options = ["-std=c++20"]
-    nvcc.compile_with_nvcc(source, name="k.cu", headers={}, arch=Arch(9, 0), options=options)

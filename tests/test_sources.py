@@ -111,6 +111,7 @@ def test_one_name_for_two_spellings(tmp_path: Path) -> None:
 def test_computed_include_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=r"source:2: computed include '#"):
         include_closure(f"\n{line}\n")
+    assert include_closure(f"\n{line}\n", computed=True).source == f"\n{line}\n"
 
 
 def test_computed_include_names_the_header(tmp_path: Path) -> None:

@@ -93,7 +93,9 @@ def copy_of_the_tree(target: Path) -> None:
     left_out = shutil.ignore_patterns("__pycache__", "_prebuilt", "results", "toy_op")
     for name in ("src", "tests", "bench", "docs"):
         shutil.copytree(ROOT / name, target / name, ignore=left_out)
-    for name in ("mkdocs.yml", "pyproject.toml"):
+    if (ROOT / "build").exists():  # only the op's own source is compiled
+        shutil.copytree(ROOT / "build", target / "build")
+    for name in ("mkdocs.yml", "pyproject.toml", "hatch_build.py"):
         shutil.copy(ROOT / name, target)
     shutil.copytree(ROOT / "tests" / "toy_op", target, dirs_exist_ok=True)
     target.chmod(0o755)  # it is to hold caches, and took the mode of the checkout, whatever that is

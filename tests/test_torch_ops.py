@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jitkern
 import jitkern.torch_ops
 from jitkern.host import module as host_module
-from jitkern.host.torch_state import torch_state
+from jitkern.host.module import torch_state
 from jitkern.ops._ops import OPS as TABLE
 from jitkern.ops.register import OVERLOADS
 

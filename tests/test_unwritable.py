@@ -16,7 +16,7 @@ import pytest
 from children import SLOW, Children, sound, write_sources
 from needs import needs_cxx, needs_nvrtc
 
-from jitkern.compilers.find_nvrtc import find_nvrtc
+from jitkern.compilers.find import find_nvrtc
 
 
 @pytest.fixture

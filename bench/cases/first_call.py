@@ -86,7 +86,6 @@ class _Bench:
         for variable in (
             "JITKERN_RECORD",
             "JITKERN_FREEZE",
-            "JITKERN_HOST_OBJECTS",  # what is kept of the host module's build, which is measured
             "PYTHONDONTWRITEBYTECODE",
         ):
             self._environment.pop(variable, None)
@@ -289,7 +288,7 @@ def _prepare_nvcc() -> None:
     """Set what load_inline looks for itself, also where nvcc on PATH is a wrapper script."""
     import torch
 
-    from jitkern.compilers.find_cuda import find_cuda_home
+    from jitkern.compilers.find import find_cuda_home
 
     os.environ["CUDA_HOME"] = str(find_cuda_home().path)
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)

@@ -24,7 +24,7 @@ PREFIX = "JITKERN_"
 VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
     *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS"),
-    *("JITKERN_FREEZE", "JITKERN_HOST_OBJECTS", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG"),
+    *("JITKERN_FREEZE", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG"),
     *("JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_PYNCCL_MAX_BUFFER_SIZE"),
     "JITKERN_RECORD",
 )
@@ -87,9 +87,6 @@ class Settings(NamedTuple):
         ``JITKERN_COMPILER``: what compiles device code. Default nvrtc.
     nvrtc : Path or None
         ``JITKERN_NVRTC``: path of a libnvrtc to use instead of the one that is found.
-    host_objects : Path or None
-        ``JITKERN_HOST_OBJECTS``: directory that keeps what each C++ source of the host module was
-        compiled to, for building from several checkouts.
     lock_timeout_s : float
         ``JITKERN_LOCK_TIMEOUT_S``: seconds to wait for another process that compiles the same
         kernel before compiling it privately. Default 120; 0 does not wait.
@@ -125,7 +122,6 @@ class Settings(NamedTuple):
     arch: tuple[str, ...]
     compiler: Compiler
     nvrtc: Path | None
-    host_objects: Path | None
     lock_timeout_s: float
     record: Path | None
     freeze: FreezeMode | None
@@ -154,7 +150,6 @@ class Settings(NamedTuple):
             arch=_words(environ, "JITKERN_ARCH"),
             compiler=_choice(environ, "JITKERN_COMPILER", {"nvrtc": "nvrtc", "nvcc": "nvcc"}),
             nvrtc=_path(environ, "JITKERN_NVRTC"),
-            host_objects=_path(environ, "JITKERN_HOST_OBJECTS"),
             lock_timeout_s=_number(
                 environ,
                 "JITKERN_LOCK_TIMEOUT_S",

@@ -17,7 +17,7 @@ from jitkern.arch import Arch, gpu_archs, requested_archs
 from jitkern.cache.get import Lookup, forbidden_by
 from jitkern.cache.search import user_cache
 from jitkern.cache.store import Cache
-from jitkern.compilers.find_nvrtc import NVRTC_HINT
+from jitkern.compilers.find import NVRTC_HINT
 from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
 from jitkern.fs import free_bytes, require_writable, scratch_folder
 from jitkern.host import module as host

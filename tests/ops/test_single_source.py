@@ -10,8 +10,7 @@ import torch
 from tvm_ffi import Module
 
 from jitkern import load_jit, make_cpp_args
-from jitkern.compilers.find import find_cxx
-from jitkern.compilers.find_cuda import find_nvcc
+from jitkern.compilers.find import find_cxx, find_nvcc
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
 

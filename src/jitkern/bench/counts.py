@@ -64,7 +64,7 @@ def identity() -> dict[str, str]:
     import torch
     import tvm_ffi
 
-    from jitkern.compilers.identity import toolchain_id
+    from jitkern.compilers.cxx import toolchain_id
 
     done = subprocess.run(["valgrind", "--version"], capture_output=True, text=True)
     return {
@@ -114,7 +114,7 @@ def _environment(folder: Path) -> dict[str, str]:
     from jitkern.host import module as host
 
     environment = process_environment()
-    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG", "JITKERN_NVTX"):
+    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "JITKERN_LOG"):
         environment.pop(variable, None)
     found = host.find()
     if found.path is not None and found.source != "shipped":

@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if the ops cannot run here."""
-    from jitkern.compilers.progress import quiet
+    from jitkern.compilers.cxx import quiet
 
     checks = []
     with quiet(), ui.console(stderr=True).status("looking") as status:
@@ -185,7 +185,7 @@ def gpu(count: int) -> Check:
 
 def _driver(gpus: int) -> Iterator[Check]:
     from jitkern import calibration
-    from jitkern.compilers.find_nvrtc import find_nvrtc
+    from jitkern.compilers.find import find_nvrtc
 
     version = int(_host().driver_version())
     if not version:
@@ -205,17 +205,17 @@ def _driver(gpus: int) -> Iterator[Check]:
 
 
 def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
-    from jitkern.compilers import find, find_cuda, find_nvrtc
+    from jitkern.compilers import find
 
-    def version(find: Callable[[], Any]) -> Callable[[], str]:
-        return lambda: f"{(tool := find()).version} ({tool.path})"
+    def version(look: Callable[[], Any]) -> Callable[[], str]:
+        return lambda: f"{(tool := look()).version} ({tool.path})"
 
     cxx_use = "only for C++ sources of your own"
     nvcc_use = "only for JITKERN_COMPILER=nvcc and .cu files with host code"
     needs = {settings().compiler} if has_gpu else set()
     use = "compiles kernels for GPUs"
-    yield _look("NVRTC", version(find_nvrtc.find_nvrtc), needed="nvrtc" in needs, use=use)
-    yield _look("nvcc", version(find_cuda.find_nvcc), needed="nvcc" in needs, use=nvcc_use)
+    yield _look("NVRTC", version(find.find_nvrtc), needed="nvrtc" in needs, use=use)
+    yield _look("nvcc", version(find.find_nvcc), needed="nvcc" in needs, use=nvcc_use)
     # The version of a C++ compiler does not say which compiler it is.
     cxx = lambda: f"{(tool := find.find_cxx()).id} ({tool.path})"  # noqa: E731
     yield _look("c++", cxx, needed=not host_works, use=cxx_use)

@@ -176,7 +176,7 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from jitkern.compilers.progress import quiet
+    from jitkern.compilers.cxx import quiet
 
     out = console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))

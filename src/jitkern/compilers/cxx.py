@@ -1,45 +1,47 @@
-"""C++ and single-source CUDA to a shared library, by the host's compilers. Knows no cache.
+"""C++ and single-source CUDA to a shared library, by ninja and the host's compilers.
 
-Writes its own build.ninja: tvm_ffi.cpp.build remembers CUDA_HOME for the process, asks nvidia-smi
-for the architecture, and leaves its compilers running when the process is killed.
+Knows no cache. Writes its own build.ninja: tvm_ffi.cpp.build remembers CUDA_HOME for the process,
+asks nvidia-smi for the architecture, and leaves its compilers running when the process is killed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from jitkern.arch import Arch
-from jitkern.compilers.find import find_cxx
-from jitkern.compilers.find_cuda import find_cuda_home
-from jitkern.compilers.for_nvrtc import words
-from jitkern.compilers.ninja import Step, read_deps, run_ninja
-from jitkern.compilers.sources import with_defaults
-from jitkern.env import settings
+from jitkern.compilers.find import find_cuda_home, find_cxx, find_ninja, find_nvcc
+from jitkern.compilers.sources import with_defaults, words
+from jitkern.env import process_environment, settings
+from jitkern.errors import CompileError, JitkernError, ToolchainError
+from jitkern.fs import digest, slug, write_whole
+
+_log = logging.getLogger("jitkern")
 
 CFLAGS = ("-std=c++20", "-O3", "-fPIC")
-"""In front of the caller's flags for C++."""
+"""Come before the caller's flags for C++."""
 
 CUDA_CFLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
-"""In front of the caller's flags for nvcc."""
+"""Come before the caller's flags for nvcc."""
 
 _CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
 
 
-@dataclass(frozen=True)
-class Library:
-    """A shared library.
-
-    `dependencies` is every file that the compilers read, headers of the system too; `objects` the
-    compiled form of each source; `log` the commands and what they said.
-    """
-
-    path: Path
-    dependencies: tuple[Path, ...]
-    objects: Mapping[Path, Path]
-    log: str
+def toolchain_id(*, cuda: bool = False) -> str:
+    """Return the id of the C++ compiler, and of nvcc with `cuda`; empty if one is missing."""
+    try:
+        tools = [find_nvcc(), find_cxx()] if cuda else [find_cxx()]
+    except ToolchainError:
+        return ""
+    return "+".join(slug(tool.id) for tool in tools)
 
 
 def build(
@@ -52,35 +54,31 @@ def build(
     ldflags: Sequence[str] = (),
     include_paths: Sequence[Path] = (),
     precompiled: Path | None = None,
-    compiled: Mapping[Path, Path] | None = None,
+    root: Path | None = None,
+    unset: Collection[str] = (),
     arch: Arch | None = None,
-) -> Library:
-    """Compile sources and link them to ``<directory>/<name>.so``; blocks until done.
+) -> Path:
+    """Compile sources and link them to ``<directory>/<name>.so``, which is returned.
 
-    The library needs libtvm_ffi.so and, with CUDA sources, libcudart by their plain names, and
-    holds no path of this machine: tvm_ffi has to be imported before it is loaded. Should this
-    process be killed, the compilers stop too.
+    In a directory that has been built in before, ninja makes only what is out of date. The library
+    needs libtvm_ffi.so and, with CUDA sources, libcudart by their plain names, and holds no path of
+    this machine: tvm_ffi has to be imported before it is loaded.
 
     Parameters
     ----------
-    name
-        Name of the library.
     sources
-        ``.cc``, ``.cpp`` and ``.cxx`` go to the C++ compiler, ``.cu`` to nvcc.
+        ``.cc``, ``.cpp`` and ``.cxx`` go to the C++ compiler, ``.cu`` to nvcc, for `arch`.
     directory
-        Existing directory, private to this build.
+        Existing directory, which no other build uses meanwhile.
     cflags, cuda_cflags, ldflags
         Flags after the default ones, for the C++ compiler, for nvcc, for linking. Each may hold
         several words, quoted as in a shell.
-    include_paths
-        Directories searched for headers before the default ones.
     precompiled
-        A header that is compiled once, and that every ``.cc`` begins with.
-    compiled
-        `Library.objects` of an earlier build: these sources are linked as they were compiled then,
-        and not read.
-    arch
-        What nvcc compiles for; required where there is a ``.cu``.
+        A header that is compiled once, and that every C++ source begins with.
+    root
+        Paths below it are written relative to `directory`: a copy of it all is up to date.
+    unset
+        Environment variables that the compilers are not to see.
 
     Raises
     ------
@@ -92,77 +90,58 @@ def build(
         No source, a source of an unknown kind or that does not exist, or CUDA without an arch.
     """
     _check_sources(sources, arch)
-    cxx = find_cxx()
-    link = _tvm_ffi_ldflags()
-    directories = [*(path.resolve() for path in include_paths), *tvm_ffi_include_dirs()]
+
+    def spelled(path: Path) -> str:
+        path = path.resolve()
+        is_inside = root is not None and path.is_relative_to(root)
+        return os.path.relpath(path, directory.resolve()) if is_inside else str(path)
+
+    compiler = find_cxx().command
+    directories = list(map(spelled, (*include_paths, *tvm_ffi_include_dirs())))
     includes = [f"-I{path}" for path in directories]
-    # A library that is shared by checkouts and machines: __FILE__ is to hold no path of this one.
-    roots = dict.fromkeys([*directories, *(source.resolve().parent for source in sources)])
-    maps = [f"-fmacro-prefix-map={root}/=" for root in roots]
-    given = words(cflags, "extra_cflags")
-    cxx_command = [*cxx.command, *with_defaults([*CFLAGS, *maps], given), *includes]
-    nvcc_command: list[str] = []
-    if arch is not None and any(source.suffix == ".cu" for source in sources):
+    # Checkouts and machines share the library, so __FILE__ holds no path of this one.
+    folders = dict.fromkeys([*directories, *(spelled(source.parent) for source in sources)])
+    maps = [f"-fmacro-prefix-map={folder}/=" for folder in folders]
+    flags = with_defaults([*CFLAGS, *maps], words(cflags, "extra_cflags"))
+    cxx = [*compiler, *flags, *includes]
+    nvcc: list[str] = []
+    libraries = _tvm_ffi_ldflags()
+    if any(source.suffix == ".cu" for source in sources) and arch is not None:
         cuda = find_cuda_home()
         defaults = [*CUDA_CFLAGS, f"-gencode=arch={arch.compute},code={arch.sm}"]
-        if settings().cxx is not None and len(cxx.command) == 1:
-            defaults += ["-ccbin", cxx.command[0]]
+        if settings().cxx is not None and len(compiler) == 1:
+            defaults += ["-ccbin", compiler[0]]
         # nvcc takes a comma in -Xcompiler for the next option.
         defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
-        flags = with_defaults(defaults, words(cuda_cflags))
-        nvcc_command = [str(cuda.nvcc), *flags, *includes]
-        # Plain C++ beside it may use the runtime as well.
-        cxx_command += [f"-isystem{path}" for path in cuda.include_dirs]
-        link += cuda.ldflags
+        nvcc = [str(cuda.nvcc), *with_defaults(defaults, words(cuda_cflags)), *includes]
+        cxx += [f"-isystem{path}" for path in cuda.include_dirs]  # C++ may use the runtime as well
+        libraries += cuda.ldflags
 
-    objects = {
-        source: (compiled or {}).get(source, directory / f"{number}.{source.stem}.o")
-        for number, source in enumerate(sources)
-    }
-    missing = {source: made.name for source, made in objects.items() if made.parent == directory}
-    steps = _compile_steps(missing, cxx_command, nvcc_command)
-    if precompiled is not None and steps:
-        steps = _with_precompiled(precompiled, directory, steps, cxx_command)
-    library = f"{name}.so"
-    link += words(ldflags, "extra_ldflags")
-    inputs = tuple(missing.get(source, str(made)) for source, made in objects.items())
-    link_command = (*cxx.command, "-shared", *inputs, *link, "-o", library)
-    steps.append(Step(library, inputs, link_command))
-
-    log = run_ninja(name, directory, steps)
-    return Library(directory / library, read_deps(directory), objects, log)
-
-
-def _compile_steps(
-    outputs: Mapping[Path, str], cxx_command: Sequence[str], nvcc_command: Sequence[str]
-) -> list[Step]:
-    steps = []
-    for source, output in outputs.items():
-        path = str(source.resolve())
-        # -MMD would leave out headers of the system, which nvcc and the runtime are.
-        tail = ("-MD", "-MF", f"{output}.d", "-c", path, "-o", output)
-        command = nvcc_command if source.suffix == ".cu" else cxx_command
-        steps.append(Step(output, (path,), (*command, *tail), f"{output}.d"))
-    return steps
-
-
-def _with_precompiled(
-    header: Path, directory: Path, steps: Sequence[Step], cxx_command: Sequence[str]
-) -> list[Step]:
-    """Return the steps with one in front that compiles `header`: GCC and Clang both look for .gch.
-
-    A compiler that cannot use what is there includes the copy of the text.
-    """
-    name = "precompiled.h"
-    (directory / name).write_bytes(header.read_bytes())
-    compiled = f"{name}.gch"
-    made = [Step(compiled, (name,), (*cxx_command, "-x", "c++-header", name, "-o", compiled))]
-    for step in steps:
-        if step.command[: len(cxx_command)] == tuple(cxx_command):  # and not nvcc's
-            command = (*step.command, "-include", name)
-            step = replace(step, inputs=(*step.inputs, compiled), command=command)
-        made.append(step)
-    return made
+    # -MMD would leave out headers of the system, which nvcc and the CUDA runtime are.
+    tail = ("-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out")
+    lines = ["ninja_required_version = 1.10\n"]
+    needs: list[str] = []
+    if precompiled is not None:
+        # GCC and Clang look for precompiled.h.gch. One that cannot use it reads precompiled.h.
+        write_text(directory / "precompiled.h", f'#include "{spelled(precompiled)}"\n')
+        needs = ["precompiled.h.gch"]
+        lines.append(ninja_rule("header", [*cxx, "-x", "c++-header", *tail]))
+        lines.append(ninja_build(needs[0], "header", ["precompiled.h"]))
+        cxx += ["-include", "precompiled.h"]
+    lines += [ninja_rule("cxx", [*cxx, *tail]), ninja_rule("nvcc", [*nvcc, *tail])]
+    objects = []
+    for source in sources:
+        path, is_cuda = spelled(source), source.suffix == ".cu"
+        objects.append(f"{slug(source.stem)}-{digest(path)[:8]}.o")
+        rule = "nvcc" if is_cuda else "cxx"
+        lines.append(ninja_build(objects[-1], rule, [path], [] if is_cuda else needs))
+    libraries += words(ldflags, "extra_ldflags")
+    link = [*compiler, "-shared", "$in", *libraries, "-o", "$out"]
+    lines.append(ninja_rule("link", link, depfile=False))
+    lines.append(ninja_build(f"{name}.so", "link", objects))
+    write_text(directory / "build.ninja", "".join(lines))
+    run_ninja(name, directory, unset)
+    return directory / f"{name}.so"
 
 
 def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
@@ -179,7 +158,7 @@ def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
 
 def tvm_ffi_include_dirs() -> list[Path]:
     """Return where the headers of tvm-ffi are."""
-    # Here and not above: tvm_ffi imports torch where there is one, which takes a second.
+    # Here and not above: tvm_ffi imports torch if there is one, which takes a second.
     from tvm_ffi import libinfo
 
     directories = dict.fromkeys([libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
@@ -190,3 +169,138 @@ def _tvm_ffi_ldflags() -> list[str]:
     from tvm_ffi import libinfo
 
     return [f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
+
+
+def ninja_rule(name: str, command: Sequence[str], *, depfile: bool = True) -> str:
+    """Return a rule of a build.ninja. ``$in`` and ``$out`` are ninja's, which quotes them."""
+    words = (word if word in ("$in", "$out", "$out.d") else _word(word) for word in command)
+    text = f"rule {name}\n  command = {' '.join(words)}\n"
+    return text + "  depfile = $out.d\n  deps = gcc\n" if depfile else text
+
+
+def ninja_build(output: str, rule: str, inputs: Sequence[str], needs: Sequence[str] = ()) -> str:
+    """Return the line that builds `output`; no command names what it `needs` besides `inputs`."""
+    line = " ".join([rule, *map(_path, inputs), *(["|"] if needs else []), *map(_path, needs)])
+    return f"build {_path(output)}: {line}\n"
+
+
+def _word(word: str) -> str:
+    return shlex.quote(word).replace("$", "$$")
+
+
+def _path(path: str) -> str:
+    return re.sub(r"([$ :])", r"$\1", path)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file unless it holds `text`: ninja builds again what is newer."""
+    data = text.encode("utf-8", "surrogateescape")
+    if not file.exists() or file.read_bytes() != data:
+        write_whole(file, data)
+
+
+# -- running ninja ---------------------------------------------------------------------------------
+#
+# Nothing outlives us: neither kill -9 nor Ctrl-C leaves a compiler behind. ninja starts each job in
+# a process group of its own and, on SIGTERM, kills those groups. The kernel sends that signal when
+# this process dies (PR_SET_PDEATHSIG), and run_ninja sends it when it is interrupted.
+
+# Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The
+# parent may die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
+_LAUNCHER = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_INTERRUPTED = "ninja: build stopped: interrupted by user."
+_STOP_TIMEOUT_S = 10.0
+
+
+def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
+    """Run the build.ninja of a directory; return the log: every command and its output.
+
+    CompileError if a step failed, JitkernError if a signal ended it. The commands do not see the
+    environment variables of `unset`.
+    """
+    ninja = find_ninja().command
+    if not sys.executable:
+        raise ToolchainError("sys.executable is empty; start Python by its full path")
+    inherited = process_environment().items()
+    environment = {key: value for key, value in inherited if key not in unset}
+    with _status(name):
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *ninja, "-v"],
+            cwd=directory,
+            # Temporary files of compilers that are killed stay in the build's directory.
+            env={**environment, "TMPDIR": str(directory.resolve())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            output, _ = process.communicate()
+        except BaseException:
+            # SIGTERM, not the SIGKILL of subprocess.run: ninja has to kill its jobs.
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    log = output.decode("utf-8", "replace")
+    if process.returncode < 0 or log.rstrip().endswith(_INTERRUPTED):
+        # A Ctrl-C reaches ninja too. It is no fault of the source, and not to be kept as one.
+        raise JitkernError(f"{name}: the build was interrupted; it begins anew with the next call")
+    if process.returncode != 0:
+        # ninja prints `FAILED: [code=1] output`, and below it the command.
+        failed = re.search(r"^FAILED: .*\n(.+)$", log, re.MULTILINE)
+        command = failed[1] if failed else shlex.join(ninja)
+        raise CompileError(f"{name}: build failed", command=command, log=log)
+    return log
+
+
+# -- progress --------------------------------------------------------------------------------------
+
+_last_line = threading.Lock()  # held by whoever shows something in the terminal's last line
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Show no status of builds in the body, which has a display of its own on the terminal."""
+    is_ours = _last_line.acquire(blocking=False)
+    try:
+        yield
+    finally:
+        if is_ours:
+            _last_line.release()
+
+
+@contextmanager
+def _status(name: str) -> Iterator[None]:
+    """Show on a terminal that `name` is built; elsewhere log it. One build at a time is shown."""
+    text = f"jitkern: building {name}"
+    if sys.stderr is None or not sys.stderr.isatty():
+        _log.info("%s", text)
+        yield
+    elif not _last_line.acquire(blocking=False):
+        yield
+    else:
+        try:
+            from rich.console import Console
+            from rich.live import Live
+            from rich.markup import escape
+            from rich.spinner import Spinner
+
+            # As Console.status, which would also send what others print meanwhile through rich.
+            with Live(
+                Spinner("dots", escape(text)),
+                console=Console(stderr=True),
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            ):
+                yield
+        finally:
+            _last_line.release()

@@ -1,6 +1,6 @@
 """``nvcc -cubin``: the same source as NVRTC gets, by a toolkit's compiler. Knows no cache.
 
-Chosen by ``JITKERN_COMPILER=nvcc``: where a toolkit is newer than the NVRTC at hand, to profile by
+Chosen by ``JITKERN_COMPILER=nvcc``: if a toolkit is newer than the NVRTC at hand, to profile by
 source line, or to read the resource report in the log.
 """
 
@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jitkern.arch import Arch
-from jitkern.compilers.find_cuda import find_nvcc
-from jitkern.compilers.for_nvrtc import words
-from jitkern.compilers.ninja import Step, run_ninja
+from jitkern.compilers.cxx import ninja_build, ninja_rule, run_ninja
+from jitkern.compilers.find import CudaHeaders, find_nvcc
 from jitkern.compilers.nvrtc import Image
-from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
+from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, words
 from jitkern.errors import CompileError
 from jitkern.fs import scratch_folder
-
-if TYPE_CHECKING:
-    from jitkern.compilers.find_headers import CudaHeaders
 
 # By these nvcc and its preprocessor take options and headers that would be in no key.
 _UNSET = (
@@ -42,12 +37,10 @@ def compile_with_nvcc(
     options: Sequence[str] = (),
     cuda_headers: CudaHeaders | None = None,
 ) -> Image:
-    """Compile device code to a cubin with nvcc; blocks until done.
+    """Compile device code to a cubin with nvcc. Parameters and result as `nvrtc.compile`.
 
-    Parameters and result as `nvrtc.compile`. The headers are written to a temporary directory;
-    those of the toolkit itself, which nvcc includes on its own, are not part of the closure and
-    are covered by nvcc's version in the key; other ones of CUDA's are `cuda_headers`. Flags and
-    include directories of the environment (NVCC_APPEND_FLAGS, CPATH and the like) do not count.
+    The toolkit's own headers, which nvcc includes by itself, are covered by nvcc's version in the
+    key. Flags and include directories of the environment (NVCC_APPEND_FLAGS, CPATH) do not count.
 
     Raises
     ------
@@ -61,28 +54,24 @@ def compile_with_nvcc(
     options = words(options)
     check_options(options)
     nvcc = find_nvcc()
+    directories = [] if cuda_headers is None else cuda_headers.directories
+    flags = [f"-arch={arch.sm}", *with_defaults(BASE_OPTIONS, options), "-I", "include"]
+    flags += [f"-I{directory}" for directory in directories]
+    command = [*nvcc.command, "-cubin", *flags, "$in", "-o", "$out"]
+    unit, output = f"{Path(name).stem}.cu", "out.cubin"
+    build = ninja_rule("nvcc", command, depfile=False) + ninja_build(output, "nvcc", [unit])
+    texts = {unit: source, "build.ninja": build}
+    texts |= {f"include/{path}": text for path, text in headers.items()}
     with scratch_folder("nvcc") as root:
-        unit = root / f"{Path(name).stem}.cu"
-        written = {
-            unit: source,
-            **{root / "include" / path: text for path, text in headers.items()},
-        }
-        for path, text in written.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
-        flags = with_defaults(BASE_OPTIONS, options)
-        command = (*nvcc.command, "-cubin", f"-arch={arch.sm}", *flags)
-        directories = [] if cuda_headers is None else cuda_headers.directories
-        includes = ("-I", "include", *(f"-I{directory}" for directory in directories))
-        tail = (*includes, unit.name, "-o", "out.cubin")
+        for path, text in texts.items():
+            file = root / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
         try:
-            step = Step("out.cubin", (unit.name,), (*command, *tail))
-            log = run_ninja(name, root, [step], unset=_UNSET)
+            log = run_ninja(name, root, _UNSET)
         except CompileError as error:
+            message = f"{name}: {nvcc.id} for {arch} failed"
             raise CompileError(
-                f"{name}: {nvcc.id} for {arch} failed",
-                command=error.command,
-                log=error.log,
-                source=source,
+                message, command=error.command, log=error.log, source=source
             ) from None
-        return Image((root / "out.cubin").read_bytes(), "cubin", log)
+        return Image((root / output).read_bytes(), "cubin", log)

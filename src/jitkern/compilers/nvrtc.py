@@ -1,8 +1,8 @@
 """NVRTC through ctypes: source text and headers in memory to a cubin. Knows no cache.
 
-ctypes rather than cuda-bindings: thirteen functions are needed, the same in every NVRTC 12 and 13,
-and a binding has to match the library's version and takes longer to import than a kernel takes to
-load. A ctypes call releases the GIL, so threads compile in parallel; a fork waits for them.
+ctypes rather than cuda-bindings: a dozen functions are needed, the same in every NVRTC 12 and 13.
+A binding has to match the library's version, and imports more slowly than a kernel loads. A ctypes
+call releases the GIL, so threads compile in parallel; a fork waits for them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,19 @@ import shlex
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, NamedTuple
 
 from jitkern.arch import Arch
-from jitkern.compilers.find_nvrtc import NVRTC_HINT, Nvrtc, find_nvrtc
-from jitkern.compilers.for_nvrtc import STANDINS, nvrtc_options, words
-from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults
+from jitkern.compilers.find import NVRTC_HINT, CudaHeaders, Nvrtc, find_nvrtc, header_hint
+from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, words
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 from jitkern.fs import ForkLocal, make_scratch_folder
 
-if TYPE_CHECKING:
-    from jitkern.compilers.find_headers import CudaHeaders
-
 # Without it NVRTC also opens files in the current directory, and what was hashed would not be what
-# is compiled. With it CUDA's own headers do not find their neighbours: where they are read, the
+# is compiled. With it CUDA's own headers do not find their neighbours: when they are read, the
 # source is said to be in a directory that nothing can be in.
 _NO_CURRENT_DIRECTORY = "-no-source-include"
 _NOWHERE = "/dev/null/"
@@ -42,18 +37,10 @@ _FIRST_MINIMAL = (12, 4)  # the version that knows -minimal
 _FORK_WAIT_S = 30.0
 
 
-@dataclass(frozen=True)
-class Image:
-    """What the CUDA driver loads.
+class Image(NamedTuple):
+    """What the CUDA driver loads, and the compiler's log.
 
-    Attributes
-    ----------
-    data : bytes
-        A cubin, or PTX text.
-    kind : {"cubin", "ptx"}
-        PTX where the GPU is newer than the compiler: the driver compiles it when it loads.
-    log : str
-        What the compiler said, empty if nothing.
+    PTX if the GPU is newer than the compiler: the driver compiles it when it loads.
     """
 
     data: bytes
@@ -72,30 +59,25 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     cuda_headers: CudaHeaders | None = None,
     library: Nvrtc | None = None,
 ) -> Image:
-    """Compile device code. May be called from several threads, which then run in parallel.
+    """Compile device code. Threads may call it at the same time.
 
     Parameters
     ----------
-    source
-        The translation unit.
-    name
-        What it is called in messages, such as ``store.cu``.
+    source, name
+        The translation unit, and what messages call it, such as ``store.cu``.
     headers
         Include name -> text, see `sources.include_closure`. No file is read but `cuda_headers`.
     arch
-        The architecture to compile for. Where the library does not know it, PTX for the newest
-        older architecture that it does know.
+        If the library does not know it: PTX for the newest older one.
     options
-        More options, NVRTC's own or nvcc's (see `for_nvrtc.nvrtc_options`), such as ``-lineinfo``.
-        A later ``-std`` replaces c++17.
+        NVRTC's own options or nvcc's, see `nvrtc_options`. A ``-std`` replaces c++17.
     minimal
-        The source has no need of textures, surfaces and the device side of the CUDA runtime, whose
-        declarations take 3.5 of the 40 ms of a kernel. The code is the same.
+        Leave out the declarations of textures, surfaces and the device side of the CUDA runtime,
+        which take 3.5 of the 40 ms of a kernel. The code is the same.
     cuda_headers
-        CUDA's own headers, see `find_headers`; by default there are none. Those that NVRTC brings
-        are unpacked into a temporary directory once a process (26 MB, 0.2 to 0.6 s).
+        See `find_headers`. NVRTC's own are unpacked once a process (26 MB, 0.2 to 0.6 s).
     library
-        The libnvrtc to use; by default the one that `find_nvrtc` finds.
+        By default that of `find_nvrtc`.
 
     Raises
     ------
@@ -107,13 +89,6 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
         The library knows only architectures newer than `arch`.
     ValueError
         An option that names an include directory or file.
-
-    Examples
-    --------
-    >>> image = compile('extern "C" __global__ void k() {}', name="k.cu", headers={},
-    ...                 arch=Arch(9, 0))
-    >>> image.kind, image.data[:4]
-    ('cubin', b'\\x7fELF')
     """
     check_options(words(options))
     library = library or find_nvrtc()
@@ -122,20 +97,18 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     except ValueError as error:
         message = f"{name}: extra_cuda_cflags: {error}"
         raise CompileError(message, command=shlex.join(options), log="", source=source) from None
-    with no_fork():
-        api = _load(library.path)
+    with _no_fork():
+        api = load_nvrtc(library.path)
         target, kind = _target(arch, api.archs, api.version)
         includes = _include_options(cuda_headers, library)
-        place = _NOWHERE if includes else ""
         defaults = [DEVICE_STD, *(includes or [_NO_CURRENT_DIRECTORY])]
         arguments = [f"-arch={target}", *with_defaults(defaults, options)]
         if minimal and api.release >= _FIRST_MINIMAL:
             arguments.append("-minimal")
+        place = _NOWHERE if includes else ""
         program = api.create(source, place + name, {**STANDINS, **headers})
         try:
-            # With CUDA's own headers it may take seconds.
-            with _shown(name) if includes else nullcontext():
-                status = api.compile_program(program, arguments)
+            status = api.compile_program(program, arguments)
             log = api.program_log(program).replace(_NOWHERE, "")
             if status == 0:
                 return Image(api.result(program, kind), kind, log)
@@ -151,56 +124,75 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
 
 
 def _advice(log: str, library: Nvrtc) -> str:
-    """What to do about a failure, to go behind the message."""
+    """Say what to do about a failure, to append to its message."""
     option = re.search(r"unrecognized option (\S+)", log)
     if option is not None:
         return f"; NVRTC knows no {option[1]}: leave it out, or set JITKERN_COMPILER=nvcc"
     header = re.search(r'(?:cannot|could not) open source file "([^"]+)"', log)
-    if header is None:
-        return ""
-    from jitkern.compilers.find_headers import header_hint
-
-    hint = header_hint(header[1], library)
+    hint = "" if header is None else header_hint(header[1], library)
     return f"; {hint}" if hint else ""
 
 
-class _Unpacked:
-    """Where this process has the headers of each NVRTC that brings some."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._folders: dict[Path, Path] = {}
-
-    def folder(self, library: Path) -> Path:
-        """The directory for those of `library`, which NVRTC fills and locks by itself."""
-        with self._guard:
-            folder = self._folders.get(library)
-            if folder is None or not _is_own(folder):
-                folder = self._folders[library] = make_scratch_folder("headers")
-                atexit.register(_remove, folder, os.getpid())
-            return folder
+def _target(
+    arch: Arch, supported: tuple[int, ...], version: str
+) -> tuple[str, Literal["cubin", "ptx"]]:
+    if arch.number in supported:
+        return arch.sm, "cubin"
+    older = [number for number in supported if number < arch.number]
+    if not older:
+        oldest = min(supported)
+        raise UnsupportedError(
+            f"arch: {arch}, but NVRTC {version} compiles for {oldest // 10}.{oldest % 10} and newer"
+        )
+    return f"compute_{max(older)}", "ptx"
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether it is there still: TMPDIR may have been cleaned, and others have made it anew."""
-    try:
-        return os.lstat(folder).st_uid == os.geteuid()
-    except FileNotFoundError:
-        return False
+# -- headers ---------------------------------------------------------------------------------------
+
+_SIZES = {8: "char", 16: "short", 32: "int", 64: "long long"}  # as CCCL has them under NVRTC
+_FIXED = "".join(
+    f"typedef signed {kind} int{bits}_t; typedef unsigned {kind} uint{bits}_t;\n"
+    for bits, kind in _SIZES.items()
+)
+_STDINT = f"""\
+#pragma once
+{_FIXED}typedef int64_t intptr_t; typedef uint64_t uintptr_t;
+typedef int64_t intmax_t; typedef uint64_t uintmax_t;
+"""
+_FIXED_NAMES = [f"{sign}int{bits}_t" for bits in _SIZES for sign in ("", "u")]
+_NAMES = [*_FIXED_NAMES, "intptr_t", "uintptr_t", "intmax_t", "uintmax_t"]
 
 
-_unpacked = ForkLocal(_Unpacked)
+def _in_std(header: str, names: Sequence[str]) -> str:
+    lines = "".join(f"using ::{name};\n" for name in names)
+    return f"#pragma once\n#include <{header}>\nnamespace std {{\n{lines}}}\n"
+
+
+STANDINS: Mapping[str, str] = {
+    "stdint.h": _STDINT,
+    "cstdint": _in_std("stdint.h", _NAMES),
+    "stddef.h": "#pragma once\n#define offsetof(type, member) __builtin_offsetof(type, member)\n",
+    "cstddef": _in_std("stddef.h", ["size_t", "ptrdiff_t"])
+    + "namespace std {\nusing nullptr_t = decltype(nullptr);\n}\n",
+    # Their device side is built into NVRTC.
+    "cuda_runtime.h": "#pragma once\n",
+    "device_launch_parameters.h": "#pragma once\n",
+}
+"""Include name -> text of headers that NVRTC has no file for. They are in no key: whoever changes a
+text raises DEVICE_ABI."""
+
+
+@lru_cache(maxsize=8)
+def _unpacked(library: Path, pid: int) -> Path:
+    """Return where a process has the headers that `library` brings; NVRTC itself fills it."""
+    folder = make_scratch_folder("headers")
+    atexit.register(_remove, folder, pid)
+    return folder
 
 
 def _remove(folder: Path, pid: int) -> None:
     if os.getpid() == pid:  # a forked child runs this as well
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _shown(name: str) -> AbstractContextManager[object]:
-    from jitkern.compilers.progress import shown
-
-    return shown(name)
 
 
 def _include_options(cuda_headers: CudaHeaders | None, library: Nvrtc) -> list[str]:
@@ -209,11 +201,75 @@ def _include_options(cuda_headers: CudaHeaders | None, library: Nvrtc) -> list[s
     directories = list(cuda_headers.directories)
     if not cuda_headers.bundled:
         return [f"-I{directory}" for directory in directories]
-    unpacked = _unpacked.value.folder(library.path)
+    unpacked = _unpacked(library.path, os.getpid())
     if len(directories) > cuda_headers.num_given:
-        # NVRTC itself searches them last, behind a toolkit's of the same names.
+        # NVRTC itself searches them last, after a toolkit's of the same names.
         directories[cuda_headers.num_given : cuda_headers.num_given] = [unpacked, unpacked / "cccl"]
     return [*(f"-I{path}" for path in directories), f"--use-bundled-headers={unpacked}"]
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+# nvcc's options by their names without dashes. There is no host code here, device code is optimised
+# fully without being told, and lambdas in it need no option.
+_NO_MEANING = {
+    *("O0", "O1", "O2", "O3", "g", "debug", "Wno-deprecated-gpu-targets"),
+    *("expt-extended-lambda", "extended-lambda"),
+}
+_NO_MEANING_WITH_VALUE = {
+    *("Xcompiler", "compiler-options", "Xlinker", "linker-options"),
+    *("ccbin", "compiler-bindir", "t", "threads", "O", "optimize"),
+}
+_PTXAS = ("Xptxas", "ptxas-options")
+_CUDAFE = ("Xcudafe", "cudafe-options")
+_WITH_VALUE = {*_NO_MEANING_WITH_VALUE, *_PTXAS, *_CUDAFE, "std"}
+_OTHER_WORDS = {
+    # Both let device code call a constexpr function that is not marked __device__.
+    "expt-relaxed-constexpr": "-default-device",
+    "res-usage": "-Xptxas=-v",
+    "resource-usage": "-Xptxas=-v",
+}
+_ARCH = "the arch is that of the GPU, of JITKERN_ARCH or of image(arch); leave it out"
+_LINKED = "device_files are not linked; leave it out, or give the source as cuda_files to nvcc"
+_REFUSED = {
+    **dict.fromkeys(("arch", "gpu-architecture", "code", "gpu-code", "gencode"), _ARCH),
+    **dict.fromkeys(("rdc", "relocatable-device-code", "dc", "device-c", "dlto"), _LINKED),
+}
+
+
+def nvrtc_options(options: Sequence[str]) -> list[str]:
+    """Return nvcc's options as NVRTC takes them; one that is not known here stays as it is.
+
+    ValueError if an option has no meaning for one kernel image; the message says what to do.
+
+    Examples
+    --------
+    >>> nvrtc_options(["-O3", "-Xptxas -v,-warn-spills", "--use_fast_math"])
+    ['-Xptxas=-v', '-Xptxas=-warn-spills', '--use_fast_math']
+    """
+    made: list[str] = []
+    pending = iter(words(options))
+    for word in pending:
+        spelled, has_value, value = word.partition("=")
+        name = spelled.lstrip("-") if spelled.startswith("-") else ""
+        if name in _REFUSED:
+            raise ValueError(f"{word!r}: {_REFUSED[name]}")
+        if name in _WITH_VALUE and not has_value:
+            value = next(pending, "")
+        if name in _NO_MEANING or name in _NO_MEANING_WITH_VALUE:
+            continue
+        if name in _PTXAS:
+            made += [f"-Xptxas={part}" for part in value.split(",")]
+        elif name in _CUDAFE:  # --diag_suppress=177
+            made.append(value.replace("--diag_", "--diag-"))
+        elif name == "std":
+            made.append(f"-std={value}")
+        else:
+            made.append(_OTHER_WORDS.get(name, word))
+    return made
+
+
+# -- forks -----------------------------------------------------------------------------------------
 
 
 class _ForkGate:
@@ -238,11 +294,11 @@ os.register_at_fork(before=_before_fork, after_in_parent=lambda: _gate.value.doo
 
 
 @contextmanager
-def no_fork() -> Iterator[None]:
+def _no_fork() -> Iterator[None]:
     """Hold off a fork in other threads for the body.
 
-    A child that is forked while a compiler library is at work inherits its locks as they are, and
-    its own first compile never ends (seen with NVRTC 13.5).
+    A child that is forked while NVRTC is at work inherits its locks as they are, and its own first
+    compile never ends (seen with NVRTC 13.5).
     """
     gate = _gate.value
     with gate.door:
@@ -255,18 +311,32 @@ def no_fork() -> Iterator[None]:
             gate.door.notify_all()
 
 
-def _target(
-    arch: Arch, supported: tuple[int, ...], version: str
-) -> tuple[str, Literal["cubin", "ptx"]]:
-    if arch.number in supported:
-        return arch.sm, "cubin"
-    older = [number for number in supported if number < arch.number]
-    if not older:
-        oldest = min(supported)
-        raise UnsupportedError(
-            f"arch: {arch}, but NVRTC {version} compiles for {oldest // 10}.{oldest % 10} and newer"
-        )
-    return f"compute_{max(older)}", "ptx"
+# -- the library -----------------------------------------------------------------------------------
+
+_SIGNATURES = {  # i: int, I: int*, s: char*, S: char**, p: program, P: program*, z: size_t*
+    "Version": "II",
+    "GetNumSupportedArchs": "I",
+    "GetSupportedArchs": "I",
+    "CreateProgram": "PssiSS",
+    "CompileProgram": "piS",
+    "DestroyProgram": "P",
+    "GetProgramLogSize": "pz",
+    "GetProgramLog": "ps",
+    "GetCUBINSize": "pz",
+    "GetCUBIN": "ps",
+    "GetPTXSize": "pz",
+    "GetPTX": "ps",
+    "GetErrorString": "i",
+}
+_TYPES: Mapping[str, type[ctypes._CDataType]] = {
+    "i": ctypes.c_int,
+    "I": ctypes.POINTER(ctypes.c_int),
+    "s": ctypes.c_char_p,
+    "S": ctypes.POINTER(ctypes.c_char_p),
+    "p": ctypes.c_void_p,
+    "P": ctypes.POINTER(ctypes.c_void_p),
+    "z": ctypes.POINTER(ctypes.c_size_t),
+}
 
 
 class _Api:
@@ -275,45 +345,19 @@ class _Api:
     def __init__(self, path: Path) -> None:
         try:
             self._library = ctypes.CDLL(str(path))
-            self._declare()
+            for function, kinds in _SIGNATURES.items():
+                getattr(self._library, f"nvrtc{function}").argtypes = [_TYPES[k] for k in kinds]
         except (OSError, AttributeError) as error:
             raise ToolchainError(f"{path} is no usable libnvrtc ({error}); {NVRTC_HINT}") from error
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         self.release = (major.value, minor.value)
         self.version = f"{major.value}.{minor.value}"
-        count = ctypes.c_int()
-        self._check(self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        self._call("GetNumSupportedArchs", ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()
-        self._check(self._library.nvrtcGetSupportedArchs(numbers))
+        self._call("GetSupportedArchs", numbers)
         self.archs = tuple(sorted(numbers))
-
-    def _declare(self) -> None:
-        program, text = ctypes.c_void_p, ctypes.c_char_p
-        texts, size = ctypes.POINTER(text), ctypes.POINTER(ctypes.c_size_t)
-        number = ctypes.POINTER(ctypes.c_int)
-        signatures: dict[str, list[type[ctypes._CDataType]]] = {
-            "nvrtcVersion": [number, number],
-            "nvrtcGetNumSupportedArchs": [number],
-            "nvrtcGetSupportedArchs": [number],
-            "nvrtcCreateProgram": [
-                ctypes.POINTER(program), text, text, ctypes.c_int, texts, texts,
-            ],
-            "nvrtcCompileProgram": [program, ctypes.c_int, texts],
-            "nvrtcDestroyProgram": [ctypes.POINTER(program)],
-            "nvrtcGetProgramLogSize": [program, size],
-            "nvrtcGetProgramLog": [program, text],
-            "nvrtcGetCUBINSize": [program, size],
-            "nvrtcGetCUBIN": [program, text],
-            "nvrtcGetPTXSize": [program, size],
-            "nvrtcGetPTX": [program, text],
-        }  # fmt: skip
-        for function, argtypes in signatures.items():
-            entry = getattr(self._library, function)
-            entry.argtypes = argtypes
-            entry.restype = ctypes.c_int
-        self._library.nvrtcGetErrorString.argtypes = [ctypes.c_int]
-        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     def error_text(self, status: int) -> str:
         text: bytes = self._library.nvrtcGetErrorString(status)
@@ -321,13 +365,9 @@ class _Api:
 
     def create(self, source: str, name: str, headers: Mapping[str, str]) -> ctypes.c_void_p:
         program = ctypes.c_void_p()
-        texts = _strings(list(headers.values()))
-        names = _strings(list(headers))
-        self._check(
-            self._library.nvrtcCreateProgram(
-                ctypes.byref(program), _encode(source), _encode(name), len(headers), texts, names
-            )
-        )
+        texts, names = _strings(list(headers.values())), _strings(list(headers))
+        unit = (_encode(source), _encode(name))
+        self._call("CreateProgram", ctypes.byref(program), *unit, len(headers), texts, names)
         return program
 
     def compile_program(self, program: ctypes.c_void_p, options: Sequence[str]) -> int:
@@ -335,29 +375,29 @@ class _Api:
         return status
 
     def program_log(self, program: ctypes.c_void_p) -> str:
-        log = self._bytes(program, "ProgramLog").rstrip(b"\0")
-        return log.decode("utf-8", "replace").strip()
+        return self._bytes(program, "ProgramLog").rstrip(b"\0").decode("utf-8", "replace").strip()
 
     def result(self, program: ctypes.c_void_p, kind: Literal["cubin", "ptx"]) -> bytes:
-        return self._bytes(program, "CUBIN" if kind == "cubin" else "PTX")
+        return self._bytes(program, kind.upper())
 
     def destroy(self, program: ctypes.c_void_p) -> None:
-        self._check(self._library.nvrtcDestroyProgram(ctypes.byref(program)))
+        self._call("DestroyProgram", ctypes.byref(program))
 
     def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        self._call(f"Get{what}Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self._library, f"nvrtcGet{what}")(program, buffer))
+        self._call(f"Get{what}", program, buffer)
         return buffer.raw
 
-    def _check(self, status: int) -> None:
+    def _call(self, function: str, *arguments: object) -> None:
+        status = getattr(self._library, f"nvrtc{function}")(*arguments)
         if status != 0:
             raise UnsupportedError(f"NVRTC failed: {self.error_text(status)}")
 
 
-# One _Api a path; two threads that load it at once get the same library from the loader.
-_load = lru_cache(maxsize=4)(_Api)
+# One per path; two threads that load it at once get the same library from the loader.
+load_nvrtc = lru_cache(maxsize=4)(_Api)
 
 
 def _encode(text: str) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,16 +22,12 @@ from jitkern.fs import digest
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 """The package's C++ and CUDA sources."""
 
-
 OWN_PREFIX = "jitkern:"
-"""In front of the name of a source of the package: ``jitkern:ops/store.cu``."""
+"""Begins the name of a source of the package: ``jitkern:ops/store.cu``."""
 
 
 def source_path(name: str) -> Path:
-    """Return the path of a source: of the package's with `OWN_PREFIX`, else from here.
-
-    Nothing else is tried: a name means one file, whatever other files there are.
-    """
+    """Return the path of a source: the package's with `OWN_PREFIX`, else from this directory."""
     if name.startswith(OWN_PREFIX):
         return CSRC / name.removeprefix(OWN_PREFIX)
     return Path(os.path.abspath(name))
@@ -71,20 +68,11 @@ _TOKEN = re.compile(_DIRECTIVES, _FLAGS)
 
 
 class Closure(NamedTuple):
-    """A translation unit with everything that it may include.
+    """A translation unit, its directives rewritten to names of `headers`, and what it may include.
 
-    Attributes
-    ----------
-    source : str
-        The text of the translation unit, its directives rewritten to names of `headers`.
-    headers : Mapping of str to str
-        Include name -> text, in order of discovery. Names are relative and hold no ``..``.
-    files : tuple of Path
-        The file behind each header, in the same order.
-    missing : tuple of str
-        What directives name that resolve nowhere: headers of CUDA's own, or of a branch not taken.
-    texts : tuple of bytes
-        What was read of each file, in the same order: their directives as they are.
+    `headers` are include name -> rewritten text in order of discovery; names are relative, without
+    ``..``. `files` and `texts` are the file of each and its content, in the same order. `missing`
+    are names that resolve nowhere: headers of CUDA's own, or of a branch not taken.
     """
 
     source: str
@@ -99,30 +87,18 @@ class Closure(NamedTuple):
         return digest({"": self.source, **self.headers})
 
 
-def include_closure(source: str, *, include_dirs: Sequence[Path] = INCLUDE_DIRS) -> Closure:
+def include_closure(
+    source: str, *, include_dirs: Sequence[Path] = INCLUDE_DIRS, computed: bool = False
+) -> Closure:
     """Read everything that a source may include, directly or not.
 
     Conditionals are not evaluated, so the closure holds at least what a compile needs. A directive
     that resolves nowhere stays, in angle brackets: in quotes NVRTC would look for it in the current
-    directory. In a branch not taken it does no harm (``<vector>`` outside NVRTC), in one that is
-    taken it is CUDA's own, or the compiler reports it.
+    directory. In a branch that is taken it is CUDA's own, or the compiler reports it.
 
-    Parameters
-    ----------
-    source
-        The text of the translation unit.
-    include_dirs
-        Directories searched in order; a quoted name is first looked up beside the including file.
-
-    Returns
-    -------
-    Closure
-        The rewritten source and headers.
-
-    Raises
-    ------
-    ValueError
-        A computed include (``#include MACRO``): what it names is not known before compiling.
+    `include_dirs` are searched in order; a quoted name is first looked up beside the including
+    file. A computed include (``#include MACRO``) is a ValueError, since what it names is not known
+    before compiling; with `computed` it is left as it is.
 
     Examples
     --------
@@ -130,18 +106,38 @@ def include_closure(source: str, *, include_dirs: Sequence[Path] = INCLUDE_DIRS)
     >>> list(closure.headers)
     ['jitkern/types.h']
     """
-    return _Walk([Path(d) for d in include_dirs]).run(source)
+    return _Walk([Path(d) for d in include_dirs], computed).run(source)
+
+
+def words(options: Sequence[str], argument: str = "extra_cuda_cflags") -> list[str]:
+    """Return the words of options, each of which may hold several, quoted as in a shell.
+
+    ValueError for a quote that is not closed; the message names `argument` and the option.
+    """
+    found: list[str] = []
+    for option in options:
+        try:
+            found += shlex.split(option)
+        except ValueError as error:
+            raise ValueError(
+                f"{argument}: {option!r}: {error}, expected words quoted as in a shell"
+            ) from None
+    return found
+
+
+def is_cpp17(options: Sequence[str]) -> bool:
+    """Tell whether device code is C++17 or newer with these options, as it is without any."""
+    standard = ""
+    pending = iter(words(options))
+    for word in pending:
+        name, has_value, value = word.partition("=")
+        if name in ("-std", "--std"):
+            standard = value if has_value else next(pending, "")
+    return standard.rpartition("+")[2] not in ("98", "03", "11", "14")
 
 
 def check_options(options: Sequence[str], argument: str = "extra_cuda_cflags") -> None:
-    """Refuse options that bring in files which the include closure does not hold.
-
-    Raises
-    ------
-    ValueError
-        An include directory, a pre-included file or a file of options; the message names
-        `argument` and the option.
-    """
+    """Refuse options that bring in files which the include closure does not hold (ValueError)."""
     for option in options:
         if option.startswith(_FILE_OPTIONS):
             raise ValueError(
@@ -162,8 +158,9 @@ def with_defaults(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
 class _Walk:
     """One traversal: files found so far, by path and by name."""
 
-    def __init__(self, include_dirs: Sequence[Path]) -> None:
+    def __init__(self, include_dirs: Sequence[Path], computed: bool) -> None:
         self._include_dirs = include_dirs
+        self._computed = computed
         self._name_of: dict[str, str] = {}  # absolute path -> include name
         self._path_of: dict[str, Path] = {}  # include name -> path, in order of discovery
         self._missing: dict[str, None] = {}  # in order of discovery
@@ -193,17 +190,19 @@ class _Walk:
                 return match[0]
             spelling = argument[1:-1]
             if argument[:1] not in ("<", '"') or argument[-1] not in '>"' or len(argument) < 3:
+                if self._computed:
+                    return match[0]
                 line = text.count("\n", 0, match.start()) + 1
                 raise ValueError(
                     f"{includer or 'source'}:{line}: computed include '{match[0].strip()}', "
                     'expected #include "file" or #include <file>'
                 )
             name = self._resolve(spelling, includer if argument[0] == '"' else None)
-            if name is None and not is_asked:  # who asks does without
+            if name is None and not is_asked:  # __has_include: does without
                 self._missing[spelling] = None
             return f"{match[0][: -len(argument)]}<{name or spelling}>"
 
-        # For the few that ask: with questions a warm load of a kernel takes a third longer.
+        # Only for the few: with __has_include a warm load of a kernel takes a third longer.
         asks = _ASKS in text
         token = re.compile(_DIRECTIVES + _QUESTIONS, _FLAGS) if asks else _TOKEN
         return token.sub(replace, text)

@@ -1,29 +1,32 @@
-"""Building the host module: for the wheel, or where none is shipped that fits."""
+"""Building the host module: for the wheel, or if none is shipped that fits."""
 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from jitkern.cache import search
 from jitkern.cache.entry import Key
 from jitkern.cache.get import BuildOutput
+from jitkern.cache.lock import build_lock
 from jitkern.compilers import cxx
-from jitkern.compilers.identity import toolchain_id
 from jitkern.compilers.load import platform_abi
-from jitkern.compilers.sources import include_closure, include_dirs
-from jitkern.env import compiler_environment, settings
+from jitkern.compilers.sources import include_dirs
+from jitkern.env import settings
 from jitkern.errors import CacheError, ToolchainError
-from jitkern.fs import digest, scratch_folder, write_whole
+from jitkern.fs import digest, scratch_folder
 
 _log = logging.getLogger("jitkern")
 
-PRECOMPILED = "precompiled.h"
-
 # For the wheel. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
 PORTABLE_LDFLAGS = ("-s",)
+# They would bring headers that are in no key.
+_UNSET = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
 
 def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
@@ -31,61 +34,53 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
     import tvm_ffi
 
     start = time.perf_counter()
-    variant = f"{toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
-    environment = environment_id()
-    if environment:
-        variant += f"+env-{environment}"
-    kept = _kept(csrc, [variant, key.describe["cflags"], platform_abi()[0]])
-    with scratch_folder("build") as folder:
-        built = cxx.build(
+    with _build_folder(key, csrc) as (folder, root):
+        library = cxx.build(
             key.name,
             sources=sorted(csrc.rglob("*.cc")),
-            compiled={source: made for source, made in kept.items() if made.exists()},
             directory=folder,
             cflags=key.describe["cflags"],
             ldflags=("-pthread", *ldflags),  # before glibc 2.34 threads are a library of their own
             include_paths=include_dirs(csrc),
-            precompiled=csrc / "host" / PRECOMPILED,
-        )
-        library = built.path.read_bytes()
-        for source, made in kept.items():
-            if not made.exists():
-                write_whole(made, built.objects[source].read_bytes())
+            precompiled=csrc / "host" / "precompiled.h",
+            root=root,
+            unset=_UNSET,
+        ).read_bytes()
     notes = {
         "tvm_ffi": tvm_ffi.__version__,
         "libc": platform_abi()[1],
-        "environment": environment,
         "build_ms": round((time.perf_counter() - start) * 1e3, 3),
         "built_unix_s": round(time.time(), 3),
     }
+    variant = f"{cxx.toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
     return BuildOutput(variant, {f"{key.name}.so": library}, notes)
 
 
-def environment_id() -> str:
-    """Name the flags and headers that the environment brings (CPATH and the like); empty if none.
+@contextmanager
+def _build_folder(key: Key, csrc: Path) -> Iterator[tuple[Path, Path | None]]:
+    """Yield where to build, and the checkout: a folder of its ``build/``, where ninja goes on.
 
-    They are in no key, which is that of what the wheel ships.
+    Elsewhere it is a temporary folder. What ninja does not look at names the folder of a checkout:
+    the versions of the compiler and of tvm-ffi.
     """
-    found = compiler_environment()
-    return digest(found)[:12] if found else ""
+    import tvm_ffi
 
-
-def _kept(csrc: Path, by: Sequence[object]) -> dict[Path, Path]:
-    """Return where JITKERN_HOST_OBJECTS keeps what each source is compiled to, there or not yet.
-
-    A name is the content of the source and of its headers, and how they are compiled.
-    """
-    store = settings().host_objects
-    if store is None:
-        return {}
-
-    def name(source: Path) -> str:
-        # As the compiler sees it: what comes first in all, and quoted names beside the source.
-        text = f'#include "host/{PRECOMPILED}"\n{source.read_text()}'
-        closure = include_closure(text, include_dirs=[source.parent, *include_dirs(csrc)])
-        return f"{source.stem}-{digest([*by, closure.digest])}.o"
-
-    return {source: store / name(source) for source in sorted(csrc.rglob("*.cc"))}
+    root = csrc.parents[2]
+    headers = [str(path) for path in cxx.tvm_ffi_include_dirs()]
+    # pip builds wheels against packages in a temporary directory, of another name each time.
+    is_passing = headers[0].startswith(tempfile.gettempdir())
+    is_checkout = (root / "hatch_build.py").is_file() and os.access(root, os.W_OK)
+    if is_checkout and not is_passing:
+        by = digest([cxx.toolchain_id(), tvm_ffi.__version__, headers, key.describe])
+        folder = root / "build" / f"host-{by[:12]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        timeout_s = settings().lock_timeout_s
+        with build_lock(folder / "jitkern.lock", timeout_s=timeout_s, done=lambda: False) as lock:
+            if lock.held:  # else another process has it, and was waited for long enough
+                yield folder, root
+                return
+    with scratch_folder("build") as folder:
+        yield folder, None
 
 
 def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
@@ -93,10 +88,9 @@ def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
     import tvm_ffi
 
     shipped = _shipped_tvm_ffi(key)
-    if shipped is not None:
-        against = f"built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
+    against = f"built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
     damaged = any(search.SHIPPED.glob(f"v1/{key.name}-*"))
-    if not toolchain_id():
+    if not cxx.toolchain_id():
         if shipped is not None:
             raise ToolchainError(
                 f"the shipped host module was {against}, and there is no C++ compiler to build "
@@ -113,13 +107,13 @@ def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
         why = "the shipped one is damaged or was built from other sources"
     else:
         why = "a source checkout ships none"
-    # A warning, which Python shows where nobody has configured logging: it takes long.
-    _log.warning("jitkern: building the host module with c++ (once per machine): %s", why)
+    # A warning, which Python shows if nobody has configured logging: it takes long.
+    _log.warning("jitkern: building the host module with c++: %s", why)
     return build(key, csrc)
 
 
 def _shipped_tvm_ffi(key: Key) -> str | None:
-    """Version that a shipped library of these very sources was built against."""
+    """Return the version that a shipped library of these very sources was built against."""
     try:
         entry = search.shipped_cache().lookup(key)
     except CacheError:

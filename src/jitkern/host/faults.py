@@ -47,9 +47,9 @@ def check(device: int | str | torch.device | None = None) -> None:
 
 
 def is_of_earlier_call(error: Exception) -> bool:
-    """Tell whether an op has raised what an earlier one left on its GPU, and nothing of its own.
+    """Tell whether an op has raised only what an earlier one left on its GPU.
 
-    Only the text says so (csrc/host/fault.cc): the type is what the earlier op raises.
+    The text says so (csrc/host/fault.cc): the type is what the earlier op raises.
     """
     return "(found by an earlier call on cuda:" in str(error)
 

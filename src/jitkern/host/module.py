@@ -1,11 +1,12 @@
 """The host module: all of jitkern's own C++ as one library that checks, computes and launches.
 
-It needs no CUDA to build and none to load. The wheel ships it; a source checkout builds it once per
-machine, when it is first used.
+It needs no CUDA to build and none to load. The wheel ships it; a source checkout builds it in
+``build/`` there, when it is first used.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import warnings
@@ -25,7 +26,6 @@ from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
 from jitkern.errors import JitkernError
 from jitkern.fs import ForkLocal, digest, sha256
-from jitkern.host.torch_state import torch_state
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -59,12 +59,7 @@ _builders: dict[str, Builder] = {}
 def module() -> Module:
     """Return the host module, loaded and initialised; built first if it has to be.
 
-    Raises
-    ------
-    CompileError
-        It does not compile.
-    ToolchainError
-        It has to be built and there is no C++ compiler; the message says what to install.
+    CompileError if it does not compile, ToolchainError if there is nothing to compile it with.
     """
     return find().loaded
 
@@ -74,44 +69,30 @@ def find() -> Lookup[Module]:
     if _found is None:
         with _guard.value:
             if _found is None:
-                return _initialised(get_or_build(_HostModule(CSRC)))
+                return _initialised(get_or_build(HostModule(CSRC)))
     return _found
 
 
 def find_built() -> Lookup[Module] | None:
-    """As :func:`find`, but None where it would have to be built."""
+    """As :func:`find`, but None if it would have to be built."""
     with _guard.value:
         if _found is None:
-            found = get.find(_HostModule(CSRC))
+            found = get.find(HostModule(CSRC))
             return None if found is None else _initialised(found)
     return _found
 
 
 def op(name: str, builder: Builder | None = None) -> Callable[..., Any]:
-    """Return the exported C++ function `name`, its kernels, if it has any, made by `builder`.
+    """Return the exported C++ function `name`, of the op of that name.
 
-    Parameters
-    ----------
-    name
-        Name of the exported function and of the op in the C++ source.
-    builder
-        Called with the ints of a specialisation, by name, when a call on a GPU first needs it.
-
-    Returns
-    -------
-    callable
-        Returns true and does nothing where a mode or a tracer of PyTorch has to see the call.
-
-    Examples
-    --------
-    >>> store = op("store", kernel)  # doctest: +SKIP
-    >>> store(k_cache, v_cache, indices, k, v)  # doctest: +SKIP
+    `builder` makes its kernels: it is called with the ints of a specialisation, by name, when a
+    call on a GPU first needs it. The function returns true and does nothing if a mode or a tracer
+    of PyTorch has to see the call.
     """
     if builder is not None:
         _builders[name] = builder
     module()["set_torch_state"](*torch_state())
-    function: Callable[..., Any] = module()[name]
-    return function
+    return module()[name]
 
 
 def builds(name: str, builder: Builder) -> None:
@@ -123,8 +104,7 @@ def builds(name: str, builder: Builder) -> None:
 def op_now(name: str, builder: Builder) -> Callable[..., Any]:
     """As :func:`op`, but the function runs whatever PyTorch does: for PyTorch's own calls."""
     _builders[name] = builder
-    function: Callable[..., Any] = module()[f"{name}_now"]
-    return function
+    return module()[f"{name}_now"]
 
 
 def launcher(
@@ -135,17 +115,9 @@ def launcher(
 ) -> Callable[..., Any]:
     """Return the C++ function that launches the kernels of one image; see csrc/host/user_launch.cc.
 
-    Parameters
-    ----------
-    exports
-        Names of the kernels in the image.
-    image
-        Called at the first launch on a GPU.
-    signatures
-        Of each kernel its name, whether C++ does the same on the CPU, and its declared parameters;
-        none for kernels of which nothing is declared.
-    facts
-        Returns what the image says of its kernels: :func:`jitkern.jit.image.kernel_facts`.
+    `image` is called at the first launch on a GPU. `signatures` are each kernel's name, whether C++
+    does the same on the CPU, and its declared parameters, if any are. `facts` returns what the
+    image says of its kernels: :func:`jitkern.jit.image.kernel_facts`.
     """
 
     @_through_cpp()
@@ -153,11 +125,11 @@ def launcher(
         code = image(Arch(*divmod(arch, 10)))
         return code, tuple(exports), tuple(facts(code, exports))
 
-    launch: Callable[..., Any] = module()["make_launch"](resolve, signatures)
-    return launch
+    made: Callable[..., Any] = module()["make_launch"](resolve, signatures)
+    return made
 
 
-def build_host_module(out_dir: Path) -> Entry:
+def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
     """Build the host module as an entry below `out_dir`, for the wheel.
 
     Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
@@ -165,17 +137,15 @@ def build_host_module(out_dir: Path) -> Entry:
     from jitkern.cache.store import Cache
     from jitkern.host.build import PORTABLE_LDFLAGS, build
 
-    key = _HostModule(CSRC).key
-    built = build(key, CSRC, ldflags=PORTABLE_LDFLAGS)
-    cache = Cache(Path(out_dir), shared=True)
-    # It is good under any environment of its users: whoever makes a wheel vouches for his own.
-    return cache.publish(key, built.variant, built.files, {**built.notes, "environment": ""})
+    key = HostModule(csrc).key
+    built = build(key, csrc, ldflags=PORTABLE_LDFLAGS)
+    return Cache(Path(out_dir), shared=True).publish(key, built.variant, built.files, built.notes)
 
 
 # -- finding it ------------------------------------------------------------------------------------
 
 
-class _HostModule(Buildable["Module"]):
+class HostModule(Buildable["Module"]):
     """The library of the sources in `csrc`.
 
     No compiler is asked for its version: a library made by any of them is as good.
@@ -186,7 +156,7 @@ class _HostModule(Buildable["Module"]):
         content = {
             "route": "cxx",
             "name": NAME,
-            "sources": _sources(str(csrc)),
+            "sources": _source_digests(str(csrc)),
             "cflags": CFLAGS,
             "processor": platform_abi()[0],
         }
@@ -196,33 +166,25 @@ class _HostModule(Buildable["Module"]):
         """tvm-ffi keeps its C ABI within 0.x: what an older patch release built runs."""
         import tvm_ffi
 
-        fits = _fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
-        return fits and self._is_made_under_ours(str(meta.get("environment") or ""))
-
-    def _is_made_under_ours(self, environment: str) -> bool:
-        """What CPATH and the like had no part in is good for all, else for who has the same."""
-        if not environment or get.is_frozen():
-            return True
-        # Imported here: what is shipped, and most of what is built, has been made under none.
-        from jitkern.compilers.identity import toolchain_id
-        from jitkern.host.build import environment_id
-
-        return environment == environment_id() or not toolchain_id()
+        return fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
 
     def load(self, entry: Entry) -> Module:
         return load_library(NAME, entry.data, entry.artefact)
 
     def build(self) -> BuildOutput:
-        # Imported here: it is built once a machine, and loaded by every process.
+        # Imported here: it is built once a checkout, and loaded by every process.
         from jitkern.host.build import announce_and_build
 
-        return announce_and_build(self.key, self._csrc)
+        built = announce_and_build(self.key, self._csrc)
+        if HostModule(self._csrc).key.digest != self.key.digest:
+            raise JitkernError(f"{NAME}: a source changed while it was built; call it again")
+        return built
 
     def hint(self) -> str:
         return "build it beforehand with: jitkern warm"
 
 
-def _sources(csrc: str) -> dict[str, str]:
+def _source_digests(csrc: str) -> dict[str, str]:
     """Return the digest of each C++ source and header below `csrc`, by its path there."""
     # Not Path.rglob and relative_to, which take 2 of the 4 ms that a warm load takes with them.
     found = {}
@@ -235,15 +197,15 @@ def _sources(csrc: str) -> dict[str, str]:
     return found
 
 
-def _fits(built_against: str, installed: str) -> bool:
+def fits(built_against: str, installed: str) -> bool:
+    """Tell whether a library built against one version of tvm-ffi runs with another."""
     built, have = _release(built_against), _release(installed)
     return len(built) == 3 and built[:2] == have[:2] and built <= have
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(0, 1, 15) of "0.1.15.post2"."""
+    """(0, 1, 15) of "0.1.15.post2"; empty for what is no version, as a meta may hold anything."""
     parts = version.split(".")[:3]
-    # Of a meta that may come from anywhere: "²" is a digit, and no number.
     plain = all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
     return tuple(map(int, parts)) if plain else ()
 
@@ -262,6 +224,34 @@ def _initialised(found: Lookup[Module]) -> Lookup[Module]:
     found.loaded["set_tuner"](_measured)
     _found = found
     return found
+
+
+# What PyTorch knows of a thread, for C++ that is built without PyTorch. How many dispatch modes are
+# active, and the state of torch.jit.trace: the same in torch 2.8 to 2.13. If PyTorch has them no
+# more, every call goes through its dispatcher: right, but slower. The current stream, of PyTorch's
+# stable C interface; only a build with CUDA has it.
+_TORCH_SYMBOLS = (
+    ("libc10.so", "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv"),
+    ("libtorch_cpu.so", "_ZN5torch3jit6tracer15getTracingStateEv"),
+    ("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"),
+)
+
+
+@cache
+def torch_state() -> tuple[int, ...]:
+    """Return the addresses of PyTorch's functions, 0 for one that it does not have."""
+    import torch
+
+    def address(library: str, symbol: str) -> int:
+        path = os.path.join(os.path.dirname(torch.__file__), "lib", library)
+        try:
+            # Only what PyTorch has loaded: a second copy would know nothing of its threads.
+            loaded = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            return ctypes.cast(getattr(loaded, symbol), ctypes.c_void_p).value or 0
+        except (OSError, AttributeError):
+            return 0
+
+    return tuple(address(library, symbol) for library, symbol in _TORCH_SYMBOLS)
 
 
 def _measured(gpu: str, cuda_version: int) -> Mapping[str, int]:
@@ -306,7 +296,7 @@ class ThroughCpp(RuntimeError):  # noqa: N818 - it is never seen
 
 @contextmanager
 def _through_cpp() -> Iterator[None]:
-    """Have a jitkern exception of this function arrive unharmed behind C++."""
+    """Carry a jitkern exception of this function through C++ unharmed."""
     try:
         yield
     except JitkernError as error:

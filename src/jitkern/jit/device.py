@@ -13,7 +13,7 @@ from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Lookup, find, get_or_build
-from jitkern.compilers.find_nvrtc import find_nvrtc
+from jitkern.compilers.find import find_nvrtc
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
 from jitkern.errors import UnsupportedError
@@ -25,7 +25,7 @@ from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
-    from jitkern.compilers.find_headers import CudaHeaders
+    from jitkern.compilers.find import CudaHeaders
 
 DEVICE_ABI = 1
 """Part of each key: raised when the same sources have to be compiled anew."""
@@ -290,7 +290,7 @@ class DeviceModule:
         if not self.closure.missing:
             return None
         # Imported here: most kernels have no need of it.
-        from jitkern.compilers.find_headers import find_headers
+        from jitkern.compilers.find import find_headers
 
         library = find_nvrtc() if settings().compiler == "nvrtc" else None
         return find_headers(self.closure.missing, self._cuda_dirs, library)
@@ -299,7 +299,7 @@ class DeviceModule:
         """Name the state of ``extra_include_paths`` with CUDA's own headers; empty without."""
         if not (self.closure.missing and self._cuda_dirs):
             return ""
-        from jitkern.compilers.find_headers import given_id
+        from jitkern.compilers.find import given_id
 
         return given_id(self.closure.missing, self._cuda_dirs)
 
@@ -388,7 +388,7 @@ def _cuda_dirs(include_dirs: Sequence[Path]) -> list[Path]:
     """Return those that hold CUDA's own headers, which are not read here."""
     if not include_dirs:
         return []
-    from jitkern.compilers.find_headers import is_cuda_headers
+    from jitkern.compilers.find import is_cuda_headers
 
     return list(filter(is_cuda_headers, include_dirs))
 

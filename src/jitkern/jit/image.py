@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput
-from jitkern.compilers.find_nvrtc import find_nvrtc
+from jitkern.compilers.find import find_nvrtc
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError
 from jitkern.fs import slug
 
 if TYPE_CHECKING:
-    from jitkern.compilers.find_headers import CudaHeaders
+    from jitkern.compilers.find import CudaHeaders
     from jitkern.compilers.nvrtc import Image
 
 
@@ -150,7 +150,7 @@ def compiler_id() -> str:
     """Name the compiler for device code; ToolchainError where it is not installed."""
     if settings().compiler == "nvrtc":
         return find_nvrtc().id
-    from jitkern.compilers.find_cuda import find_nvcc
+    from jitkern.compilers.find import find_nvcc
 
     return find_nvcc().id
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from jitkern.arch import Arch, target_archs
 from jitkern.cache.get import Lookup
-from jitkern.compilers.for_nvrtc import is_cpp17, words
-from jitkern.compilers.sources import OWN_PREFIX, check_options, source_path
+from jitkern.compilers.sources import OWN_PREFIX, check_options, is_cpp17, source_path, words
 from jitkern.jit.device import NO_CPU_FORM, CpuForm, DeviceModule, Wrapper
 from jitkern.jit.params import parse_params, read_params
 from jitkern.jit.record import FILES, FOLDERS, Specialisation

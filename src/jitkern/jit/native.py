@@ -1,34 +1,31 @@
 """The C++ and the single-source CUDA route: sources to a loaded library, through the cache.
 
-The key covers the main sources, flags (those in CXX too), wrappers, arch, the ABI, and what brings
-flags and headers from the environment. What else the compiler read is in the entry's manifest, as
-the compiler itself reported it, and what the linker's flags name: an entry is good only while every
-file in it has its content, so a key has one variant per compiler and state of these files.
+The key holds the content of the user's sources, of the headers that they include and of the
+archives that they link; flags (those in CXX too), wrappers, arch and ABI; and what the environment
+adds to a build. The variant is the version of the compilers. Headers of the system are in neither.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build, is_frozen
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build
 from jitkern.cache.lock import build_lock
-from jitkern.compilers import cxx, depends
-from jitkern.compilers.find import cxx_flags
-from jitkern.compilers.for_nvrtc import words
-from jitkern.compilers.identity import program_stats, toolchain_directories, toolchain_id
+from jitkern.compilers import cxx
+from jitkern.compilers.find import is_cuda_headers
 from jitkern.compilers.load import load_library, platform_abi
-from jitkern.compilers.sources import INCLUDE_DIRS, include_closure
+from jitkern.compilers.sources import INCLUDE_DIRS, Closure, include_closure, words
 from jitkern.env import compiler_environment, settings
+from jitkern.errors import JitkernError
 from jitkern.fs import digest, scratch_folder, sha256, slug, write_whole
 from jitkern.jit.device import record_hint
 from jitkern.jit.record import Specialisation, record
@@ -36,9 +33,9 @@ from jitkern.jit.record import Specialisation, record
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
-NATIVE_ABI = 2
+NATIVE_ABI = 3
 
-# What tvm_ffi.cpp.load_inline puts in front of a source, which mini-sglang's kernels rely on.
+# What tvm_ffi.cpp.load_inline puts before a source, which mini-sglang's kernels rely on.
 PRELUDE = (
     "tvm/ffi/container/tensor.h",
     "tvm/ffi/dtype.h",
@@ -53,7 +50,8 @@ class NativeBuild:
     """What to build: files are absolute, the rest as load_jit was given it.
 
     With `inline`, all C++ files form one translation unit and all CUDA files another, each with
-    its wrappers exported; otherwise each file is one. `linked` are the files that `ldflags` name.
+    its wrappers exported; otherwise each file is one. `included` are the headers that flags name,
+    `linked` the archives and other files.
     """
 
     name: str
@@ -67,6 +65,8 @@ class NativeBuild:
     cuda_cflags: tuple[str, ...] = ()
     ldflags: tuple[str, ...] = ()
     include_dirs: tuple[Path, ...] = ()
+    searched: tuple[Path, ...] = ()
+    included: tuple[Path, ...] = ()
     linked: tuple[Path, ...] = ()
 
     @property
@@ -79,11 +79,18 @@ class NativeBuild:
         """All sources."""
         return (*self.cpp_files, *self.cuda_files)
 
-    @property
-    def roots(self) -> list[Path]:
-        """Directories that files read by the build are named relative to."""
-        folders = [file.parent for file in self.files]
-        return list(dict.fromkeys([*folders, *self.include_dirs, *INCLUDE_DIRS]))
+    def closure(self) -> Closure:
+        """Read the sources and the headers that they may include, but for the compilers' own."""
+        folders = [*self.include_dirs, *self.searched, *INCLUDE_DIRS]
+        own = [folder for folder in folders if not is_toolchain(folder)]
+        text = _includes([*self.included, *self.files])
+        return include_closure(text, include_dirs=own, computed=True)
+
+
+def is_toolchain(folder: Path) -> bool:
+    """Tell whether a directory holds headers of CUDA or of torch: versions stand for these."""
+    torch = ("ATen/ATen.h", "torch/torch.h")
+    return is_cuda_headers(folder) or any(os.path.isfile(folder / mark) for mark in torch)
 
 
 class NativeLibrary(Buildable["Module | None"]):
@@ -94,7 +101,7 @@ class NativeLibrary(Buildable["Module | None"]):
     build
         What to build.
     arch
-        What its CUDA code is for; None where it has none.
+        What its CUDA code is for; None if it has none.
     used
         What load_jit or load_aot was given.
     build_directory
@@ -112,16 +119,17 @@ class NativeLibrary(Buildable["Module | None"]):
         *,
         load: bool = True,
     ) -> None:
-        build = _with_absolute_paths(build)
-        self.key: Key = _key(build, arch)
-        self._build = build
+        self._build = _with_absolute_paths(build)
+        self._closure = self._build.closure()
+        self.key: Key = _key(self._build, self._closure, arch)
+        self.variant: str = cxx.toolchain_id(cuda=build.cuda)
         self._arch = arch
         self._used = used
         self._build_directory = build_directory
         self._load = load
 
     def find(self) -> Lookup[Any] | None:
-        """Return the library where a cache has it."""
+        """Return the library if a cache has it."""
         found = find(self)
         return None if found is None else self._kept(found)
 
@@ -131,38 +139,28 @@ class NativeLibrary(Buildable["Module | None"]):
 
     def _kept(self, found: Lookup[Any]) -> Lookup[Any]:
         if self._build_directory is not None:
-            _put(self._build_directory / found.entry.artefact_name, found.entry.data)
-        file = settings().record
-        if file is not None:
-            self._record(found.entry, file)
+            file, data = self._build_directory / found.entry.artefact_name, found.entry.data
+            if not file.exists() or file.read_bytes() != data:
+                write_whole(file, data)
+        record_file = settings().record
+        if record_file is not None:
+            self._record(record_file)
         return found
 
-    def _record(self, entry: Entry, file: Path) -> None:
-        # The compiler names what it has read with links resolved, so all directories are.
-        build = self._build
-        folders = list(map(os.path.realpath, build.include_dirs))
-        cpp, cuda = (
-            [os.path.join(os.path.realpath(path.parent), path.name) for path in files]
-            for files in (build.cpp_files, build.cuda_files)
-        )
+    def _record(self, file: Path) -> None:
+        build, closure = self._build, self._closure
         options = {
             **self._used.options,
-            "cpp_files": cpp,
-            "cuda_files": cuda,
-            "extra_include_paths": folders,
+            "cpp_files": list(map(str, build.cpp_files)),
+            "cuda_files": list(map(str, build.cuda_files)),
+            "extra_include_paths": list(map(str, build.include_dirs)),
             "extra_cflags": list(build.cflags),
             "extra_cuda_cflags": list(build.cuda_cflags),
             "extra_ldflags": list(build.ldflags),
         }
-        links: list[str] = []
-        with suppress(ValueError):  # a computed include
-            # What is found by a link has to be found by the same name again.
-            include_dirs = [*map(Path, folders), *INCLUDE_DIRS]
-            found = include_closure(_includes([*cpp, *cuda]), include_dirs=include_dirs).files
-            links = [str(path) for path in found if str(path) != os.path.realpath(path)]
-        read = depends.sources(entry.meta["depends"], build.roots, links)
         arch = "" if self._arch is None else str(self._arch)
-        record(self._used._replace(options=options, arch=arch), map(Path, read), file)
+        texts = dict(zip(map(str, closure.files), closure.texts, strict=True))
+        record(self._used._replace(options=options, arch=arch), closure.files, file, texts)
 
     def load(self, entry: Entry) -> Module | None:
         if not self._load:
@@ -171,43 +169,6 @@ class NativeLibrary(Buildable["Module | None"]):
 
     def hint(self) -> str:
         return f"load it before freezing, or {record_hint()}"
-
-    # -- looking up ------------------------------------------------------------------------------
-
-    def accepts(self, meta: Mapping[str, Any]) -> bool:
-        return self._same_toolchain(meta) and depends.holds(
-            meta.get("depends", {}), self._build.roots, self._is_all_there_is
-        )
-
-    def _same_toolchain(self, meta: Mapping[str, Any]) -> bool:
-        # The same program files are the same compilers: no process is started to ask for versions.
-        programs = program_stats(cuda=self._build.cuda)
-        if programs is not None and meta.get("compilers") == programs:
-            return True
-        if self._is_all_there_is():
-            return True
-        return bool(meta["toolchain"] == _variant(self._toolchain, meta.get("depends", {})))
-
-    def _is_all_there_is(self) -> bool:
-        """Tell whether nothing else could be had than what is found."""
-        return is_frozen() or not self._toolchain
-
-    @cached_property
-    def _toolchain(self) -> str:
-        return toolchain_id(cuda=self._build.cuda)
-
-    # -- building --------------------------------------------------------------------------------
-
-    def inputs(self) -> str:
-        """Digest of all that a failing build may have read; the compiler reports nothing then."""
-        include_dirs = [*self._build.include_dirs, *INCLUDE_DIRS]
-        try:
-            closure = include_closure(_includes(self._build.files), include_dirs=include_dirs)
-        except ValueError:
-            return f"unknown {os.getpid()} {time.time_ns()}"  # a computed include: never the same
-        found = (file for file in self._build.linked if os.access(file, os.R_OK))
-        linked = [sha256(file.read_bytes()) for file in found]
-        return digest([closure.digest, self._toolchain, linked])
 
     def build(self) -> BuildOutput:
         if self._build_directory is None:
@@ -220,48 +181,28 @@ class NativeLibrary(Buildable["Module | None"]):
 
     def _build_in(self, folder: Path) -> BuildOutput:
         start = time.perf_counter()
-        cuda = self._build.cuda
-        # A second try if somebody saved a file meanwhile: what was compiled is then not what would
-        # be hashed. Not a third one: a file server's clock may run ahead of ours for good.
-        for _ in range(2):
-            started_unix_s = time.time()
-            (folder / ".ninja_log").unlink(missing_ok=True)  # without it, everything is built
-            library, read = self._compile(folder)
-            if not depends.changed_since([*read, *self._build.linked], started_unix_s):
-                break
-        directories = toolchain_directories(cuda=cuda)
-        manifest = depends.manifest(read, self._build.roots, directories, self._build.linked)
+        build = self._build
+        library = cxx.build(
+            slug(build.name),
+            sources=_translation_units(build, folder),
+            directory=folder,
+            cflags=build.cflags,
+            cuda_cflags=build.cuda_cflags,
+            ldflags=build.ldflags,
+            include_paths=[*build.include_dirs, *INCLUDE_DIRS],
+            arch=self._arch,
+        ).read_bytes()
+        # What is published is what was compiled: an editor may have saved a file meanwhile.
+        if _key(build, build.closure(), self._arch).digest != self.key.digest:
+            raise JitkernError(f"{build.name}: a source changed while it was built; load it again")
         notes = {
-            "depends": manifest,
-            "compilers": program_stats(cuda=cuda),
             "build_ms": round((time.perf_counter() - start) * 1e3, 3),
             "built_unix_s": round(time.time(), 3),
         }
-        files = {f"{slug(self._build.name)}.so": library}
-        return BuildOutput(_variant(self._toolchain, manifest), files, notes)
-
-    def _compile(self, folder: Path) -> tuple[bytes, list[Path]]:
-        """Return the library and the files that were read, those in `folder` left out."""
-        built = cxx.build(
-            slug(self._build.name),
-            sources=_translation_units(self._build, folder),
-            directory=folder,
-            cflags=self._build.cflags,
-            cuda_cflags=self._build.cuda_cflags,
-            ldflags=self._build.ldflags,
-            include_paths=[*self._build.include_dirs, *INCLUDE_DIRS],
-            arch=self._arch,
-        )
-        inside = folder.resolve()
-        read = [path for path in built.dependencies if inside not in path.parents]
-        return built.path.read_bytes(), read
+        return BuildOutput(self.variant, {f"{slug(build.name)}.so": library}, notes)
 
 
-def _variant(toolchain: str, manifest: depends.Manifest) -> str:
-    return f"{toolchain}+deps-{digest(manifest)[:12]}"
-
-
-def _key(build: NativeBuild, arch: Arch | None) -> Key:
+def _key(build: NativeBuild, closure: Closure, arch: Arch | None) -> Key:
     import tvm_ffi
 
     route = "cuda" if build.cuda else "cxx"
@@ -276,21 +217,34 @@ def _key(build: NativeBuild, arch: Arch | None) -> Key:
     environment = compiler_environment(cuda=build.cuda, links=bool(build.ldflags))
     if environment:  # a machine that sets none of them has the keys of any other such machine
         describe["environment"] = environment
+    abi = [NATIVE_ABI, f"tvm-ffi {tvm_ffi.__version__}", *platform_abi()]
+    if any(map(is_toolchain, build.include_dirs)):
+        abi.append(_torch_version())
+    flags_in_cxx = [word for word in (settings().cxx or "").split() if word.startswith("-")]
+    linked = (file for file in build.linked if os.access(file, os.R_OK))
     content = {
         "route": route,
-        "abi": [NATIVE_ABI, f"tvm-ffi {tvm_ffi.__version__}", *platform_abi()],
+        "abi": abi,
         "describe": describe,
-        "defaults": [cxx.CFLAGS, cxx.CUDA_CFLAGS if arch is not None else (), cxx_flags()],
-        "sources": [[file.name, sha256(file.read_bytes())] for file in build.files],
+        "defaults": [cxx.CFLAGS, cxx.CUDA_CFLAGS if arch is not None else (), flags_in_cxx],
+        "sources": closure.digest,
         "wrappers": [build.cpp_wrappers, build.cuda_wrappers],
         "inline": build.inline,
-        "include_dirs": len(build.include_dirs),
-        "linked": list(map(str, build.linked)),  # a library may come up in another directory
+        "linked": [[str(file), sha256(file.read_bytes())] for file in linked],
     }
     return Key(route, build.name, digest(content), describe)
 
 
-def _includes(files: Sequence[Path | str]) -> str:
+def _torch_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"torch {version('torch')}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _includes(files: Sequence[Path]) -> str:
     return "\n".join(f'#include "{file}"' for file in files)
 
 
@@ -310,39 +264,84 @@ def _translation_units(build: NativeBuild, folder: Path) -> list[Path]:
             f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({export}, ({expression}));"
             for export, expression in wrappers
         ]
-        unit = folder / name
-        write_whole(unit, ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape"))
-        units.append(unit)
+        units.append(folder / name)
+        cxx.write_text(units[-1], "\n".join(lines) + "\n")
     return units
 
 
+# -- flags -----------------------------------------------------------------------------------------
+
+_PATH_FLAG = re.compile(r"(-I|-isystem|-iquote|-idirafter|-include)(.*)", re.DOTALL)
+
+
 def _with_absolute_paths(build: NativeBuild) -> NativeBuild:
-    """Move -I flags to the include directories, for paths have no place in a key; see `linked`."""
-    include_dirs = list(build.include_dirs)
-    kept: dict[str, tuple[str, ...]] = {}
-    for field, flags in (("cflags", build.cflags), ("cuda_cflags", build.cuda_cflags)):
-        pending = words(flags, f"extra_{field}")
-        rest: list[str] = []
-        while pending:
-            word = pending.pop(0)
-            if not word.startswith("-I"):
-                rest.append(shlex.quote(word))
-            elif word[2:] or pending:
-                include_dirs.append(Path(word[2:] or pending.pop(0)))
-        kept[field] = tuple(rest)
-    unique = tuple(dict.fromkeys(path.absolute() for path in include_dirs))
-    ldflags, linked = depends.linked(words(build.ldflags, "extra_ldflags"))
+    """Make paths in flags absolute: the build runs in another directory.
+
+    -I flags become include directories, whose paths are in no key: checkouts share a library.
+    """
+    found: dict[str, list[Path]] = {"-I": list(build.include_dirs), "-include": []}
+    cflags = _compile_flags(words(build.cflags, "extra_cflags"), found)
+    cuda_cflags = _compile_flags(words(build.cuda_cflags, "extra_cuda_cflags"), found)
+    ldflags, linked = _linked(words(build.ldflags, "extra_ldflags"))
+    include_dirs, included = found.pop("-I"), found.pop("-include")
     return replace(
         build,
-        include_dirs=unique,
-        cflags=kept["cflags"],
-        cuda_cflags=kept["cuda_cflags"],
+        include_dirs=tuple(dict.fromkeys(path.absolute() for path in include_dirs)),
+        searched=tuple(path for folders in found.values() for path in folders),
+        included=tuple(included),
+        cflags=cflags,
+        cuda_cflags=cuda_cflags,
         ldflags=tuple(map(shlex.quote, ldflags)),
         linked=tuple(linked),
     )
 
 
-def _put(file: Path, data: bytes) -> None:
-    """Have `file` hold `data`; it is left alone where it does."""
-    if not file.exists() or file.read_bytes() != data:
-        write_whole(file, data)
+def _compile_flags(given: list[str], found: dict[str, list[Path]]) -> tuple[str, ...]:
+    """Return flags for a compiler; add the paths in them to `found`, by their option."""
+    flags: list[str] = []
+    pending = iter(given)
+    for word in pending:
+        match = _PATH_FLAG.fullmatch(word)
+        if match is None:
+            flags.append(shlex.quote(word))
+            continue
+        path = Path(match[2] or next(pending, ""))
+        # What -include names may be in an include directory.
+        if match[1] != "-include" or path.is_file():
+            path = path.absolute()
+        found.setdefault(match[1], []).append(path)
+        if match[1] != "-I":
+            flags += [match[1], shlex.quote(str(path))]
+    return tuple(flags)
+
+
+def _linked(given: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """Return the linker's flags with absolute paths, and the files that they name.
+
+    These are archives, objects, ``@flags.txt`` and ``--version-script=exports.map``. A shared
+    library is no part of what is linked.
+    """
+    flags, folders, libraries, files = [], [], [], []
+    pending = iter(given)
+    for word in pending:
+        if word == "-L":
+            word += next(pending, "")
+        if word.startswith("-L") and not word.startswith("-L="):
+            folders.append(os.path.abspath(word[2:]))
+            word = f"-L{folders[-1]}"
+        elif word.startswith("-l"):
+            libraries.append(word[3:] if word[2:3] == ":" else f"lib{word[2:]}.a")
+        else:
+            parts = re.split("([,=@])", word)
+            # "now" in "-z now" is no file, even if there is one of that name.
+            named = [re.search("[./]", part) and os.path.isfile(part) for part in parts]
+            pairs = zip(parts, named, strict=True)
+            parts = [os.path.abspath(part) if is_file else part for part, is_file in pairs]
+            files += [part for part, is_file in zip(parts, named, strict=True) if is_file]
+            word = "".join(parts)
+        flags.append(word)
+    for library in libraries:
+        found = (os.path.join(folder, library) for folder in folders)
+        files += [path for path in found if os.path.isfile(path)][:1]
+    archives = (file for file in files if not re.search(r"\.so(\.[\d.]+)?$", file))
+    return flags, list(map(Path, dict.fromkeys(archives)))
