@@ -44,9 +44,7 @@ class HostModuleHook(BuildHookInterface[Any]):
         self._scratch = tempfile.TemporaryDirectory(prefix="jitkern-wheel-")
         out_dir = Path(self._scratch.name)
         build_host_module(out_dir)
-        # Not the tag by which backup tools know a cache: a backup is to hold the installed package.
-        names = (path for path in out_dir.rglob("*") if path.name != "CACHEDIR.TAG")
-        files = sorted(path for path in names if path.is_file())
+        files = sorted(path for path in out_dir.rglob("*") if path.is_file())
         for path in files:
             inside = Path("jitkern") / "_prebuilt" / path.relative_to(out_dir)
             build_data["force_include"][str(path)] = str(inside)

@@ -30,8 +30,7 @@ class KernelsHook(BuildHookInterface[Any]):
         out_dir = Path(self._scratch.name)
         build_kernels(out_dir, wanted["warm"], wanted["archs"])
         for path in sorted(out_dir.rglob("*")):
-            # Not the tag by which backup tools know a cache: a backup is to hold the package.
-            if path.is_file() and path.name != "CACHEDIR.TAG":
+            if path.is_file():
                 inside = Path("jitkern_kernels") / path.relative_to(out_dir)
                 build_data["force_include"][str(path)] = str(inside)
         build_data["tag"] = "py3-none-any"  # code for GPUs, whatever the host is

@@ -17,7 +17,7 @@ from host_stand_in import built, shipped, stand_in  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from leftovers import temporary_folder
-from owned import cache_root, no_private_groups  # noqa: F401
+from owned import cache_root  # noqa: F401
 from recorded_app import app, use  # noqa: F401
 from shared_gpu import IS_SHARED
 from strangers import open_place  # noqa: F401

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jitkern.cache.entry import Key
-from jitkern.cache.schema import META_NAME
+from jitkern.cache.entry import META_NAME, Key
 from jitkern.cache.store import Cache
 from jitkern.fs import canonical_json, digest, sha256
 
@@ -60,39 +59,33 @@ def nested(levels: int) -> list[Any]:
 
 
 FILE = {"bytes": 1, "sha256": sha256(b"x")}
-A_NAME = "expected a plain name"
-FILES = "expected an object: for each plain name its bytes and sha256"
-DESCRIBE = "expected an object: op and arch strings, args a list of strings"
 
-# Each of these had a right checksum and was imported; then list, info, export, verify and warm
-# ended in a TypeError for ever.
-BAD_METAS: list[tuple[dict[str, Any], str]] = [
-    ({"describe": {"args": 5}}, f"describe: {{'args': 5}}, {DESCRIBE}"),
-    ({"describe": {"args": [5]}}, f"describe: {{'args': [5]}}, {DESCRIBE}"),
-    ({"describe": {"args": "656"}}, f"describe: {{'args': '656'}}, {DESCRIBE}"),
-    ({"describe": {"op": ["x"]}}, f"describe: {{'op': ['x']}}, {DESCRIBE}"),
-    ({"describe": {"arch": 9.0}}, f"describe: {{'arch': 9.0}}, {DESCRIBE}"),
-    ({"describe": "x"}, f"describe: 'x', {DESCRIBE}"),
-    ({"describe": []}, f"describe: [], {DESCRIBE}"),
-    ({"describe": None}, f"describe: None, {DESCRIBE}"),
-    ({"route": 5}, f"route: 5, {A_NAME}"),
-    ({"route": "../x"}, f"route: '../x', {A_NAME}"),
-    ({"name": ["x"]}, "name: ['x'], expected a string"),
-    ({"family": 5}, "family: 5, expected 20 hex digits"),
-    ({"family": "../../etc"}, "family: '../../etc', expected 20 hex digits"),
-    ({"family": f"{'0' * 20}\n"}, f"family: '{'0' * 20}\\n', expected 20 hex digits"),
-    ({"toolchain": {}}, f"toolchain: {{}}, {A_NAME}"),
-    ({"toolchain": ".."}, f"toolchain: '..', {A_NAME}"),
-    ({"artefact": 5}, f"artefact: 5, {A_NAME}"),
-    ({"artefact": "other"}, "artefact: 'other', expected one of files"),
-    ({"schema": True}, "schema: True, expected 1"),
-    ({"schema": 1.0}, "schema: 1.0, expected 1"),
-    ({"schema": 2}, "schema: 2, expected 1"),
-    ({"files": []}, f"files: [], {FILES}"),
-    ({"files": {}}, f"files: {{}}, {FILES}"),
-    ({"files": {"a": 5}}, f"files: {{'a': 5}}, {FILES}"),
-    ({"build_ms": "1"}, "build_ms: '1', expected a number, 0 or more"),
-    ({"built_unix_s": True}, "built_unix_s: True, expected seconds since 1970"),
-    ({"built_unix_s": 1e300}, "built_unix_s: 1e+300, expected seconds since 1970"),
-    ({"note": nested(50)}, "not JSON: nested deeper than 32 levels"),
+# Each of these had a right checksum and was imported; then list, info, export and warm ended in a
+# TypeError for ever.
+BAD_METAS: list[dict[str, Any]] = [
+    {"describe": {"args": 5}},
+    {"describe": {"args": [5]}},
+    {"describe": {"op": ["x"]}},
+    {"describe": {"arch": 9.0}},
+    {"describe": "x"},
+    {"describe": None},
+    {"route": 5},
+    {"name": ["x"]},
+    {"family": 5},
+    {"family": "../../etc"},
+    {"toolchain": {}},
+    {"toolchain": ".."},
+    {"artefact": "other"},
+    {"schema": 2},
+    {"files": []},
+    {"files": {}},
+    {"files": {"a": 5}},
+    {"files": {"../kernel.cubin": FILE}, "artefact": "../kernel.cubin"},
+    {"files": {"kernel.cubin": {**FILE, "bytes": -1}}},
+    {"files": {"kernel.cubin": {**FILE, "bytes": "1"}}},
+    {"files": {"kernel.cubin": {**FILE, "sha256": 5}}},
+    {"files": {"kernel.cubin": {"bytes": 1}}},
+    {"build_ms": "1"},
+    {"built_unix_s": 1e300},
+    {"note": nested(50)},
 ]

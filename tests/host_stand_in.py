@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jitkern.cache import search
+from jitkern.cache import get
 from jitkern.env import settings
 from jitkern.host import module as host
 
@@ -74,7 +74,7 @@ def write_csrc(folder: Path, answer: int = 42) -> Path:
 def forget() -> None:
     host._found = None
     host._builders.clear()
-    search._shelves.cache_clear()
+    get._caches.cache_clear()
     settings.cache_clear()
 
 
@@ -96,7 +96,7 @@ def stand_in(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch)
     csrc = write_csrc(tmp_path / "src/jitkern/csrc")
     monkeypatch.setattr(host, "CSRC", csrc)
     monkeypatch.setattr(host, "CFLAGS", CFLAGS)
-    monkeypatch.setattr(search, "SHIPPED", tmp_path / "nothing")
+    monkeypatch.setattr(get, "SHIPPED", tmp_path / "nothing")
     kept = (host._found, dict(host._builders))
     forget()
     yield csrc
@@ -110,5 +110,5 @@ def shipped(stand_in: Path, built: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """The stand-in, with a copy of its shipped library."""
     place = tmp_path / "_prebuilt"
     shutil.copytree(built, place)
-    monkeypatch.setattr(search, "SHIPPED", place)
+    monkeypatch.setattr(get, "SHIPPED", place)
     return place

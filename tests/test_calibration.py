@@ -211,7 +211,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "says"), [(0o777, "everyone can change what is in it"), (None, "cannot be written: ")]
+    ("mode", "says"), [(0o777, "lets others write it"), (None, "cannot be written: ")]
 )
 def test_a_cache_that_would_not_do_is_refused_before_anything_is_measured(
     cache: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, says: str

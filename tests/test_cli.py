@@ -130,7 +130,7 @@ except SystemExit:
         ("cache lst", "did you mean list?", "jitkern cache"),
         ("cache list --jsn", "--jsn, did you mean --json?", "jitkern cache list"),
         ("cache list frob", "unrecognized arguments: frob", "jitkern cache list"),
-        ("cache clear --down-to x", "--down-to: 'x'", "jitkern cache clear"),
+        ("cache clear --unused-for x", "--unused-for: 'x'", "jitkern cache clear"),
         ("cache export", "required: FILE", "jitkern cache export"),
         ("cache import a b", "unrecognized arguments: b", "jitkern cache import"),
         ("doctor --frob", "unrecognized arguments: --frob", "jitkern doctor"),

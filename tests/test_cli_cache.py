@@ -1,21 +1,22 @@
-"""`jitkern cache`: which entries it is about, and what it says as JSON."""
+"""`jitkern cache`: which entries it is about, what it says, and what it refuses."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from entries import change, publish
+from owned import OTHER, needs_root
 
 from jitkern.cache.bundle import export_bundle, read_bundle
-from jitkern.cache.entry import Key
-from jitkern.cache.schema import META_NAME
+from jitkern.cache.entry import META_NAME, Key
 from jitkern.cache.store import Cache
-from jitkern.cli import main
+from jitkern.cli import main, ui
 from jitkern.fs import digest
 
 Capture = pytest.CaptureFixture[str]
@@ -35,9 +36,9 @@ def run(capsys: Capture, *argv: object) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-def as_json(capsys: Capture, *argv: object, status: int = 0) -> dict[str, Any]:
-    got, out, err = run(capsys, *argv, "--json")
-    assert (got, bool(err)) == (status, bool(status))
+def as_json(capsys: Capture, *argv: object) -> dict[str, Any]:
+    status, out, err = run(capsys, *argv, "--json")
+    assert (status, err) == (0, "")
     found: dict[str, Any] = json.loads(out)
     assert found.pop("schema") == 1
     return found
@@ -58,90 +59,199 @@ def filled(empty_cache: Path) -> Cache:
 
 
 def names_of(cache: Cache) -> set[str]:
-    return {entry.args.partition(",")[0] for entry in cache.entries()}
+    return {entry.key.name for entry in cache.entries()}
 
 
-CHOICES = [
-    ("", "store8 store9 index9 mine"),
-    ("--op store", "store8 store9"),
-    ("--op store_cache", "store8 store9"),
-    ("--op indexing,scale", "index9 mine"),
-    ("--op store,scale --op index", "store8 store9 index9 mine"),
-    ("--arch 9.0", "store9 index9"),
-    ("--arch sm_80 --arch 9.0", "store8 store9 index9"),
-    ("--unused-for 15d", "store8 store9"),
-    ("--unused-for 36h", "store8 store9 index9"),
-    ("--unused-for 5w", "store8"),
-    ("--larger-than 20K", "store9 mine"),
-    ("--larger-than 20K --unused-for 15d", "store9"),
-    ("--op store --arch 9.0", "store9"),
-    ("--op nothing", ""),
-]
+# -- which entries ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "expected"), CHOICES)
-def test_list_and_clear_choose_alike(
-    capsys: Capture, filled: Cache, options: str, expected: str
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", "store8 store9 index9 mine"),
+        ("--op store_cache", "store8 store9"),
+        ("--op indexing,scale", "index9 mine"),
+        ("--op store,scale --op index", "store8 store9 index9 mine"),
+        ("--arch 9.0", "store9 index9"),
+        ("--arch sm_80 --arch 9.0", "store8 store9 index9"),
+        ("--unused-for 15d", "store8 store9"),
+        ("--unused-for 36h", "store8 store9 index9"),
+        ("--unused-for 5w", "store8"),
+        ("--op store --arch 9.0", "store9"),
+        ("--op nothing", ""),
+    ],
+)
+def test_list_clear_and_export_choose_alike(
+    capsys: Capture, filled: Cache, tmp_path: Path, options: str, expected: str
 ) -> None:
     chosen = set(expected.split())
     listed = as_json(capsys, "cache", "list", *options.split())
     assert {entry["parameters"] for entry in listed["entries"]} == {f"{name}, 4" for name in chosen}
     assert listed["all_entries"] == 4
-    planned = as_json(capsys, "cache", "clear", *options.split(), "--dry-run")
-    assert names_of(filled) == set(ENTRIES)
+    # What the kernels need goes along with them: it has no arch.
+    exported = chosen | ({"mine"} if "--arch" in options and "--op" not in options else set())
+    file = tmp_path / "k.jkb"
+    if exported:
+        found = as_json(capsys, "cache", "export", file, *options.split())
+        assert {entry.key.name for entry in read_bundle(file)} == exported
+        size_bytes = file.stat().st_size
+        assert found == {"file": str(file), "entries": len(exported), "bytes": size_bytes}
+    else:
+        status, out, err = run(capsys, "cache", "export", file, *options.split())
+        assert (status, out, file.exists()) == (1, "", False)
+        assert err.startswith(f"jitkern: error: {filled.root}: nothing to export; jitkern cache ")
     cleared = as_json(capsys, "cache", "clear", *options.split())
     assert names_of(filled) == set(ENTRIES) - chosen
-    assert len(cleared["removed"]) == len(chosen)
-    assert planned == {**cleared, "dry_run": True}
+    left = 4 - len(chosen)
+    assert cleared == {"directory": str(filled.root), "removed": len(chosen), "left": left}
 
 
-@pytest.mark.parametrize(("options", "expected"), [c for c in CHOICES if c[1]])
-def test_export_chooses_as_list_does_and_takes_host_code_along(
-    capsys: Capture, filled: Cache, tmp_path: Path, options: str, expected: str
+@pytest.mark.parametrize("age", ["", "30", "d", "-1d", "1.5d", "30 d", "1y", "³d", "9999999d"])
+def test_an_age_has_a_unit(capsys: Capture, age: str) -> None:
+    assert run(capsys, "cache", "list", f"--unused-for={age}") == (
+        2,
+        "",
+        f"jitkern: error: argument --unused-for: {age!r}, expected an age such as 90min, 12h, 30d "
+        "or 8w (see: jitkern cache list --help)\n",
+    )
+
+
+# -- what it says ----------------------------------------------------------------------------------
+
+
+def test_the_list_as_text(capsys: Capture, filled: Cache) -> None:
+    out = run(capsys, "cache", "list", "--op", "store")[1]
+    rows = out.splitlines()
+    assert re.split("  +", rows[0]) == [
+        *("op", "parameters", "arch", "route", "built by", "bytes", "last used")
+    ]
+    row = ["store", "store8, 4", "8.0", "device", "nvrtc-13.5", "5000", "40 d ago"]
+    assert re.split("  +", rows[1]) == row
+    assert rows[-1] == f"2 of 4 entries, 53.7 KiB in {filled.root}"
+    said = f"2 entries removed from {filled.root}; 2 left\n"
+    assert run(capsys, "cache", "clear", "--arch", "9.0") == (0, said, "")
+
+
+def test_list_as_json(capsys: Capture, filled: Cache) -> None:
+    found = as_json(capsys, "cache", "list", "--op", "store", "--arch", "9.0")
+    (shown,) = found.pop("entries")
+    (entry,) = (entry for entry in filled.entries() if entry.key.name == "store9")
+    assert found == {
+        "directory": str(filled.root),
+        "not_searched": "",
+        "all_entries": 4,
+        "bytes": 50_000,
+    }
+    assert shown == {
+        "op": "store",
+        "parameters": "store9, 4",
+        "arch": "9.0",
+        "route": "device",
+        "variant": "nvrtc-13.5",
+        "bytes": 50_000,
+        "last_used_unix_s": round(entry.last_used, 3),
+        "path": str(entry.path),
+    }
+
+
+def test_info_as_json(capsys: Capture, filled: Cache) -> None:
+    found = as_json(capsys, "cache", "info")
+    assert found["max_bytes"] == 4 << 30
+    assert [cache["origin"] for cache in found["caches"]][:2] == ["JITKERN_CACHE_DIR", "shipped"]
+    assert found["caches"][0] == {
+        "origin": "JITKERN_CACHE_DIR",
+        "directory": str(filled.root),
+        "entries": 4,
+        "bytes": 260_000,
+        "rights": "writable",
+        "not_searched": "",
+    }
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_import_says_what_came(
+    capsys: Capture, filled: Cache, tmp_path: Path, as_text: bool
 ) -> None:
-    chosen = set(expected.split())
-    if "--arch" in options and "--op" not in options:
-        chosen.add("mine")  # which has no arch, and which the kernels may need
     file = tmp_path / "k.jkb"
-    found = as_json(capsys, "cache", "export", file, *options.split())
-    assert {entry.key.name for entry in read_bundle(file).entries} == chosen
-    size_bytes = file.stat().st_size
-    assert found == {"file": str(file), "entries": len(chosen), "bytes": size_bytes}
+    export_bundle(filled, file, lambda entry: entry.key.op == "index")
+    filled.clear()
+    if as_text:
+        status, out, _ = run(capsys, "cache", "import", file)
+        assert status == 0
+        assert re.search(r"^index +index9, 4 +9\.0 +device +nvrtc-13\.5 +5000$", out, re.MULTILINE)
+        assert out.endswith(f"1 entry imported into {filled.root}\n")
+    else:
+        found = as_json(capsys, "cache", "import", file)
+        assert (found["file"], found["directory"]) == (str(file), str(filled.root))
+        (entry,) = found["entries"]
+        assert (entry["op"], entry["parameters"], entry["bytes"]) == ("index", "index9, 4", 5_000)
+    assert names_of(filled) == {"index9"}
 
 
-def test_nothing_chosen_is_nothing_exported(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
-    file = tmp_path / "k.jkb"
-    said = f"jitkern: error: {filled.root}: nothing to export: none of 4 entries is what was asked "
-    got = run(capsys, "cache", "export", file, "--op", "nothing")
-    assert got == (1, "", f"{said}for; jitkern cache list shows them\n")
-    assert not file.exists()
+def test_nothing_in_a_list_steers_the_terminal(capsys: Capture, empty_cache: Path) -> None:
+    path = publish(Cache(empty_cache))
+    change(path, describe={"op": "\x1b[2Jgone\r", "args": ["a\nb", "\ud800"], "arch": "\x07"})
+    status, out, _ = run(capsys, "cache", "list")
+    assert status == 0
+    assert "\\x1b[2Jgone\\r" in out
+    assert "a\\nb, \\ud800" in out
+    assert all(line.isprintable() for line in out.splitlines())
+    ui.say("two\nlines of /tmp/:x:/[a]")
+    assert capsys.readouterr().out == "two\nlines of /tmp/:x:/[a]\n"
 
 
-def test_nothing_but_damaged_entries(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
-    """That was "nothing to export; build something", and an error that named no path."""
-    metas = [info.path / "meta.json" for info in filled.entries()]
-    for meta in metas:
-        meta.unlink()
-    first, *others = filled.verify()
-    assert first == f"{metas[0]}: No such file or directory"
-    assert len(others) == 3
-    said = f"jitkern: error: {filled.root}: nothing to export, and damaged: {first}\n"
-    assert run(capsys, "cache", "export", tmp_path / "k.jkb") == (1, "", said)
+# -- what it refuses -------------------------------------------------------------------------------
 
 
-def test_a_damaged_entry_fails_the_export(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
-    """The status was 0, and the bundle lacked a kernel."""
-    damaged = next(info.path for info in filled.entries() if info.arch == "8.0")
-    (damaged / "kernel.cubin").write_bytes(b"x")
-    file = tmp_path / "k.jkb"
-    for options in ([], ["--json"]):
-        status, out, err = run(capsys, "cache", "export", file, *options)
+def test_a_cache_that_others_may_write(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
+    filled.root.chmod(0o777)
+    reason = f"{filled.root}: its mode, 0777, lets others write it; chmod -R"
+    for action in ("list", "info"):
+        status, out, _ = run(capsys, "cache", action)
+        assert status == 0
+        assert f"\nnot searched: {reason}" in out
+    assert as_json(capsys, "cache", "list")["not_searched"].startswith(reason)
+    for action in (["clear"], ["export", tmp_path / "k.jkb"]):
+        status, out, err = run(capsys, "cache", *action)
         assert (status, out) == (1, "")
-        said = f"1 damaged or not trusted: {damaged}: kernel.cubin: 1 bytes, expected 5000; "
-        assert err.startswith(f"jitkern: error: {filled.root}: nothing exported, {said}")
-        assert err.count("\n") == 1
-    assert not file.exists()
-    assert run(capsys, "cache", "export", file, "--arch", "9.0")[0] == 0
+        assert err.startswith(f"jitkern: error: {reason}")
+    assert names_of(filled) == set(ENTRIES)
+    assert not (tmp_path / "k.jkb").exists()
+
+
+def test_a_bad_entry_stops_no_command_but_the_export(
+    capsys: Capture, filled: Cache, tmp_path: Path
+) -> None:
+    """`"describe": {"args": 5}` ended each of these in a TypeError."""
+    path = publish(filled)
+    change(path, describe={"args": 5})
+    for command in ("info", "list"):
+        status, out, err = run(capsys, "cache", command)
+        assert (status, err) == (0, "")
+    assert "4 entries" in out
+    status, _, err = run(capsys, "cache", "export", tmp_path / "k.jkb")
+    assert status == 1
+    assert f"1 damaged or not trusted: {path / META_NAME}: not a meta of schema 1; " in err
+    assert run(capsys, "cache", "clear")[1] == f"4 entries removed from {filled.root}; 1 left\n"
+
+
+@needs_root
+def test_import_refuses_the_file_of_somebody_else(
+    capsys: Capture, filled: Cache, tmp_path: Path
+) -> None:
+    file = tmp_path / "k.jkb"
+    export_bundle(filled, file)
+    filled.clear()
+    os.chown(file, OTHER, OTHER)
+    assert run(capsys, "cache", "import", file) == (
+        1,
+        "",
+        f"jitkern: error: {file}: it belongs to uid {OTHER}; if you trust them, "
+        f"import it with: jitkern cache import --trust {file}\n",
+    )
+    assert filled.entries() == []
+    assert run(capsys, "cache", "import", "--trust", file)[0] == 0
+    assert names_of(filled) == set(ENTRIES)
 
 
 @pytest.mark.parametrize("name", [".", "/", "", "made"])
@@ -155,166 +265,7 @@ def test_a_bundle_is_a_file(
     assert run(capsys, "cache", "export", name) == (1, "", said)
 
 
-def test_the_text_says_how_many_of_all(capsys: Capture, filled: Cache) -> None:
-    out = run(capsys, "cache", "list", "--op", "store")[1]
-    assert out.splitlines()[-1].startswith("2 of 4 entries, ")
-    out = run(capsys, "cache", "clear", "--arch", "9.0")[1]
-    sizes = [entry.bytes for entry in filled.entries()]
-    left = f"2 entries, {sum(sizes) / 1024:.1f} KiB"
-    assert out == f"2 entries removed from {filled.root}; what is left: {left}\n"
-
-
-@pytest.mark.parametrize(
-    ("size", "stay"),
-    [
-        ("1M", "store8 store9 index9 mine"),
-        ("240K", "index9 mine"),
-        ("210000", "index9 mine"),
-        ("202000", "mine"),
-        ("1", ""),
-    ],
-)
-def test_clear_down_to_keeps_what_was_used_last(
-    capsys: Capture, filled: Cache, size: str, stay: str
-) -> None:
-    planned = as_json(capsys, "cache", "clear", "--down-to", size, "--dry-run")
-    assert names_of(filled) == set(ENTRIES)
-    cleared = as_json(capsys, "cache", "clear", "--down-to", size)
-    assert names_of(filled) == set(stay.split())
-    assert planned["removed"] == cleared["removed"]
-
-
-def test_a_chosen_part_leaves_the_rest_alone(capsys: Capture, filled: Cache) -> None:
-    """Neither a damaged entry nor what somebody else put there is spoken of."""
-    damaged = publish(filled, "damaged")
-    change(damaged, describe=5)
-    (filled.root / "v1" / "notes.txt").write_text("mine")
-    cleared = as_json(capsys, "cache", "clear", "--op", "store")
-    assert (len(cleared["removed"]), cleared["left_alone"]) == (2, [])
-    assert damaged.exists()
-    (damaged.parent.parent / next(iter(names(filled, "index9"))) / "notes.txt").write_text("mine")
-    cleared = as_json(capsys, "cache", "clear", "--op", "index")
-    assert [Path(left).name for left in cleared["left_alone"]] == ["notes.txt"]
-    assert names_of(filled) == {"index9", "mine"}
-
-
-def names(cache: Cache, name: str) -> list[str]:
-    return [str(entry) for entry in cache.entries() if entry.args.startswith(name)]
-
-
-def test_a_cache_without_a_tag_is_not_cleared_in_part_either(
-    capsys: Capture, filled: Cache
-) -> None:
-    (filled.root / "v1" / "CACHEDIR.TAG").unlink()
-    for options in (["--op", "store"], ["--down-to", "1"]):
-        status, _, err = run(capsys, "cache", "clear", *options)
-        assert status == 1
-        assert "not cleared, for it holds no CACHEDIR.TAG of jitkern's" in err
-    assert names_of(filled) == set(ENTRIES)
-
-
-def test_down_to_chooses_by_itself(capsys: Capture, filled: Cache) -> None:
-    assert run(capsys, "cache", "clear", "--down-to", "1M", "--op", "store") == (
-        2,
-        "",
-        "jitkern: error: cache clear: --down-to: it chooses by last use, expected without --op, "
-        "--arch, --unused-for and --larger-than (see: jitkern cache clear --help)\n",
-    )
-
-
-@pytest.mark.parametrize("age", ["", "30", "d", "-1d", "1.5d", "30 d", "1y", "³d", "9999999d"])
-def test_an_age_has_a_unit(capsys: Capture, age: str) -> None:
-    assert run(capsys, "cache", "list", f"--unused-for={age}") == (
-        2,
-        "",
-        f"jitkern: error: argument --unused-for: {age!r}, expected an age such as 90min, 12h, 30d "
-        "or 8w (see: jitkern cache list --help)\n",
-    )
-
-
-# -------------------------------------------------------------------------------------------- JSON
-
-
-def test_list_as_json(capsys: Capture, filled: Cache) -> None:
-    found = as_json(capsys, "cache", "list", "--op", "store", "--arch", "9.0")
-    (entry,) = found.pop("entries")
-    (info,) = (entry for entry in filled.entries() if entry.args.startswith("store9"))
-    assert found == {
-        "directory": str(filled.root),
-        "not_searched": "",
-        "all_entries": 4,
-        "bytes": info.bytes,
-    }
-    assert entry == {
-        "op": "store",
-        "parameters": "store9, 4",
-        "arch": "9.0",
-        "route": "device",
-        "variant": "nvrtc-13.5",
-        "bytes": info.bytes,
-        "last_used_unix_s": round(info.last_used, 3),
-        "path": str(info.path),
-    }
-
-
-def test_info_as_json(capsys: Capture, filled: Cache) -> None:
-    found = as_json(capsys, "cache", "info")
-    assert found["max_bytes"] == 4 << 30
-    assert [cache["origin"] for cache in found["caches"]] == ["JITKERN_CACHE_DIR", "shipped"]
-    assert found["caches"][0] == {
-        "origin": "JITKERN_CACHE_DIR",
-        "directory": str(filled.root),
-        "entries": 4,
-        "bytes": sum(entry.bytes for entry in filled.entries()),
-        "rights": "writable",
-        "not_searched": "",
-    }
-
-
-def test_what_is_not_searched_is_said_in_json(capsys: Capture, filled: Cache) -> None:
-    filled.root.chmod(0o777)
-    one = as_json(capsys, "cache", "info")["caches"][0]
-    assert "everyone can change what is in it" in one["not_searched"]
-    assert as_json(capsys, "cache", "list")["not_searched"] == one["not_searched"]
-
-
-def test_import_as_json(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
-    file = tmp_path / "k.jkb"
-    export_bundle(filled, file, lambda entry: entry.name == "index")
-    filled.clear()
-    assert as_json(capsys, "cache", "import", file) == {
-        "file": str(file),
-        "directory": str(filled.root),
-        "entries": [
-            {
-                "op": "index",
-                "parameters": "index9, 4",
-                "arch": "9.0",
-                "route": "device",
-                "variant": "nvrtc-13.5",
-                "bytes": 5_000,
-            }
-        ],
-    }
-    assert names_of(filled) == {"index9"}
-
-
-def test_verify_as_json(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
-    file = tmp_path / "k.jkb"
-    export_bundle(filled, file)
-    expected = {"verified": str(file), "entries": 4, "problems": []}
-    assert as_json(capsys, "cache", "verify", file) == expected
-    expected["verified"] = str(filled.root)
-    assert as_json(capsys, "cache", "verify") == expected
-    artefact = next(filled.root.rglob("*.cubin"))
-    size_bytes = artefact.stat().st_size
-    artefact.write_bytes(b"x")
-    found = as_json(capsys, "cache", "verify", status=1)
-    said = f"{artefact.parent}: {artefact.name}: 1 bytes, expected {size_bytes}"
-    assert found["problems"] == [said]
-
-
 def test_a_failure_prints_no_json(capsys: Capture, empty_cache: Path, tmp_path: Path) -> None:
     status, out, err = run(capsys, "cache", "import", tmp_path / "none.jkb", "--json")
     assert (status, out) == (1, "")
-    assert err == f"jitkern: error: {tmp_path / 'none.jkb'}: no such bundle\n"
+    assert err == f"jitkern: error: {tmp_path / 'none.jkb'}: No such file or directory\n"

@@ -65,11 +65,9 @@ def test_paths_of_the_environment() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("root", Trust(frozenset({0}))),
         ("1001, 1002,", Trust(frozenset({1001, 1002}))),
-        ("group:root,group:2000", Trust(groups=frozenset({0, 2000}))),
         ("everyone", Trust(everyone=True)),
-        ("1001,group:2000,everyone", Trust(frozenset({1001}), frozenset({2000}), everyone=True)),
+        ("1001,everyone", Trust(frozenset({1001}), everyone=True)),
     ],
 )
 def test_cache_trust(text: str, expected: Trust) -> None:
@@ -89,9 +87,8 @@ def test_cache_max_bytes(text: str, expected: int) -> None:
     [
         ("JITKERN_CACHE_MAX_BYTES", "much", "a number of bytes such as"),
         ("JITKERN_CACHE_MAX_BYTES", "4X", "a number of bytes such as"),
-        ("JITKERN_CACHE_TRUST", "no such user", "users and group:NAME of this machine, by name or"),
-        ("JITKERN_CACHE_TRUST", "group:no-such", "users and group:NAME of this machine"),
-        ("JITKERN_CACHE_TRUST", "-1", "users and group:NAME of this machine"),
+        ("JITKERN_CACHE_TRUST", "alice", "numbers of users, separated by commas, or everyone"),
+        ("JITKERN_CACHE_TRUST", "-1", "numbers of users, separated by commas, or everyone"),
         ("JITKERN_COMPILER", "clang", "nvrtc or nvcc"),
         ("JITKERN_FAULTS", "explode", "raise, warn or ignore"),
         ("JITKERN_FREEZE", "yes", "0, 1 or warn"),

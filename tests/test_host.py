@@ -18,7 +18,7 @@ import pytest
 from host_stand_in import forget, write_csrc
 from needs import needs_cxx
 
-from jitkern.cache.schema import META_NAME
+from jitkern.cache.entry import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, ToolchainError
@@ -40,7 +40,7 @@ def edit_meta(place: Path, **changes: Any) -> None:
     assert entry is not None
     assert entry.path is not None
     shutil.rmtree(entry.path)
-    cache.publish(entry.key, entry.variant, entry.files, {**entry.notes, **changes})
+    cache.publish(entry.key, entry.variant, entry.files, {**entry.meta, **changes})
 
 
 def test_built_once_with_one_line(
@@ -58,7 +58,7 @@ def test_built_once_with_one_line(
     (line,) = caplog.messages
     assert line.startswith("jitkern: building the host module with c++")
     (entry,) = Cache(empty_cache).entries()
-    assert (entry.name, entry.route) == ("jitkern_host", "cxx")
+    assert (entry.key.op, entry.key.route) == ("jitkern_host", "cxx")
 
     forget()
     assert host.module()["answer"]() == 42
@@ -216,9 +216,9 @@ from pathlib import Path
 sys.modules["torch"] = None
 import tvm_ffi
 from jitkern.host import module as host
-from jitkern.cache import search
+from jitkern.cache import get
 host.CSRC = Path(sys.argv[1])
-search.SHIPPED = Path(sys.argv[2])
+get.SHIPPED = Path(sys.argv[2])
 host.CFLAGS = tuple(sys.argv[3:])
 def forbidden(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.exec", "os.posix_spawn", "os.system"):

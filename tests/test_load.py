@@ -12,7 +12,7 @@ from children import write_sources
 from needs import needs_cxx
 from test_attacks import build_library
 
-from jitkern.cache import get, search
+from jitkern.cache import get
 from jitkern.compilers.load import load_library
 from jitkern.env import settings
 from jitkern.errors import CompileError
@@ -66,13 +66,13 @@ def test_what_does_not_load_says_so_by_its_name(tmp_path: Path) -> None:
 @pytest.fixture
 def nowhere_to_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("JITKERN_CACHE_DIR", "/dev/null/cache")
-    monkeypatch.setattr(get, "private_cache", lambda reason: None)
+    monkeypatch.setattr(get._private.value, "get", lambda reason: None)
     settings.cache_clear()
-    search._shelves.cache_clear()
+    get._caches.cache_clear()
     yield
     monkeypatch.undo()
     settings.cache_clear()
-    search._shelves.cache_clear()
+    get._caches.cache_clear()
 
 
 def test_a_build_that_can_be_kept_nowhere_is_loaded(tmp_path: Path, nowhere_to_write: None) -> None:

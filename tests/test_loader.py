@@ -13,7 +13,7 @@ from needs import needs_nvcc, needs_nvrtc
 from tiny import SM_90, compiles, tiny
 
 from jitkern.arch import Arch
-from jitkern.cache import search
+from jitkern.cache import get
 from jitkern.cache.bundle import export_bundle
 from jitkern.cache.stats import stats
 from jitkern.cache.store import Cache
@@ -74,7 +74,7 @@ def test_other_toolchains_entry_counts_only_where_there_is_none(
     Cache(empty_cache).clear()
     foreign = Cache(empty_cache).publish(key, "nvrtc-99.9", {"tiny.cubin": b"foreign"})
     assert tiny().lookup(SM_90).source == "compiled"
-    Cache(empty_cache).prune(0, keep=foreign.path)
+    Cache(empty_cache).clear(lambda entry: entry.path != foreign.path)
 
     def missing() -> None:
         raise ToolchainError("no NVRTC; install one")
@@ -126,14 +126,14 @@ def test_places_in_order(
     assert not empty_cache.exists()
 
     monkeypatch.delenv("JITKERN_CACHE_PATH")
-    monkeypatch.setattr(search, "SHIPPED", shared)
+    monkeypatch.setattr(get, "SHIPPED", shared)
     settings.cache_clear()
-    search._shelves.cache_clear()
+    get._caches.cache_clear()
     before = stats().shipped.count
     assert tiny().lookup(SM_90).source == "shipped"
     assert tiny().image(SM_90) == image
     assert stats().shipped.count == before + 2
-    search._shelves.cache_clear()
+    get._caches.cache_clear()
 
 
 @needs_nvrtc
@@ -149,12 +149,12 @@ from pathlib import Path
 from jitkern.errors import ToolchainError
 import jitkern.jit.device as device
 from jitkern.cache.bundle import import_bundle
-from jitkern.cache.search import user_cache
+from jitkern.cache.get import user_cache
 from jitkern.cache.stats import stats
 from jitkern.jit.loader import load_jit
 def missing(): raise ToolchainError("none")
 device.find_nvrtc = missing  # as on a machine where there is none
-assert import_bundle(user_cache(), Path(sys.argv[1])) == 2
+assert len(import_bundle(user_cache(), Path(sys.argv[1]))) == 2
 m = load_jit("tiny", "4", device_files=[sys.argv[2]], device_wrappers=[("tiny", "Tiny<4>")])
 for arch in sys.argv[3:]:
     print(hashlib.sha256(m.image(device.Arch.parse(arch))).hexdigest())

@@ -31,7 +31,7 @@ def test_cpp_files_with_wrappers(folder: Path, empty_cache: Path) -> None:
     assert load(4).rows(torch.zeros(3, 2)) == 3
     assert compiles() - before == 1
     (entry,) = Cache(empty_cache).entries()
-    assert (entry.name, entry.args, entry.route) == ("scale", "4", "cxx")
+    assert (entry.key.op, entry.key.args, entry.key.route) == ("scale", ("4",), "cxx")
     assert list(folder.glob("*.so")) == []  # nothing is left beside the sources
 
 
@@ -197,7 +197,7 @@ def test_a_single_source_cu_loads_as_in_mini_sglang(
     assert callable(load().launch)
     assert compiles() - before == 1
     (entry,) = Cache(empty_cache).entries()
-    assert (entry.route, entry.arch) == ("cuda", "9.0")
+    assert (entry.key.route, entry.key.arch) == ("cuda", "9.0")
     assert entry.variant.startswith("nvcc-")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from strangers import MALLORY, as_user, needs_root
 
 from jitkern import fs
 from jitkern.cache.bundle import export_bundle
-from jitkern.cache.lock import FailureRecord, build_lock, read_holder
+from jitkern.cache.lock import FailureNote, build_lock, read_holder
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError, CompileError
 from jitkern.fs import write_whole
@@ -49,9 +48,7 @@ def test_the_holder_is_not_written_through_a_link(tmp_path: Path, victim: Path) 
     (tmp_path / "x.lock.holder").symlink_to(victim)
     with build_lock(lock, timeout_s=1, done=never) as wait:
         assert wait.held
-        holder = read_holder(lock)
-        assert holder is not None
-        assert holder.pid == os.getpid()
+        assert read_holder(lock).startswith(f"pid {os.getpid()} on ")
     assert victim.read_text() == "months of work"
     assert not os.path.lexists(tmp_path / "x.lock.holder")
 
@@ -61,13 +58,10 @@ def test_a_link_in_the_place_of_the_lock_is_no_lock(tmp_path: Path, victim: Path
     (tmp_path / "x.lock").symlink_to(victim)
     with build_lock(tmp_path / "x.lock", timeout_s=1, done=never) as wait:
         assert not wait.held
-    assert victim.read_text() == "months of work"
-
-
-def test_a_fifo_in_the_place_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.lock")
-    with build_lock(tmp_path / "x.lock", timeout_s=5, done=never):
+    os.mkfifo(tmp_path / "fifo.lock")  # keeps nobody waiting
+    with build_lock(tmp_path / "fifo.lock", timeout_s=5, done=never):
         pass
+    assert victim.read_text() == "months of work"
 
 
 def test_links_in_the_place_of_the_directories_lead_nowhere(cache: Cache, tmp_path: Path) -> None:
@@ -87,7 +81,7 @@ def test_links_in_the_place_of_the_directories_lead_nowhere(cache: Cache, tmp_pa
 
 
 def test_a_failure_replaces_a_link(tmp_path: Path, victim: Path) -> None:
-    failure = FailureRecord(tmp_path / "failed" / "x.json")
+    failure = FailureNote(tmp_path / "failed" / "x.json")
     failure.path.parent.mkdir()
     failure.path.symlink_to(victim)
     failure.write(CompileError("no", command="", log=""), "digest")
@@ -102,14 +96,6 @@ def test_private_names_cannot_be_guessed() -> None:
     names = {fs.private_name() for _ in range(100)}
     assert len({name[-16:] for name in names}) == 100
     assert {name[:-17] for name in names} == {f"{os.uname().nodename}.{os.getpid()}"}
-
-
-def test_a_bundle_replaces_a_link(cache: Cache, tmp_path: Path, victim: Path) -> None:
-    publish(cache)
-    (tmp_path / "k.jkb").symlink_to(victim)
-    export_bundle(cache, tmp_path / "k.jkb")
-    assert victim.read_text() == "months of work"
-    assert not (tmp_path / "k.jkb").is_symlink()
 
 
 @pytest.mark.parametrize("plant", [Path.symlink_to, os.link], ids=["link", "hard link"])
@@ -237,14 +223,3 @@ def test_a_record_of_no_text_is_no_obstacle(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\n")
     record(USED, [], file)
     assert file.read_bytes() == b"\xff\xfe\n" + USED.to_json(files={}).encode() + b"\n"
-
-
-def test_many_threads_write_one_line_each(tmp_path: Path) -> None:
-    file = tmp_path / "used.jsonl"
-    used = [Specialisation("load_jit", ("tiny", str(n)), {}, "9.0") for n in range(50)]
-    threads = [threading.Thread(target=record, args=(one, [], file)) for one in used]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {str(one.used) for one in replay(file)} == {str(one) for one in used}

@@ -128,7 +128,7 @@ def test_the_private_cache_of_a_killed_process_is_swept_by_the_next(
     environ = {"TMPDIR": str(place)}
     assert children.run(sources / "tiny.cu", env=environ)["compiles"] == 1
     assert list(place.iterdir()) == []
-    code = "from jitkern.cache import search; import os; search.private_cache(OSError()); "
+    code = "from jitkern.cache import get; import os; get._private.value.get(OSError()); "
     command = [sys.executable, "-W", "ignore", "-c", code + "os.kill(os.getpid(), 9)"]
     subprocess.run(command, env={**children.env, **environ})
     (left,) = place.iterdir()

@@ -10,7 +10,7 @@ from tiny import SM_90, tiny
 
 import jitkern
 from jitkern.arch import Arch
-from jitkern.cache.store import Cache
+from jitkern.cache.store import MAY_LOAD, Cache
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 from jitkern.host import module as host
@@ -141,5 +141,5 @@ def test_the_driver_is_asked_through_the_host_module(
 def test_a_variant_that_makes_no_sense_is_not_preferred(folder: Path) -> None:
     image = DeviceImage(tiny(), Arch(9, 0))
     image.variant = "nvrtc-13.5"
-    assert not image.prefers({"toolchain": "nvrtc-x", "kind": "cubin"})
-    assert not image.prefers({"toolchain": "nvrtc-99999.1", "kind": "cubin"})
+    assert image.rank({"toolchain": "nvrtc-x", "kind": "cubin"}) == MAY_LOAD
+    assert image.rank({"toolchain": "nvrtc-99999.1", "kind": "cubin"}) == MAY_LOAD

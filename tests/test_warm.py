@@ -155,7 +155,7 @@ def test_a_failure_carries_what_became_of_all(
     ]
     failed = caught.value.outcomes[2]
     assert (failed.ms, failed.bytes, str(failed.error)[:4]) == (None, None, "CXX:")
-    assert "tiny" in {entry.name for entry in Cache(tmp_path / "out").entries()}
+    assert "tiny" in {entry.key.op for entry in Cache(tmp_path / "out").entries()}
 
 
 # -- looking only ----------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_out_has_the_libraries_too(
     """Only kernels were copied: a server with that directory compiled its libraries."""
     status, out, err = run(capsys, "--replay", record, "--out", tmp_path / "out")
     assert (status, err) == (0, "")
-    names = sorted(entry.name for entry in Cache(tmp_path / "out").entries())
+    names = sorted(entry.key.op for entry in Cache(tmp_path / "out").entries())
     assert names == ["jitkern_host", "tiny", "twice"]
     assert f"\n3 entries in {tmp_path / 'out'}; use them with JITKERN_CACHE_PATH=" in out
     use(CACHE_DIR=tmp_path / "another", CACHE_PATH=tmp_path / "out")
@@ -321,7 +321,7 @@ def test_cuda_files_are_built_for_each_of_the_variable(
     use(ARCH="10.0")
     assert load_jit("which", cuda_files=["which.cu"])["twice"](0) == 100
     assert calls(fake_nvcc) == 2
-    assert sorted(entry.arch for entry in Cache(empty_cache).entries()) == ["10.0", "9.0"]
+    assert sorted(entry.key.arch for entry in Cache(empty_cache).entries()) == ["10.0", "9.0"]
 
 
 @pytest.mark.cuda

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitkern.cache.search import folders, user_cache
-from jitkern.cache.strangers import written_by_others
+from jitkern.cache.get import folders, user_cache
+from jitkern.cache.trust import written_by_others
 from jitkern.errors import UnsupportedError
 from jitkern.fs import (
     canonical_json,
@@ -113,7 +113,7 @@ def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, Any]] | None:
 
 def _content(file: Path, machine: Machine) -> Mapping[str, Any]:
     with open(open_regular(file), "rb") as stream:
-        if reason := written_by_others(file, os.fstat(stream.fileno())):
+        if reason := written_by_others(os.fstat(stream.fileno())):
             raise ValueError(reason)
         content = parse_json(stream.read(_MAX_BYTES))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -206,7 +206,7 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
         raise UnsupportedError("calibrate: no GPU; run it where the ops will run")
     started = time.perf_counter()
     cache = user_cache()
-    cache.place.check()
+    cache.check()
     require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
     pool_gib = _pool_gib(free_bytes() or 0)
     machine = _this_machine(torch.cuda.current_device())

@@ -45,14 +45,10 @@ N = TypeVar("N", int, float)
 
 
 class Trust(NamedTuple):
-    """Whose caches are trusted besides those of this user and root, by JITKERN_CACHE_TRUST.
-
-    `users` may own what is in a cache, members of `groups` may own it and write to it.
-    """
+    """Who may own what is in a cache, beside this user and root; JITKERN_CACHE_TRUST names them."""
 
     users: frozenset[int] = frozenset()
-    groups: frozenset[int] = frozenset()
-    everyone: bool = False
+    everyone: bool = False  # no owner and no mode is looked at
 
 
 NOBODY = Trust()
@@ -70,7 +66,7 @@ class Settings(NamedTuple):
         ``JITKERN_CACHE_PATH``: read-only caches, separated as in ``PATH``.
     cache_trust : Trust
         ``JITKERN_CACHE_TRUST``: whose kernels and libraries are loaded beside those of this user
-        and of root, such as ``alice,1001,group:kernels``; ``everyone`` checks no owner and no mode.
+        and of root, by number, such as ``1001,1002``; ``everyone`` checks no owner and no mode.
     cache_max_bytes : int
         ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
         Default 4G.
@@ -263,31 +259,12 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def _trust(environ: Mapping[str, str], name: str) -> Trust:
-    users, groups, everyone = set(), set(), False
-    for word in _words(environ, name):
-        try:
-            if word == "everyone":
-                everyone = True
-            elif word.startswith("group:"):
-                groups.add(_group_number(word.removeprefix("group:")))
-            else:
-                users.add(_user_number(word))
-        except KeyError:
-            expected = "users and group:NAME of this machine, by name or number, or everyone"
-            raise _bad(name, word, expected) from None
-    return Trust(frozenset(users), frozenset(groups), everyone)
-
-
-def _user_number(name: str) -> int:
-    import pwd
-
-    return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
-
-
-def _group_number(name: str) -> int:
-    import grp
-
-    return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    words = _words(environ, name)
+    users = [word for word in words if word != "everyone"]
+    for word in users:
+        if not re.fullmatch("[0-9]{1,10}", word):
+            raise _bad(name, word, "numbers of users, separated by commas, or everyone")
+    return Trust(frozenset(map(int, users)), "everyone" in words)
 
 
 def parse_bytes(text: str) -> int | None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jitkern.arch import Arch, gpu_archs, requested_archs
-from jitkern.cache.get import Lookup, forbidden_by
-from jitkern.cache.search import user_cache
+from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import NVRTC_HINT
 from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
@@ -187,7 +186,7 @@ def warm(
         raise TypeError(f"warm: out: {out!r}, expected a path")
     if check and out is not None:
         raise ValueError("warm: out: given along with check, which writes nothing")
-    user_cache().place.check()
+    user_cache().check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
     recorded = _recorded(files, trust)

@@ -108,7 +108,7 @@ def count(arch: str, *, files: Sequence[Path], wanted: Sequence[str], steps: boo
 
 def _environment(folder: Path) -> dict[str, str]:
     """Return that of the program: caches of its own, one order of every set, one thread."""
-    from jitkern.cache.bundle import copy_entries
+    from jitkern.cache.entry import read_entry
     from jitkern.cache.store import Cache
     from jitkern.env import process_environment
     from jitkern.host import module as host
@@ -118,7 +118,7 @@ def _environment(folder: Path) -> dict[str, str]:
         environment.pop(variable, None)
     found = host.find()
     if found.path is not None and found.source != "shipped":
-        copy_entries([found.path], Cache(folder / "host", shared=True))
+        Cache(folder / "host", shared=True).copy(read_entry(found.path))
     return {
         **environment,
         "JITKERN_CACHE_DIR": str(folder / "kernels"),

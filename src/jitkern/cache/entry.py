@@ -1,53 +1,51 @@
-"""One cache entry: a directory with the artefact files and a readable, checksummed ``meta.json``.
+"""One cache entry: a folder with the built files and a readable, checksummed ``meta.json``.
 
 An entry is found by a key, which stands for what it is made from, and a variant, which says what it
-was made with: one directory below the other. Nothing here knows where caches are.
+was made with.
 """
 
 from __future__ import annotations
 
-import errno
-import math
+import json
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jitkern.cache.schema import META_MAX_BYTES, META_NAME, check_file, parse_meta
-from jitkern.cache.trust import require_trusted
+from jitkern.cache.trust import EVERYONE, require_trusted
 from jitkern.env import Trust
 from jitkern.errors import CacheError
-from jitkern.fs import is_safe_name, open_itself, slug
+from jitkern.fs import (
+    canonical_json,
+    flush_directory,
+    is_safe_name,
+    open_regular,
+    parse_json,
+    sha256,
+    slug,
+    write_new,
+)
 
-# What `write` works out from key, variant and files; the rest of a meta is the builder's.
-_DERIVED = ("schema", "route", "name", "family", "toolchain", "describe", "artefact", "files")
+SCHEMA = 1
+META_NAME = "meta.json"
+META_MAX_BYTES = 64 << 20  # a kernel's has 0.5 KB; a C++ file that includes all of torch, 14 MB
+
+_MAX_FILE_BYTES = 1 << 36
+_YEAR_5000_S = 1e11
 
 
 class Key(NamedTuple):
-    """What an entry is made from.
+    """What an entry is made from."""
 
-    Attributes
-    ----------
-    route
-        The way it is built, such as ``"device"``.
-    name
-        Readable part of the directory's name, e.g. ``store_656_16_4_128_8_true``.
-    digest
-        20 hex digits over everything but the variant; ``family`` in ``meta.json``.
-    describe
-        What goes into ``meta.json`` for a reader: op, arguments, arch, flags.
-    """
-
-    route: str
-    name: str
-    digest: str
-    describe: Mapping[str, Any] = MappingProxyType({})
+    route: str  # how it is built, such as "device"
+    name: str  # readable part of the folder's name, e.g. store_656_16_4_128_8_true
+    digest: str  # 20 hex digits over everything but the variant; "family" in meta.json
+    describe: Mapping[str, Any] = MappingProxyType({})  # what meta.json tells a reader
 
     @property
     def directory(self) -> str:
-        """Name of the directory that holds the variants."""
+        """Name of the folder that holds the variants."""
         return f"{slug(self.name)}-{self.digest}"
 
     @property
@@ -70,14 +68,27 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A verified entry: the bytes are those that were published.
+    """A verified entry: the bytes are those that were published."""
 
-    `path` is None where nothing could be written and the entry lives in memory only.
-    """
-
-    path: Path | None
-    files: Mapping[str, bytes]
+    path: Path | None  # None if nothing could be written and it lives in memory only
+    files: Mapping[str, bytes]  # empty if it is only listed
     meta: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.key}/{self.variant}"
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its files."""
+        return sum(file["bytes"] for file in self.meta["files"].values())
+
+    @property
+    def last_used(self) -> float:
+        """Seconds since 1970, to the minute; 0 for one that is gone or in memory only."""
+        try:
+            return 0.0 if self.path is None else (self.path / META_NAME).stat().st_mtime
+        except OSError:
+            return 0.0
 
     @property
     def artefact_name(self) -> str:
@@ -91,136 +102,149 @@ class Entry(NamedTuple):
 
     @property
     def artefact(self) -> Path | None:
-        """Path of the artefact, if it is in a directory."""
+        """Path of the artefact, if it is on a disk."""
         return None if self.path is None else self.path / self.artefact_name
 
     @property
     def key(self) -> Key:
         """The key that it was published under."""
-        return key_of(self.meta)
+        return Key(*(self.meta[name] for name in ("route", "name", "family", "describe")))
 
     @property
     def variant(self) -> str:
         """The variant that it was published as; ``toolchain`` in ``meta.json``."""
         return str(self.meta["toolchain"])
 
-    @property
-    def notes(self) -> dict[str, Any]:
-        """What the builder had noted in the meta."""
-        return {name: value for name, value in self.meta.items() if name not in _DERIVED}
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
-class OpenEntry:
-    """The directory of an entry, held open: neither it nor its key's was reached through a link.
+def render_meta(
+    key: Key, variant: str, files: Mapping[str, bytes], notes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the meta of an entry that holds `files`; the first one is the artefact."""
+    if not is_safe_name(variant):
+        raise ValueError(f"publish: variant: {variant!r}, expected a plain name")
+    if not files or not all(is_safe_name(name) for name in files):
+        raise ValueError(f"publish: files: {sorted(files)}, expected one or more plain names")
+    return {
+        **notes,
+        "schema": SCHEMA,
+        "route": key.route,
+        "name": key.name,
+        "family": key.digest,
+        "toolchain": variant,
+        "describe": dict(key.describe),
+        "artefact": next(iter(files)),
+        "files": {
+            name: {"bytes": len(data), "sha256": sha256(data)} for name, data in files.items()
+        },
+    }
 
-    Parameters
-    ----------
-    path
-        The directory.
-    trust
-        Who may have written it beside this user and root; None does not look.
 
-    Raises
-    ------
-    FileNotFoundError, NotADirectoryError
-        There is no entry.
-    UntrustedError
-        Somebody else can have written it. So do the methods.
+def write_entry(path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any], mode: int) -> None:
+    """Write `files` and `meta` into the folder `path` with this mode, and flush them."""
+    body = {**meta, "checksum": sha256(canonical_json(meta))}
+    text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+    if len(text) > META_MAX_BYTES:  # nobody would read it back
+        raise CacheError(f"{META_NAME}: {len(text)} bytes, expected at most {META_MAX_BYTES}")
+    for name, data in {**files, META_NAME: text.encode()}.items():
+        write_new(path / name, data, flush=True, mode=mode)
+    flush_directory(path)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_meta(path: Path, trust: Trust = EVERYONE) -> dict[str, Any]:
+    """Read and verify ``meta.json`` of the entry at `path`.
+
+    Raises FileNotFoundError or NotADirectoryError for no entry; UntrustedError for a link or what
+    others could have written; CacheError for a damaged one; any OSError of the disk.
     """
+    for folder in (path.parent, path):
+        require_trusted(folder, os.lstat(folder), trust)
+    file = path / META_NAME
+    meta = parse_meta(_read(file, META_MAX_BYTES, trust), str(file))
+    place = (f"{slug(meta['name'])}-{meta['family']}", meta["toolchain"])
+    if place != (path.parent.name, path.name):
+        raise CacheError(f"{file}: its meta is that of {'/'.join(place)}")
+    return meta
 
-    def __init__(self, path: Path, trust: Trust | None = None) -> None:
-        self.path = path
-        self._trust = trust
-        key = self._open(path.parent, os.O_DIRECTORY)[0]
+
+def read_entry(path: Path, trust: Trust = EVERYONE, meta: Mapping[str, Any] | None = None) -> Entry:
+    """Read the entry at `path`, every byte checked against its meta, which may be read already.
+
+    Raises as :func:`read_meta`.
+    """
+    meta = read_meta(path, trust) if meta is None else meta
+    files: dict[str, bytes] = {}
+    for name, expected in meta["files"].items():
         try:
-            self._folder = self._open(path, os.O_DIRECTORY, key)[0]
-        finally:
-            os.close(key)
-
-    def __enter__(self) -> OpenEntry:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._folder)
-
-    def meta(self) -> dict[str, Any]:
-        """Read and verify its ``meta.json``.
-
-        Raises
-        ------
-        CacheError
-            It is damaged, or of another entry. FileNotFoundError and other OSError pass through.
-        """
-        file = self.path / META_NAME
-        meta = parse_meta(self._read(file, META_MAX_BYTES), str(file))
-        place = (f"{slug(meta['name'])}-{meta['family']}", meta["toolchain"])
-        if place != (self.path.parent.name, self.path.name):
-            raise CacheError(f"{file}: its meta is that of {'/'.join(place)}")
-        return meta
-
-    def entry(self, meta: Mapping[str, Any]) -> Entry:
-        """Read all of it, every byte checked against the SHA-256 that `meta` records.
-
-        Raises
-        ------
-        CacheError
-            Something in it is damaged or missing.
-        """
-        files: dict[str, bytes] = {}
-        for name, expected in meta["files"].items():
-            try:
-                # The name is checked before the path is touched: a meta may come from anywhere.
-                data = self._read(self.path / name) if is_safe_name(name) else b""
-            except OSError as error:
-                raise CacheError(f"{self.path / name}: {error.strerror}") from error
-            check_file(name, data, expected, str(self.path))
-            files[name] = data
-        return Entry(self.path, files, meta)
-
-    def _open(
-        self, path: Path, flags: int = 0, folder: int | None = None
-    ) -> tuple[int, os.stat_result]:
-        try:
-            descriptor = open_itself(path if folder is None else path.name, flags, dir_fd=folder)
+            files[name] = _read(path / name, _MAX_FILE_BYTES, trust)
         except OSError as error:
-            error.filename = str(path)  # not what it is called in `folder`
-            raise
-        try:
-            status = os.fstat(descriptor)
-            if self._trust is not None:
-                require_trusted(path, status, self._trust)
-        except (OSError, CacheError):
-            os.close(descriptor)
-            raise
-        return descriptor, status
-
-    def _read(self, file: Path, max_bytes: float = math.inf) -> bytes:
-        try:
-            descriptor, status = self._open(file, folder=self._folder)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise CacheError(f"{file}: a symbolic link, expected a regular file") from error
-            raise
-        with open(descriptor, "rb", buffering=0) as stream:
-            if not stat.S_ISREG(status.st_mode):
-                raise CacheError(f"{file}: not a regular file")
-            if status.st_size > max_bytes:
-                raise CacheError(f"{file}: {status.st_size} bytes, expected at most {max_bytes}")
-            return stream.read()
+            raise CacheError(f"{path / name}: {error.strerror}") from error
+        check_file(name, files[name], expected, str(path))
+    return Entry(path, files, meta)
 
 
-def read_meta(path: Path, trust: Trust | None = None) -> dict[str, Any]:
-    """Read and verify ``meta.json`` of the entry at `path`; raises as :class:`OpenEntry`."""
-    with OpenEntry(path, trust) as opened:
-        return opened.meta()
+def _read(file: Path, max_bytes: int, trust: Trust) -> bytes:
+    with open(open_regular(file), "rb", buffering=0) as stream:
+        status = os.fstat(stream.fileno())
+        require_trusted(file, status, trust)
+        if status.st_size > max_bytes:
+            raise CacheError(f"{file}: {status.st_size} bytes, expected at most {max_bytes}")
+        return stream.read()
 
 
-def read_entry(path: Path, trust: Trust | None = None) -> Entry:
-    """Read and verify the entry at `path`; raises as :class:`OpenEntry`."""
-    with OpenEntry(path, trust) as opened:
-        return opened.entry(opened.meta())
+def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) -> None:
+    """Raise CacheError unless `data` is what the meta recorded for file `name`."""
+    if len(data) != expected["bytes"]:
+        raise CacheError(f"{where}: {name}: {len(data)} bytes, expected {expected['bytes']}")
+    if sha256(data) != expected["sha256"]:
+        raise CacheError(f"{where}: {name}: checksum does not match")
 
 
-def key_of(meta: Mapping[str, Any]) -> Key:
-    """Return the key of an entry that has this meta."""
-    return Key(meta["route"], meta["name"], meta["family"], meta["describe"])
+def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
+    """Parse the text of a ``meta.json``, verify its checksum, and check every field.
+
+    Raises CacheError, whose message starts with `where`, for what is no meta of ours.
+    """
+    try:
+        meta = parse_json(raw)
+    except ValueError as error:
+        raise CacheError(f"{where}: not JSON: {error}") from error
+    if not isinstance(meta, dict):
+        raise CacheError(f"{where}: not an object")
+    if meta.pop("checksum", None) != sha256(canonical_json(meta)):
+        raise CacheError(f"{where}: checksum does not match")
+    try:
+        is_sound = _is_sound(meta)
+    except (LookupError, TypeError, AttributeError):
+        is_sound = False
+    if not is_sound:
+        raise CacheError(f"{where}: not a meta of schema {SCHEMA}")
+    return meta
+
+
+def _is_sound(meta: Mapping[str, Any]) -> bool:
+    """Tell whether the fields that other code relies on are there and of the expected types."""
+    describe, files = meta["describe"], meta["files"]
+    texts = [meta[name] for name in ("route", "name", "family", "toolchain")]
+    texts += [describe.get("op", ""), describe.get("arch", ""), *describe.get("args", [])]
+    texts += [file["sha256"] for file in files.values()]
+    numbers = [file["bytes"] for file in files.values()]
+    numbers += [meta.get("build_ms") or 0, meta.get("built_unix_s") or 0]
+    return (
+        meta["schema"] == SCHEMA
+        and all(isinstance(text, str) for text in texts)
+        and all(map(is_time, numbers))
+        and all(map(is_safe_name, [meta["family"], meta["toolchain"], *files]))
+        and meta["artefact"] in files
+    )
+
+
+def is_time(value: Any) -> bool:
+    """Tell whether `value` may be a number of seconds since 1970, of milliseconds or bytes."""
+    # Comparisons with NaN fail, and those with infinity.
+    return type(value) in (int, float) and 0 <= value < _YEAR_5000_S

@@ -1,27 +1,45 @@
-"""From a key to what it stands for: found in a cache, else built once per node and published."""
+"""From a key to what it stands for: found in a cache, else built once per node and published.
+
+Caches are searched in this order: JITKERN_CACHE_PATH, JITKERN_CACHE_DIR, this process's private
+one, what the wheel ships, the wheel of prebuilt kernels. JITKERN_CACHE_DIR is the one written.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from jitkern.cache import stats
-from jitkern.cache.entry import Entry, Key
-from jitkern.cache.search import folders, private_cache, search, user_cache
+from jitkern.cache.entry import Entry, Key, render_meta
 from jitkern.cache.stats import LookupEvent, Source
-from jitkern.env import FREEZE_MODES, FreezeMode, settings
+from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
+from jitkern.cache.trust import EVERYONE, UntrustedError, complaint
+from jitkern.env import FREEZE_MODES, NOBODY, FreezeMode, Settings, Trust, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
-
-if TYPE_CHECKING:
-    from jitkern.cache.store import Cache
+from jitkern.fs import ForkLocal
 
 T = TypeVar("T")
+
+SHIPPED = Path(__file__).resolve().parent.parent / "_prebuilt"
+KERNELS = "jitkern-kernels"  # the wheel of prebuilt kernels, which one may install beside jitkern
+
+# Stands for ~/.cache if there is no home directory: nothing can be made below it.
+_NOWHERE = Path(os.devnull, "no-home")
+
+# -- freezing --------------------------------------------------------------------------------------
 
 # What freeze() and unfreeze() have said last; nothing yet: JITKERN_FREEZE decides.
 _frozen: FreezeMode | Literal["off", ""] = ""
@@ -75,10 +93,7 @@ def is_frozen() -> bool:
 
 
 def forbidden_by() -> str:
-    """Say what forbids to compile, such as ``JITKERN_FREEZE=1 is set``; empty where nothing does.
-
-    The mode ``warn`` forbids nothing.
-    """
+    """Say what forbids to compile, such as ``JITKERN_FREEZE=1 is set``; empty if nothing does."""
     if _freeze_mode() != "raise":
         return ""
     reasons = ["JITKERN_FREEZE=1 is set"] if settings().freeze == "raise" else []
@@ -90,6 +105,118 @@ def _freeze_mode() -> FreezeMode | None:
     return None if _frozen == "off" else _frozen or settings().freeze
 
 
+# -- which caches ----------------------------------------------------------------------------------
+
+
+class Searched(NamedTuple):
+    """A cache that is searched: what names it, what stats() calls a hit in it."""
+
+    origin: str
+    source: Source
+    cache: Cache
+
+
+def caches() -> Iterator[Searched]:
+    """Yield the caches of this process in the order they are searched in."""
+    *first, shipped = _caches(settings())
+    yield from first
+    if _private.value.cache is not None:
+        yield Searched("private", "cached", _private.value.cache)
+    yield shipped
+    yield from _kernels()  # nobody looks for the wheel if another cache has what is wanted
+
+
+@lru_cache(maxsize=4)
+def _caches(now: Settings) -> tuple[Searched, ...]:
+    how: dict[str, Any] = {"trust": now.cache_trust, "home": now.home}
+    written = _NOWHERE if now.cache_dir.parts[:1] == ("~",) else now.cache_dir
+    user = Cache(written, max_bytes=now.cache_max_bytes, **how)
+    others = [Cache(path, read_only=True, **how) for path in now.cache_path]
+    shipped = Cache(SHIPPED, read_only=True, trust=_trust_of_package(), home=SHIPPED.parent)
+    return (
+        *(Searched("JITKERN_CACHE_PATH", "cached", cache) for cache in others),
+        Searched("JITKERN_CACHE_DIR", "cached", user),
+        Searched("shipped", "shipped", shipped),
+    )
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> tuple[Searched, ...]:
+    """Return the cache in the wheel of kernels, if it is installed. Nothing of it is imported."""
+    # importlib.util.find_spec would ask the finders of others too, who may raise what they like.
+    spec = PathFinder.find_spec(KERNELS.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        return ()
+    folder = Path(spec.origin).parent
+    cache = Cache(folder, read_only=True, trust=_trust_of_package(), home=folder)
+    return (Searched(KERNELS, "shipped", cache),)
+
+
+def _trust_of_package() -> Trust:
+    """Trust what is shipped as far as the Python files beside it."""
+    try:
+        status = SHIPPED.parent.stat()
+    except OSError:  # closed to the user that this process has become since its imports
+        return NOBODY
+    owner = Trust(frozenset({status.st_uid}))
+    return EVERYONE if complaint(status, owner) else owner
+
+
+def folders() -> list[Path]:
+    """Return where the caches of this process are, in the same order."""
+    return [searched.cache.root for searched in caches()]
+
+
+def user_cache() -> Cache:
+    """Return the cache at JITKERN_CACHE_DIR: the one that is written."""
+    return _caches(settings())[-2].cache
+
+
+def shipped_cache() -> Cache:
+    """Return what the wheel has brought."""
+    return _caches(settings())[-1].cache
+
+
+class _PrivateCache:
+    """The temporary cache of this process, for when its own cannot be written."""
+
+    def __init__(self) -> None:
+        self.cache: Cache | None = None
+        self._has_warned = False
+        self._guard = threading.Lock()
+
+    def get(self, reason: CacheError) -> Cache | None:
+        """Return it, made if need be, after one warning; None if that cannot be."""
+        from jitkern.fs import make_scratch_folder  # seldom needed
+
+        if user_cache().root == _NOWHERE:
+            reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
+        with self._guard:
+            kept = "nothing compiled by this process is kept"
+            with suppress(OSError):
+                if self.cache is None:
+                    root = make_scratch_folder("cache")
+                    self.cache = Cache(root, home=root)
+                    atexit.register(_remove, root, os.getpid())
+                kept = f"this process keeps what it compiles in {self.cache.root} until it ends"
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"jitkern: {reason}; {kept}", RuntimeWarning, stacklevel=2)
+            return self.cache
+
+
+def _remove(root: Path, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+# Anew in a forked child: the parent removes its folder when it ends, which may be before that.
+_private = ForkLocal(_PrivateCache)
+
+
+# -- finding and building --------------------------------------------------------------------------
+
+
 class BuildOutput(NamedTuple):
     """What a build hands over for publication; the first file is the artefact."""
 
@@ -98,14 +225,14 @@ class BuildOutput(NamedTuple):
     notes: Mapping[str, Any] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
 class Lookup(Generic[T]):
     """How something was found: where, in how many milliseconds, and what was made of its entry."""
 
-    def __init__(self, source: Source, ms: float, entry: Entry, loaded: T) -> None:
-        self.source = source
-        self.ms = ms
-        self.entry = entry
-        self.loaded = loaded
+    source: Source
+    ms: float
+    entry: Entry
+    loaded: T
 
     @property
     def bytes(self) -> int:
@@ -114,48 +241,26 @@ class Lookup(Generic[T]):
 
     @property
     def path(self) -> Path | None:
-        """Directory of the entry, or None where it could be kept in memory only."""
+        """Folder of the entry, or None if it could be kept in memory only."""
         return self.entry.path
 
 
 class Buildable(ABC, Generic[T]):
-    """Something that a cache may hold and that can be built.
-
-    Attributes
-    ----------
-    key
-        What it is made from.
-    variant
-        What it would be built with, if that is known before the build; empty where `accepts` tells,
-        or where there is nothing to build it with.
-    """
+    """Something that a cache may hold and that can be built."""
 
     key: Key
-    variant: str = ""
+    variant: str = ""  # what it would be built with, if that is known before the build
+    has_compiler: bool = True  # without one, any entry that loads will do
 
-    def accepts(self, meta: Mapping[str, Any]) -> bool:
-        """Tell from its meta whether an entry will do."""
-        del meta
-        return True
-
-    def suits(self, meta: Mapping[str, Any]) -> bool:
-        """Tell from its meta whether a shipped entry of another variant will do, too."""
-        del meta
-        return False
-
-    def prefers(self, meta: Mapping[str, Any]) -> bool:
-        """Tell from its meta whether an entry goes before others where any variant will do."""
-        del meta
-        return True
+    def rank(self, meta: Mapping[str, Any]) -> int:
+        """Tell from its meta how good an entry is here; see :mod:`jitkern.cache.store`."""
+        return EXACT if self.variant in ("", meta["toolchain"]) else LOADS
 
     @abstractmethod
     def load(self, entry: Entry) -> T:
-        """Make of an entry what is wanted of it; a new one is published only if that works.
+        """Make of an entry what is wanted of it; CompileError if it does not load.
 
-        Raises
-        ------
-        CompileError
-            It does not load. One that was found counts as missing then.
+        A new entry is published only after that; one that was found counts as missing.
         """
 
     @abstractmethod
@@ -173,28 +278,24 @@ class Buildable(ABC, Generic[T]):
 
 def find(wanted: Buildable[T]) -> Lookup[T] | None:
     """Return what is wanted if a cache has it; nothing is built."""
-    start = time.perf_counter()
-    found = _find(wanted, wanted.variant, start)
-    if found is None and _freeze_mode() is not None:
-        found = _find(wanted, "", start)  # made by another compiler: a frozen process takes it
+    found = _find_frozen_or_not(wanted, time.perf_counter())
     return found if found is None else _counted(wanted, found)
 
 
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
     """Return what is wanted, built if no cache has it.
 
-    Raises
-    ------
-    CompileError
-        It does not compile or load, here or in the process that was waited for.
-    FrozenError
-        It is missing and the process is frozen.
-    ToolchainError
-        It is missing and there is nothing to compile it with.
+    Raises CompileError if it does not compile or load, here or in the process that was waited for;
+    FrozenError or ToolchainError if it is missing and may not or cannot be compiled.
     """
     start = time.perf_counter()
+    began_unix_s = time.time()
     try:
-        found = _found_or_built(wanted, start)
+        found = _find_frozen_or_not(wanted, start)
+        if found is None:
+            stats.count("misses")
+            _obey_freeze(wanted)
+            found = _find_or_build_alone(wanted, start, began_unix_s)
     except Exception as error:
         _tell(wanted, "failed", wanted.variant, time.perf_counter() - start, error)
         raise
@@ -203,27 +304,9 @@ def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
 
 def _counted(wanted: Buildable[T], found: Lookup[T]) -> Lookup[T]:
     stats.count("compiles" if found.source == "compiled" else found.source, found.ms)
-    stats.log_lookup(f"{wanted.key}/{found.entry.variant}", found.source, found.path, found.ms)
+    stats.log_lookup(found.entry, found.source, found.path, found.ms)
     _tell(wanted, found.source, found.entry.variant, found.ms / 1e3)
     return found
-
-
-def _found_or_built(wanted: Buildable[T], start: float) -> Lookup[T]:
-    began_unix_s = time.time()
-    found = _find(wanted, wanted.variant, start)
-    if found is not None:
-        return found
-    stats.count("misses")
-    mode = _freeze_mode()
-    if mode is not None:
-        # Better one made by another compiler than none at all.
-        found = _find(wanted, "", start)
-        if found is not None:
-            return found
-        if mode == "raise":
-            raise FrozenError(_missing(wanted, "jitkern is frozen"))
-        _warn_once(wanted)
-    return _find_or_build_alone(wanted, start, began_unix_s)
 
 
 def _tell(
@@ -233,26 +316,20 @@ def _tell(
     seconds: float,
     error: Exception | None = None,
 ) -> None:
-    if not stats.is_watched():
-        return
     key = wanted.key
-    stats.tell(
-        LookupEvent(
-            name=key.op,
-            args=key.args,
-            arch=key.arch,
-            route=key.route,
-            source=source,
-            seconds=seconds,
-            key=str(key),
-            variant=variant,
-            error=error,
-        )
-    )
+    what = (key.op, key.args, key.arch, key.route, source, seconds, str(key), variant, error)
+    stats.tell(LookupEvent(*what))
 
 
-def _find(wanted: Buildable[T], variant: str, start: float) -> Lookup[T] | None:
-    for source, entry in _best_first(wanted, variant):
+def _find_frozen_or_not(wanted: Buildable[T], start: float) -> Lookup[T] | None:
+    found = _find(wanted, start, not wanted.has_compiler)
+    if found is None and is_frozen():  # better one made by another compiler than none at all
+        found = _find(wanted, start, any_that_loads=True)
+    return found
+
+
+def _find(wanted: Buildable[T], start: float, any_that_loads: bool) -> Lookup[T] | None:
+    for source, entry in _candidates(wanted, any_that_loads):
         try:
             loaded = wanted.load(entry)
         except CompileError:
@@ -262,30 +339,41 @@ def _find(wanted: Buildable[T], variant: str, start: float) -> Lookup[T] | None:
     return None
 
 
-def _best_first(wanted: Buildable[T], variant: str) -> Iterator[tuple[Source, Entry]]:
-    """Yield what the caches have, in their order; last of all what might be of no use here."""
-    others = []
-    for found in search(wanted.key, variant, wanted.accepts, wanted.suits, wanted.prefers):
-        if variant or wanted.prefers(found[1].meta):
-            yield found
+def _candidates(wanted: Buildable[T], any_that_loads: bool) -> Iterator[tuple[Source, Entry]]:
+    """Yield the best entry of each cache, in their order; last those that may not load here."""
+    last = []
+    for _, source, cache in caches():
+        least = SHIPPED_WILL_DO if source == "shipped" else EXACT
+        try:
+            entry = cache.lookup(wanted.key, wanted.rank, MAY_LOAD if any_that_loads else least)
+        except UntrustedError as error:
+            if cache is user_cache():
+                _private.value.get(error)  # says where this process writes instead
+            else:
+                cache.warn(f"this cache is not searched: {error}")
+            continue
+        if entry is None:
+            continue
+        if any_that_loads and wanted.rank(entry.meta) < LOADS:
+            last.append((source, entry))
         else:
-            others.append(found)
-    yield from others
+            yield source, entry
+    yield from last
 
 
 def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
     """Build, but let one process of this machine do it for all."""
 
-    def find() -> Lookup[T] | None:
-        return _find(wanted, wanted.variant, start)
+    def find_again() -> Lookup[T] | None:
+        return _find(wanted, start, not wanted.has_compiler)
 
     cache = user_cache()
     timeout_s = settings().lock_timeout_s
-    with cache.lock(wanted.key, timeout_s=timeout_s, done=lambda: find() is not None) as wait:
+    with cache.lock(wanted.key, timeout_s=timeout_s, done=lambda: find_again() is not None) as wait:
         if wait.waited_ms > 1.0:
             stats.count("waits", wait.waited_ms)
         # Looked up again under the lock: another rank may have published between the two.
-        found = find()
+        found = find_again()
         if found is not None:
             return found
         failure = cache.failure(wanted.key)
@@ -305,35 +393,34 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
 
 def _publish(wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
     """Load what was built and publish it: for all, else in a cache of this process's own."""
+    meta = render_meta(wanted.key, built.variant, built.files, built.notes)
+
+    def publish_in(cache: Cache) -> tuple[Entry, T]:
+        with cache.stage(meta, built.files) as staged:
+            loaded = wanted.load(staged)
+            return cache.commit(staged), loaded
+
     try:
-        return _publish_in(user_cache(), wanted, built)
+        return publish_in(user_cache())
     except CacheError as error:
-        private = private_cache(error)
+        private = _private.value.get(error)
     if private is not None:
         with suppress(CacheError):
-            return _publish_in(private, wanted, built)
-    from jitkern.cache.write import render_meta
-
-    meta = render_meta(wanted.key, built.variant, built.files, built.notes)
+            return publish_in(private)
     entry = Entry(None, built.files, meta)
     return entry, wanted.load(entry)
 
 
-def _publish_in(cache: Cache, wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
-    with cache.stage(wanted.key, built.variant, built.files, built.notes) as staged:
-        loaded = wanted.load(staged)
-        return cache.commit(staged), loaded
-
-
-def _missing(wanted: Buildable[T], so: str) -> str:
+def _obey_freeze(wanted: Buildable[T]) -> None:
+    """Raise for what is missing in a frozen process, or warn of it once."""
+    mode = _freeze_mode()
+    if mode is None or (mode == "warn" and str(wanted.key) in _warned_of):
+        return
+    so = "jitkern is frozen" if mode == "raise" else "jitkern is frozen to warn: it is compiled now"
     searched = ", ".join(map(str, folders()))
     name = f"{wanted.key}/{wanted.variant or 'any'}"
-    return f"{name}: not found in {searched}, and {so}; {wanted.hint()}".removesuffix("; ")
-
-
-def _warn_once(wanted: Buildable[T]) -> None:
-    key = str(wanted.key)
-    if key not in _warned_of:
-        _warned_of.add(key)
-        reason = _missing(wanted, "jitkern is frozen to warn: it is compiled now")
-        warnings.warn(f"jitkern: {reason}", RuntimeWarning, stacklevel=2)
+    message = f"{name}: not found in {searched}, and {so}; {wanted.hint()}".removesuffix("; ")
+    if mode == "raise":
+        raise FrozenError(message)
+    _warned_of.add(str(wanted.key))
+    warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)

@@ -1,22 +1,54 @@
-"""Counts and times of what the loader did in this process, and one log line per lookup."""
+"""Counts and times of what the loader did in this process, and who is told of it."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from jitkern.env import settings
 from jitkern.fs import ForkLocal
 
-if TYPE_CHECKING:
-    from jitkern.cache.tally import Stats
-
 Source = Literal["memo", "cached", "shipped", "compiled"]
 
 _log = logging.getLogger("jitkern")
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How often something happened, and the milliseconds it took in all."""
+
+    count: int = 0
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What :func:`jitkern.stats` returns.
+
+    Attributes
+    ----------
+    memo, cached, shipped
+        Lookups answered by this process's memory, by a cache folder, by the wheel.
+    misses
+        Lookups that found nothing.
+    compiles
+        Compilations that succeeded, with their time.
+    failures
+        Compilations that failed here or were reported by another rank.
+    waits
+        Waits for another thread or process that was compiling the same kernel.
+    """
+
+    memo: Tally = Tally()
+    cached: Tally = Tally()
+    shipped: Tally = Tally()
+    misses: int = 0
+    compiles: Tally = Tally()
+    failures: int = 0
+    waits: Tally = Tally()
 
 
 class LookupEvent(NamedTuple):
@@ -31,7 +63,7 @@ class LookupEvent(NamedTuple):
     route
         ``device``, ``cuda`` (a single-source file) or ``cxx``.
     source
-        ``compiled``; ``cached`` or ``shipped`` where a cache or the wheel had it; ``failed``.
+        ``compiled``; ``cached`` or ``shipped`` if a cache or the wheel had it; ``failed``.
     seconds
         How long it took, waiting for another process included.
     key, variant
@@ -54,17 +86,15 @@ class LookupEvent(NamedTuple):
 Callback = Callable[[LookupEvent], object]
 
 _guard = ForkLocal(threading.Lock)
-# Each in a list of its own, whose identity is that of the registration.
-_callbacks: tuple[list[Callback], ...] = ()
-# Of each attribute of Stats, how often and the milliseconds in all.
-_tallies: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+_callbacks: dict[object, Callback] = {}
+_tallies: dict[str, Tally] = {}
 
 
 def count(what: str, ms: float = 0.0) -> None:
     """Add one occurrence of `what`, an attribute of Stats."""
     with _guard.value:
-        times, total_ms = _tallies[what]
-        _tallies[what] = (times + 1, total_ms + ms)
+        so_far = _tallies.get(what, Tally())
+        _tallies[what] = Tally(so_far.count + 1, so_far.total_ms + ms)
 
 
 def stats() -> Stats:
@@ -76,19 +106,10 @@ def stats() -> Stats:
     >>> jitkern.stats().compiles.count
     0
     """
-    from jitkern.cache.tally import Stats, Tally
-
     with _guard.value:
-        now = defaultdict(Tally, {what: Tally(*tally) for what, tally in _tallies.items()})
-    return Stats(
-        memo=now["memo"],
-        cached=now["cached"],
-        shipped=now["shipped"],
-        misses=now["misses"].count,
-        compiles=now["compiles"],
-        failures=now["failures"].count,
-        waits=now["waits"],
-    )
+        now: dict[str, Any] = dict(_tallies)
+    counts = {name: now.pop(name, Tally()).count for name in ("misses", "failures")}
+    return Stats(**now, **counts)
 
 
 def on_compile(callback: Callback) -> Callable[[], None]:
@@ -125,27 +146,18 @@ def on_compile(callback: Callback) -> Callable[[], None]:
             f"on_compile: callback: {type(callback).__name__}, "
             "expected a function that takes a LookupEvent"
         )
-    global _callbacks
-    registered = [callback]
-    with _guard.value:
-        _callbacks = (*_callbacks, registered)
+    registration = object()
+    _callbacks[registration] = callback
 
     def remove() -> None:
-        global _callbacks
-        with _guard.value:
-            _callbacks = tuple(one for one in _callbacks if one is not registered)
+        _callbacks.pop(registration, None)
 
     return remove
 
 
-def is_watched() -> bool:
-    """Tell whether there is anybody to tell of a look-up."""
-    return bool(_callbacks)
-
-
 def tell(event: LookupEvent) -> None:
     """Call what :func:`on_compile` has registered."""
-    for (callback,) in _callbacks:
+    for callback in list(_callbacks.values()):
         try:
             callback(event)
         except Exception:
@@ -153,7 +165,7 @@ def tell(event: LookupEvent) -> None:
 
 
 def log_lookup(key: object, source: Source, where: object, ms: float) -> None:
-    """Log one lookup where JITKERN_LOG=1 asks for it."""
+    """Log one look-up if JITKERN_LOG=1 asks for it."""
     if not settings().log:
         return
     if not _log.hasHandlers():

@@ -1,127 +1,154 @@
-"""A cache directory: list, publish, evict, clear; ``shelf`` is its layout, and looks up."""
+"""One cache folder: look up, stage and commit, list, evict, clear.
+
+Layout below the root, ``v1/``::
+
+    <name>-<digest>/<variant>/{artefact, meta.json}    entries
+    .staging/    entries being written or thrown away
+    .locks/      one lock file per key, its holder beside it
+    .failed/     the last failed build per key
+
+An entry appears by one atomic rename and is never written to again, so a reader sees all of it or
+none. Every byte is checked on every read; what does not match counts as absent and gets replaced.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from jitkern.cache import cleanup
-from jitkern.cache.entry import Entry, Key, key_of, read_entry, read_meta
-from jitkern.cache.schema import META_NAME
-from jitkern.cache.shelf import Shelf
-from jitkern.cache.size import Fill, evict
-from jitkern.cache.trust import UntrustedError
-from jitkern.cache.write import render_meta, write_entry
+from jitkern.cache import entry as entries
+from jitkern.cache.entry import META_NAME, Entry, Key, read_entry, read_meta
+from jitkern.cache.trust import EVERYONE, UntrustedError, check_folders, require_trusted
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
-from jitkern.fs import flush_directory, private_name, set_mode
+from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name
 
 if TYPE_CHECKING:
-    from jitkern.cache.lock import FailureRecord, Wait
+    from jitkern.cache.lock import FailureNote, Wait
+
+# What rank(meta) says of an entry.
+NO_USE = 0
+MAY_LOAD = 1  # better than nothing, if nothing can be built
+LOADS = 2  # likewise, and this machine's driver takes it
+SHIPPED_WILL_DO = 3  # as good as one built here, if the wheel has it
+EXACT = 4  # what a build would make now
+
+Rank = Callable[[Mapping[str, Any]], int]
+
+_KEY = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]{0,79}-[0-9a-f]{20}\Z")
+_TOUCH_EVERY_S = 60.0  # last use is kept to the minute: a warm start need not write at all
+
+# A publication looks at so many keys, at more if the cache seems full, and evicts so many entries:
+# 3, 50 and 20 ms on a local disk.
+_GLANCE, _MAX_MEASURED, _MAX_EVICTED = 64, 1024, 16
 
 _log = logging.getLogger("jitkern")
 
 
-class EntryInfo(NamedTuple):
-    """One line of a listing."""
-
-    name: str
-    args: str
-    arch: str
-    route: str
-    variant: str
-    bytes: int
-    last_used: float
-    path: Path
-
-    def __str__(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}"
-
-
-class Cache(Shelf):
-    """A directory of entries: looked up in, listed and written.
-
-    Parameters
-    ----------
-    root
-        The directory; it is made by the first publish.
-    max_bytes
-        Publishing beyond this evicts the least recently used entries.
-    read_only, trust, home, shared
-        See :class:`jitkern.cache.shelf.Shelf`.
-    """
+class Cache:
+    """A folder of entries; the first publication makes it."""
 
     def __init__(
         self,
-        root: Path,
+        root: Path,  # it may be a link, to another disk say; what is below it may not
         *,
-        read_only: bool = False,
-        max_bytes: int | None = None,
-        trust: Trust = NOBODY,
-        home: Path | None = None,
-        shared: bool = False,
-    ):
-        super().__init__(root, read_only=read_only, trust=trust, home=home, shared=shared)
+        read_only: bool = False,  # never write, not even the time of last use
+        max_bytes: int | None = None,  # beyond it the least recently used entries go
+        trust: Trust = NOBODY,  # who may own it beside this user and root
+        home: Path | None = None,  # no folder above this one is looked at
+        shared: bool = False,  # for other users to read; nothing is loaded from it
+    ) -> None:
+        self.root: Path = Path(root)
+        # Resolved once: a link that is changed later leads nowhere new.
+        self.base: Path = Path(os.path.realpath(self.root), "v1")
+        self.read_only = read_only
         self.max_bytes = max_bytes
-        self._fill = Fill()
+        self.trust: Trust = EVERYONE if shared else trust
+        self._home = home
+        self._folder_mode, self._file_mode = (0o755, 0o644) if shared else (0o700, 0o600)
+        self._trusted_by = -1  # the user for whom check() has passed
         self._is_swept = False
+        self._has_warned = False
 
-    @classmethod
-    def of(cls, shelf: Shelf, max_bytes: int | None) -> Cache:
-        """Return the whole of what a process has looked up in, of the same place."""
-        cache = cls(shelf.root, read_only=shelf.read_only, max_bytes=max_bytes)
-        cache.place = shelf.place  # what has been looked at and warned of stays so
-        return cache
+    def check(self) -> bool:
+        """Tell whether there is a cache here; UntrustedError if others could have written it."""
+        user = os.geteuid()  # a server may change it when it has bound its port
+        if self._trusted_by != user:
+            if not check_folders(self.base, self.trust, self._home):
+                return False
+            self._trusted_by = user
+        return True
 
-    # -- listing ---------------------------------------------------------------------------------
+    def warn(self, message: str) -> None:
+        """Warn, but once per process and cache."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)
 
-    def entries(self) -> list[EntryInfo]:
-        """List the readable entries, by name."""
+    # -- looking up ------------------------------------------------------------------------------
+
+    def lookup(self, key: Key, rank: Rank = lambda _: EXACT, least: int = MAY_LOAD) -> Entry | None:
+        """Return the verified entry of `key` that ranks highest, the newest of equals; or None.
+
+        `rank` tells from a meta how good an entry is here, `least` which rank will do. Raises
+        UntrustedError if others could have written the cache; one such entry counts as absent.
+        """
+        if not self.check():
+            return None
         found = []
-        for path in self._paths():
-            try:
-                found.append(_info(path))
-            except (OSError, CacheError):
-                continue
-        return found
-
-    def verify(self) -> list[str]:
-        """Check every entry's checksums; return one line per damaged entry."""
-        problems = []
-        for path in self._paths():
-            try:
-                read_entry(path)
-            except CacheError as error:
-                problems.append(str(error))
-            except OSError as error:
-                problems.append(f"{error.filename or path}: {error.strerror}")
-        return problems
-
-    def _paths(self) -> list[Path]:
-        return [self._path(found) for found in self._survey()]
-
-    def _path(self, found: cleanup.Found) -> Path:
-        return self._base / found.key / found.variant
-
-    def _survey(self) -> list[cleanup.Found]:
-        try:
-            with self._opened() as base:
-                return list(cleanup.survey(base))
-        except OSError:
-            return []  # not made yet, or closed to us
+        for name in _names(self.base / key.directory):
+            with self._ignoring_damage():
+                meta = read_meta(self.base / key.directory / name, self.trust)
+                found.append((rank(meta), meta.get("built_unix_s") or 0, name, meta))
+        for value, _, name, meta in sorted(found, key=lambda one: one[:3], reverse=True):
+            path = self.base / key.directory / name
+            with self._ignoring_damage():
+                if value >= least:
+                    entry = read_entry(path, self.trust, meta)
+                    self._touch(path / META_NAME)
+                    return entry
+        return None
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
-        """Hold the descriptor of `v1`: the root may be a link to another disk, `v1` may not."""
-        with cleanup.opened(self._base.parent) as root, cleanup.opened("v1", root) as base:
-            yield base
+    def _ignoring_damage(self) -> Iterator[None]:
+        """Pass over what is missing, damaged or, after a warning, not trusted."""
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except UntrustedError as error:
+            self.warn(f"this cache entry is not used: {error}")
+        except (OSError, CacheError) as error:
+            _log.info("jitkern: ignoring a damaged cache entry: %s", error)
+
+    def _touch(self, meta: Path) -> None:
+        with suppress(OSError):  # best effort: a read-only disk keeps its old order of eviction
+            if not self.read_only and abs(time.time() - meta.stat().st_mtime) > _TOUCH_EVERY_S:
+                os.utime(meta)
+
+    def paths(self) -> list[Path]:
+        """List everything in the place of an entry, sound or not, by name."""
+        return [self.base / key / name for key in self._keys() for name in _names(self.base / key)]
+
+    def _keys(self) -> list[str]:
+        return list(filter(_KEY.match, _names(self.base)))
+
+    def entries(self) -> list[Entry]:
+        """List the readable entries by name, without their files; none if there is no folder."""
+        found = []
+        for path in self.paths():
+            with suppress(OSError, CacheError):
+                found.append(Entry(path, {}, read_meta(path)))
+        return found
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -132,23 +159,31 @@ class Cache(Shelf):
         # Imported here: a look-up has no need of it, and it takes 1 to 2 ms.
         from jitkern.cache.lock import build_lock
 
-        with suppress(OSError, CacheError):  # read-only or full, say: it is built without the lock
-            self.place.make(cleanup.LOCKS)
-        path = self._beside(cleanup.LOCKS) / f"{key.directory}.lock"
-        return build_lock(path, timeout_s=timeout_s, done=done, mode=self.place.mode & 0o666)
-
-    def failure(self, key: Key) -> FailureRecord:
-        """Return the record of the last failed build of `key`."""
-        from jitkern.cache.lock import FailureRecord
-
-        return FailureRecord(self._beside(cleanup.FAILED) / f"{key.directory}.json")
-
-    def _beside(self, name: str) -> Path:
-        """Directory `name` beside the entries; nowhere, if others could write to it."""
         try:
-            return self.place.folder(name)
-        except (OSError, UntrustedError):
-            return Path(os.devnull)
+            folder = self._make(".locks")
+        except (OSError, UntrustedError):  # it is built without the lock
+            folder = Path(os.devnull)
+        path = folder / f"{key.directory}.lock"
+        return build_lock(path, timeout_s=timeout_s, done=done, mode=self._file_mode)
+
+    def failure(self, key: Key) -> FailureNote:
+        """Return the note of the last failed build of `key`."""
+        from jitkern.cache.lock import FailureNote
+
+        try:
+            self.check()
+            folder = self.base / ".failed"
+        except UntrustedError:
+            folder = Path(os.devnull)
+        return FailureNote(folder / f"{key.directory}.json")
+
+    def _make(self, name: str) -> Path:
+        """Make folder `name` below the base, and what is above it, if they are missing."""
+        self.check()  # nothing is made below a folder that is not ours
+        folder = self.base / name
+        make_folders(folder, self._folder_mode)
+        require_trusted(folder, os.lstat(folder), self.trust)
+        return folder
 
     def publish(
         self,
@@ -159,37 +194,31 @@ class Cache(Shelf):
     ) -> Entry:
         """Make `files` the entry of `key` and `variant`; the first file is the artefact.
 
-        Where another process was first its entry stays, and the returned entry still holds the
-        caller's own bytes.
-
-        Raises
-        ------
-        CacheError
-            The directory cannot be written; nothing half-written is left behind.
+        If another process was first its entry stays. CacheError if the folder cannot be written.
         """
-        with self.stage(key, variant, files, notes) as staged:
+        meta = entries.render_meta(key, variant, files, notes or {})
+        with self.stage(meta, files) as staged:
+            return self.commit(staged)
+
+    def copy(self, entry: Entry) -> Entry:
+        """Publish an entry of another cache as it is. Raises as :meth:`publish`."""
+        with self.stage(entry.meta, entry.files) as staged:
             return self.commit(staged)
 
     @contextmanager
-    def stage(
-        self,
-        key: Key,
-        variant: str,
-        files: Mapping[str, bytes],
-        notes: Mapping[str, Any] | None = None,
-    ) -> Iterator[Entry]:
+    def stage(self, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Iterator[Entry]:
         """Write an entry where nobody looks, to be tried before it is committed.
 
         What has not been committed at the end of the body is gone. Raises as :meth:`publish`.
         """
-        if self.read_only:
-            raise CacheError(f"{self.root}: this cache is read-only")
-        meta = render_meta(key, variant, files, notes or {})
         with self._writing():
+            self._sweep()
             path = self._new_staging()
         try:
             with self._writing():
-                write_entry(path, files, meta, self.place.file_mode)
+                path.mkdir()
+                path.chmod(self._folder_mode)  # whatever the umask
+                entries.write_entry(path, files, meta, self._file_mode)
             yield Entry(path, dict(files), meta)
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -198,20 +227,18 @@ class Cache(Shelf):
         """Move a staged entry to its place by one rename. Raises as :meth:`publish`."""
         if staged.path is None:
             raise ValueError("commit: staged: not an entry of stage()")
-        target = self._base / staged.key.directory / staged.variant
+        target = self.base / staged.key.directory / staged.variant
         with self._writing():
             self._move_into_place(staged.path, target)
         self.failure(staged.key).forget()
-        self._evict_beyond_cap(target, sum(map(len, staged.files.values())))
+        if self.max_bytes is not None:
+            self._evict(self.max_bytes, target)
         return Entry(target, staged.files, staged.meta)
-
-    def copy(self, entry: Entry) -> Entry:
-        """Publish an entry of another cache as it is. Raises as :meth:`publish`."""
-        files = {entry.artefact_name: entry.data, **entry.files}
-        return self.publish(entry.key, entry.variant, files, entry.notes)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
+        if self.read_only:
+            raise CacheError(f"{self.root}: this cache is read-only")
         try:
             yield
         except OSError as error:
@@ -219,25 +246,14 @@ class Cache(Shelf):
             raise CacheError(f"{self.root}: cannot publish an entry: {reason}") from error
 
     def _new_staging(self) -> Path:
-        path = self.place.make(cleanup.STAGING) / private_name()
-        if not self._is_swept:
-            self._is_swept = True
-            cleanup.tag(self._base, self.place.file_mode)
-            with self._opened() as base:
-                cleanup.sweep(base)
-        # Not through a link in the place of the folder.
-        with self._opened() as base, cleanup.opened(cleanup.STAGING, base) as staging:
-            os.mkdir(path.name, 0o700, dir_fd=staging)
-        set_mode(path, self.place.mode)
-        return path
+        return self._make(".staging") / private_name()
 
     def _move_into_place(self, staged: Path, target: Path) -> None:
         while True:
-            # Made anew in each round: eviction may have removed it when it was empty.
-            self.place.make(target.parent.name)
+            # Made anew in each round: another process may have removed it when it was empty.
+            self._make(target.parent.name)
             try:
-                with self._opened() as base, cleanup.opened(target.parent.name, base) as folder:
-                    os.rename(staged, target.name, dst_dir_fd=folder)
+                os.rename(staged, target)
                 break
             except FileNotFoundError:
                 if not staged.exists():
@@ -245,87 +261,118 @@ class Cache(Shelf):
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
-                try:
-                    read_entry(target, trust=self.place.trust)
+                with suppress(OSError, CacheError):
+                    read_entry(target, self.trust)
                     return  # another process was first and its entry is sound
-                except (OSError, CacheError):
-                    with self._opened() as base:
-                        cleanup.discard(base, target.parent.name, target.name)
+                self._discard(target)
         flush_directory(target.parent)
-        flush_directory(self._base)
+        flush_directory(self.base)
 
-    # -- size ------------------------------------------------------------------------------------
+    # -- deleting --------------------------------------------------------------------------------
 
-    def _evict_beyond_cap(self, published: Path, new_bytes: int) -> None:
-        if self.max_bytes is None:
+    def _discard(self, path: Path) -> None:
+        """Take what is in an entry's place out of sight by one rename, then delete it."""
+        doomed = self._new_staging()
+        with suppress(FileNotFoundError):  # another process was faster
+            os.rename(path, doomed)
+            _delete(doomed)
+
+    def _remove(self, path: Path) -> bool:
+        """Discard a sound entry, and its key's folder if it was the last one; tell whether.
+
+        A damaged one stays, and one that holds a file that its meta does not name.
+        """
+        try:
+            files = read_meta(path, self.trust)["files"]
+        except (OSError, CacheError):
+            return False
+        if set(os.listdir(path)) - {META_NAME, *files}:
+            return False
+        self._discard(path)
+        _remove_if_empty(path.parent)
+        return True
+
+    def _sweep(self) -> None:
+        """Delete what killed processes left under private names; once per process."""
+        if self._is_swept:
             return
-        if self._fill.after(new_bytes, self._total_bytes) > self.max_bytes:
+        self._is_swept = True
+        folder = self._make(".staging")
+        for name in _names(folder):
+            with suppress(OSError):  # another process sweeps too
+                if is_abandoned(name, time.time() - os.lstat(folder / name).st_mtime):
+                    _delete(folder / name)
+
+    def _evict(self, max_bytes: int, keep: Path) -> None:
+        """Evict the least recently used entries, a few at a time, if the cache is too large.
+
+        A large cache is estimated by a part of its keys, and by a larger part before any goes.
+        """
+        keys = self._keys()
+        start = int.from_bytes(os.urandom(4), "little") % max(len(keys), 1)
+        keys = keys[start:] + keys[:start]
+        for num_keys in (_GLANCE, _MAX_MEASURED):
+            sample = self._measured(keys[:num_keys])
+            total_bytes = (
+                sum(size for _, size, _ in sample) * len(keys) // max(1, min(num_keys, len(keys)))
+            )
+            if total_bytes <= max_bytes:
+                return
+        evicted = 0
+        for _, size, path in sorted(sample):
             # Somewhat below the cap, so that the next publication need not evict again.
-            self.prune(self.max_bytes * 9 // 10, keep=published)
+            if total_bytes <= max_bytes * 9 // 10 or evicted == _MAX_EVICTED:
+                break
+            with suppress(OSError):  # another process was faster
+                if path != keep and self._remove(path):
+                    total_bytes -= size
+                    evicted += 1
 
-    def _total_bytes(self) -> int:
-        return sum(found.bytes for found in self._survey())
+    def _measured(self, keys: list[str]) -> list[tuple[float, int, Path]]:
+        """Return last use, bytes and path of each entry of these keys; no file is read."""
+        found = []
+        for key in keys:
+            _remove_if_empty(self.base / key)  # left by a process killed before its rename
+            for variant in _names(self.base / key):
+                path = self.base / key / variant
+                with suppress(OSError), os.scandir(path) as items:
+                    stats = {item.name: item.stat(follow_symlinks=False) for item in items}
+                    last_used = stats[META_NAME].st_mtime if META_NAME in stats else 0.0
+                    found.append((last_used, sum(s.st_size for s in stats.values()), path))
+        return found
 
-    def prune(self, max_bytes: int, *, keep: Path | None = None) -> int:
-        """Evict least recently used entries until `max_bytes` remain; return how many went.
+    def clear(self, select: Callable[[Entry], bool] = lambda _: True) -> int:
+        """Remove each sound entry that `select` accepts, and empty keys; return how many went.
 
-        `keep` is an entry that stays whatever its age.
+        Anything else stays. Raises CacheError if others could have written the cache, or if it
+        cannot be written.
         """
-        kept = "" if keep is None else f"{keep.parent.name}/{keep.name}"
-        try:
-            with self._opened() as base:
-                remove = partial(cleanup.remove, base)
-                evicted, left_bytes = evict(cleanup.survey(base), max_bytes, remove, kept)
-        except OSError as error:
-            _log.info("jitkern: cannot evict from %s: %s", self.root, error)
+        if not self.check():
             return 0
-        self._fill.is_now(left_bytes)
-        return evicted
-
-    def beyond(self, max_bytes: int) -> list[str]:
-        """Name what :meth:`prune` would evict, as ``key/variant``."""
-        going: list[cleanup.Found] = []
-        evict(self._survey(), max_bytes, going.append, keep="")
-        return list(map(str, going))
-
-    def clear(
-        self, *, only: Container[str] | None = None, dry_run: bool = False
-    ) -> cleanup.Cleared:
-        """Remove every entry, damaged ones too; what jitkern has not written stays.
-
-        Parameters
-        ----------
-        only
-            Which entries, by ``key/variant``.
-        dry_run
-            Only say what would be removed.
-
-        Raises
-        ------
-        CacheError
-            The directory is not marked as a cache of jitkern's, or cannot be written.
-        """
-        if not os.path.lexists(self._base):
-            return cleanup.Cleared([], [])
         try:
-            with self._opened() as base:
-                return cleanup.clear(base, self._base, only=only, dry_run=dry_run)
+            removed = sum(self._remove(e.path) for e in filter(select, self.entries()) if e.path)
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
+        for key in self._keys():
+            _remove_if_empty(self.base / key)
+        return removed
 
 
-def _info(path: Path) -> EntryInfo:
-    """Read what a listing shows of the entry at `path`. Raises as :func:`read_meta`."""
-    meta = read_meta(path)
-    used = (path / META_NAME).stat()
-    key = key_of(meta)
-    return EntryInfo(
-        name=key.op,
-        args=", ".join(key.args),
-        arch=key.arch,
-        route=key.route,
-        variant=meta["toolchain"],
-        bytes=used.st_size + sum(file["bytes"] for file in meta["files"].values()),
-        last_used=used.st_mtime,
-        path=path,
-    )
+def _names(folder: Path) -> list[str]:
+    """Return the sorted names in a folder; none in one that is a link, missing, or closed to us."""
+    try:
+        return [] if folder.is_symlink() else sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        os.rmdir(folder)

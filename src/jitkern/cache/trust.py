@@ -1,213 +1,88 @@
-"""Whose code may run here: owner and mode of every directory of a cache, down to the file.
+"""Whose code may run here: one rule for every folder and file of a cache.
 
-A library runs code when it is loaded, and the checksum beside it is made by whoever has made the
-library. So what is in a cache counts only where nobody but this user, root, and those whom
-JITKERN_CACHE_TRUST names can have written it. As in sshd's StrictModes that goes for the
-directories above a cache too, up to the home directory: who may rename there may put another cache
-in its place.
+A library runs code when it is loaded, so a cache counts only if this user or root owns it and
+nobody else may write it. The same holds for the folders above it, up to the home directory:
+whoever may rename there can put another cache in its place. Otherwise it counts as absent.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-import warnings
-from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 
-from jitkern.env import Trust
+from jitkern.env import Trust, settings
 from jitkern.errors import CacheError
 
-_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+EVERYONE = Trust(everyone=True)
 
 
 class UntrustedError(CacheError):
-    """Others can have written what is in a cache; the message says who, and what to do."""
+    """Others could have written what is in a cache; the message says what to type."""
 
 
-class Place:
-    """The directory of a cache: where it is, and whether it is only ours.
+def complaint(status: os.stat_result, trust: Trust, *, above: bool = False) -> str:
+    """Say how others could have written what has this lstat or fstat; empty if they could not.
 
-    Parameters
-    ----------
-    root
-        It may be a symbolic link, to another disk say; what is below it may not.
-    trust
-        Who may write there beside this user and root.
-    home
-        No directory above this one is looked at; by default all are, up to ``/``.
-    shared
-        It is written for other users to read, and nothing is loaded from it: nobody is asked whose
-        it is.
+    A folder `above` a cache may have a sticky bit instead, as ``/tmp`` has.
     """
+    if trust.everyone:
+        return ""
+    mode, owner = status.st_mode, status.st_uid
+    if not _may_own(owner, trust):
+        return f"it belongs to uid {owner}"
+    # With an umask of 002 each user has a group of his own, of the same number.
+    by_group = mode & stat.S_IWGRP and status.st_gid != owner
+    if (by_group or mode & stat.S_IWOTH) and not (above and mode & stat.S_ISVTX):
+        return f"its mode, {stat.S_IMODE(mode):04o}, lets others write it"
+    return ""
 
-    def __init__(
-        self, root: Path, trust: Trust, home: Path | None = None, *, shared: bool = False
-    ) -> None:
-        self._root = root
-        self.trust: Trust = Trust(everyone=True) if shared else trust
-        self._home = home
-        self._shared = shared
-        self._verdict: tuple[int, str] | None = None
-        self._warned = False
 
-    @cached_property
-    def base(self) -> Path:
-        """The directory that holds the entries."""
-        # Resolved once and for all: a link that is changed later leads nowhere new.
-        return Path(os.path.realpath(self._root), "v1")
-
-    def check(self) -> bool:
-        """Tell whether there is a cache here. Looks once a process, and again while there is none.
-
-        Raises
-        ------
-        UntrustedError
-            Others can have written what is in it.
-        """
-        verdict = self._verdict
-        user = os.geteuid()  # a server may change it when it has bound its port
-        if verdict is None or verdict[0] != user:
-            try:
-                if not self._look():
-                    return False
-                verdict = (user, "")
-            except UntrustedError as error:
-                verdict = (user, str(error))
-            self._verdict = verdict
-        if verdict[1]:
-            raise UntrustedError(verdict[1])
-        return True
-
-    def _look(self) -> bool:
-        base, home, there = str(self.base), _identity(self._home), True
-        on_the_way: list[tuple[str, os.stat_result]] = []
-        for path in _from_the_top(base):
-            status = _status(path)
-            if status is None:
-                there = False
-                break
-            if (status.st_dev, status.st_ino) == home:
-                on_the_way.clear()
-            on_the_way.append((path, status))
-        inside = (os.path.dirname(base), base)
-        for path, status in on_the_way:
-            require_trusted(path, status, self.trust, above=path not in inside)
-        return there
-
-    def make(self, name: str = "") -> Path:
-        """Make directory `name` of the place, and the place itself, where they are missing.
-
-        Raises
-        ------
-        UntrustedError
-            It is there, and others can write to it.
-        OSError
-            It cannot be made.
-        """
-        from jitkern.fs import make_folders  # a look-up makes none
-
-        self.check()  # nothing is made below a directory that is not ours
-        make_folders(self.base / name, self.mode)
-        return self.folder(name)
-
-    def folder(self, name: str) -> Path:
-        """Return directory `name` of the place, whether it is there or not.
-
-        Raises
-        ------
-        UntrustedError
-            It is there, and others can write to it.
-        """
-        self.check()
-        folder = self.base / name
-        with suppress(FileNotFoundError):
-            require_trusted(folder, os.lstat(folder), self.trust)
-        return folder
-
-    @property
-    def mode(self) -> int:
-        """Mode of the directories that are made here: closed, unless the place is shared.
-
-        One whose root a group may write, and hands its group down, is that group's own.
-        """
-        if self._shared:
-            return 0o755
-        try:
-            root = os.stat(self.base.parent).st_mode
-        except OSError:
-            return 0o700
-        return 0o770 if root & stat.S_IWGRP and root & stat.S_ISGID else 0o700
-
-    @property
-    def file_mode(self) -> int:
-        """Mode of the files of an entry, which are never written to again."""
-        return self.mode & 0o644
-
-    def rights(self) -> str:
-        """Return ``owner alice, mode 0700``, or nothing where there is no directory."""
-        from jitkern.cache.strangers import owner_and_mode
-
-        try:
-            return owner_and_mode(os.stat(self.base.parent))
-        except OSError:
-            return ""
-
-    def warn(self, message: str) -> None:
-        """Warn, but once a process and place."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)
+def written_by_others(status: os.stat_result) -> str:
+    """Return the complaint about a file, given its fstat and JITKERN_CACHE_TRUST."""
+    return complaint(status, settings().cache_trust)
 
 
 def require_trusted(
     path: Path | str, status: os.stat_result, trust: Trust, *, above: bool = False
 ) -> None:
-    """Raise UntrustedError where others can have written `path`, whose lstat or fstat is `status`.
+    """Raise UntrustedError if others could have written `path`, or if it is a link."""
+    if stat.S_ISLNK(status.st_mode):
+        raise UntrustedError(f"{path}: a symbolic link, not followed in a cache; remove it")
+    reason = complaint(status, trust, above=above)
+    if not reason:
+        return
+    from shlex import quote
 
-    Parameters
-    ----------
-    above
-        It is a directory above a cache: one with a sticky bit will do, such as ``/tmp``, where
-        nobody can rename what is another's.
+    is_foreign = not _may_own(status.st_uid, trust)
+    if above:
+        advice = "put the cache elsewhere" if is_foreign else f"chmod go-w {quote(str(path))}"
+    else:
+        command = f"chown -R {os.geteuid()}" if is_foreign else "chmod -R go-w"
+        advice = f"{command} {quote(str(path))} if all in it is yours"
+    trusted = status.st_uid if is_foreign else "everyone"
+    raise UntrustedError(
+        f"{path}: {reason}; {advice}, or set JITKERN_CACHE_TRUST={trusted} if you trust them"
+    )
+
+
+def check_folders(base: Path, trust: Trust, home: Path | None = None) -> bool:
+    """Check the cache folder `base` and all above it, up to `home`; tell whether it is there.
+
+    Raises UntrustedError if others could have written one of them. `base` has no links above it.
     """
-    mode = status.st_mode
-    if stat.S_ISLNK(mode):
-        raise UntrustedError(
-            f"{path}: a symbolic link, which is not followed in a cache; remove it"
-        )
-    is_closed = not mode & _WRITTEN_BY_OTHERS or (above and mode & stat.S_ISVTX)
-    if is_closed and status.st_uid in (0, os.geteuid()):
-        return  # as it nearly always is: the rest may take its time
-    from jitkern.cache.strangers import complaint
-
-    reason = complaint(path, status, trust, above=above)
-    if reason:
-        raise UntrustedError(reason)
+    top = "/" if home is None else os.path.realpath(home)
+    way = [str(base)]  # of strings: Path takes three times as long
+    while way[-1] not in ("/", top):
+        way.append(os.path.dirname(way[-1]))
+    for path in reversed(way):
+        try:
+            status = os.lstat(path)
+        except OSError:  # not made yet, or closed to us
+            return False
+        require_trusted(path, status, trust, above=path not in way[:2])
+    return stat.S_ISDIR(status.st_mode)
 
 
-def _from_the_top(path: str) -> list[str]:
-    """Return each directory from ``/`` down to `path`. Of strings: Path takes thrice as long."""
-    found = [path]
-    while (above := os.path.dirname(path)) != path:
-        found.append(path := above)
-    return found[::-1]
-
-
-def _status(path: str) -> os.stat_result | None:
-    """What `path` is, but for what is not made yet, closed to us, or a file."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    is_a_way = stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)
-    return status if is_a_way else None
-
-
-def _identity(path: Path | None) -> tuple[int, int] | None:
-    try:
-        status = None if path is None else os.stat(path)
-    except OSError:
-        return None
-    return None if status is None else (status.st_dev, status.st_ino)
+def _may_own(user: int, trust: Trust) -> bool:
+    return user in (0, os.geteuid()) or user in trust.users

@@ -229,11 +229,12 @@ _CACHES = {
     "JITKERN_CACHE_PATH": "read-only cache",
     "shipped": "shipped cache",
     "jitkern-kernels": "shipped kernels",
+    "private": "private cache",
 }
 
 
 def _caches() -> Iterator[Check]:
-    from jitkern.cache.search import caches
+    from jitkern.cache.get import caches
 
     # What is wrong is a note: the process keeps what it compiles in a directory of its own.
     for origin, _, cache in caches():
@@ -241,26 +242,25 @@ def _caches() -> Iterator[Check]:
 
 
 def _cache(cache: Cache, *, is_optional: bool) -> str:
-    cache.place.check()
+    cache.check()
     if not cache.read_only:
         ui.require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
-    rights = cache.place.rights()
-    if not rights and is_optional:
+    if not cache.root.is_dir() and is_optional:
         return f"{cache.root}: none, as in a source checkout"
-    if not rights:
+    if not cache.root.is_dir():
         fix = "make it, or take it out of JITKERN_CACHE_PATH"
         raise CacheError(f"{cache.root}: no such directory; {fix}")
     verdict = "trusted" if cache.read_only else "trusted, writable"
     entries = cache.entries()
-    size = ui.bytes_text(sum(entry.bytes for entry in entries))
+    size = ui.bytes_text(sum(entry.size_bytes for entry in entries))
     most = "" if cache.max_bytes is None else f" of at most {ui.bytes_text(cache.max_bytes)}"
     count = f"{len(entries):,} {'entry' if len(entries) == 1 else 'entries'}"
-    return f"{cache.root}: {rights}, {verdict}; {count}, {size}{most}"
+    return f"{cache.root}: {verdict}; {count}, {size}{most}"
 
 
 def kernels_wheel() -> str:
     """Return the version of the wheel of prebuilt kernels; another version's are not used."""
-    from jitkern.cache.search import KERNELS, caches
+    from jitkern.cache.get import KERNELS, caches
 
     if KERNELS not in (origin for origin, _, _ in caches()):
         return "not installed: kernels are compiled when they are first used"

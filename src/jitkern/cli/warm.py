@@ -109,7 +109,7 @@ _OPTIONS |= {f"{size.name}s": size.option for size in SIZES}
 def run(args: argparse.Namespace) -> int:
     """Have all that is asked for, and print what became of it."""
     from jitkern.arch import requested_archs
-    from jitkern.cache.search import user_cache
+    from jitkern.cache.get import user_cache
     from jitkern.warming import default_threads, warm
 
     start = time.perf_counter()

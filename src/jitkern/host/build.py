@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from jitkern.cache import search
+from jitkern.cache import get
 from jitkern.cache.entry import Key
 from jitkern.cache.get import BuildOutput
 from jitkern.cache.lock import build_lock
@@ -89,7 +89,7 @@ def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
 
     shipped = _shipped_tvm_ffi(key)
     against = f"built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
-    damaged = any(search.SHIPPED.glob(f"v1/{key.name}-*"))
+    damaged = any(get.SHIPPED.glob(f"v1/{key.name}-*"))
     if not cxx.toolchain_id():
         if shipped is not None:
             raise ToolchainError(
@@ -115,7 +115,7 @@ def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
 def _shipped_tvm_ffi(key: Key) -> str | None:
     """Return the version that a shipped library of these very sources was built against."""
     try:
-        entry = search.shipped_cache().lookup(key)
+        entry = get.shipped_cache().lookup(key)
     except CacheError:
         return None  # others can have written it, which has been said
     return None if entry is None else str(entry.meta.get("tvm_ffi"))

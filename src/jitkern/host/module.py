@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, get_or_build
-from jitkern.cache.search import folders
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, folders, get_or_build
+from jitkern.cache.store import EXACT, NO_USE
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
@@ -162,11 +162,12 @@ class HostModule(Buildable["Module"]):
         }
         self.key = Key("cxx", NAME, digest(content), {"op": NAME, "cflags": list(CFLAGS)})
 
-    def accepts(self, meta: Mapping[str, Any]) -> bool:
+    def rank(self, meta: Mapping[str, Any]) -> int:
         """tvm-ffi keeps its C ABI within 0.x: what an older patch release built runs."""
         import tvm_ffi
 
-        return fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
+        is_ours = fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
+        return EXACT if is_ours else NO_USE
 
     def load(self, entry: Entry) -> Module:
         return load_library(NAME, entry.data, entry.artefact)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput
+from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, NO_USE, SHIPPED_WILL_DO
 from jitkern.compilers.find import find_nvrtc
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
@@ -40,32 +41,26 @@ class DeviceImage(Buildable[bytes]):
             self.variant: str = _variant(headers) if headers is None or headers.complete else ""
         except ToolchainError:
             self.variant = ""
+        self.has_compiler: bool = bool(self.variant)
 
-    def accepts(self, meta: Mapping[str, Any]) -> bool:
-        variant = str(meta["toolchain"])
-        return variant == self.variant or variant.endswith(self._given_id)
-
-    def suits(self, meta: Mapping[str, Any]) -> bool:
-        """What any NVRTC of the same CUDA has made, or of an older one, loads just as well.
-
-        A newer one's may not: NVRTC 12 is what machines with a driver for CUDA 12 have.
-        """
-        made_with = str(meta["toolchain"])
-        is_cubin = meta.get("kind") == "cubin"  # PTX is for drivers that are as new as NVRTC
-        is_old_enough = 0 < _nvrtc_major(made_with) <= _nvrtc_major(self.variant)
-        return is_cubin and is_old_enough and made_with.endswith(self._given_id)
-
-    def prefers(self, meta: Mapping[str, Any]) -> bool:
-        """What loads here goes first: a cache may be shared with machines of a newer driver.
+    def rank(self, meta: Mapping[str, Any]) -> int:
+        """What our compiler would make goes first, then what loads here for sure.
 
         A driver loads cubins of its CUDA's major version and of older ones, and PTX of no newer
-        compiler.
+        compiler. A shipped cubin of an NVRTC of the same CUDA, or of an older one, is as good.
         """
-        made_by, ours = _cuda_version(str(meta["toolchain"])), self._cuda_version_here
-        if ours == _NO_VERSION:
-            return True
+        made_with = str(meta["toolchain"])
+        if made_with == self.variant:
+            return EXACT
+        if not made_with.endswith(self._given_id):
+            return NO_USE
+        is_cubin = meta.get("kind") == "cubin"  # PTX is for drivers that are as new as NVRTC
+        if is_cubin and 0 < _nvrtc_major(made_with) <= _nvrtc_major(self.variant):
+            return SHIPPED_WILL_DO
+        made_by, ours = _cuda_version(made_with), self._cuda_version_here
         is_old_enough = made_by <= ours if meta.get("kind") == "ptx" else made_by[0] <= ours[0]
-        return is_old_enough and made_by != _NO_VERSION
+        loads = ours == _NO_VERSION or (is_old_enough and made_by != _NO_VERSION)
+        return LOADS if loads else MAY_LOAD
 
     @cached_property
     def _cuda_version_here(self) -> tuple[int, int]:

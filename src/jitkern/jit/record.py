@@ -235,11 +235,11 @@ def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorde
     Raises ValueError if it is no record, and, without `trust`, if other users could have written
     it; OSError if it cannot be read, or is no regular file.
     """
-    from jitkern.cache.strangers import written_by_others
+    from jitkern.cache.trust import written_by_others
 
     with open(fs.open_regular(Path(file), follow=True), "rb") as stream:
         status = os.fstat(stream.fileno())
-        reason = "" if trust else written_by_others(Path(file), status)
+        reason = "" if trust else written_by_others(status)
         if reason:
             command = f"jitkern warm --trust --replay {file}"
             raise ValueError(f"{file}: {reason}; if you trust them, replay it with: {command}")
