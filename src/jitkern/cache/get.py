@@ -29,7 +29,7 @@ from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
 from jitkern.cache.trust import EVERYONE, UntrustedError, complaint
 from jitkern.env import FREEZE_MODES, NOBODY, FreezeMode, Settings, Trust, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
-from jitkern.fs import ForkLocal
+from jitkern.fs import ForkLocal, make_scratch_folder
 
 T = TypeVar("T")
 
@@ -187,8 +187,6 @@ class _PrivateCache:
 
     def get(self, reason: CacheError) -> Cache | None:
         """Return it, made if need be, after one warning; None if that cannot be."""
-        from jitkern.fs import make_scratch_folder  # seldom needed
-
         if user_cache().root == _NOWHERE:
             reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
         with self._guard:
