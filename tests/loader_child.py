@@ -83,6 +83,9 @@ def main() -> None:
 
 def become(user: int) -> None:
     """Go on as another user, who may not be able to read this interpreter's own files."""
+    import shutil  # noqa: F401
+    import tempfile  # noqa: F401
+
     import filelock  # noqa: F401
 
     import jitkern.compilers.nvcc  # noqa: F401

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,7 +56,7 @@ def build_lock(
             lock.acquire(min(timeout_s, _FOREVER_S), _POLL_S, cancel_check=done)
             wait.held = True
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            holder = f"pid {os.getpid()} on {socket.gethostname()} since {since}"
+            holder = f"pid {os.getpid()} on {os.uname().nodename} since {since}"
             write_whole(_holder_path(path), holder.encode())
     except Timeout:
         if not done():

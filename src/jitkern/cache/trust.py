@@ -80,8 +80,10 @@ def check_folders(base: Path, trust: Trust, home: Path | None = None) -> bool:
             status = os.lstat(path)
         except OSError:  # not made yet, or closed to us
             return False
+        if not (stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+            return False
         require_trusted(path, status, trust, above=path not in way[:2])
-    return stat.S_ISDIR(status.st_mode)
+    return True
 
 
 def _may_own(user: int, trust: Trust) -> bool:
