@@ -59,8 +59,8 @@ class Command:
     @property
     def is_run(self) -> bool:
         argv = self.argv
-        if any(word.startswith("/") for word in argv):
-            return False  # a place of the machine's
+        if any(word.startswith("/") or word.isupper() for word in argv):
+            return False  # a place of the machine's, or a name that stands for any
         if argv[0] == "python":
             return argv[1] in _RUN_FILES
         if argv[0] == "mkdir":

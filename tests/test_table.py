@@ -90,7 +90,7 @@ PASSED = (
 
 def copy_of_the_tree(target: Path) -> None:
     """Copy what there is, lay the files of the op over it, and add its lines."""
-    left_out = shutil.ignore_patterns("__pycache__", "_prebuilt", "results", "toy_op")
+    left_out = shutil.ignore_patterns("__pycache__", "_prebuilt", "results")
     for name in ("src", "tests", "bench", "docs"):
         shutil.copytree(ROOT / name, target / name, ignore=left_out)
     if (ROOT / "build").exists():  # only the op's own source is compiled

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from guard import GOOD
 from proved import unproved
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +97,16 @@ def test_works_without_a_compiler(wheel: Path, tmp_path: Path, fresh_python: Fre
     assert os.listdir(tmp_path / "bin") == []
 
 
+CASES = """
+import torch
+from jitkern.bench import case
+
+@case("copy", against="clone", bytes_moved=128)
+def copy(ctx):
+    x = torch.arange(64, device=ctx.device)
+    y = torch.empty_like(x)
+    return lambda: y.copy_(x), lambda: x.clone()
+"""
 GUARD = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -111,7 +120,7 @@ sys.exit(main(["bench", *sys.argv[1:]]))
 def test_the_guard_works_in_an_installed_package(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    (tmp_path / "mine.py").write_text(GOOD)
+    (tmp_path / "mine.py").write_text(CASES)
     # An empty PATH: nothing to count instructions with, which takes half a minute.
     env = {**os.environ, "PATH": "", "JITKERN_CACHE_DIR": str(tmp_path / "cache")}
 
