@@ -173,6 +173,7 @@ class PinnedPool:
     """
 
     stats: PoolStats
+    _used: int
     _bytes: torch.Tensor | None
     _shared: tuple[str, int] | None  # its name, and a descriptor of it
     _close_fd: Callable[[], object]
@@ -336,12 +337,6 @@ class PinnedPool:
             mapped = memory.mapped(num_bytes, fd)
             return mapped, memory.bind(mapped, numa, rank, num_ranks)
 
-        def register() -> bool:
-            if torch.cuda.is_available():
-                memory.register(bytes_, shown)
-                memory.open_to_ops(bytes_)
-            return torch.cuda.is_available()
-
         with memory.display(num_bytes, progress) as shown:
             bytes_, where = _all_or_none(met, "mapped", map_it)
             started = time.perf_counter()
@@ -349,6 +344,13 @@ class PinnedPool:
             touch = partial(memory.touch, bytes_, rank, num_ranks, threads, shown)
             _all_or_none(met, "touched", touch)
             touched = time.perf_counter()
+
+            def register() -> bool:
+                if torch.cuda.is_available():
+                    memory.register(bytes_, shown)
+                    memory.open_to_ops(bytes_)
+                return torch.cuda.is_available()
+
             is_registered = _all_or_none(met, "registered", register)
             register_s = time.perf_counter() - touched if is_registered else 0.0
         huge = 0
