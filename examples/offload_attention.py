@@ -3,14 +3,11 @@
 A prompt is prefilled chunk by chunk. The KV cache of all layers is in pinned host memory
 (`OffloadEngine`). For each chunk and layer the blocks of all tokens before it stream through a few
 slots on the GPU (`SlotPipeline`), a unit of blocks at a time: the queries of the chunk attend to a
-unit while the next ones are on their way, and the partial results are merged by their log-sum-exp.
-K and V of the chunk itself are made in the engine's slots and go to the host beside all that.
+unit while the next ones are on their way, and the partial results are merged.
 
-The same work is done on one stream as well, each copy behind the compute before it. At best
-overlap doubles the speed, where copies take as long as the compute does. That is a matter of the
-chunk, whose queries share what a unit's copy costs: the script times both alone, says what each
-size of a chunk promises, and takes the fastest. Queries, K and V are random numbers; a model's
-projections and MLP would be more compute to hide copies behind.
+The same work is done on one stream as well, copies and compute in turn. At best overlap doubles the
+speed, if copies take as long as the compute. That depends on the size of a chunk: the script times
+both alone, and takes the fastest size. Queries, K and V are random numbers.
 
     python examples/offload_attention.py --plot timeline.png
 """
@@ -164,9 +161,8 @@ class Prefill:
                         slots[layer].flatten(0, 1)[: end - begin] = new
                     if stores is not None:
                         stores.wait_stream(torch.cuda.current_stream())
-                    engine.offload_gpu_slots_to_cpu_blocks(
-                        range(last - first), self.table[first:last], layer=layer, stream=stores
-                    )
+                    blocks = self.table[first:last]
+                    engine.store(range(last - first), blocks, layer=layer, stream=stores)
                     written[layer] = stores.record_event() if stores is not None else None
                     out, lse = attend_to_itself(q, k, v)
                     for slot in self._stream(self._units(layer, first, before), pipeline):
@@ -313,6 +309,23 @@ def best_chunk(case: Case, engine: OffloadEngine) -> int:
     return min(found, key=lambda one: one.together_s).chunk
 
 
+def draw(lanes: dict[str, list[tuple[float, float]]], path: str) -> None:
+    """Draw the last iterations: begin and length in ms of loads, computes and stalls."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures
+
+    shown = {lane: spans for lane, spans in lanes.items() if spans}
+    first_ms = min(begin for spans in shown.values() for begin, _ in spans)
+    figure = Figure(figsize=(12, 0.8 + 0.6 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    for row, spans in enumerate(shown.values()):
+        bars = [(begin - first_ms, ms) for begin, ms in spans]
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=f"C{row}", linewidth=0)
+    axes.set_yticks(range(len(shown)), shown)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    figure.savefig(path, dpi=150)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; 1 if the result is wrong."""
     args, case = _arguments(argv)
@@ -334,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             watched = pipeline_of(case, monitor)
             prefill.run(watched)
             sync(case.device)
-            monitor.plot(args.plot)
+            draw(monitor.timeline(), args.plot)
             watched.close()
     slots = case.chunk_blocks * case.layers + case.depth * case.unit_blocks
     result = {

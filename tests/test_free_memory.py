@@ -15,6 +15,7 @@ GIB = 1 << 30
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fs, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(fs, "_CGROUP", tmp_path)
+    monkeypatch.setattr(fs, "_MEMBERSHIP", tmp_path / "cgroup")
 
 
 def of_machine(folder: Path, gib: int) -> None:
@@ -66,3 +67,27 @@ def test_files_that_a_container_has_read_are_not_in_the_way(
     of_group(tmp_path, f"{8 * GIB}", 8, 0)
     assert fs.free_bytes() == 0
     assert warming.default_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "group"), [("0::/user/job", "user/job"), ("4:cpu,memory:/job", "memory/job")]
+)
+def test_of_the_own_group_and_those_above_it(tmp_path: Path, line: str, group: str) -> None:
+    """A pool of 3 GiB in a group of 1 GiB was once made, and the process killed."""
+    of_machine(tmp_path, 100)
+    (tmp_path / "cgroup").write_text(f"9:name=systemd:/x\n{line}\n")
+    (tmp_path / group).mkdir(parents=True)
+    if group.startswith("memory"):
+        (tmp_path / group / "memory.limit_in_bytes").write_text(f"{1 * GIB}\n")
+        (tmp_path / group / "memory.usage_in_bytes").write_text("0\n")
+    else:
+        of_group(tmp_path / group, f"{4 * GIB}", 0, 0)
+        of_group(tmp_path / "user", f"{3 * GIB}", 2, 0)
+    assert fs.free_bytes() == 1 * GIB
+
+
+def test_a_group_that_a_container_does_not_see(tmp_path: Path) -> None:
+    of_machine(tmp_path, 100)
+    (tmp_path / "cgroup").write_text("0::/../../other\n")
+    of_group(tmp_path, f"{8 * GIB}", 5, 0)
+    assert fs.free_bytes() == 3 * GIB

@@ -394,8 +394,9 @@ def make_memory(user: str, shown: str, num_bytes: int) -> int:
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-# Of a control group, version 2 and 1: its directory, its limit, what is used, and what of that is
-# files that Linux drops on demand.
+_MEMBERSHIP = Path("/proc/self/cgroup")
+# Of control groups, version 2 and 1: their directory, which is also the controller's name; limit,
+# what is used, and what of that is files that Linux drops on demand.
 _CGROUP_FILES = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -405,17 +406,30 @@ _CGROUP_FILES = (
 def free_bytes() -> int | None:
     """Return how much memory this process may still take; None if Linux does not say.
 
-    The smaller of what the machine has available and what the container's limit leaves.
+    The least of what the machine has available, and what the limits of the process's control group
+    and of those above it leave.
     """
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMINFO), re.M)
     known = [int(available[1]) << 10] if available else []
     for folder, limit, used, cached in _CGROUP_FILES:
-        group = _CGROUP / folder
-        most, now = _text(group / limit).strip(), _text(group / used).strip()
-        if most.isdigit() and now.isdigit():  # "max" means no limit
-            files = re.search(rf"^{cached} (\d+)", _text(group / "memory.stat"), re.M)
-            known.append(max(0, int(most) - int(now) + (int(files[1]) if files else 0)))
+        for group in _control_groups(folder):
+            most, now = _text(group / limit).strip(), _text(group / used).strip()
+            if most.isdigit() and now.isdigit():  # "max" means no limit
+                files = re.search(rf"^{cached} (\d+)", _text(group / "memory.stat"), re.M)
+                known.append(max(0, int(most) - int(now) + (int(files[1]) if files else 0)))
     return min(known, default=None)
+
+
+def _control_groups(controller: str) -> list[Path]:
+    """Return the directories of the process's control group and of all above it."""
+    root = _CGROUP / controller
+    for line in _text(_MEMBERSHIP).splitlines():
+        _, controllers, path = line.split(":", 2)
+        # A container does not see a path with "..": its own root is then the group's.
+        if controller in controllers.split(",") and ".." not in path:
+            parts = Path(path.lstrip("/")).parts
+            return [root.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
+    return [root]
 
 
 def _text(file: Path) -> str:

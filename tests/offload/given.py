@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable
 
 from jitkern.offload import OverlapMonitor
@@ -28,25 +29,25 @@ class Given:
         self.rows: list[Row] = []
         self.reads: list[int] = []
         self.num_queued = 0
-        monitor._attach(self)
+        monitor._attach(self)  # type: ignore[arg-type]
 
-    def harvest(self, address: int, stride: int, most: int, summary: int) -> int:
-        columns, begin = self.monitor._rows, self.monitor._rows.buffer_info()[0]
-        assert summary == self.monitor._summary.buffer_info()[0]
-        at, rest = divmod(address - begin, 8)
-        assert rest == 0 and 0 < most <= stride - at
+    def harvest(self, address: int, most: int, summary: int) -> int:
+        monitor = self.monitor
+        assert (address, summary) == (
+            monitor._read.buffer_info()[0],
+            monitor._summary.buffer_info()[0],
+        )
         rows, self.rows = self.rows[:most], self.rows[most:]
         for number, (compute, transfer, stall) in enumerate(rows):
             values = [*[math.nan] * 6, compute, transfer, stall, -1.0, transfer, compute, 0, 1]
-            for column, value in enumerate(values):
-                columns[column * stride + at + number] = value
+            monitor._read[14 * number : 14 * number + 14] = array("d", values)
         for what, value in enumerate((len(rows), self.num_queued, self.num_queued, 0)):
-            self.monitor._summary[what] = value
+            monitor._summary[what] = value
         self.reads.append(len(rows))
         return len(rows)
 
     def _poll(self, most: int = 0) -> None:
-        self.monitor._poll(self, None, most)  # type: ignore[arg-type]
+        self.monitor._poll(self.harvest, None, most)
 
     def queue(self, rows: Iterable[Row]) -> None:
         """Let iterations be over, whose times nobody has read yet."""

@@ -46,7 +46,7 @@ def current(device: torch.device) -> object:
 def check_is_ready(pipeline: SlotPipeline, device: torch.device, before: object) -> None:
     """The caller's stream is back, no slot is missing, the next run works."""
     assert current(device) == before
-    assert len(pipeline._slots.free) == pipeline.depth
+    assert len(pipeline._free) == pipeline.depth
     blocks = host_blocks(9, device)
     for slot in pipeline.update(blocks, load=bring, store=take):
         slot.tensor.add_(1)

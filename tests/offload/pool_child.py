@@ -1,4 +1,4 @@
-"""PinnedPool on the driver of fake_driver.c; run by test_pool_registration.py.
+"""PinnedPool on the driver of fake_driver.c; see test_offload_driver.py.
 
 PyTorch has no GPU here, and is told that it has one.
 """
@@ -90,17 +90,6 @@ def check_closing_unregisters_and_keeps_the_tensors() -> None:
     rows = cuda(5, 64, dtype=torch.uint8)
     text = "h2d_gather: src: memory of a PinnedPool that was closed, expected .*"
     raises(ValueError, text, jitkern.h2d_gather, tensor, rows, cuda(3, 2, dtype=torch.int32))
-
-
-def check_ops_find_it_without_asking_the_driver() -> None:
-    """The fake driver would say that the memory is pageable."""
-    with PinnedPool(SIZE) as pool:
-        table = pool.tensor().view(-1, 64)
-        driver.fake_memory(ctypes.c_uint64(table.data_ptr()), ctypes.c_uint64(SIZE), 0, 0)
-        log()
-        jitkern.h2d_gather(table, cuda(5, 64, dtype=torch.uint8), cuda(3, 2, dtype=torch.int32))
-        assert "jitkern_h2d_gather_64B" in log()
-    assert "unregister" in log()
 
 
 def check_of_several_pieces_all_are_registered_or_none() -> None:

@@ -1,4 +1,4 @@
-"""DescriptorRing on the driver of fake_driver.c; run by test_ring_driver.py.
+"""DescriptorRing on the driver of fake_driver.c; see test_offload_driver.py.
 
 PyTorch has no GPU here, and is told that it has one, whose memory is the CPU's.
 """
@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import struct
+import sys
 import weakref
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import Fault, OnCuda, driver, log, params, refused
-from rings import LINE, Memory, memory_of, ring_word, rows
+from rings import LINE, memory_of, rows
 
 from jitkern import unpack
 from jitkern.jit.device import DeviceModule
-from jitkern.offload import DescriptorRing, memory, ring, ring_server
+from jitkern.offload import DescriptorRing, PinnedPool, memory, ring
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
@@ -70,7 +71,7 @@ words = iter(WORDS.split(1))
 def check_registered_with_the_gpu_and_given_back() -> None:
     made = DescriptorRing(3, 5)
     assert log() == f"register {BYTES}, flags 3, on 0\n"
-    assert repr(made) == "DescriptorRing(3 slots of 5 descriptors, mapped, pinned, 0 pushed)"
+    assert repr(made) == "DescriptorRing(3 slots of 5 descriptors, pinned, 0 pushed)"
     assert made.device == torch.device("cuda", 0)
     made.push(rows((0, 0, 1)))
     with made.reserve(1) as slot:
@@ -91,33 +92,6 @@ def check_not_registered_is_raised_and_nothing_is_left() -> None:
     else:
         raise AssertionError("no error")
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def check_slots_are_copied_to_the_device() -> None:
-    """One copy of what a push has written, on the current stream."""
-    with DescriptorRing(3, 5, memory="device") as made:
-        assert "copied to cuda:0, pinned" in repr(made)
-        log()
-        host, there = memory_of(made), Memory(made._on_device)
-        assert there.num_bytes == host.num_bytes == BYTES
-        for ticket in range(5):
-            count = ticket + 1
-            if ticket == 1:
-                assert made.try_push(torch.full((count, 3), ticket)) == ticket
-            elif ticket == 2:
-                with made.reserve(count) as slot:
-                    for field in (slot.src_off, slot.dst_off, slot.len):
-                        field[:] = ticket
-            else:
-                assert made.push(torch.full((count, 3), ticket)) == ticket
-            assert log() == f"h2d {LINE + 64 * count} on {STREAM}\n"
-            word = ring_word(ticket // 3 + 1, count)
-            assert there.word(ticket % 3).value == word
-            for i in range(count):
-                wanted = (ticket, ticket, ticket, 1, 0, 0, word, word)
-                assert there.descriptor(ticket % 3, i) == wanted
-            host.done(ticket % 3).value = ticket // 3 + 1  # as the kernel would
-            assert made.done(ticket)
 
 
 def on_gpu(tensor: torch.Tensor) -> Any:
@@ -177,21 +151,6 @@ def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
         fault.state = 0
 
 
-def check_other_devices_are_refused() -> None:
-    src, dst = torch.zeros(2, 64, dtype=torch.uint8)
-    with DescriptorRing(3, 5) as made:
-        text = r"unpack: {}: device {}, expected device cuda:0, the ring's"
-        refused(ValueError, text.format("dst", "cpu"), unpack, dst, src, made)
-        other = tvm_ffi.from_dlpack(OnCuda(dst, 1)), tvm_ffi.from_dlpack(OnCuda(src, 1))
-        refused(ValueError, text.format("dst", "cuda:1"), unpack, *other, made)
-        refused(ValueError, text.format("src", "cuda:1"), unpack, dst, other[1], made)
-        text = "unpack: {}: pageable host memory, expected pinned host memory .*"
-        refused(ValueError, text.format("src"), unpack, on_gpu(dst), src, made)
-        refused(ValueError, text.format("dst"), unpack, dst, on_gpu(src), made)
-        text = "unpack: dst: overlaps src, expected memory of its own"
-        refused(ValueError, text, unpack, on_gpu(dst[:33]), on_gpu(dst[32:]), made)
-
-
 def check_a_server_keeps_the_rules_of_writing() -> None:
     src, dst = torch.zeros(2, 64)
     with DescriptorRing(3, 5) as made:
@@ -230,24 +189,6 @@ def check_close_ends_the_server_that_runs() -> None:
     assert other._stop == 0
 
 
-def check_a_server_of_a_closed_ring_does_not_begin() -> None:
-    made = DescriptorRing(3, 5)
-    server = served(made)
-    made.close()
-    log()
-    text = "DescriptorRing: the ring is closed; .*"
-    refused(RuntimeError, text, server.__enter__)
-
-
-def check_a_server_that_was_stopped_does_not_begin() -> None:
-    with DescriptorRing(3, 5) as made:
-        server = served(made)
-        server.stop()
-        log()
-        text = "DescriptorRing.serve: the server has ended; make another one"
-        refused(RuntimeError, text, server.__enter__)
-
-
 def check_a_server_keeps_its_ring_until_it_has_ended() -> None:
     made = DescriptorRing(3, 5)
     server, ring_of = served(made), weakref.ref(made)
@@ -265,17 +206,34 @@ def pretend() -> None:
     fake.current_device = lambda: 0
     fake.current_stream = lambda device: Stream
     memory._node_of_gpu = lambda: None
-    ring.zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
+    ring._zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
     fake.Stream = None
     fake.ExternalStream = OwnStream
     fake.is_current_stream_capturing = lambda: False
-    ring_server._most_sms = lambda _: 8
-    ring_server._pinned_zero = lambda: next(words)
+    ring._most_sms = lambda _: 8
+    ring._pinned_zero = lambda: next(words)
+
+
+def end_while_a_server_runs() -> None:
+    """Say at the exit, when pools are unregistered, whether the server was told to stop."""
+    close = PinnedPool.close
+
+    def told_close(pool: PinnedPool) -> None:
+        print(f"pools are closed: stop is {server._stop.item()}", flush=True)
+        close(pool)
+
+    PinnedPool.close = told_close  # type: ignore[method-assign]
+    server = served(DescriptorRing(3, 5))
+    server.__enter__()
+    assert server.is_running and server._stop.item() == 0
 
 
 def main() -> None:
     pretend()
-    report_checks(globals(), log)
+    if sys.argv[1] == "exit":
+        end_while_a_server_runs()
+    else:
+        report_checks(globals(), log)
 
 
 if __name__ == "__main__":

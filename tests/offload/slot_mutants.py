@@ -37,7 +37,6 @@ def without_wait(mistake: str, access: str, lane: str) -> Mutant:
 
 MUTANTS = (
     without_wait("a load overwrites a slot that is still computed on", "kLoad", COMPUTE),
-    without_wait("a load overwrites a slot that is still stored", "kLoad", STORES),
     without_wait("a compute begins before its block is there", "kCompute", LOADS),
     without_wait("a compute overwrites a slot that is still stored", "kCompute", STORES),
     without_wait("a store begins before the compute is over", "kStore", COMPUTE),
@@ -67,66 +66,14 @@ MUTANTS = (
         "  end_open();\n  begin(access, index);",
     ),
     Mutant(
-        "an access ends where it begins",
-        "  open_ = {&chain, &lane, access};",
-        "  open_ = {&chain, &lane, access};\n  end_open();",
-    ),
-    Mutant(
-        "runs in two captures have one chain",
-        "const bool is_known = chain.lane != nullptr && "
-        "(!is_capturing_ || chain.session == session_);",
-        "const bool is_known = chain.lane != nullptr;",
-    ),
-    Mutant(
         "a capture waits for what came before it",
         "Chain& chain = is_capturing_ ? slot.captured : slot.eager;",
         "Chain& chain = slot.eager;",
-    ),
-    Mutant(
-        "a session forgets the one before it",
-        "(!is_capturing_ || chain.session == session_);",
-        "chain.session == session_;",
     ),
     Mutant(
         "events of a slot are recorded for another one",
         "if (--marks->refs == 0) free_.push_back(marks);",
         "--marks->refs, free_.push_back(marks);",
         file=HEADER,
-    ),
-)
-
-TIMES_MUTANTS = (
-    Mutant(
-        "a slot goes on with the events that it has given back",
-        "    times->give_back(&had);\n    chain.marks = &chain.own;",
-        "    times->give_back(&had);",
-    ),
-    Mutant(
-        "an iteration without times has its beginnings recorded",
-        "if (marks.is_timed) mark(marks.begin[access], lane, true);",
-        "mark(marks.begin[access], lane, true);",
-    ),
-    Mutant(
-        "the first of a burst has a row",
-        "(marks.is_first || follows(marks)) &&",
-        file=TIMES,
-    ),
-    Mutant(
-        "the first of a burst follows the last of the one before",
-        " && marks.number == base_->number + 1;",
-        ";",
-        file=HEADER,
-    ),
-    Mutant(
-        "the first of a burst is read from the one before",
-        "const bool is_apart = !follows(marks);",
-        "const bool is_apart = base_ == nullptr || marks.is_first;",
-        file=TIMES,
-    ),
-    Mutant(
-        "a store without times is taken for one long ago",
-        "marks.stored_by == stored.number",
-        "true",
-        file=TIMES,
     ),
 )

@@ -63,40 +63,37 @@ class FakeTensor:
 
 
 class FakeStreams(Streams):
-    """As CudaStreams, with numbers for streams."""
+    """Those of a GPU, with numbers for streams."""
 
-    _caller: int | None = None
-
-    def __init__(self, ordinal: int, num_streams: int, capacity: int, every: int) -> None:
+    def __init__(self, device: torch.device, num_streams: int, capacity: int, every: int) -> None:
         self.compute = COMPUTES
         self.loads = [LOADS + i for i in range(num_streams)]
         self.stores = [STORES + i for i in range(num_streams)]
         lists = (list(self.loads), list(self.stores))
         times = (machine.capacity or capacity, machine.every or every)
-        self._connect(ordinal, self.compute, *lists, *times)
+        self._connect(device.index, self.compute, *lists, *times)
+        self.caller: int | None = None
 
     def enter(self) -> bool:
-        self._caller = machine.current
-        is_captured = bool(self._enter(self._caller))
+        self.caller = machine.current
+        is_captured = bool(self._enter(self.caller))
         machine.current = self.compute
         return is_captured
 
     def leave(self) -> None:
-        if self._caller is None:
+        if self.caller is None:
             return
         try:
             self._leave()
         finally:
-            machine.current = self._caller
-            self._caller = None
+            machine.current, self.caller = self.caller, None
 
     def is_current(self) -> bool:
         return machine.current == self.compute
 
-    def setter(self, access: int, slot: int) -> Callable[[], object]:
+    def use(self, access: int, slot: int) -> None:
         streams = self.loads if access == LOAD else self.stores
-        stream = self.compute if access == COMPUTE else streams[slot % len(streams)]
-        return lambda: setattr(machine, "current", stream)
+        machine.current = self.compute if access == COMPUTE else streams[slot % len(streams)]
 
     def add_slot(self, index: int, *_: object) -> Any:
         machine.note(f"compute {index} 0", self.compute)  # of who had the memory before
@@ -240,7 +237,7 @@ def set_up(library: str | None) -> None:
     if library is not None:
         loaded = tvm_ffi.load_module(library)
         host.module = lambda: loaded  # type: ignore[assignment]
-    pipeline_module.CudaStreams = FakeStreams  # type: ignore[misc]
+    pipeline_module.Streams = FakeStreams  # type: ignore[misc]
     pipeline_module.device_arg = lambda *_: torch.device("cuda", 0)
 
 

@@ -1,10 +1,12 @@
-"""Times of a SlotPipeline on the clocks of fake_driver.c; run by test_slot_times.py."""
+"""Times of a SlotPipeline on the clocks of fake_driver.c; see test_offload_driver.py."""
 
 from __future__ import annotations
 
 import ctypes
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import slot_order
@@ -14,6 +16,7 @@ from slot_order import CALLERS, CAPTURING, COMPUTES, driver, machine
 
 from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
 from jitkern.offload.depth import Iteration, total_ms
+from jitkern.offload.monitor import _COMPUTE
 
 driver.fake_time.restype = ctypes.c_double
 MIB = 1 << 20
@@ -105,27 +108,6 @@ def check_copies_that_do_not() -> None:
     assert found.bytes_moved == 40 * MIB and abs(found.gb_s - 2 * MIB / 5e6) < 1e-9, found
 
 
-def check_stores_that_a_compute_waits_for() -> None:
-    """The first two bodies find free slots."""
-    monitor = OverlapMonitor(window=18)
-    pipeline = pipeline_of(2, monitor=monitor)
-    go(pipeline, "store", [(0.0, 2.0, 5.0)] * 20)
-    found = monitor.snapshot()
-    assert (found.compute_ms, found.transfer_ms, found.fill_ms) == (2.0, 5.0, 0.0), found
-    # One store behind the other: from the third on each body waits until the store before the
-    # last is over.
-    assert found.stall_ms == 3.0, found
-
-
-def check_streams_of_one_direction_share_the_link() -> None:
-    """Not twice as long because two are under way at once."""
-    monitor = OverlapMonitor(window=15)
-    pipeline = pipeline_of(4, monitor=monitor, num_streams=2)
-    go(pipeline, "load", [(4.0, 1.0, 0.0)] * 16)
-    found = monitor.snapshot()
-    assert 1.5 < found.transfer_ms < 2.5, found  # two streams at once, 4 ms each
-
-
 def check_a_late_host_is_no_stall() -> None:
     monitor = OverlapMonitor(window=9)
     pipeline = pipeline_of(2, monitor=monitor)
@@ -158,35 +140,6 @@ def check_sessions_do_not_wait_for_each_other() -> None:
     assert chained.snapshot().stall_share == 11 / 12, chained.snapshot()
 
 
-def check_what_is_not_over_is_not_waited_for() -> None:
-    monitor = OverlapMonitor(capacity=1000, every=1)
-    pipeline = pipeline_of(2, monitor=monitor)
-    begin = time_of(CALLERS[0])
-    now(begin)
-    go(pipeline, "load", [(2.0, 3.0, 0.0)] * 40)
-    found = monitor.snapshot()
-    assert (found.iterations, found.timed) == (40, 0), found
-    now(begin + 2 + 3 * 10)
-    assert monitor.snapshot().timed == 10
-    now(1e30)
-    found = monitor.snapshot()
-    assert (found.iterations, found.timed, found.dropped) == (40, 40, 0), found
-
-
-def check_the_oldest_are_dropped() -> None:
-    """What the first one behind them waited for is then unknown: it is no row."""
-    monitor = OverlapMonitor(capacity=4, window=4)
-    pipeline = pipeline_of(3, monitor=monitor)
-    now(time_of(CALLERS[0]))
-    go(pipeline, "load", [(2.0, 3.0, 0.0)] * 20)
-    now(1e30)
-    found = monitor.snapshot()
-    assert (found.iterations, found.timed, found.dropped) == (20, 3, 16), found
-    assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (3.0, 2.0, 0.0), found
-    go(pipeline, "load", [(2.0, 3.0, 0.0)] * 4)
-    assert monitor.snapshot().timed == 7
-
-
 def check_captures_are_counted_and_not_timed() -> None:
     monitor = OverlapMonitor()
     pipeline = pipeline_of(3, monitor=monitor)
@@ -215,6 +168,55 @@ def check_events_are_given_back() -> None:
         assert driver.fake_events() == before
 
 
+# -- which iterations are timed --------------------------------------------------------------------
+
+Row = tuple[float | None, ...]
+KINDS = ("load", "store", "update")
+PARTS = 4096  # of a ms: those of a body are the number of its iteration
+CAPACITY = 2000
+
+
+def rows_of(monitor: OverlapMonitor) -> dict[int, Row]:
+    """Return what is known of each iteration, by its number."""
+    monitor.snapshot()
+    by_number = {}
+    for row in monitor._rows:
+        number = round(row[_COMPUTE] * PARTS) % PARTS
+        by_number[number] = tuple(None if ms != ms else ms for ms in row)
+    return by_number
+
+
+def go_numbered(pipeline: SlotPipeline, kind: str, seed: int, count: int) -> None:
+    """Go through short and long runs, alone and under `with`, of which some end early."""
+    rng = random.Random(seed)
+    done = 0
+    while done < count:
+        with pipeline if rng.random() < 0.5 else nullcontext():
+            for _ in range(rng.randrange(1, 4)):
+                stop = rng.randrange(400)
+                times = [
+                    (load_ms, 2 * body_ms + (done + i) / PARTS, store_ms)
+                    for i, (load_ms, body_ms, store_ms) in enumerate(
+                        random_times(rng, kind, rng.choice((3, 20, 200)))
+                    )
+                ]
+                go(pipeline, kind, times, stop)
+                done += len(times)
+
+
+def check_what_is_known_of_some_is_what_is_known_of_all() -> None:
+    for kind, depth, seed in product(KINDS, (1, 3, 6), range(6)):
+        rows: dict[int, dict[int, Row]] = {}
+        for every in (1, 2, 4, 8):
+            monitor = OverlapMonitor(every=every, capacity=CAPACITY)
+            go_numbered(pipeline_of(depth, monitor=monitor), kind, seed, 600)
+            rows[every] = rows_of(monitor)
+            case = (kind, depth, seed, every)
+            for number, row in rows[every].items():
+                assert row == rows[1][number], (case, number, row, rows[1][number])
+            assert len(rows[every]) > 0.4 * len(rows[1]) / every, (case, len(rows[every]))
+
+
 # -- auto depth ------------------------------------------------------------------------------------
 
 
@@ -228,7 +230,7 @@ def check_slots_are_taken_and_given_back_in_a_run() -> None:
     took = go(pipeline, "load", bursts(220))
     depth = pipeline.depth
     assert 3 <= depth <= 8, depth
-    assert len(pipeline._slots.free) == depth
+    assert len(pipeline._free) == depth
     best = total_ms(iterations(bursts(220)), 8)
     worst = total_ms(iterations(bursts(220)), 2)
     assert took < best + 0.1 * (worst - best) + 10, (took, best, worst)
@@ -237,14 +239,7 @@ def check_slots_are_taken_and_given_back_in_a_run() -> None:
     go(pipeline, "load", bursts(100))
     depth = pipeline.depth
     assert depth > 2
-    assert sorted(slot.index for slot in pipeline._slots.free) == list(range(depth))
-
-
-def check_no_slots_where_they_do_not_help() -> None:
-    for times in ((5.0, 2.0, 0.0), (2.0, 5.0, 0.0)):
-        pipeline = pipeline_of(2, auto_depth=AutoDepth(max_bytes=100 * MIB))
-        go(pipeline, "load", [times] * 100)
-        assert pipeline.depth == 2
+    assert sorted(slot.index for slot in pipeline._free) == list(range(depth))
 
 
 def check_no_memory_for_more() -> None:

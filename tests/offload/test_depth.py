@@ -10,8 +10,6 @@ from itertools import islice
 from typing import Any
 
 import pytest
-import torch
-from pipelines import pipeline_of
 
 from jitkern.offload import AutoDepth
 from jitkern.offload.depth import DepthController, Iteration, total_ms
@@ -110,7 +108,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_as_good_as_the_best_depth_after_20_iterations(name: str, seed: int) -> None:
     load = LOADS[name]
     simulated = controlled()
@@ -131,19 +129,6 @@ def test_as_good_as_the_best_depth_after_20_iterations(name: str, seed: int) -> 
             other.step(*one)
         fixed.append(other.ms - at)
     assert found <= 1.05 * min(fixed), (found, min(fixed), simulated.depths)
-
-
-def test_steady_loads_get_no_more_than_they_need() -> None:
-    simulated = controlled()
-    run(simulated, LOADS["both directions, transfer-bound"], 300)
-    assert set(simulated.depths[20:]) == {3}
-
-
-@pytest.mark.parametrize("name", ["compute-bound", "as long as each other", "transfer-bound"])
-def test_where_no_depth_helps_none_is_kept(name: str) -> None:
-    simulated = controlled()
-    run(simulated, LOADS[name], 2000)
-    assert set(simulated.depths) == {LEAST}
 
 
 @pytest.mark.parametrize("name", LOADS)
@@ -190,20 +175,14 @@ def test_what_more_slots_do_not_change_is_given_back() -> None:
     assert depths[60:] == [2] * 340
 
 
-def test_no_more_than_can_be_had() -> None:
-    controller = DepthController(AutoDepth(max_slots=16), 2, 16)
-    simulated = Simulated(2, controller)
-    run(simulated, LOADS["bursts of 8"], 16)
-    assert controller.depth > 3
-    controller.refuse(3)
-    run(simulated, LOADS["bursts of 8"], 500)
-    assert max(simulated.depths[20:]) == 3
-
-
 def test_limits() -> None:
     assert AutoDepth(max_slots=7).most(2, 100) == 7
     assert AutoDepth(max_bytes=799).most(2, 100) == 7
     assert AutoDepth(max_slots=5, max_bytes=799).most(5, 100) == 5
+    assert AutoDepth(max_bytes=1 << 40).most(2, 100) == 4096
+    for config in (AutoDepth(max_slots=2), AutoDepth(max_bytes=299)):
+        with pytest.raises(ValueError, match=r"at most 2 slots of 100 bytes, expected at least 3$"):
+            config.most(3, 100)
     simulated = controlled(AutoDepth(max_slots=3))
     run(simulated, LOADS["bursts of 8"], 300)
     assert max(simulated.depths) == 3
@@ -226,13 +205,10 @@ def test_the_time_of_some_iterations() -> None:
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({}, ValueError, "AutoDepth: max_slots: None, expected it or max_bytes"),
-    ({"max_slots": 0}, ValueError, "AutoDepth: max_slots: 0, expected at least 1"),
     ({"max_bytes": -1}, ValueError, "AutoDepth: max_bytes: -1, expected at least 1"),
     ({"max_bytes": 1e9}, TypeError, "AutoDepth: max_bytes: float, expected an int"),
-    ({"max_slots": 4, "patience": 0}, ValueError, "AutoDepth: patience: 0, expected at least 1"),
     ({"max_slots": 4, "patience": None}, TypeError, "AutoDepth: patience: NoneType, expected an"),
     ({"max_slots": 4, "stall_share": 1.5}, ValueError, "AutoDepth: stall_share: 1.5, expected 0 "),
-    ({"max_slots": 4, "stall_share": "1"}, TypeError, "AutoDepth: stall_share: str, expected a"),
 ]
 
 
@@ -240,15 +216,3 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=f"^{re.escape(text)}"):
         AutoDepth(**how)
-
-
-def test_mistakes_of_a_pipeline() -> None:
-    cpu = torch.device("cpu")
-    for auto_depth, text in (
-        (AutoDepth(max_slots=2), "at most 2 slots of 60 bytes, expected at least 3"),
-        (AutoDepth(max_bytes=100), "at most 1 slots of 60 bytes, expected at least 3"),
-    ):
-        with pytest.raises(ValueError, match=f"^SlotPipeline: auto_depth: {text}$"):
-            pipeline_of(cpu, 3, auto_depth=auto_depth)
-    with pytest.raises(TypeError, match="auto_depth: int, expected an AutoDepth or None"):
-        pipeline_of(cpu, 3, auto_depth=8)

@@ -9,6 +9,7 @@ import torch
 from engines import BLOCKS, SLOTS, Model, engine_of
 
 import jitkern
+from jitkern.offload import PinnedPool
 
 pytestmark = pytest.mark.cuda
 
@@ -22,13 +23,13 @@ def test_nothing_waits(layout: str) -> None:
 
         def moves() -> None:
             for how in ({}, {"stream": stream}):
-                engine.load_to_slot_all_layers(0, 1, **how)
-                engine.load_to_slot(0, 1, layer=1, **how)
-                engine.offload_slot_to_cpu(0, 1, **how)
-                engine.offload_decode_slot(0, 1, 5, **how)
-                engine.load_cpu_blocks_to_gpu_slots_all_layers([5, 1], [2, 3], **how)
-                engine.load_cpu_blocks_to_gpu_slots_all_layers(on_gpu, on_gpu, **how)
-                engine.offload_gpu_slots_to_cpu_blocks(on_gpu, on_gpu, layer=2, **how)
+                engine.load(0, 1, **how)
+                engine.load(0, 1, layer=1, **how)
+                engine.store(0, 1, **how)
+                engine.store(0, 1, num_tokens=5, **how)
+                engine.load([2, 3], [5, 1], **how)
+                engine.load(on_gpu, on_gpu, **how)
+                engine.store(on_gpu, on_gpu, layer=2, **how)
 
         moves()  # compiles
         torch.cuda.synchronize()
@@ -50,17 +51,17 @@ def test_streams() -> None:
     device = torch.device("cuda")
     with engine_of(device) as engine:
         engine.cpu_k.fill_(1)
-        engine.load_to_slot_all_layers(0, 0)
+        engine.load(0, 0)
         stream = torch.cuda.Stream()
         engine.gpu_k.add_(0)  # what is loaded at its first use may wait for the GPU
         for where in (None, stream):  # compiles, and allocates
-            engine.offload_slot_to_cpu(0, 2, stream=where)
+            engine.store(0, 2, stream=where)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000_000)
             engine.gpu_k.add_(1)
-        engine.offload_slot_to_cpu(0, 1, stream=stream)
-        engine.offload_slot_to_cpu(0, 2)
+        engine.store(0, 1, stream=stream)
+        engine.store(0, 2)
         torch.cuda.current_stream().synchronize()
         assert engine.cpu_k[:, 2].eq(1).all() and not stream.query()
         stream.synchronize()
@@ -68,7 +69,7 @@ def test_streams() -> None:
         engine.gpu_k.fill_(7)
         with torch.cuda.stream(stream):
             stream.wait_stream(torch.cuda.default_stream())
-            engine.offload_all(3)  # waits, for this stream
+            engine.store_all(3)  # waits, for this stream
             assert stream.query() and engine.cpu_k[:, 3 : 3 + SLOTS].eq(7).all()
 
 
@@ -78,7 +79,7 @@ def test_numbers_on_the_gpu_out_of_range() -> None:
         model = Model(engine)
         blocks = torch.tensor([4, -1, BLOCKS, 2], device=device)
         slots = torch.tensor([0, 1, 2, SLOTS], device=device)
-        engine.load_cpu_blocks_to_gpu_slots_all_layers(blocks, slots)
+        engine.load(slots, blocks)
         torch.cuda.synchronize()
         with pytest.raises(IndexError, match=r": pairs\["):
             jitkern.check(device)
@@ -92,17 +93,17 @@ def test_in_a_graph() -> None:
     for method in ("sm", "engine"):
         with engine_of(device, method=method) as engine:
             engine.cpu_cache.copy_(torch.randn(engine.cpu_cache.shape))
-            numbers: Any = ([2, 3], [0, 1])
+            numbers: Any = ([0, 1], [2, 3])
             if method == "sm":
                 numbers = tuple(torch.tensor(one, device=device) for one in numbers)
-            engine.load_cpu_blocks_to_gpu_slots_all_layers(*numbers)
+            engine.load(*numbers)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                engine.load_cpu_blocks_to_gpu_slots_all_layers(*numbers)
+                engine.load(*numbers)
             engine.gpu_cache.zero_()
             if method == "sm":
-                numbers[0].add_(4)
+                numbers[1].add_(4)
             graph.replay()
             torch.cuda.synchronize()
             first = 6 if method == "sm" else 2
@@ -110,3 +111,33 @@ def test_in_a_graph() -> None:
                 assert torch.equal(engine.gpu_k[:, slot].cpu(), engine.cpu_k[:, block])
                 assert torch.equal(engine.gpu_v[:, slot].cpu(), engine.cpu_v[:, block])
             del graph
+
+
+def test_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        pool = PinnedPool(1 << 20)
+    text = "OffloadEngine: pool: pageable memory, expected an open pool, made where CUDA is"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        engine_of(torch.device("cuda"), pool=pool)
+    pool.close()
+    closed_later = PinnedPool(1 << 20)
+    with engine_of(torch.device("cuda"), pool=closed_later) as engine:
+        closed_later.close()
+        with pytest.raises(ValueError, match=r": src: "):
+            engine.load(0, 0)
+
+
+@pytest.mark.multigpu
+def test_another_gpu() -> None:
+    with engine_of(torch.device("cuda:0")) as engine:
+        engine.cpu_cache.fill_(3)
+        text = "OffloadEngine.load: stream: of cuda:1, expected one of cuda:0"
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            engine.load(0, 0, stream=torch.cuda.Stream(1))
+        with pytest.raises(ValueError, match=r"blocks: cuda:1, expected a tensor on cuda:0$"):
+            engine.load(torch.tensor([0], device="cuda:0"), torch.tensor([0], device="cuda:1"))
+        with torch.cuda.device(1):  # the engine's own GPU is the one that counts
+            engine.load(0, 0)
+        torch.cuda.synchronize(0)
+        assert engine.gpu_k[:, 0].eq(3).all()

@@ -1,8 +1,8 @@
-"""SlotPipeline: what a run gives and in which order, and how it ends; on both devices."""
+"""SlotPipeline: what a run gives and in which order, how it ends, and what it refuses."""
 
 from __future__ import annotations
 
-import gc
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +21,8 @@ from pipelines import (
     take,
 )
 from torch import Tensor
+
+from jitkern.offload import AutoDepth, SlotPipeline
 
 DEPTHS = (1, 2, 3, 8)
 
@@ -53,33 +55,16 @@ def test_made_in_inference_mode_and_run_outside_of_it(device: torch.device) -> N
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_stores(device: torch.device, depth: int) -> None:
+def test_stores_and_updates(device: torch.device, depth: int) -> None:
     pipeline = pipeline_of(device, depth)
     blocks = host_blocks(20, device, fill=False)
     for number, slot in enumerate(pipeline.store(blocks, copy=take)):
         slot.tensor.fill_(number + 7)
-    sync(device)
-    assert [block.unique().tolist() for block in blocks] == [[n + 7] for n in range(20)]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_updates(device: torch.device, depth: int) -> None:
-    pipeline = pipeline_of(device, depth)
-    blocks = host_blocks(20, device)
     for _ in range(3):
         for slot in pipeline.update(blocks, load=bring, store=take):
             slot.tensor.mul_(2)
-    sync(device)
-    assert [block.unique().tolist() for block in blocks] == [[8 * (n + 1)] for n in range(20)]
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_fewer_blocks_than_slots(device: torch.device, count: int) -> None:
-    pipeline = pipeline_of(device, 4)
-    blocks = host_blocks(count, device)
-    assert [slot.block for slot in pipeline.load(blocks, copy=bring)] == blocks
-    assert [slot.block for slot in pipeline.store(blocks, copy=take)] == blocks
-    assert [slot.block for slot in pipeline.update(blocks, load=bring, store=take)] == blocks
+        sync(device)
+    assert [block.unique().tolist() for block in blocks] == [[8 * (n + 7)] for n in range(20)]
 
 
 def test_loads_run_ahead_as_far_as_there_are_slots() -> None:
@@ -113,22 +98,6 @@ def test_loads_run_ahead_as_far_as_there_are_slots() -> None:
         *("load 0", "load 1", "body 0", "store 0", "load 2", "body 1", "store 1"),
         *("body 2", "store 2"),
     ]
-
-
-def test_a_run_may_be_gone_over_again(device: torch.device) -> None:
-    run = pipeline_of(device).load(host_blocks(4, device), copy=bring)
-    for _ in range(2):
-        assert [slot.tensor[0, 0].item() for slot in run] == [1, 2, 3, 4]
-
-
-def test_blocks_are_let_go(device: torch.device) -> None:
-    pipeline = pipeline_of(device)
-    for slot in pipeline.load(host_blocks(7, device), copy=bring):
-        kept = slot
-        if slot.block[0, 0] == 3:
-            break
-    assert kept.block is None
-    assert all(slot.block is None for slot in pipeline._slots._all)
 
 
 # -- the caller's stream ---------------------------------------------------------------------------
@@ -188,18 +157,11 @@ def test_a_body_that_raises(device: torch.device, kind: int, at: int) -> None:
 
 
 @pytest.mark.parametrize("kind", range(3), ids=["load", "store", "update"])
-def test_break_and_return(device: torch.device, kind: int) -> None:
+def test_break(device: torch.device, kind: int) -> None:
     pipeline, before = pipeline_of(device), current(device)
-
-    def first() -> Tensor:
-        for slot in runs(pipeline, host_blocks(10, device))[kind]:
-            return slot.tensor
-        raise AssertionError
-
-    for _ in runs(pipeline, host_blocks(10, device))[kind]:
+    run = runs(pipeline, host_blocks(10, device))[kind]
+    for _ in run:
         break
-    check_is_ready(pipeline, device, before)
-    first()
     check_is_ready(pipeline, device, before)
 
 
@@ -221,28 +183,6 @@ def test_an_iterator_that_is_kept_is_ended_by_with(device: torch.device) -> None
         raise WrongError
     check_is_ready(pipeline, device, before)
     assert next(held, None) is None
-
-
-def test_an_iterator_that_is_dropped(device: torch.device) -> None:
-    pipeline, before = pipeline_of(device), current(device)
-    slots = iter(pipeline.load(host_blocks(10, device), copy=bring))
-    next(slots)
-    del slots
-    gc.collect()
-    check_is_ready(pipeline, device, before)
-
-
-def test_one_that_is_dropped_in_another_thread(device: torch.device) -> None:
-    pipeline = pipeline_of(device)
-    slots = [iter(pipeline.load(host_blocks(10, device), copy=bring))]
-    next(slots[0])
-    thread = threading.Thread(target=slots.clear)
-    thread.start()
-    thread.join()
-    assert len(pipeline._slots.free) == pipeline.depth
-    if device.type == "cuda":  # of the thread that began it
-        torch.cuda.set_stream(torch.cuda.default_stream())
-    check_is_ready(pipeline, device, current(device))
 
 
 @pytest.mark.parametrize("at", [0, 2, 5, 9])
@@ -299,3 +239,178 @@ def test_an_interrupt_in_a_copy_is_raised_at_once(device: torch.device) -> None:
             bodies += 1
     assert bodies == 0
     check_is_ready(pipeline, device, before)
+
+
+# -- wrong use -------------------------------------------------------------------------------------
+
+NOT_OVER = (
+    "SlotPipeline: a run of it is not over; end it first, or use update() for both directions at "
+    "once, or a second pipeline"
+)
+OTHER_THREAD = "SlotPipeline: in use by another thread; make a pipeline for each thread"
+
+
+def test_two_runs_at_once(device: torch.device) -> None:
+    pipeline, before = pipeline_of(device), current(device)
+    blocks = host_blocks(10, device)
+    both = zip(pipeline.load(blocks, copy=bring), pipeline.store(blocks, copy=take), strict=True)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
+        next(both)
+    del both
+    check_is_ready(pipeline, device, before)
+    for _ in pipeline.load(blocks, copy=bring):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
+            next(iter(pipeline.load(blocks, copy=bring)))
+        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"), pipeline:
+            pass
+        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
+            pipeline.close()
+    check_is_ready(pipeline, device, before)
+    with pipeline:
+        text = "SlotPipeline: inside `with pipeline:` already; leave it first"
+        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"), pipeline:
+            pass
+        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+            pipeline.close()
+        for _ in pipeline.load(blocks, copy=bring):
+            with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
+                next(iter(pipeline.store(blocks, copy=take)))
+    check_is_ready(pipeline, device, before)
+
+
+def in_thread(call: Callable[[], object]) -> BaseException | None:
+    found: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0] if found else None
+
+
+def test_another_thread(device: torch.device) -> None:
+    pipeline, before = pipeline_of(device), current(device)
+    blocks = host_blocks(5, device)
+
+    def run() -> int:
+        return sum(1 for _ in pipeline.load(blocks, copy=bring))
+
+    slots = iter(pipeline.load(blocks, copy=bring))
+    seen = [next(slots).block]
+    for use in (run, lambda: next(slots)):  # nor may it go on with the iterator
+        error = in_thread(use)
+        assert isinstance(error, RuntimeError) and str(error) == OTHER_THREAD
+    seen += [slot.block for slot in slots]
+    assert [id(block) for block in seen] == [id(block) for block in blocks]
+    with pipeline:
+        error = in_thread(run)
+        assert isinstance(error, RuntimeError) and str(error) == OTHER_THREAD
+    assert in_thread(run) is None  # one after the other is fine
+    check_is_ready(pipeline, device, before)
+
+
+def test_a_closed_one(device: torch.device) -> None:
+    pipeline = pipeline_of(device)
+    blocks = host_blocks(5, device)
+    (tensor,) = (slot.tensor.fill_(4) for slot in pipeline.load(blocks[:1], copy=bring))
+    assert "SlotPipeline(3 slots of (3, 5), torch.float32, on " in repr(pipeline)
+    pipeline.close()
+    pipeline.close()
+    assert pipeline.depth == 0 and "closed" in repr(pipeline)
+    text = "SlotPipeline: the pipeline is closed; make another one"
+    for use in (*(lambda run=run: list(run) for run in runs(pipeline, blocks)), pipeline.__enter__):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+            use()
+    assert tensor.eq(4).all()
+
+
+class InterruptingStreams:
+    """The streams of a pipeline, of which one call is interrupted."""
+
+    def __init__(self, streams: Any, name: str) -> None:
+        self._streams, self._name = streams, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            self._name = ""
+            raise KeyboardInterrupt
+        return getattr(self._streams, name)
+
+
+@pytest.mark.parametrize("where", ["enter", "start", "leave"])
+def test_an_interrupt_inside_leaves_it_broken_at_worst(device: torch.device, where: str) -> None:
+    """The next use says so, from any thread, and it can be closed."""
+    pipeline, before = pipeline_of(device), current(device)
+    blocks = host_blocks(5, device)
+    pipeline._streams = InterruptingStreams(pipeline._streams, where)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        for _ in pipeline.load(blocks, copy=bring):
+            pass
+    text = "SlotPipeline: an exception has cut a run's begin or end short; close() it and make"
+    for use in (*(lambda run=run: list(run) for run in runs(pipeline, blocks)), pipeline.__enter__):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}"):
+            use()
+    assert in_thread(pipeline.close) is None
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.default_stream())
+    assert current(device) == before
+    with pytest.raises(RuntimeError, match="the pipeline is closed"):
+        list(pipeline.load(blocks, copy=bring))
+
+
+def test_under_with_a_run_that_is_interrupted_leaves_the_next_one_right() -> None:
+    device = torch.device("cpu")
+    pipeline = pipeline_of(device)
+    blocks = host_blocks(5, device)
+    with pipeline:
+        streams = pipeline._streams
+        pipeline._streams = InterruptingStreams(streams, "start")  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            list(pipeline.load(blocks, copy=bring))
+        pipeline._streams = streams
+        assert [slot.tensor[0, 0].item() for slot in pipeline.load(blocks, copy=bring)] == [
+            *range(1, 6)
+        ]
+    check_is_ready(pipeline, device, None)
+
+
+GOOD = {"num_slots": 2, "slot_shape": (3, 5), "dtype": torch.float32, "device": "cpu"}
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_slots": 0}, ValueError, "num_slots: 0, expected 1 to 4096"),
+    ({"num_slots": 4097}, ValueError, "num_slots: 4097, expected 1 to 4096"),
+    ({"num_slots": 2.0}, TypeError, "num_slots: float, expected an int"),
+    ({"num_slots": True}, TypeError, "num_slots: bool, expected an int"),
+    ({"num_streams": 9}, ValueError, "num_streams: 9, expected 1 to 8"),
+    ({"slot_shape": []}, ValueError, "slot_shape: [], expected sizes of at least 1"),
+    ({"slot_shape": (4, 0)}, ValueError, "slot_shape: [4, 0], expected sizes of at least 1"),
+    ({"slot_shape": (True,)}, TypeError, "slot_shape: [True], expected a sequence of ints"),
+    ({"slot_shape": "44"}, TypeError, "slot_shape: str, expected a sequence of ints"),
+    ({"dtype": "bfloat16"}, TypeError, "dtype: str, expected a torch.dtype"),
+    ({"device": "gpu"}, ValueError, "device: gpu, expected cpu"),
+    ({"device": "cuda:77"}, ValueError, "device: cuda:77, expected cpu"),
+    ({"device": 1.0}, TypeError, "device: float, expected a torch.device, a str or an int"),
+    ({"monitor": 3}, TypeError, "monitor: int, expected an OverlapMonitor or None"),
+    ({"auto_depth": 8}, TypeError, "auto_depth: int, expected an AutoDepth or None"),
+    ({"auto_depth": AutoDepth(max_bytes=100)}, ValueError,
+     "auto_depth: at most 1 slots of 60 bytes, expected at least 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
+def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^SlotPipeline: {re.escape(text)}"):
+        SlotPipeline(**{**GOOD, **how})
+
+
+def test_as_many_slots_as_there_may_be() -> None:
+    """16,000 once took 26 s: each looked at all others."""
+    pipeline = pipeline_of(torch.device("cpu"), 4096, slot_shape=[1])
+    assert [slot.index for slot in pipeline.load(range(4096), copy=lambda *_: None)] == [
+        *range(4096)
+    ]
+    assert pipeline.depth == 4096

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from pipelines import host_blocks, pipeline_of
 from torch import Tensor
 
 from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
@@ -86,37 +84,6 @@ def test_slow_sides(depth: int, num_streams: int, slow_side: str) -> None:
     assert wrong.item() == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2, 8])
-def test_1000_rounds(depth: int) -> None:
-    """Sums of what goes through, against the same on the CPU."""
-    p = pipeline_of(torch.device("cuda"), depth, slot_shape=[4096], dtype=torch.int64)
-    generator = torch.Generator().manual_seed(depth)
-    blocks = [torch.empty(4096, dtype=torch.int64, pin_memory=True) for _ in range(11)]
-    for block in blocks:
-        block.random_(generator=generator)
-    expected = [block.clone() for block in blocks]
-    total = torch.zeros((), dtype=torch.int64, device="cuda")
-    with p:
-        for turn in range(1000):
-            for slot in p.update(blocks, load=bring, store=take):
-                if turn % 3 == 0:
-                    torch.cuda._sleep(3000)
-                slot.tensor.mul_(3).add_(turn)
-                total += slot.tensor.sum()
-            # A block is loaded again before the run ahead has stored it, but for this.
-            p.fork()
-            p.load_streams[0].wait_stream(p.store_streams[0])
-    torch.cuda.synchronize()
-    wanted = 0
-    for turn in range(1000):
-        for block in expected:
-            block.mul_(3).add_(turn)
-            wanted += int(block.sum())
-    assert all(torch.equal(one, other) for one, other in zip(blocks, expected, strict=True))
-    assert (total.item() - wanted) % (1 << 64) == 0
-
-
 def test_the_caller_on_a_stream_of_its_own() -> None:
     """What it queued before is seen, what it queues behind sees the run."""
     p = pipeline(3)
@@ -176,21 +143,6 @@ def test_nothing_is_synchronised(monitored: bool) -> None:
         assert monitor.snapshot().iterations == 120
 
 
-def test_the_host_does_not_wait() -> None:
-    """All of a run is queued while its first copy has not begun."""
-    p = pipeline(2, monitor=OverlapMonitor())
-    blocks = pinned(12)
-    for block in blocks:
-        block.fill_(3)
-    begun = torch.cuda.Event()
-    torch.cuda._sleep(1000 * SLOW_CYCLES)
-    begun.record()
-    for _ in p.update(blocks, load=bring, store=take):
-        pass
-    assert not begun.query()
-    torch.cuda.synchronize()
-
-
 # -- graphs ----------------------------------------------------------------------------------------
 
 
@@ -248,28 +200,6 @@ def test_several_runs_in_a_graph() -> None:
         assert total.item() == turn * 20 * WORDS
 
 
-def test_a_body_that_raises_in_a_graph() -> None:
-    """No stream is left in the capture: it can be ended."""
-    p = pipeline(3)
-    blocks = pinned(6)
-    for block in blocks:
-        block.fill_(2)
-    total = torch.zeros((), dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        try:
-            for number, slot in enumerate(p.load(blocks, copy=bring)):
-                total += slot.tensor.sum()
-                if number == 2:
-                    raise ZeroDivisionError
-        except ZeroDivisionError:
-            pass
-    graph.replay()
-    torch.cuda.synchronize()
-    assert total.item() == 3 * 2 * WORDS
-
-
 def test_a_capture_inside_a_session_is_refused() -> None:
     p = pipeline(2)
     blocks = pinned(2)
@@ -288,34 +218,6 @@ def test_a_capture_inside_a_session_is_refused() -> None:
 
 
 # -- threads, depth, devices -----------------------------------------------------------------------
-
-
-def test_two_pipelines_in_two_threads() -> None:
-    wrong: list[str] = []
-
-    def go(seed: int) -> None:
-        try:
-            p = pipeline(2)
-            blocks = pinned(5)
-            for number, block in enumerate(blocks):
-                block.fill_(number * seed)
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(20):
-                    total = torch.zeros((), dtype=torch.int64, device="cuda")
-                    for slot in p.load(blocks, copy=bring):
-                        torch.cuda._sleep(10_000)
-                        total += slot.tensor.sum()
-                    if total.item() != 10 * seed * WORDS:
-                        wrong.append(f"{seed}: {total.item()}")
-        except Exception as error:
-            wrong.append(repr(error))
-
-    threads = [threading.Thread(target=go, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_auto_depth_in_a_run() -> None:
@@ -360,12 +262,3 @@ def test_on_another_gpu() -> None:
     assert torch.cuda.current_device() == 0
     assert torch.cuda.current_stream(0) == here and torch.cuda.current_stream(1) == there
     assert total.item() == 10 * WORDS
-
-
-def test_the_default_device() -> None:
-    p = pipeline_of(torch.device("cuda"), 2)
-    assert p.device == torch.device("cuda", torch.cuda.current_device())
-    assert len({p.compute_stream, *p.load_streams, *p.store_streams}) == 3
-    assert p.compute_stream != torch.cuda.default_stream()
-    blocks = host_blocks(3, p.device)
-    assert [slot.block for slot in p.load(blocks, copy=bring)] == blocks

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import array
-import gc
-import itertools
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +14,7 @@ import torch
 from rings import memory_of, random_rows, ref_unpack, ring_word, rows, take_next
 
 from jitkern import unpack
-from jitkern.offload import DescriptorRing, RingSlot
+from jitkern.offload import DescriptorRing, memory
 
 
 @pytest.mark.parametrize("columns", [3, 6])
@@ -41,93 +36,46 @@ def test_against_the_reference_around_the_ring(columns: int, num_slots: int) -> 
         assert ring.num_pushed == 5 * num_slots
 
 
-def test_large_copies_by_threads() -> None:
-    src = torch.randint(256, (6 << 20,), dtype=torch.uint8)
-    dst, wanted = torch.zeros(2, 6 << 20, dtype=torch.uint8)
-    third = 2 << 20
-    descriptors = rows(
-        (2 * third, 0, third, 1, 0, 0),
-        (0, 5, 0, 7, 0, 0),
-        (0, 5, 7, 0, 0, 0),
-        (5, third, 1001, 1000, 1100, 1001),
-        (0, 2 * third, third - 1, 1, 0, 0),
-        (9, 0, 0, 0, 0, 0),
-    )
-    with DescriptorRing(2, 8, device="cpu") as ring:
-        ring.push(descriptors)
-        unpack(dst, src, ring)
-    ref_unpack(wanted, src, descriptors)
-    assert torch.equal(dst, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_any_dtype_is_bytes(dtype: torch.dtype) -> None:
-    src, dst = torch.randn(64).to(dtype), torch.zeros(16, 4, dtype=dtype)
-    size = dtype.itemsize
-    with DescriptorRing(1, 1, device="cpu") as ring:
-        ring.push(rows((8 * size, 0, 40 * size)))
-        unpack(dst, src, ring)
-    assert torch.equal(dst.flatten()[:40], src[8:48])
-
-
 def test_the_slot_in_memory() -> None:
     with DescriptorRing(3, 5, device="cpu") as ring:
-        memory = memory_of(ring)
-        assert (memory.num_slots, memory.max_descriptors, memory.descriptor_bytes) == (3, 5, 64)
+        layout = memory_of(ring)
+        assert (layout.num_slots, layout.max_descriptors, layout.descriptor_bytes) == (3, 5, 64)
         assert ring.address % 4096 == 0
         # Each word that one side writes is on a line of its own.
-        assert memory.head_at == 128 and memory.dones_at == 256 and memory.done_bytes == 128
-        assert memory.slots_at == 256 + 3 * 128 and memory.slot_bytes == 512
-        assert memory.num_bytes == memory.slots_at + 3 * memory.slot_bytes
-        assert os.fstat(ring.fileno()).st_size == memory.num_bytes
+        assert layout.head_at == 128 and layout.dones_at == 256 and layout.done_bytes == 128
+        assert layout.slots_at == 256 + 3 * 128 and layout.slot_bytes == 512
+        assert layout.num_bytes == layout.slots_at + 3 * layout.slot_bytes
+        assert os.fstat(ring.fileno()).st_size == layout.num_bytes
         ring.push(rows((1, 2, 3)))
         ring.push(rows((1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6), (7, 8, 9, 10, 11, 12)))
-        assert memory.head().value == 2
+        assert layout.head().value == 2
         one, two = ring_word(1, 1), ring_word(1, 2)
-        assert (memory.word(0).value, memory.word(1).value, memory.word(2).value) == (one, two, 0)
-        assert memory.descriptor(0, 0) == (1, 2, 3, 1, 0, 0, one, one)
-        assert memory.descriptor(1, 0) == (1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6, two, two)
-        assert memory.descriptor(1, 1) == (7, 8, 9, 10, 11, 12, two, two)
-        assert [memory.done(slot).value for slot in range(3)] == [0, 0, 0]
+        assert (layout.word(0).value, layout.word(1).value, layout.word(2).value) == (one, two, 0)
+        assert layout.descriptor(0, 0) == (1, 2, 3, 1, 0, 0, one, one)
+        assert layout.descriptor(1, 0) == (1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6, two, two)
+        assert layout.descriptor(1, 1) == (7, 8, 9, 10, 11, 12, two, two)
+        assert [layout.done(slot).value for slot in range(3)] == [0, 0, 0]
         dst = torch.zeros(5, dtype=torch.uint8)
         unpack(dst, torch.zeros(4, dtype=torch.uint8), ring)
-        assert [memory.done(slot).value for slot in range(3)] == [1, 0, 0]
+        assert [layout.done(slot).value for slot in range(3)] == [1, 0, 0]
 
 
-def test_buffers_and_strided_tensors() -> None:
-    with DescriptorRing(8, 4, device="cpu") as ring:
-        memory = memory_of(ring)
-        flat = array.array("q", range(12))
-        ring.push(memoryview(flat).cast("B").cast("q", [4, 3]))
-        assert memory.descriptor(0, 3)[:3] == (9, 10, 11)
-        ring.push(memoryview(bytes(flat)).cast("q", [2, 6]))  # one that nobody may write
-        assert memory.descriptor(1, 1)[:6] == (6, 7, 8, 9, 10, 11)
-        wide = torch.arange(24).view(4, 6)
-        ring.push(wide[:, ::2])
-        assert memory.descriptor(2, 3)[:3] == (18, 20, 22)
-        ring.push(wide.view(6, 4).t())
-        assert memory.descriptor(3, 1)[:6] == (1, 5, 9, 13, 17, 21)
-        ring.push(torch.empty(0, 3, dtype=torch.int64))
-        ring.push(torch.nn.Parameter(wide[:1], requires_grad=False))
-        assert ring.num_pushed == 6
-
-
-def test_numpy_arrays() -> None:
+def test_arrays_and_strided_tensors() -> None:
     numpy = pytest.importorskip("numpy")
     with DescriptorRing(8, 4, device="cpu") as ring:
+        layout = memory_of(ring)
         ring.push(numpy.arange(6).reshape(2, 3))
-        assert memory_of(ring).descriptor(0, 1)[:3] == (3, 4, 5)
-        with pytest.raises(TypeError, match="items of format 'i', expected int64"):
+        assert layout.descriptor(0, 1)[:3] == (3, 4, 5)
+        with pytest.raises(TypeError, match="dtype int32, expected int64"):
             ring.push(numpy.zeros((2, 3), dtype=numpy.int32))
-
-
-def test_what_torch_puts_elsewhere_by_default() -> None:
-    """Not the numbers of a buffer: also of one without any."""
-    with DescriptorRing(8, 4, device="cpu") as ring, torch.device("meta"):
-        ring.push(memoryview(array.array("q", range(3))).cast("B").cast("q", [1, 3]))
-        text = re.escape("descriptors: shape [0], expected [n, 3] or [n, 6]")
-        with pytest.raises(ValueError, match=text):
-            ring.push(array.array("q"))
+        wide = torch.arange(24).view(4, 6)
+        ring.push(wide[:, ::2])
+        assert layout.descriptor(1, 3)[:3] == (18, 20, 22)
+        ring.push(wide.view(6, 4).t())
+        assert layout.descriptor(2, 1)[:6] == (1, 5, 9, 13, 17, 21)
+        with torch.device("meta"):  # not where torch puts new tensors by default
+            ring.push([[1, 2, 3]])
+        assert layout.descriptor(3, 0)[:3] == (1, 2, 3)
 
 
 def test_full_and_empty() -> None:
@@ -153,47 +101,10 @@ def test_full_and_empty() -> None:
         assert ring.num_pushed == 3
 
 
-def test_tickets_and_waits() -> None:
-    buffer = torch.zeros(8, dtype=torch.uint8)
-    with DescriptorRing(2, 4, device="cpu") as ring:
-        for ticket in range(9):
-            assert ring.push(rows((0, 0, 1))) == ticket
-            if ticket:
-                unpack(buffer[4:], buffer[:4], ring, slot=(ticket - 1) % 2)
-        # Right also of slots that have been used again.
-        assert [ring.done(ticket) for ticket in range(9)] == [True] * 8 + [False]
-        ring.wait(0, timeout_s=0)
-        text = "DescriptorRing.wait: push 8, in slot 0, is not consumed after 0.01 s; is a consumer"
-        with pytest.raises(TimeoutError, match=f"^{re.escape(text)}"):
-            ring.wait(8, timeout_s=0.01)
-
-
 def in_thread(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=call)
     thread.start()
     return thread
-
-
-def test_waits_end_when_the_slot_is_consumed_and_sleep_meanwhile() -> None:
-    src, dst = torch.zeros(2, 8, dtype=torch.uint8)
-    with DescriptorRing(1, 4, device="cpu") as ring:
-        ring.push(rows((0, 0, 1)))
-
-        def consume() -> None:
-            time.sleep(0.3)
-            unpack(dst, src, ring)
-
-        thread = in_thread(consume)
-        used_s, started = time.thread_time(), time.monotonic()
-        assert ring.push(rows((0, 0, 1))) == 1  # waits for the slot
-        took_s, used_s = time.monotonic() - started, time.thread_time() - used_s
-        thread.join()
-        assert 0.2 < took_s < 5
-        assert used_s < 0.5 * took_s
-        thread = in_thread(consume)
-        ring.wait(1)
-        assert ring.done(1)
-        thread.join()
 
 
 def test_threads_push_one_after_the_other() -> None:
@@ -218,10 +129,10 @@ def test_a_slot_is_written_in_place() -> None:
     src, dst = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     with DescriptorRing(3, 8, device="cpu") as ring:
         ring.push(rows((9, 9, 9, 9, 9, 9)))
-        memory = memory_of(ring)
+        layout = memory_of(ring)
         with ring.reserve(3) as slot:
             assert (slot.index, slot.ticket) == (1, 1)
-            assert memory.word(1).value == 0
+            assert layout.word(1).value == 0
             slot.src_off[:] = torch.tensor([10, 50, 70])
             slot.dst_off[1] = 20
             slot.len[:] = torch.tensor([5, 7, 0])
@@ -230,9 +141,9 @@ def test_a_slot_is_written_in_place() -> None:
             slot.dst_stride[1] = 30
             assert repr(slot) == "RingSlot(1, ticket 1, being written)"
         seals = (ring_word(1, 3), ring_word(1, 3))
-        assert memory.descriptor(1, 0) == (10, 0, 5, 1, 0, 0, *seals)
-        assert memory.descriptor(1, 1) == (50, 20, 7, 2, 10, 30, *seals)
-        assert memory.descriptor(1, 2) == (70, 0, 0, 1, 0, 0, *seals)
+        assert layout.descriptor(1, 0) == (10, 0, 5, 1, 0, 0, *seals)
+        assert layout.descriptor(1, 1) == (50, 20, 7, 2, 10, 30, *seals)
+        assert layout.descriptor(1, 2) == (70, 0, 0, 1, 0, 0, *seals)
         unpack(dst, src, ring, slot=0)
         dst.zero_()
         unpack(dst, src, ring)
@@ -244,7 +155,7 @@ def test_a_slot_is_written_in_place() -> None:
         slot = ring.reserve()
         assert len(slot.len) == 8
         assert slot.publish(2) == 2
-        assert memory.word(2).value == ring_word(1, 2)
+        assert layout.word(2).value == ring_word(1, 2)
         with pytest.raises(KeyError), ring.reserve(1, timeout_s=0):
             raise KeyError
         assert ring.push(rows((0, 0, 1)), timeout_s=0) == 3
@@ -268,7 +179,7 @@ def test_others_wait_for_a_reserved_slot() -> None:
             time.sleep(0.001)
         slot.cancel()
         thread.join()
-        text = "DescriptorRing.push: another thread has slot 0 reserved for longer than 0.01 s"
+        text = "DescriptorRing.push: another thread has slot 0 reserved for over 0.01 s"
         assert found == [None, text, 0]
 
 
@@ -286,60 +197,6 @@ def test_a_slot_that_is_dropped_is_the_next_ones() -> None:
         assert ring.push(rows((0, 0, 1)), timeout_s=0) == 1
 
 
-def test_an_interrupt_anywhere_leaves_no_slot_reserved() -> None:
-    """In front of each instruction of Python from `reserve` to the push."""
-    buffer = torch.zeros(2, 8, dtype=torch.uint8)
-    files = {sys.modules[cls.__module__].__file__ for cls in (DescriptorRing, RingSlot)}
-    left = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        frame.f_trace_opcodes = frame.f_code.co_filename in files
-        left -= event == "opcode"
-        if left == 0 and event == "opcode":
-            raise KeyboardInterrupt
-        return trace
-
-    with DescriptorRing(2, 2, device="cpu") as ring:
-
-        def use() -> bool:
-            before = sys.gettrace()
-            sys.settrace(trace)
-            try:
-                with ring.reserve(1):
-                    pass
-            except KeyboardInterrupt:
-                return True
-            finally:
-                sys.settrace(before)
-            return False
-
-        for at in itertools.count(1):
-            left = at
-            was_interrupted = use()
-            pushed = ring.num_pushed
-            assert ring.try_push(rows((0, 0, 1))) == pushed, f"instruction {at}"
-            unpack(*buffer, ring, num_slots=2)
-            if not was_interrupted:
-                break
-        assert at > 100
-
-
-def test_an_interrupted_wait_cancels_nobody_elses_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    with DescriptorRing(3, 8, device="cpu") as ring:
-        slots: list[RingSlot] = []
-        in_thread(lambda: slots.append(ring.reserve(1))).join()
-
-        def interrupt(_: float) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(time, "sleep", interrupt)
-            ring.reserve(1)
-        assert ring.try_push(rows((0, 0, 1))) is None
-        assert slots[0].publish() == 0
-
-
 def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as uv's: the C library has it all the same."""
     monkeypatch.delattr(os, "memfd_create")
@@ -347,18 +204,6 @@ def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ring.push(rows((0, 0, 1))) == 0
         with pytest.raises(PermissionError):
             os.ftruncate(ring.fileno(), 0)
-
-
-def test_goes_when_nobody_has_it() -> None:
-    ring = DescriptorRing(2, 8, device="cpu")
-    fd, address = ring.fileno(), ring.address
-    ring.push(rows((0, 0, 1)))
-    del ring
-    gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    with open("/proc/self/maps") as lines:
-        assert not [line for line in lines if int(line.split("-")[0], 16) == address]
 
 
 def test_a_forked_child_has_no_part_of_it() -> None:
@@ -379,17 +224,167 @@ def test_a_forked_child_has_no_part_of_it() -> None:
     ring.close()
 
 
+# -- used wrongly ----------------------------------------------------------------------------------
+
+ONE = torch.tensor([[0, 0, 1]])
+
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_slots": 0}, ValueError, "num_slots: 0, expected 1 to 65536"),
+    ({"num_slots": 65_537}, ValueError, "num_slots: 65537, expected 1 to 65536"),
+    ({"num_slots": 2.0}, TypeError, "num_slots: float, expected an int"),
+    ({"max_descriptors": True}, TypeError, "max_descriptors: bool, expected an int"),
+    ({"max_descriptors": 65_536}, ValueError, "max_descriptors: 65536, expected 1 to 65535"),
+    ({"num_slots": 65_536, "max_descriptors": 65_535}, MemoryError,
+     "num_slots, max_descriptors: 256 GiB, expected at most the "),
+    ({"device": "meta"}, ValueError, "device: meta, expected cpu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
+def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^DescriptorRing: {re.escape(text)}"):
+        DescriptorRing(**how)
+
+
+def int64(*shape: int, value: int = 0) -> torch.Tensor:
+    return torch.full(shape, value)
+
+
+def with_value(columns: int, column: int, value: int) -> torch.Tensor:
+    made = int64(4, columns)
+    made[3, column] = value
+    return made
+
+
+PUSHES: list[tuple[Any, type[Exception], str]] = [
+    (None, TypeError, "NoneType, expected a tensor or an array of int64"),
+    (torch.zeros(2, 3), TypeError, "dtype float32, expected int64"),
+    (torch.zeros(2, 3, dtype=torch.int32), TypeError, "dtype int32, expected int64"),
+    (int64(3), ValueError, "shape [3], expected [n, 3] or [n, 6]"),
+    (int64(2, 4), ValueError, "shape [2, 4], expected [n, 3] or [n, 6]"),
+    (int64(6, 3), ValueError, "6 of them, expected at most the 5 of a slot"),
+    (with_value(3, 0, -1), ValueError, "src_off -1 of descriptor 3, expected 0 or more"),
+    (with_value(6, 1, -(2**63)), ValueError,
+     f"dst_off {-(2**63)} of descriptor 3, expected 0 or more"),
+    (with_value(3, 2, 2**32), ValueError,
+     "len 4294967296 of descriptor 3, expected 0 to 4294967295"),
+    (with_value(6, 3, 2**40), ValueError,
+     f"count {2**40} of descriptor 3, expected 0 to 4294967295"),
+    (with_value(6, 4, -5), ValueError, "src_stride -5 of descriptor 3, expected 0 or more"),
+    (with_value(6, 5, -5), ValueError, "dst_stride -5 of descriptor 3, expected 0 or more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "kind", "text"), PUSHES, ids=lambda value: str(value)[:30])
+def test_mistakes_of_a_push(given: Any, kind: type[Exception], text: str) -> None:
+    with DescriptorRing(2, 5, device="cpu") as ring:
+        for name in ("push", "try_push"):
+            with pytest.raises(
+                kind, match=f"^DescriptorRing.{name}: descriptors: {re.escape(text)}$"
+            ):
+                getattr(ring, name)(given)
+        assert ring.num_pushed == 0
+        assert ring.push(ONE) == 0
+
+
 @pytest.mark.cuda
-def test_slots_on_the_gpu_are_those_of_the_host() -> None:
-    """As they are at a place of the stream that pushes were made on."""
-    stream = torch.cuda.Stream()
-    with DescriptorRing(3, 5, memory="device") as ring, torch.cuda.stream(stream):
-        memory, slots = memory_of(ring), ring._on_device
-        assert slots is not None
-        for ticket in range(7):
-            ring.push(torch.full((ticket % 6, 3), ticket))
-            begin = memory.slots_at + ticket % 3 * memory.slot_bytes
-            end = begin + 128 + 64 * (ticket % 6)
-            assert torch.equal(slots[begin:end].cpu(), ring._bytes[begin:end])
-            memory.done(ticket % 3).value = ticket // 3 + 1
-        assert torch.equal(slots[:128].cpu(), ring._bytes[:128])
+def test_descriptors_on_a_gpu() -> None:
+    with DescriptorRing(2, 5) as ring:
+        text = "^DescriptorRing.push: descriptors: device cuda:0, expected cpu$"
+        with pytest.raises(ValueError, match=text):
+            ring.push(ONE.cuda())
+
+
+def test_mistakes_of_other_calls() -> None:
+    with DescriptorRing(2, 5, device="cpu") as ring:
+        ring.push(ONE)
+        calls: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+            ("done", {"ticket": 1}, ValueError, "ticket: 1, expected below the 1 pushes so far"),
+            ("wait", {"ticket": -1}, ValueError, "ticket: -1, expected at least 0"),
+            ("wait", {"ticket": 0.0}, TypeError, "ticket: float, expected an int"),
+            ("wait", {"ticket": 0, "timeout_s": -1}, ValueError, "timeout_s: -1, expected 0 or"),
+            (
+                "wait",
+                {"ticket": 0, "timeout_s": None},
+                TypeError,
+                "timeout_s: NoneType, expected a",
+            ),
+            ("reserve", {"num_descriptors": 0}, ValueError, "num_descriptors: 0, expected 1 to 5"),
+            ("reserve", {"num_descriptors": 6}, ValueError, "num_descriptors: 6, expected 1 to 5"),
+            ("reserve", {"timeout_s": "1"}, TypeError, "timeout_s: str, expected a number"),
+        ]
+        for name, how, kind, text in calls:
+            with pytest.raises(kind, match=f"^DescriptorRing.{name}: {re.escape(text)}"):
+                getattr(ring, name)(**how)
+        assert ring.push(ONE) == 1
+
+
+def test_a_reserved_slot() -> None:
+    with DescriptorRing(2, 5, device="cpu") as ring:
+        slot = ring.reserve(3)
+        own = "this thread has a slot reserved; publish() or cancel() it first"
+        for name, arguments in (("push", (ONE,)), ("try_push", (ONE,)), ("reserve", ())):
+            with pytest.raises(RuntimeError, match=rf"^DescriptorRing.{name}: {re.escape(own)}$"):
+                getattr(ring, name)(*arguments)
+        with pytest.raises(ValueError, match=r"^RingSlot.publish: num_descriptors: 4, expected 1 "):
+            slot.publish(4)
+        assert slot.publish() == 0
+        over = "the slot was pushed or cancelled; reserve another one"
+        for name, use in (
+            (".publish", slot.publish),
+            (".cancel", slot.cancel),
+            ("", lambda: slot.src_off),
+            ("", slot.__enter__),
+        ):
+            with pytest.raises(RuntimeError, match=f"^RingSlot{name}: {re.escape(over)}$"):
+                use()
+        assert repr(slot) == "RingSlot(0, ticket 0, pushed or cancelled)"
+        assert ring.push(ONE) == 1
+
+
+def test_a_closed_one() -> None:
+    ring = DescriptorRing(2, 5, device="cpu")
+    assert re.fullmatch(
+        r"DescriptorRing\(2 slots of 5 descriptors, (pinned|pageable), 0 pushed\)",
+        repr(ring),
+    )
+    slot = ring.reserve(1)
+    lengths = slot.len
+    ring.close()
+    ring.close()
+    assert repr(ring) == "DescriptorRing(2 slots of 5 descriptors, closed)"
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    for use in (
+        lambda: ring.push(ONE),
+        lambda: ring.try_push(ONE),
+        ring.reserve,
+        slot.publish,
+        lambda: ring.done(0),
+        lambda: ring.wait(0),
+        ring.fileno,
+        lambda: ring.address,
+        lambda: ring.num_pushed,
+        lambda: unpack(buffer[:4], buffer[4:], ring),
+        lambda: unpack(buffer[:4], buffer[4:], ring, slot=1),
+        ring.__enter__,
+    ):
+        with pytest.raises(RuntimeError, match=r"^DescriptorRing: the ring is closed"):
+            use()
+    lengths[:] = 3  # memory that a view keeps
+    assert lengths.tolist() == [3]
+
+
+def test_a_ring_of_the_cpu_has_no_server() -> None:
+    with DescriptorRing(1, 1, device="cpu") as ring:
+        text = "DescriptorRing.serve: DescriptorRing(1 slot of 1 descriptors, "
+        with pytest.raises(ValueError, match=re.escape(text)) as caught:
+            ring.serve(torch.zeros(1), torch.zeros(1))
+        assert str(caught.value).endswith(", expected a ring of a GPU")
+
+
+def test_more_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux would kill the process once it writes there."""
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 20)
+    text = "DescriptorRing: num_slots, max_descriptors: 62.68 MiB, expected at most the 1 MiB that"
+    with pytest.raises(MemoryError, match=f"^{re.escape(text)}"):
+        DescriptorRing(500, 2050, device="cpu")

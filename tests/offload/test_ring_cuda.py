@@ -1,25 +1,16 @@
-"""jitkern.unpack of a DescriptorRing on a GPU: what it copies, and when that is there."""
+"""jitkern.unpack of a DescriptorRing on a GPU: what it copies and when, also in graphs."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 import re
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from needs import needs_cxx
 from rings import (
-    EXAMPLE,
-    MESSAGE_BYTES,
     SEALS_AT,
-    compiled,
     memory_of,
-    message,
     random_rows,
     ref_unpack,
     ring_word,
@@ -34,7 +25,6 @@ from jitkern.offload import DescriptorRing
 pytestmark = pytest.mark.cuda
 
 MARGIN = 256
-both_memories = pytest.mark.parametrize("memory", ["mapped", "device"])
 
 
 def random_bytes(count: int, seed: int) -> Tensor:
@@ -66,14 +56,13 @@ class Sides:
         return torch.equal(self._whole.cpu(), self._wanted_whole)
 
 
-@both_memories
 @pytest.mark.parametrize("columns", [3, 6])
-def test_against_the_reference_around_the_ring(columns: int, memory: str) -> None:
+def test_against_the_reference_around_the_ring(columns: int) -> None:
     """Some pushes, then a call that takes up to so many; those of a call go to places of theirs."""
     generator = torch.Generator().manual_seed(columns)
     draw = random.Random(columns)
     num_slots, part = 3, 5003
-    with DescriptorRing(num_slots, 70, memory) as ring:
+    with DescriptorRing(num_slots, 70) as ring:
         for alignment in range(8):
             sides = Sides(3 * part, src_at=draw.randrange(16), dst_at=draw.randrange(16))
             waiting: list[Tensor] = []
@@ -97,13 +86,12 @@ def test_against_the_reference_around_the_ring(columns: int, memory: str) -> Non
             torch.cuda.synchronize()
 
 
-@both_memories
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 512, 513, 2048])
-def test_counts_of_descriptors(count: int, memory: str) -> None:
+def test_counts_of_descriptors(count: int) -> None:
     """Around those that come with the word, and those of one hand."""
     generator = torch.Generator().manual_seed(count)
     sides = Sides(64 * 2048, dst_at=3)
-    with DescriptorRing(2, 2048, memory) as ring:
+    with DescriptorRing(2, 2048) as ring:
         for ticket in range(5):  # slots that held others
             fewer = count if ticket % 2 == 0 else max(0, count - 1)
             descriptors = random_rows(generator, (3, 6)[ticket % 2], fewer, 64 * 2048)
@@ -114,49 +102,7 @@ def test_counts_of_descriptors(count: int, memory: str) -> None:
             assert ring.done(ticket)
 
 
-@both_memories
-@pytest.mark.parametrize("host", ["src", "dst"])
-def test_pinned_host_memory(host: str, memory: str) -> None:
-    generator = torch.Generator().manual_seed(7)
-    sides = Sides(1 << 20, src_at=1, dst_at=6, host=host)
-    with DescriptorRing(2, 300, memory) as ring:
-        for ticket, count in enumerate((1, 300, 0, 128, 5)):
-            descriptors = random_rows(generator, 6, count, 1 << 20)
-            ring.push(descriptors)
-            sides.expect(descriptors)
-            unpack(sides.dst, sides.src, ring, num_slots=2)
-            ring.wait(ticket, timeout_s=60)
-            if host == "dst":  # the host waits for no stream
-                assert torch.equal(sides.dst, sides._wanted)
-            assert sides.are_right()
-
-
-@both_memories
-@pytest.mark.parametrize("where", [0, 50, 99])
-def test_a_large_piece_among_small_ones(where: int, memory: str) -> None:
-    large, small = 64 << 20, 999
-    src = torch.randint(256, (large + 100_000,), dtype=torch.uint8, device="cuda")
-    dst, wanted = torch.zeros(2, large + 200_000, dtype=torch.uint8, device="cuda")
-    listed, at = [], 1
-    for i in range(100):
-        size = large if i == where else small
-        listed.append((i, at, size))
-        at += size + i % 3
-    descriptors = rows(*listed)
-    with DescriptorRing(2, 128, memory) as ring:
-        ring.push(descriptors)
-        ring.push(rows((5, large + 150_000, 7)))
-        unpack(dst, src, ring, num_slots=2)
-        ref_unpack(wanted, src, descriptors)
-        ref_unpack(wanted, src, rows((5, large + 150_000, 7)))
-        torch.cuda.synchronize()
-        jitkern.check()
-        assert torch.equal(dst, wanted)
-        assert ring.done(0) and ring.done(1)
-
-
-@both_memories
-def test_out_of_range(memory: str) -> None:
+def test_out_of_range() -> None:
     """Skipped, all others are copied, the next call says so, and the ring goes on."""
     sides = Sides(60)
     wrong = [
@@ -170,7 +116,7 @@ def test_out_of_range(memory: str) -> None:
     ]
     end = " (found by an earlier call on cuda:0; nothing of that descriptor was copied)"
     good = rows((3, 1, 5, 1, 0, 0), (20, 30, 1, 2, 2, 3))
-    with DescriptorRing(2, 5, memory) as ring:
+    with DescriptorRing(2, 5) as ring:
         for values, text in wrong:
             ring.push(rows((9, 50, 8)))  # in slot 0
             last = rows((0, 10, 3, 1, 0, 0))
@@ -185,14 +131,13 @@ def test_out_of_range(memory: str) -> None:
             assert ring.done(ring.num_pushed - 1)
 
 
-@both_memories
-def test_the_bytes_are_there_once_it_is_completed(memory: str) -> None:
+def test_the_bytes_are_there_once_it_is_completed() -> None:
     """For another stream, which waits for nothing but the host."""
     consuming, reading = torch.cuda.Stream(), torch.cuda.Stream()
     generator = torch.Generator().manual_seed(3)
     num_bytes = 4 << 20
     sides = Sides(num_bytes)
-    with DescriptorRing(2, 64, memory) as ring:
+    with DescriptorRing(2, 64) as ring:
         for ticket in range(40):
             descriptors = random_rows(generator, 3, 64, num_bytes)
             ring.push(descriptors)
@@ -206,101 +151,6 @@ def test_the_bytes_are_there_once_it_is_completed(memory: str) -> None:
             reading.synchronize()
             assert torch.equal(seen.cpu(), sides._wanted)
         assert sides.are_right()
-
-
-@both_memories
-def test_a_push_waits_until_the_gpu_has_consumed(memory: str) -> None:
-    stream = torch.cuda.Stream()
-    sides = Sides(1000)
-    pushes = [rows((i, 100 * i, 77)) for i in range(8)]
-    with DescriptorRing(2, 4, memory) as ring:
-        for descriptors in pushes[:2]:
-            ring.push(descriptors)
-        for ticket, descriptors in enumerate(pushes[2:], 2):
-            assert ring.try_push(descriptors) is None
-            assert not ring.done(ticket - 2)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(20_000_000)
-                unpack(sides.dst, sides.src, ring)
-            assert ring.push(descriptors, timeout_s=60) == ticket
-            assert ring.done(ticket - 2)
-        torch.cuda.synchronize()
-        unpack(sides.dst, sides.src, ring, num_slots=2)
-        for descriptors in pushes:
-            sides.expect(descriptors)
-        assert sides.are_right()
-
-
-@needs_cxx
-def test_ten_thousand_rounds_of_a_producer_in_cpp(tmp_path: Path) -> None:
-    """Each message by its bytes; a hundred times the ring is full, then runs empty."""
-    library = compiled(EXAMPLE, tmp_path / "libproducer.so", ("-O2", "-shared", "-fPIC"))
-    produce = ctypes.CDLL(str(library)).produce
-    rounds, at_once = 10_000, 100
-    draw = random.Random(1)
-    bounce = torch.zeros(5 * MESSAGE_BYTES, dtype=torch.uint8).pin_memory()
-    dst = torch.zeros(5, MESSAGE_BYTES, dtype=torch.uint8, device="cuda")
-    log = torch.zeros(rounds, MESSAGE_BYTES, dtype=torch.uint8, device="cuda")
-    deadline = time.monotonic() + 300
-    ticket = 0
-    with DescriptorRing(5, 37) as ring:
-        pointers = (ctypes.c_void_p(ring.address), ctypes.c_void_p(bounce.data_ptr()))
-
-        def take() -> None:
-            """Queue a call, and keep what it has brought."""
-            nonlocal ticket
-            unpack(dst, bounce, ring, num_slots=draw.randint(1, 5))
-            torch.cuda.synchronize()
-            jitkern.check()
-            while ticket < ring.num_pushed and ring.done(ticket):
-                log[ticket].copy_(dst[ticket % 5])
-                ticket += 1
-            assert time.monotonic() < deadline
-
-        for begin in range(0, rounds, at_once):
-            thread = threading.Thread(target=produce, args=(*pointers, at_once, begin), daemon=True)
-            thread.start()
-            try:
-                while ring.num_pushed < begin + 5:
-                    assert time.monotonic() < deadline
-                    time.sleep(1e-5)
-                while ticket < begin + at_once:
-                    take()
-            finally:
-                thread.join(60)
-            take()
-            assert ticket == ring.num_pushed == begin + at_once
-        for begin in range(0, rounds, 1000):
-            sent = message(torch.arange(begin, begin + 1000)[:, None])
-            assert torch.equal(log[begin : begin + 1000].cpu(), sent), f"from {begin} on"
-
-
-@both_memories
-def test_another_device_is_refused(memory: str) -> None:
-    src, dst = torch.zeros(2, 8)
-    text = "^unpack: dst: device cpu, expected device cuda:0, the ring's$"
-    with DescriptorRing(2, 4, memory, "cuda:0") as ring:
-        ring.push(rows((0, 0, 8)))
-        with pytest.raises(ValueError, match=text):
-            unpack(dst.pin_memory(), src.pin_memory(), ring)
-        for sides, name in (((dst, src.cuda()), "dst"), ((dst.cuda(), src), "src")):
-            with pytest.raises(ValueError, match=f"^unpack: {name}: pageable host memory, expec"):
-                unpack(*sides, ring)
-        whole = torch.zeros(16, device="cuda")
-        with pytest.raises(ValueError, match=r"^unpack: dst: overlaps src, expected memory of"):
-            unpack(whole[:9], whole[8:], ring)
-        torch.cuda.synchronize()
-        assert not ring.done(0)
-
-
-@pytest.mark.multigpu
-def test_another_gpu_is_refused() -> None:
-    text = "^unpack: dst: device cuda:1, expected device cuda:0, the ring's$"
-    with DescriptorRing(2, 4, device="cuda:0") as ring:
-        src, dst = torch.zeros(2, 8, device="cuda:1")
-        with pytest.raises(ValueError, match=text):
-            unpack(dst, src, ring)
 
 
 def refused_if_busy(call: Callable[[], None]) -> bool:
@@ -318,12 +168,11 @@ def refused_if_busy(call: Callable[[], None]) -> bool:
     return False
 
 
-@both_memories
-def test_two_streams_at_once(memory: str) -> None:
+def test_two_streams_at_once() -> None:
     """What is refused takes nothing; behind it the ring goes on in turn."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     sides = Sides(3 * 100_000)
-    with DescriptorRing(3, 64, memory) as ring:
+    with DescriptorRing(3, 64) as ring:
         generator = torch.Generator().manual_seed(5)
         for _ in range(100):
             for _ in range(3):
@@ -344,13 +193,12 @@ def test_two_streams_at_once(memory: str) -> None:
             assert ring.done(ring.num_pushed - 1)
 
 
-@both_memories
-def test_never_torn_or_stale(memory: str) -> None:
+def test_never_torn_or_stale() -> None:
     """Words and seals that a producer cannot have written, put there by hand."""
     sides = Sides(600 * 8)
-    with DescriptorRing(2, 600, memory) as ring:
+    with DescriptorRing(2, 600) as ring:
         layout = memory_of(ring)
-        slots = ring._bytes if ring._on_device is None else ring._on_device
+        slots = ring._bytes
 
         def put(at: int, value: int) -> None:
             slots[at : at + 8].view(torch.int64).fill_(value)
@@ -390,3 +238,99 @@ def test_never_torn_or_stale(memory: str) -> None:
             unpack(sides.dst, sides.src, ring)
             assert sides.are_right()
             assert ring.done(ticket)
+
+
+def test_a_call_that_raises_what_another_left_takes_its_push() -> None:
+    src = torch.randint(256, (4096,), dtype=torch.uint8, device="cuda")
+    dst = torch.zeros_like(src)
+    wrong = torch.tensor([[4000, 0, 97]], device="cuda")
+    with DescriptorRing(2, 4) as ring:
+        text = "^DescriptorRing.push: descriptors: device cuda:0, expected cpu$"
+        with pytest.raises(ValueError, match=text):
+            ring.push(wrong)
+        for at in (0, 100, 200):
+            unpack(dst, src, wrong)
+            torch.cuda.synchronize()
+            ticket = ring.push(torch.tensor([[at, at, 100]]))
+            with pytest.raises(IndexError, match="bytes up to 4097 in descriptor 0, expected at"):
+                unpack(dst, src, ring)
+            ring.wait(ticket)
+            assert torch.equal(dst[: at + 100], src[: at + 100])
+
+
+# -- graphs: a replay takes what is there by then --------------------------------------------------
+
+PART = 10_007
+
+
+def captured(
+    *calls: dict[str, int | None], sides: Sides, ring: DescriptorRing
+) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for how in calls:
+            unpack(sides.dst, sides.src, ring, **how)
+    return graph
+
+
+class Pushes:
+    """Pushes of one ring, each of which goes to a place of its slot."""
+
+    def __init__(self, ring: DescriptorRing, sides: Sides) -> None:
+        self._ring, self._sides = ring, sides
+        self._generator = torch.Generator().manual_seed(1)
+        self._made: list[Tensor] = []
+
+    def push(self, count: int) -> None:
+        for _ in range(count):
+            descriptors = random_rows(self._generator, 6, 40, PART)
+            descriptors[:, 1] += len(self._made) % self._ring.num_slots * PART
+            assert self._ring.push(descriptors, timeout_s=60) == len(self._made)
+            self._made.append(descriptors)
+
+    def check(self, *taken: int) -> None:
+        """Hold these to have been taken, and all pushes to be done that were."""
+        for ticket in taken:
+            self._sides.expect(self._made[ticket])
+        assert self._sides.are_right()
+        for ticket in taken:
+            assert self._ring.done(ticket)
+
+
+def test_a_graph_of_three_calls() -> None:
+    """The first call is captured as well; each replay takes other pushes, or fewer, or none."""
+    sides = Sides(4 * PART, src_at=3, dst_at=5)
+    with DescriptorRing(4, 64) as ring:
+        pushes = Pushes(ring, sides)
+        graph = captured({}, {}, {}, sides=sides, ring=ring)
+        pushes.check()  # capturing takes nothing
+        first = 0
+        for count in (3, 0, 2, 1, 3, 0, 0, 3, 1, 3):
+            pushes.push(count)
+            graph.replay()
+            pushes.check(*range(first, first + count))
+            first += count
+        pushes.push(4)
+        graph.replay()
+        pushes.check(first, first + 1, first + 2)
+        assert not ring.done(first + 3)
+        graph.replay()
+        pushes.check(first + 3)
+
+
+def test_two_graphs_and_calls_of_one_ring() -> None:
+    sides = Sides(4 * PART)
+    with DescriptorRing(4, 64) as ring:
+        pushes = Pushes(ring, sides)
+        one = captured({}, sides=sides, ring=ring)
+        other = captured({"num_slots": 2}, {}, sides=sides, ring=ring)
+        for first in range(0, 40, 4):
+            pushes.push(4)
+            one.replay()
+            pushes.check(first)
+            if first % 8 == 0:
+                other.replay()
+            else:
+                unpack(sides.dst, sides.src, ring, num_slots=4)
+            pushes.check(first + 1, first + 2, first + 3)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 import jitkern
 from jitkern.offload import DescriptorRing
 
-on_a_gpu = pytest.mark.cuda
+pytestmark = pytest.mark.cuda
 PATIENT_S = 60.0
 
 
@@ -28,7 +26,6 @@ def sides() -> tuple[Tensor, Tensor]:
     )
 
 
-@on_a_gpu
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 8])
 def test_what_is_pushed_is_copied(sides: tuple[Tensor, Tensor], num_sms: int) -> None:
     """Around the ring, triples and sextuples, none and more than are handed over at once."""
@@ -54,19 +51,6 @@ def test_what_is_pushed_is_copied(sides: tuple[Tensor, Tensor], num_sms: int) ->
     jitkern.check()
 
 
-@on_a_gpu
-def test_long_pieces_among_short_ones() -> None:
-    src = torch.randint(256, (9 << 20,), dtype=torch.uint8, device="cuda")
-    dst = torch.zeros_like(src)
-    pushed = [(1 + i * 64, 64 * i, 60) for i in range(100)]
-    pushed.insert(50, (100_001, 200_000, 8 << 20))
-    with DescriptorRing() as ring, ring.serve(dst, src, num_sms=4):
-        ring.wait(ring.push(rows(*pushed)), timeout_s=PATIENT_S)
-    for src_off, dst_off, length in pushed:
-        assert torch.equal(dst[dst_off : dst_off + length], src[src_off : src_off + length])
-
-
-@on_a_gpu
 def test_the_body_raises(sides: tuple[Tensor, Tensor]) -> None:
     with DescriptorRing() as ring:
         with pytest.raises(KeyError), ring.serve(*sides) as server:
@@ -81,7 +65,6 @@ def test_the_body_raises(sides: tuple[Tensor, Tensor]) -> None:
         assert torch.equal(dst[:16].view(2, 8), src[:8].expand(2, 8))
 
 
-@on_a_gpu
 def test_it_ends_by_itself(sides: tuple[Tensor, Tensor]) -> None:
     """A wait for the whole device is no longer than that; another one takes what is left."""
     dst, src = sides
@@ -98,7 +81,6 @@ def test_it_ends_by_itself(sides: tuple[Tensor, Tensor]) -> None:
         assert torch.equal(dst[:16], src[:16])
 
 
-@on_a_gpu
 def test_who_else_wants_the_ring_is_refused(sides: tuple[Tensor, Tensor]) -> None:
     dst, src = sides
     with DescriptorRing() as ring, DescriptorRing() as other:
@@ -118,29 +100,6 @@ def test_who_else_wants_the_ring_is_refused(sides: tuple[Tensor, Tensor]) -> Non
         assert torch.equal(dst[:16], src[:16])
 
 
-@on_a_gpu
-def test_out_of_range(sides: tuple[Tensor, Tensor]) -> None:
-    """Skipped and reported, and the server goes on."""
-    dst, src = sides
-    with DescriptorRing(4) as ring, ring.serve(dst, src):
-        ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
-        ring.wait(ring.push(rows((8, 8, 8), (4000, 0, 97), (16, 16, 8))), timeout_s=PATIENT_S)
-        text = "unpack: src: bytes up to 4097 in descriptor 1 of slot 1, expected at most 4096"
-        with pytest.raises(IndexError, match=re.escape(text)):
-            jitkern.check()
-        ring.wait(ring.push(rows((24, 24, 8))), timeout_s=PATIENT_S)
-    assert torch.equal(dst[:32], src[:32]) and not dst[32:].any()
-
-
-@on_a_gpu
-def test_close_ends_it(sides: tuple[Tensor, Tensor]) -> None:
-    ring = DescriptorRing()
-    with ring.serve(*sides) as server:
-        ring.close()
-        assert not server.is_running
-
-
-@on_a_gpu
 def test_close_ends_the_one_that_runs(sides: tuple[Tensor, Tensor]) -> None:
     ring = DescriptorRing()
     one, other = ring.serve(*sides), ring.serve(*sides)
@@ -151,19 +110,6 @@ def test_close_ends_the_one_that_runs(sides: tuple[Tensor, Tensor]) -> None:
         other.__enter__()
 
 
-@on_a_gpu
-def test_its_stream_is_nobody_elses(sides: tuple[Tensor, Tensor]) -> None:
-    """Torch hands out 32 streams in turn."""
-    current = torch.cuda.Stream()
-    with DescriptorRing() as ring, torch.cuda.stream(current):
-        for _ in range(40):
-            torch.cuda.Stream()
-            with ring.serve(*sides) as server:
-                assert server._stream.cuda_stream != current.cuda_stream
-                ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
-
-
-@on_a_gpu
 @pytest.mark.parametrize("num_slots", [1, 2, 16])
 def test_it_ends_though_a_push_is_always_there(
     sides: tuple[Tensor, Tensor], num_slots: int
@@ -190,7 +136,6 @@ def test_it_ends_though_a_push_is_always_there(
     jitkern.check()
 
 
-@on_a_gpu
 def test_a_process_that_ends_has_it_end(
     fresh_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
@@ -207,35 +152,3 @@ print(time.time())
 """
     done = fresh_python(code)
     assert time.time() - float(done.stdout) < 30
-
-
-@on_a_gpu
-def test_wrong_arguments(sides: tuple[Tensor, Tensor]) -> None:
-    dst, src = sides
-
-    def bad(kind: type[Exception], text: str, *given: Any, **how: Any) -> None:
-        message = f"^DescriptorRing.serve: {re.escape(text)}"
-        with pytest.raises(kind, match=message), ring.serve(*given, **how):
-            pass
-
-    with DescriptorRing(memory="device") as ring:
-        bad(ValueError, "DescriptorRing(16 slots", dst, src)
-    with DescriptorRing() as ring:
-        bad(ValueError, "num_sms: 0, expected 1 to 8", dst, src, num_sms=0)
-        bad(ValueError, "num_sms: 9, expected 1 to 8", dst, src, num_sms=9)
-        bad(ValueError, "idle_timeout_s: -1", dst, src, idle_timeout_s=-1)
-        text = "unpack: dst: device cpu, expected device cuda:0, the ring's"
-        with pytest.raises(ValueError, match=text), ring.serve(dst.cpu(), src.cpu()):
-            pass
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            dst.zero_()
-            bad(RuntimeError, "a graph is being captured; serve outside of it", dst, src)
-
-
-def test_a_ring_of_the_cpu_has_no_server() -> None:
-    with DescriptorRing(1, 1, device="cpu") as ring:
-        text = "DescriptorRing.serve: DescriptorRing(1 slot of 1 descriptors, "
-        with pytest.raises(ValueError, match=re.escape(text)) as caught:
-            ring.serve(torch.zeros(1), torch.zeros(1))
-        assert str(caught.value).endswith(", expected a mapped ring of a GPU")

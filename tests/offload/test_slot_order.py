@@ -1,12 +1,11 @@
 """What orders the streams of a SlotPipeline is enough, and nothing of it can be left out.
 
 Without a GPU: slot_order.py on a driver that notes what it is told. It is then held to host modules
-that are wrong, of which it has to find each; so is slot_sampling_child.py, for the times.
+that are wrong, of which it has to find each.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from emulate.proof import unproved_of_the_host
 from fake_gpu import COMPILER, HERE, needs_fake_gpu
 from needs import needs_cxx
 from paths import TESTS, python_path
-from slot_mutants import MUTANTS, TIMES_MUTANTS, Mutant
+from slot_mutants import MUTANTS, Mutant
 from threads.program import Builder, forget_old
 
 from jitkern.compilers.sources import CSRC
@@ -28,7 +27,6 @@ from jitkern.host.module import module
 pytestmark = [needs_cxx, *needs_fake_gpu]
 
 PROGRAM = Path(__file__).resolve().parent / "slot_order.py"
-TIMES_PROGRAM = PROGRAM.with_name("slot_sampling_child.py")
 # Of the host module what SlotStreams needs.
 SOURCES = ("host/[!u]*.cc", "offload/slot*.cc")
 
@@ -110,14 +108,3 @@ def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mut
     # Noticed by the order, or by the driver, which refuses a wait; not by a crash.
     noticed = ("is not before", "cuStreamWaitEvent", "could not wait", "cuEvent")
     assert any(text in done.stdout for text in noticed), done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("mutant", unproved_of_the_host("slot_order", TIMES_MUTANTS), ids=name_of)
-def test_mutant_of_times_is_caught(
-    driver: Path, store: Path, tmp_path: Path, mutant: Mutant
-) -> None:
-    library = build(mutant, store, tmp_path)
-    done = run(driver, ["check_", str(library)], TIMES_PROGRAM)
-    assert done.returncode == 0, done.stderr
-    failed = [text for text in json.loads(done.stdout.splitlines()[-1]).values() if text]
-    assert any("AssertionError" in text for text in failed), failed or "nobody noticed"

@@ -276,10 +276,10 @@ def kernels_wheel() -> str:
 
 def _host_memory() -> str:
     from jitkern.fs import free_bytes
-    from jitkern.offload import hostmem
+    from jitkern.offload import memory
 
     total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), free_bytes()
-    nodes = len(hostmem.numa_nodes()) or 1
+    nodes = len(memory.numa_nodes()) or 1
     found = f"{ui.bytes_text(total)} on {nodes} NUMA node{'s' * (nodes > 1)}"
     return found if free is None else f"{ui.bytes_text(free)} free of {found}"
 

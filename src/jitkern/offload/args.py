@@ -1,9 +1,9 @@
-"""Arguments of what is in this room: what came, and what is expected."""
+"""Argument checks of this wing: each raises ``call: name: what came, expected what``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -11,35 +11,30 @@ if TYPE_CHECKING:
     import torch
 
 
-def _int_arg(call: str, name: str, value: Any) -> int:
-    """Return what is an int, or counts as one, such as NumPy's."""
+def count_arg(
+    call: str,
+    name: str,
+    value: Any,
+    most: int | None = None,
+    *,
+    least: int = 1,
+    error: type[Exception] = ValueError,
+) -> int:
+    """Return an int of `least` to `most`; NumPy's ints count as ints, tensors do not."""
     try:
-        if not isinstance(value, bool):
-            return index(value)
+        if isinstance(value, bool) or hasattr(value, "untyped_storage"):
+            raise TypeError  # a tensor on the GPU would be waited for
+        number = index(value)
     except TypeError:
-        pass
-    raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int")
-
-
-def count_arg(call: str, name: str, value: Any, most: int = 0) -> int:
-    """Return an int of 1 to `most`; 0: of any size."""
-    count = _int_arg(call, name, value)
-    if count < 1 or (most and count > most):
-        expected = f"1 to {most}" if most else "at least 1"
-        raise ValueError(f"{call}: {name}: {count}, expected {expected}")
-    return count
-
-
-def natural_arg(call: str, name: str, value: Any) -> int:
-    """Return an int of 0 or more."""
-    number = _int_arg(call, name, value)
-    if number < 0:
-        raise ValueError(f"{call}: {name}: {number}, expected 0 or more")
+        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int") from None
+    if number < least or (most is not None and number > most):
+        expected = f"{least} to {most}" if most is not None else f"at least {least}"
+        raise error(f"{call}: {name}: {number}, expected {expected}")
     return number
 
 
 def number_arg(call: str, name: str, value: Any, most: float = math.inf) -> float:
-    """Return a number of 0 to `most`."""
+    """Return a finite number of 0 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{call}: {name}: {type(value).__name__}, expected a number")
     if not 0 <= value <= most or math.isinf(value):
@@ -48,27 +43,26 @@ def number_arg(call: str, name: str, value: Any, most: float = math.inf) -> floa
     return float(value)
 
 
-def function_arg(call: str, name: str, value: Any) -> None:
-    """Raise TypeError for what cannot be called."""
-    if not callable(value):
-        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected a function")
-
-
-def iterable_arg(call: str, name: str, value: Any) -> None:
-    """Raise TypeError for what cannot be gone over."""
-    if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
-        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an iterable")
+def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
+    """Return one of some strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected a str")
+    if value not in choices:
+        expected = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f'{call}: {name}: "{value}", expected {expected}')
+    return value
 
 
 def optional_arg(call: str, name: str, value: Any, kind: type) -> None:
-    """Raise TypeError for what is neither None nor of this class."""
+    """Raise TypeError unless it is None or of this class."""
     if value is not None and not isinstance(value, kind):
-        what = type(value).__name__
-        raise TypeError(f"{call}: {name}: {what}, expected an {kind.__name__} or None")
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
+        expected = f"{article} {kind.__name__} or None"
+        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected {expected}")
 
 
 def shape_arg(call: str, name: str, shape: Any) -> tuple[int, ...]:
-    """Return the sizes of a shape that is not empty."""
+    """Return the sizes of a shape; each is at least 1."""
     expected = "a sequence of ints"
     if not isinstance(shape, Sequence) or isinstance(shape, str | bytes):
         raise TypeError(f"{call}: {name}: {type(shape).__name__}, expected {expected}")
@@ -93,7 +87,7 @@ def dtype_arg(call: str, dtype: Any) -> torch.dtype:
 
 
 def device_arg(call: str, device: Any) -> torch.device:
-    """Return a device of this machine, with its number if it is a GPU."""
+    """Return a device of this machine; a GPU has its number."""
     import torch
 
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
@@ -102,36 +96,12 @@ def device_arg(call: str, device: Any) -> torch.device:
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError:
-        found = None
-    if found is not None and found.type == "cpu":
-        return torch.device("cpu")
+        found = torch.device("meta")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found is not None and found.type == "cuda" and (found.index or 0) < count:
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type == "cuda" and (found.index or 0) < count:
         number = torch.cuda.current_device() if found.index is None else found.index
         return torch.device("cuda", number)
-    there = "cpu" if count == 0 else f"cpu or cuda:0 to cuda:{count - 1}"
-    raise ValueError(f"{call}: device: {device!s}, expected {there}")
-
-
-def int64_arg(call: str, name: str, given: Any) -> torch.Tensor:
-    """Return the numbers of a tensor or another buffer, such as a NumPy array, as a tensor."""
-    import torch
-
-    if isinstance(given, torch.Tensor):
-        return given
-    expected = "a tensor or an array of int64"
-    try:
-        buffer = memoryview(given)
-    except TypeError:
-        what = type(given).__name__
-        raise TypeError(f"{call}: {name}: {what}, expected {expected}") from None
-    if buffer.format not in ("l", "q"):
-        text = f"items of format {buffer.format!r}, expected int64"
-        raise TypeError(f"{call}: {name}: {text}")
-    shape = buffer.shape or ()
-    if buffer.nbytes == 0:
-        return torch.empty(shape, dtype=torch.int64, device="cpu")  # whatever torch's default
-    # torch takes no memory that cannot be written, and none with gaps.
-    in_place = buffer.c_contiguous and not buffer.readonly
-    flat = torch.frombuffer(buffer if in_place else bytearray(buffer), dtype=torch.int64)
-    return flat.view(shape)
+    expected = "cpu" if count == 0 else f"cpu or cuda:0 to cuda:{count - 1}"
+    raise ValueError(f"{call}: device: {device!s}, expected {expected}")

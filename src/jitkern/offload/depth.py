@@ -1,8 +1,7 @@
-"""How many slots a pipeline should have: a state machine that is fed with iterations.
+"""How many slots a pipeline should have, decided from the times of its last iterations.
 
-How long the copies and bodies of the last iterations took says what any number of slots would have
-made of them: their recurrence is gone through for depths between those that are allowed. So the
-right depth is found in one step and not by trying, and none is taken where no depth helps.
+The times of copies and bodies tell how long these iterations would have taken with any number of
+slots. So the right depth is computed and not tried, and none is taken if no depth helps.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 from jitkern.offload.args import count_arg, number_arg
 
+MAX_SLOTS = 4096  # of a pipeline
 _HISTORY = 128  # iterations, at most, that slots are given back by; half of them for taking some
 _RECENT = 16  # iterations that are compared with those before them
 _GAIN = 0.03  # of time that more slots have to save
@@ -27,7 +27,7 @@ _MAX_WAIT = 4096
 
 @dataclass(frozen=True)
 class AutoDepth:
-    """Lets a ``SlotPipeline`` take slots more where they save time, and give them back.
+    """Lets a ``SlotPipeline`` take more slots if they save time, and give them back.
 
     `num_slots` of the pipeline is the least. At least one of the limits is needed.
 
@@ -36,7 +36,7 @@ class AutoDepth:
     max_slots, max_bytes : int, optional
         Most slots, and most bytes of all slots.
     stall_share : float
-        More slots are thought of where a larger part of iterations than this waits for copies.
+        More slots are considered if a larger part of iterations than this waits for copies.
     patience : int
         Iterations before the first decision, and at least between two.
     """
@@ -55,22 +55,13 @@ class AutoDepth:
             raise ValueError("AutoDepth: max_slots: None, expected it or max_bytes")
 
     def most(self, num_slots: int, slot_bytes: int) -> int:
-        """Return the most slots of a pipeline; ValueError unless it may have those it begins with.
-
-        Parameters
-        ----------
-        num_slots, slot_bytes : int
-            Slots that it begins with, and bytes of each.
-        """
-        limits = []
-        if self.max_slots is not None:
-            limits.append(self.max_slots)
-        if self.max_bytes is not None:
-            limits.append(self.max_bytes // slot_bytes)
-        if min(limits) < num_slots:
-            text = f"at most {min(limits)} slots of {slot_bytes} bytes"
+        """Return the most slots of a pipeline; ValueError if those it begins with are too many."""
+        by_bytes = MAX_SLOTS if self.max_bytes is None else self.max_bytes // slot_bytes
+        most = min(self.max_slots or MAX_SLOTS, by_bytes, MAX_SLOTS)
+        if most < num_slots:
+            text = f"at most {most} slots of {slot_bytes} bytes"
             raise ValueError(f"SlotPipeline: auto_depth: {text}, expected at least {num_slots}")
-        return min(limits)
+        return most
 
 
 class Iteration(NamedTuple):
@@ -84,11 +75,7 @@ class Iteration(NamedTuple):
 
 
 def total_ms(iterations: Sequence[Iteration], depth: int) -> float:
-    """Return what iterations would take with so many slots.
-
-    A load waits for the load before it and for its slot, a compute for its load and the compute
-    before it, a store for its compute and the store before it.
-    """
+    """Return how long iterations would take with so many slots."""
     loaded = computed = stored = 0.0
     freed = deque([0.0] * depth)
     for load_ms, compute_ms, store_ms, _, follows in iterations:
@@ -103,14 +90,7 @@ def total_ms(iterations: Sequence[Iteration], depth: int) -> float:
 
 
 class DepthController:
-    """Decides on a depth; `depth` is what it is to be now.
-
-    Parameters
-    ----------
-    config : AutoDepth
-    least, most : int
-        Depths between which it decides; it begins with the least.
-    """
+    """Decides on a depth from `least`, with which it begins, to `most`; `depth` is the decision."""
 
     def __init__(self, config: AutoDepth, least: int, most: int) -> None:
         self.depth: int = least
@@ -140,16 +120,9 @@ class DepthController:
     ) -> None:
         """Take the times of one more iteration that is over.
 
-        Parameters
-        ----------
-        load_ms, store_ms : float
-            By which its copies kept the link busy, 0 for none.
-        compute_ms : float
-            From when its body could have begun to its end.
-        stall_ms : float
-            That its body waited for a copy.
-        follows : bool
-            Whether the iteration before it was still under way.
+        `load_ms` and `store_ms` are by how much it kept the link busy longer; `compute_ms` is from
+        when the body could begin to its end; `stall_ms` that it waited for a copy. `follows` is
+        false if all iterations before it were waited for.
         """
         self._history.append(Iteration(load_ms, compute_ms, store_ms, stall_ms, follows))
         self._count += 1
@@ -170,9 +143,9 @@ class DepthController:
         return list(self._history)[-count:]
 
     def _has_changed(self) -> bool:
-        """Tell whether copies or bodies take half as long again as before, or less, not by chance.
+        """Tell whether copies or bodies take over 1.5 times as long as before, or as much less.
 
-        By chance a mean is off by its standard error: four of them are none.
+        And by more than four standard errors, so that it is no chance.
         """
         if len(self._history) < 3 * _RECENT:
             return False
@@ -187,7 +160,7 @@ class DepthController:
         return False
 
     def _think_of_more(self) -> None:
-        """Take slots where that saves time, if a part of the iterations waits."""
+        """Take slots if that saves time and enough iterations wait."""
         recent = self._last(_RECENT)
         stalled = [one.stall_ms > _STALLED * (one.compute_ms + one.stall_ms) for one in recent]
         if sum(stalled) <= self._config.stall_share * len(stalled):
@@ -210,7 +183,7 @@ class DepthController:
         self._less_at = self._count + self._less_wait
 
     def _judge(self) -> None:
-        """Give slots back that do not make a quarter of the difference that they should."""
+        """Give slots back if they save less than a quarter of what was computed."""
         recent = self._last(_RECENT)
         without_ms, with_ms = (total_ms(recent, depth) for depth in (self._before, self.depth))
         if without_ms <= (1 + _GAIN) * with_ms:
@@ -222,7 +195,7 @@ class DepthController:
             self.depth, self._is_in_vain = self._before, True
 
     def _think_of_less(self) -> None:
-        """Give back what makes no difference; less often where slots were wanted again."""
+        """Give back what makes no difference; less often if slots were wanted again."""
         known = list(self._history)
         most_ms = (1 + _LOSS) * total_ms(known, self.depth)
         enough = smallest(known, self._least, self.depth, most_ms)
@@ -245,12 +218,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def is_steady(iterations: Iterable[Iteration]) -> bool:
-    """Tell whether no copy and no body takes much longer than others: a quarter of their mean."""
+    """Tell whether no copy and no body takes over 1.25 times their mean."""
     return all(max(column) <= 1.25 * _mean(column) for column in _columns(iterations))
 
 
 def smallest(iterations: Sequence[Iteration], low: int, high: int, most_ms: float) -> int:
-    """Return the smallest depth with which iterations take at most so long; `high` does."""
+    """Return the smallest depth with which iterations take at most so long, at most `high`."""
     while low < high:
         middle = (low + high) // 2
         if total_ms(iterations, middle) <= most_ms:

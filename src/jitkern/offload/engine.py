@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from jitkern.offload.args import count_arg, device_arg, dtype_arg, shape_arg
-from jitkern.offload.block_pairs import Numbers, single
-from jitkern.offload.caches import Caches, choice_arg, pool_arg
-from jitkern.offload.mover import BlockMover, Side
+from jitkern.host.faults import check
+from jitkern.offload import memory
+from jitkern.offload.args import (
+    choice_arg,
+    count_arg,
+    device_arg,
+    dtype_arg,
+    optional_arg,
+    shape_arg,
+)
 from jitkern.offload.pool import PinnedPool
+from jitkern.ops.copy_blocks import copy_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -20,19 +30,20 @@ Blocks = Union[int, Sequence[int], "torch.Tensor"]
 
 _CALL = "OffloadEngine"
 _PARTS = {"kv": 2, "mla": 1}  # caches that move together: K and V, or the latent one
+_CACHES = ("cpu_cache", "gpu_cache", "cpu_k", "cpu_v", "gpu_k", "gpu_v")
 _LAYOUTS = ("layer_first", "block_first")
 _METHODS = ("auto", "sm", "engine")
+_STEP_BYTES = 256 << 20  # of load_all: 5 ms of the link, after which the display goes on
+_SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
 
 
-class OffloadEngine(Caches):
-    """A KV cache in pinned host memory, and slots on the GPU that its blocks are brought to.
+class OffloadEngine:
+    """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
 
-    K and V of a block go in one call of :func:`jitkern.copy_blocks`, in all layers or in one, on
-    torch's current stream of the device or on ``stream``; nothing waits for it. What is queued
-    there afterwards finds it done. Nobody keeps a slot from being overwritten that is still read on
-    another stream: order such streams, or let a :class:`SlotPipeline` do so
-    (:meth:`load_blocks_into`). Numbers on the host are checked before anything is queued. An engine
-    is for one thread at a time.
+    A call is one call of :func:`jitkern.copy_blocks` for K and V of its blocks, in all layers or in
+    one, on torch's current stream of the device or on ``stream``; nothing waits for it. Keeping it
+    from a slot that another stream still reads is up to the caller, or to a :class:`SlotPipeline`
+    (:meth:`load_blocks_into`). An engine is for one thread at a time.
 
     Parameters
     ----------
@@ -41,31 +52,28 @@ class OffloadEngine(Caches):
     block_size : int
         Tokens of a block.
     token_shape : sequence of int
-        What a token has in one layer: ``(num_heads, head_dim)`` in each of K and V, or
-        ``(latent_dim,)``.
+        Of a token in one layer: ``(num_heads, head_dim)`` in each of K and V, or ``(latent_dim,)``.
     dtype : torch.dtype
     device : torch.device, str or int
         A GPU; or the CPU, where all is done at once.
     kind : {"kv", "mla"}
         K and V, or a single cache.
     layout : {"layer_first", "block_first"}
-        Of the CPU cache: ``[num_layers, num_cpu_blocks, ...]``, or ``[num_cpu_blocks, num_layers,
-        ...]``, in which a block is contiguous over all its layers, K before V, for who stores it
-        elsewhere.
+        Of the CPU cache: ``[num_layers, num_cpu_blocks, ...]``; or ``[num_cpu_blocks, num_layers,
+        ...]``, where a block is contiguous over all layers, K before V.
     pool : PinnedPool, optional
-        Gives the memory of the CPU cache, the next part of it; else the engine makes one.
-    method : {"auto", "sm", "engine"}
+        Gives the memory of the CPU cache, its next part; by default the engine makes a pool.
+    method, num_sms
         As of :func:`jitkern.copy_blocks`.
-    num_sms : int, optional
-        As there.
 
     Attributes
     ----------
-    num_layers, num_cpu_blocks, num_slots, block_size : int
-    token_shape : tuple of int
-    dtype : torch.dtype
-    device : torch.device
-    kind, layout : str
+    cpu_cache, gpu_cache : Tensor
+        ``[2, num_layers, num_cpu_blocks, block_size, *token_shape]``, and the same of the slots.
+        Of a block-first CPU cache ``[num_cpu_blocks, 2, num_layers, ...]``. Without the 2 for
+        ``kind="mla"``. Gone once the engine is closed.
+    cpu_k, cpu_v, gpu_k, gpu_v : Tensor
+        K and V of these; not for ``kind="mla"``.
 
     Raises
     ------
@@ -73,8 +81,6 @@ class OffloadEngine(Caches):
         A wrong argument; a pool that is not pinned, or has not as much left.
     MemoryError, RuntimeError
         No pinned memory of that size; see :class:`PinnedPool`.
-    torch.OutOfMemoryError
-        The slots do not fit.
 
     Examples
     --------
@@ -85,7 +91,7 @@ class OffloadEngine(Caches):
     ...     dtype=torch.bfloat16, device="cpu",
     ... )
     >>> engine.cpu_k[:, 7] = 1
-    >>> engine.load_to_slot_all_layers(slot=2, cpu_block=7)
+    >>> engine.load([2, 0], [7, 3])
     >>> engine.gpu_k.shape, engine.gpu_k[:, 2].eq(1).all().item()
     (torch.Size([3, 4, 16, 2, 8]), True)
     """
@@ -115,67 +121,144 @@ class OffloadEngine(Caches):
         self.token_shape: tuple[int, ...] = shape_arg(_CALL, "token_shape", token_shape)
         self.dtype: torch.dtype = dtype_arg(_CALL, dtype)
         self.device: torch.device = device_arg(_CALL, device)
-        self.kind: str = choice_arg("kind", kind, tuple(_PARTS))
-        self.layout: str = choice_arg("layout", layout, _LAYOUTS)
-        method = choice_arg("method", method, _METHODS)
-        num_sms = None if num_sms is None else count_arg(_CALL, "num_sms", num_sms)
-        pool_arg(pool, self.device)
-        parts, on_gpu = _PARTS[self.kind], self.device.type == "cuda"
-        block = (self.block_size, *self.token_shape)
-        heads = (parts, self.num_layers)
-        block_dim = 1 if self.layout == "layer_first" else 0
-        shape = (*heads, self.num_cpu_blocks) if block_dim else (self.num_cpu_blocks, *heads)
+        self.kind: str = choice_arg(_CALL, "kind", kind, tuple(_PARTS))
+        self.layout: str = choice_arg(_CALL, "layout", layout, _LAYOUTS)
+        self._how: dict[str, Any] = {
+            "method": choice_arg(_CALL, "method", method, _METHODS),
+            "num_sms": None if num_sms is None else count_arg(_CALL, "num_sms", num_sms),
+        }
+        optional_arg(_CALL, "pool", pool, PinnedPool)
+        on_gpu = self.device.type == "cuda"
+        if pool is not None and on_gpu and not pool.stats.is_registered:
+            text = "pageable memory, expected an open pool, made where CUDA is"
+            raise ValueError(f"{_CALL}: pool: {text}")
+        heads, block = (_PARTS[self.kind], self.num_layers), (self.block_size, *self.token_shape)
+        self._block_dim = 1 if self.layout == "layer_first" else 0
+        counts = (self.num_cpu_blocks,)
+        shape = (*heads, *counts, *block) if self._block_dim else (*counts, *heads, *block)
         # Tensors of inference mode, in which servers often are, could not be written outside of it.
         on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
         with torch.inference_mode(False), on_device:
-            slots = torch.zeros(*heads, self.num_slots, *block, dtype=dtype, device=self.device)
-            used = PinnedPool((*shape, *block), dtype) if pool is None else pool
-            host = used.tensor((*shape, *block), dtype)
-            if on_gpu:  # loads on other streams come behind the zeros
+            self._gpu = torch.zeros(*heads, self.num_slots, *block, dtype=dtype, device=self.device)
+            used = PinnedPool(shape, dtype) if pool is None else pool
+            self._cpu = used.tensor(shape, dtype)
+            part = 1 - self._block_dim
+            if self.kind == "kv":
+                self.cpu_cache: torch.Tensor = self._cpu
+                self.gpu_cache: torch.Tensor = self._gpu
+                self.cpu_k: torch.Tensor = self._cpu.select(part, 0)
+                self.cpu_v: torch.Tensor = self._cpu.select(part, 1)
+                self.gpu_k: torch.Tensor = self._gpu[0]
+                self.gpu_v: torch.Tensor = self._gpu[1]
+            else:
+                self.cpu_cache, self.gpu_cache = self._cpu.select(part, 0), self._gpu[0]
+            if on_gpu:  # loads on other streams come after the zeros
                 torch.cuda.current_stream().synchronize()
         self._own_pool = used if pool is None else None
-        self._mover = BlockMover(Side(slots, 1), Side(host, block_dim), method, num_sms)
+        self._is_open = True
+        # A view costs 2 us; there are at most (num_layers + 1) * block_size of them.
+        self._views: dict[tuple[int | None, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    # -- one block ---------------------------------------------------------------------------------
+    # -- blocks ------------------------------------------------------------------------------------
 
-    def load_to_slot_all_layers(self, slot: int, cpu_block: int, *, stream: Any = None) -> None:
-        """Bring a block of the CPU cache to a slot, in all layers.
+    def load(
+        self,
+        slots: Blocks,
+        blocks: Blocks,
+        *,
+        layer: int | None = None,
+        num_tokens: int | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Copy ``blocks[i]`` of the CPU cache to ``slots[i]``, for all i by one call.
 
         Parameters
         ----------
-        slot, cpu_block : int
+        slots, blocks : int, sequence of int or Tensor
+            As many of each, each number once; tensors are int32 or int64. Both on the host, where
+            they are checked before anything is queued. Or both on the GPU, where only the kernel
+            reads them: a pair with a negative number is skipped, one past the end is skipped and
+            raised later.
+        layer : int, optional
+            Only this one; by default all.
+        num_tokens : int, optional
+            Only the first tokens of each block, as of one that a decode still fills.
         stream : torch.cuda.Stream, optional
             Of the engine's device; by default torch's current stream there.
 
         Raises
         ------
         IndexError
-            There is no such slot or block. Nothing was queued.
+            A number on the host is no block or slot. For one on the GPU the next jitkern call on
+            the device or :func:`jitkern.check` raises.
         TypeError, ValueError
-            A wrong argument, a stream of another device; a CUDA graph is captured, and ``method``
-            is not "engine". Nothing was queued.
+            A wrong argument; numbers on the GPU with ``method="engine"``, or on the host without it
+            while a CUDA graph is captured. Nothing was queued.
         RuntimeError
             The engine is closed.
         """
-        call = "OffloadEngine.load_to_slot_all_layers"
-        self._open(call).one(call, True, slot, cpu_block, stream)
+        self._move("load", True, slots, blocks, layer, num_tokens, stream)
 
-    def load_to_slot(self, slot: int, cpu_block: int, *, layer: int, stream: Any = None) -> None:
-        """Bring one layer of a block to a slot; else as :meth:`load_to_slot_all_layers`."""
-        call = "OffloadEngine.load_to_slot"
-        number = self._layer(call, layer)
-        self._open(call).one(call, True, slot, cpu_block, stream, number)
+    def store(
+        self,
+        slots: Blocks,
+        blocks: Blocks,
+        *,
+        layer: int | None = None,
+        num_tokens: int | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; else as :meth:`load`."""
+        self._move("store", False, slots, blocks, layer, num_tokens, stream)
+
+    def load_blocks_into(
+        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None, stream: Any = None
+    ) -> None:
+        """Copy blocks to a tensor of the caller's, such as a slot of a :class:`SlotPipeline`.
+
+        The tensor is on the engine's device, of its dtype: ``[2, n, block_size, *token_shape]`` for
+        a layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for a single cache.
+        Block i goes to place i of at least as many. The rest is as of :meth:`load`.
+        """
+        self._move("load_blocks_into", True, None, blocks, layer, None, stream, tensor)
+
+    def store_blocks_from(
+        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None, stream: Any = None
+    ) -> None:
+        """Copy a tensor of the caller's to blocks: the other way to :meth:`load_blocks_into`."""
+        self._move("store_blocks_from", False, None, blocks, layer, None, stream, tensor)
+
+    def load_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
+        """Copy back what :meth:`store_all` has written, and wait for it; it raises the same."""
+        self._move_all("load_all", True, first_block, progress)
+
+    def store_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
+        """Copy slot i to block ``first_block + i``, for all slots, and wait for it: before a sleep.
+
+        The copy engine copies, on the current stream, after all earlier work of the device.
+        `progress` says whether to show progress on standard error; by default from 64 GiB on, on a
+        terminal. IndexError if there are not as many blocks, or an earlier op on this GPU has met
+        an index out of range: nothing was queued.
+        """
+        self._move_all("store_all", False, first_block, progress)
+
+    # -- names that other engines have for these ---------------------------------------------------
+
+    def load_to_slot_all_layers(self, slot: int, cpu_block: int, *, stream: Any = None) -> None:
+        """The same as ``load(slot, cpu_block)``."""
+        self.load(slot, cpu_block, stream=stream)
+
+    def load_cpu_blocks_to_gpu_slots_all_layers(
+        self, cpu_blocks: Blocks, slots: Blocks, *, stream: Any = None
+    ) -> None:
+        """The same as ``load(slots, cpu_blocks)``."""
+        self.load(slots, cpu_blocks, stream=stream)
 
     def offload_slot_to_cpu(
         self, slot: int, cpu_block: int, *, layer: int | None = None, stream: Any = None
     ) -> None:
-        """Write a slot to a block of the CPU cache, in all layers or in one.
-
-        Arguments and errors are those of :meth:`load_to_slot_all_layers`.
-        """
-        call = "OffloadEngine.offload_slot_to_cpu"
-        number = self._layer_or_all(call, layer)
-        self._open(call).one(call, False, slot, cpu_block, stream, number)
+        """The same as ``store(slot, cpu_block)``."""
+        self.store(slot, cpu_block, layer=layer, stream=stream)
 
     def offload_decode_slot(
         self,
@@ -186,169 +269,27 @@ class OffloadEngine(Caches):
         layer: int | None = None,
         stream: Any = None,
     ) -> None:
-        """Write the first tokens of a slot, as of a block that a decode is still filling.
+        """The same as ``store(slot, cpu_block, num_tokens=num_tokens)``."""
+        self.store(slot, cpu_block, num_tokens=num_tokens, layer=layer, stream=stream)
 
-        The other arguments and errors are those of :meth:`offload_slot_to_cpu`.
+    def close(self) -> None:
+        """Wait for the GPU and give the memory back; again: do nothing.
 
-        Parameters
-        ----------
-        num_tokens : int
-            1 to `block_size`; what is behind them in the block stays as it is.
+        A pool that was given stays open. Tensors that somebody still holds stay valid on the CPU.
+        While a stream is being captured it raises RuntimeError, and the engine stays open.
         """
-        self._decode("offload_decode_slot", False, slot, cpu_block, num_tokens, layer, stream)
+        if not self._is_open:
+            return
+        if self.device.type == "cuda":
+            import torch
 
-    def load_decode_slot(
-        self,
-        slot: int,
-        cpu_block: int,
-        num_tokens: int,
-        *,
-        layer: int | None = None,
-        stream: Any = None,
-    ) -> None:
-        """Bring the first tokens of a block back, for a decode that goes on with it.
-
-        The other way round to :meth:`offload_decode_slot`, with its arguments and errors.
-        """
-        self._decode("load_decode_slot", True, slot, cpu_block, num_tokens, layer, stream)
-
-    # -- many blocks -------------------------------------------------------------------------------
-
-    def load_cpu_blocks_to_gpu_slots_all_layers(
-        self, cpu_blocks: Blocks, slots: Blocks, *, stream: Any = None
-    ) -> None:
-        """Bring ``cpu_blocks[i]`` to ``slots[i]``, for all i and in all layers, by one call.
-
-        Parameters
-        ----------
-        cpu_blocks, slots : int, sequence of int or Tensor
-            As many of each, each number once; tensors have one dimension and are int32 or int64.
-            Both on the host; or both are tensors on the GPU, of which nobody looks at a number
-            before the kernel does: there a pair with a negative one is skipped, one past the end
-            is skipped and raised later, and of a slot that comes twice the content is undefined.
-        stream : torch.cuda.Stream, optional
-            Of the engine's device; by default torch's current stream there.
-
-        Raises
-        ------
-        IndexError
-            A number on the host is none of a block or slot. Nothing was queued. For one on the GPU
-            the next jitkern call on the device or :func:`jitkern.check` raises.
-        TypeError, ValueError
-            A wrong argument, lists of different lengths, a number that comes twice, a stream of
-            another device; numbers on the GPU where ``method`` is "engine", or on the host where it
-            is not while a CUDA graph is captured. Nothing was queued.
-        RuntimeError
-            The engine is closed.
-        """
-        call = "OffloadEngine.load_cpu_blocks_to_gpu_slots_all_layers"
-        self._open(call).many(call, True, slots, cpu_blocks, stream)
-
-    def load_cpu_blocks_to_gpu_slots(
-        self, cpu_blocks: Blocks, slots: Blocks, *, layer: int, stream: Any = None
-    ) -> None:
-        """Bring one layer of blocks to slots.
-
-        Else as :meth:`load_cpu_blocks_to_gpu_slots_all_layers`.
-        """
-        call = "OffloadEngine.load_cpu_blocks_to_gpu_slots"
-        number = self._layer(call, layer)
-        self._open(call).many(call, True, slots, cpu_blocks, stream, number)
-
-    def offload_gpu_slots_to_cpu_blocks_all_layers(
-        self, slots: Blocks, cpu_blocks: Blocks, *, stream: Any = None
-    ) -> None:
-        """Write ``slots[i]`` to ``cpu_blocks[i]``, for all i and in all layers, by one call.
-
-        Arguments and errors are those of :meth:`load_cpu_blocks_to_gpu_slots_all_layers`.
-        """
-        call = "OffloadEngine.offload_gpu_slots_to_cpu_blocks_all_layers"
-        self._open(call).many(call, False, slots, cpu_blocks, stream)
-
-    def offload_gpu_slots_to_cpu_blocks(
-        self, slots: Blocks, cpu_blocks: Blocks, *, layer: int, stream: Any = None
-    ) -> None:
-        """Write one layer of slots to blocks.
-
-        Else as :meth:`offload_gpu_slots_to_cpu_blocks_all_layers`.
-        """
-        call = "OffloadEngine.offload_gpu_slots_to_cpu_blocks"
-        number = self._layer(call, layer)
-        self._open(call).many(call, False, slots, cpu_blocks, stream, number)
-
-    # -- blocks and memory of the caller's ---------------------------------------------------------
-
-    def load_blocks_into(
-        self,
-        tensor: torch.Tensor,
-        cpu_blocks: Blocks,
-        *,
-        layer: int | None = None,
-        stream: Any = None,
-    ) -> None:
-        """Bring blocks to a tensor of the caller's, such as a slot of a :class:`SlotPipeline`.
-
-        The stream and the errors are those of :meth:`load_cpu_blocks_to_gpu_slots_all_layers`.
-
-        Parameters
-        ----------
-        tensor : Tensor
-            On the engine's device, of its dtype: ``[2, n, block_size, *token_shape]`` for a layer
-            of K and V, ``[2, num_layers, n, ...]`` for all; ``[n, ...]`` and ``[num_layers, n,
-            ...]`` of a single cache. Block i goes to place i of at least as many.
-        cpu_blocks : int, sequence of int or Tensor
-            On the host or on the GPU; each once.
-        layer : int, optional
-            The only one to be moved.
-        """
-        call = "OffloadEngine.load_blocks_into"
-        number = self._layer_or_all(call, layer)
-        self._open(call).outside(call, True, tensor, cpu_blocks, stream, number)
-
-    def store_blocks_from(
-        self,
-        tensor: torch.Tensor,
-        cpu_blocks: Blocks,
-        *,
-        layer: int | None = None,
-        stream: Any = None,
-    ) -> None:
-        """Write a tensor of the caller's to blocks: the other way to :meth:`load_blocks_into`."""
-        call = "OffloadEngine.store_blocks_from"
-        number = self._layer_or_all(call, layer)
-        self._open(call).outside(call, False, tensor, cpu_blocks, stream, number)
-
-    # -- all slots ---------------------------------------------------------------------------------
-
-    def offload_all(self, first_cpu_block: int = 0, *, progress: bool | None = None) -> None:
-        """Write all slots to blocks that follow each other, and wait for it: before a sleep.
-
-        Slot i goes to block ``first_cpu_block + i``, by the copy engine, on the current stream.
-
-        Parameters
-        ----------
-        first_cpu_block : int
-        progress : bool, optional
-            Whether to show on standard error how far it is; by default from 64 GiB on, on a
-            terminal.
-
-        Raises
-        ------
-        TypeError, IndexError
-            There are not as many blocks from there on. Nothing was queued.
-        IndexError
-            Of an earlier op on this GPU, as every call raises it: before anything is queued, or,
-            where it is found meanwhile, once all slots are written.
-        RuntimeError
-            The engine is closed.
-        """
-        call = "OffloadEngine.offload_all"
-        self._open(call).everything(call, False, first_cpu_block, progress)
-
-    def load_all(self, first_cpu_block: int = 0, *, progress: bool | None = None) -> None:
-        """Bring back what :meth:`offload_all` has written, and wait for it; it raises the same."""
-        call = "OffloadEngine.load_all"
-        self._open(call).everything(call, True, first_cpu_block, progress)
+            torch.cuda.synchronize(self.device)
+        if self._own_pool is not None:
+            self._own_pool.close()
+        self._is_open = False
+        self._views.clear()
+        for name in ("_cpu", "_gpu", *_CACHES):
+            self.__dict__.pop(name, None)
 
     def __enter__(self) -> OffloadEngine:
         return self
@@ -356,25 +297,213 @@ class OffloadEngine(Caches):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- arguments ---------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        if not self._is_open:
+            return "OffloadEngine(closed)"
+        gpu, cpu = (memory.size_text(side.nbytes) for side in (self._gpu, self._cpu))
+        return (
+            f"OffloadEngine({self.kind}, {self.num_layers} layers of {self.dtype}, "
+            f"{self.num_cpu_blocks} blocks of {self.block_size} tokens, {self.layout}, {cpu}; "
+            f"{self.num_slots} slots on {self.device}, {gpu})"
+        )
 
-    def _layer(self, call: str, layer: Any) -> int:
-        return single(call, Numbers("layer", layer, self.num_layers))
+    def _require_open(self, name: str) -> None:
+        if not self._is_open:
+            raise RuntimeError(f"{_CALL}.{name}: the engine is closed; make another one")
 
-    def _layer_or_all(self, call: str, layer: Any) -> int | None:
-        return None if layer is None else self._layer(call, layer)
+    # -- how ---------------------------------------------------------------------------------------
 
-    def _decode(
+    def _move(
         self,
         name: str,
         to_gpu: bool,
-        slot: int,
-        cpu_block: int,
-        num_tokens: int,
-        layer: int | None,
+        slots: Any,
+        blocks: Any,
+        layer: Any,
+        num_tokens: Any,
         stream: Any,
+        tensor: Any = None,
     ) -> None:
-        call = f"OffloadEngine.{name}"
-        tokens = count_arg(call, "num_tokens", num_tokens, self.block_size)
-        number = self._layer_or_all(call, layer)
-        self._open(call).one(call, to_gpu, slot, cpu_block, stream, number, tokens)
+        """Copy between blocks and slots, or a tensor in their place if `slots` is None."""
+        self._require_open(name)
+        call = f"{_CALL}.{name}"
+        if layer is not None:
+            layer = count_arg(call, "layer", layer, self.num_layers - 1, least=0, error=IndexError)
+        if num_tokens is not None:
+            num_tokens = count_arg(call, "num_tokens", num_tokens, self.block_size)
+        gpu, cpu = self._sides(layer, num_tokens)
+        if slots is None:
+            gpu = self._flat(call, tensor, layer)
+        with self._on(call, stream, tensor, slots, blocks):
+            pairs = self._pairs(call, to_gpu, slots, blocks, gpu.shape[1])
+            if pairs is not None:
+                self._copy(to_gpu, pairs, gpu, cpu, self._how)
+
+    def _move_all(self, name: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
+        """Copy all slots step by step; each is waited for once the next one is queued."""
+        import torch
+
+        self._require_open(name)
+        call, count = f"{_CALL}.{name}", self.num_slots
+        most = self.num_cpu_blocks - count
+        first = count_arg(call, "first_block", first, most, least=0, error=IndexError)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:  # what earlier ops have met is raised before a half of the slots is moved
+            torch.cuda.synchronize(self.device)
+            check(self.device.index)
+        num_bytes = self._gpu.nbytes
+        step = max(1, _STEP_BYTES * count // num_bytes)
+        what = "loading" if to_gpu else "storing"
+        how = {**self._how, "method": "engine"}
+        stream = torch.cuda.current_stream(self.device) if on_gpu else None
+        before: Any = None
+        with memory.display(num_bytes, progress, _CALL, _SHOWN_BYTES) as shown:
+            try:
+                for begin in range(0, count, step):
+                    end = min(begin + step, count)
+                    pairs = torch.arange(begin, end, device="cpu").unsqueeze(1).repeat(1, 2)
+                    pairs[:, 0 if to_gpu else 1] += first
+                    self._copy(to_gpu, pairs, *self._sides(None, None), how)
+                    if before is not None:
+                        before.synchronize()
+                    shown(what, begin / count)
+                    before = None if stream is None else stream.record_event()
+            finally:  # nothing goes on after an exception
+                if stream is not None:
+                    stream.synchronize()
+            shown(what, 1.0)
+
+    def _copy(
+        self,
+        to_gpu: bool,
+        pairs: torch.Tensor,
+        gpu: torch.Tensor,
+        cpu: torch.Tensor,
+        how: dict[str, Any],
+    ) -> None:
+        if to_gpu:
+            copy_blocks(gpu, cpu, pairs, src_block_dim=self._block_dim, **how)
+        else:
+            copy_blocks(cpu, gpu, pairs, dst_block_dim=self._block_dim, **how)
+
+    def _sides(
+        self, layer: int | None, num_tokens: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ``copy_blocks`` takes of both caches; K and V are as twice the layers."""
+        found = self._views.get((layer, num_tokens))
+        if found is None:
+            dim = self._block_dim
+            found = self._gpu.flatten(0, 1), self._cpu.flatten(1 - dim, 2 - dim)
+            if layer is not None:
+                found = self._gpu.select(1, layer), self._cpu.select(2 - dim, layer)
+            if num_tokens is not None:
+                found = found[0].narrow(2, 0, num_tokens), found[1].narrow(2, 0, num_tokens)
+            self._views[layer, num_tokens] = found
+        return found
+
+    def _flat(self, call: str, tensor: Any, layer: int | None) -> torch.Tensor:
+        """Return a tensor of the caller's as ``[parts * layers, blocks, ...]``."""
+        import torch
+
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{call}: tensor: {type(tensor).__name__}, expected a Tensor")
+        if tensor.device != self.device:
+            raise ValueError(f"{call}: tensor: device {tensor.device}, expected {self.device}")
+        if tensor.dtype != self.dtype:
+            raise TypeError(f"{call}: tensor: dtype {tensor.dtype}, expected {self.dtype}")
+        parts, layers, _, *block = self._gpu.shape
+        lead = ([parts] if parts > 1 else []) + ([layers] if layer is None else [])
+        shape, at = list(tensor.shape), len(lead)
+        if shape[:at] != lead or shape[at + 1 :] != block:
+            expected = ", ".join(map(str, [*lead, "n", *block]))
+            raise ValueError(f"{call}: tensor: shape {shape}, expected [{expected}]")
+        try:
+            return tensor.view(math.prod(lead), shape[at], *block)
+        except RuntimeError:
+            text = f"strides {list(tensor.stride())} of shape {shape}, expected contiguous layers"
+            raise ValueError(f"{call}: tensor: {text}") from None
+
+    def _on(self, call: str, stream: Any, *used: Any) -> AbstractContextManager[Any]:
+        """Make a stream the current one, and tell torch's allocator what it uses."""
+        if stream is None:
+            return nullcontext()
+        import torch
+
+        if not isinstance(stream, torch.cuda.Stream):
+            what = type(stream).__name__
+            raise TypeError(f"{call}: stream: {what}, expected a torch.cuda.Stream or None")
+        if stream.device != self.device:
+            expected = "None" if self.device.type == "cpu" else f"one of {self.device}"
+            raise ValueError(f"{call}: stream: of {stream.device}, expected {expected}")
+        for one in (self._gpu, *used):
+            if isinstance(one, torch.Tensor) and one.is_cuda:
+                one.record_stream(stream)
+        on_it: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return on_it
+
+    def _pairs(
+        self, call: str, to_gpu: bool, slots: Any, blocks: Any, num_places: int
+    ) -> torch.Tensor | None:
+        """Return the pairs of (source, target), None if there are none.
+
+        Numbers on the host are checked; for those on the GPU a kernel that makes pairs is queued.
+        """
+        import torch
+
+        ours, theirs = slots, blocks
+        if not isinstance(blocks, torch.Tensor) or not blocks.is_cuda:
+            theirs = _numbers(call, "blocks", blocks, self.num_cpu_blocks)
+        count = len(theirs)
+        if slots is None:
+            if count > num_places:
+                text = f"{count} numbers, expected at most {num_places}, the blocks of tensor"
+                raise ValueError(f"{call}: blocks: {text}")
+            on_gpu = isinstance(theirs, torch.Tensor)
+            ours = torch.arange(count, device=self.device) if on_gpu else array("q", range(count))
+        elif not isinstance(slots, torch.Tensor) or not slots.is_cuda:
+            ours = _numbers(call, "slots", slots, num_places)
+        if len(ours) != count:
+            text = f"{count} numbers, expected {len(ours)}, as many as slots"
+            raise ValueError(f"{call}: blocks: {text}")
+        sources, targets = (theirs, ours) if to_gpu else (ours, theirs)
+        if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
+            for name, side in (("slots", ours), ("blocks", theirs)):
+                _check_on_gpu(call, name, side, self.device)
+            return torch.stack((sources, targets), 1) if count else None
+        both = array("q", bytes(16 * count))
+        both[0::2], both[1::2] = sources, targets
+        return torch.frombuffer(both, dtype=torch.int64).view(-1, 2) if count else None
+
+
+def _check_on_gpu(call: str, name: str, numbers: Any, device: torch.device) -> None:
+    where = getattr(numbers, "device", "numbers on the host")
+    if where != device:
+        raise ValueError(f"{call}: {name}: {where}, expected a tensor on {device}")
+    if not str(numbers.dtype).endswith(("int32", "int64")):
+        raise TypeError(f"{call}: {name}: {numbers.dtype}, expected int32 or int64")
+    if numbers.dim() != 1:
+        raise ValueError(f"{call}: {name}: shape {list(numbers.shape)}, expected one dimension")
+
+
+def _numbers(call: str, name: str, values: Any, bound: int) -> array[int]:
+    """Return numbers on the host, each below `bound` and once."""
+    given = values.tolist() if hasattr(values, "tolist") else values
+    given = given if isinstance(given, Sequence) else [given]
+    kinds = {int} if isinstance(given, range) else set(map(type, given))
+    try:
+        if bool in kinds or isinstance(given, str | bytes):
+            raise TypeError  # a mask, or text
+        numbers = given if kinds <= {int} else list(map(index, given))
+    except TypeError:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds if kind is not int)) or "bytes"
+        expected = "an int, a sequence of ints or a tensor"
+        raise TypeError(f"{call}: {name}: {found}, expected {expected}") from None
+    if numbers and (min(numbers) < 0 or max(numbers) >= bound):
+        at = next(i for i, number in enumerate(numbers) if not 0 <= number < bound)
+        text = f"{numbers[at]} at position {at}, expected 0 to {bound - 1}"
+        raise IndexError(f"{call}: {name}: {text}")
+    if len(set(numbers)) < len(numbers):
+        at = next(i for i, number in enumerate(numbers) if number in numbers[:i])
+        text = f"{numbers[at]} at positions {numbers.index(numbers[at])} and {at}"
+        raise ValueError(f"{call}: {name}: {text}, expected each number once")
+    return array("q", numbers)

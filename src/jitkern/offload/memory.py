@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitkern.fs import free_bytes
 from jitkern.host import module as host
-from jitkern.offload import hostmem
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +21,11 @@ _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
 # A step of the first touch: after each one the display goes on, and Ctrl-C gets through.
 _TOUCH_BYTES = _GIB
-# One registration where it can be: a copy by the copy engine must not go across two.
+# One registration if it can be: a copy by the copy engine must not go across two.
 _PIECE_BYTES = 256 * _GIB
 _SHOWN_BYTES = 4 * _GIB  # from here on a pool takes long enough to wonder
 
-# Of mbind.
-_PREFERRED, _BIND, _INTERLEAVE = 1, 2, 3
+_PREFERRED, _BIND, _INTERLEAVE = 1, 2, 3  # of mbind
 
 Shown = Callable[[str, float], None]
 """Is told what is being done, and which part of it is."""
@@ -53,15 +53,28 @@ def close(bytes_: torch.Tensor) -> None:
     host.module()["pool_close"](bytes_.data_ptr())
 
 
-def bind(bytes_: torch.Tensor, numa: str | int | None, rank: int, num_ranks: int) -> str:
-    """Say where this rank's part shall lie, of which none is touched yet; return that in words.
+def numa_nodes() -> tuple[int, ...]:
+    """Return the nodes that have memory; none if Linux does not say."""
+    try:
+        text = Path("/sys/devices/system/node/has_memory").read_text().strip()
+    except OSError:
+        return ()
+    nodes: list[int] = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        nodes += range(int(first), int(last or first) + 1)
+    return tuple(nodes)
 
-    What all ranks share has one policy for each page: the last one would decide of other parts.
+
+def bind(bytes_: torch.Tensor, numa: str | int | None, rank: int, num_ranks: int) -> str:
+    """Choose the nodes of this rank's part, of which none is touched yet; return them in words.
+
+    Shared memory has one policy for each page: no rank may decide about the part of another.
     """
     import torch
 
     unbound = "as Linux chose"
-    nodes = hostmem.numa_nodes()
+    nodes = numa_nodes()
     wanted: tuple[int, ...]
     if numa == "local":
         node = _node_of_gpu() if torch.cuda.is_available() else None
@@ -75,13 +88,12 @@ def bind(bytes_: torch.Tensor, numa: str | int | None, rank: int, num_ranks: int
     mask = sum(1 << node for node in wanted)
     first, last = _part(len(bytes_), rank, num_ranks)
     failed = host.module()["pool_bind"](bytes_.data_ptr() + first, last - first, mode, mask)
-    if failed and not (failed == errno.EPERM and numa == "local"):
+    if failed == errno.EPERM and numa == "local":
+        return unbound
+    if failed:
         cure = "; docker run --cap-add SYS_NICE" if failed == errno.EPERM else ""
         raise RuntimeError(f"PinnedPool: numa: {numa!r}: mbind: {os.strerror(failed)}{cure}")
-    if failed:
-        return unbound
-    text = " and ".join(str(node) for node in wanted)
-    return f"node{'s' if len(wanted) > 1 else ''} {text}"
+    return f"node{'s' if len(wanted) > 1 else ''} {' and '.join(map(str, wanted))}"
 
 
 def _node_of_gpu() -> int | None:
@@ -91,7 +103,11 @@ def _node_of_gpu() -> int | None:
     if not hasattr(found, "pci_bus_id"):
         return None  # before torch 2.10
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    return hostmem.node_of_pci(address)
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def _part(num_bytes: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -131,28 +147,36 @@ def register(bytes_: torch.Tensor, shown: Shown) -> None:
             register_piece(bytes_.data_ptr(), begin, count, device)
         except RuntimeError as error:
             close(bytes_)
-            raise RuntimeError(_refused(str(error), number, len(begins), begin, count)) from None
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
+            raise RuntimeError(
+                f"PinnedPool: piece {number} of {len(begins)}, {size_text(count)} from "
+                f"{size_text(begin)} on, was not registered: {error}; what was is unregistered. "
+                f"RLIMIT_MEMLOCK is {limit} (ulimit -l unlimited, docker run --ulimit "
+                f"memlock=-1), {size_text(free_bytes() or 0)} of memory are free"
+            ) from None
     shown("registering", 1.0)
 
 
-def _refused(error: str, number: int, of: int, begin: int, count: int) -> str:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
-    free = free_bytes()
-    there = "" if free is None else f", {size_text(free)} of memory are free"
-    return (
-        f"PinnedPool: piece {number} of {of}, {size_text(count)} from {size_text(begin)} on, was "
-        f"not registered: {error}; what was is unregistered. RLIMIT_MEMLOCK is {limit} (ulimit -l "
-        f"unlimited, docker run --ulimit memlock=-1){there}"
-    )
+def huge_bytes(begin: int, num_bytes: int) -> int:
+    """Return how much of a range of this process's memory lies in huge pages."""
+    found, inside = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+            if head:
+                inside = int(head[1], 16) < begin + num_bytes and begin < int(head[2], 16)
+            elif inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
+                found += int(line.split()[1]) * 1024
+    return min(found, num_bytes)
 
 
-def require_free(num_bytes: int) -> None:
-    """Raise MemoryError where less is free: Linux would kill the process later."""
+def require_free(num_bytes: int, argument: str = "PinnedPool: size") -> None:
+    """Raise MemoryError if less is free: Linux would kill the process later."""
     free = free_bytes()
     if free is not None and num_bytes > free:
         text = f"{size_text(num_bytes)}, expected at most the {size_text(free)} that are free"
-        raise MemoryError(f"PinnedPool: size: {text}")
+        raise MemoryError(f"{argument}: {text}")
 
 
 def size_text(num_bytes: float) -> str:
@@ -171,14 +195,13 @@ def display(
     shown_bytes: int = _SHOWN_BYTES,
 ) -> Iterator[Shown]:
     """Show on standard error what is being done and how much of it is, or nothing."""
-    if not (num_bytes >= shown_bytes if progress is None else progress):
-        yield lambda what, done: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
+    console = None
+    if num_bytes >= shown_bytes if progress is None else progress:
+        from rich.console import Console
+        from rich.progress import Progress
 
-    console = Console(stderr=True, force_terminal=True if progress else None)
-    if not console.is_terminal:
+        console = Console(stderr=True, force_terminal=True if progress else None)
+    if console is None or not console.is_terminal:
         yield lambda what, done: None
         return
     with Progress(

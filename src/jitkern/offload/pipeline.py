@@ -2,85 +2,145 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jitkern.offload.args import (
     count_arg,
     device_arg,
     dtype_arg,
-    function_arg,
-    iterable_arg,
     optional_arg,
     shape_arg,
 )
-from jitkern.offload.depth import AutoDepth, DepthController
+from jitkern.offload.depth import MAX_SLOTS, AutoDepth, DepthController
 from jitkern.offload.monitor import OverlapMonitor
-from jitkern.offload.ranges import Ranges
-from jitkern.offload.runs import Copy, Countdown, Run, Slots, go_over
-from jitkern.offload.session import Session, Turn
-from jitkern.offload.slots import SlotSet
-from jitkern.offload.streams import NONE, CudaStreams, Streams
+from jitkern.offload.streams import COMPUTE, LOAD, NONE, STORE, Streams
 
 if TYPE_CHECKING:
     import torch
 
-_CALL = "SlotPipeline"
-_MAX_STREAMS = 8  # of one direction: a link has one copy engine for each
+Copy = Callable[["torch.Tensor", Any], object]
+"""Queues the copy between a slot's tensor and a block on torch's current stream."""
 
-# Times of iterations that are there when some are read: more in one call cost less each.
+_CALL = "SlotPipeline"
+_MAX_STREAMS = 8  # per direction: a link has one copy engine for each
+# Iterations between two reads of times; with auto depth the second. One read takes up to twice as
+# many: more of them would keep the host, and with it the GPU, from the run that has just begun.
 _SELDOM, _OFTEN = 16, 8
+_END = object()
+
+
+class Slot:
+    """A slot: its `tensor`, its `index`, and the `block` in it for one iteration."""
+
+    __slots__ = ("block", "index", "tensor")
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self.index: int = number
+        self.tensor: torch.Tensor = tensor
+        self.block: Any = None
+
+    def __repr__(self) -> str:
+        return f"Slot({self.index}, block={self.block!r})"
+
+
+class Run:
+    """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
+
+    The run begins with the first slot that is asked for. Under ``with``, it ends with the block at
+    the latest, whoever still holds the iterator.
+    """
+
+    def __init__(self, start: Callable[[], _Slots]) -> None:
+        self._start = start
+        # Not kept alive: a `for` that is left drops its iterator, which ends the run.
+        self._slots: weakref.ref[_Slots] | None = None
+
+    def __iter__(self) -> Iterator[Slot]:
+        slots = self._start()
+        self._slots = weakref.ref(slots)
+        return slots
+
+    def close(self) -> None:
+        """End the run, if it goes on."""
+        slots = self._slots() if self._slots is not None else None
+        if slots is not None:
+            slots.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Slots(Iterator[Slot]):
+    """The iterator of a run, for the thread that began it."""
+
+    def __init__(self, go: Callable[[Any], Generator[Slot, None, None]]) -> None:
+        self.thread = 0  # not begun
+        self._steps: Any = go(weakref.ref(self))
+        self.close: Callable[[], None] = self._steps.close
+
+    def __next__(self) -> Slot:
+        if self.thread not in (0, threading.get_ident()):
+            raise RuntimeError(f"{_CALL}: {_OTHER_THREAD}")
+        slot: Slot = next(self._steps)
+        return slot
+
+    def is_over(self) -> bool:
+        return bool(self._steps.gi_frame is None)
+
+
+_OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
 
 
 class SlotPipeline:
     """Slots of GPU memory through which blocks stream, so that copies run beside the compute.
 
-    A run goes over blocks: its body gets one slot after the other, in the order of the blocks, with
-    the pipeline's compute stream as torch's current one. Copies are queued on a stream for each
-    direction, loads as many blocks ahead as there are slots. Events order what shares a slot: a
-    load waits for the compute that still reads it, a compute for the load that fills it and for the
-    store that still reads it, a store for the compute that writes it.
+    A run iterates over blocks. Its body gets one slot after the other, with the pipeline's compute
+    stream as torch's current stream. Copies are queued on a stream for each direction, loads as
+    many blocks ahead as there are slots. Events order what shares a slot.
 
-    A run begins behind all that is on the caller's current stream, and what the caller queues there
-    afterwards comes behind the run; nothing is synchronised. `with pipeline:` around several runs
-    does so once for all of them: loads of the next run are queued while the last slots of the
-    former are computed on, and the compute stream is the current one in between, too. A body that
-    raises, ``break``, a run that is dropped leave the pipeline ready for the next run, and the
-    caller's stream current and in order.
-
-    Runs can be captured by ``torch.cuda.graph``. On the CPU all happens at once, in the order in
-    which it is queued on a GPU.
+    A run begins after all work on the caller's current stream, and later work there waits for the
+    run; nothing is synchronised. ``with pipeline:`` does so once for several runs: loads of the
+    next run are queued while the last slots of the previous one are computed on. After a body that
+    raises, ``break`` or a dropped iterator the pipeline is ready for the next run. Ctrl-C inside
+    the pipeline's own code can leave it broken: the next use says so, and :meth:`close` works. Runs
+    can be captured by ``torch.cuda.graph``. On the CPU all happens at once, in the same order.
 
     Parameters
     ----------
     num_slots : int
-        Depth: blocks on the GPU at a time, from 1 on. With one nothing overlaps.
+        Depth: blocks on the GPU at a time, 1 to 4096. With one nothing overlaps.
     slot_shape : sequence of int
         Of a slot's tensor.
     dtype : torch.dtype
     device : torch.device, str or int
         A GPU, or the CPU.
     num_streams : int, optional
-        For the copies of each direction, 1 to 8. The link is one: more are for copies that wait
-        for something else than the link.
+        For the copies of each direction, 1 to 8: more than one for copies that wait for something
+        else than the link.
     monitor : OverlapMonitor, optional
-        Is given times of iterations, of one in four unless it asks for all.
+        Gets times of iterations, of one in four by default.
     auto_depth : AutoDepth, optional
-        Lets the pipeline take slots more, from `num_slots` on, and give them back. Every iteration
-        is then timed, as the decision needs it.
-    nvtx : bool, optional
-        Whether each copy and body is a range in NVIDIA's profilers, ``load 3``: its time on the
-        host.
+        Lets the pipeline take more slots than `num_slots`, and give them back. Every iteration is
+        then timed.
 
-    Raises
-    ------
-    TypeError, ValueError
-        A wrong argument.
-    torch.OutOfMemoryError
-        The slots do not fit.
-    UnsupportedError
-        `nvtx`, and this torch has none.
+    Attributes
+    ----------
+    slot_bytes : int
+    device : torch.device
+    compute_stream : torch.cuda.Stream or None
+        That bodies run on; None on the CPU.
+    load_streams, store_streams : tuple of torch.cuda.Stream
+        Of copies to slots, and from them.
 
     Examples
     --------
@@ -104,41 +164,45 @@ class SlotPipeline:
         num_streams: int = 1,
         monitor: OverlapMonitor | None = None,
         auto_depth: AutoDepth | None = None,
-        nvtx: bool = False,
     ) -> None:
-        depth = count_arg(_CALL, "num_slots", num_slots)
+        depth = count_arg(_CALL, "num_slots", num_slots, MAX_SLOTS)
         count = count_arg(_CALL, "num_streams", num_streams, _MAX_STREAMS)
-        shape, torch_dtype = shape_arg(_CALL, "slot_shape", slot_shape), dtype_arg(_CALL, dtype)
-        where = device_arg(_CALL, device)
+        self._shape = shape_arg(_CALL, "slot_shape", slot_shape)
+        self._dtype = dtype_arg(_CALL, dtype)
+        self.device: torch.device = device_arg(_CALL, device)
+        self.slot_bytes: int = math.prod(self._shape) * dtype.itemsize
         optional_arg(_CALL, "monitor", monitor, OverlapMonitor)
         optional_arg(_CALL, "auto_depth", auto_depth, AutoDepth)
-        self._ranges = Ranges() if nvtx else None
         self._controller: DepthController | None = None
         if auto_depth is not None:
-            most = auto_depth.most(depth, math.prod(shape) * torch_dtype.itemsize)
+            most = auto_depth.most(depth, self.slot_bytes)
             self._controller = DepthController(auto_depth, depth, most)
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
-        capacity = 0 if monitor is None else monitor.capacity
-        every = 1 if monitor is None or self._controller is not None else monitor.every
-        if where.type == "cuda":
-            self._streams: Streams = CudaStreams(where.index, count, capacity, every)
-        else:
-            self._streams = Streams(count, capacity, every)
+        capacity, every = 0, 1
+        if monitor is not None:
+            capacity, every = monitor.capacity, monitor.every if self._controller is None else 1
         few = _SELDOM if self._controller is None else _OFTEN
-        self._every_few = Countdown(0 if monitor is None else few * every)
-        self._each_captured = Countdown(1)
-        # Twice as many as have come since, so that what has piled up is worked off over a run. When
-        # the host is far ahead that is most of the run before: on an H200, 190 iterations held up
-        # the next run for 4 ms with 1.8 ms of work queued, and the GPU had nothing to do.
-        self._most_read = 2 * few
-        self._slots = SlotSet(self._streams, shape, torch_dtype, where, depth)
-        self._session = Session(self._streams, self._slots)
+        self._every, self._most_read = few * every, 2 * few
+        self._left = self._every  # iterations until times are read
+        self._streams = Streams(self.device, count, capacity, every)
+        self.compute_stream: Any = self._streams.compute
+        self.load_streams: tuple[Any, ...] = tuple(self._streams.loads)
+        self.store_streams: tuple[Any, ...] = tuple(self._streams.stores)
+        self._free = deque[Slot]()  # the slot used longest ago first
+        self._all: list[Slot] = []
+        self._resize(depth)
+        # A session goes from the first wait on the caller's stream to the last: a run's, or that of
+        # `with`. Whoever has acquired this has the session.
+        self._session = threading.Lock()
+        self._in_with = self._is_captured = self._was_captured = self._is_closed = False
+        self._thread = 0
+        self._run: weakref.ref[_Slots] | None = None  # which goes on
         if monitor is not None:
             monitor._attach(self)
 
     def load(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
-        """Bring blocks into slots; the body reads them.
+        """Copy blocks into slots; the body reads them.
 
         Parameters
         ----------
@@ -146,182 +210,268 @@ class SlotPipeline:
             Taken one by one, as slots become free; the order is kept.
         copy : callable
             ``copy(slot.tensor, block)`` queues the copy on torch's current stream, which is a
-            transfer stream. Host memory has to be pinned, or the copy holds up the host.
+            transfer stream. Pageable host memory would make the host wait: pin it.
 
         Returns
         -------
         Run
-            To iterate over: a :class:`Slot` for each block.
-
-        Raises
-        ------
-        TypeError
-            A wrong argument.
-        RuntimeError
-            When the run begins: the pipeline is closed, in use by another thread, or has a run
-            that is not over.
+            To iterate over: a :class:`Slot` for each block. It raises RuntimeError if the pipeline
+            is closed or broken, in use by another thread, or has a run that is not over.
         """
-        iterable_arg("SlotPipeline.load", "blocks", blocks)
-        function_arg("SlotPipeline.load", "copy", copy)
-        return self._run(blocks, copy, None)
+        return self._run_of(blocks, copy, None)
 
     def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
-        """Give out slots, whose content is undefined, for the body to write; take them away.
+        """Give out slots for the body to write, and copy each to its block afterwards.
 
-        Returns and raises as :meth:`load`.
-
-        Parameters
-        ----------
-        blocks : iterable
-            Taken one by one, each before its body.
-        copy : callable
-            ``copy(slot.tensor, block)`` queues the copy of what the body has written, on a transfer
-            stream.
+        ``copy(slot.tensor, block)`` queues that copy; the rest is as of :meth:`load`.
         """
-        iterable_arg("SlotPipeline.store", "blocks", blocks)
-        function_arg("SlotPipeline.store", "copy", copy)
-        return self._run(blocks, None, copy)
+        return self._run_of(blocks, None, copy)
 
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
-        """Bring blocks into slots, which the body changes, and store them back: both at once.
+        """Copy blocks into slots, which the body changes, and store them back.
 
-        Returns and raises as :meth:`load`.
-
-        Parameters
-        ----------
-        blocks : iterable
-            As for :meth:`load`.
-        load, store : callable
-            As ``copy`` of :meth:`load` and :meth:`store`. A block is loaded before the blocks ahead
-            of it are stored: blocks that share memory are the caller's matter.
+        A block is loaded before the blocks ahead of it are stored: blocks that share memory are the
+        caller's matter.
         """
-        iterable_arg("SlotPipeline.update", "blocks", blocks)
-        function_arg("SlotPipeline.update", "load", load)
-        function_arg("SlotPipeline.update", "store", store)
-        return self._run(blocks, load, store)
+        return self._run_of(blocks, load, store)
 
     def fork(self) -> None:
-        """Have later copies wait for all that the compute stream has been given.
+        """Have later copies wait for all work queued on the compute stream.
 
-        To be called between runs under ``with pipeline:``, where copies read what was computed
-        since it was entered, such as indices; else a run does so by itself.
+        Inside ``with pipeline:``, for copies that read what was computed since, such as indices.
         """
-        self._session.fork()
+        if not self._is_inside():
+            raise RuntimeError("SlotPipeline.fork: not inside `with pipeline:`, expected to be")
+        self._streams.fork()
 
     def close(self) -> None:
         """Give the slots' memory back to torch's allocator; again: do nothing.
 
-        Tensors that somebody still holds stay valid. What is queued is waited for by the allocator,
-        not by this call.
-
-        Raises
-        ------
-        RuntimeError
-            A run is not over.
+        Tensors that somebody still holds stay valid. The allocator waits for what is queued, this
+        call does not. RuntimeError if a run is not over.
         """
-        if self._session.is_closed:
+        if self._is_closed:
             return
-        self._session.close()
+        if not self._session.acquire(blocking=False) and not self._is_broken():
+            raise RuntimeError(f"{_CALL}: {self._why_not()}")
+        self._is_closed = True  # the session stays acquired
+        self._streams.leave()  # if an exception has cut the end of a session short
         if self._monitor is not None:
             self._poll()
             self._monitor._detach()
-        self._slots.clear()
+        self._all.clear()
+        self._free.clear()
 
     @property
     def depth(self) -> int:
         """Slots that there are."""
-        return len(self._slots)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return self._slots.slot_bytes
-
-    @property
-    def device(self) -> torch.device:
-        """Where the slots are."""
-        return self._slots.device
-
-    @property
-    def compute_stream(self) -> Any:
-        """The ``torch.cuda.Stream`` that bodies run on; None on the CPU."""
-        return self._streams.compute
-
-    @property
-    def load_streams(self) -> tuple[Any, ...]:
-        """The streams of copies to slots."""
-        return tuple(self._streams.loads)
-
-    @property
-    def store_streams(self) -> tuple[Any, ...]:
-        """The streams of copies from slots."""
-        return tuple(self._streams.stores)
+        return len(self._all)
 
     def __enter__(self) -> SlotPipeline:
-        holder = Turn(is_with=True)
-        try:
-            self._session.begin_with(holder)
-            return self
-        except BaseException:
-            self._session.end_with(holder)
-            raise
+        self._begin()
+        self._in_with = True
+        return self
 
     def __exit__(self, *_: object) -> None:
-        holder = self._session.holder
         try:
-            self._session.end_with(holder)
+            run = self._running()
+            if run is not None:
+                run.close()
         finally:
-            self._session.end_with(holder)  # again, where a signal's handler cut it short
+            self._in_with = False
+            self._end()
 
     def __repr__(self) -> str:
-        slots = self._slots
-        state = "closed" if self._session.is_closed else f"{len(slots)} slots"
-        return f"SlotPipeline({state} of {slots.shape}, {slots.dtype}, on {slots.device})"
+        state = "closed" if self._is_closed else f"{self.depth} slots"
+        return f"SlotPipeline({state} of {self._shape}, {self._dtype}, on {self.device})"
 
-    def _run(self, blocks: Iterable[Any], load: Copy | None, store: Copy | None) -> Run:
-        def start(turn: Turn) -> Slots:
-            return go_over(
-                turn,
-                self._session,
-                self._streams,
-                self._slots,
-                blocks,
-                load,
-                store,
-                self._countdown,
-                self._ranges,
+    # -- runs --------------------------------------------------------------------------------------
+
+    def _run_of(self, blocks: Iterable[Any], load: Copy | None, store: Copy | None) -> Run:
+        return Run(lambda: _Slots(partial(self._go, blocks, load, store)))
+
+    def _go(
+        self, blocks: Iterable[Any], load: Copy | None, store: Copy | None, run: weakref.ref[_Slots]
+    ) -> Generator[Slot, None, None]:
+        """Go over the blocks; what is queued on a GPU is queued in this order."""
+        coming: Iterator[Any] | None = iter(blocks)
+        # An iterator may take its time: the compute before it is then ended at once.
+        takes_time = not isinstance(blocks, list | tuple | range)
+        ahead = deque[Slot]()
+        failed: Exception | None = None
+        begin = self._streams.next  # which also ends what was begun before
+        use = self._streams.use
+        done = 0
+
+        def copy(access: int, slot: Slot, queue: Copy) -> None:
+            begin(access, slot.index)
+            use(access, slot.index)
+            try:
+                queue(slot.tensor, slot.block)
+            finally:
+                use(COMPUTE, 0)
+
+        self._begin_run(run, COMPUTE if store is None else STORE)
+        try:
+            is_watched = self._monitor is not None and not self._is_captured
+            while True:
+                while self._free and coming is not None:
+                    # An error is raised after the bodies of the blocks before it, as if each block
+                    # was loaded just before its body.
+                    try:
+                        block = next(coming, _END)
+                        if block is _END:
+                            coming = None
+                            break
+                        slot = self._free.popleft()
+                        slot.block = block
+                        if load is not None:
+                            copy(LOAD, slot, load)
+                    except Exception as error:
+                        failed, coming = error, None
+                        break
+                    ahead.append(slot)
+                    if load is None:
+                        break
+                if not ahead:
+                    break
+                slot = ahead.popleft()
+                begin(COMPUTE, slot.index)
+                yield slot
+                if store is not None:
+                    copy(STORE, slot, store)
+                elif takes_time:
+                    begin(NONE, 0)
+                self._put_back(slot)
+                done += 1
+                if is_watched:
+                    self._left -= 1
+                    if self._left == 0:
+                        self._measure()
+            if failed is not None:
+                raise failed
+        finally:
+            failed = None  # its traceback holds this frame
+            self._end_run(done)
+
+    def _begin_run(self, run: weakref.ref[_Slots], final_access: int) -> None:
+        if not self._is_inside():
+            self._begin()
+        elif self._running() is not None:
+            raise RuntimeError(f"{_CALL}: {self._why_not()}")
+        elif not self._streams.is_current():
+            text = "torch's current stream is another one, expected the pipeline's compute stream"
+            raise RuntimeError(f"{_CALL}: {text}, as `with pipeline:` made it")
+        self._run = run
+        run().thread = self._thread  # type: ignore[union-attr]
+        self._take_back()
+        self._streams.start(final_access)
+
+    def _end_run(self, done: int) -> None:
+        try:
+            self._streams.next(NONE, 0)
+        finally:
+            if self._is_captured and self._monitor is not None:
+                self._monitor._captured += done
+            self._take_back()
+            self._run = None
+            if not self._in_with:
+                self._end()
+
+    def _running(self) -> _Slots | None:
+        run = self._run() if self._run is not None else None
+        return None if run is None or run.is_over() else run
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._is_closed or not self._session.acquire(blocking=False):
+            raise RuntimeError(f"{_CALL}: {self._why_not()}")
+        self._thread = threading.get_ident()
+        self._is_captured = self._streams.enter()
+        self._was_captured |= self._is_captured
+
+    def _end(self) -> None:
+        self._streams.leave()
+        self._session.release()
+
+    def _is_inside(self) -> bool:
+        return self._in_with and self._thread == threading.get_ident()
+
+    def _is_broken(self) -> bool:
+        """Tell whether nobody is left who would end the session."""
+        return not self._in_with and self._running() is None
+
+    def _why_not(self) -> str:
+        if self._is_closed:
+            return "the pipeline is closed; make another one"
+        if self._is_broken():
+            return "an exception has cut a run's begin or end short; close() it and make another"
+        if self._thread != threading.get_ident():
+            return _OTHER_THREAD
+        if self._running() is not None:
+            return (
+                "a run of it is not over; end it first, or use update() for both directions "
+                "at once, or a second pipeline"
             )
+        return "inside `with pipeline:` already; leave it first"
 
-        return Run(start)
+    # -- slots and times ---------------------------------------------------------------------------
 
-    # -- times -------------------------------------------------------------------------------------
+    def _resize(self, depth: int) -> bool:
+        """Have `depth` slots, once those too many are free; False: no memory for more."""
+        import torch
 
-    def _countdown(self) -> tuple[Countdown, Callable[[], None]]:
-        if self._monitor is not None and self._session.is_captured:
-            return self._each_captured, self._count_captured
-        return self._every_few, self._measure
+        self._wanted = depth
+        is_first = not self._all
+        used = {slot.index for slot in self._all}
+        unused = (number for number in itertools.count() if number not in used)
+        try:
+            while len(self._all) < depth:
+                number = next(unused)
+                tensor = self._streams.add_slot(number, self._shape, self._dtype, self.device)
+                slot = Slot(number, tensor)
+                self._all.append(slot)
+                self._free.append(slot)
+        except torch.OutOfMemoryError:
+            if is_first:
+                raise
+            self._wanted = len(self._all)
+        for _ in range(len(self._free)):
+            self._put_back(self._free.popleft())
+        return self._wanted == depth
+
+    def _put_back(self, slot: Slot) -> None:
+        slot.block = None
+        if len(self._all) <= self._wanted:
+            self._free.append(slot)
+        else:
+            self._all.remove(slot)
+
+    def _take_back(self) -> None:
+        """Make all slots free, also those that an error has left anywhere."""
+        self._all = list(dict.fromkeys([*self._free, *self._all]))[: self._wanted]
+        self._free = deque(self._all)
+        for slot in self._all:
+            slot.block = None
 
     def _measure(self) -> None:
+        self._left = self._every
         self._poll(self._most_read)
         if self._monitor is not None:
             self._monitor._look(self.depth)
-        controller = self._controller
-        if controller is None:
+        if self._controller is None:
             return
-        wanted = controller.depth
-        if self._session.was_captured:  # a graph knows the slots by their addresses
+        wanted = self._controller.depth
+        if self._was_captured:  # a graph knows the slots by their addresses
             wanted = max(wanted, self.depth)
-        if wanted != self._slots.wanted:
+        if wanted != self._wanted:
             self._streams.next(NONE, 0)  # of a slot that may go
-            if not self._slots.resize(wanted):
-                controller.refuse(self.depth)
-
-    def _count_captured(self) -> None:
-        if self._monitor is not None:
-            self._monitor._count_captured()
+            if not self._resize(wanted):
+                self._controller.refuse(self.depth)
 
     def _poll(self, most: int = 0) -> None:
-        """Give the monitor the times that are there, of `most` iterations or of all; any thread."""
+        """Give the monitor the times of `most` iterations that are over, or all; any thread."""
         if self._monitor is not None:
             observe = None if self._controller is None else self._controller.observe
-            self._monitor._poll(self._streams, observe, most)
+            self._monitor._poll(self._streams.harvest, observe, most)

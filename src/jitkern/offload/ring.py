@@ -1,21 +1,24 @@
-"""``DescriptorRing``: descriptors that a CPU pushes into memory that kernels read, and no copy."""
+"""``DescriptorRing``: descriptors that a CPU pushes right into memory that kernels read."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from contextlib import suppress
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jitkern.errors import name_unreadable
+from jitkern.fs import make_memory
 from jitkern.host import module as host
-from jitkern.offload import ring_call
-from jitkern.offload.args import count_arg, device_arg, int64_arg, natural_arg, number_arg
-from jitkern.offload.ring_memory import RingMemory, full_text, memory_arg, zeros_on
-from jitkern.offload.ring_server import RingServer
-from jitkern.offload.ring_slot import RingSlot
+from jitkern.offload import memory
+from jitkern.offload.args import count_arg, device_arg, number_arg
+from jitkern.offload.pool import PinnedPool
+from jitkern.ops import dispatch
 from jitkern.ops.unpack import set_ring_type
 
 if TYPE_CHECKING:
@@ -23,44 +26,39 @@ if TYPE_CHECKING:
 
 # As in both/ring.h and csrc/offload/ring.cc.
 _MAX_SLOTS, _MAX_DESCRIPTORS = 65_536, 65_535
-_HEADER_BYTES, _DESCRIPTOR_BYTES = 128, 64
-_RESERVED, _RESERVED_HERE = -2, -3
+_DESCRIPTOR_BYTES = 64
+_RESERVED = -2
 
 _SLICE_S = 0.05  # of a wait in C++, between two of which Ctrl-C gets through
 _WAIT_S = 10.0
+_SERVE = "DescriptorRing.serve"
 
 
 class DescriptorRing:
     """Slots of descriptors in pinned host memory, which a CPU thread fills and a consumer empties.
 
-    A descriptor says which bytes of a source go where in a destination. A push writes them right
-    into memory that GPUs read in place and publishes them by one store: no copy, no driver call.
-    Slots are used in turn; one is written again once what was pushed before has been consumed.
-    Threads may push at the same time, one after the other. A C++ producer, of this process or of
-    another one, may take the place of Python (``jitkern/both/ring.h``), but not push beside it.
-
-    The ring lives as long as this object; :meth:`close` waits for the GPUs first. A forked child
-    has no part of it.
+    A descriptor says which bytes of a source go where in a destination. A push writes descriptors
+    into memory that GPUs read in place, and publishes them by one store: no copy, no driver call.
+    Slots are used in turn; one is written again once its last push has been consumed. Threads may
+    push at the same time, one after the other. A C++ producer, of this or another process, may take
+    the place of Python (``jitkern/both/ring.h``), but not push beside it. The ring lives as long as
+    this object. A forked child has no part of it.
 
     Parameters
     ----------
     num_slots : int, optional
-        Pushes that can be under way.
+        Pushes that can be under way, at most 65,536.
     max_descriptors : int, optional
         Of one push, at most 65,535.
-    memory : "mapped" or "device", optional
-        Where kernels find the slots: in the host memory that is written; or in memory of the GPU,
-        to which each push queues a copy of its slot on the current stream, so that those of Python
-        alone arrive there. Completion words are in host memory either way.
     device : torch.device, str or int, optional
-        Whose kernels consume; by default the current GPU, or the CPU where there is none.
+        Whose kernels consume; by default the current GPU, or the CPU if there is none.
 
     Raises
     ------
     TypeError, ValueError
         A wrong argument.
     MemoryError, RuntimeError, UnsupportedError
-        No memory for it; CUDA does not register it; there is no ``memfd_create``.
+        More memory than is free; CUDA does not register it; there is no ``memfd_create``.
 
     Examples
     --------
@@ -78,52 +76,36 @@ class DescriptorRing:
         self,
         num_slots: int = 16,
         max_descriptors: int = 2048,
-        memory: Literal["mapped", "device"] = "mapped",
         device: torch.device | str | int | None = None,
     ) -> None:
         import torch
 
-        call = "DescriptorRing"
-        self._num_slots = count_arg(call, "num_slots", num_slots, _MAX_SLOTS)
-        self._max = count_arg(call, "max_descriptors", max_descriptors, _MAX_DESCRIPTORS)
+        call, module = "DescriptorRing", host.module()
+        most = count_arg(call, "max_descriptors", max_descriptors, _MAX_DESCRIPTORS)
+        self.num_slots: int = count_arg(call, "num_slots", num_slots, _MAX_SLOTS)
+        self.max_descriptors: int = most
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        self._device = device_arg(call, device)
-        memory_arg(memory, self._device)
-        module = host.module()
-        num_bytes, self._first, self._slot_bytes = module["ring_layout"](self._num_slots, self._max)
-        self._memory = RingMemory(num_bytes)
-        self._bytes: torch.Tensor = self._memory.pool.tensor()
-        made = module["make_ring"](self._bytes, self._num_slots, self._max)
-        self._push, self._try_push, self._reserve, self._await_free, self._await_done = made[:5]
-        self._consume, self._next, self._queue = made[5:]
-        self._on_device: torch.Tensor | None = None
-        if memory == "device":
-            self._on_device = zeros_on(self._device, num_bytes)
-            self._on_device[:_HEADER_BYTES].copy_(self._bytes[:_HEADER_BYTES])  # and waits
-        if self._device.type == "cuda":
-            state = zeros_on(self._device, module["ring_state_bytes"](self._num_slots, self._max))
-            base = 0 if self._on_device is None else self._on_device.data_ptr()
-            self._consume, self._serve = module["ring_on_gpu"](self._bytes, base, state)
+        self.device: torch.device = device_arg(call, device)
+        layout = module["ring_layout"](num_slots, most)
+        num_bytes, self._first, self._slot_bytes = layout
+        memory.require_free(num_bytes, f"{call}: num_slots, max_descriptors")
+        # Memory of a descriptor, which a producer in another process can map.
+        self._fd = make_memory(call, "jitkern-ring", num_bytes)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        self._pool = PinnedPool.attach(self._fd)
+        self._bytes: torch.Tensor = self._pool.tensor()
+        made = module["make_ring"](self._bytes, num_slots, most)
+        self._push, self._try_push, self._reserve, self._publish = made[:4]
+        self._await_free, self._await_done, self._consume, self._next = made[4:]
+        if self.device.type == "cuda":
+            state = _zeros_on(self.device, module["ring_state_bytes"](num_slots, most))
+            self._consume, self._serve = module["ring_on_gpu"](self._bytes, state)
+        self._reserved_by = 0  # a thread
         self._server: RingServer | None = None
         self._is_tensor = torch.Tensor
         self._is_open = True
         _open.add(self)
-
-    @property
-    def num_slots(self) -> int:
-        """Pushes that can be under way."""
-        return self._num_slots
-
-    @property
-    def max_descriptors(self) -> int:
-        """Descriptors of one push."""
-        return self._max
-
-    @property
-    def device(self) -> torch.device:
-        """Whose kernels consume."""
-        return self._device
 
     @property
     def num_pushed(self) -> int:
@@ -139,7 +121,7 @@ class DescriptorRing:
     def fileno(self) -> int:
         """Return the descriptor of the memory, which a producer in another process maps."""
         self._next()
-        return self._memory.fd
+        return self._fd
 
     def push(self, descriptors: Any, *, timeout_s: float = _WAIT_S) -> int:
         """Push descriptors; return the push's ticket, a number from 0 on.
@@ -149,59 +131,33 @@ class DescriptorRing:
         descriptors : Tensor or array
             int64 on the CPU, ``[n, 3]`` of (src_off, dst_off, len), or ``[n, 6]`` of (src_off,
             dst_off, len, count, src_stride, dst_stride): of each descriptor `count` rows of `len`
-            bytes, whose offsets in bytes are a stride apart. A NumPy array or another buffer of
-            these shapes is as good. They are copied.
+            bytes, whose offsets are a stride apart. They are copied.
         timeout_s : float, optional
-            How long to wait for the slot.
+            How long to wait for the slot; TimeoutError if its last push has not been consumed by
+            then.
 
         Raises
         ------
         TypeError, ValueError
-            Another dtype or shape, more descriptors than a slot has room for, a negative value, or
-            a length or count of more than 32 bits. Nothing was pushed.
-        TimeoutError
-            What was pushed into the slot before has not been consumed.
+            Another dtype or shape, too many descriptors, a value that is negative or does not fit.
+            Nothing was pushed.
         RuntimeError
             This thread has a slot reserved; the ring is closed.
         """
-        if type(descriptors) is not self._is_tensor:
-            descriptors = int64_arg("DescriptorRing.push", "descriptors", descriptors)
-        push = self._push  # self._push(...) would look for a method first: a twentieth of a push
-        try:
-            ticket = push(descriptors)
-        except RuntimeError as error:
-            name_unreadable(error, "DescriptorRing.push", descriptors=descriptors)
-        if ticket < 0:
-            again = partial(self._push, descriptors)
-            ticket = self._when_free("DescriptorRing.push", again, ticket, timeout_s)
-        return ticket if self._on_device is None else self._to_device(ticket, self._on_device)
+        return self._pushed("DescriptorRing.push", self._push, descriptors, timeout_s)
 
     def try_push(self, descriptors: Any) -> int | None:
-        """Push as :meth:`push`, at once; return None where the slot is still being read."""
-        if type(descriptors) is not self._is_tensor:
-            descriptors = int64_arg("DescriptorRing.try_push", "descriptors", descriptors)
-        try:
-            ticket = self._try_push(descriptors)
-        except RuntimeError as error:
-            name_unreadable(error, "DescriptorRing.try_push", descriptors=descriptors)
-        if ticket < 0:
-            _refuse_own("DescriptorRing.try_push", ticket)
-            return None
-        return ticket if self._on_device is None else self._to_device(ticket, self._on_device)
+        """Push as :meth:`push`, at once; return None if the slot is still being read."""
+        ticket = self._pushed("DescriptorRing.try_push", self._try_push, descriptors, None)
+        return ticket if ticket >= 0 else None
 
     def reserve(
         self, num_descriptors: int | None = None, *, timeout_s: float = _WAIT_S
     ) -> RingSlot:
         """Return the next slot, to be written in place; other pushes wait until it is pushed.
 
-        Dropped, which an error or Ctrl-C may do at any place, it is cancelled.
-
-        Parameters
-        ----------
-        num_descriptors : int, optional
-            By default as many as a slot has room for.
-        timeout_s : float, optional
-            How long to wait for the slot.
+        `num_descriptors` are by default as many as a slot has room for; `timeout_s` is as of
+        :meth:`push`. A slot that is dropped is cancelled.
 
         Examples
         --------
@@ -210,34 +166,28 @@ class DescriptorRing:
         ...     slot.len[:] = 512
         >>> ring.wait(slot.ticket)  # doctest: +SKIP
         """
-        call, count = "DescriptorRing.reserve", self._max
+        call, count = "DescriptorRing.reserve", self.max_descriptors
         if num_descriptors is not None:
-            count = count_arg(call, "num_descriptors", num_descriptors, self._max)
-        # Whoever drops `end` cancels, by no Python that a signal could cut short.
-        end = self._when_free(call, lambda: self._reserve(count), None, timeout_s)
-        ticket = self.num_pushed
-        begin = self._first + ticket % self._num_slots * self._slot_bytes
-        part = self._bytes[begin : begin + count * _DESCRIPTOR_BYTES].view(count, _DESCRIPTOR_BYTES)
-        return RingSlot(ticket % self._num_slots, ticket, part, partial(self._finish, end))
+            count = count_arg(call, "num_descriptors", num_descriptors, count)
+        ticket = self._await(call, self._reserve, count, None, timeout_s)
+        self._reserved_by = threading.get_ident()
+        index = ticket % self.num_slots
+        begin = self._first + index * self._slot_bytes
+        part = self._bytes[begin : begin + count * _DESCRIPTOR_BYTES]
+        return RingSlot(index, ticket, part.view(count, _DESCRIPTOR_BYTES), self._finish)
 
     def done(self, ticket: int) -> bool:
         """Tell whether all that a push asked for has been done."""
         return bool(self._await_done(self._ticket_arg("DescriptorRing.done", ticket), 0))
 
     def wait(self, ticket: int, *, timeout_s: float = _WAIT_S) -> None:
-        """Wait until all that a push asked for has been done; mostly asleep.
-
-        Raises
-        ------
-        TimeoutError
-            It has not.
-        """
+        """Wait until all that a push asked for has been done, mostly asleep; else TimeoutError."""
         call = "DescriptorRing.wait"
         number = self._ticket_arg(call, ticket)
         deadline = time.monotonic() + number_arg(call, "timeout_s", timeout_s)
         while not self._await_done(number, _slice_us(deadline)):
             if time.monotonic() >= deadline:
-                text = f"push {number}, in slot {number % self._num_slots}, is not consumed"
+                text = f"push {number}, in slot {number % self.num_slots}, is not consumed"
                 raise TimeoutError(f"{call}: {text} after {timeout_s:g} s; is a consumer running?")
 
     def serve(
@@ -251,49 +201,39 @@ class DescriptorRing:
         """Return a server, as the context in which a kernel consumes what is pushed.
 
         The kernel occupies its SMs and reads the ring all the time: for small pushes that cannot
-        wait for a launch. Whoever waits for the whole device in the body waits until it ends by
-        itself: ``torch.cuda.synchronize``, maybe cudaMalloc and cudaFree, the first launch of a
-        kernel that is loaded lazily, the end of a pinned pool or of an engine. One server on a
-        device; calls of :func:`jitkern.unpack` on its ring are refused meanwhile.
+        wait for a launch. Whatever waits for the whole device in the body waits until it ends:
+        ``torch.cuda.synchronize``, maybe cudaMalloc and cudaFree, the first launch of a kernel that
+        is loaded lazily, the end of a pinned pool. One server on a device, and no calls of
+        :func:`jitkern.unpack` on its ring meanwhile.
 
         Parameters
         ----------
         dst, src : Tensor
             As of :func:`jitkern.unpack`.
         num_sms : int, optional
-            Blocks of the kernel, each of which has an SM: 1 to 8, and 1 on a GPU before compute
-            capability 9.0.
+            Blocks of the kernel, each on an SM: 1 to 8, and 1 before compute capability 9.0.
         idle_timeout_s : float, optional
             The kernel ends once no push has come for so long.
-
-        Raises
-        ------
-        TypeError, ValueError
-            A wrong argument; a ring of the CPU, or one whose pushes are copied to the device.
-        RuntimeError
-            As of ``unpack``; as the body begins: the device has a server, a graph is captured.
         """
-        call = "DescriptorRing.serve"
         self._next()  # raises once it is closed
-        if self._device.type == "cpu" or self._on_device is not None:
-            raise ValueError(f"{call}: {self!r}, expected a mapped ring of a GPU")
+        if self.device.type == "cpu":
+            raise ValueError(f"{_SERVE}: {self!r}, expected a ring of a GPU")
         if self._server is not None and self._server.is_running:
-            raise RuntimeError(f"{call}: the ring has a server; end that one first")
-        sides = (dst, src)
-        return RingServer(self._run, self._serve, sides, self._device, num_sms, idle_timeout_s)
+            raise RuntimeError(f"{_SERVE}: the ring has a server; end that one first")
+        _require_writable(_SERVE, dst, src)
+        sms = count_arg(_SERVE, "num_sms", num_sms, _most_sms(self.device))
+        idle_ns = int(1e9 * number_arg(_SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
+        return RingServer(self, partial(self._serve, dst, src, sms, idle_ns), dst)
 
     def close(self) -> None:
-        """End its server, wait for the GPUs and give the memory back; again: do nothing.
-
-        Producers in C++ must have ended. Those in other processes keep their mapping of it.
-        """
+        """End its server, wait for the GPUs and give the memory back; again: do nothing."""
         if not self._is_open:
             return
         if self._server is not None:
             self._server.stop()
-        self._memory.pool.close()
+        self._pool.close()
         self._shut("the ring is closed; make another one")
-        self._memory.close_fd()
+        self._close_fd()
 
     def __enter__(self) -> DescriptorRing:
         self._next()  # raises once it is closed
@@ -305,60 +245,89 @@ class DescriptorRing:
     def __repr__(self) -> str:
         state = "closed"
         if self._is_open:
-            pinned = "pinned" if self._memory.pool.stats.is_registered else "pageable"
-            where = "mapped" if self._on_device is None else f"copied to {self._device}"
-            state = f"{where}, {pinned}, {self.num_pushed} pushed"
-        slots = "slot" if self._num_slots == 1 else "slots"
-        return f"DescriptorRing({self._num_slots} {slots} of {self._max} descriptors, {state})"
+            pinned = "pinned" if self._pool.stats.is_registered else "pageable"
+            state = f"{pinned}, {self.num_pushed} pushed"
+        slots = "slot" if self.num_slots == 1 else "slots"
+        text = f"{self.num_slots} {slots} of {self.max_descriptors} descriptors, {state}"
+        return f"DescriptorRing({text})"
 
     def _unpack(
         self, dst: torch.Tensor, src: torch.Tensor, slot: int | None, num_slots: int
     ) -> None:
         """Do what :func:`jitkern.unpack` does of a ring."""
-        ring_call.consume(self._consume, self._num_slots, dst, src, slot, num_slots)
+        first = -1
+        if slot is not None:
+            first = count_arg("unpack", "slot", slot, least=0)
+            if first >= self.num_slots:
+                raise ValueError(f"unpack: slot: {first}, expected below {self.num_slots}")
+        if type(num_slots) is not int or num_slots != 1:
+            num_slots = count_arg("unpack", "num_slots", num_slots, self.num_slots)
+        _require_writable("unpack", dst, src)
+        try:
+            self._consume(dst, src, first, num_slots)
+        except (TypeError, ValueError):
+            raise  # nothing was queued
+        except Exception as error:
+            # Earlier slots were copied; or the kernel is queued, and the error is of another call.
+            dispatch.wrote(dst)
+            name_unreadable(error, "unpack", dst=dst, src=src)
+        dispatch.wrote(dst)
 
-    def _run(self, server: RingServer, launch: Callable[[], None]) -> None:
-        """Have a server begin, which close() will end."""
-        self._next()  # raises once it is closed
-        launch()
-        self._server = server
+    def _pushed(
+        self, call: str, push: Callable[[Any], int], descriptors: Any, timeout_s: float | None
+    ) -> int:
+        if type(descriptors) is not self._is_tensor:
+            descriptors = _tensor_of(call, descriptors)
+        try:
+            ticket = push(descriptors)
+        except RuntimeError as error:
+            name_unreadable(error, call, descriptors=descriptors)
+        return ticket if ticket >= 0 else self._await(call, push, descriptors, ticket, timeout_s)
 
-    def _when_free(
-        self, call: str, attempt: Callable[[], Any], last: int | None, timeout_s: float
-    ) -> Any:
-        """Return what the first attempt that finds the slot free returns."""
-        deadline = time.monotonic() + number_arg(call, "timeout_s", timeout_s)
-        found = attempt() if last is None else last
-        while type(found) is int and found < 0:
-            _refuse_own(call, found)
+    def _await(
+        self, call: str, attempt: Callable[[Any], int], given: Any, found: Any, timeout_s: Any
+    ) -> int:
+        """Try until the slot is free and return the ticket; `found` is what the first try did.
+
+        Without a timeout that is the only one.
+        """
+        deadline = time.monotonic()
+        if timeout_s is not None:
+            deadline += number_arg(call, "timeout_s", timeout_s)
+        ticket: int = attempt(given) if found is None else found
+        while ticket < 0:
+            if ticket == _RESERVED and self._reserved_by == threading.get_ident():
+                text = "this thread has a slot reserved; publish() or cancel() it first"
+                raise RuntimeError(f"{call}: {text}")
             if time.monotonic() >= deadline:
-                where = (self.num_pushed, self._num_slots, found == _RESERVED)
-                raise TimeoutError(full_text(call, *where, timeout_s))
-            if found == _RESERVED:
+                if timeout_s is None:
+                    return ticket
+                raise TimeoutError(self._full_text(call, ticket == _RESERVED, timeout_s))
+            if ticket == _RESERVED:
                 time.sleep(1e-4)
             else:
                 self._await_free(_slice_us(deadline))
-            found = attempt()
-        return found
-
-    def _finish(self, end: Callable[[int], int], count: int | None) -> int:
-        """End a reservation: push so many, or nothing."""
-        self._next()  # raises once it is closed
-        ticket = end(-1 if count is None else count)
-        if count is None or self._on_device is None:
-            return ticket
-        return self._to_device(ticket, self._on_device)
-
-    def _to_device(self, ticket: int, slots: torch.Tensor) -> int:
-        """Have a slot copied on the current stream; it stays as it is until it is consumed."""
-        import torch
-
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._queue(ticket, slots.data_ptr(), self._device.index, stream)
+            ticket = attempt(given)
         return ticket
 
+    def _full_text(self, call: str, is_reserved: bool, timeout_s: float) -> str:
+        ticket = self.num_pushed
+        slot = ticket % self.num_slots
+        if is_reserved:
+            return f"{call}: another thread has slot {slot} reserved for over {timeout_s:g} s"
+        return (
+            f"{call}: slot {slot} is still being read after {timeout_s:g} s: push "
+            f"{ticket - self.num_slots} is not consumed; wait longer (timeout_s), consume sooner, "
+            f"or make a ring of more than {self.num_slots} slots"
+        )
+
+    def _finish(self, count: int) -> None:
+        """End a reservation: push so many descriptors, or nothing (-1)."""
+        self._reserved_by = 0
+        self._publish(count)
+
     def _ticket_arg(self, call: str, ticket: Any) -> int:
-        number = natural_arg(call, "ticket", ticket)
+        number = count_arg(call, "ticket", ticket, least=0)
         pushed = self.num_pushed
         if number >= pushed:
             raise ValueError(f"{call}: ticket: {number}, expected below the {pushed} pushes so far")
@@ -369,8 +338,8 @@ class DescriptorRing:
             raise RuntimeError(f"DescriptorRing: {why}")
 
         self._is_open = False
-        self._push = self._try_push = self._reserve = refuse
-        self._await_free = self._await_done = self._consume = self._next = self._queue = refuse
+        self._push = self._try_push = self._reserve = self._publish = refuse
+        self._await_free = self._await_done = self._consume = self._next = refuse
         _open.discard(self)
 
 
@@ -388,11 +357,234 @@ def _shut_in_child() -> None:
 os.register_at_fork(after_in_child=_shut_in_child)
 
 
-def _refuse_own(call: str, found: int) -> None:
-    if found == _RESERVED_HERE:
-        text = "this thread has a slot reserved; publish() or cancel() it first"
-        raise RuntimeError(f"{call}: {text}")
-
-
 def _slice_us(deadline: float) -> int:
     return max(0, int(1e6 * min(_SLICE_S, deadline - time.monotonic())))
+
+
+def _zeros_on(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Return zeros that every stream finds."""
+    import torch
+
+    zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    torch.cuda.current_stream(device).synchronize()
+    return zeros
+
+
+def _require_writable(call: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Raise for a write that PyTorch would have to see, but does not."""
+    if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
+        dispatch.refuse(call, {"dst": dst}, {"src": src})
+    dispatch.refuse_watchers(call)
+
+
+def _tensor_of(call: str, given: Any) -> torch.Tensor:
+    """Return an array, such as NumPy's, as a tensor."""
+    import torch
+
+    try:
+        return torch.as_tensor(given, device="cpu")  # whatever torch's default
+    except (TypeError, ValueError, RuntimeError):
+        text = f"{type(given).__name__}, expected a tensor or an array of int64"
+        raise TypeError(f"{call}: descriptors: {text}") from None
+
+
+class RingSlot:
+    """A slot of a :class:`DescriptorRing` that is written in place: push `ticket` in slot `index`.
+
+    The fields are views of the slot, ``[num_descriptors]`` each; they begin as empty rows. At the
+    end of the ``with`` body the slot is pushed, unless the body raises. The consumer refuses what
+    is out of range. Views must not be written after the push.
+    """
+
+    def __init__(
+        self, index: int, ticket: int, bytes_: torch.Tensor, finish: Callable[[int], object]
+    ) -> None:
+        self.index: int = index
+        self.ticket: int = ticket
+        self._bytes: torch.Tensor | None = bytes_  # a row for each descriptor
+        self._finish = finish
+
+    @property
+    def src_off(self) -> torch.Tensor:
+        """Offset of the first row in the source, in bytes: int64."""
+        return self._int64(0)
+
+    @property
+    def dst_off(self) -> torch.Tensor:
+        """Where the first row begins in the destination: int64."""
+        return self._int64(1)
+
+    @property
+    def len(self) -> torch.Tensor:
+        """Bytes of a row: uint32."""
+        return self._uint32(4)
+
+    @property
+    def count(self) -> torch.Tensor:
+        """How many rows: uint32."""
+        return self._uint32(5)
+
+    @property
+    def src_stride(self) -> torch.Tensor:
+        """From one row to the next in the source, in bytes: int64."""
+        return self._int64(4)
+
+    @property
+    def dst_stride(self) -> torch.Tensor:
+        """The same in the destination: int64."""
+        return self._int64(5)
+
+    def publish(self, num_descriptors: int | None = None) -> int:
+        """Push the slot, or its first descriptors alone; return the ticket."""
+        call = "RingSlot.publish"
+        count = self._open(call).shape[0]
+        if num_descriptors is not None:
+            count = count_arg(call, "num_descriptors", num_descriptors, count)
+        self._bytes = None
+        self._finish(count)
+        return self.ticket
+
+    def cancel(self) -> None:
+        """Push nothing: the slot is the next push's."""
+        self._open("RingSlot.cancel")
+        self._bytes = None
+        self._finish(-1)
+
+    def __enter__(self) -> RingSlot:
+        self._open("RingSlot")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._bytes is not None:
+            if kind is None:
+                self.publish()
+            else:
+                self.cancel()
+
+    def __del__(self) -> None:
+        if self._bytes is not None:
+            with suppress(RuntimeError):  # of a ring that is closed
+                self.cancel()
+
+    def __repr__(self) -> str:
+        state = "pushed or cancelled" if self._bytes is None else "being written"
+        return f"RingSlot({self.index}, ticket {self.ticket}, {state})"
+
+    def _open(self, call: str) -> torch.Tensor:
+        if self._bytes is None:
+            raise RuntimeError(f"{call}: the slot was pushed or cancelled; reserve another one")
+        return self._bytes
+
+    def _int64(self, column: int) -> torch.Tensor:
+        import torch
+
+        return self._open("RingSlot").view(torch.int64)[:, column]
+
+    def _uint32(self, column: int) -> torch.Tensor:
+        import torch
+
+        return self._open("RingSlot").view(torch.uint32)[:, column]
+
+
+# By device: a second one would take more SMs from the kernels that compute.
+_servers: dict[int, weakref.ref[RingServer]] = {}
+
+
+class RingServer:
+    """A kernel that waits for pushes of a ring and copies what they ask for: see ``serve``.
+
+    It begins with the body of ``with``, after all work on the current stream. It ends with the
+    body, or once no push has come for the idle timeout; the next consumer takes what it leaves.
+    Later work on the current stream comes after its copies.
+    """
+
+    def __init__(
+        self, ring: DescriptorRing, launch: Callable[..., None], dst: torch.Tensor
+    ) -> None:
+        self._ring: DescriptorRing | None = ring
+        self._launch, self._dst, self._device = launch, dst, ring.device
+        self._stop = _pinned_zero()
+        self._stream: Any = _stream_of(ring.device)
+        self._ended: Any = None  # an event after the kernel
+        self._tell: Callable[[], object] = partial(_tell, self._stop, os.getpid())
+        weakref.finalize(self, self._tell).atexit = False  # too late: see _stop_all
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the kernel has been queued and has not ended."""
+        return self._ended is not None and not self._ended.query()
+
+    def stop(self) -> None:
+        """End the kernel and wait for that; it completes the push that it has begun with."""
+        import torch
+
+        if self._ended is not None:
+            self._tell()
+            self._ended.synchronize()
+            dispatch.wrote(self._dst)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._ring is not None and self._ring._server is self:
+            self._ring._server = None
+        self._ring = None
+
+    def __enter__(self) -> RingServer:
+        import torch
+
+        ring = self._ring
+        if ring is None:
+            raise RuntimeError(f"{_SERVE}: the server has ended; make another one")
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{_SERVE}: a graph is being captured; serve outside of it")
+        other = _servers.get(self._device.index, lambda: None)()
+        if other is not None and other.is_running:
+            raise RuntimeError(f"{_SERVE}: {self._device} has a server; end that one first")
+        ring._next()  # raises once it is closed
+        # The last that is registered is the first to be called: before whatever else waits for the
+        # device at exit, as pools do.
+        atexit.unregister(_stop_all)
+        atexit.register(_stop_all)
+        _servers[self._device.index] = weakref.ref(self)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._launch(self._stop.data_ptr(), self._stream.cuda_stream)
+        self._ended = self._stream.record_event()
+        ring._server = self  # which close() ends
+        dispatch.wrote(self._dst)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _stop_all() -> None:
+    for known in _servers.values():
+        server = known()
+        if server is not None:
+            server._tell()
+
+
+def _tell(stop: torch.Tensor, pid: int) -> None:
+    """Have a kernel end; a forked child has no part of it, nor of the memory."""
+    if os.getpid() == pid:
+        stop.fill_(1)
+
+
+def _pinned_zero() -> torch.Tensor:
+    import torch
+
+    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    """Return the stream of a device's servers: torch would hand out its own to others, too."""
+    import torch
+
+    made = host.module()["make_ring_stream"](device.index)
+    return torch.cuda.ExternalStream(made, device=device)  # type: ignore[no-untyped-call]
+
+
+def _most_sms(device: torch.device) -> int:
+    import torch
+
+    # A cluster that any GPU with clusters has.
+    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1

@@ -1,8 +1,6 @@
 // The memory of a PinnedPool: mapped on whole huge pages, touched by threads, registered with CUDA.
-//
-// Each step is a call of its own, so that Python can show how far it is, let Ctrl-C through and say
-// what a failure means. The memory lives as long as a tensor of it: the last one unregisters it, in
-// the process that mapped it and not in a forked child, and gives it back.
+// It lives as long as a tensor of it: the last one unregisters it and gives it back, in the process
+// that mapped it and not in a forked child.
 #include "host/pinned.h"
 #include "host/workers.h"
 
@@ -177,10 +175,8 @@ int populate(char* base, i64 num_bytes) {
   return 0;
 }
 
-// By as many threads, a huge page at a time, all of which are there before the first begins: a
-// thread that starts waits for those that have the address space locked. 16 threads back 8 GiB of
-// used memory at 32 to 37 GB/s so, on two cores, at 6 to 20 where they start meanwhile.
-// Returns errno.
+// By as many threads, a huge page at a time. All threads exist before the first begins: 16 back 8
+// GiB at 32 to 37 GB/s, and at 6 to 20 if they start meanwhile. Returns errno.
 int64_t pool_touch(int64_t base_arg, int64_t num_bytes, int64_t num_threads) {
   char* const base = reinterpret_cast<char*>(base_arg);
   std::atomic<i64> taken{0};

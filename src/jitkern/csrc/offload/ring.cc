@@ -3,17 +3,14 @@
 #include <jitkern/both/ring.h>
 #include <jitkern/check.h>
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "host/staging.h"
 #include "host/workers.h"
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
@@ -22,50 +19,29 @@ namespace jitkern {
 
 namespace {
 
-using tvm::ffi::Any;
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
 // Instead of a ticket.
 constexpr i64 kFull = -1;
 constexpr i64 kReserved = -2;
-constexpr i64 kReservedHere = -3;  // by the thread that asks
-
-// What a thread is known by.
-const void* this_thread() {
-  static thread_local const char here = 0;
-  return &here;
-}
 
 constexpr const char* kFields[] = {"src_off", "dst_off",    "len",
                                    "count",   "src_stride", "dst_stride"};
 constexpr bool kIsShort[] = {false, false, true, true, false, false};
 
-// Two 8-byte fields of a descriptor, as a compiler of any processor has them in one register.
-using Pair [[gnu::vector_size(16), gnu::may_alias]] = u64;
-
 // Rows of int64 as descriptors. Returns what no column may have: a sign, or more than 32 bits.
-// Pairs are loaded, looked at and stored whole, four for a descriptor: field by field, each by way
-// of a register of its own, 128 of them took 1.2 times as long.
 template <int kColumns>
-u64 convert(Descriptor* to, const u64* from, i64 count, i64 row_stride, i64 stride) {
-  Pair signs = {}, high = {};
+u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stride) {
+  u64 signs = 0, high = 0;
   for (i64 i = 0; i < count; ++i, from += row_stride) {
-    const Pair offs = {from[0], from[stride]}, len = {from[2 * stride], 0};
-    Pair repeats = {1, 0}, strides = {};
-    if constexpr (kColumns == 6) {
-      repeats = Pair{from[3 * stride], 0};
-      strides = Pair{from[4 * stride], from[5 * stride]};
-    }
-    Pair* const fields = reinterpret_cast<Pair*>(to + i);
-    fields[0] = offs;
-    fields[1] = len | repeats << 32;  // and no seal
-    fields[2] = strides;
-    fields[3] = Pair{};
-    signs |= offs | strides;
-    high |= len | repeats;
+    i64 row[6] = {0, 0, 0, 1, 0, 0};
+    for (int c = 0; c < kColumns; ++c) row[c] = from[c * stride];
+    to[i] = {row[0], row[1], static_cast<u32>(row[2]), static_cast<u32>(row[3]), row[4], row[5]};
+    signs |= static_cast<u64>(row[0] | row[1] | row[4] | row[5]);
+    high |= static_cast<u64>(row[2] | row[3]);
   }
-  return (signs[0] | signs[1]) >> 63 | high[0] >> 32;
+  return signs >> 63 | high >> 32;
 }
 
 // Which value is wrong.
@@ -116,35 +92,32 @@ class DescriptorRing {
     const i64* const from = reinterpret_cast<const i64*>(t.data());
 
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (const i64 why = why_reserved()) return why;
+    if (is_reserved_) return kReserved;
     Descriptor* const to = producer_.try_reserve();
     if (to == nullptr) return kFull;
-    const u64* const bits = reinterpret_cast<const u64*>(from);
-    const u64 wrong = is_long ? convert<6>(to, bits, count, row_stride, stride)
-                              : convert<3>(to, bits, count, row_stride, stride);
+    const u64 wrong = is_long ? convert<6>(to, from, count, row_stride, stride)
+                              : convert<3>(to, from, count, row_stride, stride);
     if (wrong != 0) refuse(op, from, count, columns, row_stride, stride);
     return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
   }
 
-  // Keeps the next push for this thread, whose first `count` descriptors are then of one empty row
-  // each. 0, or why not.
+  // Keeps the next push for the caller; its first `count` descriptors are then of one empty row
+  // each. Returns the ticket, or why not.
   i64 reserve(i64 count) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (const i64 why = why_reserved()) return why;
+    if (is_reserved_) return kReserved;
     Descriptor* const to = producer_.try_reserve();
     if (to == nullptr) return kFull;
     std::fill_n(to, count, Descriptor());
-    reserved_by_ = this_thread();
-    return 0;
+    is_reserved_ = true;
+    return next();
   }
-  i64 publish(i64 count) {
+  // Ends it: pushes so many descriptors, or nothing below 0.
+  void publish(i64 count) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const u64 ticket = producer_.publish(static_cast<u32>(count));
-    reserved_by_ = nullptr;
-    return static_cast<i64>(ticket);
+    is_reserved_ = false;
+    if (count >= 0) producer_.publish(static_cast<u32>(count));
   }
-  // Without the lock, which another thread may have held when this process was forked.
-  void cancel() { reserved_by_ = nullptr; }
 
   // Whether the next push finds its slot free within this time.
   bool await_free(i64 most_us) {
@@ -186,26 +159,9 @@ class DescriptorRing {
     }
   }
 
-  // Copies a push as it stands in its slot to the same place of `ring`, in a GPU's memory.
-  void queue(i64 ticket_arg, char* ring, int ordinal, CUstream stream) {
-    const u64 ticket = static_cast<u64>(ticket_arg);
-    u32 count = 0;
-    const Descriptor* const from = consumer_.find(ticket, &count);
-    if (from == nullptr) return;  // consumed on the CPU, and written again
-    const ContextScope scope(Device::get(ordinal));
-    copy_to_device(ring + consumer_.header().word_at(ticket),
-                   reinterpret_cast<const char*>(from) - kRingLineBytes,
-                   kRingLineBytes + i64(count) * i64(sizeof(Descriptor)), stream);
-  }
-
   i64 next() const { return static_cast<i64>(producer_.next()); }
 
  private:
-  i64 why_reserved() const {
-    const void* const by = reserved_by_;
-    return by == nullptr ? 0 : by == this_thread() ? kReservedHere : kReserved;
-  }
-
   // Does what a push asks for, or nothing of it, and completes it. Its descriptors are read once: a
   // producer that breaks the protocol changes none that was checked.
   void take(const UnpackSides& sides, u64 ticket, const Descriptor* from, u32 count) {
@@ -244,47 +200,8 @@ class DescriptorRing {
   std::mutex consuming_;
   std::vector<u64> consumed_;  // by slot, the generation that was taken last
   u64 next_ = 0;               // the ticket that is next in turn
-  std::atomic<const void*> reserved_by_{nullptr};
+  bool is_reserved_ = false;
 };
-
-// The end of a reservation. Whoever drops it has cancelled: Python may do so at any place, by an
-// error or Ctrl-C, also before the call that has reserved is back.
-class Reservation {
- public:
-  explicit Reservation(std::shared_ptr<DescriptorRing> ring) : ring_(std::move(ring)) {}
-  ~Reservation() { cancel(); }
-  Reservation(const Reservation&) = delete;
-  Reservation& operator=(const Reservation&) = delete;
-
-  // Pushes so many descriptors and returns the ticket, or nothing where `count` is below 0. Once.
-  i64 end(i64 count) {
-    if (count < 0) {
-      cancel();
-      return kFull;
-    }
-    if (is_over_) {
-      throw tvm::ffi::Error("RuntimeError", "RingSlot: the slot was pushed or cancelled", "");
-    }
-    is_over_ = true;
-    return ring_->publish(count);
-  }
-
- private:
-  void cancel() {
-    if (!is_over_) ring_->cancel();
-    is_over_ = true;
-  }
-
-  std::shared_ptr<DescriptorRing> ring_;
-  bool is_over_ = false;
-};
-
-// What ends it, or why there is none.
-Any reserve(const std::shared_ptr<DescriptorRing>& ring, i64 count) {
-  if (const i64 why = ring->reserve(count)) return why;
-  const auto made = std::make_shared<Reservation>(ring);
-  return Function::FromTyped([made](int64_t most) { return made->end(most); });
-}
 
 // The bytes of a ring, where its first descriptor is, and the bytes of a slot.
 Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
@@ -292,8 +209,8 @@ Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
   return {found.num_bytes, found.descriptors_at(0), found.slot_bytes};
 }
 
-// A ring in memory that is zero: push, try_push, reserve, await_free, await_done, consume, next
-// and queue of it.
+// A ring in memory that is zero: push, try_push, reserve, publish, await_free, await_done, consume
+// and next of it.
 Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t max_descriptors) {
   ring_init(memory.data_ptr(), static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
   const auto made = std::make_shared<DescriptorRing>(std::move(memory));
@@ -301,7 +218,8 @@ Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t ma
       Function::FromTyped([made](AnyView rows) { return made->push("DescriptorRing.push", rows); }),
       Function::FromTyped(
           [made](AnyView rows) { return made->push("DescriptorRing.try_push", rows); }),
-      Function::FromTyped([made](int64_t count) { return reserve(made, count); }),
+      Function::FromTyped([made](int64_t count) { return made->reserve(count); }),
+      Function::FromTyped([made](int64_t count) { made->publish(count); }),
       Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),
       Function::FromTyped(
           [made](int64_t ticket, int64_t most_us) { return made->await_done(ticket, most_us); }),
@@ -309,10 +227,6 @@ Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t ma
         made->consume(dst, src, slot, num_slots);
       }),
       Function::FromTyped([made] { return made->next(); }),
-      Function::FromTyped([made](int64_t ticket, int64_t ring, int64_t ordinal, int64_t stream) {
-        made->queue(ticket, reinterpret_cast<char*>(ring), static_cast<int>(ordinal),
-                    reinterpret_cast<CUstream>(stream));
-      }),
   };
 }
 

@@ -26,10 +26,11 @@ constexpr const char* kOp = "unpack";
   throw tvm::ffi::Error("RuntimeError", std::string(op) + ": " + arg + ": " + text + note, "");
 }
 [[noreturn]] void raise_busy(const char* op, const char* arg, i64, i64, i64, const char* note) {
-  raise_runtime_error(op, arg,
-                      "another call, or a server, was consuming the ring; have one follow the "
-                      "other on a stream, or by an event",
-                      note);
+  const char* const text =
+      "another call, or a server, was consuming the ring; have one follow the other on a stream, "
+      "or "
+      "by an event";
+  raise_runtime_error(op, arg, text, note);
 }
 [[noreturn]] void raise_broken(const char* op, const char* arg, i64 slot, i64, i64,
                                const char* note) {
@@ -81,13 +82,13 @@ struct RingMemory {
 
 class RingOnGpu {
  public:
-  // `host`: the ring's memory, `base`: where kernels read it, `state`: device memory.
-  RingOnGpu(tvm::ffi::Tensor host, int64_t base, tvm::ffi::Tensor state)
+  // `host`: the ring's memory, `state`: device memory.
+  RingOnGpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state)
       : host_(std::move(host)), state_(std::move(state)) {
     RingParams& ring = params_.ring;
     ring.ring = *static_cast<const RingHeader*>(host_.data_ptr());
     char* const on_host = const_cast<char*>(memory_range(host_.data_ptr()).device_address);
-    ring.base = base == 0 ? on_host : reinterpret_cast<const char*>(base);
+    ring.base = on_host;
     ring.dones = on_host + ring.ring.dones_at;
     char* const at = static_cast<char*>(state_.data_ptr());
     const RingMemory memory(ring.ring);
@@ -188,8 +189,8 @@ int64_t ring_state_bytes(int64_t num_slots, int64_t max_descriptors) {
 }
 
 // consume and serve of a ring.
-Array<Function> ring_on_gpu(tvm::ffi::Tensor host, int64_t base, tvm::ffi::Tensor state) {
-  const auto made = std::make_shared<RingOnGpu>(std::move(host), base, std::move(state));
+Array<Function> ring_on_gpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state) {
+  const auto made = std::make_shared<RingOnGpu>(std::move(host), std::move(state));
   return {
       Function::FromTyped([made](AnyView dst, AnyView src, int64_t slot, int64_t num_slots) {
         made->consume(dst, src, slot, num_slots);

@@ -66,7 +66,7 @@ void SlotTimes::push(Marks* marks) {
   ++num_dropped_;
 }
 
-i64 SlotTimes::harvest(double* rows, i64 stride, i64 max_rows, double* summary) {
+i64 SlotTimes::harvest(double* rows, i64 max_rows, double* summary) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::optional<RelaxedCapture> relaxed;  // another thread may be capturing
   if (on_gpu_) relaxed.emplace();
@@ -76,7 +76,7 @@ i64 SlotTimes::harvest(double* rows, i64 stride, i64 max_rows, double* summary) 
     Marks* const marks = queue_.front();
     if (on_gpu_ && !is_done(marks->end[marks->last].event)) break;
     if (on_gpu_) read(*marks);
-    num_rows += write(*marks, rows + num_rows, stride) ? 1 : 0;
+    num_rows += write(*marks, rows + num_rows * kNumColumns) ? 1 : 0;
     queue_.pop_front();  // with its reference, which is the base's from now on
     if (base_ != nullptr) release(base_);
     base_ = marks;
@@ -90,8 +90,7 @@ i64 SlotTimes::harvest(double* rows, i64 stride, i64 max_rows, double* summary) 
 }
 
 // From the iteration before it: a float of milliseconds is exact to a microsecond up to 8 seconds.
-// One behind a pause or a gap is read from where it begins itself; only where that is between the
-// others may be less exact.
+// After a pause or a gap, from its own begin.
 void SlotTimes::read(Marks& marks) {
   const bool is_apart = !follows(marks);
   Moment& first = marks.begin[marks.has(kLoad) ? kLoad : kCompute];
@@ -111,16 +110,15 @@ void SlotTimes::read(Marks& marks) {
 }
 
 // Returns whether that is a row: whether it is known what the compute waited for.
-bool SlotTimes::write(const Marks& marks, double* row, i64 stride) {
-  const auto put = [&](Column column, double value) { row[column * stride] = value; };
+bool SlotTimes::write(const Marks& marks, double* row) {
+  const auto put = [&](Column column, double value) { row[column] = value; };
   for (int access = 0; access < kNumAccesses; ++access) {
     const bool has = marks.has(access);
     put(static_cast<Column>(2 * access), has ? marks.begin[access].ms : kNone);
     put(static_cast<Column>(2 * access + 1), has ? marks.end[access].ms : kNone);
   }
-  // The streams of one direction share the link: what counts is how much longer it was busy. Behind
-  // a gap nobody knows since when it was busy with transfers without times, which is why the first
-  // of a burst is no row.
+  // The streams of one direction share the link: what counts is how much longer it was busy. For
+  // the first of a burst that is unknown, so it is no row.
   const auto link_ms = [&](int access, double& last_end_ms) {
     if (!marks.has(access)) return 0.0;
     const double end_ms = marks.end[access].ms;

@@ -1,7 +1,5 @@
 // The streams and events of a SlotPipeline. Each use of a slot waits for the use before it, on
-// whatever stream that was: so a load waits for the compute that reads the slot, a compute for what
-// has been loaded, a store for what has been computed, and what comes next for the store. That is
-// one wait and one record for each use, and the whole of an iteration in two or three calls.
+// whatever stream that was: one wait and one record for each use.
 #include "offload/slots.h"
 
 #include <tvm/ffi/container/array.h>
@@ -17,9 +15,8 @@ namespace jitkern {
 
 namespace {
 
-// Iterations with times come in bursts, as what one waited for is known by the ones before it. A
-// timed event costs the host 1.03 us on an H200 and the GPU 1.6, others 0.22 each: two copies or
-// bodies between timed ones are 4.4 us more, and 1.1 if one iteration in four has them.
+// Iterations with times come in bursts, as what one waited for is known by the ones before it. On
+// an H200 a timed event costs the host 1.03 us and the GPU 1.6, others 0.22 each.
 constexpr u64 kBurst = 8;  // and one for each slot: a compute may wait for the slot's last store
 constexpr u64 kAllAtFirst = 32;  // so that short runs are seen
 
@@ -152,8 +149,8 @@ void SlotStreams::next(int access, i64 index) {
   if (access != kNoAccess) begin(access, index);
 }
 
-// One burst in each period, at places that the golden ratio spreads: what takes longer in some
-// iterations does so in periods of its own, such as the blocks of a run.
+// One burst in each period, at places that the golden ratio spreads, so that periods of the work,
+// such as the blocks of a run, do not hide.
 bool SlotStreams::is_due(u64 number) const {
   if (every_ == 1 || number <= kAllAtFirst) return true;
   const u64 burst = kBurst + slots_.size();
@@ -219,10 +216,10 @@ void SlotStreams::end_open() {
   if (times && !is_capturing_ && access == final_access_) times->push(&marks);
 }
 
-i64 SlotStreams::harvest(double* rows, i64 stride, i64 max_rows, double* summary) {
+i64 SlotStreams::harvest(double* rows, i64 max_rows, double* summary) {
   std::optional<ContextScope> scope;
   if (device_ != nullptr) scope.emplace(*device_);
-  return times->harvest(rows, stride, max_rows, summary);
+  return times->harvest(rows, max_rows, summary);
 }
 
 void SlotStreams::leave() {
@@ -265,8 +262,8 @@ Array<Function> make_slot_streams(int64_t ordinal, int64_t compute, Array<int64_
       Function::FromTyped([made] { made->fork(); }),
       Function::FromTyped([made] { made->leave(); }),
       Function::FromTyped([made](int64_t slot) { made->add_slot(slot); }),
-      Function::FromTyped([made](int64_t rows, int64_t stride, int64_t max_rows, int64_t summary) {
-        return made->harvest(reinterpret_cast<double*>(rows), stride, max_rows,
+      Function::FromTyped([made](int64_t rows, int64_t max_rows, int64_t summary) {
+        return made->harvest(reinterpret_cast<double*>(rows), max_rows,
                              reinterpret_cast<double*>(summary));
       }),
   };

@@ -42,10 +42,9 @@ struct Marks {
   int num_transfers() const { return (has(kLoad) ? 1 : 0) + (has(kStore) ? 1 : 0); }
 };
 
-// The times of iterations that are over, read in the order of the iterations and never waited for:
-// by any thread, beside the one that queues. They come in bursts, with others between that have no
-// times. What an iteration waited for is the compute before it and the last transfer of its slot:
-// where one of these has no times it is the base of the next one, and no row.
+// The times of iterations that are over, read in order and never waited for; by any thread. They
+// come in bursts. An iteration waited for the compute before it and the last transfer of its slot:
+// if one of these has no times there is no row, and it is only the base of the next one.
 class SlotTimes {
  public:
   // What a row of `harvest` holds, in milliseconds; NaN: there is none.
@@ -84,9 +83,9 @@ class SlotTimes {
   Marks* take(Marks* old);
   // All accesses of the iteration are queued.
   void push(Marks* marks);
-  // Reads up to `max_rows` iterations that are over; returns how many. Their rows are written
-  // one behind the other, the columns `stride` numbers apart.
-  i64 harvest(double* rows, i64 stride, i64 max_rows, double* summary);
+  // Reads up to `max_rows` iterations that are over; returns how many. Writes a row for each whose
+  // times are all known.
+  i64 harvest(double* rows, i64 max_rows, double* summary);
   // A slot has no more use for them.
   void give_back(Marks* marks);
   // In a forked child, which must not ask the driver.
@@ -102,7 +101,7 @@ class SlotTimes {
     return base_ != nullptr && !marks.is_first && marks.number == base_->number + 1;
   }
   void read(Marks& marks);
-  bool write(const Marks& marks, double* row, i64 stride);
+  bool write(const Marks& marks, double* row);
   void release(Marks* marks) {
     if (--marks->refs == 0) free_.push_back(marks);
   }
@@ -124,31 +123,30 @@ class SlotTimes {
   std::vector<Stored> stored_;  // the last of each slot
 };
 
-// Streams of one pipeline: one for compute, some for each direction. One thread at a time.
+// Streams of one pipeline: one for compute, some for each direction. One thread at a time. On the
+// CPU, `ordinal` -1, there are none, and `next` only takes times.
 class SlotStreams {
  public:
-  // On the CPU, `ordinal` -1, the streams are none, and `next` only takes times: of one iteration
-  // in `every`, of which `capacity` wait to be read; 0: of none.
+  // One iteration in `every` is timed; at most `capacity` wait to be read, 0: none is timed.
   SlotStreams(int ordinal, CUstream compute, const std::vector<CUstream>& loads,
               const std::vector<CUstream>& stores, i64 capacity, i64 every);
   ~SlotStreams();
   SlotStreams(const SlotStreams&) = delete;
   SlotStreams& operator=(const SlotStreams&) = delete;
 
-  // A slot whose memory the compute stream has allocated, in the place of what was there.
+  // A slot whose memory the compute stream has allocated.
   void add_slot(i64 index);
-  // Begins a session: what follows comes behind all that is on the caller's stream. Returns whether
-  // that is being captured.
+  // Begins a session, after all work on the caller's stream; returns whether that is captured.
   bool enter(CUstream caller);
-  // Begins a run, of which an iteration ends with this access.
+  // Begins a run whose iterations end with this access.
   void start(int final_access);
-  // Ends the access that is open, and begins one; kNoAccess: none.
+  // Ends the open access, and begins one unless it is kNoAccess.
   void next(int access, i64 index);
-  // Transfers from now on come behind all that is on the compute stream.
+  // Later transfers wait for all work on the compute stream.
   void fork();
   // As of SlotTimes, by any thread.
-  i64 harvest(double* rows, i64 stride, i64 max_rows, double* summary);
-  // Ends the session: the caller's stream waits for all of it. Also where a part of it failed.
+  i64 harvest(double* rows, i64 max_rows, double* summary);
+  // Ends the session: the caller's stream waits for all of it, even if a part of it failed.
   void leave();
 
   std::optional<SlotTimes> times;
@@ -160,8 +158,8 @@ class SlotStreams {
     bool is_forked = false;
     bool is_used = false;
   };
-  // The uses of a slot, each of which waits for the one before it. What a capture records, only the
-  // same capture can wait for, and nothing recorded before: it has a chain of its own.
+  // The uses of a slot, each of which waits for the one before it. Captures have chains of their
+  // own: what one records only the same capture can wait for.
   struct Chain {
     Marks own;
     Marks* marks = &own;
