@@ -73,10 +73,7 @@ def most_instructions(then: float) -> float:
 def compare(
     baseline: Baseline, result: report.Payload, wanted: Callable[[str], bool] = lambda _: True
 ) -> list[Verdict]:
-    """Return a verdict for each figure of the baseline and of the result.
-
-    Figures of the baseline that are not `wanted` were not measured on purpose.
-    """
+    """Return a verdict for each figure that is `wanted`, of the baseline and of the result."""
     rows = {row.key: row for row in report.rows_of(result)}
     same_software = baseline.counted_by == result["counts"]["identity"]
     same_kind = baseline.kind == report.kind_of(result["machine"])

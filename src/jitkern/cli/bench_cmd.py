@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jitkern
 from jitkern.cli import ui
@@ -15,7 +15,7 @@ from jitkern.env import settings
 from jitkern.errors import JitkernError, UnsupportedError
 
 if TYPE_CHECKING:
-    from jitkern.bench.baseline import Baseline, Verdict
+    from jitkern.bench.baseline import Baseline, Gate, Verdict
     from jitkern.bench.report import Payload
 
 SUMMARY = "catch a slowdown in CI"
@@ -153,19 +153,12 @@ def _own_cases() -> list[Path]:
     root = _checkout()
     if root is None:
         raise ui.UsageError("bench: --ci: expected --cases FILE: jitkern's own are in a checkout")
-    sys.path.insert(0, str(root))
-    files: list[Path] = import_module("bench.cases").guarded()
+    files: list[Path] = _import(root, "bench.cases").guarded()
     return files
 
 
 def forward(argv: list[str]) -> int:
-    """Run the benchmarks with `argv` and return their exit status.
-
-    Raises
-    ------
-    UnsupportedError
-        jitkern runs from an installed package, which holds no benchmarks.
-    """
+    """Run the benchmarks with `argv`; UnsupportedError in an installed package, which has none."""
     root = _checkout()
     if root is None:
         raise UnsupportedError(
@@ -173,50 +166,39 @@ def forward(argv: list[str]) -> int:
             "installed package; clone the repository for those and run python -m bench (see: "
             "jitkern bench --help)"
         )
-    sys.path.insert(0, str(root))
-    status: int = import_module("bench.__main__").main(argv)
+    status: int = _import(root, "bench.__main__").main(argv)
     return status or 0
 
 
 def _checkout() -> Path | None:
-    """Where the benchmarks are; None where jitkern is an installed package, which has none."""
+    """Return where the benchmarks are; None for an installed package, which has none."""
     root = Path(jitkern.__file__).resolve().parents[2]
     return root if (root / "bench" / "__main__.py").is_file() else None
+
+
+def _import(root: Path, name: str) -> Any:
+    sys.path.insert(0, str(root))
+    return import_module(name)
 
 
 # -- what is printed -------------------------------------------------------------------------------
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:
-    then, now = verdict.then, verdict.now
-
-    def count(value: float | None) -> str:
-        return "" if value is None else f"{value:,.0f}"
-
-    def ratio(value: float | None) -> str:
-        return "" if value is None else f"{value:.2f}x"
-
-    change = ""
-    if then.instructions and now.instructions:
-        change = f"{now.instructions / then.instructions - 1:+.1%}"
-    return (
-        verdict.key,
-        count(then.instructions),
-        count(now.instructions),
-        change,
-        ratio(then.ratio),
-        ratio(now.ratio),
-        now.against or then.against,
-        verdict.outcome,
-        verdict.reason,
-    )
+    figures = (verdict.then, verdict.now)
+    counts = [f"{f.instructions:,.0f}" if f.instructions else "" for f in figures]
+    times = [f"{f.ratio:.2f}x" if f.ratio else "" for f in figures]
+    then, now = (figure.instructions for figure in figures)
+    change = f"{now / then - 1:+.1%}" if now and then else ""
+    against = verdict.now.against or verdict.then.against
+    return (verdict.key, *counts, change, *times, against, verdict.outcome, verdict.reason)
 
 
-def _summary(verdicts: Sequence[Verdict], gate: str) -> str:
+def _summary(verdicts: Sequence[Verdict], gate: Gate) -> str:
     """Say in one line how many figures there are of each outcome."""
     outcomes = [verdict.outcome for verdict in verdicts]
     parts = [f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)]
-    failed = sum(verdict.fails("none" if gate == "none" else "counts") for verdict in verdicts)
+    failed = sum(verdict.fails(gate) for verdict in verdicts)
     ending = f"{failed} of them end this run with status 1" if failed else "nothing to stop for"
     return f"{len(verdicts)} figures: {', '.join(parts)}; {ending}"
 
