@@ -218,9 +218,9 @@ class TPEmbedding(torch.nn.Module):
         else:
             call = weight, ids, self._part, self.num_embeddings, self.comm
             if torch.compiler.is_dynamo_compiling():
-                # A collective of ranks has no place in a graph: it ends before, and begins again.
-                untraced: Any = torch.compiler.disable(look_up)  # type: ignore[no-untyped-call]
-                found = cast("Tensor", untraced(*call))
+                from jitkern.nn import untraced
+
+                found = cast("Tensor", untraced.call(look_up, *call))
             else:
                 found = look_up(*call)
         if self.padding_idx is None or not (found.requires_grad and torch.is_grad_enabled()):
