@@ -42,6 +42,8 @@ CURVES: dict[str, list[tuple[float, float]]] = {
     "scatter, in order": [(4, 37.0), (8, 33.4), (16, 28.0)],
     "scatter by the CPU": [(4, 34.8), (8, 38.0), (16, 37.8)],
     "scatter by the CPU, of threads": [(1, 7.0), (4, 18.6), (8, 31.3), (16, 37.7)],
+    "one shot": [(1, 8.5), (2, 11.9), (4, 22.7)],
+    "two shots": [(1, 8.9), (2, 14.9), (4, 21.6)],
 }  # fmt: skip
 MACHINE = Machine("Fake GPU", "580.1", "A processor", 16)
 FIGURES = {"reach_bytes": 1 << 30, "both_threads": 4}
@@ -73,6 +75,7 @@ def test_figures_of_an_h200() -> None:
         "both_threads": 8,
         "cpu_scatter_span_bytes": int(0.95 * 8 * (1 << 30)),
         "cpu_scatter_threads": 8,
+        "one_shot_bytes": 2 << 20,
     }
 
 

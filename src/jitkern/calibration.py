@@ -13,6 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,8 @@ _WORTH = 1.03  # how much faster a way has to be that takes more of the machine
 _PACE = 0.61  # of what SMs can write to the host: above, all traffic of the GPU waits
 _PIECES_KIB = (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _LAYERS = 32
+_SUMS_MIB = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+_SUMS = 200  # of a graph
 _POOLS_GIB = (32, 16, 8, 4)  # below, nothing is far beyond what the link's translation reaches
 
 
@@ -165,7 +168,8 @@ class Calibration:
         What "auto" reads.
     curves : mapping of str to list of (float, float)
         What they come from: GB/s of rows of 656 bytes over the GiB of their pool or the threads of
-        the CPU, GB/s of blocks over the KiB of one layer, microseconds of small calls over MiB.
+        the CPU, GB/s of blocks over the KiB of one layer, microseconds of small calls over MiB;
+        with two such GPUs also of their sums (``one shot``, ``two shots``).
     took_s : float
     file : Path
         Where they are kept.
@@ -215,13 +219,16 @@ def calibrate(say: Say = lambda _: None) -> Calibration:
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with PinnedPool(pool_gib * _GIB, progress=False) as pool, torch.cuda.stream(stream):
         curves = _measure(_Bench(pool.tensor()), pool_gib, say)
+    alike = [one for one in range(torch.cuda.device_count()) if _this_machine(one) == machine]
+    if len(alike) > 1:
+        say("sums over two GPUs")
+        curves |= _sums(alike[:2])
     figures = figures_of(curves)
     took_s = time.perf_counter() - started
     file = save(machine, figures, curves=curves, took_s=took_s, unix_s=time.time())
-    for ordinal in range(torch.cuda.device_count()):
-        if _this_machine(ordinal) == machine:
-            for name, value in figures.items():
-                module()["set_figure"](ordinal, name, value)
+    for ordinal in alike:
+        for name, value in figures.items():
+            module()["set_figure"](ordinal, name, value)
     return Calibration(machine, figures, curves, took_s, file)
 
 
@@ -258,6 +265,72 @@ def _measure(bench: _Bench, pool_gib: int, say: Say) -> dict[str, list[tuple[flo
         ],
     }
     return curves
+
+
+def _sums(ordinals: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
+    """Return microseconds over MiB; nothing if the GPUs do not address each other's memory."""
+    import torch
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    from jitkern.comm import PeerMemory, PeerReducer
+
+    num_bytes = PeerReducer.workspace_bytes_for(2, 4 << 20)
+    devices = [torch.device("cuda", ordinal) for ordinal in ordinals]
+    store = HashStore()  # the ranks are threads of this process
+
+    def join(rank: int) -> PeerMemory:
+        return PeerMemory(num_bytes, store, rank=rank, size=2, device=devices[rank], timeout_s=60)
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            peers = list(threads.map(join, range(2)))
+    except UnsupportedError:
+        return {}
+    reducers = [
+        PeerReducer(peer.addresses, rank, 2, num_bytes, device=devices[rank])
+        for rank, peer in enumerate(peers)
+    ]
+    for reducer in reducers:
+        reducer.reset()
+    curves = {
+        name: [(mib, _us_of_sums(reducers, mib, algorithm)) for mib in _SUMS_MIB]
+        for name, algorithm in (("one shot", "one_shot"), ("two shots", "two_shot"))
+    }
+    for peer in peers:
+        peer.close()
+    return curves
+
+
+def _us_of_sums(reducers: Sequence[Any], mib: float, algorithm: str) -> float:
+    """Return the microseconds of a sum in a CUDA graph of each GPU."""
+    import torch
+
+    xs = [
+        torch.zeros(int(mib * (1 << 19)), dtype=torch.bfloat16, device=one.device)
+        for one in reducers
+    ]
+    graphs: list[Any] = []
+    for is_warm in (False, True):
+        for reducer, x in zip(reducers, xs, strict=True):
+            if not is_warm:
+                reducer.all_reduce(x, algorithm=algorithm)
+                continue
+            graphs.append(torch.cuda.CUDAGraph())
+            stream: Any = torch.cuda.Stream(reducer.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.device(reducer.device), torch.cuda.graph(graphs[-1], stream=stream):
+                for _ in range(_SUMS):
+                    reducer.all_reduce(x, algorithm=algorithm)
+        for reducer in reducers:
+            reducer.synchronize()
+    taken = []
+    for _ in range(_SETS):
+        started = time.perf_counter()
+        for graph in graphs:
+            graph.replay()
+        for reducer in reducers:
+            reducer.synchronize()
+        taken.append(time.perf_counter() - started)
+    return 1e6 * min(taken) / _SUMS
 
 
 def _this_machine(ordinal: int) -> Machine:
@@ -300,6 +373,9 @@ def figures_of(curves: Mapping[str, Curve]) -> dict[str, int]:
         "cpu_scatter_threads": _wins_from(
             curves["scatter by the CPU, of threads"], lambda _: scatter[farthest]
         ),
+        "one_shot_bytes": _small_bytes(curves["one shot"], curves["two shots"])
+        if "one shot" in curves
+        else None,
     }
     return {name: int(value) for name, value in figures.items() if value is not None}
 
