@@ -303,29 +303,6 @@ def test_given_headers_then_those_of_nvrtc_then_a_toolkits(
 
 
 @needs_nvrtc
-def test_a_header_changed_while_it_is_compiled(
-    bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is published is what was compiled: it is compiled again."""
-    monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
-    include = toolkit(bare_machine() / "usr-local-cuda/include", 12080, "cuda_fp16.h")
-    module = load(include.parents[1], "<cuda_fp16.h>")
-    compiled, real = [], nvrtc.compile
-
-    def compile_and_edit(*args: Any, **kwargs: Any) -> nvrtc.Image:
-        image = real(*args, **kwargs)
-        compiled.append(image)
-        if len(compiled) == 1:
-            grow(include)
-        return image
-
-    monkeypatch.setattr(nvrtc, "compile", compile_and_edit)
-    published = variant(module)
-    assert len(compiled) == 2
-    assert published == f"{find.find_nvrtc().id}+{module.cuda_headers().id}"
-
-
-@needs_nvrtc
 def test_the_current_directory_is_not_searched(
     bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
