@@ -6,6 +6,8 @@ import pytest
 from bodies import BODIES
 from comm_ranks import Pool, Rank, everywhere, make
 
+from jitkern.host import module as host
+
 
 @pytest.fixture(scope="module")
 def ranks(pool: Pool) -> list[Rank]:
@@ -66,6 +68,7 @@ def test_two_communicators_of_a_group(pool: Pool) -> None:
 
 def test_no_port_of_our_own(pool: Pool) -> None:
     """Nor a Unix socket, once a memory is made: strangers can connect to nothing new."""
+    host.module()  # built here, once, and not by each rank while it is waited for
     ranks = pool.join(2)
     before = [rank.ask("listening") for rank in ranks]
     make(ranks)
