@@ -54,9 +54,11 @@ def tests_of(names: Iterable[str]) -> list[str]:
     return [str(path) for path in found if not path.stem.endswith("_properties")]
 
 
-HOST_TESTS = tests_of((*(op.stem for op in OPS), "cpu_copy", "errors_table", "memory_of_indices"))
+HOST_TESTS = tests_of(
+    (*(op.stem for op in OPS), "contract", "cpu_copy", "errors_table", "memory_of_indices")
+)
 CUDA_TESTS = [
-    *tests_of((*(op.stem for op in OPS if op.has_kernels), "pair_order")),
+    *tests_of((*(op.stem for op in OPS if op.has_kernels), "contract", "pair_order")),
     str(HERE / "comm" / "test_peer_reduce_cuda.py"),
 ]
 

@@ -33,6 +33,7 @@ def own_tests(op: Op) -> Any:
     - ``fuzz(fuzzer)``: a right call, at random
     - ``opchecks(rows, slots, where)``: calls of its PyTorch operators on so many slots, of which
       `where` names some; if it has any
+    - ``CASES``: how test_contract.py calls it, if it moves rows between tables; optional
     - ``ALLOWED_SPILL_BYTES``: of registers that its kernels may spill; optional
     """
     if _HERE not in sys.path:

@@ -91,8 +91,29 @@ def aliases(device: torch.device) -> Iterator[tuple[str, Call]]:
         ),
     ):
         yield f"store_cache: {name}", call
+    # Indices in what the call writes.
+    memory = torch.zeros(64, 16, dtype=torch.int64, device=device)
+    far = host_buffer((64, 16), torch.int64, device).view
+    items, apart_of_it, new = memory[5, :2], memory.clone(), memory[:2].clone()
+    its_pairs, its_map = memory[5, 8:12].view(2, 2), memory[8:12].view(64)
+    for where, call in (
+        ("store_cache: indices: overlaps k_cache",
+         lambda: store_cache(memory, apart_of_it, items, new, new)),
+        ("store_cache: indices: overlaps v_cache",
+         lambda: store_cache(apart_of_it, memory, items, new, new)),
+        ("indexing: indices: overlaps output",
+         lambda: indexing(apart_of_it, items, output=memory[4:6])),
+        ("h2d_gather: pairs: overlaps dst", lambda: h2d_gather(far, memory, its_pairs)),
+        ("h2d_gather: slot_map: overlaps dst",
+         lambda: h2d_gather(far, memory, its_pairs.clone(), slot_map=its_map)),
+        ("h2d_gather: pairs: overlaps slot_map",
+         lambda: h2d_gather(far, apart_of_it, its_pairs, slot_map=memory[4:8].view(64))),
+    ):  # fmt: skip
+        yield f"{where}, {OWN}", call
     if device.type == "cuda":
         return  # where source and destination are in different memories
+    text = f"d2h_scatter: pairs: overlaps dst, {OWN}"
+    yield text, lambda: d2h_scatter(apart_of_it, memory, its_pairs)
     table = torch.zeros(64, 8)
     slot_map = table.view(torch.int64).view(-1)[:64]
     for op, call in (
@@ -107,10 +128,10 @@ def aliases(device: torch.device) -> Iterator[tuple[str, Call]]:
     )
 
 
-@pytest.mark.parametrize("number", range(25))
+@pytest.mark.parametrize("number", range(32))
 def test_aliases_are_refused_by_name(device: torch.device, number: int) -> None:
     calls = list(aliases(device))
-    assert len(calls) == (25 if device.type == "cpu" else 21)
+    assert len(calls) == (32 if device.type == "cpu" else 27)
     if number >= len(calls):
         pytest.skip("needs both in host memory")
     text, call = calls[number]

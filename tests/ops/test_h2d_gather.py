@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from buffers import (
-    DTYPES,
     INT_DTYPES,
-    ROW_BYTES,
     Buffer,
     distinct,
     host_buffer,
     make_buffer,
     out_of_range,
-    to_index,
 )
+from contract import Case
 from fuzzer import SIZES, Call, Fuzzer
 from mistakes import (
     Mistake,
@@ -37,28 +36,12 @@ from jitkern import h2d_gather
 
 SRC_ROWS = 43
 DST_ROWS = 29
-PAIRS = 23
 
 
-def pairs_of(
-    device: torch.device, dtype: torch.dtype = torch.int64, *, padding: bool = True
-) -> Tensor:
-    """Return pairs with repeated sources and distinct destinations, some of them padding."""
-    sources = distinct(PAIRS, SRC_ROWS)
-    sources[5] = sources[6] = sources[7]
-    rows = [list(pair) for pair in zip(sources, distinct(PAIRS, DST_ROWS, seed=1), strict=True)]
-    if padding:
-        rows[2] = [-1, 3]
-        rows[9] = [4, -1]
-        rows[10] = [-5, -(2**31)]
-        rows[11] = [SRC_ROWS + 5, -1]  # padding counts before the bound
-    return to_index(rows, dtype, device)
-
-
-def run_and_compare(src: Buffer, dst: Buffer, pairs: Tensor, num_sms: int | None = None) -> None:
+def run_and_compare(src: Buffer, dst: Buffer, pairs: Tensor) -> None:
     dst_twin, src_twin = dst.twin(), src.twin()
     pairs_before = pairs.clone()
-    assert h2d_gather(src.view, dst.view, pairs, num_sms=num_sms) is None
+    assert h2d_gather(src.view, dst.view, pairs) is None
     ref_h2d_gather(src_twin.view, dst_twin.view, pairs)
     assert dst.same(dst_twin)  # waits for the kernel, so src may be freed after this
     assert src.same(src_twin)
@@ -70,52 +53,6 @@ def buffers_for(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) 
     return [src, make_buffer((DST_ROWS, *row), dtype, device, seed=1)]
 
 
-@pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_row_sizes(device: torch.device, row_bytes: int) -> None:
-    pairs = pairs_of(device, INT_DTYPES[row_bytes % 2])
-    run_and_compare(*buffers_for(device, (row_bytes,), torch.uint8), pairs)
-
-
-@pytest.mark.parametrize("num_sms", [1, 2, 3, 16, 10_000])
-@pytest.mark.parametrize("row_bytes", [7, 656, 1024])
-def test_number_of_sms(device: torch.device, row_bytes: int, num_sms: int) -> None:
-    run_and_compare(*buffers_for(device, (row_bytes,), torch.uint8), pairs_of(device), num_sms)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-def test_dtypes(device: torch.device, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
-    run_and_compare(*buffers_for(device, (3, 4), dtype), pairs_of(device, index_dtype))
-
-
-@pytest.mark.parametrize("src_gap", [0, 1, 16])
-@pytest.mark.parametrize("dst_gap", [0, 3, 32])
-@pytest.mark.parametrize("offset", [0, 1, 8])
-@pytest.mark.parametrize("row_bytes", [1, 40, 656])
-def test_strides_and_misaligned_bases(
-    device: torch.device, row_bytes: int, offset: int, dst_gap: int, src_gap: int
-) -> None:
-    src = host_buffer((SRC_ROWS, row_bytes), torch.uint8, device, gap=src_gap, offset=offset)
-    dst = make_buffer((DST_ROWS, row_bytes), device=device, seed=1, gap=dst_gap, offset=offset)
-    run_and_compare(src, dst, pairs_of(device))
-
-
-@pytest.mark.parametrize("offset", [0, 16, 32, 48, 64, 80, 96, 112])
-@pytest.mark.parametrize("row_bytes", [16, 128, 144, 656, 1024])
-def test_rows_at_every_place_of_a_line(device: torch.device, row_bytes: int, offset: int) -> None:
-    """On CUDA, lanes start at the 128-byte line below the row."""
-    src = host_buffer((SRC_ROWS, row_bytes), torch.uint8, device, offset=offset)
-    dst = make_buffer((DST_ROWS, row_bytes), device=device, seed=1)
-    run_and_compare(src, dst, pairs_of(device))
-
-
-@pytest.mark.parametrize("misaligned", ["src", "dst"])
-def test_one_misaligned_tensor_of_two(device: torch.device, misaligned: str) -> None:
-    src = host_buffer((SRC_ROWS, 64), torch.uint8, device, offset=int(misaligned == "src"))
-    dst = make_buffer((DST_ROWS, 64), device=device, seed=1, offset=int(misaligned == "dst"))
-    run_and_compare(src, dst, pairs_of(device))
-
-
 @pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
 @pytest.mark.parametrize("map_dtype", INT_DTYPES, ids=str)
 @pytest.mark.parametrize("row_bytes", [5, 656])
@@ -123,8 +60,8 @@ def test_slot_map(
     device: torch.device, row_bytes: int, map_dtype: torch.dtype, index_dtype: torch.dtype
 ) -> None:
     src, dst = buffers_for(device, (row_bytes,), torch.uint8)
-    sources = distinct(PAIRS, SRC_ROWS)
-    pairs = torch.tensor([sources, distinct(PAIRS, DST_ROWS, seed=1)], dtype=index_dtype).t()
+    sources = distinct(23, SRC_ROWS)
+    pairs = torch.tensor([sources, distinct(23, DST_ROWS, seed=1)], dtype=index_dtype).t()
     pairs[3, 0] = pairs[4, 1] = -1
     pairs = pairs.contiguous().to(device)
     slot_map = make_buffer((SRC_ROWS,), map_dtype, device, seed=2)
@@ -135,25 +72,6 @@ def test_slot_map(
     assert slot_map.same(map_twin)
 
 
-@pytest.mark.parametrize("shape", [(0, 2), (1, 2), (2,), (2, 3, 2), (6, 1, 2), (3, 0, 2)])
-def test_shapes_of_pairs(device: torch.device, shape: tuple[int, ...]) -> None:
-    count = torch.Size(shape).numel() // 2
-    pairs = pairs_of(device)[:count].reshape(shape)
-    run_and_compare(*buffers_for(device, (40,), torch.uint8), pairs)
-
-
-def test_only_padding(device: torch.device) -> None:
-    src, dst = buffers_for(device, (40,), torch.uint8)
-    before = dst.twin()
-    run_and_compare(src, dst, torch.full((9, 2), -1, device=device))
-    assert dst.same(before)
-
-
-def test_rows_of_no_bytes(device: torch.device) -> None:
-    src = host_buffer((SRC_ROWS, 0), torch.float32, device).view
-    h2d_gather(src, torch.empty(DST_ROWS, 0, device=device), pairs_of(device))
-
-
 def test_a_source_of_no_rows(device: torch.device) -> None:
     src = torch.empty(0, 8)
     dst = torch.zeros(DST_ROWS, 8, device=device)
@@ -161,58 +79,22 @@ def test_a_source_of_no_rows(device: torch.device) -> None:
     assert dst.eq(0).all()
 
 
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("column", [0, 1])
-@pytest.mark.parametrize("value", ["bound", "bound + 1", 2**31 - 1, 2**32 + 1, 2**62])
-def test_out_of_range(
-    device: torch.device, column: int, value: int | str, index_dtype: torch.dtype
-) -> None:
-    bound = (SRC_ROWS, DST_ROWS)[column]
-    if isinstance(value, str):
-        value = bound + value.endswith("1")
-    if value > torch.iinfo(index_dtype).max:
-        pytest.skip("no such int32")
-    src, dst = buffers_for(device, (656,), torch.uint8)
-    slot_map = make_buffer((SRC_ROWS,), torch.int64, device, seed=2)
-    dst_twin, map_twin = dst.twin(), slot_map.twin()
-    rows = [[s, d] for s, d in zip(distinct(PAIRS, SRC_ROWS), range(PAIRS), strict=True)]
-    pairs = to_index(rows, index_dtype, device)
-    pairs[13, column] = value
-    text = f"h2d_gather: pairs[..., {column}]: index {value} at position 13, expected below {bound}"
-    with out_of_range(device, text):
-        h2d_gather(src.view, dst.view, pairs, slot_map=slot_map.view)
-    if device.type == "cuda":  # only that pair is left out
-        pairs[13] = -1
-        ref_h2d_gather(src.view, dst_twin.view, pairs, map_twin.view)
-    assert dst.same(dst_twin)
-    assert slot_map.same(map_twin)
-
-
 def test_columns_of_wider_rows(device: torch.device) -> None:
     """Heads 3 to 6 of 8 on both sides: rows contiguous, far apart, not at the start."""
     src = host_buffer((SRC_ROWS, 8, 16), torch.bfloat16, device)
     dst = make_buffer((DST_ROWS, 8, 16), torch.bfloat16, device, seed=1)
-    run_and_compare(src.part(src.view[:, 3:7]), dst.part(dst.view[:, 1:5]), pairs_of(device))
+    run_and_compare(
+        src.part(src.view[:, 3:7]), dst.part(dst.view[:, 1:5]), CASES[0].indices(device)
+    )
 
 
 def test_trailing_shapes_may_differ(device: torch.device) -> None:
     src = host_buffer((SRC_ROWS, 24), torch.float32, device)
     dst = make_buffer((DST_ROWS, 2, 3, 4), torch.float32, device, seed=1)
     twin = dst.twin()
-    h2d_gather(src.view, dst.view, pairs_of(device))
-    ref_h2d_gather(src.view.view(SRC_ROWS, 2, 3, 4), twin.view, pairs_of(device))
+    h2d_gather(src.view, dst.view, CASES[0].indices(device))
+    ref_h2d_gather(src.view.view(SRC_ROWS, 2, 3, 4), twin.view, CASES[0].indices(device))
     assert dst.same(twin)
-
-
-def test_large_calls(device: torch.device) -> None:
-    """13 MB: several threads on the CPU, the persistent kernel's loop on CUDA."""
-    src = host_buffer((20_011, 656), torch.uint8, device)
-    dst = make_buffer((20_000, 656), device=device, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    sources = torch.randint(0, 20_011, (19_999,), generator=generator)
-    pairs = torch.stack([sources, torch.randperm(20_000, generator=generator)[:19_999]], dim=1)
-    pairs[::11, 0] = -1
-    run_and_compare(src, dst, pairs.to(device))
 
 
 def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device) -> None:
@@ -229,7 +111,188 @@ def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device)
     assert dst.same(twin)
 
 
+# -- where the source lies -------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_a_pageable_source_is_refused_with_the_cure() -> None:
+    dst = torch.zeros(DST_ROWS, 8, device="cuda")
+    src = torch.randn(SRC_ROWS, 8)
+    with pytest.raises(ValueError, match="h2d_gather: src: pageable host memory") as caught:
+        h2d_gather(src, dst, torch.tensor([[0, 0]], device="cuda"))
+    assert "pin_memory" in str(caught.value)
+    assert dst.eq(0).all()
+
+
+@pytest.mark.cuda
+def test_memory_registered_with_cuda_counts_as_pinned() -> None:
+    src = torch.randn(SRC_ROWS, 656).contiguous()
+    bytes_ = src.numel() * 4
+    assert int(torch.cuda.cudart().cudaHostRegister(src.data_ptr(), bytes_, 0)) == 0
+    try:
+        dst = torch.zeros(DST_ROWS, 656, device="cuda")
+        h2d_gather(src, dst, torch.tensor([[42, 28], [0, 0]], device="cuda"))
+        torch.cuda.synchronize()
+        assert torch.equal(dst[28].cpu(), src[42])
+        assert torch.equal(dst[0].cpu(), src[0])
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(src.data_ptr())
+
+
+def registered(memory: Tensor) -> Iterator[Tensor]:
+    """Pin `memory` in place while the generator lives."""
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    yield memory
+    torch.cuda.synchronize()
+    assert int(cudart.cudaHostUnregister(memory.data_ptr())) == 0
+
+
+@pytest.fixture
+def pages() -> Tensor:
+    """Four pages of memory that CUDA does not know."""
+    whole = torch.randint(0, 256, (64 << 10,), dtype=torch.uint8)
+    start = -whole.data_ptr() % 4096
+    return whole[start : start + 16384]
+
+
+@pytest.mark.cuda
+def test_a_source_only_partly_pinned_is_refused(pages: Tensor) -> None:
+    begin = pages.data_ptr()
+    text = (
+        f"h2d_gather: src: rows at [{begin:#x}, {begin + 16384:#x}), of which [{begin:#x}, "
+        f"{begin + 8192:#x}) is pinned, expected pinned host memory for all of them"
+    )
+    dst, pairs = torch.zeros(16, 1024, dtype=torch.uint8), torch.tensor([[0, 0]], device="cuda")
+    for _ in registered(pages[:8192]):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            h2d_gather(pages.view(16, 1024), dst.cuda(), pairs)
+
+
+@pytest.mark.cuda
+def test_a_source_registered_in_pieces(pages: Tensor) -> None:
+    """As pools of hundreds of GiB are."""
+    src, dst = pages.view(16, 1024), torch.zeros(16, 1024, dtype=torch.uint8, device="cuda")
+    for _ in registered(pages[:8192]):
+        for _ in registered(pages[8192:]):
+            h2d_gather(src, dst, torch.arange(16, device="cuda").repeat_interleave(2).view(16, 2))
+            assert torch.equal(dst.cpu(), src)
+
+
+# -- rows that are asked for several times, or resident --------------------------------------------
+
+
+def gather_with_map(
+    src: Buffer, dst: Buffer, pairs: Tensor, slot_map: Tensor, **how: bool
+) -> tuple[Tensor, Tensor]:
+    """Gather, and return where the map says each source row is, and the rows there."""
+    h2d_gather(src.view, dst.view, pairs, slot_map=slot_map, **how)
+    resident = (slot_map >= 0).nonzero().flatten()
+    return resident, dst.view[slot_map[resident].long()]
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("row_bytes", [5, 656, 1024])
+@pytest.mark.parametrize("distinct_rows", [1, 7, 20_000])
+def test_large_calls_with_repeated_sources(
+    device: torch.device, distinct_rows: int, row_bytes: int, dedup: bool, index_dtype: torch.dtype
+) -> None:
+    """40,000 pairs: on CUDA each source row is fetched once and copied on the GPU."""
+    count = 40_000
+    generator = torch.Generator().manual_seed(distinct_rows)
+    src = host_buffer((20_000, row_bytes), torch.uint8, device)
+    dst = make_buffer((count + 9, row_bytes), device=device, seed=1)
+    sources = torch.randint(0, distinct_rows, (count,), generator=generator)
+    sources[::97] = -1
+    pairs = torch.stack([sources, torch.randperm(count + 9, generator=generator)[:count]], dim=1)
+    pairs = pairs.to(index_dtype).to(device)
+    twin = dst.twin()
+    slot_map = torch.full((20_000,), -1, dtype=torch.int32, device=device)
+    resident, rows = gather_with_map(src, dst, pairs, slot_map, dedup=dedup)
+    ref_h2d_gather(src.view, twin.view, pairs)
+    assert dst.same(twin)
+    assert torch.equal(resident.cpu(), sources[sources >= 0].unique())
+    assert torch.equal(rows.cpu(), src.view[resident.cpu()])
+
+
+@pytest.mark.parametrize("map_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 50, 40_000])
+@pytest.mark.parametrize("row_bytes", [5, 656])
+def test_resident_rows_come_from_the_destination(
+    device: torch.device, row_bytes: int, count: int, map_dtype: torch.dtype
+) -> None:
+    """Their copies in `src` are overwritten, so that a fetch of one would show."""
+    num_src, generator = 2 * count + 3, torch.Generator().manual_seed(count)
+    src = host_buffer((num_src, row_bytes), torch.uint8, device)
+    dst = make_buffer((2 * num_src + count, row_bytes), device=device, seed=1)
+    original = src.view.clone()
+    resident = torch.randperm(num_src, generator=generator)[: num_src // 2]
+    slot_map = torch.full((num_src,), -1, dtype=map_dtype)
+    slot_map[resident] = torch.arange(len(resident), dtype=map_dtype)
+    dst.view[: len(resident)] = original[resident].to(device)
+    src.view[resident] = 255 - original[resident]
+    sources = torch.randint(0, num_src, (count,), generator=generator)
+    targets = num_src + torch.randperm(num_src + count, generator=generator)[:count]
+    pairs = torch.stack([sources, targets], dim=1).to(device)
+    twin = dst.twin()
+    slot_map = slot_map.to(device)
+    before = slot_map.clone()
+    h2d_gather(src.view, dst.view, pairs, slot_map=slot_map, reuse_resident=True)
+    twin.view[targets.to(device)] = original[sources].to(device)
+    assert dst.same(twin)
+    asked = torch.zeros(num_src, dtype=torch.bool)
+    asked[sources] = True
+    assert torch.equal(slot_map[~asked.to(device)], before[~asked.to(device)])
+    now = slot_map.cpu().long()[asked]
+    assert torch.equal(dst.view.cpu()[now], original[asked])
+    assert all(int(slot) >= num_src for slot in now)
+
+
+def test_out_of_range_in_a_large_call(device: torch.device) -> None:
+    src = host_buffer((1000, 40), torch.uint8, device)
+    dst = make_buffer((40_000, 40), device=device, seed=1)
+    twin = dst.twin()
+    pairs = torch.stack([torch.arange(40_000) % 1000, torch.arange(40_000)], dim=1).to(device)
+    pairs[33_333, 0] = 1000
+    with out_of_range(device, "h2d_gather: pairs[..., 0]: index 1000 at position 33333, expected"):
+        h2d_gather(src.view, dst.view, pairs)
+    if device.type == "cuda":
+        pairs[33_333, 0] = -1
+        ref_h2d_gather(src.view, twin.view, pairs)
+    assert dst.same(twin)
+
+
+@pytest.mark.parametrize("slot_dtype", INT_DTYPES)
+def test_resident_rows_past_int32_need_int64_pairs(slot_dtype: torch.dtype) -> None:
+    src = torch.zeros(3, 1, dtype=torch.uint8)
+    dst = torch.empty(2**31 + 1, 1, dtype=torch.uint8)  # never touched, so it takes no memory
+    pairs = torch.tensor([[0, 1]], dtype=torch.int32)
+    slot_map = torch.full((3,), -1, dtype=slot_dtype)
+    arg = "slot_map" if slot_dtype == torch.int32 else "pairs"
+    with pytest.raises(TypeError, match=f"^h2d_gather: {arg}: dtype int32, expected int64 for "):
+        h2d_gather(src, dst, pairs, slot_map=slot_map, reuse_resident=True)
+
+
 # -- for the tests that go over all ops ------------------------------------------------------------
+
+
+class Gather(Case):
+    function, argument = staticmethod(h2d_gather), "pairs"
+    rows, tables, columns, distinct_columns = (SRC_ROWS, DST_ROWS), (0, 1), (0, 1), (1,)
+    on_host = (0,)
+    ways = ({}, {"order": "source"})
+    takes_num_sms = True
+    large = (20_011, 20_000), 19_999, 656
+
+    def call(self, tables: Sequence[Tensor], indices: Tensor, **how: Any) -> None:
+        assert h2d_gather(*tables, indices, **how) is None
+
+    def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
+        ref_h2d_gather(*tables, indices)
+
+
+CASES = [Gather()]
 
 
 def good_arguments() -> dict[str, Any]:

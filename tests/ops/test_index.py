@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from buffers import (
-    DTYPES,
     INT_DTYPES,
-    ROW_BYTES,
     Buffer,
     make_buffer,
     out_of_range,
     to_index,
 )
+from contract import Case, store_bits
 from fuzzer import SIZES, Call, Fuzzer
-from index_mistakes import mistakes_of_ranges
 from mistakes import (
     Mistake,
     bad_indices,
@@ -31,7 +29,6 @@ from ref import ref_indexing, same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
-import jitkern
 from jitkern import indexing, store_cache
 
 VOCAB = 41
@@ -59,33 +56,8 @@ def compare_with_output(
     result = indexing(weights, indices, output=output.view, vocab_range=vocab_range)
     assert result is output.view
     expected = ref_indexing(weights, indices, vocab_range).reshape(twin.view.shape)
-    if expected.numel() > 0:
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        width = integers.get(expected.dtype.itemsize, expected.dtype)
-        twin.view.view(width).copy_(expected.view(width))
+    store_bits(twin.view, expected)
     assert output.same(twin)
-
-
-@pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_row_sizes(device: torch.device, row_bytes: int) -> None:
-    indices = tokens(device, INT_DTYPES[row_bytes % 2])
-    weights = table(device, (row_bytes,), torch.uint8)
-    output = make_buffer((29, row_bytes), device=device, seed=1)
-    compare_with_output(weights, indices, output)
-    assert same_bits(indexing(weights, indices), ref_indexing(weights, indices))
-
-
-@pytest.mark.parametrize("row_bytes", [1, 5, 656, 1024, 8192])
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("vocab_range", [(0, VOCAB), (0, 0), (7, 20), (20, VOCAB), (1000, VOCAB)])
-def test_vocab_range(
-    device: torch.device, row_bytes: int, index_dtype: torch.dtype, vocab_range: tuple[int, int]
-) -> None:
-    weights = table(device, (row_bytes,), torch.uint8)
-    values = [0, 6, 7, 8, 26, 27, 28, 20, 60, 61, 999, 1000, 1040, 1041, -1, -7, 2**31 - 1]
-    indices = to_index(values, index_dtype, device)
-    output = make_buffer((len(values), row_bytes), device=device, seed=1)
-    compare_with_output(weights, indices, output, vocab_range)
 
 
 def test_parts_of_the_vocabulary_add_up_to_the_whole(device: torch.device) -> None:
@@ -98,59 +70,6 @@ def test_parts_of_the_vocabulary_add_up_to_the_whole(device: torch.device) -> No
         for start, length in parts
     )
     assert torch.equal(total, indexing(whole, indices))
-
-
-def test_vocab_range_with_an_index_beyond_int32(device: torch.device) -> None:
-    weights = table(device, (16,), torch.float32)
-    start = 2**40
-    indices = torch.tensor([start - 1, start, start + 40, start + 41, 2**62], device=device)
-    output = make_buffer((5, 16), torch.float32, device, seed=1)
-    compare_with_output(weights, indices, output, (start, VOCAB))
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("start", [0, 5, 2**31 - VOCAB, 2**31 - 1, 2**63 - VOCAB, 2**63 - 1])
-def test_vocab_range_with_the_extremes_of_both_types(
-    device: torch.device, index_dtype: torch.dtype, start: int
-) -> None:
-    """Zeros or a row, no fault: also where the range would go on behind the last index."""
-    weights = table(device, (40,), torch.uint8)
-    lowest, highest = torch.iinfo(index_dtype).min, torch.iinfo(index_dtype).max
-    values = [lowest, lowest + 1, lowest + VOCAB, -1, 0, highest - VOCAB, highest - 1, highest]
-    indices = to_index(values, index_dtype, device)
-    output = make_buffer((len(values), 40), device=device, seed=1)
-    compare_with_output(weights, indices, output, (start, VOCAB))
-    jitkern.check(device)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-def test_dtypes(device: torch.device, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
-    weights = table(device, (3, 4), dtype)
-    indices = tokens(device, index_dtype)
-    result = indexing(weights, indices)
-    assert result.device == weights.device
-    assert same_bits(result, ref_indexing(weights, indices))
-    compare_with_output(weights, indices, make_buffer((29, 3, 4), dtype, device, seed=1))
-
-
-@pytest.mark.parametrize("weights_gap", [0, 1, 16])
-@pytest.mark.parametrize("output_gap", [0, 3, 32])
-@pytest.mark.parametrize("offset", [0, 1, 8])
-@pytest.mark.parametrize("row_bytes", [1, 40, 656])
-def test_strides_and_misaligned_bases(
-    device: torch.device, row_bytes: int, offset: int, output_gap: int, weights_gap: int
-) -> None:
-    weights = table(device, (row_bytes,), torch.uint8, gap=weights_gap, offset=offset)
-    output = make_buffer((29, row_bytes), device=device, seed=1, gap=output_gap, offset=offset)
-    compare_with_output(weights, tokens(device), output)
-
-
-@pytest.mark.parametrize("misaligned", ["weights", "output"])
-def test_one_misaligned_tensor_of_two(device: torch.device, misaligned: str) -> None:
-    weights = table(device, (64,), torch.uint8, offset=int(misaligned == "weights"))
-    output = make_buffer((29, 64), device=device, offset=int(misaligned == "output"))
-    compare_with_output(weights, tokens(device), output)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (1, 6), (6, 1), (2, 1, 3), (3, 0, 2)])
@@ -194,33 +113,6 @@ def test_output_with_rows_spaced_over_two_dimensions(device: torch.device) -> No
     compare_with_output(weights, tokens(device)[:28].reshape(4, 7), output)
 
 
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-def test_negative_indices_give_zeros(device: torch.device, index_dtype: torch.dtype) -> None:
-    weights = table(device, (40,), torch.uint8)
-    indices = to_index([-1, torch.iinfo(index_dtype).min, -VOCAB], index_dtype, device)
-    assert indexing(weights, indices).eq(0).all()
-    compare_with_output(weights, indices, make_buffer((3, 40), device=device, seed=1))
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("value", [VOCAB, VOCAB + 1, 2**31 - 1, 2**32 + 1, 2**62])
-def test_out_of_range(device: torch.device, index_dtype: torch.dtype, value: int) -> None:
-    if value > torch.iinfo(index_dtype).max:
-        pytest.skip("no such int32")
-    weights = table(device, (656,), torch.uint8)
-    indices = tokens(device, index_dtype)
-    indices[11] = value
-    output = make_buffer((29, 656), device=device, seed=1)
-    twin = output.twin()
-    text = f"indexing: indices: index {value} at position 11, expected below {VOCAB}"
-    with out_of_range(device, text):
-        indexing(weights, indices, output=output.view)
-    if device.type == "cuda":  # that row is zeros
-        indices[11] = -1
-        twin.view.copy_(ref_indexing(weights, indices))
-    assert output.same(twin)
-
-
 def test_out_of_range_position_counts_through_all_dimensions(device: torch.device) -> None:
     weights = table(device, (8,), torch.float32)
     indices = tokens(device)[:24].reshape(2, 3, 4)
@@ -236,11 +128,6 @@ def test_no_indices(device: torch.device, index_dtype: torch.dtype) -> None:
     assert result.shape == (0, 8)
     result = indexing(weights, torch.empty(0, 5, dtype=index_dtype, device=device))
     assert result.shape == (0, 5, 8)
-
-
-def test_rows_of_no_bytes(device: torch.device) -> None:
-    weights = torch.empty(VOCAB, 0, 8, device=device)
-    assert indexing(weights, tokens(device)).shape == (29, 0, 8)
 
 
 def test_a_table_of_no_rows(device: torch.device) -> None:
@@ -262,27 +149,6 @@ def test_columns_of_a_wider_table(device: torch.device) -> None:
     assert same_bits(indexing(weights, tokens(device)), ref_indexing(weights, tokens(device)))
 
 
-def test_nan_payloads_survive(device: torch.device) -> None:
-    payloads = torch.tensor([0x7F800001, 0x7FC0DEAD, -1, 0x7FA00001], dtype=torch.int32)
-    weights = payloads.view(torch.float32).to(device).repeat(VOCAB, 1)
-    result = indexing(weights, torch.arange(VOCAB, device=device))
-    assert torch.equal(result.view(torch.int32).cpu(), payloads.repeat(VOCAB, 1))
-
-
-def test_under_inference_mode(device: torch.device) -> None:
-    with torch.inference_mode():
-        weights = table(device, (8,), torch.float32)
-        indices = tokens(device)
-        assert same_bits(indexing(weights, indices), ref_indexing(weights, indices))
-
-
-def test_large_calls_on_several_threads(device: torch.device) -> None:
-    weights = make_buffer((2000, 1657), device=device).view
-    indices = torch.arange(4003, dtype=torch.int32, device=device) * 7 % 2000
-    indices[::13] = -1
-    compare_with_output(weights, indices, make_buffer((4003, 1657), device=device, seed=1))
-
-
 def test_rows_of_no_bytes_have_nothing_to_be_wrong(device: torch.device) -> None:
     table = torch.zeros(5, 0, device=device)
     past_the_end = torch.tensor([7], device=device)
@@ -296,7 +162,96 @@ def test_a_new_output_is_of_the_allocator(device: torch.device) -> None:
     assert output.untyped_storage().resizable()
 
 
+# -- what may be wrong with ranges, on a table of 50 rows ------------------------------------------
+
+
+_RANGE = "expected (start, length) with start >= 0 and 0 <= length <= "
+_OF_50 = f"{_RANGE}50, the rows of weights"
+_OF_20 = f"{_RANGE}20, the rows of weights behind those of vocab_range"
+_PART = {"vocab_range": (10, 30)}
+
+
+def _no_ranges(name: str, change: dict[str, object]) -> list[Mistake]:
+    pair = "expected (start, length)"
+    return [
+        ({**change, name: 5}, TypeError, f"{name}: 5, {pair}"),
+        ({**change, name: (5,)}, TypeError, f"{name}: (5,), {pair}"),
+        ({**change, name: (1, 2, 3)}, TypeError, f"{name}: (1, 2, 3), {pair}"),
+        ({**change, name: (None, 5)}, TypeError, f"{name}: (None, 5), expected two ints"),
+        ({**change, name: (None, None)}, TypeError, f"{name}: (None, None), expected two ints"),
+        ({**change, name: (0, None)}, TypeError, f"{name}: (0, None), expected two ints"),
+        ({**change, name: (0.0, 5)}, TypeError, f"{name}[0]: float, expected an int"),
+        ({**change, name: (0, 5.0)}, TypeError, f"{name}[1]: float, expected an int"),
+        ({**change, name: (True, 5)}, TypeError, f"{name}[0]: bool, expected an int"),
+        ({**change, name: ("0", 5)}, TypeError, f"{name}[0]: str, expected an int"),
+        ({**change, name: (2**63, 5)}, TypeError,
+         f"{name}[0]: int of more than 64 bits, expected an int"),
+    ]  # fmt: skip
+
+
+def mistakes_of_ranges() -> list[Mistake]:
+    table = _no_ranges("vocab_range", {}) + _no_ranges("added_range", _PART)
+    table += [
+        ({"vocab_range": (0, 51)}, ValueError, f"vocab_range: (0, 51), {_OF_50}"),
+        ({"vocab_range": (-1, 5)}, ValueError, f"vocab_range: (-1, 5), {_OF_50}"),
+        ({"vocab_range": (5, -1)}, ValueError, f"vocab_range: (5, -1), {_OF_50}"),
+        ({**_PART, "added_range": (40, 21)}, ValueError, f"added_range: (40, 21), {_OF_20}"),
+        ({**_PART, "added_range": (-1, 5)}, ValueError, f"added_range: (-1, 5), {_OF_20}"),
+        ({**_PART, "added_range": (90, -1)}, ValueError, f"added_range: (90, -1), {_OF_20}"),
+        ({"added_range": (50, 0)}, ValueError,
+         "added_range: given without vocab_range, expected both"),
+        ({"vocab_size": 50}, ValueError, "vocab_size: given without vocab_range, expected both"),
+        ({"vocab_size": 39, **_PART}, ValueError,
+         "vocab_size: 39, expected at least 40, the end of vocab_range"),
+        ({"vocab_size": -1, "vocab_range": (0, 0)}, ValueError,
+         "vocab_size: -1, expected at least 0, the end of vocab_range"),
+        ({"vocab_size": 64, **_PART, "added_range": (60, 5)}, ValueError,
+         "vocab_size: 64, expected at least 65, the end of added_range"),
+        ({"vocab_size": 2**63 - 1, "vocab_range": (2**63 - 1, 3)}, ValueError,
+         f"vocab_size: {2**63 - 1}, expected at least {2**63 + 2}, the end of vocab_range"),
+        ({"vocab_size": 40.0, **_PART}, TypeError, "vocab_size: float, expected an int"),
+        ({"vocab_size": True, **_PART}, TypeError, "vocab_size: bool, expected an int"),
+        ({"vocab_size": 2**63, **_PART}, TypeError,
+         "vocab_size: int of more than 64 bits, expected an int"),
+        ({"vocab_size": 40, **_PART, "indices": torch.tensor([-3, 40, 39])}, IndexError,
+         index_text("indices", 40, 1, 40)),
+    ]  # fmt: skip
+    for added in ((39, 1), (10, 1), (0, 11), (0, 20), (20, 5), (39, 20)):
+        text = f"added_range: {added}, expected no index of vocab_range (10, 30)"
+        table.append(({**_PART, "added_range": added}, ValueError, text))
+    return table
+
+
 # -- for the tests that go over all ops ------------------------------------------------------------
+
+
+class Index(Case):
+    function, argument = staticmethod(indexing), "indices"
+    rows, tables, columns = (VOCAB,), (0, None), (0,)
+    count = 29
+    large = (2000,), 4003, 1657
+
+    def call(self, tables: Sequence[Tensor], indices: Tensor, **_: Any) -> None:
+        weights, output = tables
+        assert indexing(weights, indices, output=output) is output
+
+    def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
+        weights, output = tables
+        store_bits(output, ref_indexing(weights, indices.to(weights.device)))
+
+    def check_more(self, tables: Sequence[Tensor], indices: Tensor) -> None:
+        weights, output = tables
+        found = indexing(weights, indices)
+        assert found.device == indices.device
+        assert same_bits(found, output)
+
+
+class IndexOfATableInHostMemory(Index):
+    on_host = (0,)
+    large = (500,), 70_000, 40  # on CUDA a call that fetches each row once
+
+
+CASES = [Index(), IndexOfATableInHostMemory()]
 
 
 def good_arguments() -> dict[str, Any]:

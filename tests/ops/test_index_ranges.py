@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range, to_index
+from contract import check_call, gaps, index_dtypes, offsets, row_types, seeds, store_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import check_call, gaps, index_dtypes, offsets, row_types, seeds, store_bits
 from ref import ref_indexing, same_bits
 from torch import Tensor
 
@@ -51,17 +51,21 @@ def fitting(values: list[int], dtype: torch.dtype) -> list[int]:
         ((7, 9), (10, 0)),
         ((7, 0), (7, 0)),
         ((0, 20), (2**31 - 9, 9)),
+        ((0, 0), None),
+        ((7, 20), None),
+        *(((start, ROWS), None) for start in (0, 20, 1000, 2**40)),
     ],
-)
-def test_two_ranges(
+)  # fmt: skip
+def test_one_range_and_two(
     device: torch.device,
     row_bytes: int,
     index_dtype: torch.dtype,
     vocab_range: Range,
-    added_range: Range,
+    added_range: Range | None,
 ) -> None:
     weights = table(device, row_bytes)
-    values = fitting([*around(vocab_range, added_range), 2**31 - 1, 2**62], index_dtype)
+    ends = around(vocab_range, added_range or vocab_range)
+    values = fitting([*ends, 2**31 - 1, 2**62], index_dtype)
     indices = to_index(values, index_dtype, device)
     output = make_buffer((len(values), row_bytes), device=device, seed=1, gap=3)
     twin = output.twin()
@@ -84,14 +88,17 @@ def test_two_ranges(
         ((LAST - 4, 20), (0, 5)),
         ((2**31 - 4, 20), (2**31 + 16, 20)),
         ((2**31 - 1, 1), (0, 1)),
+        *(((start, ROWS), None)
+          for start in (0, 5, 2**31 - ROWS, 2**31 - 1, 2**63 - ROWS, LAST)),
     ],
-)
+)  # fmt: skip
 def test_ranges_with_the_extremes_of_both_types(
-    device: torch.device, index_dtype: torch.dtype, vocab_range: Range, added_range: Range
+    device: torch.device, index_dtype: torch.dtype, vocab_range: Range, added_range: Range | None
 ) -> None:
     weights = table(device)
     lowest, highest = torch.iinfo(index_dtype).min, torch.iinfo(index_dtype).max
-    values = [lowest, lowest + 1, lowest + ROWS, -1, 0, 4, 5, highest - 20, highest - 1, highest]
+    values = [lowest, lowest + 1, lowest + ROWS, -1, 0, 4, 5]
+    values += [highest - ROWS, highest - 20, highest - 1, highest]
     indices = to_index(values, index_dtype, device)
     ranges: Any = {"vocab_range": vocab_range, "added_range": added_range}
     expected = ref_indexing(weights, indices, vocab_range, added_range)

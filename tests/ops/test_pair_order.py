@@ -31,30 +31,19 @@ def pairs_of(count: int, sources: int, targets: int, dtype: torch.dtype) -> Tens
 @pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 31, 1025, 2500])
 @pytest.mark.parametrize("row_bytes", [1, 8, 40, 656, 1024])
-def test_gather(device: torch.device, row_bytes: int, count: int, index_dtype: torch.dtype) -> None:
-    src = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, gap=16)
-    dst = make_buffer((DEVICE_ROWS, row_bytes), device=device, seed=1)
-    twin = dst.twin()
-    pairs = pairs_of(count, HOST_ROWS, DEVICE_ROWS, index_dtype).to(device)
-    h2d_gather(src.view, dst.view, pairs, order="source")
-    ref_h2d_gather(src.view, twin.view, pairs)
-    assert dst.same(twin)
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 31, 1025, 2500])
-@pytest.mark.parametrize("row_bytes", [1, 8, 40, 656, 1024])
-def test_scatter(
-    device: torch.device, row_bytes: int, count: int, index_dtype: torch.dtype
+@pytest.mark.parametrize(("op", "order"), [(h2d_gather, "source"), (d2h_scatter, "destination")])
+def test_counts_and_row_sizes(
+    device: torch.device, op: Any, order: str, row_bytes: int, count: int, index_dtype: torch.dtype
 ) -> None:
-    src = make_buffer((DEVICE_ROWS, row_bytes), device=device, seed=1)
-    dst = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, gap=16)
+    host = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, gap=16)
+    gpu = make_buffer((DEVICE_ROWS, row_bytes), device=device, seed=1)
+    src, dst = (host, gpu) if op is h2d_gather else (gpu, host)
     twin = dst.twin()
-    pairs = pairs_of(count, DEVICE_ROWS, HOST_ROWS, index_dtype).to(device)
-    d2h_scatter(src.view, dst.view, pairs, order="destination")
-    ref_h2d_gather(src.view, twin.view, pairs)
+    pairs = pairs_of(count, len(src.view), len(dst.view), index_dtype).to(device)
+    op(src.view, dst.view, pairs, order=order)
     if device.type == "cuda":
         torch.cuda.synchronize()
+    ref_h2d_gather(src.view, twin.view, pairs)
     assert dst.same(twin)
 
 
@@ -143,26 +132,6 @@ def test_many_pairs_of_every_region(row_bytes: int) -> None:
     ref_h2d_gather(dst.view, wanted, back)
     torch.cuda.synchronize()
     assert torch.equal(src, wanted)
-
-
-@pytest.mark.cuda
-def test_in_a_graph_from_the_first_call() -> None:
-    """A row size of its own, so that the kernels are compiled and loaded while it is captured."""
-    device = torch.device("cuda")
-    src = host_buffer((HOST_ROWS, 1237), torch.uint8, device)
-    dst = make_buffer((DEVICE_ROWS, 1237), device=device, seed=1)
-    twin = dst.twin()
-    pairs = pairs_of(1025, HOST_ROWS, DEVICE_ROWS, torch.int32).to(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        h2d_gather(src.view, dst.view, pairs, order="source")
-        d2h_scatter(dst.view, src.view, pairs.flip(1).contiguous(), order="destination")
-    for seed in (1, 2):
-        pairs.copy_(pairs_of(1025, HOST_ROWS, DEVICE_ROWS, torch.int32)[torch.randperm(1025)])
-        src.view.copy_(host_buffer((HOST_ROWS, 1237), torch.uint8, device, seed=seed).view)
-        graph.replay()
-        ref_h2d_gather(src.view, twin.view, pairs)
-        assert dst.same(twin)
 
 
 def kernels_of(call: Any) -> list[str]:

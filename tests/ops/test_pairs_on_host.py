@@ -1,8 +1,7 @@
 """h2d_gather and d2h_scatter of pairs on the CPU, whose rows are on a GPU: every way they can take.
 
-On CPU tensors a way is checked and changes nothing. Calls that go in several parts are in
-test_pairs_on_host_large.py; when rows are read and written on a GPU in test_pairs_on_host_cuda.py,
-and what is refused there in test_pairs_on_host_refused.py.
+On CPU tensors a way is checked and changes nothing. When rows are read and written on a GPU, and
+what is refused there, is in test_pairs_on_host_cuda.py.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import pytest
 import torch
 import tvm_ffi
 from buffers import INT_DTYPES, Buffer, make_buffer
+from fuzzer import NUM_CORES
 from ref import ref_h2d_gather
 from test_aliases import Backwards
 from torch import Tensor
@@ -63,23 +63,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def gather(src: Buffer, dst: Buffer, pairs: Tensor, **how: Any) -> None:
-    """Gather and compare every byte around the rows."""
+def move(op: Any, src: Buffer, dst: Buffer, pairs: Tensor, method: str) -> None:
+    """Gather or scatter, and compare every byte around the rows."""
     src_twin, dst_twin, before = src.twin(), dst.twin(), pairs.clone()
-    assert h2d_gather(src.view, dst.view, pairs, **how) is None
+    assert op(src.view, dst.view, pairs, method=method) is None
+    if op is d2h_scatter and method != "cpu":  # what the CPU scatters is there by now
+        synchronize(src.view.device)
     ref_h2d_gather(src_twin.view, dst_twin.view, pairs)
-    assert dst.same(dst_twin), how
-    assert src.same(src_twin), how
-    assert torch.equal(pairs, before)
-
-
-def scatter(src: Buffer, dst: Buffer, pairs: Tensor, **how: Any) -> None:
-    src_twin, dst_twin, before = src.twin(), dst.twin(), pairs.clone()
-    assert d2h_scatter(src.view, dst.view, pairs, **how) is None
-    synchronize(torch.device("cpu") if how["method"] == "cpu" else src.view.device)
-    ref_h2d_gather(src_twin.view, dst_twin.view, pairs)
-    assert dst.same(dst_twin), how
-    assert src.same(src_twin), how
+    assert dst.same(dst_twin)
+    assert src.same(src_twin)
     assert torch.equal(pairs, before)
 
 
@@ -88,33 +80,19 @@ PLACES = [(0, 0, 0), (16, 32, 0), (3, 5, 1)]
 
 
 @each_index
-@each_gather
+@each_call
 @pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_gather(
-    device: torch.device, row_bytes: int, method: str, index_dtype: torch.dtype
+def test_row_sizes(
+    device: torch.device, row_bytes: int, op: Any, method: str, index_dtype: torch.dtype
 ) -> None:
     pairs = pairs_of(61, 43, 97, index_dtype)
     for pinned in host_memories(device, method):
-        for src_gap, dst_gap, offset in PLACES:
-            src = make_buffer((43, row_bytes), gap=src_gap, offset=offset, pinned=pinned)
-            dst = make_buffer(
-                (97, row_bytes), device=device, seed=1, gap=dst_gap, offset=3 * offset
-            )
-            gather(src, dst, pairs, method=method)
-
-
-@each_index
-@each_scatter
-@pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_scatter(
-    device: torch.device, row_bytes: int, method: str, index_dtype: torch.dtype
-) -> None:
-    pairs = pairs_of(61, 43, 97, index_dtype)
-    for pinned in host_memories(device, method):
-        for dst_gap, src_gap, offset in PLACES:
-            src = make_buffer((43, row_bytes), device=device, gap=src_gap, offset=3 * offset)
-            dst = make_buffer((97, row_bytes), seed=1, gap=dst_gap, offset=offset, pinned=pinned)
-            scatter(src, dst, pairs, method=method)
+        for host_gap, gpu_gap, offset in PLACES:
+            of_host = {"gap": host_gap, "offset": offset, "pinned": pinned}
+            of_gpu = {"gap": gpu_gap, "offset": 3 * offset, "device": device}
+            of_src, of_dst = (of_host, of_gpu) if op is h2d_gather else (of_gpu, of_host)
+            src = make_buffer((43, row_bytes), **of_src)
+            move(op, src, make_buffer((97, row_bytes), seed=1, **of_dst), pairs, method)
 
 
 @each_call
@@ -143,10 +121,8 @@ def calls(device: torch.device, op: Any, method: str) -> Iterator[Callable[[Tens
     for pinned in host_memories(device, method):
         host = make_buffer((97, 40), pinned=pinned)
         gpu = make_buffer((97, 40), device=device, seed=1)
-        if op is h2d_gather:
-            yield lambda pairs, a=host, b=gpu: gather(a, b, pairs, method=method)  # type: ignore[misc]
-        else:
-            yield lambda pairs, a=gpu, b=host: scatter(a, b, pairs, method=method)  # type: ignore[misc]
+        src, dst = (host, gpu) if op is h2d_gather else (gpu, host)
+        yield lambda pairs, a=src, b=dst: move(op, a, b, pairs, method)  # type: ignore[misc]
 
 
 @each_call
@@ -334,3 +310,94 @@ def test_the_operator_of_pytorch(device: torch.device, op: Any) -> None:
         operator(*ends, pairs, method="tpu")
     with pytest.raises(ValueError, match=f"^{op.__name__}: num_threads: 0, expected 1 to "):
         operator(*ends, pairs, num_threads=0)
+
+
+# -- several chunks of rows, several blocks of pairs -----------------------------------------------
+
+
+CHUNK_BYTES = 4 << 20  # of which six are on their way
+BLOCK_PAIRS = 512 << 10  # that are copied at a time
+
+
+@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter])
+def test_many_chunks(device: torch.device, op: Any) -> None:
+    """60 MB through six chunks of 4, whatever the way and the number of threads."""
+    count = 92_000
+    host = make_buffer((count + 11, 656), gap=16, pinned=device.type == "cuda")
+    gpu = make_buffer((count + 11, 656), device=device, seed=1, gap=16)
+    assert count * 656 > 2 * 6 * CHUNK_BYTES
+    pairs = pairs_of(count, count + 11, count + 11)
+    src, dst = (host, gpu) if op is h2d_gather else (gpu, host)
+    expected, old = dst.twin(), dst.whole.clone()
+    ref_h2d_gather(src.view, expected.view, pairs)
+    for method in GATHERS if op is h2d_gather else SCATTERS:
+        for num_threads in (None, 1, min(2, NUM_CORES), NUM_CORES):
+            dst.whole.copy_(old)
+            op(src.view, dst.view, pairs, method=method, num_threads=num_threads)
+            synchronize(device)
+            assert dst.same(expected), (method, num_threads)
+
+
+@each_index
+@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter])
+def test_many_blocks_of_pairs(device: torch.device, op: Any, index_dtype: torch.dtype) -> None:
+    """Three blocks of short rows, the last one small; a fault in it is found in front of them."""
+    count = 2 * BLOCK_PAIRS + 5000
+    host = make_buffer((count, 8), pinned=device.type == "cuda")
+    gpu = make_buffer((count, 8), device=device, seed=1)
+    pairs = pairs_of(count, count, count, index_dtype)
+    src, dst = (host, gpu) if op is h2d_gather else (gpu, host)
+    expected, old = dst.twin(), dst.twin()
+    ref_h2d_gather(src.view, expected.view, pairs)
+    bad = pairs.clone()
+    bad[count - 2] = torch.tensor([0, count])
+    text = f"{op.__name__}: pairs[..., 1]: index {count} at position {count - 2}, expected below "
+    for method in GATHERS if op is h2d_gather else SCATTERS:
+        dst.whole.copy_(old.whole)
+        with pytest.raises(IndexError, match=re.escape(text)):
+            op(src.view, dst.view, bad, method=method)
+        synchronize(device)
+        assert dst.same(old), method
+        op(src.view, dst.view, pairs, method=method)
+        synchronize(device)
+        assert dst.same(expected), method
+
+
+def test_slot_map_of_many_blocks(device: torch.device) -> None:
+    count = BLOCK_PAIRS + 70_000
+    src = make_buffer((count, 4), pinned=device.type == "cuda")
+    dst = make_buffer((count, 4), device=device, seed=1)
+    slot_map = make_buffer((count,), torch.int64, device, seed=2)
+    pairs = torch.stack([torch.randperm(count), torch.randperm(count)], dim=1)
+    pairs[::9, 0] = -4
+    dst_twin, map_twin = dst.twin(), slot_map.twin()
+    ref_h2d_gather(src.view, dst_twin.view, pairs, map_twin.view)
+    old_dst, old_map = dst.whole.clone(), slot_map.whole.clone()
+    for method in GATHERS:
+        dst.whole.copy_(old_dst)
+        slot_map.whole.copy_(old_map)
+        h2d_gather(src.view, dst.view, pairs, slot_map=slot_map.view, method=method)
+        assert dst.same(dst_twin), method
+        assert slot_map.same(map_twin), method
+
+
+@pytest.mark.parametrize("method", ["auto", "cpu"])
+def test_more_rows_than_int32_can_count(device: torch.device, method: str) -> None:
+    """Their numbers travel as int64."""
+    num_rows = 2**31 + 9
+    host = torch.empty(num_rows, 1, dtype=torch.uint8)  # touched at both ends, of 2 GiB
+    for row in (0, 1, 2, 9, 2**31 - 1, 2**31, num_rows - 1):
+        host[row] = row % 97 + 1
+    gpu = make_buffer((50, 1), device=device)
+    twin = gpu.twin()
+    pairs = torch.tensor([[2**31, 3], [9, 7], [num_rows - 1, 49], [-1, 5], [2**31 - 1, 0]])
+    h2d_gather(host, gpu.view, pairs, method=method)
+    for row, slot in ((2**31, 3), (9, 7), (num_rows - 1, 49), (2**31 - 1, 0)):
+        twin.view[slot] = row % 97 + 1
+    assert gpu.same(twin)
+    back = torch.tensor([[3, 1], [49, 2**31 - 1], [7, num_rows - 2], [0, 2**31]])
+    d2h_scatter(gpu.view, host, back, method=method)
+    at = [0, 1, 2, 2**31 - 1, 2**31, num_rows - 2, num_rows - 1]
+    wanted = [1, 2**31 % 97 + 1, 3, int(twin.view[49]), (2**31 - 1) % 97 + 1, 10]
+    wanted.append((num_rows - 1) % 97 + 1)
+    assert host[at].flatten().tolist() == wanted

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from buffers import (
-    DTYPES,
     INT_DTYPES,
-    ROW_BYTES,
     Buffer,
     distinct,
     make_buffer,
     out_of_range,
     to_index,
 )
+from contract import Case
 from fuzzer import SIZES, Call, Fuzzer
 from mistakes import (
     Mistake,
@@ -33,7 +32,7 @@ from ref import ref_store, same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
-from jitkern import store_cache
+from jitkern import indexing, store_cache
 
 SLOTS = 37
 ROWS = 19
@@ -72,42 +71,6 @@ def slots(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     values[3] = values[7] = -1
     values[8] = -(2**31)
     return to_index(values, dtype, device)
-
-
-@pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_row_sizes(device: torch.device, row_bytes: int) -> None:
-    indices = slots(device, INT_DTYPES[row_bytes % 2])
-    k, v = rows(device, (row_bytes,), torch.uint8)
-    run_and_compare(*caches(device, (row_bytes,), torch.uint8), indices, k, v)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-def test_dtypes(device: torch.device, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
-    k, v = rows(device, (2, 12), dtype)
-    run_and_compare(*caches(device, (2, 12), dtype), slots(device, index_dtype), k, v)
-
-
-@pytest.mark.parametrize("cache_gap", [0, 1, 16])
-@pytest.mark.parametrize("row_gap", [0, 3, 32])
-@pytest.mark.parametrize("offset", [0, 1, 8])
-@pytest.mark.parametrize("row_bytes", [1, 40, 656])
-def test_strides_and_misaligned_bases(
-    device: torch.device, row_bytes: int, offset: int, row_gap: int, cache_gap: int
-) -> None:
-    k, v = rows(device, (row_bytes,), torch.uint8, gap=row_gap, offset=offset)
-    k_cache, v_cache = caches(device, (row_bytes,), torch.uint8, gap=cache_gap, offset=offset)
-    run_and_compare(k_cache, v_cache, slots(device), k, v)
-
-
-@pytest.mark.parametrize("which", range(4))
-def test_one_misaligned_tensor_of_four(device: torch.device, which: int) -> None:
-    offsets = [int(i == which) for i in range(4)]
-    k_cache, v_cache, k, v = (
-        make_buffer((SLOTS if i < 2 else ROWS, 64), device=device, seed=i, offset=offsets[i])
-        for i in range(4)
-    )
-    run_and_compare(k_cache, v_cache, slots(device), k, v)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -169,37 +132,6 @@ def test_many_equal_rows_in_one_slot(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-def test_negative_indices_write_nothing(device: torch.device, index_dtype: torch.dtype) -> None:
-    k_cache, v_cache = caches(device, (40,), torch.uint8)
-    k, v = rows(device, (40,), torch.uint8)
-    before = k_cache.twin()
-    lowest = torch.iinfo(index_dtype).min
-    indices = to_index([-1, lowest, -SLOTS] * 6 + [-2], index_dtype, device)
-    run_and_compare(k_cache, v_cache, indices, k, v)
-    assert k_cache.same(before)
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("value", [SLOTS, SLOTS + 1, 2**31 - 1, 2**32 + 1, 2**62])
-def test_out_of_range(device: torch.device, index_dtype: torch.dtype, value: int) -> None:
-    if value > torch.iinfo(index_dtype).max:
-        pytest.skip("no such int32")
-    k_cache, v_cache = caches(device, (656,), torch.uint8)
-    k_twin, v_twin = k_cache.twin(), v_cache.twin()
-    k, v = row_views(device, (656,), torch.uint8)
-    indices = slots(device, index_dtype)
-    indices[11] = value
-    text = f"store_cache: indices: index {value} at position 11, expected below {SLOTS}"
-    with out_of_range(device, text):
-        store_cache(k_cache.view, v_cache.view, indices, k, v)
-    if device.type == "cuda":  # only that row is left out
-        indices[11] = -1
-        ref_store(k_twin.view, v_twin.view, indices, k, v)
-    assert k_cache.same(k_twin)
-    assert v_cache.same(v_twin)
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
 def test_no_rows(device: torch.device, index_dtype: torch.dtype) -> None:
     k_cache, v_cache = caches(device, (4, 8), torch.bfloat16)
     k, v = (make_buffer((0, 4, 8), torch.bfloat16, device, seed=seed) for seed in (3, 4))
@@ -217,12 +149,6 @@ def test_no_slots_and_only_padding(device: torch.device) -> None:
         store_cache(empty, empty, indices, k, v)
 
 
-def test_rows_of_no_bytes(device: torch.device) -> None:
-    cache = torch.empty(SLOTS, 0, 8, device=device)
-    k = torch.empty(ROWS, 0, 8, device=device)
-    store_cache(cache, cache, slots(device), k, k)
-
-
 def test_one_row_of_any_stride(device: torch.device) -> None:
     """The stride of a dimension of size 1 means nothing."""
     k_cache, v_cache = caches(device, (16,), torch.float32)
@@ -236,24 +162,39 @@ def test_one_row_of_any_stride(device: torch.device) -> None:
     assert v_cache.same(v_twin)
 
 
-def test_nan_payloads_survive(device: torch.device) -> None:
-    payloads = torch.tensor([0x7F800001, 0x7FC0DEAD, 0x7FFFFFFF, 0x7FA00001], dtype=torch.int32)
-    k = payloads.view(torch.float32).to(device).repeat(ROWS, 2)
-    cache = torch.zeros(SLOTS, 8, device=device)
-    store_cache(cache, cache.clone(), torch.arange(ROWS, device=device), k, k)
-    assert torch.equal(cache[:ROWS].view(torch.int32).cpu(), payloads.repeat(ROWS, 2))
+# -- what goes in comes out ------------------------------------------------------------------------
 
 
-def test_large_calls_on_several_threads(device: torch.device) -> None:
-    """12 MB: above the size from which the CPU implementation uses more than one thread."""
-    k_cache, v_cache = (make_buffer((9000, 657), device=device, seed=s) for s in (1, 2))
-    k, v = (make_buffer((4601, 657), device=device, seed=s) for s in (3, 4))
-    indices = to_index(distinct(4601, 9000), torch.int32, device)
-    indices[::17] = -1
-    run_and_compare(k_cache, v_cache, indices, k, v)
+@pytest.mark.parametrize("row_bytes", [1, 6, 16, 40, 656, 657, 1024])
+def test_what_goes_in_comes_out(device: torch.device, row_bytes: int) -> None:
+    """Store, then gather from the same slots: the rows again, whatever they hold."""
+    rows = make_buffer((40, row_bytes), device=device).view
+    cache = torch.zeros(2, 64, row_bytes, dtype=torch.uint8, device=device)
+    slots = torch.randperm(64, device=device)[:40]
+    store_cache(cache[0], cache[1], slots, rows, rows)
+    assert torch.equal(indexing(cache[0], slots), rows)
+    assert torch.equal(indexing(cache[1], slots.int()), rows)
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------
+
+
+class Store(Case):
+    function, argument = staticmethod(store_cache), "indices"
+    rows, tables, columns, distinct_columns = (SLOTS,), (0, 0, None, None), (0,), (0,)
+    count = ROWS
+    large = (9000,), 4601, 657
+
+    def call(self, tables: Sequence[Tensor], indices: Tensor, **_: Any) -> None:
+        k_cache, v_cache, k, v = tables
+        assert store_cache(k_cache, v_cache, indices, k, v) is None
+
+    def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
+        k_cache, v_cache, k, v = tables
+        ref_store(k_cache, v_cache, indices, k, v)
+
+
+CASES = [Store()]
 
 
 ORDER = ", in the order (k_cache, v_cache, indices, k, v)"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 from buffers import make_buffer
-from hypothesis import given
-from hypothesis import strategies as st
-from properties import (
+from contract import (
     bad_position,
     check_call,
     counts,
@@ -18,6 +16,8 @@ from properties import (
     rows_by_slot,
     seeds,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from ref import ref_store
 
 from jitkern import store_cache

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from buffers import (
-    DTYPES,
     INT_DTYPES,
-    ROW_BYTES,
     Buffer,
     distinct,
     host_buffer,
@@ -20,6 +18,7 @@ from buffers import (
     out_of_range,
     to_index,
 )
+from contract import Case, store_bits
 from fuzzer import SIZES, Call, Fuzzer
 from mistakes import (
     ROWS,
@@ -88,90 +87,6 @@ def buffers_for(
 ) -> list[Buffer]:
     host = host_buffer((HOST_ROWS, *row), dtype, device)
     return [host, make_buffer((GPU_SLOTS, *row), dtype, device, seed=1)]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_row_sizes(device: torch.device, row_bytes: int, order: str) -> None:
-    triples = triples_of(device, INT_DTYPES[row_bytes % 2])
-    run_and_compare(*buffers_for(device, (row_bytes,)), triples, order=order)
-
-
-@pytest.mark.parametrize("num_sms", [1, 3, 10_000])
-@pytest.mark.parametrize("row_bytes", [7, 64, 656, 1024, 8192])
-def test_number_of_sms(device: torch.device, row_bytes: int, num_sms: int) -> None:
-    """The kernel of large calls, with rows of a part of a warp, of a warp and of several."""
-    run_and_compare(*buffers_for(device, (row_bytes,)), triples_of(device), num_sms)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(device: torch.device, dtype: torch.dtype) -> None:
-    run_and_compare(*buffers_for(device, (3, 4), dtype), triples_of(device))
-
-
-@pytest.mark.parametrize("host_gap", [0, 3, 32])
-@pytest.mark.parametrize("gpu_gap", [0, 1, 16])
-@pytest.mark.parametrize("offset", [0, 1, 8])
-@pytest.mark.parametrize("row_bytes", [1, 40, 656])
-def test_strides_and_misaligned_bases(
-    device: torch.device, row_bytes: int, offset: int, gpu_gap: int, host_gap: int
-) -> None:
-    host = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, gap=host_gap, offset=offset)
-    gpu = make_buffer((GPU_SLOTS, row_bytes), device=device, seed=1, gap=gpu_gap, offset=offset)
-    run_and_compare(host, gpu, triples_of(device))
-
-
-@pytest.mark.parametrize(("num_sms", "order"), [(None, "given"), (2, "given"), (2, "host")])
-@pytest.mark.parametrize("offset", [0, 16, 48, 112])
-@pytest.mark.parametrize("row_bytes", [16, 144, 656, 1024, 4096])
-def test_rows_at_every_place_of_a_line(
-    device: torch.device, row_bytes: int, offset: int, num_sms: int | None, order: str
-) -> None:
-    """A triple's two host rows begin at different places of their lines, too."""
-    host = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, offset=offset, gap=48)
-    gpu = make_buffer((GPU_SLOTS, row_bytes), device=device, seed=1)
-    run_and_compare(host, gpu, triples_of(device), num_sms, order)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("shape", [(0, 3), (3,), (2, 3, 3), (3, 0, 3)])
-def test_shapes_of_triples(device: torch.device, shape: tuple[int, ...], order: str) -> None:
-    count = torch.Size(shape).numel() // 3
-    triples = triples_of(device)[:count].reshape(shape)
-    run_and_compare(*buffers_for(device, (40,)), triples, order=order)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("host_rows", "slots"), [(0, 0), (0, 5), (5, 0)])
-def test_tables_without_rows(device: torch.device, host_rows: int, slots: int, order: str) -> None:
-    host = host_buffer((host_rows, 40), torch.uint8, device)
-    gpu = make_buffer((slots, 40), device=device, seed=1)
-    padding = to_index([[0, -1, 0], [-1, -1, -1]], torch.int64, device)
-    run_and_compare(host, gpu, padding, order=order)
-    run_and_compare(host, gpu, to_index([], torch.int32, device).view(0, 3), order=order)
-
-
-@pytest.mark.parametrize(("num_sms", "order"), [(None, "given"), (1, "given"), (None, "host")])
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("column", [0, 1, 2])
-def test_out_of_range(
-    device: torch.device, column: int, index_dtype: torch.dtype, num_sms: int | None, order: Any
-) -> None:
-    """On a GPU the whole triple is skipped, the others are swapped."""
-    bound = (HOST_ROWS, GPU_SLOTS, HOST_ROWS)[column]
-    host, gpu = buffers_for(device, (656,))
-    host_twin, gpu_twin, before = host.twin(), gpu.twin(), gpu.twin()
-    triples = triples_of(device, index_dtype)
-    triples[13, column] = bound
-    where = f"index {bound} at position 13, expected below {bound}"
-    text = f"swap_rows: triples[..., {column}]: {where}"
-    with out_of_range(device, text):
-        swap_rows(host.view, gpu.view, triples, num_sms=num_sms, order=order)
-    if device.type == "cuda":
-        triples[13] = -1
-        ref_swap(host_twin.view, gpu_twin.view, before.view, triples)
-    assert host.same(host_twin)
-    assert gpu.same(gpu_twin)
 
 
 REPEATS = {
@@ -301,7 +216,70 @@ def test_where_memory_has_to_be() -> None:
     assert good["host"].eq(0).all()
 
 
+# -- graphs of PyTorch, and what it is told --------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_in_a_graph_of_pytorch(backend: str) -> None:
+    """Later reads see both of what is written."""
+
+    def step(host: Tensor, gpu: Tensor, triples: Tensor) -> Tensor:
+        swap_rows(host, gpu, triples, num_sms=1, order="host")
+        return host.sum() + 2 * gpu.sum()
+
+    torch.compiler.reset()
+    host, gpu = torch.randn(HOST_ROWS, 8), torch.randn(GPU_SLOTS, 8)
+    expected = [host.clone(), gpu.clone()]
+    triples = triples_of(torch.device("cpu"))
+    ref_swap(*expected, gpu.clone(), triples)
+    found = torch.compile(step, fullgraph=True, backend=backend)(host, gpu, triples)
+    assert same_bits(host, expected[0])
+    assert same_bits(gpu, expected[1])
+    assert torch.equal(found, expected[0].sum() + 2 * expected[1].sum())
+
+
+@pytest.mark.parametrize("argument", ["host", "gpu"])
+def test_both_count_as_changed(argument: str) -> None:
+    """A backward pass that has kept the old content raises; a gradient is refused."""
+    good = good_arguments()
+    with pytest.raises(RuntimeError, match=f"^swap_rows: {argument}: requires a gradient"):
+        swap_rows(**{**good, argument: good[argument].requires_grad_()})
+    good = good_arguments()
+    weight = torch.ones_like(good[argument], requires_grad=True)
+    result = (weight * good[argument]).sum()
+    swap_rows(**good)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
 # -- for the tests that go over all ops ------------------------------------------------------------
+
+
+class Swap(Case):
+    function, argument = staticmethod(swap_rows), "triples"
+    rows, tables, columns = (HOST_ROWS, GPU_SLOTS), (0, 1), (0, 1, 0)
+    on_host = (0,)
+    count = TRIPLES
+    ways = tuple({"order": order, "num_sms": sms} for order in ORDERS for sms in (None, 2))
+    takes_num_sms = True
+    line_gap = 48  # so that the two host rows of a triple begin at different places, too
+
+    def call(self, tables: Sequence[Tensor], indices: Tensor, **how: Any) -> None:
+        assert swap_rows(*tables, indices, **how) is None
+
+    def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
+        host, gpu = tables
+        before = torch.empty_like(gpu)
+        store_bits(before, gpu)
+        ref_swap(host, gpu, before, indices)
+
+    def indices(
+        self, device: torch.device, dtype: torch.dtype = torch.int64, *_: Any, **__: Any
+    ) -> Tensor:
+        return triples_of(device, dtype)
+
+
+CASES = [Swap()]
 
 
 def good_arguments() -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from buffers import make_buffer
+from contract import check_call, counts, gaps, index_dtypes, offsets, row_types, seeds
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import check_call, counts, gaps, index_dtypes, offsets, row_types, seeds
 from test_swap import ORDERS, ref_swap
 
 from jitkern import swap_rows

@@ -1,12 +1,13 @@
-"""h2d_gather against its reference on calls that hypothesis thinks up."""
+"""h2d_gather and d2h_scatter against their reference on calls that hypothesis thinks up."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from buffers import make_buffer, raised_by
-from hypothesis import given
-from hypothesis import strategies as st
-from properties import (
+from contract import (
     check_call,
     counts,
     gaps,
@@ -18,13 +19,20 @@ from properties import (
     store_bits,
     ways,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from ref import ref_h2d_gather
 
-from jitkern import h2d_gather
+from jitkern import d2h_scatter, h2d_gather
 
 
 @given(data=st.data())
-def test_any_call(device: torch.device, data: st.DataObject) -> None:
+@pytest.mark.parametrize(
+    ("op", "methods"),
+    [(h2d_gather, ["auto", "sm", "cpu", "both"]), (d2h_scatter, ["auto", "sm", "cpu"])],
+    ids=["gather", "scatter"],
+)
+def test_any_call(device: torch.device, op: Any, methods: list[str], data: st.DataObject) -> None:
     draw = data.draw
     row, num_src, num_dst = draw(row_types()), draw(counts), draw(counts)
     index_dtype = draw(index_dtypes)
@@ -33,29 +41,26 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
     targets = draw(st.permutations(range(num_dst)))[:count]
     if count > 0 and draw(st.integers(0, 7)) == 0:
         targets[draw(st.integers(0, count - 1))] = draw(st.sampled_from([-1, num_dst, 2**31 - 1]))
-    seed, way = draw(seeds), draw(ways(device, ["auto", "sm", "cpu", "both"]))
-    src = make_buffer(
-        (num_src, *row.shape), row.dtype, gap=draw(gaps), offset=draw(offsets), seed=seed,
-        pinned=way.pinned,
+    seed, way = draw(seeds), draw(ways(device, methods))
+    of_host, of_gpu = {"pinned": way.pinned}, {"device": device}
+    of_src, of_dst = (of_host, of_gpu) if op is h2d_gather else (of_gpu, of_host)
+    src, dst = (
+        make_buffer(
+            (number, *row.shape), row.dtype, gap=draw(gaps), offset=draw(offsets), seed=seed + i,
+            **where,
+        )
+        for i, (number, where) in enumerate([(num_src, of_src), (num_dst, of_dst)])
     )  # fmt: skip
-    dst = make_buffer(
-        (num_dst, *row.shape),
-        row.dtype,
-        device,
-        gap=draw(gaps),
-        offset=draw(offsets),
-        seed=seed + 1,
-    )
     listed = [*zip(sources, targets, strict=True)]
     pairs = torch.tensor(listed, dtype=index_dtype, device=way.pairs_on)
     pairs = pairs.reshape(count, 2)
     twin = dst.twin()
     written = [(dst, twin)]
-    slot_map, map_twin = None, None
-    if draw(st.booleans()) and len(set(sources)) == count:
+    map_twin, how = None, dict(way.options)
+    if op is h2d_gather and draw(st.booleans()) and len(set(sources)) == count:
         map_dtype = draw(index_dtypes)
         buffer = make_buffer((num_src,), map_dtype, device, seed=seed + 2)
-        slot_map, map_twin = buffer.view, buffer.twin()
+        how["slot_map"], map_twin = buffer.view, buffer.twin()
         written.append((buffer, map_twin))
 
     padding = (pairs < 0).any(dim=1)
@@ -67,24 +72,18 @@ def test_any_call(device: torch.device, data: st.DataObject) -> None:
         for c in (0, 1)
         if (bad_src, bad_dst)[c][i]
     ]
-    fault = rf"h2d_gather: pairs\[\.\.\., ({'|'.join(choices)})" if bad else None
+    fault = rf"{op.__name__}: pairs\[\.\.\., ({'|'.join(choices)})" if bad else None
     kept = pairs.clone()
     kept[bad] = -1
-    check_call(
-        lambda: h2d_gather(
-            src.view,
-            dst.view,
-            pairs,
-            slot_map=slot_map,
-            num_sms=draw(st.sampled_from([None, 1, 5])),
-            **way.options,
-        ),
+    error = check_call(
+        lambda: op(src.view, dst.view, pairs, num_sms=draw(st.sampled_from([None, 1, 5])), **how),
         lambda: ref_h2d_gather(src.view, twin.view, kept, map_twin and map_twin.view),
         fault,
         device,
         written,
         indices_on=way.pairs_on,
     )
+    assert (error is None) == (not bad)
 
 
 @given(data=st.data())
