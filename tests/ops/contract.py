@@ -17,6 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 
+def views(buffers: Sequence[Buffer]) -> list[Tensor]:
+    return [buffer.view for buffer in buffers]
+
+
 class Case:
     """An op on tables of rows, as test_contract.py calls it: `CASES` in the op's own tests."""
 
@@ -41,6 +45,16 @@ class Case:
 
     def check_more(self, tables: Sequence[Tensor], indices: Tensor) -> None:
         """Check after a right call what only this op has."""
+
+    def run_and_compare(self, buffers: Sequence[Buffer], indices: Tensor, **how: Any) -> None:
+        twins, before = [buffer.twin() for buffer in buffers], indices.clone()
+        self.call(views(buffers), indices, **how)
+        if indices.is_cuda:
+            torch.cuda.synchronize()
+        self.reference(views(twins), indices)
+        assert all(map(Buffer.same, buffers, twins))
+        assert torch.equal(indices, before)
+        self.check_more(views(buffers), indices)
 
     def indices(
         self,

@@ -8,17 +8,13 @@ from typing import Any
 
 import torch
 import tvm_ffi
+from fake_copies import foreign, from_a_line, main, on_gpu, tvm_ffi_library
 from fake_gpu import report_checks
 from launch_fake import STREAM, OnCuda, driver, log, params, refused
 
 from jitkern import copy_blocks
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
-
-
-def from_a_line(num_bytes: int) -> torch.Tensor:
-    memory = torch.randint(0, 256, (num_bytes + 128,), dtype=torch.uint8)
-    return memory[-memory.data_ptr() % 128 :][:num_bytes]
 
 
 PINNED, DEVICE = from_a_line(1 << 20), from_a_line(1 << 20)
@@ -31,19 +27,6 @@ INLINE = 8 * 448  # bytes of the pairs behind them
 for kind in ("i64_read", "i64_write", "i32_read", "i32_write", "inline_read", "inline_write"):
     size = struct.calcsize(PARAMS) + (INLINE if "inline" in kind else 0)
     driver.fake_kernel(f"jitkern_copy_blocks_v16_{kind}".encode(), ctypes.c_uint64(size), 1024)
-
-
-def tvm_ffi_library() -> ctypes.CDLL:
-    return ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
-
-
-def on_gpu(tensor: torch.Tensor) -> Any:
-    return tvm_ffi.from_dlpack(OnCuda(tensor))
-
-
-def foreign(tensor: torch.Tensor) -> Any:
-    """Return the same memory without PyTorch, whose allocator would be asked for scratch."""
-    return tvm_ffi.from_dlpack(tensor)
 
 
 def view(memory: torch.Tensor, *shape: int, at: int = 0) -> torch.Tensor:
@@ -331,12 +314,5 @@ def check_the_launch() -> None:
     assert "v16_i64_write of" in line and "grid 4,1,1" in line, line
 
 
-def main() -> None:
-    allocator = ctypes.cast(driver.fake_allocate, ctypes.c_void_p)
-    tvm_ffi_library().TVMFFIEnvSetDLPackManagedTensorAllocator(allocator, 1, None)
-    DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
-    report_checks(dict(globals()), clean)
-
-
 if __name__ == "__main__":
-    main()
+    main(dict(globals()), clean)

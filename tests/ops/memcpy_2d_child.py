@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import tvm_ffi
+from fake_copies import on_gpu
 from fake_gpu import report_checks
 from launch_fake import OnCuda, driver, log, refused
 
@@ -28,10 +29,6 @@ DEVICE = torch.zeros(8 * KIB, dtype=torch.uint8)
 class Stream:
     cuda_stream: int
     device_index: int
-
-
-def on_gpu(tensor: torch.Tensor, number: int = 0) -> Any:
-    return tvm_ffi.from_dlpack(OnCuda(tensor, number))
 
 
 def rows(

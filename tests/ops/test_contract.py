@@ -6,15 +6,13 @@ One body for all such ops; what each has of its own is in its own tests, and `CA
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from buffers import DTYPES, INT_DTYPES, ROW_BYTES, Buffer, out_of_range
-from contract import Case
+from contract import Case, views
 from stems import STEMS, own_tests
-from torch import Tensor
 
 CASES: list[Case] = [case for op in STEMS.values() for case in getattr(own_tests(op), "CASES", ())]
 
@@ -32,30 +30,11 @@ each_way = pytest.mark.parametrize(
 each_index = pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
 
 
-def views(buffers: Sequence[Buffer]) -> list[Tensor]:
-    return [buffer.view for buffer in buffers]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def run_and_compare(case: Case, buffers: list[Buffer], indices: Tensor, **how: Any) -> None:
-    twins, before = [buffer.twin() for buffer in buffers], indices.clone()
-    case.call(views(buffers), indices, **how)
-    synchronize(indices.device)
-    case.reference(views(twins), indices)
-    assert all(map(Buffer.same, buffers, twins))
-    assert torch.equal(indices, before)
-    case.check_more(views(buffers), indices)
-
-
 @pytest.mark.parametrize("row_bytes", ROW_BYTES)
 @each_way
 def test_row_sizes(device: torch.device, case: Case, how: dict[str, Any], row_bytes: int) -> None:
     indices = case.indices(device, INT_DTYPES[row_bytes % 2])
-    run_and_compare(case, case.buffers(device, (row_bytes,)), indices, **how)
+    case.run_and_compare(case.buffers(device, (row_bytes,)), indices, **how)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 16, 10_000])
@@ -64,7 +43,7 @@ def test_row_sizes(device: torch.device, case: Case, how: dict[str, Any], row_by
 def test_number_of_sms(device: torch.device, case: Case, row_bytes: int, num_sms: int) -> None:
     """The kernel of large calls, with rows of a part of a warp, of a warp and of several."""
     buffers = case.buffers(device, (row_bytes,))
-    run_and_compare(case, buffers, case.indices(device), num_sms=num_sms)
+    case.run_and_compare(buffers, case.indices(device), num_sms=num_sms)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,7 +52,7 @@ def test_number_of_sms(device: torch.device, case: Case, row_bytes: int, num_sms
 def test_dtypes(
     device: torch.device, case: Case, index_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    run_and_compare(case, case.buffers(device, (3, 4), dtype), case.indices(device, index_dtype))
+    case.run_and_compare(case.buffers(device, (3, 4), dtype), case.indices(device, index_dtype))
 
 
 @pytest.mark.parametrize("second_gap", [0, 3, 32])
@@ -86,7 +65,7 @@ def test_strides_and_misaligned_bases(
 ) -> None:
     offsets = [offset] * len(case.tables)
     buffers = case.buffers(device, (row_bytes,), gaps=(first_gap, second_gap), offsets=offsets)
-    run_and_compare(case, buffers, case.indices(device))
+    case.run_and_compare(buffers, case.indices(device))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +73,7 @@ def test_strides_and_misaligned_bases(
 )
 def test_one_misaligned_tensor(device: torch.device, case: Case, which: int) -> None:
     offsets = [int(i == which) for i in range(len(case.tables))]
-    run_and_compare(case, case.buffers(device, (64,), offsets=offsets), case.indices(device))
+    case.run_and_compare(case.buffers(device, (64,), offsets=offsets), case.indices(device))
 
 
 @pytest.mark.parametrize("row_bytes", [16, 128, 144, 656, 1024, 4096])
@@ -109,7 +88,7 @@ def test_host_rows_at_every_place_of_a_line(
     for offset in range(0, 128, 16):
         offsets = [offset if i in case.on_host else 0 for i in range(len(case.tables))]
         buffers = case.buffers(device, (row_bytes,), gaps=gaps, offsets=offsets)
-        run_and_compare(case, buffers, case.indices(device), **how)
+        case.run_and_compare(buffers, case.indices(device), **how)
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (), (2, 3), (6, 1), (3, 0)], ids=str)
@@ -122,7 +101,7 @@ def test_shapes_of_pairs(
     device: torch.device, case: Case, how: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
     indices = case.indices(device)[: torch.Size(shape).numel()].reshape(*shape, len(case.columns))
-    run_and_compare(case, case.buffers(device, (40,)), indices, **how)
+    case.run_and_compare(case.buffers(device, (40,)), indices, **how)
 
 
 @each_index
@@ -133,7 +112,7 @@ def test_only_padding(
     """Negative indices of any size."""
     indices = case.indices(device, index_dtype).fill_(-1)
     indices.view(-1)[::3], indices.view(-1)[1::3] = torch.iinfo(index_dtype).min, -case.rows[0]
-    run_and_compare(case, case.buffers(device, (40,)), indices, **how)
+    case.run_and_compare(case.buffers(device, (40,)), indices, **how)
 
 
 @each_case
@@ -142,8 +121,8 @@ def test_nothing_to_do(device: torch.device, case: Case) -> None:
     padding = torch.full_like(case.indices(device), -1)
     for empty in range(len(case.rows)):
         rows = [0 if i == empty else number for i, number in enumerate(case.rows)]
-        run_and_compare(case, case.buffers(device, (40,), rows=rows), padding)
-    run_and_compare(case, case.buffers(device, (0, 8), torch.float32), case.indices(device))
+        case.run_and_compare(case.buffers(device, (40,), rows=rows), padding)
+    case.run_and_compare(case.buffers(device, (0, 8), torch.float32), case.indices(device))
 
 
 VALUES = ["bound", "bound + 1", 2**31 - 1, 2**32 + 1, 2**62]
@@ -191,14 +170,14 @@ def test_nan_payloads_survive(device: torch.device, case: Case) -> None:
     for i, buffer in enumerate(buffers):
         row, item = torch.arange(len(buffer.view))[:, None], torch.arange(8)
         buffer.view.view(torch.int32).copy_(payloads[(row + item + i) % 4])
-    run_and_compare(case, buffers, case.indices(device))
+    case.run_and_compare(buffers, case.indices(device))
 
 
 @each_case
 def test_under_inference_mode(device: torch.device, case: Case) -> None:
     with torch.inference_mode():
         buffers = case.buffers(device, (8,), torch.float32)
-        run_and_compare(case, buffers, case.indices(device))
+        case.run_and_compare(buffers, case.indices(device))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.large], ids=names)
@@ -208,7 +187,7 @@ def test_large_calls(device: torch.device, case: Case) -> None:
     rows, count, row_bytes = case.large
     indices = case.indices(device, torch.int32, rows, count)
     buffers = case.buffers(device, (row_bytes,), rows=rows, count=count)
-    run_and_compare(case, buffers, indices)
+    case.run_and_compare(buffers, indices)
 
 
 @pytest.mark.cuda

@@ -10,7 +10,6 @@ import torch
 from buffers import (
     INT_DTYPES,
     Buffer,
-    distinct,
     make_buffer,
     out_of_range,
     to_index,
@@ -41,13 +40,7 @@ ROWS = 19
 def run_and_compare(
     k_cache: Buffer, v_cache: Buffer, indices: Tensor, k: Buffer, v: Buffer
 ) -> None:
-    twins = [buffer.twin() for buffer in (k_cache, v_cache, k, v)]
-    indices_before = indices.clone()
-    assert store_cache(k_cache.view, v_cache.view, indices, k.view, v.view) is None
-    ref_store(twins[0].view, twins[1].view, indices, twins[2].view, twins[3].view)
-    for buffer, twin in zip((k_cache, v_cache, k, v), twins, strict=True):
-        assert buffer.same(twin)
-    assert torch.equal(indices, indices_before)
+    CASES[0].run_and_compare([k_cache, v_cache, k, v], indices)
 
 
 def caches(
@@ -66,19 +59,12 @@ def row_views(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) ->
     return [buffer.view for buffer in rows(device, row, dtype)]
 
 
-def slots(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    values = distinct(ROWS, SLOTS)
-    values[3] = values[7] = -1
-    values[8] = -(2**31)
-    return to_index(values, dtype, device)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_interleaved_k_and_v(device: torch.device, dtype: torch.dtype) -> None:
     kv = make_buffer((SLOTS, 2, 8, 16), dtype, device)
     new = make_buffer((ROWS, 2, 8, 16), dtype, device, seed=1).view
     twin = kv.twin()
-    indices = slots(device)
+    indices = CASES[0].indices(device)
     store_cache(kv.view[:, 0], kv.view[:, 1], indices, new[:, 0], new[:, 1])
     ref_store(twin.view[:, 0], twin.view[:, 1], indices, new[:, 0], new[:, 1])
     assert kv.same(twin)
@@ -90,8 +76,8 @@ def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
     k, v = row_views(device, (3, 8), torch.float16)
     layer = cache.view[:, 1, :, :3]
     twin = cache.twin()
-    store_cache(layer[:, 0], layer[:, 1], slots(device), k, v)
-    ref_store(twin.view[:, 1, 0, :3], twin.view[:, 1, 1, :3], slots(device), k, v)
+    store_cache(layer[:, 0], layer[:, 1], CASES[0].indices(device), k, v)
+    ref_store(twin.view[:, 1, 0, :3], twin.view[:, 1, 1, :3], CASES[0].indices(device), k, v)
     assert cache.same(twin)
 
 
@@ -99,15 +85,17 @@ def test_trailing_shapes_may_differ(device: torch.device) -> None:
     k_cache, v_cache = caches(device, (24,), torch.float32)
     k, v = row_views(device, (2, 3, 4), torch.float32)
     k_twin, v_twin = k_cache.twin(), v_cache.twin()
-    store_cache(k_cache.view, v_cache.view, slots(device), k, v)
-    ref_store(k_twin.view, v_twin.view, slots(device), k.view(ROWS, 24), v.view(ROWS, 24))
+    store_cache(k_cache.view, v_cache.view, CASES[0].indices(device), k, v)
+    ref_store(
+        k_twin.view, v_twin.view, CASES[0].indices(device), k.view(ROWS, 24), v.view(ROWS, 24)
+    )
     assert k_cache.same(k_twin)
     assert v_cache.same(v_twin)
 
 
 def test_rows_of_one_scalar(device: torch.device) -> None:
     k, v = rows(device, (), torch.float32)
-    run_and_compare(*caches(device, (), torch.float32), slots(device), k, v)
+    run_and_compare(*caches(device, (), torch.float32), CASES[0].indices(device), k, v)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -70,18 +70,6 @@ def triples_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor
     return to_index(triples, dtype, device)
 
 
-def run_and_compare(
-    host: Buffer, gpu: Buffer, triples: Tensor, num_sms: int | None = None, order: Any = "auto"
-) -> None:
-    host_twin, gpu_twin, before = host.twin(), gpu.twin(), gpu.twin()
-    assert swap_rows(host.view, gpu.view, triples, num_sms=num_sms, order=order) is None
-    if triples.is_cuda:
-        torch.cuda.synchronize()
-    ref_swap(host_twin.view, gpu_twin.view, before.view, triples)
-    assert gpu.same(gpu_twin)
-    assert host.same(host_twin)
-
-
 def buffers_for(
     device: torch.device, row: tuple[int, ...], dtype: torch.dtype = torch.uint8
 ) -> list[Buffer]:
@@ -151,7 +139,7 @@ def test_what_depends_on_the_order_stays_inside(kind: str, order: Any) -> None:
 def test_padding_may_name_anything(device: torch.device, order: str) -> None:
     host, gpu = buffers_for(device, (24,))
     triples = [[5, 3, 6], [6, -1, 6], [HOST_ROWS, -1, 5], [1, -2, 5]]
-    run_and_compare(host, gpu, to_index(triples, torch.int32, device), order=order)
+    CASES[0].run_and_compare([host, gpu], to_index(triples, torch.int32, device), order=order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -167,8 +155,8 @@ def test_there_and_back(device: torch.device, order: str) -> None:
     slot = torch.randperm(slots, generator=generator)[:count]
     triples = torch.stack([fetch, slot, back], dim=1)
     host_twin, gpu_twin = host.twin(), gpu.twin()
-    run_and_compare(host, gpu, triples.to(device), order=order)
-    run_and_compare(host, gpu, triples.flip(1).contiguous().to(device), order=order)
+    CASES[0].run_and_compare([host, gpu], triples.to(device), order=order)
+    CASES[0].run_and_compare([host, gpu], triples.flip(1).contiguous().to(device), order=order)
     assert gpu.same(gpu_twin)
     back_again = fetch[::3]
     assert torch.equal(host.view[back_again], host_twin.view[back_again])

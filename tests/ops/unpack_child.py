@@ -8,17 +8,13 @@ from typing import Any
 
 import torch
 import tvm_ffi
+from fake_copies import foreign, from_a_line, main, on_gpu
 from fake_gpu import report_checks
 from launch_fake import OnCuda, driver, log, params, refused
 
 from jitkern import unpack
 from jitkern.jit.device import DeviceModule
 from jitkern.ops.unpack import CONFIG, OWN_SEGMENTS
-
-
-def from_a_line(num_bytes: int) -> torch.Tensor:
-    memory = torch.randint(0, 256, (num_bytes + 128,), dtype=torch.uint8)
-    return memory[-memory.data_ptr() % 128 :][:num_bytes]
 
 
 SIZE = 1 << 20
@@ -30,15 +26,6 @@ for name in ("i64x3", "i64x6"):
     driver.fake_kernel(
         f"jitkern_unpack_v16_{name}".encode(), ctypes.c_uint64(struct.calcsize(PARAMS)), THREADS
     )
-
-
-def on_gpu(tensor: torch.Tensor) -> Any:
-    return tvm_ffi.from_dlpack(OnCuda(tensor))
-
-
-def foreign(tensor: torch.Tensor) -> Any:
-    """Return the same memory without PyTorch, whose allocator would be asked for scratch."""
-    return tvm_ffi.from_dlpack(tensor)
 
 
 def clean() -> None:
@@ -161,13 +148,5 @@ def check_devices() -> None:
     refused(ValueError, text, unpack, on_gpu(DEVICE[:100]), on_gpu(DEVICE[99:]), on_gpu(rows))
 
 
-def main() -> None:
-    allocator = ctypes.cast(driver.fake_allocate, ctypes.c_void_p)
-    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
-    library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocator, 1, None)
-    DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
-    report_checks(dict(globals()), clean)
-
-
 if __name__ == "__main__":
-    main()
+    main(dict(globals()), clean)
