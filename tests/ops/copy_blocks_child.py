@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 import tvm_ffi
-from fake_copies import foreign, from_a_line, main, on_gpu, tvm_ffi_library
-from fake_gpu import report_checks
-from launch_fake import STREAM, OnCuda, driver, log, params, refused
+from fake_copies import foreign, from_a_line, main, on_gpu
+from launch_fake import STREAM, driver, log, params, refused
 
 from jitkern import copy_blocks
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule
-
 
 PINNED, DEVICE = from_a_line(1 << 20), from_a_line(1 << 20)
 PAGEABLE = torch.zeros(1 << 16, dtype=torch.uint8)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import tvm_ffi
 from fake_copies import on_gpu
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log, refused
+from launch_fake import driver, log, refused
 
 from jitkern import memcpy_2d_async
 from jitkern.host import module as host

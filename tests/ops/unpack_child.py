@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any
 
 import torch
-import tvm_ffi
 from fake_copies import foreign, from_a_line, main, on_gpu
-from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log, params, refused
+from launch_fake import driver, log, params, refused
 
 from jitkern import unpack
-from jitkern.jit.device import DeviceModule
 from jitkern.ops.unpack import CONFIG, OWN_SEGMENTS
-
 
 SIZE = 1 << 20
 PINNED, DEVICE, OTHER = from_a_line(SIZE), from_a_line(SIZE), from_a_line(SIZE)
