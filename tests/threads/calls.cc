@@ -226,13 +226,14 @@ void Tables::run(const std::string& method, int num_threads) {
   DLTensor pairs{pairs_.data(), host, 2, int_type(shape.index_bytes), pairs_shape, nullptr, 0};
   DLTensor slots{slots_->data(), gpu, 1, int_type(shape.slot_bytes), src_shape, nullptr, 0};
   use_stream(stream);
-  const Array<Any> way{Any(String(method)), num_threads == 0 ? Any(nullptr) : Any(num_threads)};
+  const Any threads = num_threads == 0 ? Any(nullptr) : Any(num_threads);
   if (!shape.is_gather) {
-    d2h_scatter()(&src, &dst, &pairs, nullptr, String("given"), way);
+    d2h_scatter()(&src, &dst, &pairs, nullptr, String("given"), String(method), threads);
   } else {
     const tvm::ffi::AnyView slot_map =
         shape.slot_bytes == 0 ? tvm::ffi::AnyView(nullptr) : tvm::ffi::AnyView(&slots);
-    h2d_gather()(&src, &dst, &pairs, slot_map, nullptr, false, false, String("given"), way);
+    h2d_gather()(&src, &dst, &pairs, slot_map, false, false, nullptr, String("given"),
+                 String(method), threads);
   }
 }
 

@@ -101,11 +101,11 @@ void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
     call(store_cache(), &a.dl, &b.dl, &slots.dl, &c.dl, &d.dl);
     call(indexing(), &a.dl, &slots.dl, &b.dl, nullptr, nullptr);
     call(indexing(), &a.dl, &slots.dl, &b.dl, range, nullptr);
-    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, false, nullptr,
+    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, true, false, nullptr, nullptr,
+         nullptr, nullptr);
+    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, true, true, nullptr, nullptr, nullptr,
          nullptr);
-    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, nullptr, true, true, nullptr,
-         nullptr);
-    call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr, nullptr);
+    call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr, nullptr, nullptr);
     call(copy_blocks(), &c.dl, &d.dl, &pairs.dl, 0, 0, nullptr, nullptr, nullptr);
     call(unpack(), &a.dl, &b.dl, &descriptors.dl, nullptr);
     call(merge_states(), &outs.dl, &lses.dl, &merged.dl, &merged_lse.dl, nullptr);
