@@ -28,7 +28,6 @@ SCATTERS = ["auto", "sm", "cpu"]
 ROW_BYTES = [1, 3, 8, 256, 656, 657, 4096, 40_000]
 
 each_gather = pytest.mark.parametrize("method", GATHERS)
-each_scatter = pytest.mark.parametrize("method", SCATTERS)
 each_index = pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
 each_call = pytest.mark.parametrize(
     ("op", "method"),

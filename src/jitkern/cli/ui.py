@@ -94,14 +94,6 @@ def sizes(of: Size) -> Callable[[str], list[int]]:
     return lambda text: list(map(size, names(text)))
 
 
-def byte_count(text: str) -> int:
-    """Parse ``4G``, as argparse's ``type``."""
-    value = parse_bytes(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected bytes such as 4294967296 or 4G")
-    return value
-
-
 def age_s(text: str) -> int:
     """Parse ``90min``, ``12h``, ``30d`` or ``8w`` to seconds, as argparse's ``type``."""
     match = re.fullmatch(r"([0-9]{1,6})(min|h|d|w)", text.strip())
