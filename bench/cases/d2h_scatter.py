@@ -55,7 +55,8 @@ def _case(src: torch.Tensor, dst: torch.Tensor, rows: int) -> Case:
 
     def ours(num_sms: int | None = None) -> Impl:
         name = "jitkern" if num_sms is None else f"jitkern, num_sms={num_sms}"
-        options = {} if num_sms is None else {"num_sms": num_sms}
+        # Nothing runs beside.
+        options = {"method": "sm"} if num_sms is None else {"num_sms": num_sms}
         return Impl(
             name, "ours", lambda: lambda b: jitkern.d2h_scatter(b.src, b.dst, b.pairs, **options)
         )

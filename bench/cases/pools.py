@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,6 +128,10 @@ def _case(pool: torch.Tensor, kind: str, rows: int, row_bytes: int, law: str, gi
     )
 
 
+def _of_way(op: Any, order: str) -> Run:
+    return lambda b: op(b.src, b.dst, b.pairs, order=order, method="sm")  # nothing runs beside
+
+
 def _of_pairs(kind: str, row_bytes: int) -> Iterator[Impl]:
     op: Any = jitkern.h2d_gather if kind == "gather" else jitkern.d2h_scatter
     by_host = "source" if kind == "gather" else "destination"
@@ -135,7 +140,7 @@ def _of_pairs(kind: str, row_bytes: int) -> Iterator[Impl]:
         ("jitkern, as they come", "given"),
         (f"jitkern, by {by_host}", by_host),
     ):
-        yield Impl(name, "ours", lambda o=order: lambda b: op(b.src, b.dst, b.pairs, order=o))
+        yield Impl(name, "ours", partial(_of_way, op, order))
     if row_bytes % 16 == 0:  # what the peers can
         yield Impl("6 line-aligned, 4 SMs", "peer", lambda: rung(LINE_ALIGNED, 4))
         yield Impl("4 loads before stores, full grid", "peer", lambda: rung(LOADS_FIRST))

@@ -240,7 +240,9 @@ def _measure(bench: _Bench, pool_gib: int, say: Say) -> dict[str, list[tuple[flo
     most = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
     threads = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < most] + [most]
     say("how far the link's address translation reaches")
-    curves = {"as they come": [(gib, bench.gather(gib, order="given")) for gib in spans]}
+    curves = {
+        "as they come": [(gib, bench.gather(gib, order="given", method="sm")) for gib in spans]
+    }
     say("small calls")
     curves["small"], curves["large"] = bench.small_calls()
     say("blocks by SMs and by the copy engine")
@@ -251,7 +253,7 @@ def _measure(bench: _Bench, pool_gib: int, say: Say) -> dict[str, list[tuple[flo
             ]
     say("ways through the CPU")
     curves |= {
-        "in order": [(gib, bench.gather(gib, order="source")) for gib in spans],
+        "in order": [(gib, bench.gather(gib, order="source", method="sm")) for gib in spans],
         "both ways, of threads": [
             (n, bench.gather(spans[-1], on_host=True, method="both", num_threads=n))
             for n in threads
@@ -507,7 +509,7 @@ class _Bench:
         found: dict[int, list[tuple[float, float]]] = {_NEVER: [], 1: []}
 
         def run(pairs: Tensor) -> None:
-            h2d_gather(src, self._dst, pairs, order="given", dedup=False)
+            h2d_gather(src, self._dst, pairs, order="given", dedup=False, method="sm")
 
         try:
             for mib in (0.25, 0.5, 1, 2, 4, 8, 16):

@@ -288,8 +288,11 @@ def test_the_way_that_was_asked_for_is_taken() -> None:
     pairs, on_gpu = pairs_of(COUNT, COUNT, COUNT), pairs_of(COUNT, COUNT, COUNT).cuda()
     ways = {"sm": {"large"}, "cpu": {"small"}, "both": {"small", "large"}, "auto": {"large"}}
     for method, sizes in ways.items():
-        # With num_sms no part of the SMs is a small call.
-        gather = lambda m=method: h2d_gather(src, dst.view, pairs, method=m, num_sms=3)  # noqa: E731
+        # With num_sms no part of the SMs is a small call; 31 threads would take all rows at once.
+        threads = 8 if method in ("cpu", "both") else None
+        gather = lambda m=method, n=threads: h2d_gather(  # noqa: E731
+            src, dst.view, pairs, method=m, num_sms=3, num_threads=n
+        )
         assert kernels_of(gather) == sizes
         if method != "both":
             call = lambda m=method: d2h_scatter(dst.view, src, pairs, method=m)  # noqa: E731
@@ -311,7 +314,7 @@ def test_auto_goes_both_ways_out_of_large_pools() -> None:
         src[rows] = random_bytes(len(rows) * ROW_BYTES, seed=5).view(len(rows), ROW_BYTES)
         expected = dst.twin()
         ref_h2d_gather(src, expected.view, pairs)
-        both = kernels_of(lambda: h2d_gather(src, dst.view, pairs, num_sms=3))
+        both = kernels_of(lambda: h2d_gather(src, dst.view, pairs, num_sms=3, num_threads=12))
         assert both == {"small", "large"}
         assert dst.same(expected)
         for count, sizes in ((16_000, {"small"}), (8_000, {"large"})):

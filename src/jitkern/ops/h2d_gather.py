@@ -74,21 +74,21 @@ def h2d_gather(
         Copy rows with ``slot_map[source] >= 0`` from that row of ``dst`` instead of fetching them.
         The map is trusted: a slot must still hold its row and not be a destination of this call.
     num_sms : int, optional
-        SMs that read over the link, each with a block of 1024 threads. Default: enough to keep the
-        link busy beside a GEMM, 3 for rows over 512 bytes, 5 for shorter ones, up to 8 if alignment
-        forbids 16-byte loads. Small calls use the whole GPU for a few microseconds.
+        SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto", so
+        that a decode step beside the call takes 1.06 of its time; with the other methods enough to
+        keep the link busy, 3 to 8. Small calls use the whole GPU for a few microseconds.
     order : {"auto", "source", "given"}
         Order in which rows are fetched; the result is the same. Random rows of a source beyond 0.75
         GiB miss in the link's address translation, 36 ns each; sorted, they miss once per page.
         "auto" sorts if the source is that large, rows are 2 KiB or less, and there are 4,096 pairs
         or more (10,240 at 1 GiB).
     method : {"auto", "sm", "cpu", "both"}
-        "sm": SMs fetch over the link. "cpu": CPU threads gather rows into pinned staging memory,
-        the copy engine sends it, and a small kernel places the rows; ``src`` may be pageable.
-        "both": part of the rows each way at once. "cpu" and "both" need ``pairs`` on the CPU and no
-        ``reuse_resident``. "auto" with such ``pairs``: "cpu" for a pageable source, "both" if page
-        misses would bound the SMs and 8 threads are there, else "sm". :func:`jitkern.calibrate`
-        finds these limits for a machine.
+        "sm": SMs fetch over the link, as many as fill it. "cpu": CPU threads gather rows into
+        pinned staging memory, the copy engine sends it, and a small kernel places the rows; ``src``
+        may be pageable. "both": part of the rows each way at once. "cpu" and "both" need ``pairs``
+        on the CPU and no ``reuse_resident``. "auto" with such ``pairs``: "cpu" for a pageable
+        source, "both" if page misses would bound the SMs and 8 threads are there, else "sm".
+        :func:`jitkern.calibrate` finds these limits for a machine.
     num_threads : int, optional
         CPU threads including the caller, 1 to the process's cores. Default:
         ``torch.get_num_threads()`` less one core.

@@ -110,9 +110,9 @@ def swap_rows(
         that are written; no triple should fetch a row that another one writes. Several may fetch
         the same row. Otherwise the CPU raises ValueError, and on a GPU those rows end undefined.
     num_sms : int, optional
-        SMs that work on the link, each with a block of 1024 threads. Default: 4 for rows over 512
-        bytes, 8 for shorter or badly aligned ones and in the order of ``host``. Small calls use the
-        whole GPU for a few microseconds.
+        SMs that work on the link, each with a block of 1024 threads. Default: 2, so that a decode
+        step beside the call takes 1.06 of its time; 4 to 8 fill the link. Small calls use the whole
+        GPU for a few microseconds.
     order : {"auto", "host", "given"}
         Order in which rows cross the link; the result is the same. "auto" sorts by place in
         ``host`` if that is faster; see :func:`jitkern.h2d_gather`.

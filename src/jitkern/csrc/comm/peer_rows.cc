@@ -213,7 +213,8 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   copy.num_shifts = 1;
 
   const i64 in_flight = ordered_bytes_in_flight(call.traffic(), kBytesInFlight);
-  const i64 blocks = num_copy_blocks(scope, copies, call.params.num_pairs, call.num_sms, in_flight);
+  const i64 num_sms = call.num_sms.value_or(num_sms_for(copies, in_flight));
+  const i64 blocks = num_copy_blocks(scope, copies, call.params.num_pairs, num_sms);
   call.barrier();
   scope.launch(copies.entries[0], blocks, fetch);
   call.barrier();

@@ -12,8 +12,6 @@ namespace jitkern {
 
 namespace {
 
-constexpr i64 kMaxDefaultSms = 8;  // where vectors are narrow, the bus is out of reach
-
 GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(window_bytes(spec[0], spec[1], spec[3] != 0), spec[1], in_flight, splits);
 }
@@ -160,21 +158,26 @@ Spec pair_spec(const PairCall& call, bool large, u64 more_bits) {
 }
 
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
-                    std::optional<i64> num_sms, i64 bytes_in_flight) {
+                    i64 num_sms) {
   const Kernel& kernel = kernels.entries[0];
-  const GroupShape& shape = kernels.shape;
-  const i64 blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
+  const i64 blocks = ceil_div(kernels.shape.num_threads(num_rows), kernel.num_threads);
   if (const bool large = kernels.spec[4] != 0; !large) return blocks;
+  return std::min({blocks, num_sms, i64(scope.device.num_sms)});
+}
+
+i64 num_sms_for(const LoadedKernels& kernels, i64 bytes_in_flight) {
+  const GroupShape& shape = kernels.shape;
   const i64 vec_bytes = kernels.spec[1];
-  const i64 block_bytes = i64(kernel.num_threads) * shape.rows * shape.chunks * vec_bytes;
-  const i64 worth = std::min(ceil_div(bytes_in_flight, block_bytes), kMaxDefaultSms);
-  return std::min({blocks, num_sms.value_or(worth), i64(scope.device.num_sms)});
+  const i64 threads = kernels.entries[0].num_threads;
+  const i64 block_bytes = threads * shape.rows * shape.chunks * vec_bytes;
+  return std::min(ceil_div(bytes_in_flight, block_bytes), kMaxSms);
 }
 
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight) {
+  const i64 wanted = std::min(num_sms_for(kernels, bytes_in_flight), call.max_sms);
   const i64 blocks =
-      num_copy_blocks(scope, kernels, params.num_pairs, call.num_sms, bytes_in_flight);
+      num_copy_blocks(scope, kernels, params.num_pairs, call.num_sms.value_or(wanted));
   scope.launch(kernels.entries[0], blocks, params);
 }
 

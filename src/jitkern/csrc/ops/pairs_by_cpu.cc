@@ -159,6 +159,7 @@ void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, con
   if (of_host && num_threads == 0) num_threads = default_threads();
   Method method = way.method;
   if (method == Method::kAuto) {
+    args.max_sms = kMaxSmsBeside;
     method = of_host ? fastest(args, lists, num_threads) : Method::kSms;
   }
   if (method != Method::kCpu) args.map_host_rows();

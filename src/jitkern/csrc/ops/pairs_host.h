@@ -29,6 +29,12 @@ struct Pair {
   }
 };
 
+// SMs that keep the link busy where vectors are narrow.
+constexpr i64 kMaxSms = 8;
+// SMs of a call that may run beside a model. Of 656-byte rows 2 SMs move 20 GB/s at 1.06 of a
+// decode step, 4 move 28 at 1.10 (H200, batch 1).
+constexpr i64 kMaxSmsBeside = 2;
+
 // What the launches of a copy between host and device memory are made from.
 struct PairCall {
   PairCopyParams params{};
@@ -38,6 +44,7 @@ struct PairCall {
   int index_bytes = 8;
   DLDevice device{};
   std::optional<i64> num_sms;  // as the caller says
+  i64 max_sms = kMaxSms;       // of a large call without `num_sms`
 
   i64 bytes() const { return row_bytes * params.num_pairs; }
   int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
@@ -105,9 +112,12 @@ Spec pair_spec(const PairCall& call, bool large, u64 more_bits = 0);
 // and 3 SMs 47.
 constexpr i64 kBytesInFlight = 320 << 10;
 
+// SMs that have so many bytes in flight, at most kMaxSms.
+i64 num_sms_for(const LoadedKernels& kernels, i64 bytes_in_flight);
+
 // How many blocks a copy of so many rows is launched on; spec[4] says whether the call is large.
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
-                    std::optional<i64> num_sms, i64 bytes_in_flight);
+                    i64 num_sms);
 
 // Launches the first of `kernels`: for a small call over the whole GPU, for a large one on as many
 // blocks as the caller says, or as have `bytes_in_flight`. `params` are those of the call, or

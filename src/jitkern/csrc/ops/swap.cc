@@ -187,7 +187,7 @@ void swap_rows(AnyView host_arg, AnyView gpu_arg, AnyView triples_arg, AnyView n
   call.traffic = args.traffic();
   call.index_bytes = args.triples.index_bytes;
   call.device = args.gpu.dl->device;
-  call.num_sms = args.num_sms;
+  call.num_sms = args.num_sms.value_or(kMaxSmsBeside);
   SwapParams& params = call.params;
   params.host = host;
   params.gpu = args.gpu.data;
@@ -213,8 +213,7 @@ void swap_rows(AnyView host_arg, AnyView gpu_arg, AnyView triples_arg, AnyView n
       swap_shape);
   const LoadedKernels& kernels = table.find(scope.device, spec);
   if (in_order) return swap_in_order(scope, call, kernels);
-  const i64 blocks =
-      num_copy_blocks(scope, kernels, params.num_triples, call.num_sms, kSwapBytesInFlight);
+  const i64 blocks = num_copy_blocks(scope, kernels, params.num_triples, call.num_sms);
   scope.launch(kernels.entries[0], blocks, params);
 }
 

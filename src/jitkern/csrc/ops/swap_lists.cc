@@ -62,9 +62,8 @@ void swap_part(const LaunchScope& scope, const SwapCall& call, const LoadedKerne
   moves.triples = list.moves;
   moves.staging = base + at.staging_at;
   moves.last_batch = words_at(at.counters_at) + 1;
-  const i64 in_flight = ordered_bytes_in_flight(call.traffic, kSwapBytesInFlight);
-  scope.launch(kernels.entries[kSwapStaged],
-               num_copy_blocks(scope, kernels, count, call.num_sms, in_flight), moves);
+  scope.launch(kernels.entries[kSwapStaged], num_copy_blocks(scope, kernels, count, call.num_sms),
+               moves);
 
   PairCopyParams places{};
   places.dst = moves.gpu;
