@@ -363,6 +363,7 @@ BESIDE = {
     "pages, h2d": "`copy_blocks`, pages of 512 KiB on both sides, to the GPU",
     "pages, d2h": "to the host",
     "h2d_gather": "`h2d_gather`, rows of 656 B",
+    "d2h_scatter": "`d2h_scatter`, the same rows",
     "swap_rows": "`swap_rows`, rows of 656 B",
 }
 
