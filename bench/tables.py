@@ -84,15 +84,6 @@ def beside() -> list[str]:
     return made
 
 
-def missed() -> list[str]:
-    """Return how many goals the run on an H200 has not met, and each."""
-    goals = read("nvidia-h200")["goals"]
-    lines = [goal for goal in goals if not goal["met"]]
-    rows = [f"| {goal['figure']} | {goal['wanted']} | {goal['got']} |" for goal in lines]
-    said = f"{len(lines)} of {len(goals)} goals of `bench/results/nvidia-h200.json` are not met."
-    return [said, "", "| figure | wanted | got |", "| --- | --- | --- |", *rows]
-
-
 @cache
 def read(file: str) -> Any:
     """Return a file of ``bench/results``."""
@@ -370,7 +361,6 @@ BESIDE = {
 MADE: dict[str, Callable[[], list[str]]] = {
     **{name: table.lines for name, table in TABLES.items()},
     "beside": beside,
-    "goals": missed,
 }
 
 
