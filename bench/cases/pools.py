@@ -129,11 +129,11 @@ def _case(pool: torch.Tensor, kind: str, rows: int, row_bytes: int, law: str, gi
 
 def _of_pairs(kind: str, row_bytes: int) -> Iterator[Impl]:
     op: Any = jitkern.h2d_gather if kind == "gather" else jitkern.d2h_scatter
-    by_host = "source" if kind == "gather" else "destination"
+    side = "source" if kind == "gather" else "destination"
     for name, order in (
         ("jitkern", "auto"),
         ("jitkern, as they come", "given"),
-        (f"jitkern, by {by_host}", by_host),
+        (f"jitkern, by {side}", "host"),
     ):
         yield Impl(name, "ours", lambda o=order: lambda b: op(b.src, b.dst, b.pairs, order=o))
     if row_bytes % 16 == 0:  # what the peers can
