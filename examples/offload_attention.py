@@ -109,7 +109,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Te
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Take the attention to more keys into a result in float32, in place."""
-    merge_state(out, lse, part.float(), part_lse, out=out, lse=lse)
+    merge_state(out, lse, part.float(), part_lse, output=out, lse=lse)
 
 
 def attend_to_itself(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -252,7 +252,7 @@ def _blocks(
                 sets = [pairs.cuda() for pairs in sets]
             turn = itertools.cycle(sets)
             dims = {"dst_block_dim": dst_dim, "src_block_dim": src_dim}
-            return lambda: jitkern.copy_blocks(dst, src, next(turn), **dims, **how)
+            return lambda: jitkern.copy_blocks(src, dst, next(turn), **dims, **how)
 
         yield make
 

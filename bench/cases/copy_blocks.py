@@ -99,7 +99,7 @@ def cases(ctx: Context) -> Iterator[Case]:
         )
     b = _guarded(ctx, 1, 4096)
     for name, pairs in (("call, checks only", b.pairs[:0]), ("call, 1 row", b.pairs)):
-        arguments = (b.dst, b.src, pairs)
+        arguments = (b.src, b.dst, pairs)
         call = partial(jitkern.copy_blocks, *arguments, src_block_dim=0)
         yield call_case("copy_blocks", name, call, arguments)
 
@@ -166,7 +166,7 @@ def _impls(ctx: Context, kib: int, dim: int) -> Iterator[Impl]:
 
 def _ours(b: Buffers, on_cpu: bool = False, **how: Any) -> None:
     dims = {"dst_block_dim": b.dst_block_dim, "src_block_dim": b.src_block_dim}
-    jitkern.copy_blocks(b.dst, b.src, b.pairs_cpu if on_cpu else b.pairs, **dims, **how)
+    jitkern.copy_blocks(b.src, b.dst, b.pairs_cpu if on_cpu else b.pairs, **dims, **how)
 
 
 def _loop() -> Run:

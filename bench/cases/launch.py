@@ -77,7 +77,7 @@ def _ring(ctx: Context) -> Iterator[Case]:
 
         def push_and_take(descriptors: torch.Tensor = descriptors) -> None:
             ticket = ring.push(descriptors)
-            jitkern.unpack(dst, src, ring)
+            jitkern.unpack(src, dst, ring)
             ring.wait(ticket)
 
         name = f"push, unpack and wait, {count} descriptor{'s' * (count > 1)}"

@@ -116,7 +116,7 @@ def cases(ctx: Context) -> Iterator[Case]:
     for name, rows in (("call, checks only", 0), ("call, 1 row", 1)):
         pairs = zip((*one.outs, one.out), (*one.lses, one.lse), strict=True)
         a, lse_a, b, lse_b, out, lse = (x[:rows] for pair in pairs for x in pair)
-        call = partial(jitkern.merge_state, a, lse_a, b, lse_b, out=out, lse=lse)
+        call = partial(jitkern.merge_state, a, lse_a, b, lse_b, output=out, lse=lse)
         yield call_case("merge", name, call, (a, lse_a, b, lse_b, out, lse))
 
 
@@ -184,7 +184,7 @@ def _host_case(ctx: Context, count: int) -> Case:
     call: Callable[..., object] = partial(jitkern.merge_states, b.outs, b.lses)
     if count == 2:
         call = partial(jitkern.merge_state, *tensors)
-    case = call_case("merge", "", partial(call, out=b.out, lse=b.lse), (*tensors, b.out, b.lse))
+    case = call_case("merge", "", partial(call, output=b.out, lse=b.lse), (*tensors, b.out, b.lse))
     case.name = f"host time, {count} of 1 row"
     case.impls.insert(1, Impl("jitkern, new outputs", "ours", lambda: lambda _: call()))
     assert case.impls[2].name == NO_OP
@@ -223,11 +223,11 @@ def _poison(b: Buffers) -> None:
 def _ours(size: Size) -> Run:
     def merge_two(b: Buffers) -> None:
         (out_a, out_b), (lse_a, lse_b) = b.outs, b.lses
-        jitkern.merge_state(out_a, lse_a, out_b, lse_b, out=b.out, lse=b.lse)
+        jitkern.merge_state(out_a, lse_a, out_b, lse_b, output=b.out, lse=b.lse)
 
     def merge_many(b: Buffers) -> None:
         outs, lses = (b.stacked, b.stacked_lse) if size.stacked else (b.outs, b.lses)
-        jitkern.merge_states(outs, lses, out=b.out, lse=b.lse)
+        jitkern.merge_states(outs, lses, output=b.out, lse=b.lse)
 
     return merge_two if size.partials == 2 and not size.stacked else merge_many
 

@@ -110,11 +110,11 @@ def _by_numbers(b: Batch) -> None:
 
 
 def _bare(b: Batch) -> None:
-    jitkern.copy_blocks(b.dst, b.src, b.pairs, src_block_dim=b.block_dim)
+    jitkern.copy_blocks(b.src, b.dst, b.pairs, src_block_dim=b.block_dim)
 
 
 def _bare_on_cpu(b: Batch) -> None:
-    jitkern.copy_blocks(b.dst, b.src, b.pairs_cpu, src_block_dim=b.block_dim)
+    jitkern.copy_blocks(b.src, b.dst, b.pairs_cpu, src_block_dim=b.block_dim)
 
 
 def _contiguous(num_bytes: int) -> Run:

@@ -134,11 +134,11 @@ def _of_way(op: Any, order: str) -> Run:
 
 def _of_pairs(kind: str, row_bytes: int) -> Iterator[Impl]:
     op: Any = jitkern.h2d_gather if kind == "gather" else jitkern.d2h_scatter
-    by_host = "source" if kind == "gather" else "destination"
+    side = "source" if kind == "gather" else "destination"
     for name, order in (
         ("jitkern", "auto"),
         ("jitkern, as they come", "given"),
-        (f"jitkern, by {by_host}", by_host),
+        (f"jitkern, by {side}", "host"),
     ):
         yield Impl(name, "ours", partial(_of_way, op, order))
     if row_bytes % 16 == 0:  # what the peers can

@@ -107,7 +107,7 @@ def _in_graph(
                 ring.push(descriptors)
 
         def call() -> None:
-            jitkern.unpack(dst, src, ring)
+            jitkern.unpack(src, dst, ring)
 
         def prepare() -> None:
             if ring.num_pushed == CALLS and not ring.done(0):
@@ -130,7 +130,7 @@ def _host(
             ring.push(descriptors)
 
         def call() -> None:
-            jitkern.unpack(dst, src, ring)
+            jitkern.unpack(src, dst, ring)
 
         def both() -> None:
             push()
@@ -150,7 +150,7 @@ def _served(
     dst: torch.Tensor, src: torch.Tensor, num_sms: int, descriptors: torch.Tensor
 ) -> list[float]:
     samples = []
-    with DescriptorRing() as ring, ring.serve(dst, src, num_sms=num_sms):
+    with DescriptorRing() as ring, ring.serve(src, dst, num_sms=num_sms):
         for _ in range(500):
             begin = time.perf_counter()
             ring.wait(ring.push(descriptors))

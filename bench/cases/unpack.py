@@ -66,7 +66,7 @@ def cases(ctx: Context) -> Iterator[Case]:
     dst = torch.zeros(4096, dtype=torch.uint8, device=ctx.device)
     one = torch.tensor([[0, 0, 4096]], device=ctx.device)
     for name, descriptors in (("call, checks only", one[:0]), ("call, 1 row", one)):
-        arguments = (dst, src, descriptors)
+        arguments = (src, dst, descriptors)
         yield call_case("unpack", name, partial(jitkern.unpack, *arguments), arguments)
 
 
@@ -145,7 +145,7 @@ def _with_peers(case: Case, *, is_small: bool = False, loop: bool = True) -> Cas
 
 
 def _ours(b: Buffers) -> None:
-    jitkern.unpack(b.dst, b.src, b.descriptors)
+    jitkern.unpack(b.src, b.dst, b.descriptors)
 
 
 def _naive() -> Run:

@@ -253,7 +253,7 @@ def _measure(bench: _Bench, pool_gib: int, say: Say) -> dict[str, list[tuple[flo
             ]
     say("ways through the CPU")
     curves |= {
-        "in order": [(gib, bench.gather(gib, order="source", method="sm")) for gib in spans],
+        "in order": [(gib, bench.gather(gib, order="host", method="sm")) for gib in spans],
         "both ways, of threads": [
             (n, bench.gather(spans[-1], on_host=True, method="both", num_threads=n))
             for n in threads
@@ -494,7 +494,7 @@ class _Bench:
         dst, src = (host, gpu) if to_host else (gpu, host)
         picked = [[torch.randperm(t.shape[1])[:count] for t in (src, dst)] for _ in range(_SETS)]
         sets = [torch.stack(pairs, 1) for pairs in picked]
-        taken = _seconds(lambda pairs: copy_blocks(dst, src, pairs, method=method), sets)
+        taken = _seconds(lambda pairs: copy_blocks(src, dst, pairs, method=method), sets)
         return count * block_bytes / statistics.median(taken) / 1e9
 
     def small_calls(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:

@@ -65,7 +65,7 @@ def any_call(reducer: PeerReducer, rng: random.Random) -> Made:
     expected, text = summed(given), f"{op} of {count} {dtype}"
     if op in ("all_reduce", "out"):
         out = x if op == "all_reduce" else unaligned(whole)
-        run = partial(reducer.all_reduce, x, out=out, algorithm=rng.choice(ALGORITHMS))
+        run = partial(reducer.all_reduce, x, output=out, algorithm=rng.choice(ALGORITHMS))
         return Made(run, text, out, expected)
     own = slice(rank * count, (rank + 1) * count)
     out = x[own] if op == "own part" else unaligned(count)

@@ -215,12 +215,12 @@ MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
     "x: dtype float64, expected float32, float16 or bfloat16": (
         lambda r: r.all_reduce(torch.ones(3, dtype=torch.float64)), TypeError),
     "all_reduce: x: not contiguous": (lambda r: r.all_reduce(torch.ones(4, 4).T), ValueError),
-    "out: dtype float16, expected float32 as in x": (
-        lambda r: r.all_reduce(torch.ones(3), out=torch.ones(3).half()), TypeError),
-    "out: 4 items, expected 3, as in x": (
-        lambda r: r.all_reduce(torch.ones(3), out=torch.ones(4)), ValueError),
-    "out: memory of x, expected x itself, or memory of its own": (
-        lambda r: r.all_reduce((x := torch.ones(5))[:4], out=x[1:]), ValueError),
+    "output: dtype float16, expected float32 as in x": (
+        lambda r: r.all_reduce(torch.ones(3), output=torch.ones(3).half()), TypeError),
+    "output: 4 items, expected 3, as in x": (
+        lambda r: r.all_reduce(torch.ones(3), output=torch.ones(4)), ValueError),
+    "output: memory of x, expected x itself, or memory of its own": (
+        lambda r: r.all_reduce((x := torch.ones(5))[:4], output=x[1:]), ValueError),
     "algorithm: 'ring', expected 'auto', 'one_shot' or 'two_shot'": (
         lambda r: r.all_reduce(torch.ones(3), algorithm="ring"), ValueError),
     "all_reduce: x": (lambda r: r.all_reduce(torch.ones(3, requires_grad=True)), RuntimeError),

@@ -31,8 +31,8 @@ def on_gpu(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(OnCuda(tensor)) if is_there else tensor
 
 
-def copy_on_gpu(dst: torch.Tensor, src: torch.Tensor, pairs: torch.Tensor, **how: Any) -> None:
-    copy_blocks(on_gpu(dst), on_gpu(src), pairs, **how)
+def copy_on_gpu(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor, **how: Any) -> None:
+    copy_blocks(on_gpu(src), on_gpu(dst), pairs, **how)
 
 
 def part(memory: torch.Tensor, *shape: int) -> torch.Tensor:

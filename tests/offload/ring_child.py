@@ -104,15 +104,15 @@ def check_a_call_is_one_launch() -> None:
     pinned = torch.zeros(1 << 20, dtype=torch.uint8)
     driver.fake_memory(ctypes.c_uint64(pinned.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
     with DescriptorRing(3, 5) as made:
-        unpack(on_gpu(dst), on_gpu(src), made)  # loads the kernel
+        unpack(on_gpu(src), on_gpu(dst), made)  # loads the kernel
         log()
         for capturing in (0, 1):
             driver.fake_capture(capturing)
             for sides, how in (
-                ((on_gpu(dst), on_gpu(src)), {}),
-                ((on_gpu(dst), on_gpu(src)), {"slot": 2, "num_slots": 3}),
-                ((on_gpu(dst), tvm_ffi.from_dlpack(pinned)), {"num_slots": 2}),
-                ((tvm_ffi.from_dlpack(pinned), on_gpu(src)), {"slot": 0}),
+                ((on_gpu(src), on_gpu(dst)), {}),
+                ((on_gpu(src), on_gpu(dst)), {"slot": 2, "num_slots": 3}),
+                ((tvm_ffi.from_dlpack(pinned), on_gpu(dst)), {"num_slots": 2}),
+                ((on_gpu(src), tvm_ffi.from_dlpack(pinned)), {"slot": 0}),
             ):
                 unpack(*sides, made, **how)
                 (line,) = log().splitlines()
@@ -127,7 +127,7 @@ def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
     pinned = torch.zeros(1 << 20, dtype=torch.uint8)
     driver.fake_memory(ctypes.c_uint64(pinned.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
     with DescriptorRing(3, 5) as made:
-        unpack(on_gpu(dst), on_gpu(src), made)
+        unpack(on_gpu(src), on_gpu(dst), made)
         (line,) = (line for line in log().splitlines() if line.startswith("jitkern_unpack_ring of"))
         fault = Fault.from_address(*struct.unpack_from("=Q", params(line), FAULT_AT))
         assert fault.state == 0
@@ -135,14 +135,14 @@ def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
             fault.state, fault.site, fault.position, fault.value, fault.bound = 2, 0, 7, 900, 900
             version = pinned._version
             try:
-                unpack(target, on_gpu(src), made)
+                unpack(on_gpu(src), target, made)
             except IndexError as error:
                 assert "index 900 at position 7" in str(error), error
             else:
                 raise AssertionError("no error")
             assert log().count("jitkern_unpack_ring of") == 1 and fault.state == 0
             assert pinned._version == version + (target is pinned)
-            unpack(target, on_gpu(src), made)
+            unpack(on_gpu(src), target, made)
             assert log().count("jitkern_unpack_ring of") == 1
         # What is refused is not made, and leaves the fault to the next call.
         fault.state, version = 2, pinned._version
@@ -155,16 +155,16 @@ def check_a_server_keeps_the_rules_of_writing() -> None:
     src, dst = torch.zeros(2, 64)
     with DescriptorRing(3, 5) as made:
         text = "DescriptorRing.serve: dst: requires a gradient, expected none: .*"
-        refused(RuntimeError, text, made.serve, dst.clone().requires_grad_(), src)
+        refused(RuntimeError, text, made.serve, src, dst.clone().requires_grad_())
         with torch.inference_mode():
             inside = torch.zeros(64)
         text = "DescriptorRing.serve: dst: made in inference mode, .*"
-        refused(RuntimeError, text, made.serve, inside, src)
+        refused(RuntimeError, text, made.serve, src, inside)
 
 
 def served(made: DescriptorRing) -> Any:
     sides = torch.zeros(2, 64, dtype=torch.uint8)
-    return made.serve(on_gpu(sides[0]), on_gpu(sides[1]))
+    return made.serve(on_gpu(sides[1]), on_gpu(sides[0]))
 
 
 def check_servers_have_a_stream_that_nobody_else_gets() -> None:

@@ -106,7 +106,7 @@ def take_next(
     deadline = time.monotonic() + timeout_s
     while True:
         is_late = time.monotonic() >= deadline
-        jitkern.unpack(dst, src, ring)
+        jitkern.unpack(src, dst, ring)
         if ring.num_pushed > ticket and ring.done(ticket):
             return True
         if is_late:
@@ -114,7 +114,7 @@ def take_next(
         time.sleep(0)  # another thread may want the GIL
 
 
-def ref_unpack(dst: torch.Tensor, src: torch.Tensor, descriptors: torch.Tensor) -> None:
+def ref_unpack(src: torch.Tensor, dst: torch.Tensor, descriptors: torch.Tensor) -> None:
     for values in descriptors.tolist():
         src_off, dst_off, length, count, src_stride, dst_stride = (*values, 1, 0, 0)[:6]
         for i in range(count):

@@ -29,9 +29,9 @@ def test_against_the_reference_around_the_ring(columns: int, num_slots: int) -> 
             descriptors = random_rows(generator, columns, count)
             assert ring.push(descriptors) == ticket
             assert not ring.done(ticket)
-            unpack(dst, src, ring)
+            unpack(src, dst, ring)
             assert ring.done(ticket)
-            ref_unpack(wanted, src, descriptors)
+            ref_unpack(src, wanted, descriptors)
             assert torch.equal(dst, wanted)
         assert ring.num_pushed == 5 * num_slots
 
@@ -56,7 +56,7 @@ def test_the_slot_in_memory() -> None:
         assert layout.descriptor(1, 1) == (7, 8, 9, 10, 11, 12, two, two)
         assert [layout.done(slot).value for slot in range(3)] == [0, 0, 0]
         dst = torch.zeros(5, dtype=torch.uint8)
-        unpack(dst, torch.zeros(4, dtype=torch.uint8), ring)
+        unpack(torch.zeros(4, dtype=torch.uint8), dst, ring)
         assert [layout.done(slot).value for slot in range(3)] == [1, 0, 0]
 
 
@@ -92,11 +92,11 @@ def test_full_and_empty() -> None:
         assert 0.02 <= time.monotonic() - started < 5
         with pytest.raises(TimeoutError, match=r"^DescriptorRing\.reserve: slot 0 is still being"):
             ring.reserve(1, timeout_s=0)
-        unpack(dst, src, ring, num_slots=2)
+        unpack(src, dst, ring, num_slots=2)
         assert dst.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
         assert ring.try_push(rows((5, 5, 1))) == 2
         # Of pushes that are there, those before a missing one are consumed.
-        unpack(dst, src, ring, num_slots=2)
+        unpack(src, dst, ring, num_slots=2)
         assert ring.done(2) and dst[5] == 5
         assert ring.num_pushed == 3
 
@@ -144,9 +144,9 @@ def test_a_slot_is_written_in_place() -> None:
         assert layout.descriptor(1, 0) == (10, 0, 5, 1, 0, 0, *seals)
         assert layout.descriptor(1, 1) == (50, 20, 7, 2, 10, 30, *seals)
         assert layout.descriptor(1, 2) == (70, 0, 0, 1, 0, 0, *seals)
-        unpack(dst, src, ring, slot=0)
+        unpack(src, dst, ring, slot=0)
         dst.zero_()
-        unpack(dst, src, ring)
+        unpack(src, dst, ring)
         wanted = torch.zeros(100, dtype=torch.uint8)
         wanted[:5], wanted[20:27], wanted[50:57] = src[10:15], src[50:57], src[60:67]
         assert torch.equal(dst, wanted)
@@ -364,8 +364,8 @@ def test_a_closed_one() -> None:
         ring.fileno,
         lambda: ring.address,
         lambda: ring.num_pushed,
-        lambda: unpack(buffer[:4], buffer[4:], ring),
-        lambda: unpack(buffer[:4], buffer[4:], ring, slot=1),
+        lambda: unpack(buffer[4:], buffer[:4], ring),
+        lambda: unpack(buffer[4:], buffer[:4], ring, slot=1),
         ring.__enter__,
     ):
         with pytest.raises(RuntimeError, match=r"^DescriptorRing: the ring is closed"):

@@ -21,7 +21,7 @@ def test_never_torn_or_stale(by_slot: bool) -> None:
 
         def is_there() -> bool:
             completed = memory.done(slot).value
-            unpack(dst, src, ring, slot=slot if by_slot else None)
+            unpack(src, dst, ring, slot=slot if by_slot else None)
             return memory.done(slot).value != completed
 
         for ticket in range(6):
@@ -72,7 +72,7 @@ def test_a_producer_that_died_in_the_middle_of_a_push() -> None:
             for i in range(2):
                 for seal in memory.seals(slot.index, i):
                     seal.value = ring_word(generation, 2)
-            unpack(dst, src, ring, num_slots=2)
+            unpack(src, dst, ring, num_slots=2)
             assert memory.done(slot.index).value == generation - 1 and not dst.any()
             slot.cancel()
             ticket = ring.push(rows((3, 3, 2)))
@@ -82,7 +82,7 @@ def test_a_producer_that_died_in_the_middle_of_a_push() -> None:
             assert ring.num_pushed == ticket + 1
             assert ring.push(rows((5, 5, 1))) == ticket + 1
             memory.head().value = ticket + 1
-            unpack(dst, src, ring, num_slots=2)
+            unpack(src, dst, ring, num_slots=2)
             assert dst.tolist()[:7] == [0, 0, 0, 3, 4, 5, 0]
             dst.zero_()
 
@@ -114,8 +114,8 @@ def test_out_of_range(wrong: tuple[int, ...], came: str, limit: str) -> None:
         text = f"{came} in descriptor 2 of slot 1, expected {limit}"
         message = f"unpack: {text}; nothing of the slot was copied"
         with pytest.raises(IndexError, match=f"^{re.escape(message)}$"):
-            unpack(dst, src, ring, num_slots=3)
+            unpack(src, dst, ring, num_slots=3)
         assert not dst.any()
         assert [ring.done(ticket) for ticket in range(3)] == [True, True, False]
-        unpack(dst, src, ring)
+        unpack(src, dst, ring)
         assert torch.equal(dst[4:], src)

@@ -48,7 +48,7 @@ class Sides:
         self.dst, self._wanted = self._whole[inner], self._wanted_whole[inner]
 
     def expect(self, descriptors: Tensor) -> None:
-        ref_unpack(self._wanted, self._src_on_cpu, descriptors)
+        ref_unpack(self._src_on_cpu, self._wanted, descriptors)
 
     def are_right(self) -> bool:
         torch.cuda.synchronize()
@@ -75,14 +75,14 @@ def test_against_the_reference_around_the_ring(columns: int) -> None:
                     ring.push(descriptors)
                     waiting.append(descriptors)
                 most = draw.randint(1, num_slots)
-                unpack(sides.dst, sides.src, ring, num_slots=most)
+                unpack(sides.src, sides.dst, ring, num_slots=most)
                 for descriptors in waiting[:most]:
                     sides.expect(descriptors)
                 del waiting[:most]
                 assert sides.are_right(), f"alignment {alignment}"
                 done = [ring.done(ticket) for ticket in range(ring.num_pushed)]
                 assert done == [True] * (len(done) - len(waiting)) + [False] * len(waiting)
-            unpack(sides.dst, sides.src, ring, num_slots=num_slots)
+            unpack(sides.src, sides.dst, ring, num_slots=num_slots)
             torch.cuda.synchronize()
 
 
@@ -97,7 +97,7 @@ def test_counts_of_descriptors(count: int) -> None:
             descriptors = random_rows(generator, (3, 6)[ticket % 2], fewer, 64 * 2048)
             assert ring.push(descriptors) == ticket
             sides.expect(descriptors)
-            unpack(sides.dst, sides.src, ring)
+            unpack(sides.src, sides.dst, ring)
             assert sides.are_right()
             assert ring.done(ticket)
 
@@ -121,7 +121,7 @@ def test_out_of_range() -> None:
             ring.push(rows((9, 50, 8)))  # in slot 0
             last = rows((0, 10, 3, 1, 0, 0))
             ring.push(torch.cat([good, rows((*values, 1, 0, 0)[:6]), last]))
-            unpack(sides.dst, sides.src, ring, num_slots=2)
+            unpack(sides.src, sides.dst, ring, num_slots=2)
             torch.cuda.synchronize()
             with pytest.raises(IndexError, match=f"^unpack: {re.escape(text + end)}$"):
                 jitkern.check()
@@ -144,7 +144,7 @@ def test_the_bytes_are_there_once_it_is_completed() -> None:
             sides.expect(descriptors)
             consuming.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(consuming):
-                unpack(sides.dst, sides.src, ring)
+                unpack(sides.src, sides.dst, ring)
             ring.wait(ticket, timeout_s=60)
             with torch.cuda.stream(reading):
                 seen = sides.dst.clone()
@@ -183,12 +183,12 @@ def test_two_streams_at_once() -> None:
             torch.cuda.synchronize()
             for stream in streams:
                 with torch.cuda.stream(stream):
-                    refused_if_busy(lambda: unpack(sides.dst, sides.src, ring))
+                    refused_if_busy(lambda: unpack(sides.src, sides.dst, ring))
             torch.cuda.synchronize()
             refused_if_busy(jitkern.check)
             done = [ring.done(ring.num_pushed - 3 + i) for i in range(3)]
             assert done in ([True, False, False], [True, True, False])
-            unpack(sides.dst, sides.src, ring, num_slots=3)
+            unpack(sides.src, sides.dst, ring, num_slots=3)
             assert sides.are_right()
             assert ring.done(ring.num_pushed - 1)
 
@@ -228,14 +228,14 @@ def test_never_torn_or_stale() -> None:
                     spoilt += [(at, 0), (at, good - (1 << 16)), (at, good + 1)]
             for at, wrong in spoilt:
                 put(at, wrong)
-                unpack(sides.dst, sides.src, ring, num_slots=2)
-                unpack(sides.dst, sides.src, ring, slot=slot)
+                unpack(sides.src, sides.dst, ring, num_slots=2)
+                unpack(sides.src, sides.dst, ring, slot=slot)
                 torch.cuda.synchronize()
                 assert not ring.done(ticket), (at, hex(wrong))
                 put(at, good)
             assert sides.are_right()
             sides.expect(descriptors)
-            unpack(sides.dst, sides.src, ring)
+            unpack(sides.src, sides.dst, ring)
             assert sides.are_right()
             assert ring.done(ticket)
 
@@ -249,11 +249,11 @@ def test_a_call_that_raises_what_another_left_takes_its_push() -> None:
         with pytest.raises(ValueError, match=text):
             ring.push(wrong)
         for at in (0, 100, 200):
-            unpack(dst, src, wrong)
+            unpack(src, dst, wrong)
             torch.cuda.synchronize()
             ticket = ring.push(torch.tensor([[at, at, 100]]))
             with pytest.raises(IndexError, match="bytes up to 4097 in descriptor 0, expected at"):
-                unpack(dst, src, ring)
+                unpack(src, dst, ring)
             ring.wait(ticket)
             assert torch.equal(dst[: at + 100], src[: at + 100])
 
@@ -270,7 +270,7 @@ def captured(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for how in calls:
-            unpack(sides.dst, sides.src, ring, **how)
+            unpack(sides.src, sides.dst, ring, **how)
     return graph
 
 
@@ -332,5 +332,5 @@ def test_two_graphs_and_calls_of_one_ring() -> None:
             if first % 8 == 0:
                 other.replay()
             else:
-                unpack(sides.dst, sides.src, ring, num_slots=4)
+                unpack(sides.src, sides.dst, ring, num_slots=4)
             pushes.check(first + 1, first + 2, first + 3)

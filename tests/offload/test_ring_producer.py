@@ -111,7 +111,7 @@ def test_killed_in_another_process(example: Path) -> None:
             child.communicate()
             assert ticket > before and ring.num_pushed == ticket
         assert ring.push(torch.tensor([[0, 0, 8]])) == ticket
-        unpack(dst, bounce, ring)
+        unpack(bounce, dst, ring)
         assert ring.done(ticket)
     os.close(memory)
 

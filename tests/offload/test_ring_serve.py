@@ -21,31 +21,30 @@ PATIENT_S = 60.0
 
 @pytest.fixture
 def sides() -> tuple[Tensor, Tensor]:
-    return torch.zeros(4096, dtype=torch.uint8, device="cuda"), torch.randint(
-        256, (4096,), dtype=torch.uint8, device="cuda"
-    )
+    src = torch.randint(256, (4096,), dtype=torch.uint8, device="cuda")
+    return src, torch.zeros_like(src)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 8])
 def test_what_is_pushed_is_copied(sides: tuple[Tensor, Tensor], num_sms: int) -> None:
     """Around the ring, triples and sextuples, none and more than are handed over at once."""
-    dst, src = sides
+    src, dst = sides
     generator = torch.Generator().manual_seed(num_sms)
     wanted, source = dst.cpu(), src.cpu()
     with DescriptorRing(3, 600) as ring:
-        with ring.serve(dst, src, num_sms=num_sms) as server:
+        with ring.serve(src, dst, num_sms=num_sms) as server:
             for round_ in range(40):
                 count = (1, 0, 33, 128, 129, 256, 257, 600)[round_ % 8]
                 pushed = random_rows(generator, (3, 6)[round_ % 2], count)
                 ticket = ring.push(pushed)
-                ref_unpack(wanted, source, pushed)
+                ref_unpack(source, wanted, pushed)
                 ring.wait(ticket, timeout_s=PATIENT_S)
                 assert server.is_running
         assert not server.is_running
         assert torch.equal(dst.cpu(), wanted)
         # And then calls go on.
         ticket = ring.push(rows((0, 0, 100)))
-        jitkern.unpack(dst, src, ring)
+        jitkern.unpack(src, dst, ring)
         ring.wait(ticket)
         assert torch.equal(dst[:100], src[:100])
     jitkern.check()
@@ -61,38 +60,38 @@ def test_the_body_raises(sides: tuple[Tensor, Tensor]) -> None:
             server.__enter__()
         with ring.serve(*sides):
             ring.wait(ring.push(rows((0, 8, 8))), timeout_s=PATIENT_S)
-        dst, src = sides
+        src, dst = sides
         assert torch.equal(dst[:16].view(2, 8), src[:8].expand(2, 8))
 
 
 def test_it_ends_by_itself(sides: tuple[Tensor, Tensor]) -> None:
     """A wait for the whole device is no longer than that; another one takes what is left."""
-    dst, src = sides
+    src, dst = sides
     with DescriptorRing() as ring:
-        with ring.serve(dst, src, idle_timeout_s=0.2) as server:
+        with ring.serve(src, dst, idle_timeout_s=0.2) as server:
             ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
             torch.cuda.synchronize()
             assert not server.is_running
             ticket = ring.push(rows((8, 8, 8)))
             with pytest.raises(TimeoutError, match="push 1, in slot 1, is not consumed"):
                 ring.wait(ticket, timeout_s=0.1)
-        with ring.serve(dst, src):
+        with ring.serve(src, dst):
             ring.wait(ticket, timeout_s=PATIENT_S)
         assert torch.equal(dst[:16], src[:16])
 
 
 def test_who_else_wants_the_ring_is_refused(sides: tuple[Tensor, Tensor]) -> None:
-    dst, src = sides
+    src, dst = sides
     with DescriptorRing() as ring, DescriptorRing() as other:
-        with ring.serve(dst, src):
+        with ring.serve(src, dst):
             ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
             text = "DescriptorRing.serve: the ring has a server; end that one first"
             with pytest.raises(RuntimeError, match=f"^{text}$"):
-                ring.serve(dst, src)
+                ring.serve(src, dst)
             text = "DescriptorRing.serve: cuda:0 has a server; end that one first"
-            with pytest.raises(RuntimeError, match=f"^{text}$"), other.serve(dst, src):
+            with pytest.raises(RuntimeError, match=f"^{text}$"), other.serve(src, dst):
                 pass
-            jitkern.unpack(dst, src, ring)
+            jitkern.unpack(src, dst, ring)
             torch.cuda.current_stream().synchronize()
             with pytest.raises(RuntimeError, match="a server, was consuming the ring; have one"):
                 jitkern.check()
@@ -114,7 +113,7 @@ def test_close_ends_the_one_that_runs(sides: tuple[Tensor, Tensor]) -> None:
 def test_it_ends_though_a_push_is_always_there(
     sides: tuple[Tensor, Tensor], num_slots: int
 ) -> None:
-    dst, src = sides
+    src, dst = sides
     is_over = threading.Event()
     with DescriptorRing(num_slots) as ring:
 
@@ -122,7 +121,7 @@ def test_it_ends_though_a_push_is_always_there(
             while not is_over.is_set():
                 ring.try_push(rows((0, 0, 8)))
 
-        with ring.serve(dst, src):
+        with ring.serve(src, dst):
             thread = threading.Thread(target=push)
             thread.start()
             while ring.num_pushed < 100 * num_slots:
@@ -131,7 +130,7 @@ def test_it_ends_though_a_push_is_always_there(
         assert time.monotonic() - began < 5
         is_over.set()
         thread.join()
-        jitkern.unpack(dst, src, ring, num_slots=num_slots)
+        jitkern.unpack(src, dst, ring, num_slots=num_slots)
         ring.wait(ring.num_pushed - 1, timeout_s=PATIENT_S)
     jitkern.check()
 

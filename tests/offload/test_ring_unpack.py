@@ -35,7 +35,7 @@ class Taken:
 
     def _by_one(self, num_slots: int, slot: int | None) -> list[int]:
         self._dst.zero_()
-        assert unpack(self._dst, self._src, self.ring, slot=slot, num_slots=num_slots) is None
+        assert unpack(self._src, self._dst, self.ring, slot=slot, num_slots=num_slots) is None
         if self._dst.is_cuda:
             torch.cuda.synchronize()
             jitkern.check()
@@ -115,9 +115,9 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
     with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((1, 1, 1)))
         with pytest.raises(kind, match=f"^unpack: {re.escape(text)}"):
-            unpack(**{"dst": dst, "src": src, "descriptors": ring, **how})
+            unpack(**{"src": src, "dst": dst, "descriptors": ring, **how})
         assert not ring.done(0) and not dst.any()
-        unpack(dst, src, ring)
+        unpack(src, dst, ring)
         assert ring.done(0) and dst[1] == 1
 
 
@@ -128,9 +128,9 @@ def test_sides_that_share_memory() -> None:
         ring.push(rows((0, 0, 32)))
         for dst, src in ((whole, whole), (whole[:33], whole[32:]), (whole[31:], whole[:32])):
             with pytest.raises(ValueError, match=text):
-                unpack(dst, src, ring)
+                unpack(src, dst, ring)
         assert not ring.done(0) and torch.equal(whole, bytes_0_to(64))
-        unpack(whole[32:], whole[:32], ring)  # one beside the other
+        unpack(whole[:32], whole[32:], ring)  # one beside the other
         assert torch.equal(whole, bytes_0_to(32).repeat(2))
 
 
@@ -139,13 +139,13 @@ def test_gradients() -> None:
     with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((0, 0, 32)))
         leaf = torch.zeros(8, requires_grad=True)
-        for sides, name in (((leaf, src), "dst"), ((dst, leaf), "src")):
+        for sides, name in (((src, leaf), "dst"), ((leaf, dst), "src")):
             with pytest.raises(RuntimeError, match=f"^unpack: {name}: requires a gradient, exp"):
                 unpack(*sides, ring)
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(dst, torch.ones(8))
             with pytest.raises(RuntimeError, match=r"^unpack: dst: has a tangent of forward-mode"):
-                unpack(dual, src, ring)
+                unpack(src, dual, ring)
         assert not ring.done(0)
 
         # What a backward pass has kept counts as changed.
@@ -153,7 +153,7 @@ def test_gradients() -> None:
         product = weight * dst
         version = dst._version
         with torch.no_grad():
-            unpack(dst, leaf.detach() + 1, ring)
+            unpack(leaf.detach() + 1, dst, ring)
         assert ring.done(0) and dst._version == version + 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
@@ -166,15 +166,15 @@ def test_inference_mode() -> None:
     with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((0, 0, 32)))
         with pytest.raises(RuntimeError, match=r"^unpack: dst: made in inference mode, expected a"):
-            unpack(made, src, ring)
+            unpack(src, made, ring)
         assert not ring.done(0)
-        unpack(dst, made, ring)
+        unpack(made, dst, ring)
         ring.push(rows((0, 0, 32)))
         version = dst._version
         with torch.inference_mode():
-            unpack(made, src, ring)
+            unpack(src, made, ring)
             ring.push(rows((0, 0, 32)))
-            unpack(dst, src, ring)
+            unpack(src, dst, ring)
         assert made.tolist() == dst.tolist() == [1.0] * 8
         assert dst._version == version + 1
 
@@ -187,7 +187,7 @@ def test_inside_of_torch_compile() -> None:
 
         def run(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
             doubled = src * 2
-            unpack(dst, doubled, ring, num_slots=2)
+            unpack(doubled, dst, ring, num_slots=2)
             return dst + 1
 
         ring.push(rows((0, 0, 4)))
@@ -213,10 +213,10 @@ def test_what_would_see_nothing_of_it() -> None:
         ring.push(rows((0, 0, 8)))
         text = "^unpack: dst: written while a tracer or a dispatch mode of PyTorch is active"
         with pytest.raises(RuntimeError, match=text), Watcher():
-            unpack(dst, src, ring)
+            unpack(src, dst, ring)
 
         def step(dst: torch.Tensor) -> torch.Tensor:
-            unpack(dst, src, ring)
+            unpack(src, dst, ring)
             return dst + 1
 
         with pytest.raises(RuntimeError, match=text):
@@ -254,7 +254,7 @@ def test_many_threads_consume() -> None:
             draw = random.Random(number)
             while not is_over.is_set():
                 slot = draw.randrange(num_slots) if number % 2 else None
-                unpack(found[number], src, ring, slot=slot, num_slots=draw.randint(1, 3))
+                unpack(src, found[number], ring, slot=slot, num_slots=draw.randint(1, 3))
 
         threads = [threading.Thread(target=consume, args=(i,)) for i in range(num_threads)]
         for thread in threads:

@@ -51,7 +51,7 @@ def by_engine(
     for a, b in pairs:
         if a >= 0 and b >= 0:
             to[:, b] = source[:, a]
-    sides = (on_gpu(dst), src) if to_gpu else (dst, on_gpu(src))
+    sides = (src, on_gpu(dst)) if to_gpu else (on_gpu(src), dst)
     copy_blocks(*sides, torch.tensor(pairs), method="engine", **dims)
     assert torch.equal(dst, expected)
     return log().splitlines()
@@ -109,7 +109,7 @@ def check_within_a_gpu() -> None:
     one.random_()
     expected = one[:, 4].clone()
     pairs = torch.tensor([[4, 1]])
-    copy_blocks(on_gpu(other), on_gpu(one), pairs, method="engine")
+    copy_blocks(on_gpu(one), on_gpu(other), pairs, method="engine")
     assert log() == "copy 3 x 80, pitches 720 720, types 4 4, on 0\n"
     assert torch.equal(other[:, 1], expected)
 
@@ -144,25 +144,25 @@ def check_nothing_is_queued_where_a_pair_is_wrong() -> None:
         for column, bad in ((0, [20, 0]), (1, [0, 9])):
             text = rf"copy_blocks: pairs\[\.\.\., {column}\]: index {bad[column]} at position 1.*"
             pairs = torch.tensor([[7, 0], bad])
-            refused(IndexError, text, copy_blocks, gpu, pool, pairs, method=method)
+            refused(IndexError, text, copy_blocks, pool, gpu, pairs, method=method)
             assert log() == ""
     text = r"copy_blocks: src: pageable host memory, expected pinned host memory .*"
     pageable, pairs = view(PAGEABLE, 3, 20, 80), torch.tensor([[7, 0]])
     for method in ("engine", "sm", "auto"):
-        refused(ValueError, text, copy_blocks, gpu, pageable, pairs, method=method)
-    refused(ValueError, text, copy_blocks, gpu, pageable, on_gpu(pairs))
+        refused(ValueError, text, copy_blocks, pageable, gpu, pairs, method=method)
+    refused(ValueError, text, copy_blocks, pageable, gpu, on_gpu(pairs))
     assert log() == ""
-    copy_blocks(gpu, pageable, pairs[:0])  # of nothing all memory is good
+    copy_blocks(pageable, gpu, pairs[:0])  # of nothing all memory is good
 
 
 def check_count_of_pairs_on_the_host() -> None:
     gpu, pool = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
     pairs = torch.tensor([[7, 0], [2, 8], [99, 99]])
     for count, copies in ((-5, 0), (0, 0), (1, 1), (2, 2)):
-        copy_blocks(gpu, pool, pairs, count=torch.tensor([count]), method="engine")
+        copy_blocks(pool, gpu, pairs, count=torch.tensor([count]), method="engine")
         assert len(log().splitlines()) == copies
     text = "copy_blocks: pairs.*: index 99 at position 2, .*"
-    refused(IndexError, text, copy_blocks, gpu, pool, pairs, count=torch.tensor(9), method="engine")
+    refused(IndexError, text, copy_blocks, pool, gpu, pairs, count=torch.tensor(9), method="engine")
 
 
 def check_the_engine_takes_long_rows_together() -> None:
@@ -195,16 +195,16 @@ def check_auto_takes_the_engine_for_long_pieces() -> None:
         (pool, gpu, "sm_piece_bytes_to_host"),
     ):
         with on_a_stream():
-            copy_blocks(dst, src, pairs)
+            copy_blocks(src, dst, pairs)
             assert log() == "batch 65536 65536 on 4711\n"
             for how in ({"num_sms": 3}, {"method": "sm"}):
-                copy_blocks(dst, src, pairs, **how)
+                copy_blocks(src, dst, pairs, **how)
                 assert "jitkern_copy_blocks_v16_inline" in log()
             host.module()["set_figure"](0, figure, piece)
-            copy_blocks(dst, src, pairs)
+            copy_blocks(src, dst, pairs)
             assert "jitkern_copy_blocks_v16_inline" in log()
             host.module()["set_figure"](0, figure, piece - 1)
-        copy_blocks(dst, src, pairs)  # on the default stream
+        copy_blocks(src, dst, pairs)  # on the default stream
         assert "jitkern_copy_blocks_v16_inline" in log()
 
 
@@ -213,20 +213,20 @@ def check_pages_of_the_host_go_by_staging() -> None:
     gpu, pool = on_gpu(view(DEVICE, 8, 4, 16384)), foreign(view(PINNED, 4, 8, 16384))
     pairs = foreign(torch.tensor([[0, 1], [-1, 2], [3, 2], [2, 3]]))
     with on_a_stream():
-        copy_blocks(gpu, pool, pairs, src_block_dim=0)
+        copy_blocks(pool, gpu, pairs, src_block_dim=0)
         lines = [line for line in log().splitlines() if not line.startswith("module")]
         assert lines[:2] == ["allocate 393216", "batch 131072 131072 131072 on 4711"], lines
         assert len(lines) == 3 and "v16_inline_write of" in lines[2] and "grid 3,1,1" in lines[2]
         told = struct.unpack(PARAMS, params(lines[2])[: struct.calcsize(PARAMS)])
         assert told[:6] == (DEVICE.data_ptr(), told[1], 65536, 16384, 16384, 131072)
         assert told[8:14] == (3, 3, 4, 8, 16384, 32) and told[15] == 0  # no pace
-        copy_blocks(pool, gpu, pairs, dst_block_dim=0)
+        copy_blocks(gpu, pool, pairs, dst_block_dim=0)
         lines = [line for line in log().splitlines() if not line.startswith("module")]
         assert lines[0] == "allocate 393216" and "v16_inline_write of" in lines[1]
         assert lines[2:] == ["batch 393216 on 4711"]  # to pages that are neighbours
-        copy_blocks(pool, gpu, pairs, dst_block_dim=0, method="sm")
+        copy_blocks(gpu, pool, pairs, dst_block_dim=0, method="sm")
         assert "inline_write" in log()
-    copy_blocks(pool, gpu, pairs, dst_block_dim=0)
+    copy_blocks(gpu, pool, pairs, dst_block_dim=0)
     assert "allocate" not in log()
 
 
@@ -236,8 +236,8 @@ def check_capture() -> None:
     driver.fake_capture(1)
     text = "copy_blocks: pairs: device cpu while a graph is captured, expected device cuda:0, or .*"
     for method in ("auto", "sm"):
-        refused(ValueError, text, copy_blocks, gpu, pool, pairs, method=method)
-    copy_blocks(gpu, pool, pairs, method="engine")
+        refused(ValueError, text, copy_blocks, pool, gpu, pairs, method=method)
+    copy_blocks(pool, gpu, pairs, method="engine")
     assert log().startswith("copy 3 x 80,")
 
 
@@ -245,7 +245,7 @@ def check_pairs_of_the_host_go_with_the_launch() -> None:
     """As int32, up to 448 of them without padding, and no more than count; more are uploaded."""
     gpu, pool = on_gpu(view(DEVICE, 3, 9, 4096)), foreign(view(PINNED, 3, 20, 4096))
     pairs = torch.tensor([[7, 0], [-9, 4], [2, -(2**60)], [19, 8], [99, 99]])
-    copy_blocks(gpu, pool, foreign(pairs), method="sm", count=foreign(torch.tensor(4)))
+    copy_blocks(pool, gpu, foreign(pairs), method="sm", count=foreign(torch.tensor(4)))
     lines = [line for line in log().splitlines() if not line.startswith("module")]
     assert len(lines) == 1 and "v16_inline_read of" in lines[0] and "grid 1,1,1" in lines[0], lines
     size = struct.calcsize(PARAMS)
@@ -254,17 +254,17 @@ def check_pairs_of_the_host_go_with_the_launch() -> None:
     assert struct.unpack("4i", params(lines[0])[size : size + 16]) == (7, 0, 19, 8)
     many = torch.tensor([[7, 0]]).repeat(1_500_000, 1)  # 12 MB of int32, in two uploads
     many[-1] = torch.tensor([3, 5])
-    copy_blocks(gpu, pool, foreign(many[-448:]), method="sm")
+    copy_blocks(pool, gpu, foreign(many[-448:]), method="sm")
     assert "v16_inline_read of" in log()
-    copy_blocks(gpu, pool, foreign(many[-449:]), method="sm")
+    copy_blocks(pool, gpu, foreign(many[-449:]), method="sm")
     assert "allocate 3592\nh2d 3592 on 0\n" in log()
-    copy_blocks(gpu, pool, foreign(many), method="sm")
+    copy_blocks(pool, gpu, foreign(many), method="sm")
     lines = log().splitlines()
     assert lines[:3] == ["allocate 12000000", "h2d 8388608 on 0", "h2d 3611392 on 0"]
     told = struct.unpack(PARAMS, params(lines[3]))
     listed = struct.unpack("4i", ctypes.string_at(told[6] + 12_000_000 - 16, 16))
     assert listed == (7, 0, 3, 5)
-    copy_blocks(gpu, pool, foreign(many), method="sm", count=foreign(torch.tensor(0)))
+    copy_blocks(pool, gpu, foreign(many), method="sm", count=foreign(torch.tensor(0)))
     assert log() == ""
 
 
@@ -273,40 +273,40 @@ def check_the_launch() -> None:
     gpu, pool = view(DEVICE, 8, 16, 4096), view(PINNED, 8, 16, 4096)
     pairs = on_gpu(torch.zeros(16, 2, dtype=torch.int64))
     for method, blocks in (("auto", 2), ("sm", 4)):
-        copy_blocks(pool, on_gpu(gpu), pairs, method=method)
+        copy_blocks(on_gpu(gpu), pool, pairs, method=method)
         line = log().splitlines()[-1]
         assert "v16_i64_write of" in line and f"grid {blocks},1,1 block 1024,1,1" in line, line
         # 64 warps, each with 4 KiB every 8.2 us: 32 GB/s.
         pace_ns = 64 * 4096 * 1000 // 32_000 if method == "auto" else 0
         assert struct.unpack(PARAMS, params(line))[15] == pace_ns
-    copy_blocks(on_gpu(gpu), pool, pairs)
+    copy_blocks(pool, on_gpu(gpu), pairs)
     line = log().splitlines()[-1]
     assert "v16_i64_read of" in line and "grid 2,1,1" in line, line
     told = struct.unpack(PARAMS, params(line))
     assert told[:6] == (DEVICE.data_ptr(), PINNED.data_ptr(), 65536, 4096, 65536, 4096)
     assert told[7:16] == (0, 16, 16, 16, 8, 4096, 8, 0, 0)
-    copy_blocks(pool, on_gpu(gpu), pairs, num_sms=3)
+    copy_blocks(on_gpu(gpu), pool, pairs, num_sms=3)
     line = log().splitlines()[-1]
     assert "v16_i64_write of" in line and "grid 3,1,1" in line, line
     assert struct.unpack(PARAMS, params(line))[15] == 0  # as fast as these SMs can
     count = on_gpu(torch.tensor([3], dtype=torch.int32))
-    copy_blocks(on_gpu(gpu), pool, pairs, count=count, num_sms=10_000)
+    copy_blocks(pool, on_gpu(gpu), pairs, count=count, num_sms=10_000)
     line = log().splitlines()[-1]
     assert "grid 4,1,1" in line, line  # what there is for 128 warps
     assert struct.unpack(PARAMS, params(line))[14] == 4
     dims = {"dst_block_dim": 0, "src_block_dim": 0}
     short = (view(DEVICE, 1000, 2, 48), view(PINNED, 1000, 2, 48))
     many = on_gpu(torch.zeros(9000, 2, dtype=torch.int64))
-    copy_blocks(on_gpu(short[0]), short[1], many, **dims)
+    copy_blocks(short[1], on_gpu(short[0]), many, **dims)
     line = log().splitlines()[-1]
     assert "grid 8,1,1" in line, line
     assert struct.unpack(PARAMS, params(line))[11:13] == (1, 96)  # layers, bytes of a piece
     one_layer = (view(DEVICE, 16, 4096), view(PINNED, 16, 4096))  # layers of one byte, joined
-    copy_blocks(on_gpu(one_layer[0]), one_layer[1], pairs, **dims)
+    copy_blocks(one_layer[1], on_gpu(one_layer[0]), pairs, **dims)
     line = log().splitlines()[-1]
     assert "v16_i64_read of" in line and "grid 1,1,1" in line, line
     assert struct.unpack(PARAMS, params(line))[11:14] == (1, 4096, 8)
-    copy_blocks(on_gpu(gpu[:, :8]), on_gpu(view(DEVICE, 8, 8, 4096, at=HALF)), pairs)
+    copy_blocks(on_gpu(view(DEVICE, 8, 8, 4096, at=HALF)), on_gpu(gpu[:, :8]), pairs)
     line = log().splitlines()[-1]
     assert "v16_i64_write of" in line and "grid 4,1,1" in line, line
 

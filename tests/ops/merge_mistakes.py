@@ -124,19 +124,19 @@ def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
     values, numbers = memory[:64].view(SHAPE), logs[:8].view(LSE_SHAPE)
     no_scale = {"scale": None}
     return [
-        ({**out.given(values), "out": memory[1:65].view(SHAPE), **no_scale}, ValueError,
-         f"out: overlaps {out.name}, {OWN_OR_SAME}"),
-        ({**out.given(values), "out": memory[56:64].view(FP8).repeat(2).set_(
+        ({**out.given(values), "output": memory[1:65].view(SHAPE), **no_scale}, ValueError,
+         f"output: overlaps {out.name}, {OWN_OR_SAME}"),
+        ({**out.given(values), "output": memory[56:64].view(FP8).repeat(2).set_(
             memory.view(FP8).untyped_storage(), 252, SHAPE)}, ValueError,
-         f"out: overlaps {out.name}, {OWN_OR_SAME}"),  # by a few bytes, at their end
-        ({**out.given(values), "out": memory.view(FP8)[:64].view(SHAPE)}, ValueError,
-         f"out: overlaps {out.name}, {OWN_OR_SAME}"),  # at its place, of other rows
-        ({**out.given(values), "out": values.as_strided(SHAPE, (8, 32, 1)), **no_scale},
-         ValueError, f"out: overlaps {out.name}, {OWN_OR_SAME}"),
-        ({**out.given(values[:1].expand(SHAPE)), "out": values, **no_scale}, ValueError,
-         f"out: overlaps {out.name}, {OWN_OR_SAME}"),
-        ({**lse.given(memory[60:68].view(LSE_SHAPE)), "out": values, **no_scale}, ValueError,
-         f"out: overlaps {lse.name}, {OWN}"),
+         f"output: overlaps {out.name}, {OWN_OR_SAME}"),  # by a few bytes, at their end
+        ({**out.given(values), "output": memory.view(FP8)[:64].view(SHAPE)}, ValueError,
+         f"output: overlaps {out.name}, {OWN_OR_SAME}"),  # at its place, of other rows
+        ({**out.given(values), "output": values.as_strided(SHAPE, (8, 32, 1)), **no_scale},
+         ValueError, f"output: overlaps {out.name}, {OWN_OR_SAME}"),
+        ({**out.given(values[:1].expand(SHAPE)), "output": values, **no_scale}, ValueError,
+         f"output: overlaps {out.name}, {OWN_OR_SAME}"),
+        ({**lse.given(memory[60:68].view(LSE_SHAPE)), "output": values, **no_scale}, ValueError,
+         f"output: overlaps {lse.name}, {OWN}"),
         ({**lse.given(numbers), "lse": logs[1:9].view(LSE_SHAPE)}, ValueError,
          f"lse: overlaps {lse.name}, {OWN_OR_SAME}"),
         ({**lse.given(numbers), "lse": logs.half()[:8].view(LSE_SHAPE).set_(
@@ -144,17 +144,17 @@ def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
          f"lse: overlaps {lse.name}, {OWN_OR_SAME}"),
         ({**out.given(values), "lse": memory[30:38].view(LSE_SHAPE)}, ValueError,
          f"lse: overlaps {out.name}, {OWN}"),
-        ({"out": values, "lse": memory[63:71].view(LSE_SHAPE), **no_scale}, ValueError,
-         f"lse: overlaps out, {OWN}"),
-        ({"out": memory.view(FP8)[:64].view(SHAPE), "scale": memory[15]}, ValueError,
-         f"scale: overlaps out, {OWN}"),
+        ({"output": values, "lse": memory[63:71].view(LSE_SHAPE), **no_scale}, ValueError,
+         f"lse: overlaps output, {OWN}"),
+        ({"output": memory.view(FP8)[:64].view(SHAPE), "scale": memory[15]}, ValueError,
+         f"scale: overlaps output, {OWN}"),
         ({"lse": numbers, "scale": logs[7:8]}, ValueError, f"scale: overlaps lse, {OWN}"),
-        ({"out": memory.view(FP8)[:64].view(1, 8, 8)[:, :2].expand(SHAPE)}, ValueError,
-         shared_text("out", 8, 0, 8, [4, 2, 8])),
-        ({"out": memory.view(FP8)[:32].view(4, 1, 8).expand(SHAPE)}, ValueError,
-         shared_text("out", 8, 8, 0, [4, 2, 8])),
-        ({"out": memory.view(FP8).as_strided(SHAPE, (15, 8, 1))}, ValueError,
-         shared_text("out", 8, 15, 8, [4, 2, 8])),
+        ({"output": memory.view(FP8)[:64].view(1, 8, 8)[:, :2].expand(SHAPE)}, ValueError,
+         shared_text("output", 8, 0, 8, [4, 2, 8])),
+        ({"output": memory.view(FP8)[:32].view(4, 1, 8).expand(SHAPE)}, ValueError,
+         shared_text("output", 8, 8, 0, [4, 2, 8])),
+        ({"output": memory.view(FP8).as_strided(SHAPE, (15, 8, 1))}, ValueError,
+         shared_text("output", 8, 15, 8, [4, 2, 8])),
         ({"lse": numbers[:1].expand(4, 2)}, ValueError, shared_text("lse", 4, 0, 4, [4, 2])),
         ({"lse": numbers[:, :1].expand(4, 2)}, ValueError, shared_text("lse", 4, 8, 0, [4, 2])),
         ({"lse": logs.as_strided((4, 2), (1, 1))}, ValueError,
@@ -163,43 +163,49 @@ def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
 
 
 def mistakes_of_results(like: str) -> list[Mistake]:
-    """Of `out`, `lse` and `scale`, apart from overlaps."""
+    """Of `output`, `lse` and `scale`, apart from overlaps."""
     table = [
         mistake
-        for name, good in (("out", zeros(*SHAPE)), ("lse", zeros(*LSE_SHAPE)), ("scale", zeros(1)))
+        for name, good in (
+            ("output", zeros(*SHAPE)),
+            ("lse", zeros(*LSE_SHAPE)),
+            ("scale", zeros(1)),
+        )
         for mistake in (*non_tensors(name, optional=True), *unreadable(name, good))
     ]
     for dtype in (torch.float64, torch.int32, torch.float8_e5m2, torch.bool):
         name = dtype_name(dtype)
         table += [
-            ({"out": zeros(*SHAPE).to(dtype)}, TypeError,
-             f"out: dtype {name}, expected float32, float16, bfloat16 or float8_e4m3fn"),
+            ({"output": zeros(*SHAPE).to(dtype)}, TypeError,
+             f"output: dtype {name}, expected float32, float16, bfloat16 or float8_e4m3fn"),
             ({"lse": zeros(*LSE_SHAPE).to(dtype)}, TypeError,
              f"lse: dtype {name}, expected {FLOATS}"),
             ({"scale": zeros(1).to(dtype)}, TypeError, f"scale: dtype {name}, expected float32"),
         ]  # fmt: skip
     for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8]):
-        text = f"out: shape {shape}, expected shape [4, 2, 8] as in {like}"
-        table.append(({"out": torch.zeros(shape).to(FP8)}, ValueError, text))
+        text = f"output: shape {shape}, expected shape [4, 2, 8] as in {like}"
+        table.append(({"output": torch.zeros(shape).to(FP8)}, ValueError, text))
     for shape in ([4, 16], [1, 4, 2, 8], []):
-        text = f"out: shape {shape}, expected [tokens, heads, dim]"
-        table.append(({"out": torch.zeros(shape).to(FP8)}, ValueError, text))
+        text = f"output: shape {shape}, expected [tokens, heads, dim]"
+        table.append(({"output": torch.zeros(shape).to(FP8)}, ValueError, text))
     for shape in ([2, 4], [4, 3], [4], [4, 2, 1], []):
-        table.append(({"lse": torch.zeros(shape)}, ValueError, layouts_text("lse", shape, "out")))
+        table.append(
+            ({"lse": torch.zeros(shape)}, ValueError, layouts_text("lse", shape, "output"))
+        )
     table += [
-        ({"out": zeros(4, 2, 16).to(FP8)[..., ::2]}, ValueError,
-         stride_text("out", 2, [4, 2, 8])),
+        ({"output": zeros(4, 2, 16).to(FP8)[..., ::2]}, ValueError,
+         stride_text("output", 2, [4, 2, 8])),
         ({"lse": zeros(*LSE_SHAPE, dtype=FP8)}, TypeError,
          f"lse: dtype float8_e4m3fn, expected {FLOATS}"),
         ({"scale": None}, ValueError,
-         "scale: None, expected a float32 tensor of 1 element, as out is float8_e4m3fn"),
+         "scale: None, expected a float32 tensor of 1 element, as output is float8_e4m3fn"),
         ({"scale": torch.ones(2)}, ValueError, "scale: shape [2], expected 1 element"),
         ({"scale": torch.ones(0)}, ValueError, "scale: shape [0], expected 1 element"),
-        ({"out": None}, ValueError, "scale: a tensor, expected None, as out is float32"),
+        ({"output": None}, ValueError, "scale: a tensor, expected None, as output is float32"),
     ]  # fmt: skip
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        text = f"scale: a tensor, expected None, as out is {dtype_name(dtype)}"
-        table.append(({"out": zeros(*SHAPE, dtype=dtype)}, ValueError, text))
+        text = f"scale: a tensor, expected None, as output is {dtype_name(dtype)}"
+        table.append(({"output": zeros(*SHAPE, dtype=dtype)}, ValueError, text))
     for name, known in (("base", ("e", "2")), ("lse_layout", ("tokens_heads", "heads_tokens"))):
         expected = f'expected "{known[0]}" or "{known[1]}"'
         for word in ("10", "", "E", "heads", known[0] + " "):
@@ -212,19 +218,19 @@ def mistakes_of_results(like: str) -> list[Mistake]:
     return table
 
 
-def mistakes_of_num_valid() -> list[Mistake]:
+def mistakes_of_count() -> list[Mistake]:
     good = torch.tensor([3, 2, 1, 0])
-    table = non_tensors("num_valid", optional=True) + unreadable("num_valid", good)
-    table += bad_indices("num_valid", good)
+    table = non_tensors("count", optional=True) + unreadable("count", good)
+    table += bad_indices("count", good)
     each = "expected shape [1] or [4], one for each token"
     for shape in ([3], [0], [5], [4, 1], [1, 1], [4, 2]):
         wrong = torch.ones(shape, dtype=torch.int32)
-        table.append(({"num_valid": wrong}, ValueError, f"num_valid: shape {shape}, {each}"))
+        table.append(({"count": wrong}, ValueError, f"count: shape {shape}, {each}"))
     words = torch.zeros(40, dtype=torch.int64)
     values, numbers = words.view(FP8)[:64].view(SHAPE), words.view(torch.float32)[:8].view(4, 2)
     table += [
-        ({"out": values, "num_valid": words[7]}, ValueError, f"num_valid: overlaps out, {OWN}"),
-        ({"lse": numbers, "num_valid": words[3:7]}, ValueError, f"num_valid: overlaps lse, {OWN}"),
+        ({"output": values, "count": words[7]}, ValueError, f"count: overlaps output, {OWN}"),
+        ({"lse": numbers, "count": words[3:7]}, ValueError, f"count: overlaps lse, {OWN}"),
     ]
     return table
 
@@ -293,7 +299,7 @@ def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
          "outs: no memory behind it, expected allocated memory"),
         ({"outs": stack, "lses": freed_logs}, ValueError,
          "lses: no memory behind it, expected allocated memory"),
-        ({"out": None, "outs": stack.to("meta"), "lses": logs}, ValueError,
+        ({"output": None, "outs": stack.to("meta"), "lses": logs}, ValueError,
          "outs: device meta, expected cpu or cuda"),
     ]  # fmt: skip
     return table
@@ -307,7 +313,7 @@ def mistakes_of_many(good: dict[str, Any]) -> list[Mistake]:
         *mistakes_of_partials(*places, "outs[0]"),
         *mistakes_of_overlaps(*places),
         *mistakes_of_results("outs[0]"),
-        *mistakes_of_num_valid(),
+        *mistakes_of_count(),
     ]
 
 

@@ -34,7 +34,7 @@ def ref_merge(
     *,
     lse_layout: str = "tokens_heads",
     scale: Tensor | None = None,
-    num_valid: Tensor | None = None,
+    count: Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The merged values and their lse, in float64 and on the CPU."""
@@ -46,8 +46,8 @@ def ref_merge(
     number = torch.arange(len(values)).view(-1, 1, 1)
     token = torch.arange(values.shape[1]).view(1, -1, 1)
     counts = torch.ones(len(values), values.shape[1], 1, dtype=torch.bool)
-    if num_valid is not None:
-        counts &= number < num_valid.cpu().reshape(1, -1, 1)
+    if count is not None:
+        counts &= number < count.cpu().reshape(1, -1, 1)
     logs = torch.where(counts & (logs != INF), logs, -INF)
     largest = logs.amax(0)  # NaN where one is
     center = torch.where(largest == -INF, 0.0, largest)
@@ -208,7 +208,7 @@ class Call:
         twins = [buffer.twin() for buffer in read]
         written = [(buffer, buffer.twin()) for buffer in (self.out, self.lse)]
         outs, lses = ([one.view for one in many] for many in (self.outs, self.lses))
-        result = merge_states(outs, lses, out=self.out.view, lse=self.lse.view, **options)
+        result = merge_states(outs, lses, output=self.out.view, lse=self.lse.view, **options)
         assert result[0] is self.out.view
         assert result[1] is self.lse.view
         assert all(map(Buffer.same, read, twins))

@@ -7,6 +7,8 @@ import warnings
 from typing import Any
 
 import torch
+import tvm_ffi
+from fake_gpu import OnCuda
 from torch import Tensor
 
 ROWS, SLOTS = 3, 50
@@ -51,6 +53,11 @@ def overlap_text(argument: str, written: str) -> str:
 
 class NotATensor:
     pass
+
+
+def on_cuda(tensor: Tensor) -> Any:
+    """Return memory of the CPU that says that it is a GPU's: to be refused by its device."""
+    return tvm_ffi.from_dlpack(OnCuda(tensor))
 
 
 def non_tensors(argument: str, *, optional: bool = False) -> list[Mistake]:
@@ -160,9 +167,9 @@ def way_mistakes(methods: str) -> list[Mistake]:
     ]  # fmt: skip
 
 
-def pair_mistakes(good: dict[str, Any], by_host: str, other: str) -> list[Mistake]:
-    """What the ops of pairs have in common; `order` takes `by_host`, not the `other` op's word."""
-    orders = f'expected "auto", "{by_host}" or "given"'
+def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
+    """What the ops of pairs have in common; `host` is the argument that is in host memory."""
+    orders = 'expected "auto", "given" or "host"'
     table = not_tensors(good, "src", "dst", "pairs") + bad_indices("pairs", good["pairs"])
     wanted = "expected shape [..., 2] of (source row, destination row)"
     memory = torch.zeros(SLOTS, 4, dtype=torch.int64)
@@ -193,7 +200,9 @@ def pair_mistakes(good: dict[str, Any], by_host: str, other: str) -> list[Mistak
         ({"num_sms": 2**63}, TypeError,
          "num_sms: int of more than 64 bits, expected an int"),
         ({"num_sms": torch.tensor(2)}, TypeError, "num_sms: Tensor, expected an int"),
-        ({"order": other}, ValueError, f'order: "{other}", {orders}'),
+        ({host: on_cuda(good[host])}, ValueError,
+         f"{host}: device cuda:0, expected cpu, in the order (src, dst, pairs)"),
+        ({"order": "source"}, ValueError, f'order: "source", {orders}'),
         ({"order": "Auto"}, ValueError, f'order: "Auto", {orders}'),
         ({"order": ""}, ValueError, f'order: "", {orders}'),
         ({"order": True}, TypeError, f"order: bool, {orders}"),

@@ -95,7 +95,7 @@ def run_and_compare(
 ) -> None:
     dst_twin, src_twin = dst.twin(), src.twin()
     options = {"dst_block_dim": dims[0], "src_block_dim": dims[1], **how}
-    assert copy_blocks(dst.view, src.view, pairs, **options) is None
+    assert copy_blocks(src.view, dst.view, pairs, **options) is None
     if dst.view.is_cuda or src.view.is_cuda:
         torch.cuda.synchronize()
     count = how.get("count")
@@ -145,8 +145,8 @@ def test_one_layer(device: torch.device, direction: str) -> None:
         expected = dst.twin()
         ref_copy_blocks(expected.view, src.view, pairs_of(pairs_on), 0, 0)
         copy_blocks(
-            flat_dst.view,
             flat_src.view,
+            flat_dst.view,
             pairs_of(pairs_on),
             dst_block_dim=0,
             src_block_dim=0,
@@ -175,7 +175,7 @@ def test_dtypes_and_more_dimensions(device: torch.device, dtype: torch.dtype) ->
         expected = host.clone()
         pairs = pairs_of(pairs_on)
         ref_copy_blocks(expected, src, pairs, 0, 1)
-        copy_blocks(host, src, pairs, dst_block_dim=0, method=method)
+        copy_blocks(src, host, pairs, dst_block_dim=0, method=method)
         if device.type == "cuda":
             torch.cuda.synchronize()
         assert same_bits(host, expected)
@@ -213,7 +213,7 @@ def test_of_nothing(device: torch.device, empty: str) -> None:
     for pairs_on, method in ways(device):
         dst = torch.zeros(*sizes, device=device)
         src = torch.zeros(*sizes)  # pageable, of which nobody asks
-        copy_blocks(dst, src, torch.tensor([[0, 0], [77, 0]], device=pairs_on), method=method)
+        copy_blocks(src, dst, torch.tensor([[0, 0], [77, 0]], device=pairs_on), method=method)
     if device.type == "cuda":
         torch.cuda.synchronize()
         jitkern.check(device)
@@ -231,7 +231,7 @@ def test_out_of_range(device: torch.device, column: int, dtype: torch.dtype) -> 
         twin = dst.twin()
         pairs = to_index(rows, dtype, pairs_on)
         with out_of_range(pairs_on, text):
-            copy_blocks(dst.view, src.view, pairs, dst_block_dim=0, method=method)
+            copy_blocks(src.view, dst.view, pairs, dst_block_dim=0, method=method)
         if pairs_on.type == "cuda":
             pairs[7] = -1
             ref_copy_blocks(twin.view, src.view, pairs, 0, 1)
@@ -259,7 +259,7 @@ def test_extreme_numbers(device: torch.device) -> None:
             run_and_compare(dst, src, pairs)
             continue
         with out_of_range(device, f"index {value} at position 0"):
-            copy_blocks(dst.view, src.view, pairs)
+            copy_blocks(src.view, dst.view, pairs)
 
 
 # -- which memory it takes -------------------------------------------------------------------------
@@ -292,13 +292,13 @@ def test_blocks_that_meet_are_refused(data: st.DataObject) -> None:
     pairs = torch.tensor([[src.shape[1] - 1, 0]])
     if len(set(written)) < len(written):
         with pytest.raises(ValueError, match=r"^copy_blocks: dst: blocks of .* that overlap"):
-            copy_blocks(dst, src, pairs)
+            copy_blocks(src, dst, pairs)
     elif written != read and set(written) & set(read):
         with pytest.raises(ValueError, match=r"^copy_blocks: dst: overlaps src"):
-            copy_blocks(dst, src, pairs)
+            copy_blocks(src, dst, pairs)
     else:
         last = src[:, -1].clone()
-        copy_blocks(dst, src, pairs)
+        copy_blocks(src, dst, pairs)
         before.as_strided(dst.shape, dst.stride(), dst.storage_offset())[:, 0] = last
     assert torch.equal(memory, before)
 
@@ -309,13 +309,13 @@ def test_k_and_v_of_one_tensor(device: torch.device) -> None:
     k, v = both[:, :, 0], both[:, :, 1]
     expected = k[:, 4].clone()
     pairs = torch.tensor([[4, 2]], device=device)
-    copy_blocks(v, k, pairs)
+    copy_blocks(k, v, pairs)
     assert torch.equal(v[:, 2], expected)
     text = r"copy_blocks: dst: overlaps src, expected memory of its own"
     for dst, src in ((k[:, :5], k[:, 4:]), (k[:, :8], k), (k[:2], k[1:])):
         with pytest.raises(ValueError, match=text):
-            copy_blocks(dst, src, pairs)
-    copy_blocks(k[:, :4], k[:, 4:8], pairs - 4)
+            copy_blocks(src, dst, pairs)
+    copy_blocks(k[:, 4:8], k[:, :4], pairs - 4)
 
 
 def test_within_one_cache(device: torch.device) -> None:
@@ -339,11 +339,11 @@ def test_blocks_that_share_bytes() -> None:
     src, pairs = torch.ones(3, 4, 8), torch.tensor([[0, 0]])
     for strides in ((0, 8, 1), (32, 0, 1), (32, 7, 1), (31, 8, 1), (8, 12, 1), (5, 24, 1)):
         with pytest.raises(ValueError, match="copy_blocks: dst: blocks of 32 bytes a layer that"):
-            copy_blocks(memory.as_strided((3, 4, 8), strides), src, pairs)
+            copy_blocks(src, memory.as_strided((3, 4, 8), strides), pairs)
     # Neither dimension lies between two of the other, and no byte is shared: 0, 12, 24; 8, 20, ..
     for strides in ((12, 20, 1), (32, 8, 1), (8, 24, 1), (8, 100, 1)):
         dst = memory.as_strided((3, 2, 4), strides)
-        copy_blocks(dst, src[:, :2, :4].contiguous(), pairs)
+        copy_blocks(src[:, :2, :4].contiguous(), dst, pairs)
         assert dst[:, 0].eq(1).all()
 
 
@@ -360,9 +360,9 @@ def test_megabytes_there_and_back(device: torch.device) -> None:
         cache.zero_()
         back_to.zero_()
         pairs = there.to(torch.int32).to(pairs_on)
-        copy_blocks(cache, host, pairs, src_block_dim=0, method=method)
+        copy_blocks(host, cache, pairs, src_block_dim=0, method=method)
         back = pairs.flip(1).contiguous()
-        copy_blocks(back_to, cache, back, dst_block_dim=0, method=method)
+        copy_blocks(cache, back_to, back, dst_block_dim=0, method=method)
         if device.type == "cuda":
             torch.cuda.synchronize()
         assert torch.equal(back_to, host)
@@ -492,5 +492,5 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     arguments = (rows(slots)[None], rows(slots)[None], pairs)
     yield "default", arguments, {}
     yield "default", arguments, {"count": torch.full_like(where, 1).sum()[None], "num_sms": 1}
-    flat = (rows(slots)[:, None], rows(slots)[None], pairs.cpu())
+    flat = (rows(slots)[None], rows(slots)[:, None], pairs.cpu())
     yield "default", flat, {"dst_block_dim": 0, "method": "engine"}

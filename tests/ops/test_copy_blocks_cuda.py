@@ -31,7 +31,7 @@ def test_in_a_cuda_graph(direction: str) -> None:
     count = torch.tensor([5], device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        copy_blocks(dst.view, src.view, pairs, src_block_dim=0, count=count)
+        copy_blocks(src.view, dst.view, pairs, src_block_dim=0, count=count)
     for number, shift in ((5, 0), (13, 1), (0, 2)):
         count.fill_(number)
         pairs.copy_(pairs_of(device).roll(shift, 0))
@@ -50,10 +50,10 @@ def test_the_engine_in_a_cuda_graph() -> None:
     pairs = pairs_of(torch.device("cpu"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        copy_blocks(dst.view, src.view, pairs, method="engine")
+        copy_blocks(src.view, dst.view, pairs, method="engine")
         for method in ("sm", "auto"):
             with pytest.raises(ValueError, match="pairs: device cpu while a graph is captured"):
-                copy_blocks(dst.view, src.view, pairs, method=method)
+                copy_blocks(src.view, dst.view, pairs, method=method)
     twin = dst.twin()
     ref_copy_blocks(twin.view, src.view, pairs, 1, 1)
     pairs.fill_(-1)
@@ -75,7 +75,7 @@ def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(20_000_000)
         src.whole.copy_(new)
-        copy_blocks(dst.view, src.view, pairs, method=method)
+        copy_blocks(src.view, dst.view, pairs, method=method)
         if pairs_on.type == "cpu":
             pairs.fill_(0)
         torch.cuda.current_stream().synchronize()
@@ -93,7 +93,7 @@ def test_many_pairs_of_the_host() -> None:
     pairs = torch.stack([order, torch.arange(blocks)], 1)
     for _ in range(3):
         dst.zero_()
-        copy_blocks(dst, src, pairs, method="sm")
+        copy_blocks(src, dst, pairs, method="sm")
         torch.cuda.synchronize()
         assert torch.equal(dst[0], src[0].cpu()[order])
 
@@ -105,7 +105,7 @@ def test_pageable_memory_is_refused_with_the_cure() -> None:
     for pairs_on, method in ways(device):
         pairs = torch.tensor([[0, 0]], device=pairs_on)
         with pytest.raises(ValueError, match="copy_blocks: src: pageable host memory") as caught:
-            copy_blocks(dst, src, pairs, method=method)
+            copy_blocks(src, dst, pairs, method=method)
         assert "pin_memory" in str(caught.value)
 
 

@@ -59,7 +59,7 @@ class Scatter(Case):
     function, argument = staticmethod(d2h_scatter), "pairs"
     rows, tables, columns, distinct_columns = (SRC_ROWS, DST_ROWS), (0, 1), (0, 1), (1,)
     on_host = (1,)
-    ways = ({}, {"order": "destination"})
+    ways = ({}, {"order": "host"})
     takes_num_sms = True
     large = (20_011, 20_000), 19_999, 656
 
@@ -80,7 +80,7 @@ def good_arguments() -> dict[str, Any]:
 def mistakes() -> list[Mistake]:
     ways = '"auto", "sm" or "cpu"'
     return [
-        *pair_mistakes(good_arguments(), "destination", "source"),
+        *pair_mistakes(good_arguments(), "dst"),
         *way_mistakes(ways),
         ({"method": "both"}, ValueError, f'method: "both", expected {ways}'),
     ]
@@ -107,7 +107,7 @@ def fuzz(f: Fuzzer) -> Call:
 
     how = {
         "num_sms": f.rng.choice([None, 3]),
-        "order": f.rng.choice(["auto", "destination", "given"]),
+        "order": f.rng.choice(["auto", "given", "host"]),
         **way,
     }
     arguments = {"src": src, "dst": dst, "pairs": pairs, **how}

@@ -270,7 +270,7 @@ class Gather(Case):
     function, argument = staticmethod(h2d_gather), "pairs"
     rows, tables, columns, distinct_columns = (SRC_ROWS, DST_ROWS), (0, 1), (0, 1), (1,)
     on_host = (0,)
-    ways = ({}, {"order": "source"})
+    ways = ({}, {"order": "host"})
     takes_num_sms = True
     large = (20_011, 20_000), 19_999, 656
 
@@ -300,7 +300,7 @@ def mistakes() -> list[Mistake]:
     without = "expected a slot_map that says which rows are resident, or False"
     memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
-        *pair_mistakes(good, "source", "destination"),
+        *pair_mistakes(good, "src"),
         *way_mistakes('"auto", "sm", "cpu" or "both"'),
         *[({"method": method, "reuse_resident": True}, ValueError,
            f'method: "{method}" with reuse_resident, expected "sm": the slot map is on the GPU')
@@ -366,7 +366,7 @@ def fuzz(f: Fuzzer) -> Call:
         h2d_gather,
         {"src": src, "dst": dst, "pairs": pairs, "slot_map": slot_map,
          "num_sms": f.rng.choice([None, 1, 2, 7]), "dedup": f.rng.random() < 0.5,
-         "reuse_resident": reuse_resident, "order": f.rng.choice(["auto", "source", "given"]),
+         "reuse_resident": reuse_resident, "order": f.rng.choice(["auto", "given", "host"]),
          **way},
         prove,
     )  # fmt: skip

@@ -89,7 +89,7 @@ def test_of_nothing(device: torch.device, shape: tuple[int, int]) -> None:
         call_of(outs, torch.zeros(2, *shape, device=device)).run_and_compare()
     nowhere = torch.zeros(shape[0], dtype=torch.int32, device=device)
     if shape[0] != 1:
-        out, lse = merge_states(list(outs), list(outs[..., 0]), num_valid=nowhere)
+        out, lse = merge_states(list(outs), list(outs[..., 0]), count=nowhere)
         assert (out.shape, lse.shape) == ((*shape, 8), shape)
 
 
@@ -169,18 +169,18 @@ def test_num_valid(device: torch.device, dtype: torch.dtype) -> None:
         beyond = torch.arange(n, device=device)[:, None] >= of_tokens
         lses[beyond] = NAN
         outs[beyond] = NAN
-        result = merge_states(outs, lses, num_valid=of_tokens)
-        assert_merged(result, outs, lses, num_valid=of_tokens)
+        result = merge_states(outs, lses, count=of_tokens)
+        assert_merged(result, outs, lses, count=of_tokens)
         assert not result[1].isnan().any()
         for token, number in enumerate(each):  # one for all
             for shape in ((), (1,)):
                 one = torch.tensor(number, dtype=dtype, device=device).view(shape)
                 here = slice(token, token + 1)
-                some = merge_states(outs[:, here], lses[:, here], num_valid=one)
+                some = merge_states(outs[:, here], lses[:, here], count=one)
                 assert_same(some, (result[0][here], result[1][here]))
         outs, lses = partials(device, n, 3, 2, 40)
         three = torch.tensor(3, dtype=dtype, device=device)
-        assert_same(merge_states(outs, lses, num_valid=three), merge_states(outs[:3], lses[:3]))
+        assert_same(merge_states(outs, lses, count=three), merge_states(outs[:3], lses[:3]))
 
 
 @pytest.mark.parametrize("lse_layout", LSE_LAYOUTS)
@@ -233,7 +233,7 @@ def test_two_of_merge_states_are_merge_state(device: torch.device) -> None:
         result = merge_state(outs[0], lses[0], outs[1], lses[1])
         assert_same(result, merge_states(outs, lses))
         out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0], dtype=F16)
-        given = merge_state(outs[0], lses[0], outs[1], lses[1], out=out, lse=lse)
+        given = merge_state(outs[0], lses[0], outs[1], lses[1], output=out, lse=lse)
         assert given[0] is out
         assert given[1] is lse
         assert_same(given, (result[0], result[1].half()))
@@ -265,7 +265,7 @@ def test_without_an_lse(device: torch.device) -> None:
     assert lse is None
     assert torch.equal(out, wanted)
     given = torch.empty_like(wanted)
-    assert merge_states(outs, lses, lse=False, out=given)[0] is given
+    assert merge_states(outs, lses, lse=False, output=given)[0] is given
     assert torch.equal(given, wanted)
     two = merge_state(outs[0], lses[0], outs[1], lses[1], lse=False)
     assert two[1] is None
@@ -277,7 +277,7 @@ def test_under_inference_mode(device: torch.device) -> None:
         outs, lses = partials(device, 3, 5, 3, 8)
         assert_merged(merge_states(outs, lses), outs, lses)
         out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-        assert_merged(merge_states(outs, lses, out=out, lse=lse), outs, lses)
+        assert_merged(merge_states(outs, lses, output=out, lse=lse), outs, lses)
 
 
 def test_what_is_written_counts_as_changed(device: torch.device) -> None:
@@ -285,10 +285,10 @@ def test_what_is_written_counts_as_changed(device: torch.device) -> None:
     outs, lses = partials(device, 2, 5, 3, 8)
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     before = out._version, lse._version, outs._version
-    merge_states(outs, lses, out=out)
+    merge_states(outs, lses, output=out)
     merge_states(outs, lses, lse=lse)
     assert (out._version, lse._version, outs._version) == (before[0] + 1, before[1] + 1, before[2])
-    merge_state(outs[0], lses[0], outs[1], lses[1], out=out, lse=lse)
+    merge_state(outs[0], lses[0], outs[1], lses[1], output=out, lse=lse)
     assert (out._version, lse._version) == (before[0] + 2, before[1] + 2)
 
 
@@ -328,15 +328,15 @@ def test_large_and_small_values(device: torch.device) -> None:
         if dtype == F16:  # the sum of the others is beyond fp32
             assert merge_states(outs, one)[0].eq(largest).all()
         out = torch.empty(1, 1, 8, dtype=FP8, device=device)
-        merge_states(outs / 4, one, out=out, scale=half)
+        merge_states(outs / 4, one, output=out, scale=half)
         assert out.float().eq(448).all()
-        merge_states(-outs / 4, one, out=out, scale=half)
+        merge_states(-outs / 4, one, output=out, scale=half)
         assert out.float().eq(-448).all()
         least = torch.finfo(dtype).smallest_normal / 16
         outs = torch.tensor([1, 2, 3, 7], device=device).mul(least).to(dtype).expand(2, 1, 1, 4)
         assert torch.equal(merge_states(outs, one)[0], outs[0])
     outs = torch.full((2, 1, 1, 8), 1e6, device=device)
-    assert merge_states(outs, one, out=outs[0].half())[0].eq(INF).all()
+    assert merge_states(outs, one, output=outs[0].half())[0].eq(INF).all()
 
 
 @pytest.mark.parametrize("out_dtype", [F16, BF16, FP8], ids=str)
@@ -354,7 +354,7 @@ def test_rounding(device: torch.device, out_dtype: torch.dtype) -> None:
         values = torch.nn.functional.pad(values, (0, -values.shape[-1] % 1024)).view(1, -1, 1, 1024)
     out = torch.empty(values.shape[1:], dtype=out_dtype, device=device)
     scale = torch.ones(1, device=device) if out_dtype == FP8 else None
-    merge_states(values, torch.zeros(values.shape[:3], device=device), out=out, scale=scale)
+    merge_states(values, torch.zeros(values.shape[:3], device=device), output=out, scale=scale)
     assert torch.equal(out.cpu().float(), values[0].cpu().to(out_dtype).float())
 
 
@@ -362,19 +362,19 @@ def test_rounding(device: torch.device, out_dtype: torch.dtype) -> None:
 
 SHAPE = (4, 2, 8)
 UNCHECKED: set[str] = set()
-MIXED_DEVICES = [(name, "cuda:0 as in out") for name in ("lse", "scale", "num_valid")]
+MIXED_DEVICES = [(name, "cuda:0 as in output") for name in ("lse", "scale", "count")]
 
 
 def good_arguments() -> dict[str, Any]:
     return {
         "outs": [torch.ones(SHAPE), torch.ones(SHAPE), torch.ones(SHAPE)],
         "lses": [torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2])],
-        "out": torch.zeros(SHAPE).to(FP8),
+        "output": torch.zeros(SHAPE).to(FP8),
         "lse": torch.zeros(SHAPE[:2]),
         "base": "2",
         "lse_layout": "tokens_heads",
         "scale": torch.ones(1),
-        "num_valid": torch.tensor([3, 2, 1, 0]),
+        "count": torch.tensor([3, 2, 1, 0]),
     }
 
 
@@ -406,10 +406,10 @@ def fuzz(f: Fuzzer) -> Call:
     lse_type = f.rng.choice([None, False, *TYPES])
     lse = torch.empty_like(lses[0], dtype=lse_type) if lse_type else lse_type
     numbers = f.rng.choice([None, [], [tokens]])
-    num_valid = None
+    count = None
     if numbers is not None:
-        num_valid = f.integers(numbers, -1, n + 2, f.rng.choice(INT_DTYPES))
-    how |= {"scale": scale_for(out_dtype or dtype, f.device), "num_valid": num_valid}
+        count = f.integers(numbers, -1, n + 2, f.rng.choice(INT_DTYPES))
+    how |= {"scale": scale_for(out_dtype or dtype, f.device), "count": count}
     wanted = outs.clone(), lses.clone()
 
     def prove(result: Any) -> None:
@@ -420,7 +420,7 @@ def fuzz(f: Fuzzer) -> Call:
 
     stacked = f.rng.random() < 0.3
     lists = (outs, lses) if stacked else (list(outs), list(lses))
-    arguments = {"outs": lists[0], "lses": lists[1], "out": out, "lse": lse, **how}
+    arguments = {"outs": lists[0], "lses": lists[1], "output": out, "lse": lse, **how}
     return Call(merge_states, arguments, prove)
 
 
@@ -429,11 +429,11 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     lses = [rows(len(where)).flatten(1)[:, :1] for _ in range(3)]
     yield "default", (outs, lses), {}
     counts = where.clamp(max=3)
-    yield "default", (outs, lses), {"base": "2", "num_valid": counts}
+    yield "default", (outs, lses), {"base": "2", "count": counts}
     turned = [lse.t() for lse in lses]
     yield "default", (outs, turned), {"lse_layout": "heads_tokens"}
     yield "default", (outs[:2], lses[:2]), {"prefill_tokens_with_context": 2}
     out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
-    yield "out", (outs, lses), {"out": out, "lse": lse}
+    yield "out", (outs, lses), {"output": out, "lse": lse}
     half = torch.zeros_like(outs[0], dtype=F16)  # PyTorch's check cannot compare float8
-    yield "out", (outs, lses), {"out": half, "lse": None}
+    yield "out", (outs, lses), {"output": half, "lse": None}

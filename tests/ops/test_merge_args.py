@@ -21,7 +21,7 @@ MISTAKES = mistakes_of_two()
 def good_arguments() -> dict[str, Any]:
     partials = {"out_a": torch.ones(SHAPE), "lse_a": zeros(*LSE_SHAPE)}
     partials |= {"out_b": torch.ones(SHAPE), "lse_b": zeros(*LSE_SHAPE)}
-    results = {"out": zeros(*SHAPE).to(FP8), "lse": zeros(*LSE_SHAPE), "scale": torch.ones(1)}
+    results = {"output": zeros(*SHAPE).to(FP8), "lse": zeros(*LSE_SHAPE), "scale": torch.ones(1)}
     how = {"base": "2", "lse_layout": "tokens_heads", "prefill_tokens_with_context": 2}
     return {**partials, **results, **how}
 
@@ -47,18 +47,20 @@ def test_the_table_has_every_argument() -> None:
 def test_without_results_the_messages_are_the_same() -> None:
     """There `out` and `lse` are made in Python, before the checks in C++ can run."""
     for change, kind, text in MISTAKES:
-        if {"out", "lse", "scale"} & set(change):
+        if {"output", "lse", "scale"} & set(change):
             continue
         with pytest.raises(kind) as caught:
-            merge_state(**{**good_arguments(), "out": None, "lse": None, "scale": None, **change})
+            merge_state(
+                **{**good_arguments(), "output": None, "lse": None, "scale": None, **change}
+            )
         assert str(caught.value) == f"merge_state: {text}"
 
 
 def test_the_same_of_merge_states() -> None:
     for change, kind, text in mistakes_of_many(many_arguments()):
-        if {"out", "lse", "scale"} & set(change):
+        if {"output", "lse", "scale"} & set(change):
             continue
-        results = {"out": None, "lse": None, "scale": None}
+        results = {"output": None, "lse": None, "scale": None}
         with pytest.raises(kind) as caught:
             merge_states(**{**many_arguments(), **results, **change})
         assert str(caught.value) == f"merge_states: {text}"

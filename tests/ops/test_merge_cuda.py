@@ -42,7 +42,7 @@ out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
 torch.cuda.synchronize()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph, capture_error_mode=sys.argv[1]):
-    jitkern.merge_states(outs, lses, out=out, lse=lse)
+    jitkern.merge_states(outs, lses, output=out, lse=lse)
     made = jitkern.merge_state(outs[0], lses[0], out, lse)
 torch.cuda.synchronize()
 assert not out.any(), "capturing must not run anything"
@@ -70,26 +70,26 @@ def test_first_call_inside_a_capture(
 
 @pytest.mark.parametrize("n", [2, 5, 17])
 def test_replays_with_other_contents(n: int) -> None:
-    """All that is read is read at the replay: partials, num_valid, scale."""
+    """All that is read is read at the replay: partials, count, scale."""
     outs, lses = partials(GPU, n, 20, 4, 128, BF16)
-    num_valid = torch.full((20,), n, dtype=torch.int32, device=GPU)
+    count = torch.full((20,), n, dtype=torch.int32, device=GPU)
     scale = torch.ones(1, device=GPU)
     out, lse = torch.zeros_like(outs[0], dtype=FP8), torch.zeros_like(lses[0])
     in_place, its_lse = outs[0].clone(), lses[0].clone()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        merge_states(outs, lses, out=out, lse=lse, scale=scale, num_valid=num_valid)
-        merge_state(in_place, its_lse, outs[1], lses[1], out=in_place, lse=its_lse)
+        merge_states(outs, lses, output=out, lse=lse, scale=scale, count=count)
+        merge_state(in_place, its_lse, outs[1], lses[1], output=in_place, lse=its_lse)
     for seed in range(1, 6):
         new_outs, new_lses = partials(GPU, n, 20, 4, 128, BF16, seed=seed)
         outs.copy_(new_outs), lses.copy_(new_lses)
-        num_valid.random_(-1, n + 2)
+        count.random_(-1, n + 2)
         scale.fill_(0.01 * seed)
         in_place.copy_(outs[0]), its_lse.copy_(lses[0])
         graph.replay()
         torch.cuda.synchronize()
-        assert_merged((out, lse), outs, lses, scale=scale, num_valid=num_valid)
+        assert_merged((out, lse), outs, lses, scale=scale, count=count)
         assert_merged((in_place, its_lse), outs[:2], lses[:2])
     jitkern.check()
 
@@ -102,7 +102,7 @@ def test_calls_that_depend_on_each_other() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(1, 41):
-            merge_state(out, lse, outs[i], lses[i], out=out, lse=lse)
+            merge_state(out, lse, outs[i], lses[i], output=out, lse=lse)
     graph.replay()
     torch.cuda.synchronize()
     there, logs = outs[0].clone(), lses[0].clone()
@@ -146,7 +146,7 @@ def test_partials_in_pinned_host_memory(n: int, dtype: torch.dtype) -> None:
         assert_same(merge_states(some, list(lses)), wanted)
         assert_same(merge_states(list(outs), logs), wanted)
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    assert_same(merge_states(far, far_lses, out=out, lse=lse), wanted)
+    assert_same(merge_states(far, far_lses, output=out, lse=lse), wanted)
     turned = far_lses[1].t().contiguous().pin_memory().t()
     assert_same(
         merge_states([outs[0], far[1]], [lses[0], turned]), merge_states(outs[:2], lses[:2])
@@ -173,13 +173,13 @@ def test_results_lie_on_one_device_with_the_rest() -> None:
     outs, lses = partials(GPU, 2, 5, 2, 8)
     far, far_lses = outs.cpu().pin_memory(), lses.cpu().pin_memory()
     for given, text in (
-        ({"out": far[0]}, "outs: device cuda:0, expected cpu as in out"),
-        ({"lse": far_lses[0]}, "lse: device cpu, expected cuda:0 as in out"),
-        ({"num_valid": torch.tensor([1])}, "num_valid: device cpu, expected cuda:0 as in out"),
-        ({"num_valid": torch.tensor([1]).pin_memory()},
-         "num_valid: device cpu, expected cuda:0 as in out"),
-        ({"out": outs[0].to(FP8), "scale": torch.ones(1)},
-         "scale: device cpu, expected cuda:0 as in out"),
+        ({"output": far[0]}, "outs: device cuda:0, expected cpu as in output"),
+        ({"lse": far_lses[0]}, "lse: device cpu, expected cuda:0 as in output"),
+        ({"count": torch.tensor([1])}, "count: device cpu, expected cuda:0 as in output"),
+        ({"count": torch.tensor([1]).pin_memory()},
+         "count: device cpu, expected cuda:0 as in output"),
+        ({"output": outs[0].to(FP8), "scale": torch.ones(1)},
+         "scale: device cpu, expected cuda:0 as in output"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(f"merge_states: {text}")):
             merge_states(outs, lses, **given)
@@ -193,10 +193,10 @@ def test_two_gpus_in_one_call_are_refused() -> None:
         ("outs[1]", [outs[0], there[1]], list(lses)),
         ("lses[1]", list(outs), [lses[0], logs[1]]),
     ):
-        text = f"merge_states: {name}: device cuda:1, expected cuda:0 as in out"
+        text = f"merge_states: {name}: device cuda:1, expected cuda:0 as in output"
         with pytest.raises(ValueError, match=re.escape(text)):
             merge_states(some, numbers)
-    for given in ({"out": there[0]}, {"lse": logs[0]}):
+    for given in ({"output": there[0]}, {"lse": logs[0]}):
         with pytest.raises(ValueError, match=r"merge_states: .*: device cuda:[01], expected cuda"):
             merge_states(outs, lses, **given)
 
@@ -224,9 +224,9 @@ def test_as_on_the_cpu(n: int, out_dtype: torch.dtype) -> None:
         outs, lses = partials(CPU, n, 40, 3, 64, dtype)
         ours, theirs = (torch.empty(40, 3, 64, device=d).to(out_dtype) for d in (GPU, CPU))
         scale = scale_for(out_dtype, CPU)
-        _, lse = merge_states(outs, lses, out=theirs, scale=scale)
+        _, lse = merge_states(outs, lses, output=theirs, scale=scale)
         on_gpu = None if scale is None else scale.cuda()
-        _, our_lse = merge_states(outs.cuda(), lses.cuda(), out=ours, scale=on_gpu)
+        _, our_lse = merge_states(outs.cuda(), lses.cuda(), output=ours, scale=on_gpu)
         torch.testing.assert_close(our_lse.cpu(), lse, rtol=1e-6, atol=1e-6)
         if out_dtype == F32:
             largest = outs.float().nan_to_num(0).abs().max().item()
@@ -268,10 +268,10 @@ def test_strides_beyond_2_32_bytes(memory: torch.Tensor, dtype: torch.dtype, by:
     some = [placed(out, 20_000 * i) for i, out in enumerate(outs)]
     logs = [placed(lse, 100_000 + 20_000 * i) for i, lse in enumerate(lses)]
     out, lse = placed(outs[0] * 0, 200_000), placed(lses[0] * 0, 220_000)
-    result = merge_states(some, logs, out=out, lse=lse)
+    result = merge_states(some, logs, output=out, lse=lse)
     assert_merged(result, outs, lses)
     assert_same(result, merge_states(outs.cuda(), lses.cuda()))
-    merge_states(some, logs, out=some[1], lse=logs[2])
+    merge_states(some, logs, output=some[1], lse=logs[2])
     assert_same((some[1].contiguous(), logs[2].contiguous()), result)
 
 
@@ -298,7 +298,7 @@ def test_more_than_2_31_elements(memory: torch.Tensor) -> None:
     zero = torch.zeros(1, 1, dtype=BF16, device=GPU).expand(tokens, heads)
     usual = merge_states([values[:1], other[:1]], [logs[:1], zero[:1]])
     odd = merge_states([values[some[:1]], other[:1]], [logs[some[:1]], zero[:1]])
-    merge_states([values, other], [logs, zero], out=values, lse=logs)
+    merge_states([values, other], [logs, zero], output=values, lse=logs)
     for start in range(0, tokens, 200_000):
         part = slice(start, start + 200_000)
         here = torch.zeros(tokens, dtype=torch.bool, device=GPU)
@@ -310,9 +310,9 @@ def test_more_than_2_31_elements(memory: torch.Tensor) -> None:
 
 
 def test_pageable_memory_of_what_does_not_count() -> None:
-    """Also where num_valid leaves it out: that is known on the GPU only."""
+    """Also where count leaves it out: that is known on the GPU only."""
     outs, lses = partials(GPU, 2, 5, 2, 8)
-    one: dict[str, Any] = {"num_valid": torch.tensor([1], device=GPU)}
+    one: dict[str, Any] = {"count": torch.tensor([1], device=GPU)}
     with pytest.raises(ValueError, match="pageable host memory"):
         merge_states([outs[0], outs[1].cpu()], list(lses), **one)
     gone = outs[1].cpu().pin_memory().fill_(NAN)

@@ -57,7 +57,7 @@ def test_of_many(device: torch.device, base: Any, layout: Any, valid: list[int] 
     if count is not None:
         counts &= torch.arange(N, device=device).view(N, 1, 1) < count.view(1, -1, 1)
     turned = lses.transpose(1, 2) if layout == "heads_tokens" else lses
-    out, lse = merge_states(outs, turned, base=base, lse_layout=layout, num_valid=count)
+    out, lse = merge_states(outs, turned, base=base, lse_layout=layout, count=count)
     assert lse is not None
     lse = lse.t() if layout == "heads_tokens" else lse
     found = gradients(out, lse, outs, lses)
@@ -82,7 +82,7 @@ def test_of_two(device: torch.device, prefill: int | None) -> None:
 def test_what_counts_nothing_has_none_whatever_comes(device: torch.device) -> None:
     outs, lses = given(device)
     valid = torch.tensor([2], device=device)
-    out, lse = merge_states(outs, lses, num_valid=valid)
+    out, lse = merge_states(outs, lses, count=valid)
     assert lse is not None
     endless = torch.full_like(out, torch.inf), torch.full_like(lse, torch.inf)
     of_outs, of_lses = torch.autograd.grad((out, lse), (outs, lses), endless)
@@ -95,7 +95,7 @@ def test_counts_that_have_changed(device: torch.device) -> None:
     """The backward pass would look at others than the forward pass did."""
     outs, lses = given(device)
     count = torch.tensor([2], device=device)
-    out, _ = merge_states(outs, lses, num_valid=count)
+    out, _ = merge_states(outs, lses, count=count)
     count.fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()

@@ -83,7 +83,7 @@ def test_bases_that_are_off(device: torch.device, dtype: torch.dtype, offset: in
         scale = scale_for(out_dtype, device)
         memory = torch.full((count + 32,), 448.0, device=device).to(out_dtype)
         out = memory[offset:][:count].view(outs[0].shape)
-        assert_merged(merge_states(outs, lses, out=out, scale=scale), outs, lses, scale=scale)
+        assert_merged(merge_states(outs, lses, output=out, scale=scale), outs, lses, scale=scale)
         assert memory[:offset].float().eq(448).all()
         assert memory[offset + count :].float().eq(448).all()
 
@@ -144,7 +144,7 @@ def test_in_place(device: torch.device, n: int, dim: int, layout: str) -> None:
             twins = [buffer.twin() for buffer in every]
             result = merge_states(
                 [one.view for one in call.outs], [one.view for one in call.lses],
-                out=call.out.view, lse=call.lse.view, **how,
+                output=call.out.view, lse=call.lse.view, **how,
             )  # fmt: skip
             assert_same(result, wanted)
             for buffer, twin in zip(every, twins, strict=True):
@@ -161,7 +161,7 @@ def test_in_place_of_stacked_tensors(device: torch.device, dim: int) -> None:
         wanted = merge_states(outs, lses)
         for stack, logs in stacks(outs, lses)[:5]:
             stack, logs = stack.clone(), logs.clone()
-            result = merge_states(stack, logs, out=stack[place], lse=logs[place])
+            result = merge_states(stack, logs, output=stack[place], lse=logs[place])
             assert_same(result, wanted)
             others = [i for i in range(n) if i != place]
             assert_same((stack[others], logs[others]), (outs[others], lses[others]))
@@ -172,22 +172,22 @@ def test_in_place_of_two(device: torch.device) -> None:
     outs, lses = partials(device, 6, 9, 2, 576)
     out, lse = outs[0].clone(), lses[0].clone()
     for i in range(1, 6):
-        merge_state(out, lse, outs[i], lses[i], out=out, lse=lse)
+        merge_state(out, lse, outs[i], lses[i], output=out, lse=lse)
     assert_merged((out, lse), outs, lses)
 
 
 def test_in_place_of_another_type_of_as_many_bytes(device: torch.device) -> None:
     outs, lses = partials(device, 3, 9, 2, 40, F16, F16)
-    wanted = merge_states(outs, lses, out=torch.empty_like(outs[0], dtype=BF16))[0]
+    wanted = merge_states(outs, lses, output=torch.empty_like(outs[0], dtype=BF16))[0]
     outs, lses = list(outs.clone()), list(lses.clone())
-    assert torch.equal(merge_states(outs, lses, out=outs[2].view(BF16))[0], wanted)
+    assert torch.equal(merge_states(outs, lses, output=outs[2].view(BF16))[0], wanted)
 
 
 def test_one_tensor_several_times(device: torch.device) -> None:
     """Among the partials, and then in place of all of them."""
     outs, lses = partials(device, 1, 9, 2, 40)
     out, lse = outs[0].clone(), lses[0].clone()
-    merge_states([out] * 4, [lse] * 4, out=out, lse=lse, base="2")
+    merge_states([out] * 4, [lse] * 4, output=out, lse=lse, base="2")
     assert_merged((out, lse), outs.expand(4, -1, -1, -1), lses.expand(4, -1, -1), base="2")
 
 
@@ -244,7 +244,7 @@ def test_what_is_refused_to_the_byte(data: st.DataObject) -> None:
     shared |= any(not set(bytes_of(a)).isdisjoint(bytes_of(b)) for a, b in meets)
     exact = all(map(is_equally_spaced, (*written, outs[0], lses[0])))
     try:
-        merge_states(outs, lses, out=out, lse=lse)
+        merge_states(outs, lses, output=out, lse=lse)
     except ValueError as error:
         assert "overlaps" in str(error) or "share memory" in str(error)
         assert shared or not exact
@@ -262,14 +262,14 @@ def test_side_by_side_in_one_allocation(device: torch.device) -> None:
     lses = [logs[..., 1], logs[..., 0]]
     wanted = merge_states([out.clone() for out in outs], [lse.clone() for lse in lses])
     before = [tensor.clone() for tensor in (*outs, *lses)]
-    assert_same(merge_states(outs, lses, out=wide[:, :, 1], lse=logs[..., 2]), wanted)
+    assert_same(merge_states(outs, lses, output=wide[:, :, 1], lse=logs[..., 2]), wanted)
     assert all(map(torch.equal, (*outs, *lses), before))
 
 
 def test_what_is_empty_overlaps_nothing(device: torch.device) -> None:
     memory = torch.zeros(64, device=device)
     nothing = memory[:0].view(0, 2, 8)
-    merge_states([nothing] * 2, [nothing[..., 0]] * 2, out=nothing, lse=nothing[..., 0])
+    merge_states([nothing] * 2, [nothing[..., 0]] * 2, output=nothing, lse=nothing[..., 0])
 
 
 def test_a_refused_call_writes_nothing(device: torch.device) -> None:
@@ -277,6 +277,8 @@ def test_a_refused_call_writes_nothing(device: torch.device) -> None:
     buffers = [placed(outs[0], "odd"), placed(outs[1])]
     twins = [buffer.twin() for buffer in buffers]
     shifted = buffers[0].view.as_strided((5, 2, 8), buffers[0].view.stride(), 130)
-    with pytest.raises(ValueError, match=r"^merge_states: out: overlaps outs\[0\], expected mem"):
-        merge_states([buffer.view for buffer in buffers], list(lses), out=shifted)
+    with pytest.raises(
+        ValueError, match=r"^merge_states: output: overlaps outs\[0\], expected mem"
+    ):
+        merge_states([buffer.view for buffer in buffers], list(lses), output=shifted)
     assert all(map(Buffer.same, buffers, twins))

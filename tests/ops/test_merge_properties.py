@@ -56,7 +56,7 @@ def test_any_call(device: torch.device, lse_layout: str, data: st.DataObject) ->
     )
     if counts is not None:
         dtype = draw(st.sampled_from([torch.int32, torch.int64]))
-        how["num_valid"] = torch.tensor(counts, dtype=dtype, device=device)
+        how["count"] = torch.tensor(counts, dtype=dtype, device=device)
     call.run_and_compare(scale=scale_for(out_dtype, device), **how)
 
 

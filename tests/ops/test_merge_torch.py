@@ -35,14 +35,14 @@ class Step(torch.nn.Module):
     """Each way to call the ops, of which all write to what a later one reads."""
 
     def forward(
-        self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, num_valid: Tensor
+        self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, count: Tensor
     ) -> tuple[Tensor, Tensor]:
-        first = merge_states(outs, lses, num_valid=num_valid)
-        merge_states([*first[:1], out], [first[1], lse], out=out, lse=lse, base="2")
-        merge_state(outs[0], lses[0], out, lse, out=out, lse=lse, prefill_tokens_with_context=3)
+        first = merge_states(outs, lses, count=count)
+        merge_states([*first[:1], out], [first[1], lse], output=out, lse=lse, base="2")
+        merge_state(outs[0], lses[0], out, lse, output=out, lse=lse, prefill_tokens_with_context=3)
         small = torch.empty_like(out, dtype=FP8)
         scale = lse.new_full((1,), 0.5)
-        merge_states([out, outs[1]], [lse, lses[1]], out=small, lse=False, scale=scale)
+        merge_states([out, outs[1]], [lse, lses[1]], output=small, lse=False, scale=scale)
         alone, none = merge_state(out, lse.clone(), small.float(), lse, lse=False)
         assert none is None
         return alone + first[0], lse + 1
@@ -116,13 +116,13 @@ def test_the_operators(device: torch.device) -> None:
     wanted = merge_states(outs, lses)
     assert_same(OPS.default(list(outs), list(lses)), wanted)
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    assert OPS.out(list(outs), list(lses), out=out, lse=lse) is None
+    assert OPS.out(list(outs), list(lses), output=out, lse=lse) is None
     assert_same((out, lse), wanted)
     fewer = OPS.default(list(outs), list(lses), prefill_tokens_with_context=2)
     how = {"prefill_tokens_with_context": 2}
     assert_same(fewer, merge_state(outs[0], lses[0], outs[1], lses[1], **how))
     with pytest.raises(ValueError, match=re.escape("merge_states: outs: a list of 0, expected 1")):
-        OPS.out([], [], out=out, lse=lse)
+        OPS.out([], [], output=out, lse=lse)
 
 
 @pytest.mark.parametrize("n", [1, 17])
@@ -131,7 +131,7 @@ def test_opcheck_of_more(device: torch.device, n: int) -> None:
     outs = outs.nan_to_num(0.5)
     opcheck(OPS.default, (list(outs), list(lses)), {"base": "2"})
     out = torch.empty_like(outs[0])
-    opcheck(OPS.out, (list(outs), list(lses)), {"out": out, "lse": None})
+    opcheck(OPS.out, (list(outs), list(lses)), {"output": out, "lse": None})
 
 
 def test_fake_tensors(device: torch.device) -> None:
@@ -151,14 +151,14 @@ def test_fake_tensors(device: torch.device) -> None:
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
-    "count": {"lses": torch.zeros(2, 5, 2).unbind(0)},
+    "number": {"lses": torch.zeros(2, 5, 2).unbind(0)},
     "stack": {"lses": torch.zeros(3, 5, 2)},
     "dtype": {"outs": [torch.zeros(5, 2, 8, dtype=torch.int32)] * 3},
     "shape": {"outs": [torch.zeros(5, 2, 8), torch.zeros(5, 2, 9), torch.zeros(5, 2, 8)]},
     "layout": {"lse_layout": "heads_tokens"},
     "base": {"base": "10"},
     "scale": {"scale": torch.ones(1)},
-    "num_valid": {"num_valid": torch.ones(4, dtype=torch.int32)},
+    "count": {"count": torch.ones(4, dtype=torch.int32)},
 }
 
 
@@ -184,7 +184,7 @@ def test_a_batch_of_what_writes_is_an_error_that_says_so(device: torch.device) -
     batch = torch.stack([outs[1]] * 3)
 
     def merge(one: Tensor) -> None:
-        merge_states([outs[0], one], list(lses), out=out, lse=lse)
+        merge_states([outs[0], one], list(lses), output=out, lse=lse)
 
     text = "merge_states: outs[1]: batched by torch.vmap, expected a plain tensor: the op writes"
     with pytest.raises(RuntimeError, match=re.escape(text)):

@@ -28,6 +28,7 @@ from mistakes import (
     bytes_text,
     index_text,
     not_tensors,
+    on_cuda,
     overlap_text,
     stride_text,
     zeros,
@@ -191,12 +192,12 @@ def test_more_triples_than_a_part_holds(bad: int | None) -> None:
 @pytest.mark.cuda
 def test_where_memory_has_to_be() -> None:
     good = good_arguments()
-    on_gpu = {name: good[name].cuda() for name in ("gpu", "triples")}
+    on_gpu = {name: good[name].cuda() for name in ("device", "triples")}
     pinned = good["host"].pin_memory()
     for change, text in (
         ({"host": good["host"]}, "host: pageable host memory, expected pinned host memory"),
         ({"host": pinned.cuda()}, "host: device cuda:0, expected cpu"),
-        ({"triples": good["triples"]}, "triples: device cpu, expected cuda:0 as in gpu"),
+        ({"triples": good["triples"]}, "triples: device cpu, expected cuda:0 as in device"),
     ):
         arguments = {**good, **on_gpu, "host": pinned, **change}
         with pytest.raises(ValueError, match=f"^swap_rows: {re.escape(text)}"):
@@ -226,7 +227,7 @@ def test_in_a_graph_of_pytorch(backend: str) -> None:
     assert torch.equal(found, expected[0].sum() + 2 * expected[1].sum())
 
 
-@pytest.mark.parametrize("argument", ["host", "gpu"])
+@pytest.mark.parametrize("argument", ["host", "device"])
 def test_both_count_as_changed(argument: str) -> None:
     """A backward pass that has kept the old content raises; a gradient is refused."""
     good = good_arguments()
@@ -272,7 +273,7 @@ CASES = [Swap()]
 
 def good_arguments() -> dict[str, Any]:
     triples = torch.tensor([[0, 1, 2], [1, 3, 1]])
-    tensors = {"host": zeros(ROWS, 8), "gpu": torch.ones(SLOTS, 8), "triples": triples}
+    tensors = {"host": zeros(ROWS, 8), "device": torch.ones(SLOTS, 8), "triples": triples}
     return {**tensors, "num_sms": 2, "order": "auto"}
 
 
@@ -284,31 +285,34 @@ def mistakes() -> list[Mistake]:
     inside = memory[7:9].view(-1)[:6].view(2, 3)
     apart = "expected 32 or more in a tensor that is written; .clone() one that was expanded"
     return [
-        *not_tensors(good, "host", "gpu", "triples"),
+        *not_tensors(good, "host", "device", "triples"),
         *bad_indices("triples", good["triples"]),
         ({"host": zeros(ROWS, 8, dtype=torch.float16)}, TypeError,
-         "host: dtype float16, expected float32 as in gpu"),
-        ({"host": zeros(ROWS, 7)}, ValueError, bytes_text("host", 28, [3, 7], "gpu")),
+         "host: dtype float16, expected float32 as in device"),
+        ({"host": zeros(ROWS, 7)}, ValueError, bytes_text("host", 28, [3, 7], "device")),
         ({"host": torch.tensor(1.0)}, ValueError,
          "host: shape [], expected at least 1 dimension"),
         ({"host": zeros(8, ROWS).t()}, ValueError, stride_text("host", 3, 1, [3, 8], 1)),
-        ({"gpu": torch.tensor(1.0)}, ValueError, "gpu: shape [], expected at least 1 dimension"),
-        ({"gpu": zeros(8, SLOTS).t()}, ValueError, stride_text("gpu", 50, 1, [50, 8], 1)),
+        ({"device": torch.tensor(1.0)}, ValueError,
+         "device: shape [], expected at least 1 dimension"),
+        ({"device": zeros(8, SLOTS).t()}, ValueError, stride_text("device", 50, 1, [50, 8], 1)),
         ({"triples": torch.tensor(3)}, ValueError, f"triples: shape [], {wanted}"),
         ({"triples": torch.arange(4)}, ValueError, f"triples: shape [4], {wanted}"),
         ({"triples": torch.zeros(4, 2, dtype=torch.int32)}, ValueError,
          f"triples: shape [4, 2], {wanted}"),
         ({"host": zeros(1, 8).expand(ROWS, 8)}, ValueError,
          f"host: rows of 32 bytes, 0 bytes apart (shape [3, 8]), {apart}"),
-        ({"gpu": zeros(1, 8).expand(SLOTS, 8)}, ValueError,
-         f"gpu: rows of 32 bytes, 0 bytes apart (shape [50, 8]), {apart}"),
-        ({"host": table[:ROWS], "gpu": table[ROWS - 1 :]}, ValueError,
-         overlap_text("host", "gpu")),
+        ({"device": zeros(1, 8).expand(SLOTS, 8)}, ValueError,
+         f"device: rows of 32 bytes, 0 bytes apart (shape [50, 8]), {apart}"),
+        ({"host": table[:ROWS], "device": table[ROWS - 1 :]}, ValueError,
+         overlap_text("host", "device")),
         ({"host": table, "triples": inside}, ValueError, overlap_text("triples", "host")),
-        ({"gpu": table, "triples": inside}, ValueError, overlap_text("triples", "gpu")),
+        ({"device": table, "triples": inside}, ValueError, overlap_text("triples", "device")),
+        ({"host": on_cuda(good["host"])}, ValueError,
+         "host: device cuda:0, expected cpu, in the order (host, device, triples)"),
         ({"order": "source"}, ValueError,
-         'order: "source", expected "auto", "host" or "given"'),
-        ({"order": 3}, TypeError, 'order: int, expected "auto", "host" or "given"'),
+         'order: "source", expected "auto", "given" or "host"'),
+        ({"order": 3}, TypeError, 'order: int, expected "auto", "given" or "host"'),
         ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
         ({"num_sms": True}, TypeError, "num_sms: bool, expected an int"),
         ({"num_sms": "2"}, TypeError, "num_sms: str, expected an int"),
@@ -349,7 +353,7 @@ def fuzz(f: Fuzzer) -> Call:
         assert same_bits(host, expected[0])
         assert same_bits(gpu, expected[1])
 
-    arguments = {"host": host, "gpu": gpu, "triples": triples}
+    arguments = {"host": host, "device": gpu, "triples": triples}
     arguments |= {"num_sms": f.rng.choice([None, 3]), "order": f.rng.choice(["auto", *ORDERS])}
     return Call(swap_rows, arguments, prove)
 

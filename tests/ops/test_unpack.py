@@ -37,7 +37,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def ref_unpack(dst: Tensor, src: Tensor, descriptors: Tensor, count: int | None = None) -> None:
+def ref_unpack(src: Tensor, dst: Tensor, descriptors: Tensor, count: int | None = None) -> None:
     """Piece by piece."""
     to, source = as_bytes(dst), as_bytes(src)
     listed = descriptors.tolist()
@@ -78,12 +78,12 @@ def run_and_compare(
     dst: Buffer, src: Buffer, descriptors: Tensor, count: Tensor | None = None
 ) -> None:
     dst_twin, src_twin = dst.twin(), src.twin()
-    assert unpack(dst.view, src.view, descriptors, count=count) is None
+    assert unpack(src.view, dst.view, descriptors, count=count) is None
     if dst.view.is_cuda or src.view.is_cuda:
         torch.cuda.synchronize()
         jitkern.check()
     number = None if count is None else int(count)
-    ref_unpack(dst_twin.view, src.view, descriptors, number)
+    ref_unpack(src.view, dst_twin.view, descriptors, number)
     assert dst.same(dst_twin)
     assert src.same(src_twin)
 
@@ -192,8 +192,8 @@ def test_of_nothing(device: torch.device, width: int) -> None:
         if width == 6:
             run_and_compare(dst, src, rows_of([(MOST, 3, 5, 0, LEAST, 1)], where, 6))
         empty = torch.empty(0, dtype=torch.uint8, device=device)
-        unpack(empty, src.view, rows_of(far, where, width))
-        unpack(dst.view, empty, rows_of(far, where, width))
+        unpack(src.view, empty, rows_of(far, where, width))
+        unpack(empty, dst.view, rows_of(far, where, width))
         unpack(empty, empty, rows_of([], where, width))
 
 
@@ -223,8 +223,8 @@ def test_dtypes_and_shapes(device: torch.device, dtype: torch.dtype) -> None:
     dst = torch.zeros(2, 3, 64, device=device).to(dtype)
     expected = dst.clone()
     rows = rows_of([(5, 17, 100), (0, 130, 30)], device)
-    ref_unpack(expected, src, rows)
-    unpack(dst, src, rows)
+    ref_unpack(src, expected, rows)
+    unpack(src, dst, rows)
     assert torch.equal(as_bytes(dst), as_bytes(expected))
 
 
@@ -301,9 +301,9 @@ def test_out_of_range(device: torch.device, change: dict[int, int], text: str) -
         descriptors = descriptors.to(where)
         twin = dst.twin()
         with out_of_range(where, f"unpack: {text}"):
-            unpack(dst.view, src.view, descriptors)
+            unpack(src.view, dst.view, descriptors)
         if where.type == "cuda":
-            ref_unpack(twin.view, src.view, descriptors[[0, 1, 3]])
+            ref_unpack(src.view, twin.view, descriptors[[0, 1, 3]])
         elif device.type == "cuda":
             torch.cuda.synchronize()
         assert dst.same(twin)
@@ -324,7 +324,7 @@ def test_overlapping_pieces_stay_in_their_places(device: torch.device, stride: i
     dst, src = buffers(device, 2000, 2000)
     twin = dst.twin()
     begin, end = (500, 500 + 20 + 99 * stride) if stride >= 0 else (500 + 99 * stride, 520)
-    unpack(dst.view, src.view, rows_of([(3, 500, 20, 100, 7, stride)], device, 6))
+    unpack(src.view, dst.view, rows_of([(3, 500, 20, 100, 7, stride)], device, 6))
     for buffer in (dst, twin):
         buffer.view[begin:end] = 0
     assert dst.same(twin)
@@ -423,7 +423,7 @@ def fuzz(f: Fuzzer) -> Call:
     number = f.rng.choice([None, None, -1, 0, 2, 100])
     count = None if number is None else torch.tensor([number], device=descriptors.device)
     expected = dst.clone()
-    ref_unpack(expected, src, descriptors, number)
+    ref_unpack(src, expected, descriptors, number)
 
     def prove(result: Any) -> None:
         assert result is None

@@ -39,14 +39,14 @@ def test_in_a_cuda_graph(direction: str, width: int) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        unpack(dst.view, src.view, rows, count=count)
+        unpack(src.view, dst.view, rows, count=count)
     for number, seed in ((6, 1), (2, 2), (0, 3), (6, 4)):
         count.fill_(number)
         rows.copy_(rows_of(scattered(sizes, 90_000, 200_000, seed), device, width))
         twin = dst.twin()
         graph.replay()
         torch.cuda.synchronize()
-        ref_unpack(twin.view, src.view, rows, number)
+        ref_unpack(src.view, twin.view, rows, number)
         assert dst.same(twin)
     rows[1, 1] = MOST
     twin = dst.twin()
@@ -56,7 +56,7 @@ def test_in_a_cuda_graph(direction: str, width: int) -> None:
     text = f"unpack: dst: bytes up to {MOST} in descriptor 1, expected at most 200000"
     with pytest.raises(IndexError, match=re.escape(text)):
         jitkern.check()
-    ref_unpack(twin.view, src.view, rows[[0, 2, 3, 4, 5]])
+    ref_unpack(src.view, twin.view, rows[[0, 2, 3, 4, 5]])
     assert dst.same(twin)
 
 
@@ -64,13 +64,13 @@ def test_in_a_cuda_graph(direction: str, width: int) -> None:
 def test_descriptors_of_the_cpu_are_not_captured() -> None:
     device = torch.device("cuda")
     dst, src = buffers(device, 100, 100)
-    unpack(dst.view, src.view, rows_of([(0, 0, 9)], torch.device("cpu")))
+    unpack(src.view, dst.view, rows_of([(0, 0, 9)], torch.device("cpu")))
     torch.cuda.synchronize()
     with (
         torch.cuda.graph(torch.cuda.CUDAGraph()),
         pytest.raises(ValueError, match="unpack: descriptors: device cpu while a graph"),
     ):
-        unpack(dst.view, src.view, rows_of([(0, 0, 9)], torch.device("cpu")))
+        unpack(src.view, dst.view, rows_of([(0, 0, 9)], torch.device("cpu")))
 
 
 @pytest.mark.cuda
@@ -92,19 +92,19 @@ def test_order_on_a_stream(which: int) -> None:
         src.whole.copy_(new)
         if where.type == "cuda":
             rows.copy_(wanted)
-        unpack(dst.view, src.view, rows)
+        unpack(src.view, dst.view, rows)
         if where.type == "cpu":
             rows.fill_(0)
         middle = dst.view.clone()
         for _ in range(5):  # each writes what the next one reads
             back = wanted.to(device)[:, [1, 0, 2]].contiguous()
-            unpack(middle, src.view, wanted.to(device))
-            unpack(src.view, middle, back[:1])
+            unpack(src.view, middle, wanted.to(device))
+            unpack(middle, src.view, back[:1])
         torch.cuda.current_stream().synchronize()
     jitkern.check()
     reference = src.twin()
     reference.whole.copy_(new)
-    ref_unpack(twin.view, reference.view, wanted)
+    ref_unpack(reference.view, twin.view, wanted)
     assert dst.same(twin)
 
 
@@ -123,7 +123,7 @@ def test_calls_that_depend_on_each_other() -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         for i in range(calls):
-            unpack(memory[i + 1], memory[i], rows[i : i + 1])
+            unpack(memory[i], memory[i + 1], rows[i : i + 1])
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(memory[calls, : size - 3 * calls], first[3 * calls :])
@@ -147,7 +147,7 @@ def test_pageable_memory_is_refused_with_the_cure() -> None:
         rows = rows_of([(0, 0, 8)], where)
         for dst, src, name in ((gpu, host, "src"), (host, gpu, "dst")):
             with pytest.raises(ValueError, match=f"unpack: {name}: pageable host mem") as caught:
-                unpack(dst, src, rows)
+                unpack(src, dst, rows)
             assert "pin_memory" in str(caught.value)
 
 

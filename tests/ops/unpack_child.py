@@ -42,7 +42,7 @@ def check_the_launch() -> None:
     """The kernel of the format; blocks that copy, and others behind them if there may be a rest."""
     count = torch.tensor([3], dtype=torch.int32)
     six = torch.zeros(9000, 6, dtype=torch.int64)
-    unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(six), count=on_gpu(count))
+    unpack(on_gpu(OTHER), on_gpu(DEVICE), on_gpu(six), count=on_gpu(count))
     line, told = launched()
     assert "jitkern_unpack_v16_i64x6 of" in line and f"block {THREADS},1,1" in line, line
     assert told[:4] == (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE)
@@ -56,7 +56,7 @@ def check_the_launch() -> None:
     own = 1 + SIZE // (512 * OWN_SEGMENTS)
     rows = torch.zeros(copiers * (THREADS // 32) // own, 3, dtype=torch.int64)
     for num, dealers in ((len(rows), 0), (len(rows) + 1, copiers // 2)):
-        unpack(on_gpu(DEVICE), on_gpu(OTHER), on_gpu(torch.zeros(num, 3, dtype=torch.int64)))
+        unpack(on_gpu(OTHER), on_gpu(DEVICE), on_gpu(torch.zeros(num, 3, dtype=torch.int64)))
         line, told = launched()
         assert "jitkern_unpack_v16_i64x3 of" in line, line
         assert told[5:9] == (0, num, 0, copiers) and grid_of(line) == copiers + dealers, line
@@ -64,7 +64,7 @@ def check_the_launch() -> None:
 
 def check_few_blocks_for_few_bytes() -> None:
     rows = on_gpu(torch.zeros(3, 3, dtype=torch.int64))
-    unpack(on_gpu(DEVICE[:1000]), on_gpu(OTHER), rows)
+    unpack(on_gpu(OTHER), on_gpu(DEVICE[:1000]), rows)
     line, told = launched()
     assert "grid 1,1,1" in line and told[8] == 1, line
 
@@ -73,7 +73,7 @@ def check_host_memory() -> None:
     """By few SMs; what is not pinned is refused, but for what has no bytes."""
     rows = torch.zeros(4000, 3, dtype=torch.int64)
     for dst, src in ((on_gpu(DEVICE), PINNED), (PINNED, on_gpu(DEVICE))):
-        unpack(dst, src, on_gpu(rows))
+        unpack(src, dst, on_gpu(rows))
         line, told = launched()
         assert grid_of(line) <= 64 and told[8] <= 32
         assert told[9:11] == (src is PINNED, dst is PINNED)
@@ -81,16 +81,16 @@ def check_host_memory() -> None:
     pageable = torch.zeros(100)
     for given in (on_gpu(rows), rows):
         text = "unpack: {}: pageable host memory, expected pinned host memory .*"
-        refused(ValueError, text.format("src"), unpack, on_gpu(DEVICE), pageable, given)
-        refused(ValueError, text.format("dst"), unpack, pageable, on_gpu(DEVICE), given)
+        refused(ValueError, text.format("src"), unpack, pageable, on_gpu(DEVICE), given)
+        refused(ValueError, text.format("dst"), unpack, on_gpu(DEVICE), pageable, given)
     assert log() == ""
-    unpack(on_gpu(DEVICE), torch.zeros(0), on_gpu(rows))
+    unpack(torch.zeros(0), on_gpu(DEVICE), on_gpu(rows))
     assert launched()[1][3] == 0
 
 
 def check_descriptors_of_the_host_are_uploaded() -> None:
     """In rows of six, in as few pieces as possible, and no more of them than count."""
-    sides = (on_gpu(DEVICE), foreign(PINNED))
+    sides = (foreign(PINNED), on_gpu(DEVICE))
     rows = torch.tensor(
         [[7, 9, 5, 1, 0, 0], [0, 0, 0, 9, 9, 9], [1, 2, 8, 4, 8, 8], [0, 0, 4, 9, 5, 0], [-1] * 6]
     )
@@ -118,7 +118,7 @@ def check_descriptors_of_the_host_are_uploaded() -> None:
 def check_nothing_is_queued_where_a_descriptor_is_wrong() -> None:
     rows = torch.tensor([[0, 0, 8], [SIZE, 0, 1]])
     text = rf"unpack: src: bytes up to {SIZE + 1} in descriptor 1, expected at most {SIZE}; .*"
-    refused(IndexError, text, unpack, on_gpu(DEVICE), foreign(PINNED), foreign(rows))
+    refused(IndexError, text, unpack, foreign(PINNED), on_gpu(DEVICE), foreign(rows))
     assert log() == ""
 
 
@@ -126,21 +126,21 @@ def check_capture() -> None:
     rows = torch.tensor([[0, 0, 8]])
     driver.fake_capture(1)
     text = "unpack: descriptors: device cpu while a graph is captured, expected device cuda:0"
-    refused(ValueError, text, unpack, on_gpu(DEVICE), PINNED, rows)
-    unpack(on_gpu(DEVICE), PINNED, on_gpu(rows))
+    refused(ValueError, text, unpack, PINNED, on_gpu(DEVICE), rows)
+    unpack(PINNED, on_gpu(DEVICE), on_gpu(rows))
     assert "i64x3 of" in log()
 
 
 def check_devices() -> None:
     rows = torch.tensor([[0, 0, 8]])
     text = "unpack: descriptors: device cuda:0, expected .*cpu.*"
-    refused(ValueError, text, unpack, DEVICE, OTHER, on_gpu(rows))
+    refused(ValueError, text, unpack, OTHER, DEVICE, on_gpu(rows))
     count = torch.tensor([1])
     text = "unpack: count: device cpu, expected .*cuda:0.*"
-    sides = (on_gpu(DEVICE), on_gpu(OTHER))
+    sides = (on_gpu(OTHER), on_gpu(DEVICE))
     refused(ValueError, text, unpack, *sides, on_gpu(rows), count=count)
     text = "unpack: dst: overlaps src, expected memory of its own"
-    refused(ValueError, text, unpack, on_gpu(DEVICE[:100]), on_gpu(DEVICE[99:]), on_gpu(rows))
+    refused(ValueError, text, unpack, on_gpu(DEVICE[99:]), on_gpu(DEVICE[:100]), on_gpu(rows))
 
 
 if __name__ == "__main__":

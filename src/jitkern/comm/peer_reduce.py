@@ -163,15 +163,15 @@ class PeerReducer:
         return int(host.module()["peer_workspace_bytes"](size, max_bytes, one_shot_bytes))
 
     def all_reduce(
-        self, x: Tensor, *, out: Tensor | None = None, algorithm: Algorithm = "auto"
+        self, x: Tensor, *, output: Tensor | None = None, algorithm: Algorithm = "auto"
     ) -> Tensor:
-        """Sum ``x`` over all ranks; in place, unless ``out`` is given. Return the sum.
+        """Sum ``x`` over all ranks; in place, unless ``output`` is given. Return the sum.
 
         Parameters
         ----------
         x : Tensor
             fp32, fp16 or bf16, contiguous, any number of items. Fastest if aligned to 16 bytes.
-        out : Tensor, optional
+        output : Tensor, optional
             Same dtype and number of items: ``x`` itself, or memory of its own.
         algorithm : "auto", "one_shot" or "two_shot"
             One shot: each rank sends everything to all others, in one trip. Two shots: each rank
@@ -197,11 +197,11 @@ class PeerReducer:
             raise ValueError(
                 f"all_reduce: algorithm: {algorithm!r}, expected 'auto', 'one_shot' or 'two_shot'"
             ) from None
-        if out is None or out is x:  # each tensor that C++ is given takes 0.2 us
+        if output is None or output is x:  # each tensor that C++ is given takes 0.2 us
             call_cpp("all_reduce", self._all_reduce, (x, None, way), {"x": x}, {})
             return x
-        call_cpp("all_reduce", self._all_reduce, (x, out, way), {"out": out}, {"x": x})
-        return out
+        call_cpp("all_reduce", self._all_reduce, (x, output, way), {"output": output}, {"x": x})
+        return output
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
         """Sum ``x`` over all ranks, and write part ``rank`` of ``size`` of it to ``output``.

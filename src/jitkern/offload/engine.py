@@ -382,9 +382,9 @@ class OffloadEngine:
         how: dict[str, Any],
     ) -> None:
         if to_gpu:
-            copy_blocks(gpu, cpu, pairs, src_block_dim=self._block_dim, **how)
+            copy_blocks(cpu, gpu, pairs, src_block_dim=self._block_dim, **how)
         else:
-            copy_blocks(cpu, gpu, pairs, dst_block_dim=self._block_dim, **how)
+            copy_blocks(gpu, cpu, pairs, dst_block_dim=self._block_dim, **how)
 
     def _sides(
         self, layer: int | None, num_tokens: int | None

@@ -192,8 +192,8 @@ class DescriptorRing:
 
     def serve(
         self,
-        dst: torch.Tensor,
         src: torch.Tensor,
+        dst: torch.Tensor,
         *,
         num_sms: int = 1,
         idle_timeout_s: float = _WAIT_S,
@@ -208,7 +208,7 @@ class DescriptorRing:
 
         Parameters
         ----------
-        dst, src : Tensor
+        src, dst : Tensor
             As of :func:`jitkern.unpack`.
         num_sms : int, optional
             Blocks of the kernel, each on an SM: 1 to 8, and 1 before compute capability 9.0.
@@ -223,7 +223,7 @@ class DescriptorRing:
         _require_writable(_SERVE, dst, src)
         sms = count_arg(_SERVE, "num_sms", num_sms, _most_sms(self.device))
         idle_ns = int(1e9 * number_arg(_SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
-        return RingServer(self, partial(self._serve, dst, src, sms, idle_ns), dst)
+        return RingServer(self, partial(self._serve, src, dst, sms, idle_ns), dst)
 
     def close(self) -> None:
         """End its server, wait for the GPUs and give the memory back; again: do nothing."""
@@ -252,7 +252,7 @@ class DescriptorRing:
         return f"DescriptorRing({text})"
 
     def _unpack(
-        self, dst: torch.Tensor, src: torch.Tensor, slot: int | None, num_slots: int
+        self, src: torch.Tensor, dst: torch.Tensor, slot: int | None, num_slots: int
     ) -> None:
         """Do what :func:`jitkern.unpack` does of a ring."""
         first = -1
@@ -264,7 +264,7 @@ class DescriptorRing:
             num_slots = count_arg("unpack", "num_slots", num_slots, self.num_slots)
         _require_writable("unpack", dst, src)
         try:
-            self._consume(dst, src, first, num_slots)
+            self._consume(src, dst, first, num_slots)
         except (TypeError, ValueError):
             raise  # nothing was queued
         except Exception as error:

@@ -46,12 +46,12 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
 
 @op(kernel, writes=("dst",), reads=("src",))
 def copy_blocks(
-    dst: Tensor,
     src: Tensor,
+    dst: Tensor,
     pairs: Tensor,
     *,
-    dst_block_dim: int = 1,
     src_block_dim: int = 1,
+    dst_block_dim: int = 1,
     method: Literal["auto", "sm", "engine"] = "auto",
     count: Tensor | None = None,
     num_sms: int | None = None,
@@ -66,7 +66,7 @@ def copy_blocks(
 
     Parameters
     ----------
-    dst, src : Tensor
+    src, dst : Tensor
         ``[num_layers, num_blocks, ...]``, or ``[num_blocks, num_layers, ...]`` if the block
         dimension is 0. Same dtype, layers and bytes of a block in one layer; these bytes are
         contiguous, 1 or more, and the first two strides are free. A cache of one layer is
@@ -78,7 +78,7 @@ def copy_blocks(
         ``[..., 2]`` of (source block, destination block), int32 or int64, contiguous, on the GPU or
         the CPU. A pair with a negative member is skipped. A repeated destination ends undefined.
         Pairs on the CPU are read before the call returns.
-    dst_block_dim, src_block_dim : int
+    src_block_dim, dst_block_dim : int
         The dimension that counts blocks, 0 or 1; the other one counts layers.
     method : {"auto", "sm", "engine"}
         "auto" leaves the GPU to a model beside it: a kernel on 2 SMs copies, and writes to the host
@@ -113,5 +113,5 @@ def copy_blocks(
     >>> pool = torch.zeros(1000, 32, 4096, dtype=torch.uint8, pin_memory=True)  # block-first
     >>> cache = torch.zeros(32, 200, 4096, dtype=torch.uint8, device="cuda")
     >>> pairs = torch.tensor([[7, 0], [999, 5]], device="cuda")
-    >>> jitkern.copy_blocks(cache, pool, pairs, src_block_dim=0)
+    >>> jitkern.copy_blocks(pool, cache, pairs, src_block_dim=0)
     """

@@ -37,7 +37,7 @@ def d2h_scatter(
     pairs: Tensor,
     *,
     num_sms: int | None = None,
-    order: Literal["auto", "destination", "given"] = "auto",
+    order: Literal["auto", "given", "host"] = "auto",
     method: Literal["auto", "sm", "cpu"] = "auto",
     num_threads: int | None = None,
 ) -> None:
@@ -62,7 +62,7 @@ def d2h_scatter(
         undefined. Pairs on the CPU are read and checked before anything is queued.
     num_sms : int, optional
         SMs that write over the link; see :func:`jitkern.h2d_gather`.
-    order : {"auto", "destination", "given"}
+    order : {"auto", "given", "host"}
         Order in which rows are written; the result is the same. "auto" sorts by place in ``dst`` if
         that is faster; see :func:`jitkern.h2d_gather`.
     method : {"auto", "sm", "cpu"}

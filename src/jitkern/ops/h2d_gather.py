@@ -40,7 +40,7 @@ def h2d_gather(
     dedup: bool = True,
     reuse_resident: bool = False,
     num_sms: int | None = None,
-    order: Literal["auto", "source", "given"] = "auto",
+    order: Literal["auto", "given", "host"] = "auto",
     method: Literal["auto", "sm", "cpu", "both"] = "auto",
     num_threads: int | None = None,
 ) -> None:
@@ -77,11 +77,11 @@ def h2d_gather(
         SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto", so
         that a decode step beside the call takes 1.06 of its time; with the other methods enough to
         keep the link busy, 3 to 8. Small calls use the whole GPU for a few microseconds.
-    order : {"auto", "source", "given"}
-        Order in which rows are fetched; the result is the same. Random rows of a source beyond 0.75
-        GiB miss in the link's address translation, 36 ns each; sorted, they miss once per page.
-        "auto" sorts if the source is that large, rows are 2 KiB or less, and there are 4,096 pairs
-        or more (10,240 at 1 GiB).
+    order : {"auto", "given", "host"}
+        Order in which rows are fetched: as given, or by place in ``src``. The result is the same.
+        Random rows of a source beyond 0.75 GiB miss in the link's address translation, 36 ns each;
+        sorted, they miss once per page. "auto" sorts if the source is that large, rows are 2 KiB or
+        less, and there are 4,096 pairs or more (10,240 at 1 GiB).
     method : {"auto", "sm", "cpu", "both"}
         "sm": SMs fetch over the link, as many as fill it. "cpu": CPU threads gather rows into
         pinned staging memory, the copy engine sends it, and a small kernel places the rows; ``src``

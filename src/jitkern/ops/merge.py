@@ -47,7 +47,7 @@ def merge_state(
     out_b: Tensor,
     lse_b: Tensor,
     *,
-    out: Tensor | None = None,
+    output: Tensor | None = None,
     lse: Tensor | bool | None = None,
     base: Base = "e",
     lse_layout: LseLayout = "tokens_heads",
@@ -66,10 +66,10 @@ def merge_state(
     lse_a, lse_b : Tensor
         ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``: the log of
         the sum of exponentials of the scores, for each row.
-    out, lse, base, lse_layout, scale
+    output, lse, base, lse_layout, scale
         See :func:`merge_states`.
     prefill_tokens_with_context : int, optional
-        Only the first N tokens have a partial result `a`. The rest of `out` and `lse` is copied
+        Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
         from `out_b` and `lse_b`.
 
     Returns
@@ -85,10 +85,10 @@ def merge_state(
     >>> out.tolist(), round(lse.item(), 4)
     ([[[0.5, 0.5, 0.5, 0.5]]], 0.6931)
     """
-    given = given_of(out, lse)
+    given = given_of(output, lse)
     read = (out_a, lse_a, out_b, lse_b) if scale is None else (out_a, lse_a, out_b, lse_b, scale)
     if dispatch.in_inference_mode() or dispatch.may_write(given, read):
-        to, to_lse = out, lse
+        to, to_lse = output, lse
         options = options_of("merge_state", base, lse_layout, scale, prefill_tokens_with_context)
         try:
             if to is None:
@@ -107,14 +107,14 @@ def merge_state(
         except (RuntimeError, ValueError) as error:
             partials = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
             dispatch.require_wrapper(
-                error, "merge_state", **partials, out=to, lse=to_lse, scale=scale
+                error, "merge_state", **partials, output=to, lse=to_lse, scale=scale
             )
     return two_through_torch(
         out_a,
         lse_a,
         out_b,
         lse_b,
-        out=out,
+        output=output,
         lse=lse,
         base=base,
         lse_layout=lse_layout,
@@ -128,12 +128,12 @@ def merge_states(
     outs: Sequence[Tensor] | Tensor,
     lses: Sequence[Tensor] | Tensor,
     *,
-    out: Tensor | None = None,
+    output: Tensor | None = None,
     lse: Tensor | bool | None = None,
     base: Base = "e",
     lse_layout: LseLayout = "tokens_heads",
     scale: Tensor | None = None,
-    num_valid: Tensor | None = None,
+    count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Merge partial results of attention over parts of the keys into the result over all.
 
@@ -141,7 +141,7 @@ def merge_states(
     sum(w_i)`` and its LSE ``max + log(sum(w_i))``. One launch, asynchronous on the current stream;
     each partial is read once. Computed in fp32 and summed in the order of the partials, so that
     ranks get the same bits. A CUDA graph may capture any call. Differentiable in `outs` and `lses`,
-    unless `out` or a tensor as `lse` is given.
+    unless `output` or a tensor as `lse` is given.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def merge_states(
     lses : sequence of Tensor, or Tensor
         As many ``[tokens, heads]``, fp32, fp16 or bf16, of one dtype, any strides: the log of the
         sum of exponentials of the scores. Or one tensor ``[n, tokens, heads]``.
-    out : Tensor, optional
+    output : Tensor, optional
         ``[tokens, heads, dim]``, fp32, fp16, bf16 or float8_e4m3fn, `dim` contiguous. May be one of
         `outs`; otherwise it overlaps none. Default: a new tensor of their dtype.
     lse : Tensor or False, optional
@@ -163,11 +163,11 @@ def merge_states(
     lse_layout : {"tokens_heads", "heads_tokens"}
         Order of dimensions of `lses` and `lse`. vLLM uses ``[heads, tokens]``. Never guessed.
     scale : Tensor, optional
-        For a float8 `out`: one fp32 on its device. `out` is the result divided by it, clamped to
-        448.
-    num_valid : Tensor, optional
-        int32 or int64, on the device of `out`, one element or one for each token: only the first so
-        many partials count. Clamped to 0 and their number.
+        For a float8 `output`: one fp32 on its device. `output` is the result divided by it, clamped
+        to 448.
+    count : Tensor, optional
+        int32 or int64, on the device of `output`, one element or one for each token: only the first
+        ``count`` partials are merged. Clamped to 0 and their number.
 
     Returns
     -------
@@ -184,11 +184,11 @@ def merge_states(
     ------
     TypeError, ValueError
         Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; none or more than 64
-        partials; pageable memory; memory that overlaps; a float8 `out` without `scale`. Nothing was
-        written.
+        partials; pageable memory; memory that overlaps; a float8 `output` without `scale`. Nothing
+        was written.
     RuntimeError
-        `out` or `lse` is given, and an argument requires grad, or it is an inference tensor outside
-        of inference mode.
+        `output` or `lse` is given, and an argument requires grad, or it is an inference tensor
+        outside of inference mode.
 
     Examples
     --------
@@ -202,10 +202,10 @@ def merge_states(
     read = (*outs, *lses) if is_list and isinstance(lses, (list, tuple)) else (outs, lses)
     if scale is not None:
         read += (scale,)
-    given = given_of(out, lse)
+    given = given_of(output, lse)
     if dispatch.in_inference_mode() or dispatch.may_write(given, read):
-        to, to_lse = out, lse
-        options = options_of("merge_states", base, lse_layout, scale, num_valid)
+        to, to_lse = output, lse
+        options = options_of("merge_states", base, lse_layout, scale, count)
         try:
             if to is None and (like := first(outs)) is not None:
                 to = new_out(like)
@@ -220,15 +220,15 @@ def merge_states(
         except (AttributeError, TypeError) as error:
             raise not_tensors(outs=outs, lses=lses) or error from None
         except (RuntimeError, ValueError) as error:
-            rest = {"out": to, "lse": to_lse, "scale": scale, "num_valid": num_valid}
+            rest = {"output": to, "lse": to_lse, "scale": scale, "count": count}
             dispatch.require_wrapper(error, "merge_states", **named(outs=outs, lses=lses), **rest)
     return many_through_torch(
         outs,
         lses,
-        out=out,
+        output=output,
         lse=lse,
         base=base,
         lse_layout=lse_layout,
         scale=scale,
-        num_valid=num_valid,
+        count=count,
     )

@@ -25,22 +25,22 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     class Merge(torch.autograd.Function):
         @staticmethod
         def forward(
-            num: int, base: str, layout: str, num_valid: Tensor | None, prefill: Any, *both: Tensor
+            num: int, base: str, layout: str, count: Tensor | None, prefill: Any, *both: Tensor
         ) -> tuple[Tensor, Tensor]:
-            rest = {"num_valid": num_valid, "prefill_tokens_with_context": prefill}
+            rest = {"count": count, "prefill_tokens_with_context": prefill}
             return operator(
                 list(both[:num]), list(both[num:]), base=base, lse_layout=layout, **rest
             )
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-            ctx.num, base, ctx.layout, num_valid, ctx.prefill, *both = inputs
+            ctx.num, base, ctx.layout, count, ctx.prefill, *both = inputs
             ctx.log_base = 1.0 if base == "e" else math.log(2)
-            ctx.save_for_backward(num_valid, *both, *output)
+            ctx.save_for_backward(count, *both, *output)
 
         @staticmethod
         def backward(ctx: Any, g_out: Tensor, g_lse: Tensor) -> tuple[Tensor | None, ...]:
-            num_valid, *both, out, lse = ctx.saved_tensors
+            count, *both, out, lse = ctx.saved_tensors
             outs, lses = both[: ctx.num], both[ctx.num :]
             turned = ctx.layout == "heads_tokens"
             if turned:
@@ -51,8 +51,8 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
             of_lses: list[Tensor] = []
             for number, (one, log) in enumerate(zip(outs, lses, strict=True)):
                 merged = is_merged & ~log.isinf()  # inf - inf is NaN
-                if num_valid is not None:
-                    merged = merged & (number < num_valid.reshape(-1, 1))
+                if count is not None:
+                    merged = merged & (number < count.reshape(-1, 1))
                 counts = merged if number == 0 else merged | ~is_merged
                 below = (log.float() - lse).where(merged, 0.0)
                 weight = torch.exp(below * ctx.log_base).where(counts, 0.0)

@@ -41,10 +41,10 @@ def options_of(
     return is_second(op, BASE, base), is_second(op, LAYOUT, lse_layout), scale, last
 
 
-def given_of(out: Any, lse: Any) -> tuple[Any, ...]:
+def given_of(output: Any, lse: Any) -> tuple[Any, ...]:
     if lse is None or lse is False:
-        return () if out is None else (out,)
-    return (lse,) if out is None else (out, lse)
+        return () if output is None else (output,)
+    return (lse,) if output is None else (output, lse)
 
 
 def first(many: Any) -> Any:
@@ -92,27 +92,27 @@ def _through_torch(
     outs: Sequence[Tensor],
     lses: Sequence[Tensor],
     *,
-    out: Tensor | None = None,
+    output: Tensor | None = None,
     lse: Tensor | bool | None = None,
     base: str = "e",
     lse_layout: str = "tokens_heads",
     scale: Tensor | None = None,
-    num_valid: Tensor | None = None,
+    count: Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    op, rest = "merge_states", {"base": base, "lse_layout": lse_layout, "num_valid": num_valid}
+    op, rest = "merge_states", {"base": base, "lse_layout": lse_layout, "count": count}
     prefill = {"prefill_tokens_with_context": prefill_tokens_with_context}
-    if out is None and scale is None and (lse is None or lse is False):
+    if output is None and scale is None and (lse is None or lse is False):
         merged, merged_lse = dispatch.through_torch(
             op, outs=list(outs), lses=list(lses), **rest, **prefill
         )
         return merged, None if lse is False else merged_lse
-    if out is None:
-        out = new_out(outs[0])
+    if output is None:
+        output = new_out(outs[0])
     to_lse = new_lse(lses[0]) if lse is None else None if lse is False else lse
-    arguments = {"out": out, "lse": to_lse, "scale": scale, **rest, **prefill}
+    arguments = {"output": output, "lse": to_lse, "scale": scale, **rest, **prefill}
     dispatch.through_torch(op, "out", outs=list(outs), lses=list(lses), **arguments)
-    return out, to_lse  # type: ignore[return-value]
+    return output, to_lse  # type: ignore[return-value]
 
 
 def two_through_torch(
@@ -153,22 +153,22 @@ def _now(
     outs: list[Tensor],
     lses: list[Tensor],
     *,
-    out: Tensor,
+    output: Tensor,
     lse: Tensor | None,
     base: str = "e",
     lse_layout: str = "tokens_heads",
     scale: Tensor | None = None,
-    num_valid: Tensor | None = None,
+    count: Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
 ) -> None:
     if prefill_tokens_with_context is None:
-        options = options_of("merge_states", base, lse_layout, scale, num_valid)
-        host.op_now("merge_states", kernel)(outs, lses, out, lse, options)
+        options = options_of("merge_states", base, lse_layout, scale, count)
+        host.op_now("merge_states", kernel)(outs, lses, output, lse, options)
     else:
         last = prefill_tokens_with_context
         options = options_of("merge_state", base, lse_layout, scale, last)
         two = [one for pair in zip(outs, lses, strict=True) for one in pair]
-        host.op_now("merge_state", kernel)(*two, out, lse, options)
+        host.op_now("merge_state", kernel)(*two, output, lse, options)
 
 
 def _new(
@@ -176,7 +176,7 @@ def _new(
 ) -> tuple[Tensor, Tensor]:
     made = _fake(outs, lses)
     rest["prefill_tokens_with_context"] = prefill_tokens_with_context
-    _now(outs, lses, out=made[0], lse=made[1], **rest)
+    _now(outs, lses, output=made[0], lse=made[1], **rest)
     return made
 
 
@@ -191,7 +191,7 @@ def _fake(outs: list[Tensor], lses: list[Tensor], **_: Any) -> tuple[Tensor, Ten
 
 
 _REST = (
-    'str base="e", str lse_layout="tokens_heads", {}Tensor? num_valid=None, '
+    'str base="e", str lse_layout="tokens_heads", {}Tensor? count=None, '
     "int? prefill_tokens_with_context=None"
 )
 
@@ -203,7 +203,7 @@ OVERLOADS["merge_states"] = [
         _differentiable,
     ),
     TorchOverload(
-        "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) out, Tensor(b!)? lse, "
+        "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) output, Tensor(b!)? lse, "
         f"{_REST.format('Tensor? scale=None, ')}) -> ()",
         _now,
     ),

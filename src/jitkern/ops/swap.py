@@ -77,19 +77,19 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     return [*((*spec, 0) for spec in specs), *((*spec, 1) for spec in specs if spec[-1])]
 
 
-@op(kernel, writes=("host", "gpu"))
+@op(kernel, writes=("host", "device"))
 def swap_rows(
     host: Tensor,
-    gpu: Tensor,
+    device: Tensor,
     triples: Tensor,
     *,
     num_sms: int | None = None,
-    order: Literal["auto", "host", "given"] = "auto",
+    order: Literal["auto", "given", "host"] = "auto",
 ) -> None:
-    """Write row ``triples[i, 1]`` of ``gpu`` to ``host`` and fetch another row into its place.
+    """Write row ``triples[i, 1]`` of ``device`` to ``host`` and fetch another row into its place.
 
-    For every ``i`` the old content of ``gpu[triples[i, 1]]`` goes to ``host[triples[i, 2]]``, and
-    ``host[triples[i, 0]]`` into ``gpu[triples[i, 1]]``. One kernel on a few SMs keeps both
+    For every ``i`` the old content of ``device[triples[i, 1]]`` goes to ``host[triples[i, 2]]``,
+    and ``host[triples[i, 0]]`` into ``device[triples[i, 1]]``. One kernel on a few SMs keeps both
     directions of the link busy, asynchronously on the current stream. Keep ``host`` allocated until
     the stream has passed the call. Calls in the order of ``host`` take scratch memory: the rows'
     bytes and 28 or 48 per triple, at most 512 MiB. A CUDA graph may capture any call, also the
@@ -98,14 +98,14 @@ def swap_rows(
     Parameters
     ----------
     host : Tensor
-        ``[num_host_rows, ...]`` in host memory, pinned if ``gpu`` is on a GPU. Rows contiguous, row
-        stride free, 1 byte or more. Rows share no memory with each other or with ``gpu``.
-    gpu : Tensor
+        ``[num_host_rows, ...]`` in host memory, pinned if ``device`` is on a GPU. Rows contiguous,
+        row stride free, 1 byte or more. Rows share no memory with each other or with ``device``.
+    device : Tensor
         ``[num_slots, ...]``, dtype and bytes per row of ``host``, on a GPU or the CPU. Rows share
         no memory.
     triples : Tensor
         ``[..., 3]`` of (host row to fetch, slot, host row to write to), int32 or int64, contiguous,
-        on the device of ``gpu``. A negative host row leaves out that half; a negative slot skips
+        on the device of ``device``. A negative host row leaves out that half; a negative slot skips
         the triple. Equal host rows exchange the two. Slots should be distinct, and so should rows
         that are written; no triple should fetch a row that another one writes. Several may fetch
         the same row. Otherwise the CPU raises ValueError, and on a GPU those rows end undefined.
@@ -113,7 +113,7 @@ def swap_rows(
         SMs that work on the link, each with a block of 1024 threads. Default: 2, so that a decode
         step beside the call takes 1.06 of its time; 4 to 8 fill the link. Small calls use the whole
         GPU for a few microseconds.
-    order : {"auto", "host", "given"}
+    order : {"auto", "given", "host"}
         Order in which rows cross the link; the result is the same. "auto" sorts by place in
         ``host`` if that is faster; see :func:`jitkern.h2d_gather`.
 

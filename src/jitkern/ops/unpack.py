@@ -87,7 +87,7 @@ def shared_kernels() -> list[DeviceModule]:
 class Ring(Protocol):
     """What there is of a :class:`jitkern.offload.DescriptorRing`, which is of a level above."""
 
-    def _unpack(self, dst: Tensor, src: Tensor, slot: int | None, num_slots: int) -> None: ...
+    def _unpack(self, src: Tensor, dst: Tensor, slot: int | None, num_slots: int) -> None: ...
 
 
 _ring_type: type | None = None  # DescriptorRing, once it is imported
@@ -106,13 +106,13 @@ def _slots_without_ring(slot: int | None) -> ValueError:
 
 @op(kernel, writes=("dst",), reads=("src",), name="unpack")
 def _unpack_tensors(
-    dst: Tensor, src: Tensor, descriptors: Tensor, *, count: Tensor | None = None
+    src: Tensor, dst: Tensor, descriptors: Tensor, *, count: Tensor | None = None
 ) -> None: ...
 
 
 def _traced(
-    dst: Tensor,
     src: Tensor,
+    dst: Tensor,
     descriptors: Tensor | Ring,
     *,
     count: Tensor | None = None,
@@ -127,13 +127,13 @@ def _traced(
         )
     if slot is not None or num_slots != 1:
         raise _slots_without_ring(slot)
-    _unpack_tensors(dst, src, descriptors, count=count)  # type: ignore[arg-type]
+    _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
 
 
 @dispatch.traced_as(_traced)
 def unpack(
-    dst: Tensor,
     src: Tensor,
+    dst: Tensor,
     descriptors: Tensor | Ring,
     *,
     count: Tensor | None = None,
@@ -149,7 +149,7 @@ def unpack(
 
     Parameters
     ----------
-    dst, src : Tensor
+    src, dst : Tensor
         Contiguous, of any dtype and shape; they count as bytes. Both on one GPU, one of them in
         pinned host memory, or both on the CPU. They share no memory.
     descriptors : Tensor or DescriptorRing
@@ -192,15 +192,15 @@ def unpack(
     --------
     >>> staging = torch.arange(64, dtype=torch.uint8)
     >>> slab = torch.zeros(64, dtype=torch.uint8)
-    >>> jitkern.unpack(slab, staging, torch.tensor([[0, 7, 3], [10, 1, 2]]))
+    >>> jitkern.unpack(staging, slab, torch.tensor([[0, 7, 3], [10, 1, 2]]))
     >>> slab[:12].tolist()
     [0, 10, 11, 0, 0, 0, 0, 0, 1, 2, 0, 0]
     """
     if type(descriptors) is _ring_type:
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
-        cast("Ring", descriptors)._unpack(dst, src, slot, num_slots)
+        cast("Ring", descriptors)._unpack(src, dst, slot, num_slots)
         return
     if slot is not None or num_slots != 1:
         raise _slots_without_ring(slot)
-    _unpack_tensors(dst, src, descriptors, count=count)  # type: ignore[arg-type]
+    _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]

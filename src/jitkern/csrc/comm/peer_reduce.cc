@@ -128,7 +128,7 @@ PeerCall cut(const PeerPlan& plan, const Operand& x, const Operand& out, PeerCal
 PeerCall all_reduce_call(const PeerPlan& plan, AnyView x_arg, AnyView out_arg, i64 way) {
   const char* const op = "all_reduce";
   const Operand x(plan, op, "x", x_arg);
-  const Operand out = is_none(out_arg) ? x : Operand(plan, op, "out", out_arg);
+  const Operand out = is_none(out_arg) ? x : Operand(plan, op, "output", out_arg);
   out.same_dtype(x);
   if (out.count != x.count) {
     out.value_error(std::to_string(out.count) + " items", std::to_string(x.count) + ", as in x");

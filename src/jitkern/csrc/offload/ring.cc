@@ -130,9 +130,9 @@ class DescriptorRing {
   // Takes the pushes that are there, as unpack_ring.cu does: up to `num_slots` of them from slot
   // `slot` on, or of those that are next in turn where that is below 0. Of one with a descriptor
   // that is out of range nothing is copied.
-  void consume(AnyView dst_arg, AnyView src_arg, i64 slot, i64 num_slots) {
-    const UnpackSides sides(dst_arg, src_arg);
-    for (const Rows* side : {&sides.dst, &sides.src}) {
+  void consume(AnyView src_arg, AnyView dst_arg, i64 slot, i64 num_slots) {
+    const UnpackSides sides(src_arg, dst_arg);
+    for (const Rows* side : {&sides.src, &sides.dst}) {
       if (side->on_cuda()) side->value_error("device " + side->device_name(), "cpu");
     }
     const RingHeader& header = consumer_.header();
@@ -223,8 +223,8 @@ Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t ma
       Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),
       Function::FromTyped(
           [made](int64_t ticket, int64_t most_us) { return made->await_done(ticket, most_us); }),
-      Function::FromTyped([made](AnyView dst, AnyView src, int64_t slot, int64_t num_slots) {
-        made->consume(dst, src, slot, num_slots);
+      Function::FromTyped([made](AnyView src, AnyView dst, int64_t slot, int64_t num_slots) {
+        made->consume(src, dst, slot, num_slots);
       }),
       Function::FromTyped([made] { return made->next(); }),
   };

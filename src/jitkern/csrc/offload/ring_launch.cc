@@ -100,8 +100,8 @@ class RingOnGpu {
     boards_ = reinterpret_cast<RingBoard*>(at + memory.boards);
   }
 
-  void consume(AnyView dst, AnyView src, i64 slot, i64 num_slots) {
-    const UnpackSides sides = checked_sides(dst, src);
+  void consume(AnyView src, AnyView dst, i64 slot, i64 num_slots) {
+    const UnpackSides sides = checked_sides(src, dst);
     const CollectiveScope scope(sides.on_gpu().ordinal());
     const Kernel& kernel = kernels().find(scope.device, Spec()).entries[kConsume];
     ConsumeParams params = params_;
@@ -119,8 +119,8 @@ class RingOnGpu {
   }
 
   // Queues the server on a stream; it looks at `stop`, an u32 in pinned memory, at each turn.
-  void serve(AnyView dst, AnyView src, i64 num_sms, i64 idle_ns, i64 stop, i64 stream) const {
-    const UnpackSides sides = checked_sides(dst, src);
+  void serve(AnyView src, AnyView dst, i64 num_sms, i64 idle_ns, i64 stop, i64 stream) const {
+    const UnpackSides sides = checked_sides(src, dst);
     Device& device = Device::get(state_.device().device_id);
     check_pending_fault(device);
     const LaunchScope scope(device, reinterpret_cast<CUstream>(stream));
@@ -135,8 +135,8 @@ class RingOnGpu {
   }
 
  private:
-  UnpackSides checked_sides(AnyView dst, AnyView src) const {
-    const UnpackSides sides(dst, src);
+  UnpackSides checked_sides(AnyView src, AnyView dst) const {
+    const UnpackSides sides(src, dst);
     const int ordinal = state_.device().device_id;
     const Rows& on_gpu = sides.src.on_cuda() ? sides.on_gpu() : sides.dst;
     if (!on_gpu.on_cuda() || on_gpu.ordinal() != ordinal) {
@@ -192,12 +192,12 @@ int64_t ring_state_bytes(int64_t num_slots, int64_t max_descriptors) {
 Array<Function> ring_on_gpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state) {
   const auto made = std::make_shared<RingOnGpu>(std::move(host), std::move(state));
   return {
-      Function::FromTyped([made](AnyView dst, AnyView src, int64_t slot, int64_t num_slots) {
-        made->consume(dst, src, slot, num_slots);
+      Function::FromTyped([made](AnyView src, AnyView dst, int64_t slot, int64_t num_slots) {
+        made->consume(src, dst, slot, num_slots);
       }),
       Function::FromTyped(
-          [made](AnyView dst, AnyView src, int64_t num_sms, int64_t idle_ns, int64_t stop,
-                 int64_t stream) { made->serve(dst, src, num_sms, idle_ns, stop, stream); }),
+          [made](AnyView src, AnyView dst, int64_t num_sms, int64_t idle_ns, int64_t stop,
+                 int64_t stream) { made->serve(src, dst, num_sms, idle_ns, stop, stream); }),
   };
 }
 

@@ -273,9 +273,9 @@ void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
   }
 }
 
-void blocks_op(AnyView dst, AnyView src, AnyView pairs, AnyView dst_dim, AnyView src_dim,
+void blocks_op(AnyView src, AnyView dst, AnyView pairs, AnyView src_dim, AnyView dst_dim,
                AnyView method_value, AnyView count, AnyView num_sms) {
-  BlockCall call(dst, dst_dim, src, src_dim, pairs, count, num_sms);
+  BlockCall call(src, src_dim, dst, dst_dim, pairs, count, num_sms);
   const Method method = method_arg(method_value, call.pairs);
   const bool is_auto = method == Method::kAuto && !call.num_sms;
   call.beside_compute = is_auto;

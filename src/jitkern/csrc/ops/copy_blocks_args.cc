@@ -113,10 +113,10 @@ Rows Blocks::as_row() const {
   return row;
 }
 
-BlockCall::BlockCall(AnyView dst_arg, AnyView dst_dim, AnyView src_arg, AnyView src_dim,
+BlockCall::BlockCall(AnyView src_arg, AnyView src_dim, AnyView dst_arg, AnyView dst_dim,
                      AnyView pairs_arg, AnyView count_arg, AnyView num_sms_value)
-    : dst(kOp, "dst", dst_arg, "dst_block_dim", dst_dim),
-      src(kOp, "src", src_arg, "src_block_dim", src_dim),
+    : src(kOp, "src", src_arg, "src_block_dim", src_dim),
+      dst(kOp, "dst", dst_arg, "dst_block_dim", dst_dim),
       pairs(kOp, "pairs", pairs_arg),
       num_sms(num_sms_arg(kOp, num_sms_value)),
       num_layers(dst.num_layers),

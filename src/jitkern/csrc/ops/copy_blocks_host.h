@@ -35,8 +35,8 @@ struct Blocks : Tensor {
 
 // A call that is checked. Layers are one where each block is one piece on both sides.
 struct BlockCall {
-  Blocks dst;
   Blocks src;
+  Blocks dst;
   Indices pairs;
   std::optional<Indices> count;
   std::optional<i64> num_sms;
@@ -45,7 +45,7 @@ struct BlockCall {
   i64 piece_bytes;
   i64 num_pairs;
 
-  BlockCall(AnyView dst, AnyView dst_dim, AnyView src, AnyView src_dim, AnyView pairs,
+  BlockCall(AnyView src, AnyView src_dim, AnyView dst, AnyView dst_dim, AnyView pairs,
             AnyView count, AnyView num_sms);
 
   bool empty() const { return num_pairs == 0 || dst.empty() || src.empty(); }

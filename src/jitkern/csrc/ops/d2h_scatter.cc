@@ -12,7 +12,7 @@ const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyView order,
                  AnyView method, AnyView num_threads) {
   PairArgs args(kOp, kHostTarget, src, dst, pairs, num_sms);
-  const Lists lists{false, false, order_arg(kOp, order, "destination", args.traffic())};
+  const Lists lists{false, false, order_arg(kOp, order, args.traffic())};
   const Way way = way_arg(method, num_threads, args);
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);

@@ -63,7 +63,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
                           "int64 for reuse_resident with a dst of 2^31 or more rows");
   }
   const bool search = reuse_resident || (dedup && args.params.num_pairs >= kMinPairsToDedup);
-  const bool ordered = order_arg(kOp, order, "source", args.traffic());
+  const bool ordered = order_arg(kOp, order, args.traffic());
   const Lists lists{search, reuse_resident, ordered, kSlotMapSite};
   const Way way = way_arg(method, num_threads, args, reuse_resident);
   if (!args.dst.on_cuda()) {

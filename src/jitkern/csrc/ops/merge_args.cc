@@ -244,7 +244,7 @@ void MergeCall::add_all(AnyView outs_arg, AnyView lses_arg) {
 void MergeCall::finish(AnyView out_arg, AnyView lse_arg) {
   log2_of_base = options.is_base_2 ? 1.0f : 1.44269504f;
   base_log_of_2 = options.is_base_2 ? 1.0f : 0.69314718f;
-  const Tensor tensor(op, "out", out_arg);
+  const Tensor tensor(op, "output", out_arg);
   out_type = float_type(tensor, 4);
   out = out_rows(tensor, outs[0]);
   dim = tensor.dl->shape[2];
@@ -263,10 +263,10 @@ void MergeCall::finish(AnyView out_arg, AnyView lse_arg) {
   const bool is_fp8 = out_type == kFloat8E4M3;
   if (!is_none(options.scale)) {
     scale = scale_of(Tensor(op, "scale", options.scale), *this);
-    if (!is_fp8) scale->value_error("a tensor", "None, as out is " + tensor.dtype_name());
+    if (!is_fp8) scale->value_error("a tensor", "None, as output is " + tensor.dtype_name());
   } else if (is_fp8) {
     raise_value_error(op, "scale", "None",
-                      "a float32 tensor of 1 element, as out is float8_e4m3fn");
+                      "a float32 tensor of 1 element, as output is float8_e4m3fn");
   }
 }
 
@@ -279,7 +279,7 @@ void MergeCall::take_prefill_tokens(AnyView value) {
 }
 
 void MergeCall::take_num_valid(AnyView value) {
-  num_valid = num_valid_of(Indices(op, "num_valid", value), *this);
+  num_valid = num_valid_of(Indices(op, "count", value), *this);
 }
 
 }  // namespace jitkern

@@ -25,13 +25,20 @@ std::optional<i64> num_sms_arg(const char* op, AnyView value) {
   return num_sms;
 }
 
+void require_host_memory(const Rows& host, const Rows& device, const char* order) {
+  if (!host.on_cuda()) return;
+  const bool are_swapped = !device.on_cuda();
+  host.value_error("device " + host.device_name(),
+                   are_swapped ? std::string("cpu, in the order ") + order : "cpu");
+}
+
 PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView dst_arg,
                    AnyView pairs_arg, AnyView num_sms_value)
     : src(op, "src", src_arg), dst(op, "dst", dst_arg), pairs(op, "pairs", pairs_arg) {
   this->host_side = host_side;
   num_sms = num_sms_arg(op, num_sms_value);
   const Rows& host = host_rows();
-  if (host.on_cuda()) host.value_error("device " + host.device_name(), "cpu");
+  require_host_memory(host, device_rows(), "(src, dst, pairs)");
   src.same_dtype(dst);
   // Pairs on the host may be those of a GPU's rows.
   if (pairs.on_cuda() || !device_rows().on_cuda()) pairs.same_device(device_rows());

@@ -93,6 +93,10 @@ struct Lists {
 // How many SMs a caller allows, or none. TypeError or ValueError on anything else.
 std::optional<i64> num_sms_arg(const char* op, AnyView value);
 
+// ValueError unless `host` is in host memory. It names the right `order` of the arguments if the two
+// are swapped.
+void require_host_memory(const Rows& host, const Rows& device, const char* order);
+
 // The kernels of `op`, each a PairCopy and what else its Python names.
 KernelTable pair_kernels(const char* op);
 

@@ -37,16 +37,15 @@ bool is_worth_ordering(const HostTraffic& traffic) {
   return double(traffic.num_rows) * (1.0 - hits) >= kMinMissesToOrder;
 }
 
-bool order_arg(const char* op, AnyView value, const char* by_host, const HostTraffic& traffic) {
+bool order_arg(const char* op, AnyView value, const HostTraffic& traffic) {
   if (is_none(value)) return is_worth_ordering(traffic);
   const auto text = value.as<tvm::ffi::String>();
   if (text && *text == "auto") return is_worth_ordering(traffic);
-  if (text && (*text == by_host || *text == "given")) {
-    return *text == by_host && traffic.span_bytes >= 1;
-  }
-  const std::string expected = "\"auto\", \"" + std::string(by_host) + "\" or \"given\"";
-  if (!text) raise_type_error(op, "order", value, expected);
-  raise_value_error(op, "order", "\"" + std::string(*text) + "\"", expected);
+  if (text && *text == "given") return false;
+  if (text && *text == "host") return traffic.span_bytes >= 1;
+  constexpr const char* kExpected = "\"auto\", \"given\" or \"host\"";
+  if (!text) raise_type_error(op, "order", value, kExpected);
+  raise_value_error(op, "order", "\"" + std::string(*text) + "\"", kExpected);
 }
 
 i64 ordered_bytes_in_flight(const HostTraffic& traffic, i64 unsorted) {

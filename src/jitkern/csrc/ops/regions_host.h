@@ -19,9 +19,9 @@ struct HostTraffic {
 // Whether the order pays: for many short rows of more memory than the link's translation reaches.
 bool is_worth_ordering(const HostTraffic& traffic);
 
-// Whether a call brings its rows in the order of the host's memory: as `order` says (`by_host` or
-// "given"), or, where it is none, as it pays. TypeError or ValueError on anything else.
-bool order_arg(const char* op, AnyView order, const char* by_host, const HostTraffic& traffic);
+// Whether a call moves its rows in the order of the host's memory: "host" yes, "given" no, "auto"
+// or None if it pays. TypeError or ValueError on anything else.
+bool order_arg(const char* op, AnyView order, const HostTraffic& traffic);
 
 // What a sorted call has on its way by default, but at least `unsorted`, what another one has.
 i64 ordered_bytes_in_flight(const HostTraffic& traffic, i64 unsorted);

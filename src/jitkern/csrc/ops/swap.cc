@@ -27,12 +27,12 @@ struct SwapArgs {
   Indices triples;
   std::optional<i64> num_sms;
 
-  SwapArgs(AnyView host_arg, AnyView gpu_arg, AnyView triples_arg, AnyView num_sms_value)
+  SwapArgs(AnyView host_arg, AnyView device_arg, AnyView triples_arg, AnyView num_sms_value)
       : host(kOp, "host", host_arg),
-        gpu(kOp, "gpu", gpu_arg),
+        gpu(kOp, "device", device_arg),
         triples(kOp, "triples", triples_arg),
         num_sms(num_sms_arg(kOp, num_sms_value)) {
-    if (host.on_cuda()) host.value_error("device " + host.device_name(), "cpu");
+    require_host_memory(host, gpu, "(host, device, triples)");
     host.same_dtype(gpu);
     triples.same_device(gpu);
     if (triples.dl->ndim < 1 || triples.dl->shape[triples.dl->ndim - 1] != 3) {
@@ -175,10 +175,10 @@ GroupShape swap_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(window, spec[1], swap_in_flight(window, spec[1], in_flight), splits);
 }
 
-void swap_rows(AnyView host_arg, AnyView gpu_arg, AnyView triples_arg, AnyView num_sms,
+void swap_rows(AnyView host_arg, AnyView device_arg, AnyView triples_arg, AnyView num_sms,
                AnyView order) {
-  const SwapArgs args(host_arg, gpu_arg, triples_arg, num_sms);
-  const bool in_order = order_arg(kOp, order, "host", args.traffic());
+  const SwapArgs args(host_arg, device_arg, triples_arg, num_sms);
+  const bool in_order = order_arg(kOp, order, args.traffic());
   if (!args.gpu.on_cuda()) return swap_cpu(args);
   const LaunchScope scope(args.gpu);
   char* const host = args.host.empty() ? args.host.data : mapped_rows(args.host);

@@ -135,8 +135,8 @@ void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
   launch_unpack(scope, kSextuples, params);
 }
 
-void unpack_op(AnyView dst, AnyView src, AnyView descriptors, AnyView count) {
-  const UnpackCall call(dst, src, descriptors, count);
+void unpack_op(AnyView src, AnyView dst, AnyView descriptors, AnyView count) {
+  const UnpackCall call(src, dst, descriptors, count);
   if (!call.on_gpu().on_cuda()) return unpack_by_cpu(call, call.checked_descriptors());
   call.check_sizes();
   if (call.num_descriptors > kMostDescriptors) {
@@ -170,8 +170,8 @@ void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict) {
   std::abort();  // it has thrown
 }
 
-UnpackSides::UnpackSides(AnyView dst_arg, AnyView src_arg)
-    : dst(bytes_of("dst", dst_arg)), src(bytes_of("src", src_arg)) {
+UnpackSides::UnpackSides(AnyView src_arg, AnyView dst_arg)
+    : src(bytes_of("src", src_arg)), dst(bytes_of("dst", dst_arg)) {
   if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
   if (dst.ordinal() == src.ordinal() && !dst.empty() && !src.empty()) dst.apart_from(src);
 }
@@ -194,8 +194,8 @@ UnpackParams UnpackSides::params() const {
   return params;
 }
 
-UnpackCall::UnpackCall(AnyView dst_arg, AnyView src_arg, AnyView descriptors_arg, AnyView count_arg)
-    : UnpackSides(dst_arg, src_arg), descriptors(descriptors_of(descriptors_arg)) {
+UnpackCall::UnpackCall(AnyView src_arg, AnyView dst_arg, AnyView descriptors_arg, AnyView count_arg)
+    : UnpackSides(src_arg, dst_arg), descriptors(descriptors_of(descriptors_arg)) {
   if (descriptors.on_cuda() || !on_gpu().on_cuda()) descriptors.same_device(on_gpu());
   const DLTensor& rows = *descriptors.dl;
   if (rows.ndim != 2 || (rows.shape[1] != kTriples && rows.shape[1] != kSextuples)) {

@@ -15,10 +15,10 @@ constexpr i64 kMostDescriptors = 1ll << 30;  // of one launch
 
 // Where a call copies from and to, checked.
 struct UnpackSides {
-  Rows dst;  // as one row
-  Rows src;
+  Rows src;  // as one row
+  Rows dst;
 
-  UnpackSides(AnyView dst, AnyView src);
+  UnpackSides(AnyView src, AnyView dst);
 
   const Rows& on_gpu() const { return dst.on_cuda() ? dst : src; }
   // ValueError where the kernel cannot count the bytes.
@@ -34,7 +34,7 @@ struct UnpackCall : UnpackSides {
   DescriptorFormat format;
   i64 num_descriptors;
 
-  UnpackCall(AnyView dst, AnyView src, AnyView descriptors, AnyView count);
+  UnpackCall(AnyView src, AnyView dst, AnyView descriptors, AnyView count);
 
   // Descriptors on the CPU, as few pieces as possible of each, read once: those that count.
   // IndexError for the first that is out of range.
