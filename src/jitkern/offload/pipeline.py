@@ -11,16 +11,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jitkern.offload.args import (
-    count_arg,
-    device_arg,
-    dtype_arg,
-    optional_arg,
-    shape_arg,
-)
+from jitkern.host import module as host
+from jitkern.offload.args import count_arg, device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.depth import MAX_SLOTS, AutoDepth, DepthController
 from jitkern.offload.monitor import OverlapMonitor
-from jitkern.offload.streams import COMPUTE, LOAD, NONE, STORE, Streams
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +28,102 @@ _MAX_STREAMS = 8  # per direction: a link has one copy engine for each
 # many: more of them would keep the host, and with it the GPU, from the run that has just begun.
 _SELDOM, _OFTEN = 16, 8
 _END = object()
+# Accesses of a slot, as in csrc/offload/slot_times.h.
+NONE, LOAD, COMPUTE, STORE = -1, 0, 1, 2
+
+
+class Streams:
+    """One stream for compute and some for each direction, which csrc/offload/slots.cc orders.
+
+    ``next(access, slot)`` ends the access that is open and begins one. ``start(first, last)``
+    begins a run whose iterations go from one access to another. ``fork()`` has later copies wait
+    for the compute stream. ``harvest`` reads times. On the CPU there are no streams, but times.
+    """
+
+    def __init__(self, device: torch.device, num_streams: int, capacity: int, every: int) -> None:
+        import torch
+
+        self.compute: Any = None
+        self.loads: Sequence[Any] = ()
+        self.stores: Sequence[Any] = ()
+        if device.type == "cuda":
+
+            def made(priority: int) -> Any:
+                return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+            self.compute = made(0)
+            # If SMs copy, they do so before the compute's kernels; the copy engines do not care.
+            self.loads = [made(-1) for _ in range(num_streams)]
+            self.stores = [made(-1) for _ in range(num_streams)]
+        self._caller: tuple[Any, int, int] | None = None  # in a session: stream, device and thread
+        self._ordinal: int | None = device.index
+        none = [None] * num_streams
+        self._lanes: list[Any] = [self.loads or none, [self.compute], self.stores or none]
+        self._set_stream: Any = torch.cuda.set_stream
+        loads, (compute,), stores = (
+            [0 if stream is None else stream.cuda_stream for stream in lane] for lane in self._lanes
+        )
+        ordinal = -1 if device.index is None else device.index
+        self._connect(ordinal, compute, loads, stores, capacity, every)
+
+    def _connect(self, *how: object) -> None:
+        made: Any = host.module()["make_slot_streams"](*how)
+        self.next: Any = made[0]
+        self._enter, self.start, self.fork = made[1], made[2], made[3]
+        self._leave, self._add_slot, self.harvest = made[4], made[5], made[6]
+
+    def enter(self) -> bool:
+        """Begin a session after the caller's work; tell whether that is being captured."""
+        import torch
+
+        if self.compute is None:
+            return bool(self._enter(0))
+        caller = torch.cuda.current_stream(self._ordinal)
+        self._caller = (caller, torch.cuda.current_device(), threading.get_ident())
+        is_captured = bool(self._enter(caller.cuda_stream))
+        torch.cuda.set_stream(self.compute)
+        return is_captured
+
+    def leave(self) -> None:
+        """End the session: the caller's stream waits for it. Again: do nothing."""
+        import torch
+
+        if self._caller is None:
+            return
+        caller, device, thread = self._caller
+        try:
+            self._leave()
+        finally:
+            if thread == threading.get_ident():  # a run may be dropped in any thread
+                torch.cuda.set_stream(caller)
+                torch.cuda.set_device(device)
+            self._caller = None
+
+    def is_current(self) -> bool:
+        """Tell whether the compute stream is torch's current one, as it is in a session."""
+        import torch
+
+        return self.compute is None or torch.cuda.current_stream(self._ordinal) == self.compute
+
+    def use(self, access: int, slot: int) -> None:
+        """Make the stream of an access torch's current one."""
+        lane = self._lanes[access]
+        self._set_stream(lane[slot % len(lane)])  # None: does nothing
+
+    def add_slot(
+        self, index: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return the memory of a new slot, whose content is undefined."""
+        import torch
+
+        # In inference mode it could not be written outside of that.
+        with torch.inference_mode(False), torch.cuda.stream(self.compute):
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        self._add_slot(index)
+        # The memory of a slot that is dropped is reused only after all are done with it.
+        for stream in (*self.loads, *self.stores):
+            tensor.record_stream(stream)
+        return tensor
 
 
 class Slot:
@@ -299,26 +389,13 @@ class SlotPipeline:
         takes_time = not isinstance(blocks, list | tuple | range)
         ahead = deque[Slot]()
         failed: Exception | None = None
-        begin = self._streams.next  # which also ends what was begun before
-        use = self._streams.use
         done = 0
-
-        def copy(access: int, slot: Slot, queue: Copy) -> None:
-            begin(access, slot.index)
-            use(access, slot.index)
-            try:
-                queue(slot.tensor, slot.block)
-            finally:
-                use(COMPUTE, 0)
-
-        self._begin_run(run, COMPUTE if store is None else STORE)
+        self._begin_run(run, COMPUTE if load is None else LOAD, COMPUTE if store is None else STORE)
         try:
             is_watched = self._monitor is not None and not self._is_captured
             while True:
-                while self._free and coming is not None:
-                    # An error is raised after the bodies of the blocks before it, as if each block
-                    # was loaded just before its body.
-                    try:
+                try:
+                    while coming is not None and self._free and not (load is None and ahead):
                         block = next(coming, _END)
                         if block is _END:
                             coming = None
@@ -326,22 +403,19 @@ class SlotPipeline:
                         slot = self._free.popleft()
                         slot.block = block
                         if load is not None:
-                            copy(LOAD, slot, load)
-                    except Exception as error:
-                        failed, coming = error, None
-                        break
-                    ahead.append(slot)
-                    if load is None:
-                        break
+                            self._copy(LOAD, slot, load)
+                        ahead.append(slot)
+                except Exception as error:  # raised after the bodies of the blocks before it
+                    failed, coming = error, None
                 if not ahead:
                     break
                 slot = ahead.popleft()
-                begin(COMPUTE, slot.index)
+                self._streams.next(COMPUTE, slot.index)
                 yield slot
                 if store is not None:
-                    copy(STORE, slot, store)
+                    self._copy(STORE, slot, store)
                 elif takes_time:
-                    begin(NONE, 0)
+                    self._streams.next(NONE, 0)
                 self._put_back(slot)
                 done += 1
                 if is_watched:
@@ -354,7 +428,15 @@ class SlotPipeline:
             failed = None  # its traceback holds this frame
             self._end_run(done)
 
-    def _begin_run(self, run: weakref.ref[_Slots], final_access: int) -> None:
+    def _copy(self, access: int, slot: Slot, queue: Copy) -> None:
+        self._streams.next(access, slot.index)
+        self._streams.use(access, slot.index)
+        try:
+            queue(slot.tensor, slot.block)
+        finally:
+            self._streams.use(COMPUTE, 0)
+
+    def _begin_run(self, run: weakref.ref[_Slots], first: int, last: int) -> None:
         if not self._is_inside():
             self._begin()
         elif self._running() is not None:
@@ -365,7 +447,7 @@ class SlotPipeline:
         self._run = run
         run().thread = self._thread  # type: ignore[union-attr]
         self._take_back()
-        self._streams.start(final_access)
+        self._streams.start(first, last)
 
     def _end_run(self, done: int) -> None:
         try:
