@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ class Streams:
     def add_slot(
         self, index: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return the memory of a new slot, whose content is undefined."""
+        """Return the memory of a new slot."""
         import torch
 
         # In inference mode it could not be written outside of that.
@@ -126,25 +126,20 @@ class Streams:
         return tensor
 
 
+@dataclass(eq=False)
 class Slot:
     """A slot: its `tensor`, its `index`, and the `block` in it for one iteration."""
 
-    __slots__ = ("block", "index", "tensor")
-
-    def __init__(self, number: int, tensor: torch.Tensor) -> None:
-        self.index: int = number
-        self.tensor: torch.Tensor = tensor
-        self.block: Any = None
-
-    def __repr__(self) -> str:
-        return f"Slot({self.index}, block={self.block!r})"
+    index: int
+    tensor: torch.Tensor = field(repr=False)
+    block: Any = None
 
 
 class Run:
     """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
 
-    The run begins with the first slot that is asked for. Under ``with``, it ends with the block at
-    the latest, whoever still holds the iterator.
+    The run begins with the first slot that is asked for. ``with run as slots:`` ends it after the
+    block, whoever still holds the iterator.
     """
 
     def __init__(self, start: Callable[[], _Slots]) -> None:
@@ -185,7 +180,7 @@ class _Slots(Iterator[Slot]):
         return slot
 
     def is_over(self) -> bool:
-        return bool(self._steps.gi_frame is None)
+        return self._steps.gi_frame is None
 
 
 _OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
@@ -194,16 +189,14 @@ _OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
 class SlotPipeline:
     """Slots of GPU memory through which blocks stream, so that copies run beside the compute.
 
-    A run iterates over blocks. Its body gets one slot after the other, with the pipeline's compute
-    stream as torch's current stream. Copies are queued on a stream for each direction, loads as
-    many blocks ahead as there are slots. Events order what shares a slot.
+    A run iterates over blocks. Its body gets one slot after the other; torch's current stream is
+    the pipeline's compute stream. Copies are queued on a stream for each direction, loads as many
+    blocks ahead as there are slots. Events order the uses of each slot.
 
     A run begins after all work on the caller's current stream, and later work there waits for the
-    run; nothing is synchronised. ``with pipeline:`` does so once for several runs: loads of the
-    next run are queued while the last slots of the previous one are computed on. After a body that
-    raises, ``break`` or a dropped iterator the pipeline is ready for the next run. Ctrl-C inside
-    the pipeline's own code can leave it broken: the next use says so, and :meth:`close` works. Runs
-    can be captured by ``torch.cuda.graph``. On the CPU all happens at once, in the same order.
+    run; nothing is synchronised. ``with pipeline:`` does so once for several runs. A body may raise
+    or ``break``. Ctrl-C inside the pipeline's own code can leave it broken: the next use says so,
+    and :meth:`close` works. ``torch.cuda.graph`` can capture runs. On the CPU all happens at once.
 
     Parameters
     ----------
@@ -215,22 +208,20 @@ class SlotPipeline:
     device : torch.device, str or int
         A GPU, or the CPU.
     num_streams : int, optional
-        For the copies of each direction, 1 to 8: more than one for copies that wait for something
-        else than the link.
+        For the copies of each direction, 1 to 8. More than one helps only if copies wait for
+        something else than the link.
     monitor : OverlapMonitor, optional
         Gets times of iterations, of one in four by default.
     auto_depth : AutoDepth, optional
-        Lets the pipeline take more slots than `num_slots`, and give them back. Every iteration is
-        then timed.
+        Lets the pipeline take more slots, and give them back. Every iteration is then timed.
 
     Attributes
     ----------
-    slot_bytes : int
-    device : torch.device
+    device, slot_bytes
     compute_stream : torch.cuda.Stream or None
-        That bodies run on; None on the CPU.
+        For bodies; None on the CPU.
     load_streams, store_streams : tuple of torch.cuda.Stream
-        Of copies to slots, and from them.
+        For copies to slots, and from them.
 
     Examples
     --------
@@ -269,10 +260,10 @@ class SlotPipeline:
             self._controller = DepthController(auto_depth, depth, most)
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
-        capacity, every = 0, 1
-        if monitor is not None:
-            capacity, every = monitor.capacity, monitor.every if self._controller is None else 1
-        few = _SELDOM if self._controller is None else _OFTEN
+        few, every = (
+            (_SELDOM, monitor.every if monitor else 1) if auto_depth is None else (_OFTEN, 1)
+        )
+        capacity = 0 if monitor is None else monitor.capacity
         self._every, self._most_read = few * every, 2 * few
         self._left = self._every  # iterations until times are read
         self._streams = Streams(self.device, count, capacity, every)
@@ -280,10 +271,9 @@ class SlotPipeline:
         self.load_streams: tuple[Any, ...] = tuple(self._streams.loads)
         self.store_streams: tuple[Any, ...] = tuple(self._streams.stores)
         self._free = deque[Slot]()  # the slot used longest ago first
-        self._all: list[Slot] = []
-        self._resize(depth)
-        # A session goes from the first wait on the caller's stream to the last: a run's, or that of
-        # `with`. Whoever has acquired this has the session.
+        self._all: list[Slot] = []  # by index
+        self._grow(depth)
+        # Held from the first wait on the caller's stream to the last, by a run or by `with`.
         self._session = threading.Lock()
         self._in_with = self._is_captured = self._was_captured = self._is_closed = False
         self._thread = 0
@@ -299,14 +289,14 @@ class SlotPipeline:
         blocks : iterable
             Taken one by one, as slots become free; the order is kept.
         copy : callable
-            ``copy(slot.tensor, block)`` queues the copy on torch's current stream, which is a
-            transfer stream. Pageable host memory would make the host wait: pin it.
+            ``copy(slot.tensor, block)`` queues the copy on torch's current stream. Pageable host
+            memory would make the host wait: pin it.
 
-        Returns
-        -------
-        Run
-            To iterate over: a :class:`Slot` for each block. It raises RuntimeError if the pipeline
-            is closed or broken, in use by another thread, or has a run that is not over.
+        Raises
+        ------
+        RuntimeError
+            From the first iteration: the pipeline is closed or broken, in use by another thread, or
+            has a run that is not over.
         """
         return self._run_of(blocks, copy, None)
 
@@ -320,8 +310,7 @@ class SlotPipeline:
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
         """Copy blocks into slots, which the body changes, and store them back.
 
-        A block is loaded before the blocks ahead of it are stored: blocks that share memory are the
-        caller's matter.
+        A block is loaded before earlier ones are stored: they must not share memory.
         """
         return self._run_of(blocks, load, store)
 
@@ -337,8 +326,7 @@ class SlotPipeline:
     def close(self) -> None:
         """Give the slots' memory back to torch's allocator; again: do nothing.
 
-        Tensors that somebody still holds stay valid. The allocator waits for what is queued, this
-        call does not. RuntimeError if a run is not over.
+        It does not wait: the allocator does. RuntimeError if a run is not over.
         """
         if self._is_closed:
             return
@@ -416,7 +404,8 @@ class SlotPipeline:
                     self._copy(STORE, slot, store)
                 elif takes_time:
                     self._streams.next(NONE, 0)
-                self._put_back(slot)
+                slot.block = None
+                self._free.append(slot)
                 done += 1
                 if is_watched:
                     self._left -= 1
@@ -500,40 +489,28 @@ class SlotPipeline:
 
     # -- slots and times ---------------------------------------------------------------------------
 
-    def _resize(self, depth: int) -> bool:
-        """Have `depth` slots, once those too many are free; False: no memory for more."""
+    def _grow(self, depth: int) -> None:
+        """Have at least `depth` slots, or as many as there is memory for; more go after the run."""
         import torch
 
         self._wanted = depth
         is_first = not self._all
-        used = {slot.index for slot in self._all}
-        unused = (number for number in itertools.count() if number not in used)
         try:
-            while len(self._all) < depth:
-                number = next(unused)
+            for number in range(len(self._all), depth):
                 tensor = self._streams.add_slot(number, self._shape, self._dtype, self.device)
-                slot = Slot(number, tensor)
-                self._all.append(slot)
-                self._free.append(slot)
+                self._all.append(Slot(number, tensor))
+                self._free.append(self._all[-1])
         except torch.OutOfMemoryError:
-            if is_first:
+            if is_first or self._controller is None:
                 raise
             self._wanted = len(self._all)
-        for _ in range(len(self._free)):
-            self._put_back(self._free.popleft())
-        return self._wanted == depth
-
-    def _put_back(self, slot: Slot) -> None:
-        slot.block = None
-        if len(self._all) <= self._wanted:
-            self._free.append(slot)
-        else:
-            self._all.remove(slot)
+            self._controller.refuse(self._wanted)
 
     def _take_back(self) -> None:
-        """Make all slots free, also those that an error has left anywhere."""
-        self._all = list(dict.fromkeys([*self._free, *self._all]))[: self._wanted]
-        self._free = deque(self._all)
+        """Make all slots free, also those that an error has left anywhere; drop some if wanted."""
+        self._all = self._all[: self._wanted]
+        known = dict.fromkeys([*self._free, *self._all])
+        self._free = deque(slot for slot in known if slot.index < self._wanted)
         for slot in self._all:
             slot.block = None
 
@@ -542,15 +519,9 @@ class SlotPipeline:
         self._poll(self._most_read)
         if self._monitor is not None:
             self._monitor._look(self.depth)
-        if self._controller is None:
-            return
-        wanted = self._controller.depth
-        if self._was_captured:  # a graph knows the slots by their addresses
-            wanted = max(wanted, self.depth)
-        if wanted != self._wanted:
-            self._streams.next(NONE, 0)  # of a slot that may go
-            if not self._resize(wanted):
-                self._controller.refuse(self.depth)
+        if self._controller is not None and self._controller.depth != self._wanted:
+            # A graph knows the slots by their addresses.
+            self._grow(max(self._controller.depth, self.depth if self._was_captured else 0))
 
     def _poll(self, most: int = 0) -> None:
         """Give the monitor the times of `most` iterations that are over, or all; any thread."""
