@@ -162,7 +162,8 @@ class Prefill:
                     if stores is not None:
                         stores.wait_stream(torch.cuda.current_stream())
                     blocks = self.table[first:last]
-                    engine.store(range(last - first), blocks, layer=layer, stream=stores)
+                    with torch.cuda.stream(stores):  # None: nothing
+                        engine.store(range(last - first), blocks, layer=layer)
                     written[layer] = stores.record_event() if stores is not None else None
                     out, lse = attend_to_itself(q, k, v)
                     for slot in self._stream(self._units(layer, first, before), pipeline):

@@ -79,7 +79,7 @@ HOST = {"threads", "slot_order", "ring"}
         ("threads/program.py", HOST),
         ("threads/staging.cc", {"threads"}),
         ("tests/fake_driver.c", {"slot_order"}),
-        ("offload/streams.py", {"slot_order"}),
+        ("offload/pipeline.py", {"slot_order"}),
         ("offload/rings.py", {"ring"}),
         ("offload/ring_child.py", set()),
     ],

@@ -44,7 +44,7 @@ _OF_THE_HOST = {
     "slot_order": (
         *("tests/offload/test_slot_order.py", "tests/offload/slot_*.py", "tests/fake_driver.c"),
         "tests/threads/program.py",
-        *(f"src/jitkern/offload/{name}.py" for name in ("pipeline", "streams", "monitor", "depth")),
+        *(f"src/jitkern/offload/{name}.py" for name in ("pipeline", "monitor", "depth")),
     ),
     "ring": (
         *("tests/offload/test_ring_producer.py", "tests/offload/ring_[mr]*"),

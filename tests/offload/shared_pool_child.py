@@ -44,8 +44,7 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     # Without a GPU the registration is a step all the same.
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
-    memory.register = lambda *_: None
-    memory.open_to_ops = lambda *_: None
+    memory.register = lambda *_: True
     memory._node_of_gpu = lambda: None
     if told.get("step"):
         at(told["step"], kill if told["becomes"] == "killed" else fail)

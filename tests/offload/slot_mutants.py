@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-SLOTS, TIMES, HEADER = "offload/slots.cc", "offload/slot_times.cc", "offload/slots.h"
-WAITS = "if (is_known && chain.lane != &lane && device_ != nullptr) {"
+SLOTS, TIMES = "offload/slots.cc", "offload/slot_times.cc"
+WAITS = "if (is_known && chain.lane != &lane && device_ != nullptr) wait_for(lane.stream"
 COMPUTE, LOADS, STORES = "&lanes_[0]", "&lane_of(kLoad, index)", "&lane_of(kStore, index)"
 
 
@@ -31,8 +31,9 @@ class Mutant:
 
 
 def without_wait(mistake: str, access: str, lane: str) -> Mutant:
-    left_out = f" && !(access == {access} && chain.lane == {lane})) {{"
-    return Mutant(mistake, WAITS, WAITS.removesuffix(") {") + left_out)
+    condition, call = WAITS.rsplit(") ", 1)
+    left_out = f"{condition} && !(access == {access} && chain.lane == {lane})) {call}"
+    return Mutant(mistake, WAITS, left_out)
 
 
 MUTANTS = (
@@ -43,7 +44,7 @@ MUTANTS = (
     Mutant("a run begins before the caller's work is done", "wait_for(lane.stream, forked_);"),
     Mutant(
         "the caller goes on before the run is over",
-        "note(driver->cuStreamWaitEvent(caller_, lane.joined, 0));",
+        "note(driver.cuStreamWaitEvent(caller_, lane.joined, 0));",
     ),
     Mutant(
         "the caller waits for the compute alone",
@@ -54,26 +55,16 @@ MUTANTS = (
         "transfers do not wait for what fork() is called behind",
         "for (size_t i = 1; i < lanes_.size(); ++i) lanes_[i].is_forked = false;",
     ),
-    Mutant(
-        "a new slot has no owner before",
-        "chain.lane = &lanes_[0];",
-        "chain.lane = nullptr;",
-    ),
-    Mutant(
-        "what a run leaves open has no end",
-        "  end_open();\n  if (access != kNoAccess) begin(access, index);",
-        "  if (access == kNoAccess) return static_cast<void>(open_ = Open());\n"
-        "  end_open();\n  begin(access, index);",
-    ),
+    Mutant("a new slot has no owner before", "end_use(slots_[index].eager, lanes_[0]);"),
+    Mutant("what a run leaves open has no end", "end_use(*chain, *lane);"),
     Mutant(
         "a capture waits for what came before it",
         "Chain& chain = is_capturing_ ? slot.captured : slot.eager;",
         "Chain& chain = slot.eager;",
     ),
     Mutant(
-        "events of a slot are recorded for another one",
-        "if (--marks->refs == 0) free_.push_back(marks);",
-        "--marks->refs, free_.push_back(marks);",
-        file=HEADER,
+        "a capture waits for the one before it",
+        "(!is_capturing_ || chain.session == session_)",
+        "true",
     ),
 )

@@ -22,8 +22,7 @@ import tvm_ffi
 
 from jitkern.host import module as host
 from jitkern.offload import pipeline as pipeline_module
-from jitkern.offload.pipeline import SlotPipeline
-from jitkern.offload.streams import COMPUTE, LOAD, Streams
+from jitkern.offload.pipeline import COMPUTE, LOAD, SlotPipeline, Streams
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_trace.restype = ctypes.c_char_p

@@ -314,8 +314,6 @@ WRONG: list[tuple[Callable[[OffloadEngine], object], type[Exception], str]] = [
     (loads(0, 0, layer=3), IndexError, "load: layer: 3, expected 0 to 2"),
     (loads(0, 0, layer=True), TypeError, "load: layer: bool, expected an int"),
     (loads(0, 0, num_tokens=17), ValueError, "load: num_tokens: 17, expected 1 to 16"),
-    (loads(0, 0, stream=7), TypeError,
-     "load: stream: int, expected a torch.cuda.Stream or None"),
     (lambda e: e.load_blocks_into([0], [0]), TypeError,  # type: ignore[arg-type]
      f"{INTO}: tensor: list, expected a Tensor"),
     (into([0], dtype=torch.float16), TypeError,

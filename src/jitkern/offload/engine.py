@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Union
 
@@ -40,17 +40,14 @@ _SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
 class OffloadEngine:
     """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
 
-    A call is one call of :func:`jitkern.copy_blocks` for K and V of its blocks, in all layers or in
-    one, on torch's current stream of the device or on ``stream``; nothing waits for it. Keeping it
-    from a slot that another stream still reads is up to the caller, or to a :class:`SlotPipeline`
-    (:meth:`load_blocks_into`). An engine is for one thread at a time.
+    A call is one call of :func:`jitkern.copy_blocks` for K and V of its blocks, asynchronous on
+    torch's current stream. The caller, or a :class:`SlotPipeline` (:meth:`load_blocks_into`),
+    orders it with other streams that use a slot. An engine is for one thread at a time.
 
     Parameters
     ----------
-    num_layers, num_cpu_blocks, num_slots : int
-        Blocks of the CPU cache, and blocks that the GPU has room for.
-    block_size : int
-        Tokens of a block.
+    num_layers, num_cpu_blocks, num_slots, block_size : int
+        Blocks of the CPU cache, blocks that the GPU has room for, and tokens of a block.
     token_shape : sequence of int
         Of a token in one layer: ``(num_heads, head_dim)`` in each of K and V, or ``(latent_dim,)``.
     dtype : torch.dtype
@@ -71,7 +68,7 @@ class OffloadEngine:
     cpu_cache, gpu_cache : Tensor
         ``[2, num_layers, num_cpu_blocks, block_size, *token_shape]``, and the same of the slots.
         Of a block-first CPU cache ``[num_cpu_blocks, 2, num_layers, ...]``. Without the 2 for
-        ``kind="mla"``. Gone once the engine is closed.
+        ``kind="mla"``.
     cpu_k, cpu_v, gpu_k, gpu_v : Tensor
         K and V of these; not for ``kind="mla"``.
 
@@ -136,7 +133,7 @@ class OffloadEngine:
         self._block_dim = 1 if self.layout == "layer_first" else 0
         counts = (self.num_cpu_blocks,)
         shape = (*heads, *counts, *block) if self._block_dim else (*counts, *heads, *block)
-        # Tensors of inference mode, in which servers often are, could not be written outside of it.
+        # Tensors made in inference mode, as in a server, could not be written outside of it.
         on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
         with torch.inference_mode(False), on_device:
             self._gpu = torch.zeros(*heads, self.num_slots, *block, dtype=dtype, device=self.device)
@@ -168,23 +165,19 @@ class OffloadEngine:
         *,
         layer: int | None = None,
         num_tokens: int | None = None,
-        stream: Any = None,
     ) -> None:
         """Copy ``blocks[i]`` of the CPU cache to ``slots[i]``, for all i by one call.
 
         Parameters
         ----------
         slots, blocks : int, sequence of int or Tensor
-            As many of each, each number once; tensors are int32 or int64. Both on the host, where
-            they are checked before anything is queued. Or both on the GPU, where only the kernel
-            reads them: a pair with a negative number is skipped, one past the end is skipped and
-            raised later.
+            As many of each, each number once. Both on the host, where they are checked before
+            anything is queued. Or int32 or int64 on the GPU, where only the kernel reads them: a
+            pair with a negative number is skipped, one past the end is skipped and raised later.
         layer : int, optional
             Only this one; by default all.
         num_tokens : int, optional
             Only the first tokens of each block, as of one that a decode still fills.
-        stream : torch.cuda.Stream, optional
-            Of the engine's device; by default torch's current stream there.
 
         Raises
         ------
@@ -193,11 +186,9 @@ class OffloadEngine:
             the device or :func:`jitkern.check` raises.
         TypeError, ValueError
             A wrong argument; numbers on the GPU with ``method="engine"``, or on the host without it
-            while a CUDA graph is captured. Nothing was queued.
-        RuntimeError
-            The engine is closed.
+            while a CUDA graph is captured.
         """
-        self._move("load", True, slots, blocks, layer, num_tokens, stream)
+        self._move("load", True, slots, blocks, layer, num_tokens)
 
     def store(
         self,
@@ -206,13 +197,12 @@ class OffloadEngine:
         *,
         layer: int | None = None,
         num_tokens: int | None = None,
-        stream: Any = None,
     ) -> None:
         """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; else as :meth:`load`."""
-        self._move("store", False, slots, blocks, layer, num_tokens, stream)
+        self._move("store", False, slots, blocks, layer, num_tokens)
 
     def load_blocks_into(
-        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None, stream: Any = None
+        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
         """Copy blocks to a tensor of the caller's, such as a slot of a :class:`SlotPipeline`.
 
@@ -220,13 +210,13 @@ class OffloadEngine:
         a layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for a single cache.
         Block i goes to place i of at least as many. The rest is as of :meth:`load`.
         """
-        self._move("load_blocks_into", True, None, blocks, layer, None, stream, tensor)
+        self._move("load_blocks_into", True, None, blocks, layer, None, tensor)
 
     def store_blocks_from(
-        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None, stream: Any = None
+        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
         """Copy a tensor of the caller's to blocks: the other way to :meth:`load_blocks_into`."""
-        self._move("store_blocks_from", False, None, blocks, layer, None, stream, tensor)
+        self._move("store_blocks_from", False, None, blocks, layer, None, tensor)
 
     def load_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy back what :meth:`store_all` has written, and wait for it; it raises the same."""
@@ -242,35 +232,19 @@ class OffloadEngine:
         """
         self._move_all("store_all", False, first_block, progress)
 
-    # -- names that other engines have for these ---------------------------------------------------
+    # Names that other engines have for these.
+    load_to_slot_all_layers = load
+    offload_slot_to_cpu = store
 
-    def load_to_slot_all_layers(self, slot: int, cpu_block: int, *, stream: Any = None) -> None:
-        """The same as ``load(slot, cpu_block)``."""
-        self.load(slot, cpu_block, stream=stream)
-
-    def load_cpu_blocks_to_gpu_slots_all_layers(
-        self, cpu_blocks: Blocks, slots: Blocks, *, stream: Any = None
-    ) -> None:
+    def load_cpu_blocks_to_gpu_slots_all_layers(self, cpu_blocks: Blocks, slots: Blocks) -> None:
         """The same as ``load(slots, cpu_blocks)``."""
-        self.load(slots, cpu_blocks, stream=stream)
-
-    def offload_slot_to_cpu(
-        self, slot: int, cpu_block: int, *, layer: int | None = None, stream: Any = None
-    ) -> None:
-        """The same as ``store(slot, cpu_block)``."""
-        self.store(slot, cpu_block, layer=layer, stream=stream)
+        self.load(slots, cpu_blocks)
 
     def offload_decode_slot(
-        self,
-        slot: int,
-        cpu_block: int,
-        num_tokens: int,
-        *,
-        layer: int | None = None,
-        stream: Any = None,
+        self, slot: Blocks, cpu_block: Blocks, num_tokens: int, *, layer: int | None = None
     ) -> None:
         """The same as ``store(slot, cpu_block, num_tokens=num_tokens)``."""
-        self.store(slot, cpu_block, num_tokens=num_tokens, layer=layer, stream=stream)
+        self.store(slot, cpu_block, num_tokens=num_tokens, layer=layer)
 
     def close(self) -> None:
         """Wait for the GPU and give the memory back; again: do nothing.
@@ -307,9 +281,9 @@ class OffloadEngine:
             f"{self.num_slots} slots on {self.device}, {gpu})"
         )
 
-    def _require_open(self, name: str) -> None:
+    def _require_open(self, call: str) -> None:
         if not self._is_open:
-            raise RuntimeError(f"{_CALL}.{name}: the engine is closed; make another one")
+            raise RuntimeError(f"{call}: the engine is closed; make another one")
 
     # -- how ---------------------------------------------------------------------------------------
 
@@ -321,12 +295,11 @@ class OffloadEngine:
         blocks: Any,
         layer: Any,
         num_tokens: Any,
-        stream: Any,
         tensor: Any = None,
     ) -> None:
         """Copy between blocks and slots, or a tensor in their place if `slots` is None."""
-        self._require_open(name)
         call = f"{_CALL}.{name}"
+        self._require_open(call)
         if layer is not None:
             layer = count_arg(call, "layer", layer, self.num_layers - 1, least=0, error=IndexError)
         if num_tokens is not None:
@@ -334,17 +307,16 @@ class OffloadEngine:
         gpu, cpu = self._sides(layer, num_tokens)
         if slots is None:
             gpu = self._flat(call, tensor, layer)
-        with self._on(call, stream, tensor, slots, blocks):
-            pairs = self._pairs(call, to_gpu, slots, blocks, gpu.shape[1])
-            if pairs is not None:
-                self._copy(to_gpu, pairs, gpu, cpu, self._how)
+        pairs = self._pairs(call, to_gpu, slots, blocks, gpu.shape[1])
+        if pairs is not None:
+            self._copy(to_gpu, pairs, gpu, cpu, self._how)
 
     def _move_all(self, name: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
         """Copy all slots step by step; each is waited for once the next one is queued."""
         import torch
 
-        self._require_open(name)
         call, count = f"{_CALL}.{name}", self.num_slots
+        self._require_open(call)
         most = self.num_cpu_blocks - count
         first = count_arg(call, "first_block", first, most, least=0, error=IndexError)
         on_gpu = self.device.type == "cuda"
@@ -423,24 +395,6 @@ class OffloadEngine:
             text = f"strides {list(tensor.stride())} of shape {shape}, expected contiguous layers"
             raise ValueError(f"{call}: tensor: {text}") from None
 
-    def _on(self, call: str, stream: Any, *used: Any) -> AbstractContextManager[Any]:
-        """Make a stream the current one, and tell torch's allocator what it uses."""
-        if stream is None:
-            return nullcontext()
-        import torch
-
-        if not isinstance(stream, torch.cuda.Stream):
-            what = type(stream).__name__
-            raise TypeError(f"{call}: stream: {what}, expected a torch.cuda.Stream or None")
-        if stream.device != self.device:
-            expected = "None" if self.device.type == "cpu" else f"one of {self.device}"
-            raise ValueError(f"{call}: stream: of {stream.device}, expected {expected}")
-        for one in (self._gpu, *used):
-            if isinstance(one, torch.Tensor) and one.is_cuda:
-                one.record_stream(stream)
-        on_it: AbstractContextManager[Any] = torch.cuda.stream(stream)
-        return on_it
-
     def _pairs(
         self, call: str, to_gpu: bool, slots: Any, blocks: Any, num_places: int
     ) -> torch.Tensor | None:
@@ -450,32 +404,36 @@ class OffloadEngine:
         """
         import torch
 
-        ours, theirs = slots, blocks
-        if not isinstance(blocks, torch.Tensor) or not blocks.is_cuda:
-            theirs = _numbers(call, "blocks", blocks, self.num_cpu_blocks)
+        on_gpu = any(getattr(side, "is_cuda", False) for side in (slots, blocks))
+
+        def numbers(name: str, side: Any, bound: int) -> Any:
+            if on_gpu:
+                return _gpu_numbers(call, name, side, self.device)
+            return _numbers(call, name, side, bound)
+
+        theirs = numbers("blocks", blocks, self.num_cpu_blocks)
         count = len(theirs)
-        if slots is None:
-            if count > num_places:
-                text = f"{count} numbers, expected at most {num_places}, the blocks of tensor"
+        if slots is not None:
+            ours = numbers("slots", slots, num_places)
+            if len(ours) != count:
+                text = f"{count} numbers, expected {len(ours)}, as many as slots"
                 raise ValueError(f"{call}: blocks: {text}")
-            on_gpu = isinstance(theirs, torch.Tensor)
-            ours = torch.arange(count, device=self.device) if on_gpu else array("q", range(count))
-        elif not isinstance(slots, torch.Tensor) or not slots.is_cuda:
-            ours = _numbers(call, "slots", slots, num_places)
-        if len(ours) != count:
-            text = f"{count} numbers, expected {len(ours)}, as many as slots"
+        elif count > num_places:
+            text = f"{count} numbers, expected at most {num_places}, the blocks of tensor"
             raise ValueError(f"{call}: blocks: {text}")
+        else:
+            ours = torch.arange(count, device=self.device) if on_gpu else range(count)
+        if count == 0:
+            return None
         sources, targets = (theirs, ours) if to_gpu else (ours, theirs)
-        if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
-            for name, side in (("slots", ours), ("blocks", theirs)):
-                _check_on_gpu(call, name, side, self.device)
-            return torch.stack((sources, targets), 1) if count else None
+        if on_gpu:
+            return torch.stack((sources, targets), 1)
         both = array("q", bytes(16 * count))
-        both[0::2], both[1::2] = sources, targets
-        return torch.frombuffer(both, dtype=torch.int64).view(-1, 2) if count else None
+        both[0::2], both[1::2] = array("q", sources), array("q", targets)
+        return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
 
 
-def _check_on_gpu(call: str, name: str, numbers: Any, device: torch.device) -> None:
+def _gpu_numbers(call: str, name: str, numbers: Any, device: torch.device) -> torch.Tensor:
     where = getattr(numbers, "device", "numbers on the host")
     if where != device:
         raise ValueError(f"{call}: {name}: {where}, expected a tensor on {device}")
@@ -483,9 +441,11 @@ def _check_on_gpu(call: str, name: str, numbers: Any, device: torch.device) -> N
         raise TypeError(f"{call}: {name}: {numbers.dtype}, expected int32 or int64")
     if numbers.dim() != 1:
         raise ValueError(f"{call}: {name}: shape {list(numbers.shape)}, expected one dimension")
+    checked: torch.Tensor = numbers
+    return checked
 
 
-def _numbers(call: str, name: str, values: Any, bound: int) -> array[int]:
+def _numbers(call: str, name: str, values: Any, bound: int) -> Sequence[int]:
     """Return numbers on the host, each below `bound` and once."""
     given = values.tolist() if hasattr(values, "tolist") else values
     given = given if isinstance(given, Sequence) else [given]
@@ -506,4 +466,4 @@ def _numbers(call: str, name: str, values: Any, bound: int) -> array[int]:
         at = next(i for i, number in enumerate(numbers) if number in numbers[:i])
         text = f"{numbers[at]} at positions {numbers.index(numbers[at])} and {at}"
         raise ValueError(f"{call}: {name}: {text}, expected each number once")
-    return array("q", numbers)
+    return numbers

@@ -1,4 +1,4 @@
-"""The memory of a pool, step by step: mapped, bound to nodes, touched by threads, registered."""
+"""Steps that make the memory of a pool: map, bind to NUMA nodes, touch by threads, register."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
 # A step of the first touch: after each one the display goes on, and Ctrl-C gets through.
 _TOUCH_BYTES = _GIB
-# One registration if it can be: a copy by the copy engine must not go across two.
-_PIECE_BYTES = 256 * _GIB
 _SHOWN_BYTES = 4 * _GIB  # from here on a pool takes long enough to wonder
 
 _PREFERRED, _BIND, _INTERLEAVE = 1, 2, 3  # of mbind
@@ -41,18 +39,6 @@ def mapped(num_bytes: int, fd: int = -1) -> torch.Tensor:
     return found
 
 
-def open_to_ops(bytes_: torch.Tensor) -> None:
-    """Have the ops know the memory, all of which is registered."""
-    import torch
-
-    host.module()["pool_open"](bytes_.data_ptr(), torch.cuda.current_device())
-
-
-def close(bytes_: torch.Tensor) -> None:
-    """Wait for the GPUs and unregister what is registered."""
-    host.module()["pool_close"](bytes_.data_ptr())
-
-
 def numa_nodes() -> tuple[int, ...]:
     """Return the nodes that have memory; none if Linux does not say."""
     try:
@@ -67,32 +53,27 @@ def numa_nodes() -> tuple[int, ...]:
 
 
 def bind(bytes_: torch.Tensor, numa: str | int | None, rank: int, num_ranks: int) -> str:
-    """Choose the nodes of this rank's part, of which none is touched yet; return them in words.
+    """Choose the NUMA nodes of this rank's part before it is touched; return them in words.
 
-    Shared memory has one policy for each page: no rank may decide about the part of another.
+    Shared memory has one policy for each page, so each rank binds its own part only.
     """
     import torch
 
-    unbound = "as Linux chose"
-    nodes = numa_nodes()
-    wanted: tuple[int, ...]
+    nodes, node = numa_nodes(), numa
     if numa == "local":
         node = _node_of_gpu() if torch.cuda.is_available() else None
-        mode, wanted = _PREFERRED, () if node is None else (node,)
-    elif numa == "interleave":
-        mode, wanted = _INTERLEAVE, nodes
-    else:
-        mode, wanted = _BIND, () if numa is None else (int(numa),)
-    if not wanted or (len(nodes) == 1 and numa in ("local", "interleave")):
-        return unbound
+    wanted = nodes if numa == "interleave" else () if node is None else (int(node),)
+    if not wanted or (len(nodes) == 1 and isinstance(numa, str)):
+        return "as Linux chose"
+    mode = {"local": _PREFERRED, "interleave": _INTERLEAVE}.get(str(numa), _BIND)
     mask = sum(1 << node for node in wanted)
     first, last = _part(len(bytes_), rank, num_ranks)
     failed = host.module()["pool_bind"](bytes_.data_ptr() + first, last - first, mode, mask)
     if failed == errno.EPERM and numa == "local":
-        return unbound
+        return "as Linux chose"
     if failed:
-        cure = "; docker run --cap-add SYS_NICE" if failed == errno.EPERM else ""
-        raise RuntimeError(f"PinnedPool: numa: {numa!r}: mbind: {os.strerror(failed)}{cure}")
+        fix = "; docker run --cap-add SYS_NICE" if failed == errno.EPERM else ""
+        raise RuntimeError(f"PinnedPool: numa: {numa!r}: mbind: {os.strerror(failed)}{fix}")
     return f"node{'s' if len(wanted) > 1 else ''} {' and '.join(map(str, wanted))}"
 
 
@@ -118,7 +99,7 @@ def _part(num_bytes: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def touch(bytes_: torch.Tensor, rank: int, num_ranks: int, threads: int, shown: Shown) -> None:
-    """Have Linux back this rank's part of the memory, by as many threads."""
+    """Have Linux back this rank's part of the memory; the pages of an attached pool are there."""
     touch = host.module()["pool_touch"]
     first, last = _part(len(bytes_), rank, num_ranks)
     for begin in range(first, last, _TOUCH_BYTES):
@@ -133,29 +114,27 @@ def touch(bytes_: torch.Tensor, rank: int, num_ranks: int, threads: int, shown: 
         shown("touching", (begin + count - first) / max(1, last - first))
 
 
-def register(bytes_: torch.Tensor, shown: Shown) -> None:
-    """Register the memory with CUDA for all GPUs, or none of it."""
+def register(bytes_: torch.Tensor, shown: Shown) -> bool:
+    """Register the memory with CUDA for all GPUs, and tell the ops; False without a GPU."""
     import torch
 
-    register_piece = host.module()["pool_register"]
-    num_bytes, device = len(bytes_), torch.cuda.current_device()
-    begins = range(0, num_bytes, _PIECE_BYTES)
-    for number, begin in enumerate(begins, 1):
-        count = min(_PIECE_BYTES, num_bytes - begin)
-        shown("registering", begin / num_bytes)
-        try:
-            register_piece(bytes_.data_ptr(), begin, count, device)
-        except RuntimeError as error:
-            close(bytes_)
-            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
-            raise RuntimeError(
-                f"PinnedPool: piece {number} of {len(begins)}, {size_text(count)} from "
-                f"{size_text(begin)} on, was not registered: {error}; what was is unregistered. "
-                f"RLIMIT_MEMLOCK is {limit} (ulimit -l unlimited, docker run --ulimit "
-                f"memlock=-1), {size_text(free_bytes() or 0)} of memory are free"
-            ) from None
+    if not torch.cuda.is_available():
+        return False
+    module, device = host.module(), torch.cuda.current_device()
+    shown("registering", 0.0)
+    try:
+        module["pool_register"](bytes_.data_ptr(), 0, len(bytes_), device)
+    except RuntimeError as error:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
+        raise RuntimeError(
+            f"PinnedPool: {size_text(len(bytes_))} were not registered: {error}; RLIMIT_MEMLOCK is "
+            f"{limit} (ulimit -l unlimited, docker run --ulimit memlock=-1), "
+            f"{size_text(free_bytes() or 0)} of memory are free"
+        ) from None
+    module["pool_open"](bytes_.data_ptr(), device)
     shown("registering", 1.0)
+    return True
 
 
 def huge_bytes(begin: int, num_bytes: int) -> int:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jitkern.offload.args import (
-    count_arg,
-    device_arg,
-    dtype_arg,
-    optional_arg,
-    shape_arg,
-)
+from jitkern.host import module as host
+from jitkern.offload.args import count_arg, device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.depth import MAX_SLOTS, AutoDepth, DepthController
 from jitkern.offload.monitor import OverlapMonitor
-from jitkern.offload.streams import COMPUTE, LOAD, NONE, STORE, Streams
 
 if TYPE_CHECKING:
     import torch
@@ -34,27 +28,118 @@ _MAX_STREAMS = 8  # per direction: a link has one copy engine for each
 # many: more of them would keep the host, and with it the GPU, from the run that has just begun.
 _SELDOM, _OFTEN = 16, 8
 _END = object()
+# Accesses of a slot, as in csrc/offload/slot_times.h.
+NONE, LOAD, COMPUTE, STORE = -1, 0, 1, 2
 
 
+class Streams:
+    """One stream for compute and some for each direction, which csrc/offload/slots.cc orders.
+
+    ``next(access, slot)`` ends the access that is open and begins one. ``start(first, last)``
+    begins a run whose iterations go from one access to another. ``fork()`` has later copies wait
+    for the compute stream. ``harvest`` reads times. On the CPU there are no streams, but times.
+    """
+
+    def __init__(self, device: torch.device, num_streams: int, capacity: int, every: int) -> None:
+        import torch
+
+        self.compute: Any = None
+        self.loads: Sequence[Any] = ()
+        self.stores: Sequence[Any] = ()
+        if device.type == "cuda":
+
+            def made(priority: int) -> Any:
+                return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+            self.compute = made(0)
+            # If SMs copy, they do so before the compute's kernels; the copy engines do not care.
+            self.loads = [made(-1) for _ in range(num_streams)]
+            self.stores = [made(-1) for _ in range(num_streams)]
+        self._caller: tuple[Any, int, int] | None = None  # in a session: stream, device and thread
+        self._ordinal: int | None = device.index
+        none = [None] * num_streams
+        self._lanes: list[Any] = [self.loads or none, [self.compute], self.stores or none]
+        self._set_stream: Any = torch.cuda.set_stream
+        loads, (compute,), stores = (
+            [0 if stream is None else stream.cuda_stream for stream in lane] for lane in self._lanes
+        )
+        ordinal = -1 if device.index is None else device.index
+        self._connect(ordinal, compute, loads, stores, capacity, every)
+
+    def _connect(self, *how: object) -> None:
+        made: Any = host.module()["make_slot_streams"](*how)
+        self.next: Any = made[0]
+        self._enter, self.start, self.fork = made[1], made[2], made[3]
+        self._leave, self._add_slot, self.harvest = made[4], made[5], made[6]
+
+    def enter(self) -> bool:
+        """Begin a session after the caller's work; tell whether that is being captured."""
+        import torch
+
+        if self.compute is None:
+            return bool(self._enter(0))
+        caller = torch.cuda.current_stream(self._ordinal)
+        self._caller = (caller, torch.cuda.current_device(), threading.get_ident())
+        is_captured = bool(self._enter(caller.cuda_stream))
+        torch.cuda.set_stream(self.compute)
+        return is_captured
+
+    def leave(self) -> None:
+        """End the session: the caller's stream waits for it. Again: do nothing."""
+        import torch
+
+        if self._caller is None:
+            return
+        caller, device, thread = self._caller
+        try:
+            self._leave()
+        finally:
+            if thread == threading.get_ident():  # a run may be dropped in any thread
+                torch.cuda.set_stream(caller)
+                torch.cuda.set_device(device)
+            self._caller = None
+
+    def is_current(self) -> bool:
+        """Tell whether the compute stream is torch's current one, as it is in a session."""
+        import torch
+
+        return self.compute is None or torch.cuda.current_stream(self._ordinal) == self.compute
+
+    def use(self, access: int, slot: int) -> None:
+        """Make the stream of an access torch's current one."""
+        lane = self._lanes[access]
+        self._set_stream(lane[slot % len(lane)])  # None: does nothing
+
+    def add_slot(
+        self, index: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return the memory of a new slot."""
+        import torch
+
+        # In inference mode it could not be written outside of that.
+        with torch.inference_mode(False), torch.cuda.stream(self.compute):
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        self._add_slot(index)
+        # The memory of a slot that is dropped is reused only after all are done with it.
+        for stream in (*self.loads, *self.stores):
+            tensor.record_stream(stream)
+        return tensor
+
+
+@dataclass(eq=False)
 class Slot:
     """A slot: its `tensor`, its `index`, and the `block` in it for one iteration."""
 
-    __slots__ = ("block", "index", "tensor")
-
-    def __init__(self, number: int, tensor: torch.Tensor) -> None:
-        self.index: int = number
-        self.tensor: torch.Tensor = tensor
-        self.block: Any = None
-
-    def __repr__(self) -> str:
-        return f"Slot({self.index}, block={self.block!r})"
+    index: int
+    tensor: torch.Tensor = field(repr=False)
+    block: Any = None
 
 
 class Run:
     """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
 
-    The run begins with the first slot that is asked for. Under ``with``, it ends with the block at
-    the latest, whoever still holds the iterator.
+    The run begins with the first slot that is asked for. ``with run as slots:`` ends it after the
+    block, whoever still holds the iterator.
     """
 
     def __init__(self, start: Callable[[], _Slots]) -> None:
@@ -95,7 +180,7 @@ class _Slots(Iterator[Slot]):
         return slot
 
     def is_over(self) -> bool:
-        return bool(self._steps.gi_frame is None)
+        return self._steps.gi_frame is None
 
 
 _OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
@@ -104,16 +189,14 @@ _OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
 class SlotPipeline:
     """Slots of GPU memory through which blocks stream, so that copies run beside the compute.
 
-    A run iterates over blocks. Its body gets one slot after the other, with the pipeline's compute
-    stream as torch's current stream. Copies are queued on a stream for each direction, loads as
-    many blocks ahead as there are slots. Events order what shares a slot.
+    A run iterates over blocks. Its body gets one slot after the other; torch's current stream is
+    the pipeline's compute stream. Copies are queued on a stream for each direction, loads as many
+    blocks ahead as there are slots. Events order the uses of each slot.
 
     A run begins after all work on the caller's current stream, and later work there waits for the
-    run; nothing is synchronised. ``with pipeline:`` does so once for several runs: loads of the
-    next run are queued while the last slots of the previous one are computed on. After a body that
-    raises, ``break`` or a dropped iterator the pipeline is ready for the next run. Ctrl-C inside
-    the pipeline's own code can leave it broken: the next use says so, and :meth:`close` works. Runs
-    can be captured by ``torch.cuda.graph``. On the CPU all happens at once, in the same order.
+    run; nothing is synchronised. ``with pipeline:`` does so once for several runs. A body may raise
+    or ``break``. Ctrl-C inside the pipeline's own code can leave it broken: the next use says so,
+    and :meth:`close` works. ``torch.cuda.graph`` can capture runs. On the CPU all happens at once.
 
     Parameters
     ----------
@@ -125,22 +208,20 @@ class SlotPipeline:
     device : torch.device, str or int
         A GPU, or the CPU.
     num_streams : int, optional
-        For the copies of each direction, 1 to 8: more than one for copies that wait for something
-        else than the link.
+        For the copies of each direction, 1 to 8. More than one helps only if copies wait for
+        something else than the link.
     monitor : OverlapMonitor, optional
         Gets times of iterations, of one in four by default.
     auto_depth : AutoDepth, optional
-        Lets the pipeline take more slots than `num_slots`, and give them back. Every iteration is
-        then timed.
+        Lets the pipeline take more slots, and give them back. Every iteration is then timed.
 
     Attributes
     ----------
-    slot_bytes : int
-    device : torch.device
+    device, slot_bytes
     compute_stream : torch.cuda.Stream or None
-        That bodies run on; None on the CPU.
+        For bodies; None on the CPU.
     load_streams, store_streams : tuple of torch.cuda.Stream
-        Of copies to slots, and from them.
+        For copies to slots, and from them.
 
     Examples
     --------
@@ -179,10 +260,10 @@ class SlotPipeline:
             self._controller = DepthController(auto_depth, depth, most)
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
-        capacity, every = 0, 1
-        if monitor is not None:
-            capacity, every = monitor.capacity, monitor.every if self._controller is None else 1
-        few = _SELDOM if self._controller is None else _OFTEN
+        few, every = (
+            (_SELDOM, monitor.every if monitor else 1) if auto_depth is None else (_OFTEN, 1)
+        )
+        capacity = 0 if monitor is None else monitor.capacity
         self._every, self._most_read = few * every, 2 * few
         self._left = self._every  # iterations until times are read
         self._streams = Streams(self.device, count, capacity, every)
@@ -190,10 +271,9 @@ class SlotPipeline:
         self.load_streams: tuple[Any, ...] = tuple(self._streams.loads)
         self.store_streams: tuple[Any, ...] = tuple(self._streams.stores)
         self._free = deque[Slot]()  # the slot used longest ago first
-        self._all: list[Slot] = []
-        self._resize(depth)
-        # A session goes from the first wait on the caller's stream to the last: a run's, or that of
-        # `with`. Whoever has acquired this has the session.
+        self._all: list[Slot] = []  # by index
+        self._grow(depth)
+        # Held from the first wait on the caller's stream to the last, by a run or by `with`.
         self._session = threading.Lock()
         self._in_with = self._is_captured = self._was_captured = self._is_closed = False
         self._thread = 0
@@ -209,14 +289,14 @@ class SlotPipeline:
         blocks : iterable
             Taken one by one, as slots become free; the order is kept.
         copy : callable
-            ``copy(slot.tensor, block)`` queues the copy on torch's current stream, which is a
-            transfer stream. Pageable host memory would make the host wait: pin it.
+            ``copy(slot.tensor, block)`` queues the copy on torch's current stream. Pageable host
+            memory would make the host wait: pin it.
 
-        Returns
-        -------
-        Run
-            To iterate over: a :class:`Slot` for each block. It raises RuntimeError if the pipeline
-            is closed or broken, in use by another thread, or has a run that is not over.
+        Raises
+        ------
+        RuntimeError
+            From the first iteration: the pipeline is closed or broken, in use by another thread, or
+            has a run that is not over.
         """
         return self._run_of(blocks, copy, None)
 
@@ -230,8 +310,7 @@ class SlotPipeline:
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
         """Copy blocks into slots, which the body changes, and store them back.
 
-        A block is loaded before the blocks ahead of it are stored: blocks that share memory are the
-        caller's matter.
+        A block is loaded before earlier ones are stored: they must not share memory.
         """
         return self._run_of(blocks, load, store)
 
@@ -247,8 +326,7 @@ class SlotPipeline:
     def close(self) -> None:
         """Give the slots' memory back to torch's allocator; again: do nothing.
 
-        Tensors that somebody still holds stay valid. The allocator waits for what is queued, this
-        call does not. RuntimeError if a run is not over.
+        It does not wait: the allocator does. RuntimeError if a run is not over.
         """
         if self._is_closed:
             return
@@ -299,26 +377,13 @@ class SlotPipeline:
         takes_time = not isinstance(blocks, list | tuple | range)
         ahead = deque[Slot]()
         failed: Exception | None = None
-        begin = self._streams.next  # which also ends what was begun before
-        use = self._streams.use
         done = 0
-
-        def copy(access: int, slot: Slot, queue: Copy) -> None:
-            begin(access, slot.index)
-            use(access, slot.index)
-            try:
-                queue(slot.tensor, slot.block)
-            finally:
-                use(COMPUTE, 0)
-
-        self._begin_run(run, COMPUTE if store is None else STORE)
+        self._begin_run(run, COMPUTE if load is None else LOAD, COMPUTE if store is None else STORE)
         try:
             is_watched = self._monitor is not None and not self._is_captured
             while True:
-                while self._free and coming is not None:
-                    # An error is raised after the bodies of the blocks before it, as if each block
-                    # was loaded just before its body.
-                    try:
+                try:
+                    while coming is not None and self._free and not (load is None and ahead):
                         block = next(coming, _END)
                         if block is _END:
                             coming = None
@@ -326,23 +391,21 @@ class SlotPipeline:
                         slot = self._free.popleft()
                         slot.block = block
                         if load is not None:
-                            copy(LOAD, slot, load)
-                    except Exception as error:
-                        failed, coming = error, None
-                        break
-                    ahead.append(slot)
-                    if load is None:
-                        break
+                            self._copy(LOAD, slot, load)
+                        ahead.append(slot)
+                except Exception as error:  # raised after the bodies of the blocks before it
+                    failed, coming = error, None
                 if not ahead:
                     break
                 slot = ahead.popleft()
-                begin(COMPUTE, slot.index)
+                self._streams.next(COMPUTE, slot.index)
                 yield slot
                 if store is not None:
-                    copy(STORE, slot, store)
+                    self._copy(STORE, slot, store)
                 elif takes_time:
-                    begin(NONE, 0)
-                self._put_back(slot)
+                    self._streams.next(NONE, 0)
+                slot.block = None
+                self._free.append(slot)
                 done += 1
                 if is_watched:
                     self._left -= 1
@@ -354,7 +417,15 @@ class SlotPipeline:
             failed = None  # its traceback holds this frame
             self._end_run(done)
 
-    def _begin_run(self, run: weakref.ref[_Slots], final_access: int) -> None:
+    def _copy(self, access: int, slot: Slot, queue: Copy) -> None:
+        self._streams.next(access, slot.index)
+        self._streams.use(access, slot.index)
+        try:
+            queue(slot.tensor, slot.block)
+        finally:
+            self._streams.use(COMPUTE, 0)
+
+    def _begin_run(self, run: weakref.ref[_Slots], first: int, last: int) -> None:
         if not self._is_inside():
             self._begin()
         elif self._running() is not None:
@@ -365,7 +436,7 @@ class SlotPipeline:
         self._run = run
         run().thread = self._thread  # type: ignore[union-attr]
         self._take_back()
-        self._streams.start(final_access)
+        self._streams.start(first, last)
 
     def _end_run(self, done: int) -> None:
         try:
@@ -418,40 +489,28 @@ class SlotPipeline:
 
     # -- slots and times ---------------------------------------------------------------------------
 
-    def _resize(self, depth: int) -> bool:
-        """Have `depth` slots, once those too many are free; False: no memory for more."""
+    def _grow(self, depth: int) -> None:
+        """Have at least `depth` slots, or as many as there is memory for; more go after the run."""
         import torch
 
         self._wanted = depth
         is_first = not self._all
-        used = {slot.index for slot in self._all}
-        unused = (number for number in itertools.count() if number not in used)
         try:
-            while len(self._all) < depth:
-                number = next(unused)
+            for number in range(len(self._all), depth):
                 tensor = self._streams.add_slot(number, self._shape, self._dtype, self.device)
-                slot = Slot(number, tensor)
-                self._all.append(slot)
-                self._free.append(slot)
+                self._all.append(Slot(number, tensor))
+                self._free.append(self._all[-1])
         except torch.OutOfMemoryError:
-            if is_first:
+            if is_first or self._controller is None:
                 raise
             self._wanted = len(self._all)
-        for _ in range(len(self._free)):
-            self._put_back(self._free.popleft())
-        return self._wanted == depth
-
-    def _put_back(self, slot: Slot) -> None:
-        slot.block = None
-        if len(self._all) <= self._wanted:
-            self._free.append(slot)
-        else:
-            self._all.remove(slot)
+            self._controller.refuse(self._wanted)
 
     def _take_back(self) -> None:
-        """Make all slots free, also those that an error has left anywhere."""
-        self._all = list(dict.fromkeys([*self._free, *self._all]))[: self._wanted]
-        self._free = deque(self._all)
+        """Make all slots free, also those that an error has left anywhere; drop some if wanted."""
+        self._all = self._all[: self._wanted]
+        known = dict.fromkeys([*self._free, *self._all])
+        self._free = deque(slot for slot in known if slot.index < self._wanted)
         for slot in self._all:
             slot.block = None
 
@@ -460,15 +519,9 @@ class SlotPipeline:
         self._poll(self._most_read)
         if self._monitor is not None:
             self._monitor._look(self.depth)
-        if self._controller is None:
-            return
-        wanted = self._controller.depth
-        if self._was_captured:  # a graph knows the slots by their addresses
-            wanted = max(wanted, self.depth)
-        if wanted != self._wanted:
-            self._streams.next(NONE, 0)  # of a slot that may go
-            if not self._resize(wanted):
-                self._controller.refuse(self.depth)
+        if self._controller is not None and self._controller.depth != self._wanted:
+            # A graph knows the slots by their addresses.
+            self._grow(max(self._controller.depth, self.depth if self._was_captured else 0))
 
     def _poll(self, most: int = 0) -> None:
         """Give the monitor the times of `most` iterations that are over, or all; any thread."""

@@ -20,14 +20,9 @@ from jitkern.comm.args import seconds_arg
 from jitkern.comm.descriptors import Descriptors, hand_over
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import CommError, ShareError
+from jitkern.host import module as host
 from jitkern.offload import memory
-from jitkern.offload.args import (
-    choice_arg,
-    count_arg,
-    dtype_arg,
-    optional_arg,
-    shape_arg,
-)
+from jitkern.offload.args import choice_arg, count_arg, dtype_arg, optional_arg, shape_arg
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +61,11 @@ class Share:
 
     def __post_init__(self) -> None:
         call = "PinnedPool: share"
-        _name_arg(call, self.name)
+        if not isinstance(self.name, str):
+            raise TypeError(f"{call}: name: {type(self.name).__name__}, expected str")
+        if not _NAME.fullmatch(self.name):
+            expected = "1 to 64 letters, digits, '.', '_' and '-'"
+            raise ValueError(f"{call}: name: {self.name!r}, expected {expected}")
         count_arg(call, "num_ranks", self.num_ranks)
         if count_arg(call, "rank", self.rank, least=0) >= self.num_ranks:
             text = f"rank {self.rank}, expected below num_ranks {self.num_ranks}"
@@ -87,10 +86,6 @@ class PoolHandle:
     pid: int
     fd: int
 
-    def __post_init__(self) -> None:
-        _name_arg("PoolHandle", self.name)
-        count_arg("PoolHandle", "num_bytes", self.num_bytes)
-
     def open(self) -> int:
         """Return a descriptor of the memory. Linux opens it for this user's processes only."""
         path = f"/proc/{self.pid}/fd/{self.fd}"
@@ -98,16 +93,12 @@ class PoolHandle:
         try:
             if not os.readlink(path).startswith(f"/memfd:{_memory_name(self.name)} "):
                 raise FileNotFoundError
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             text = f"process {self.pid} has it no more, expected one that has the pool open"
             raise ShareError(f"{prefix}: {text}, in this PID namespace") from None
         except OSError as error:
             raise ShareError(f"{prefix}: of process {self.pid}: {error}") from error
-        if os.fstat(fd).st_size != self.num_bytes:
-            os.close(fd)
-            raise ShareError(f"{prefix}: of another size, expected {self.num_bytes} bytes")
-        return fd
 
 
 @dataclass(frozen=True)
@@ -172,12 +163,6 @@ class PinnedPool:
     >>> pool.close()
     """
 
-    stats: PoolStats
-    _used: int
-    _bytes: torch.Tensor | None
-    _shared: tuple[str, int] | None  # its name, and a descriptor of it
-    _close_fd: Callable[[], object]
-
     def __init__(
         self,
         size: int | Sequence[int],
@@ -210,12 +195,14 @@ class PinnedPool:
         if isinstance(handle, bool) or not isinstance(handle, PoolHandle | int):
             what = type(handle).__name__
             raise TypeError(f"PinnedPool.attach: handle: {what}, expected a PoolHandle or an int")
-        fd = os.dup(handle) if isinstance(handle, int) else handle.open()
+        if isinstance(handle, PoolHandle):
+            fd, num_bytes = handle.open(), num_bytes or handle.num_bytes
+        else:
+            fd = os.dup(handle)
         try:
             found = os.fstat(fd).st_size
-            wanted = found if num_bytes is None else num_bytes
-            if wanted != found or found < 1:
-                text = f"{wanted} bytes, expected {found}, the size of the pool"
+            if found < 1 or num_bytes not in (None, found):
+                text = f"{num_bytes} bytes, expected {found}, the size of the pool"
                 raise ValueError(f"PinnedPool.attach: num_bytes: {text}")
             pool = cls.__new__(cls)
             pool._shape, pool._dtype = [found], None
@@ -267,7 +254,7 @@ class PinnedPool:
         """
         if self._bytes is None or os.getpid() != self._pid:
             return
-        memory.close(self._bytes)
+        host.module()["pool_close"](self._bytes.data_ptr())
         self._bytes = None
         self.stats = replace(self.stats, is_registered=False)
         self._close_fd()
@@ -324,40 +311,33 @@ class PinnedPool:
         fd: int = -1,
         met: Rendezvous | None = None,
     ) -> None:
-        """Map, touch and register it, each step with the other ranks if there are any."""
-        import torch
-
+        """Touch and register it, each step with the other ranks if there are any."""
         self._pid: int = os.getpid()
-        self._used = 0
-        self._bytes = self._shared = None
-        self._close_fd = lambda: None
+        self._used: int = 0
+        self._bytes: torch.Tensor | None = None
+        self._shared: tuple[str, int] | None = None  # its name, and a descriptor of it
+        self._close_fd: Callable[[], object] = lambda: None
         rank, num_ranks = (0, 1) if met is None else (met.rank, met.size)
 
-        def map_it() -> tuple[torch.Tensor, str]:
-            mapped = memory.mapped(num_bytes, fd)
-            return mapped, memory.bind(mapped, numa, rank, num_ranks)
+        def touch() -> tuple[torch.Tensor, str, float]:
+            bytes_ = memory.mapped(num_bytes, fd)
+            where = memory.bind(bytes_, numa, rank, num_ranks)
+            started = time.perf_counter()
+            memory.touch(bytes_, rank, num_ranks, threads, shown)
+            return bytes_, where, time.perf_counter() - started
 
         with memory.display(num_bytes, progress) as shown:
-            bytes_, where = _all_or_none(met, "mapped", map_it)
+            bytes_, where, touch_s = _all_or_none(met, "touched", touch)
+            # After all ranks have touched their parts: CUDA would touch the rest by one thread.
             started = time.perf_counter()
-            # An attached pool has been touched: this maps it.
-            touch = partial(memory.touch, bytes_, rank, num_ranks, threads, shown)
-            _all_or_none(met, "touched", touch)
-            touched = time.perf_counter()
-
-            def register() -> bool:
-                if torch.cuda.is_available():
-                    memory.register(bytes_, shown)
-                    memory.open_to_ops(bytes_)
-                return torch.cuda.is_available()
-
+            register = partial(memory.register, bytes_, shown)
             is_registered = _all_or_none(met, "registered", register)
-            register_s = time.perf_counter() - touched if is_registered else 0.0
+            register_s = time.perf_counter() - started if is_registered else 0.0
         huge = 0
         with suppress(OSError):  # what all have must not fail in one rank for that
             huge = memory.huge_bytes(bytes_.data_ptr(), num_bytes)
-        self.stats = PoolStats(
-            num_bytes, threads, huge, touched - started, register_s, where, is_registered
+        self.stats: PoolStats = PoolStats(
+            num_bytes, threads, huge, touch_s, register_s, where, is_registered
         )
         self._bytes = bytes_
         _open.add(self)
@@ -400,21 +380,12 @@ def _all_or_none(met: Rendezvous | None, name: str, step: Callable[[], T]) -> T:
     """Do a step, as all ranks do, or raise: its error, or a ShareError for that of another."""
     if met is None:
         return step()
-    own: list[Exception] = []
-
-    def do() -> T:
-        try:
-            return step()
-        except Exception as error:
-            own.append(error)
-            raise
-
     try:
-        return met.all_or_none(name, do)
+        return met.all_or_none(name, step)
     except Exception as error:
-        if own:
-            raise
-        raise ShareError(str(error)) from error
+        if str(error).startswith(f"{met.name}: on rank "):
+            raise ShareError(str(error)) from None
+        raise
 
 
 def _file_store(name: str) -> Any:
@@ -425,10 +396,9 @@ def _file_store(name: str) -> Any:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o177077 != 0o040000:
-        raise ShareError(
-            f"PinnedPool: share {name!r}: {folder}: of uid {found.st_uid}, mode "
-            f"{found.st_mode & 0o7777:o}, expected a folder of uid {os.geteuid()} alone, mode 700"
-        )
+        text = f"uid {found.st_uid}, mode {found.st_mode & 0o7777:o}"
+        expected = f"a folder of uid {os.geteuid()} alone, mode 700"
+        raise ShareError(f"PinnedPool: share {name!r}: {folder}: {text}, expected {expected}")
     return FileStore(str(folder / f"pool-{name}"), -1)
 
 
@@ -450,12 +420,11 @@ def _size_arg(
 def _numa_arg(numa: Any) -> None:
     if isinstance(numa, str):
         choice_arg("PinnedPool", "numa", numa, ("local", "interleave"))
-    elif (
-        numa is not None
-        and count_arg("PinnedPool", "numa", numa, least=0) not in memory.numa_nodes()
-    ):
-        there = ", ".join(map(str, memory.numa_nodes())) or "none that Linux tells of"
-        raise ValueError(f"PinnedPool: numa: {numa}, expected a node with memory: {there}")
+    elif numa is not None:
+        nodes = memory.numa_nodes()
+        if count_arg("PinnedPool", "numa", numa, least=0) not in nodes:
+            there = ", ".join(map(str, nodes)) or "none that Linux tells of"
+            raise ValueError(f"PinnedPool: numa: {numa}, expected a node with memory: {there}")
 
 
 def _threads_arg(num_threads: Any) -> int:
@@ -463,11 +432,3 @@ def _threads_arg(num_threads: Any) -> int:
     if num_threads is None:
         return min(cores, _MAX_THREADS)
     return count_arg("PinnedPool", "num_threads", num_threads, cores)
-
-
-def _name_arg(call: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{call}: name: {type(value).__name__}, expected str")
-    if not _NAME.fullmatch(value):
-        expected = "1 to 64 letters, digits, '.', '_' and '-'"
-        raise ValueError(f"{call}: name: {value!r}, expected {expected}")
