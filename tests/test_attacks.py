@@ -7,7 +7,6 @@ attack. That shows that the planted library is one that would have been loaded.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -103,37 +102,6 @@ def test_a_cache_folder_of_somebody_else(attack: Attack, cache_dir: Path) -> Non
 
 
 @needs_cxx
-def test_a_cache_path_that_somebody_else_was_first_to_make(
-    attack: Attack, cache_dir: Path, tmp_path: Path
-) -> None:
-    like_tmp = tmp_path / "like-tmp"
-    like_tmp.mkdir()
-    like_tmp.chmod(0o1777)
-    attack.plant(like_tmp / "kernels")
-    environ = {"JITKERN_CACHE_PATH": str(like_tmp / "kernels")}
-    value, (warning,) = attack.victim(**environ)
-    assert value == 1
-    assert warning.startswith("jitkern: this cache is not searched: ")
-    assert len(Cache(cache_dir).entries()) == 1
-    assert attack.strikes(**environ)
-
-
-@needs_cxx
-def test_root_with_the_home_of_a_user(attack: Attack, children: Children, tmp_path: Path) -> None:
-    for name in ("HOME", "XDG_CACHE_HOME", "JITKERN_CACHE_DIR"):
-        children.env.pop(name, None)
-    home = tmp_path / "home"
-    root = home / ".cache" / "jitkern"
-    attack.plant(root)
-    for path in (home, root.parent):
-        os.chown(path, OTHER, OTHER)
-    value, (warning,) = attack.victim(HOME=str(home))
-    assert value == 1
-    assert f"{home}: it belongs to uid {OTHER}" in warning
-    assert attack.strikes(HOME=str(home))
-
-
-@needs_cxx
 def test_an_own_cache_that_a_group_may_write(attack: Attack, cache_dir: Path) -> None:
     """As made under umask 002 in a setgid folder; a name that sorts last used to win."""
     assert attack.victim()[0] == 1
@@ -164,16 +132,3 @@ def test_a_cache_below_a_folder_that_everyone_may_write(attack: Attack, tmp_path
     assert value == 1
     assert f"{scratch}: its mode, 0777, lets others write it; chmod go-w" in warning
     assert attack.strikes(trust="everyone", **environ)
-
-
-@needs_cxx
-def test_a_link_in_the_place_of_an_entry(attack: Attack, cache_dir: Path, tmp_path: Path) -> None:
-    """Even of a user who may be trusted: what a link leads to may be anybody's tomorrow."""
-    assert attack.victim()[0] == 1
-    elsewhere = attack.plant(tmp_path / "elsewhere").path
-    assert elsewhere is not None
-    own = cache_dir / "v1" / attack.entry.key.directory / attack.entry.variant
-    shutil.rmtree(own)
-    own.symlink_to(elsewhere)
-    assert attack.victim(JITKERN_CACHE_TRUST="everyone")[0] == 1
-    assert not attack.mark.exists()

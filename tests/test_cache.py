@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import stat
+import sys
 import threading
 import time
 import warnings
@@ -16,11 +18,12 @@ import pytest
 from entries import BAD_METAS, DATA, VARIANT, change, key, make, nested, publish, sealed
 
 from jitkern.cache import store
-from jitkern.cache.entry import META_NAME, parse_meta, read_entry, render_meta
-from jitkern.cache.lock import FailureNote, build_lock, read_holder
+from jitkern.cache.entry import META_NAME, read_entry
+from jitkern.cache.lock import build_lock, read_holder
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, NO_USE, Cache
+from jitkern.cli import main
 from jitkern.errors import CacheError, CompileError
-from jitkern.fs import digest, sha256, slug
+from jitkern.fs import digest, sha256
 
 HERE, TOKEN = os.uname().nodename, "0123456789abcdef"
 
@@ -39,36 +42,36 @@ def names(cache: Cache) -> list[str]:
     return [entry.key.op for entry in cache.entries()]
 
 
+def data_of(cache: Cache) -> bytes | None:
+    found = cache.lookup(key())
+    return None if found is None else found.data
+
+
 # -- looking up and publishing ---------------------------------------------------------------------
 
 
 def test_layout_and_round_trip(cache: Cache) -> None:
-    path = publish(cache)
+    assert (cache.lookup(key()), cache.entries(), cache.clear()) == (None, [], 0)
+    assert not cache.root.exists()
+    log = "template <int N> struct S { int x[N]; };\n" * 1000  # more braces than levels are allowed
+    notes = {"log": log, "deep": nested(20)}
+    path = cache.publish(key(), VARIANT, {"kernel.cubin": DATA}, notes).path
     assert path == cache.root / "v1" / f"store_656-{digest('store_656')}" / "nvrtc-13.5"
     assert sorted(os.listdir(path)) == ["kernel.cubin", META_NAME]
     entry = cache.lookup(key())
     assert entry is not None
     assert (entry.data, entry.artefact) == (DATA, path / "kernel.cubin")
-    assert (entry.key, entry.variant, entry.meta["build_ms"]) == (key(), VARIANT, 12.5)
-    meta = json.loads((path / META_NAME).read_text())
-    assert meta["describe"]["arch"] == "9.0"
+    assert (entry.key, entry.variant) == (key(), VARIANT)
+    assert entry.meta.items() >= notes.items()
     assert staging(cache) == []
     (listed,) = cache.entries()
     assert (str(listed), listed.size_bytes) == (f"{key()}/{VARIANT}", len(DATA))
-
-
-def test_nothing_on_disk_until_the_first_publish(cache: Cache) -> None:
-    assert cache.lookup(key()) is None
-    assert cache.entries() == []
-    assert cache.clear() == 0
-    assert not cache.root.exists()
 
 
 def test_an_entry_of_another_version_of_jitkern_is_found(cache: Cache) -> None:
     """Two versions on one cache: this is a kernel as the first releases wrote it."""
     path = make(cache.base / key().directory / VARIANT)
     (path / "kernel.cubin").write_bytes(b"x")
-    file = {"bytes": 1, "sha256": sha256(b"x")}
     meta = {
         "schema": 1,
         "route": "device",
@@ -77,14 +80,12 @@ def test_an_entry_of_another_version_of_jitkern_is_found(cache: Cache) -> None:
         "toolchain": VARIANT,
         "describe": {"op": "store_656", "args": ["656"], "arch": "9.0", "flags": []},
         "artefact": "kernel.cubin",
-        "files": {"kernel.cubin": file},
+        "files": {"kernel.cubin": {"bytes": 1, "sha256": sha256(b"x")}},
         "build_ms": 1,
         "a note of the future": [],
     }
     (path / META_NAME).write_bytes(sealed(meta))
-    found = cache.lookup(key())
-    assert found is not None
-    assert found.data == b"x"
+    assert data_of(cache) == b"x"
     # And the first releases read what is written now: the same fields, and notes.
     written = json.loads((publish(cache, "other") / META_NAME).read_bytes())
     assert written.keys() == meta.keys() - {"a note of the future"} | {"checksum"}
@@ -108,31 +109,12 @@ def test_the_highest_rank_goes_first_and_the_newest_of_equals(cache: Cache) -> N
     assert found([EXACT, EXACT, EXACT]) == "zzz"  # the next, if the best is damaged
 
 
-def test_the_first_publication_stays_and_the_loser_has_its_own_bytes(cache: Cache) -> None:
-    publish(cache, data=b"first")
-    entry = cache.publish(key(), VARIANT, {"kernel.cubin": b"second"})
-    assert entry.data == b"second"
-    found = cache.lookup(key())
-    assert found is not None
-    assert found.data == b"first"
-    assert staging(cache) == []
-
-
-def test_what_is_staged_is_not_seen_before_it_is_committed(cache: Cache) -> None:
-    files = {"kernel.cubin": DATA}
-    with cache.stage(render_meta(key(), VARIANT, files, {}), files) as staged:
-        assert staged.artefact is not None
-        assert staged.artefact.read_bytes() == DATA
-        assert cache.lookup(key()) is None
-        cache.commit(staged)
-    assert cache.lookup(key()) is not None
-    with (
-        pytest.raises(CompileError, match="does not load"),
-        cache.stage(render_meta(key("other"), VARIANT, files, {}), files),
-    ):
-        raise CompileError("does not load", command="c++", log="undefined symbol")
-    assert cache.lookup(key("other")) is None
-    assert staging(cache) == []
+def test_an_equal_entry_stays_and_another_is_replaced(cache: Cache) -> None:
+    """One that was built with other system libraries may not load here."""
+    first = publish(cache, data=b"first").stat().st_ino
+    assert publish(cache, data=b"first").stat().st_ino == first
+    publish(cache, data=b"second")
+    assert (data_of(cache), staging(cache)) == (b"second", [])
 
 
 def test_all_is_flushed_before_its_rename_and_its_name_after(
@@ -167,15 +149,7 @@ def test_a_read_only_cache_is_never_written(cache: Cache) -> None:
         publish(reader, "other")
 
 
-def test_unsafe_names_are_refused(cache: Cache) -> None:
-    with pytest.raises(ValueError, match="files"):
-        cache.publish(key(), VARIANT, {"../kernel.cubin": DATA})
-    with pytest.raises(ValueError, match="variant"):
-        cache.publish(key(), "../x", {"kernel.cubin": DATA})
-    assert slug("../../a b<656, 2>") == "_.._a_b_656__2_"
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077, 0o177, 0o777], ids=oct)
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o177, 0o777], ids=oct)
 @pytest.mark.parametrize("shared", [False, True])
 def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int, shared: bool) -> None:
     """Under 0177 and 0777 the folder got mode 0600 and 0."""
@@ -196,28 +170,21 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int, shared: bo
 # -- damage ----------------------------------------------------------------------------------------
 
 
-def cut(path: Path, how: str) -> None:
-    data = path.read_bytes()
-    middle = len(data) // 2
-    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-    texts = {"0": b"", "half": data[:middle], "all but 2": data[:-2], "longer": data + b"x"}
-    path.write_bytes({**texts, "flipped": flipped}[how])
-
-
 def replace_by_fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
 def replace_by_link(path: Path) -> None:
-    aside = path.with_name("aside")
-    path.rename(aside)
-    path.symlink_to(aside)
+    path.rename(path.with_name("aside"))
+    path.symlink_to(path.with_name("aside"))
 
 
-DAMAGE: list[Callable[[Path], None]] = [
-    *(lambda path, how=how: cut(path, how) for how in ("0", "half", "all but 2", "longer")),
-    lambda path: cut(path, "flipped"),
+DAMAGE: list[Callable[[Path], object]] = [
+    lambda path: path.write_bytes(b""),
+    lambda path: os.truncate(path, path.stat().st_size // 2),
+    lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
     Path.unlink,
     replace_by_fifo,
     replace_by_link,
@@ -227,7 +194,7 @@ DAMAGE: list[Callable[[Path], None]] = [
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("file", ["kernel.cubin", META_NAME])
 def test_damage_is_a_miss_and_is_replaced(
-    cache: Cache, file: str, damage: Callable[[Path], None]
+    cache: Cache, file: str, damage: Callable[[Path], object]
 ) -> None:
     path = publish(cache)
     damage(path / file)
@@ -235,10 +202,7 @@ def test_damage_is_a_miss_and_is_replaced(
     with pytest.raises((CacheError, OSError)):
         read_entry(path)
     publish(cache)
-    found = cache.lookup(key())
-    assert found is not None
-    assert found.data == DATA
-    assert staging(cache) == []
+    assert (data_of(cache), staging(cache)) == (DATA, [])
 
 
 @pytest.mark.parametrize("changes", BAD_METAS)
@@ -248,46 +212,9 @@ def test_a_meta_that_only_its_checksum_vouches_for_is_a_miss(
     path = publish(cache)
     publish(cache, "other")
     change(path, **changes)
-    assert names(cache) == ["other"]
-    assert cache.lookup(key()) is None
+    assert (names(cache), cache.lookup(key())) == (["other"], None)
     publish(cache)  # replaces it
     assert cache.lookup(key()) is not None
-
-
-@pytest.mark.parametrize(
-    ("raw", "says"),
-    [
-        (b"", "not JSON"),
-        (b"[" * 100_000, "not JSON: nested deeper than 32 levels"),
-        (b"\xff\xfe{}", "not JSON: 'utf-8' codec can't decode byte 0xff in position 0: "),
-        (b'{"a": NaN}', "not JSON: NaN is not JSON"),
-        (b"[1]", "not an object"),
-        (b"{}", "checksum does not match"),
-        (sealed({}), "not a meta of schema 1"),
-    ],
-)
-def test_texts_that_are_no_meta(raw: bytes, says: str) -> None:
-    with pytest.raises(CacheError, match=f"^where: {says}"):
-        parse_meta(raw, "where")
-
-
-def test_a_meta_that_is_too_large_is_neither_read_nor_written(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(cache)
-    monkeypatch.setattr("jitkern.cache.entry.META_MAX_BYTES", 100)
-    assert cache.entries() == []
-    with pytest.raises(CacheError, match=r"^meta\.json: \d+ bytes, expected at most 100$"):
-        publish(cache, "other")
-    assert staging(cache) == []
-
-
-def test_a_meta_of_many_braces_is_read(cache: Cache) -> None:
-    log = "template <int N> struct S { int x[N]; };\n" * 1000
-    cache.publish(key(), VARIANT, {"kernel.cubin": b"x"}, {"log": log, "deep": nested(20)})
-    found = cache.lookup(key())
-    assert found is not None
-    assert (found.meta["log"], found.meta["deep"]) == (log, nested(20))
 
 
 @pytest.mark.parametrize("key_name, variant", [("index_656", VARIANT), ("store_656", "nvrtc-1.0")])
@@ -303,47 +230,84 @@ def test_an_entry_in_the_place_of_another_is_a_miss(
     assert len(cache.entries()) == 1
 
 
-@pytest.mark.parametrize("what", ["file", "link", "strange"])
-def test_anything_in_the_place_of_an_entry_is_replaced(
-    cache: Cache, tmp_path: Path, what: str
+# -- links, which lead nowhere ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "place", ["key", "variant", "file", "staging", "failed", "locks", "v1", "a file", "a folder"]
+)
+@pytest.mark.parametrize("action", ["clear", "publish", "publish the same"])
+def test_what_is_planted_is_replaced_or_refused_and_leads_nowhere(
+    cache: Cache, tmp_path: Path, place: str, action: str
 ) -> None:
+    """The victim has files of all shapes that jitkern could take for its own."""
     victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "weights").write_text("months of work")
-    target = make(cache.base / key().directory) / VARIANT
-    if what == "file":
-        target.write_text("not a directory")
-    elif what == "link":
-        target.symlink_to(victim)
+    for name in ("run1", VARIANT, key().directory):
+        (victim / name).mkdir(parents=True)
+        (victim / name / "weights.so").write_text("months of work")
+    for name in (f"{key().directory}.json", f"{HERE}.999999999.{TOKEN}"):
+        (victim / name).write_text("months of work")
+    for path in victim.rglob("*"):
+        os.utime(path, (1, 1))
+    before = {path: path.lstat().st_mtime for path in victim.rglob("*")}
+
+    entry = publish(cache)
+    publish(cache, "other")
+    base = cache.base
+    planted, target = {
+        "key": (entry.parent, victim),
+        "variant": (entry, victim / VARIANT),
+        "file": (entry / "kernel.cubin", victim / VARIANT / "weights.so"),
+        "staging": (base / ".staging", victim),
+        "failed": (base / ".failed", victim),
+        "locks": (base / ".locks", victim),
+        "v1": (base, victim),
+        "a file": (entry, None),
+        "a folder": (entry / "inner", None),
+    }[place]
+    if planted.exists():
+        planted.rename(tmp_path / "aside")
+    if target is not None:
+        planted.symlink_to(target)
+    elif place == "a file":
+        planted.write_text("not a directory")
     else:
-        make(target / "inner")
-    assert cache.lookup(key()) is None
-    publish(cache)
-    assert cache.lookup(key()) is not None
-    assert (victim / "weights").read_text() == "months of work"
+        planted.mkdir()
+
+    fresh = Cache(cache.root, max_bytes=1)  # sweeps and evicts when it publishes
+    try:
+        if action == "clear":
+            fresh.clear()
+        else:
+            publish(fresh, "store_656" if action == "publish the same" else "new")
+            assert fresh.lookup(key("store_656" if action == "publish the same" else "new"))
+        with fresh.lock(key(), timeout_s=1) as wait:
+            assert wait.held == (place != "locks")
+        fresh.failure(key()).write(CompileError("no", command="", log=""), "")
+        fresh.failure(key()).forget()
+    except CacheError as error:
+        assert str(cache.root) in str(error)
+        assert place in ("key", "staging", "v1")
+    assert {path: path.lstat().st_mtime for path in victim.rglob("*")} == before
 
 
-# -- eviction and clearing -------------------------------------------------------------------------
+# -- eviction, sweeping and clearing ---------------------------------------------------------------
 
 
 def used(path: Path, unix_s: float) -> None:
     os.utime(path / META_NAME, (unix_s, unix_s))
 
 
-def test_the_least_recently_used_go_first(cache: Cache) -> None:
+def test_the_least_recently_used_go_first_and_the_newest_stays(cache: Cache) -> None:
     for number in range(4):
         used(publish(cache, f"k{number}"), time.time() - 1000 * (9 - number))
     assert cache.lookup(key("k0")) is not None  # used again: now the youngest
     each = 800 + len(DATA)
     publish(Cache(cache.root, max_bytes=4 * each), "new")
     assert names(cache) == ["k0", "k3", "new"]
-
-
-def test_the_newest_stays_whatever_the_cap(cache: Cache) -> None:
-    small = Cache(cache.root, max_bytes=1)
-    for number in range(5):
-        used(publish(small, f"k{number}"), number + 1)
-        assert names(cache) == [f"k{number}"]
+    for number in range(2):
+        publish(Cache(cache.root, max_bytes=1), f"n{number}")
+        assert names(cache) == [f"n{number}"]
 
 
 @pytest.fixture
@@ -373,22 +337,48 @@ def test_a_publication_into_a_large_cache_does_little_work(
     assert len(large.entries()) < 10
 
 
-def test_one_large_entry_does_not_make_a_cache_seem_full(
-    large: Cache, monkeypatch: pytest.MonkeyPatch
+def test_a_list_opens_one_file_of_an_entry_and_lays_out_no_table(
+    large: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(store, "_MAX_MEASURED", 1024)  # all of it
-    publish(large, "library", data=bytes(300_000))
-    wide = Cache(large.root, max_bytes=600_000)
-    for number in range(30):
-        publish(wide, f"new{number}")
-    assert len(large.entries()) == 131
+    """10,000 entries took 30 s: every file was read, and rich laid out a table."""
+    opened: list[str] = []
+    open_ = os.open
+
+    def counted(path: str, *args: int, **kwargs: int) -> int:
+        opened.append(os.path.basename(path))
+        return open_(path, *args, **kwargs)
+
+    monkeypatch.setattr("jitkern.cli.cache_cmd._user_cache", lambda: large)
+    monkeypatch.setattr(os, "open", counted)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert main(["cache", "list"]) == 0
+    assert capsys.readouterr().out.count("\n") == 102
+    assert opened.count(META_NAME) == 100
+    assert "kernel.cubin" not in opened
+
+
+def test_a_kill_before_the_rename_leaves_nothing_that_stays(cache: Cache) -> None:
+    """Really killed between mkdir and rename: empty folders of keys stayed for ever."""
+    child = os.fork()
+    if child == 0:
+        os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        publish(cache)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    folder = cache.base / key().directory
+    assert list(folder.iterdir()) == []
+    assert (cache.lookup(key()), cache.clear()) == (None, 0)
+    assert not folder.exists()
+    (left,) = (cache.base / ".staging").iterdir()
+    os.utime(left, (time.time() - 3600,) * 2)
+    folder.mkdir(mode=0o700)
+    publish(Cache(cache.root, max_bytes=1 << 30), "other")
+    assert not folder.exists()
+    assert staging(cache) == []
 
 
 def test_clear_removes_sound_entries_and_empty_keys_only(cache: Cache) -> None:
     gone = [publish(cache, name) for name in ("one", "two")]
-    make(cache.base / key("killed before its rename").directory)
     (publish(cache, "diary") / "diary.txt").write_text("dear diary")
-    (publish(cache, "deeper") / "inner").mkdir()
     (publish(cache, "damaged") / META_NAME).write_bytes(b"")
     make(cache.base / "checkpoints" / "run1")
     (cache.base / "notes.txt").write_text("mine")
@@ -396,87 +386,9 @@ def test_clear_removes_sound_entries_and_empty_keys_only(cache: Cache) -> None:
     assert (gone[0].exists(), gone[1].exists()) == (False, True)
     assert cache.clear() == 1
     left = {path.name for path in cache.base.iterdir() if not path.name.startswith(".")}
-    kept = {key(name).directory for name in ("diary", "deeper", "damaged")}
+    kept = {key(name).directory for name in ("diary", "damaged")}
     assert left == kept | {"checkpoints", "notes.txt"}
     assert staging(cache) == []
-
-
-def in_place_of_key(base: Path, victim: Path) -> None:
-    shutil.rmtree(base / key().directory)
-    (base / key().directory).symlink_to(victim)
-
-
-def in_place_of_variant(base: Path, victim: Path) -> None:
-    shutil.rmtree(base / key().directory / VARIANT)
-    (base / key().directory / VARIANT).symlink_to(victim / VARIANT)
-
-
-def in_place_of_file(base: Path, victim: Path) -> None:
-    (base / key().directory / VARIANT / "kernel.cubin").unlink()
-    (base / key().directory / VARIANT / "kernel.cubin").symlink_to(victim / VARIANT / "weights.so")
-
-
-def in_place_of_staging(base: Path, victim: Path) -> None:
-    shutil.rmtree(base / ".staging")
-    (base / ".staging").symlink_to(victim)
-
-
-def in_place_of_failed(base: Path, victim: Path) -> None:
-    (base / ".failed").symlink_to(victim)
-
-
-def in_place_of_v1(base: Path, victim: Path) -> None:
-    base.rename(base.with_name("v1.old"))
-    base.symlink_to(victim)
-
-
-@pytest.fixture
-def victim(tmp_path: Path) -> Path:
-    """Somebody's files, of all shapes that jitkern could take for its own."""
-    folder = tmp_path / "victim"
-    for name in ("run1", VARIANT, key().directory):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "weights.so").write_text("months of work")
-        os.utime(folder / name, (1, 1))
-    for name in (f"{key().directory}.json", f"{HERE}.999999999.{TOKEN}"):
-        (folder / name).write_text("months of work")
-        os.utime(folder / name, (1, 1))
-    return folder
-
-
-def tree(folder: Path) -> dict[str, str]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_text() for path in files}
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        in_place_of_key,
-        in_place_of_variant,
-        in_place_of_file,
-        in_place_of_staging,
-        in_place_of_failed,
-        in_place_of_v1,
-    ],
-)
-@pytest.mark.parametrize("action", ["clear", "publish", "publish the same"])
-def test_no_link_leads_out_of_the_cache(
-    cache: Cache, victim: Path, plant: Callable[[Path, Path], None], action: str
-) -> None:
-    publish(cache)
-    publish(cache, "other")
-    plant(cache.base, victim)
-    before = tree(victim)
-    fresh = Cache(cache.root, max_bytes=1)  # sweeps and evicts when it publishes
-    try:
-        if action == "clear":
-            fresh.clear()
-        else:
-            publish(fresh, "store_656" if action == "publish the same" else "new")
-    except CacheError as error:
-        assert str(cache.root) in str(error)
-    assert tree(victim) == before
 
 
 def test_what_killed_processes_left_is_swept_and_nothing_else(cache: Cache) -> None:
@@ -502,11 +414,7 @@ def test_what_killed_processes_left_is_swept_and_nothing_else(cache: Cache) -> N
 # -- locks and failures ----------------------------------------------------------------------------
 
 
-def never() -> bool:
-    return False
-
-
-def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache) -> None:
+def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache, tmp_path: Path) -> None:
     inside = threading.Semaphore(1)
     overlaps = []
 
@@ -523,10 +431,13 @@ def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache) -> None:
         thread.join()
     assert overlaps == [False] * 8
 
-    path = cache.base / ".locks" / "x.lock"
-    with build_lock(path, timeout_s=1, done=never):
+    victim = tmp_path / "victim"
+    victim.write_text("months of work")
+    path = tmp_path / "x.lock"
+    (tmp_path / "x.lock.holder").symlink_to(victim)
+    with build_lock(path, timeout_s=1, done=lambda: False):
         assert read_holder(path).startswith(f"pid {os.getpid()} on {HERE} since 20")
-    assert read_holder(path) == ""
+    assert (read_holder(path), victim.read_text()) == ("", "months of work")
 
 
 @pytest.fixture
@@ -555,28 +466,21 @@ def test_who_waits_too_long_goes_on_after_a_warning(cache: Cache, held_elsewhere
         assert wait.waited_ms >= 100
 
 
-def test_who_has_nothing_left_to_build_goes_on_in_silence(
-    cache: Cache, held_elsewhere: None
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with cache.lock(key(), timeout_s=30, done=lambda: True) as wait:
-            assert not wait.held
-
-
-@pytest.mark.parametrize("holder", [b"", b"\xff", b"\x1b[2J", b"x" * 500, None])
-def test_a_holder_that_makes_no_sense_is_nobody(tmp_path: Path, holder: bytes | None) -> None:
-    file = tmp_path / "x.lock.holder"
-    os.mkfifo(file) if holder is None else file.write_bytes(holder)
-    assert read_holder(tmp_path / "x.lock") == ""
-
-
-def test_no_lock_file_is_no_obstacle(tmp_path: Path) -> None:
+def test_no_lock_is_no_obstacle(cache: Cache, held_elsewhere: None, tmp_path: Path) -> None:
+    """There is nothing left to build, or no lock file can be made."""
     (tmp_path / "file").write_text("")
+    (tmp_path / "x.lock").symlink_to(tmp_path / "file")
+    waits = (
+        cache.lock(key(), timeout_s=30, done=lambda: True),
+        Cache(tmp_path / "file").lock(key(), timeout_s=30),
+        build_lock(tmp_path / "x.lock", timeout_s=30, done=lambda: False),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with Cache(tmp_path / "file").lock(key(), timeout_s=30) as wait:
-            assert not wait.held
+        for one in waits:
+            with one as wait:
+                assert not wait.held
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_a_failure_is_handed_on_for_a_while(cache: Cache) -> None:
@@ -585,42 +489,8 @@ def test_a_failure_is_handed_on_for_a_while(cache: Cache) -> None:
     failure = CompileError("no", command="nvrtc", log="line 1", source="src")
     note.write(failure, "digest")
     known = note.recent("digest", time.time())
-    assert known is not None
     assert str(known) == str(failure)
     assert note.recent("other inputs", time.time()) is None
     assert note.recent("digest", time.time() + 60) is None
     publish(cache)  # forgets it
     assert not note.path.exists()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"at_unix_s": "now"},
-        {"at_unix_s": 1e300},
-        {"inputs": 5},
-        {"message": 5},
-        {"command": None},
-        {"log": ["x"]},
-        None,
-    ],
-)
-def test_a_failure_that_makes_no_sense_is_none(
-    tmp_path: Path, changes: dict[str, object] | None
-) -> None:
-    note = FailureNote(tmp_path / "x.json")
-    note.write(CompileError("m", command="c", log="l"), "")
-    assert note.recent("", time.time()) is not None
-    text = json.dumps({**json.loads(note.path.read_text()), **(changes or {})})
-    note.path.write_text(text if changes else "{")
-    assert note.recent("", time.time()) is None
-
-
-def test_a_failure_of_the_future_is_stale(tmp_path: Path) -> None:
-    """Written while the clock was a day ahead, it was fresh for a day after that was mended."""
-    note = FailureNote(tmp_path / "x.json")
-    note.write(CompileError("m", command="c", log="l"), "")
-    text = json.loads(note.path.read_text())
-    for ahead_s, is_fresh in ((0, True), (5, True), (60, False), (86_400, False), (-60, False)):
-        note.path.write_text(json.dumps({**text, "at_unix_s": time.time() + ahead_s}))
-        assert (note.recent("", time.time()) is not None) == is_fresh

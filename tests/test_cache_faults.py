@@ -47,24 +47,8 @@ def test_four_ranks_report_one_failure(children: Children, sources: Path, tmp_pa
     assert sum(report["attempts"] for report in reports) == 1
     assert len({report["error"] for report in reports}) == 1
     assert "Nonsense" in reports[0]["error"]
-    builder = next(report for report in reports if report["attempts"])
-    # 0.3 s for the scheduling of four processes on a busy machine of two cores.
-    assert max(report["seconds"] for report in reports) <= 1.5 * builder["seconds"] + 0.3
-
     (sources / "tiny.cu").write_text(text)  # mended: built at once
     assert children.run(sources / "tiny.cu", n=4)["compiles"] == 1
-
-
-@needs_cxx
-def test_a_failure_in_cxx_ends_when_its_header_is_mended(children: Children, sources: Path) -> None:
-    (sources / "value.h").write_text("#define VALUE nonsense\n#define COST 1\n")
-    first = children.run(sources / "tiny.cc")
-    assert "nonsense" in first["error"]
-    second = children.run(sources / "tiny.cc")
-    assert second["error"] == first["error"]
-    assert (first["attempts"], second["attempts"]) == (1, 0)
-    write_sources(sources, value=7)
-    assert children.run(sources / "tiny.cc")["value"] == 7
 
 
 def kill_and_wait(children: Children, file: Path, delay_s: float, **config: Any) -> None:
@@ -84,25 +68,25 @@ def kill_and_wait(children: Children, file: Path, delay_s: float, **config: Any)
     wait_until(lambda: children.alive() == [], timeout_s=10)
 
 
-@needs_nvrtc
-@pytest.mark.parametrize("moment", range(8))
-def test_killed_while_nvrtc_compiles(
-    children: Children, sources: Path, cache_dir: Path, moment: int
-) -> None:
-    # The compile takes 0.3 s: from the first instruction to beyond the publication.
-    delay_s = 0.045 * moment + random.uniform(0, 0.05)
-    kill_and_wait(children, sources / "tiny.cu", delay_s, n=100)
-    assert sound(cache_dir)
-
-
-@needs_cxx
-@pytest.mark.parametrize("moment", range(4))
-def test_killed_while_cxx_compiles(
-    children: Children, sources: Path, cache_dir: Path, moment: int
+@pytest.mark.parametrize(
+    ("source", "config", "moment_s"),
+    [
+        # The compile takes 0.3 s: from the first instruction to beyond the publication.
+        *(pytest.param("tiny.cu", {"n": 100}, 0.09 * i, marks=needs_nvrtc) for i in range(4)),
+        *(pytest.param("tiny.cc", {}, 0.35 * i, marks=needs_cxx) for i in range(2)),  # 0.6 s
+    ],
+)
+def test_killed_while_it_compiles(
+    children: Children,
+    sources: Path,
+    cache_dir: Path,
+    source: str,
+    config: dict[str, Any],
+    moment_s: float,
 ) -> None:
     write_sources(sources, cost=800)
-    delay_s = 0.18 * moment + random.uniform(0, 0.18)  # the build takes 0.6 s
-    kill_and_wait(children, sources / "tiny.cc", delay_s)
+    delay_s = moment_s + random.uniform(0, 0.09 if source == "tiny.cu" else 0.35)
+    kill_and_wait(children, sources / source, delay_s, **config)
     assert sound(cache_dir)
 
 
@@ -134,33 +118,19 @@ def test_a_stopped_holder_is_named_and_passed(
 # -- damage ----------------------------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
-    data = path.read_bytes()
-    middle = len(data) // 2
-    path.write_bytes(data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :])
-
-
-def halve(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-@needs_nvrtc
 @needs_cxx
-@pytest.mark.parametrize("source", ["tiny.cu", "tiny.cc"])
 def test_a_damaged_entry_is_rebuilt_silently(
-    children: Children, sources: Path, cache_dir: Path, source: str
+    children: Children, sources: Path, cache_dir: Path
 ) -> None:
-    """Cut or flipped, artefact or meta: tests/test_cache.py has all of them, in one process."""
-    good = children.run(sources / source)
+    """tests/test_cache.py has each kind of damage, in one process."""
+    good = children.run(sources / "tiny.cc")
     (entry,) = Cache(cache_dir).paths()
     for file in entry.iterdir():
-        for damage in (halve, flip):
-            damage(file)
-            report = children.run(sources / source)  # a SIGBUS would be its exit status
-            assert (report["compiles"], report["warnings"]) == (1, [])
-            assert report.get("value") == good.get("value")
-            assert report.get("sha256") == good.get("sha256")
-    assert children.run(sources / source)["compiles"] == 0
+        os.truncate(file, file.stat().st_size // 2)
+        report = children.run(sources / "tiny.cc")  # a SIGBUS would be its exit status
+        assert (report["compiles"], report["warnings"]) == (1, [])
+        assert report["value"] == good["value"]
+    assert children.run(sources / "tiny.cc")["compiles"] == 0
     assert sound(cache_dir)
 
 
@@ -179,14 +149,10 @@ def test_edits_flags_and_archs_find_their_way_back(children: Children, sources: 
     os.utime(sources / "value.cuh", (1, 1))  # older than all that was built
     edited, compiles = load()
     assert (edited != first, compiles) == (True, 1)
-    flagged, compiles = load(flags=["-lineinfo"])
-    assert (flagged != edited, compiles) == (True, 1)
-    other, compiles = load(arch="8.0")
-    assert (other != edited, compiles) == (True, 1)
-    # And back, without a compile.
-    assert load(flags=["-lineinfo"]) == (flagged, 0)
-    assert load() == (edited, 0)
-    write_sources(sources, value=1)
+    for config in ({"flags": ["-lineinfo"]}, {"arch": "8.0"}):
+        other, compiles = load(**config)
+        assert (other != edited, compiles) == (True, 1)
+    write_sources(sources, value=1)  # and back, without a compile
     assert load() == (first, 0)
 
 
@@ -195,30 +161,23 @@ def test_headers_of_cxx_sources_are_part_of_the_key(
     children: Children, sources: Path, tmp_path: Path
 ) -> None:
     (sources / "value.h").write_text('#include "real.h"\n#define COST 1\n')
-    real = tmp_path / "include" / "real.h"
-    real.parent.mkdir()
-    paths = [str(tmp_path / "first"), str(real.parent)]
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for folder in paths:
+        folder.mkdir()
 
     def load(**config: Any) -> tuple[int, int]:
-        report = children.run(sources / "tiny.cc", include_paths=paths, **config)
+        report = children.run(sources / "tiny.cc", include_paths=list(map(str, paths)), **config)
         return report["value"], report["compiles"]
 
-    real.write_text("#define VALUE 10\n")
+    (paths[1] / "real.h").write_text("#define VALUE 10\n")
     assert load() == (10, 1)
-    assert load() == (10, 0)
-    real.write_text("#define VALUE 20\n")
-    os.utime(real, (1, 1))
+    (paths[1] / "real.h").write_text("#define VALUE 20\n")
+    os.utime(paths[1] / "real.h", (1, 1))
     assert load() == (20, 1)
-    assert load(flags=["-O1"]) == (20, 1)
-    real.write_text("#define VALUE 10\n")
-    assert load() == (10, 0)
-    # A file that would be found first appears.
-    (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "real.h").write_text("#define VALUE 30\n")
+    (paths[0] / "real.h").write_text("#define VALUE 30\n")  # found before the other
     assert load() == (30, 1)
-    assert load() == (30, 0)
-    (tmp_path / "first" / "real.h").unlink()
-    assert load() == (10, 0)
+    (paths[0] / "real.h").unlink()
+    assert load() == (20, 0)
 
 
 @needs_nvrtc

@@ -231,7 +231,7 @@ def test_a_bad_entry_stops_no_command_but_the_export(
     assert "4 entries" in out
     status, _, err = run(capsys, "cache", "export", tmp_path / "k.jkb")
     assert status == 1
-    assert f"1 damaged or not trusted: {path / META_NAME}: not a meta of schema 1; " in err
+    assert f"is damaged or not trusted: {path / META_NAME}: not a meta of schema 1; " in err
     assert run(capsys, "cache", "clear")[1] == f"4 entries removed from {filled.root}; 1 left\n"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import sys
 import warnings
@@ -19,7 +17,7 @@ from jitkern.cache import get, stats
 from jitkern.cache.stats import LookupEvent
 from jitkern.cache.store import Cache
 from jitkern.env import settings
-from jitkern.errors import CompileError, FrozenError, ToolchainError
+from jitkern.errors import CompileError, FrozenError
 
 
 @pytest.fixture
@@ -69,17 +67,6 @@ def test_a_failure_is_told_with_its_error(folder: Path, events: list[LookupEvent
     assert [event.error for event in events] == [raised.value, frozen.value]
 
 
-def test_no_compiler_is_told(
-    folder: Path, events: list[LookupEvent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JITKERN_NVRTC", "/nowhere/libnvrtc.so")
-    settings.cache_clear()
-    with pytest.raises(ToolchainError):
-        tiny().image(SM_90)
-    (event,) = events
-    assert (event.source, event.variant, type(event.error)) == ("failed", "", ToolchainError)
-
-
 def test_what_a_callback_raises_breaks_no_build(
     folder: Path,
     empty_cache: Path,
@@ -106,15 +93,6 @@ def test_what_a_callback_raises_breaks_no_build(
         stop()
     tiny().image(SM_90)
     assert len(events) == 3
-
-
-def test_stats_are_json_for_a_servers_metrics(folder: Path) -> None:
-    before = json.loads(json.dumps(dataclasses.asdict(jitkern.stats())))
-    jitkern.freeze()
-    with pytest.raises(FrozenError):
-        tiny().image(SM_90)
-    after = json.loads(json.dumps(dataclasses.asdict(jitkern.stats())))
-    assert after == {**before, "misses": before["misses"] + 1}
 
 
 @pytest.mark.parametrize("callback", [None, "print"])
@@ -153,14 +131,6 @@ def test_frozen_to_warn_compiles_and_says_so_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tiny(5).image(SM_90)  # compiled again, and not said again
-
-
-def test_frozen_to_warn_takes_another_compilers_kernel(folder: Path, empty_cache: Path) -> None:
-    Cache(empty_cache).publish(tiny().key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"foreign"})
-    jitkern.freeze("warn")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert tiny().image(SM_90) == b"foreign"
 
 
 def test_an_unknown_mode_freezes_nothing() -> None:

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from entries import key, publish
+from entries import publish
 from needs import needs_cxx
 from strangers import MALLORY, as_user, needs_root
 
 from jitkern import fs
 from jitkern.cache.bundle import export_bundle
-from jitkern.cache.lock import FailureNote, build_lock, read_holder
 from jitkern.cache.store import Cache
-from jitkern.errors import CacheError, CompileError
+from jitkern.errors import CacheError
 from jitkern.fs import write_whole
 from jitkern.jit.loader import load_jit
 from jitkern.jit.record import Specialisation, record, replay
@@ -31,64 +30,6 @@ def victim(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "cache")
-
-
-def never() -> bool:
-    return False
-
-
-# -- locks and failures ----------------------------------------------------------------------------
-
-
-def test_the_holder_is_not_written_through_a_link(tmp_path: Path, victim: Path) -> None:
-    lock = tmp_path / "x.lock"
-    (tmp_path / "x.lock.holder").symlink_to(victim)
-    with build_lock(lock, timeout_s=1, done=never) as wait:
-        assert wait.held
-        assert read_holder(lock).startswith(f"pid {os.getpid()} on ")
-    assert victim.read_text() == "months of work"
-    assert not os.path.lexists(tmp_path / "x.lock.holder")
-
-
-def test_a_link_in_the_place_of_the_lock_is_no_lock(tmp_path: Path, victim: Path) -> None:
-    """filelock opens with O_NOFOLLOW: the caller builds privately, as where none can be made."""
-    (tmp_path / "x.lock").symlink_to(victim)
-    with build_lock(tmp_path / "x.lock", timeout_s=1, done=never) as wait:
-        assert not wait.held
-    os.mkfifo(tmp_path / "fifo.lock")  # keeps nobody waiting
-    with build_lock(tmp_path / "fifo.lock", timeout_s=5, done=never):
-        pass
-    assert victim.read_text() == "months of work"
-
-
-def test_links_in_the_place_of_the_directories_lead_nowhere(cache: Cache, tmp_path: Path) -> None:
-    publish(cache)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / f"{key().directory}.json").write_text("months of work")
-    for name in (".locks", ".failed"):
-        (cache.root / "v1" / name).symlink_to(elsewhere)
-    with cache.lock(key(), timeout_s=1) as wait:
-        assert not wait.held
-    failure = cache.failure(key())
-    failure.write(CompileError("no", command="", log=""), "digest")
-    failure.forget()
-    assert os.listdir(elsewhere) == [f"{key().directory}.json"]
-    assert (elsewhere / f"{key().directory}.json").read_text() == "months of work"
-
-
-def test_a_failure_replaces_a_link(tmp_path: Path, victim: Path) -> None:
-    failure = FailureNote(tmp_path / "failed" / "x.json")
-    failure.path.parent.mkdir()
-    failure.path.symlink_to(victim)
-    failure.write(CompileError("no", command="", log=""), "digest")
-    assert victim.read_text() == "months of work"
-    assert not failure.path.is_symlink()
-
-
 # -- whole files -----------------------------------------------------------------------------------
 
 
@@ -100,12 +41,12 @@ def test_private_names_cannot_be_guessed() -> None:
 
 @pytest.mark.parametrize("plant", [Path.symlink_to, os.link], ids=["link", "hard link"])
 def test_a_name_that_was_guessed_is_not_written_through(
-    cache: Cache,
     tmp_path: Path,
     victim: Path,
     monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[Path, Path], None],
 ) -> None:
+    cache = Cache(tmp_path / "cache")
     publish(cache)
     monkeypatch.setattr(fs, "private_name", lambda: "guessed")
     planted = tmp_path / ".k.jkb.guessed"

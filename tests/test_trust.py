@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from children import wait_until
 from entries import DATA, key, publish
 from owned import ENTRY, EVERYONE, OTHER, PLACE, found, needs_root, part
-from paths import python_path
 
 from jitkern.cache import get
 from jitkern.cache.get import caches
@@ -158,13 +156,6 @@ def test_above_the_home_folder_nothing_is_looked_at(tmp_path: Path) -> None:
         found(root, home=home)
 
 
-@needs_root
-def test_somebody_elses_folder_above(cache_root: Path) -> None:
-    os.chown(cache_root.parent, OTHER, OTHER)
-    with pytest.raises(UntrustedError, match=f"uid {OTHER}; put the cache elsewhere, or set JIT"):
-        found(cache_root)
-
-
 # -- links -----------------------------------------------------------------------------------------
 
 
@@ -178,24 +169,6 @@ def test_the_root_may_be_a_link_and_is_followed_once(cache_root: Path, tmp_path:
     assert cache.lookup(key()) is not None
     for prefix in ("/", "/.", "/nowhere/..", "/tmp/.."):
         assert found(Path(f"{prefix}{cache_root}"))
-
-
-@pytest.mark.parametrize("name", ["base", *ENTRY])
-@pytest.mark.filterwarnings("ignore:jitkern. this cache entry is not used")
-def test_nothing_below_may_be_a_link(cache_root: Path, tmp_path: Path, name: str) -> None:
-    path, target = part(cache_root, name), tmp_path / "elsewhere"
-    path.rename(target)
-    path.symlink_to(target)
-    if name == "base":
-        with pytest.raises(UntrustedError, match=f"{path}: a symbolic link, not followed in a ca"):
-            found(cache_root, EVERYONE)
-    else:
-        assert not found(cache_root, EVERYONE)
-    if name in ("base", "key"):
-        before = sorted(target.rglob("*"))
-        with pytest.raises(UntrustedError, match="a symbolic link"):
-            publish(Cache(cache_root), data=b"new")
-        assert sorted(target.rglob("*")) == before
 
 
 # -- the caches of a process -----------------------------------------------------------------------
@@ -233,7 +206,8 @@ class Wanted(get.Buildable[bytes]):
 
 
 def data() -> list[bytes]:
-    return [entry.data for _, entry in get._candidates(Wanted(), any_that_loads=False)]
+    found = [get._look_up(one.cache, Wanted(), get.EXACT) for one in caches()]
+    return [entry.data for entry in found if entry is not None]
 
 
 def test_a_read_only_cache_of_others_is_skipped_with_one_warning(
@@ -266,41 +240,10 @@ def test_the_own_cache_where_others_may_write_is_replaced_by_a_private_one(
     (warning,) = warned
     assert "lets others write it; chmod -R go-w " in str(warning.message)
     assert "; this process keeps what it compiles in /" in str(warning.message)
-    private = get._private.value.cache
-    assert private is not None
+    (private,) = get._private.value
     publish(private)
     assert data() == [DATA]
     assert [one.origin for one in caches()][:3] == ["JITKERN_CACHE_DIR", "private", "shipped"]
-
-
-def test_the_shipped_cache_is_trusted_as_far_as_the_package(
-    cache_root: Path, monkeypatch: pytest.MonkeyPatch, fresh_caches: Callable[..., None]
-) -> None:
-    package = cache_root.parent
-    monkeypatch.setattr(get, "SHIPPED", cache_root)
-
-    def is_used() -> bool:
-        get._caches.cache_clear()
-        try:
-            return get.shipped_cache().lookup(key()) is not None
-        except UntrustedError:
-            return False
-
-    package.chmod(0o700)
-    assert is_used()
-    part(cache_root, "base").chmod(0o777)
-    assert not is_used()
-    package.chmod(0o777)  # then Python's own files are anybody's as well
-    assert is_used()
-    part(cache_root, "base").chmod(0o700)
-    package.chmod(0o700)
-    if os.geteuid() == 0:
-        subprocess.run(["chown", "-R", str(OTHER), str(package)], check=True)
-        assert is_used()
-        os.chown(package, 0, 0)
-        assert not is_used()
-    monkeypatch.setattr(get, "SHIPPED", package / "closed" / "_prebuilt")
-    assert not is_used()
 
 
 def test_doctor_says_which_caches_are_used(
@@ -364,31 +307,17 @@ def test_a_scratch_folder_is_ours_and_goes(tmpdir: Path) -> None:
 
 
 def test_a_killed_build_is_swept_by_the_next(tmpdir: Path) -> None:
-    code = """
-import sys, tempfile, time
-tempfile.tempdir = sys.argv[1]
-from jitkern.fs import scratch_folder
-with scratch_folder("build") as folder:
-    (folder / "inner").mkdir()
-    (folder / "inner" / "0.main.o").write_bytes(b"x")
-    time.sleep(60)
-"""
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmpdir)], env={**os.environ, "PYTHONPATH": python_path()}
-    )
-    wait_until(lambda: list(tmpdir.glob("jitkern-build-*/inner/*")))
+    child = os.fork()
+    if child == 0:
+        with scratch_folder("build") as folder:
+            (folder / "inner").mkdir()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
     (left,) = tmpdir.iterdir()
-    age(left, 100_000)
-    with scratch_folder("build"):
-        assert left.exists()  # its process lives
-    child.kill()
-    child.wait()
-    age(left, 60)
-    with scratch_folder("build"):
-        assert left.exists()  # and might do so in another container
-    age(left, 7200)
-    with scratch_folder("build"):
-        assert not left.exists()
+    for seconds, is_left in ((60, True), (7200, False)):  # it might live in another container
+        age(left, seconds)
+        with scratch_folder("build"):
+            assert left.exists() == is_left
 
 
 def test_what_a_process_keeps_stays_even_if_its_pid_is_not_seen(

@@ -67,14 +67,14 @@ def test_a_read_only_cache_works_warm_and_cold(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("what", ["a file", "below a file", "device", "proc"])
+@pytest.mark.parametrize("what", ["below a file", "proc"])
 def test_a_place_that_is_no_directory(
     children: Children, sources: Path, cache_dir: Path, what: str
 ) -> None:
     cache_dir.write_text("not a directory")
-    place = {"a file": cache_dir, "below a file": cache_dir / "x", "device": Path("/dev/null/x")}
-    place["proc"] = Path("/proc/nowhere")  # it is there, and nothing can be made in it
-    report = children.run(sources / "tiny.cu", env={"JITKERN_CACHE_DIR": str(place[what])})
+    # /proc is there, and nothing can be made in it.
+    place = cache_dir / "x" if what == "below a file" else Path("/proc/nowhere")
+    report = children.run(sources / "tiny.cu", env={"JITKERN_CACHE_DIR": str(place)})
     assert_degrades(report)
     assert cache_dir.read_text() == "not a directory"
 
@@ -128,7 +128,7 @@ def test_the_private_cache_of_a_killed_process_is_swept_by_the_next(
     environ = {"TMPDIR": str(place)}
     assert children.run(sources / "tiny.cu", env=environ)["compiles"] == 1
     assert list(place.iterdir()) == []
-    code = "from jitkern.cache import get; import os; get._private.value.get(OSError()); "
+    code = "from jitkern.cache import get; import os; get._private_cache(OSError()); "
     command = [sys.executable, "-W", "ignore", "-c", code + "os.kill(os.getpid(), 9)"]
     subprocess.run(command, env={**children.env, **environ})
     (left,) = place.iterdir()
@@ -150,7 +150,7 @@ def test_no_home_directory(children: Children, open_folder: Path) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("free_kb", [0, 4, 8])
+@pytest.mark.parametrize("free_kb", [0, 8])
 def test_a_full_disk_leaves_nothing_damaged(
     children: Children,
     sources: Path,

@@ -9,13 +9,11 @@ from needs import needs_cxx
 from tiny import SM_90, tiny
 
 import jitkern
-from jitkern.arch import Arch
-from jitkern.cache.store import MAY_LOAD, Cache
+from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 from jitkern.host import module as host
 from jitkern.jit import image as jit_image
-from jitkern.jit.image import DeviceImage
 
 OLD, NEW = "nvrtc-12.9", "nvrtc-13.1"
 
@@ -108,15 +106,6 @@ def test_one_that_loads_in_a_later_cache_goes_before_one_that_does_not(
     settings.cache_clear()
 
 
-def test_a_damaged_variant_is_no_choice(
-    variants: Cache, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (meta,) = empty_cache.glob(f"v1/*/{OLD}/meta.json")
-    meta.write_text("{}")
-    without_compiler(monkeypatch, (12, 4))
-    assert taken() == NEW
-
-
 @needs_cxx
 def test_the_driver_is_asked_through_the_host_module(
     variants: Cache, monkeypatch: pytest.MonkeyPatch
@@ -136,10 +125,3 @@ def test_the_driver_is_asked_through_the_host_module(
 
     monkeypatch.setattr(host, "find_built", failing)
     assert jit_image._driver_version() == (0, 0)
-
-
-def test_a_variant_that_makes_no_sense_is_not_preferred(folder: Path) -> None:
-    image = DeviceImage(tiny(), Arch(9, 0))
-    image.variant = "nvrtc-13.5"
-    assert image.rank({"toolchain": "nvrtc-x", "kind": "cubin"}) == MAY_LOAD
-    assert image.rank({"toolchain": "nvrtc-99999.1", "kind": "cubin"}) == MAY_LOAD

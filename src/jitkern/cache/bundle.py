@@ -1,8 +1,7 @@
 """Bundles: cache entries in one file, to be carried to machines with no compiler.
 
 A bundle is a gzipped tar of ``<name>-<digest>/<variant>/<file>``. The same entries give the same
-bytes; everything is verified before anything is used. That finds damage; what a bundle brings is
-code, and whoever wrote the file has written the code.
+bytes; everything is verified before anything is used. Whoever wrote the file has written the code.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jitkern.cache.entry import (
-    META_MAX_BYTES,
     META_NAME,
     Entry,
     check_file,
+    meta_bytes,
     parse_meta,
     read_entry,
     read_meta,
@@ -27,7 +26,7 @@ from jitkern.cache.entry import (
 from jitkern.cache.store import Cache
 from jitkern.cache.trust import written_by_others
 from jitkern.errors import CacheError
-from jitkern.fs import is_safe_name, open_regular, read_regular, write_whole
+from jitkern.fs import is_safe_name, open_regular, write_whole
 
 # What damage raises in gzip and tarfile, some of it undocumented: a chain of long names recurses.
 _DAMAGE = (
@@ -42,26 +41,25 @@ def export_bundle(
     """Write the entries of `cache` that `select` accepts into one file; return how many.
 
     Raises CacheError, and writes nothing, if the file cannot be written, if others could have
-    written what is in the cache, or if an entry is damaged: it might be one that is wanted.
+    written the cache, or if any entry is damaged: it might be one that is wanted.
     """
     cache.check()
     members: dict[str, bytes] = {}
-    problems, count = [], 0
+    count = 0
     for path in cache.paths():
         try:
             entry = Entry(path, {}, read_meta(path, cache.trust))
             if select(entry):
                 count += 1
-                members[f"{entry}/{META_NAME}"] = read_regular(path / META_NAME, META_MAX_BYTES)
+                members[f"{entry}/{META_NAME}"] = meta_bytes(entry.meta)
                 for name, data in read_entry(path, cache.trust, entry.meta).files.items():
                     members[f"{entry}/{name}"] = data
         except (OSError, CacheError) as error:
-            problems.append(f"{path}: {error.strerror}" if isinstance(error, OSError) else error)
-    if problems:
-        raise CacheError(
-            f"{cache.root}: nothing exported, {len(problems)} damaged or not trusted: "
-            f"{problems[0]}; build it anew or delete it"
-        )
+            reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
+            raise CacheError(
+                f"{cache.root}: nothing exported, an entry is damaged or not trusted: {reason}; "
+                "build it anew or delete it"
+            ) from error
     if not members:
         raise CacheError(f"{cache.root}: nothing to export; jitkern cache list shows what is there")
     try:

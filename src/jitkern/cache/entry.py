@@ -1,7 +1,6 @@
 """One cache entry: a folder with the built files and a readable, checksummed ``meta.json``.
 
-An entry is found by a key, which stands for what it is made from, and a variant, which says what it
-was made with.
+A key stands for what an entry is made from, a variant for what it was made with.
 """
 
 from __future__ import annotations
@@ -18,20 +17,15 @@ from jitkern.env import Trust
 from jitkern.errors import CacheError
 from jitkern.fs import (
     canonical_json,
-    flush_directory,
     is_safe_name,
     open_regular,
     parse_json,
     sha256,
     slug,
-    write_new,
 )
 
 SCHEMA = 1
 META_NAME = "meta.json"
-META_MAX_BYTES = 64 << 20  # a kernel's has 0.5 KB; a C++ file that includes all of torch, 14 MB
-
-_MAX_FILE_BYTES = 1 << 36
 _YEAR_5000_S = 1e11
 
 
@@ -45,7 +39,6 @@ class Key(NamedTuple):
 
     @property
     def directory(self) -> str:
-        """Name of the folder that holds the variants."""
         return f"{slug(self.name)}-{self.digest}"
 
     @property
@@ -55,12 +48,10 @@ class Key(NamedTuple):
 
     @property
     def args(self) -> tuple[str, ...]:
-        """Its template arguments."""
         return tuple(self.describe.get("args", ()))
 
     @property
     def arch(self) -> str:
-        """What it is for, such as ``9.0``; empty for host code."""
         return str(self.describe.get("arch", ""))
 
     def __str__(self) -> str:
@@ -79,7 +70,6 @@ class Entry(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Size of its files."""
         return sum(file["bytes"] for file in self.meta["files"].values())
 
     @property
@@ -92,22 +82,18 @@ class Entry(NamedTuple):
 
     @property
     def artefact_name(self) -> str:
-        """Name of the file this entry is about (the first one published)."""
         return str(self.meta["artefact"])
 
     @property
     def data(self) -> bytes:
-        """Bytes of the artefact."""
         return self.files[self.artefact_name]
 
     @property
     def artefact(self) -> Path | None:
-        """Path of the artefact, if it is on a disk."""
         return None if self.path is None else self.path / self.artefact_name
 
     @property
     def key(self) -> Key:
-        """The key that it was published under."""
         return Key(*(self.meta[name] for name in ("route", "name", "family", "describe")))
 
     @property
@@ -142,15 +128,10 @@ def render_meta(
     }
 
 
-def write_entry(path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any], mode: int) -> None:
-    """Write `files` and `meta` into the folder `path` with this mode, and flush them."""
+def meta_bytes(meta: Mapping[str, Any]) -> bytes:
+    """Return the text of a ``meta.json``; equal metas give equal bytes."""
     body = {**meta, "checksum": sha256(canonical_json(meta))}
-    text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
-    if len(text) > META_MAX_BYTES:  # nobody would read it back
-        raise CacheError(f"{META_NAME}: {len(text)} bytes, expected at most {META_MAX_BYTES}")
-    for name, data in {**files, META_NAME: text.encode()}.items():
-        write_new(path / name, data, flush=True, mode=mode)
-    flush_directory(path)
+    return (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode()
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -159,13 +140,13 @@ def write_entry(path: Path, files: Mapping[str, bytes], meta: Mapping[str, Any],
 def read_meta(path: Path, trust: Trust = EVERYONE) -> dict[str, Any]:
     """Read and verify ``meta.json`` of the entry at `path`.
 
-    Raises FileNotFoundError or NotADirectoryError for no entry; UntrustedError for a link or what
-    others could have written; CacheError for a damaged one; any OSError of the disk.
+    Raises FileNotFoundError or NotADirectoryError if there is no entry, UntrustedError if others
+    could have written it, CacheError if it is damaged.
     """
     for folder in (path.parent, path):
         require_trusted(folder, os.lstat(folder), trust)
     file = path / META_NAME
-    meta = parse_meta(_read(file, META_MAX_BYTES, trust), str(file))
+    meta = parse_meta(_read(file, trust), str(file))
     place = (f"{slug(meta['name'])}-{meta['family']}", meta["toolchain"])
     if place != (path.parent.name, path.name):
         raise CacheError(f"{file}: its meta is that of {'/'.join(place)}")
@@ -173,27 +154,21 @@ def read_meta(path: Path, trust: Trust = EVERYONE) -> dict[str, Any]:
 
 
 def read_entry(path: Path, trust: Trust = EVERYONE, meta: Mapping[str, Any] | None = None) -> Entry:
-    """Read the entry at `path`, every byte checked against its meta, which may be read already.
-
-    Raises as :func:`read_meta`.
-    """
+    """Read the entry at `path`, every byte checked against its meta. Raises as `read_meta`."""
     meta = read_meta(path, trust) if meta is None else meta
     files: dict[str, bytes] = {}
     for name, expected in meta["files"].items():
         try:
-            files[name] = _read(path / name, _MAX_FILE_BYTES, trust)
+            files[name] = _read(path / name, trust)
         except OSError as error:
             raise CacheError(f"{path / name}: {error.strerror}") from error
         check_file(name, files[name], expected, str(path))
     return Entry(path, files, meta)
 
 
-def _read(file: Path, max_bytes: int, trust: Trust) -> bytes:
+def _read(file: Path, trust: Trust) -> bytes:
     with open(open_regular(file), "rb", buffering=0) as stream:
-        status = os.fstat(stream.fileno())
-        require_trusted(file, status, trust)
-        if status.st_size > max_bytes:
-            raise CacheError(f"{file}: {status.st_size} bytes, expected at most {max_bytes}")
+        require_trusted(file, os.fstat(stream.fileno()), trust)
         return stream.read()
 
 
@@ -206,10 +181,7 @@ def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) 
 
 
 def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse the text of a ``meta.json``, verify its checksum, and check every field.
-
-    Raises CacheError, whose message starts with `where`, for what is no meta of ours.
-    """
+    """Parse and verify the text of a ``meta.json``; CacheError, which begins with `where`."""
     try:
         meta = parse_json(raw)
     except ValueError as error:

@@ -26,8 +26,8 @@ from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, render_meta
 from jitkern.cache.stats import LookupEvent, Source
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
-from jitkern.cache.trust import EVERYONE, UntrustedError, complaint
-from jitkern.env import FREEZE_MODES, NOBODY, FreezeMode, Settings, Trust, settings
+from jitkern.cache.trust import EVERYONE, UntrustedError
+from jitkern.env import FREEZE_MODES, FreezeMode, Settings, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
 from jitkern.fs import ForkLocal, make_scratch_folder
 
@@ -57,12 +57,7 @@ def freeze(mode: FreezeMode = "raise") -> None:
     ----------
     mode : {"raise", "warn"}
         What becomes of a miss: FrozenError, or a RuntimeWarning with the same words, once for each
-        kernel, and then the compile.
-
-    Raises
-    ------
-    ValueError
-        Another mode.
+        kernel, and then the compile. Another mode is a ValueError.
 
     Examples
     --------
@@ -120,8 +115,7 @@ def caches() -> Iterator[Searched]:
     """Yield the caches of this process in the order they are searched in."""
     *first, shipped = _caches(settings())
     yield from first
-    if _private.value.cache is not None:
-        yield Searched("private", "cached", _private.value.cache)
+    yield from (Searched("private", "cached", cache) for cache in _private.value)
     yield shipped
     yield from _kernels()  # nobody looks for the wheel if another cache has what is wanted
 
@@ -132,11 +126,10 @@ def _caches(now: Settings) -> tuple[Searched, ...]:
     written = _NOWHERE if now.cache_dir.parts[:1] == ("~",) else now.cache_dir
     user = Cache(written, max_bytes=now.cache_max_bytes, **how)
     others = [Cache(path, read_only=True, **how) for path in now.cache_path]
-    shipped = Cache(SHIPPED, read_only=True, trust=_trust_of_package(), home=SHIPPED.parent)
     return (
         *(Searched("JITKERN_CACHE_PATH", "cached", cache) for cache in others),
         Searched("JITKERN_CACHE_DIR", "cached", user),
-        Searched("shipped", "shipped", shipped),
+        Searched("shipped", "shipped", _shipped(SHIPPED)),
     )
 
 
@@ -147,19 +140,12 @@ def _kernels() -> tuple[Searched, ...]:
     spec = PathFinder.find_spec(KERNELS.replace("-", "_"))
     if spec is None or spec.origin is None:
         return ()
-    folder = Path(spec.origin).parent
-    cache = Cache(folder, read_only=True, trust=_trust_of_package(), home=folder)
-    return (Searched(KERNELS, "shipped", cache),)
+    return (Searched(KERNELS, "shipped", _shipped(Path(spec.origin).parent)),)
 
 
-def _trust_of_package() -> Trust:
-    """Trust what is shipped as far as the Python files beside it."""
-    try:
-        status = SHIPPED.parent.stat()
-    except OSError:  # closed to the user that this process has become since its imports
-        return NOBODY
-    owner = Trust(frozenset({status.st_uid}))
-    return EVERYONE if complaint(status, owner) else owner
+def _shipped(folder: Path) -> Cache:
+    """Return a cache beside Python files: whoever may write it may write these as well."""
+    return Cache(folder, read_only=True, trust=EVERYONE)
 
 
 def folders() -> list[Path]:
@@ -177,39 +163,30 @@ def shipped_cache() -> Cache:
     return _caches(settings())[-1].cache
 
 
-class _PrivateCache:
-    """The temporary cache of this process, for when its own cannot be written."""
+# The temporary cache of this process, if it has one. Anew in a forked child: the parent removes its
+# folder when it ends, which may be before that.
+_private: ForkLocal[list[Cache]] = ForkLocal(list)
+_guard = ForkLocal(threading.Lock)
 
-    def __init__(self) -> None:
-        self.cache: Cache | None = None
-        self._has_warned = False
-        self._guard = threading.Lock()
 
-    def get(self, reason: CacheError) -> Cache | None:
-        """Return it, made if need be, after one warning; None if that cannot be."""
-        if user_cache().root == _NOWHERE:
-            reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
-        with self._guard:
-            kept = "nothing compiled by this process is kept"
-            with suppress(OSError):
-                if self.cache is None:
-                    root = make_scratch_folder("cache")
-                    self.cache = Cache(root, home=root)
-                    atexit.register(_remove, root, os.getpid())
-                kept = f"this process keeps what it compiles in {self.cache.root} until it ends"
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(f"jitkern: {reason}; {kept}", RuntimeWarning, stacklevel=2)
-            return self.cache
+def _private_cache(reason: CacheError) -> Cache | None:
+    """Return the temporary cache after one warning that says why; None if it cannot be made."""
+    if user_cache().root == _NOWHERE:
+        reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
+    kept = "nothing compiled by this process is kept"
+    with _guard.value, suppress(OSError):
+        if not _private.value:
+            root = make_scratch_folder("cache")
+            atexit.register(_remove, root, os.getpid())
+            _private.value.append(Cache(root, home=root))
+        kept = f"this process keeps what it compiles in {_private.value[0].root} until it ends"
+    user_cache().warn(f"{reason}; {kept}")
+    return next(iter(_private.value), None)
 
 
 def _remove(root: Path, owner_pid: int) -> None:
     if os.getpid() == owner_pid:
         shutil.rmtree(root, ignore_errors=True)
-
-
-# Anew in a forked child: the parent removes its folder when it ends, which may be before that.
-_private = ForkLocal(_PrivateCache)
 
 
 # -- finding and building --------------------------------------------------------------------------
@@ -234,7 +211,6 @@ class Lookup(Generic[T]):
 
     @property
     def bytes(self) -> int:
-        """Size of the artefact."""
         return len(self.entry.data)
 
     @property
@@ -256,18 +232,11 @@ class Buildable(ABC, Generic[T]):
 
     @abstractmethod
     def load(self, entry: Entry) -> T:
-        """Make of an entry what is wanted of it; CompileError if it does not load.
-
-        A new entry is published only after that; one that was found counts as missing.
-        """
+        """Make of an entry what is wanted of it; CompileError if it does not load here."""
 
     @abstractmethod
     def build(self) -> BuildOutput:
         """Build it. A CompileError is kept for the ranks that wait for the same key."""
-
-    def inputs(self) -> str:
-        """Return a digest of what `build` reads beyond the key: equal ones fail alike."""
-        return self.variant
 
     def hint(self) -> str:
         """Say what would have built it before the process was frozen."""
@@ -276,7 +245,7 @@ class Buildable(ABC, Generic[T]):
 
 def find(wanted: Buildable[T]) -> Lookup[T] | None:
     """Return what is wanted if a cache has it; nothing is built."""
-    found = _find_frozen_or_not(wanted, time.perf_counter())
+    found = _find(wanted, time.perf_counter())
     return found if found is None else _counted(wanted, found)
 
 
@@ -289,7 +258,7 @@ def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
     start = time.perf_counter()
     began_unix_s = time.time()
     try:
-        found = _find_frozen_or_not(wanted, start)
+        found = _find(wanted, start)
         if found is None:
             stats.count("misses")
             _obey_freeze(wanted)
@@ -319,94 +288,75 @@ def _tell(
     stats.tell(LookupEvent(*what))
 
 
-def _find_frozen_or_not(wanted: Buildable[T], start: float) -> Lookup[T] | None:
-    found = _find(wanted, start, not wanted.has_compiler)
-    if found is None and is_frozen():  # better one made by another compiler than none at all
-        found = _find(wanted, start, any_that_loads=True)
-    return found
+def _find(wanted: Buildable[T], start: float) -> Lookup[T] | None:
+    """Look in each cache for an entry that is as good as a build here.
 
-
-def _find(wanted: Buildable[T], start: float, any_that_loads: bool) -> Lookup[T] | None:
-    for source, entry in _candidates(wanted, any_that_loads):
-        try:
-            loaded = wanted.load(entry)
-        except CompileError:
-            # Made on a machine with newer system libraries, or evicted a moment ago.
-            continue
-        return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
+    Without a compiler or frozen, for one that the driver takes, then for any: better than none.
+    """
+    ranks = [EXACT] if wanted.has_compiler else []
+    if not wanted.has_compiler or is_frozen():
+        ranks += [LOADS, MAY_LOAD]
+    for rank in ranks:
+        for _, source, cache in caches():
+            entry = _look_up(
+                cache, wanted, min(rank, SHIPPED_WILL_DO) if source == "shipped" else rank
+            )
+            if entry is None:
+                continue
+            with suppress(CompileError):  # made with newer system libraries, or evicted just now
+                loaded = wanted.load(entry)
+                return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
     return None
 
 
-def _candidates(wanted: Buildable[T], any_that_loads: bool) -> Iterator[tuple[Source, Entry]]:
-    """Yield the best entry of each cache, in their order; last those that may not load here."""
-    last = []
-    for _, source, cache in caches():
-        least = SHIPPED_WILL_DO if source == "shipped" else EXACT
-        try:
-            entry = cache.lookup(wanted.key, wanted.rank, MAY_LOAD if any_that_loads else least)
-        except UntrustedError as error:
-            if cache is user_cache():
-                _private.value.get(error)  # says where this process writes instead
-            else:
-                cache.warn(f"this cache is not searched: {error}")
-            continue
-        if entry is None:
-            continue
-        if any_that_loads and wanted.rank(entry.meta) < LOADS:
-            last.append((source, entry))
+def _look_up(cache: Cache, wanted: Buildable[T], least: int) -> Entry | None:
+    try:
+        return cache.lookup(wanted.key, wanted.rank, least)
+    except UntrustedError as error:
+        if cache is user_cache():
+            _private_cache(error)  # says where this process writes instead
         else:
-            yield source, entry
-    yield from last
+            cache.warn(f"this cache is not searched: {error}")
+        return None
 
 
 def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
     """Build, but let one process of this machine do it for all."""
-
-    def find_again() -> Lookup[T] | None:
-        return _find(wanted, start, not wanted.has_compiler)
-
-    cache = user_cache()
-    timeout_s = settings().lock_timeout_s
-    with cache.lock(wanted.key, timeout_s=timeout_s, done=lambda: find_again() is not None) as wait:
+    cache, timeout_s = user_cache(), settings().lock_timeout_s
+    is_there = lambda: _find(wanted, start) is not None  # noqa: E731
+    with cache.lock(wanted.key, timeout_s=timeout_s, done=is_there) as wait:
         if wait.waited_ms > 1.0:
             stats.count("waits", wait.waited_ms)
         # Looked up again under the lock: another rank may have published between the two.
-        found = find_again()
+        found = _find(wanted, start)
         if found is not None:
             return found
         failure = cache.failure(wanted.key)
-        inputs = wanted.inputs()
-        known = failure.recent(inputs, began_unix_s)
+        known = failure.recent(wanted.variant, began_unix_s)
         if known is not None:
             stats.count("failures")
             raise known
         try:
-            entry, loaded = _publish(wanted, wanted.build())
+            entry = _publish(wanted.key, wanted.build())
+            loaded = wanted.load(entry)
         except CompileError as error:
             stats.count("failures")
-            failure.write(error, inputs)
+            failure.write(error, wanted.variant)
             raise
     return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
 
 
-def _publish(wanted: Buildable[T], built: BuildOutput) -> tuple[Entry, T]:
-    """Load what was built and publish it: for all, else in a cache of this process's own."""
-    meta = render_meta(wanted.key, built.variant, built.files, built.notes)
-
-    def publish_in(cache: Cache) -> tuple[Entry, T]:
-        with cache.stage(meta, built.files) as staged:
-            loaded = wanted.load(staged)
-            return cache.commit(staged), loaded
-
+def _publish(key: Key, built: BuildOutput) -> Entry:
+    """Publish what was built: for all, else for this process, else it is in memory only."""
+    what = (key, built.variant, built.files, built.notes)
     try:
-        return publish_in(user_cache())
+        return user_cache().publish(*what)
     except CacheError as error:
-        private = _private.value.get(error)
+        private = _private_cache(error)
     if private is not None:
         with suppress(CacheError):
-            return publish_in(private)
-    entry = Entry(None, built.files, meta)
-    return entry, wanted.load(entry)
+            return private.publish(*what)
+    return Entry(None, built.files, render_meta(*what))
 
 
 def _obey_freeze(wanted: Buildable[T]) -> None:

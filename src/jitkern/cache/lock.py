@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jitkern.cache.entry import is_time
 from jitkern.errors import CompileError
 from jitkern.fs import make_folders, parse_json, read_regular, write_whole
 
 _POLL_S = 0.01
-_FOREVER_S = 86_400.0  # threading refuses timeouts above about 292 years
-
 _FRESH_S = 10.0  # ranks of one job start within seconds; a person who tries again is slower
 _MAX_FAILURE_BYTES = 16 << 20  # nvcc's log of a failed template may have some MB
 
@@ -48,16 +45,16 @@ def build_lock(
 
     # Soft locks outlive a holder that is killed: a file system without locks is to be an OSError.
     lock = FileLock(path, fallback_to_soft=False, mode=mode)
+    holder_file = _holder_file(path)
     start = time.monotonic()
     wait = Wait()
     try:
         make_folders(path.parent)
-        if not path.parent.is_symlink():  # a link would have files made somewhere else
-            lock.acquire(min(timeout_s, _FOREVER_S), _POLL_S, cancel_check=done)
-            wait.held = True
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            holder = f"pid {os.getpid()} on {os.uname().nodename} since {since}"
-            write_whole(_holder_path(path), holder.encode())
+        lock.acquire(timeout_s, _POLL_S, cancel_check=done)
+        wait.held = True
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"pid {os.getpid()} on {os.uname().nodename} since {since}"
+        write_whole(holder_file, holder.encode())
     except Timeout:
         if not done():
             holder = read_holder(path) or "an unknown process"
@@ -75,20 +72,20 @@ def build_lock(
     finally:
         if wait.held:
             with suppress(OSError):  # a disk that has become read-only meanwhile
-                _holder_path(path).unlink(missing_ok=True)
+                holder_file.unlink(missing_ok=True)
             lock.release()
 
 
 def read_holder(path: Path) -> str:
     """Return who says to hold the lock file `path`; empty if nobody does."""
     try:
-        text = read_regular(_holder_path(path), 400).decode()
+        text = read_regular(_holder_file(path), 400).decode()
     except (OSError, ValueError):
         return ""
     return text if text.isprintable() else ""
 
 
-def _holder_path(path: Path) -> Path:
+def _holder_file(path: Path) -> Path:
     return path.with_name(path.name + ".holder")
 
 
@@ -98,35 +95,31 @@ class FailureNote:
 
     path: Path
 
-    def write(self, error: CompileError, inputs: str) -> None:
-        """Note `error` for a build of `inputs` (a digest). Best effort: others then build too."""
+    def write(self, error: CompileError, variant: str) -> None:
+        """Note `error` for a build with `variant`. Best effort: others then build too."""
         texts = {"message": error.message, "command": error.command, "log": error.log}
-        note = {"at_unix_s": time.time(), "inputs": inputs, "source": error.source or "", **texts}
+        note = {"at_unix_s": time.time(), "variant": variant, "source": error.source or "", **texts}
         with suppress(OSError):
-            make_folders(self.path.parent)
-            if not self.path.parent.is_symlink():
-                write_whole(self.path, json.dumps(note).encode())
+            write_whole(self.path, json.dumps(note).encode())
 
-    def recent(self, inputs: str, since_unix_s: float) -> CompileError | None:
-        """Return the failure of a build of the same `inputs`, noted since 10 s before that time."""
+    def recent(self, variant: str, since_unix_s: float) -> CompileError | None:
+        """Return the failure of a build with the same `variant`, since 10 s before that time."""
+        names = ("message", "command", "log", "source", "variant")
         try:
             note = parse_json(read_regular(self.path, _MAX_FAILURE_BYTES))
-        except (OSError, ValueError):
+            texts, at_unix_s = [note[name] for name in names], note["at_unix_s"]
+        except (OSError, ValueError, LookupError, TypeError):
             return None
-        texts = ("inputs", "message", "command", "log", "source")
-        if not isinstance(note, dict) or any(type(note.get(name)) is not str for name in texts):
+        if not all(isinstance(text, str) for text in texts) or not is_time(at_unix_s):
             return None
-        at_unix_s: Any = note.get("at_unix_s")
-        if note["inputs"] != inputs or not is_time(at_unix_s):
-            return None
+        message, command, log, source, noted_variant = texts
         # One of the future does not count: a clock was wrong.
-        if not since_unix_s - _FRESH_S <= at_unix_s <= time.time() + _FRESH_S:
+        is_fresh = since_unix_s - _FRESH_S <= at_unix_s <= time.time() + _FRESH_S
+        if noted_variant != variant or not is_fresh:
             return None
-        command, log, source = note["command"], note["log"], note["source"] or None
-        return CompileError(note["message"], command=command, log=log, source=source)
+        return CompileError(message, command=command, log=log, source=source or None)
 
     def forget(self) -> None:
         """Remove the note: the key has been built."""
         with suppress(OSError):  # it grows stale by itself
-            if not self.path.parent.is_symlink():
-                self.path.unlink()
+            self.path.unlink()

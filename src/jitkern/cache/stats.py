@@ -34,10 +34,8 @@ class Stats:
         Lookups answered by this process's memory, by a cache folder, by the wheel.
     misses
         Lookups that found nothing.
-    compiles
-        Compilations that succeeded, with their time.
-    failures
-        Compilations that failed here or were reported by another rank.
+    compiles, failures
+        Compilations that succeeded; those that failed here or in the rank that was waited for.
     waits
         Waits for another thread or process that was compiling the same kernel.
     """
@@ -56,10 +54,8 @@ class LookupEvent(NamedTuple):
 
     Attributes
     ----------
-    name, args
-        The op or kernel, and its template arguments.
-    arch
-        Such as ``9.0``; empty for C++.
+    name, args, arch
+        The op or kernel, its template arguments, and such as ``9.0``; empty for C++.
     route
         ``device``, ``cuda`` (a single-source file) or ``cxx``.
     source
@@ -115,25 +111,18 @@ def stats() -> Stats:
 def on_compile(callback: Callback) -> Callable[[], None]:
     """Have `callback` told of each kernel or library that this process looks up.
 
-    That is every compile, every one found in a cache or in the wheel, and every failure, but not
-    what this process has in memory. For a server's log and metrics.
+    These are compiles, what a cache or the wheel had, and failures; not what is in memory.
 
     Parameters
     ----------
     callback
-        Called with a :class:`LookupEvent`, in the thread that looks up, before its call goes on.
-        It must not load kernels itself. What it raises goes to the logger ``jitkern`` as an error
-        with its traceback, and the look-up goes on.
+        Called with a :class:`LookupEvent`, in the thread that looks up. It must not load kernels
+        itself. What it raises is logged with its traceback, and the look-up goes on.
 
     Returns
     -------
     callable
         Ends it; may be called more than once.
-
-    Raises
-    ------
-    TypeError
-        `callback` cannot be called.
 
     Examples
     --------
@@ -168,8 +157,7 @@ def log_lookup(key: object, source: Source, where: object, ms: float) -> None:
     """Log one look-up if JITKERN_LOG=1 asks for it."""
     if not settings().log:
         return
-    if not _log.hasHandlers():
-        # The user asked for lines and configured no logging: standard error it is.
+    if not _log.hasHandlers():  # the user asked for lines and configured no logging
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         _log.addHandler(handler)

@@ -1,4 +1,4 @@
-"""One cache folder: look up, stage and commit, list, evict, clear.
+"""One cache folder: look up, publish, list, evict, clear.
 
 Layout below the root, ``v1/``::
 
@@ -25,12 +25,19 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitkern.cache import entry as entries
-from jitkern.cache.entry import META_NAME, Entry, Key, read_entry, read_meta
+from jitkern.cache.entry import (
+    META_NAME,
+    Entry,
+    Key,
+    meta_bytes,
+    read_entry,
+    read_meta,
+    render_meta,
+)
 from jitkern.cache.trust import EVERYONE, UntrustedError, check_folders, require_trusted
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
-from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name
+from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name, write_new
 
 if TYPE_CHECKING:
     from jitkern.cache.lock import FailureNote, Wait
@@ -99,8 +106,8 @@ class Cache:
     def lookup(self, key: Key, rank: Rank = lambda _: EXACT, least: int = MAY_LOAD) -> Entry | None:
         """Return the verified entry of `key` that ranks highest, the newest of equals; or None.
 
-        `rank` tells from a meta how good an entry is here, `least` which rank will do. Raises
-        UntrustedError if others could have written the cache; one such entry counts as absent.
+        An entry has to rank `least` or higher. Raises UntrustedError if others could have written
+        the cache; one such entry counts as absent.
         """
         if not self.check():
             return None
@@ -150,7 +157,7 @@ class Cache:
                 found.append(Entry(path, {}, read_meta(path)))
         return found
 
-    # -- writing ---------------------------------------------------------------------------------
+    # -- locks and failures ----------------------------------------------------------------------
 
     def lock(
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
@@ -159,23 +166,21 @@ class Cache:
         # Imported here: a look-up has no need of it, and it takes 1 to 2 ms.
         from jitkern.cache.lock import build_lock
 
-        try:
-            folder = self._make(".locks")
-        except (OSError, UntrustedError):  # it is built without the lock
-            folder = Path(os.devnull)
-        path = folder / f"{key.directory}.lock"
+        path = self._beside(".locks") / f"{key.directory}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done, mode=self._file_mode)
 
     def failure(self, key: Key) -> FailureNote:
         """Return the note of the last failed build of `key`."""
         from jitkern.cache.lock import FailureNote
 
+        return FailureNote(self._beside(".failed") / f"{key.directory}.json")
+
+    def _beside(self, name: str) -> Path:
+        """Return a folder beside the entries, or one below which there is nothing."""
         try:
-            self.check()
-            folder = self.base / ".failed"
-        except UntrustedError:
-            folder = Path(os.devnull)
-        return FailureNote(folder / f"{key.directory}.json")
+            return self._make(name)
+        except (OSError, UntrustedError):
+            return Path(os.devnull)
 
     def _make(self, name: str) -> Path:
         """Make folder `name` below the base, and what is above it, if they are missing."""
@@ -184,6 +189,8 @@ class Cache:
         make_folders(folder, self._folder_mode)
         require_trusted(folder, os.lstat(folder), self.trust)
         return folder
+
+    # -- publishing ------------------------------------------------------------------------------
 
     def publish(
         self,
@@ -194,61 +201,39 @@ class Cache:
     ) -> Entry:
         """Make `files` the entry of `key` and `variant`; the first file is the artefact.
 
-        If another process was first its entry stays. CacheError if the folder cannot be written.
+        One of the same bytes stays, another is replaced. CacheError if nothing can be written.
         """
-        meta = entries.render_meta(key, variant, files, notes or {})
-        with self.stage(meta, files) as staged:
-            return self.commit(staged)
+        return self.copy(Entry(None, dict(files), render_meta(key, variant, files, notes or {})))
 
     def copy(self, entry: Entry) -> Entry:
         """Publish an entry of another cache as it is. Raises as :meth:`publish`."""
-        with self.stage(entry.meta, entry.files) as staged:
-            return self.commit(staged)
-
-    @contextmanager
-    def stage(self, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Iterator[Entry]:
-        """Write an entry where nobody looks, to be tried before it is committed.
-
-        What has not been committed at the end of the body is gone. Raises as :meth:`publish`.
-        """
-        with self._writing():
-            self._sweep()
-            path = self._new_staging()
-        try:
-            with self._writing():
-                path.mkdir()
-                path.chmod(self._folder_mode)  # whatever the umask
-                entries.write_entry(path, files, meta, self._file_mode)
-            yield Entry(path, dict(files), meta)
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-
-    def commit(self, staged: Entry) -> Entry:
-        """Move a staged entry to its place by one rename. Raises as :meth:`publish`."""
-        if staged.path is None:
-            raise ValueError("commit: staged: not an entry of stage()")
-        target = self.base / staged.key.directory / staged.variant
-        with self._writing():
-            self._move_into_place(staged.path, target)
-        self.failure(staged.key).forget()
-        if self.max_bytes is not None:
-            self._evict(self.max_bytes, target)
-        return Entry(target, staged.files, staged.meta)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
         if self.read_only:
             raise CacheError(f"{self.root}: this cache is read-only")
+        target = self.base / entry.key.directory / entry.variant
         try:
-            yield
+            self._sweep()
+            staged = self._make(".staging") / private_name()
+            try:
+                self._write(staged, entry)
+                self._move_into_place(staged, target, entry)
+            finally:
+                shutil.rmtree(staged, ignore_errors=True)
         except OSError as error:
             reason = error.strerror or str(error)
             raise CacheError(f"{self.root}: cannot publish an entry: {reason}") from error
+        self.failure(entry.key).forget()
+        if self.max_bytes is not None:
+            self._evict(self.max_bytes, target)
+        return entry._replace(path=target)
 
-    def _new_staging(self) -> Path:
-        return self._make(".staging") / private_name()
+    def _write(self, folder: Path, entry: Entry) -> None:
+        """Write an entry into a new folder, and flush it."""
+        make_folders(folder, self._folder_mode)
+        for name, data in {**entry.files, META_NAME: meta_bytes(entry.meta)}.items():
+            write_new(folder / name, data, flush=True, mode=self._file_mode)
+        flush_directory(folder)
 
-    def _move_into_place(self, staged: Path, target: Path) -> None:
+    def _move_into_place(self, staged: Path, target: Path, entry: Entry) -> None:
         while True:
             # Made anew in each round: another process may have removed it when it was empty.
             self._make(target.parent.name)
@@ -262,8 +247,9 @@ class Cache:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 with suppress(OSError, CacheError):
-                    read_entry(target, self.trust)
-                    return  # another process was first and its entry is sound
+                    if read_entry(target, self.trust).files == entry.files:
+                        return  # another process was first
+                # Damaged, or built with other system libraries: it did not load here.
                 self._discard(target)
         flush_directory(target.parent)
         flush_directory(self.base)
@@ -272,7 +258,7 @@ class Cache:
 
     def _discard(self, path: Path) -> None:
         """Take what is in an entry's place out of sight by one rename, then delete it."""
-        doomed = self._new_staging()
+        doomed = self._make(".staging") / private_name()
         with suppress(FileNotFoundError):  # another process was faster
             os.rename(path, doomed)
             _delete(doomed)
@@ -313,9 +299,8 @@ class Cache:
         keys = keys[start:] + keys[:start]
         for num_keys in (_GLANCE, _MAX_MEASURED):
             sample = self._measured(keys[:num_keys])
-            total_bytes = (
-                sum(size for _, size, _ in sample) * len(keys) // max(1, min(num_keys, len(keys)))
-            )
+            total_bytes = sum(size for _, size, _ in sample)
+            total_bytes = total_bytes * len(keys) // max(1, min(num_keys, len(keys)))
             if total_bytes <= max_bytes:
                 return
         evicted = 0
@@ -344,8 +329,7 @@ class Cache:
     def clear(self, select: Callable[[Entry], bool] = lambda _: True) -> int:
         """Remove each sound entry that `select` accepts, and empty keys; return how many went.
 
-        Anything else stays. Raises CacheError if others could have written the cache, or if it
-        cannot be written.
+        CacheError if others could have written the cache, or if it cannot be written.
         """
         if not self.check():
             return 0

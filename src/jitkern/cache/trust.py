@@ -1,8 +1,8 @@
 """Whose code may run here: one rule for every folder and file of a cache.
 
 A library runs code when it is loaded, so a cache counts only if this user or root owns it and
-nobody else may write it. The same holds for the folders above it, up to the home directory:
-whoever may rename there can put another cache in its place. Otherwise it counts as absent.
+nobody else may write it. The same holds for the folders above it, up to the home directory: whoever
+may rename there can put another cache in its place. Otherwise it counts as absent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def require_trusted(
 def check_folders(base: Path, trust: Trust, home: Path | None = None) -> bool:
     """Check the cache folder `base` and all above it, up to `home`; tell whether it is there.
 
-    Raises UntrustedError if others could have written one of them. `base` has no links above it.
+    Raises UntrustedError if others could have written one of them.
     """
     top = "/" if home is None else os.path.realpath(home)
     way = [str(base)]  # of strings: Path takes three times as long
