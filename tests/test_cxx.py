@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ from needs import needs_cxx, needs_nvcc
 from jitkern.arch import Arch
 from jitkern.compilers import cxx
 from jitkern.compilers.cxx import ninja_build, ninja_rule, run_ninja
+from jitkern.compilers.load import load_library
 from jitkern.env import settings
 from jitkern.errors import CompileError
 
@@ -41,19 +41,10 @@ int runtime() {
   return version;
 }
 """
-# Minutes of constant folding, for g++ and for the front end of nvcc.
+# Minutes of constant folding.
 SLOW = """\
 constexpr long f(long n) { return n < 2 ? n : f(n - 1) + f(n - 2); }
-#ifdef __CUDACC__
-#define R4(x) x x x x
-#define R256(x) R4(R4(R4(R4(x))))
-__global__ void slow(float* a) {
-  float x = a[0];
-  R256(R256(x = x * a[int(x)] + 1.0f; if (x > 3) a[int(x)] = x;))
-}
-#else
 static_assert(f(90) > 0);
-#endif
 """
 
 
@@ -172,23 +163,6 @@ def test_failure_carries_command_and_log(tmp_path: Path, out: Path) -> None:
     assert "-shared" in caught.value.command
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([], "build: sources: none, expected at least one"),
-        (["a.txt"], r"build: sources: .*a\.txt, expected \.cc"),
-        (["missing.cc"], r"build: sources: .*missing\.cc does not exist"),
-        (["a.cu"], r"build: arch: None, expected an Arch to compile a\.cu for"),
-    ],
-)
-def test_bad_sources(tmp_path: Path, out: Path, names: list[str], message: str) -> None:
-    for name in ("a.txt", "a.cu"):
-        write(tmp_path, name, "")
-    with pytest.raises(ValueError, match=message):
-        cxx.build("m", sources=[tmp_path / name for name in names], directory=out)
-    assert not list(out.iterdir())
-
-
 @needs_cxx
 def test_cxx_is_obeyed(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.which("c++")
@@ -222,7 +196,7 @@ def test_cuda_source(tmp_path: Path, out: Path) -> None:
     assert "compute_90" in caught.value.command
 
 
-@pytest.mark.parametrize("name", ["a$ b", "a$$ b", " $", "a: b", "a$"])
+@pytest.mark.parametrize("name", ["a$$ b", " $", "a: b"])
 def test_ninja_runs_what_is_written(out: Path, name: str) -> None:
     """Spaces inside quotes, dollars, and lines longer than a ninja file's usual width."""
     write(out, name, "")
@@ -232,6 +206,14 @@ def test_ninja_runs_what_is_written(out: Path, name: str) -> None:
     write(out, "build.ninja", rule + ninja_build("o ut", "echo", [name]))
     run_ninja("echo", out)
     assert (out / "o ut").read_text().split("\n") == [name, "o ut", *args]
+
+
+def test_a_library_that_does_not_load_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="tiny: the library was built but does not") as caught:
+        load_library("tiny", write(tmp_path, "tiny.so", "no library"))
+    assert "tiny.so: file too short" in caught.value.log
+    with pytest.raises(CompileError, match="no disk could keep tiny"):
+        load_library("tiny", None)
 
 
 # -- progress --------------------------------------------------------------------------------------
@@ -263,13 +245,6 @@ def test_a_terminal_shows_what_is_built(out: Path, monkeypatch: pytest.MonkeyPat
     assert terminal.said == ""
     run_ninja("odd[name]", out)
     assert "jitkern: building odd[name]" in terminal.said
-
-
-def test_a_log_says_what_is_built(out: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(out, "build.ninja", ninja_rule("echo", ["touch", "$out"], depfile=False))
-    caplog.set_level(logging.INFO)
-    run_ninja("odd", out)
-    assert caplog.messages == ["jitkern: building odd"]
 
 
 # -- orphans ---------------------------------------------------------------------------------------
@@ -325,20 +300,12 @@ def start_build(source: Path, out: Path, sigint: str = "") -> subprocess.Popen[s
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "compilers", "how"),
-    [
-        pytest.param("slow.cc", {"cc1plus"}, signal.SIGKILL, marks=needs_cxx),
-        pytest.param("slow.cc", {"cc1plus"}, signal.SIGINT, marks=needs_cxx),
-        pytest.param("slow.cu", {"cicc", "cudafe++", "ptxas"}, signal.SIGKILL, marks=needs_nvcc),
-    ],
-)
-def test_nothing_outlives_the_builder(
-    tmp_path: Path, out: Path, name: str, compilers: set[str], how: signal.Signals
-) -> None:
-    process = start_build(write(tmp_path, name, SLOW), out)
+@needs_cxx
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_builder(tmp_path: Path, out: Path, how: signal.Signals) -> None:
+    process = start_build(write(tmp_path, "slow.cc", SLOW), out)
     try:
-        if not wait_for(lambda: compilers & set(processes_in(out).values()), 60):
+        if not wait_for(lambda: "cc1plus" in processes_in(out).values(), 60):
             process.kill()
             pytest.fail(f"no compiler was seen: {process.communicate()[1]}")
         process.send_signal(how)

@@ -60,41 +60,29 @@ def build(
 ) -> Path:
     """Compile sources and link them to ``<directory>/<name>.so``, which is returned.
 
-    In a directory that has been built in before, ninja makes only what is out of date. The library
-    needs libtvm_ffi.so and, with CUDA sources, libcudart by their plain names, and holds no path of
-    this machine: tvm_ffi has to be imported before it is loaded.
+    ``.cc``, ``.cpp`` and ``.cxx`` go to the C++ compiler, ``.cu`` to nvcc, for `arch`. In a
+    directory that has been built in before, ninja makes only what is out of date; no other build
+    may use it meanwhile. The library needs libtvm_ffi.so and, with CUDA sources, libcudart by their
+    plain names, and holds no path of this machine.
 
-    Parameters
-    ----------
-    sources
-        ``.cc``, ``.cpp`` and ``.cxx`` go to the C++ compiler, ``.cu`` to nvcc, for `arch`.
-    directory
-        Existing directory, which no other build uses meanwhile.
-    cflags, cuda_cflags, ldflags
-        Flags after the default ones, for the C++ compiler, for nvcc, for linking. Each may hold
-        several words, quoted as in a shell.
-    precompiled
-        A header that is compiled once, and that every C++ source begins with.
-    root
-        Paths below it are written relative to `directory`: a copy of it all is up to date.
-    unset
-        Environment variables that the compilers are not to see.
+    `cflags`, `cuda_cflags` and `ldflags` follow the default flags; each may hold several words,
+    quoted as in a shell. Every C++ source begins with the header `precompiled`. Paths below `root`
+    are written relative to `directory`: a copy of it all is up to date. The compilers do not see
+    the environment variables in `unset`.
 
-    Raises
-    ------
-    CompileError
-        A source does not compile or link; carries the command and the whole log.
-    ToolchainError
-        ninja, the C++ compiler or nvcc is missing.
-    ValueError
-        No source, a source of an unknown kind or that does not exist, or CUDA without an arch.
+    Raises CompileError (with the command and the whole log), ToolchainError if ninja or a compiler
+    is missing, ValueError for a source of an unknown kind.
     """
-    _check_sources(sources, arch)
+    for source in sources:
+        if source.suffix not in (*_CXX_SUFFIXES, ".cu"):
+            raise ValueError(f"build: sources: {source}, expected .cc, .cpp, .cxx or .cu")
 
     def spelled(path: Path) -> str:
         path = path.resolve()
         is_inside = root is not None and path.is_relative_to(root)
         return os.path.relpath(path, directory.resolve()) if is_inside else str(path)
+
+    from tvm_ffi import libinfo
 
     compiler = find_cxx().command
     directories = list(map(spelled, (*include_paths, *tvm_ffi_include_dirs())))
@@ -105,7 +93,7 @@ def build(
     flags = with_defaults([*CFLAGS, *maps], words(cflags, "extra_cflags"))
     cxx = [*compiler, *flags, *includes]
     nvcc: list[str] = []
-    libraries = _tvm_ffi_ldflags()
+    libraries = [f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
     if any(source.suffix == ".cu" for source in sources) and arch is not None:
         cuda = find_cuda_home()
         defaults = [*CUDA_CFLAGS, f"-gencode=arch={arch.compute},code={arch.sm}"]
@@ -115,7 +103,7 @@ def build(
         defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
         nvcc = [str(cuda.nvcc), *with_defaults(defaults, words(cuda_cflags)), *includes]
         cxx += [f"-isystem{path}" for path in cuda.include_dirs]  # C++ may use the runtime as well
-        libraries += cuda.ldflags
+        libraries.append(str(cuda.cudart))
 
     # -MMD would leave out headers of the system, which nvcc and the CUDA runtime are.
     tail = ("-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out")
@@ -144,31 +132,12 @@ def build(
     return directory / f"{name}.so"
 
 
-def _check_sources(sources: Sequence[Path], arch: Arch | None) -> None:
-    if not sources:
-        raise ValueError("build: sources: none, expected at least one")
-    for source in sources:
-        if source.suffix not in (*_CXX_SUFFIXES, ".cu"):
-            raise ValueError(f"build: sources: {source}, expected .cc, .cpp, .cxx or .cu")
-        if not os.path.isfile(source):
-            raise ValueError(f"build: sources: {source} does not exist")
-        if source.suffix == ".cu" and arch is None:
-            raise ValueError(f"build: arch: None, expected an Arch to compile {source.name} for")
-
-
 def tvm_ffi_include_dirs() -> list[Path]:
     """Return where the headers of tvm-ffi are."""
-    # Here and not above: tvm_ffi imports torch if there is one, which takes a second.
-    from tvm_ffi import libinfo
+    from tvm_ffi import libinfo  # imports torch if there is one, which takes a second
 
     directories = dict.fromkeys([libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
     return [Path(path) for path in directories]
-
-
-def _tvm_ffi_ldflags() -> list[str]:
-    from tvm_ffi import libinfo
-
-    return [f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
 
 
 def ninja_rule(name: str, command: Sequence[str], *, depfile: bool = True) -> str:
@@ -201,9 +170,8 @@ def write_text(file: Path, text: str) -> None:
 
 # -- running ninja ---------------------------------------------------------------------------------
 #
-# Nothing outlives us: neither kill -9 nor Ctrl-C leaves a compiler behind. ninja starts each job in
-# a process group of its own and, on SIGTERM, kills those groups. The kernel sends that signal when
-# this process dies (PR_SET_PDEATHSIG), and run_ninja sends it when it is interrupted.
+# No compiler outlives this process: ninja kills its jobs on SIGTERM. The kernel sends that signal
+# when this process dies (PR_SET_PDEATHSIG), and run_ninja when it is interrupted.
 
 # Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The
 # parent may die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
@@ -221,14 +189,10 @@ _STOP_TIMEOUT_S = 10.0
 def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
     """Run the build.ninja of a directory; return the log: every command and its output.
 
-    CompileError if a step failed, JitkernError if a signal ended it. The commands do not see the
-    environment variables of `unset`.
+    CompileError if a step failed, JitkernError if a signal ended it.
     """
     ninja = find_ninja().command
-    if not sys.executable:
-        raise ToolchainError("sys.executable is empty; start Python by its full path")
-    inherited = process_environment().items()
-    environment = {key: value for key, value in inherited if key not in unset}
+    environment = {key: v for key, v in process_environment().items() if key not in unset}
     with _status(name):
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *ninja, "-v"],
@@ -289,18 +253,9 @@ def _status(name: str) -> Iterator[None]:
     else:
         try:
             from rich.console import Console
-            from rich.live import Live
             from rich.markup import escape
-            from rich.spinner import Spinner
 
-            # As Console.status, which would also send what others print meanwhile through rich.
-            with Live(
-                Spinner("dots", escape(text)),
-                console=Console(stderr=True),
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            ):
+            with Console(stderr=True).status(escape(text)):
                 yield
         finally:
             _last_line.release()

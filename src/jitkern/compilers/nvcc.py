@@ -1,7 +1,6 @@
-"""``nvcc -cubin``: the same source as NVRTC gets, by a toolkit's compiler. Knows no cache.
+"""``nvcc -cubin``, chosen by ``JITKERN_COMPILER=nvcc``: the same source as NVRTC gets.
 
-Chosen by ``JITKERN_COMPILER=nvcc``: if a toolkit is newer than the NVRTC at hand, to profile by
-source line, or to read the resource report in the log.
+For a toolkit that is newer than the NVRTC at hand, and to profile by source line.
 """
 
 from __future__ import annotations
@@ -37,19 +36,9 @@ def compile_with_nvcc(
     options: Sequence[str] = (),
     cuda_headers: CudaHeaders | None = None,
 ) -> Image:
-    """Compile device code to a cubin with nvcc. Parameters and result as `nvrtc.compile`.
+    """Compile device code to a cubin with nvcc. Parameters, result and errors as `nvrtc.compile`.
 
-    The toolkit's own headers, which nvcc includes by itself, are covered by nvcc's version in the
-    key. Flags and include directories of the environment (NVCC_APPEND_FLAGS, CPATH) do not count.
-
-    Raises
-    ------
-    CompileError
-        The source does not compile, or nvcc does not know `arch`; carries command, log and source.
-    ToolchainError
-        There is no nvcc or no ninja.
-    ValueError
-        An option that names an include directory or file, or has an open quote.
+    nvcc finds the toolkit's own headers by itself; its version in the key stands for them.
     """
     options = words(options)
     check_options(options)

@@ -2,7 +2,7 @@
 
 ctypes rather than cuda-bindings: a dozen functions are needed, the same in every NVRTC 12 and 13.
 A binding has to match the library's version, and imports more slowly than a kernel loads. A ctypes
-call releases the GIL, so threads compile in parallel; a fork waits for them.
+call releases the GIL, so threads compile in parallel.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jitkern.arch import Arch
-from jitkern.compilers.find import NVRTC_HINT, CudaHeaders, Nvrtc, find_nvrtc, header_hint
+from jitkern.compilers.find import NVRTC_HINT, CudaHeaders, Tool, find_nvrtc, header_hint
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, words
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 from jitkern.fs import ForkLocal, make_scratch_folder
 
-# Without it NVRTC also opens files in the current directory, and what was hashed would not be what
-# is compiled. With it CUDA's own headers do not find their neighbours: when they are read, the
-# source is said to be in a directory that nothing can be in.
+# Without it NVRTC also opens files in the current directory, which the key does not hold. With it
+# CUDA's own headers do not find their neighbours: if they are read, the source is said to be in a
+# directory that nothing can be in.
 _NO_CURRENT_DIRECTORY = "-no-source-include"
 _NOWHERE = "/dev/null/"
 
@@ -38,10 +38,7 @@ _FORK_WAIT_S = 30.0
 
 
 class Image(NamedTuple):
-    """What the CUDA driver loads, and the compiler's log.
-
-    PTX if the GPU is newer than the compiler: the driver compiles it when it loads.
-    """
+    """What the CUDA driver loads, and the log. PTX if the GPU is newer than the compiler."""
 
     data: bytes
     kind: Literal["cubin", "ptx"]
@@ -57,38 +54,16 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     options: Sequence[str] = (),
     minimal: bool = False,
     cuda_headers: CudaHeaders | None = None,
-    library: Nvrtc | None = None,
+    library: Tool | None = None,
 ) -> Image:
-    """Compile device code. Threads may call it at the same time.
+    """Compile device code; threads may do so at the same time.
 
-    Parameters
-    ----------
-    source, name
-        The translation unit, and what messages call it, such as ``store.cu``.
-    headers
-        Include name -> text, see `sources.include_closure`. No file is read but `cuda_headers`.
-    arch
-        If the library does not know it: PTX for the newest older one.
-    options
-        NVRTC's own options or nvcc's, see `nvrtc_options`. A ``-std`` replaces c++17.
-    minimal
-        Leave out the declarations of textures, surfaces and the device side of the CUDA runtime,
-        which take 3.5 of the 40 ms of a kernel. The code is the same.
-    cuda_headers
-        See `find_headers`. NVRTC's own are unpacked once a process (26 MB, 0.2 to 0.6 s).
-    library
-        By default that of `find_nvrtc`.
+    `headers` are include name -> text, see `sources.include_closure`; no other file is read, except
+    `cuda_headers`. `options` are NVRTC's own or nvcc's, see `nvrtc_options`. `minimal` leaves out
+    the declarations of textures, surfaces and the device side of the CUDA runtime: 3.5 of 40 ms.
 
-    Raises
-    ------
-    CompileError
-        The source does not compile, or an option has no meaning; carries options, log and source.
-    ToolchainError
-        There is no NVRTC, or it does not load.
-    UnsupportedError
-        The library knows only architectures newer than `arch`.
-    ValueError
-        An option that names an include directory or file.
+    Raises CompileError (with options, log and source), ToolchainError if NVRTC does not load,
+    UnsupportedError if it is newer than `arch`, ValueError for an option that names a file.
     """
     check_options(words(options))
     library = library or find_nvrtc()
@@ -123,7 +98,7 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     )
 
 
-def _advice(log: str, library: Nvrtc) -> str:
+def _advice(log: str, library: Tool) -> str:
     """Say what to do about a failure, to append to its message."""
     option = re.search(r"unrecognized option (\S+)", log)
     if option is not None:
@@ -159,8 +134,8 @@ _STDINT = f"""\
 {_FIXED}typedef int64_t intptr_t; typedef uint64_t uintptr_t;
 typedef int64_t intmax_t; typedef uint64_t uintmax_t;
 """
-_FIXED_NAMES = [f"{sign}int{bits}_t" for bits in _SIZES for sign in ("", "u")]
-_NAMES = [*_FIXED_NAMES, "intptr_t", "uintptr_t", "intmax_t", "uintmax_t"]
+_NAMES = [f"{sign}int{bits}_t" for bits in _SIZES for sign in ("", "u")]
+_NAMES += ["intptr_t", "uintptr_t", "intmax_t", "uintmax_t"]
 
 
 def _in_std(header: str, names: Sequence[str]) -> str:
@@ -184,7 +159,7 @@ text raises DEVICE_ABI."""
 
 @lru_cache(maxsize=8)
 def _unpacked(library: Path, pid: int) -> Path:
-    """Return where a process has the headers that `library` brings; NVRTC itself fills it."""
+    """Return where a process has the headers that `library` brings; NVRTC fills it in 0.2 s."""
     folder = make_scratch_folder("headers")
     atexit.register(_remove, folder, pid)
     return folder
@@ -195,40 +170,30 @@ def _remove(folder: Path, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _include_options(cuda_headers: CudaHeaders | None, library: Nvrtc) -> list[str]:
+def _include_options(cuda_headers: CudaHeaders | None, library: Tool) -> list[str]:
     if cuda_headers is None:
         return []
-    directories = list(cuda_headers.directories)
     if not cuda_headers.bundled:
-        return [f"-I{directory}" for directory in directories]
+        return [f"-I{directory}" for directory in cuda_headers.directories]
+    given, found = cuda_headers.given, cuda_headers.found
     unpacked = _unpacked(library.path, os.getpid())
-    if len(directories) > cuda_headers.num_given:
-        # NVRTC itself searches them last, after a toolkit's of the same names.
-        directories[cuda_headers.num_given : cuda_headers.num_given] = [unpacked, unpacked / "cccl"]
-    return [*(f"-I{path}" for path in directories), f"--use-bundled-headers={unpacked}"]
+    # NVRTC itself searches its own last, after a toolkit's of the same names.
+    own = (unpacked, unpacked / "cccl") if found else ()
+    return [
+        *(f"-I{directory}" for directory in dict.fromkeys((*given, *own, *found))),
+        f"--use-bundled-headers={unpacked}",
+    ]
 
 
 # -- options ---------------------------------------------------------------------------------------
 
-# nvcc's options by their names without dashes. There is no host code here, device code is optimised
-# fully without being told, and lambdas in it need no option.
-_NO_MEANING = {
-    *("O0", "O1", "O2", "O3", "g", "debug", "Wno-deprecated-gpu-targets"),
-    *("expt-extended-lambda", "extended-lambda"),
-}
-_NO_MEANING_WITH_VALUE = {
-    *("Xcompiler", "compiler-options", "Xlinker", "linker-options"),
-    *("ccbin", "compiler-bindir", "t", "threads", "O", "optimize"),
-}
-_PTXAS = ("Xptxas", "ptxas-options")
-_CUDAFE = ("Xcudafe", "cudafe-options")
-_WITH_VALUE = {*_NO_MEANING_WITH_VALUE, *_PTXAS, *_CUDAFE, "std"}
-_OTHER_WORDS = {
-    # Both let device code call a constexpr function that is not marked __device__.
-    "expt-relaxed-constexpr": "-default-device",
-    "res-usage": "-Xptxas=-v",
-    "resource-usage": "-Xptxas=-v",
-}
+# nvcc's options by their names without dashes: what means nothing for device code alone, which is
+# optimised fully without being told.
+_NO_MEANING = {"O0", "O1", "O2", "O3", "g", "debug", "Wno-deprecated-gpu-targets"}
+_NO_MEANING |= {"expt-extended-lambda", "extended-lambda"}
+_NO_MEANING_WITH_VALUE = {"Xcompiler", "compiler-options", "ccbin", "compiler-bindir"}
+_NO_MEANING_WITH_VALUE |= {"t", "threads", "O", "optimize"}
+_PTXAS = {"Xptxas", "ptxas-options"}
 _ARCH = "the arch is that of the GPU, of JITKERN_ARCH or of image(arch); leave it out"
 _LINKED = "device_files are not linked; leave it out, or give the source as cuda_files to nvcc"
 _REFUSED = {
@@ -241,11 +206,6 @@ def nvrtc_options(options: Sequence[str]) -> list[str]:
     """Return nvcc's options as NVRTC takes them; one that is not known here stays as it is.
 
     ValueError if an option has no meaning for one kernel image; the message says what to do.
-
-    Examples
-    --------
-    >>> nvrtc_options(["-O3", "-Xptxas -v,-warn-spills", "--use_fast_math"])
-    ['-Xptxas=-v', '-Xptxas=-warn-spills', '--use_fast_math']
     """
     made: list[str] = []
     pending = iter(words(options))
@@ -254,104 +214,74 @@ def nvrtc_options(options: Sequence[str]) -> list[str]:
         name = spelled.lstrip("-") if spelled.startswith("-") else ""
         if name in _REFUSED:
             raise ValueError(f"{word!r}: {_REFUSED[name]}")
-        if name in _WITH_VALUE and not has_value:
+        if name in {*_NO_MEANING_WITH_VALUE, *_PTXAS, "std"} and not has_value:
             value = next(pending, "")
-        if name in _NO_MEANING or name in _NO_MEANING_WITH_VALUE:
-            continue
         if name in _PTXAS:
             made += [f"-Xptxas={part}" for part in value.split(",")]
-        elif name in _CUDAFE:  # --diag_suppress=177
-            made.append(value.replace("--diag_", "--diag-"))
         elif name == "std":
             made.append(f"-std={value}")
-        else:
-            made.append(_OTHER_WORDS.get(name, word))
+        elif name == "expt-relaxed-constexpr":
+            made.append("-default-device")  # its name in NVRTC
+        elif name not in _NO_MEANING and name not in _NO_MEANING_WITH_VALUE:
+            made.append(word)
     return made
 
 
 # -- forks -----------------------------------------------------------------------------------------
 
 
-class _ForkGate:
-    """How many threads are at work, and the door that a fork holds."""
+# A child that is forked while NVRTC is at work inherits its locks as they are, and its own first
+# compile never ends (seen with NVRTC 13.5). So a fork waits until no thread compiles.
+
+
+class _Compiles:
+    """Number of compiles that run. A fork holds the lock."""
 
     def __init__(self) -> None:
-        self.door = threading.Condition()
-        self.inside = 0
+        self.changed = threading.Condition()
+        self.count = 0
 
 
-_gate = ForkLocal(_ForkGate)
+_running = ForkLocal(_Compiles)
 
 
 def _before_fork() -> None:
     # Bounded: a fork that comes too early is a risk, one that never comes is a hang.
-    gate = _gate.value
-    gate.door.acquire()
-    gate.door.wait_for(lambda: gate.inside == 0, timeout=_FORK_WAIT_S)
+    compiles = _running.value
+    compiles.changed.acquire()
+    compiles.changed.wait_for(lambda: compiles.count == 0, timeout=_FORK_WAIT_S)
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=lambda: _gate.value.door.release())
+os.register_at_fork(before=_before_fork, after_in_parent=lambda: _running.value.changed.release())
 
 
 @contextmanager
 def _no_fork() -> Iterator[None]:
-    """Hold off a fork in other threads for the body.
-
-    A child that is forked while NVRTC is at work inherits its locks as they are, and its own first
-    compile never ends (seen with NVRTC 13.5).
-    """
-    gate = _gate.value
-    with gate.door:
-        gate.inside += 1
+    """Hold off a fork in other threads for the body."""
+    compiles = _running.value
+    with compiles.changed:
+        compiles.count += 1
     try:
         yield
     finally:
-        with gate.door:
-            gate.inside -= 1
-            gate.door.notify_all()
+        with compiles.changed:
+            compiles.count -= 1
+            compiles.changed.notify_all()
 
 
 # -- the library -----------------------------------------------------------------------------------
-
-_SIGNATURES = {  # i: int, I: int*, s: char*, S: char**, p: program, P: program*, z: size_t*
-    "Version": "II",
-    "GetNumSupportedArchs": "I",
-    "GetSupportedArchs": "I",
-    "CreateProgram": "PssiSS",
-    "CompileProgram": "piS",
-    "DestroyProgram": "P",
-    "GetProgramLogSize": "pz",
-    "GetProgramLog": "ps",
-    "GetCUBINSize": "pz",
-    "GetCUBIN": "ps",
-    "GetPTXSize": "pz",
-    "GetPTX": "ps",
-    "GetErrorString": "i",
-}
-_TYPES: Mapping[str, type[ctypes._CDataType]] = {
-    "i": ctypes.c_int,
-    "I": ctypes.POINTER(ctypes.c_int),
-    "s": ctypes.c_char_p,
-    "S": ctypes.POINTER(ctypes.c_char_p),
-    "p": ctypes.c_void_p,
-    "P": ctypes.POINTER(ctypes.c_void_p),
-    "z": ctypes.POINTER(ctypes.c_size_t),
-}
 
 
 class _Api:
     """The functions of one loaded libnvrtc."""
 
     def __init__(self, path: Path) -> None:
+        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         try:
             self._library = ctypes.CDLL(str(path))
-            for function, kinds in _SIGNATURES.items():
-                getattr(self._library, f"nvrtc{function}").argtypes = [_TYPES[k] for k in kinds]
+            self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         except (OSError, AttributeError) as error:
             raise ToolchainError(f"{path} is no usable libnvrtc ({error}); {NVRTC_HINT}") from error
-        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
-        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         self.release = (major.value, minor.value)
         self.version = f"{major.value}.{minor.value}"
         self._call("GetNumSupportedArchs", ctypes.byref(count))
@@ -360,8 +290,9 @@ class _Api:
         self.archs = tuple(sorted(numbers))
 
     def error_text(self, status: int) -> str:
-        text: bytes = self._library.nvrtcGetErrorString(status)
-        return text.decode()
+        describe = self._library.nvrtcGetErrorString
+        describe.restype = ctypes.c_char_p
+        return str(describe(status).decode())
 
     def create(self, source: str, name: str, headers: Mapping[str, str]) -> ctypes.c_void_p:
         program = ctypes.c_void_p()

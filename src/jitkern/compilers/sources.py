@@ -1,10 +1,9 @@
 """Sources: where jitkern's own are, the include closure that a compile sees, and its options.
 
-NVRTC is given headers in memory, by name, and finds a header only by the very spelling of its
-``#include`` (measured with NVRTC 13.5: no lookup relative to the including file, and ``#pragma
-once`` goes by name). So each file gets one name, and each directive that resolves is rewritten to
-``#include <that name>``. The result is self-contained, holds no path of this machine, and is
-exactly what is hashed and what is compiled. Line numbers stay.
+NVRTC is given headers in memory and finds one only by the very spelling of its ``#include``
+(measured with NVRTC 13.5). So each file gets one name, and each directive that resolves is
+rewritten to ``#include <that name>``. The result holds no path of this machine, and is exactly what
+is hashed and what is compiled. Line numbers stay.
 """
 
 from __future__ import annotations
@@ -70,9 +69,9 @@ _TOKEN = re.compile(_DIRECTIVES, _FLAGS)
 class Closure(NamedTuple):
     """A translation unit, its directives rewritten to names of `headers`, and what it may include.
 
-    `headers` are include name -> rewritten text in order of discovery; names are relative, without
-    ``..``. `files` and `texts` are the file of each and its content, in the same order. `missing`
-    are names that resolve nowhere: headers of CUDA's own, or of a branch not taken.
+    `headers` are include name -> rewritten text; names are relative, without ``..``. `files` and
+    `texts` are the path and content of each, in the same order. `missing` are names that resolve
+    nowhere: headers of CUDA's own, or of a branch not taken.
     """
 
     source: str
@@ -92,13 +91,10 @@ def include_closure(
 ) -> Closure:
     """Read everything that a source may include, directly or not.
 
-    Conditionals are not evaluated, so the closure holds at least what a compile needs. A directive
+    Conditionals are not evaluated, so the closure holds at least what a compile needs. A quoted
+    name is first looked up beside the including file, then in `include_dirs` in order. A directive
     that resolves nowhere stays, in angle brackets: in quotes NVRTC would look for it in the current
-    directory. In a branch that is taken it is CUDA's own, or the compiler reports it.
-
-    `include_dirs` are searched in order; a quoted name is first looked up beside the including
-    file. A computed include (``#include MACRO``) is a ValueError, since what it names is not known
-    before compiling; with `computed` it is left as it is.
+    directory. A computed include (``#include MACRO``) is a ValueError, unless `computed`.
 
     Examples
     --------
@@ -112,7 +108,7 @@ def include_closure(
 def words(options: Sequence[str], argument: str = "extra_cuda_cflags") -> list[str]:
     """Return the words of options, each of which may hold several, quoted as in a shell.
 
-    ValueError for a quote that is not closed; the message names `argument` and the option.
+    ValueError for an open quote names `argument` and the option.
     """
     found: list[str] = []
     for option in options:
@@ -127,13 +123,9 @@ def words(options: Sequence[str], argument: str = "extra_cuda_cflags") -> list[s
 
 def is_cpp17(options: Sequence[str]) -> bool:
     """Tell whether device code is C++17 or newer with these options, as it is without any."""
-    standard = ""
-    pending = iter(words(options))
-    for word in pending:
-        name, has_value, value = word.partition("=")
-        if name in ("-std", "--std"):
-            standard = value if has_value else next(pending, "")
-    return standard.rpartition("+")[2] not in ("98", "03", "11", "14")
+    given = " ".join(["-std=c++17", *words(options)])
+    standard = re.findall(r"(?:^| )--?std[= ]\S*?\+\+(\w+)", given)[-1]
+    return standard not in ("98", "03", "11", "14")
 
 
 def check_options(options: Sequence[str], argument: str = "extra_cuda_cflags") -> None:
@@ -211,16 +203,12 @@ class _Walk:
         """The name of the file that a directive means, or None where there is none."""
         if os.path.isabs(spelling):
             return self._known(Path(spelling), posixpath.basename(spelling))
+        found = None
         if includer is not None:
             name = posixpath.join(posixpath.dirname(includer), spelling)
             found = self._known(self._path_of[includer].parent / spelling, name)
-            if found is not None:
-                return found
-        for directory in self._include_dirs:
-            found = self._known(directory / spelling, spelling)
-            if found is not None:
-                return found
-        return None
+        places = (self._known(directory / spelling, spelling) for directory in self._include_dirs)
+        return found or next(filter(None, places), None)
 
     def _known(self, path: Path, wanted: str) -> str | None:
         if not os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered

@@ -165,7 +165,7 @@ class NativeLibrary(Buildable["Module | None"]):
     def load(self, entry: Entry) -> Module | None:
         if not self._load:
             return None
-        return load_library(self._build.name, entry.data, entry.artefact, cuda=self._build.cuda)
+        return load_library(self._build.name, entry.artefact, cuda=self._build.cuda)
 
     def hint(self) -> str:
         return f"load it before freezing, or {record_hint()}"
