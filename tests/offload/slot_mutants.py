@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-SLOTS, TIMES = "offload/slots.cc", "offload/slot_times.cc"
+SLOTS, HEADER = "offload/slots.cc", "offload/slot_times.h"
 WAITS = "if (is_known && chain.lane != &lane && device_ != nullptr) wait_for(lane.stream"
 COMPUTE, LOADS, STORES = "&lanes_[0]", "&lane_of(kLoad, index)", "&lane_of(kStore, index)"
 

@@ -6,18 +6,16 @@ slots. So the right depth is computed and not tried, and none is taken if no dep
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import add, mul
 from typing import NamedTuple
 
 from jitkern.offload.args import count_arg, number_arg
 
 MAX_SLOTS = 4096  # of a pipeline
 _HISTORY = 128  # iterations, at most, that slots are given back by; half of them for taking some
-_RECENT = 16  # iterations that are compared with those before them
+_RECENT = 16  # iterations in which stalls are counted
 _GAIN = 0.03  # of time that more slots have to save
 _LOSS = 0.01  # that fewer slots may cost
 _STALLED = 0.05  # of its time that an iteration has to wait to count as stalled
@@ -65,13 +63,13 @@ class AutoDepth:
 
 
 class Iteration(NamedTuple):
-    """Milliseconds of one; `follows` is false where those before it were waited for."""
+    """Times of an iteration, in milliseconds."""
 
-    load_ms: float
-    compute_ms: float
+    load_ms: float  # by which it kept the link busy longer
+    compute_ms: float  # from when the body could begin
     store_ms: float
-    stall_ms: float
-    follows: bool
+    stall_ms: float  # in which it waited for a copy
+    follows: bool  # false: the iterations before it were waited for
 
 
 def total_ms(iterations: Sequence[Iteration], depth: int) -> float:
@@ -98,16 +96,11 @@ class DepthController:
         self._most = most
         self._config = config
         self._history: deque[Iteration] = deque(maxlen=_HISTORY)
-        self._begin()
-
-    def _begin(self) -> None:
-        """As after a change of load: nothing is known, and all may be tried."""
-        self._count = len(self._history)
-        self._more_at = self._more_wait = self._config.patience
-        self._less_wait = _THINK_EVERY
-        self._less_at = self._count + self._less_wait
-        self._judged_at = 0  # whether slots make the difference that was promised; 0: it is known
-        self._before = self.depth  # that many slots there were without them
+        self._count = 0
+        self._more_at = self._more_wait = config.patience
+        self._less_at = self._less_wait = _THINK_EVERY
+        self._judged_at = 0  # when to look whether the last slots helped; 0: it is known
+        self._before = least  # the depth without them
         self._gave_back = self._is_in_vain = False
 
     def refuse(self, depth: int) -> None:
@@ -118,19 +111,11 @@ class DepthController:
     def observe(
         self, load_ms: float, compute_ms: float, store_ms: float, stall_ms: float, follows: bool
     ) -> None:
-        """Take the times of one more iteration that is over.
-
-        `load_ms` and `store_ms` are by how much it kept the link busy longer; `compute_ms` is from
-        when the body could begin to its end; `stall_ms` that it waited for a copy. `follows` is
-        false if all iterations before it were waited for.
-        """
+        """Take the times of one more iteration that is over, as `OverlapMonitor` has them."""
         self._history.append(Iteration(load_ms, compute_ms, store_ms, stall_ms, follows))
         self._count += 1
         if self._count % self._config.patience != 0:
             return
-        if self._count % _RECENT == 0 and self._has_changed():
-            self._history = deque(self._last(_RECENT), maxlen=_HISTORY)
-            self._begin()
         if self._judged_at:
             if self._count >= self._judged_at:
                 self._judge()
@@ -141,23 +126,6 @@ class DepthController:
 
     def _last(self, count: int) -> list[Iteration]:
         return list(self._history)[-count:]
-
-    def _has_changed(self) -> bool:
-        """Tell whether copies or bodies take over 1.5 times as long as before, or as much less.
-
-        And by more than four standard errors, so that it is no chance.
-        """
-        if len(self._history) < 3 * _RECENT:
-            return False
-        for column in _columns(self._history):
-            before, recent = column[:-_RECENT], column[-_RECENT:]
-            first, second = _mean(before), _mean(recent)
-            if abs(first - second) <= 0.5 * min(first, second):
-                continue
-            variance = max(0.0, _mean(list(map(mul, before, before))) - first * first)
-            if abs(first - second) > 4 * math.sqrt(variance / _RECENT):
-                return True
-        return False
 
     def _think_of_more(self) -> None:
         """Take slots if that saves time and enough iterations wait."""
@@ -206,20 +174,11 @@ class DepthController:
             self.depth, self._gave_back = enough, True
 
 
-def _columns(iterations: Iterable[Iteration]) -> tuple[list[float], list[float]]:
-    """Return what copies take, and what bodies do."""
-    # statistics.pstdev takes 100 us for as many, as it counts in fractions.
-    loads, bodies, stores, _, _ = zip(*iterations, strict=True)
-    return list(map(add, loads, stores)), list(bodies)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def is_steady(iterations: Iterable[Iteration]) -> bool:
+def is_steady(iterations: Sequence[Iteration]) -> bool:
     """Tell whether no copy and no body takes over 1.25 times their mean."""
-    return all(max(column) <= 1.25 * _mean(column) for column in _columns(iterations))
+    copies = [one.load_ms + one.store_ms for one in iterations]
+    bodies = [one.compute_ms for one in iterations]
+    return all(max(times) <= 1.25 * sum(times) / len(times) for times in (copies, bodies))
 
 
 def smallest(iterations: Sequence[Iteration], low: int, high: int, most_ms: float) -> int:

@@ -31,7 +31,6 @@ struct Memory {
   u64 number;  // no other mapping of this process, or of one that it was forked from, has it
   char* base;
   i64 bytes;
-  pid_t owner;
   std::vector<char*> pieces;  // registered, each by its first byte
 };
 
@@ -148,7 +147,7 @@ tvm::ffi::Tensor pool_map(int64_t num_bytes, int64_t fd) {
   const u64 number = ++made;
   {
     const std::lock_guard<std::mutex> lock(memories_mutex);
-    memories()[address(base)] = {number, base, num_bytes, getpid(), {}};
+    memories()[address(base)] = {number, base, num_bytes, {}};
   }
   return tvm::ffi::Tensor::FromNDAlloc(Mapping{number}, {num_bytes}, DLDataType{kDLUInt, 8, 1},
                                        DLDevice{kDLCPU, 0}, base);

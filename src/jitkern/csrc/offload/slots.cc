@@ -9,7 +9,6 @@
 #include <memory>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "host/staging.h"
 #include "offload/slot_times.h"
@@ -20,10 +19,6 @@ namespace {
 
 using tvm::ffi::Array;
 using tvm::ffi::Function;
-
-void destroy_event(CUevent event) {
-  if (event != nullptr) Driver::get().cuEventDestroy_v2(event);
-}
 
 // Of one pipeline: a stream for compute, some for each direction. One thread at a time, but for
 // `harvest`. On the CPU, `ordinal` -1, there are no streams, and `next` only takes times.
