@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -113,31 +113,48 @@ class CommTimeoutError(CommError, TimeoutError):
         return (rebuild, self.args)
 
 
-def name_unreadable(error: Exception, op: str, **arguments: Any) -> NoReturn:
+UNREADABLE = (RuntimeError, ValueError, BufferError)
+"""What a call of C++ raises for an argument whose memory it cannot read."""
+
+
+def name_unreadable(
+    error: Exception, op: str, options: Mapping[str, str] | None = None, /, **arguments: Any
+) -> NoReturn:
     """Raise ValueError naming the argument whose memory C++ cannot read; else `error`.
 
-    A tensor on the meta device, sparse, quantised, nested or inside vmap fails with PyTorch's words
-    and no argument's name. Called once a call has failed, so that others pay nothing.
+    A tensor that is meta, sparse, quantised, nested or inside vmap fails with PyTorch's words and
+    no argument's name, a read-only array with NumPy's. `options` says what arguments that are no
+    tensors should be: a tensor there is a TypeError. Called after a call has failed.
     """
-    import torch
     import tvm_ffi
 
-    for name, tensor in arguments.items():
-        if not isinstance(tensor, torch.Tensor):
+    for name, value in arguments.items():
+        if not hasattr(value, "__dlpack__"):
             continue
+        if options is not None and name in options:
+            text = f"{op}: {name}: {type(value).__name__}, expected {options[name]}"
+            raise TypeError(text) from error
         try:
-            tvm_ffi.from_dlpack(tensor)
+            tvm_ffi.from_dlpack(value)
         except Exception as refusal:
-            reason = str(refusal).strip().partition("\n")[0]
-            what = f"a tensor without readable memory ({reason}), expected a plain tensor"
-            if tensor.layout != torch.strided:
-                what = f"layout {_short(tensor.layout)}, expected strided"
-            elif tensor.is_quantized:
-                what = f"dtype {_short(tensor.dtype)}, expected a dtype that is not quantised"
-            elif tensor.device.type not in ("cpu", "cuda"):
-                what = f"device {tensor.device}, expected cpu or cuda"
-            raise ValueError(f"{op}: {name}: {what}") from error
+            raise ValueError(f"{op}: {name}: {_what_is_unreadable(value, refusal)}") from error
     raise error
+
+
+def _what_is_unreadable(value: Any, refusal: Exception) -> str:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return f"layout {_short(value.layout)}, expected strided"
+        if value.is_quantized:
+            return f"dtype {_short(value.dtype)}, expected a dtype that is not quantised"
+        if value.device.type not in ("cpu", "cuda"):
+            return f"device {value.device}, expected cpu or cuda"
+    elif not getattr(getattr(value, "flags", None), "writeable", True):
+        return "a read-only array, expected a writable one; call .copy()"
+    reason = str(refusal).strip().partition("\n")[0]
+    return f"a tensor without readable memory ({reason}), expected a plain tensor"
 
 
 def _short(torch_name: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from mistakes import Mistake, bad_indices, non_tensors, unreadable, zeros
+from mistakes import Mistake, bad_indices, non_tensors, not_ints, unreadable, zeros
 from torch import Tensor
 
 SHAPE, LSE_SHAPE = (4, 2, 8), (4, 2)
@@ -212,7 +212,7 @@ def mistakes_of_results(like: str) -> list[Mistake]:
             table.append(({name: word}, ValueError, f'{name}: "{word}", {expected}'))
         for value, came in (
             (2, "int"), (None, "None"), (True, "bool"), (["e"], "list"), (b"2", "bytes"),
-            (torch.tensor(2), "Tensor"), (1.5, "float"),
+            (torch.tensor(2), "Tensor"), (1.5, "float"), (zeros(2).numpy(), "ndarray"),
         ):  # fmt: skip
             table.append(({name: value}, TypeError, f"{name}: {came}, {expected}"))
     return table
@@ -342,4 +342,4 @@ def mistakes_of_two() -> list[Mistake]:
         (2**63, "int of more than 64 bits"),
     ):  # fmt: skip
         table.append(({prefill: wrong}, TypeError, f"{prefill}: {came}, expected an int"))
-    return table
+    return table + not_ints(prefill)

@@ -94,6 +94,10 @@ def unreadable(argument: str, like: Tensor) -> list[Mistake]:
         (good.to_sparse(), "layout sparse_coo, expected strided"),
         (freed, "no memory behind it, expected allocated memory"),
     ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch: nested tensors are a prototype
+        jagged = torch.nested.nested_tensor([good.reshape(-1)], layout=torch.jagged)
+        cases.append((jagged, "layout jagged, expected strided"))
     if good.dim() == 2:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch: CSR is in beta state
@@ -103,6 +107,27 @@ def unreadable(argument: str, like: Tensor) -> list[Mistake]:
         zero = torch._efficientzerotensor(shape)
         cases.append((zero, "no memory behind it, expected allocated memory"))
     return [({argument: tensor}, ValueError, f"{argument}: {text}") for tensor, text in cases]
+
+
+def not_ints(*arguments: str) -> list[Mistake]:
+    """Tensors of all kinds in the place of ints."""
+    tensors = [torch.tensor(2), torch.ones((), device="meta"), torch.ones(2, 2).to_sparse()]
+    return [
+        ({name: tensor}, TypeError, f"{name}: Tensor, expected an int")
+        for name in arguments
+        for tensor in tensors
+    ]
+
+
+def read_only(good: dict[str, Any], *arguments: str) -> list[Mistake]:
+    """NumPy arrays that DLPack does not export."""
+    table: list[Mistake] = []
+    for name in arguments:
+        array = good[name].numpy().copy()
+        array.flags.writeable = False
+        text = f"{name}: a read-only array, expected a writable one; call .copy()"
+        table.append(({name: array}, ValueError, text))
+    return table
 
 
 def bad_indices(argument: str, good: Tensor) -> list[Mistake]:
@@ -162,7 +187,7 @@ def way_mistakes(methods: str) -> list[Mistake]:
         ({"num_threads": 1.0}, TypeError, "num_threads: float, expected an int"),
         ({"num_threads": True}, TypeError, "num_threads: bool, expected an int"),
         ({"num_threads": "2"}, TypeError, "num_threads: str, expected an int"),
-        ({"num_threads": torch.tensor(2)}, TypeError, "num_threads: Tensor, expected an int"),
+        *not_ints("num_threads"),
         ({"num_threads": 2**63}, TypeError, f"num_threads: {wide}, expected an int"),
     ]  # fmt: skip
 
@@ -171,6 +196,7 @@ def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
     """What the ops of pairs have in common; `host` is the argument that is in host memory."""
     orders = 'expected "auto", "given" or "host"'
     table = not_tensors(good, "src", "dst", "pairs") + bad_indices("pairs", good["pairs"])
+    table += read_only(good, "src", "dst", "pairs")
     wanted = "expected shape [..., 2] of (source row, destination row)"
     memory = torch.zeros(SLOTS, 4, dtype=torch.int64)
     table += [
@@ -199,13 +225,15 @@ def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
         ({"num_sms": "2"}, TypeError, "num_sms: str, expected an int"),
         ({"num_sms": 2**63}, TypeError,
          "num_sms: int of more than 64 bits, expected an int"),
-        ({"num_sms": torch.tensor(2)}, TypeError, "num_sms: Tensor, expected an int"),
+        *not_ints("num_sms"),
         ({host: on_cuda(good[host])}, ValueError,
          f"{host}: device cuda:0, expected cpu, in the order (src, dst, pairs)"),
         ({"order": "source"}, ValueError, f'order: "source", {orders}'),
         ({"order": "Auto"}, ValueError, f'order: "Auto", {orders}'),
         ({"order": ""}, ValueError, f'order: "", {orders}'),
         ({"order": True}, TypeError, f"order: bool, {orders}"),
+        ({"order": zeros(2).numpy()}, TypeError, f"order: Tensor, {orders}"),
+        ({"order": zeros(2).to("meta")}, TypeError, f"order: Tensor, {orders}"),
         ({"pairs": torch.tensor([[0, 1], [3, 3]])}, IndexError,
          index_text("pairs[..., 0]", 3, 1, 3)),
         ({"pairs": torch.tensor([[[0, 50]], [[0, 1]]])}, IndexError,

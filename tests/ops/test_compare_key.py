@@ -15,7 +15,7 @@ from buffers import INT_DTYPES
 from fuzzer import SIZES, Call, Fuzzer
 from hypothesis import given
 from hypothesis import strategies as st
-from mistakes import Mistake, bad_indices, not_tensors
+from mistakes import Mistake, bad_indices, not_ints, not_tensors, read_only
 from torch import Tensor
 
 from jitkern import fast_compare_key
@@ -290,6 +290,7 @@ def mistakes() -> list[Mistake]:
             ({argument: X[3:4].expand(length)}, ValueError,
              f"{argument}: not contiguous (stride 0 in dimension 0 of shape [{length}]), {spread}"),
         ]  # fmt: skip
+    table += not_ints("start", "page_size") + read_only(good, "x", "y")
     table += [
         ({"y": torch.arange(5, dtype=torch.int32)}, TypeError,
          "y: dtype int32, expected int64 as in x"),

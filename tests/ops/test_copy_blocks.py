@@ -12,7 +12,7 @@ from buffers import INT_DTYPES, Buffer, distinct, out_of_range, random_bytes, to
 from fuzzer import SIZES, Call, Fuzzer
 from hypothesis import given
 from hypothesis import strategies as st
-from mistakes import Mistake, bad_indices, not_tensors
+from mistakes import Mistake, bad_indices, not_ints, not_tensors, read_only
 from ref import same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
@@ -389,7 +389,8 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = not_tensors(good, "dst", "src", "pairs")
     table += not_tensors(good, "count", optional="count")
-    table += bad_indices("pairs", good["pairs"])
+    table += bad_indices("pairs", good["pairs"]) + read_only(good, "src", "dst", "pairs", "count")
+    table += not_ints("num_sms", "src_block_dim", "dst_block_dim")
     wanted = "expected shape [..., 2] of (source block, destination block)"
     methods = 'expected "auto", "sm" or "engine"'
     memory = torch.zeros(3, 50, 4, dtype=torch.int64)
@@ -439,6 +440,7 @@ def mistakes() -> list[Mistake]:
          "count: dtype float32, expected int32 or int64"),
         ({"method": "gpu"}, ValueError, f'method: "gpu", {methods}'),
         ({"method": ""}, ValueError, f'method: "", {methods}'),
+        ({"method": torch.ones(2, device="meta")}, TypeError, f"method: Tensor, {methods}"),
         ({"method": True}, TypeError, f"method: bool, {methods}"),
         ({"method": ["sm"]}, TypeError, f"method: list, {methods}"),
         ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),

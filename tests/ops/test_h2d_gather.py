@@ -291,7 +291,6 @@ def good_arguments() -> dict[str, Any]:
 
 # 1024 threads leave 64 registers each: two 8-byte values do not fit, and the bound is the bus.
 ALLOWED_SPILL_BYTES = 16
-UNCHECKED = {"dedup"}  # only its truth counts
 
 
 def mistakes() -> list[Mistake]:
@@ -318,9 +317,12 @@ def mistakes() -> list[Mistake]:
          f"reuse_resident: True without a slot_map, {without}"),
         ({"reuse_resident": True, "slot_map": torch.tensor([-1, -1, 50])}, IndexError,
          index_text("slot_map", 50, 2, 50)),
-        ({"reuse_resident": "yes"}, TypeError, "reuse_resident: str, expected a bool"),
-        ({"reuse_resident": None}, TypeError, "reuse_resident: None, expected a bool"),
-        ({"reuse_resident": 1}, TypeError, "reuse_resident: int, expected a bool"),
+        *(({name: value}, TypeError, f"{name}: {came}, expected a bool")
+          for name in ("dedup", "reuse_resident")
+          for value, came in (
+              ("yes", "str"), (None, "None"), (1, "int"),
+              (torch.ones(2).numpy(), "Tensor"), (torch.ones(2).to_sparse(), "Tensor"),
+          )),
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from buffers import random_bytes
 from fuzzer import SIZES, Call, Fuzzer
 from hypothesis import given
 from hypothesis import strategies as st
-from mistakes import Mistake, not_tensors
+from mistakes import Mistake, not_ints, not_tensors, read_only
 from torch import Tensor
 
 from jitkern import memcpy_2d_async
@@ -240,7 +240,8 @@ def good_arguments() -> dict[str, Any]:
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
-    table = not_tensors(good, "dst", "src")
+    table = not_tensors(good, "dst", "src") + read_only(good, "dst", "src")
+    table += not_ints("dpitch", "spitch", "width", "height")
     for name in ("dpitch", "spitch", "width", "height"):
         table += [
             ({name: -1}, ValueError, f"{name}: -1, expected at least 0"),
@@ -278,6 +279,7 @@ def mistakes() -> list[Mistake]:
         ({"kind": "d2d"}, ValueError, 'kind: "d2d" from cpu to cpu, expected "h2h"'),
         ({"kind": "H2H"}, ValueError, f'kind: "H2H", expected {kinds}'),
         ({"kind": ""}, ValueError, f'kind: "", expected {kinds}'),
+        ({"kind": torch.ones(2, device="meta")}, TypeError, f"kind: Tensor, expected {kinds}"),
         ({"kind": 3}, TypeError, f"kind: int, expected {kinds}"),
         ({"kind": None}, TypeError, f"kind: None, expected {kinds}"),
         ({"kind": ["h2h"]}, TypeError, f"kind: list, expected {kinds}"),

@@ -157,7 +157,7 @@ def test_nan_stays_in_its_row(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
-def test_num_valid(device: torch.device, dtype: torch.dtype) -> None:
+def test_count(device: torch.device, dtype: torch.dtype) -> None:
     """Beyond it nothing is read: there may be anything."""
     least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     each = [least, -1, 0, 1, 2, 5, 8, 9, 10, most]

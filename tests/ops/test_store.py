@@ -24,6 +24,7 @@ from mistakes import (
     index_text,
     not_tensors,
     overlap_text,
+    read_only,
     stride_text,
     zeros,
 )
@@ -201,6 +202,7 @@ def good_arguments() -> dict[str, Any]:
 def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = not_tensors(good, "k_cache", "indices", "k")
+    table += read_only(good, *good)
     table += not_tensors(good, "v_cache", optional="v_cache") + not_tensors(good, "v", optional="v")
     for change, kind, text in bad_indices("indices", good["indices"]):
         is_order = kind is TypeError and "int16" not in text

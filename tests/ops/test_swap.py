@@ -27,9 +27,11 @@ from mistakes import (
     bad_indices,
     bytes_text,
     index_text,
+    not_ints,
     not_tensors,
     on_cuda,
     overlap_text,
+    read_only,
     stride_text,
     zeros,
 )
@@ -287,6 +289,8 @@ def mistakes() -> list[Mistake]:
     return [
         *not_tensors(good, "host", "device", "triples"),
         *bad_indices("triples", good["triples"]),
+        *read_only(good, "host", "device", "triples"),
+        *not_ints("num_sms"),
         ({"host": zeros(ROWS, 8, dtype=torch.float16)}, TypeError,
          "host: dtype float16, expected float32 as in device"),
         ({"host": zeros(ROWS, 7)}, ValueError, bytes_text("host", 28, [3, 7], "device")),

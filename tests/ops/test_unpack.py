@@ -12,7 +12,7 @@ import pytest
 import torch
 from buffers import DTYPES, INT_DTYPES, Buffer, make_buffer, out_of_range, random_bytes
 from fuzzer import Call, Fuzzer
-from mistakes import Mistake, not_tensors, overlap_text
+from mistakes import Mistake, not_tensors, overlap_text, read_only
 from needs import needs_cxx
 from ref import same_bits
 from stems import OpCheck, Rows
@@ -348,6 +348,7 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = not_tensors(good, "dst", "src", "descriptors")
     table += not_tensors(good, "count", optional="count")
+    table += read_only(good, "src", "dst", "descriptors", "count")
     table += [
         ({"descriptors": good["descriptors"].to(dtype)}, TypeError,
          f"descriptors: dtype {str(dtype).removeprefix('torch.')}, expected int64")
@@ -388,7 +389,7 @@ def mistakes() -> list[Mistake]:
          "descriptors[:, 3]: -2 in descriptor 0, expected 0 or more; nothing was written"),
     ]  # fmt: skip
     wrong = ({"slot": 0}, {"slot": "1", "num_slots": 2}, {"num_slots": 2}, {"num_slots": None})
-    for change in wrong:
+    for change in (*wrong, {"num_slots": torch.ones(2).numpy()}):
         text = f"{next(iter(change))}: given, expected a DescriptorRing as descriptors"
         table.append((change, ValueError, text))
     return table

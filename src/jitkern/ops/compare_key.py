@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitkern.errors import name_unreadable
+from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import module as host
 
 if TYPE_CHECKING:
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Compare = Callable[[Tensor, Tensor, int, int], int]
+
+
+_OPTIONS = {"start": "an int", "page_size": "an int"}
 
 
 def _first_call(x: Tensor, y: Tensor, start: int, page_size: int) -> int:
@@ -62,5 +65,6 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     """
     try:
         return _op(x, y, start, page_size)
-    except RuntimeError as error:
-        name_unreadable(error, "fast_compare_key", x=x, y=y)
+    except UNREADABLE as error:
+        given = {"x": x, "y": y, "start": start, "page_size": page_size}
+        name_unreadable(error, "fast_compare_key", _OPTIONS, **given)

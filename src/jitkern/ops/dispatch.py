@@ -8,9 +8,12 @@ tensor of PyTorch can say is asked here, and not in inference mode, which has no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
+
+from jitkern.errors import UNREADABLE as UNREADABLE
+from jitkern.errors import name_unreadable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,30 +124,26 @@ def unseen(op: str) -> RuntimeError:
     )
 
 
-def require_wrapper(error: Exception, op: str, **arguments: Any) -> None:
+def require_wrapper(
+    error: Exception, op: str, options: Mapping[str, str], /, **arguments: Any
+) -> None:
     """Raise for a call that failed in C++, unless PyTorch can take it apart.
 
     That is where a tensor holds other tensors instead of memory of its own: inside ``torch.vmap``
-    and ``torch.func.grad``, a fake tensor, any subclass with ``__torch_dispatch__``.
-
-    Raises
-    ------
-    ValueError
-        Names the argument whose memory cannot be read.
-    Exception
-        `error` itself, where all can.
+    and ``torch.func.grad``, a fake tensor, any subclass with ``__torch_dispatch__`` but a nested
+    tensor. Raises what :func:`jitkern.errors.name_unreadable` does.
     """
     import torch
 
-    for tensor in arguments.values():
-        if isinstance(tensor, torch.Tensor) and (
+    for name, tensor in arguments.items():
+        if name in options or not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+            continue
+        if (
             torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         ):
             return
-    from jitkern.errors import name_unreadable  # of a call that has failed
-
-    name_unreadable(error, op, **arguments)
+    name_unreadable(error, op, options, **arguments)
 
 
 def through_torch(op: str, overload: str = "default", /, **arguments: Any) -> Any:

@@ -207,7 +207,7 @@ def indexing(
         except TypeError:
             _check_ranges(vocab_range, added_range)
             raise
-        except (RuntimeError, ValueError) as error:
+        except dispatch.UNREADABLE as error:
             if (copy := _contiguous(indices, error)) is not None:
                 return indexing(
                     weights,
@@ -218,9 +218,13 @@ def indexing(
                     vocab_size=vocab_size,
                 )
             # The new output, too: under torch.func.grad of something else it is a wrapper.
-            dispatch.require_wrapper(
-                error, "indexing", weights=weights, indices=indices, output=result
-            )
+            tensors = {"weights": weights, "indices": indices, "output": result}
+            ints = {"vocab_size": vocab_size}
+            for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
+                if isinstance(given, (list, tuple)):
+                    ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
+            expected = dict.fromkeys(ints, "an int")
+            dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)
     return _through_torch(
         weights,
         indices,

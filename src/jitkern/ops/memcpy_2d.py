@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from jitkern.errors import name_unreadable
+from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import module as host
 from jitkern.ops import dispatch
 from jitkern.ops.common import type_text
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 _STORAGE_IS_NEEDED = 2  # Outcome of csrc/ops/memcpy_2d.cc
 _KINDS = {"h2d": 0, "d2h": 1, "d2d": 2, "h2h": 3}  # CopyKind of csrc/host/copy_2d.h
+_OPTIONS = {
+    **dict.fromkeys(("dpitch", "spitch", "width", "height"), "an int"),
+    "kind": '"h2d", "d2h", "d2d" or "h2h"',
+    "allow_pageable": "a bool",
+}
 
 
 def _first_call(*arguments: Any) -> Any:
@@ -112,8 +117,10 @@ def memcpy_2d_async(
                 *(dst, src, dpitch, spitch, width, height, code, handle, ordinal),
                 *(allow_pageable, storages),
             )
-    except (RuntimeError, ValueError) as error:
-        name_unreadable(error, "memcpy_2d_async", dst=dst, src=src)
+    except UNREADABLE as error:
+        sizes = {"dpitch": dpitch, "spitch": spitch, "width": width, "height": height}
+        rest = {**sizes, "kind": kind, "allow_pageable": allow_pageable}
+        name_unreadable(error, "memcpy_2d_async", _OPTIONS, dst=dst, src=src, **rest)
     if outcome:
         raise dispatch.unseen("memcpy_2d_async")
     dispatch.wrote(dst)

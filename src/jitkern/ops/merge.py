@@ -104,11 +104,12 @@ def merge_state(
         except (AttributeError, TypeError) as error:
             partials = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
             raise not_a_tensor("merge_state", **partials) or error from None
-        except (RuntimeError, ValueError) as error:
+        except dispatch.UNREADABLE as error:
             partials = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-            dispatch.require_wrapper(
-                error, "merge_state", **partials, output=to, lse=to_lse, scale=scale
-            )
+            rest = {"output": to, "lse": to_lse, "scale": scale}
+            prefill = {"prefill_tokens_with_context": prefill_tokens_with_context}
+            ints = dict.fromkeys(prefill, "an int")
+            dispatch.require_wrapper(error, "merge_state", ints, **partials, **rest, **prefill)
     return two_through_torch(
         out_a,
         lse_a,
@@ -219,9 +220,10 @@ def merge_states(
                 return to, to_lse  # type: ignore[return-value]
         except (AttributeError, TypeError) as error:
             raise not_tensors(outs=outs, lses=lses) or error from None
-        except (RuntimeError, ValueError) as error:
+        except dispatch.UNREADABLE as error:
             rest = {"output": to, "lse": to_lse, "scale": scale, "count": count}
-            dispatch.require_wrapper(error, "merge_states", **named(outs=outs, lses=lses), **rest)
+            partials = named(outs=outs, lses=lses)
+            dispatch.require_wrapper(error, "merge_states", {}, **partials, **rest)
     return many_through_torch(
         outs,
         lses,

@@ -36,7 +36,8 @@ def options_of(
 
     One argument on the way to C++, each of which takes 50 ns.
     """
-    if base == "e" and lse_layout == "tokens_heads" and scale is None and last is None:
+    is_plain = scale is None and last is None and isinstance(base, str)
+    if is_plain and isinstance(lse_layout, str) and (base, lse_layout) == ("e", "tokens_heads"):
         return None
     return is_second(op, BASE, base), is_second(op, LAYOUT, lse_layout), scale, last
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -56,8 +57,8 @@ def {name}({parameters}):
             if not call({arguments}):
                 dispatch.wrote(*{written})
                 return
-        except (RuntimeError, ValueError) as error:
-            dispatch.require_wrapper(error, "{name}", {tensors})
+        except dispatch.UNREADABLE as error:
+            dispatch.require_wrapper(error, "{name}", OPTIONS, {by_name})
     dispatch.through_torch("{name}", {by_name})
 
 
@@ -100,13 +101,13 @@ def op(
             arguments=", ".join(map(_argument, parameters.values())),
             written=_tuple(parameters, writes),
             read=_tuple(parameters, reads),
-            tensors=", ".join(f"{p.name}={p.name}" for p in parameters.values() if _is_tensor(p)),
             by_name=", ".join(f"{one}={one}" for one in parameters),
         )
         file = f"<jitkern op {called}>"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         functions: dict[str, Any] = {
             "AUTO": "auto",
+            "OPTIONS": {p.name: _expected(p) for p in parameters.values() if not _is_tensor(p)},
             "dispatch": dispatch,
             "call_now": lambda *args: host.op_now(called, kernel)(*args),
         }
@@ -149,6 +150,14 @@ def _argument(parameter: inspect.Parameter) -> str:
 
 def _is_tensor(parameter: inspect.Parameter) -> bool:
     return str(parameter.annotation).startswith("Tensor")
+
+
+def _expected(parameter: inspect.Parameter) -> str:
+    """Return what an argument that is no tensor should be, in the words of C++'s errors."""
+    annotation = str(parameter.annotation)
+    if words := [f'"{word}"' for word in re.findall("'([^']+)'", annotation)]:
+        return f"{', '.join(words[:-1])} or {words[-1]}"
+    return "a bool" if annotation == "bool" else "an int"
 
 
 def _tuple(parameters: Any, names: Sequence[str]) -> str:

@@ -125,7 +125,7 @@ def _traced(
             "unpack: descriptors: DescriptorRing, expected a tensor inside of a graph of "
             "torch.compile; call it outside, or compile without fullgraph=True"
         )
-    if slot is not None or num_slots != 1:
+    if slot is not None or type(num_slots) is not int or num_slots != 1:
         raise _slots_without_ring(slot)
     _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
 
@@ -201,6 +201,6 @@ def unpack(
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
         cast("Ring", descriptors)._unpack(src, dst, slot, num_slots)
         return
-    if slot is not None or num_slots != 1:
+    if slot is not None or type(num_slots) is not int or num_slots != 1:
         raise _slots_without_ring(slot)
     _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
