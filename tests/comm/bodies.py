@@ -236,11 +236,6 @@ def mixed(comm: Communicator, device: torch.device) -> None:
             same(x, every[src], seed)
 
 
-def barrier(comm: Communicator, device: torch.device) -> None:
-    for _ in range(20):
-        comm.barrier()
-
-
 def large(comm: Communicator, device: torch.device) -> None:
     """Beyond what any transport sends at once."""
     x = torch.full((1 << 21,), float(comm.rank + 1), device=device)
@@ -255,6 +250,6 @@ BODIES = {
     body.__name__: body
     for body in (
         *(all_reduce, all_reduce_of_reals, all_gather, reduce_scatter, broadcast, send_recv),
-        *(all_to_all, all_to_all_splits, empty, mixed, barrier, large),
+        *(all_to_all, all_to_all_splits, empty, mixed, large),
     )
 }

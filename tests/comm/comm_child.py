@@ -41,7 +41,16 @@ torch.set_num_threads(1)  # ranks share the cores of a small machine
 comm: Any = None
 device = torch.device("cpu")
 group: Any = None  # what ranks meet over, where it is not the default group
-position = [0, ""]
+
+
+class Place:
+    """How far this rank is."""
+
+    def get(self) -> tuple[int, str]:
+        return 0, ""
+
+
+place = Place()
 
 
 def do_join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
@@ -256,8 +265,9 @@ def do_use_store(path: str = "", port: int = 0, is_master: bool = False) -> None
 def do_meet(rank: int, size: int, **config: Any) -> None:
     """A rendezvous by itself, over the store."""
     global comm
-    config = {"timeout_s": 2.0, "position": lambda: tuple(position), **config}
-    comm = rendezvous.Rendezvous("init", group, rank, size, **config)
+    comm = rendezvous.Rendezvous(
+        "init", group, rank, size, **{"timeout_s": 2.0, "position": place.get, **config}
+    )
 
 
 def do_fail_and_end() -> None:
@@ -300,7 +310,6 @@ def do_reset() -> None:
     global comm, device, group
     comm = group = None
     device = torch.device("cpu")
-    position[:] = [0, ""]
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -38,7 +38,7 @@ PeerReduceParams params_of(char* const* workspaces, u32 rank) {
   p.rank = rank;
   p.slots = kSlots;
   std::memcpy(p.workspaces, workspaces, kRanks * sizeof(char*));
-  p.deadline_ns = 5'000'000'000;
+  p.deadline_ns = 2'000'000'000;
   return p;
 }
 

@@ -19,9 +19,11 @@ Call = Callable[[int], Any]
 class Ranks:
     """Of one device. Their kernels wait for each other, so that they have to be there at once."""
 
-    def __init__(self, size: int, device: torch.device, deadline_s: float = 20.0) -> None:
+    def __init__(
+        self, size: int, device: torch.device, deadline_s: float = 20.0, slot_bytes: int = 64
+    ) -> None:
         self.size, self.device = size, device
-        num_bytes = PeerReducer.workspace_bytes_for(size, 64)
+        num_bytes = PeerReducer.workspace_bytes_for(size, slot_bytes)
         self.memory = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8, device=device)
         places = [(one.data_ptr() + 15) // 16 * 16 for one in self.memory]
         self.reducers = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -133,6 +134,16 @@ def test_a_rank_is_killed_that_others_bring_rows_to(two: list[Rank]) -> None:
     assert answer["missing"] == [1]
 
 
+def test_a_rank_is_killed_among_sums(two: list[Rank]) -> None:
+    for rank in two:
+        rank.tell("many_sums", count=10**6)
+    time.sleep(0.3)
+    two[1].kill()
+    answer = two[0].error()
+    assert answer["error"].startswith("CommTimeoutError: all_reduce: call "), answer
+    assert answer["missing"] == [1]
+
+
 @pytest.mark.parametrize(
     ("name", "of_both"),
     [
@@ -196,11 +207,11 @@ def test_one_rank_has_no_memory() -> None:
         ({"comm": Of(9)}, ValueError, "comm: 9 ranks, expected at most 8; use it as it is"),
         ({"comm": 5}, TypeError, "comm: int without rank, size, all_reduce, expected a Commun"),
         ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
-        ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected more than 0"),
+        ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected above 0"),
         ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
         ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected at least 0"),
         ({"max_bytes": 1.5}, TypeError, "max_bytes: float, expected an int"),
-        ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected 'auto', 'one_shot' or"),
+        ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected one of auto, one_shot"),
     ],
 )
 def test_mistakes(change: dict[str, object], kind: type[Exception], text: str) -> None:

@@ -1,93 +1,44 @@
-"""all_reduce over memory that processes share: bit for bit, and when a rank dies."""
+"""all_reduce over memory that ranks share: bit for bit, and when a rank does not come."""
 
 from __future__ import annotations
 
 import ctypes
-import json
-import mmap
-import os
+import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
-import forks
 import pytest
 import torch
 from needs import needs_cxx
+from reduce_calls import any_call
+from rows_ranks import Ranks
 from torch._subclasses import FakeTensorMode
 
 from jitkern.comm.peer_reduce import PeerReducer
 from jitkern.errors import CommTimeoutError
 
 pytestmark = needs_cxx
-CHILD = Path(__file__).with_name("reduce_child.py")
+
+
 INTACT_AT = 256  # bytes: PeerControl of csrc/comm/peer_reduce.h
 
 
-@contextmanager
-def workspaces(size: int, num_bytes: int) -> Iterator[list[int]]:
-    """File descriptors of new ones."""
-    fds = [os.memfd_create(f"workspace {rank}") for rank in range(size)]
-    try:
-        for fd in fds:
-            os.ftruncate(fd, num_bytes)
-            with mmap.mmap(fd, num_bytes) as memory:
-                memory[:] = b"\xff" * num_bytes
-        yield fds
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def start(
-    fds: list[int], num_bytes: int, deadline_s: float, what: str, number: int
-) -> list[forks.Child]:
-    PeerReducer.workspace_bytes_for(2)  # the host module is built once, and not by all
-    args = [str(num_bytes), str(deadline_s), what, str(number), *map(str, fds)]
-    return [
-        forks.start(CHILD, str(rank), str(len(fds)), *args, pass_fds=fds, stdout=PIPE)
-        for rank in range(len(fds))
-    ]
-
-
 @pytest.mark.parametrize(("size", "calls"), [(2, 2_000), (4, 500)])
-def test_processes_bit_for_bit(size: int, calls: int) -> None:
+def test_ranks_get_the_same_bits(size: int, calls: int) -> None:
     """Random sizes, dtypes, algorithms and alignments, in slots that take several rounds."""
-    num_bytes = PeerReducer.workspace_bytes_for(size, 500)
-    with workspaces(size, num_bytes) as fds:
-        ranks = start(fds, num_bytes, 60, "calls", calls)
-        for rank in ranks:
-            assert rank.wait(200) == 0 and rank.stdout.read() == b"done\n"
-            rank.end()
-        for fd in fds:  # as new, apart from the epochs
-            with mmap.mmap(fd, num_bytes) as memory:
-                assert memory[1024:] == b"\xff" * (num_bytes - 1024)
+    ranks = Ranks(size, torch.device("cpu"), 60, slot_bytes=500)
 
+    def run(rank: int) -> None:
+        rng = random.Random(size)
+        for _ in range(calls):
+            call = any_call(ranks.reducers[rank], rng)
+            call.run()
+            call.check()
 
-def test_a_rank_that_is_killed_in_a_call_is_named() -> None:
-    """And nobody who waits for it, too."""
-    size, victim = 3, 1
-    num_bytes = PeerReducer.workspace_bytes_for(size, 2000)
-    with workspaces(size, num_bytes) as fds:
-        ranks = start(fds, num_bytes, 1.0, "forever", 0)
-        for rank in ranks:
-            assert rank.stdout.readline() == b"begins\n"
-        time.sleep(0.1)
-        ranks[victim].send_signal(signal.SIGKILL)
-        for number, rank in enumerate(ranks):
-            status, out = rank.wait(60), rank.stdout.read()
-            rank.end()
-            if number == victim:
-                continue
-            assert status == 0
-            error = json.loads(out)
-            assert error["missing"] == [victim], error
-            assert error["again"] and error["op"] == "all_reduce" and error["rank"] == number
-            assert f"rank {victim} did not come in time" in error["text"]
+    ranks.each(run)
+    for memory in ranks.memory:  # as new, apart from the epochs
+        assert (memory[1024 + 16 :] == 0xFF).all()
 
 
 # -- one rank --------------------------------------------------------------------------------------
@@ -221,7 +172,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
         lambda r: r.all_reduce(torch.ones(3), output=torch.ones(4)), ValueError),
     "output: memory of x, expected x itself, or memory of its own": (
         lambda r: r.all_reduce((x := torch.ones(5))[:4], output=x[1:]), ValueError),
-    "algorithm: 'ring', expected 'auto', 'one_shot' or 'two_shot'": (
+    "algorithm: 'ring', expected one of auto, one_shot, two_shot": (
         lambda r: r.all_reduce(torch.ones(3), algorithm="ring"), ValueError),
     "all_reduce: x": (lambda r: r.all_reduce(torch.ones(3, requires_grad=True)), RuntimeError),
     "x: 5 items, expected 6, 3 for each of 2 ranks": (
@@ -250,10 +201,10 @@ def test_wrong_calls_send_nothing(text: str) -> None:
     [
         ({"size": 9}, "size: 9, expected 2 to 8"),
         ({"rank": 2}, "rank: 2, expected 0 to 1"),
-        ({"addresses": [16]}, "addresses: 1 of them, expected 2"),
-        ({"addresses": [16, 24]}, "addresses: 24, expected multiples of 16 bytes"),
+        ({"addresses": [16]}, "addresses: [16], expected 2 multiples of 16 bytes"),
+        ({"addresses": [16, 24]}, "addresses: [16, 24], expected 2 multiples of 16 bytes"),
         ({"workspace_bytes": 1024}, "workspace_bytes: 1024, expected at least 9216 for 2 ranks"),
-        ({"deadline_s": 0}, "deadline_s: 0, expected more than 0"),
+        ({"deadline_s": 0}, "deadline_s: 0, expected above 0"),
     ],
 )
 def test_wrong_reducers(change: dict[str, Any], text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_cxx
-from reduce_child import any_call
+from reduce_calls import any_call
 from torch.distributed import HashStore
 
 from jitkern.comm import PeerMemory, PeerReducer

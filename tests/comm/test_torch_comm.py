@@ -22,13 +22,6 @@ def test_body(ranks: list[Rank], name: str) -> None:
         rank.value()
 
 
-def test_properties(ranks: list[Rank]) -> None:
-    assert everywhere(ranks, "[comm.rank, comm.size]") == [[r, 4] for r in range(4)]
-    text = "TorchCommunicator(rank=0, size=4, devices=[cpu])"
-    assert ranks[0].evaluate("repr(comm)") == text
-    assert ranks[0].evaluate("isinstance(comm, Communicator)")
-
-
 def test_a_part_of_the_ranks(pool: Pool) -> None:
     """Numbers are the group's, not the world's."""
     ranks = pool.join(4)
@@ -55,15 +48,6 @@ def test_one_rank(pool: Pool) -> None:
     (rank,) = pool.make(1)
     for name in BODIES:
         rank.ask("body", name=name)
-
-
-def test_two_communicators_of_a_group(pool: Pool) -> None:
-    ranks = pool.make(2)
-    everywhere(ranks, "globals().update(first=comm)")
-    make(ranks)
-    everywhere(ranks, "first.close()")
-    everywhere(ranks, "comm.barrier()")
-    everywhere(ranks, "dist.all_reduce(torch.ones(1))")  # the group is as it was
 
 
 def test_no_port_of_our_own(pool: Pool) -> None:
@@ -101,9 +85,9 @@ WRONG = {
     "expected 6, 3 for each of 2 ranks",
     "(lambda x: comm.reduce_scatter(x[3:], x))(torch.ones(6))": "ValueError: reduce_scatter: x and "
     "output overlap, expected no memory in common, or part 0 of x",
-    "comm.broadcast(torch.ones(2), 2)": "ValueError: broadcast: src: 2, expected 0 to 1, a rank",
-    "comm.broadcast(torch.ones(2), True)": "TypeError: broadcast: src: bool, expected int",
-    "comm.send(torch.ones(2), -1)": "ValueError: send: dst: -1, expected 0 to 1, a rank",
+    "comm.broadcast(torch.ones(2), 2)": "ValueError: broadcast: src: 2, expected 0 to 1",
+    "comm.broadcast(torch.ones(2), True)": "TypeError: broadcast: src: bool, expected an int",
+    "comm.send(torch.ones(2), -1)": "ValueError: send: dst: -1, expected 0 to 1",
     "comm.send(torch.ones(2), 0)": "ValueError: send: dst: 0, expected another rank than this one",
     "comm.recv(torch.ones(2), 0)": "ValueError: recv: src: 0, expected another rank than this one",
     "comm.all_to_all(torch.ones(3), torch.ones(3))": "ValueError: all_to_all: 3 rows, expected "
@@ -115,9 +99,9 @@ WRONG = {
     "comm.all_to_all(torch.ones(4), torch.ones(4), None, [4])": "ValueError: all_to_all: "
     "input_splits: 1 numbers, 4 rows in all, expected 2, one for each rank, and 4 rows",
     "comm.all_to_all(torch.ones(4), torch.ones(4), None, [5, -1])": "ValueError: all_to_all: "
-    "input_splits: -1 in it, expected 0 or more",
+    "input_splits: -1, expected at least 0",
     "comm.all_to_all(torch.ones(4), torch.ones(4), None, [2.0, 2])": "TypeError: all_to_all: "
-    "input_splits: float in it, expected int",
+    "input_splits: float, expected an int",
     "comm.all_to_all(torch.ones(4), torch.ones(4), 4)": "TypeError: all_to_all: output_splits: "
     "int, expected a list of int",
     "(lambda x: comm.all_to_all(x, x))(torch.ones(4))": "ValueError: all_to_all: x and output "

@@ -10,7 +10,6 @@ import torch
 from embedding_ranks import SilentComm, ThreadComm, embedding_of, on_ranks, whole_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from jitkern.nn import TPEmbedding
@@ -182,10 +181,3 @@ def test_what_would_lose_the_sum_is_refused(tracer: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         TRACERS[tracer](module, torch.tensor([1, 20]))
     assert comm.sent == []
-
-
-def test_forward_mode_is_refused() -> None:
-    module, ids = TPEmbedding(VOCAB, 4, comm=SilentComm()), torch.tensor([1, 20])
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward mode AD|jvp"):
-        dual = forward_ad.make_dual(module.weight.detach(), torch.ones_like(module.weight))
-        torch.func.functional_call(module, {"weight": dual}, (ids,))

@@ -187,12 +187,6 @@ def test_it_is_in_a_full_graph(kind: str) -> None:
     assert ranks.num_sums() == [0, 0]
 
 
-def test_padding_is_zeros_at_first(kind: str) -> None:
-    for module in Ranks(kind, 2, padding_idx=-1).modules:
-        ids = torch.arange(9, device=module.weight.device)
-        assert torch.no_grad()(module)(ids).any(1).tolist() == [True] * 8 + [False]
-
-
 # -- loading ---------------------------------------------------------------------------------------
 
 
@@ -361,21 +355,4 @@ def test_wasteful_rows(kind: str) -> None:
     """131 * 2 bytes: whole pages are of 2**20 rows."""
     sizes, dtype = (1000, 131), torch.bfloat16
     assert Ranks(kind, 2, sizes, dtype=dtype).modules[0].method == "all_reduce"
-    text = (
-        "^TPEmbedding: hidden_size: 131 of bfloat16, rows of 262 bytes: 500 on each rank take "
-        "274726912 bytes of whole pages, expected at most twice their own; use method='all_reduce'"
-    )
-    with pytest.raises(ValueError, match=text):
-        TPEmbedding(*sizes, comm=ThreadComm(Meeting(2), 0), dtype=dtype, method="peer", group=0)
     assert Ranks(kind, 2, (1000, 160), dtype=dtype).modules[0].method == "peer"
-
-
-def test_ranks_that_ask_for_different_tables(kind: str) -> None:
-    sizes = iter([(9, 65536), (19, 65536)])
-    meeting = Meeting(2)
-
-    def make(rank: int) -> TPEmbedding:
-        return TPEmbedding(*next(sizes), comm=ThreadComm(meeting, rank), group=meeting.store)
-
-    with pytest.raises(CommError, match="num_bytes: differs, expected the same in all ranks"):
-        each(range(2), make)

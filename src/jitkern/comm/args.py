@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.comm.protocol import REDUCE_OPS
+from jitkern.errors import CommError
 from jitkern.ops.common import type_text
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed.distributed_c10d import Store
 
     from jitkern.comm.protocol import Communicator
 
@@ -31,23 +34,26 @@ def communicator_arg(call: str, value: Any) -> Communicator:
     return cast("Communicator", value)
 
 
-def seconds_arg(call: str, timeout_s: Any) -> float:
-    """Return a deadline that poll() can wait for."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"{call}: timeout_s: {type_text(timeout_s)}, expected seconds")
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        expected = f"above 0 and at most {MAX_TIMEOUT_S:g} s"
-        raise ValueError(f"{call}: timeout_s: {timeout_s}, expected {expected}")
-    return float(timeout_s)
+def int_arg(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return an int in a range."""
+    if type(value) is not int:  # not a bool
+        raise TypeError(f"{call}: {name}: {type_text(value)}, expected an int")
+    if value < least or (most is not None and value > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{call}: {name}: {value}, expected {expected}")
+    return value
 
 
-def deadline_arg(call: str, name: str, limit_s: Any) -> float:
-    """Return a deadline that may be ``math.inf``: none."""
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float):
-        raise TypeError(f"{call}: {name}: {type_text(limit_s)}, expected seconds")
-    if not limit_s > 0:
-        raise ValueError(f"{call}: {name}: {limit_s!r}, expected more than 0")
-    return float(limit_s)
+def seconds_arg(
+    call: str, value: Any, name: str = "timeout_s", most: float = MAX_TIMEOUT_S
+) -> float:
+    """Return seconds; ``most=math.inf`` allows no deadline."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{call}: {name}: {type_text(value)}, expected seconds")
+    if not 0 < value <= most:
+        expected = "above 0" if math.isinf(most) else f"above 0 and at most {most:g} s"
+        raise ValueError(f"{call}: {name}: {value}, expected {expected}")
+    return float(value)
 
 
 def device_arg(call: str, name: str, device: Any) -> torch.device:
@@ -70,6 +76,58 @@ def device_arg(call: str, name: str, device: Any) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
+# -- how ranks meet --------------------------------------------------------------------------------
+
+
+def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[Store, int, int]:
+    """Return the store of a group, or the one that is given, and this process's rank and size.
+
+    Raises CommError if torch.distributed is not initialised.
+    """
+    from torch import distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    store, own = group, None
+    if not isinstance(group, c10d.Store):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"{call}: group: this process is not in it, expected one of its ranks")
+        if not isinstance(group, dist.ProcessGroup | None):
+            expected = "a ProcessGroup, a Store or None"
+            raise TypeError(f"{call}: group: {type_text(group)}, expected {expected}")
+        if not dist.is_available() or not dist.is_initialized():
+            what_to_do = "call torch.distributed.init_process_group() first"
+            raise CommError(f"{call}: group: torch.distributed is not initialised; {what_to_do}")
+        own = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = own[0] if rank is None else rank, own[1] if size is None else size
+        store = c10d._get_process_group_store(group or c10d._get_default_group())
+    size = int_arg(call, "size", size, 1)
+    rank = int_arg(call, "rank", rank, 0, size - 1)
+    if own not in (None, (rank, size)):
+        given = f"rank {rank} of size {size}"
+        raise ValueError(
+            f"{call}: {given}, expected rank {own[0]} of size {own[1]} as in the group"
+        )
+    return store, rank, size
+
+
+def prefixed(prefix: str, store: Store) -> Store:
+    """Return the part of a store whose keys begin with a prefix."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore(prefix, store)
+
+
+def serves(store: Any, rank: int) -> bool:
+    """Tell whether a TCPStore's server is in this process: rank 0's, unless torchrun has it."""
+    from torch import distributed as dist
+
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    world_rank = dist.get_rank() if dist.is_initialized() else rank
+    is_tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    return is_tcp and world_rank == 0 and not dist.is_torchelastic_launched()
+
+
 # -- of a call -------------------------------------------------------------------------------------
 
 
@@ -89,21 +147,31 @@ def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]
         raise ValueError(f"{call}: {name}: not contiguous, expected contiguous; {what_to_do}")
 
 
-def reduction_args(call: str, x: Tensor, op: Any) -> None:
+def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
+    """Return one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{call}: {name}: {value!r}, expected one of {', '.join(choices)}")
+    return cast("str", value)
+
+
+def reduced_args(call: str, x: Tensor, op: Any) -> None:
     """Raise for an unknown op, and for a dtype that is not reduced."""
-    if op not in REDUCE_OPS:
-        raise ValueError(f"{call}: op: {op!r}, expected one of {', '.join(REDUCE_OPS)}")
+    choice_arg(call, "op", op, REDUCE_OPS)
     if str(x.dtype).removeprefix("torch.") not in REDUCED_DTYPES.split(", "):
         raise TypeError(f"{call}: x: {x.dtype}, expected one of {REDUCED_DTYPES}")
 
 
+def traced_error(call: str) -> RuntimeError:
+    """Return what a call raises that a tracer would lose."""
+    return RuntimeError(
+        f"{call}: called while a tracer or a dispatch mode of PyTorch is active, expected neither: "
+        "it would see nothing of the call"
+    )
+
+
 def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) -> None:
     """Raise for what is no rank, or is `other_than`, this one."""
-    if type(value) is not int:  # not a bool
-        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected int")
-    if not 0 <= value < size:
-        raise ValueError(f"{call}: {name}: {value}, expected 0 to {size - 1}, a rank")
-    if value == other_than:
+    if int_arg(call, name, value, 0, size - 1) == other_than:
         raise ValueError(f"{call}: {name}: {value}, expected another rank than this one")
 
 
@@ -138,12 +206,7 @@ def rows_arg(call: str, name: str, splits: Any) -> list[int]:
     """Return numbers of rows."""
     if isinstance(splits, str | bytes) or not isinstance(splits, Sequence):
         raise TypeError(f"{call}: {name}: {type(splits).__name__}, expected a list of int")
-    for split in splits:
-        if type(split) is not int:
-            raise TypeError(f"{call}: {name}: {type(split).__name__} in it, expected int")
-        if split < 0:
-            raise ValueError(f"{call}: {name}: {split} in it, expected 0 or more")
-    return list(splits)
+    return [int_arg(call, name, one, 0) for one in splits]
 
 
 def splits_arg(call: str, name: str, splits: Any, x: Tensor, size: int) -> list[int]:

@@ -29,29 +29,24 @@ class Descriptors(dict[int, int]):
         self.clear()
 
 
-def hand_over(rendezvous: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
+def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
     """Have each of `givers` send its descriptor to all ranks, which find it in their `fds`.
 
     They go over abstract Unix sockets, whose names every user sees. So both ends check the peer's
-    uid, which the kernel knows, and a descriptor counts only with the word that its rank told by
-    the store.
-
-    Raises
-    ------
-    CommError
-        A rank belongs to another user, has failed or ended, or sent nothing in time: on all ranks.
+    uid, which the kernel knows. Raises CommError on all ranks if a rank belongs to another user,
+    has failed or ended, or sent nothing in time.
     """
-    met, deadline = rendezvous, time.monotonic() + rendezvous.timeout_s * OWN_PART
-    name, word = secrets.token_hex(16), secrets.token_hex(16)
+    deadline = time.monotonic() + met.timeout_s * OWN_PART
+    name = f"\0jitkern-{secrets.token_hex(16)}"
     with _socket() as listener:
-        listener.bind(f"\0jitkern-{name}")
+        listener.bind(name)
         listener.listen(_BACKLOG)
-        told = met.exchange("listen", [name, word])
+        names = met.exchange("listen", name)
 
         def give() -> None:
             for step in range(1, met.size if met.rank in givers else 1):
                 other = (met.rank + step) % met.size
-                _give(met, other, told[other][0], word, fds[met.rank], deadline)
+                _give(met, other, names[other], fds[met.rank], deadline)
 
         def take() -> None:
             while missing := [one for one in givers if one not in fds]:
@@ -59,7 +54,7 @@ def hand_over(rendezvous: Rendezvous, fds: Descriptors, givers: Sequence[int]) -
                     listener.settimeout(_left(deadline))
                     with listener.accept()[0] as end:
                         end.settimeout(_left(deadline))
-                        _take(end, {told[one][1]: one for one in missing}, fds)
+                        _take(end, missing, fds)
                 except TimeoutError:
                     raise _late(met, missing, "did not send its memory in time") from None
 
@@ -83,11 +78,11 @@ def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
 
 
-def _give(met: Rendezvous, other: int, name: str, word: str, fd: int, deadline: float) -> None:
+def _give(met: Rendezvous, other: int, name: str, fd: int, deadline: float) -> None:
     with _socket() as end:
         end.settimeout(_left(deadline))
         try:
-            end.connect(f"\0jitkern-{name}")
+            end.connect(name)
         except BlockingIOError:  # strangers fill the backlog
             raise _late(met, [other], "did not take this rank's memory") from None
         except ConnectionRefusedError:
@@ -96,11 +91,11 @@ def _give(met: Rendezvous, other: int, name: str, word: str, fd: int, deadline: 
         if uid != os.geteuid():
             text = f"{met.peers[other]} is of uid {uid}, expected uid {os.geteuid()}"
             raise CommError(f"{met.name}: {text} as this process")
-        socket.send_fds(end, [word.encode()], [fd])
+        socket.send_fds(end, [str(met.rank).encode()], [fd])
 
 
-def _take(end: socket.socket, words: dict[str, int], fds: Descriptors) -> None:
-    """Take one descriptor; drop what strangers send."""
+def _take(end: socket.socket, missing: Sequence[int], fds: Descriptors) -> None:
+    """Take the descriptor of a rank that is missing; drop what strangers send."""
     if peer_uid(end) != os.geteuid():
         return
     try:  # not socket.recv_fds, which ignores its flags
@@ -110,11 +105,11 @@ def _take(end: socket.socket, words: dict[str, int], fds: Descriptors) -> None:
         return
     if rights:
         fd = array.array("i", rights[0][2])[0]
-        rank = words.get(data.decode(errors="replace"))
-        if rank is None:
-            os.close(fd)
+        ranks = [one for one in missing if str(one).encode() == data]
+        if ranks:
+            fds[ranks[0]] = fd
         else:
-            fds[rank] = fd
+            os.close(fd)
 
 
 def _late(met: Rendezvous, missing: list[int], what: str) -> CommTimeoutError:

@@ -8,16 +8,25 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from jitkern.comm.args import MAX_TIMEOUT_S, deadline_arg, device_arg, rows_arg
+from jitkern.comm.args import (
+    MAX_TIMEOUT_S,
+    choice_arg,
+    device_arg,
+    int_arg,
+    rows_arg,
+    seconds_arg,
+    traced_error,
+)
 from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
-from jitkern.comm.rendezvous import Rendezvous, Watch, call_with_timeout
+from jitkern.comm.rendezvous import Rendezvous
+from jitkern.comm.threads import Watch, call_with_timeout
 from jitkern.env import settings
 from jitkern.errors import CommError, UnsupportedError, name_unreadable
 from jitkern.fs import ForkLocal
@@ -48,10 +57,10 @@ def init_pynccl(
     device: torch.device | None = None,
     timeout_s: float = 600.0,
 ) -> PyNCCLCommunicator:
-    """Return a communicator over NCCL, once all ranks have called this.
+    """Return a communicator over NCCL 2.27 or newer, once all ranks have called this.
 
     Uses the libnccl that PyTorch has loaded, else the system's, else the ``nvidia-nccl`` package's;
-    ``JITKERN_NCCL`` names another. Needs NCCL 2.27 or newer.
+    ``JITKERN_NCCL`` names another.
 
     Parameters
     ----------
@@ -61,9 +70,8 @@ def init_pynccl(
         How the ranks find each other: a gloo group of just these ranks, or a store that is this
         communicator's own (a ``PrefixStore``). It carries no calls.
     max_size_bytes : int
-        Bytes of device memory that are registered with NCCL, for :meth:`PyNCCLCommunicator.empty`
-        and :attr:`PyNCCLCommunicator.buffer`; at most ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``, by
-        default 1 GiB. Nothing is ever copied there: calls read and write tensors where they are.
+        Bytes of device memory that are registered with NCCL, for :meth:`PyNCCLCommunicator.empty`;
+        at most ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``, by default 1 GiB. Nothing is copied there.
     device : torch.device, optional
         This rank's GPU, by default the current one.
     timeout_s : float
@@ -72,14 +80,11 @@ def init_pynccl(
 
     Raises
     ------
-    CommTimeoutError
-        Some ranks did not come within ``timeout_s``; it names them.
-    CommError
-        Ranks do not fit together: two of one number, on one GPU, or of other versions.
+    CommTimeoutError, CommError
+        Some ranks did not come within ``timeout_s``, and it names them; or ranks do not fit
+        together: two of one number, on one GPU, or of other versions.
     UnsupportedError
         There is no usable NCCL; the message says what to install.
-    TypeError, ValueError
-        A wrong argument.
 
     Examples
     --------
@@ -88,14 +93,12 @@ def init_pynccl(
     """
     import torch
 
-    timeout_s = deadline_arg("init_pynccl", "timeout_s", timeout_s)
-    if not isinstance(max_size_bytes, int) or max_size_bytes < 0:
-        raise ValueError(
-            f"init_pynccl: max_size_bytes: {max_size_bytes!r}, expected bytes, 0 or more"
-        )
-    device = device_arg("init_pynccl", "device", device or torch.device("cuda"))
+    call = "init_pynccl"
+    timeout_s = seconds_arg(call, timeout_s, most=math.inf)
+    int_arg(call, "max_size_bytes", max_size_bytes, 0)
+    device = device_arg(call, "device", device or torch.device("cuda"))
     if device.type != "cuda":
-        raise ValueError(f"init_pynccl: device: {device}, expected a GPU")
+        raise ValueError(f"{call}: device: {device}, expected a GPU")
     num_bytes = min(max_size_bytes, settings().pynccl_max_buffer_bytes)
     return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
 
@@ -115,14 +118,6 @@ class PyNCCLCommunicator:
 
     :meth:`watch` after the replay of a graph puts it under the deadline. Delete graphs that have
     captured the communicator before :meth:`close`.
-
-    Attributes
-    ----------
-    rank, size : int
-    device : torch.device
-    timeout_s : float
-    nccl_version : str
-        Such as ``"2.28.9"``.
     """
 
     _calls: Any = None  # the functions in C++, of csrc/comm/collectives.cc
@@ -160,23 +155,21 @@ class PyNCCLCommunicator:
                 status = self._calls.register_memory(self._memory.address, num_bytes)
                 self._settle("init_pynccl", status)
         except BaseException as error:
-            found = _as_comm_error(error)
-            self._fail(lambda: found)
+            self._fail("init_pynccl", error)
             self._end("has not made it")
             raise
 
     def _connect(self, unique_id: bytes) -> None:
         make = host.op("make_nccl_communicator")
-        made = make(self.device.index, self.rank, self.size, self.timeout_s)
-        functions = _namespace(made)
-        for function in vars(functions).values():
+        calls = _namespace(make(self.device.index, self.rank, self.size, self.timeout_s))
+        for function in vars(calls).values():
             function.release_gil = True  # another thread has to watch
         try:
-            status = call_with_timeout(lambda: functions.open(unique_id), self.timeout_s)
+            status = call_with_timeout(lambda: calls.open(unique_id), self.timeout_s)
         except TimeoutError:
-            functions.abort()  # once it is made, for nobody
+            calls.abort()  # once it is made, for nobody
             raise self._rendezvous.diagnose("init_pynccl", 0, timeout_s=self.timeout_s) from None
-        self._calls = functions
+        self._calls = calls
         self._settle("init_pynccl", status)
         _open_ones.value.add(self)
         if math.isfinite(self.timeout_s):
@@ -196,7 +189,7 @@ class PyNCCLCommunicator:
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place. See :meth:`Communicator.all_reduce`."""
-        self._run("all_reduce", (x,), (), _code("all_reduce", op))
+        self._run("all_reduce", (x,), (), _op_number("all_reduce", op))
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``, by rank. ``x`` may be its own part of it."""
@@ -204,7 +197,7 @@ class PyNCCLCommunicator:
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, and write part ``rank`` of ``size`` to ``output``."""
-        self._run("reduce_scatter", (output,), (x,), _code("reduce_scatter", op))
+        self._run("reduce_scatter", (output,), (x,), _op_number("reduce_scatter", op))
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to that of every rank."""
@@ -226,11 +219,9 @@ class PyNCCLCommunicator:
         input_splits: Sequence[int] | None = None,
     ) -> None:
         """Send part r of ``x`` to rank r, and receive its part. Splits are rows for each rank."""
-        if output_splits is not None:
-            output_splits = rows_arg("all_to_all", "output_splits", output_splits)
-        if input_splits is not None:
-            input_splits = rows_arg("all_to_all", "input_splits", input_splits)
-        self._run("all_to_all", (output,), (x,), output_splits, input_splits)
+        splits = {"output_splits": output_splits, "input_splits": input_splits}
+        rows = [s if s is None else rows_arg("all_to_all", name, s) for name, s in splits.items()]
+        self._run("all_to_all", (output,), (x,), *rows)
 
     def barrier(self) -> None:
         """Return when every rank has come to it, and the GPU is done with all before it.
@@ -338,12 +329,9 @@ class PyNCCLCommunicator:
         if status == _DONE:
             return
         if status == _TRACED:
-            raise RuntimeError(
-                f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected "
-                "neither: it would see nothing of the call"
-            )
+            raise traced_error(op)
         if status in (_LATE, _FAILED):
-            self._fail(lambda: self._failure(op, status == _LATE))
+            self._fail(op, is_late=status == _LATE)
         if self._error is not None:
             raise self._error.with_traceback(None)
         self._rendezvous.check(op)
@@ -362,20 +350,41 @@ class PyNCCLCommunicator:
                     call_with_timeout(self._calls.mark, _MARK_S)
                 progress = self._progress()
             if progress.trouble or progress.waiting_s > self.timeout_s:
-                self._fail(lambda: self._failure("init_pynccl", not progress.trouble), wait_s=0)
+                self._fail("init_pynccl", is_late=not progress.trouble, wait_s=0)
         except Exception as error:  # the driver's: the thread watches other communicators as well
-            found = _as_comm_error(error)
-            self._fail(lambda: found, wait_s=0)
+            self._fail("init_pynccl", error, wait_s=0)
         return True
 
-    def _failure(self, op: str, is_late: bool) -> CommError:
-        """Return the error for the oldest call that is not done, or the last one (of a replay)."""
-        found = self._progress()
-        because = None if is_late else CommError(f"NCCL {self.nccl_version}: {found.trouble}")
-        return self._rendezvous.diagnose(
-            *(str(found.op) or op, found.number, [*map(str, found.ops)]),
-            peer=found.peer, because=because, timeout_s=self.timeout_s,
-        )  # fmt: skip
+    def _fail(
+        self,
+        op: str,
+        error: BaseException | None = None,
+        *,
+        is_late: bool = False,
+        wait_s: float = _ABORT_S,
+    ) -> None:
+        """Keep the first error, tell the others, and free whoever waits for the GPU.
+
+        Without an error it is that of the oldest call that is not done, or of a replay's last one.
+        """
+        with self._failing:
+            if self._error is not None or self._is_over:
+                return
+            if isinstance(error, CommError):
+                self._error = error
+            elif error is not None:
+                self._error = CommError(f"{op}: {type(error).__name__}: {error}")
+            else:
+                found = self._progress()
+                because = CommError(f"NCCL {self.nccl_version}: {found.trouble}")
+                self._error = self._rendezvous.diagnose(
+                    *(str(found.op) or op, found.number, [*map(str, found.ops)]),
+                    peer=found.peer,
+                    because=None if is_late else because,
+                    timeout_s=self.timeout_s,
+                )
+        self._rendezvous.fail(self._error)
+        self._abort(wait_s)
 
     def _progress(self) -> Any:
         """Return how far this rank is: see csrc/comm/communicator.h."""
@@ -386,15 +395,6 @@ class PyNCCLCommunicator:
             return 0, ""
         progress = self._progress()
         return progress.num_calls, str(progress.last_op)
-
-    def _fail(self, why: Callable[[], CommError], wait_s: float = _ABORT_S) -> None:
-        """Keep the first error, tell the others, and free whoever waits for the GPU."""
-        with self._failing:
-            if self._error is not None or self._is_over:
-                return
-            self._error = why()
-        self._rendezvous.fail(self._error)
-        self._abort(wait_s)
 
     def _abort(self, wait_s: float = _ABORT_S) -> None:
         if self._calls is not None:
@@ -423,21 +423,12 @@ class PyNCCLCommunicator:
         _open_ones.value.discard(self)
 
 
+def _op_number(call: str, op: str) -> int:
+    return REDUCE_OPS.index(choice_arg(call, "op", op, REDUCE_OPS))
+
+
 def _namespace(found: Any) -> SimpleNamespace:
     return SimpleNamespace(**{str(name): value for name, value in found.items()})
-
-
-def _as_comm_error(error: BaseException) -> CommError:
-    if isinstance(error, CommError):
-        return error
-    return CommError(f"init_pynccl: {type(error).__name__}: {error}")
-
-
-def _code(call: str, op: str) -> int:
-    try:
-        return REDUCE_OPS.index(op)
-    except ValueError:
-        raise ValueError(f"{call}: op: {op!r}, expected one of {', '.join(REDUCE_OPS)}") from None
 
 
 _watch = ForkLocal(lambda: Watch("jitkern-comm-watch"))
@@ -484,14 +475,13 @@ class _Memory:
         num_bytes = math.prod(shape) * dtype.itemsize
         if not self._pieces:
             self._used = 0
-        left = self.num_bytes - self._used
+        begin, left = self._used, self.num_bytes - self._used
         if num_bytes > left:
             raise ValueError(
                 f"empty: shape {tuple(shape)} of {dtype}: {num_bytes} bytes, expected at most "
                 f"{left}, which are left of the {self.num_bytes} of the communicator's buffer; "
                 "give a larger max_size_bytes"
             )
-        begin = self._used
         self._used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return self.tensor(begin, num_bytes).view(dtype).view(tuple(shape))
 
@@ -509,12 +499,8 @@ class _Piece:
 
     def __init__(self, memory: _Memory, address: int, num_bytes: int) -> None:
         self.memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        where = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1"}
+        self.__cuda_array_interface__ = {**where, "version": 3}
 
 
 def _as_tensor(piece: _Piece, device: torch.device) -> Tensor:
@@ -559,9 +545,8 @@ def version_name(version: int) -> str:
 
 
 def _of_a_package() -> list[str]:
-    try:
-        found = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:  # not even its parent
-        return []
-    folders = (found.submodule_search_locations if found is not None else None) or ()
-    return [str(path) for folder in folders if (path := Path(folder, "lib", _FILE)).exists()]
+    with suppress(ModuleNotFoundError):  # not even its parent
+        spec = importlib.util.find_spec("nvidia.nccl")
+        folders = (spec.submodule_search_locations if spec is not None else None) or ()
+        return [str(path) for folder in folders if (path := Path(folder, "lib", _FILE)).exists()]
+    return []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from jitkern.comm import peer_reduce
-from jitkern.comm.args import communicator_arg, deadline_arg, device_arg, seconds_arg
-from jitkern.comm.peer_memory import PeerMemory, int_arg
+from jitkern.comm.args import choice_arg, communicator_arg, device_arg, int_arg, seconds_arg
+from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, Algorithm, PeerReducer
 from jitkern.comm.protocol import Communicator, ReduceOp
 
@@ -31,7 +32,7 @@ class PeerCommunicator:
     sums do not depend on its batch size.
 
     All calls of a rank are on one stream, or on streams that are ordered; a CUDA graph can capture
-    them. Making one is collective. ``comm`` is not closed.
+    them. Making one is collective, and raises as :class:`PeerMemory`. ``comm`` is not closed.
 
     Parameters
     ----------
@@ -50,13 +51,6 @@ class PeerCommunicator:
         Seconds that a small sum waits for other ranks, on the device; ``math.inf``: forever.
     timeout_s : float
         Seconds for each step of the set-up, and of :meth:`reset`.
-
-    Raises
-    ------
-    UnsupportedError, CommTimeoutError, CommError
-        As for :class:`PeerMemory`; ranks differ in ``max_bytes`` or ``algorithm``.
-    TypeError, ValueError
-        A wrong argument, or more than 8 ranks.
 
     Examples
     --------
@@ -82,13 +76,11 @@ class PeerCommunicator:
         if max_bytes is None:
             max_bytes = _MAX_BYTES.get(comm.size, _MAX_BYTES_OF_MORE)
         int_arg(call, "max_bytes", max_bytes, 0)
-        if algorithm not in ALGORITHMS:
-            expected = "'auto', 'one_shot' or 'two_shot'"
-            raise ValueError(f"{call}: algorithm: {algorithm!r}, expected {expected}")
+        choice_arg(call, "algorithm", algorithm, [*ALGORITHMS])
         if comm.size > MAX_RANKS:
             expected = f"expected at most {MAX_RANKS}; use it as it is"
             raise ValueError(f"{call}: comm: {comm.size} ranks, {expected}")
-        deadline_s = deadline_arg(call, "deadline_s", deadline_s)
+        deadline_s = seconds_arg(call, deadline_s, "deadline_s", math.inf)
         timeout_s = seconds_arg(call, timeout_s)
         where = device_arg(call, "device", device)
         self._comm, self._algorithm = comm, algorithm
@@ -146,13 +138,7 @@ class PeerCommunicator:
             return False  # no tensor: `comm` refuses it
 
     def reset(self) -> None:
-        """Recover from a CommTimeoutError of a small sum. Collective; no rank may be in a call.
-
-        Raises
-        ------
-        CommTimeoutError
-            Ranks did not come within ``timeout_s``, or have ended.
-        """
+        """Recover from a CommTimeoutError of a small sum. Collective; no rank may be in a call."""
         if self.reducer is None:
             return
         # A rank whose GPU is late would write to workspaces that others have cleared.

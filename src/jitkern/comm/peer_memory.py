@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitkern.comm.args import device_arg, rank_arg, seconds_arg
+from jitkern.comm.args import device_arg, int_arg, rank_arg, seconds_arg
 from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous
 from jitkern.errors import UnsupportedError
@@ -36,10 +36,8 @@ class PeerMemory:
     ``r``'s at ``addresses[r]``, and :meth:`whole` is one tensor over all of it. Ordering is up to
     the caller: a reader must come after the writer, by :meth:`barrier` and streams, or by flags.
 
-    Each rank checks that it reads what every other rank wrote. If a step fails on one rank, all
-    ranks raise an error of the same kind, and nothing is left.
-
-    A rank keeps the memory until it has closed it and dropped its last tensor; that call waits for
+    If a step fails on one rank, all ranks raise an error of the same kind, and nothing is left. A
+    rank keeps the memory until it has closed it and dropped its last tensor; that call waits for
     the GPU. A forked child does not have the memory: touching it is SIGSEGV.
 
     Parameters
@@ -71,8 +69,6 @@ class PeerMemory:
         Ranks did not come in time, or have ended, and it names them; or they differ in an argument.
     MemoryError, RuntimeError
         A GPU has not enough memory left; there is no CUDA driver, or it reports an error.
-    TypeError, ValueError
-        A wrong argument.
 
     Examples
     --------
@@ -105,8 +101,7 @@ class PeerMemory:
             "_page_bytes": _page_bytes(ordinal),
             "_ordinal": ordinal,
             "_gpu": _gpu_id(ordinal),
-            "_machine": _machine(),
-            "_network": os.stat("/proc/self/ns/net").st_ino,
+            "_host": [_machine(), os.stat("/proc/self/ns/net").st_ino],
         }
         self._rendezvous = Rendezvous(
             *(_user, group, rank, size),
@@ -135,12 +130,8 @@ class PeerMemory:
     ) -> torch.Tensor:
         """Return a tensor in this rank's memory, from byte ``offset`` on.
 
-        Raises
-        ------
-        TypeError, ValueError
-            A wrong argument, ``offset`` is no multiple of the item size, or the tensor is too long.
-        RuntimeError
-            The memory is closed, or the process is a forked child.
+        Raises TypeError or ValueError for a wrong argument, such as an ``offset`` that is no
+        multiple of the item size, RuntimeError if the memory is closed or in a forked child.
         """
         return self._tensor("tensor", self.rank, shape, dtype, offset, self.num_bytes)
 
@@ -174,19 +165,15 @@ class PeerMemory:
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when all ranks have called it. The host waits, and for no GPU.
 
-        Raises
-        ------
-        CommTimeoutError
-            Ranks did not come in time, or have ended; it names them. All later barriers fail.
+        Raises CommTimeoutError if ranks did not come in time, or have ended; it names them. All
+        later barriers fail.
         """
         self._usable("barrier")
         if timeout_s is not None:
             timeout_s = seconds_arg("PeerMemory.barrier", timeout_s)
         self._rendezvous.check("barrier")
         self._num_barriers += 1
-        self._rendezvous.exchange(
-            "barrier", op="barrier", number=self._num_barriers, timeout_s=timeout_s
-        )
+        self._rendezvous.exchange("barrier", number=self._num_barriers, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Release the memory; tensors keep their part. May be called again.
@@ -205,10 +192,8 @@ class PeerMemory:
 
     def __repr__(self) -> str:
         state = ", closed" if self._range is None else ""
-        return (
-            f"PeerMemory({self.num_bytes} bytes of each rank, rank {self.rank} of {self.size} on "
-            f"{self.device}{state})"
-        )
+        where = f"rank {self.rank} of {self.size} on {self.device}"
+        return f"PeerMemory({self.num_bytes} bytes of each rank, {where}{state})"
 
     # -- private -----------------------------------------------------------------------------------
 
@@ -221,11 +206,28 @@ class PeerMemory:
         return self._range
 
     def _tensor(
-        self, call: str, rank: int, shape: Any, dtype: Any, offset: Any, limit_bytes: int
+        self, name: str, rank: int, shape: Any, dtype: Any, offset: Any, limit_bytes: int
     ) -> torch.Tensor:
-        range_ = self._usable(call)
-        sizes, count = _extent(f"PeerMemory.{call}", shape, dtype, offset, limit_bytes)
-        view = range_.view(rank * self.share_bytes + offset, count)
+        import torch
+
+        range_, call = self._usable(name), f"PeerMemory.{name}"
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{call}: dtype: {type_text(dtype)}, expected a torch.dtype")
+        try:
+            sizes = torch.Size([shape] if isinstance(shape, int) else shape)
+        except TypeError:
+            expected = "an int or a sequence of ints"
+            raise TypeError(f"{call}: shape: {type_text(shape)}, expected {expected}") from None
+        if min(sizes, default=0) < 0:
+            raise ValueError(f"{call}: shape: {[*sizes]}, expected no negative size")
+        if int_arg(call, "offset", offset, 0) % dtype.itemsize:
+            expected = f"a multiple of {dtype.itemsize}, the bytes of an item"
+            raise ValueError(f"{call}: offset: {offset}, expected {expected}")
+        num_bytes = math.prod(sizes) * dtype.itemsize
+        if offset + num_bytes > limit_bytes:
+            given = f"{num_bytes} bytes from {offset} on"
+            raise ValueError(f"{call}: shape: {given}, expected at most {limit_bytes} in all")
+        view = range_.view(rank * self.share_bytes + offset, num_bytes)
         return _as_torch(view).view(dtype).view(sizes)
 
     def _position(self) -> tuple[int, str]:
@@ -238,44 +240,6 @@ def _as_torch(view: Any) -> torch.Tensor:
 
     tensor: torch.Tensor = from_dlpack(view.__dlpack__())
     return tensor
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def int_arg(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return an int in a range, or raise TypeError or ValueError."""
-    if type(value) is not int:
-        raise TypeError(f"{call}: {name}: {type_text(value)}, expected an int")
-    if value < least or (most is not None and value > most):
-        expected = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{call}: {name}: {value}, expected {expected}")
-    return value
-
-
-def _extent(
-    call: str, shape: Any, dtype: Any, offset: Any, limit_bytes: int
-) -> tuple[torch.Size, int]:
-    """Return the sizes of a tensor, and its bytes."""
-    import torch
-
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{call}: dtype: {type_text(dtype)}, expected a torch.dtype")
-    try:
-        sizes = torch.Size([shape] if isinstance(shape, int) else shape)
-    except TypeError:
-        expected = "an int or a sequence of ints"
-        raise TypeError(f"{call}: shape: {type_text(shape)}, expected {expected}") from None
-    if min(sizes, default=0) < 0:
-        raise ValueError(f"{call}: shape: {[*sizes]}, expected no negative size")
-    if int_arg(call, "offset", offset, 0) % dtype.itemsize:
-        expected = f"a multiple of {dtype.itemsize}, the bytes of an item"
-        raise ValueError(f"{call}: offset: {offset}, expected {expected}")
-    num_bytes = math.prod(sizes) * dtype.itemsize
-    if offset + num_bytes > limit_bytes:
-        came = f"{num_bytes} bytes from {offset} on"
-        raise ValueError(f"{call}: shape: {came}, expected at most {limit_bytes} in all")
-    return sizes, num_bytes
 
 
 # -- devices and hosts -----------------------------------------------------------------------------
@@ -308,16 +272,16 @@ def _place(info: PeerInfo) -> str:
 
 def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
     """Return the bytes each rank takes, or raise UnsupportedError, the same on all ranks."""
-    groups: dict[tuple[Any, Any], list[PeerInfo]] = {}
+    ranks: dict[str, list[int]] = {}
     for one in peers:
-        groups.setdefault((one.facts["_machine"], one.facts["_network"]), []).append(one)
-    if len(groups) > 1:
-        came = " and ".join(
-            f"rank {', '.join(str(one.rank) for one in group)} is on {group[0].host}"
-            for group in groups.values()
+        ranks.setdefault(str(one.facts["_host"]), []).append(one.rank)
+    if len(ranks) > 1:
+        where = " and ".join(
+            f"rank {', '.join(map(str, group))} is on {peers[group[0]].host}"
+            for group in ranks.values()
         )
         raise UnsupportedError(
-            f"PeerMemory: {came}, expected all on one host and in one network namespace (in "
+            f"PeerMemory: {where}, expected all on one host and in one network namespace (in "
             "Kubernetes one pod, in Docker one --network); between hosts use init_pynccl or "
             "TorchCommunicator"
         )
@@ -358,7 +322,7 @@ def _make_range(rendezvous: Rendezvous, share_bytes: int) -> Range:
     with ExitStack() as undo:
         fds = undo.enter_context(Descriptors())
 
-        def make() -> tuple[Range, _Check]:
+        def make() -> _Check:
             _check_reach(mine, peers)
             range_ = Range(*host.module()["make_peer_range"](len(peers), share_bytes, ordinal))
             # Explicitly: whoever keeps the error also keeps the last reference.
@@ -370,20 +334,19 @@ def _make_range(rendezvous: Rendezvous, share_bytes: int) -> Range:
                 range_.map(mine.rank, fds[mine.rank])
             check = _Check(range_, peers, mine, share_bytes, rendezvous.timeout_s * OWN_PART)
             check.write_own()
-            return range_, check
-
-        range_, check = rendezvous.all_or_none("make", make)
-        hand_over(rendezvous, fds, range(len(peers)))
+            return check
 
         def map_others() -> None:
             for other in peers:
                 if other is not mine:
-                    _map(range_, mine, other, fds[other.rank])
+                    _map(check.range, mine, other, fds[other.rank])
             check.compare()
 
+        check = rendezvous.all_or_none("make", make)
+        hand_over(rendezvous, fds, range(len(peers)))
         rendezvous.all_or_none("map", map_others)
         rendezvous.all_or_none("receive", check.receive)
-    return range_
+    return check.range
 
 
 def _check_reach(mine: PeerInfo, peers: list[PeerInfo]) -> None:
@@ -437,35 +400,32 @@ class _Check(NamedTuple):
     def compare(self) -> None:
         """Read the other ranks' patterns, and write one to each of them."""
         for other in self.peers:
-            if not self._is_there(other, writer=other):
-                what = f"{_place(self.mine)} reads in the memory of {_place(other)} what was not"
-                raise self._wrong(f"{what} written there")
+            what = f"{_place(self.mine)} reads in the memory of {_place(other)} what was not"
+            self._expect(other, other, f"{what} written there")
             self._write(other)
 
     def receive(self) -> None:
         """Read what the other ranks wrote into this one's memory, and leave zeros."""
         for other in self.peers:
-            if not self._is_there(self.mine, writer=other):
-                to = _place(self.mine)
-                raise self._wrong(f"what {_place(other)} writes to the memory of {to} is not there")
+            to = _place(self.mine)
+            what = f"what {_place(other)} writes to the memory of {to} is not there"
+            self._expect(self.mine, other, what)
         begin = self.mine.rank * self.share_bytes
         self.range.clear(begin, len(self.peers) * _PATTERN_BYTES, self.timeout_s)
 
     def _write(self, owner: PeerInfo) -> None:
         self.range.write(*self._pattern(owner, self.mine), self.timeout_s)
 
-    def _is_there(self, owner: PeerInfo, writer: PeerInfo) -> bool:
+    def _expect(self, owner: PeerInfo, writer: PeerInfo, what: str) -> None:
         at, pattern = self._pattern(owner, writer)
-        return bytes(self.range.read(at, len(pattern), self.timeout_s)) == pattern
+        if bytes(self.range.read(at, len(pattern), self.timeout_s)) != pattern:
+            raise UnsupportedError(
+                f"PeerMemory: peer access gives wrong data: {what}; {_INSTEAD}, and see whether "
+                "the IOMMU or PCIe ACS is in the way"
+            )
 
     def _pattern(self, owner: PeerInfo, writer: PeerInfo) -> tuple[int, bytes]:
         """Return where it lies, and its bytes: of this memory alone, by rank 0's nonce."""
         at = owner.rank * self.share_bytes + writer.rank * _PATTERN_BYTES
         text = f"{self.peers[0].nonce} {at}"
         return at, hashlib.shake_128(text.encode()).digest(_PATTERN_BYTES)
-
-    def _wrong(self, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"PeerMemory: peer access gives wrong data: {what}; {_INSTEAD}, and see whether the "
-            "IOMMU or PCIe ACS is in the way"
-        )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from jitkern.comm.args import deadline_arg, device_arg
+from jitkern.comm.args import choice_arg, device_arg, int_arg, seconds_arg, traced_error
 from jitkern.errors import CommError, CommTimeoutError, name_unreadable
 from jitkern.host import module as host
 from jitkern.host.faults import is_of_earlier_call
@@ -75,13 +75,12 @@ class PeerReducer:
     For tensors so small that latency decides. Each rank has a workspace that all ranks can write,
     over NVLink or PCIe, or in shared memory on the CPU. A call is one launch on the current stream:
     a rank writes its values to the others' workspaces, waits for theirs, adds them in fp32 in rank
-    order, and rounds once. So all ranks get the same bits with every algorithm. Infinities,
-    subnormals and the sign of zero are those of the plain sum in that order; NaN stays NaN.
+    order, and rounds once. So all ranks get the same bits with every algorithm. NaN stays NaN.
 
     All ranks make the same calls in the same order, with the same dtype, size and algorithm. CUDA
-    graphs can capture calls and mix with eager ones. Calls must not overlap: a call on another
-    stream waits for the last one, but the order of graph replays is up to the caller, and the last
-    call's stream must still exist. Use it from one thread at a time.
+    graphs can capture calls. Calls must not overlap: a call on another stream waits for the last
+    one, whose stream must still exist; the order of graph replays is up to the caller. Use it from
+    one thread at a time.
 
     Parameters
     ----------
@@ -102,16 +101,6 @@ class PeerReducer:
         H100s, not as calibrated on this machine.
     owner
         Kept alive with the reducer: what keeps the workspaces mapped.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A wrong argument.
-
-    Examples
-    --------
-    >>> reducer = PeerReducer(addresses, 0, 2, num_bytes, device=device)  # doctest: +SKIP
-    >>> reducer.all_reduce(x)  # doctest: +SKIP
     """
 
     def __init__(
@@ -128,11 +117,14 @@ class PeerReducer:
     ) -> None:
         import torch
 
-        _check(addresses, rank, size)
-        self.device: torch.device = device_arg("PeerReducer", "device", device)
-        self.rank: int = rank
-        self.size: int = size
-        self.deadline_s: float = deadline_arg("PeerReducer", "deadline_s", deadline_s)
+        call = "PeerReducer"
+        self.size: int = int_arg(call, "size", size, 2, MAX_RANKS)
+        self.rank: int = int_arg(call, "rank", rank, 0, size - 1)
+        if len(addresses) != size or any(one <= 0 or one % 16 for one in addresses):
+            expected = f"{size} multiples of 16 bytes, not 0"
+            raise ValueError(f"{call}: addresses: {[*addresses]}, expected {expected}")
+        self.device: torch.device = device_arg(call, "device", device)
+        self.deadline_s: float = seconds_arg(call, deadline_s, "deadline_s", math.inf)
         self._owner = owner
         _register_errors()
         ordinal = -1 if self.device.type == "cpu" else self.device.index
@@ -141,9 +133,8 @@ class PeerReducer:
         functions = host.op("make_peer_reducer")(
             ordinal, list(addresses), rank, workspace_bytes, deadline_ns, limit
         )
-        self._all_reduce, self._reduce_scatter, self._reset, self._device_barrier, intact = (
-            functions
-        )
+        self._all_reduce, self._reduce_scatter, self._reset, *others = functions
+        self._device_barrier, intact = others
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
         # For C++ that guards its own kernels: the barrier, and the address of the word by which
         # kernels see that an earlier one was given up.
@@ -155,11 +146,8 @@ class PeerReducer:
 
         Larger messages take several rounds in the same call.
         """
-        if size not in ONE_SHOT_BYTES:
-            raise ValueError(f"workspace_bytes_for: size: {size!r}, expected 2 to 8 ranks")
-        if not isinstance(max_bytes, int) or max_bytes < 1:
-            raise ValueError(f"workspace_bytes_for: max_bytes: {max_bytes!r}, expected 1 or more")
-        one_shot_bytes = ONE_SHOT_BYTES[size]
+        one_shot_bytes = ONE_SHOT_BYTES[int_arg("workspace_bytes_for", "size", size, 2, MAX_RANKS)]
+        int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
         return int(host.module()["peer_workspace_bytes"](size, max_bytes, one_shot_bytes))
 
     def all_reduce(
@@ -179,24 +167,17 @@ class PeerReducer:
 
         Raises
         ------
-        TypeError, ValueError
-            A wrong argument; nothing was sent.
+        TypeError, ValueError, RuntimeError
+            A wrong argument; traced; needs a gradient; two streams in one capture. Nothing is sent.
         CommTimeoutError
             Ranks did not come in time to an earlier call, or on the CPU to this one; it names
             them. All later calls raise it, until :meth:`reset`.
         IndexError
-            An earlier op on this GPU found an index out of range. The sum was made all the same,
-            so that ranks stay in step.
-        RuntimeError
-            This call and the last one, on another stream, are part of one capture; or the call is
-            traced, or would need a gradient.
+            An earlier op on this GPU found an index out of range. The sum was made all the same.
         """
-        try:
-            way = ALGORITHMS[algorithm]
-        except (KeyError, TypeError):
-            raise ValueError(
-                f"all_reduce: algorithm: {algorithm!r}, expected 'auto', 'one_shot' or 'two_shot'"
-            ) from None
+        way = ALGORITHMS.get(algorithm)
+        if way is None:
+            choice_arg("all_reduce", "algorithm", algorithm, [*ALGORITHMS])
         if output is None or output is x:  # each tensor that C++ is given takes 0.2 us
             call_cpp("all_reduce", self._all_reduce, (x, None, way), {"x": x}, {})
             return x
@@ -216,12 +197,7 @@ class PeerReducer:
         """Have the current stream wait for all ranks' streams. The host does not wait, on GPUs.
 
         After it all ranks see what any rank's GPU wrote before it. One launch with the deadline of
-        the other calls, also in a CUDA graph.
-
-        Raises
-        ------
-        CommTimeoutError
-            As :meth:`all_reduce`.
+        the other calls, also in a CUDA graph. Raises CommTimeoutError as :meth:`all_reduce`.
         """
         self._device_barrier(self._word)  # a tensor: the FFI then tells C++ the current stream
 
@@ -261,25 +237,8 @@ def call_cpp(
         dispatch.wrote(*into)  # this call was made all the same
         raise
     if is_traced:
-        raise RuntimeError(
-            f"{op}: called while a tracer or a dispatch mode of PyTorch is active, expected "
-            "neither: it would see nothing of the call"
-        )
+        raise traced_error(op)
     dispatch.wrote(*into)
-
-
-def _check(addresses: Sequence[int], rank: int, size: int) -> None:
-    if not isinstance(size, int) or size not in ONE_SHOT_BYTES:
-        raise ValueError(f"PeerReducer: size: {size!r}, expected 2 to {MAX_RANKS}")
-    if not isinstance(rank, int) or not 0 <= rank < size:
-        raise ValueError(f"PeerReducer: rank: {rank!r}, expected 0 to {size - 1}")
-    if len(addresses) != size:
-        raise ValueError(f"PeerReducer: addresses: {len(addresses)} of them, expected {size}")
-    for address in addresses:
-        if not isinstance(address, int) or address <= 0 or address % 16 != 0:
-            raise ValueError(
-                f"PeerReducer: addresses: {address!r}, expected multiples of 16 bytes, not 0"
-            )
 
 
 _LATE = re.compile(r"(\w+): call (\d+) of rank (\d+): ranks? ([\d, ]+) did not come in time")

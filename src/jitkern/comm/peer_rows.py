@@ -64,13 +64,11 @@ def peer_gather(
 
     For rows that all ranks of a host need from one host pool, such as MLA's latent cache. Each rank
     fetches an equal part of the distinct rows over its own link, in the order of ``src``, and
-    writes it to the memory of all. A row that is requested several times is fetched once, then
-    copied in each rank's memory.
+    writes it to the memory of all. A row that is requested several times is fetched once.
 
     Collective: all ranks pass the same pairs, on one stream each. It starts and ends with a barrier
-    of their streams; the host waits for neither. That adds some dozens of microseconds: below a few
-    MiB :func:`jitkern.h2d_gather` on each rank is faster. CUDA graphs can capture it. Takes scratch
-    memory from PyTorch's caching allocator.
+    of their streams, some dozens of microseconds: below a few MiB :func:`jitkern.h2d_gather` on
+    each rank is faster. CUDA graphs can capture it. Takes scratch memory from PyTorch's allocator.
 
     Parameters
     ----------
@@ -96,8 +94,7 @@ def peer_gather(
         A wrong argument; traced; needs a gradient. Nothing was sent or written.
     IndexError
         A row number past the end. On the CPU at once, on every rank, and nothing was written. On
-        CUDA the row is skipped, and each rank's next jitkern call on the device or
-        :func:`jitkern.check` raises, after its launches if it is collective.
+        CUDA the row is skipped, and each rank's next jitkern call on the device raises.
     CommTimeoutError
         Ranks did not come to an earlier call, or on the CPU to this one, within the group's
         deadline. A rank that waited in vain writes nothing until the group's ``reset``.
@@ -105,8 +102,7 @@ def peer_gather(
     Examples
     --------
     >>> peers = PeerMemory(num_rows * 656, group)  # doctest: +SKIP
-    >>> shape, dtype = (num_rows, 656), torch.uint8  # doctest: +SKIP
-    >>> caches = [peers.remote(r, shape, dtype) for r in range(peers.size)]  # doctest: +SKIP
+    >>> caches = [peers.remote(r, (num_rows, 656), torch.uint8) for r in range(2)]  # doctest: +SKIP
     >>> peer_gather(pool, caches, pairs, comm)  # doctest: +SKIP
     """
     reducer = _reducer("peer_gather", group)

@@ -18,16 +18,9 @@ class Communicator(Protocol):
 
     Every rank makes the same calls in the same order, with tensors of the same dtype and sizes.
     Tensors are contiguous, on the communicator's device. Calls are queued on the current stream; on
-    the CPU they return when they are done. Each raises
-
-    TypeError, ValueError
-        A wrong argument; nothing was sent.
-    RuntimeError
-        PyTorch would have to see the call, such as for a gradient.
-    CommError
-        The communicator is closed, or an earlier call has failed.
-    CommTimeoutError
-        Other ranks did not come to this call, or to an earlier one, in time; it names them.
+    the CPU they return when they are done. Each raises TypeError, ValueError or RuntimeError for a
+    wrong or traced argument, when nothing was sent; CommError if the communicator is closed or has
+    failed; CommTimeoutError if other ranks did not come in time, whom it names.
     """
 
     @property

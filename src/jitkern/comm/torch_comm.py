@@ -8,18 +8,9 @@ from datetime import timedelta
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from jitkern.comm.args import (
-    apart_args,
-    gather_args,
-    pair_args,
-    rank_arg,
-    reduction_args,
-    splits_arg,
-    tensor_arg,
-)
+from jitkern.comm import args
 from jitkern.comm.protocol import ReduceOp
-from jitkern.comm.rendezvous import Rendezvous, store_of
-from jitkern.errors import CommError
+from jitkern.comm.rendezvous import Rendezvous
 from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
@@ -34,10 +25,9 @@ _LOOK_S = 0.25  # between two looks whether a rank of this machine has ended
 
 
 class TorchCommunicator:
-    """Ranks that compute together over a group of ``torch.distributed``, of any backend.
+    """A :class:`Communicator` over a group of ``torch.distributed``, of any backend.
 
-    See :class:`Communicator` for the calls. Making one is collective. One thread at a time uses it;
-    any thread may call :meth:`abort`.
+    Making one is collective. One thread at a time uses it; any thread may call :meth:`abort`.
 
     With gloo, tensors are on the CPU, and a call returns when it is done or at its deadline (the
     group's own if that is shorter). After a deadline the group's connections are closed: gloo has
@@ -56,12 +46,9 @@ class TorchCommunicator:
 
     Raises
     ------
-    CommTimeoutError
-        Ranks did not come, or have ended; it names them.
-    CommError
-        torch.distributed is not initialised, or the ranks have different versions of jitkern.
-    TypeError, ValueError
-        A wrong argument.
+    CommTimeoutError, CommError
+        Ranks did not come, or have ended, and it names them; there is no group, or ranks have
+        different versions of jitkern.
 
     Examples
     --------
@@ -73,11 +60,12 @@ class TorchCommunicator:
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
         import torch
-        from torch import distributed as dist
 
+        self._dist: Any = torch.distributed
         self._group, self._issued, self._op = group, 0, ""
-        store_of("TorchCommunicator", group, None, None)
-        backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+        args.store_of("TorchCommunicator", group, None, None)
+        config = str(self._dist.get_backend_config(group))
+        backends = dict(part.split(":") for part in config.split(","))
         self._devices: list[torch.device] = []
         if "cpu" in backends:
             self._devices.append(torch.device("cpu"))
@@ -89,16 +77,8 @@ class TorchCommunicator:
             position=self._position,
             facts={"backends": backends},
         )
-
-    @property
-    def rank(self) -> int:
-        """This process's number in the group, 0 to ``size - 1``."""
-        return self._rendezvous.rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self._rendezvous.size
+        self.rank: int = self._rendezvous.rank
+        self.size: int = self._rendezvous.size
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._devices)
@@ -109,58 +89,46 @@ class TorchCommunicator:
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place; see :meth:`Communicator.all_reduce`."""
         self._check("all_reduce", x=x)
-        reduction_args("all_reduce", x, op)
+        args.reduced_args("all_reduce", x, op)
         self._reduce("all_reduce", x.detach().view(-1), op)
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``; see :meth:`Communicator.all_gather`."""
-        from torch import distributed as dist
-
         self._check("all_gather", output=output, x=x)
-        pair_args("all_gather", output, x)
-        gather_args("all_gather", output, x, self.rank, self.size, "output")
-        self._run("all_gather", dist.all_gather_into_tensor, _bytes(output), _bytes(x))
+        args.gather_args("all_gather", output, x, self.rank, self.size, "output")
+        self._run("all_gather", self._dist.all_gather_into_tensor, _bytes(output), _bytes(x))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` and write part ``rank`` of it; see :meth:`Communicator.reduce_scatter`."""
-        from torch import distributed as dist
-
         call = "reduce_scatter"
         self._check(call, output=output, x=x)
-        pair_args(call, output, x)
-        reduction_args(call, x, op)
-        gather_args(call, x, output, self.rank, self.size, "x")
+        args.reduced_args(call, x, op)
+        args.gather_args(call, x, output, self.rank, self.size, "x")
+        output, x = output.detach().view(-1), x.detach().view(-1)
         if x.device.type == "cpu":  # what gloo does; its own wait has no deadline
-            whole = x.detach().view(-1).clone()
+            whole = x.clone()
             self._reduce(call, whole, op)
-            output.detach().view(-1).copy_(whole.view(self.size, output.numel())[self.rank])
+            output.copy_(whole.view(self.size, output.numel())[self.rank])
         else:
-            output, x = output.detach().view(-1), x.detach().view(-1)
-            self._run(call, dist.reduce_scatter_tensor, output, x, op=_reduce_op(op))
+            self._run(call, self._dist.reduce_scatter_tensor, output, x, op=self._reduce_op(op))
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to all ranks'; see :meth:`Communicator.broadcast`."""
-        from torch import distributed as dist
-
         self._check("broadcast", x=x)
-        rank_arg("broadcast", "src", src, self.size)
-        self._run("broadcast", dist.broadcast, _bytes(x), group_src=src)
+        args.rank_arg("broadcast", "src", src, self.size)
+        self._run("broadcast", self._dist.broadcast, _bytes(x), group_src=src)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``; see :meth:`Communicator.send`."""
-        from torch import distributed as dist
-
         self._check("send", x=x)
-        rank_arg("send", "dst", dst, self.size, other_than=self.rank)
-        self._run("send", dist.isend, _bytes(x), peer=dst, group_dst=dst)
+        args.rank_arg("send", "dst", dst, self.size, other_than=self.rank)
+        self._run("send", self._dist.isend, _bytes(x), peer=dst, group_dst=dst)
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends; see :meth:`Communicator.recv`."""
-        from torch import distributed as dist
-
         self._check("recv", x=x)
-        rank_arg("recv", "src", src, self.size, other_than=self.rank)
-        self._run("recv", dist.irecv, _bytes(x), peer=src, group_src=src)
+        args.rank_arg("recv", "src", src, self.size, other_than=self.rank)
+        self._run("recv", self._dist.irecv, _bytes(x), peer=src, group_src=src)
 
     def all_to_all(
         self,
@@ -170,21 +138,18 @@ class TorchCommunicator:
         input_splits: Sequence[int] | None = None,
     ) -> None:
         """Send part r of ``x`` to rank r, and so on; see :meth:`Communicator.all_to_all`."""
-        from torch import distributed as dist
-
         call = "all_to_all"
         self._check(call, output=output, x=x)
-        pair_args(call, output, x)
-        apart_args(call, output, x, "no memory in common")
+        args.apart_args(call, output, x, "no memory in common")
         if output.shape[1:] != x.shape[1:]:
-            came, expected = list(output.shape[1:]), list(x.shape[1:])
-            raise ValueError(f"{call}: output: rows of {came}, expected {expected} as x")
+            given, expected = list(output.shape[1:]), list(x.shape[1:])
+            raise ValueError(f"{call}: output: rows of {given}, expected {expected} as x")
         row_bytes = x.element_size() * prod(x.shape[1:])
-        outs = splits_arg(call, "output_splits", output_splits, output, self.size)
-        ins = splits_arg(call, "input_splits", input_splits, x, self.size)
-        sizes = [out * row_bytes for out in outs], [in_ * row_bytes for in_ in ins]
+        outs = args.splits_arg(call, "output_splits", output_splits, output, self.size)
+        ins = args.splits_arg(call, "input_splits", input_splits, x, self.size)
+        sizes = [rows * row_bytes for rows in outs], [rows * row_bytes for rows in ins]
         if row_bytes:  # also if this rank has no rows: others may have some for each other
-            self._run(call, dist.all_to_all_single, _bytes(output), _bytes(x), *sizes)
+            self._run(call, self._dist.all_to_all_single, _bytes(output), _bytes(x), *sizes)
 
     def barrier(self) -> None:
         """Return when every rank has come to it; see :meth:`Communicator.barrier`."""
@@ -208,10 +173,7 @@ class TorchCommunicator:
         if self._devices[0].type == "cpu":
             self._break_connections()
         if self._devices[-1].type != "cpu":
-            from torch import distributed as dist
-
-            group: Any = self._group or dist.group.WORLD
-            group.abort()
+            (self._group or self._dist.group.WORLD).abort()
 
     def close(self) -> None:
         """Make no more calls, and tell the others. Waits for nobody; the group stays."""
@@ -230,19 +192,23 @@ class TorchCommunicator:
     def _check(self, call: str, **tensors: Any) -> None:
         self._rendezvous.check(call)
         for name, tensor in tensors.items():
-            tensor_arg(call, name, tensor, self._devices)
+            args.tensor_arg(call, name, tensor, self._devices)
         if not dispatch.in_inference_mode() and not dispatch.may_write((), tuple(tensors.values())):
             dispatch.refuse(call, {}, tensors)
+        if "output" in tensors:
+            args.pair_args(call, **tensors)
 
     def _position(self) -> tuple[int, str]:
         return self._issued, self._op
 
-    def _reduce(self, call: str, x: Tensor, op: ReduceOp) -> None:
-        from torch import distributed as dist
+    def _reduce_op(self, op: ReduceOp) -> Any:
+        return getattr(self._dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper())
 
+    def _reduce(self, call: str, x: Tensor, op: ReduceOp) -> None:
         # Gloo has no average; whole numbers are truncated as by NCCL.
         is_divided = op == "avg" and x.device.type == "cpu"
-        self._run(call, dist.all_reduce, x, op=_reduce_op("sum" if is_divided else op))
+        reduce_op = self._reduce_op("sum" if is_divided else op)
+        self._run(call, self._dist.all_reduce, x, op=reduce_op)
         if is_divided:
             x.div_(self.size, rounding_mode=None if x.is_floating_point() else "trunc")
 
@@ -251,9 +217,9 @@ class TorchCommunicator:
         call: str,
         function: Callable[..., Any],
         x: Tensor,
-        *args: Any,
+        *more: Any,
         peer: int = -1,
-        **more: Any,
+        **how: Any,
     ) -> None:
         """Make torch's call, and wait for it on the CPU. `peer`: of a call between two ranks."""
         if not x.numel() and call != "all_to_all":
@@ -262,9 +228,9 @@ class TorchCommunicator:
         self._issued += peer < 0  # all ranks count the same calls
         start_s, is_cpu, work = time.monotonic(), x.device.type == "cpu", None
         if peer < 0:
-            more["async_op"] = is_cpu
+            how["async_op"] = is_cpu
         try:
-            work = function(x, *args, group=self._group, **more)
+            work = function(x, *more, group=self._group, **how)
             if is_cpu:
                 self._wait(work, start_s + self._rendezvous.timeout_s, peer)
             elif work is not None:
@@ -276,7 +242,12 @@ class TorchCommunicator:
                 # Until gloo's thread has left the call it may write to the tensors.
                 while work is not None and not work.is_completed() and time.monotonic() < until:
                     time.sleep(_SOON_S)
-            raise self._failure(call, peer, start_s, error) from error
+            self._rendezvous.check(call)  # aborted by another thread
+            timeout_s = min(self._rendezvous.timeout_s, round(time.monotonic() - start_s, 1))
+            because = TimeoutError(str(error)) if _is_timeout(error) else error
+            raise self._rendezvous.diagnose(
+                call, self._issued, peer=peer, because=because, timeout_s=timeout_s
+            ) from error
 
     def _wait(self, work: Any, deadline: float, peer: int) -> None:
         """Wait for a call of gloo, which may not hear of the end of a rank's process."""
@@ -291,33 +262,19 @@ class TorchCommunicator:
                 raise RuntimeError("gloo has not heard of it")
         _wait_until(work, deadline)
 
-    def _failure(self, call: str, peer: int, start_s: float, error: RuntimeError) -> CommError:
-        """Return what to raise for an error of torch."""
-        try:
-            self._rendezvous.check(call)  # aborted by another thread
-        except CommError as aborted:
-            return aborted
-        timeout_s = min(self._rendezvous.timeout_s, round(time.monotonic() - start_s, 1))
-        because = TimeoutError(str(error)) if _is_timeout(error) else error
-        return self._rendezvous.diagnose(
-            call, self._issued, peer=peer, because=because, timeout_s=timeout_s
-        )
-
     def _break_connections(self) -> None:
         """Have gloo close the group's connections, which ends what waits on them.
 
-        It closes all of them when a message does not come in time. ``Work.wait(timeout)`` alone
-        leaves gloo's thread waiting for the group's own timeout, and so would the group's
-        destructor.
+        It does so when a message does not come in time. ``Work.wait(timeout)`` alone leaves gloo's
+        thread waiting for the group's own timeout, and so would the group's destructor.
         """
         import torch
-        from torch import distributed as dist
 
         for rank in range(self.size):
             if rank != self.rank:
                 nothing = torch.empty(1, dtype=torch.uint8)
                 try:
-                    work = dist.irecv(nothing, group=self._group, tag=_TAG, group_src=rank)
+                    work = self._dist.irecv(nothing, group=self._group, tag=_TAG, group_src=rank)
                     _wait_until(work, time.monotonic())
                 except RuntimeError as error:
                     if _is_timeout(error):
@@ -334,13 +291,7 @@ def _is_timeout(error: RuntimeError) -> bool:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    # What is only moved: no backend then needs to know its dtype.
+    """Return the bytes of a tensor that is only moved: no backend then needs to know its dtype."""
     import torch
 
     return x.detach().view(-1).view(torch.uint8)
-
-
-def _reduce_op(op: ReduceOp) -> Any:
-    from torch import distributed as dist
-
-    return getattr(dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper())

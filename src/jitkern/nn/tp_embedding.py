@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
-from jitkern.comm.args import communicator_arg, seconds_arg
-from jitkern.comm.peer_memory import HOST_PAGE_BYTES, PeerMemory, int_arg
+from jitkern.comm.args import choice_arg, communicator_arg, int_arg, seconds_arg
+from jitkern.comm.peer_memory import HOST_PAGE_BYTES, PeerMemory
 from jitkern.comm.protocol import Communicator
 from jitkern.errors import UnsupportedError
 from jitkern.host.faults import is_of_earlier_call
@@ -56,8 +56,8 @@ class TPEmbedding(torch.nn.Module):
     num_added : int, default 0
         How many tokens were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
-        ``"auto"``: ``"peer"`` if there is a `group` and all ranks can have peer memory, else
-        ``"all_reduce"``. With one rank it is ``"all_reduce"``, and nothing is sent.
+        ``"auto"``: ``"peer"`` if there is a `group`, all ranks can have peer memory, and whole
+        pages do not waste it. With one rank it is ``"all_reduce"``, and nothing is sent.
     group : torch.distributed.ProcessGroup or torch.distributed.Store, optional
         How the ranks of `comm` make their memory, as for :class:`jitkern.comm.PeerMemory`.
     timeout_s : float
@@ -72,12 +72,6 @@ class TPEmbedding(torch.nn.Module):
         ``(start, length)`` of the ids that this rank holds.
     method : "peer" or "all_reduce"
         The one in use.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A wrong argument. For ``"peer"`` also: rows whose whole pages take more than twice their
-        bytes, and more than 16 MiB. Other errors are those of :class:`jitkern.comm.PeerMemory`.
 
     Examples
     --------
@@ -174,39 +168,27 @@ class TPEmbedding(torch.nn.Module):
         Each rank draws as many numbers as the whole table has: with one seed the ranks have
         different rows, and equal generators afterwards.
         """
-        ranges = (self.vocab_range, self.added_range)
+        held = [id_ for at, n in (self.vocab_range, self.added_range) for id_ in range(at, at + n)]
         with self._fenced(), torch.no_grad():
             small = self.weight.dtype.itemsize == 1  # float8 cannot be drawn
             drawn = torch.empty_like(self.weight, dtype=torch.float32 if small else None)
-            ids = [torch.arange(at, at + n, device=drawn.device) for at, n in ranges]
-            held = torch.cat(ids)
             for rank in range(self.comm.size):
                 drawn.normal_()
                 if rank == self.comm.rank:
                     drawn[len(held) :] = 0
-                    if self.padding_idx is not None:
-                        is_padding = (held == self.padding_idx).unsqueeze(1)
-                        drawn[: len(held)].masked_fill_(is_padding, 0)
+                    if self.padding_idx in held:
+                        drawn[held.index(self.padding_idx)] = 0
                     self.weight.copy_(drawn)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, on the current stream. Differentiable in ``weight``.
 
+        ``ids`` are int32 or int64, of any shape, on the device of ``weight``; a negative one gives
+        zeros. An id of ``num_embeddings`` or more is an IndexError, as of :func:`jitkern.indexing`.
+
         Summing over ranks is collective, with the same ids, and a graph of ``torch.compile`` breaks
-        around it. For ``"peer"`` that is so only if gradients are enabled and ``weight`` requires
-        one, on all ranks or on none. Otherwise the look-up is in the graph.
-
-        Parameters
-        ----------
-        ids : Tensor
-            Any shape, int32 or int64, on the device of ``weight``. A negative id gives zeros.
-
-        Raises
-        ------
-        TypeError, ValueError, RuntimeError
-            Wrong dtype or device; a sum under ``torch.export`` or another tracer. Nothing was sent.
-        IndexError
-            An id of ``num_embeddings`` or more, as of :func:`jitkern.indexing`.
+        around it; another tracer is a RuntimeError. For ``"peer"`` that is so only if gradients are
+        enabled and ``weight`` requires one, on all ranks or on none.
         """
         if isinstance(ids, Tensor) and not ids.is_contiguous():
             ids = ids.contiguous()
@@ -231,11 +213,9 @@ class TPEmbedding(torch.nn.Module):
         """Copy this rank's rows of the whole table into ``weight``; read no other rows.
 
         ``weight`` is a tensor of any device and dtype, also one mapped from a file, or what is
-        sliced like one: ``safetensors.safe_open(...).get_slice(name)``.
-
-        Collective for ``"peer"``, like ``load_state_dict``: no rank reads while another writes. The
-        memory stays the same, and CUDA graphs stay valid. TypeError and ValueError come before
-        anything is written. CommTimeoutError: ranks did not come; make a new module to load again.
+        sliced like one: ``safetensors.safe_open(...).get_slice(name)``. Collective for ``"peer"``,
+        like ``load_state_dict``. The memory stays the same, and CUDA graphs stay valid. After a
+        CommTimeoutError make a new module to load again.
         """
         shape = _shape_of(weight)
         if shape != self.full_shape:
@@ -247,9 +227,8 @@ class TPEmbedding(torch.nn.Module):
     def fence(self) -> None:
         """Wait for this rank's GPU, then for all ranks; nothing for ``"all_reduce"``. Collective.
 
-        To write to ``weight`` other than by ``load_full``, such as with an optimizer, call it
-        before, so that no rank still reads the old rows, and after, so that none reads too early.
-        Not inside a stream capture. Raises as :meth:`jitkern.comm.PeerMemory.barrier`.
+        Call it before and after you write to ``weight`` other than by ``load_full``, such as with
+        an optimizer. Not inside a stream capture.
         """
         if self._peers is None:
             return
@@ -477,20 +456,14 @@ def _peer_memory(
     """Return memory for a table's rows, whole pages on each rank: collective.
 
     None on all ranks if `method` is "all_reduce", or "auto" and there can be none. `like` has the
-    row's size, dtype and device. Raises as PeerMemory; UnsupportedError for "peer" only.
+    row's size, dtype and device.
     """
     row_bytes, held = like.shape[1] * like.dtype.itemsize, -(-num_rows // comm.size)
     num_bytes = rows_in_pages(num_rows, comm.size, row_bytes) * row_bytes
     is_wasteful = num_bytes > max(2 * held * row_bytes, _SMALL_BYTES)
-    is_impossible = is_wasteful or like.device.type not in ("cpu", "cuda")
-    if method == "all_reduce" or (method == "auto" and is_impossible):
+    is_possible = like.device.type in ("cpu", "cuda") and not is_wasteful
+    if method == "all_reduce" or (method == "auto" and not is_possible):
         return None
-    if is_wasteful:
-        raise ValueError(
-            f"{OP}: hidden_size: {like.shape[1]} of {str(like.dtype)[6:]}, rows of {row_bytes} "
-            f"bytes: {held} on each rank take {num_bytes} bytes of whole pages, expected at most "
-            "twice their own; use method='all_reduce', or a hidden_size with more factors of 2"
-        )
     rank, size = comm.rank, comm.size
     try:
         return PeerMemory(
@@ -507,9 +480,7 @@ def _peer_memory(
 
 def _method_arg(value: Any, group: Any, size: int) -> Method:
     """Return the method; ``"auto"`` only if peer memory is possible."""
-    if value not in ("auto", "peer", "all_reduce"):
-        expected = "'auto', 'peer' or 'all_reduce'"
-        raise ValueError(f"{OP}: method: {value!r}, expected {expected}")
+    choice_arg(OP, "method", value, get_args(Method))
     if size > 1 and group is None and value == "peer":
         expected = "expected the ranks' gloo group or store for method='peer'"
         raise ValueError(f"{OP}: group: None, {expected}")

@@ -1,24 +1,15 @@
-"""A rank of a PeerReducer on the CPU, whose workspaces come as file descriptors.
-
-Arguments: rank, size, bytes of a workspace, deadline in seconds, what to do, a number, descriptors.
-"""
+"""Random calls of a PeerReducer, and what they come to."""
 
 from __future__ import annotations
 
-import ctypes
-import json
-import mmap
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from jitkern.comm.peer_reduce import PeerReducer
-from jitkern.errors import CommTimeoutError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALGORITHMS = ("auto", "one_shot", "two_shot")
@@ -86,45 +77,3 @@ def is_same(out: torch.Tensor, expected: torch.Tensor) -> bool:
     as_integers = torch.int32 if out.dtype == torch.float32 else torch.int16
     bits = (one.clone().masked_fill_(are_nan, 0).view(as_integers) for one in (out, expected))
     return torch.equal(out.isnan(), are_nan) and torch.equal(*bits)
-
-
-def forever(reducer: PeerReducer, rng: random.Random) -> dict[str, Any]:
-    """What is said when a rank does not come, and by the call behind that."""
-    while True:
-        x = torch.ones(rng.randrange(1, MOST_ITEMS))
-        try:
-            reducer.all_reduce(x, algorithm=rng.choice(ALGORITHMS))
-        except CommTimeoutError as error:
-            said = {"op": error.op, "rank": error.rank, "missing": error.missing}
-            said |= {"text": str(error), "again": False}
-            try:
-                reducer.all_reduce(x)
-            except CommTimeoutError:
-                said["again"] = True
-            return said
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    rank, size, num_bytes = map(int, sys.argv[1:4])
-    what, number = sys.argv[5], int(sys.argv[6])
-    memory = [mmap.mmap(int(fd), num_bytes) for fd in sys.argv[7:]]
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in memory]
-    reducer = PeerReducer(
-        *(addresses, rank, size, num_bytes),
-        device="cpu", deadline_s=float(sys.argv[4]), owner=memory,
-    )  # fmt: skip
-    if what == "calls":
-        rng = random.Random(size)
-        for _ in range(number):
-            made = any_call(reducer, rng)
-            made.run()
-            made.check()
-        print("done")
-    else:
-        print("begins", flush=True)
-        print(json.dumps(forever(reducer, random.Random(number))))
-
-
-if __name__ == "__main__":
-    main()
