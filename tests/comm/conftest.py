@@ -12,7 +12,6 @@ from nccl_ranks import (  # noqa: F401
     fake_gpus,
     gpus,
     nccl_pools,
-    sockets,
 )
 from peer_ranks import any_ranks, cpu_ranks, gpu_ranks, servers  # noqa: F401
 

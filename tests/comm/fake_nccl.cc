@@ -1,28 +1,34 @@
 // A libnccl for ranks that are processes of one host, beside the CUDA driver of fake_gpu.cc: its
-// streams do what is queued here, and wait there for ranks that do not come.
+// streams do what is queued here, over memory that the ranks share, and wait there for ranks that
+// do not come. Ranks that make different calls wait for ever, as NCCL's often do.
 //
 // What is wrong with how it is used ends the program: a communicator that two threads use at once,
 // or that has been freed.
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <random>
 #include <string>
+#include <vector>
 
-#include "fake_fabric.h"
-#include "fake_knobs.h"
+#include "fake_gpu.h"
+#include "ops/floats.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 using jitkern::CUstream;
+using jitkern::u32;
+using jitkern::u64;
 using namespace fake;
-
-fake::Knobs fake::knobs;
 
 enum Result : int {
   kSuccess = 0,
@@ -32,31 +38,234 @@ enum Result : int {
   kRemoteError = 6,
 };
 
-struct UniqueId {
-  char path[128];
-};
-
 namespace {
 
 constexpr u32 kAlive = 0xc0117ec7;
-constexpr int kPauseUs = 20;
+constexpr int kMaxRanks = 4;
+constexpr i64 kSlotBytes = i64(16) << 20;
+constexpr i64 kMessageBytes = i64(4) << 20;
 
-void rest() { usleep(kPauseUs); }
+void rest() { usleep(20); }
+
+// -- what tests set and count ---------------------------------------------------------------------
+
+std::atomic<i64> queue_limit{i64(1) << 30};  // of operations that are not done, of all streams
+std::atomic<i64> num_unfinished{0};
+std::atomic<i64> num_graphs{0};  // that have captured a communicator
+std::atomic<i64> num_comms{0};
+std::atomic<int> next_result{0};
+std::atomic<bool> is_broken{false};  // NCCL has heard that a rank is gone
+std::mutex guard;                    // of what follows
+std::string last_error;
+std::vector<std::function<void(CUstream)>> captured;
+
+// -- what ranks share -----------------------------------------------------------------------------
+
+// All zero at first. Only what is touched takes memory.
+struct Shared {
+  struct Rank {
+    std::atomic<u64> met;
+    std::atomic<u64> posted;  // collective whose data is in the slot
+    std::atomic<u64> read;    // collective of which this rank has read all slots
+    i64 signature[5];
+    alignas(64) char slot[kSlotBytes];
+  };
+  struct Channel {
+    std::atomic<u64> sent, received;
+    i64 bytes;
+    char data[kMessageBytes];
+  };
+  std::atomic<int> num_left;
+  Rank ranks[kMaxRanks];
+  Channel channels[kMaxRanks][kMaxRanks];
+};
+
+struct Call {
+  enum Kind : int { kAllReduce, kAllGather, kReduceScatter, kBroadcast, kSend, kRecv };
+  Kind kind;
+  const char* x;
+  char* output;
+  i64 count;  // as NCCL is given it
+  int dtype;
+  int op;
+  int peer;  // or root
+};
+using Calls = std::vector<Call>;
+
+template <class T>
+T get(const char* at) {
+  T value;
+  std::memcpy(&value, at, sizeof(value));
+  return value;
+}
+template <class T>
+void put(char* at, T value) {
+  std::memcpy(at, &value, sizeof(value));
+}
+
+using Half = jitkern::Bits<jitkern::kFloat16>;
+i64 item_bytes(int dtype) {
+  constexpr i64 kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+  if (dtype < 0 || dtype >= 10) fail_program("is given an unknown dtype");
+  return kBytes[dtype];
+}
+
+double load(const char* at, int dtype) {
+  switch (dtype) {
+    case 0:
+      return get<signed char>(at);
+    case 1:
+      return get<unsigned char>(at);
+    case 2:
+      return get<int>(at);
+    case 4:
+      return static_cast<double>(get<i64>(at));
+    case 6:
+      return jitkern::float_of<jitkern::kFloat16>(get<Half>(at));
+    case 7:
+      return get<float>(at);
+    case 8:
+      return get<double>(at);
+    case 9:
+      return jitkern::float_of<jitkern::kBFloat16>(get<Half>(at));
+    default:
+      fail_program("is given a dtype that is not reduced");
+  }
+}
+
+void store(char* at, int dtype, double value) {
+  switch (dtype) {
+    case 0:
+      return put(at, static_cast<signed char>(value));
+    case 1:
+      return put(at, static_cast<unsigned char>(value));
+    case 2:
+      return put(at, static_cast<int>(value));
+    case 4:
+      return put(at, static_cast<i64>(value));
+    case 6:
+      return put(at, jitkern::bits_as<jitkern::kFloat16>(static_cast<float>(value)));
+    case 7:
+      return put(at, static_cast<float>(value));
+    case 8:
+      return put(at, value);
+    default:
+      return put(at, jitkern::bits_as<jitkern::kBFloat16>(static_cast<float>(value)));
+  }
+}
+
+double combine(double a, double b, int op) {
+  return op == 1 ? a * b : op == 2 ? std::max(a, b) : op == 3 ? std::min(a, b) : a + b;
+}
 
 // What outlives the communicator, for what is queued.
 struct State {
-  State(const std::string& path, int rank, int size, int device)
-      : device(device), fabric(path, rank, size, stop) {}
+  State(const char* path, int rank, int size, int device)
+      : path(path), rank(rank), size(size), device(device) {
+    const int file = open(path, O_RDWR);
+    if (file < 0 || size > kMaxRanks) return;
+    void* at = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (at != MAP_FAILED) shared = static_cast<Shared*>(at);
+  }
+  ~State() {
+    if (shared != nullptr) munmap(shared, sizeof(Shared));
+  }
 
-  const int device;
+  // Each wait returns false once the communicator is aborted.
+  bool wait(const std::function<bool()>& until) const {
+    while (!until()) {
+      if (stop.load(std::memory_order_acquire)) return false;
+      rest();
+    }
+    return true;
+  }
+  bool all(const std::function<bool(const Shared::Rank&)>& is_there) const {
+    return wait([&] { return std::all_of(shared->ranks, shared->ranks + size, is_there); });
+  }
+  bool meet() {
+    const u64 number = ++num_meetings;
+    shared->ranks[rank].met = number;
+    return all([&](const auto& one) { return one.met >= number; });
+  }
+
+  bool collective(const Call& call) {
+    const u64 number = ++num_steps;
+    const i64 item = item_bytes(call.dtype), bytes = call.count * item;
+    const bool is_scatter = call.kind == Call::kReduceScatter;
+    const i64 given = is_scatter ? size * bytes : bytes;
+    if (given > kSlotBytes) fail_program("is given more than tests have");
+    auto& own = shared->ranks[rank];
+    if (!all([&](const auto& one) { return one.read + 1 >= number; })) return false;
+    const i64 signature[] = {call.kind, call.count, call.dtype, call.op, call.peer};
+    std::copy(signature, signature + 5, own.signature);
+    if (call.kind != Call::kBroadcast || call.peer == rank) std::memcpy(own.slot, call.x, given);
+    own.posted = number;
+    if (!all([&](const auto& one) { return one.posted >= number; })) return false;
+    for (int one = 0; one < size; ++one) {
+      if (!std::equal(signature, signature + 5, shared->ranks[one].signature)) {
+        return wait([] { return false; });
+      }
+      const char* const slot = shared->ranks[one].slot;
+      if (call.kind == Call::kAllGather) std::memcpy(call.output + one * bytes, slot, bytes);
+      if (call.kind == Call::kBroadcast && one == call.peer) std::memcpy(call.output, slot, bytes);
+    }
+    if (call.kind == Call::kAllReduce || is_scatter) {
+      for (i64 at = 0; at < bytes; at += item) {
+        const i64 from = at + (is_scatter ? rank * bytes : 0);
+        double total = load(shared->ranks[0].slot + from, call.dtype);
+        for (int one = 1; one < size; ++one) {
+          total = combine(total, load(shared->ranks[one].slot + from, call.dtype), call.op);
+        }
+        store(call.output + at, call.dtype, call.op == 4 ? total / size : total);
+      }
+    }
+    own.read = number;
+    return true;
+  }
+
+  bool transfer(const Call& call) {
+    const bool is_send = call.kind == Call::kSend;
+    auto& channel = is_send ? shared->channels[rank][call.peer] : shared->channels[call.peer][rank];
+    if (!wait([&] { return (channel.sent == channel.received) == is_send; })) return false;
+    const i64 bytes = call.count * item_bytes(call.dtype);
+    if (is_send) {
+      if (bytes > kMessageBytes) fail_program("is given more than tests have");
+      channel.bytes = bytes;
+      std::memcpy(channel.data, call.x, static_cast<size_t>(bytes));
+      ++channel.sent;
+      return true;
+    }
+    if (channel.bytes != bytes) return wait([] { return false; });
+    std::memcpy(call.output, channel.data, static_cast<size_t>(bytes));
+    ++channel.received;
+    return true;
+  }
+
+  // On the GPU.
+  void execute(const Calls& calls) {
+    if (is_running.exchange(true) && !stop) {
+      fail_program("does two operations of one communicator at once");
+    }
+    for (const auto kind : {Call::kSend, Call::kRecv}) {  // sends of a group come first
+      for (const Call& call : calls) {
+        if (call.kind == kind && !transfer(call)) return;
+      }
+    }
+    for (const Call& call : calls) {
+      if (call.kind < Call::kSend && !collective(call)) return;
+    }
+    is_running = false;
+  }
+
+  const std::string path;
+  const int rank, size, device;
   std::atomic<bool> stop{false};
-  std::atomic<int> result{kSuccess};
-  std::atomic<i64> num_unfinished{0};
+  std::atomic<i64> num_queued{0};
   std::atomic<bool> is_running{false};
   bool is_connected = false;  // used by one call at a time, as what follows
-  std::set<int> peers;
-  u64 num_windows = 0;
-  Fabric fabric;
+  u64 num_meetings = 0, num_steps = 0;
+  Shared* shared = nullptr;
 };
 using StatePtr = std::shared_ptr<State>;
 
@@ -77,14 +286,6 @@ StatePtr require(Comm* comm, const char* what) {
   return comm->state;
 }
 
-// What NCCL says of a wait that was for nothing.
-int stopped(const StatePtr& state) {
-  if (!state->fabric.is_broken()) return kInvalidUsage;  // aborted
-  const std::lock_guard<std::mutex> lock(knobs.mutex);
-  knobs.last_error = "socketProgress: Connection closed by remote peer";
-  return state->result = kRemoteError;
-}
-
 class Use {
  public:
   Use(Comm* comm, const char* what) : state(require(comm, what)), comm_(comm) {
@@ -100,119 +301,79 @@ class Use {
   Comm* comm_;
 };
 
-struct Call {
-  bool is_transfer;
-  Collective collective;
-  Transfer transfer;
-};
-using Calls = std::vector<Call>;
-
 thread_local int group_depth = 0;
-thread_local std::vector<Comm*> group_comms;
+thread_local Comm* group_comm = nullptr;
 thread_local Calls group_calls;
 thread_local CUstream group_stream = nullptr;
 
-// On the GPU.
-void execute(const StatePtr& state, const Calls& calls, bool is_lost) {
-  if (state->is_running.exchange(true) && !state->stop) {
-    fail_program("does two operations of one communicator at once");
-  }
-  std::vector<Transfer> transfers;
-  for (const Call& call : calls) {
-    if (call.is_transfer) {
-      transfers.push_back(call.transfer);
-    } else if (!state->fabric.run(call.collective)) {
-      break;
-    }
-  }
-  if (!state->stop) state->fabric.run(std::move(transfers));
-  if (state->fabric.is_broken()) stopped(state);
-  while ((is_lost || state->fabric.is_broken()) && !state->stop) rest();
-  state->is_running = false;
-}
-
-void enqueue(const StatePtr& state, const Calls& calls, CUstream stream, bool is_lost) {
-  const auto queue = [state, calls, is_lost](CUstream on) {
-    ++knobs.num_unfinished;
-    ++state->num_unfinished;
-    run_on(on, [state, calls, is_lost] {
-      execute(state, calls, is_lost);
-      --state->num_unfinished;
-      --knobs.num_unfinished;
+void enqueue(const StatePtr& state, const Calls& calls, CUstream stream) {
+  const auto queue = [state, calls](CUstream on) {
+    ++num_unfinished;
+    ++state->num_queued;
+    run_on(on, [state, calls] {
+      state->execute(calls);
+      --state->num_queued;
+      --num_unfinished;
     });
   };
   if (is_capturing()) {
-    const std::lock_guard<std::mutex> lock(knobs.mutex);
-    knobs.captured.push_back(queue);
+    const std::lock_guard<std::mutex> lock(guard);
+    captured.push_back(queue);
     return;
   }
   // As cuLaunchKernel does. With an abort in that moment the CUDA context would be lost.
-  while (knobs.num_unfinished >= knobs.queue_limit) {
+  while (num_unfinished >= queue_limit) {
     if (state->stop) fail_program("is aborted in front of a full launch queue");
     rest();
   }
   queue(stream);
 }
 
-int launch(Comm* comm, Calls calls, CUstream stream) {
+int launch(Comm* comm, const Calls& calls, CUstream stream) {
   const Use use(comm, "a collective");
   const StatePtr state = use.state;
-  if (const int result = knobs.next_result.exchange(kSuccess); result != kSuccess) return result;
-  if (state->result != kSuccess) return state->result;
+  if (const int result = next_result.exchange(kSuccess); result != kSuccess) return result;
+  if (is_broken) return kRemoteError;
   if (state->stop) return kInvalidUsage;
   if (stream == nullptr) fail_program("is given no stream");
   if (device_of(stream) != state->device) fail_program("is given another device's stream");
-  const bool is_lost = ++knobs.num_queued_calls == knobs.failing_call;
-
-  bool meets_all = false;
-  std::vector<int> peers;
-  for (const Call& call : calls) {
-    if (!call.is_transfer) {
-      meets_all |= !state->is_connected;
-    } else if (state->peers.insert(call.transfer.peer).second) {
-      peers.push_back(call.transfer.peer);
-    }
+  if (!state->is_connected && calls[0].kind < Call::kSend) {
+    state->is_connected = true;
+    if (!state->meet()) return is_broken ? kRemoteError : kInvalidUsage;
   }
-  state->is_connected |= meets_all;
-  bool is_there = !meets_all || state->fabric.meet(Fabric::kConnect, 1);
-  for (const int peer : peers) state->fabric.want_peer(peer);
-  for (const int peer : peers) is_there = is_there && state->fabric.meet_peer(peer);
-  if (!is_there) return stopped(state);
-  enqueue(state, calls, stream, is_lost);
-  if (is_lost) state->result = kRemoteError;
+  enqueue(state, calls, stream);
   return kSuccess;
 }
 
-int submit(Comm* comm, const Call& call, CUstream stream) {
+int submit(Comm* comm, CUstream stream, const Call& call) {
+  const int size = require(comm, "a collective")->size;
+  const i64 bytes = call.count * item_bytes(call.dtype);
+  const auto know = [&](const void* at, bool is_whole) {
+    if (at != nullptr) require_memory(at, bytes * (is_whole ? size : 1), "a collective");
+  };
+  know(call.x, call.kind == Call::kReduceScatter);
+  know(call.output, call.kind == Call::kAllGather);
   if (group_depth == 0) return launch(comm, {call}, stream);
-  group_comms.push_back(comm);
+  if (!group_calls.empty() && comm != group_comm) fail_program("gets a group of two communicators");
+  group_comm = comm;
   group_calls.push_back(call);
   group_stream = stream;
   return kSuccess;
 }
 
-void require_gpu(const void* data, i64 bytes) { require_memory(data, bytes, "a collective"); }
-
-int collective(Comm* comm, CUstream stream, Collective what) {
-  const int size = require(comm, "a collective")->fabric.size;
-  const i64 bytes = what.count * item_bytes(what.dtype);
-  require_gpu(what.x, bytes * (what.kind == Collective::kReduceScatter ? size : 1));
-  require_gpu(what.output, bytes * (what.kind == Collective::kAllGather ? size : 1));
-  return submit(comm, {false, what, {}}, stream);
-}
-
-int transfer(Comm* comm, CUstream stream, const Transfer& what) {
-  require_gpu(what.data, what.bytes);
-  return submit(comm, {true, {}, what}, stream);
-}
-
 void free_comm(Comm* comm) {
-  comm->state->fabric.leave();
+  const StatePtr state = comm->state;
+  while (num_graphs > 0) rest();
+  if (state->shared->num_left.fetch_add(1) + 1 == state->size) unlink(state->path.c_str());
   comm->magic = 0xdead;
-  --knobs.num_comms;
+  --num_comms;
 }
 
 }  // namespace
+
+struct UniqueId {
+  char path[128];
+};
 
 EXPORT int ncclGetVersion(int* version) {
   const char* given = std::getenv("FAKE_NCCL_VERSION");
@@ -228,12 +389,17 @@ EXPORT const char* ncclGetErrorString(int result) {
 EXPORT const char* ncclGetLastError(Comm* comm) {
   if (comm != nullptr) require(comm, "ncclGetLastError");
   static thread_local std::string kept;
-  const std::lock_guard<std::mutex> lock(knobs.mutex);
-  return (kept = knobs.last_error).c_str();
+  const std::lock_guard<std::mutex> lock(guard);
+  return (kept = last_error).c_str();
 }
 EXPORT int ncclGetUniqueId(UniqueId* id) {
-  std::memset(id, 0, sizeof(*id));
-  std::snprintf(id->path, sizeof(id->path), "%s", Fabric::make().c_str());
+  const char* folder = std::getenv("FAKE_NCCL_FOLDER");
+  std::random_device random;
+  std::snprintf(id->path, sizeof(id->path), "%s/fake-nccl-%d-%u",
+                folder == nullptr ? "/dev/shm" : folder, getpid(), random());
+  const int file = open(id->path, O_RDWR | O_CREAT | O_EXCL, 0600);
+  if (file < 0 || ftruncate(file, sizeof(Shared)) != 0) fail_program("has no folder");
+  close(file);
   return kSuccess;
 }
 
@@ -249,79 +415,65 @@ EXPORT int ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, 
       config->blocking != 1) {
     fail_program("is given a wrong configuration");
   }
-  if (const int result = knobs.next_result.exchange(kSuccess); result != kSuccess) return result;
+  if (const int result = next_result.exchange(kSuccess); result != kSuccess) return result;
   if (rank < 0 || rank >= size) return kInvalidArgument;
   auto* made = new Comm();
-  const auto state = std::make_shared<State>(id.path, rank, size, current_device());
-  if (state->fabric.is_empty()) return kSystemError;
-  made->state = state;
-  ++knobs.num_comms;
+  made->state = std::make_shared<State>(id.path, rank, size, current_device());
+  if (made->state->shared == nullptr) return kSystemError;
+  ++num_comms;
   *comm = made;
-  return state->fabric.meet(Fabric::kJoin, 1) ? kSuccess : stopped(state);
+  return made->state->meet() ? kSuccess : kInvalidUsage;
 }
 EXPORT int ncclCommGetAsyncError(Comm* comm, int* result) {
-  return *result = Use(comm, "ncclCommGetAsyncError").state->result, kSuccess;
+  const Use use(comm, "ncclCommGetAsyncError");
+  return *result = is_broken ? kRemoteError : kSuccess, kSuccess;
 }
 EXPORT int ncclCommFinalize(Comm* comm) {
   const Use use(comm, "ncclCommFinalize");
-  while (use.state->num_unfinished > 0 && !use.state->stop) rest();
+  while (use.state->num_queued > 0 && !use.state->stop) rest();
   return kSuccess;
 }
 EXPORT int ncclCommDestroy(Comm* comm) {
   const Use use(comm, "ncclCommDestroy");
-  while (knobs.num_graphs > 0) rest();
-  free_comm(comm);
-  return kSuccess;
+  return free_comm(comm), kSuccess;
 }
 EXPORT int ncclCommAbort(Comm* comm) {
-  const StatePtr state = require(comm, "ncclCommAbort");
-  state->stop = true;
-  if (comm->num_users > 0) {
-    // NCCL would free what that thread uses, a few milliseconds from now.
-    for (int ms = 0; comm->num_users > 0; ++ms) {
-      if (ms > 100) fail_program("frees a communicator that another thread uses");
-      usleep(1000);
-    }
+  require(comm, "ncclCommAbort")->stop = true;
+  // NCCL would free what another thread uses, a few milliseconds from now.
+  for (int ms = 0; comm->num_users > 0; ++ms) {
+    if (ms > 100) fail_program("frees a communicator that another thread uses");
+    usleep(1000);
   }
   const Use use(comm, "ncclCommAbort");
-  while (knobs.num_graphs > 0) rest();
-  free_comm(comm);
-  return kSuccess;
+  return free_comm(comm), kSuccess;
 }
 
 EXPORT int ncclAllReduce(const char* x, char* output, size_t count, int dtype, int op, Comm* comm,
                          CUstream stream) {
-  return collective(comm, stream, {Collective::kAllReduce, x, output, i64(count), dtype, op, 0});
+  return submit(comm, stream, {Call::kAllReduce, x, output, i64(count), dtype, op, 0});
 }
 EXPORT int ncclReduceScatter(const char* x, char* output, size_t count, int dtype, int op,
                              Comm* comm, CUstream stream) {
-  return collective(comm, stream,
-                    {Collective::kReduceScatter, x, output, i64(count), dtype, op, 0});
+  return submit(comm, stream, {Call::kReduceScatter, x, output, i64(count), dtype, op, 0});
 }
 EXPORT int ncclAllGather(const char* x, char* output, size_t count, int dtype, Comm* comm,
                          CUstream stream) {
-  return collective(comm, stream, {Collective::kAllGather, x, output, i64(count), dtype, 0, 0});
+  return submit(comm, stream, {Call::kAllGather, x, output, i64(count), dtype, 0, 0});
 }
 EXPORT int ncclBroadcast(const char* x, char* output, size_t count, int dtype, int root, Comm* comm,
                          CUstream stream) {
-  return collective(comm, stream, {Collective::kBroadcast, x, output, i64(count), dtype, 0, root});
+  return submit(comm, stream, {Call::kBroadcast, x, output, i64(count), dtype, 0, root});
 }
 EXPORT int ncclSend(const char* x, size_t count, int dtype, int peer, Comm* comm, CUstream stream) {
-  const i64 bytes = i64(count) * item_bytes(dtype);
-  return transfer(comm, stream, {true, peer, const_cast<char*>(x), bytes});
+  return submit(comm, stream, {Call::kSend, x, nullptr, i64(count), dtype, 0, peer});
 }
 EXPORT int ncclRecv(char* x, size_t count, int dtype, int peer, Comm* comm, CUstream stream) {
-  return transfer(comm, stream, {false, peer, x, i64(count) * item_bytes(dtype)});
+  return submit(comm, stream, {Call::kRecv, nullptr, x, i64(count), dtype, 0, peer});
 }
 EXPORT int ncclGroupStart() { return ++group_depth, kSuccess; }
 EXPORT int ncclGroupEnd() {
   if (--group_depth > 0 || group_calls.empty()) return kSuccess;
-  Comm* const comm = group_comms[0];
-  for (Comm* const one : group_comms) {
-    if (one != comm) fail_program("gets a group of two communicators, which the tests do not use");
-  }
-  group_comms.clear();
-  return launch(comm, std::exchange(group_calls, {}), group_stream);
+  return launch(group_comm, std::exchange(group_calls, {}), group_stream);
 }
 
 EXPORT int ncclMemAlloc(char** pointer, size_t bytes) {
@@ -336,13 +488,53 @@ EXPORT int ncclMemFree(char* pointer) {
 EXPORT int ncclCommWindowRegister(Comm* comm, char* pointer, size_t bytes, void** window, int) {
   const Use use(comm, "ncclCommWindowRegister");
   require_memory(pointer, i64(bytes), "what is registered");
-  if (!use.state->fabric.meet(Fabric::kWindow, ++use.state->num_windows)) {
-    return stopped(use.state);
-  }
+  if (!use.state->meet()) return is_broken ? kRemoteError : kInvalidUsage;
   return *window = pointer, kSuccess;
 }
 EXPORT int ncclCommWindowDeregister(Comm* comm, void* window) {
   const Use use(comm, "ncclCommWindowDeregister");
   require_memory(window, 1, "what is registered no more");
   return kSuccess;
+}
+
+// -- what tests in Python ask for -----------------------------------------------------------------
+
+EXPORT void fake_nccl_queue_limit(i64 limit) { queue_limit = limit; }
+EXPORT void fake_nccl_graphs(i64 count) { num_graphs = count; }
+// The next call returns this.
+EXPORT void fake_nccl_next_result(int result, const char* text) {
+  const std::lock_guard<std::mutex> lock(guard);
+  last_error = text;
+  next_result = result;
+}
+// As over a network, where the connections to a rank that is gone are closed.
+EXPORT void fake_nccl_break(int is_on) {
+  const std::lock_guard<std::mutex> lock(guard);
+  last_error = "socketProgress: Connection closed by remote peer";
+  is_broken = is_on != 0;
+}
+EXPORT i64 fake_nccl_num_comms() { return num_comms; }
+EXPORT void fake_nccl_replay(CUstream stream) {
+  const std::lock_guard<std::mutex> lock(guard);
+  for (const auto& queue : captured) queue(stream);
+}
+EXPORT void fake_nccl_forget_graph() {
+  const std::lock_guard<std::mutex> lock(guard);
+  captured.clear();
+}
+EXPORT CUstream fake_stream(int device) { return make_stream(device); }
+EXPORT void* fake_hold(CUstream stream) { return new std::shared_ptr<Point>(hold(stream)); }
+EXPORT void fake_release(std::shared_ptr<Point>* point) { (*point)->set(), delete point; }
+EXPORT void fake_synchronize(CUstream stream) { synchronize(stream); }
+EXPORT void fake_know(const char* memory, i64 bytes, int device) {
+  know(memory, bytes, jitkern::kMemoryTypeDevice, device);
+}
+EXPORT void fake_forget(const char* memory) { forget(memory); }
+EXPORT void fake_capturing(int is_on) { set_capturing(is_on != 0); }
+EXPORT i64 fake_num_events() { return num_events(); }
+EXPORT i64 fake_num_records() { return num_calls(kRecord); }
+
+// The driver ends a process when its GPUs are done.
+static void __attribute__((destructor)) wait_for_streams() {
+  if (std::getenv("FAKE_EXIT_WAITS") != nullptr) synchronize_all();
 }

@@ -28,7 +28,6 @@ for with_address in (lib.fake_forget, lib.fake_hold, lib.fake_release, lib.fake_
 lib.fake_nccl_replay.argtypes = [Address]
 for with_count in (lib.fake_nccl_queue_limit, lib.fake_nccl_graphs):
     with_count.argtypes = [Count]
-lib.fake_nccl_fail_after.argtypes = [Count]
 
 number = 0  # of the current GPU
 is_capturing = False

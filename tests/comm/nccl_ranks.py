@@ -27,8 +27,6 @@ _MARKS = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="puts a libcuda in place"),
 ]
 FAKE = pytest.param("fake", marks=_MARKS)
-# That one hears of a rank's end, as NCCL does over a network: its connections are closed.
-SOCKETS = pytest.param("sockets", marks=_MARKS)
 CUDA = pytest.param("cuda", marks=pytest.mark.multigpu(processes=True))
 
 
@@ -78,7 +76,7 @@ def build(folder: Path) -> dict[str, str]:
             made = folder.with_suffix(".made")
             made.mkdir()
             compile_library(made / cuda.name, [THREADS / "fake_gpu.cc", THREADS / "fake_kernel.cc"])
-            compile_library(made / nccl.name, [*sorted(HERE.glob("fake_*.cc")), made / cuda.name])
+            compile_library(made / nccl.name, [HERE / "fake_nccl.cc", made / cuda.name])
             made.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
     return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl)}
@@ -91,7 +89,7 @@ def compile_library(target: Path, sources: list[Path]) -> None:
 
     own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
     folders = [*include_dirs(CSRC), THREADS, HERE, *own]
-    command = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O0", "-fPIC", "-shared"]
+    command = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O1", "-fPIC", "-shared"]
     command += [f"-I{folder}" for folder in folders] + [str(source) for source in sources]
     command += [f"-Wl,-soname,{target.name}", "-pthread", "-o", str(target)]
     subprocess.run(command, check=True)
@@ -103,7 +101,6 @@ def nccl_pools(
 ) -> Iterator[Callable[[str], Pool]]:
     base, numbers = tmp_path_factory.mktemp("nccl"), itertools.count()
     made: dict[str, Pool] = {}
-    libraries: dict[str, str] = {}
 
     def folder() -> Path:
         new = base / str(next(numbers))
@@ -112,12 +109,9 @@ def nccl_pools(
 
     def pool(kind: str) -> Pool:
         host.module()  # built once, and not by each rank
-        if kind not in made and kind in ("fake", "sockets"):
-            if not libraries:
-                libraries.update(build(session_cache.parent / "fake_nccl"))
-            more = {"FAKE_NCCL_SOCKETS": "1"} if kind == "sockets" else {}
-            child = HERE / "nccl_child.py"
-            made[kind] = Pool(folder, child, NUM_FAKE_GPUS, **libraries, **more)
+        if kind not in made and kind == "fake":
+            libraries = build(session_cache.parent / "fake_nccl")
+            made[kind] = Pool(folder, HERE / "nccl_child.py", NUM_FAKE_GPUS, **libraries)
         elif kind not in made:
             made[kind] = Pool(folder, num_gpus=num_gpus())
         return made[kind]
@@ -130,11 +124,6 @@ def nccl_pools(
 @pytest.fixture(scope="module", params=[FAKE, CUDA])
 def gpus(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
     """Processes that are to be ranks, each of a GPU of its own."""
-    return nccl_pools(request.param)
-
-
-@pytest.fixture(params=[SOCKETS])
-def sockets(request: pytest.FixtureRequest, nccl_pools: Callable[[str], Pool]) -> Pool:
     return nccl_pools(request.param)
 
 
