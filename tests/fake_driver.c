@@ -21,7 +21,7 @@ struct Config {
 };
 struct Function {
   char name[64];
-  int module, threads;
+  int module, threads, fixed_threads;
   size_t bytes;
 };
 struct Memory {
@@ -73,6 +73,8 @@ void fake_kernel(const char* name, uint64_t bytes, int threads) {
   one->bytes = bytes;
   one->threads = threads;
 }
+// And the kNumThreads of the last one.
+void fake_block(int threads) { expected[num_expected - 1].fixed_threads = threads; }
 
 // An allocator of device memory for tvm-ffi, which gives nothing back: a test may look at it.
 struct Tensor {
@@ -155,6 +157,16 @@ CUresult cuModuleGetFunction(struct Function** function, void* module, const cha
   one->module = (int)(intptr_t)module;
   *function = one;
   return 0;
+}
+CUresult cuModuleGetGlobal_v2(uint64_t* pointer, size_t* bytes, void* module, const char* name) {
+  (void)module;
+  *pointer = 0;
+  *bytes = 1;
+  for (int i = 0; i < num_expected; ++i) {
+    const char* kernel = name + strlen("jitkern_threads_");
+    if (strcmp(expected[i].name, kernel) == 0) *bytes = (size_t)expected[i].fixed_threads + 1;
+  }
+  return strncmp(name, "jitkern_threads_", strlen("jitkern_threads_")) != 0;
 }
 CUresult cuFuncGetAttribute(int* value, int attribute, struct Function* function) {
   *value = attribute == 0 ? function->threads : attribute == 1 ? 1024 : 0;

@@ -11,6 +11,7 @@ import pytest
 from jitkern.cache import get
 from jitkern.env import settings
 from jitkern.host import module as host
+from jitkern.host.build import build_host_module
 
 SOURCE = """\
 #include <jitkern/answer.h>
@@ -44,7 +45,6 @@ int64_t demo(int64_t rows, int64_t bytes) {
       .cast<Tuple<Bytes, Array<String>, Array<int64_t>>>();
   return image.size() + 100 * entries.size() + 10000 * config[0];
 }
-void refuse(int64_t) { TVM_FFI_THROW(ValueError) << "demo: x: wrong"; }
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
@@ -54,7 +54,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_handler, set_fault_handler);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_tuner, set_tuner);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fault, fault);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(demo, demo);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(refuse, refuse);
 """
 
 CFLAGS = ("-std=c++17", "-O0", "-fvisibility=hidden")  # compiles in half the time
@@ -85,7 +84,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "CFLAGS", CFLAGS)
         csrc = write_csrc(folder / "src/jitkern/csrc")
-        entry = host.build_host_module(folder / "_prebuilt", csrc)
+        entry = build_host_module(folder / "_prebuilt", csrc)
     assert entry.artefact_name == "jitkern_host.so"
     return folder / "_prebuilt"
 

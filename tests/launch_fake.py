@@ -11,8 +11,9 @@ import torch
 import tvm_ffi
 from fake_gpu import OnCuda
 
-from jitkern.jit import device
-from jitkern.jit.device import CpuForm, DeviceModule
+from jitkern.jit import launch
+from jitkern.jit.device import DeviceModule
+from jitkern.jit.launch import CpuForm
 from jitkern.jit.params import parse_params
 from jitkern.jit.record import Specialisation
 
@@ -58,8 +59,9 @@ class Interface:
 
 
 def module_of(*names: str) -> DeviceModule:
-    used = Specialisation("load_jit", ("toy",), {}, "")
-    return DeviceModule(used, [], [(name, "Toy") for name in names])
+    wrappers = [(name, "Toy") for name in names]
+    options = {"device_files": [], "device_wrappers": wrappers}
+    return DeviceModule(Specialisation("load_jit", ("toy",), options, ""), params={})
 
 
 def user(name: str, params_bytes: int, threads: int = 1024) -> DeviceModule:
@@ -69,9 +71,9 @@ def user(name: str, params_bytes: int, threads: int = 1024) -> DeviceModule:
 
 def declared(name: str, text: str, cpu: CpuForm = CpuForm()) -> DeviceModule:  # noqa: B008
     """A kernel whose Params are declared; the driver knows nothing of them, as before 12.4."""
-    used = Specialisation("load_jit", ("toy",), {}, "")
-    members = {name: parse_params(name, text)}
-    return DeviceModule(used, [], [(name, "Toy")], params=members, cpu=cpu)
+    options = {"device_files": [], "device_wrappers": [(name, "Toy")]}
+    used = Specialisation("load_jit", ("toy",), options, "")
+    return DeviceModule(used, params={name: parse_params(name, text)}, cpu=cpu)
 
 
 def params(line: str) -> bytes:
@@ -88,4 +90,4 @@ def refused(kind: type[Exception], text: str, call: Callable[..., object], *args
     assert "grid" not in log(), "launched all the same"
 
 
-real_device_and_stream = device.device_and_stream
+real_device_and_stream = launch.device_and_stream

@@ -29,8 +29,8 @@ from launch_fake import (
 from jitkern.comm.peer_memory import Range
 from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
-from jitkern.jit import device, image
-from jitkern.jit.device import CpuForm
+from jitkern.jit import launch
+from jitkern.jit.launch import CpuForm
 
 # -- kernels of users ------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def check_wrong_values_are_refused() -> None:
     of_64 = rf"args\[1\]: {big}, expected an int of 64 bits, or a ctypes value"
     bad(TypeError, of_64, x, 2**64 + 5)
     bad(TypeError, r"args\[1\]: str, expected a tensor, int, float, bool or a ctypes value", x, "x")
-    bad(TypeError, r"args\[0\]: NoneType, expected a tensor.*", None, 1)
+    bad(TypeError, r"args\[0\]: None, expected a tensor.*", None, 1)
     in_0 = "{}: {} in dimension 0, expected 1 to {}"
     for kind, text, how in (
         *((ValueError, in_0.format("grid", n, 2147483647), {"grid": n}) for n in (0, -1, 2**31)),
@@ -158,7 +158,7 @@ def check_declared_arguments_are_refused_by_name() -> None:
     bad(TypeError, "x: dtype float64, expected float32", x=cuda(4, dtype=torch.float64))
     bad(TypeError, "s: dtype bfloat16, expected float16", s=cuda(4, dtype=torch.bfloat16))
     bad(TypeError, "x: int, expected a tensor of float32", x=1)
-    bad(TypeError, "x: NoneType, expected a tensor of float32", x=None)
+    bad(TypeError, "x: None, expected a tensor of float32", x=None)
     bad(TypeError, "any: float, expected a tensor", any=1.0)
     text = (
         r"x: not contiguous \(stride 2 in dimension 0 of shape \[2\]\), expected a contiguous "
@@ -305,7 +305,8 @@ def check_how_it_is_launched() -> None:
 
 
 def check_a_block_is_what_the_kernel_was_compiled_for() -> None:
-    image.kernel_facts, kept = (lambda image, exports: [8, 256, 8, 0]), image.kernel_facts
+    driver.fake_kernel(b"fixed", ctypes.c_uint64(8), 1024)
+    driver.fake_block(256)
     module, x = module_of("fixed", "any"), cuda(1)
     text = "launch: block: {} threads, expected 256, the kernel's kNumThreads"
     for block, threads in ((128, 128), (1024, 1024), ((32, 4), 128)):
@@ -317,11 +318,10 @@ def check_a_block_is_what_the_kernel_was_compiled_for() -> None:
         assert f"grid 1,1,1 block {said} " in log()
     module.launch("any", x, grid=1, block=128)
     assert "grid 1,1,1 block 128,1,1 " in log()
-    image.kernel_facts = kept
 
 
 def check_no_gpu_is_said() -> None:
-    device.device_and_stream, kept = real_device_and_stream, device.device_and_stream
+    launch.device_and_stream, kept = real_device_and_stream, launch.device_and_stream
     refused(
         UnsupportedError,
         "launch: there is no CUDA device",
@@ -331,4 +331,4 @@ def check_no_gpu_is_said() -> None:
         grid=1,
         block=1,
     )
-    device.device_and_stream = kept
+    launch.device_and_stream = kept

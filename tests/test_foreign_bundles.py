@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from entries import nested
 
-from jitkern.fs import sha256
+from jitkern.fs import digest, sha256
 from jitkern.jit.record import replay
 
 TEXT = {"record": 2, "text": "int x;\n"}
@@ -130,7 +130,7 @@ def test_a_record_lays_out_nothing_outside_of_its_folder(tmp_path: Path) -> None
     assert list((tmp_path / "laid").iterdir()) == []
     line = {**LINE, "options": {**LINE["options"], "extra_include_paths": ["./.", "./more/inc"]}}
     (one,) = replay(written(tmp_path / "used.jsonl", TEXT, line))
-    tree = tmp_path / "laid" / one.tree
+    tree = tmp_path / "laid" / digest(one.files)
     assert one.unpack(tmp_path / "laid").options == {
         "device_files": [str(tree / "src/a.cu")],
         "extra_include_paths": [str(tree), str(tree / "more/inc")],

@@ -1,4 +1,4 @@
-"""The host module: built once, shipped, refused with advice. Stand-in sources."""
+"""The host module: built once, shipped, refused with advice; calls through it. Stand-in sources."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from host_stand_in import forget, write_csrc
 from needs import needs_cxx
 
+from jitkern.arch import Arch
 from jitkern.cache.entry import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.env import settings
@@ -135,10 +137,15 @@ def test_the_shipped_library_is_portable(built: Path) -> None:
     assert "RUNPATH" not in text
 
 
-def test_a_mismatch_of_tvm_ffi_is_rebuilt_where_there_is_a_compiler(
-    shipped: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["another tvm-ffi", "damaged"])
+def test_what_does_not_fit_is_built_again(
+    shipped: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    edit_meta(shipped, tvm_ffi="0.9.0")
+    (library,) = shipped.rglob("*.so")
+    if how == "damaged":
+        library.write_bytes(library.read_bytes()[:5000])
+    else:
+        edit_meta(shipped, tvm_ffi="0.9.0")
     assert host.module()["answer"]() == 42
     assert "building" in caplog.text
     assert len(Cache(empty_cache).entries()) == 1
@@ -173,15 +180,6 @@ def test_nothing_shipped_and_no_compiler(stand_in: Path, monkeypatch: pytest.Mon
     no_compiler(monkeypatch)
     with pytest.raises(ToolchainError, match=r"is not shipped .* install g\+\+"):
         host.module()
-
-
-def test_a_damaged_shipped_library_is_no_crash(
-    shipped: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (library,) = shipped.rglob("*.so")
-    library.write_bytes(library.read_bytes()[:5000])
-    assert host.module()["answer"]() == 42
-    assert "building" in caplog.text
 
 
 def test_frozen_says_so(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +225,82 @@ sys.addaudithook(forbidden)
 assert host.module()["answer"]() == 42
 """
     fresh_python(code, str(host.CSRC), str(shipped), *host.CFLAGS)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+class Kernels:
+    exports = ("one", "two")
+    launch_config = (7, 8)
+
+    def __init__(self, image: bytes | Exception) -> None:
+        self.answer = image
+
+    def image(self, arch: Arch) -> bytes:
+        assert arch == Arch(9, 0)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_ops_resolve_through_python(shipped: Path) -> None:
+    seen: list[dict[str, int]] = []
+
+    def kernel(**spec: int) -> Kernels:
+        seen.append(spec)
+        return Kernels(b"12345")
+
+    demo = host.op("demo", kernel)
+    assert demo(656, 16) == 70205  # image, entry points and configuration
+    assert seen == [{"rows": 656, "bytes": 16}]
+    host._builders["demo"] = lambda bytes_, lines: Kernels(b"")  # of other parameters
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
+        demo(656, 16)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CompileError("demo: failed", command="nvrtc", log="line 1", source="text"),
+        FrozenError("demo: missing"),
+        ToolchainError("no NVRTC; install it"),
+    ],
+)
+def test_exceptions_survive_the_way_through_cxx(shipped: Path, error: Exception) -> None:
+    demo = host.op("demo", lambda **_: Kernels(error))
+    with pytest.raises(type(error)) as caught:
+        demo(1, 2)
+    assert caught.value is error
+    assert host.ThroughCpp.waiting == {}
+
+
+def test_two_threads_may_fail_with_the_same_words() -> None:
+    errors = [FrozenError("demo: missing") for _ in range(2)]
+    words = []
+    for error in errors:
+        with pytest.raises(host.ThroughCpp) as caught, host.through_cpp():
+            raise error
+        words.append(str(caught.value))
+    assert [host.ThroughCpp(text) for text in words] == errors
+
+
+@pytest.mark.parametrize(
+    ("mode", "outcome"),
+    [
+        ("raise", pytest.raises(IndexError, match="row 3 was skipped")),
+        ("warn", pytest.warns(RuntimeWarning, match="row 3 was skipped")),
+        ("ignore", nullcontext()),
+    ],
+)
+def test_what_python_says_of_faults_is_what_cxx_does(
+    shipped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    outcome: AbstractContextManager[object],
+) -> None:
+    monkeypatch.setenv("JITKERN_FAULTS", mode)
+    settings.cache_clear()
+    module = host.module()
+    with outcome:
+        module["fault"]("row 3 was skipped")

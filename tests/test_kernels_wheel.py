@@ -25,7 +25,7 @@ from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.store import SHIPPED_WILL_DO
 from jitkern.cli import doctor
-from jitkern.jit.image import DeviceImage
+from jitkern.jit.device import DeviceImage
 from jitkern.ops import device_ops
 from jitkern.ops.store import kernel
 from jitkern.warming import _sized_ops

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from needs import needs_nvcc, needs_nvrtc
@@ -79,7 +81,7 @@ def test_other_toolchains_entry_counts_only_where_there_is_none(
     def missing() -> None:
         raise ToolchainError("no NVRTC; install one")
 
-    monkeypatch.setattr("jitkern.jit.image.find_nvrtc", missing)
+    monkeypatch.setattr("jitkern.jit.device.find_nvrtc", missing)
     assert tiny().image(SM_90) == b"foreign"
     monkeypatch.setattr("jitkern.compilers.nvrtc.find_nvrtc", missing)
     with pytest.raises(ToolchainError, match="install one"):
@@ -307,14 +309,14 @@ def test_a_name_means_one_file(folder: Path) -> None:
         ),
         (lambda: load_aot("x"), ValueError, "load_aot: cpp_files, cuda_files: all empty, expected"),
         (
-            lambda: load_jit("x", device_files=["tiny.cu"], device_wrappers=[]),
-            ValueError,
-            "load_jit: device_wrappers: empty",
-        ),
-        (
             lambda: load_jit("x", cpp_files=["scale.cc"], cpp_wrappers=[("a b", "scale<4>")]),
             ValueError,
             "load_jit: cpp_wrappers: name 'a b', expected a C identifier",
+        ),
+        (
+            lambda: load_aot("x", cpp_files=["scale.cc"], extra_ldflags=["-g", '-DX="a']),
+            ValueError,
+            "load_aot: extra_ldflags: '-DX=\"a': No closing quotation, expected words quoted as in",
         ),
         (lambda: tiny().image("9.0"), TypeError, r"image: arch: '9\.0', expected an Arch"),
         (lambda: tiny().launch("nope", grid=1), ValueError, "launch: export: 'nope', expected one"),
@@ -326,6 +328,57 @@ def test_wrong_arguments(
 ) -> None:
     with pytest.raises(error, match=f"^{says}"):
         call()
+
+
+PAIR = "expected (name, class) or (name, class, params)"
+ONE_OF_TWO = (
+    "cpp_files, cpp_wrappers: one without the other along with device_files; expected a function "
+    "for kernels on the CPU, or neither"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "wrong"),
+    [
+        (TypeError, "device_files: 'tiny.cu', expected a list: ['tiny.cu']", "tiny.cu"),
+        (TypeError, "device_files[0]: int, expected a path", [3]),
+        (FileNotFoundError, "device_files: '.' is no file", ["."]),
+        (TypeError, "extra_cuda_cflags[0]: int, expected a str", [3]),
+        (TypeError, "extra_cuda_cflags: '-g', expected a list: ['-g']", "-g"),
+        (TypeError, "build_directory: int, expected a path", 3),
+        (
+            TypeError,
+            "device_wrappers: 'scale', expected a list: [('scale', 'Scale<256>')]",
+            "scale",
+        ),
+        (ValueError, "device_wrappers: empty, expected (name, class) pairs", []),
+        (TypeError, f"device_wrappers[0]: 'scale', {PAIR}", ("scale", "Scale<256>")),
+        (TypeError, f"device_wrappers[0]: ('a', 'A', ['int x']), {PAIR}", [("a", "A", ["int x"])]),
+        (
+            TypeError,
+            "cpp_wrappers[0]: ('tiny', 'f', 'int n'), expected (name, expression)",
+            [("tiny", "f", "int n")],
+        ),
+        (
+            ValueError,
+            "cpp_wrappers: 'tny', expected the name of a kernel: tiny",
+            [("tny", "scale")],
+        ),
+        (ValueError, ONE_OF_TWO, ["scale.cc"]),
+        (ValueError, "extra_cflags, extra_ldflags: given without cpp_files", ["-g"]),
+        (ValueError, "cuda_files: given along with device_files", ["single.cu"]),
+    ],
+)
+def test_mistakes_in_the_arguments_are_named(
+    folder: Path, error: type[Exception], message: str, wrong: Any
+) -> None:
+    given: dict[str, Any] = {"device_files": ["tiny.cu"], "device_wrappers": [("tiny", "Tiny<4>")]}
+    name = "cpp_files" if message == ONE_OF_TWO else re.split(r"[:\[,]", message)[0]
+    if name == "cpp_wrappers":
+        given["cpp_files"] = ["scale.cc"]
+    with pytest.raises(error) as caught:
+        load_jit("tiny", **{**given, name: wrong})
+    assert str(caught.value) == f"load_jit: {message}"
 
 
 def test_no_gpu_and_no_arch_says_what_to_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

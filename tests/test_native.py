@@ -1,7 +1,8 @@
-"""load_jit and load_aot on the C++ and CUDA routes."""
+"""load_jit and load_aot on the C++ and CUDA routes, and what is part of a library's key."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,39 @@ from needs import needs_cxx, needs_nvcc
 from tiny import compiles
 
 from jitkern.arch import Arch
+from jitkern.cache.get import freeze
 from jitkern.cache.store import Cache
+from jitkern.compilers import cxx
 from jitkern.env import settings
-from jitkern.errors import CompileError
-from jitkern.jit.loader import load_aot, load_jit, native_library
-from jitkern.jit.record import Specialisation
+from jitkern.errors import CompileError, FrozenError, JitkernError
+from jitkern.jit import native
+from jitkern.jit.loader import checked, load_aot, load_jit
+from jitkern.jit.native import NativeLibrary
+from jitkern.jit.record import replay
+
+# By the C ABI, which takes 0.03 s to compile; the header for C++ takes 1.5 s.
+OWN_CC = """\
+#include <tvm/ffi/c_api.h>
+long own();
+extern "C" __attribute__((visibility("default"))) int __tvm_ffi_value(
+    void*, const TVMFFIAny*, int32_t, TVMFFIAny* result) {
+  result->type_index = kTVMFFIInt;
+  result->v_int64 = own();
+  return 0;
+}
+"""
+HEADER_CC = f'#include "x.h"\n{OWN_CC}long own() {{ return VALUE; }}\n'
+
+
+def put(path: str, text: str) -> Path:
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def load(**options: Any) -> Any:
+    return load_aot("v", cpp_files=["own.cc"], **options)
 
 
 @needs_cxx
@@ -23,146 +52,23 @@ def test_cpp_files_with_wrappers(folder: Path, empty_cache: Path) -> None:
 
     before = compiles()
 
-    def load(n: int) -> Any:
+    def scale(n: int) -> Any:
         wrappers = [("scale", f"scale<{n}>"), ("rows", "rows")]
-        return load_jit("scale", str(n), cpp_files=["scale.cc"], cpp_wrappers=wrappers)
+        return load_jit(
+            "scale", str(n), cpp_files=["scale.cc"], cpp_wrappers=wrappers, build_directory="build"
+        )
 
-    assert load(4)["scale"](10) == 40
-    assert load(4).rows(torch.zeros(3, 2)) == 3
+    assert scale(4)["scale"](10) == 40
+    assert scale(4).rows(torch.zeros(3, 2)) == 3
     assert compiles() - before == 1
     (entry,) = Cache(empty_cache).entries()
     assert (entry.key.op, entry.key.args, entry.key.route) == ("scale", ("4",), "cxx")
-    assert list(folder.glob("*.so")) == []  # nothing is left beside the sources
-
-
-@needs_cxx
-def test_flags_in_cxx_are_part_of_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that was built with others was loaded."""
-    Path("value.cc").write_text("int64_t value() { return VALUE; }\n")
-    for value in (3, 5):
-        monkeypatch.setenv("CXX", f"c++ -DVALUE={value}")
-        settings.cache_clear()
-        module = load_jit("value", cpp_files=["value.cc"], cpp_wrappers=[("value", "value")])
-        assert module.value() == value
-
-
-@needs_cxx
-def test_headers_of_the_environment_are_part_of_the_key(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What CPATH=a had built was loaded under CPATH=b, and where it could not be built at all."""
-    Path("value.cc").write_text("#include <outside.h>\nint64_t value() { return VALUE; }\n")
-    for name in "ab":
-        (folder / name).mkdir()
-        (folder / name / "outside.h").write_text(f"#define VALUE {ord(name)}\n")
-
-    def value() -> int:
-        module = load_jit("value", cpp_files=["value.cc"], cpp_wrappers=[("value", "value")])
-        return int(module.value())
-
-    with pytest.raises(CompileError, match=r"outside\.h"):
-        value()
-    before = compiles()
-    for name, built in (("a", 1), ("b", 2), ("a", 2)):
-        monkeypatch.setenv("CPATH", str(folder / name))  # at any time: it is no setting
-        assert (value(), compiles() - before) == (ord(name), built)
-    monkeypatch.delenv("CPATH")
-    with pytest.raises(CompileError, match=r"outside\.h"):
-        value()
-
-
-def used(ldflags: list[str] | None = None, **files: list[str]) -> Specialisation:
-    kind = "cuda" if "cuda_files" in files else "cpp"
-    options: dict[str, Any] = {f"{kind}_wrappers": [["value", "value"]]}
-    options |= {
-        name: [str(Path(file).absolute()) for file in given] for name, given in files.items()
-    }
-    return Specialisation("load_jit", ("value",), {**options, "extra_ldflags": ldflags or []}, "")
-
-
-@pytest.mark.parametrize(
-    ("variable", "counts_for"),
-    [
-        ("CPATH", {"c++", "linked", "cuda"}),
-        ("CPLUS_INCLUDE_PATH", {"c++", "linked", "cuda"}),
-        ("LIBRARY_PATH", {"linked"}),
-        ("NVCC_APPEND_FLAGS", {"cuda"}),
-        ("PTXAS_FLAGS", {"cuda"}),
-        ("SOURCE_DATE_EPOCH", set()),
-    ],
-)
-def test_which_variables_are_part_of_the_key(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str, counts_for: set[str]
-) -> None:
-    def keys() -> dict[str, str]:
-        made = {
-            "c++": native_library(used(cpp_files=["scale.cc"]), None),
-            "linked": native_library(used(["-lz"], cpp_files=["scale.cc"]), None),
-            "cuda": native_library(used(cuda_files=["single.cu"]), Arch(9, 0)),
-        }
-        return {name: str(library.key) for name, library in made.items()}
-
-    monkeypatch.delenv(variable, raising=False)
-    unset = keys()
-    monkeypatch.setenv(variable, "")
-    assert keys() == unset
-    seen = [unset]
-    for value in ("/a", "/b\udcff"):
-        monkeypatch.setenv(variable, value)
-        seen.append(keys())
-    for name in unset:
-        assert len({one[name] for one in seen}) == (3 if name in counts_for else 1), name
-
-
-@pytest.mark.parametrize("argument", ["extra_cflags", "extra_cuda_cflags", "extra_ldflags"])
-def test_an_open_quote_is_named(folder: Path, argument: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        load_jit(
-            "scale",
-            cpp_files=["scale.cc"],
-            cpp_wrappers=[("scale", "scale<4>")],
-            **{argument: ["-g", '-DX="a']},
-        )
-    assert str(caught.value) == (
-        f"load_jit: {argument}: '-DX=\"a': No closing quotation, "
-        "expected words quoted as in a shell"
-    )
-
-
-@needs_cxx
-def test_load_aot_and_its_flags(folder: Path) -> None:
-    (folder / "own.cc").write_text(
-        "#include <tvm/ffi/function.h>\n#include <extra.h>\n"
-        "TVM_FFI_DLL_EXPORT_TYPED_FUNC(twice, [](int64_t x) { return x * FACTOR + EXTRA; });\n"
-    )
-    (folder / "more").mkdir()
-    (folder / "more" / "extra.h").write_text("#define EXTRA 1\n")
-    for how in (
-        {"extra_cflags": ["-DFACTOR=2"], "extra_include_paths": ["more"]},
-        {"extra_cflags": ["-DFACTOR=2", f"-I{folder}/more"]},
-    ):
-        before = compiles()
-        module = load_aot("own", cpp_files=[str(folder / "own.cc")], **how)
-        assert module["twice"](10) == 21
-        assert compiles() - before <= 1
-    assert before == compiles()  # an -I flag is an include path: the same key
-
-
-@needs_cxx
-def test_build_directory_keeps_the_files(folder: Path) -> None:
     build = folder / "build"
-    wrappers = [("scale", "scale<3>")]
-
-    def load() -> Any:
-        return load_jit(
-            "scale", "3", cpp_files=["scale.cc"], cpp_wrappers=wrappers, build_directory=build
-        )
-
-    assert load()["scale"](2) == 6
-    assert {"build.ninja", "main.cc", "scale_3.so"} <= {path.name for path in build.iterdir()}
-    (build / "scale_3.so").unlink()
-    assert load()["scale"](2) == 6  # from the cache, and put there again
-    assert (build / "scale_3.so").exists()
+    assert {"build.ninja", "main.cc", "scale_4.so"} <= {path.name for path in build.iterdir()}
+    (build / "scale_4.so").unlink()
+    assert scale(4)["scale"](2) == 8  # from the cache, and put there again
+    assert (build / "scale_4.so").exists()
+    assert list(folder.glob("*.so")) == []  # nothing is left beside the sources
 
 
 @needs_cxx
@@ -171,12 +77,9 @@ def test_errors_of_the_cpp_route(folder: Path) -> None:
     with pytest.raises(CompileError, match=r"scale\.cc:1") as caught:
         load_jit("scale", cpp_files=["scale.cc"])
     assert "c++" in caught.value.command or "g++" in caught.value.command
-    (folder / "scale.cc").write_text(
-        "extern int nowhere();\n"
-        'extern "C" int __tvm_ffi_f(void*, const void*, int, void*) { return nowhere(); }\n'
-    )
-    with pytest.raises(CompileError, match="nowhere"):
-        load_aot("scale", cpp_files=["scale.cc"], extra_ldflags=["-Wl,-z,now"])
+    put("own.cc", OWN_CC)
+    with pytest.raises(CompileError, match="own"):
+        load(extra_ldflags=["-Wl,-z,now"])
 
 
 @needs_nvcc
@@ -186,15 +89,11 @@ def test_a_single_source_cu_loads_as_in_mini_sglang(
 ) -> None:
     monkeypatch.setenv("JITKERN_ARCH", "9.0")
     settings.cache_clear()
-
-    def load() -> Any:
-        return load_jit(
-            "add", "2", cuda_files=["single.cu"], cuda_wrappers=[("launch", "AddKernel<2>::run")]
-        )
-
+    wrappers = [("launch", "AddKernel<2>::run")]
     before = compiles()
-    assert callable(load().launch)
-    assert callable(load().launch)
+    for _ in range(2):
+        module = load_jit("add", "2", cuda_files=["single.cu"], cuda_wrappers=wrappers)
+        assert callable(module.launch)
     assert compiles() - before == 1
     (entry,) = Cache(empty_cache).entries()
     assert (entry.key.route, entry.key.arch) == ("cuda", "9.0")
@@ -211,3 +110,221 @@ def test_a_single_source_cu_runs(folder: Path) -> None:
     module = load_jit("add", "2", cuda_files=["single.cu"], cuda_wrappers=wrappers)
     module.launch(x)
     assert torch.equal(x, torch.arange(1000, device="cuda", dtype=torch.float32) + 2)
+
+
+# -- the key ---------------------------------------------------------------------------------------
+
+
+def key(file: str = "own.cc", arch: Arch | None = None, **options: Any) -> str:
+    kind = "cuda_files" if arch else "cpp_files"
+    return str(NativeLibrary(checked("load_aot", ["v"], {kind: [file], **options}), arch).key)
+
+
+@pytest.mark.parametrize(
+    ("variable", "counts_for"),
+    [
+        ("CPATH", {"c++", "linked", "cuda"}),
+        ("CPLUS_INCLUDE_PATH", {"c++", "linked", "cuda"}),
+        ("LIBRARY_PATH", {"linked"}),
+        ("NVCC_APPEND_FLAGS", {"cuda"}),
+        ("PTXAS_FLAGS", {"cuda"}),
+        ("SOURCE_DATE_EPOCH", set()),
+    ],
+)
+def test_which_variables_are_part_of_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str, counts_for: set[str]
+) -> None:
+    """What CPATH=a had built was loaded under CPATH=b, and where it could not be built at all."""
+
+    def keys() -> dict[str, str]:
+        linked = key("scale.cc", extra_ldflags=["-lz"])
+        return {
+            "c++": key("scale.cc"),
+            "linked": linked,
+            "cuda": key("single.cu", Arch(9, 0)),
+        }
+
+    monkeypatch.delenv(variable, raising=False)
+    unset = keys()
+    monkeypatch.setenv(variable, "")
+    assert keys() == unset
+    seen = [unset]
+    for value in ("/a", "/b\udcff"):
+        monkeypatch.setenv(variable, value)
+        seen.append(keys())
+    for name in unset:
+        assert len({one[name] for one in seen}) == (3 if name in counts_for else 1), name
+
+
+def test_flags_in_cxx_are_part_of_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was built with others was loaded."""
+    seen = set()
+    for value in (3, 5):
+        monkeypatch.setenv("CXX", f"c++ -DVALUE={value}")
+        settings.cache_clear()
+        seen.add(key("scale.cc"))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("x.h", {}),
+        ("more/x.h", {"extra_include_paths": ["more"]}),
+        ("more/x.h", {"extra_cflags": ["-Imore"]}),
+        ("more/x.h", {"extra_cflags": ["-isystem more"]}),
+        ("more/y.h", {"extra_cflags": ["-include", "more/y.h"]}),
+        ("more/y.h", {"extra_cflags": ["-Imore -include y.h"]}),
+        ("deep/z.h", {"extra_cflags": ["-Imore"]}),
+    ],
+)
+def test_a_header_that_changes_is_noticed(
+    folder: Path, place: str, options: dict[str, Any]
+) -> None:
+    put("own.cc", HEADER_CC)
+    put("more/x.h", '#include "../deep/z.h"\n')
+    keys = []
+    for value in (3, 5, 3):
+        put(place, f"#define VALUE {value}\n")
+        keys.append(key(**options))
+    assert keys[0] == keys[2] != keys[1]
+
+
+@needs_cxx
+def test_headers_are_found_as_the_key_says(folder: Path) -> None:
+    """By flags and by include paths, which are one key; by a macro, which none knows."""
+    put("own.cc", f"#define X <x.h>\n#include X\n{OWN_CC}long own() {{ return VALUE; }}\n")
+    put("more/x.h", "#define VALUE 3 * FACTOR\n")
+    before = compiles()
+    for how in (
+        {"extra_cflags": ["-DFACTOR=2"], "extra_include_paths": ["more"]},
+        {"extra_cflags": ["-DFACTOR=2", f"-I{folder}/more"]},
+    ):
+        assert load(**how).value() == 6
+    assert compiles() - before == 1
+
+
+def test_headers_of_torch_go_by_its_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 5000, which take 3 s to read."""
+    put("own.cc", "#include <ATen/ATen.h>\n")
+    put("torch/ATen/ATen.h", "#define VALUE 3\n")
+    options = {"extra_include_paths": ["torch"]}
+    before = key(**options)
+    put("torch/ATen/ATen.h", "#define VALUE 4\n")
+    assert key(**options) == before
+    monkeypatch.setattr(native, "_torch_version", lambda: "torch 99")
+    assert key(**options) != before
+
+
+@pytest.mark.parametrize(
+    "ldflags",
+    [
+        ["{folder}/libs/libown.a"],
+        ["libs/libown.a"],
+        ["-Llibs -lown"],
+        ["-L.", "-L libs", "-l:libown.a"],
+        ["-Wl,--whole-archive,libs/libown.a,--no-whole-archive"],
+    ],
+)
+def test_an_archive_that_is_built_again_is_noticed(folder: Path, ldflags: list[str]) -> None:
+    """Relative ones are relative to this directory, and not to that of the build."""
+    put("own.cc", OWN_CC)
+    given = [word.format(folder=folder) for word in ldflags]
+    keys = []
+    for text in ("one", "two"):
+        put("libs/libown.a", text)
+        keys += [key(extra_ldflags=given)] * 2
+    assert len(set(keys)) == 2
+
+
+def test_which_words_of_the_linker_name_files(folder: Path) -> None:
+    for name in ("a.o", "libb.a", "now", "exports.map", "libs/libd.a", "libs/libe.so", "more.txt"):
+        put(name, "")
+    given = ["a.o", "gone.o", "-z", "now", "-Wl,--version-script=exports.map,-rpath,libs", "-lm"]
+    given += ["-L=/usr/lib", "-Llibs", "-ld", "-le", "libs/libe.so", "@more.txt", "-pthread"]
+    paths: dict[str, list[str]] = {}
+    flags = native._with_absolute_paths(given, paths)
+    assert flags == [
+        f"{folder}/a.o",
+        "gone.o",
+        *("-z", "now"),
+        f"-Wl,--version-script={folder}/exports.map,-rpath,libs",
+        "-lm",
+        "-L=/usr/lib",
+        f"-L{folder}/libs",
+        *("-ld", "-le"),
+        f"{folder}/libs/libe.so",
+        f"@{folder}/more.txt",
+        "-pthread",
+    ]
+    names = ["a.o", "exports.map", "libs/libd.a", "more.txt"]
+    assert sorted(native._archives(flags, paths)) == [f"{folder}/{name}" for name in names]
+
+
+@needs_cxx
+def test_a_source_that_changes_during_the_build_is_not_published(
+    folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("own.cc", HEADER_CC)
+    put("x.h", "#define VALUE 3\n")
+    real = cxx.build
+
+    def build_and_edit(*args: Any, **options: Any) -> Path:
+        library = real(*args, **options)
+        put("x.h", "#define VALUE 5\n")
+        return library
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cxx, "build", build_and_edit)
+        with pytest.raises(JitkernError, match="a source changed while it was built; load it ag"):
+            load()
+    assert not list(empty_cache.rglob("*.so"))
+    assert load().value() == 5
+
+
+@needs_cxx
+def test_another_compiler_is_another_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, or frozen, that of any compiler is good."""
+    put("own.cc", f"{OWN_CC}long own() {{ return __GNUC__ * 0 + VERSION; }}\n")
+    script = folder / "tools/g++"
+
+    def use(version: int) -> None:
+        says = f"if [ $1 = --version ]; then echo g++ {version}.1.0; exit; fi"
+        put(
+            "tools/g++",
+            f'#!/bin/sh\n{says}\nexec {shutil.which("c++")} -DVERSION={version} "$@"\n',
+        )
+        script.chmod(0o755)
+
+    monkeypatch.setenv("CXX", "tools/g++")
+    settings.cache_clear()
+    for version in (12, 13):
+        use(version)
+        assert load().value() == version
+    script.unlink()
+    assert load().value() in (12, 13)
+    use(14)
+    freeze()
+    assert load().value() in (12, 13)
+    put("own.cc", f"{OWN_CC}long own() {{ return 1; }}\n")
+    with pytest.raises(FrozenError):
+        load()
+
+
+@needs_cxx
+def test_a_record_brings_headers_and_names_archives_by_their_whole_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An archive lies where it lies: a record brings sources. Replay may run in any directory."""
+    record = tmp_path / "run.jsonl"
+    monkeypatch.setenv("JITKERN_RECORD", str(record))
+    settings.cache_clear()
+    put("own.cc", f'#include "x.h"\n{OWN_CC}long own() {{ return 3; }}\n')
+    put("x.h", "")
+    put("exports.map", "{ global: __tvm_ffi_*; };\n")
+    load(extra_ldflags=["-Wl,--version-script=exports.map"])
+    record.chmod(0o600)
+    (one,) = replay(record)
+    named = f"-Wl,--version-script={folder}/exports.map"
+    assert one.used.options["extra_ldflags"] == [named]
+    assert sorted(one.files) == ["./own.cc", "./x.h"]

@@ -13,7 +13,7 @@ from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 from jitkern.host import module as host
-from jitkern.jit import image as jit_image
+from jitkern.jit import device as jit_device
 
 OLD, NEW = "nvrtc-12.9", "nvrtc-13.1"
 
@@ -33,7 +33,7 @@ def publish(cache: Cache, variant: str, built_unix_s: float, kind: str = "cubin"
 
 
 def frozen_with(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setattr(jit_image, "compiler_id", lambda: variant)
+    monkeypatch.setattr(jit_device, "compiler_id", lambda: variant)
     jitkern.freeze()
 
 
@@ -41,9 +41,9 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] | 
     def missing() -> str:
         raise ToolchainError("no NVRTC; install one")
 
-    monkeypatch.setattr(jit_image, "compiler_id", missing)
+    monkeypatch.setattr(jit_device, "compiler_id", missing)
     if driver is not None:
-        monkeypatch.setattr(jit_image, "_driver_version", lambda: driver)
+        monkeypatch.setattr(jit_device, "_driver_version", lambda: driver)
 
 
 def taken() -> str:
@@ -118,10 +118,10 @@ def test_the_driver_is_asked_through_the_host_module(
         loaded = {"driver_version": lambda answer=answer: answer}
         lookup = host.Lookup("memo", 0.0, None, loaded)  # type: ignore[arg-type]
         monkeypatch.setattr(host, "find_built", lambda lookup=lookup: lookup)
-        assert jit_image._driver_version() == expected
+        assert jit_device._driver_version() == expected
 
     def failing() -> None:
         raise ModuleNotFoundError("tvm_ffi")
 
     monkeypatch.setattr(host, "find_built", failing)
-    assert jit_image._driver_version() == (0, 0)
+    assert jit_device._driver_version() == (0, 0)

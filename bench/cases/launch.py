@@ -23,7 +23,7 @@ PUSHES = (1, 128)
 def cases(ctx: Context) -> Iterator[Case]:
     """Yield what the guard measures."""
     # A launcher that is not told of a GPU: it checks sizes, packs, and gives up.
-    launch = host.launcher(("none",), lambda _: b"")
+    launch = host.module()["make_launch"](lambda *_: (b"", ("none",), ()), ())
     for arguments in ((1, 2.0, 64), (1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, True)):
         name = f"arguments to bytes, {len(arguments)}"
         call = partial(launch, 0, 1, 256, 0, False, False, None, -1, 0, *arguments)

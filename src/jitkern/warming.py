@@ -20,9 +20,9 @@ from jitkern.compilers.find import NVRTC_HINT
 from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
 from jitkern.fs import free_bytes, require_writable, scratch_folder
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule
-from jitkern.jit.image import compiler_id
-from jitkern.jit.loader import checked, has_cuda, load_device, native_library
+from jitkern.jit.device import DeviceModule, compiler_id
+from jitkern.jit.loader import checked, load_device
+from jitkern.jit.native import NativeLibrary, has_cuda
 from jitkern.jit.record import Recorded, Specialisation, replay
 from jitkern.ops import device_ops
 from jitkern.ops._ops import SIZES, Size, op_names, op_sizes
@@ -375,8 +375,8 @@ def _library_job(used: Specialisation, arch: Arch | None, load: bool) -> Job:
         ", ".join(rest),
         "" if arch is None else str(arch),
         # Made when it is asked for: tvm-ffi is imported for its key.
-        lambda: native_library(used, arch, load=load).find(),
-        lambda: native_library(used, arch, load=load).get(),
+        lambda: NativeLibrary(used, arch, load=load).find(),
+        lambda: NativeLibrary(used, arch, load=load).get(),
         is_library=True,
     )
 

@@ -272,6 +272,7 @@ CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, int*,
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
   return *function = new CUfunc_st{*module}, 0;
 }
+CUresult cuModuleGetGlobal_v2(CUdeviceptr*, size_t*, CUmodule, const char*) { return 1; }
 CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction) {
   return *value = attribute == kFunctionMaxThreadsPerBlock ? 1024 : 0, 0;
 }

@@ -7,24 +7,24 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jitkern.cache import get
-from jitkern.cache.entry import Key
+from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import BuildOutput
 from jitkern.cache.lock import build_lock
+from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
 from jitkern.compilers.load import platform_abi
-from jitkern.compilers.sources import include_dirs
+from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.env import settings
 from jitkern.errors import CacheError, ToolchainError
 from jitkern.fs import digest, scratch_folder
+from jitkern.host.module import HostModule
 
 _log = logging.getLogger("jitkern")
 
-# For the wheel. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
-PORTABLE_LDFLAGS = ("-s",)
 # They would bring headers that are in no key.
 _UNSET = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
@@ -83,39 +83,36 @@ def _build_folder(key: Key, csrc: Path) -> Iterator[tuple[Path, Path | None]]:
         yield folder, None
 
 
+def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
+    """Build the host module as an entry below `out_dir`, for the wheel.
+
+    Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
+    """
+    key = HostModule(csrc).key
+    # Stripped. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
+    built = build(key, csrc, ldflags=("-s",))
+    return Cache(Path(out_dir), shared=True).publish(key, built.variant, built.files, built.notes)
+
+
 def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
     """Build, after a line of log that says why; ToolchainError if that cannot be."""
     import tvm_ffi
 
-    shipped = _shipped_tvm_ffi(key)
-    against = f"built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
-    damaged = any(get.SHIPPED.glob(f"v1/{key.name}-*"))
-    if not cxx.toolchain_id():
-        if shipped is not None:
-            raise ToolchainError(
-                f"the shipped host module was {against}, and there is no C++ compiler to build "
-                f"another; pip install apache-tvm-ffi=={shipped}"
-            )
-        reason = "is damaged or was built from other sources" if damaged else "is not shipped"
-        raise ToolchainError(
-            f"the host module {reason} and there is no C++ compiler to build it; "
-            "install g++ (apt install g++) or a jitkern wheel"
-        )
-    if shipped is not None:
-        why = f"the shipped one was {against}"
-    elif damaged:
-        why = "the shipped one is damaged or was built from other sources"
-    else:
-        why = "a source checkout ships none"
-    # A warning, which Python shows if nobody has configured logging: it takes long.
-    _log.warning("jitkern: building the host module with c++: %s", why)
-    return build(key, csrc)
-
-
-def _shipped_tvm_ffi(key: Key) -> str | None:
-    """Return the version that a shipped library of these very sources was built against."""
-    try:
+    shipped = None
+    with suppress(CacheError):  # others can have written it, which has been said
         entry = get.shipped_cache().lookup(key)
-    except CacheError:
-        return None  # others can have written it, which has been said
-    return None if entry is None else str(entry.meta.get("tvm_ffi"))
+        shipped = None if entry is None else str(entry.meta.get("tvm_ffi"))
+    if shipped is not None:
+        why = f"was built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
+        cure = f"pip install apache-tvm-ffi=={shipped}"
+    else:
+        damaged = any(get.SHIPPED.glob(f"v1/{key.name}-*"))
+        why = "is damaged or was built from other sources" if damaged else "is not shipped"
+        cure = "install g++ (apt install g++) or a jitkern wheel"
+    if not cxx.toolchain_id():
+        raise ToolchainError(
+            f"the host module {why} and there is no C++ compiler to build it; {cure}"
+        )
+    # A warning, which Python shows if nobody has configured logging: it takes long.
+    _log.warning("jitkern: building the host module with c++: it %s", why)
+    return build(key, csrc)

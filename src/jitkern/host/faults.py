@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from jitkern.host import module as host
@@ -37,11 +36,19 @@ def check(device: int | str | torch.device | None = None) -> None:
     if device is None:
         device = "cuda"
     if not isinstance(device, int):
-        parsed = _parse(device)
+        try:
+            parsed = torch.device(device)
+        except TypeError:
+            kind = type(device).__name__
+            raise TypeError(f"check: device: {kind}, expected {_EXPECTED}") from None
+        except RuntimeError:
+            raise ValueError(f"check: device: {device!r}, expected {_EXPECTED}") from None
+        if parsed.type not in ("cpu", "cuda"):
+            raise ValueError(f"check: device: {parsed}, expected {_EXPECTED}")
         if parsed.type == "cpu" or not torch.cuda.is_available():
             return
         device = torch.cuda.current_device() if parsed.index is None else parsed.index
-    if isinstance(device, bool) or not 0 <= device < _max_devices():
+    if isinstance(device, bool) or not 0 <= device < host.module()["max_devices"]():
         raise ValueError(f"check: device: {device}, expected {_EXPECTED}")
     host.module()["check_faults"](device)
 
@@ -52,22 +59,3 @@ def is_of_earlier_call(error: Exception) -> bool:
     The text says so (csrc/host/fault.cc): the type is what the earlier op raises.
     """
     return "(found by an earlier call on cuda:" in str(error)
-
-
-@cache
-def _max_devices() -> int:
-    return int(host.module()["max_devices"]())
-
-
-def _parse(device: str | torch.device) -> torch.device:
-    import torch
-
-    try:
-        parsed = torch.device(device)
-    except TypeError:
-        raise TypeError(f"check: device: {type(device).__name__}, expected {_EXPECTED}") from None
-    except RuntimeError:
-        raise ValueError(f"check: device: {device!r}, expected {_EXPECTED}") from None
-    if parsed.type not in ("cpu", "cuda"):
-        raise ValueError(f"check: device: {parsed}, expected {_EXPECTED}")
-    return parsed

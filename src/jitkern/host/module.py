@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jitkern.arch import Arch
 from jitkern.cache import get
@@ -34,22 +35,8 @@ NAME = "jitkern_host"
 CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the cache may be shared
 
 
-class Kernels(Protocol):
-    """What an op's builder returns: an image per arch, its entry points, how they are launched."""
-
-    @property
-    def exports(self) -> Sequence[str]:
-        """Names of the kernels in the image."""
-
-    @property
-    def launch_config(self) -> Sequence[int]:
-        """Threads and PDL of each kernel, then vectors in flight and splits of a row."""
-
-    def image(self, arch: Arch) -> bytes:
-        """Return the code for `arch`."""
-
-
-Builder = Callable[..., Kernels]
+Builder = Callable[..., Any]
+"""What an op says is compiled for a specialisation: returns a :class:`jitkern.DeviceModule`."""
 
 _guard = ForkLocal(threading.RLock)
 _found: Lookup[Module] | None = None
@@ -76,10 +63,8 @@ def find() -> Lookup[Module]:
 def find_built() -> Lookup[Module] | None:
     """As :func:`find`, but None if it would have to be built."""
     with _guard.value:
-        if _found is None:
-            found = get.find(HostModule(CSRC))
-            return None if found is None else _initialised(found)
-    return _found
+        found = _found or get.find(HostModule(CSRC))
+        return found if found is None or found is _found else _initialised(found)
 
 
 def op(name: str, builder: Builder | None = None) -> Callable[..., Any]:
@@ -105,41 +90,6 @@ def op_now(name: str, builder: Builder) -> Callable[..., Any]:
     """As :func:`op`, but the function runs whatever PyTorch does: for PyTorch's own calls."""
     _builders[name] = builder
     return module()[f"{name}_now"]
-
-
-def launcher(
-    exports: Sequence[str],
-    image: Callable[[Arch], bytes],
-    signatures: Sequence[tuple[str, bool, Sequence[tuple[Any, ...]]]] = (),
-    facts: Callable[[bytes, Sequence[str]], Sequence[int]] = lambda *_: (),
-) -> Callable[..., Any]:
-    """Return the C++ function that launches the kernels of one image; see csrc/host/user_launch.cc.
-
-    `image` is called at the first launch on a GPU. `signatures` are each kernel's name, whether C++
-    does the same on the CPU, and its declared parameters, if any are. `facts` returns what the
-    image says of its kernels: :func:`jitkern.jit.image.kernel_facts`.
-    """
-
-    @_through_cpp()
-    def resolve(_op: str, _names: Any, _values: Any, arch: int) -> tuple[Any, ...]:
-        code = image(Arch(*divmod(arch, 10)))
-        return code, tuple(exports), tuple(facts(code, exports))
-
-    made: Callable[..., Any] = module()["make_launch"](resolve, signatures)
-    return made
-
-
-def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
-    """Build the host module as an entry below `out_dir`, for the wheel.
-
-    Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
-    """
-    from jitkern.cache.store import Cache
-    from jitkern.host.build import PORTABLE_LDFLAGS, build
-
-    key = HostModule(csrc).key
-    built = build(key, csrc, ldflags=PORTABLE_LDFLAGS)
-    return Cache(Path(out_dir), shared=True).publish(key, built.variant, built.files, built.notes)
 
 
 # -- finding it ------------------------------------------------------------------------------------
@@ -201,14 +151,13 @@ def _source_digests(csrc: str) -> dict[str, str]:
 def fits(built_against: str, installed: str) -> bool:
     """Tell whether a library built against one version of tvm-ffi runs with another."""
     built, have = _release(built_against), _release(installed)
-    return len(built) == 3 and built[:2] == have[:2] and built <= have
+    return bool(built) and built[:2] == have[:2] and built <= have
 
 
 def _release(version: str) -> tuple[int, ...]:
     """(0, 1, 15) of "0.1.15.post2"; empty for what is no version, as a meta may hold anything."""
-    parts = version.split(".")[:3]
-    plain = all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
-    return tuple(map(int, parts)) if plain else ()
+    match = re.match(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?![^.])", version, re.ASCII)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 # -- wiring ----------------------------------------------------------------------------------------
@@ -257,28 +206,17 @@ def torch_state() -> tuple[int, ...]:
 
 def _measured(gpu: str, cuda_version: int) -> Mapping[str, int]:
     """Return what `jitkern calibrate` has found on this machine. Called once for each GPU."""
-    if not any(map(_has_figures, folders())):
+    if not any(os.path.isdir(at) and any(at.glob("calibration-*")) for at in folders()):
         return {}  # nearly always, and 1 ms less than to import what reads them
     from jitkern.calibration import measured_figures
 
     return measured_figures(str(gpu), int(cuda_version))
 
 
-def _has_figures(folder: Path) -> bool:
-    try:
-        return any(name.startswith("calibration-") for name in os.listdir(folder))
-    except OSError:
-        return False
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
 # What takes the message of a fault; for None C++ raises it.
 _FAULT_HANDLERS: dict[str, Callable[[str], None] | None] = {
     "raise": None,
-    "warn": _warn,
+    "warn": lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2),
     "ignore": lambda _: None,
 }
 
@@ -296,7 +234,7 @@ class ThroughCpp(RuntimeError):  # noqa: N818 - it is never seen
 
 
 @contextmanager
-def _through_cpp() -> Iterator[None]:
+def through_cpp() -> Iterator[None]:
     """Carry a jitkern exception of this function through C++ unharmed."""
     try:
         yield
@@ -308,7 +246,7 @@ def _through_cpp() -> Iterator[None]:
         raise carrier from error
 
 
-@_through_cpp()
+@through_cpp()
 def _resolve(
     op_name: str, names: Sequence[str], values: Sequence[int], arch: int
 ) -> tuple[Any, ...]:

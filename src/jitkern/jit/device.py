@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-import weakref
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Lookup, find, get_or_build
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build
+from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO
 from jitkern.compilers.find import find_nvrtc
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
-from jitkern.errors import UnsupportedError
+from jitkern.errors import JitkernError, ToolchainError
 from jitkern.fs import digest, sha256, slug
-from jitkern.jit import image as images
-from jitkern.jit.params import Param, checks
+from jitkern.jit.launch import CpuForm, Launchable, ParamsOf
+from jitkern.jit.params import checks
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
 
@@ -32,16 +33,6 @@ DEVICE_ABI = 1
 
 Wrapper = tuple[str, str]
 """Name and template class of a kernel."""
-
-
-class CpuForm(NamedTuple):
-    """C++ functions that do on the CPU what the kernels in `names` do; `load` loads them."""
-
-    names: frozenset[str] = frozenset()
-    load: Callable[[], Any] = dict
-
-
-NO_CPU_FORM = CpuForm()
 
 # -- what messages advise --------------------------------------------------------------------------
 
@@ -69,51 +60,42 @@ def rows_hint(arch: object) -> str:
 # -- modules ---------------------------------------------------------------------------------------
 
 
-class DeviceModule:
+class DeviceModule(Launchable):
     """Kernels of one translation unit, compiled for each arch that is asked for.
 
     Made by :func:`jitkern.load_jit` with ``device_files``. Nothing is compiled before an image is
-    needed. Threads may share it.
-
-    Attributes
-    ----------
-    name
-        The kernel's name and template arguments, e.g. ``store_656_128_8_true_16_4_2``.
-    hint
-        Says for an arch how to build the kernel beforehand; FrozenError ends with it.
+    needed. Threads may share it. FrozenError ends with `hint`: how to build an arch beforehand.
     """
 
     def __init__(
         self,
         used: Specialisation,
-        files: Sequence[Path],
-        wrappers: Sequence[Wrapper],
         hint: Callable[[Arch], str] = record_hint,
         *,
-        params: Mapping[str, tuple[Param, ...]] = MappingProxyType({}),
-        cpu: CpuForm = NO_CPU_FORM,
+        params: ParamsOf | None = None,
+        cpu: CpuForm = CpuForm(),  # noqa: B008 - a NamedTuple
     ) -> None:
+        super().__init__(params or {}, cpu)
+        options = used.options
         self._used = used
         self.op: str = used.args[0]
         self.args: tuple[str, ...] = tuple(used.args[1:])
         self.name: str = slug("_".join(used.args))
-        self.wrappers: tuple[Wrapper, ...] = tuple(wrappers)
+        self.wrappers: tuple[Wrapper, ...] = tuple(
+            (export, kernel) for export, kernel, *_ in options["device_wrappers"]
+        )
         self.exports: tuple[str, ...] = tuple(export for export, _ in self.wrappers)
-        self.files: tuple[Path, ...] = tuple(files)
+        self.files: tuple[Path, ...] = tuple(map(Path, options["device_files"]))
         self.hint = hint
-        self.options: tuple[str, ...] = tuple(used.options.get("extra_cuda_cflags", ()))
-        include_dirs = list(map(Path, used.options.get("extra_include_paths", ())))
+        self.options: tuple[str, ...] = tuple(options.get("extra_cuda_cflags", ()))
+        include_dirs = list(map(Path, options.get("extra_include_paths", ())))
         self._cuda_dirs = _cuda_dirs(include_dirs)
         self.closure: Closure = include_closure(
-            render([_include_name(file) for file in files], wrappers, params),
+            render([_include_name(file) for file in self.files], self.wrappers, params),
             include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
         )
-        self._numbers = {export: number for number, export in enumerate(self.exports)}
-        self._images: dict[Arch, Lookup[bytes]] = {}
-        self._launchers: dict[str, Callable[..., Any]] = {}
-        self._params = params
-        self._cpu = cpu
         self.launch_config: tuple[int, ...] = ()
+        self._images: dict[Arch, Lookup[bytes]] = {}
 
     def __repr__(self) -> str:
         return f"DeviceModule({self.op!r}, {', '.join(self.args)})"
@@ -131,20 +113,17 @@ class DeviceModule:
 
     def lookup(self, arch: Arch) -> Lookup[bytes]:
         """Find the code for `arch`, or build it, and tell where it came from."""
-        return self._memo(arch) or self._kept(arch, get_or_build(images.DeviceImage(self, arch)))
+        return self._memo(arch) or self._kept(arch, get_or_build(DeviceImage(self, arch)))
 
     def find(self, arch: Arch) -> Lookup[bytes] | None:
         """As :meth:`lookup`, but None if it would have to be compiled."""
-        found = self._memo(arch)
-        if found is None:
-            found = find(images.DeviceImage(self, arch))
-            if found is not None:
-                self._kept(arch, found)
-        return found
+        memo = self._memo(arch)
+        found = memo or find(DeviceImage(self, arch))
+        return found if memo or found is None else self._kept(arch, found)
 
     def build_into(self, cache: Cache, arch: Arch) -> Entry:
         """Compile for `arch` and publish that in `cache`, even if other caches have it."""
-        image = images.DeviceImage(self, arch)
+        image = DeviceImage(self, arch)
         built = image.build()
         return cache.publish(image.key, built.variant, built.files, built.notes)
 
@@ -177,114 +156,6 @@ class DeviceModule:
         self.launch_config = (*flat, in_flight, splits)
         return self
 
-    def launch(
-        self,
-        export: str,
-        *args: Any,
-        grid: int | Sequence[int],
-        block: int | Sequence[int] | None = None,
-        shared_bytes: int = 0,
-        use_pdl: bool = False,
-        cluster: int | Sequence[int] | None = None,
-        cooperative: bool = False,
-    ) -> None:
-        """Launch a kernel on the current torch stream; returns at once.
-
-        If all tensors are on the CPU, the C++ function of the kernel's name is called with the same
-        arguments; grid, block and the like are only checked. The first call on a device loads the
-        code, once for all kernels of the module: they share its ``__device__`` variables. That
-        works while a stream is being captured, too.
-
-        Parameters
-        ----------
-        export
-            The kernel's name in ``device_wrappers``.
-        *args
-            Members of the kernel's ``Params``, in order. If these are known (see
-            :func:`jitkern.load_jit`), a number is converted to its member's type, and a tensor must
-            be contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
-            bool ``bool``, and only the bytes of all are checked. A ctypes value keeps its type. An
-            object with ``__dlpack__``, ``data_ptr()`` or ``__cuda_array_interface__`` is passed as
-            its pointer, as a tensor is.
-        grid, block
-            Numbers of blocks and threads, in one to three dimensions. A kernel whose class has
-            ``kNumThreads`` is launched with that many threads, also by default. Without it `block`
-            is required.
-        shared_bytes
-            Dynamic shared memory of a block, bytes, up to the GPU's limit (227 KiB on an H200).
-        use_pdl
-            Let the kernel start while the one before it drains (programmatic dependent launch, from
-            compute capability 9.0 on; elsewhere without effect). It must call
-            ``wait_for_earlier_kernels`` of ``jitkern/pdl.cuh`` before it touches what earlier
-            kernels write.
-        cluster
-            Blocks of a thread block cluster, one to three sizes that divide the grid's.
-        cooperative
-            Have all blocks resident at once, so that they may wait for each other.
-
-        Raises
-        ------
-        ValueError, TypeError
-            An unknown kernel, an argument that does not fit its member, arguments of other bytes
-            than the kernel's ``Params``, memory that this GPU cannot reach, sizes that no GPU has.
-        UnsupportedError
-            There is no GPU.
-        CompileError, ToolchainError
-            The first call on a device, or on the CPU, has to compile, and cannot.
-
-        Examples
-        --------
-        >>> module.launch("copy", dst, src, 1024, grid=4)  # doctest: +SKIP
-        """
-        number = self._numbers.get(export)
-        if number is None:
-            known = ", ".join(self.exports)
-            raise ValueError(f"launch: export: {export!r}, expected one of {known}")
-        launch = self._launchers.get("") or self._make_launcher()
-        kinds = set(map(type, args))
-        members = args
-        if not _PLAIN.issuperset(kinds):
-            members = tuple(_readable(export, self._params.get(export, ()), args))
-        how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
-        # A tensor of torch tells its stream on the way to C++; to ask torch for it takes 5 us.
-        is_told = not _TENSORS.isdisjoint(kinds)
-        try:
-            wanted = launch(*how, -1, is_told, *members)
-        except RuntimeError as error:
-            from jitkern.errors import name_unreadable
-
-            known_names = [param.name for param in self._params.get(export, ())]
-            names = known_names + [f"args[{i}]" for i in range(len(known_names), len(args))]
-            name_unreadable(error, export, **dict(zip(names, args, strict=False)))
-        if wanted is None:
-            return
-        if wanted == _ON_CPU:
-            self._cpu.load()[export](*_for_cpu(args, members))
-        else:
-            launch(*how, *device_and_stream(wanted), *members)
-
-    def _make_launcher(self) -> Callable[..., Any]:
-        from jitkern.host import module as host
-
-        # Weak, because C++ keeps the function: the module would hold itself.
-        this = weakref.proxy(self)
-        signatures = [
-            (
-                export,
-                export in self._cpu.names,
-                [param.for_cpp() for param in self._params.get(export, ())],
-            )
-            for export in self.exports
-        ]
-        made = host.launcher(
-            self.exports,
-            lambda arch: this.image(arch),
-            signatures,
-            lambda code, exports: images.kernel_facts(code, exports),
-        )
-        # Of two threads one is first, and both launch from what it loads.
-        return self._launchers.setdefault("", made)
-
     def cuda_headers(self) -> CudaHeaders | None:
         """Return CUDA's own headers that the sources may include; None if they name none."""
         if not self.closure.missing:
@@ -294,14 +165,6 @@ class DeviceModule:
 
         library = find_nvrtc() if settings().compiler == "nvrtc" else None
         return find_headers(self.closure.missing, self._cuda_dirs, library)
-
-    def given_headers_id(self) -> str:
-        """Name the state of ``extra_include_paths`` with CUDA's own headers; empty without."""
-        if not (self.closure.missing and self._cuda_dirs):
-            return ""
-        from jitkern.compilers.find import given_id
-
-        return given_id(self.closure.missing, self._cuda_dirs)
 
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""
@@ -316,6 +179,10 @@ class DeviceModule:
             "options": self.options,
             "arch": str(arch),
         }
+        if self.closure.missing and self._cuda_dirs:
+            from jitkern.compilers.find import given_id
+
+            content["given"] = given_id(self.closure.missing, self._cuda_dirs)
         describe = {
             "op": self.op,
             "args": list(self.args),
@@ -338,25 +205,24 @@ def load_own(
 
     Its FrozenError names the ``jitkern warm`` that was missing.
     """
-    files = [CSRC / file for file in device_files]
     options = {
-        "device_files": list(map(str, files)),
+        "device_files": [str(CSRC / file) for file in device_files],
         "device_wrappers": list(map(list, device_wrappers)),
     }
     return DeviceModule(
         Specialisation("load_jit", (name, *args), options, ""),
-        files,
-        device_wrappers,
         hint=lambda arch: warm_hint(name, args[0], arch, sized_by=sized_by),
     )
 
 
 def render(
-    includes: Sequence[str],
-    wrappers: Sequence[Wrapper],
-    params: Mapping[str, tuple[Param, ...]] = MappingProxyType({}),
+    includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsOf | None = None
 ) -> str:
     """Return the translation unit: an entry point for each kernel class, and checks of `params`.
+
+    With `params`, which may be empty, users launch the kernels: the size of an array then tells
+    C++ the ``kNumThreads`` of each, plus 1. No driver tells launch bounds without what registers
+    allow.
 
     Examples
     --------
@@ -370,12 +236,16 @@ def render(
     }
     <BLANKLINE>
     """
+    of_users, params = params is not None, params or {}
     lines = ["#include <jitkern/launch_bounds.cuh>"]
     lines += ["#include <jitkern/declared.cuh>"] if any(params.values()) else []
     lines += [f'#include "{name}"' for name in includes]
     for export, kernel in wrappers:
-        bounds = f"jitkern::num_threads<{kernel}>(0), jitkern::min_blocks<{kernel}>(0)"
-        lines += ['extern "C" __global__ void', f"__launch_bounds__({bounds})"]
+        threads = f"jitkern::num_threads<{kernel}>(0)"
+        if of_users:
+            lines.append(f'extern "C" __device__ char jitkern_threads_{export}[{threads} + 1];')
+        lines.append('extern "C" __global__ void')
+        lines.append(f"__launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))")
         lines.append(f"{export}(const __grid_constant__ {kernel}::Params params) {{")
         if params.get(export):
             lines.append(f"  using Params = {kernel}::Params;")
@@ -401,65 +271,119 @@ def _include_name(file: Path) -> str:
     return file.relative_to(CSRC).as_posix() if file.is_relative_to(CSRC) else str(file)
 
 
-# -- arguments of a launch -------------------------------------------------------------------------
-
-# What C++ reads as it is. The classes of torch's tensors join both sets when they are first seen.
-_PLAIN: set[type] = {int, float, bool}
-_TENSORS: set[type] = set()
-_ON_CPU = -2
-"""What C++ answers, having checked all, if all tensors are on the CPU."""
+# -- the code for one arch -------------------------------------------------------------------------
 
 
-def _readable(kernel: str, params: Sequence[Param], args: Sequence[Any]) -> list[Any]:
-    """Return `args` as C++ reads them: tensors, numbers, bytes or pointers; else TypeError."""
-    made = []
-    for position, arg in enumerate(args):
-        read = arg if type(arg) in _PLAIN else _read(arg)
-        if read is None:
-            what = f"launch: args[{position}]"
-            expected = "a tensor, int, float, bool or a ctypes value"
-            if position < len(params):
-                what, expected = f"{kernel}: {params[position].name}", params[position].expected
-            raise TypeError(f"{what}: {type(arg).__name__}, expected {expected}")
-        made.append(read)
-    return made
+class DeviceImage(Buildable[bytes]):
+    """The code of a module for one arch.
+
+    Its variant is the compiler's version and the state of CUDA's own headers. Without a compiler or
+    those headers an entry of any variant is good, as in a frozen process.
+    """
+
+    def __init__(self, module: DeviceModule, arch: Arch) -> None:
+        self._module = module
+        self._arch = arch
+        self.key: Key = module.key(arch)
+        try:
+            headers = module.cuda_headers()
+            self.variant: str = _variant(headers) if headers is None or headers.complete else ""
+        except ToolchainError:
+            self.variant = ""
+        self.has_compiler: bool = bool(self.variant)
+
+    def rank(self, meta: Mapping[str, Any]) -> int:
+        """What our compiler would make goes first, then what loads here for sure.
+
+        A driver loads cubins of its CUDA's major version and of older ones, and PTX of no newer
+        compiler. A shipped cubin of an NVRTC of the same CUDA, or of an older one, is as good.
+        """
+        made_with = str(meta["toolchain"])
+        if made_with == self.variant:
+            return EXACT
+        is_ptx = meta.get("kind") == "ptx"
+        made_by, ours = _cuda_version(made_with), self._cuda_version_here
+        loads = made_by <= ours if is_ptx else made_by[0] <= ours[0]
+        if made_by == _NO_VERSION or not loads:
+            return LOADS if ours == _NO_VERSION else MAY_LOAD
+        both_nvrtc = made_with.startswith("nvrtc-") and self.variant.startswith("nvrtc-")
+        return SHIPPED_WILL_DO if both_nvrtc and not is_ptx else LOADS
+
+    @cached_property
+    def _cuda_version_here(self) -> tuple[int, int]:
+        """Of our compiler, which is chosen to suit the driver; without one, of the driver."""
+        return _cuda_version(self.variant) if self.variant else _driver_version()
+
+    def load(self, entry: Entry) -> bytes:
+        return entry.data
+
+    def hint(self) -> str:
+        return self._module.hint(self._arch)
+
+    def build(self) -> BuildOutput:
+        # The compilers are imported here: a warm load needs neither, a cold one needs one.
+        start = time.perf_counter()
+        module = self._module
+        compile_: Callable[..., Any]
+        if settings().compiler == "nvrtc":
+            from jitkern.compilers import nvrtc
+
+            # The sources of the package have no need of what -minimal leaves out.
+            own = all(file.is_relative_to(CSRC) for file in module.files)
+            compile_ = partial(nvrtc.compile, minimal=own)
+        else:
+            from jitkern.compilers.nvcc import compile_with_nvcc as compile_
+        headers = module.cuda_headers()
+        variant = _variant(headers)
+        image = compile_(
+            module.closure.source,
+            # Not NAME.cu: a header of that name, the user's own file, would include itself.
+            name=f"{module.name}.instance.cu",
+            headers=module.closure.headers,
+            arch=self._arch,
+            options=module.options,
+            cuda_headers=headers,
+        )
+        notes = {
+            "kind": image.kind,
+            "log": image.log,
+            "build_ms": round((time.perf_counter() - start) * 1e3, 3),
+            "built_unix_s": round(time.time(), 3),
+        }
+        return BuildOutput(variant, {f"{slug(module.op)}.{image.kind}": image.data}, notes)
 
 
-def _read(arg: Any) -> Any:
-    """Return an argument as C++ reads it; None if it cannot."""
-    import torch
-    import tvm_ffi
-
-    if isinstance(arg, torch.Tensor):
-        _PLAIN.add(type(arg))
-        _TENSORS.add(type(arg))
-        return arg
-    if isinstance(arg, (ctypes._SimpleCData, ctypes.Structure)):
-        return bytes([ctypes.alignment(arg)]) + bytes(arg)
-    if hasattr(arg, "__dlpack__"):
-        return tvm_ffi.from_dlpack(arg)
-    if hasattr(arg, "data_ptr"):
-        return ctypes.c_void_p(arg.data_ptr())
-    if hasattr(arg, "__cuda_array_interface__"):
-        return ctypes.c_void_p(arg.__cuda_array_interface__["data"][0])
-    return None
+_NO_VERSION = (0, 0)
 
 
-def _for_cpu(args: Sequence[Any], members: Sequence[Any]) -> list[Any]:
-    """Return the arguments for a C++ function: numbers of ctypes become plain ones."""
-    return [
-        arg.value
-        if isinstance(arg, ctypes._SimpleCData) and not isinstance(arg, ctypes.c_void_p)
-        else member
-        for arg, member in zip(args, members, strict=True)
-    ]
+def _cuda_version(variant: str) -> tuple[int, int]:
+    """(13, 5) of nvrtc-13.5+... and of nvcc-13.5.12; (0, 0) of anything else."""
+    match = re.match(r"nv(?:rtc|cc)-([1-9][0-9]{0,3})\.([0-9]{1,4})(?![0-9])", variant)
+    return (int(match[1]), int(match[2])) if match else _NO_VERSION
 
 
-def device_and_stream(device: int) -> tuple[int, int]:
-    """Return a device, the current one for -1, and torch's current stream on it."""
-    import torch
+def _driver_version() -> tuple[int, int]:
+    """Return the newest CUDA that the driver knows; (0, 0) if there is none to be asked."""
+    # Imported here: nobody asks if there is a compiler.
+    from jitkern.host import module as host
 
-    if not torch.cuda.is_available():
-        raise UnsupportedError("launch: there is no CUDA device")
-    number = torch.cuda.current_device() if device < 0 else device
-    return number, torch.cuda.current_stream(number).cuda_stream
+    try:
+        found = host.find_built()
+        version = 0 if found is None else int(found.loaded["driver_version"]())
+    except (ImportError, RuntimeError, JitkernError):
+        return _NO_VERSION  # a launch says why
+    return version // 1000, version % 1000 // 10
+
+
+def compiler_id() -> str:
+    """Name the compiler for device code; ToolchainError if it is not installed."""
+    if settings().compiler == "nvrtc":
+        return find_nvrtc().id
+    from jitkern.compilers.find import find_nvcc
+
+    return find_nvcc().id
+
+
+def _variant(headers: CudaHeaders | None) -> str:
+    found = "" if headers is None else headers.id
+    return f"{compiler_id()}+{found}" if found else compiler_id()

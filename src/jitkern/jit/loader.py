@@ -14,17 +14,16 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from jitkern.arch import Arch, target_archs
+from jitkern.arch import target_archs
 from jitkern.cache.get import Lookup
 from jitkern.compilers.sources import OWN_PREFIX, check_options, is_cpp17, source_path, words
-from jitkern.jit.device import NO_CPU_FORM, CpuForm, DeviceModule, Wrapper
+from jitkern.jit.device import DeviceModule, Wrapper
+from jitkern.jit.launch import CpuForm
 from jitkern.jit.params import parse_params, read_params
 from jitkern.jit.record import FILES, FOLDERS, Specialisation
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
-
-    from jitkern.jit.native import NativeLibrary
 
 File = str | PathLike[str]
 Files = Sequence[File]
@@ -34,7 +33,6 @@ DeclaredWrapper = tuple[str, str, str]
 _FLAGS = frozenset(("extra_cflags", "extra_cuda_cflags", "extra_ldflags"))
 _WRAPPERS = frozenset(("cpp_wrappers", "cuda_wrappers", "device_wrappers"))
 _OF_CPP = ("cpp_files", "cpp_wrappers", "extra_cflags", "extra_ldflags")
-_OF_CUDA = ("cuda_files", "cuda_wrappers", "build_directory")
 
 
 @overload
@@ -98,23 +96,23 @@ def load_jit(
     device_wrappers
         (name, class) or (name, class, params) of each kernel. The class has a POD type ``Params``
         and ``static __device__ void run(const Params&)``; its constants ``kNumThreads``, threads
-        per block, and ``kMinBlocks`` are the launch bounds. Each launch checks its arguments by the
-        members of ``Params``. These are read in `device_files` if they are plainly written, in
-        C++17 or newer; otherwise `params` declares them, such as ``"float* data, int64 count"``: a
-        type is a dtype of torch or a number of C, ``void*`` a tensor of any dtype, ``strided
-        float*`` one of any strides. The compiler compares either with the struct.
+        per block, and ``kMinBlocks`` are the launch bounds. A launch checks its arguments by the
+        members of ``Params``. They are read in `device_files` if they are plainly written, in C++17
+        or newer; otherwise `params` declares them, such as ``"float* data, int64 count"``: a type
+        is a dtype of torch or a number of C, ``void*`` a tensor of any dtype, ``strided float*``
+        one of any strides. The compiler compares either with the struct.
     extra_cflags, extra_cuda_cflags, extra_ldflags
-        Flags beyond the default ones of the C++ compiler, of nvcc or NVRTC, of the linker. Files
-        and ``-L`` directories among the linker's may be relative, from the current directory.
+        More flags for the C++ compiler, for nvcc or NVRTC, for the linker. Paths among them may be
+        relative, from the current directory.
     extra_include_paths
         Directories searched for headers, before jitkern's own.
     build_directory
-        Build there and keep the files. Not with ``device_files``, which need no directory.
+        Build there and keep the files. Not with ``device_files``.
 
     Returns
     -------
     DeviceModule or tvm_ffi.Module
-        For ``device_files`` a DeviceModule, which compiles nothing before an image is asked for;
+        For ``device_files`` a DeviceModule, which compiles nothing before an image is needed;
         otherwise the loaded module, whose functions are its exports.
 
     Raises
@@ -132,8 +130,9 @@ def load_jit(
 
     Examples
     --------
+    >>> wrappers = [("scale", "scale<4>")]
     >>> module = load_jit(
-    ...     "scale", "4", cpp_files=["scale.cc"], cpp_wrappers=[("scale", "scale<4>")]
+    ...     "scale", "4", cpp_files=["scale.cc"], cpp_wrappers=wrappers
     ... )  # doctest: +SKIP
     >>> module.scale(10)  # doctest: +SKIP
     40
@@ -171,64 +170,33 @@ def load_library(used: Specialisation) -> Lookup[Any]:
     CUDA code is compiled for the GPU here. Without one it is compiled for each of JITKERN_ARCH, so
     that all of them are in the cache, and the first one's is loaded and returned.
     """
+    # Imported here, with the compilers of this route: kernels for a GPU need none of them.
+    from jitkern.jit.native import NativeLibrary, has_cuda
+
     first, *others = target_archs() if has_cuda(used) else (None,)
     for arch in others:
-        native_library(used, arch, load=False).get()
-    return native_library(used, first).get()
-
-
-def has_cuda(used: Specialisation) -> bool:
-    """Tell whether a library holds code for a GPU, so that it is built for one arch."""
-    return bool(used.options.get("cuda_files") or used.options.get("cuda_wrappers"))
-
-
-def native_library(used: Specialisation, arch: Arch | None, *, load: bool = True) -> NativeLibrary:
-    """Return the library, to be found or built; without `load` none of its code runs."""
-    # Imported here, with the compilers of this route: kernels for a GPU need none of them.
-    from jitkern.jit.native import NativeBuild, NativeLibrary
-
-    options = used.options
-    build = NativeBuild(
-        name="_".join(used.args),
-        args=used.args,
-        cpp_files=tuple(map(Path, options.get("cpp_files", ()))),
-        cuda_files=tuple(map(Path, options.get("cuda_files", ()))),
-        cpp_wrappers=tuple(map(tuple, options.get("cpp_wrappers", ()))),
-        cuda_wrappers=tuple(map(tuple, options.get("cuda_wrappers", ()))),
-        inline=used.function == "load_jit",
-        cflags=tuple(options.get("extra_cflags", ())),
-        cuda_cflags=tuple(options.get("extra_cuda_cflags", ())),
-        ldflags=tuple(options.get("extra_ldflags", ())),
-        include_dirs=tuple(map(Path, options.get("extra_include_paths", ()))),
-    )
-    directory = options.get("build_directory")
-    build_directory = None if directory is None else Path(directory)
-    return NativeLibrary(build, arch, used, build_directory, load=load)
+        NativeLibrary(used, arch, load=False).get()
+    return NativeLibrary(used, first).get()
 
 
 def load_device(used: Specialisation) -> DeviceModule:
     """Return the module of device code that load_jit was asked for."""
     options = used.options
-    files = list(map(Path, options["device_files"]))
     # The compiler is asked about what is read, in C++17: a kernel of older C++ is left alone.
     can_ask = is_cpp17(options.get("extra_cuda_cflags", ()))
-    texts = [file.read_text(errors="replace") for file in files] if can_ask else []
+    files = options["device_files"] if can_ask else ()
+    texts = [Path(file).read_text(errors="replace") for file in files]
     # Device code and C++ are recorded and built separately, the C++ when it is first called.
     on_gpu = {name: value for name, value in options.items() if name not in _OF_CPP}
-    on_cpu = used._replace(
-        options={name: options[name] for name in (*_OF_CPP, *FOLDERS) if name in options}
-    )
-    functions = frozenset(name for name, _ in options.get("cpp_wrappers", ()))
-    load_cpu = cache(lambda: load_library(on_cpu).loaded)
+    on_cpu = {name: options[name] for name in (*_OF_CPP, *FOLDERS) if name in options}
+    load_cpu = cache(lambda: load_library(used._replace(options=on_cpu)).loaded)
     return DeviceModule(
         used._replace(options=on_gpu),
-        files,
-        [(name, kernel) for name, kernel, *_ in options["device_wrappers"]],
         params={
             name: parse_params(name, *declared) if declared else read_params(kernel, texts)
             for name, kernel, *declared in options["device_wrappers"]
         },
-        cpu=CpuForm(functions, load_cpu) if functions else NO_CPU_FORM,
+        cpu=CpuForm(frozenset(name for name, _ in options.get("cpp_wrappers", ())), load_cpu),
     )
 
 
@@ -249,7 +217,7 @@ def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Spe
                 "make_cpp_args() turns values into template arguments"
             )
     options = {
-        name: _checked(function, name, value)
+        name: _checked(f"{function}: {name}", name, value)
         for name, value in given.items()
         if name != "args" and value is not None
     }
@@ -259,56 +227,55 @@ def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Spe
         raise ValueError("load_jit: device_wrappers: given without device_files")
     elif not any(map(options.get, (*FILES, *_WRAPPERS))):
         more = ", device_files, cpp_wrappers, cuda_wrappers" if function == "load_jit" else ""
-        names = f"cpp_files, cuda_files{more}"
-        raise ValueError(f"{function}: {names}: all empty, expected one of them")
+        raise ValueError(
+            f"{function}: cpp_files, cuda_files{more}: all empty, expected one of them"
+        )
     return Specialisation(function, tuple(args), options, "")
 
 
-def _checked(function: str, name: str, value: Any) -> Any:
+def _checked(argument: str, name: str, value: Any) -> Any:
     """Return one option: a path, or a list of paths, of flags, or of lists of strings."""
-    argument = f"{function}: {name}"
     if name == "build_directory":
         if not isinstance(value, (str, PathLike)):
             raise TypeError(f"{argument}: {_shown(value)}, expected a path")
-        return str(value)
+        return os.path.abspath(value)
     if name not in FILES | FOLDERS | _FLAGS | _WRAPPERS:  # of a record
         raise ValueError(f"{argument}: no such argument")
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
-        one = ("scale", "Scale<256>") if name in _WRAPPERS else ""
-        raise TypeError(f"{argument}: {_shown(value)}, expected a list: [{_shown(one or value)}]")
-    if name in _WRAPPERS:
-        return [_checked_wrapper(name, f"{argument}[{i}]", item) for i, item in enumerate(value)]
+        one = ("scale", "Scale<256>") if name in _WRAPPERS else value
+        raise TypeError(f"{argument}: {_shown(value)}, expected a list: [{_shown(one)}]")
     for i, item in enumerate(value):
-        if not isinstance(item, (str, PathLike)):
+        if name in _WRAPPERS:
+            _check_wrapper(f"{argument}[{i}]", name, item)
+        elif not isinstance(item, (str, PathLike)):
             expected = "a str" if name in _FLAGS else "a path"
             raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
-    texts = list(map(str, value))
-    if name in _FLAGS:
-        words(texts, argument)
+    if name in _WRAPPERS:
+        return list(map(list, value))
     # Absolute from here on: the process may go elsewhere before a kernel is needed.
-    elif name in FILES:
-        return [str(_file(argument, file)) for file in texts]
-    elif name in FOLDERS:
-        return [os.path.abspath(folder) for folder in texts]
-    return texts
+    if name in FILES:
+        return [_file(argument, str(file)) for file in value]
+    if name in FOLDERS:
+        return list(map(os.path.abspath, value))
+    words(list(map(str, value)), argument)  # raises for an open quote
+    return list(map(str, value))
 
 
-def _checked_wrapper(name: str, argument: str, item: Any) -> list[str]:
+def _check_wrapper(argument: str, name: str, item: Any) -> None:
     most, expected = 2, "(name, expression)"
     if name == "device_wrappers":
         most, expected = 3, "(name, class) or (name, class, params)"
-    is_tuple = isinstance(item, Sequence) and not isinstance(item, str)
-    if not (is_tuple and 2 <= len(item) <= most and all(isinstance(text, str) for text in item)):
+    is_list = isinstance(item, Sequence) and not isinstance(item, str)
+    if not (is_list and 2 <= len(item) <= most and all(isinstance(text, str) for text in item)):
         raise TypeError(f"{argument}: {_shown(item)}, expected {expected}")
     if not item[0].isidentifier():
         raise ValueError(f"load_jit: {name}: name {item[0]!r}, expected a C identifier")
-    return list(item)
 
 
 def _check_device(options: Mapping[str, Any]) -> None:
     """Check what comes along with ``device_files``."""
     check_options(words(options.get("extra_cuda_cflags", ())), "load_jit: extra_cuda_cflags")
-    for name in filter(options.get, _OF_CUDA):
+    for name in filter(options.get, ("cuda_files", "cuda_wrappers", "build_directory")):
         raise ValueError(f"load_jit: {name}: given along with device_files")
     kernels = [name for name, *_ in options.get("device_wrappers", ())]
     if not kernels:
@@ -319,12 +286,11 @@ def _check_device(options: Mapping[str, Any]) -> None:
             "load_jit: cpp_files, cpp_wrappers: one without the other along with device_files; "
             "expected a function for kernels on the CPU, or neither"
         )
-    for name in functions:
-        if name not in kernels:
-            raise ValueError(
-                f"load_jit: cpp_wrappers: {name!r}, expected the name of a kernel: "
-                f"{', '.join(kernels)}"
-            )
+    for name in set(functions) - set(kernels):
+        known = ", ".join(kernels)
+        raise ValueError(
+            f"load_jit: cpp_wrappers: {name!r}, expected the name of a kernel: {known}"
+        )
     if not functions and any(map(options.get, _OF_CPP)):
         raise ValueError("load_jit: extra_cflags, extra_ldflags: given without cpp_files")
 
@@ -334,10 +300,10 @@ def _shown(value: Any) -> str:
     return repr(text) if isinstance(text, (str, tuple, list)) else type(value).__name__
 
 
-def _file(argument: str, name: str) -> Path:
+def _file(argument: str, name: str) -> str:
     path = source_path(name)
     if os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
-        return path
+        return str(path)
     own = f"{OWN_PREFIX}{os.path.normpath(name)}"
     hint = f"; jitkern's own is {own}" if os.path.isfile(source_path(own)) else ""
     if os.path.exists(path):

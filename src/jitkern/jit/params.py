@@ -7,7 +7,7 @@ numbers and pointers is read, and the compiler checks what was read (``jitkern/d
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _INT, _UINT, _FLOAT, _BOOL = 0, 1, 2, 6
@@ -57,37 +57,16 @@ _DECLARATION = re.compile(
 
 @dataclass(frozen=True)
 class Param:
-    """One member of ``Params``.
-
-    Attributes
-    ----------
-    name
-        The member's name.
-    dtype
-        Torch's name of its type, or of what a pointer points to; ``"void"`` is any.
-    is_pointer
-        The argument is a tensor.
-    is_strided
-        The tensor may have any strides; otherwise it is contiguous.
-    is_declared
-        The user declared it; otherwise it was read in the source.
-    """
+    """One member of ``Params``."""
 
     name: str
-    dtype: str
-    is_pointer: bool
-    is_strided: bool
-    is_declared: bool = True
+    dtype: str  # torch's name of its type, or of what a pointer points to; "void" is any
+    is_pointer: bool  # the argument is a tensor
+    is_strided: bool  # of any strides; otherwise contiguous
+    is_declared: bool = True  # by the user; otherwise read in the source
 
     def __str__(self) -> str:
         return f"{self.dtype}{'*' * self.is_pointer} {self.name}"
-
-    @property
-    def expected(self) -> str:
-        """What a message expects of its argument."""
-        if not self.is_pointer:
-            return self.dtype
-        return "a tensor" if self.dtype == "void" else f"a tensor of {self.dtype}"
 
     def for_cpp(self) -> tuple[str, str, int, int, bool, bool]:
         """Return the description for csrc/host/user_launch.cc."""
@@ -146,7 +125,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRUCT = re.compile(r"\bstruct\s+Params\s*\{(?P<members>[^{}]*)\}\s*;")
 _DEFINED = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 _PACKED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+pack\b", re.MULTILINE)
-_TOKEN = re.compile(r"[A-Za-z_][\w:]*|\S")
+_WORD = re.compile(r"[A-Za-z_][\w:]*|\S")
 _QUALIFIERS = {"const", "__restrict__", "__restrict"}
 # Pointers in C that say their dtype. Those to unsigned words and chars are as often raw memory.
 _POINTEES = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "bool"}
@@ -164,22 +143,32 @@ def read_params(kernel: str, texts: Iterable[str]) -> tuple[Param, ...]:
     name = re.escape(kernel.partition("<")[0].rpartition("::")[2].strip())
     head = re.compile(rf"\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
     plain = [_COMMENT.sub(" ", text) for text in texts]
-    bodies = [
-        _to_closing_brace(text, match.end()) for text in plain for match in head.finditer(text)
-    ]
+    bodies = [_body(text, match.end()) for text in plain for match in head.finditer(text)]
     if len(bodies) != 1:  # not here, or specialised
         return ()
     found = _STRUCT.findall(bodies[0])
     if len(found) != 1 or "#" in bodies[0]:  # the preprocessor decides
         return ()
     macros = {name for text in plain for name in _DEFINED.findall(text)}
-    if any(map(_PACKED.search, plain)) or macros.intersection(_TOKEN.findall(found[0])):
+    if any(map(_PACKED.search, plain)) or macros.intersection(_WORD.findall(found[0])):
         return ()
-    params = list(_members(found[0]))
-    return () if None in params else tuple(param for param in params if param is not None)
+    params: list[Param] = []
+    for statement in found[0].split(";"):
+        words = [word for word in _WORD.findall(statement) if word not in _QUALIFIERS]
+        # "float * a , * b": the type, then each name with its stars.
+        first, *others = (part.strip() for part in " ".join(words).split(","))
+        type_name, _, name = first.rpartition(" ")
+        members = [(name, first)] if first else []
+        for name, text in members + [(other.strip("* "), other) for other in others]:
+            param = _member(type_name.rstrip("* "), text.count("*"), name)
+            if param is None:
+                return ()
+            params.append(param)
+    return tuple(params)
 
 
-def _to_closing_brace(text: str, start: int) -> str:
+def _body(text: str, start: int) -> str:
+    """Return what is before the brace that closes the one before `start`."""
     depth = 1
     for match in re.finditer(r"[{}]", text[start:]):
         depth += 1 if match[0] == "{" else -1
@@ -188,30 +177,15 @@ def _to_closing_brace(text: str, start: int) -> str:
     return ""
 
 
-def _members(text: str) -> Iterator[Param | None]:
-    """Yield each member; None for one that is something else."""
-    for statement in text.split(";"):
-        tokens = [token for token in _TOKEN.findall(statement) if token not in _QUALIFIERS]
-        if not tokens:
-            continue
-        first, *others = " ".join(tokens).split(",")
-        *type_words, name = first.split()
-        type_name = " ".join(type_words).rstrip("* ")
-        yield _member(type_name, first.count("*"), name)
-        for other in others:
-            yield _member(type_name, other.count("*"), other.replace("*", "").strip())
-
-
 def _member(type_name: str, stars: int, name: str) -> Param | None:
     if not name.isidentifier() or not re.fullmatch(r"[\w:]+( [\w:]+)*", type_name):
         return None
     dtype = _dtype_of(type_name)
     if stars:
-        known = dtype if stars == 1 and dtype in _POINTEES else "void"
-        return Param(name, known, is_pointer=True, is_strided=False, is_declared=False)
-    if dtype is None or not _is_number(dtype):
+        dtype = dtype if stars == 1 and dtype in _POINTEES else "void"
+    elif dtype is None or not _is_number(dtype):
         return None
-    return Param(name, dtype, is_pointer=False, is_strided=False, is_declared=False)
+    return Param(name, str(dtype), bool(stars), is_strided=False, is_declared=False)
 
 
 # -- checked by the compiler -----------------------------------------------------------------------

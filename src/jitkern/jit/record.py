@@ -12,7 +12,6 @@ import fcntl
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,9 +36,6 @@ _LOCK_S = 5.0  # eight ranks that add 15 MB each are done in a second
 _MAX_PLACE_CHARS = 1000
 
 _log = logging.getLogger("jitkern")
-_guard = fs.ForkLocal(threading.Lock)
-# Of each record the digests of its lines, and how many of its bytes have been read.
-_seen: dict[Path, tuple[set[str], int]] = {}
 
 
 class Specialisation(NamedTuple):
@@ -86,28 +82,21 @@ def record(
         _log.warning("jitkern: JITKERN_RECORD: %s is left out: cannot read %s", used, why)
         return
     try:
-        with _guard.value, _locked(file) as descriptor:
-            _append(used, lines, descriptor, file)
+        with _locked(file) as descriptor:
+            _append(used, lines, descriptor)
     except OSError as error:
         _log.warning("jitkern: JITKERN_RECORD: cannot write %s: %s", file, error.strerror)
 
 
-def _append(used: Specialisation, lines: list[bytes], descriptor: int, file: Path) -> None:
+def _append(used: Specialisation, lines: list[bytes], descriptor: int) -> None:
     size = os.fstat(descriptor).st_size
-    seen, end = _seen.get(file, (set(), 0))
-    if end > size:  # begun anew
-        seen, end = set(), 0
-    added = os.pread(descriptor, min(size, MAX_BYTES) - end, end)
-    whole = added.rpartition(b"\n")[0]
-    seen.update(map(sha256, whole.split(b"\n")))
-    _seen[file] = seen, end + len(whole) + bool(whole)
-    new = {name: line for line in lines if (name := sha256(line)) not in seen}
-    if sha256(lines[-1]) not in new:
+    present = os.pread(descriptor, min(size, MAX_BYTES), 0)
+    known = set(present.split(b"\n"))
+    if lines[-1] in known:
         return
-    data = b"".join(line + b"\n" for line in new.values())
-    if added and not added.endswith(b"\n"):  # a process was killed, or found the disk full
+    data = b"".join(line + b"\n" for line in dict.fromkeys(lines) if line not in known)
+    if present and not present.endswith(b"\n"):  # a process was killed, or found the disk full
         data = b"\n" + data
-    seen.add(sha256(lines[-1]))  # what cannot be kept is said once
     if size + len(data) > MAX_BYTES:
         raise OSError(0, f"it would have more than {MAX_BYTES} bytes, {used} left out")
     count = os.write(descriptor, data)
@@ -117,7 +106,7 @@ def _append(used: Specialisation, lines: list[bytes], descriptor: int, file: Pat
 
 @contextmanager
 def _locked(file: Path) -> Iterator[int]:
-    """Open the record and lock it, if its file system knows locks and nobody holds it for long."""
+    """Open the record and lock it, unless its file system has no locks or another holds it long."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = fs.open_to_append(file)
     until_s = time.monotonic() + _LOCK_S
@@ -189,18 +178,13 @@ class Recorded:
     files: Mapping[str, str]
     texts: Mapping[str, bytes]
 
-    @property
-    def tree(self) -> str:
-        """Name of the tree of its sources: equal trees are written once."""
-        return digest(self.files)
-
     def to_json(self, arch: str) -> str:
         """Return a text that is equal for what is equal when it is built for `arch`."""
         return self.used._replace(arch=arch).to_json(files=self.files)
 
     def unpack(self, folder: Path) -> Specialisation:
         """Write the sources below `folder`; return what was used, with paths that exist."""
-        tree = folder / self.tree
+        tree = folder / digest(self.files)  # equal trees are written once
         if not tree.exists():
             try:
                 for place, name in self.files.items():
@@ -296,11 +280,7 @@ def _checked(value: Any) -> dict[str, Any]:
         raise ValueError("args: expected a list of strings, the name first")
     if line["function"] not in ("load_jit", "load_aot"):
         raise ValueError("function: expected load_jit or load_aot")
-    _check_places(line["options"], line["files"])
-    return line
-
-
-def _check_places(options: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    options, files = line["options"], line["files"]
     for place, name in files.items():
         if not _is_place(place, "./") or not isinstance(name, str):
             raise ValueError(f"files: {_short(place)}, expected a place such as ./src/scale.cu")
@@ -312,6 +292,7 @@ def _check_places(options: Mapping[str, Any], files: Mapping[str, Any]) -> None:
                 raise ValueError(f"options: {option}: {_short(place)}, expected ./... or jitkern:")
             if option in FILES and place[:2] == "./" and place not in files:
                 raise ValueError(f"options: {option}: {_short(place)}, expected one of files")
+    return line
 
 
 def _is_place(place: str, prefix: str) -> bool:

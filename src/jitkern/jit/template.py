@@ -24,13 +24,7 @@ _DTYPES = {
 
 
 class CppArgs(tuple[str, ...]):
-    """C++ literals, in order; ``str()`` joins them the way a template argument list is written.
-
-    Examples
-    --------
-    >>> f"StoreKernel<{make_cpp_args(656, True)}>"
-    'StoreKernel<656, true>'
-    """
+    """C++ literals, in order; ``str()`` joins them the way a template argument list is written."""
 
     __slots__ = ()
 
@@ -64,8 +58,7 @@ class KernelConfig:
     use_pdl: bool
 
     def __post_init__(self) -> None:
-        kinds = {"num_threads": int, "max_occupancy": int, "use_pdl": bool}
-        for name, kind in kinds.items():
+        for name, kind in (("num_threads", int), ("max_occupancy", int), ("use_pdl", bool)):
             value = getattr(self, name)
             if type(value) is not kind:
                 raise TypeError(f"KernelConfig: {name}: {_shown(value)}, expected {kind.__name__}")
@@ -88,23 +81,16 @@ class KernelConfig:
 def make_cpp_args(*args: int | float | bool | str | torch.dtype | KernelConfig) -> CppArgs:
     """Write Python values as C++ template arguments.
 
-    Parameters
-    ----------
-    *args
-        bool, int, float; a torch.dtype, which becomes CUDA's type (float32 ``float``, bfloat16
-        ``__nv_bfloat16``, int32 ``int32_t``, ...), whose header the kernel includes; a str, which
-        is C++; or a KernelConfig, which expands to its three values. A NumPy or torch scalar is
-        refused: it would read a device or hide a dtype.
-
-    Returns
-    -------
-    CppArgs
-        A tuple of C++ literals and names, whose ``str()`` is the list joined with ``", "``.
+    Takes bool, int and float; a torch.dtype, which becomes CUDA's type (``float``,
+    ``__nv_bfloat16``, ``int32_t``, ...), whose header the kernel includes; a str, which is C++; and
+    a KernelConfig, which expands to its three values. The ``str()`` of the result is the list
+    joined with ``", "``.
 
     Raises
     ------
     TypeError
-        A value of any other type, or a dtype that CUDA has no type for.
+        Another type, such as a NumPy or torch scalar, which would read a device or hide a dtype;
+        or a dtype that CUDA has no type for.
     ValueError
         An int that does not fit 64 bits, or a float that is not finite.
 

@@ -237,6 +237,16 @@ Kernel load_kernel(const Driver& driver, CUmodule module, const char* name) {
   return kernel;
 }
 
+// The kNumThreads of a user's kernel, 0 if it has none: jit/device.py renders an array of one char
+// more.
+unsigned num_threads_of(const Driver& driver, CUmodule module, const std::string& kernel) {
+  CUdeviceptr pointer = 0;
+  size_t bytes = 1;
+  const std::string name = "jitkern_threads_" + kernel;
+  driver.check(driver.cuModuleGetGlobal_v2(&pointer, &bytes, module, name.c_str()), name.c_str());
+  return static_cast<unsigned>(bytes) - 1;
+}
+
 // Lets launches of `kernel` have all the shared memory of a block and clusters of more than 8
 // blocks, which a function has to ask for once.
 void ask_for_all(const Driver& driver, const Device& device, const Kernel& kernel) {
@@ -278,12 +288,10 @@ const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
   if (shape_of_ != nullptr) {
     take_config(node->kernels, config);
   } else {
-    for (size_t i = 0; i < node->kernels.entries.size(); ++i) {
+    for (size_t i = 0; i < entries.size(); ++i) {
       Kernel& kernel = node->kernels.entries[i];
       ask_for_all(driver, device, kernel);
-      if (2 * i + 1 >= config.size()) continue;
-      if (kernel.params_bytes == -1) kernel.params_bytes = config[2 * i];
-      kernel.num_threads = static_cast<unsigned>(config[2 * i + 1]);
+      kernel.num_threads = num_threads_of(driver, module, entries[i]);
     }
   }
   head.store(node.get(), std::memory_order_release);

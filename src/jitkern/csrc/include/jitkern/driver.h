@@ -110,6 +110,8 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
   USE(cuModuleLoadDataEx,                                                                          \
       (CUmodule * module, const void* image, unsigned num_options, int* options, void** values))   \
   USE(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))             \
+  USE(cuModuleGetGlobal_v2,                                                                        \
+      (CUdeviceptr * pointer, size_t* bytes, CUmodule module, const char* name))                   \
   USE(cuFuncGetAttribute, (int* value, int attribute, CUfunction function))                        \
   USE(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
   USE(cuLaunchKernelEx,                                                                            \

@@ -93,7 +93,7 @@ struct Kernel {
   bool use_pdl;
   unsigned max_threads;  // of a block
   int own_shared_bytes;  // static ones of a block
-  i64 params_bytes;      // of its parameter, -1 where neither driver nor image can tell
+  i64 params_bytes;      // of its parameter, -1 if the driver, before 12.4, cannot tell
 };
 
 // What was compiled for one specialisation, loaded on one device.
@@ -107,8 +107,7 @@ struct LoadedKernels {
 // The kernels of one op, or of one module of a user: for each specialisation and device its entry
 // points, loaded at first use with what Python's resolve(op, names, values, arch) returns:
 //   (image, names of the entry points, [num_threads, use_pdl] of each + [in_flight, splits])
-// or of a module of a user, instead of these, [bytes of the parameter, num_threads] of each, -1 and
-// 0 if unknown.
+// The list is empty for a module of a user, whose image tells the threads of its kernels.
 class KernelTable {
  public:
   using ShapeOf = GroupShape (*)(const Spec& spec, int in_flight, int splits);
