@@ -49,9 +49,8 @@ class Thin:
 
 
 def tests_of(names: Iterable[str]) -> list[str]:
-    """The test files of these stems, but for those of hundreds of calls a test."""
-    found = [path for name in names for path in sorted((HERE / "ops").glob(f"test_{name}*.py"))]
-    return [str(path) for path in found if not path.stem.endswith("_properties")]
+    """The test files of these stems."""
+    return [str(path) for name in names for path in sorted((HERE / "ops").glob(f"test_{name}*.py"))]
 
 
 HOST_TESTS = tests_of(

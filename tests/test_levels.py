@@ -116,7 +116,7 @@ def code_of(path: Path) -> str:
 
 
 def is_own(path: Path) -> bool:
-    """Tell whether it is a file of an op: store.cu, test_store.py, test_store_properties.py."""
+    """Tell whether it is a file of an op: store.cu, test_store.py, test_store_sizes.py."""
     name = path.stem.removeprefix("test_")
     return path.parent.name in ("ops", "cases", "emulate") and any(
         name == stem or name.startswith(f"{stem}_") for stem in STEMS

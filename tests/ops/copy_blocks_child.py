@@ -95,25 +95,6 @@ def check_blocks_of_one_piece() -> None:
     ]
 
 
-def check_layouts_that_differ() -> None:
-    """A block-first pool and a layer-first cache, where no run can be one copy."""
-    gpu, pool = view(DEVICE, 3, 9, 80), view(PINNED, 20, 3, 80)
-    wanted = 2 * ["copy 3 x 80, pitches 720 80, types 2 1, on 0"]
-    assert by_engine(gpu, pool, [(7, 0), (8, 1)], True, src_block_dim=0) == wanted
-    wanted = 2 * ["copy 3 x 80, pitches 80 720, types 1 2, on 0"]
-    assert by_engine(pool, gpu, [(0, 7), (1, 8)], False, dst_block_dim=0) == wanted
-
-
-def check_within_a_gpu() -> None:
-    one, other = view(DEVICE, 3, 9, 80), view(DEVICE, 3, 9, 80, at=10_000)
-    one.random_()
-    expected = one[:, 4].clone()
-    pairs = torch.tensor([[4, 1]])
-    copy_blocks(on_gpu(one), on_gpu(other), pairs, method="engine")
-    assert log() == "copy 3 x 80, pitches 720 720, types 4 4, on 0\n"
-    assert torch.equal(other[:, 1], expected)
-
-
 def check_no_copy_spans_two_registrations() -> None:
     """The second of three layers does."""
     pool = PINNED[HALF - 1600 - 40 :].as_strided((3, 20, 80), (1600, 80, 1))
@@ -153,16 +134,6 @@ def check_nothing_is_queued_where_a_pair_is_wrong() -> None:
     refused(ValueError, text, copy_blocks, pageable, gpu, on_gpu(pairs))
     assert log() == ""
     copy_blocks(pageable, gpu, pairs[:0])  # of nothing all memory is good
-
-
-def check_count_of_pairs_on_the_host() -> None:
-    gpu, pool = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
-    pairs = torch.tensor([[7, 0], [2, 8], [99, 99]])
-    for count, copies in ((-5, 0), (0, 0), (1, 1), (2, 2)):
-        copy_blocks(pool, gpu, pairs, count=torch.tensor([count]), method="engine")
-        assert len(log().splitlines()) == copies
-    text = "copy_blocks: pairs.*: index 99 at position 2, .*"
-    refused(IndexError, text, copy_blocks, pool, gpu, pairs, count=torch.tensor(9), method="engine")
 
 
 def check_the_engine_takes_long_rows_together() -> None:

@@ -49,6 +49,14 @@ class Fuzzer:
             return tensor.to(self.device)
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
+    def rows(self, shape: list[int], dtype: torch.dtype, *, host: bool = False) -> Tensor:
+        """Return rows that may lie apart, and begin at any item of their memory."""
+        count, *row = shape
+        gap, offset = self.rng.choice([0, 0, 1, 16]) if row else 0, self.rng.choice([0, 0, 1, 4])
+        stride = torch.Size(row).numel() + gap
+        whole = self.tensor([offset + count * stride], dtype, host=host)
+        return whole.as_strided(shape, (stride, *torch.empty(row).stride()), offset)
+
     def integers(self, shape: list[int], low: int, high: int, dtype: torch.dtype) -> Tensor:
         values = torch.randint(low, max(high, low + 1), shape, generator=self.generator)
         return values.to(dtype).to(self.device)

@@ -26,6 +26,14 @@ def stride_text(argument: str, stride: int, dim: int, shape: list[int], expected
     )
 
 
+def apart_text(argument: str, stride_bytes: int, shape: list[int]) -> str:
+    """Of rows of 32 bytes in a tensor that is written."""
+    return (
+        f"{argument}: rows of 32 bytes, {stride_bytes} bytes apart (shape {shape}), expected 32 or "
+        "more in a tensor that is written; .clone() one that was expanded"
+    )
+
+
 def count_text(argument: str, rows: int, shape: list[int], expected: int) -> str:
     return (
         f"{argument}: {rows} rows (shape {shape}), expected {expected} rows, one for each index in "
@@ -109,13 +117,17 @@ def unreadable(argument: str, like: Tensor) -> list[Mistake]:
     return [({argument: tensor}, ValueError, f"{argument}: {text}") for tensor, text in cases]
 
 
-def not_ints(*arguments: str) -> list[Mistake]:
-    """Tensors of all kinds in the place of ints."""
-    tensors = [torch.tensor(2), torch.ones((), device="meta"), torch.ones(2, 2).to_sparse()]
+def not_ints(*arguments: str, optional: bool = False) -> list[Mistake]:
+    """What is no int, also tensors that cannot be read."""
+    values = [
+        ("float", 1.0), ("bool", True), ("str", "2"), ("int of more than 64 bits", 2**63),
+        ("Tensor", torch.tensor(2)), ("Tensor", torch.ones((), device="meta")),
+        ("Tensor", torch.ones(2, 2).to_sparse()), *[("None", None)] * (not optional),
+    ]  # fmt: skip
     return [
-        ({name: tensor}, TypeError, f"{name}: Tensor, expected an int")
+        ({name: value}, TypeError, f"{name}: {came}, expected an int")
         for name in arguments
-        for tensor in tensors
+        for came, value in values
     ]
 
 
@@ -171,7 +183,6 @@ def way_mistakes(methods: str) -> list[Mistake]:
     cores = len(os.sched_getaffinity(0))
     known = f"expected {methods}"
     some = f"expected 1 to {cores}, the cores of this process"
-    wide = "int of more than 64 bits"
     return [
         ({"method": "gpu"}, ValueError, f'method: "gpu", {known}'),
         ({"method": "CPU"}, ValueError, f'method: "CPU", {known}'),
@@ -184,11 +195,7 @@ def way_mistakes(methods: str) -> list[Mistake]:
         ({"num_threads": cores + 1}, ValueError, f"num_threads: {cores + 1}, {some}"),
         ({"num_threads": cores + 1, "method": "sm"}, ValueError,
          f"num_threads: {cores + 1}, {some}"),
-        ({"num_threads": 1.0}, TypeError, "num_threads: float, expected an int"),
-        ({"num_threads": True}, TypeError, "num_threads: bool, expected an int"),
-        ({"num_threads": "2"}, TypeError, "num_threads: str, expected an int"),
-        *not_ints("num_threads"),
-        ({"num_threads": 2**63}, TypeError, f"num_threads: {wide}, expected an int"),
+        *not_ints("num_threads", optional=True),
     ]  # fmt: skip
 
 
@@ -218,14 +225,11 @@ def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
          f"pairs: shape [2, 3], {wanted}"),
         ({"dst": memory.view(torch.float32), "pairs": memory[7].view(2, 2)}, ValueError,
          overlap_text("pairs", "dst")),
+        ({"dst": zeros(1, 8).expand(SLOTS, 8)}, ValueError, apart_text("dst", 0, [50, 8])),
+        ({"src": good["dst"][47:], "dst": good["dst"]}, ValueError, overlap_text("dst", "src")),
         ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
         ({"num_sms": -3}, ValueError, "num_sms: -3, expected at least 1"),
-        ({"num_sms": 1.5}, TypeError, "num_sms: float, expected an int"),
-        ({"num_sms": True}, TypeError, "num_sms: bool, expected an int"),
-        ({"num_sms": "2"}, TypeError, "num_sms: str, expected an int"),
-        ({"num_sms": 2**63}, TypeError,
-         "num_sms: int of more than 64 bits, expected an int"),
-        *not_ints("num_sms"),
+        *not_ints("num_sms", optional=True),
         ({host: on_cuda(good[host])}, ValueError,
          f"{host}: device cuda:0, expected cpu, in the order (src, dst, pairs)"),
         ({"order": "source"}, ValueError, f'order: "source", {orders}'),

@@ -155,9 +155,10 @@ def test_out_of_range(
     listed[13, column] = value
     part = f"[..., {column}]" if len(case.columns) > 1 else ""
     where = f"index {value} at position 13, expected below {bound}"
-    with out_of_range(device, f"{case.function.__name__}: {case.argument}{part}: {where}"):
+    text = f"{case.function.__name__}: {case.argument}{part}: {where}"
+    with out_of_range(indices.device, text):
         case.call(views(buffers), indices, **how)
-    if device.type == "cuda":
+    if indices.is_cuda:
         listed[13] = -1
         case.reference(views(twins), indices)
     assert all(map(Buffer.same, buffers, twins))
@@ -180,18 +181,24 @@ def test_under_inference_mode(device: torch.device, case: Case) -> None:
         case.run_and_compare(buffers, case.indices(device))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.large], ids=names)
-def test_large_calls(device: torch.device, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "how"), [(case, how) for case in CASES for how in case.ways if case.large], ids=names
+)
+def test_large_calls(device: torch.device, case: Case, how: dict[str, Any]) -> None:
     """Several threads on the CPU, the loop of a persistent kernel on CUDA."""
     assert case.large is not None
     rows, count, row_bytes = case.large
     indices = case.indices(device, torch.int32, rows, count)
     buffers = case.buffers(device, (row_bytes,), rows=rows, count=count)
-    case.run_and_compare(buffers, indices)
+    case.run_and_compare(buffers, indices, **how)
 
 
 @pytest.mark.cuda
-@each_way
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [(case, how) for case in CASES for how in case.ways if not case.indices_on_host],
+    ids=names,
+)
 def test_in_a_graph_from_the_first_call(case: Case, how: dict[str, Any]) -> None:
     """A row size of its own, so that kernels are compiled and loaded while it is captured."""
     cuda, place = torch.device("cuda"), CASES.index(case)

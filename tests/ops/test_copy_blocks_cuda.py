@@ -9,7 +9,6 @@ import torch
 from fake_gpu import checks_of, needs_fake_gpu, run_checks
 from test_copy_blocks import (
     DIRECTIONS,
-    LAYERS,
     buffers_for,
     pairs_of,
     ref_copy_blocks,
@@ -81,32 +80,6 @@ def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
         torch.cuda.current_stream().synchronize()
     ref_copy_blocks(twin.view, src.view, pairs_of(pairs_on), 1, 1)
     assert dst.same(twin)
-
-
-@pytest.mark.cuda
-def test_many_pairs_of_the_host() -> None:
-    """More than one upload takes: 1,048,576 pairs of int32 in 8 MiB."""
-    blocks = 2_500_000
-    src = torch.randint(0, 256, (1, blocks, 8), dtype=torch.uint8, device="cuda")
-    dst = torch.zeros(1, blocks, 8, dtype=torch.uint8).pin_memory()
-    order = torch.randperm(blocks)
-    pairs = torch.stack([order, torch.arange(blocks)], 1)
-    for _ in range(3):
-        dst.zero_()
-        copy_blocks(src, dst, pairs, method="sm")
-        torch.cuda.synchronize()
-        assert torch.equal(dst[0], src[0].cpu()[order])
-
-
-@pytest.mark.cuda
-def test_pageable_memory_is_refused_with_the_cure() -> None:
-    device = torch.device("cuda")
-    src, dst = torch.zeros(LAYERS, 5, 8), torch.zeros(LAYERS, 5, 8, device=device)
-    for pairs_on, method in ways(device):
-        pairs = torch.tensor([[0, 0]], device=pairs_on)
-        with pytest.raises(ValueError, match="copy_blocks: src: pageable host memory") as caught:
-            copy_blocks(src, dst, pairs, method=method)
-        assert "pin_memory" in str(caught.value)
 
 
 class TestOnAFakeGpu:

@@ -177,27 +177,3 @@ def test_threads_are_those_of_torch(threads: int, in_main_thread: bool) -> None:
     code = code.replace("IN_MAIN_THREAD", str(in_main_thread))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(threads - 1), "0"]
-
-
-KEPT_THREADS = """
-import os, torch
-from jitkern import store_cache
-torch.set_num_threads(4)
-def threads():
-    return sorted(os.listdir("/proc/self/task"))
-rows, more = torch.empty(2, 32, 8192, dtype=torch.uint8)  # worth two threads
-store_cache(rows, None, torch.arange(32), more)
-torch.empty(1 << 24).fill_(1)
-before = threads()
-store_cache(rows, None, torch.arange(32), more)
-torch.empty(1 << 24).fill_(1)
-assert threads() == before, (before, threads())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lists /proc")
-def test_torch_keeps_its_threads() -> None:
-    """A call that needs fewer makes torch start none of them anew."""
-    code = [sys.executable, "-c", KEPT_THREADS]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr

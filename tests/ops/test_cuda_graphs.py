@@ -213,41 +213,6 @@ def test_the_next_call_raises_an_earlier_fault_and_does_nothing() -> None:
     assert torch.equal(cache[4:], before[4:])
 
 
-def test_one_fault_of_many_is_told() -> None:
-    table, indices = device_bytes(SLOTS), torch.full((100_000,), SLOTS + 1, device="cuda")
-    result = indexing(table, indices)
-    torch.cuda.synchronize()
-    with pytest.raises(IndexError, match=r"indexing: indices: index 501 at position \d+, expected"):
-        jitkern.check()
-    jitkern.check()
-    assert not result.any()
-
-
-FAULT_MODE = """
-import warnings, torch, jitkern
-table = torch.ones(10, 16, device="cuda")
-jitkern.indexing(table, torch.tensor([3, 10], device="cuda"))
-torch.cuda.synchronize()
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    result = jitkern.indexing(table, torch.tensor([3, 4], device="cuda"))
-    jitkern.check()
-assert result.eq(1).all()
-print([str(warning.message) for warning in caught])
-"""
-
-
-@pytest.mark.parametrize("mode", ["warn", "ignore"])
-def test_faults_may_warn_or_be_ignored(
-    mode: str, fresh_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    done = fresh_python(FAULT_MODE, env={"JITKERN_FAULTS": mode})
-    if mode == "ignore":
-        assert done.stdout.strip() == "[]"
-    else:
-        assert done.stdout.count("indexing: indices: index 10 at position 1") == 1
-
-
 def test_side_streams() -> None:
     """Each stream works on its own buffers, after a delay that a wrong stream would not see."""
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -269,24 +234,6 @@ def test_side_streams() -> None:
     for found, rows, dst, src, slots in results:
         assert torch.equal(found, rows)
         assert torch.equal(dst[slots].cpu(), src[slots.cpu()])
-
-
-def test_two_streams_on_one_cache() -> None:
-    """Gathers into one half while stores go to the other, 200 times, without an order."""
-    cache = torch.zeros(2, 2 * SLOTS, ROW_BYTES, dtype=torch.uint8, device="cuda")
-    src, rows = pinned_bytes(SLOTS), device_bytes(SLOTS, 1)
-    slots = torch.randperm(SLOTS, device="cuda")
-    pairs = torch.stack([torch.arange(SLOTS, device="cuda"), slots + SLOTS], dim=1)
-    torch.cuda.synchronize()
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    for _ in range(200):
-        with torch.cuda.stream(first):
-            h2d_gather(src, cache[0], pairs)
-        with torch.cuda.stream(second):
-            store_cache(cache[0], cache[1], slots, rows, rows)
-    torch.cuda.synchronize()
-    assert torch.equal(cache[0][slots], rows)
-    assert torch.equal(cache[0][slots + SLOTS].cpu(), src)
 
 
 @pytest.mark.parametrize("rows", [SLOTS, 40_000], ids=["small", "large"])

@@ -70,7 +70,13 @@ class Scatter(Case):
         ref_copy_pairs(*tables, indices)
 
 
-CASES = [Scatter()]
+class ScatterOfHostPairs(Scatter):
+    indices_on_host = True
+    ways = tuple({"method": method} for method in ("auto", "sm", "cpu"))
+    takes_num_sms = False
+
+
+CASES = [Scatter(), ScatterOfHostPairs()]
 
 
 def good_arguments() -> dict[str, Any]:
@@ -89,8 +95,8 @@ def mistakes() -> list[Mistake]:
 def fuzz(f: Fuzzer) -> Call:
     row, dtype = f.row()
     num_src, num_dst, count = (f.rng.choice(SIZES) for _ in range(3))
-    src = f.tensor([num_src, *row], dtype)
-    dst = f.tensor([num_dst, *row], dtype, host=True)
+    src = f.rows([num_src, *row], dtype)
+    dst = f.rows([num_dst, *row], dtype, host=True)
     index_dtype = f.rng.choice(INT_DTYPES)
     sources = f.distinct(count, num_src, index_dtype)
     pairs = torch.stack([sources, f.distinct(count, num_dst, index_dtype)], dim=1)

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range, to_index
-from contract import check_call, gaps, index_dtypes, offsets, row_types, seeds, store_bits
-from hypothesis import given
-from hypothesis import strategies as st
 from ref import ref_indexing, same_bits
 from torch import Tensor
 
@@ -183,29 +180,6 @@ def test_table_in_host_memory(device: torch.device, count: int) -> None:
         indexing(weights, indices, **{**ranges, "vocab_size": 76})
 
 
-@pytest.mark.parametrize("transform", ["jvp", "vmap", "vmap_tables"])
-def test_under_func(device: torch.device, transform: str) -> None:
-    weights = torch.randn(2, ROWS, 4, dtype=torch.float64, device=device)
-    indices = torch.tensor([[0, 30, 5], [31, 6, -1]], device=device)
-
-    def look(weights: Tensor, indices: Tensor) -> Tensor:
-        return indexing(weights, indices, vocab_range=(0, 20), added_range=(30, 9), vocab_size=99)
-
-    def reference(weights: Tensor, indices: Tensor) -> Tensor:
-        return ref_indexing(weights, indices, (0, 20), (30, 9))
-
-    if transform == "jvp":
-        value, tangent = torch.func.jvp(lambda w: look(w, indices), (weights[0],), (weights[1],))
-        assert torch.equal(value, reference(weights[0], indices))
-        assert torch.equal(tangent, reference(weights[1], indices))
-    else:
-        in_dims = (None, 0) if transform == "vmap" else (0, 0)
-        given = weights[0] if transform == "vmap" else weights
-        each = [given] * 2 if transform == "vmap" else given
-        wanted = torch.stack([reference(w, i) for w, i in zip(each, indices, strict=True)])
-        assert torch.equal(torch.vmap(look, in_dims=in_dims)(given, indices), wanted)
-
-
 @pytest.mark.parametrize("start", [0, 12, LAST])
 def test_the_gradient(device: torch.device, start: int) -> None:
     """Also of the lowest index, which is as far from a range's end as numbers go."""
@@ -232,27 +206,6 @@ def test_gradcheck(device: torch.device) -> None:
     weights = torch.randn(12, 3, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(lookup, weights, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(lambda w: lookup(w) ** 3, weights)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("given", [False, True], ids=["new", "output"])
-def test_compiled(device: torch.device, given: bool, backend: str) -> None:
-    weights = torch.randn(ROWS, 8, device=device)
-
-    def look(indices: Tensor, output: Tensor | None, size: int) -> Tensor:
-        ranges: Any = {"vocab_range": (7, 20), "added_range": (40, 5), "vocab_size": size}
-        return indexing(weights, indices, output=output, **ranges)
-
-    torch.compiler.reset()
-    run = torch.compile(look, fullgraph=True, backend=backend, dynamic=True)
-    for count in (6, 9):
-        indices = torch.arange(count, device=device) * 5
-        output = torch.empty(count, 8, device=device) if given else None
-        found = run(indices, output, 45 + count)
-        assert same_bits(found, ref_indexing(weights, indices, (7, 20), (40, 5)))
-    if device.type == "cpu":
-        with pytest.raises(IndexError, match=r"index 45 at position 9, expected below 45"):
-            run(torch.arange(12) * 5, None, 45)
 
 
 WRONG = [
@@ -283,49 +236,3 @@ def test_an_error_is_the_same_everywhere(
     with pytest.raises(kind) as caught:
         run()
     assert str(caught.value).startswith(f"indexing: {text}")
-
-
-@st.composite
-def two_ranges(draw: st.DrawFn, rows: int) -> tuple[Range, Range | None, int | None]:
-    """Two ranges of `rows` rows at most that share no index, and a size that holds both."""
-    length = draw(st.integers(0, rows))
-    other = draw(st.none() | st.integers(0, rows - length))
-    first, gap = draw(st.integers(0, 30)), draw(st.sampled_from([0, 1, 9]))
-    if other is None:
-        size = draw(st.none() | st.integers(first + length, first + length + 9))
-        return (first, length), None, size
-    if draw(st.booleans()):
-        vocab, added = (first, length), (first + length + gap, other)
-    else:
-        vocab, added = (first + other + gap, length), (first, other)
-    end = max(sum(vocab), sum(added))
-    return vocab, added, draw(st.none() | st.integers(end, end + 9))
-
-
-@given(data=st.data())
-def test_any_call(device: torch.device, data: st.DataObject) -> None:
-    draw = data.draw
-    row, rows, seed = draw(row_types()), draw(st.integers(0, 40)), draw(seeds)
-    vocab_range, added_range, size = draw(two_ranges(rows))
-    values = draw(st.lists(st.integers(-5, 100), max_size=20))
-    bad = [at for at, value in enumerate(values) if size is not None and value >= size]
-    weights = make_buffer(
-        (rows, *row.shape), row.dtype, device, gap=draw(gaps), offset=draw(offsets), seed=seed
-    )
-    output = make_buffer(
-        (len(values), *row.shape), row.dtype, device, gap=draw(gaps), offset=draw(offsets), seed=1
-    )
-    indices = torch.tensor(values, dtype=draw(index_dtypes), device=device)
-    twin = output.twin()
-    ranges: Any = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": size}
-    kept = indices if size is None else torch.where(indices < size, indices, -1)
-
-    def reference() -> None:
-        store_bits(twin.view, ref_indexing(weights.view, kept, vocab_range, added_range))
-
-    # A GPU records any of them.
-    reported = bad[:1] if device.type == "cpu" else bad
-    texts = "|".join(f"index {values[at]} at position {at}" for at in reported)
-    fault = rf"indexing: indices: ({texts})," if bad else None
-    call = lambda: indexing(weights.view, indices, output=output.view, **ranges)  # noqa: E731
-    check_call(call, reference, fault, device, [(output, twin)])

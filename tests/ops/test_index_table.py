@@ -35,18 +35,6 @@ def compare(weights: Tensor, indices: Tensor, vocab_range: tuple[int, int] | Non
     assert same_bits(output.view, wanted)
 
 
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("row_bytes", [1, 8, 40, 256, 656])
-def test_row_sizes(
-    device: torch.device, row_bytes: int, count: int, index_dtype: torch.dtype
-) -> None:
-    weights = host_buffer((ROWS, row_bytes), torch.uint8, device)
-    twin = weights.twin()
-    compare(weights.view, indices_of(count, index_dtype, device))
-    assert weights.same(twin)
-
-
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("start", [0, 7, 2**31 - 250, 2**62])
 def test_a_part_of_a_table(device: torch.device, start: int, count: int) -> None:
@@ -55,13 +43,6 @@ def test_a_part_of_a_table(device: torch.device, start: int, count: int) -> None
     indices[::5] -= 2 * ROWS
     for length in (0, 300, ROWS):
         compare(weights, indices, (start, length))
-
-
-@pytest.mark.parametrize("shape", [(0,), (), (3, 0, 2), (2, 3), (5, 1, 9_000)])
-def test_shapes(device: torch.device, shape: tuple[int, ...]) -> None:
-    weights = host_buffer((ROWS, 3, 16), torch.bfloat16, device).view
-    count = torch.Size(shape).numel()
-    compare(weights, indices_of(count, torch.int32, device).reshape(shape))
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -88,17 +69,6 @@ def test_out_of_range(device: torch.device, index_dtype: torch.dtype, count: int
     assert output.same(twin)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_rows_of_an_output_with_gaps(device: torch.device, count: int) -> None:
-    weights = host_buffer((ROWS, 40), torch.uint8, device, gap=8).view
-    output = make_buffer((count, 40), device=device, seed=3, gap=24, offset=8)
-    twin = output.twin()
-    indices = indices_of(count, torch.int64, device)
-    indexing(weights, indices, output=output.view)
-    twin.view.copy_(ref_indexing(weights, indices.cpu()))
-    assert output.same(twin)
-
-
 @pytest.mark.parametrize("count", [65, 70_000])
 def test_gradient(device: torch.device, count: int) -> None:
     """It lies where the table does."""
@@ -112,29 +82,6 @@ def test_gradient(device: torch.device, count: int) -> None:
     wanted.index_add_(0, indices[kept].cpu(), factor[kept].expand(-1, 4).cpu().double())
     assert weights.grad is not None
     assert torch.equal(weights.grad, wanted)
-
-
-def test_compiled(device: torch.device) -> None:
-    weights = host_buffer((ROWS, 8), torch.float32, device).view
-    indices = indices_of(65, torch.int64, device)
-    torch.compiler.reset()
-    look = torch.compile(lambda w, i: indexing(w, i), fullgraph=True, backend="eager")
-    assert same_bits(look(weights, indices), ref_indexing(weights, indices.cpu()))
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("count", COUNTS)
-def test_in_a_graph_from_the_first_call(count: int) -> None:
-    device = torch.device("cuda")
-    weights = host_buffer((ROWS, 1003 + count % 7), torch.uint8, device)
-    indices = indices_of(count, torch.int32, device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = indexing(weights.view, indices)
-    for step in (0, 1):
-        indices.copy_((indices + 3 * step).clamp(max=ROWS - 1))
-        graph.replay()
-        assert same_bits(found, ref_indexing(weights.view, indices.cpu()))
 
 
 @pytest.mark.cuda

@@ -130,22 +130,6 @@ def test_caches_of_20_gb_on_the_gpu(row_bytes: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_gpu")
-def test_gather_into_a_20_gb_cache_on_the_gpu() -> None:
-    row_bytes = 656
-    num_rows = CUDA_GB * 10**9 // row_bytes
-    dst = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device="cuda")
-    rows = far_rows(num_rows, row_bytes)
-    src = random_bytes(len(rows) * row_bytes).view(-1, row_bytes).clamp_(1).pin_memory()
-    pairs = torch.tensor([*enumerate(rows)], device="cuda")
-    h2d_gather(src, dst, pairs)
-    assert torch.equal(indexing(dst, pairs[:, 1].contiguous()).cpu(), src)
-    written = sum(int(part.count_nonzero()) for part in dst.view(-1).split(GIB))
-    assert written == src.numel()
-
-
-@pytest.mark.cuda
-@pytest.mark.slow
-@pytest.mark.usefixtures("free_gpu")
 def test_more_than_2_32_vectors_in_one_launch() -> None:
     """4.4e9 one-byte rows: flat vector numbers go beyond 32 bits."""
     count = 2**32 + 2**27

@@ -115,20 +115,6 @@ def test_rows_beyond_the_view_but_within_the_storage(device: torch.device) -> No
             memcpy_2d_async(torch.cat([got, got]), pool[0, 5], 16, 96, 16, 5, sides.kind)
 
 
-def test_halves_of_one_tensor(device: torch.device) -> None:
-    """Rows of one side may lie between those of the other."""
-    sides = all_sides(device)[-1]
-    if sides.kind == "d2h":
-        pytest.skip("two memories")
-    both = sides.memory("dst", 10 * 64, 1).view(10, 2, 32)
-    expected = both[:, 0].clone()
-    memcpy_2d_async(both[:, 1], both[:, 0], 64, 64, 32, 10, sides.kind)
-    sides.finish()
-    assert torch.equal(both[:, 1], expected)
-    with pytest.raises(ValueError, match=r"dst: overlaps src, expected memory of its own"):
-        memcpy_2d_async(both[:, 1], both[:, 0], 64, 64, 33, 9, sides.kind)
-
-
 # -- reach and overlap, against sets of bytes ------------------------------------------------------
 
 
@@ -243,14 +229,7 @@ def mistakes() -> list[Mistake]:
     table = not_tensors(good, "dst", "src") + read_only(good, "dst", "src")
     table += not_ints("dpitch", "spitch", "width", "height")
     for name in ("dpitch", "spitch", "width", "height"):
-        table += [
-            ({name: -1}, ValueError, f"{name}: -1, expected at least 0"),
-            ({name: 32.0}, TypeError, f"{name}: float, expected an int"),
-            ({name: True}, TypeError, f"{name}: bool, expected an int"),
-            ({name: None}, TypeError, f"{name}: None, expected an int"),
-            ({name: "32"}, TypeError, f"{name}: str, expected an int"),
-            ({name: 2**63}, TypeError, f"{name}: int of more than 64 bits, expected an int"),
-        ]
+        table.append(({name: -1}, ValueError, f"{name}: -1, expected at least 0"))
     kinds = '"h2d", "d2h", "d2d" or "h2h"'
     memory = torch.zeros(40)
 

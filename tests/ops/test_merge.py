@@ -272,14 +272,6 @@ def test_without_an_lse(device: torch.device) -> None:
     assert torch.equal(two[0], merge_states(outs[:2], lses[:2])[0])
 
 
-def test_under_inference_mode(device: torch.device) -> None:
-    with torch.inference_mode():
-        outs, lses = partials(device, 3, 5, 3, 8)
-        assert_merged(merge_states(outs, lses), outs, lses)
-        out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-        assert_merged(merge_states(outs, lses, output=out, lse=lse), outs, lses)
-
-
 def test_what_is_written_counts_as_changed(device: torch.device) -> None:
     """As after PyTorch's operations in place: autograd notices."""
     outs, lses = partials(device, 2, 5, 3, 8)

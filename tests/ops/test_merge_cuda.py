@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from merge_reference import (
     BF16,
-    F16,
     F32,
     FP8,
     NAN,
@@ -32,40 +28,6 @@ from jitkern import merge_state, merge_states
 pytestmark = pytest.mark.cuda
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 GIB = 1 << 30
-
-FIRST_CALL_IN_A_CAPTURE = """
-import sys, torch, jitkern
-torch.manual_seed(0)
-outs = torch.randn(9, 40, 8, 128, device="cuda").bfloat16()
-lses = torch.randn(9, 40, 8, device="cuda")
-out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
-torch.cuda.synchronize()
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph, capture_error_mode=sys.argv[1]):
-    jitkern.merge_states(outs, lses, output=out, lse=lse)
-    made = jitkern.merge_state(outs[0], lses[0], out, lse)
-torch.cuda.synchronize()
-assert not out.any(), "capturing must not run anything"
-for _ in range(2):
-    graph.replay()
-torch.cuda.synchronize()
-jitkern.check()
-wanted = jitkern.merge_states(outs, lses)
-assert out.equal(wanted[0]) and lse.equal(wanted[1])
-again = jitkern.merge_state(outs[0], lses[0], out, lse)
-assert made[0].equal(again[0]) and made[1].equal(again[1])
-print("ok")
-"""
-
-
-@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_first_call_inside_a_capture(
-    mode: str, fresh_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    """With an empty cache, so that it compiles while capturing, then with a warm one."""
-    for _ in ("cold", "warm"):
-        env = {"JITKERN_CACHE_DIR": str(tmp_path / "cache")}
-        assert fresh_python(FIRST_CALL_IN_A_CAPTURE, mode, env=env).stdout.startswith("ok")
 
 
 @pytest.mark.parametrize("n", [2, 5, 17])
@@ -112,22 +74,6 @@ def test_calls_that_depend_on_each_other() -> None:
     assert_same((out, lse), (there, logs))
 
 
-def test_side_streams() -> None:
-    """Behind what was queued there: a delay that a wrong stream would not see."""
-    results = []
-    torch.cuda.synchronize()
-    for seed in range(4):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            wanted, logs = partials(GPU, 3, 50, 4, 64, F16, seed=seed)
-            outs, lses = torch.zeros_like(wanted), torch.zeros_like(logs)
-            torch.cuda._sleep(20_000_000)
-            outs.copy_(wanted), lses.copy_(logs)
-            results.append((merge_states(outs, lses), outs, lses))
-    torch.cuda.synchronize()
-    for result, outs, lses in results:
-        assert_merged(result, outs, lses)
-
-
 # -- host memory -----------------------------------------------------------------------------------
 
 
@@ -167,38 +113,6 @@ def test_pageable_memory_is_refused_with_the_cure() -> None:
         merge_state(outs[0], lses[0], outs[1].cpu(), lses[1])
     with pytest.raises(ValueError, match="merge_state: lse_b: pageable host memory"):
         merge_state(outs[0], lses[0], outs[1], lses[1].cpu())
-
-
-def test_results_lie_on_one_device_with_the_rest() -> None:
-    outs, lses = partials(GPU, 2, 5, 2, 8)
-    far, far_lses = outs.cpu().pin_memory(), lses.cpu().pin_memory()
-    for given, text in (
-        ({"output": far[0]}, "outs: device cuda:0, expected cpu as in output"),
-        ({"lse": far_lses[0]}, "lse: device cpu, expected cuda:0 as in output"),
-        ({"count": torch.tensor([1])}, "count: device cpu, expected cuda:0 as in output"),
-        ({"count": torch.tensor([1]).pin_memory()},
-         "count: device cpu, expected cuda:0 as in output"),
-        ({"output": outs[0].to(FP8), "scale": torch.ones(1)},
-         "scale: device cpu, expected cuda:0 as in output"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=re.escape(f"merge_states: {text}")):
-            merge_states(outs, lses, **given)
-
-
-@pytest.mark.multigpu
-def test_two_gpus_in_one_call_are_refused() -> None:
-    outs, lses = partials(torch.device("cuda:0"), 2, 5, 2, 8)
-    there, logs = outs.to("cuda:1"), lses.to("cuda:1")
-    for name, some, numbers in (
-        ("outs[1]", [outs[0], there[1]], list(lses)),
-        ("lses[1]", list(outs), [lses[0], logs[1]]),
-    ):
-        text = f"merge_states: {name}: device cuda:1, expected cuda:0 as in output"
-        with pytest.raises(ValueError, match=re.escape(text)):
-            merge_states(some, numbers)
-    for given in ({"output": there[0]}, {"lse": logs[0]}):
-        with pytest.raises(ValueError, match=r"merge_states: .*: device cuda:[01], expected cuda"):
-            merge_states(outs, lses, **given)
 
 
 @pytest.mark.multigpu
@@ -273,14 +187,6 @@ def test_strides_beyond_2_32_bytes(memory: torch.Tensor, dtype: torch.dtype, by:
     assert_same(result, merge_states(outs.cuda(), lses.cuda()))
     merge_states(some, logs, output=some[1], lse=logs[2])
     assert_same((some[1].contiguous(), logs[2].contiguous()), result)
-
-
-def test_stacked_partials_beyond_2_32_bytes(memory: torch.Tensor) -> None:
-    outs, lses = partials(CPU, 9, 4, 3, 40, BF16)
-    far = (2**30 + 2**27) // 2
-    stack = memory.view(BF16).as_strided(outs.shape, (far, 120, 40, 1)).copy_(outs)
-    logs = memory.view(F32).as_strided(lses.shape, (far // 2, 3, 1), 1000).copy_(lses)
-    assert_same(merge_states(stack, logs), merge_states(outs.cuda(), lses.cuda()))
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from buffers import Buffer
 from hypothesis import given
 from hypothesis import strategies as st
 from merge_reference import (
@@ -14,7 +13,6 @@ from merge_reference import (
     EXPANDED,
     F16,
     F32,
-    FP8,
     LAYOUTS,
     OUT_TYPES,
     TYPES,
@@ -22,12 +20,11 @@ from merge_reference import (
     assert_same,
     call_of,
     partials,
-    placed,
     scale_for,
 )
 from torch import Tensor
 
-from jitkern import merge_state, merge_states
+from jitkern import merge_states
 
 LSE_LAYOUTS = ["tokens_heads", "heads_tokens"]
 
@@ -42,18 +39,6 @@ def test_layouts(device: torch.device, dtype: torch.dtype, layout: str, out_layo
         lse_layouts = layouts[::-1]
         call = call_of(outs, lses, layouts=layouts, lse_layouts=lse_layouts, out_layout=out_layout)
         call.run_and_compare()
-
-
-@pytest.mark.parametrize("merged_lse_layout", LAYOUTS)
-@pytest.mark.parametrize("lse_layout", LSE_LAYOUTS)
-def test_layouts_of_the_lse(device: torch.device, lse_layout: str, merged_lse_layout: str) -> None:
-    outs, lses = partials(device, 10, 9, 4, 24, BF16, lse_layout=lse_layout, seed=4)
-    for lse_dtype, layout in itertools.product(TYPES, LAYOUTS):
-        call = call_of(
-            outs, lses.to(lse_dtype), FP8, lse_dtype, lse_layouts=[layout, "contiguous", "odd"],
-            merged_lse_layout=merged_lse_layout, layouts=LAYOUTS,
-        )  # fmt: skip
-        call.run_and_compare(lse_layout=lse_layout, scale=scale_for(FP8, device))
 
 
 @pytest.mark.parametrize("expanded", EXPANDED)
@@ -167,15 +152,6 @@ def test_in_place_of_stacked_tensors(device: torch.device, dim: int) -> None:
             assert_same((stack[others], logs[others]), (outs[others], lses[others]))
 
 
-def test_in_place_of_two(device: torch.device) -> None:
-    """As an engine does chunk after chunk: the result so far is one of the partials."""
-    outs, lses = partials(device, 6, 9, 2, 576)
-    out, lse = outs[0].clone(), lses[0].clone()
-    for i in range(1, 6):
-        merge_state(out, lse, outs[i], lses[i], output=out, lse=lse)
-    assert_merged((out, lse), outs, lses)
-
-
 def test_in_place_of_another_type_of_as_many_bytes(device: torch.device) -> None:
     outs, lses = partials(device, 3, 9, 2, 40, F16, F16)
     wanted = merge_states(outs, lses, output=torch.empty_like(outs[0], dtype=BF16))[0]
@@ -253,32 +229,7 @@ def test_what_is_refused_to_the_byte(data: st.DataObject) -> None:
         assert not shared
 
 
-def test_side_by_side_in_one_allocation(device: torch.device) -> None:
-    """A result between the rows of a partial shares no byte with it."""
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(9, 4, 3, 40, generator=generator).to(device)
-    outs = [wide[:, :, 0], wide[:, :, 2]]
-    logs = torch.randn(9, 4, 3, generator=generator).to(device)
-    lses = [logs[..., 1], logs[..., 0]]
-    wanted = merge_states([out.clone() for out in outs], [lse.clone() for lse in lses])
-    before = [tensor.clone() for tensor in (*outs, *lses)]
-    assert_same(merge_states(outs, lses, output=wide[:, :, 1], lse=logs[..., 2]), wanted)
-    assert all(map(torch.equal, (*outs, *lses), before))
-
-
 def test_what_is_empty_overlaps_nothing(device: torch.device) -> None:
     memory = torch.zeros(64, device=device)
     nothing = memory[:0].view(0, 2, 8)
     merge_states([nothing] * 2, [nothing[..., 0]] * 2, output=nothing, lse=nothing[..., 0])
-
-
-def test_a_refused_call_writes_nothing(device: torch.device) -> None:
-    outs, lses = partials(device, 2, 5, 2, 8)
-    buffers = [placed(outs[0], "odd"), placed(outs[1])]
-    twins = [buffer.twin() for buffer in buffers]
-    shifted = buffers[0].view.as_strided((5, 2, 8), buffers[0].view.stride(), 130)
-    with pytest.raises(
-        ValueError, match=r"^merge_states: output: overlaps outs\[0\], expected mem"
-    ):
-        merge_states([buffer.view for buffer in buffers], list(lses), output=shifted)
-    assert all(map(Buffer.same, buffers, twins))

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from merge_reference import BF16, F16, FP8, INF, assert_merged, assert_same, partials
+from merge_reference import BF16, F16, FP8, assert_merged, assert_same, partials
 from needs import needs_cxx
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import opcheck
 
 import jitkern.torch_ops  # noqa: F401 - nothing has called an op yet
 from jitkern import merge_state, merge_states
@@ -125,15 +124,6 @@ def test_the_operators(device: torch.device) -> None:
         OPS.out([], [], output=out, lse=lse)
 
 
-@pytest.mark.parametrize("n", [1, 17])
-def test_opcheck_of_more(device: torch.device, n: int) -> None:
-    outs, lses = partials(device, n, 4, 2, 8, F16)
-    outs = outs.nan_to_num(0.5)
-    opcheck(OPS.default, (list(outs), list(lses)), {"base": "2"})
-    out = torch.empty_like(outs[0])
-    opcheck(OPS.out, (list(outs), list(lses)), {"output": out, "lse": None})
-
-
 def test_fake_tensors(device: torch.device) -> None:
     """In their mode and, as a compiler keeps them, outside of it."""
     mode = FakeTensorMode()
@@ -189,22 +179,3 @@ def test_a_batch_of_what_writes_is_an_error_that_says_so(device: torch.device) -
     text = "merge_states: outs[1]: batched by torch.vmap, expected a plain tensor: the op writes"
     with pytest.raises(RuntimeError, match=re.escape(text)):
         torch.vmap(merge)(batch)
-
-
-def test_nothing_has_to_be_imported(forked_python: Callable[..., Any]) -> None:
-    forked_python("""
-import torch, jitkern
-outs, lses = torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2)
-merge = torch.compile(lambda a, b: jitkern.merge_states(a, b), fullgraph=True, backend="eager")
-ours, theirs = merge(outs, lses), jitkern.merge_states(outs, lses)
-assert all(map(torch.equal, ours, theirs))
-""")
-
-
-def test_an_empty_partial_in_a_graph(device: torch.device) -> None:
-    outs, lses = partials(device, 2, 5, 2, 8)
-    outs.fill_(float("nan"))
-    lses.fill_(-INF)
-    out, lse = compiled(lambda a, b: merge_states(a, b), "aot_eager")(outs, lses)
-    assert out.eq(0).all()
-    assert lse.eq(-INF).all()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range
+from buffers import host_buffer, make_buffer
 from ref import ref_h2d_gather
 from test_aliases import Backwards
 from torch import Tensor
@@ -26,70 +26,6 @@ def pairs_of(count: int, sources: int, targets: int, dtype: torch.dtype) -> Tens
     pairs = torch.stack(columns, dim=1).to(dtype)
     pairs[::7, count % 2] = -3
     return pairs
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 31, 1025, 2500])
-@pytest.mark.parametrize("row_bytes", [1, 8, 40, 656, 1024])
-@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter])
-def test_counts_and_row_sizes(
-    device: torch.device, op: Any, row_bytes: int, count: int, index_dtype: torch.dtype
-) -> None:
-    host = host_buffer((HOST_ROWS, row_bytes), torch.uint8, device, gap=16)
-    gpu = make_buffer((DEVICE_ROWS, row_bytes), device=device, seed=1)
-    src, dst = (host, gpu) if op is h2d_gather else (gpu, host)
-    twin = dst.twin()
-    pairs = pairs_of(count, len(src.view), len(dst.view), index_dtype).to(device)
-    op(src.view, dst.view, pairs, order="host")
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    ref_h2d_gather(src.view, twin.view, pairs)
-    assert dst.same(twin)
-
-
-@pytest.mark.parametrize("map_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("how", [{}, {"dedup": False}, {"reuse_resident": True}], ids=str)
-def test_gather_with_repeats_and_a_slot_map(
-    device: torch.device, how: dict[str, Any], map_dtype: torch.dtype
-) -> None:
-    """40,000 pairs, enough for repeats to be looked for, of rows that lie far apart."""
-    count, num_src = 40_000, 9_000
-    generator = torch.Generator().manual_seed(5)
-    src = host_buffer((num_src, 24), torch.uint8, device, gap=1000)
-    dst = make_buffer((2 * count, 24), device=device, seed=1)
-    sources = torch.randint(0, num_src, (count,), generator=generator)
-    pairs = torch.stack([sources, torch.randperm(count, generator=generator) + count], dim=1)
-    pairs[::11, 0] = -1
-    slot_map = torch.full((num_src,), -1, dtype=map_dtype)
-    if how.get("reuse_resident"):
-        known = torch.randperm(num_src, generator=generator)[:500]
-        slot_map[known] = torch.arange(500, dtype=map_dtype)
-        dst.view[:500] = src.view[known].to(device)
-    slot_map, pairs = slot_map.to(device), pairs.to(device)
-    twin = dst.twin()
-    h2d_gather(src.view, dst.view, pairs, slot_map=slot_map, order="host", **how)
-    ref_h2d_gather(src.view, twin.view, pairs)
-    assert dst.same(twin)
-    wanted = pairs[pairs[:, 0] >= 0]
-    assert torch.equal(dst.view[slot_map[wanted[:, 0]].long()], dst.view[wanted[:, 1]])
-
-
-@pytest.mark.parametrize("column", [0, 1])
-def test_out_of_range(device: torch.device, column: int) -> None:
-    src = host_buffer((HOST_ROWS, 40), torch.uint8, device)
-    dst = make_buffer((DEVICE_ROWS, 40), device=device, seed=1)
-    twin = dst.twin()
-    pairs = pairs_of(1025, HOST_ROWS, DEVICE_ROWS, torch.int64).to(device)
-    bound = (HOST_ROWS, DEVICE_ROWS)[column]
-    pairs[13] = 5
-    pairs[13, column] = bound + 2
-    text = f"h2d_gather: pairs[..., {column}]: index {bound + 2} at position 13, expected below"
-    with out_of_range(device, text):
-        h2d_gather(src.view, dst.view, pairs, order="host")
-    if device.type == "cuda":
-        pairs[13] = -1
-        ref_h2d_gather(src.view, twin.view, pairs)
-    assert dst.same(twin)
 
 
 def test_rows_that_lie_backwards_have_no_order(device: torch.device) -> None:

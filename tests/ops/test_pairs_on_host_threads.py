@@ -77,36 +77,6 @@ def test_threads_of_every_way(device: torch.device, fresh_python: Fresh) -> None
     fresh_python(CALLS + TOGETHER, device.type)
 
 
-# A child has none of the threads that were copying, nor the GPU: it gathers on CPU tensors.
-FORKS = """
-import signal, time, warnings
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)  # torch's own would hang in the child
-calls(0, 6)
-threads = start(2, 60) if sys.argv[2] == "beside" else []
-for number in range(5):
-    time.sleep(0.02)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # the thread of faulthandler is its parent's
-        device, on_gpu, failed = torch.device("cpu"), False, []
-        calls(number, 12)
-        os._exit(len(failed))
-    assert os.waitpid(child, 0)[1] == 0
-for thread in threads:
-    thread.join()
-calls(7, 6)  # the parent's own go on
-assert not failed, failed
-"""
-
-
-@several_cores
-@pytest.mark.parametrize("when", ["after", "beside"])
-def test_a_forked_child(device: torch.device, fresh_python: Fresh, when: str) -> None:
-    """Forked between calls, and while other threads are in the middle of theirs."""
-    fresh_python(CALLS + FORKS, device.type, when)
-
-
 FIRST_CALL = """
 import torch
 from jitkern import h2d_gather

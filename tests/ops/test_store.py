@@ -12,12 +12,12 @@ from buffers import (
     Buffer,
     make_buffer,
     out_of_range,
-    to_index,
 )
 from contract import Case
 from fuzzer import SIZES, Call, Fuzzer
 from mistakes import (
     Mistake,
+    apart_text,
     bad_indices,
     bytes_text,
     count_text,
@@ -32,16 +32,10 @@ from ref import ref_store, same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
-from jitkern import indexing, store_cache
+from jitkern import store_cache
 
 SLOTS = 37
 ROWS = 19
-
-
-def run_and_compare(
-    k_cache: Buffer, v_cache: Buffer, indices: Tensor, k: Buffer, v: Buffer
-) -> None:
-    CASES[0].run_and_compare([k_cache, v_cache, k, v], indices)
 
 
 def caches(
@@ -82,23 +76,6 @@ def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
     assert cache.same(twin)
 
 
-def test_trailing_shapes_may_differ(device: torch.device) -> None:
-    k_cache, v_cache = caches(device, (24,), torch.float32)
-    k, v = row_views(device, (2, 3, 4), torch.float32)
-    k_twin, v_twin = k_cache.twin(), v_cache.twin()
-    store_cache(k_cache.view, v_cache.view, CASES[0].indices(device), k, v)
-    ref_store(
-        k_twin.view, v_twin.view, CASES[0].indices(device), k.view(ROWS, 24), v.view(ROWS, 24)
-    )
-    assert k_cache.same(k_twin)
-    assert v_cache.same(v_twin)
-
-
-def test_rows_of_one_scalar(device: torch.device) -> None:
-    k, v = rows(device, (), torch.float32)
-    run_and_compare(*caches(device, (), torch.float32), CASES[0].indices(device), k, v)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slot_named_twice_holds_bytes_of_one_of_its_rows(device: torch.device, seed: int) -> None:
     k_cache, v_cache = caches(device, (48,), torch.uint8)
@@ -110,21 +87,6 @@ def test_a_slot_named_twice_holds_bytes_of_one_of_its_rows(device: torch.device,
         for slot in indices.unique().tolist():
             candidates = new[(indices == slot).to(device)]
             assert (candidates == cache.view[slot]).any(dim=0).all()
-
-
-def test_many_equal_rows_in_one_slot(device: torch.device) -> None:
-    k_cache, v_cache = caches(device, (656,), torch.uint8)
-    k, v = rows(device, (656,), torch.uint8)
-    for new in (k.view, v.view):
-        new.copy_(new[:1].expand(ROWS, -1))
-    run_and_compare(k_cache, v_cache, torch.full((ROWS,), 5, device=device), k, v)
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-def test_no_rows(device: torch.device, index_dtype: torch.dtype) -> None:
-    k_cache, v_cache = caches(device, (4, 8), torch.bfloat16)
-    k, v = (make_buffer((0, 4, 8), torch.bfloat16, device, seed=seed) for seed in (3, 4))
-    run_and_compare(k_cache, v_cache, to_index([], index_dtype, device), k, v)
 
 
 def test_no_slots_and_only_padding(device: torch.device) -> None:
@@ -154,17 +116,6 @@ def test_one_row_of_any_stride(device: torch.device) -> None:
 # -- what goes in comes out ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row_bytes", [1, 6, 16, 40, 656, 657, 1024])
-def test_what_goes_in_comes_out(device: torch.device, row_bytes: int) -> None:
-    """Store, then gather from the same slots: the rows again, whatever they hold."""
-    rows = make_buffer((40, row_bytes), device=device).view
-    cache = torch.zeros(2, 64, row_bytes, dtype=torch.uint8, device=device)
-    slots = torch.randperm(64, device=device)[:40]
-    store_cache(cache[0], cache[1], slots, rows, rows)
-    assert torch.equal(indexing(cache[0], slots), rows)
-    assert torch.equal(indexing(cache[1], slots.int()), rows)
-
-
 # -- for the tests that go over all ops ------------------------------------------------------------
 
 
@@ -183,7 +134,19 @@ class Store(Case):
         ref_store(k_cache, v_cache, indices, k, v)
 
 
-CASES = [Store()]
+class StoreOfOneCache(Store):
+    tables = (0, None)
+
+    def call(self, tables: Sequence[Tensor], indices: Tensor, **_: Any) -> None:
+        cache, rows = tables
+        assert store_cache(cache, None, indices, rows) is None
+
+    def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
+        cache, rows = tables
+        ref_store(cache, cache, indices, rows, rows)
+
+
+CASES = [Store(), StoreOfOneCache()]
 
 
 ORDER = ", in the order (k_cache, v_cache, indices, k, v)"
@@ -208,6 +171,12 @@ def mistakes() -> list[Mistake]:
         is_order = kind is TypeError and "int16" not in text
         table.append((change, kind, text + ORDER if is_order else text))
     halves, cache = zeros(3, 8, dtype=torch.float16), zeros(50, 8)
+    for argument in ("k_cache", "v_cache"):
+        table += [
+            ({argument: cache[:1].expand(50, 8)}, ValueError, apart_text(argument, 0, [50, 8])),
+            ({argument: zeros(300).as_strided((50, 8), (4, 1))}, ValueError,
+             apart_text(argument, 16, [50, 8])),
+        ]  # fmt: skip
     memory = torch.zeros(50, 4, dtype=torch.int64)
     for argument, other in (("k", "v"), ("v", "k")):
         table += [
@@ -288,8 +257,8 @@ def fuzz(f: Fuzzer) -> Call:
     row, dtype = f.row()
     other = f.rng.choice([row, row, f.row()[0]])  # of V, which is left out at times
     slots, rows = f.rng.choice(SIZES), f.rng.choice(SIZES)
-    caches = [f.tensor([slots, *shape], dtype) for shape in (row, other)]
-    new = [f.tensor([rows, *shape], dtype) for shape in (row, other)]
+    caches = [f.rows([slots, *shape], dtype) for shape in (row, other)]
+    new = [f.rows([rows, *shape], dtype) for shape in (row, other)]
     indices = f.distinct(rows, slots, f.rng.choice(INT_DTYPES))
     expected = [cache.clone() for cache in caches]
     ref_store(*expected, indices, *new)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, distinct, make_buffer, out_of_range, to_index
+from buffers import INT_DTYPES, Buffer, distinct, make_buffer, to_index
 from needs import needs_nvrtc
 from ref import ref_store
 from tiny import SM_90
@@ -38,18 +38,6 @@ def slots(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     values = distinct(ROWS, SLOTS)
     values[3] = values[7] = -1
     return to_index(values, dtype, device)
-
-
-@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("row_bytes", [1, 16, 40, 656, 657, 8192])
-def test_a_single_cache(device: torch.device, row_bytes: int, index_dtype: torch.dtype) -> None:
-    cache, rows = table(row_bytes, device, 1)
-    twin, indices = cache.twin(), slots(device, index_dtype)
-    assert store_cache(cache.view, None, indices, rows.view) is None
-    ref_store(twin.view, twin.view, indices, rows.view, rows.view)
-    assert cache.same(twin)
-    store_cache(k_cache=cache.view, v_cache=None, indices=indices, k=rows.view, v=None)
-    assert cache.same(twin)
 
 
 @pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
@@ -96,60 +84,6 @@ def test_both_in_one_slot_of_one_tensor(device: torch.device) -> None:
     store_cache(k_cache, v_cache, indices, k, v)
     ref_store(k_twin, v_twin, indices, k, v)
     assert cache.same(twin)
-
-
-@pytest.mark.parametrize("empty", ["k", "v", "both"])
-def test_rows_of_no_bytes_beside_others(device: torch.device, empty: str) -> None:
-    cache, rows = table(24, device, 1)
-    twin, indices = cache.twin(), slots(device)
-    nothing = torch.empty(SLOTS, 0, dtype=torch.uint8, device=device)
-    none = nothing[:ROWS]
-    if empty == "k":
-        store_cache(nothing, cache.view, indices, none, rows.view)
-    elif empty == "v":
-        store_cache(cache.view, nothing, indices, rows.view, none)
-    else:
-        store_cache(nothing, nothing, indices, none, none)
-        assert cache.same(twin)
-        return
-    ref_store(twin.view, twin.view, indices, rows.view, rows.view)
-    assert cache.same(twin)
-
-
-@pytest.mark.parametrize("v_bytes", [None, 8, 40], ids=str)
-def test_out_of_range(device: torch.device, v_bytes: int | None) -> None:
-    """On the CPU neither of the caches is written."""
-    k_cache, k = table(24, device, 1)
-    v_cache, v = table(v_bytes or 1, device, 3)
-    twins, indices = (k_cache.twin(), v_cache.twin()), slots(device)
-    indices[11] = SLOTS
-    text = f"store_cache: indices: index {SLOTS} at position 11, expected below {SLOTS}"
-    with out_of_range(device, text):
-        if v_bytes is None:
-            store_cache(k_cache.view, None, indices, k.view)
-        else:
-            store_cache(k_cache.view, v_cache.view, indices, k.view, v.view)
-    if device.type == "cuda":  # only that row is left out
-        indices[11] = -1
-        ref_store(twins[0].view, twins[1].view, indices, k.view, v.view)
-    assert k_cache.same(twins[0])
-    assert v_bytes is None or v_cache.same(twins[1])
-
-
-@pytest.mark.parametrize("v_bytes", [None, 500], ids=str)
-def test_large_calls_on_several_threads(device: torch.device, v_bytes: int | None) -> None:
-    """6 MB and more: above the size from which the CPU implementation uses more than one thread."""
-    k_cache, k = (make_buffer((n, 657), device=device, seed=n) for n in (9000, 4601))
-    v_cache, v = (make_buffer((n, v_bytes or 1), device=device, seed=n + 1) for n in (9000, 4601))
-    indices = to_index(distinct(4601, 9000), torch.int32, device)
-    twins = k_cache.twin(), v_cache.twin()
-    ref_store(twins[0].view, twins[1].view, indices, k.view, v.view)
-    if v_bytes is None:
-        store_cache(k_cache.view, None, indices, k.view)
-    else:
-        store_cache(k_cache.view, v_cache.view, indices, k.view, v.view)
-        assert v_cache.same(twins[1])
-    assert k_cache.same(twins[0])
 
 
 # -- compiled beforehand ---------------------------------------------------------------------------

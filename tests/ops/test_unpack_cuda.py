@@ -16,7 +16,6 @@ from test_unpack import (
     places,
     ref_unpack,
     rows_of,
-    run_and_compare,
     scattered,
 )
 
@@ -58,19 +57,6 @@ def test_in_a_cuda_graph(direction: str, width: int) -> None:
         jitkern.check()
     ref_unpack(src.view, twin.view, rows[[0, 2, 3, 4, 5]])
     assert dst.same(twin)
-
-
-@pytest.mark.cuda
-def test_descriptors_of_the_cpu_are_not_captured() -> None:
-    device = torch.device("cuda")
-    dst, src = buffers(device, 100, 100)
-    unpack(src.view, dst.view, rows_of([(0, 0, 9)], torch.device("cpu")))
-    torch.cuda.synchronize()
-    with (
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-        pytest.raises(ValueError, match="unpack: descriptors: device cpu while a graph"),
-    ):
-        unpack(src.view, dst.view, rows_of([(0, 0, 9)], torch.device("cpu")))
 
 
 @pytest.mark.cuda
@@ -127,28 +113,6 @@ def test_calls_that_depend_on_each_other() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(memory[calls, : size - 3 * calls], first[3 * calls :])
-
-
-@pytest.mark.cuda
-def test_many_descriptors_of_the_host() -> None:
-    """More than one upload takes: 174,762 of 48 bytes."""
-    device = torch.device("cuda")
-    sizes = [5] * 180_000
-    dst, src = buffers(device, 10_000, 1_000_000)
-    rows = scattered(sizes, 10_000, 1_000_000)
-    run_and_compare(dst, src, rows_of(rows, torch.device("cpu")))
-
-
-@pytest.mark.cuda
-def test_pageable_memory_is_refused_with_the_cure() -> None:
-    device = torch.device("cuda")
-    host, gpu = torch.zeros(100), torch.zeros(100, device=device)
-    for where in places(device):
-        rows = rows_of([(0, 0, 8)], where)
-        for dst, src, name in ((gpu, host, "src"), (host, gpu, "dst")):
-            with pytest.raises(ValueError, match=f"unpack: {name}: pageable host mem") as caught:
-                unpack(src, dst, rows)
-            assert "pin_memory" in str(caught.value)
 
 
 class TestOnAFakeGpu:
