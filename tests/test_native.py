@@ -13,7 +13,7 @@ from tiny import compiles
 from jitkern.arch import Arch
 from jitkern.cache.get import freeze
 from jitkern.cache.store import Cache
-from jitkern.compilers import cxx
+from jitkern.compilers import cxx, find
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, JitkernError
 from jitkern.jit import native
@@ -295,6 +295,7 @@ def test_another_compiler_is_another_library(folder: Path, monkeypatch: pytest.M
             f'#!/bin/sh\n{says}\nexec {shutil.which("c++")} -DVERSION={version} "$@"\n',
         )
         script.chmod(0o755)
+        find._output.cache_clear()  # as in the next process
 
     monkeypatch.setenv("CXX", "tools/g++")
     settings.cache_clear()

@@ -18,8 +18,8 @@ from jitkern.offload.args import count_arg, number_arg
 
 _log = logging.getLogger("jitkern.offload")
 
-# Columns of the times of an iteration, as in csrc/offload/slot_times.h; before them begin and end of
-# load, compute and store.
+# Columns of the times of an iteration, as in csrc/offload/slot_times.h. Before them: begin and end
+# of load, compute and store.
 _COMPUTE, _TRANSFER, _STALL, _FILL = range(6, 10)
 _LINKS = slice(10, 13)  # by which load, compute and store kept the link or the GPU busy
 _TRANSFERS = 13
