@@ -74,8 +74,9 @@ def build(
     is missing, ValueError for a source of an unknown kind.
     """
     for source in sources:
-        if source.suffix not in (*_CXX_SUFFIXES, ".cu"):
-            raise ValueError(f"build: sources: {source}, expected .cc, .cpp, .cxx or .cu")
+        suffixes = _CXX_SUFFIXES if arch is None else (*_CXX_SUFFIXES, ".cu")
+        if source.suffix not in suffixes:
+            raise ValueError(f"build: sources: {source}, expected {' or '.join(suffixes)}")
 
     def spelled(path: Path) -> str:
         path = path.resolve()
