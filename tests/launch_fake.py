@@ -61,7 +61,7 @@ class Interface:
 def module_of(*names: str) -> DeviceModule:
     wrappers = [(name, "Toy") for name in names]
     options = {"device_files": [], "device_wrappers": wrappers}
-    return DeviceModule(Specialisation("load_jit", ("toy",), options, ""), params={})
+    return DeviceModule(Specialisation("load_jit", ("toy",), options, ""))
 
 
 def user(name: str, params_bytes: int, threads: int = 1024) -> DeviceModule:

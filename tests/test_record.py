@@ -21,7 +21,6 @@ import jitkern.ops.store
 from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.get import freeze, unfreeze
-from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.errors import FrozenError
 from jitkern.jit import record
@@ -53,15 +52,6 @@ def test_frozen_misses_name_what_to_warm(folder: Path, monkeypatch: pytest.Monke
         tiny(6).image(SM_90)
     unfreeze()  # goes before the environment
     assert tiny(6).image(SM_90)
-
-
-@needs_nvrtc
-def test_frozen_takes_an_entry_of_another_compiler_rather_than_none(
-    folder: Path, empty_cache: Path
-) -> None:
-    Cache(empty_cache).publish(tiny().key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"foreign"})
-    freeze()
-    assert tiny().image(SM_90) == b"foreign"
 
 
 # -- JITKERN_RECORD --------------------------------------------------------------------------------
@@ -291,4 +281,3 @@ load_jit("tiny", "4", device_files=["tiny.cu"], device_wrappers=[("tiny", "Tiny<
     Arch(9, 0))
 """
     assert "compiled" in fresh_python(code, env={"JITKERN_LOG": "1"}).stderr
-    assert fresh_python(code).stderr == ""

@@ -38,14 +38,10 @@ def test_literals(value: Any, literal: str) -> None:
     assert make_cpp_args(value) == (literal,)
 
 
-def test_str_is_a_template_argument_list() -> None:
+def test_a_list_of_template_arguments() -> None:
     args = make_cpp_args(656, 16, True)
     assert str(args) == f"{args}" == "656, 16, true"
     assert list(args) == ["656", "16", "true"]
-    assert str(make_cpp_args()) == ""
-
-
-def test_config_expands_in_the_order_of_the_template() -> None:
     config = KernelConfig(num_threads=256, max_occupancy=2, use_pdl=True)
     assert config.template_args == "256, 2, true"
     assert str(make_cpp_args(656, config, 4)) == "656, 256, 2, true, 4"

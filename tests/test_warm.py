@@ -310,9 +310,9 @@ def test_cuda_files_are_built_for_each_of_the_variable(
     loaded: list[Path] = []
     real = native.load_library
 
-    def load_library(name: str, data: bytes, artefact: Path, **options: Any) -> Any:
+    def load_library(name: str, artefact: Path, **options: Any) -> Any:
         loaded.append(artefact)
-        return real(name, data, artefact, **options)
+        return real(name, artefact, **options)
 
     monkeypatch.setattr(native, "load_library", load_library)
     assert load_jit("which", cuda_files=["which.cu"])["twice"](0) == 90

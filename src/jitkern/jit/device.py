@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
@@ -72,10 +73,9 @@ class DeviceModule(Launchable):
         used: Specialisation,
         hint: Callable[[Arch], str] = record_hint,
         *,
-        params: ParamsOf | None = None,
+        params: ParamsOf = MappingProxyType({}),
         cpu: CpuForm = CpuForm(),  # noqa: B008 - a NamedTuple
     ) -> None:
-        super().__init__(params or {}, cpu)
         options = used.options
         self._used = used
         self.op: str = used.args[0]
@@ -96,6 +96,9 @@ class DeviceModule(Launchable):
         )
         self.launch_config: tuple[int, ...] = ()
         self._images: dict[Arch, Lookup[bytes]] = {}
+        self._params = params
+        self._cpu = cpu
+        self._launchers = {}
 
     def __repr__(self) -> str:
         return f"DeviceModule({self.op!r}, {', '.join(self.args)})"
@@ -216,19 +219,21 @@ def load_own(
 
 
 def render(
-    includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsOf | None = None
+    includes: Sequence[str],
+    wrappers: Sequence[Wrapper],
+    params: ParamsOf = MappingProxyType({}),
 ) -> str:
     """Return the translation unit: an entry point for each kernel class, and checks of `params`.
 
-    With `params`, which may be empty, users launch the kernels: the size of an array then tells
-    C++ the ``kNumThreads`` of each, plus 1. No driver tells launch bounds without what registers
-    allow.
+    The size of an array tells C++ the kernel's ``kNumThreads``, plus 1: drivers mix launch bounds
+    with what registers allow.
 
     Examples
     --------
     >>> print(render(["ops/copy.cu"], [("copy", "Copy<4>")]))
     #include <jitkern/launch_bounds.cuh>
     #include "ops/copy.cu"
+    extern "C" __device__ char jitkern_threads_copy[jitkern::num_threads<Copy<4>>(0) + 1];
     extern "C" __global__ void
     __launch_bounds__(jitkern::num_threads<Copy<4>>(0), jitkern::min_blocks<Copy<4>>(0))
     copy(const __grid_constant__ Copy<4>::Params params) {
@@ -236,14 +241,12 @@ def render(
     }
     <BLANKLINE>
     """
-    of_users, params = params is not None, params or {}
     lines = ["#include <jitkern/launch_bounds.cuh>"]
     lines += ["#include <jitkern/declared.cuh>"] if any(params.values()) else []
     lines += [f'#include "{name}"' for name in includes]
     for export, kernel in wrappers:
         threads = f"jitkern::num_threads<{kernel}>(0)"
-        if of_users:
-            lines.append(f'extern "C" __device__ char jitkern_threads_{export}[{threads} + 1];')
+        lines.append(f'extern "C" __device__ char jitkern_threads_{export}[{threads} + 1];')
         lines.append('extern "C" __global__ void')
         lines.append(f"__launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))")
         lines.append(f"{export}(const __grid_constant__ {kernel}::Params params) {{")

@@ -29,11 +29,9 @@ class Launchable:
     """Base of :class:`jitkern.DeviceModule`: its kernels, launched."""
 
     exports: tuple[str, ...]
-
-    def __init__(self, params: ParamsOf, cpu: CpuForm) -> None:
-        self._params = params
-        self._cpu = cpu
-        self._launchers: dict[str, Callable[..., Any]] = {}
+    _params: ParamsOf
+    _cpu: CpuForm
+    _launchers: dict[str, Callable[..., Any]]
 
     def image(self, arch: Arch) -> bytes:
         """Return the code for `arch`."""
