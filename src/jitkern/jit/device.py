@@ -233,7 +233,7 @@ def render(
     >>> print(render(["ops/copy.cu"], [("copy", "Copy<4>")]))
     #include <jitkern/launch_bounds.cuh>
     #include "ops/copy.cu"
-    extern "C" __device__ char jitkern_threads_copy[jitkern::num_threads<Copy<4>>(0) + 1];
+    extern "C" { __device__ char jitkern_threads_copy[jitkern::num_threads<Copy<4>>(0) + 1]; }
     extern "C" __global__ void
     __launch_bounds__(jitkern::num_threads<Copy<4>>(0), jitkern::min_blocks<Copy<4>>(0))
     copy(const __grid_constant__ Copy<4>::Params params) {
@@ -246,7 +246,7 @@ def render(
     lines += [f'#include "{name}"' for name in includes]
     for export, kernel in wrappers:
         threads = f"jitkern::num_threads<{kernel}>(0)"
-        lines.append(f'extern "C" __device__ char jitkern_threads_{export}[{threads} + 1];')
+        lines.append(f'extern "C" {{ __device__ char jitkern_threads_{export}[{threads} + 1]; }}')
         lines.append('extern "C" __global__ void')
         lines.append(f"__launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))")
         lines.append(f"{export}(const __grid_constant__ {kernel}::Params params) {{")
