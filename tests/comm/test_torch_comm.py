@@ -81,27 +81,16 @@ WRONG = {
     "torch.int32, expected torch.float32 as x",
     "(lambda x: comm.all_gather(x, x[1:4]))(torch.ones(6))": "ValueError: all_gather: x and output "
     "overlap, expected no memory in common, or part 0 of output",
-    "comm.reduce_scatter(torch.ones(3), torch.ones(1))": "ValueError: reduce_scatter: x: 1 items, "
-    "expected 6, 3 for each of 2 ranks",
-    "(lambda x: comm.reduce_scatter(x[3:], x))(torch.ones(6))": "ValueError: reduce_scatter: x and "
-    "output overlap, expected no memory in common, or part 0 of x",
     "comm.broadcast(torch.ones(2), 2)": "ValueError: broadcast: src: 2, expected 0 to 1",
-    "comm.broadcast(torch.ones(2), True)": "TypeError: broadcast: src: bool, expected an int",
-    "comm.send(torch.ones(2), -1)": "ValueError: send: dst: -1, expected 0 to 1",
     "comm.send(torch.ones(2), 0)": "ValueError: send: dst: 0, expected another rank than this one",
-    "comm.recv(torch.ones(2), 0)": "ValueError: recv: src: 0, expected another rank than this one",
     "comm.all_to_all(torch.ones(3), torch.ones(3))": "ValueError: all_to_all: 3 rows, expected "
     "a multiple of 2, or output_splits",
     "comm.all_to_all(torch.ones(4, 2), torch.ones(4, 3))": "ValueError: all_to_all: output: rows "
     "of [2], expected [3] as x",
     "comm.all_to_all(torch.ones(4), torch.ones(4), [1, 2])": "ValueError: all_to_all: "
     "output_splits: 2 numbers, 3 rows in all, expected 2, one for each rank, and 4 rows",
-    "comm.all_to_all(torch.ones(4), torch.ones(4), None, [4])": "ValueError: all_to_all: "
-    "input_splits: 1 numbers, 4 rows in all, expected 2, one for each rank, and 4 rows",
     "comm.all_to_all(torch.ones(4), torch.ones(4), None, [5, -1])": "ValueError: all_to_all: "
     "input_splits: -1, expected at least 0",
-    "comm.all_to_all(torch.ones(4), torch.ones(4), None, [2.0, 2])": "TypeError: all_to_all: "
-    "input_splits: float, expected an int",
     "comm.all_to_all(torch.ones(4), torch.ones(4), 4)": "TypeError: all_to_all: output_splits: "
     "int, expected a list of int",
     "(lambda x: comm.all_to_all(x, x))(torch.ones(4))": "ValueError: all_to_all: x and output "
@@ -110,8 +99,6 @@ WRONG = {
     "ProcessGroup, a Store or None",
     "TorchCommunicator(timeout_s='60')": "TypeError: TorchCommunicator: timeout_s: str, expected "
     "seconds",
-    "TorchCommunicator(timeout_s=0)": "ValueError: TorchCommunicator: timeout_s: 0, expected above "
-    "0 and at most 1e+06 s",
 }
 
 

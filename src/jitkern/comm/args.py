@@ -26,11 +26,11 @@ def communicator_arg(call: str, value: Any) -> Communicator:
     """Return what has a rank, a size and a sum."""
     lacking = [name for name in ("rank", "size", "all_reduce") if not hasattr(value, name)]
     if lacking:
-        came = f"{type_text(value)} without {', '.join(lacking)}"
-        raise TypeError(f"{call}: comm: {came}, expected a Communicator")
+        given = f"{type_text(value)} without {', '.join(lacking)}"
+        raise TypeError(f"{call}: comm: {given}, expected a Communicator")
     if not 0 <= value.rank < value.size:
-        came = f"rank {value.rank} of {value.size}"
-        raise ValueError(f"{call}: comm: {came}, expected a rank of 0 to size - 1")
+        given = f"rank {value.rank} of {value.size}"
+        raise ValueError(f"{call}: comm: {given}, expected a rank of 0 to size - 1")
     return cast("Communicator", value)
 
 
@@ -218,7 +218,7 @@ def splits_arg(call: str, name: str, splits: Any, x: Tensor, size: int) -> list[
         return [num_rows // size] * size
     rows = rows_arg(call, name, splits)
     if len(rows) != size or sum(rows) != num_rows:
-        came = f"{len(rows)} numbers, {sum(rows)} rows in all"
+        given = f"{len(rows)} numbers, {sum(rows)} rows in all"
         expected = f"{size}, one for each rank, and {num_rows} rows"
-        raise ValueError(f"{call}: {name}: {came}, expected {expected}")
+        raise ValueError(f"{call}: {name}: {given}, expected {expected}")
     return rows

@@ -83,10 +83,8 @@ def _give(met: Rendezvous, other: int, name: str, fd: int, deadline: float) -> N
         end.settimeout(_left(deadline))
         try:
             end.connect(name)
-        except BlockingIOError:  # strangers fill the backlog
-            raise _late(met, [other], "did not take this rank's memory") from None
-        except ConnectionRefusedError:
-            raise _late(met, [other], "takes no memory: it has ended, or failed") from None
+        except (BlockingIOError, ConnectionRefusedError) as error:  # its backlog is full; it ended
+            raise _late(met, [other], f"takes no memory: {error.strerror}") from None
         uid = peer_uid(end)
         if uid != os.geteuid():
             text = f"{met.peers[other]} is of uid {uid}, expected uid {os.geteuid()}"

@@ -117,7 +117,8 @@ class PyNCCLCommunicator:
     new communicator, over a new group.
 
     :meth:`watch` after the replay of a graph puts it under the deadline. Delete graphs that have
-    captured the communicator before :meth:`close`.
+    captured the communicator before :meth:`close`. Attributes: ``rank``, ``size``, ``device``,
+    ``timeout_s``, and ``nccl_version``, such as ``"2.28.9"``.
     """
 
     _calls: Any = None  # the functions in C++, of csrc/comm/collectives.cc
@@ -167,7 +168,7 @@ class PyNCCLCommunicator:
         try:
             status = call_with_timeout(lambda: calls.open(unique_id), self.timeout_s)
         except TimeoutError:
-            calls.abort()  # once it is made, for nobody
+            calls.abort()  # as soon as it is made
             raise self._rendezvous.diagnose("init_pynccl", 0, timeout_s=self.timeout_s) from None
         self._calls = calls
         self._settle("init_pynccl", status)
@@ -306,7 +307,7 @@ class PyNCCLCommunicator:
         else:
             self.abort()  # the other ranks may not come to a close()
 
-    # -- what became of a call ---------------------------------------------------------------------
+    # -- calls and their errors --------------------------------------------------------------------
 
     def _run(self, name: str, written: tuple[Any, ...], read: tuple[Any, ...], *args: Any) -> None:
         """Make a call of the tensors that it writes and reads, and of other arguments."""

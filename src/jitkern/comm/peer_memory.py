@@ -333,7 +333,9 @@ def _make_range(rendezvous: Rendezvous, share_bytes: int) -> Range:
                 fds[mine.rank] = make_memory("PeerMemory", "jitkern-peers", share_bytes)
                 range_.map(mine.rank, fds[mine.rank])
             check = _Check(range_, peers, mine, share_bytes, rendezvous.timeout_s * OWN_PART)
-            check.write_own()
+            if ordinal >= 0:  # the driver does not
+                range_.clear(mine.rank * share_bytes, share_bytes, check.timeout_s)
+            check.write(mine)
             return check
 
         def map_others() -> None:
@@ -390,31 +392,24 @@ class _Check(NamedTuple):
     share_bytes: int
     timeout_s: float
 
-    def write_own(self) -> None:
-        """Zero this rank's memory, which the driver does not, and write its pattern."""
-        if self.mine.facts["_ordinal"] >= 0:
-            begin = self.mine.rank * self.share_bytes
-            self.range.clear(begin, self.share_bytes, self.timeout_s)
-        self._write(self.mine)
+    def write(self, owner: PeerInfo) -> None:
+        """Write this rank's pattern to a rank's memory."""
+        self.range.write(*self._pattern(owner, self.mine), self.timeout_s)
 
     def compare(self) -> None:
         """Read the other ranks' patterns, and write one to each of them."""
         for other in self.peers:
             what = f"{_place(self.mine)} reads in the memory of {_place(other)} what was not"
             self._expect(other, other, f"{what} written there")
-            self._write(other)
+            self.write(other)
 
     def receive(self) -> None:
         """Read what the other ranks wrote into this one's memory, and leave zeros."""
         for other in self.peers:
-            to = _place(self.mine)
-            what = f"what {_place(other)} writes to the memory of {to} is not there"
+            what = f"what {_place(other)} writes to the memory of {_place(self.mine)} is not there"
             self._expect(self.mine, other, what)
         begin = self.mine.rank * self.share_bytes
         self.range.clear(begin, len(self.peers) * _PATTERN_BYTES, self.timeout_s)
-
-    def _write(self, owner: PeerInfo) -> None:
-        self.range.write(*self._pattern(owner, self.mine), self.timeout_s)
 
     def _expect(self, owner: PeerInfo, writer: PeerInfo, what: str) -> None:
         at, pattern = self._pattern(owner, writer)

@@ -312,7 +312,7 @@ class Rendezvous:
         where = f"rank {self.rank} of {self.size}"
         if peer >= 0:
             where = f"{where} {'to' if op == 'send' else 'from'} rank {peer}"
-        else:
+        elif number or op == self.name:
             where = f"call {number} on {where}" if number else f"the set-up on {where}"
         when = "cannot be done" if timeout_s is None else f"was not done within {timeout_s:g} s"
         ranks = sorted(missing)

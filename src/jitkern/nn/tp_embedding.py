@@ -277,9 +277,9 @@ class TPEmbedding(torch.nn.Module):
         like = self.weight.new_empty(0)
         made = fn(like)
         if (made.dtype, made.device) != (like.dtype, like.device):
-            came = f"{str(made.dtype)[6:]} on {made.device}"
+            given = f"{str(made.dtype)[6:]} on {made.device}"
             raise RuntimeError(
-                f"{OP}: weight: {came}, expected {str(like.dtype)[6:]} on {like.device}: it is in "
+                f"{OP}: weight: {given}, expected {str(like.dtype)[6:]} on {like.device}: it is in "
                 "memory that other ranks read; make a new module with dtype= and device="
             )
         return self
