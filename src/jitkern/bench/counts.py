@@ -1,8 +1,7 @@
 """Instructions of one call, counted by Callgrind: a figure that no neighbour changes.
 
-Callgrind shows programs a processor of its own, so that its counts are the same on any x86-64
-machine with the same software; :func:`identity` says which. This file is also the program that is
-counted, run by its path: above, it imports the standard library alone.
+Counts are the same on any x86-64 machine with the same software; :func:`identity` says which. This
+file is also the program that is counted, run by its path: it imports the standard library alone.
 """
 
 from __future__ import annotations
