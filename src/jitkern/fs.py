@@ -383,7 +383,7 @@ _CGROUP_FILES = (
 
 
 def free_bytes() -> int | None:
-    """Return the bytes that this process may still take, by machine and control groups, if known."""
+    """Return the bytes that the machine and our control groups leave free; None if unknown."""
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMINFO), re.M)
     known = [int(available[1]) << 10] if available else []
     for folder, limit, used, cached in _CGROUP_FILES:
