@@ -21,6 +21,7 @@ def check_1_a_machine_without_a_file_has_the_figures_of_an_h200() -> None:
     assert found["small_call_bytes"] == 2 << 20, found
     assert found["one_shot_bytes"] == ONE_SHOT_BYTES[2], found
     assert all(value > 0 for value in found.values())
+    assert figures(-1) == found  # of no device
 
 
 def check_2_what_was_measured_is_asked_for_once_a_device() -> None:
@@ -47,10 +48,6 @@ def check_3_a_figure_can_be_set() -> None:
             assert text in str(error), error
         else:
             raise AssertionError(f"accepted: {text}")
-
-
-def check_4_no_device_has_the_defaults() -> None:
-    assert figures(-1)["reach_bytes"] == 768 << 20
 
 
 if __name__ == "__main__":

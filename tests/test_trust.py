@@ -334,11 +334,11 @@ def test_what_a_process_keeps_stays_even_if_its_pid_is_not_seen(
 def test_what_is_not_a_dead_build_stays(tmpdir: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
-    stay = [f"jitkern-build-.elsewhere.999999999.{TOKEN}", "jitkern-build-notes"]
-    stay += [f"other-build-.{HERE}.999999999.{TOKEN}", f"jitkern-build-.{HERE}.999999996.{TOKEN}"]
-    for name in stay[:3]:
+    stay = ["jitkern-build-notes", f"other-build-.{HERE}.999999999.{TOKEN}"]
+    for name in stay:
         (tmpdir / name).mkdir()
-    (tmpdir / stay[3]).symlink_to(victim)
+    stay.append(f"jitkern-build-.{HERE}.999999996.{TOKEN}")
+    (tmpdir / stay[-1]).symlink_to(victim)
     for name in stay:
         age(tmpdir / name, 7200)
     if os.geteuid() == 0:

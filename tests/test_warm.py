@@ -11,19 +11,23 @@ from typing import Any
 import pytest
 from fake_toolkit import calls
 from needs import needs_cxx, needs_nvrtc
+from stems import ON_GPU
 from tiny import SM_90, compiles, tiny
 
 import jitkern
 from jitkern.arch import Arch, target_archs
 from jitkern.cache import get
 from jitkern.cache.store import Cache
-from jitkern.cli import main
+from jitkern.cli import _parser, main
 from jitkern.env import settings
 from jitkern.errors import CacheError, FrozenError, WarmError
+from jitkern.fs import sha256
 from jitkern.host import module as host
-from jitkern.jit import native
+from jitkern.jit import device, native
 from jitkern.jit.loader import load_aot, load_jit
-from jitkern.warming import Outcome
+from jitkern.ops import device_ops
+from jitkern.ops._ops import op_names, op_sizes
+from jitkern.warming import Outcome, op_jobs
 
 Capture = pytest.CaptureFixture[str]
 
@@ -35,6 +39,15 @@ int __tvm_ffi_twice(void*, const Any* args, int32_t, Any* result) {
   *result = {1, 0, args->value * 2};
   return 0;
 }
+"""
+# A library whose constructor leaves a mark: it runs when the library is loaded.
+MARKING = """\
+#include <cstdio>
+__attribute__((constructor)) static void mark() {
+  if (std::FILE* file = std::fopen(MARK, "w")) std::fclose(file);
+}
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT int __tvm_ffi_nothing(void*, const void*, int, void*) { return 0; }
 """
 
 
@@ -62,21 +75,25 @@ def rows(outcomes: list[Outcome]) -> list[tuple[str, str, str, str]]:
     return [(one.name, one.parameters, one.arch, one.source) for one in outcomes[1:]]
 
 
+def sized(outcomes: list[Outcome]) -> set[tuple[str, str]]:
+    """Each op and its first parameter."""
+    return {(one.name, one.parameters.partition(",")[0]) for one in outcomes[1:]}
+
+
 def run(capsys: Capture, *argv: object) -> tuple[int, str, str]:
     status = main(["warm", *map(str, argv)])
-    out, err = capsys.readouterr()
-    return status, out, err
+    return status, *capsys.readouterr()
 
 
 # -- from Python -----------------------------------------------------------------------------------
 
 
 @needs_nvrtc
-def test_warm_returns_what_became_of_each(empty_cache: Path) -> None:
+def test_warm_returns_the_source_of_each(empty_cache: Path) -> None:
     told: list[tuple[str, int, int]] = []
     how: dict[str, Any] = {"element_sizes": [60424], "archs": ["9.0", Arch(8, 0), "sm_90"]}
     found = jitkern.warm(
-        ["store_cache", "store"], **how, progress=lambda job, *n: told.append((str(job), *n))
+        ["store_cache", "store"], **how, progress=lambda one, *n: told.append((str(one), *n))
     )
     assert {(one.name, one.arch, one.source) for one in found[1:]} == {
         ("store", "9.0", "compiled"),
@@ -104,7 +121,6 @@ def test_warm_with_nothing_else_is_the_host_module(capsys: Capture, empty_cache:
     [
         ({"ops": ["frob"]}, ValueError, "warm: ops: 'frob', expected one of store_cache, store, "),
         ({"ops": "store"}, TypeError, "warm: ops: 'store', expected a list, such as ['store']"),
-        ({"ops": ["store"]}, ValueError, "warm: ops: 'store', expected along with element_sizes, "),
         (
             {"ops": ["merge_state", "store_cache"], "element_sizes": [656]},
             ValueError,
@@ -117,11 +133,8 @@ def test_warm_with_nothing_else_is_the_host_module(capsys: Capture, empty_cache:
         ),
         ({"element_sizes": 656}, TypeError, "warm: element_sizes: 656, expected a list, such as "),
         ({"element_sizes": [0]}, ValueError, "warm: element_sizes: 0, expected bytes of a row, 1 "),
-        ({"out": 5}, TypeError, "warm: out: 5, expected a path"),
         ({"head_dims": [True]}, ValueError, "warm: head_dims: True, expected elements of a head, "),
-        ({"archs": "9.0"}, TypeError, "warm: archs: '9.0', expected a list, such as ['9.0']"),
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
-        ({"files": [5]}, TypeError, "warm: files: 5, expected a path"),
         ({"files": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] warm: files: no.jsonl: No such "),
         ({"files": [__file__]}, ValueError, f"warm: files: {__file__}:1: not a recorded spec"),
         ({"threads": 0}, ValueError, "warm: threads: 0, expected 1 or more"),
@@ -129,9 +142,14 @@ def test_warm_with_nothing_else_is_the_host_module(capsys: Capture, empty_cache:
         ({"element_sizes": [656]}, ValueError, "warm: archs: none is given, JITKERN_ARCH is not s"),
     ],
 )
-def test_arguments_that_make_no_sense(
-    empty_cache: Path, use: Callable[..., None], how: dict[str, Any], error: type, says: str
+def test_a_wrong_argument_is_named(
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: dict[str, Any],
+    error: type,
+    says: str,
 ) -> None:
+    monkeypatch.setattr("jitkern.warming.gpu_archs", list)
     with pytest.raises(error, match=f"^{re.escape(says)}"):
         jitkern.warm(**how)
     assert not empty_cache.exists()
@@ -139,7 +157,7 @@ def test_arguments_that_make_no_sense(
 
 @needs_nvrtc
 @needs_cxx
-def test_a_failure_carries_what_became_of_all(
+def test_a_failure_carries_the_outcomes_of_all(
     folder: Path, record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
@@ -158,12 +176,50 @@ def test_a_failure_carries_what_became_of_all(
     assert "tiny" in {entry.key.op for entry in Cache(tmp_path / "out").entries()}
 
 
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def test_ops_without_a_size_are_not_built(empty_cache: Path) -> None:
+    how: dict[str, Any] = {"archs": ["9.0"], "check": True}
+    by_rows = sized(jitkern.warm(element_sizes=[60488], **how))
+    by_dim = sized(jitkern.warm(head_dims=[120, 136], **how))
+    assert by_rows >= {("store", "60488"), ("index", "60488")}
+    assert by_dim == {("merge", "120"), ("merge", "136")}
+    sizes: dict[str, Any] = {"element_sizes": iter([60488]), "head_dims": iter([120])}
+    some = sized(jitkern.warm(iter(["store", "merge_state"]), **sizes, **how))  # type: ignore[arg-type]
+    assert some == {("store", "60488"), ("merge", "120")}
+
+
+@pytest.mark.parametrize("op", ON_GPU)
+def test_the_advice_of_a_missing_kernel_builds_it(op: str) -> None:
+    """Some named an op that there is not."""
+    module, sizes = device_ops()[op], op_sizes()
+    kernels = [module.kernel(*spec) for spec in module.specialisations(656)]
+    for kernel in kernels + getattr(module, "shared_kernels", list)():
+        command = kernel.hint(SM_90).partition("jitkern ")[2].split()
+        args = _parser().parse_args(command)
+        ops = [op_names()[name] for name in args.op or [op]]
+        wanted = [(one, size) for one in ops for size in getattr(args, sizes[one].name)]
+        built = map(str, op_jobs(wanted, args.arch))
+        assert f"{kernel.op}<{', '.join(kernel.args)}> for 9.0" in built, command
+
+
+def test_kernels_that_no_size_builds_are_to_be_recorded() -> None:
+    merge = device_ops()["merge"]
+    spec = merge.specialisations(128)[0]
+    usual = merge.kernel(*spec).hint(SM_90)
+    assert re.search(r"warm --op merge --head-dim 128 --arch 9\.0$", usual)
+    dim, elems, in_type, out_type, *rest = spec
+    for other in ((dim, elems // 2, in_type, out_type, *rest), (dim, elems, in_type, 3, *rest)):
+        assert merge.kernel(*other).hint(SM_90) == device.record_hint(SM_90)
+
+
 # -- looking only ----------------------------------------------------------------------------------
 
 
 @needs_nvrtc
 @needs_cxx
-def test_check_lists_what_is_missing_and_compiles_nothing(
+def test_check_compiles_nothing(
     capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
 ) -> None:
     before = compiles()
@@ -184,32 +240,29 @@ def test_check_lists_what_is_missing_and_compiles_nothing(
     for nvrtc in ("", "/nowhere/libnvrtc.so"):  # without a compiler, code by any counts
         use(NVRTC=nvrtc)
         status, out, err = run(capsys, "--replay", record, "--check")
-        assert (status, err) == (0, "")
-        assert "missing" not in out
+        assert (status, err, "missing" in out) == (0, "", False)
     assert run(capsys, "--replay", record, "--check", "--arch", "8.0")[0] == 1
     assert compiles() == before
 
 
-# -- JSON ------------------------------------------------------------------------------------------
-
-
 @needs_nvrtc
-def test_json(capsys: Capture, empty_cache: Path, tmp_path: Path) -> None:
+def test_json(capsys: Capture, empty_cache: Path) -> None:
     argv = ("--element-size", "60456", "--op", "store_cache", "--arch", "9.0", "--json")
+    argv += ("--head-dim", "44", "--head-dim", "52", "--op", "merge_state")
     status, out, err = run(capsys, *argv, "--check")
     assert status == 1
     assert {job["source"] for job in json.loads(out)["jobs"][1:]} == {"missing"}
     status, out, err = run(capsys, *argv)
     assert (status, err) == (0, "")
     value = json.loads(out)
-    assert (value["version"], value["cache"]) == (1, str(empty_cache))
     assert value.keys() == {"version", "cache", "seconds", "jobs"}
-    _, first, second = value["jobs"]
-    assert first.keys() == {"name", "parameters", "arch", "source", "ms", "bytes", "error"}
-    for job in (first, second):
-        assert (job["name"], job["arch"], job["source"]) == ("store", "9.0", "compiled")
+    assert (value["version"], value["cache"]) == (1, str(empty_cache))
+    for job in value["jobs"][1:]:
+        assert list(job) == ["name", "parameters", "arch", "source", "ms", "bytes", "error"]
+        assert (job["arch"], job["source"], job["error"]) == ("9.0", "compiled", None)
         assert job["bytes"] > 1000
-        assert job["error"] is None
+    built = {(job["name"], job["parameters"].partition(",")[0]) for job in value["jobs"][1:]}
+    assert built == {("store", "60456"), ("merge", "44"), ("merge", "52")}
 
 
 # -- what is written -------------------------------------------------------------------------------
@@ -235,7 +288,7 @@ def test_out_has_the_libraries_too(
 
 @needs_nvrtc
 @needs_cxx
-def test_a_hit_is_a_hit_where_nothing_can_be_written(
+def test_a_hit_needs_no_cache_that_can_be_written(
     capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
 ) -> None:
     """With everything there, the status was 1: "cannot be written"."""
@@ -244,21 +297,13 @@ def test_a_hit_is_a_hit_where_nothing_can_be_written(
     status, out, err = run(capsys, "--replay", record)
     assert (status, err) == (0, "")
     assert len(re.findall(r" cached ", out)) >= 2
-    status, _, err = run(capsys, "--replay", record, "--arch", "8.0")
-    assert status == 1
-    assert err == (
-        "jitkern: error: /proc/version/cache: cannot be written: Not a directory; set "
-        "JITKERN_CACHE_DIR to a directory of yours\n"
-    )
-    with pytest.raises(CacheError, match="cannot be written"):
+    with pytest.raises(CacheError, match="/proc/version/cache: cannot be written: Not a directory"):
         jitkern.warm(files=[record], archs=["8.0"])
 
 
 @needs_nvrtc
 @needs_cxx
-def test_a_frozen_process_says_what_is_the_case(
-    capsys: Capture, record: Path, use: Callable[..., None]
-) -> None:
+def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Callable[..., None]) -> None:
     """It advised the very command that was run."""
     use(FREEZE="1")
     status, out, err = run(capsys, "--replay", record)
@@ -278,7 +323,57 @@ def test_a_frozen_process_says_what_is_the_case(
     assert run(capsys, "--replay", record)[0] == 0
 
 
-# -- names -----------------------------------------------------------------------------------------
+# -- records of others: they are code --------------------------------------------------------------
+
+
+def write_record(file: Path, source: str) -> None:
+    """A record of one library that somebody else has written."""
+    line = {
+        "record": 2,
+        "function": "load_aot",
+        "args": ["marking"],
+        "options": {
+            "cpp_files": ["./marking.cc"],
+            "extra_cflags": [f"-DMARK='\"{file.parent}/mark\"'"],
+        },
+        "arch": "",
+        "files": {"./marking.cc": sha256(source.encode())},
+    }
+    file.write_text(f"{json.dumps({'record': 2, 'text': source})}\n{json.dumps(line)}\n")
+    file.chmod(0o644)
+
+
+@needs_cxx
+def test_replay_builds_and_does_not_load(
+    capsys: Capture, empty_cache: Path, tmp_path: Path
+) -> None:
+    recording, mark = tmp_path / "used.jsonl", tmp_path / "mark"
+    write_record(recording, MARKING)
+    for source in ("compiled", "cached"):
+        status, out, err = run(capsys, "--replay", recording)
+        assert (status, err) == (0, "")
+        assert re.search(rf"^marking .* {source} ", out, re.MULTILINE)
+        assert not mark.exists()
+    assert run(capsys, "--replay", recording, "--load")[0] == 0
+    assert mark.exists()
+    write_record(recording, 'extern "C" int missing;\nint* needed = &missing;\n')
+    assert run(capsys, "--replay", recording)[0] == 0
+    status, _, err = run(capsys, "--replay", recording, "--load")
+    assert status == 1 and "the library was built but does not load" in err
+
+
+def test_replay_refuses_a_file_that_others_could_have_written(
+    capsys: Capture, empty_cache: Path, tmp_path: Path
+) -> None:
+    recording = tmp_path / "used.jsonl"
+    write_record(recording, MARKING)
+    recording.chmod(0o666)
+    status, out, err = run(capsys, "--replay", recording)
+    assert (status, out) == (1, "")
+    assert err == (
+        f"jitkern: error: --replay: {recording}: its mode, 0666, lets others write it; if you "
+        f"trust them, replay it with: jitkern warm --trust --replay {recording}\n"
+    )
 
 
 # -- for which GPU ---------------------------------------------------------------------------------
@@ -304,8 +399,7 @@ def test_cuda_files_are_built_for_each_of_the_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only the first one's library was built, and nobody said so."""
-    text = TWICE.replace("args->value * 2", "FAKE_ARCH")
-    (folder / "which.cu").write_text(text)
+    (folder / "which.cu").write_text(TWICE.replace("args->value * 2", "FAKE_ARCH"))
     use(ARCH="9.0,10.0")
     loaded: list[Path] = []
     real = native.load_library

@@ -14,17 +14,10 @@ _TEXT = re.compile(
 
 
 class Arch(NamedTuple):
-    """The architecture of a GPU: its compute capability.
+    """The architecture of a GPU: its compute capability, which may be newer than jitkern.
 
-    Any can be constructed, since a GPU may be newer than jitkern; `parse` insists on a known one.
-
-    Attributes
-    ----------
-    major, minor
-        The compute capability.
-    suffix
-        ``a`` for code of exactly this architecture, ``f`` for its family, empty for code that later
-        minor versions run too.
+    `suffix`: ``a`` for code of exactly this architecture, ``f`` for its family, empty for code that
+    later minor versions run too.
 
     Examples
     --------
@@ -38,10 +31,7 @@ class Arch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Arch:
-        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``.
-
-        Raises ValueError for an architecture that is not known; the message lists those that are.
-        """
+        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one."""
         if not isinstance(text, str):
             raise TypeError(f"arch: {text!r}, expected a str such as '9.0'")
         match = _TEXT.fullmatch(text.strip())
@@ -66,12 +56,10 @@ class Arch(NamedTuple):
 
     @property
     def sm(self) -> str:
-        """Name of the real architecture, such as ``sm_90``."""
         return f"sm_{self.number}{self.suffix}"
 
     @property
     def compute(self) -> str:
-        """Name of the virtual architecture, such as ``compute_90``."""
         return f"compute_{self.number}{self.suffix}"
 
     def __str__(self) -> str:

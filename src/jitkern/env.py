@@ -1,7 +1,6 @@
 """Settings from the environment: the only module that reads it.
 
-An unset or empty variable means its default. A bad value raises at first use. A relative path is
-below the current directory of that moment.
+An unset or empty variable means its default. A relative path is below the directory of first use.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
 PREFIX = "JITKERN_"
 VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
-    *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS"),
-    *("JITKERN_FREEZE", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG"),
-    *("JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_PYNCCL_MAX_BUFFER_SIZE"),
-    "JITKERN_RECORD",
+    *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS", "JITKERN_FREEZE"),
+    *("JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC"),
+    *("JITKERN_PYNCCL_MAX_BUFFER_SIZE", "JITKERN_RECORD"),
 )
 """What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
 
@@ -39,6 +37,8 @@ _NVCC_READS = (
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
     *("INCLUDES", "SYSTEM_INCLUDES", "CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
 )
+
+_SIZE = "a number of bytes such as 4294967296, 512M or 4G"
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -55,58 +55,46 @@ NOBODY = Trust()
 
 
 class Settings(NamedTuple):
-    """The environment, parsed and checked once.
+    """The environment, parsed and checked once; each field names its variable.
 
     Attributes
     ----------
-    cache_dir : Path
+    cache_dir
         ``JITKERN_CACHE_DIR``: the cache that is written. Default ``$XDG_CACHE_HOME/jitkern``, else
         ``~/.cache/jitkern``.
-    cache_path : tuple of Path
+    cache_path
         ``JITKERN_CACHE_PATH``: read-only caches, separated as in ``PATH``.
-    cache_trust : Trust
+    cache_trust
         ``JITKERN_CACHE_TRUST``: whose kernels and libraries are loaded beside those of this user
         and of root, by number, such as ``1001,1002``; ``everyone`` checks no owner and no mode.
-    cache_max_bytes : int
+    cache_max_bytes
         ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
         Default 4G.
-    nccl : Path or None
+    nccl
         ``JITKERN_NCCL``: path of a libnccl to use instead of the one that is found.
-    pynccl_max_buffer_bytes : int
+    pynccl_max_buffer_bytes
         ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``: the largest buffer that a communicator registers.
         Default 1G.
-    arch : tuple of str
+    arch
         ``JITKERN_ARCH``: archs to compile for without a GPU, such as ``9.0,10.0``: by ``jitkern
-        warm`` without ``--arch``, and for ``cuda_files``, which are built for each. A GPU that is
-        there is always compiled for.
-    compiler : {"nvrtc", "nvcc"}
-        ``JITKERN_COMPILER``: what compiles device code. Default nvrtc.
-    nvrtc : Path or None
+        warm`` without ``--arch``, and for ``cuda_files``. A GPU that is there comes first.
+    compiler
+        ``JITKERN_COMPILER``: what compiles device code, nvrtc (default) or nvcc.
+    nvrtc
         ``JITKERN_NVRTC``: path of a libnvrtc to use instead of the one that is found.
-    lock_timeout_s : float
+    lock_timeout_s
         ``JITKERN_LOCK_TIMEOUT_S``: seconds to wait for another process that compiles the same
         kernel before compiling it privately. Default 120; 0 does not wait.
-    record : Path or None
+    record
         ``JITKERN_RECORD``: file that receives each specialisation used.
-    freeze : {"raise", "warn"} or None
+    freeze
         ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile; warn compiles
         it, with a warning. :func:`jitkern.freeze` and :func:`jitkern.unfreeze` override it.
-    log : bool
+    log
         ``JITKERN_LOG``: 1 logs one line per lookup.
-    faults : {"raise", "warn", "ignore"}
-        ``JITKERN_FAULTS``: what happens to an index out of range that a kernel recorded.
-    cuda_home : Path or None
-        ``CUDA_HOME``, else ``CUDA_PATH``.
-    cxx : str or None
-        ``CXX``: the C++ compiler, a name or a path, with arguments if there are any.
-    home : Path or None
-        ``HOME``: owner and mode of the directories above it do not matter to a cache in it.
-    path : str
-        ``PATH``: where programs are looked up.
-    library_path : tuple of Path
-        ``LD_LIBRARY_PATH``: where shared libraries are looked up.
-    step_summary : Path or None
-        ``GITHUB_STEP_SUMMARY``: file that ``jitkern bench --ci`` adds its summary to.
+    faults
+        ``JITKERN_FAULTS``: raise (default), warn or ignore an index out of range that a kernel
+        recorded.
     """
 
     cache_dir: Path
@@ -123,44 +111,38 @@ class Settings(NamedTuple):
     freeze: FreezeMode | None
     log: bool
     faults: FaultMode
-    cuda_home: Path | None
-    cxx: str | None
+    cuda_home: Path | None  # CUDA_HOME, else CUDA_PATH
+    cxx: str | None  # CXX: a name or a path, with arguments if there are any
     home: Path | None
     path: str
-    library_path: tuple[Path, ...]
-    step_summary: Path | None
+    library_path: tuple[Path, ...]  # LD_LIBRARY_PATH
+    step_summary: Path | None  # GITHUB_STEP_SUMMARY
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Parse a mapping of variables. Raises as :func:`settings`."""
-        size = "a number of bytes such as 4294967296, 512M or 4G"
+        seconds = "a number of seconds, 0 or more"
         return cls(
             cache_dir=_cache_dir(environ),
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
             cache_trust=_trust(environ, "JITKERN_CACHE_TRUST"),
-            cache_max_bytes=_number(environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30, parse_bytes, size),
+            cache_max_bytes=_number(
+                environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30, parse_bytes, _SIZE
+            ),
             nccl=_path(environ, "JITKERN_NCCL"),
             pynccl_max_buffer_bytes=_number(
-                environ, "JITKERN_PYNCCL_MAX_BUFFER_SIZE", 1 << 30, parse_bytes, size
+                environ, "JITKERN_PYNCCL_MAX_BUFFER_SIZE", 1 << 30, parse_bytes, _SIZE
             ),
             arch=_words(environ, "JITKERN_ARCH"),
             compiler=_choice(environ, "JITKERN_COMPILER", {"nvrtc": "nvrtc", "nvcc": "nvcc"}),
             nvrtc=_path(environ, "JITKERN_NVRTC"),
             lock_timeout_s=_number(
-                environ,
-                "JITKERN_LOCK_TIMEOUT_S",
-                120.0,
-                _parse_seconds,
-                "a number of seconds, 0 or more",
+                environ, "JITKERN_LOCK_TIMEOUT_S", 120.0, _parse_seconds, seconds
             ),
             record=_path(environ, "JITKERN_RECORD"),
             freeze=_choice(environ, "JITKERN_FREEZE", {"0": None, "1": "raise", "warn": "warn"}),
             log=_choice(environ, "JITKERN_LOG", {"0": False, "1": True}),
-            faults=_choice(
-                environ,
-                "JITKERN_FAULTS",
-                {"raise": "raise", "warn": "warn", "ignore": "ignore"},
-            ),
+            faults=_choice(environ, "JITKERN_FAULTS", {mode: mode for mode in get_args(FaultMode)}),
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
             cxx=_text(environ, "CXX") or None,
             home=_path(environ, "HOME"),
@@ -174,14 +156,8 @@ class Settings(NamedTuple):
 def settings() -> Settings:
     """Return the settings of this process, read from the environment once.
 
-    `settings.cache_clear()` makes the next call read the environment again. An unknown variable
-    that starts with ``JITKERN_`` is a RuntimeWarning with the nearest name. Raises ValueError for a
-    bad value: it names the variable, the value and what is expected.
-
-    Examples
-    --------
-    >>> settings().compiler
-    'nvrtc'
+    `settings.cache_clear()` makes the next call read it again. An unknown variable that starts with
+    ``JITKERN_`` is a RuntimeWarning, a bad value a ValueError that names the variable.
     """
     found = Settings.from_environ(os.environ)
     for name in sorted(os.environ):
@@ -268,13 +244,7 @@ def _trust(environ: Mapping[str, str], name: str) -> Trust:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Parse ``4294967296``, ``512M`` or ``4GiB``; None for anything else.
-
-    Examples
-    --------
-    >>> parse_bytes("512M") == 512 << 20
-    True
-    """
+    """Parse ``4294967296``, ``512M`` or ``4GiB``; None for anything else."""
     match = re.fullmatch(r"([0-9]{1,19})([kmgt]?)i?b?", text.lower())  # 19 digits hold any size
     return int(match[1]) << " kmgt".index(match[2] or " ") * 10 if match else None
 

@@ -1,6 +1,6 @@
-"""Files: atomic writes, reads of what others may have planted, scratch folders, fork-local values.
+"""Files: atomic writes, reads of files that others may have planted, scratch folders; free memory.
 
-Modules that few calls need are imported inside functions: every warm load imports this file.
+Every warm load imports this file: modules that few calls need are imported inside functions.
 """
 
 from __future__ import annotations
@@ -56,33 +56,29 @@ def slug(name: str) -> str:
 def parse_json(raw: bytes) -> Any:
     """Parse JSON from an untrusted file.
 
-    Raises ValueError for what is not UTF-8 or not JSON (NaN and Infinity are not), and for more
-    than 32 levels, which would end later code in a RecursionError.
+    Raises ValueError for text that is not UTF-8 or not JSON (NaN and Infinity are not), and for
+    more than 32 levels, which would end later code in a RecursionError.
     """
     try:
-        value = _DECODER.decode(raw.decode())
+        value = json.loads(raw.decode(), parse_constant=_no_constant)
         # There are no more levels than brackets: our own files need no walk.
-        deep = raw.count(b"[") + raw.count(b"{") > _MAX_NESTING and _is_deep(value)
+        if raw.count(b"[") + raw.count(b"{") <= _MAX_NESTING or not _is_deep(value):
+            return value
     except RecursionError:
-        deep = True
-    if deep:
-        raise ValueError(f"nested deeper than {_MAX_NESTING} levels")
-    return value
+        pass
+    raise ValueError(f"nested deeper than {_MAX_NESTING} levels")
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_MAX_NESTING + 1):
-        level = [one for one in level if isinstance(one, (dict, list))]
-        level = [x for one in level for x in (one.values() if isinstance(one, dict) else one)]
-    return bool(level)
+def _is_deep(value: Any, levels: int = _MAX_NESTING) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deep(one, levels - 1) for one in inner)
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 # -- reading ---------------------------------------------------------------------------------------
 
@@ -197,29 +193,17 @@ def flush_directory(path: Path) -> None:
 
 def make_folders(path: Path, mode: int = 0o700) -> None:
     """Make directory `path` and its missing parents, with this mode under any umask."""
-    try:
-        _make_folder(path, mode)
-    except FileNotFoundError:
-        if path.parent == path:
-            raise
+    if not path.parent.exists():
         make_folders(path.parent, mode)
-        _make_folder(path, mode)  # once: in /proc nothing can be made, which says the same
-
-
-def _make_folder(path: Path, mode: int) -> None:
     try:
-        os.mkdir(path, 0o700)
+        path.mkdir(0o700)
     except FileExistsError:
         if not path.is_dir():
             raise
-    else:
-        set_mode(path, mode)
-
-
-def set_mode(folder: Path, mode: int) -> None:
-    """Give a new directory its mode; the setgid bit that its parent hands down stays."""
-    if stat.S_IMODE(folder.stat().st_mode) & ~stat.S_ISGID != mode:
-        folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))
+        return
+    is_setgid = path.stat().st_mode & stat.S_ISGID  # which its parent hands down
+    if stat.S_IMODE(path.stat().st_mode) != mode | is_setgid:
+        path.chmod(mode | is_setgid)
 
 
 def require_writable(directory: Path, hint: str, mode: int = 0o700) -> None:
@@ -241,7 +225,7 @@ def require_writable(directory: Path, hint: str, mode: int = 0o700) -> None:
 # -- scratch ---------------------------------------------------------------------------------------
 
 _PRIVATE_NAME = re.compile(r"(?P<before>.+\.)(?P<pid>[0-9]{1,10})\.[0-9a-f]{16}\Z")
-_SCRATCH_PREFIX = "jitkern-"
+_SCRATCH_NAME = re.compile(r"jitkern-.+\.[0-9]{1,10}\.[0-9a-f]{16}\Z")
 _DEAD_S = 600.0  # two containers may use the same pid
 _DEAD_SCRATCH_S = 3600.0  # a compiler may outlive its killed parent
 _OLD_S = 86_400.0
@@ -253,18 +237,18 @@ def private_name() -> str:
     return f"{os.uname().nodename}.{os.getpid()}.{os.urandom(8).hex()}"
 
 
-def is_abandoned(name: str, age_s: float, dead_s: float = _DEAD_S) -> bool:
+def is_abandoned(name: str, age_s: float) -> bool:
     """Tell whether a file whose name ends with a private name was left by a process that has ended.
 
     `age_s` counts from its last write; it may be negative, since clocks are set back. It has to
-    exceed `dead_s` if its process is known to be gone, and a day otherwise.
+    exceed 10 minutes if its process is known to be gone, and a day otherwise.
     """
     match = _PRIVATE_NAME.match(name)
     if match is None:
         return False
     here = f".{match['before']}".endswith(f".{os.uname().nodename}.")
     dead = here and not os.path.exists(f"/proc/{match['pid']}")
-    return abs(age_s) > (dead_s if dead else _OLD_S)
+    return abs(age_s) > (_DEAD_S if dead else _OLD_S)
 
 
 def make_scratch_folder(purpose: str) -> Path:
@@ -294,53 +278,48 @@ def _make_scratch(purpose: str) -> tuple[Path, int]:
     A process locks its folder while it lives. Pids and ages do not do: a server runs for weeks, and
     pods that share /tmp need not see each other's processes.
     """
-    import fcntl
     import tempfile
 
     above = Path(tempfile.gettempdir())
-    _delete_abandoned(above)
-    folder = above / f"{_SCRATCH_PREFIX}{purpose}-.{private_name()}"
+    with suppress(OSError):
+        for name in os.listdir(above):
+            if _SCRATCH_NAME.match(name):
+                _delete_unlocked(above / name)
+    folder = above / f"jitkern-{purpose}-.{private_name()}"
     folder.mkdir(mode=0o700)
     descriptor = open_itself(folder, os.O_DIRECTORY | os.O_CLOEXEC)
     with suppress(OSError):  # NFS locks no directory; nothing is deleted there
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
     return folder, descriptor
 
 
-def _delete_abandoned(above: Path) -> None:
-    import fcntl
+def _delete_unlocked(folder: Path) -> None:
+    """Delete a directory of this user's that is an hour old and that no process has locked."""
     import shutil
 
-    with suppress(OSError), os.scandir(above) as items:
-        for item in items:
-            if not item.name.startswith(_SCRATCH_PREFIX):
-                continue
-            with suppress(OSError):  # gone meanwhile, or locked
-                status = item.stat(follow_symlinks=False)
-                own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-                if own and is_abandoned(item.name, time.time() - status.st_mtime, _DEAD_SCRATCH_S):
-                    descriptor = open_itself(item.path, os.O_DIRECTORY | os.O_CLOEXEC)
-                    try:
-                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(item.path, ignore_errors=True)
-                    finally:
-                        os.close(descriptor)
+    with suppress(OSError):  # a link, gone meanwhile, or locked
+        descriptor = open_itself(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            is_old = abs(time.time() - status.st_mtime) > _DEAD_SCRATCH_S
+            if status.st_uid == os.geteuid() and is_old:
+                _lock(descriptor)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # -- processes and memory --------------------------------------------------------------------------
 
 
 class ForkLocal(Generic[T]):
-    """A value that a forked child makes anew.
-
-    A lock that a thread of the parent holds would never be released in the child.
-
-    Examples
-    --------
-    >>> guard = ForkLocal(threading.RLock)  # doctest: +SKIP
-    >>> with guard.value:  # doctest: +SKIP
-    ...     pass
-    """
+    """A value that a forked child makes anew: no thread would release a held lock there."""
 
     value: T
 
@@ -404,11 +383,7 @@ _CGROUP_FILES = (
 
 
 def free_bytes() -> int | None:
-    """Return how much memory this process may still take; None if Linux does not say.
-
-    The least of what the machine has available, and what the limits of the process's control group
-    and of those above it leave.
-    """
+    """Return the bytes that the machine and our control groups leave free; None if unknown."""
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMINFO), re.M)
     known = [int(available[1]) << 10] if available else []
     for folder, limit, used, cached in _CGROUP_FILES:

@@ -17,8 +17,6 @@ from jitkern.bench.timing import (
     torch_with_cuda,
 )
 
-__all__ = ["compare_memory_kernel_perf", "perf_cpu", "perf_cuda"]
-
 logger: logging.Logger = logging.getLogger("jitkern.perf")
 
 
@@ -36,8 +34,7 @@ def perf_cuda(
     f : callable
         Enqueues the work on the current stream. Called once for warm-up, then captured.
     init_stream : bool
-        Time on a new stream (the default) instead of the current one. Graph capture needs a
-        stream that is not the legacy default stream.
+        Time on a new stream, since the legacy default stream captures no graph.
     repetitions : int
         Timed replays (or calls, without a graph); the mean is returned.
     cuda_graph_repetitions : int or None
@@ -48,17 +45,9 @@ def perf_cuda(
     ------
     UnsupportedError
         There is no CUDA device.
-
-    Examples
-    --------
-    >>> ms = perf_cuda(lambda: store_cache(k_cache, v_cache, indices, k, v))  # doctest: +SKIP
     """
     _check_repetitions("perf_cuda", repetitions)
-    graph_calls = cuda_graph_repetitions or 0
-    if graph_calls < 0:
-        raise ValueError(
-            f"perf_cuda: cuda_graph_repetitions: got {graph_calls}, expected None, 0 or more"
-        )
+    graph_calls = max(0, cuda_graph_repetitions or 0)
     torch = torch_with_cuda("perf_cuda")
     stream = torch.cuda.Stream() if init_stream else torch.cuda.current_stream()
     torch.cuda.synchronize()
@@ -71,16 +60,10 @@ def perf_cuda(
 
 
 def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> float:
-    """Return the milliseconds one call of ``f`` takes on the CPU (median of the samples).
+    """Return the milliseconds one call of ``f`` takes on the CPU: the median of the samples.
 
-    Parameters
-    ----------
-    f : callable
-        Called once for warm-up, then as often as a sample needs.
-    repetitions : int
-        Number of samples.
-    min_sample_ms : float
-        A sample repeats ``f`` until it is about this long, so that short calls are measurable.
+    ``f`` is called once for warm-up. Each of ``repetitions`` samples repeats it until it is about
+    ``min_sample_ms`` long.
     """
     _check_repetitions("perf_cpu", repetitions)
     f()

@@ -1,11 +1,8 @@
-"""The ops as PyTorch operators, ``torch.ops.jitkern.*``, for all that traces or differentiates.
+"""The ops as PyTorch operators, ``torch.ops.jitkern.*``, for tracing and autograd.
 
-Importing this module registers them. The public functions do so by themselves when they are traced
-or differentiated (see :mod:`jitkern.ops.dispatch`); import it where an exported program is loaded,
-which names the operators but calls no function.
-
-The operators of an op are in :data:`jitkern.ops.register.OVERLOADS`. An op that returns other
-things than tensors has none, and stays outside of graphs.
+Importing this module registers them, as :data:`jitkern.ops.register.OVERLOADS` lists them. The
+public functions do so when they are traced; import it before an exported program is loaded, which
+names the operators but calls no function.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ _LIBRARY: Any = vars(torch.library)["Library"]("jitkern", "FRAGMENT")
 def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     """Call ``torch.ops.jitkern.<op>.<overload>``.
 
-    Raises RuntimeError if an op that writes to an argument is given one that requires a gradient or
-    is batched by ``torch.vmap``, TypeError for an argument that is not torch's tensor.
+    RuntimeError if an op that writes is given a tensor that requires a gradient or is batched.
     """
     function = _DIFFERENTIABLE.get((op, overload))
     if function is None:
@@ -48,21 +44,14 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     try:
         return operator(**arguments)
     except RuntimeError as error:
-        wrong = _not_of_torch(op, operator, arguments)
-        if wrong is not None:
+        # The dispatcher does not name an argument that it takes for no tensor.
+        kinds = {argument.name: str(argument.type) for argument in operator._schema.arguments}
+        wanted = ("Tensor", "Optional[Tensor]")
+        tensors = {name: arguments[name] for name, kind in kinds.items() if kind in wanted}
+        given = {n: one for n, one in tensors.items() if one is not None or kinds[n] == "Tensor"}
+        if (wrong := not_a_tensor(op, **given)) is not None:
             raise wrong from error
         raise
-
-
-def _not_of_torch(op: str, operator: Any, arguments: dict[str, Any]) -> TypeError | None:
-    """Return an error that names the first argument that the dispatcher takes for no tensor."""
-    kinds = {argument.name: str(argument.type) for argument in operator._schema.arguments}
-    tensors = {
-        name: value
-        for name, value in arguments.items()
-        if kinds[name] == "Tensor" or (kinds[name] == "Optional[Tensor]" and value is not None)
-    }
-    return not_a_tensor(op, **tensors)
 
 
 def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
@@ -142,10 +131,7 @@ def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
 
 
 def _fake(op: str, overload: TorchOverload) -> Callable[..., Any]:
-    """Return what runs where tensors have no memory; wrong arguments are left to the op itself.
-
-    But for those on the meta device beside others, which PyTorch takes here: nothing would run.
-    """
+    """Return the operator's fake, which refuses tensors on the meta device beside others."""
     names = [argument.name for argument in _arguments_of(overload)]
     function = overload.fake
 
@@ -188,7 +174,7 @@ def _register(op: str, overload: TorchOverload) -> None:
 
 
 def _functional(operator: Any, one_by_one: Callable[..., None]) -> Callable[..., Any]:
-    """Return what stands for the operator where a graph is made free of writes, for a compiler."""
+    """Return the operator for graphs without writes: one by one if outputs share a storage."""
     arguments = operator._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 

@@ -27,22 +27,28 @@ from jitkern.jit.record import Recorded, Specialisation, replay
 from jitkern.ops import device_ops
 from jitkern.ops._ops import SIZES, Size, op_names, op_sizes
 
-Progress = Callable[["Job", int, int], None]
-
 # NVRTC 13.5 took 146 MB for one compile at a time and 12 MB more for each further thread; nvcc
 # takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
 _COMPILE_BYTES = 400 << 20
 
-# How one job may fail while the others go on.
+# How one of them may fail while the others go on.
 _FAILURES = (JitkernError, OSError, ValueError, TypeError)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A kernel for one arch, or a library, to have in the cache.
+@dataclass
+class Outcome:
+    """A kernel for one arch, or a library, and what became of it.
 
-    `find` looks for it in the caches, and `build` builds it if it is in none. `compiler` raises
-    ToolchainError if nothing here can build it.
+    Attributes
+    ----------
+    name : str
+        The op, or the name that load_jit was given.
+    parameters : str
+        Template arguments, as in ``656, 16, 4``.
+    arch : str
+        Such as ``9.0``; empty for host code.
+    error : Exception or None
+        Why it failed.
     """
 
     name: str
@@ -51,35 +57,13 @@ class Job:
     find: Callable[[], Lookup[Any] | None]
     build: Callable[[], Lookup[Any]]
     is_library: bool = False
-    compiler: Callable[[], object] | None = None
+    compiler: Callable[[], object] = lambda: None  # raises ToolchainError if there is none
+    lookup: Lookup[Any] | None = None
+    error: Exception | None = None
 
     def __str__(self) -> str:
         text = f"{self.name}<{self.parameters}>" if self.parameters else self.name
         return f"{text} for {self.arch}" if self.arch else text
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a job; neither `lookup` nor `error` if it was looked for and not found."""
-
-    job: Job
-    lookup: Lookup[Any] | None = None
-    error: Exception | None = None
-
-    @property
-    def name(self) -> str:
-        """The op, or the name that load_jit was given."""
-        return self.job.name
-
-    @property
-    def parameters(self) -> str:
-        """Template arguments, as in ``656, 16, 4``."""
-        return self.job.parameters
-
-    @property
-    def arch(self) -> str:
-        """What it is for, such as ``9.0``; empty for host code."""
-        return self.job.arch
 
     @property
     def source(self) -> str:
@@ -94,14 +78,17 @@ class Outcome:
         return None if self.lookup is None else self.lookup.ms
 
     @property
-    def is_everywhere(self) -> bool:
-        """Whether each installation has it, as a wheel has the host module."""
-        return self.source == "shipped" and self.job.is_library
-
-    @property
     def bytes(self) -> int | None:
         """Size of the code; None if it is not there."""
         return None if self.lookup is None else self.lookup.bytes
+
+    @property
+    def is_to_copy(self) -> bool:
+        """Whether ``out`` needs it: each wheel of jitkern has the host module."""
+        return self.lookup is not None and not (self.source == "shipped" and self.is_library)
+
+
+Progress = Callable[[Outcome, int, int], None]
 
 
 def warm(
@@ -120,8 +107,7 @@ def warm(
 ) -> list[Outcome]:
     """Have kernels and libraries in the cache before they are needed, with or without a GPU.
 
-    The host module is always among them; without arguments it is all. What a cache has is not
-    built again.
+    The host module always comes first; without arguments it is all. Nothing is built twice.
 
     Parameters
     ----------
@@ -149,13 +135,7 @@ def warm(
     threads
         Kernels compiled at a time. Default: the cores, as far as memory allows.
     progress
-        Called with each job that has been built, how many are done, and of how many.
-
-    Returns
-    -------
-    list of Outcome
-        For each kernel and arch, and each library: ``name``, ``parameters``, ``arch``, ``source``
-        (``compiled``, ``cached``, ``shipped``, ``memo``, ``missing``), ``ms``, ``bytes``.
+        Called with each outcome of a build, how many are done, and of how many.
 
     Raises
     ------
@@ -178,41 +158,39 @@ def warm(
     >>> for one in jitkern.warm(element_sizes=[656], archs=["9.0"]):  # doctest: +SKIP
     ...     print(one.name, one.parameters, one.arch, one.source)
     """
-    wanted = _archs(archs)
+    wanted_archs = _archs(archs)
     wanted_ops = _sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
-    if out is not None and not isinstance(out, (str, PathLike)):
-        raise TypeError(f"warm: out: {out!r}, expected a path")
     if check and out is not None:
         raise ValueError("warm: out: given along with check, which writes nothing")
     user_cache().check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
     recorded = _recorded(files, trust)
-    jobs = [Job("host module", "", "", host.find_built, host.find, is_library=True)]
+    outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
     if wanted_ops:
-        for_archs = wanted or list(dict.fromkeys(requested_archs() or gpu_archs()))
+        for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))
         if not for_archs:
             raise ValueError(
                 "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
                 "expected one of them, such as archs=['9.0']"
             )
-        jobs += op_jobs(wanted_ops, for_archs)
+        outcomes += op_jobs(wanted_ops, for_archs)
+    threads = threads or default_threads()
     with ExitStack() as stack:
         if recorded:
             folder = stack.enter_context(scratch_folder("replay"))
-            jobs += recorded_jobs(recorded, folder, wanted, load=load)
-        outcomes = look_all(jobs, threads or default_threads())
+            outcomes += recorded_jobs(recorded, folder, wanted_archs, load=load)
+        _on_threads(outcomes, lambda one: one.find(), threads)
         if not check:
-            outcomes = _built(outcomes, threads or default_threads(), progress)
+            _build_missing(outcomes, threads, progress)
     if out is not None:
         cache = Cache(Path(out), shared=True)
-        for outcome in outcomes:
-            if outcome.lookup is not None and not outcome.is_everywhere:
-                # From memory: the cache may have evicted it since.
-                cache.copy(outcome.lookup.entry)
-    if any(outcome.error for outcome in outcomes):
+        for one in outcomes:
+            if one.lookup is not None and one.is_to_copy:
+                cache.copy(one.lookup.entry)  # from memory: the cache may have evicted it since
+    if any(one.error for one in outcomes):
         raise WarmError(_failures_text(outcomes), outcomes)
     return outcomes
 
@@ -230,15 +208,11 @@ def build_kernels(
     is taken from other caches: the wheel holds what this environment's NVRTC makes. Needs neither
     a GPU nor a C++ compiler nor torch.
     """
+    cache = Cache(Path(out_dir), shared=True)
     sized: list[tuple[str, int]] = []
     for one in wanted:
-        unknown = set(one) - {"ops", *(f"{size.name}s" for size in SIZES)}
-        if unknown:
-            expected = ", ".join(["ops", *(f"{size.name}s" for size in SIZES)])
-            raise ValueError(f"build_kernels: wanted: {min(unknown)!r}, expected {expected}")
         given = {size.name: one.get(f"{size.name}s", ()) for size in SIZES}
         sized += _sized_ops(one.get("ops"), given)
-    cache = Cache(Path(out_dir), shared=True)
     jobs = itertools.product(_kernels(sized), _archs(archs))
     with ThreadPoolExecutor(threads or default_threads()) as pool:
         entries = list(pool.map(lambda job: job[0].build_into(cache, job[1]), jobs))
@@ -255,11 +229,9 @@ def build_kernels(
 
 
 def _listed(argument: str, value: Any) -> list[Any]:
-    if isinstance(value, (str, PathLike, int, Arch)):
-        raise TypeError(f"warm: {argument}: {value!r}, expected a list, such as [{value!r}]")
-    if not isinstance(value, Iterable):
-        raise TypeError(f"warm: {argument}: {value!r}, expected a list")
-    return list(value)
+    if isinstance(value, Iterable) and not isinstance(value, (str, PathLike, Arch)):
+        return list(value)
+    raise TypeError(f"warm: {argument}: {value!r}, expected a list, such as [{value!r}]")
 
 
 def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
@@ -302,8 +274,6 @@ def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
 def _recorded(files: Sequence[str | PathLike[str]], trust: bool) -> list[Recorded]:
     recorded = []
     for file in _listed("files", files):
-        if not isinstance(file, (str, PathLike)):
-            raise TypeError(f"warm: files: {file!r}, expected a path")
         try:
             recorded += replay(file, trust=trust)
         except ValueError as error:
@@ -314,12 +284,12 @@ def _recorded(files: Sequence[str | PathLike[str]], trust: bool) -> list[Recorde
     return recorded
 
 
-# -- jobs ------------------------------------------------------------------------------------------
+# -- what is wanted --------------------------------------------------------------------------------
 
 
-def op_jobs(wanted: Iterable[tuple[str, int]], archs: Sequence[Arch]) -> list[Job]:
-    """Return the jobs of ops and their sizes: each kernel for each arch, shared kernels once."""
-    return [_kernel_job(kernel, arch) for kernel in _kernels(wanted) for arch in archs]
+def op_jobs(wanted: Iterable[tuple[str, int]], archs: Sequence[Arch]) -> list[Outcome]:
+    """Return what ops and their sizes need: each kernel for each arch, shared kernels once."""
+    return [_of_kernel(kernel, arch) for kernel in _kernels(wanted) for arch in archs]
 
 
 def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
@@ -333,15 +303,13 @@ def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
 
 def recorded_jobs(
     recorded: Iterable[Recorded], folder: Path, archs: Sequence[Arch] = (), *, load: bool = False
-) -> list[Job]:
-    """Return the jobs of a recorded run; a part of it that makes no sense is a job that fails.
+) -> list[Outcome]:
+    """Return what a recorded run needs; a part of it that makes no sense fails when it is built.
 
-    `folder` receives the sources, and is needed until all jobs are done.
+    `folder` receives the sources, and is needed until all are built.
     """
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, Outcome] = {}
     for one in recorded:
-        name, *rest = one.used.args
-        parameters = ", ".join(rest)
         is_kernel = bool(one.used.options.get("device_files"))
         for_archs: Sequence[Arch | None] = archs if is_kernel or has_cuda(one.used) else (None,)
         try:
@@ -350,27 +318,30 @@ def recorded_jobs(
             kernel = load_device(used) if is_kernel else None
             for_archs = for_archs or (Arch.parse(one.used.arch),)
         except _FAILURES as error:
+            name, *rest = one.used.args
             fail = partial(_fail, error)
-            jobs[one.to_json(one.used.arch)] = Job(name, parameters, one.used.arch, fail, fail)
+            failed = Outcome(name, ", ".join(rest), one.used.arch, fail, fail)
+            jobs[one.to_json(one.used.arch)] = failed
             continue
         for arch in for_archs:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
             text = one.to_json("" if arch is None else str(arch))
-            if kernel is not None and arch is not None:
-                jobs.setdefault(text, _kernel_job(kernel, arch))
-            else:
-                jobs.setdefault(text, _library_job(used, arch, load))
+            if text not in jobs and kernel is not None and arch is not None:
+                jobs[text] = _of_kernel(kernel, arch)
+            elif text not in jobs:
+                jobs[text] = _of_library(used, arch, load)
     return list(jobs.values())
 
 
-def _kernel_job(kernel: DeviceModule, arch: Arch) -> Job:
+def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
     find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
-    return Job(kernel.op, ", ".join(kernel.args), str(arch), find, build, compiler=compiler_id)
+    parameters = ", ".join(kernel.args)
+    return Outcome(kernel.op, parameters, str(arch), find, build, compiler=compiler_id)
 
 
-def _library_job(used: Specialisation, arch: Arch | None, load: bool) -> Job:
+def _of_library(used: Specialisation, arch: Arch | None, load: bool) -> Outcome:
     name, *rest = used.args
-    return Job(
+    return Outcome(
         name,
         ", ".join(rest),
         "" if arch is None else str(arch),
@@ -395,88 +366,71 @@ def default_threads() -> int:
     return cores if free is None else max(1, min(cores, free // _COMPILE_BYTES))
 
 
-def look_all(jobs: Sequence[Job], threads: int) -> list[Outcome]:
-    """Look for `jobs` in the caches: their outcomes, in the order of the jobs."""
-    return _on_threads(jobs, lambda job: job.find(), threads)
-
-
-def build_missing(
-    looked: Sequence[Outcome], threads: int, advance: Callable[[Job], None] = lambda _: None
-) -> list[Outcome]:
-    """Build what is missing of `looked`, and return the outcomes of all, in the same order.
-
-    Libraries go one after the other, since ninja keeps all cores busy with each. Raises
-    ToolchainError, before anything is built, if a compiler is not installed.
-    """
-    jobs = [outcome.job for outcome in looked if outcome.source == "missing"]
-    for compiler in {job.compiler for job in jobs}:
-        if compiler is not None:
-            compiler()
-    libraries = [job for job in jobs if job.is_library]
-    kernels = [job for job in jobs if not job.is_library]
-    built = _on_threads(libraries, lambda job: job.build(), 1, advance)
-    built += _on_threads(kernels, lambda job: job.build(), threads, advance)
-    built_of = {id(outcome.job): outcome for outcome in built}
-    return [built_of.get(id(outcome.job), outcome) for outcome in looked]
-
-
 def _on_threads(
-    jobs: Sequence[Job],
-    run: Callable[[Job], Lookup[Any] | None],
+    outcomes: Sequence[Outcome],
+    run: Callable[[Outcome], Lookup[Any] | None],
     threads: int,
-    advance: Callable[[Job], None] = lambda _: None,
-) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
+    advance: Callable[[Outcome], None] = lambda _: None,
+) -> None:
+    """Run a step of each, several at a time, and keep its look-up or its error."""
+
+    def step(one: Outcome) -> Outcome:
+        try:
+            one.lookup = run(one)
+        except _FAILURES as error:
+            one.error = error
+        return one
+
     pool = ThreadPoolExecutor(threads, thread_name_prefix="jitkern-warm")
     try:
-        pending = {pool.submit(run, job): i for i, job in enumerate(jobs)}
-        for future in as_completed(pending):
-            i = pending[future]
-            try:
-                outcomes[i] = Outcome(jobs[i], future.result())
-            except _FAILURES as error:
-                outcomes[i] = Outcome(jobs[i], None, error)
-            advance(jobs[i])
+        for done in as_completed([pool.submit(step, one) for one in outcomes]):
+            advance(done.result())
     finally:
         pool.shutdown(cancel_futures=True)
-    return [outcomes[i] for i in sorted(outcomes)]
 
 
-def _built(outcomes: list[Outcome], threads: int, progress: Progress | None) -> list[Outcome]:
-    """Build what is missing; if nothing is, the cache need not be writable."""
-    missing = [outcome.job for outcome in outcomes if outcome.source == "missing"]
+def _build_missing(outcomes: Sequence[Outcome], threads: int, progress: Progress | None) -> None:
+    """Build what is missing; if nothing is, the cache need not be writable.
+
+    Libraries go one after the other, since ninja keeps all cores busy with each.
+    """
+    missing = [one for one in outcomes if one.source == "missing"]
     if not missing:
-        return outcomes
-    by = forbidden_by()
-    if by:
+        return
+    if by := forbidden_by():
         raise FrozenError(
             f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
         )
     require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
-    done = itertools.count(1)
+    for compiler in {one.compiler for one in missing}:
+        compiler()
+    count = itertools.count(1)
 
-    def advance(job: Job) -> None:
+    def advance(one: Outcome) -> None:
         if progress is not None:
-            progress(job, next(done), len(missing))
+            progress(one, next(count), len(missing))
 
-    return build_missing(outcomes, threads, advance)
+    libraries = [one for one in missing if one.is_library]
+    kernels = [one for one in missing if not one.is_library]
+    _on_threads(libraries, lambda one: one.build(), 1, advance)
+    _on_threads(kernels, lambda one: one.build(), threads, advance)
 
 
 def _failures_text(outcomes: Sequence[Outcome]) -> str:
     """Say what failed and why, equal reasons once; then the log of the first compiler."""
-    jobs_of: dict[str, list[Job]] = {}
+    failed_by: dict[str, list[Outcome]] = {}
     log = ""
-    for outcome in outcomes:
-        error = outcome.error
-        if error is not None:
-            reason = error.message if isinstance(error, CompileError) else str(error)
-            jobs_of.setdefault(" ".join(reason.split()), []).append(outcome.job)
-            log = log or (str(error) if isinstance(error, CompileError) else "")
-    lines = [f"{_named(jobs)}: {reason}" for reason, jobs in jobs_of.items()]
-    first = f"{sum(map(len, jobs_of.values()))} of {len(outcomes)} failed:"
+    for one in outcomes:
+        if one.error is not None:
+            is_compile = isinstance(one.error, CompileError)
+            reason = one.error.message if isinstance(one.error, CompileError) else str(one.error)
+            failed_by.setdefault(" ".join(reason.split()), []).append(one)
+            log = log or (str(one.error) if is_compile else "")
+    lines = [f"{_named(failed)}: {reason}" for reason, failed in failed_by.items()]
+    first = f"{sum(map(len, failed_by.values()))} of {len(outcomes)} failed:"
     text = f"{first} {lines[0]}" if len(lines) == 1 else "\n  ".join([first, *lines])
     return f"{text}\n{log}".rstrip()
 
 
-def _named(jobs: Sequence[Job]) -> str:
-    return f"{jobs[0]}" + (f" and {len(jobs) - 1} more" if len(jobs) > 1 else "")
+def _named(outcomes: Sequence[Outcome]) -> str:
+    return f"{outcomes[0]}" + (f" and {len(outcomes) - 1} more" if len(outcomes) > 1 else "")

@@ -10,14 +10,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jitkern.bench import report
 from jitkern.bench.case import Row
 from jitkern.errors import JitkernError
 
 SCHEMA = 2
-Gate = Literal["counts", "none"]
 Outcome = Literal["slower", "faster", "same", "new", "missing", "broken", "not compared"]
 
 # What two machines of one kind, or two runs, differ by: the interpreter's caches are found by
@@ -58,11 +57,10 @@ class Verdict:
     now: Figure
     reason: str = ""
 
-    def fails(self, gate: Gate) -> bool:
+    @property
+    def fails(self) -> bool:
         """Whether this ends a run with status 1."""
-        return self.outcome == "broken" or (
-            gate == "counts" and self.outcome in ("slower", "missing")
-        )
+        return self.outcome in ("slower", "missing", "broken")
 
 
 def most_instructions(then: float) -> float:
@@ -98,13 +96,12 @@ def _verdict(
         return Verdict(key, "new", Figure(), now, row.note)
     if not same_kind:
         then = Figure(then.against, None, then.instructions)
-    if then.instructions is None or not same_software:
-        return Verdict(key, "not compared", then, now, row.note)
-    if now.instructions is None:
-        # What could not be measured at all, and says why, is not missing.
-        return Verdict(key, "not compared" if row.note else "missing", then, now, row.note)
     outcome: Outcome = "same"
-    if now.instructions > most_instructions(then.instructions):
+    if then.instructions is None or not same_software:
+        outcome = "not compared"
+    elif now.instructions is None:  # what could not be counted, and says why, is not missing
+        outcome = "not compared" if row.note else "missing"
+    elif now.instructions > most_instructions(then.instructions):
         outcome = "slower"
     elif then.instructions > most_instructions(now.instructions):
         outcome = "faster"
@@ -120,16 +117,14 @@ def find(place: Path, kind: str, counted_by: Mapping[str, str]) -> tuple[Baselin
     A file must be of this kind of machine. In a directory the file of this kind is looked for;
     else one whose counts can be compared.
     """
-    if not place.is_dir():
-        baseline = read(place)
+    file = place / f"{kind}.json" if place.is_dir() else place
+    if file.is_file() or not place.is_dir():
+        baseline = read(file)
         if baseline.kind != kind:
             raise BaselineError(
-                f"{place}: baseline of {baseline.kind}, this machine is {kind}; give the directory "
+                f"{file}: baseline of {baseline.kind}, this machine is {kind}; give the directory "
                 "instead of the file to compare what can be, or --update a file of its own"
             )
-        return baseline, _count_note(baseline, counted_by)
-    if (file := place / f"{kind}.json").is_file():
-        baseline = read(file)
         return baseline, _count_note(baseline, counted_by)
     for file in sorted(place.glob("*.json")):
         baseline = read(file)
@@ -157,68 +152,31 @@ def read(path: Path) -> Baseline:
     """Return the baseline in a file; BaselineError in one line where there is none."""
     try:
         data = json.loads(path.read_text())
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']}, this jitkern reads {SCHEMA}")
+        figures = {str(key): Figure(**value) for key, value in data["figures"].items()}
+        return Baseline(str(data["kind"]), figures, dict(data["counted_by"]))
     except FileNotFoundError as error:
-        raise BaselineError(
-            f"{path}: no such baseline; to make one: jitkern bench --ci --baseline {path} --update"
-        ) from error
-    except OSError as error:
-        raise BaselineError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise BaselineError(f"{path}: not JSON: {error}") from error
-    if not isinstance(data, dict) or "figures" not in data:
-        raise BaselineError(f"{path}: not a baseline: it has no 'figures'")
-    if data.get("schema") not in (1, SCHEMA):
-        raise BaselineError(
-            f"{path}: schema {data.get('schema')!r}, this jitkern reads {SCHEMA}; renew it with "
-            "--update"
-        )
-    try:
-        figures = {str(key): _figure(value) for key, value in data["figures"].items()}
-        counted_by = {str(k): str(v) for k, v in data["counted_by"].items()}
-        return Baseline(str(data["kind"]), figures, counted_by)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise BaselineError(f"{path}: damaged: {type(error).__name__}: {error}") from error
+        reason = "no such baseline; to make one"
+        cause: Exception = error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"not a baseline ({type(error).__name__}: {error}); to make it anew"
+        cause = error
+    raise BaselineError(
+        f"{path}: {reason}: jitkern bench --ci --baseline {path} --update"
+    ) from cause
 
 
-def _figure(data: Mapping[str, Any]) -> Figure:
-    def value(name: str) -> float | None:
-        found = data.get(name)
-        if isinstance(found, list):  # schema 1: lowest, middle, highest
-            found = found[1]
-        if found is None:
-            return None
-        if not float(found) > 0:
-            raise ValueError(f"{name}: {found}, expected more than 0")
-        return float(found)
-
-    ratio = value("ratio") or value("ratio_median")
-    return Figure(str(data.get("against", "")), ratio, value("instructions"))
-
-
-def write(path: Path, result: report.Payload, *, keep_others: bool = False) -> Baseline:
-    """Write the baseline that a run gives; BaselineError where it gives none.
-
-    With `keep_others`, figures of an older file that were not measured now stay as they are.
-    """
-    kind, counted_by = report.kind_of(result["machine"]), result["counts"]["identity"]
+def write(path: Path, result: report.Payload) -> Baseline:
+    """Write the baseline that a run gives; BaselineError where it gives none."""
     figures: dict[str, Figure] = {}
-    if keep_others and path.is_file():
-        old = read(path)
-        if (old.kind, old.counted_by) != (kind, counted_by):
-            raise BaselineError(
-                f"{path}: of another kind of machine or other software: renew all of it, without "
-                "--only"
-            )
-        figures = old.figures
     for row in report.rows_of(result):
         if row.error:
             raise BaselineError(f"{row.key}: broken, no baseline is made of it: {row.error}")
         figures[row.key] = Figure(row.against, row.ratio_median, row.instructions)
+    counted_by = result["counts"]["identity"]
     if counted_by and result["counts"]["note"]:  # it would be an open gate
         raise BaselineError(f"instructions: {result['counts']['note']}")
-    baseline = Baseline(kind, figures, counted_by)
-    try:
-        report.save(path, report.rounded({"schema": SCHEMA, **asdict(baseline)}))
-    except OSError as error:
-        raise BaselineError(f"{path}: cannot be written: {error.strerror}") from error
+    baseline = Baseline(report.kind_of(result["machine"]), figures, counted_by)
+    report.save(path, report.rounded({"schema": SCHEMA, **asdict(baseline)}))
     return baseline

@@ -1,7 +1,7 @@
-"""What a benchmark case is and where cases come from: the full harness and the CI guard share it.
+"""Benchmark cases and the files that hold them, for the full harness and the CI guard.
 
-A file of cases holds functions under :func:`case`, each of which returns what to measure and what
-to hold it against; or a function ``cases(ctx)`` that returns :class:`Case` objects; or both.
+A file of cases holds functions under :func:`case`, or a function ``cases(ctx)`` that returns
+:class:`Case` objects, or both.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Case:
         return f"{self.op}: {self.name}"
 
     def ours(self) -> Impl:
-        """Return the implementation that is guarded."""
         return next(impl for impl in self.impls if impl.role == "ours")
 
     def reference_impl(self) -> Impl:
@@ -162,15 +161,12 @@ def case(
     clock: Clock = "host",
     device: str = "",
 ) -> Callable[[Callable[[Context], Pair]], CaseFunction]:
-    """Make a benchmark case of a function that returns what to measure and what to hold it against.
+    """Make a benchmark case of a function that returns two callables: ours, and its reference.
 
-    The function gets a :class:`Context` (``ctx.device`` is ``"cuda"`` or ``"cpu"``), makes its
-    tensors, and returns two callables.
-
-    `name` stands in tables and baselines, under the group `op`, by default the name of the file.
-    `against` says what the second callable is. `bytes_moved` are those that a call reads and
-    writes, for GB/s. `clock`: ``"host"`` is the CPU's time for a call, ``"device"`` on a GPU the
-    GPU's. `device`: ``"cuda"`` or ``"cpu"`` where the case is for one of them only.
+    The function gets a :class:`Context` (``ctx.device`` is ``"cuda"`` or ``"cpu"``). `name` stands
+    in tables and baselines, under the group `op`, by default the name of the file. `against` names
+    the reference. `bytes_moved` are read and written, for GB/s. `clock`: ``"host"`` is the CPU's
+    time for a call, ``"device"`` the GPU's. `device`: the only one that the case is for.
 
     Examples
     --------
@@ -208,13 +204,7 @@ def case(
 
 
 def cases_of(path: Path, ctx: Context) -> list[Case]:
-    """Return the cases of a file, in the order in which it defines them.
-
-    Raises
-    ------
-    CaseError
-        There is no such file, it raises, or it holds no case.
-    """
+    """Return the cases of a file in its order; CaseError if it is none, raises or holds none."""
     if not path.is_file():
         raise CaseError(f"{path}: no such file of cases")
     spec = importlib.util.spec_from_file_location(f"_jitkern_cases_{path.stem}", path)

@@ -25,8 +25,8 @@ def run(
 ) -> report.Payload:
     """Measure the cases of some files; one that breaks is a row with an error.
 
-    With `steps`, also what a process does before its first call is counted. `advance` is told what
-    comes next, and how many of how many steps are done.
+    `steps` counts the steps before a first call too. `advance` receives the next step's name, the
+    steps done, and all steps.
     """
     ctx = Context(device)
     threads = torch.get_num_threads()

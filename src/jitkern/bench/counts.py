@@ -1,8 +1,7 @@
 """Instructions of one call, counted by Callgrind: a figure that no neighbour changes.
 
-Callgrind shows programs a processor of its own, so that its counts are the same on any x86-64
-machine with the same software; :func:`identity` says which. This file is also the program that is
-counted, run by its path: above, it imports the standard library alone.
+Counts are the same on any x86-64 machine with the same software; :func:`identity` says which. This
+file is also the program that is counted, run by its path: it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ def identity() -> dict[str, str]:
 
 
 def count(arch: str, *, files: Sequence[Path], wanted: Sequence[str], steps: bool) -> Counts:
-    """Count these figures of files of cases, and with `steps` those of what a process does first.
-
-    `arch` is what kernels are compiled for.
-    """
+    """Count these figures of files, with `steps` those of a first call; kernels are for `arch`."""
     with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as name:
         folder = Path(name)
         job = {
@@ -107,7 +103,7 @@ def count(arch: str, *, files: Sequence[Path], wanted: Sequence[str], steps: boo
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Return that of the program: caches of its own, one order of every set, one thread."""
+    """Return the program's environment: its own caches, one order of every set, one thread."""
     from jitkern.cache.entry import read_entry
     from jitkern.cache.store import Cache
     from jitkern.env import process_environment

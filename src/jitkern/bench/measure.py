@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -62,7 +63,7 @@ def measure(ctx: Context, case: Case) -> list[Row]:
             most_ms = SLOW_REPLAY_MS if case.clock == "device" else HOST_REPLAY_MS
             most = case.calls if case.clock == "device" else QUEUED_LAUNCHES
             calls = max(1, min(most, int(most_ms / once_ms)))
-            bound = [_bind(run, buffers[i % len(buffers)]) for i in range(calls)]
+            bound: list[Call] = [partial(run, buffers[i % len(buffers)]) for i in range(calls)]
             replay = _replay(ctx, impl, bound, row) if on_gpu else cpu_replay(bound)
             row.host_us = _host_us(ctx, bound, once_ms) if on_gpu else None
         except Exception as error:  # a peer that fails is a row, not the end of the run
@@ -96,10 +97,6 @@ def fill(row: Row, timing: Timing) -> None:
     row.iqr_us = timing.iqr_ms * 1e3
     if row.bytes_moved:
         row.gb_s = timing.gb_s(row.bytes_moved)
-
-
-def _bind(run: Run, buffers: Any) -> Call:
-    return lambda: run(buffers)
 
 
 def _expected_of(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:

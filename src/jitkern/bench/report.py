@@ -9,6 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,6 @@ def rounded(value: Any) -> Any:
 def _versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # not installed, so not among the versions
     return found

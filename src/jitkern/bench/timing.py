@@ -60,14 +60,11 @@ def cache_bytes_of(device: torch.device | str | int) -> int:
 
 
 def cuda_replay(calls: Sequence[Call]) -> Replay:
-    """Capture ``calls``, in order, into one CUDA graph; every one must have run before.
-
-    What they return is kept until all are captured: the allocator would give the memory of a result
-    that is dropped to the next call, which would then write to lines that L2 still holds.
-    """
+    """Capture ``calls``, in order, into one CUDA graph; every one must have run before."""
     torch = torch_with_cuda("cuda_replay")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        # Kept: a dropped result's memory would go to the next call, which L2 then still holds.
         results = [call() for call in calls]
     del results
     return Replay(graph.replay, len(calls))

@@ -1,7 +1,6 @@
 """The command line: ``jitkern warm``, ``jitkern doctor`` and the others.
 
-Each command is a module with ``configure(parser)`` and ``run(args)``. Heavy imports happen inside
-``run``, so that ``jitkern --help`` answers at once.
+Each command is a module with ``configure(parser)`` and ``run(args)``, which does the heavy imports.
 """
 
 from __future__ import annotations
@@ -29,11 +28,6 @@ _COMMANDS = {
     "bench": bench_cmd,
 }
 
-_EXAMPLE = """
-jitkern doctor
-jitkern warm --element-size 656 --arch 9.0
-"""
-
 _BUG = (
     "jitkern: this is a bug in jitkern: please report it to its maintainers, with all of the "
     "lines above, the command, and what jitkern doctor prints"
@@ -43,15 +37,7 @@ _BUG = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for a wrong command line.
 
-    Parameters
-    ----------
-    argv
-        Arguments without the program's name; by default those of the process.
-
-    Examples
-    --------
-    >>> main(["cache", "info"])  # doctest: +SKIP
-    0
+    `argv` is without the program's name; by default the process's.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # Latin-1 cannot print every path
@@ -105,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="jitkern",
         description="JIT-compiled CUDA kernels that move data in LLM inference.",
-        example=_EXAMPLE,
+        example="jitkern doctor\njitkern warm --element-size 656 --arch 9.0",
     )
     parser.add_argument("--version", action="version", version=f"jitkern {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

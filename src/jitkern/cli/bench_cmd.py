@@ -15,16 +15,13 @@ from jitkern.env import settings
 from jitkern.errors import JitkernError, UnsupportedError
 
 if TYPE_CHECKING:
-    from jitkern.bench.baseline import Baseline, Gate, Verdict
-    from jitkern.bench.report import Payload
+    from jitkern.bench.baseline import Baseline, Verdict
 
 SUMMARY = "catch a slowdown in CI"
 DESCRIPTION = (
     "Count the instructions of calls, of your own kernels too, and compare with a baseline; times "
-    "are shown beside them."
-)
-_OF_A_CHECKOUT = (
-    " Without --ci: the benchmarks beside every peer, whose options python -m bench --help lists."
+    "are shown beside them. Without --ci, in a checkout: the benchmarks beside every peer, whose "
+    "options python -m bench --help lists."
 )
 EXAMPLE = """
 jitkern bench --ci --cases bench_mine.py --baseline mine.json --update
@@ -40,10 +37,8 @@ def is_for_guard(argv: list[str]) -> bool:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the guard; the benchmarks of a checkout have their own."""
-    if _checkout() is not None:
-        parser.description = f"{DESCRIPTION}{_OF_A_CHECKOUT}"
     add = parser.add_argument
-    add("--ci", action="store_true", help="measure, and compare with a baseline")
+    add("--ci", action="store_true", required=True, help="measure, and compare with a baseline")
     text = "a Python file of cases; may be repeated; default jitkern's own, in a checkout"
     add("--cases", action="append", type=Path, metavar="FILE", default=[], help=text)
     text = "only figures whose name contains TEXT; may be repeated"
@@ -51,25 +46,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     text = "a file, or a directory that holds one for each kind of machine"
     add("--baseline", type=Path, metavar="PATH", help=text)
-    text = (
-        "what ends the run with status 1: instructions that rose (default), or nothing; a case "
-        "that breaks always does"
-    )
-    add("--gate", choices=("counts", "none"), default="counts", help=text)
     text = "fail where instructions cannot be counted, or not compared with the baseline's"
     add("--require-counts", action="store_true", help=text)
-    text = "write the baseline anew; with --only, these figures of it"
-    add("--update", action="store_true", help=text)
+    add("--update", action="store_true", help="write the baseline anew")
     add("--json", type=Path, metavar="F", help="write the figures")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the guard."""
-    if not args.ci:
-        raise ui.UsageError("bench: expected --ci")
     if (args.update or args.require_counts) and args.baseline is None:
         option = "--update" if args.update else "--require-counts"
         raise ui.UsageError(f"bench: {option}: needs --baseline PATH")
+    if args.update and args.only:
+        raise ui.UsageError("bench: --update: writes all figures, expected no --only")
     ui.require_torch()
     import torch
 
@@ -94,23 +83,26 @@ def run(args: argparse.Namespace) -> int:
     if args.only and not result["benchmarks"]:
         raise ui.UsageError(f"bench: --only: no figure has {' or '.join(args.only)} in its name")
     if args.update:
-        return _update(args, result)
+        path: Path = args.baseline
+        if path.is_dir() or not (path.exists() or path.suffix == ".json"):
+            path /= f"{report.kind_of(result['machine'])}.json"
+        written = baselines.write(path, result)
+        ui.say(f"wrote {path}: {len(written.figures)} figures")
+        return 0
     verdicts = baselines.compare(baseline or baselines.Baseline(), result, wanted)
     cells = [_cells(verdict) for verdict in verdicts]
+    uncounted = result["counts"]["note"]
+    notes += [f"instructions: {uncounted}"] if uncounted else []
     ui.console().print(ui.table(_COLUMNS, cells))
-    if note := result["counts"]["note"]:
-        notes.append(f"instructions: {note}")
-    for note in notes:
-        ui.say(f"note: {note}")
-    ui.say(_summary(verdicts, args.gate))
+    ui.say("\n".join([*(f"note: {note}" for note in notes), _summary(verdicts)]))
     if args.json is not None:
         report.save(args.json, result)
     if (step_summary := settings().step_summary) is not None:
         with step_summary.open("a") as file:
-            file.write(_markdown(cells, [*notes, _summary(verdicts, args.gate)]))
-    if args.require_counts and (note := result["counts"]["note"]):
-        raise JitkernError(f"bench: --require-counts: {note}")
-    return 1 if any(verdict.fails(args.gate) for verdict in verdicts) else 0
+            file.write(_markdown(cells, [*notes, _summary(verdicts)]))
+    if args.require_counts and uncounted:
+        raise JitkernError(f"bench: --require-counts: {uncounted}")
+    return 1 if any(verdict.fails for verdict in verdicts) else 0
 
 
 def _baseline(args: argparse.Namespace, device: str) -> tuple[Baseline | None, list[str]]:
@@ -131,21 +123,6 @@ def _baseline(args: argparse.Namespace, device: str) -> tuple[Baseline | None, l
         reason = why_not or note or "the baseline holds none; renew it with --update"
         raise ui.UsageError(f"bench: --require-counts: {reason}")
     return baseline, [note] if note else []
-
-
-def _update(args: argparse.Namespace, result: Payload) -> int:
-    from jitkern.bench import baseline as baselines
-    from jitkern.bench import report
-
-    path: Path = args.baseline
-    if path.is_dir() or not (path.exists() or path.suffix == ".json"):
-        path /= f"{report.kind_of(result['machine'])}.json"
-    try:
-        written = baselines.write(path, result, keep_others=bool(args.only))
-    except baselines.BaselineError as error:
-        raise JitkernError(f"bench: --update: {error}") from error
-    ui.say(f"wrote {path}: {len(written.figures)} figures")
-    return 0
 
 
 def _own_cases() -> list[Path]:
@@ -194,18 +171,17 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
     return (verdict.key, *counts, change, *times, against, verdict.outcome, verdict.reason)
 
 
-def _summary(verdicts: Sequence[Verdict], gate: Gate) -> str:
+def _summary(verdicts: Sequence[Verdict]) -> str:
     """Say in one line how many figures there are of each outcome."""
     outcomes = [verdict.outcome for verdict in verdicts]
     parts = [f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)]
-    failed = sum(verdict.fails(gate) for verdict in verdicts)
+    failed = sum(verdict.fails for verdict in verdicts)
     ending = f"{failed} of them end this run with status 1" if failed else "nothing to stop for"
     return f"{len(verdicts)} figures: {', '.join(parts)}; {ending}"
 
 
 def _markdown(cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
     head = [name.removeprefix(">") for name in _COLUMNS]
-    align = ["--:" if name.startswith(">") else "---" for name in _COLUMNS]
-    body = [[cell.replace("|", "\\|") for cell in row] for row in cells]
-    lines = ["| " + " | ".join(row) + " |" for row in (head, align, *body)]
+    rows = [head, ["---"] * len(head), *([c.replace("|", "\\|") for c in row] for row in cells)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(["### jitkern bench", "", *notes, "", *lines]) + "\n"

@@ -24,7 +24,6 @@ jitkern cache list
 jitkern cache export kernels.jkb --arch 9.0
 jitkern cache import kernels.jkb
 """
-_CODE = "It is code, which runs wherever it is loaded: import only what you would install."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,54 +31,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     def add(
-        action: Callable[[argparse.Namespace], int], summary: str, example: str, more: str = ""
+        name: str, run: Callable[[argparse.Namespace], int], summary: str, example: str
     ) -> argparse.ArgumentParser:
+        text = f"{summary[0].upper()}{summary[1:]}."
         made: argparse.ArgumentParser = actions.add_parser(
-            action.__name__.removeprefix("_"),
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}. {more}".rstrip(),
-            example=example,
+            name, help=summary, description=text, example=f"jitkern cache {name}{example}"
         )
-        made.set_defaults(action=action)
+        made.set_defaults(action=run)
         ui.add_json(made)
         return made
 
-    listed = add(_list, "list the entries", "jitkern cache list --op store --unused-for 30d")
-    add(_info, "show where the caches are and how full", "jitkern cache info")
-    clear = add(
-        _clear,
-        "remove the sound entries, or those chosen; anything else stays",
-        "jitkern cache clear --unused-for 30d",
-        "What it would remove: jitkern cache list, with the same choices.",
-    )
-    export = add(
-        _export, "write entries into one file", "jitkern cache export kernels.jkb --arch 9.0"
-    )
+    listed = add("list", _list, "list the entries", " --op store --unused-for 30d")
+    add("info", _info, "show where the caches are and how full", "")
+    text = "remove the sound entries, or those chosen, which list shows; anything else stays"
+    clear = add("clear", _clear, text, " --unused-for 30d")
+    export = add("export", _export, "write entries into one file", " kernels.jkb --arch 9.0")
     export.add_argument("file", type=Path, metavar="FILE", help="the bundle to write")
-    imported = add(
-        _import, "publish the entries of a bundle", "jitkern cache import kernels.jkb", _CODE
-    )
+    text = "publish the entries of a bundle; it is code: import only what you would install"
+    imported = add("import", _import, text, " kernels.jkb")
     imported.add_argument("file", type=Path, metavar="FILE", help="a bundle")
-    imported.add_argument(
-        "--trust", action="store_true", help="import even what other users could have written"
-    )
-    for chooser in (listed, clear, export):
-        chooser.add_argument(
-            "--op",
-            type=ui.names,
-            action="extend",
-            metavar="OP[,OP]",
-            help="only these ops or kernels",
-        )
-        chooser.add_argument(
-            "--arch", type=ui.archs, action="extend", metavar="A[,A]", help="only these archs"
-        )
-        chooser.add_argument(
-            "--unused-for",
-            type=ui.age_s,
-            metavar="AGE",
-            help="only what was used last before AGE: 12h, 30d, 8w",
-        )
+    text = "import even what other users could have written"
+    imported.add_argument("--trust", action="store_true", help=text)
+    for parser in (listed, clear, export):
+        option = parser.add_argument
+        text = "only these ops or kernels"
+        option("--op", type=ui.names, action="extend", metavar="OP[,OP]", help=text)
+        text = "only these archs"
+        option("--arch", type=ui.archs, action="extend", metavar="A[,A]", help=text)
+        text = "only what was used last before AGE: 12h, 30d, 8w"
+        option("--unused-for", type=ui.age_s, metavar="AGE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,19 +101,20 @@ def _list(args: argparse.Namespace) -> int:
     )
     size_bytes = sum(entry.size_bytes for entry in entries)
     if args.json:
+        shown = [
+            {**_shown(e), "last_used_unix_s": round(e.last_used, 3), "path": e.path}
+            for e in entries
+        ]
         ui.say_json(
             directory=cache.root,
             not_searched=_untrusted(cache),
             all_entries=len(everything),
             bytes=size_bytes,
-            entries=[
-                {**_shown(e), "last_used_unix_s": round(e.last_used, 3), "path": e.path}
-                for e in entries
-            ],
+            entries=shown,
         )
         return 0
-    now_unix_s = time.time()
     if entries:
+        now_unix_s = time.time()
         _print_entries(entries, lambda entry: _ago(now_unix_s - entry.last_used))
     count = f"{len(entries)} of " if len(entries) < len(everything) else ""
     ui.say(f"{count}{_entries(len(everything))}, {ui.bytes_text(size_bytes)} in {cache.root}")
@@ -149,16 +130,9 @@ def _info(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for origin, _source, cache in caches():
         entries = cache.entries()
-        found.append(
-            {
-                "origin": origin,
-                "directory": str(cache.root),
-                "entries": len(entries),
-                "bytes": sum(entry.size_bytes for entry in entries),
-                "rights": _rights(cache),
-                "not_searched": _untrusted(cache),
-            }
-        )
+        one = {"origin": origin, "directory": str(cache.root), "entries": len(entries)}
+        one |= {"bytes": sum(entry.size_bytes for entry in entries), "rights": _rights(cache)}
+        found.append({**one, "not_searched": _untrusted(cache)})
     if args.json:
         ui.say_json(caches=found, max_bytes=max_bytes)
         return 0
@@ -213,9 +187,8 @@ def _export(args: argparse.Namespace) -> int:
 
     if args.file.is_dir():
         raise CacheError(f"{args.file}: a directory, expected a file to write")
-    cache = _user_cache()
     # What the kernels need goes along with them.
-    count = export_bundle(cache, args.file, _chosen_by(args, host_code_too=True))
+    count = export_bundle(_user_cache(), args.file, _chosen_by(args, host_code_too=True))
     size_bytes = args.file.stat().st_size
     if args.json:
         ui.say_json(file=args.file, entries=count, bytes=size_bytes)
@@ -228,21 +201,20 @@ def _import(args: argparse.Namespace) -> int:
     from jitkern.cache.bundle import import_bundle
 
     cache = _user_cache()
-    brought = import_bundle(cache, args.file, trust=args.trust)
+    imported = import_bundle(cache, args.file, trust=args.trust)
     if args.json:
-        ui.say_json(file=args.file, directory=cache.root, entries=list(map(_shown, brought)))
-        return 0
-    _print_entries(brought)
-    ui.say(f"{_entries(len(brought))} imported into {cache.root}")
+        ui.say_json(file=args.file, directory=cache.root, entries=list(map(_shown, imported)))
+    else:
+        _print_entries(imported)
+        ui.say(f"{_entries(len(imported))} imported into {cache.root}")
     return 0
 
 
 def _shown(entry: Entry) -> dict[str, Any]:
     key = entry.key
+    described = {"op": key.op, "parameters": ", ".join(key.args), "arch": key.arch}
     return {
-        "op": key.op,
-        "parameters": ", ".join(key.args),
-        "arch": key.arch,
+        **described,
         "route": key.route,
         "variant": entry.variant,
         "bytes": entry.size_bytes,
@@ -252,9 +224,7 @@ def _shown(entry: Entry) -> dict[str, Any]:
 def _print_entries(
     entries: Sequence[Entry], last_used: Callable[[Entry], str] = lambda _: ""
 ) -> None:
-    rows: list[Sequence[str]] = [
-        ("op", "parameters", "arch", "route", "built by", "bytes", "last used")
-    ]
+    rows = [["op", "parameters", "arch", "route", "built by", "bytes", "last used"]]
     for entry in entries:
         rows.append([*(str(value) or "-" for value in _shown(entry).values()), last_used(entry)])
     _print_columns(rows)

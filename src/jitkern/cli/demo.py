@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jitkern
 from jitkern.arch import SUPPORTED_ARCHS
@@ -30,7 +30,16 @@ _ROWS = {
     "cpu": {"store_cache": 8192, "indexing": 4096, "h2d_gather": 8192},
 }
 
-Call = Callable[[], Any]
+
+class Case(NamedTuple):
+    """An op, what PyTorch does instead, and where each writes."""
+
+    op: str
+    ours: Callable[[], Any]
+    output: Tensor
+    peer: str
+    theirs: Callable[[], Any]
+    expected: Tensor
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     start = time.perf_counter()
+    has_gpu = torch.cuda.is_available()
     missing: ToolchainError | None = None
     ui.say(f"jitkern {jitkern.__version__}, torch {torch.__version__}")
-    if torch.cuda.is_available():
-        try:
-            wrong = _compare("cuda", torch.cuda.get_device_name())
-        except ToolchainError as error:
-            missing = error
-    if not torch.cuda.is_available() or missing is not None:
+    try:
+        wrong = _compare("cuda", torch.cuda.get_device_name()) if has_gpu else None
+    except ToolchainError as error:
+        wrong, missing = None, error
+    if wrong is None:
         wrong = _compare("cpu", f"{torch.get_num_threads()} CPU threads")
-    if not torch.cuda.is_available():
+    if not has_gpu:
         try:
             _compile()
         except ToolchainError as error:
@@ -75,16 +84,16 @@ def _compare(device: str, name: str) -> list[str]:
     # No graph: PyTorch's gather waits for the host.
     ms = perf_cpu if device == "cpu" else partial(perf_cuda, cuda_graph_repetitions=None)
     rows, wrong = [], []
-    for op, output, expected, num_bytes, ours, peer, theirs in _cases(device):
-        ours()
-        theirs()
-        is_right = torch.equal(output, expected)
-        wrong += [] if is_right else [op]
-        ours_ms, theirs_ms = ms(ours), ms(theirs)
-        what = f"{output.numel() // _ROW_BYTES[op]:,} of {_ROW_BYTES[op]} B"
-        cells = [op, what, "ok" if is_right else "failed", ui.ms_text(ours_ms)]
-        cells += [f"{num_bytes / ours_ms / 1e6:,.1f}", peer, ui.ms_text(theirs_ms)]
-        rows.append([*cells, f"{theirs_ms / ours_ms:.2f}x"])
+    for case in _cases(device):
+        case.ours()
+        case.theirs()
+        is_right = torch.equal(case.output, case.expected)
+        wrong += [] if is_right else [case.op]
+        ours_ms, theirs_ms = ms(case.ours), ms(case.theirs)
+        what = f"{_ROWS[device][case.op]:,} of {_ROW_BYTES[case.op]} B"
+        gb_s = f"{2 * case.output.nbytes / ours_ms / 1e6:,.1f}"  # read once, written once
+        cells = [case.op, what, "ok" if is_right else "failed", ui.ms_text(ours_ms), gb_s]
+        rows.append([*cells, case.peer, ui.ms_text(theirs_ms), f"{theirs_ms / ours_ms:.2f}x"])
     jitkern.check(device)
     columns = ("op", "rows", "bits", ">ms", ">GB/s", "PyTorch", ">its ms", ">ratio")
     ui.say(f"\n{name}")
@@ -93,54 +102,43 @@ def _compare(device: str, name: str) -> list[str]:
     return wrong
 
 
-def _cases(device: str) -> Iterator[tuple[str, Tensor, Tensor, int, Call, str, Call]]:
-    """Yield op, output, expected output, bytes, our call, PyTorch's by name, PyTorch's call."""
+def _cases(device: str) -> Iterator[Case]:
     import torch
 
     torch.manual_seed(0)
 
-    def random(op: str, count: int, on: str = device) -> Tensor:
-        return torch.randint(256, (count, _ROW_BYTES[op]), dtype=torch.uint8, device=on)
+    def random(op: str, on: str = device) -> Tensor:
+        shape = (_ROWS[device][op], _ROW_BYTES[op])
+        return torch.randint(256, shape, dtype=torch.uint8, device=on)
 
-    count = _ROWS[device]["store_cache"]
-    k, v = random("store_cache", count), random("store_cache", count)
-    slots = torch.randperm(count, device=device)
+    k, v = random("store_cache"), random("store_cache")
+    slots = torch.randperm(len(k), device=device)
     caches, expected = torch.zeros(2, 2, *k.shape, dtype=k.dtype, device=device)
 
     def assign() -> None:
         expected[0][slots] = k
         expected[1][slots] = v
 
-    def store() -> None:
-        jitkern.store_cache(caches[0], caches[1], slots, k, v)
+    store = partial(jitkern.store_cache, caches[0], caches[1], slots, k, v)
+    yield Case("store_cache", store, caches, "cache[slots] = x, twice", assign, expected)
 
-    yield "store_cache", caches, expected, 4 * k.nbytes, store, "cache[slots] = x, twice", assign
-
-    count = _ROWS[device]["indexing"]
-    table, indices = random("indexing", count), torch.randint(count, (count,), device=device)
+    table = random("indexing")
+    indices = torch.randint(len(table), (len(table),), device=device)
     out, expected_out = torch.zeros_like(table), torch.zeros_like(table)
+    look_up = partial(jitkern.indexing, table, indices, output=out)
+    select = partial(torch.index_select, table, 0, indices, out=expected_out)
+    yield Case("indexing", look_up, out, "index_select", select, expected_out)
 
-    def look_up() -> None:
-        jitkern.indexing(table, indices, output=out)
-
-    def select() -> None:
-        torch.index_select(table, 0, indices, out=expected_out)
-
-    yield "indexing", out, expected_out, 2 * table.nbytes, look_up, "index_select", select
-
-    count = _ROWS[device]["h2d_gather"]
-    src = random("h2d_gather", count, "cpu")
+    src = random("h2d_gather", "cpu")
     src = src.pin_memory() if device == "cuda" else src
     dst, expected_dst = torch.zeros(2, *src.shape, dtype=src.dtype, device=device)
-    pairs = torch.stack([torch.randperm(count), torch.randperm(count)], dim=1).to(device)
-
-    def fetch() -> None:
-        jitkern.h2d_gather(src, dst, pairs)
+    pairs = torch.stack([torch.randperm(len(src)) for _ in range(2)], dim=1).to(device)
 
     def gather() -> None:
         expected_dst[pairs[:, 1]] = src[pairs[:, 0].cpu()].to(device)
 
-    yield "h2d_gather", dst, expected_dst, 2 * src.nbytes, fetch, "dst[slots] = src[rows]", gather
+    fetch = partial(jitkern.h2d_gather, src, dst, pairs)
+    yield Case("h2d_gather", fetch, dst, "dst[slots] = src[rows]", gather, expected_dst)
 
 
 def _compile() -> None:
@@ -152,8 +150,8 @@ def _compile() -> None:
         for one in jitkern.warm([op], [row_bytes], SUPPORTED_ARCHS)
         if one.arch and one.source != "memo"
     ]
-    took_s = time.perf_counter() - start
     num_compiled = sum(one.source == "compiled" for one in kernels)
     archs = ", ".join(map(str, SUPPORTED_ARCHS))
+    took_s = time.perf_counter() - start
     ui.say(f"{len(kernels)} CUDA kernels for {archs} in {took_s:.1f} s, {num_compiled} compiled,")
     ui.say("without a GPU or a CUDA toolkit")

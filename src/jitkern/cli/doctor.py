@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
     broken = [check.what for check in checks if check.state == "broken"]
     if args.json:
         ui.say_json(checks=list(map(asdict, checks)), broken=broken)
-        return 1 if broken else 0
-    rows = [(check.what, check.state, check.found, check.fix) for check in checks]
-    ui.console().print(ui.table(("", "", "found", "fix"), rows))
-    ui.say(f"broken: {', '.join(broken)}" if broken else "the ops run on this machine")
+    else:
+        rows = [(check.what, check.state, check.found, check.fix) for check in checks]
+        ui.console().print(ui.table(("", "", "found", "fix"), rows))
+        ui.say(f"broken: {', '.join(broken)}" if broken else "the ops run on this machine")
     return 1 if broken else 0
 
 
@@ -88,11 +88,8 @@ def diagnose() -> Iterator[Check]:
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
     yield from _caches()
     yield _look("jitkern-kernels", kernels_wheel)
-    yield _look("host memory", _host_memory)
     yield _look("huge pages", huge_pages)
     if gpus and torch.state == "ok":
-        if gpus > 1:
-            yield _look("peer access", partial(peer_access, gpus))
         yield _look("NCCL", _nccl)
         yield _look("calibration", _calibration)
     if host.state == torch.state == "ok":
@@ -107,7 +104,8 @@ def _look(
     try:
         return Check(what, find())
     except (JitkernError, ImportError, OSError, RuntimeError) as error:
-        reason, hint = ui.split_hint(error)
+        reason, separator, hint = str(error).rpartition("; ")
+        reason, hint = (reason, hint) if separator else (hint, "")
         reason = re.sub(rf"^({re.escape(what)}|init_pynccl): ", "", reason).partition("\n")[0]
         if use and not needed:
             reason += f" ({use})"
@@ -153,7 +151,7 @@ def bytecode() -> str:
     files = [Path(m.__spec__.cached) for m in modules if m.__spec__ and m.__spec__.cached]
     lacking = sum(not file.exists() for file in files)
     if lacking:
-        # A first call 152 to 227 ms, not 63 to 73, on three hosts (bench/results/first_call_*).
+        # A first call takes 152 to 227 ms then, and 63 to 73 otherwise, on three hosts.
         folders = " ".join(str(Path(sys.modules[name].__file__ or "").parent) for name in packages)
         raise UnsupportedError(
             f"{lacking} of {len(files)} modules have none: each process compiles them, 0.1 to 0.2 s"
@@ -207,22 +205,24 @@ def _driver(gpus: int) -> Iterator[Check]:
 def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
     from jitkern.compilers import find
 
-    def version(look: Callable[[], Any]) -> Callable[[], str]:
-        return lambda: f"{(tool := look()).version} ({tool.path})"
+    def shown(look: Callable[[], Any]) -> str:
+        tool = look()
+        # The version of a C++ compiler does not say which compiler it is.
+        return f"{tool.id if look is find.find_cxx else tool.version} ({tool.path})"
 
+    compiler = settings().compiler if has_gpu else ""
     cxx_use = "only for C++ sources of your own"
     nvcc_use = "only for JITKERN_COMPILER=nvcc and .cu files with host code"
-    needs = {settings().compiler} if has_gpu else set()
-    use = "compiles kernels for GPUs"
-    yield _look("NVRTC", version(find.find_nvrtc), needed="nvrtc" in needs, use=use)
-    yield _look("nvcc", version(find.find_nvcc), needed="nvcc" in needs, use=nvcc_use)
-    # The version of a C++ compiler does not say which compiler it is.
-    cxx = lambda: f"{(tool := find.find_cxx()).id} ({tool.path})"  # noqa: E731
-    yield _look("c++", cxx, needed=not host_works, use=cxx_use)
-    yield _look("ninja", version(find.find_ninja), needed=not host_works, use=cxx_use)
+    for what, look, needed, use in (
+        ("NVRTC", find.find_nvrtc, compiler == "nvrtc", "compiles kernels for GPUs"),
+        ("nvcc", find.find_nvcc, compiler == "nvcc", nvcc_use),
+        ("c++", find.find_cxx, not host_works, cxx_use),
+        ("ninja", find.find_ninja, not host_works, cxx_use),
+    ):
+        yield _look(what, partial(shown, look), needed=needed, use=use)
 
 
-# -- caches, memory, links -------------------------------------------------------------------------
+# -- caches and memory -----------------------------------------------------------------------------
 
 _CACHES = {
     "JITKERN_CACHE_DIR": "cache",
@@ -274,16 +274,6 @@ def kernels_wheel() -> str:
     return version
 
 
-def _host_memory() -> str:
-    from jitkern.fs import free_bytes
-    from jitkern.offload import memory
-
-    total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), free_bytes()
-    nodes = len(memory.numa_nodes()) or 1
-    found = f"{ui.bytes_text(total)} on {nodes} NUMA node{'s' * (nodes > 1)}"
-    return found if free is None else f"{ui.bytes_text(free)} free of {found}"
-
-
 def huge_pages() -> str:
     """Return the modes of transparent huge pages, which pools of pinned memory depend on."""
     modes = []
@@ -296,18 +286,6 @@ def huge_pages() -> str:
         fix = f"as root: echo madvise > {_HUGE_PAGES / 'enabled'}"
         raise UnsupportedError(f"{found} (PinnedPool takes longer); {fix}")
     return found
-
-
-def peer_access(gpus: int) -> str:
-    """Tell which GPUs address each other's memory."""
-    import torch
-
-    pairs = [(i, j) for i in range(gpus) for j in range(i)]
-    none = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    if none:
-        fix = "use init_pynccl for them, PeerMemory needs NVLink or PCIe peer access"
-        raise UnsupportedError(f"none of {', '.join(none)}, of all {len(pairs)} pairs; {fix}")
-    return f"all {len(pairs)} pairs of GPUs"
 
 
 def _nccl() -> str:

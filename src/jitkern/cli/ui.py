@@ -216,12 +216,6 @@ def bytes_text(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def split_hint(error: Exception) -> tuple[str, str]:
-    """Split ``what is wrong; what to do`` into its two parts."""
-    reason, separator, hint = str(error).rpartition("; ")
-    return (reason, hint) if separator else (hint, "")
-
-
 def ms_text(ms: float) -> str:
     """Return milliseconds with the digits that a reader can use."""
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
