@@ -209,19 +209,8 @@ def test_never_torn_or_stale() -> None:
             assert ring.push(descriptors) == ticket
             good = ring_word(generation, count)
             word_at = layout.slots_at + slot * layout.slot_bytes
-            spoilt = [
-                (word_at, wrong)
-                for wrong in (
-                    0,
-                    ring_word(generation - 1, count),
-                    ring_word(generation + 1, count),
-                    ring_word(generation, count - 1) if count > 1 else good & 0xFFFF,
-                    ring_word(generation, count + 1),
-                    ring_word(generation, 601),
-                    ring_word(generation, 0xFFFF),
-                    generation,
-                )
-            ]
+            words = (0, good - (1 << 16), good + (1 << 16), good + 1, good & 0xFFFF, generation)
+            spoilt = [(word_at, wrong) for wrong in (*words, ring_word(generation, 601))]
             for i in {0, count // 2, count - 1, min(127, count - 1), min(128, count - 1)}:
                 for seal_at in SEALS_AT:
                     at = layout.descriptor_at(slot, i) + seal_at
@@ -238,24 +227,6 @@ def test_never_torn_or_stale() -> None:
             unpack(sides.src, sides.dst, ring)
             assert sides.are_right()
             assert ring.done(ticket)
-
-
-def test_a_call_that_raises_what_another_left_takes_its_push() -> None:
-    src = torch.randint(256, (4096,), dtype=torch.uint8, device="cuda")
-    dst = torch.zeros_like(src)
-    wrong = torch.tensor([[4000, 0, 97]], device="cuda")
-    with DescriptorRing(2, 4) as ring:
-        text = "^DescriptorRing.push: descriptors: device cuda:0, expected cpu$"
-        with pytest.raises(ValueError, match=text):
-            ring.push(wrong)
-        for at in (0, 100, 200):
-            unpack(src, dst, wrong)
-            torch.cuda.synchronize()
-            ticket = ring.push(torch.tensor([[at, at, 100]]))
-            with pytest.raises(IndexError, match="bytes up to 4097 in descriptor 0, expected at"):
-                unpack(src, dst, ring)
-            ring.wait(ticket)
-            assert torch.equal(dst[: at + 100], src[: at + 100])
 
 
 # -- graphs: a replay takes what is there by then --------------------------------------------------
@@ -298,39 +269,23 @@ class Pushes:
             assert self._ring.done(ticket)
 
 
-def test_a_graph_of_three_calls() -> None:
+def test_graphs_and_calls_of_one_ring() -> None:
     """The first call is captured as well; each replay takes other pushes, or fewer, or none."""
     sides = Sides(4 * PART, src_at=3, dst_at=5)
     with DescriptorRing(4, 64) as ring:
         pushes = Pushes(ring, sides)
-        graph = captured({}, {}, {}, sides=sides, ring=ring)
+        three = captured({}, {}, {}, sides=sides, ring=ring)
+        two = captured({"num_slots": 2}, {}, sides=sides, ring=ring)
         pushes.check()  # capturing takes nothing
         first = 0
-        for count in (3, 0, 2, 1, 3, 0, 0, 3, 1, 3):
+        for count in (3, 0, 2, 1, 3, 0, 3):
             pushes.push(count)
-            graph.replay()
+            (two if count == 2 else three).replay()
             pushes.check(*range(first, first + count))
             first += count
         pushes.push(4)
-        graph.replay()
+        three.replay()
         pushes.check(first, first + 1, first + 2)
         assert not ring.done(first + 3)
-        graph.replay()
+        unpack(sides.src, sides.dst, ring, num_slots=4)
         pushes.check(first + 3)
-
-
-def test_two_graphs_and_calls_of_one_ring() -> None:
-    sides = Sides(4 * PART)
-    with DescriptorRing(4, 64) as ring:
-        pushes = Pushes(ring, sides)
-        one = captured({}, sides=sides, ring=ring)
-        other = captured({"num_slots": 2}, {}, sides=sides, ring=ring)
-        for first in range(0, 40, 4):
-            pushes.push(4)
-            one.replay()
-            pushes.check(first)
-            if first % 8 == 0:
-                other.replay()
-            else:
-                unpack(sides.src, sides.dst, ring, num_slots=4)
-            pushes.check(first + 1, first + 2, first + 3)

@@ -33,11 +33,10 @@ NONE, LOAD, COMPUTE, STORE = -1, 0, 1, 2
 
 
 class Streams:
-    """One stream for compute and some for each direction, which csrc/offload/slots.cc orders.
+    """One stream for compute and some for each direction; on the CPU none.
 
-    ``next(access, slot)`` ends the access that is open and begins one. ``start(first, last)``
-    begins a run whose iterations go from one access to another. ``fork()`` has later copies wait
-    for the compute stream. ``harvest`` reads times. On the CPU there are no streams, but times.
+    csrc/offload/slots.cc orders them: ``next(access, slot)`` ends the access that is open and
+    begins one, ``start(first, last)`` begins a run whose iterations go from one access to another.
     """
 
     def __init__(self, device: torch.device, num_streams: int, capacity: int, every: int) -> None:
