@@ -157,6 +157,13 @@ class PinnedPool:
     >>> pool.close()
     """
 
+    stats: PoolStats
+    _pid: int
+    _used: int
+    _bytes: torch.Tensor | None
+    _shared: tuple[str, int] | None  # its name, and a descriptor of it
+    _close_fd: Callable[[], object]
+
     def __init__(
         self,
         size: int | Sequence[int],
@@ -304,14 +311,12 @@ class PinnedPool:
         met: Rendezvous | None = None,
     ) -> None:
         """Touch and register it, each step with the other ranks if there are any."""
-        self._pid: int = os.getpid()
-        self._used: int = 0
-        self._bytes: torch.Tensor | None = None
-        self._shared: tuple[str, int] | None = None  # its name, and a descriptor of it
-        self._close_fd: Callable[[], object] = lambda: None
+        self._pid, self._used = os.getpid(), 0
+        self._bytes = self._shared = None
+        self._close_fd = lambda: None
         rank, num_ranks = (0, 1) if met is None else (met.rank, met.size)
 
-        def touch() -> tuple[torch.Tensor, str, float]:
+        def touch(shown: memory.Shown) -> tuple[torch.Tensor, str, float]:
             bytes_ = memory.mapped(num_bytes, fd)
             where = memory.bind(bytes_, numa, rank, num_ranks)
             started = time.perf_counter()
@@ -319,7 +324,7 @@ class PinnedPool:
             return bytes_, where, time.perf_counter() - started
 
         with memory.display(num_bytes, progress) as shown:
-            bytes_, where, touch_s = _all_or_none(met, "touched", touch)
+            bytes_, where, touch_s = _all_or_none(met, "touched", partial(touch, shown))
             # After all ranks have touched their parts: CUDA would touch the rest by one thread.
             started = time.perf_counter()
             register = partial(memory.register, bytes_, shown)
@@ -328,9 +333,7 @@ class PinnedPool:
         huge = 0
         with suppress(OSError):  # what all have must not fail in one rank for that
             huge = memory.huge_bytes(bytes_.data_ptr(), num_bytes)
-        self.stats: PoolStats = PoolStats(
-            num_bytes, threads, huge, touch_s, register_s, where, is_registered
-        )
+        self.stats = PoolStats(num_bytes, threads, huge, touch_s, register_s, where, is_registered)
         self._bytes = bytes_
         _open.add(self)
 
