@@ -259,9 +259,9 @@ class SlotPipeline:
             self._controller = DepthController(auto_depth, depth, most)
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
-        few, every = (
-            (_SELDOM, monitor.every if monitor else 1) if auto_depth is None else (_OFTEN, 1)
-        )
+        few, every = (_SELDOM if auto_depth is None else _OFTEN), 1
+        if monitor is not None and auto_depth is None:
+            every = monitor.every
         capacity = 0 if monitor is None else monitor.capacity
         self._every, self._most_read = few * every, 2 * few
         self._left = self._every  # iterations until times are read
