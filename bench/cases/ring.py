@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import torch
 
@@ -26,8 +27,9 @@ IN_GRAPH = "128 x 4096 B, a push each, in a graph"
 NOTHING = "nothing pushed, in a graph"
 HOST = "host time, 128 descriptors"
 PUSH, CALL, BOTH = "push", "unpack", "push and unpack"
-# SMs of a server, descriptors and bytes of each.
-SERVED = [(1, 1, 4096), (1, 128, 256), (8, 128, 256), (8, 128, 4096)]
+# SMs of a server, descriptors and bytes of each; 0 SMs: a call for each push instead.
+SERVED = [(0, 1, 4096), (1, 1, 4096), (0, 128, 256), (1, 128, 256), (8, 128, 256)]
+SERVED += [(0, 128, 4096), (8, 128, 4096)]
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -64,6 +66,8 @@ def _descriptors(pieces: int, piece_bytes: int) -> torch.Tensor:
 
 
 def _served_name(num_sms: int, pieces: int, piece_bytes: int) -> str:
+    if num_sms == 0:
+        return f"push, call and wait, {pieces} x {piece_bytes} B"
     sms = "1 SM" if num_sms == 1 else f"{num_sms} SMs"
     return f"served by {sms}, {pieces} x {piece_bytes} B"
 
@@ -150,9 +154,14 @@ def _served(
     dst: torch.Tensor, src: torch.Tensor, num_sms: int, descriptors: torch.Tensor
 ) -> list[float]:
     samples = []
-    with DescriptorRing() as ring, ring.serve(src, dst, num_sms=num_sms):
+    with DescriptorRing() as ring, ExitStack() as stack:
+        if num_sms > 0:
+            stack.enter_context(ring.serve(src, dst, num_sms=num_sms))
         for _ in range(500):
             begin = time.perf_counter()
-            ring.wait(ring.push(descriptors))
+            ticket = ring.push(descriptors)
+            if num_sms == 0:
+                jitkern.unpack(src, dst, ring)
+            ring.wait(ticket)
             samples.append(1e6 * (time.perf_counter() - begin))
     return samples[20:]

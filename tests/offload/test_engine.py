@@ -9,12 +9,70 @@ from typing import Any
 
 import pytest
 import torch
-from engines import BLOCKS, KINDS, LAYERS, SLOTS, TOKENS, Model, engine_of, sync
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import jitkern
 from jitkern.offload import OffloadEngine, PinnedPool, SlotPipeline
+
+LAYERS, BLOCKS, SLOTS, TOKENS = 3, 11, 4, 16
+KINDS = [(kind, layout) for kind in ("kv", "mla") for layout in ("layer_first", "block_first")]
+
+
+def engine_of(device: torch.device, kind: str = "kv", **how: Any) -> OffloadEngine:
+    given = {
+        "num_layers": LAYERS,
+        "num_cpu_blocks": BLOCKS,
+        "num_slots": SLOTS,
+        "block_size": TOKENS,
+        "token_shape": (2, 8) if kind == "kv" else (24,),
+        "dtype": torch.bfloat16,
+        "device": device,
+        "kind": kind,
+    }
+    return OffloadEngine(**{**given, **how})
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Model:
+    """Both caches as ``[parts, layers, blocks, tokens, ...]``, filled with random numbers."""
+
+    def __init__(self, engine: OffloadEngine, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.engine = engine
+        cpu, gpu = engine.cpu_cache, engine.gpu_cache
+        cpu.copy_(torch.randn(cpu.shape))
+        gpu.copy_(torch.randn(gpu.shape))
+        self.cpu, self.gpu = self.now()
+
+    def now(self) -> tuple[Tensor, Tensor]:
+        cpu, gpu = self.engine.cpu_cache.clone(), self.engine.gpu_cache.cpu()
+        if self.engine.kind == "mla":
+            cpu, gpu = cpu.unsqueeze(0 if self.engine.layout == "layer_first" else 1), gpu[None]
+        if self.engine.layout == "block_first":
+            cpu = cpu.movedim(0, 2)
+        return cpu, gpu
+
+    def load(self, slot: int, block: int, layer: int | None = None, tokens: int = TOKENS) -> None:
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        self.gpu[:, layers, slot, :tokens] = self.cpu[:, layers, block, :tokens]
+
+    def offload(
+        self, slot: int, block: int, layer: int | None = None, tokens: int = TOKENS
+    ) -> None:
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        self.cpu[:, layers, block, :tokens] = self.gpu[:, layers, slot, :tokens]
+
+    def check(self) -> None:
+        sync(self.engine.device)
+        cpu, gpu = self.now()
+        assert torch.equal(cpu, self.cpu)
+        assert torch.equal(gpu, self.gpu)
 
 
 @pytest.fixture(params=KINDS, ids="-".join)
@@ -77,32 +135,6 @@ def forms(device: torch.device, numbers: list[int]) -> list[Any]:
     tensor = torch.tensor(numbers, dtype=torch.int64)
     found = [numbers, tuple(numbers), tensor, tensor.int()]
     return found if device.type == "cpu" else [*found, tensor.to(device), tensor.int().to(device)]
-
-
-@pytest.mark.parametrize("layer", [None, 2])
-@pytest.mark.parametrize("tokens", [None, 7])
-def test_many_blocks(model: Model, layer: int | None, tokens: int | None) -> None:
-    engine, device = model.engine, model.engine.device
-    how = {"layer": layer, "num_tokens": tokens}
-    for blocks, slots in (
-        ([7, 2, 3], [3, 0, 1]),
-        ([9], [2]),
-        ([0, 1, 2, 3], [0, 1, 2, 3]),
-        ([], []),
-    ):
-        for theirs, ours in zip(forms(device, blocks), forms(device, slots), strict=True):
-            engine.gpu_cache.normal_()
-            model.gpu = model.now()[1]
-            engine.load(ours, theirs, **how)
-            for slot, block in zip(slots, blocks, strict=True):
-                model.load(slot, block, layer, tokens or TOKENS)
-            model.check()
-            engine.gpu_cache.normal_()
-            model.gpu = model.now()[1]
-            engine.store(ours, theirs, **how)
-            for slot, block in zip(slots, blocks, strict=True):
-                model.offload(slot, block, layer, tokens or TOKENS)
-            model.check()
 
 
 def test_single_numbers(model: Model) -> None:
@@ -377,3 +409,140 @@ def test_numbers_that_another_thread_changes() -> None:
             over.set()
             thread.join()
     assert min(found.values()) > 0, found
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["layer_first", "block_first"])
+def test_nothing_waits(layout: str) -> None:
+    device = torch.device("cuda")
+    with engine_of(device, layout=layout) as engine:
+        on_gpu = torch.tensor([3, 1], device=device)
+        stream = torch.cuda.Stream()
+
+        def moves() -> None:
+            for where in (None, stream):
+                with torch.cuda.stream(where):
+                    engine.load(0, 1)
+                    engine.load(0, 1, layer=1)
+                    engine.store(0, 1)
+                    engine.store(0, 1, num_tokens=5)
+                    engine.load([2, 3], [5, 1])
+                    engine.load(on_gpu, on_gpu)
+                    engine.store(on_gpu, on_gpu, layer=2)
+
+        moves()  # compiles
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        asleep = torch.cuda.Event()
+        asleep.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            moves()
+            assert not asleep.query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        jitkern.check(device)
+
+
+@pytest.mark.cuda
+def test_streams() -> None:
+    """A copy goes behind what is on its stream, and on no other."""
+    device = torch.device("cuda")
+    with engine_of(device) as engine:
+        engine.cpu_k.fill_(1)
+        engine.load(0, 0)
+        stream = torch.cuda.Stream()
+        engine.gpu_k.add_(0)  # what is loaded at its first use may wait for the GPU
+        for where in (None, stream):  # compiles, and allocates
+            with torch.cuda.stream(where):
+                engine.store(0, 2)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)
+            engine.gpu_k.add_(1)
+            engine.store(0, 1)
+        engine.store(0, 2)
+        torch.cuda.current_stream().synchronize()
+        assert engine.cpu_k[:, 2].eq(1).all() and not stream.query()
+        stream.synchronize()
+        assert engine.cpu_k[:, 1].eq(2).all()
+        engine.gpu_k.fill_(7)
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream())
+            engine.store_all(3)  # waits, for this stream
+            assert stream.query() and engine.cpu_k[:, 3 : 3 + SLOTS].eq(7).all()
+
+
+@pytest.mark.cuda
+def test_numbers_on_the_gpu_out_of_range() -> None:
+    device = torch.device("cuda")
+    with engine_of(device) as engine:
+        model = Model(engine)
+        blocks = torch.tensor([4, -1, BLOCKS, 2], device=device)
+        slots = torch.tensor([0, 1, 2, SLOTS], device=device)
+        engine.load(slots, blocks)
+        torch.cuda.synchronize()
+        with pytest.raises(IndexError, match=r": pairs\["):
+            jitkern.check(device)
+        model.load(0, 4)
+        model.check()
+
+
+@pytest.mark.cuda
+def test_in_a_graph() -> None:
+    """Numbers on the GPU are read at each replay; by the engine those of the host are kept."""
+    device = torch.device("cuda")
+    for method in ("sm", "engine"):
+        with engine_of(device, method=method) as engine:
+            engine.cpu_cache.copy_(torch.randn(engine.cpu_cache.shape))
+            numbers: Any = ([0, 1], [2, 3])
+            if method == "sm":
+                numbers = tuple(torch.tensor(one, device=device) for one in numbers)
+            engine.load(*numbers)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                engine.load(*numbers)
+            engine.gpu_cache.zero_()
+            if method == "sm":
+                numbers[1].add_(4)
+            graph.replay()
+            torch.cuda.synchronize()
+            first = 6 if method == "sm" else 2
+            for slot, block in ((0, first), (1, first + 1)):
+                assert torch.equal(engine.gpu_k[:, slot].cpu(), engine.cpu_k[:, block])
+                assert torch.equal(engine.gpu_v[:, slot].cpu(), engine.cpu_v[:, block])
+            del graph
+
+
+@pytest.mark.cuda
+def test_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        pool = PinnedPool(1 << 20)
+    text = "OffloadEngine: pool: pageable memory, expected an open pool, made where CUDA is"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        engine_of(torch.device("cuda"), pool=pool)
+    pool.close()
+    closed_later = PinnedPool(1 << 20)
+    with engine_of(torch.device("cuda"), pool=closed_later) as engine:
+        closed_later.close()
+        with pytest.raises(ValueError, match=r": src: "):
+            engine.load(0, 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+def test_another_gpu() -> None:
+    with engine_of(torch.device("cuda:0")) as engine:
+        engine.cpu_cache.fill_(3)
+        with pytest.raises(ValueError, match=r"blocks: cuda:1, expected a tensor on cuda:0$"):
+            engine.load(torch.tensor([0], device="cuda:0"), torch.tensor([0], device="cuda:1"))
+        with torch.cuda.device(1):  # the engine's own GPU is the one that counts
+            engine.load(0, 0)
+        torch.cuda.synchronize(0)
+        assert engine.gpu_k[:, 0].eq(3).all()

@@ -10,16 +10,73 @@ import re
 import threading
 import time
 import weakref
+from array import array
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from given import Given
 from pipelines import bring, host_blocks, pipeline_of, sync, take
+from torch import Tensor
 
 from jitkern.offload import AutoDepth, OverlapMonitor, OverlapSnapshot
+from jitkern.offload.monitor import _STALL
 
 SLOT_BYTES = 60
+
+Row = tuple[float, float, float]
+"""Milliseconds of compute, transfer and stall of an iteration."""
+
+
+class Given:
+    """A pipeline of which only times are known.
+
+    Attributes
+    ----------
+    reads : list of int
+        Iterations that were read, call by call.
+    """
+
+    slot_bytes = 1 << 20
+    depth = 3
+
+    def __init__(self, monitor: OverlapMonitor) -> None:
+        self.monitor = monitor
+        self.rows: list[Row] = []
+        self.reads: list[int] = []
+        self.num_queued = 0
+        monitor._attach(self)  # type: ignore[arg-type]
+
+    def harvest(self, address: int, most: int, summary: int) -> int:
+        monitor = self.monitor
+        assert (address, summary) == (
+            monitor._read.buffer_info()[0],
+            monitor._summary.buffer_info()[0],
+        )
+        rows, self.rows = self.rows[:most], self.rows[most:]
+        for number, (compute, transfer, stall) in enumerate(rows):
+            values = [*[math.nan] * 6, compute, transfer, stall, -1.0, transfer, compute, 0, 1]
+            monitor._read[14 * number : 14 * number + 14] = array("d", values)
+        for what, value in enumerate((len(rows), self.num_queued, self.num_queued, 0)):
+            monitor._summary[what] = value
+        self.reads.append(len(rows))
+        return len(rows)
+
+    def _poll(self, most: int = 0) -> None:
+        self.monitor._poll(self.harvest, None, most)
+
+    def queue(self, rows: Iterable[Row]) -> None:
+        """Let iterations be over, whose times nobody has read yet."""
+        before = len(self.rows)
+        self.rows += rows
+        self.num_queued += len(self.rows) - before
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """As a pipeline does at the end of these iterations."""
+        self.queue(rows)
+        self._poll()
+        self.monitor._look(self.depth)
 
 
 def test_counts_of_every_kind_of_run(device: torch.device) -> None:
@@ -156,21 +213,6 @@ def test_a_poll_is_bounded() -> None:
     assert given.reads[8:] == [*[16] * 5, 10]
 
 
-@pytest.mark.parametrize("window", [1, 8, 17])
-@pytest.mark.parametrize("capacity", [1, 16, 40])
-def test_the_last_rows(window: int, capacity: int) -> None:
-    monitor = OverlapMonitor(window=window, capacity=capacity)
-    given = Given(monitor)
-    rows: list[tuple[float, float, float]] = []
-    for count in (1, 2, 3, 16, 17, 50):
-        given.add([(float(len(rows) + i), 1.0, 0.5) for i in range(count)])
-        rows += [(float(len(rows) + i), 1.0, 0.5) for i in range(count)]
-        found, last = monitor.snapshot(), [row[0] for row in rows[-window:]]
-        assert (found.timed, found.window) == (len(rows), len(last))
-        assert found.compute_ms == pytest.approx(sum(last) / len(last))
-        assert found.bytes_moved == len(rows) << 20
-
-
 class GivenLarger(Given):
     slot_bytes = 64 << 20
 
@@ -293,3 +335,63 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=f"^OverlapMonitor: {re.escape(text)}$"):
         OverlapMonitor(**how)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+WORDS = 1 << 18  # of int32: 1 MiB a slot
+SLOW_CYCLES = 1_000_000  # about 0.6 ms
+NEAR_MS = 2e-3  # a float of ms, and the clock of events
+
+
+def check_order(rows: list[list[float]], depth: int, least_ms: tuple[float, float]) -> None:
+    """Hold what waits for what, and how long a load and a body take at least, to their times."""
+    previous_load = previous_body = -math.inf
+    for number, (load, loaded, body, done, stall) in enumerate(rows):
+        assert load + least_ms[0] <= loaded + NEAR_MS
+        assert loaded <= body + NEAR_MS
+        assert body + least_ms[1] <= done + NEAR_MS
+        assert load >= previous_load - NEAR_MS  # one stream of loads
+        assert body >= previous_body - NEAR_MS
+        if number >= depth:  # the slot was free
+            assert load >= rows[number - depth][3] - NEAR_MS
+        # What the body waited for its load, once the body before it was over.
+        expected = max(0.0, min(loaded, body) - previous_body) if number else 0.0
+        assert stall == pytest.approx(expected, abs=NEAR_MS)
+        previous_load, previous_body = loaded, done
+
+
+@pytest.mark.cuda
+def test_what_the_monitor_measures() -> None:
+    """The order of moments, and how long something takes at least, whoever else has the GPU."""
+    monitor = OverlapMonitor(window=32, every=1)
+    shape = {"slot_shape": [WORDS], "dtype": torch.int32}
+    blocks = list(torch.zeros(32, WORDS, dtype=torch.int32).pin_memory())
+    pipeline = pipeline_of(torch.device("cuda"), 3, monitor=monitor, **shape)
+    sleep_ms = SLOW_CYCLES / 4e6  # no clock is faster
+
+    def copy(tensor: Tensor, block: Tensor) -> None:
+        torch.cuda._sleep(SLOW_CYCLES)
+        bring(tensor, block)
+
+    for run, body_cycles in enumerate((2 * SLOW_CYCLES, 0), 1):
+        for _ in pipeline.load(blocks, copy=copy):
+            torch.cuda._sleep(body_cycles)
+        torch.cuda.synchronize()
+        found = monitor.snapshot()
+        assert (found.iterations, found.timed, found.dropped) == (32 * run, 32 * run, 0)
+        assert found.bytes_moved == 32 * run * WORDS * 4
+        rows = [[*row[:4], row[_STALL]] for row in list(monitor._rows)[-32:]]
+        check_order(rows, 3, (sleep_ms, body_cycles / 4e6))
+        # Means are of what lies between the first moment and the last, without what overlaps.
+        took_ms = rows[-1][3] - rows[0][0]
+        assert 32 * found.transfer_ms <= took_ms + 0.1
+        assert 32 * (found.compute_ms + found.stall_ms) <= took_ms + 0.1
+        bodies_ms = sum(row[3] - row[2] for row in rows)
+        assert 32 * found.compute_ms == pytest.approx(bodies_ms, rel=1e-3)
+        assert found.fill_ms == pytest.approx(rows[0][2] - rows[0][0], abs=NEAR_MS)
+        assert found.ratio == pytest.approx(found.compute_ms / found.transfer_ms)
+        if body_cycles:  # a load runs beside the body before its own
+            assert any(row[0] < before[3] for before, row in pairwise(rows))
+        else:  # a body that does nothing waits for its load
+            assert found.stall_share > 0 and found.stall_ms > 0

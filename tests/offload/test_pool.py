@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -187,14 +184,6 @@ def test_memory_that_linux_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     assert not is_mapped(seen[0])
 
 
-def run_child(text: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_shown_on_a_terminal_only(capfd: pytest.CaptureFixture[str]) -> None:
     PinnedPool(4 * MIB).close()
     assert capfd.readouterr().err == ""
@@ -239,24 +228,3 @@ def test_freed_while_a_copy_reads_it() -> None:
         target.copy_(tensor, non_blocking=True)
         del tensor
         assert target.eq(turn + 1).all()
-
-
-@pytest.mark.cuda
-def test_a_child_that_forks_with_a_pool() -> None:
-    said = run_child("""
-        import os, torch
-        from jitkern.offload import PinnedPool
-        pool = PinnedPool(1 << 22)
-        tensor = pool.tensor()
-        if os.fork() == 0:
-            try:
-                pool.tensor(1)
-            except RuntimeError as error:
-                print(error, flush=True)
-            os._exit(0)
-        os.wait()
-        tensor.fill_(5)
-        assert tensor.cuda().eq(5).all()
-        print("the parent's is as it was")
-    """)
-    assert "a forked child has no part" in said and said.endswith("as it was\n")

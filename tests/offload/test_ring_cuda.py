@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -209,19 +211,8 @@ def test_never_torn_or_stale() -> None:
             assert ring.push(descriptors) == ticket
             good = ring_word(generation, count)
             word_at = layout.slots_at + slot * layout.slot_bytes
-            spoilt = [
-                (word_at, wrong)
-                for wrong in (
-                    0,
-                    ring_word(generation - 1, count),
-                    ring_word(generation + 1, count),
-                    ring_word(generation, count - 1) if count > 1 else good & 0xFFFF,
-                    ring_word(generation, count + 1),
-                    ring_word(generation, 601),
-                    ring_word(generation, 0xFFFF),
-                    generation,
-                )
-            ]
+            words = (0, good - (1 << 16), good + (1 << 16), good + 1, good & 0xFFFF, generation)
+            spoilt = [(word_at, wrong) for wrong in (*words, ring_word(generation, 601))]
             for i in {0, count // 2, count - 1, min(127, count - 1), min(128, count - 1)}:
                 for seal_at in SEALS_AT:
                     at = layout.descriptor_at(slot, i) + seal_at
@@ -238,24 +229,6 @@ def test_never_torn_or_stale() -> None:
             unpack(sides.src, sides.dst, ring)
             assert sides.are_right()
             assert ring.done(ticket)
-
-
-def test_a_call_that_raises_what_another_left_takes_its_push() -> None:
-    src = torch.randint(256, (4096,), dtype=torch.uint8, device="cuda")
-    dst = torch.zeros_like(src)
-    wrong = torch.tensor([[4000, 0, 97]], device="cuda")
-    with DescriptorRing(2, 4) as ring:
-        text = "^DescriptorRing.push: descriptors: device cuda:0, expected cpu$"
-        with pytest.raises(ValueError, match=text):
-            ring.push(wrong)
-        for at in (0, 100, 200):
-            unpack(src, dst, wrong)
-            torch.cuda.synchronize()
-            ticket = ring.push(torch.tensor([[at, at, 100]]))
-            with pytest.raises(IndexError, match="bytes up to 4097 in descriptor 0, expected at"):
-                unpack(src, dst, ring)
-            ring.wait(ticket)
-            assert torch.equal(dst[: at + 100], src[: at + 100])
 
 
 # -- graphs: a replay takes what is there by then --------------------------------------------------
@@ -298,39 +271,132 @@ class Pushes:
             assert self._ring.done(ticket)
 
 
-def test_a_graph_of_three_calls() -> None:
+def test_graphs_and_calls_of_one_ring() -> None:
     """The first call is captured as well; each replay takes other pushes, or fewer, or none."""
     sides = Sides(4 * PART, src_at=3, dst_at=5)
     with DescriptorRing(4, 64) as ring:
         pushes = Pushes(ring, sides)
-        graph = captured({}, {}, {}, sides=sides, ring=ring)
+        three = captured({}, {}, {}, sides=sides, ring=ring)
+        two = captured({"num_slots": 2}, {}, sides=sides, ring=ring)
         pushes.check()  # capturing takes nothing
         first = 0
-        for count in (3, 0, 2, 1, 3, 0, 0, 3, 1, 3):
+        for count in (3, 0, 2, 1, 3, 0, 3):
             pushes.push(count)
-            graph.replay()
+            (two if count == 2 else three).replay()
             pushes.check(*range(first, first + count))
             first += count
         pushes.push(4)
-        graph.replay()
+        three.replay()
         pushes.check(first, first + 1, first + 2)
         assert not ring.done(first + 3)
-        graph.replay()
+        unpack(sides.src, sides.dst, ring, num_slots=4)
         pushes.check(first + 3)
 
 
-def test_two_graphs_and_calls_of_one_ring() -> None:
-    sides = Sides(4 * PART)
-    with DescriptorRing(4, 64) as ring:
-        pushes = Pushes(ring, sides)
-        one = captured({}, sides=sides, ring=ring)
-        other = captured({"num_slots": 2}, {}, sides=sides, ring=ring)
-        for first in range(0, 40, 4):
-            pushes.push(4)
-            one.replay()
-            pushes.check(first)
-            if first % 8 == 0:
-                other.replay()
-            else:
-                unpack(sides.src, sides.dst, ring, num_slots=4)
-            pushes.check(first + 1, first + 2, first + 3)
+# -- serve: a kernel consumes as long as it runs --------------------------------------------------
+
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+def pair() -> tuple[Tensor, Tensor]:
+    src = torch.randint(256, (4096,), dtype=torch.uint8, device="cuda")
+    return src, torch.zeros_like(src)
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 8])
+def test_what_is_pushed_is_copied(pair: tuple[Tensor, Tensor], num_sms: int) -> None:
+    """Around the ring, triples and sextuples, none and more than are handed over at once."""
+    src, dst = pair
+    generator = torch.Generator().manual_seed(num_sms)
+    wanted, source = dst.cpu(), src.cpu()
+    with DescriptorRing(3, 600) as ring:
+        with ring.serve(src, dst, num_sms=num_sms) as server:
+            for round_ in range(40):
+                count = (1, 0, 33, 128, 129, 256, 257, 600)[round_ % 8]
+                pushed = random_rows(generator, (3, 6)[round_ % 2], count)
+                ticket = ring.push(pushed)
+                ref_unpack(source, wanted, pushed)
+                ring.wait(ticket, timeout_s=PATIENT_S)
+                assert server.is_running
+        assert not server.is_running
+        assert torch.equal(dst.cpu(), wanted)
+        # And then calls go on.
+        ticket = ring.push(rows((0, 0, 100)))
+        jitkern.unpack(src, dst, ring)
+        ring.wait(ticket)
+        assert torch.equal(dst[:100], src[:100])
+    jitkern.check()
+
+
+def test_the_body_raises(pair: tuple[Tensor, Tensor]) -> None:
+    with DescriptorRing() as ring:
+        with pytest.raises(KeyError), ring.serve(*pair) as server:
+            ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
+            raise KeyError
+        assert not server.is_running
+        with pytest.raises(RuntimeError, match="the server has ended; make another one"):
+            server.__enter__()
+        with ring.serve(*pair):
+            ring.wait(ring.push(rows((0, 8, 8))), timeout_s=PATIENT_S)
+        src, dst = pair
+        assert torch.equal(dst[:16].view(2, 8), src[:8].expand(2, 8))
+
+
+def test_it_ends_by_itself(pair: tuple[Tensor, Tensor]) -> None:
+    """A wait for the whole device is no longer than that; another one takes what is left."""
+    src, dst = pair
+    with DescriptorRing() as ring:
+        with ring.serve(src, dst, idle_timeout_s=0.2) as server:
+            ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
+            torch.cuda.synchronize()
+            assert not server.is_running
+            ticket = ring.push(rows((8, 8, 8)))
+            with pytest.raises(TimeoutError, match="push 1, in slot 1, is not consumed"):
+                ring.wait(ticket, timeout_s=0.1)
+        with ring.serve(src, dst):
+            ring.wait(ticket, timeout_s=PATIENT_S)
+        assert torch.equal(dst[:16], src[:16])
+
+
+def test_who_else_wants_the_ring_is_refused(pair: tuple[Tensor, Tensor]) -> None:
+    src, dst = pair
+    with DescriptorRing() as ring, DescriptorRing() as other:
+        with ring.serve(src, dst):
+            ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
+            text = "DescriptorRing.serve: the ring has a server; end that one first"
+            with pytest.raises(RuntimeError, match=f"^{text}$"):
+                ring.serve(src, dst)
+            text = "DescriptorRing.serve: cuda:0 has a server; end that one first"
+            with pytest.raises(RuntimeError, match=f"^{text}$"), other.serve(src, dst):
+                pass
+            jitkern.unpack(src, dst, ring)
+            torch.cuda.current_stream().synchronize()
+            with pytest.raises(RuntimeError, match="a server, was consuming the ring; have one"):
+                jitkern.check()
+            ring.wait(ring.push(rows((8, 8, 8))), timeout_s=PATIENT_S)
+        assert torch.equal(dst[:16], src[:16])
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 16])
+def test_it_ends_though_a_push_is_always_there(pair: tuple[Tensor, Tensor], num_slots: int) -> None:
+    src, dst = pair
+    is_over = threading.Event()
+    with DescriptorRing(num_slots) as ring:
+
+        def push() -> None:
+            while not is_over.is_set():
+                ring.try_push(rows((0, 0, 8)))
+
+        with ring.serve(src, dst):
+            thread = threading.Thread(target=push)
+            thread.start()
+            while ring.num_pushed < 100 * num_slots:
+                time.sleep(0.001)
+            began = time.monotonic()
+        assert time.monotonic() - began < 5
+        is_over.set()
+        thread.join()
+        jitkern.unpack(src, dst, ring, num_slots=num_slots)
+        ring.wait(ring.num_pushed - 1, timeout_s=PATIENT_S)
+    jitkern.check()

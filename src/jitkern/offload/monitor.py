@@ -18,13 +18,12 @@ from jitkern.offload.args import count_arg, number_arg
 
 _log = logging.getLogger("jitkern.offload")
 
-# Columns of the times of an iteration, as in csrc/offload/slot_times.h. Before them: begin and end
-# of load, compute and store.
+# Columns of a row of csrc/offload/slot_times.h, after begin and end of load, compute and store.
 _COMPUTE, _TRANSFER, _STALL, _FILL = range(6, 10)
 _LINKS = slice(10, 13)  # by which load, compute and store kept the link or the GPU busy
 _TRANSFERS = 13
 _NUM_COLUMNS = 14
-# What else is told with them.
+# What is told with the rows.
 _NUM_ROWS, _ITERATIONS, _ALL_TRANSFERS, _DROPPED, _FILL_MS = range(5)
 _BATCH = 16  # iterations that are read in one call
 
@@ -63,10 +62,9 @@ class OverlapSnapshot:
 class OverlapMonitor:
     """Times of iterations of a ``SlotPipeline``, without a synchronisation.
 
-    Copies and bodies are timed by events, which are read a few iterations later. Events with times
-    are dear, so one iteration in four has them: the first 32 of a pipeline, then bursts. All are
-    counted. Given to a pipeline as ``monitor=``; to another one once that is closed or gone.
-    Captured iterations are counted, not timed. On the CPU the times are the host's.
+    Events time copies and bodies, and are read a few iterations later. All iterations are counted;
+    the first 32 are timed, then one in four, in bursts. Captured ones are not timed. A monitor is
+    for one pipeline at a time, its ``monitor=``. On the CPU the times are the host's.
 
     Parameters
     ----------
@@ -76,11 +74,10 @@ class OverlapMonitor:
         One iteration in so many is timed, 1 to 1000. On an H200 a timed one costs the host about
         5 us more and the GPU's streams 6.
     min_ratio : float, optional
-        A ratio of compute to transfer below this, once a window is full, is an alarm: one line of
-        the log ``jitkern.offload``, and `on_alarm`. The next one needs a ratio 10 % above it first.
+        If the ratio of compute to transfer of a full window is below this: one line in the log
+        ``jitkern.offload``, and `on_alarm`. The next alarm needs a ratio 10 % above it first.
     on_alarm : callable, optional
-        ``on_alarm(snapshot)``, called in the run's thread between two iterations. What it raises
-        ends the run.
+        ``on_alarm(snapshot)``, called in the run's thread between two iterations.
     capacity : int, optional
         Timed iterations that may wait to be read, and that :meth:`timeline` shows.
     name : str, optional
@@ -118,7 +115,7 @@ class OverlapMonitor:
         self._pipeline: weakref.ref[Any] | None = None
         self._lock = threading.Lock()
         self._rows: deque[Row] = deque(maxlen=max(self.capacity, self._window))
-        # What C++ writes: rows, and what it tells with them.
+        # C++ writes these.
         self._read = array("d", bytes(8 * _NUM_COLUMNS * _BATCH))
         self._summary = array("d", [0.0, 0.0, 0.0, 0.0, math.nan])
         self._timed = self._looked_at = self._captured = self._alarms = self._slot_bytes = 0
@@ -133,17 +130,12 @@ class OverlapMonitor:
         return self._snapshot(0 if pipeline is None else pipeline.depth)
 
     def timeline(self) -> dict[str, list[tuple[float, float]]]:
-        """Return the last timed iterations: begin and length in ms of each span, by lane.
-
-        The lanes are ``load``, ``compute``, ``store`` and ``stall``. A stall ends when its body
-        could begin.
-        """
+        """Return (begin, length) in ms of the last timed loads, computes, stores and stalls."""
         self.snapshot()
         with self._lock:
             rows = list(self._rows)[-self.capacity :]
-        lanes = ("load", "compute", "store")
         spans = {}
-        for i, lane in enumerate(lanes):
+        for i, lane in enumerate(("load", "compute", "store")):
             both = [(row[2 * i], row[2 * i + 1]) for row in rows]
             spans[lane] = [(begin, end - begin) for begin, end in both if not math.isnan(begin)]
         could_begin = [(row[3] - row[_LINKS][1], row[_STALL]) for row in rows]
@@ -177,10 +169,7 @@ class OverlapMonitor:
         return before[0] + iterations, before[1] + moved, before[2] + dropped
 
     def _poll(self, harvest: Any, observer: Observer | None, most: int) -> None:
-        """Take the times that are there, of `most` iterations or of all (0).
-
-        If another thread does so, or takes a snapshot, do nothing.
-        """
+        """Take the times of `most` iterations, or of all (0), unless another thread does."""
         if not self._lock.acquire(blocking=False):
             return
         rows, summary = self._read.buffer_info()[0], self._summary.buffer_info()[0]
@@ -210,7 +199,6 @@ class OverlapMonitor:
 
     def _look(self, depth: int) -> None:
         """Give an alarm if one is due; in the run's thread."""
-        # The sums of 64 rows are for 16 more, and not for each.
         if len(self._rows) < self._window or self._timed - self._looked_at < self._window // 4:
             return
         with self._lock:

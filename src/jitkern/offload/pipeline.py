@@ -33,11 +33,10 @@ NONE, LOAD, COMPUTE, STORE = -1, 0, 1, 2
 
 
 class Streams:
-    """One stream for compute and some for each direction, which csrc/offload/slots.cc orders.
+    """One stream for compute and some for each direction; on the CPU none.
 
-    ``next(access, slot)`` ends the access that is open and begins one. ``start(first, last)``
-    begins a run whose iterations go from one access to another. ``fork()`` has later copies wait
-    for the compute stream. ``harvest`` reads times. On the CPU there are no streams, but times.
+    csrc/offload/slots.cc orders them: ``next(access, slot)`` ends the access that is open and
+    begins one, ``start(first, last)`` begins a run whose iterations go from one access to another.
     """
 
     def __init__(self, device: torch.device, num_streams: int, capacity: int, every: int) -> None:
@@ -260,9 +259,9 @@ class SlotPipeline:
             self._controller = DepthController(auto_depth, depth, most)
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
-        few, every = (
-            (_SELDOM, monitor.every if monitor else 1) if auto_depth is None else (_OFTEN, 1)
-        )
+        few, every = (_SELDOM if auto_depth is None else _OFTEN), 1
+        if monitor is not None and auto_depth is None:
+            every = monitor.every
         capacity = 0 if monitor is None else monitor.capacity
         self._every, self._most_read = few * every, 2 * few
         self._left = self._every  # iterations until times are read

@@ -42,15 +42,14 @@ class Share:
     Parameters
     ----------
     name
-        The same in all ranks, and at a time of no other pool of this user: 1 to 64 letters, digits
-        and ``. _ -``.
+        The same in all ranks, and of no other pool of this user: 1 to 64 letters, digits, ``._-``.
     rank, num_ranks
         This process's number, from 0 on, and how many there are, all on this node.
     timeout_s
-        Seconds that a rank waits for the others at each step.
+        How long a rank waits for the others at each step.
     group
         How the ranks meet: a group of just these ranks, or a ``Store`` of torch.distributed. By
-        default over a small file of this user's in ``/dev/shm``.
+        default over a file in ``/dev/shm``.
     """
 
     name: str
@@ -77,8 +76,7 @@ class Share:
 class PoolHandle:
     """By this a process that is none of the ranks attaches to a pool; it can be pickled.
 
-    `name` and `num_bytes` are the pool's; `pid` and `fd` the process that gave it, whose pool has
-    to be open, and its descriptor there.
+    The pool has to be open in process `pid`, as descriptor `fd`.
     """
 
     name: str
@@ -118,12 +116,9 @@ class PinnedPool:
     """Pinned host memory of exactly the size that is asked for, cut into tensors.
 
     Mapped in huge pages, touched by one thread per core, then registered with CUDA: 24 GB/s of 64
-    GiB, where ``cuMemHostAlloc`` makes 2.8 (``bench/results/pinned_pool.json``). All of it is
-    registered, or the call raises. Without a GPU it is the same memory, not registered.
-
-    The memory lives as long as the pool or a tensor of it. When the last one goes, as in
-    :meth:`close`, the call waits for the GPUs first. A forked child has no part of a private pool:
-    if it touches the tensors it gets SIGSEGV.
+    GiB, where ``cuMemHostAlloc`` makes 2.8 (``bench/results/pinned_pool.json``). Without a GPU it
+    is the same memory, not registered. It lives as long as the pool or a tensor of it; the end of
+    the last one waits for the GPUs. A forked child must not touch the tensors of a private pool.
 
     Parameters
     ----------
@@ -132,13 +127,12 @@ class PinnedPool:
     dtype : torch.dtype, optional
         With a shape. :meth:`tensor` without arguments is then that tensor.
     numa : "local", "interleave", int or None
-        Where the memory lies: on the node of the current GPU as far as it has room, on all nodes in
-        turn, on this node and no other, or where Linux puts it; of a shared pool this rank's part.
+        Where the memory, or this rank's part, lies: on the node of the current GPU as far as it has
+        room, on all nodes in turn, on this node and no other, or where Linux puts it.
     share : Share, optional
-        One pool for all ranks of a node; every rank makes it, with the same name and size. It goes
-        with the last process that has it, also by ``kill -9``.
+        One pool for all ranks of a node; every rank makes it, with the same name and size.
     num_threads : int, optional
-        For the first touch; by default one for each core the process may use, at most 32.
+        For the first touch; by default one for each core, at most 32.
     progress : bool, optional
         Whether to show progress on standard error; by default from 4 GiB on, on a terminal.
 
@@ -149,9 +143,9 @@ class PinnedPool:
     MemoryError
         More than is free: Linux would kill the process later.
     RuntimeError
-        CUDA does not register the memory, or Linux does not bind it; nothing is left.
+        CUDA does not register the memory, or Linux does not bind it.
     ShareError
-        A rank did not come, went away, failed, or asked for something else; in every rank.
+        In every rank: one did not come, went away, failed, or asked for another size.
 
     Examples
     --------
@@ -162,6 +156,13 @@ class PinnedPool:
     torch.Size([1000, 328])
     >>> pool.close()
     """
+
+    stats: PoolStats
+    _pid: int
+    _used: int
+    _bytes: torch.Tensor | None
+    _shared: tuple[str, int] | None  # its name, and a descriptor of it
+    _close_fd: Callable[[], object]
 
     def __init__(
         self,
@@ -188,9 +189,8 @@ class PinnedPool:
     def attach(cls, handle: PoolHandle | int, num_bytes: int | None = None) -> PinnedPool:
         """Return the pool of other processes, registered here too.
 
-        `handle` is the :attr:`handle` of an open shared pool of this user on this node, or a
-        descriptor of its memory that this process has inherited. ValueError unless it has
-        `num_bytes`.
+        `handle` is the :attr:`handle` of an open shared pool of this user on this node, or an
+        inherited descriptor of its memory. ValueError unless it has `num_bytes`.
         """
         if isinstance(handle, bool) or not isinstance(handle, PoolHandle | int):
             what = type(handle).__name__
@@ -216,10 +216,9 @@ class PinnedPool:
     ) -> torch.Tensor:
         """Return the next tensor of the pool, from the next multiple of 128 bytes on.
 
-        By default it is the tensor that the pool was made for, or all of its bytes. Its content is
-        zero; in a shared pool all ranks that ask for the same tensors get the same memory.
-        ValueError if not as much is left, RuntimeError if the pool is closed or the process a
-        forked child.
+        By default the tensor that the pool was made for, or all of its bytes. In a shared pool all
+        ranks that ask for the same tensors get the same memory. ValueError if not as much is left,
+        RuntimeError if the pool is closed.
         """
         import torch
 
@@ -312,14 +311,12 @@ class PinnedPool:
         met: Rendezvous | None = None,
     ) -> None:
         """Touch and register it, each step with the other ranks if there are any."""
-        self._pid: int = os.getpid()
-        self._used: int = 0
-        self._bytes: torch.Tensor | None = None
-        self._shared: tuple[str, int] | None = None  # its name, and a descriptor of it
-        self._close_fd: Callable[[], object] = lambda: None
+        self._pid, self._used = os.getpid(), 0
+        self._bytes = self._shared = None
+        self._close_fd = lambda: None
         rank, num_ranks = (0, 1) if met is None else (met.rank, met.size)
 
-        def touch() -> tuple[torch.Tensor, str, float]:
+        def touch(shown: memory.Shown) -> tuple[torch.Tensor, str, float]:
             bytes_ = memory.mapped(num_bytes, fd)
             where = memory.bind(bytes_, numa, rank, num_ranks)
             started = time.perf_counter()
@@ -327,7 +324,7 @@ class PinnedPool:
             return bytes_, where, time.perf_counter() - started
 
         with memory.display(num_bytes, progress) as shown:
-            bytes_, where, touch_s = _all_or_none(met, "touched", touch)
+            bytes_, where, touch_s = _all_or_none(met, "touched", partial(touch, shown))
             # After all ranks have touched their parts: CUDA would touch the rest by one thread.
             started = time.perf_counter()
             register = partial(memory.register, bytes_, shown)
@@ -336,9 +333,7 @@ class PinnedPool:
         huge = 0
         with suppress(OSError):  # what all have must not fail in one rank for that
             huge = memory.huge_bytes(bytes_.data_ptr(), num_bytes)
-        self.stats: PoolStats = PoolStats(
-            num_bytes, threads, huge, touch_s, register_s, where, is_registered
-        )
+        self.stats = PoolStats(num_bytes, threads, huge, touch_s, register_s, where, is_registered)
         self._bytes = bytes_
         _open.add(self)
 

@@ -39,10 +39,8 @@ class DescriptorRing:
 
     A descriptor says which bytes of a source go where in a destination. A push writes descriptors
     into memory that GPUs read in place, and publishes them by one store: no copy, no driver call.
-    Slots are used in turn; one is written again once its last push has been consumed. Threads may
-    push at the same time, one after the other. A C++ producer, of this or another process, may take
-    the place of Python (``jitkern/both/ring.h``), but not push beside it. The ring lives as long as
-    this object. A forked child has no part of it.
+    Slots are used in turn, each again once its last push has been consumed. Any thread may push. A
+    C++ producer (``jitkern/both/ring.h``) may take the place of Python, but not push beside it.
 
     Parameters
     ----------
@@ -130,17 +128,16 @@ class DescriptorRing:
         ----------
         descriptors : Tensor or array
             int64 on the CPU, ``[n, 3]`` of (src_off, dst_off, len), or ``[n, 6]`` of (src_off,
-            dst_off, len, count, src_stride, dst_stride): of each descriptor `count` rows of `len`
-            bytes, whose offsets are a stride apart. They are copied.
+            dst_off, len, count, src_stride, dst_stride): `count` rows of `len` bytes.
         timeout_s : float, optional
-            How long to wait for the slot; TimeoutError if its last push has not been consumed by
-            then.
+            How long to wait until the last push of the slot has been consumed.
 
         Raises
         ------
         TypeError, ValueError
             Another dtype or shape, too many descriptors, a value that is negative or does not fit.
-            Nothing was pushed.
+        TimeoutError
+            The slot is not free in time.
         RuntimeError
             This thread has a slot reserved; the ring is closed.
         """
@@ -200,11 +197,10 @@ class DescriptorRing:
     ) -> RingServer:
         """Return a server, as the context in which a kernel consumes what is pushed.
 
-        The kernel occupies its SMs and reads the ring all the time: for small pushes that cannot
-        wait for a launch. Whatever waits for the whole device in the body waits until it ends:
-        ``torch.cuda.synchronize``, maybe cudaMalloc and cudaFree, the first launch of a kernel that
-        is loaded lazily, the end of a pinned pool. One server on a device, and no calls of
-        :func:`jitkern.unpack` on its ring meanwhile.
+        The kernel occupies its SMs all the time: for small pushes that cannot wait for a launch.
+        What waits for the whole device waits until it ends: ``torch.cuda.synchronize``, cudaMalloc
+        and cudaFree, the first launch of a kernel that is loaded lazily, the end of a pinned pool.
+        There is one server on a device, and no :func:`jitkern.unpack` on its ring meanwhile.
 
         Parameters
         ----------
@@ -287,9 +283,9 @@ class DescriptorRing:
     def _await(
         self, call: str, attempt: Callable[[Any], int], given: Any, found: Any, timeout_s: Any
     ) -> int:
-        """Try until the slot is free and return the ticket; `found` is what the first try did.
+        """Return the ticket once the slot is free; `found` is the result of the first attempt.
 
-        Without a timeout that is the only one.
+        Without a timeout there is no other.
         """
         deadline = time.monotonic()
         if timeout_s is not None:
@@ -391,9 +387,8 @@ def _tensor_of(call: str, given: Any) -> torch.Tensor:
 class RingSlot:
     """A slot of a :class:`DescriptorRing` that is written in place: push `ticket` in slot `index`.
 
-    The fields are views of the slot, ``[num_descriptors]`` each; they begin as empty rows. At the
-    end of the ``with`` body the slot is pushed, unless the body raises. The consumer refuses what
-    is out of range. Views must not be written after the push.
+    The fields are views of the slot, ``[num_descriptors]`` each, and begin as empty rows. The end
+    of the ``with`` body pushes the slot, unless the body raises. Do not write views after that.
     """
 
     def __init__(
@@ -407,32 +402,32 @@ class RingSlot:
     @property
     def src_off(self) -> torch.Tensor:
         """Offset of the first row in the source, in bytes: int64."""
-        return self._int64(0)
+        return self._field("int64", 0)
 
     @property
     def dst_off(self) -> torch.Tensor:
         """Where the first row begins in the destination: int64."""
-        return self._int64(1)
+        return self._field("int64", 1)
 
     @property
     def len(self) -> torch.Tensor:
         """Bytes of a row: uint32."""
-        return self._uint32(4)
+        return self._field("uint32", 4)
 
     @property
     def count(self) -> torch.Tensor:
         """How many rows: uint32."""
-        return self._uint32(5)
+        return self._field("uint32", 5)
 
     @property
     def src_stride(self) -> torch.Tensor:
         """From one row to the next in the source, in bytes: int64."""
-        return self._int64(4)
+        return self._field("int64", 4)
 
     @property
     def dst_stride(self) -> torch.Tensor:
         """The same in the destination: int64."""
-        return self._int64(5)
+        return self._field("int64", 5)
 
     def publish(self, num_descriptors: int | None = None) -> int:
         """Push the slot, or its first descriptors alone; return the ticket."""
@@ -475,15 +470,10 @@ class RingSlot:
             raise RuntimeError(f"{call}: the slot was pushed or cancelled; reserve another one")
         return self._bytes
 
-    def _int64(self, column: int) -> torch.Tensor:
+    def _field(self, dtype: str, column: int) -> torch.Tensor:
         import torch
 
-        return self._open("RingSlot").view(torch.int64)[:, column]
-
-    def _uint32(self, column: int) -> torch.Tensor:
-        import torch
-
-        return self._open("RingSlot").view(torch.uint32)[:, column]
+        return self._open("RingSlot").view(getattr(torch, dtype))[:, column]
 
 
 # By device: a second one would take more SMs from the kernels that compute.
@@ -493,9 +483,8 @@ _servers: dict[int, weakref.ref[RingServer]] = {}
 class RingServer:
     """A kernel that waits for pushes of a ring and copies what they ask for: see ``serve``.
 
-    It begins with the body of ``with``, after all work on the current stream. It ends with the
-    body, or once no push has come for the idle timeout; the next consumer takes what it leaves.
-    Later work on the current stream comes after its copies.
+    It begins with the ``with`` body, after all work on the current stream; later work there comes
+    after its copies. It ends with the body, or if no push comes for the idle timeout.
     """
 
     def __init__(
