@@ -126,21 +126,11 @@ def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
     return [
         ({**out.given(values), "output": memory[1:65].view(SHAPE), **no_scale}, ValueError,
          f"output: overlaps {out.name}, {OWN_OR_SAME}"),
-        ({**out.given(values), "output": memory[56:64].view(FP8).repeat(2).set_(
-            memory.view(FP8).untyped_storage(), 252, SHAPE)}, ValueError,
-         f"output: overlaps {out.name}, {OWN_OR_SAME}"),  # by a few bytes, at their end
         ({**out.given(values), "output": memory.view(FP8)[:64].view(SHAPE)}, ValueError,
          f"output: overlaps {out.name}, {OWN_OR_SAME}"),  # at its place, of other rows
-        ({**out.given(values), "output": values.as_strided(SHAPE, (8, 32, 1)), **no_scale},
-         ValueError, f"output: overlaps {out.name}, {OWN_OR_SAME}"),
-        ({**out.given(values[:1].expand(SHAPE)), "output": values, **no_scale}, ValueError,
-         f"output: overlaps {out.name}, {OWN_OR_SAME}"),
         ({**lse.given(memory[60:68].view(LSE_SHAPE)), "output": values, **no_scale}, ValueError,
          f"output: overlaps {lse.name}, {OWN}"),
         ({**lse.given(numbers), "lse": logs[1:9].view(LSE_SHAPE)}, ValueError,
-         f"lse: overlaps {lse.name}, {OWN_OR_SAME}"),
-        ({**lse.given(numbers), "lse": logs.half()[:8].view(LSE_SHAPE).set_(
-            logs.view(torch.float16).untyped_storage(), 0, LSE_SHAPE)}, ValueError,
          f"lse: overlaps {lse.name}, {OWN_OR_SAME}"),
         ({**out.given(values), "lse": memory[30:38].view(LSE_SHAPE)}, ValueError,
          f"lse: overlaps {out.name}, {OWN}"),
@@ -151,14 +141,7 @@ def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
         ({"lse": numbers, "scale": logs[7:8]}, ValueError, f"scale: overlaps lse, {OWN}"),
         ({"output": memory.view(FP8)[:64].view(1, 8, 8)[:, :2].expand(SHAPE)}, ValueError,
          shared_text("output", 8, 0, 8, [4, 2, 8])),
-        ({"output": memory.view(FP8)[:32].view(4, 1, 8).expand(SHAPE)}, ValueError,
-         shared_text("output", 8, 8, 0, [4, 2, 8])),
-        ({"output": memory.view(FP8).as_strided(SHAPE, (15, 8, 1))}, ValueError,
-         shared_text("output", 8, 15, 8, [4, 2, 8])),
         ({"lse": numbers[:1].expand(4, 2)}, ValueError, shared_text("lse", 4, 0, 4, [4, 2])),
-        ({"lse": numbers[:, :1].expand(4, 2)}, ValueError, shared_text("lse", 4, 8, 0, [4, 2])),
-        ({"lse": logs.as_strided((4, 2), (1, 1))}, ValueError,
-         shared_text("lse", 4, 4, 4, [4, 2])),
     ]  # fmt: skip
 
 
@@ -278,17 +261,8 @@ def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
         ({"outs": stack, "lses": logs.mT}, ValueError,
          "lses: shape [3, 2, 4], expected [3, 4, 2] of (tokens, heads), as outs has shape "
          '[3, 4, 2, 8]; or with lse_layout="heads_tokens" [3, 2, 4] of (heads, tokens)'),
-        ({"outs": stack, "lses": logs, "lse_layout": "heads_tokens"}, ValueError,
-         "lses: shape [3, 4, 2], expected [3, 2, 4] of (heads, tokens), as outs has shape "
-         '[3, 4, 2, 8]; or with lse_layout="tokens_heads" [3, 4, 2] of (tokens, heads)'),
         ({"lse_layout": "heads_tokens"}, ValueError,
          layouts_text("lses[0]", [4, 2], "outs[0]", heads_first=True)),
-        ({"outs": stack.double(), "lses": logs}, TypeError,
-         f"outs: dtype float64, expected {FLOATS}"),
-        ({"outs": stack, "lses": logs.to(FP8)}, TypeError,
-         f"lses: dtype float8_e4m3fn, expected {FLOATS}"),
-        ({"outs": stack.repeat(1, 1, 1, 2)[..., ::2], "lses": logs}, ValueError,
-         stride_text("outs", 3, [3, 4, 2, 8])),
         ({"outs": stack[..., :0], "lses": logs}, ValueError,
          "outs: dim 0, expected 1 to 268435455"),
         ({"outs": [one[..., :0] for one in outs]}, ValueError,

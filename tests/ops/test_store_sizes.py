@@ -124,7 +124,7 @@ def test_a_frozen_miss_of_two_sizes_names_the_way_to_build_it() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", SUPPORTED_ARCHS, ids=str)
-def test_kernels_of_two_sizes_compile_everywhere(arch: Arch) -> None:
+@pytest.mark.parametrize("arch", [SUPPORTED_ARCHS[0], SUPPORTED_ARCHS[-1]], ids=str)
+def test_kernels_of_two_sizes_compile(arch: Arch) -> None:
     for spec in ((1536, 16, 8, 1024), (657, 1, 4, 16)):
         assert jitkern.ops.store.kernel(*spec).image(arch).startswith(b"\x7fELF")

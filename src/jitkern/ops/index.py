@@ -94,30 +94,19 @@ def _op() -> Callable[..., Any]:
 
 
 def _through_torch(
-    weights: Tensor,
-    indices: Tensor,
-    *,
-    output: Tensor | None = None,
-    vocab_range: Any = None,
-    added_range: Any = None,
-    vocab_size: int | None = None,
+    weights: Tensor, indices: Tensor, *, output: Tensor | None = None, **ranges: Any
 ) -> Tensor:
     import torch
 
+    ranges = {"vocab_range": None, "added_range": None, "vocab_size": None, **ranges}
     # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
     # runs: torch.compile makes another error of one that is raised while it traces.
     if not torch.compiler.is_dynamo_compiling():
         wrong = not_a_tensor("indexing", weights=weights, indices=indices)
         if wrong is not None and output is None:
             raise wrong
-        _check_ranges(vocab_range, added_range)
-    given = {
-        "weights": weights,
-        "indices": indices,
-        "vocab_range": vocab_range,
-        "added_range": added_range,
-        "vocab_size": vocab_size,
-    }
+        _check_ranges(ranges["vocab_range"], ranges["added_range"])
+    given = {"weights": weights, "indices": indices, **ranges}
     if output is None:
         return cast("Tensor", dispatch.through_torch("indexing", **given))
     dispatch.through_torch("indexing", "out", output=output, **given)
@@ -208,41 +197,20 @@ def indexing(
             _check_ranges(vocab_range, added_range)
             raise
         except dispatch.UNREADABLE as error:
-            if (copy := _contiguous(indices, error)) is not None:
-                return indexing(
-                    weights,
-                    copy,
-                    output=output,
-                    vocab_range=vocab_range,
-                    added_range=added_range,
-                    vocab_size=vocab_size,
-                )
-            # The new output, too: under torch.func.grad of something else it is a wrapper.
-            tensors = {"weights": weights, "indices": indices, "output": result}
-            ints = {"vocab_size": vocab_size}
-            for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
-                if isinstance(given, (list, tuple)):
-                    ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
-            expected = dict.fromkeys(ints, "an int")
-            dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)
-    return _through_torch(
-        weights,
-        indices,
-        output=output,
-        vocab_range=vocab_range,
-        added_range=added_range,
-        vocab_size=vocab_size,
-    )
-
-
-def _contiguous(indices: Any, error: Exception) -> Any:
-    """Return a copy of PyTorch's indices, if a call has failed as they are not contiguous."""
-    # Not asked before, which would take 0.1 us of every call.
-    is_cause = str(error).startswith("indexing: indices: not contiguous")
-    if not is_cause or not hasattr(indices, "new_empty"):
-        return None
-    # Not contiguous(), which returns the same tensor where strides are of empty dimensions.
-    return indices.new_empty(indices.shape).copy_(indices)
+            # PyTorch's indices that are not contiguous are copied on the way through PyTorch. To
+            # ask before takes 0.1 us of every call.
+            spread = str(error).startswith("indexing: indices: not contiguous")
+            if not spread or not hasattr(indices, "new_empty"):
+                # The new output, too: under torch.func.grad of something else it is a wrapper.
+                tensors = {"weights": weights, "indices": indices, "output": result}
+                ints = {"vocab_size": vocab_size}
+                for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
+                    if isinstance(given, (list, tuple)):
+                        ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
+                expected = dict.fromkeys(ints, "an int")
+                dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)
+    ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
+    return _through_torch(weights, indices, output=output, **ranges)
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:

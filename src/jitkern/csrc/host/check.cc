@@ -99,9 +99,9 @@ void Tensor::same_device(const Tensor& other) const {
 }
 
 void Tensor::contiguous(const char* cure) const {
+  if (numel() == 0) return;  // whatever its strides, as PyTorch has it
   i64 expected = 1;
   for (int d = dl->ndim - 1; d >= 0; --d) {
-    if (dl->shape[d] == 0) return;
     if (dl->shape[d] != 1 && dl->strides != nullptr && dl->strides[d] != expected) {
       value_error("not contiguous (stride " + std::to_string(dl->strides[d]) + " in dimension " +
                       std::to_string(d) + " of shape " + shape_text() + ")",
