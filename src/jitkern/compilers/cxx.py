@@ -76,8 +76,6 @@ def build(
     for source in sources:
         if source.suffix not in (*_CXX_SUFFIXES, ".cu"):
             raise ValueError(f"build: sources: {source}, expected .cc, .cpp, .cxx or .cu")
-        if source.suffix == ".cu" and arch is None:
-            raise ValueError(f"build: arch: None, expected one for {source}")
 
     def spelled(path: Path) -> str:
         path = path.resolve()
@@ -96,7 +94,7 @@ def build(
     cxx = [*compiler, *flags, *includes]
     nvcc: list[str] = []
     libraries = [f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
-    if arch is not None and any(source.suffix == ".cu" for source in sources):
+    if any(source.suffix == ".cu" for source in sources) and arch is not None:
         cuda = find_cuda_home()
         defaults = [*CUDA_CFLAGS, f"-gencode=arch={arch.compute},code={arch.sm}"]
         if settings().cxx is not None and len(compiler) == 1:
