@@ -10,7 +10,7 @@ MUTANTS = [
     *mutants_of(
         SWEEP,
         "ops/index.cu",
-        ("padding read", "bool inside = row >= 0", "bool inside = row >= -1"),
+        ("padding read", "bool inside = row >= 0", "bool inside = row >= -1", 0, 2),
         ("row behind the last", "row < p.num_rows ? i64", "row <= p.num_rows ? i64"),
         (
             "missing tail",

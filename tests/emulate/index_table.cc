@@ -1,6 +1,6 @@
 // The pairs that indices of a table in host memory become, on exact buffers. What is done with the
 // pairs has the sweeps of pair_lists.cc and pair_copy.cc.
-#include "ops/index_table.cu"
+#include "ops/index.cu"
 
 #include "pair_configs.h"
 #include "sweep.h"

@@ -9,7 +9,7 @@ SWEEP = Sweep("index_table")
 MUTANTS = [
     *mutants_of(
         SWEEP,
-        "ops/index_table.cu",
+        "ops/index.cu",
         ("index behind the last", "number < p.num_rows;", "number <= p.num_rows;"),
         (
             "padding fetched",

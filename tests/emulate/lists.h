@@ -1,7 +1,7 @@
 // What the drivers of sorted calls share: how kernels are launched, and the memory of regions.
 #pragma once
 
-#include "ops/regions.cuh"
+#include "ops/sort.cuh"
 
 #include "pair_configs.h"
 #include "sweep.h"

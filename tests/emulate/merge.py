@@ -74,10 +74,10 @@ DEFINES = (
 SWEEP = Sweep("merge", ("SWEEP_FEW",))
 TEAMS = "if (team != 0) return own;"
 # What is known of a place where a partial, or the result, is.
-VALUES = "place.offset(states[s].out_token_stride, states[s].out_head_stride)"
-LOGS = "place.offset(states[s].lse_token_stride, states[s].lse_head_stride)"
-TO_VALUES = "place.offset(p.to.out_token_stride, p.to.out_head_stride)"
-TO_LOGS = "place.offset(p.to.lse_token_stride, p.to.lse_head_stride)"
+VALUES = "place.offset(states[s].out_strides)"
+LOGS = "place.offset(states[s].lse_strides)"
+TO_VALUES = "place.offset(p.to.out_strides)"
+TO_LOGS = "place.offset(p.to.lse_strides)"
 BARRIER = "if (step == 0 && p.to.lse_is_in_place) __syncthreads();"
 WRITES = "place.is_row && team == 0 && vec < kVecs"
 # That lanes which have nothing to do load, compute or store what others do is seen by nobody.
@@ -110,8 +110,8 @@ MUTANTS = [
             "is_copy <= team * kStates + s",
             "is_copy < team * kStates + s",
         ),
-        ("partial behind the last", "kStates + s < behind", "kStates + s <= behind"),
-        ("partials of all teams", "&& team * kStates + s < behind", "&& s < behind"),
+        ("partial behind the last", "kStates + s < end", "kStates + s <= end"),
+        ("partials of all teams", "&& team * kStates + s < end", "&& s < end"),
         ("num_valid of the first token", "to.valid_per_token ? token : 0", "0"),
         ("num_valid of each token", "to.valid_per_token ? token : 0", "token"),
         ("num_valid of 4 bytes", "to.num_valid_bytes == 4 ?", "true ?"),
@@ -121,29 +121,29 @@ MUTANTS = [
         ("num_valid beyond", "count < to.num_states ? count : to.num_states", "count"),
         ("as many as fit", "== nullptr) return to.num_states;", "== nullptr) return kCapacity;"),
         # Where they are.
-        ("plain rows at one place", "row * head_stride", "head_stride"),
-        ("tokens at one place", "token * token_stride + head", "head"),
-        ("heads at one place", "token * token_stride + head * head_stride", "token * token_stride"),
-        ("tokens for heads", "token * token_stride + head", "head * token_stride + token"),
+        ("plain rows at one place", "row * strides.head", "strides.head"),
+        ("tokens at one place", "token * strides.token + head", "head"),
+        (
+            "heads at one place",
+            "token * strides.token + head * strides.head",
+            "token * strides.token",
+        ),
+        ("tokens for heads", "token * strides.token + head", "head * strides.token + token"),
         ("lse at the values' strides", LOGS, VALUES),
         ("lse at the first one's strides", f"if (!kPlain) at = {LOGS};", ""),
         ("values at the lse's strides", VALUES, LOGS),
         ("values at the first one's strides", f"if (!kPlain) at = {VALUES};", ""),
         (
             "plain values where the lse are",
-            "at = place.offset(p.states[0].out_token_stride, p.states[0].out_head_stride);",
+            "at = place.offset(p.states[0].out_strides);",
             "",
         ),
         ("merged lse at the values' strides", TO_LOGS, TO_VALUES),
         ("merged lse where one was", f"at = {TO_LOGS};", ""),
         ("result at the lse's strides", TO_VALUES, TO_LOGS),
         ("result where one was", f"at = {TO_VALUES};", ""),
-        ("stride of each team's lse", " p.states[0].lse_head_stride", " states[0].lse_head_stride"),
-        (
-            "stride of each team's values",
-            " p.states[0].out_head_stride",
-            " states[0].out_head_stride",
-        ),
+        ("stride of each team's lse", "(p.states[0].lse_strides", "(states[0].lse_strides"),
+        ("stride of each team's values", "(p.states[0].out_strides", "(states[0].out_strides"),
         ("all values of the first", "states[s].out + at", "states[0].out + at"),
         ("all lse of the first", "states[s].lse + at", "states[0].lse + at"),
         ("values behind the row", "if (!is_there(s) || vec >= kVecs)", "if (!is_there(s))"),

@@ -245,20 +245,20 @@ class MergeRun {
     }
     MergeTarget& to = params_.to;
     to.out = out_->row_0();
-    to.out_token_stride = out_->layout.token_stride;
-    to.out_head_stride = out_->layout.head_stride;
+    to.out_strides.token = out_->layout.token_stride;
+    to.out_strides.head = out_->layout.head_stride;
     if (lse_ == nullptr) return;
     to.lse = lse_->row_0();
-    to.lse_token_stride = lse_->layout.token_stride;
-    to.lse_head_stride = lse_->layout.head_stride;
+    to.lse_strides.token = lse_->layout.token_stride;
+    to.lse_strides.head = lse_->layout.head_stride;
   }
 
   // A plain kernel knows how far rows are apart by the stride of heads, of the first partial.
   void forget_strides(i64 s) {
     jitkern::PartialState& state = params_.states[s];
     constexpr i64 kNone = i64(1) << 40;
-    state.out_token_stride = state.lse_token_stride = kNone;
-    if (s > 0) state.out_head_stride = state.lse_head_stride = kNone;
+    state.out_strides.token = state.lse_strides.token = kNone;
+    if (s > 0) state.out_strides.head = state.lse_strides.head = kNone;
   }
 
   i64 first_of(i64 token) const { return token < tokens_of_first_ ? 0 : 1; }

@@ -1,7 +1,6 @@
 // The copies between host and device memory, h2d_gather and d2h_scatter, on exact buffers.
 // 50 row sizes to a program.
-#include "ops/d2h_scatter.cu"
-#include "ops/h2d_gather.cu"
+#include "ops/pairs.cuh"
 
 #include "pair_configs.h"
 #include "sweep.h"

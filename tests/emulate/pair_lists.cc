@@ -1,5 +1,5 @@
 // The lists of large calls of h2d_gather and d2h_scatter, and then the copies that they ask for.
-#include "ops/pair_lists.cuh"
+#include "ops/sort.cuh"
 #include "ops/pairs.cuh"
 
 #include <map>

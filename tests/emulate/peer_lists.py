@@ -10,10 +10,8 @@ MUTANTS = [
     *mutants_of(
         SWEEP,
         "comm/peer_lists.cu",
-        ("whoever comes first", "atomicMin(&p.table[place], number);", ""),
-        ("fetched twice", "if (pairs[2 * i64(owner)] == src_row) {", "if (false) {"),
-        ("search behind the table", "(place + 1) & p.table_mask", "place + 1"),
-        ("counted twice", "        return false;\n", "        return true;\n"),
+        ("whoever comes first", "atomicMin(&p.table[place], static_cast<u32>(number));", ""),
+        ("counted twice", "if (owner == number) {\n      take", "if (true) {\n      take"),
         ("region not compared", "if (region >= kNumRegions) return -1;", ""),
         ("slot not compared", "if (slot < 0 || slot >= p.num_pairs) return -1;", ""),
         (

@@ -4,9 +4,8 @@
 #include <thread>
 
 #include "lists.h"
-#include "ops/h2d_gather.cu"
 #include "ops/index.cu"
-#include "ops/pair_lists.cuh"
+#include "ops/sort.cuh"
 #include "ops/store.cu"
 
 namespace emulate {

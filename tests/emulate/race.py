@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     *mutants_of(
         SWEEP,
-        "ops/pair_lists.cuh",
+        "ops/sort.cuh",
         (
             "slot map read again",
             "if (slot >= 0) return {kCopy, slot, dst_row, src_row};",

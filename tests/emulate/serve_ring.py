@@ -9,7 +9,7 @@ SWEEP = Sweep("serve_ring")
 MUTANTS = [
     *mutants_of(
         SWEEP,
-        "ops/ring_reader.cuh",
+        "ops/ring.cuh",
         ("not read again", "if (threadIdx.x < vectors) first_ = load", "if (false) first_ = load"),
         (
             "chunk from the start",
@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     *mutants_of(
         SWEEP,
-        "ops/serve_ring.cuh",
+        "ops/unpack_ring.cu",
         ("busy, and serves", "own.ends = own.owner != 0;", "own.ends = false;"),
         ("busy, and silent", "if (own.ends) report_fault(p.fault, p.busy, 0, 0, 0);", ""),
         ("consumed of nobody", "load_fresh(&p.consumed[own.turn.slot])", "own.turn.generation - 1"),
@@ -35,9 +35,8 @@ MUTANTS = [
             "if (word != 0 &&",
         ),
         ("does not end", "if (own.is_told || own.is_idle) own.ends = true;", ""),
-        ("name of a vector", "vector.x = number / 4;", "vector.x = number;"),
-        ("name in its chunk", "vector.x = number / 4;", "vector.x = number / 4 - begin;"),
-        ("name of another slot", "vector.y = own.slot;", "vector.y = 0;"),
+        ("name in its chunk", "take(number, own.slot", "take(number - 4 * begin, own.slot"),
+        ("name of another slot", "take(number, own.slot", "take(number, 0"),
         ("chunk over the others", "own.vectors[number - 4 * begin]", "own.vectors[number]"),
         ("broken, and served", "own.ends = true;\n    }\n  }", "}\n  }"),
         ("broken, and silent", "report_fault(p.ring.fault, p.ring.broken, own.slot, 0, 0);", ""),

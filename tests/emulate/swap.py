@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from emulate.mutant import ALL_CHUNKS, ROWS, mutants_of
+from emulate.mutant import ROWS, mutants_of
 from emulate.runner import Sweep
 
 SWEEP = Sweep("swap", ROWS)
-# In the order of the source: loads of the new rows and of the old, stores of the old and the new.
-INSIDE = "offset >= 0 && offset < kRowBytes"
 MUTANTS = [
     *mutants_of(
         SWEEP,
         "ops/swap.cu",
         ("fetched from nowhere", "inside && triple.fetch >= 0", "inside"),
         ("written back to nowhere", "inside && triple.back >= 0", "inside"),
-        ("neighbour read on the host", INSIDE, "offset < kRowBytes", 0, 4),
-        ("neighbour read on the GPU", INSIDE, "offset < kRowBytes", 1, 4),
-        ("neighbour on the host", INSIDE, "offset < kRowBytes", 2, 4),
-        ("neighbour on the GPU", INSIDE, "offset < kRowBytes", 3, 4),
-        ("missing tail", INSIDE, "offset >= 0 && offset + kVecBytes < kRowBytes", 3, 4),
-        ("skipped lane", ALL_CHUNKS, ALL_CHUNKS + " if (threadIdx.x == 31) continue;", 2, 4),
+        ("old row at the lead of the new", "group, back_lead", "group, fetch_lead", 0, 2),
+        ("written back at the lead of the new", "group, back_lead", "group, fetch_lead", 1, 2),
+        ("fetched at the lead of the old", "group, fetch_lead", "group, back_lead", 0, 2),
+        ("stored at the lead of the old", "group, fetch_lead", "group, back_lead", 1, 2),
         ("wrong stride", "triple.back * p.host_stride_bytes", "triple.back * p.gpu_stride_bytes"),
         ("lanes do not wait", "if constexpr (kOneWarp && !kStaged) __syncwarp();", ""),
         ("warps at lines of their own", "!kLineAligned && Rows::kShape.splits == 1", "true"),
@@ -28,7 +24,7 @@ MUTANTS = [
     ),
     *mutants_of(
         SWEEP,
-        "ops/swap.cuh",
+        "ops/sort.cuh",
         ("slot bound off by one", "slot < p.num_slots &&", "slot <= p.num_slots &&"),
         ("fetch bound off by one", "fetch < p.num_host_rows &&", "fetch <= p.num_host_rows &&"),
         ("write-back bound off by one", "back < p.num_host_rows;", "back <= p.num_host_rows;"),

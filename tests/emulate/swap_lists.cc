@@ -1,6 +1,6 @@
 // A large call of swap_rows in the order of the host's memory: its lists, the moves that they ask
 // for, and the way of what was fetched from staging to its slots.
-#include "ops/swap_lists.cuh"
+#include "ops/sort.cuh"
 #include "ops/swap.cu"
 
 #include "lists.h"
@@ -128,8 +128,8 @@ void one_run(Random& random, Tally& tally) {
   place.num_pairs = place.num_src_rows = count;
   place.num_dst_rows = slots;
   place.fault = fault.record();
-  using PlaceStaged = jitkern::PlaceStaged<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes,
-                                           kIndexBytes, true, true, SWAP_PLACE_IN_FLIGHT>;
+  using PlaceStaged = jitkern::H2DGather<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes,
+                                         kIndexBytes, true, true, SWAP_PLACE_IN_FLIGHT>;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, PlaceStaged::run}, {2},
                              64, random, place, tally);
   gpu.check();

@@ -9,7 +9,7 @@ SWEEP = Sweep("swap_lists", ("FEW_ROWS=1",))  # rows of a part of a warp and of 
 MUTANTS = [
     *mutants_of(
         SWEEP,
-        "ops/swap_lists.cuh",
+        "ops/sort.cuh",
         ("exchange taken apart", "triple.fetch == triple.back;", "false;"),
         ("fault of nobody", "report_triple(p, triple, number);", ""),
         ("exchange written back twice", "triple.back >= 0 && !exchanges", "triple.back >= 0"),
@@ -31,8 +31,8 @@ MUTANTS = [
             "places[2 * move] = static_cast<Int>(move + 1);",
         ),
         ("backs begin behind the fetches", "if (kind == kBacks) {", "if (false) {"),
-        ("region not compared", "if (region >= kNumRegions) return -1;", ""),
-        ("place not compared", "place < p.num_triples ? place : -1", "place"),
+        ("kinds on top of each other", "start = kind_start;\n      for", "start = 0;\n      for"),
+        ("place not compared", "return place < num ? place : -1;", "return place;"),
     ),
     *mutants_of(
         SWEEP,
@@ -43,10 +43,5 @@ MUTANTS = [
             "p.staging + group.first_row",
         ),
         ("move checked as a triple", "kStaged || triple.is_inside(p)", "triple.is_inside(p)"),
-    ),
-    *mutants_of(
-        SWEEP,
-        "ops/regions.cuh",
-        ("kinds on top of each other", "start = kind_start;\n      for", "start = 0;\n      for"),
     ),
 ]

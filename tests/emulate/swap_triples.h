@@ -1,7 +1,7 @@
 // What the drivers of swap_rows share: triples, and what a call leaves behind.
 #pragma once
 
-#include "ops/swap.h"
+#include "ops/pairs.h"
 
 #include "sweep.h"
 

@@ -12,7 +12,7 @@ MUTANTS = [
     # turn which is old is as good; but not what was taken of a slot.
     *mutants_of(
         SWEEP,
-        "ops/ring_reader.cuh",
+        "ops/ring.cuh",
         ("a slot too far", "Turn{generation + 1, 0} :", "Turn{generation + 1, 1} :"),
         ("one generation for ever", "Turn{generation + 1, 0} :", "Turn{generation, 0} :"),
         ("no next slot", ": Turn{generation, slot + 1};", ": Turn{generation, slot};"),
@@ -145,9 +145,7 @@ MUTANTS = [
             "if (p.slot < 0) set_turn(ring, turn);",
             "if (p.slot < 0) set_turn(ring, begin);",
         ),
-        ("no names", "if (number % 4 == 3) {  // what", "if (false) {  // what"),
-        ("name of a vector", "vector.x = number / 4;", "vector.x = number;"),
-        ("name without the slot", "vector.y = slot;", "vector.y = 0;"),
+        ("name without the slot", "take(number, slot, vector)", "take(number, 0, vector)"),
         (
             "nobody waits",
             "while ((own.value = load_control(&board->control)) == 0) continue;",
@@ -193,7 +191,9 @@ MUTANTS = [
     ),
     *mutants_of(
         SWEEP,
-        "ops/ring_copy.cuh",
+        "ops/ring.cuh",
+        ("no names", "if (number % 4 == 3) {", "if (false) {"),
+        ("name of a vector", "vector.x = number / 4;", "vector.x = number;"),
         ("lengths of 31 descriptors", "i < count && is_long(", "i < count - 1 && is_long("),
         (
             "longs twice, by few",

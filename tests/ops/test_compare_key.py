@@ -1,11 +1,11 @@
-"""fast_compare_key against a loop, in every instruction set that this CPU has."""
+"""fast_compare_key against a loop."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +18,8 @@ from mistakes import Mistake, bad_indices, not_ints, not_tensors, on_cuda, read_
 from torch import Tensor
 
 from jitkern import fast_compare_key
-from jitkern.host import module as host
 
 DTYPES = (torch.int32, torch.int64)
-Compare = Callable[..., int]
 
 
 def ref_compare(x: Sequence[int], y: Sequence[int], start: int = 0, page_size: int = 1) -> int:
@@ -33,31 +31,8 @@ def ref_compare(x: Sequence[int], y: Sequence[int], start: int = 0, page_size: i
     return length // page_size * page_size
 
 
-def with_level(level: str) -> Compare:
-    op = host.module()["compare_key_with"]
-
-    def compare(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
-        return op(level, x, y, start, page_size)
-
-    return compare
-
-
-def levels() -> list[str]:
-    return str(host.module()["compare_key_levels"]()).split()
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512", "neon"])
-def compare(request: pytest.FixtureRequest) -> Compare:
-    """The op in one instruction set."""
-    if request.param not in levels():
-        pytest.skip(f"this CPU runs {' '.join(levels())}")
-    return with_level(request.param)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_length_and_every_place_of_the_first_difference(
-    compare: Compare, dtype: torch.dtype
-) -> None:
+def test_every_length_and_every_place_of_the_first_difference(dtype: torch.dtype) -> None:
     longest = 300
     base = torch.randint(0, 150_000, (longest,), dtype=dtype)
     rows = base.repeat(longest, 1)  # a row of 300 items begins at a new alignment
@@ -67,38 +42,38 @@ def test_every_length_and_every_place_of_the_first_difference(
             rows[place, place + 1 :] = -1
     for length in range(longest + 1):
         x = base[:length]
-        assert compare(x, x.clone()) == length
-        got = [compare(x, row) for row in rows.unbind()]
+        assert fast_compare_key(x, x.clone()) == length
+        got = [fast_compare_key(x, row) for row in rows.unbind()]
         assert got == [min(place, length) for place in range(longest)]
 
 
 @pytest.mark.parametrize("bit", [0, 31, 32, 63])
-def test_any_bit_of_an_int64_is_a_difference(compare: Compare, bit: int) -> None:
+def test_any_bit_of_an_int64_is_a_difference(bit: int) -> None:
     x = torch.arange(40)
     for place in range(40):
         y = x.clone()
         y.view(torch.uint8)[8 * place + bit // 8] ^= 1 << (bit % 8)
-        assert compare(x, y) == compare(y, x) == place
+        assert fast_compare_key(x, y) == fast_compare_key(y, x) == place
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_starts_of_any_alignment_and_unequal_lengths(compare: Compare, dtype: torch.dtype) -> None:
+def test_starts_of_any_alignment_and_unequal_lengths(dtype: torch.dtype) -> None:
     x = torch.arange(400, dtype=dtype)
     for x_offset in range(20):
         for y_offset in range(0, 20, 3):
             y = torch.cat([torch.zeros(y_offset, dtype=dtype), x[x_offset:210]])[y_offset:]
-            assert compare(x[x_offset:], y) == 210 - x_offset
-            assert compare(y, x[x_offset:]) == 210 - x_offset
-            assert compare(x, y, start=x_offset) == 210 - x_offset
+            assert fast_compare_key(x[x_offset:], y) == 210 - x_offset
+            assert fast_compare_key(y, x[x_offset:]) == 210 - x_offset
+            assert fast_compare_key(x, y, start=x_offset) == 210 - x_offset
 
 
-def test_a_key_of_megabytes(compare: Compare) -> None:
+def test_a_key_of_megabytes() -> None:
     x = torch.randint(0, 150_000, (1 << 20,), dtype=torch.int32)
     y = x.clone()
-    assert compare(x, y) == 1 << 20
+    assert fast_compare_key(x, y) == 1 << 20
     for place in (1 << 20) - 1, 777_777, 131_072, 65:
         y[place] += 1
-        assert compare(x, y) == place
+        assert fast_compare_key(x, y) == place
 
 
 class GuardedPage:
@@ -126,7 +101,7 @@ def guarded() -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def test_keys_that_are_rewritten_during_the_call(compare: Compare) -> None:
+def test_keys_that_are_rewritten_during_the_call() -> None:
     """Whatever is read, the result is within the shorter key."""
     x, y = torch.zeros(1000, dtype=torch.int32), torch.zeros(777, dtype=torch.int32)
     done = threading.Event()
@@ -140,21 +115,19 @@ def test_keys_that_are_rewritten_during_the_call(compare: Compare) -> None:
     writer.start()
     try:
         for _ in range(300):
-            assert 0 <= compare(x, y) <= 777
+            assert 0 <= fast_compare_key(x, y) <= 777
     finally:
         done.set()
         writer.join()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_outside_is_read(
-    compare: Compare, guarded: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> None:
+def test_nothing_outside_is_read(guarded: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
     x, y = (page.view(dtype) for page in guarded)
     for length in [*range(1, 140), x.numel()]:
-        assert compare(x[-length:], y[-length:]) == length
-        assert compare(x[:length], y[:length]) == length
-        assert compare(x[-length:], torch.cat([y[-length:], y])) == length
+        assert fast_compare_key(x[-length:], y[-length:]) == length
+        assert fast_compare_key(x[:length], y[:length]) == length
+        assert fast_compare_key(x[-length:], torch.cat([y[-length:], y])) == length
 
 
 @given(st.data())
@@ -168,8 +141,7 @@ def test_agrees_with_a_loop(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     expected = ref_compare(x, y, start, page_size)
     tensors = torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype)
-    for compare in [fast_compare_key, *map(with_level, levels())]:
-        assert compare(*tensors, start=start, page_size=page_size) == expected
+    assert fast_compare_key(*tensors, start=start, page_size=page_size) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -193,11 +165,6 @@ def test_the_stride_of_an_item_alone_or_of_none_is_no_matter(dtype: torch.dtype)
 
 
 X = torch.arange(8)
-
-
-def test_an_instruction_set_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="level: mmx, expected one of compare_key_levels"):
-        with_level("mmx")(X, X)
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------

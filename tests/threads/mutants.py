@@ -7,8 +7,7 @@ from pathlib import Path
 
 from threads.program import ASAN, TSAN
 
-GATHER = "ops/gather_by_cpu.cc"
-SCATTER = "ops/scatter_by_cpu.cc"
+BY_CPU = "ops/pairs_by_cpu.cc"
 MOVE = "move_rows(number, work, begin, std::min(work.count, begin + shape_.part_rows));"
 ARRIVED = (
     "copy_to_host(chunk.host + at, chunk.device + at, work.count * args_.row_bytes, "
@@ -37,15 +36,15 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        *("a chunk is filled before the GPU is done with it", "chunks", GATHER),
+        *("a chunk is filled before the GPU is done with it", "chunks", BY_CPU),
         "if (!is_done(chunks_[number].done)) return false;",
     ),
     Mutant(
-        *("rows are placed before they have arrived", "in_a_row", GATHER),
+        *("rows are placed before they have arrived", "in_a_row", BY_CPU),
         "wait_for(staging_.places, chunk.copied);",
     ),
     Mutant(
-        *("the stream does not wait for the last rows", "ways", GATHER),
+        *("the stream does not wait for the last rows", "ways", BY_CPU),
         "wait_for(scope_.stream(), staging_.end);",
     ),
     Mutant(
@@ -53,39 +52,39 @@ MUTANTS = (
         "wait_for(staging_.places, staging_.start);",
     ),
     Mutant(
-        *("a part counts as done before it is copied", "ways", "ops/host_pairs.cc"),
-        f"{MOVE}\n  work.num_left.fetch_sub(1);",
-        f"work.num_left.fetch_sub(1);\n  {MOVE}",
+        *("a part counts as done before it is copied", "ways", BY_CPU),
+        f"{MOVE}\n    work.num_left.fetch_sub(1);",
+        f"work.num_left.fetch_sub(1);\n    {MOVE}",
         flags=TSAN,
     ),
     Mutant(
-        *("pairs that SMs read are overwritten", "uploads", "ops/pairs_by_cpu.cc"),
+        *("pairs that SMs read are overwritten", "uploads", "ops/common.h"),
         "staging.uploads.mark(scope.stream());",
     ),
     Mutant(
-        *("the same where the CPU takes part", "uploads", GATHER),
+        *("the same where the CPU takes part", "uploads", BY_CPU),
         "staging_.uploads.mark(scope_.stream());",
     ),
     Mutant(
-        *("a row that another thread wrote is believed", "rewritten_late", GATHER),
+        *("a row that another thread wrote is believed", "rewritten_late", BY_CPU),
         "const bool inside = pair.is_inside(p);",
         "const bool inside = !pair.is_padding();",
     ),
     Mutant(
-        *("the same in the copy that SMs read", "rewritten_late", "ops/host_pairs.cc"),
-        "const i64 skipped = (padding | beyond) >> 63;",
-        "const i64 skipped = padding >> 63;",
+        *("the same in the copy that SMs read", "rewritten_late", BY_CPU),
+        "const bool inside = pair.is_inside(args.params);",
+        "const bool inside = !pair.is_padding();",
     ),
     Mutant(
-        *("blocks are queued before all pairs are checked", "out_of_range", "ops/host_pairs.cc"),
-        "    check_pairs();",
+        *("blocks are queued before all pairs are checked", "out_of_range", BY_CPU),
+        "if (num_pairs > kBlockPairs) check_pairs();",
     ),
     Mutant(
-        *("a chunk is taken from the call before", "in_a_row", SCATTER),
+        *("a chunk is taken from the call before", "in_a_row", BY_CPU),
         "if (!is_done(chunk.done)) return false;",
     ),
     Mutant(
-        *("rows are taken before they have arrived", "ways", SCATTER),
+        *("rows are taken before they have arrived", "ways", BY_CPU),
         f"{ARRIVED}\n    record(chunk.done, staging_.copies);",
         f"record(chunk.done, staging_.copies);\n    {ARRIVED}",
     ),
@@ -110,7 +109,8 @@ MUTANTS = (
         "return pause_core();",
     ),
     Mutant(
-        *("a capture is not refused", "captured", "ops/pairs_by_cpu.cc"),
-        "require_no_capture(scope, args);",
+        *("a capture is not refused", "captured", "ops/common.cc"),
+        "if (status != 0)",
+        "if (false)",
     ),
 )

@@ -60,7 +60,7 @@ CPU_OPS = Program(
 )
 STAGING = Program(
     "staging",
-    ("host/[!u]*.cc", "ops/*_by_cpu.cc", "ops/*pair*.cc", "ops/*2[dh]_*.cc", "ops/regions.cc"),
+    ("host/[!u]*.cc", "ops/pairs*.cc", "ops/*2[dh]_*.cc", "ops/sort.cc", "ops/common.cc"),
     ("staging.cc", "trouble.cc", "calls.cc"),
     {"libcuda.so.1": ("fake_gpu.cc", "fake_kernel.cc")},
     instead=("host/cpu_copy.cc", "plain_copy.cc"),

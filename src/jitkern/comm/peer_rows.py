@@ -39,7 +39,8 @@ def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
     """Return the device module that finds a rank's part of the pairs."""
     side, what = ("kHostTarget", "targets") if host_target else ("kHostSource", "sources")
     spec, sides = (index_bytes, host_target), f", jitkern::{side}"
-    module = load_sort("peer_lists", "PeerPairs", f"peer_{what}", spec, sides, folder="comm")
+    path = ("comm", "peer_lists.cu")
+    module = load_sort("peer_lists", "PeerPairs", f"peer_{what}", spec, sides, path)
     module.hint = record_hint
     return module
 

@@ -70,10 +70,10 @@ def kernel(
     args = pair_copy_args(*spec, TABLE_IN_FLIGHT)
     pairs = make_cpp_args(row_bytes, vec_bytes, index_bytes, *threads_of(LIST_CONFIG))
     entries = [
-        (name, f"TableFetch<{args}>", pair_config(large)),
+        (name, f"H2DGather<{args}>", pair_config(large)),
         (f"jitkern_index_pairs_i{8 * index_bytes}", f"PairsOfIndices<{pairs}>", LIST_CONFIG),
     ]
-    return load_entries("index", "index_table.cu", entries, args, TABLE_IN_FLIGHT)
+    return load_entries("index", "index.cu", entries, args, TABLE_IN_FLIGHT)
 
 
 def shared_kernels() -> list[DeviceModule]:

@@ -70,9 +70,9 @@ def pair_kernels(
 ) -> DeviceModule:
     """Return the device module of an op on pairs, whose kernel is ``jitkern::<copy>``.
 
-    It is in ``ops/<op>.cu``, or as `path` says: a folder of csrc, and a file in it.
+    It is in ``ops/pairs.cuh``, or as `path` says: a folder of csrc, and a file in it.
     """
-    folder, file = path or ("ops", f"{op}.cu")
+    folder, file = path or ("ops", "pairs.cuh")
     row_bytes, vec_bytes, index_bytes, _, large = spec
     in_flight = large_in_flight if large else SMALL_IN_FLIGHT
     args = pair_copy_args(*spec, in_flight)
@@ -82,7 +82,12 @@ def pair_kernels(
 
 
 def load_sort(
-    op: str, rows: str, what: str, spec: Sequence[int], side: str = "", folder: str = "ops"
+    op: str,
+    rows: str,
+    what: str,
+    spec: Sequence[int],
+    side: str = "",
+    path: tuple[str, str] = ("ops", "sort.cuh"),
 ) -> DeviceModule:
     """Return the device module that sorts the rows of large calls by their place in host memory.
 
@@ -100,7 +105,8 @@ def load_sort(
         (f"jitkern_place_{what}_i{bits}", f"Place{rows}<{listed}>", LIST_CONFIG),
     ]
     args = make_cpp_args(*spec, *threads_of(LIST_CONFIG), *threads_of(SCAN_CONFIG))
-    module = load_entries(op, f"{op}.cu", entries, args, in_flight=1, folder=folder)
+    folder, file = path
+    module = load_entries(op, file, entries, args, in_flight=1, folder=folder)
     module.hint = rows_hint
     return module
 

@@ -50,7 +50,7 @@ def kernel(
     )
     entries = [
         (swap_name, f"SwapRows<{args}, true>", config),
-        (place_name, f"PlaceStaged<{place}>", config),
+        (place_name, f"H2DGather<{place}>", config),
     ]
     module = load_entries("swap_in_order", "swap.cu", entries, args, in_flight)
     module.hint = partial(warm_hint, "swap", str(row_bytes))

@@ -1,7 +1,7 @@
 // Which rows of a peer_gather or peer_scatter are this rank's; how is in peer_rows.h. Of any row
 // size.
 #include "comm/peer_rows.h"
-#include "ops/pair_lists.cuh"
+#include "ops/sort.cuh"
 
 namespace jitkern {
 
@@ -23,36 +23,18 @@ struct ListPeerPairs {
     const Int* pairs = static_cast<const Int*>(p.pairs);
     const i64 src_row = pairs[2 * number];
     const i64 dst_row = pairs[2 * number + 1];
-    if (src_row < 0 || dst_row < 0) return kNotListed;  // padding
-    if (src_row >= p.num_src_rows) {
-      report_fault(p.fault, p.src_site, number, src_row, p.num_src_rows);
-      return kNotListed;
-    }
-    if (dst_row >= p.num_dst_rows) {
-      report_fault(p.fault, p.dst_site, number, dst_row, p.num_dst_rows);
-      return kNotListed;
-    }
+    if (!is_inside_or_fault(p, number, src_row, dst_row)) return kNotListed;
     u32 place = 0;
-    if (p.table == nullptr || claim(p, pairs, static_cast<u32>(number), src_row, place)) {
-      take_rank(p.regions, region_of_pair<kHostSide>(p, src_row, dst_row));
+    // The table ends with the first of the pairs that ask for a row, the same on every rank.
+    const u32 owner = p.table == nullptr
+                          ? static_cast<u32>(number)
+                          : claim_row<Int>(p, static_cast<u32>(number), src_row, place);
+    if (owner == number) {
+      take_rank(p.regions, host_offset<kHostSide>(p, src_row, dst_row));
+    } else {
+      atomicMin(&p.table[place], static_cast<u32>(number));
     }
     return place;
-  }
-
-  // Leaves the first of the pairs that ask for `src_row` in the table, on every rank the same one.
-  // True for the one pair that found no other there.
-  static __device__ bool claim(const Params& p, const Int* pairs, u32 number, i64 src_row,
-                               u32& place) {
-    place = hash_of_row(src_row) & p.table_mask;
-    while (true) {
-      const u32 owner = atomicCAS(&p.table[place], kNoOwner, number);
-      if (owner == kNoOwner) return true;
-      if (pairs[2 * i64(owner)] == src_row) {
-        atomicMin(&p.table[place], number);
-        return false;
-      }
-      place = (place + 1) & p.table_mask;
-    }
   }
 };
 
@@ -109,7 +91,7 @@ struct PlacePeerPairs {
     const Int src_row = pair[0];
     const Int dst_row = pair[1];
     // Compared again: the pairs may have changed since they were counted.
-    const u64 region = region_of_pair<kHostSide>(p, src_row, dst_row);
+    const u64 region = region_of(p.regions, host_offset<kHostSide>(p, src_row, dst_row));
     if (region >= kNumRegions) return -1;
     const u64 start = p.regions.starts[region];
     const u64 count = p.regions.last_ranks[region] + 1u;

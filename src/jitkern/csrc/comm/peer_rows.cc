@@ -125,8 +125,7 @@ void run_on_cpu(const RowsCall& call) {
 // -- on GPUs -------------------------------------------------------------------------------------
 
 const LoadedKernels& peer_list_kernels(const Device& device, const RowsCall& call) {
-  static KernelTable table("peer_lists", {"index_bytes", "host_target"},
-                           [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
+  static KernelTable table = sort_kernels("peer_lists", {"index_bytes", "host_target"});
   return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
 }
 
@@ -138,43 +137,27 @@ struct PeerLists {
 
 PeerLists make_peer_lists(const LaunchScope& scope, const LoadedKernels& kernels,
                           const RowsCall& call) {
-  PeerListParams list{};
-  static_cast<PairCopyParams&>(list) = call.params;
+  PeerListParams list{call.params};
   list.rank = call.rank;
   list.num_ranks = call.num_ranks;
-  i64 table_size = 0;
-  if (call.repeats()) {
-    for (table_size = 2; table_size < 2 * list.num_pairs;) table_size *= 2;
-  }
+  list.regions = cut_regions(call.span_bytes);
+  const i64 table_size = call.repeats() ? table_size_for(list.num_pairs) : 0;
+  list.table_mask = static_cast<u32>(table_size - 1);
   const i64 region_bytes = 4 * i64(kNumRegions);
   const i64 list_bytes = 2 * list.num_pairs * call.index_bytes;
-  // The first pieces start as all ones.
   Scratch scratch;
-  const i64 table_at = scratch.add(4 * table_size);
-  const i64 words_at = scratch.add(4 * 4);
-  const i64 last_ranks_at = scratch.add(region_bytes);
-  const i64 cursors_at = scratch.add(region_bytes);
-  const i64 fetches_at = scratch.add(list_bytes);
+  scratch.add(list.table, 4 * table_size);
+  scratch.add(list.last_entries, 4 * 4);
+  scratch.add(list.regions.last_ranks, region_bytes);
+  scratch.add(list.cursors, region_bytes);
+  scratch.add(list.fetches, list_bytes);
   const i64 ones_bytes = scratch.bytes();
-  const i64 starts_at = scratch.add(region_bytes);
-  const i64 places_at = scratch.add(4 * list.num_pairs);
-  const i64 copies_at = scratch.add(call.repeats() ? list_bytes : 0);
+  scratch.add(list.regions.starts, region_bytes);
+  scratch.add(list.places, 4 * list.num_pairs);
+  scratch.add(list.copies, call.repeats() ? list_bytes : 0);
   const tvm::ffi::Tensor memory = scratch.allocate_on(call.device);
-  char* const base = static_cast<char*>(memory.data_ptr());
-  const auto at = [base](i64 offset) { return reinterpret_cast<u32*>(base + offset); };
-
-  if (call.repeats()) list.table = at(table_at);
-  list.table_mask = static_cast<u32>(table_size - 1);
-  list.last_entries = at(words_at);
-  list.places = at(places_at);
-  list.fetches = at(fetches_at);
-  list.copies = at(copies_at);
-  list.cursors = at(cursors_at);
-  list.regions = cut_regions(call.span_bytes);
-  list.regions.last_ranks = at(last_ranks_at);
-  list.regions.starts = at(starts_at);
   list.regions.last_entry = list.last_entries + 2;
-  scope.fill_bytes(base, 0xff, ones_bytes);
+  scope.fill_bytes(memory.data_ptr(), 0xff, ones_bytes);
   launch_sort(scope, kernels, list.num_pairs, list);
   return {memory, list, list.last_entries + 3};
 }

@@ -2,14 +2,14 @@
 // part of them over its own link: what kernels are told.
 //
 // All ranks have the same pairs, and each finds out for itself which rows are its part: from the
-// number of distinct rows in each region of the pool (regions.h), which does not depend on the
+// number of distinct rows in each region of the pool (ops/sort.cuh), which does not depend on the
 // order in which threads come. A rank has the rows from a place on in the order of the pool, up to
 // the next rank's; where a region lies across that place, its rows are shared out by a hash. A
 // pair that asks for a row again, behind the first one that does, copies it in the rank's memory.
 #pragma once
 
 #include "comm/peer_reduce.h"
-#include "ops/pair_lists.h"
+#include "ops/pairs.h"
 
 namespace jitkern {
 

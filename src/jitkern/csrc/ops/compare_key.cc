@@ -1,9 +1,6 @@
-// fast_compare_key: checks, then the first difference in SIMD. CPU only.
-#include "compare_key_simd.h"
-
+// fast_compare_key: checks, then the first difference. CPU only.
 #include <jitkern/check.h>
 #include <tvm/ffi/function.h>
-#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <string>
@@ -14,6 +11,52 @@ namespace {
 
 constexpr const char* kOp = "fast_compare_key";
 
+#define JITKERN_INLINED inline __attribute__((always_inline))
+
+// Whether any of these words differ. The compiler makes vectors of it, and one branch.
+template <int kWords>
+JITKERN_INLINED bool differ(const u32* a, const u32* b) {
+  u32 any = 0;
+  for (int i = 0; i < kWords; ++i) any |= a[i] ^ b[i];
+  return any != 0;
+}
+
+// The position of the first difference in a[0, n) and b[0, n), or n.
+JITKERN_INLINED i64 first_difference(const u32* a, const u32* b, i64 n) {
+  i64 i = 0;
+  while (n - i >= 64 && !differ<64>(a + i, b + i)) i += 64;
+  while (n - i >= 8 && !differ<8>(a + i, b + i)) i += 8;
+  while (i < n && a[i] == b[i]) ++i;
+  return i;
+}
+
+// The same by the vectors that this CPU has. 512-bit ones from Ice Lake and Zen 4 on (VBMI2): older
+// CPUs run at a lower clock for milliseconds after them.
+using FirstDifference = i64 (*)(const u32* a, const u32* b, i64 n);
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) i64
+first_difference_avx512(const u32* a, const u32* b, i64 n) {
+  return first_difference(a, b, n);
+}
+__attribute__((target("avx2"))) i64 first_difference_avx2(const u32* a, const u32* b, i64 n) {
+  return first_difference(a, b, n);
+}
+#endif
+i64 first_difference_portable(const u32* a, const u32* b, i64 n) {
+  return first_difference(a, b, n);
+}
+
+FirstDifference best_first_difference() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vbmi2")) {
+    return first_difference_avx512;
+  }
+  if (__builtin_cpu_supports("avx2")) return first_difference_avx2;
+#endif
+  return first_difference_portable;
+}
+
 Indices key_of(const char* arg, AnyView value) {
   const Tensor key(kOp, arg, value);
   if (key.on_cuda()) key.value_error("device " + key.device_name(), "cpu");
@@ -21,8 +64,7 @@ Indices key_of(const char* arg, AnyView value) {
   return Indices(key);
 }
 
-i64 common_prefix(FirstDifference first_difference, AnyView x_arg, AnyView y_arg, AnyView start_arg,
-                  AnyView page_size_arg) {
+i64 compare_key(AnyView x_arg, AnyView y_arg, AnyView start_arg, AnyView page_size_arg) {
   const Indices x = key_of("x", x_arg);
   const Indices y = key_of("y", y_arg);
   y.same_dtype(x);
@@ -35,51 +77,17 @@ i64 common_prefix(FirstDifference first_difference, AnyView x_arg, AnyView y_arg
   if (page_size < 1) {
     raise_value_error(kOp, "page_size", std::to_string(page_size), "at least 1");
   }
-  // Both dtypes are whole numbers of words, and the first word that differs lies in the first item
-  // that differs.
+  // The first word that differs lies in the first item that differs.
   const int item_words = x.index_bytes / 4;
   const i64 num_items = std::min(x.count - start, y.count);
-  const i64 num_words = first_difference(static_cast<const u32*>(x.data) + start * item_words,
-                                         static_cast<const u32*>(y.data), num_items * item_words);
+  static const FirstDifference best = best_first_difference();
+  const i64 num_words = best(static_cast<const u32*>(x.data) + start * item_words,
+                             static_cast<const u32*>(y.data), num_items * item_words);
   const i64 length = num_words / item_words;
   return length - length % page_size;
 }
 
-FirstDifference best_first_difference() {
-  for (const CompareLevel& level : kCompareLevels) {
-    if (level.supported()) return level.first_difference;
-  }
-  return first_difference_portable;
-}
-
-i64 compare_key(AnyView x, AnyView y, AnyView start, AnyView page_size) {
-  static const FirstDifference best = best_first_difference();
-  return common_prefix(best, x, y, start, page_size);
-}
-
-// For tests and benchmarks: the same with a named instruction set of compare_key_levels().
-i64 compare_key_with(tvm::ffi::String name, AnyView x, AnyView y, AnyView start,
-                     AnyView page_size) {
-  for (const CompareLevel& level : kCompareLevels) {
-    if (level.name == std::string_view(name.data(), name.size()) && level.supported()) {
-      return common_prefix(level.first_difference, x, y, start, page_size);
-    }
-  }
-  raise_value_error(kOp, "level", std::string(name), "one of compare_key_levels()");
-}
-
-// The instruction sets that this CPU can run, the one in use first: "avx512 avx2 portable".
-tvm::ffi::String compare_key_levels() {
-  std::string names;
-  for (const CompareLevel& level : kCompareLevels) {
-    if (level.supported()) names += (names.empty() ? "" : " ") + std::string(level.name);
-  }
-  return names;
-}
-
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(compare_key, compare_key);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(compare_key_with, compare_key_with);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(compare_key_levels, compare_key_levels);
 
 }  // namespace
 

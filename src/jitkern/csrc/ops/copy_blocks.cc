@@ -9,7 +9,6 @@
 #include "copy_blocks_host.h"
 #include "host/cpu_copy.h"
 #include "host/pinned.h"
-#include "host/staging.h"
 #include "host/tuning.h"
 
 namespace jitkern {
@@ -20,38 +19,29 @@ constexpr const char* kOp = "copy_blocks";
 const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
 const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
 
-// What a call has on its way over the link where nothing runs beside it. Of 2 / 3 / 4 / 8 blocks of
-// 1,024 threads, of 4 KiB a warp, pieces of 4 KiB come at 36.8 / 48.5 / 49.4 / 49.5 GB/s and go at
-// 32.7 / 48.1 / 50.4 / 50.8, pieces of 64 KiB come at 40.1 / 50.8 / 51.2 / 51.1 and go at 52.3 to
-// 52.5; one contiguous copy makes 55.4.
+// In flight over the link if nothing runs beside the call. Pieces of 4 KiB by 2 / 3 / 4 / 8 SMs
+// come at 36.8 / 48.5 / 49.4 / 49.5 GB/s and go at 32.7 / 48.1 / 50.4 / 50.8; one contiguous copy
+// makes 55.4.
 constexpr i64 kBytesInFlight = 512 << 10;
-// By default half of it, on 2 SMs: each SM that copies to the GPU makes a decode step 2 to 4 %
-// longer, at 10 to 16 GB/s beside it, and so do 2 to 8 of a fraction of its threads.
+// By default half of it, on 2 SMs: each SM that copies to the GPU makes a decode step beside it 2
+// to 4 % longer.
 constexpr i64 kBytesBesideCompute = 256 << 10;
-constexpr i64 kMaxDefaultSms = 8;  // where pieces or vectors are short, the bus is out of reach
+constexpr i64 kMaxDefaultSms = 8;  // short pieces or vectors cannot fill the link
 
-// Between a cache and pages of the host, in device memory: 1.2 ms of the link.
+// Device memory between a cache and pages of the host: 1.2 ms of the link.
 constexpr i64 kStagingBytes = i64(64) << 20;
 constexpr i64 kDealSms = 4;
 
-enum class Method { kAuto, kSms, kEngine };
+enum class BlockMethod : int { kAuto, kSms, kEngine };
 
-// None is "auto".
-Method method_arg(AnyView value, const Indices& pairs) {
-  if (is_none(value)) return Method::kAuto;
-  constexpr const char* kExpected = "\"auto\", \"sm\" or \"engine\"";
-  const auto text = value.as<tvm::ffi::String>();
-  if (!text) raise_type_error(kOp, "method", value, kExpected);
-  if (*text == "auto") return Method::kAuto;
-  if (*text == "sm") return Method::kSms;
-  if (*text != "engine") {
-    raise_value_error(kOp, "method", "\"" + std::string(*text) + "\"", kExpected);
-  }
-  if (pairs.on_cuda()) {
+BlockMethod method_arg(AnyView value, const Indices& pairs) {
+  const auto method =
+      static_cast<BlockMethod>(choice_arg(kOp, "method", value, {"auto", "sm", "engine"}));
+  if (method == BlockMethod::kEngine && pairs.on_cuda()) {
     raise_value_error(kOp, "method", "\"engine\" with pairs on " + pairs.device_name(),
                       "pairs on the CPU, which queues a copy for each, or \"sm\"");
   }
-  return Method::kEngine;
+  return method;
 }
 
 void run_on_cpu(const BlockCall& call) {
@@ -76,12 +66,8 @@ i64 max_lead(const char* data, const BlockStrides& strides) {
   return static_cast<i64>(line - (bits & ~(bits - 1)));
 }
 
-template <class Item>
-void write_pairs(const Pair* pairs, i64 count, Item* items) {
-  for (i64 i = 0; i < count; ++i) {
-    items[2 * i] = static_cast<Item>(pairs[i].src_row);
-    items[2 * i + 1] = static_cast<Item>(pairs[i].dst_row);
-  }
+void write_pairs(const Pair* pairs, i64 count, const PairList& list) {
+  for (i64 i = 0; i < count; ++i) list.set(i, pairs[i].src_row, pairs[i].dst_row);
 }
 
 // How a call is launched: what is compiled for it, and its parameters.
@@ -96,10 +82,7 @@ struct BlockLaunch {
     params.dst_strides = call.dst.strides;
     params.src_strides = call.src.strides;
     params.pairs = call.pairs.data;
-    if (call.count && call.count->on_cuda()) {
-      params.count = call.count->data;
-      params.count_bytes = call.count->index_bytes;
-    }
+    call.count.give_to(params);
     params.num_pairs = call.num_pairs;
     params.num_src_blocks = call.src.num_blocks;
     params.num_dst_blocks = call.dst.num_blocks;
@@ -123,14 +106,14 @@ struct BlockLaunch {
     params.num_segments = segments_of(params.piece_bytes, lead, vec_bytes);
   }
 
-  // Launches it on as many blocks as the caller says, or by default as have enough bytes on their
-  // way over the link; a copy in device memory on all SMs.
+  // Launches as many blocks as the caller says, or as have enough bytes in flight over the link; a
+  // copy in device memory on all SMs.
   void run(const LaunchScope& scope, const BlockCall& call, const LoadedKernels& kernels,
            const Pair* inline_pairs = nullptr) {
     i64 segments = 0;
     const bool overflows = __builtin_mul_overflow(params.num_pairs, params.num_layers, &segments) ||
                            __builtin_mul_overflow(segments, params.num_segments, &segments);
-    // The kernel counts what a warp does at once by 32 bits: 16 TiB of 16-byte vectors.
+    // The kernel counts batches by 32 bits: 16 TiB of 16-byte vectors.
     if (overflows || segments / kernels.in_flight >= std::numeric_limits<u32>::max()) {
       call.pairs.value_error(std::to_string(params.num_pairs) + " pairs of " +
                                  std::to_string(params.num_layers) + " layers of " +
@@ -154,7 +137,7 @@ struct BlockLaunch {
     if (inline_pairs == nullptr) return scope.launch(kernels.entries[0], blocks, params);
     InlineBlocksParams with_pairs;
     static_cast<CopyBlocksParams&>(with_pairs) = params;
-    write_pairs(inline_pairs, params.num_pairs, with_pairs.inline_pairs);
+    write_pairs(inline_pairs, params.num_pairs, {with_pairs.inline_pairs, 4});
     scope.launch(kernels.entries[0], blocks, with_pairs);
   }
 
@@ -173,7 +156,7 @@ const LoadedKernels& find_kernels(const LaunchScope& scope, const BlockLaunch& l
   return table.find(scope.device, Spec(launch.vec_bytes, index_bytes, launch.lines_of_dst));
 }
 
-// Pairs of the host go with the launch, or as an upload in front of it.
+// Pairs of the host go with the launch, or are uploaded before it.
 void launch_pairs_of_host(const LaunchScope& scope, const BlockCall& call,
                           const std::vector<Pair>& pairs) {
   const auto count = static_cast<i64>(pairs.size());
@@ -185,40 +168,88 @@ void launch_pairs_of_host(const LaunchScope& scope, const BlockCall& call,
     return launch.run(scope, call, find_kernels(scope, launch, 0), pairs.data());
   }
   const int index_bytes = narrow ? 4 : 8;
-  const LoadedKernels& kernels = find_kernels(scope, launch, index_bytes);  // in front of the lock
-  const RelaxedCapture relaxed;
-  Staging& staging = Staging::get(scope);
-  const std::lock_guard<std::mutex> turn(staging.turn);
-  const i64 pair_bytes = 2 * index_bytes;
-  const auto list =
-      allocate({count * pair_bytes}, DLDataType{kDLUInt, 8, 1}, call.on_gpu().dl->device);
-  const i64 most = Uploads::kBytes / 2 / pair_bytes;
-  for (i64 begin = 0; begin < count; begin += most) {
-    const i64 here = std::min(most, count - begin);
-    char* const block = staging.uploads.take(here * pair_bytes);
-    const Pair* const part = pairs.data() + begin;
-    narrow ? write_pairs(part, here, reinterpret_cast<int32_t*>(block))
-           : write_pairs(part, here, reinterpret_cast<int64_t*>(block));
-    copy_to_device(static_cast<char*>(list.data_ptr()) + begin * pair_bytes, block,
-                   here * pair_bytes, scope.stream());
-    staging.uploads.mark(scope.stream());
-  }
+  const LoadedKernels& kernels = find_kernels(scope, launch, index_bytes);
+  const auto list = upload(scope, count, 2 * index_bytes, [&](char* block, i64 begin, i64 here) {
+    write_pairs(pairs.data() + begin, here, {block, index_bytes});
+  });
   launch.params.pairs = list.data_ptr();
   launch.run(scope, call, kernels);
 }
 
-// A replay would copy what the pinned memory holds by then.
-void require_no_capture(const LaunchScope& scope, const BlockCall& call) {
-  int status = 0;
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
-  if (status == 0) return;
-  call.pairs.value_error("device cpu while a graph is captured",
-                         "device " + call.on_gpu().device_name() +
-                             ", or method=\"engine\", whose copies keep these pairs");
+// -- by the copy engine --------------------------------------------------------------------------
+
+// Neighbouring pairs whose blocks follow each other on both sides.
+struct Run {
+  i64 src_block;
+  i64 dst_block;
+  i64 num_blocks;
+
+  bool takes(const Pair& pair) const {
+    return num_blocks > 0 && pair.src_row == src_block + num_blocks &&
+           pair.dst_row == dst_block + num_blocks;
+  }
+};
+
+// One strided copy for each run of pairs.
+void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
+                           const std::vector<Pair>& pairs) {
+  const Blocks* host = call.host_side();
+  const bool one_registration = host == nullptr || is_one_registration(host->as_row(), kPinCure);
+  const BlockStrides& dst = call.dst.strides;
+  const BlockStrides& src = call.src.strides;
+  // A run is one copy if blocks of a layer touch (its rows are longer then) or if there is one
+  // layer (each block is a row). A pitch is not negative.
+  const bool blocks_touch =
+      dst.block_bytes == call.piece_bytes && src.block_bytes == call.piece_bytes;
+  const bool blocks_are_rows = call.num_layers == 1 && dst.block_bytes >= call.piece_bytes &&
+                               src.block_bytes >= call.piece_bytes;
+  const bool layers_are_rows = call.num_layers == 1 || (dst.layer_bytes >= call.piece_bytes &&
+                                                        src.layer_bytes >= call.piece_bytes);
+  CopyBatch batch(scope, call.kind());
+  const auto queue = [&](const Run& run) {
+    if (run.num_blocks == 0) return;
+    Copy2D copy{call.dst_piece(run.dst_block),
+                call.src_piece(run.src_block),
+                dst.layer_bytes,
+                src.layer_bytes,
+                call.piece_bytes,
+                call.num_layers};
+    if (blocks_touch) {
+      copy.width *= run.num_blocks;
+    } else if (blocks_are_rows) {
+      copy.dst_pitch = dst.block_bytes;
+      copy.src_pitch = src.block_bytes;
+      copy.height = run.num_blocks;
+    }
+    if (layers_are_rows) return batch.add(copy, one_registration);
+    // Layers that lie backwards, or whose blocks are expanded: piece by piece.
+    for (i64 layer = 0; layer < call.num_layers; ++layer) {
+      Copy2D piece = copy;
+      piece.dst += layer * dst.layer_bytes;
+      piece.src += layer * src.layer_bytes;
+      piece.height = 1;
+      batch.add(piece, one_registration);
+    }
+  };
+  // Layers of a source may overlap, but a row is no longer than its pitch.
+  i64 longest_run = blocks_touch || blocks_are_rows ? call.num_pairs : 1;
+  if (blocks_touch && call.num_layers > 1 && layers_are_rows) {
+    longest_run = std::min(dst.layer_bytes, src.layer_bytes) / call.piece_bytes;
+  }
+  Run run{};
+  for (const Pair& pair : pairs) {
+    if (run.num_blocks < longest_run && run.takes(pair)) {
+      ++run.num_blocks;
+      continue;
+    }
+    queue(run);
+    run = {pair.src_row, pair.dst_row, 1};
+  }
+  queue(run);
+  batch.flush();
 }
 
-// Whether the copy engine moves each piece as fast as SMs, which then stay free.
+// Whether the copy engine is as fast as SMs, which then stay free.
 bool is_for_engine(const LaunchScope& scope, const BlockCall& call) {
   const Blocks* host = call.host_side();
   const Figure most = host == &call.src ? kSmPieceBytes : kSmPieceBytesToHost;
@@ -226,7 +257,7 @@ bool is_for_engine(const LaunchScope& scope, const BlockCall& call) {
          call.piece_bytes >= kMinBatchBytes && CopyBatch::can_batch(scope);
 }
 
-// Whether blocks are pages on the host, all layers of each together, and are not on the GPU.
+// Whether blocks are whole pages on the host: all layers of each together.
 bool is_for_staging(const LaunchScope& scope, const BlockCall& call) {
   const Blocks* host = call.host_side();
   const i64 block_bytes = call.num_layers * call.piece_bytes;
@@ -235,17 +266,16 @@ bool is_for_staging(const LaunchScope& scope, const BlockCall& call) {
          CopyBatch::can_batch(scope);
 }
 
-// The engine moves whole pages between the host and staging, SMs deal pieces between staging and
-// the cache, at ten times the speed of the link: to the host 33 GB/s beside a decode step, which
-// takes 1.04 times as long, and 41 alone; by SMs 30 and 32.
+// The engine moves whole pages between the host and staging; SMs move pieces between staging and
+// the cache, at ten times the speed of the link. To the host 33 GB/s beside a decode step (1.04
+// times as long) and 41 alone; by SMs 30 and 32.
 void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
                             const std::vector<Pair>& pairs) {
   const bool to_host = call.host_side() == &call.dst;
   const i64 block_bytes = call.num_layers * call.piece_bytes;
   const auto count = static_cast<i64>(pairs.size());
   const i64 at_once = std::min(count, kStagingBytes / block_bytes);
-  const auto memory =
-      allocate({at_once * block_bytes}, DLDataType{kDLUInt, 8, 1}, call.on_gpu().dl->device);
+  const auto memory = allocate_bytes(at_once * block_bytes, call.on_gpu().dl->device);
   Blocks staged = call.on_gpu();
   staged.data = static_cast<char*>(memory.data_ptr());
   staged.num_blocks = at_once;
@@ -276,8 +306,8 @@ void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
 void blocks_op(AnyView src, AnyView dst, AnyView pairs, AnyView src_dim, AnyView dst_dim,
                AnyView method_value, AnyView count, AnyView num_sms) {
   BlockCall call(src, src_dim, dst, dst_dim, pairs, count, num_sms);
-  const Method method = method_arg(method_value, call.pairs);
-  const bool is_auto = method == Method::kAuto && !call.num_sms;
+  const BlockMethod method = method_arg(method_value, call.pairs);
+  const bool is_auto = method == BlockMethod::kAuto && !call.num_sms;
   call.beside_compute = is_auto;
   if (!call.dst.on_cuda() && !call.src.on_cuda()) {
     if (!call.empty()) run_on_cpu(call);
@@ -289,9 +319,13 @@ void blocks_op(AnyView src, AnyView dst, AnyView pairs, AnyView src_dim, AnyView
     BlockLaunch launch(scope, call);
     return launch.run(scope, call, find_kernels(scope, launch, call.pairs.index_bytes));
   }
-  if (method != Method::kEngine) require_no_capture(scope, call);
+  if (method != BlockMethod::kEngine) {
+    require_no_capture(scope, call.pairs,
+                       "device " + call.on_gpu().device_name() +
+                           ", or method=\"engine\", whose copies keep these pairs");
+  }
   const std::vector<Pair> listed = call.read_pairs();
-  if (method == Method::kEngine || (is_auto && is_for_engine(scope, call))) {
+  if (method == BlockMethod::kEngine || (is_auto && is_for_engine(scope, call))) {
     return copy_blocks_by_engine(scope, call, listed);
   }
   if (is_auto && is_for_staging(scope, call)) return copy_blocks_by_staging(scope, call, listed);

@@ -1,12 +1,11 @@
 // copy_blocks on the device: blocks of several layers, piece by piece, as pairs ask for them.
 //
 // A piece is cut into segments of one vector a lane, from the 128-byte line below it on the side
-// that kLinesOf names (the host's, where one is there): so no read request is split. A warp has
-// kInFlight segments on their way, all loaded before the first is stored, and neighbouring warps
-// have neighbouring segments of a piece. How many bytes a piece has is no template argument.
+// kLinesOf (the host's, if there is one), so that no read request is split. A warp loads kInFlight
+// segments before it stores the first; neighbouring warps have neighbouring segments.
 //
-// Stores that fill the link to the host delay all memory traffic of the GPU: by 2 SMs without a
-// pace a decode step beside them takes 1.1 to 1.3 times as long, paced to 32 GB/s 1.03 to 1.05.
+// Stores that fill the link to the host delay all memory traffic of the GPU: beside 2 SMs a decode
+// step takes 1.1 to 1.3 times as long, 1.03 to 1.05 if these are paced to 32 GB/s.
 #include <jitkern/copy.cuh>
 
 #include "copy_blocks.h"
@@ -42,7 +41,7 @@ struct CopyBlocks {
   static __device__ void run(const Params& p) {
     const u64 pieces = static_cast<u64>(num_pairs(p)) * static_cast<u64>(p.num_layers);
     const u64 num_segments = pieces * static_cast<u64>(p.num_segments);
-    // Of kInFlight segments each; the host sees to it that 32 bits count them.
+    // Of kInFlight segments each; the host checks that 32 bits count them.
     const u32 num_batches = static_cast<u32>((num_segments + kInFlight - 1) / kInFlight);
     const u32 num_warps = gridDim.x * (blockDim.x / kWarpLanes);
     u32 batch = static_cast<u32>(thread_number() / kWarpLanes);
@@ -58,9 +57,9 @@ struct CopyBlocks {
 
  private:
   struct Segment {
-    u64 source;  // addresses of its first byte, which may lie in front of the piece
+    u64 source;  // addresses of its first byte, which may lie before the piece
     u64 target;
-    u32 range;  // which bytes of it are the piece's: the first, and shifted by 16 what is behind
+    u32 range;  // its bytes in the piece: the first, and the end shifted by 16
   };
 
   static __device__ i64 num_pairs(const Params& p) {
@@ -76,7 +75,7 @@ struct CopyBlocks {
     return value / by;
   }
 
-  // What this lane of the first kInFlight knows of a batch's segments: one each.
+  // Each of the first kInFlight lanes works out one segment of the batch.
   static __device__ Segment segment_of_lane(const Params& p, u32 batch, u64 num_segments) {
     const u32 lane = threadIdx.x % kWarpLanes;
     const u64 number = u64(batch) * kInFlight + lane;

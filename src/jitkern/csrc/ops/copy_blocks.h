@@ -31,8 +31,8 @@ struct CopyBlocksParams {
   FaultRecord* fault;
 };
 
-// Pairs on the host travel in the kernel's parameters, of which there are 4 KiB: an upload in front
-// of the launch takes 10 us of a call, 4 MiB in pieces of 16 KiB come at 40 GB/s for 45.
+// Pairs on the host travel in the kernel's parameters (4 KiB): an upload before the launch takes 10
+// us of a call.
 constexpr i64 kInlinePairs = 448;
 struct InlineBlocksParams : CopyBlocksParams {
   i32 inline_pairs[2 * kInlinePairs];

@@ -13,8 +13,8 @@ constexpr const char* kOp = "copy_blocks";
 
 std::string shaped(const Tensor& tensor) { return " (shape " + tensor.shape_text() + ")"; }
 
-// Whether |i * a + j * b| < bytes for some i of (-num_a, num_a) and j of (-num_b, num_b), not both
-// zero: whether two pieces of a tensor with these strides share a byte.
+// Whether two pieces of a tensor with strides a and b share a byte: |i * a + j * b| < bytes for
+// some |i| < num_a and |j| < num_b, not both zero.
 bool pieces_meet(i64 a, i64 num_a, i64 b, i64 num_b, i64 bytes) {
   if ((num_a > 1 && a < bytes) || (num_b > 1 && b < bytes)) return true;
   if (num_a <= 1 || num_b <= 1) return false;
@@ -105,14 +105,6 @@ void Blocks::apart_from(const Blocks& other) const {
   }
 }
 
-Rows Blocks::as_row() const {
-  Rows row(*this, 1, static_cast<i64>(end - begin), static_cast<i64>(end - begin));
-  row.data = reinterpret_cast<char*>(begin);
-  row.begin = begin;
-  row.end = end;
-  return row;
-}
-
 BlockCall::BlockCall(AnyView src_arg, AnyView src_dim, AnyView dst_arg, AnyView dst_dim,
                      AnyView pairs_arg, AnyView count_arg, AnyView num_sms_value)
     : src(kOp, "src", src_arg, "src_block_dim", src_dim),
@@ -124,10 +116,7 @@ BlockCall::BlockCall(AnyView src_arg, AnyView src_dim, AnyView dst_arg, AnyView 
   src.same_dtype(dst);
   if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
   if (pairs.on_cuda() || !on_gpu().on_cuda()) pairs.same_device(on_gpu());
-  if (pairs.dl->ndim < 1 || pairs.dl->shape[pairs.dl->ndim - 1] != 2) {
-    pairs.value_error("shape " + pairs.shape_text(),
-                      "shape [..., 2] of (source block, destination block)");
-  }
+  require_last_dim(pairs, 2, "source block, destination block");
   num_pairs = pairs.count / 2;
   if (src.num_layers != dst.num_layers) {
     src.value_error(std::to_string(src.num_layers) + " layers" + shaped(src),
@@ -139,19 +128,14 @@ BlockCall::BlockCall(AnyView src_arg, AnyView src_dim, AnyView dst_arg, AnyView 
   }
   dst.distinct_pieces();
   if (dst.ordinal() == src.ordinal() && !dst.same_blocks(src)) dst.apart_from(src);
-  if (!is_none(count_arg)) {
-    count.emplace(kOp, "count", count_arg);
-    count->same_device(pairs);
-    if (count->count != 1) count->value_error("shape " + count->shape_text(), "1 element");
-  }
+  count = CountArg(kOp, count_arg, pairs);
   if (!dst.empty()) {
     const Rows written = dst.as_row();
     pairs.apart_from(written);
-    if (count) count->apart_from(written);
+    count.apart_from(written);
   }
-  // A block that is one piece on both sides is copied as such. Its layers have no stride any more:
-  // that of `[blocks, bytes]`, one item, would have it copied by vectors of one item (18 GB/s for
-  // 50).
+  // A block that is one piece on both sides is copied as such. The layers' stride goes to 0, as
+  // that of `[blocks, bytes]`, one item, would make vectors of one item (18 GB/s, not 50).
   const auto is_one_piece = [](const Blocks& blocks) {
     return blocks.num_layers <= 1 || blocks.strides.layer_bytes == blocks.piece_bytes;
   };
@@ -173,11 +157,7 @@ CopyKind BlockCall::kind() const {
 }
 
 std::vector<Pair> BlockCall::read_pairs() const {
-  i64 bound = num_pairs;
-  if (count) {
-    count->with_index(
-        [&](const auto index_at) { bound = std::clamp<i64>(index_at(0), 0, num_pairs); });
-  }
+  const i64 bound = count.read(num_pairs);
   std::vector<Pair> found;
   found.reserve(static_cast<size_t>(bound));
   pairs.with_index([&](const auto index_at) {

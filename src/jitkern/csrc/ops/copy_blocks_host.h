@@ -1,4 +1,4 @@
-// What copy_blocks knows of a call once it is checked, and the ways that its blocks may take.
+// A checked call of copy_blocks.
 #pragma once
 
 #include <vector>
@@ -17,30 +17,29 @@ struct Blocks : Tensor {
   i64 piece_bytes;
   BlockStrides strides;  // 0 of a dimension of one
   u64 begin;             // address of the lowest byte, unless it is empty
-  u64 end;               // behind the highest
+  u64 end;               // after the highest
 
-  // ValueError unless `block_dim`, argument `dim_arg`, is 0 or 1, and pieces are contiguous.
+  // ValueError unless `block_dim` is 0 or 1, and pieces are contiguous.
   Blocks(const char* op, const char* arg, AnyView value, const char* dim_arg, AnyView block_dim);
 
   bool empty() const { return num_layers == 0 || num_blocks == 0 || piece_bytes == 0; }
-  // Of a tensor that is written: ValueError where two of its pieces share bytes.
+  // ValueError if two pieces of a tensor that is written share bytes.
   void distinct_pieces() const;
-  // Whether each block is that of the same number in `other`, of as many layers and bytes.
+  // Whether blocks of one number are the same memory in both.
   bool same_blocks(const Blocks& other) const;
-  // ValueError where a piece shares a byte with one of `other`.
+  // ValueError if a piece shares a byte with one of `other`.
   void apart_from(const Blocks& other) const;
-  // The memory from the first byte to the last, as one row.
-  Rows as_row() const;
+  Rows as_row() const { return as_one_row(*this, begin, end); }
 };
 
-// A call that is checked. Layers are one where each block is one piece on both sides.
+// Layers become one if each block is one piece on both sides.
 struct BlockCall {
   Blocks src;
   Blocks dst;
   Indices pairs;
-  std::optional<Indices> count;
+  CountArg count;
   std::optional<i64> num_sms;
-  bool beside_compute = false;  // the caller leaves it to us how much of the GPU is taken
+  bool beside_compute = false;  // the default: few SMs, as a model may run beside the call
   i64 num_layers;
   i64 piece_bytes;
   i64 num_pairs;
@@ -50,23 +49,18 @@ struct BlockCall {
 
   bool empty() const { return num_pairs == 0 || dst.empty() || src.empty(); }
   const Blocks& on_gpu() const { return dst.on_cuda() ? dst : src; }
-  // The side in host memory of a copy with a GPU; null where both are on the GPU.
+  // The side in host memory of a copy with a GPU, or null.
   const Blocks* host_side() const;
   CopyKind kind() const;
 
   bool is_inside(const Pair& pair) const {
     return is_below(pair.src_row, src.num_blocks) && is_below(pair.dst_row, dst.num_blocks);
   }
-  // The pairs on the CPU that are to be copied, each read once: another thread may write them.
-  // IndexError for the first that is out of range.
+  // The pairs on the CPU that count, each read once, as another thread may write them. IndexError
+  // for the first that is out of range.
   std::vector<Pair> read_pairs() const;
   char* dst_piece(i64 block) const { return dst.data + block * dst.strides.block_bytes; }
   const char* src_piece(i64 block) const { return src.data + block * src.strides.block_bytes; }
 };
-
-// By the copy engine: one strided copy for each run of pairs whose blocks follow each other on both
-// sides.
-void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
-                           const std::vector<Pair>& pairs);
 
 }  // namespace jitkern

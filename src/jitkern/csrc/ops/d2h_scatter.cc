@@ -1,5 +1,5 @@
 // d2h_scatter on the host: checks, CPU implementation, launch.
-#include "pairs_by_cpu.h"
+#include "pairs_host.h"
 
 namespace jitkern {
 

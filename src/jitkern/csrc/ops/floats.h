@@ -1,5 +1,5 @@
-// Floating-point types of tensors as bits, and what they are as float. By arithmetic alone, without
-// branches, which compilers vectorise on the CPU; GPUs have instructions of their own: floats.cuh.
+// Floating-point types of tensors as bits, and as float. By arithmetic without branches, which
+// compilers vectorise on the CPU; GPUs have instructions of their own: floats.cuh.
 #pragma once
 
 #include <jitkern/types.h>
@@ -49,8 +49,8 @@ JITKERN_HOST_DEVICE inline u32 bits_of_float(float value) {
 #endif
 }
 
-// A smaller type's number as bits, rounded to even: `kMantissa` bits behind the point, the least
-// normal number's exponent, and what numbers beyond its largest and NaN become.
+// A smaller type's number as bits, rounded to even: its mantissa bits, the exponent of its least
+// normal number, and the bits of overflow (from `beyond` on) and of NaN.
 template <int kMantissa, int kLeastExponent>
 JITKERN_HOST_DEVICE inline u32 rounded_bits(float value, u32 beyond, u32 overflow, u32 nan) {
   constexpr u32 kDropped = 23 - kMantissa;

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <limits>
 
-#include "pairs_by_cpu.h"
+#include "pairs_host.h"
 
 namespace jitkern {
 

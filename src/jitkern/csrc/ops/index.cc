@@ -1,4 +1,4 @@
-// indexing on the host: checks, CPU implementation, launch.
+// indexing on the host: checks, CPU implementation, launches, also of tables in host memory.
 #include <tvm/ffi/container/array.h>
 
 #include <algorithm>
@@ -6,7 +6,9 @@
 #include <string>
 
 #include "host/cpu_copy.h"
-#include "index_args.h"
+#include "host/pinned.h"
+#include "index.h"
+#include "pairs_host.h"
 
 namespace jitkern {
 
@@ -17,6 +19,19 @@ namespace {
 
 constexpr const char* kOp = "indexing";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
+
+struct IndexArgs {
+  // `more`: (added_range, vocab_size), or None: each argument from Python takes 15 to 35 ns.
+  IndexArgs(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range, AnyView more);
+
+  // A table in host memory may be read by a GPU that has the indices.
+  bool is_host_table() const { return !weights.on_cuda() && indices.on_cuda(); }
+
+  Rows weights;
+  Indices indices;
+  Rows output;  // a row for each index
+  IndexParams params;
+};
 
 // No index is larger.
 constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
@@ -73,11 +88,9 @@ struct Range {
     return length > 0 && other.length > 0 && static_cast<u64>(start) < other.end() &&
            static_cast<u64>(other.start) < end();
   }
-  // No index is behind kMaxIndex. A range that went on there would hold negative ones: kernels
-  // subtract its start without a sign.
+  // A range past kMaxIndex would hold negative indices, as kernels subtract without a sign.
   i64 length_in_use() const {
-    const u64 last_end = static_cast<u64>(kMaxIndex) + 1;
-    return static_cast<i64>(std::min(end(), last_end) - static_cast<u64>(start));
+    return length - 1 > kMaxIndex - start ? kMaxIndex - start + 1 : length;
   }
 };
 
@@ -107,22 +120,23 @@ Range range_arg(const RangeNames& names, AnyView value, i64 num_rows) {
 }
 
 // Checks which indices are rows of `weights`, where not simply all of its rows are.
-void choose_rows(IndexParams& p, const VocabularyArgs& given, i64 num_rows) {
-  if (is_none(given.vocab_range)) {
-    const char* arg = is_none(given.added_range) ? "vocab_size" : "added_range";
+void choose_rows(IndexParams& p, AnyView vocab_range, AnyView added_range, AnyView vocab_size,
+                 i64 num_rows) {
+  if (is_none(vocab_range)) {
+    const char* arg = is_none(added_range) ? "vocab_size" : "added_range";
     raise_value_error(kOp, arg, "given without vocab_range", "both");
   }
-  const Range vocab = range_arg(kVocabRange, given.vocab_range, num_rows);
+  const Range vocab = range_arg(kVocabRange, vocab_range, num_rows);
   Range added{kAddedRange.range, 0, 0};
-  if (!is_none(given.added_range)) {
-    added = range_arg(kAddedRange, given.added_range, num_rows - vocab.length);
+  if (!is_none(added_range)) {
+    added = range_arg(kAddedRange, added_range, num_rows - vocab.length);
     if (added.meets(vocab)) {
       raise_value_error(kOp, added.arg, added.text(), "no index of vocab_range " + vocab.text());
     }
   }
   p.last_index = kMaxIndex;
-  if (!is_none(given.vocab_size)) {
-    const i64 size = int_arg(kOp, "vocab_size", given.vocab_size);
+  if (!is_none(vocab_size)) {
+    const i64 size = int_arg(kOp, "vocab_size", vocab_size);
     for (const Range& range : {vocab, added}) {
       if (size >= 0 && static_cast<u64>(size) >= range.end()) continue;
       raise_value_error(kOp, "vocab_size", std::to_string(size),
@@ -137,40 +151,35 @@ void choose_rows(IndexParams& p, const VocabularyArgs& given, i64 num_rows) {
   p.added_row = vocab.length;
 }
 
-}  // namespace
-
-VocabularyArgs::VocabularyArgs(AnyView range, AnyView more) : vocab_range(range) {
-  if (is_none(more)) return;
-  const auto given = more.cast<Array<Any>>();
-  added_range = given[0];
-  vocab_size = given[1];
-}
-
 IndexArgs::IndexArgs(AnyView weights_arg, AnyView indices_arg, AnyView output_arg,
-                     const VocabularyArgs& vocabulary)
+                     AnyView vocab_range, AnyView more)
     : weights(kOp, "weights", weights_arg),
       indices(kOp, "indices", indices_arg),
       output(output_rows(output_arg, indices, weights)),
-      params{output.data,
-             weights.data,
-             output.stride_bytes,
-             weights.stride_bytes,
-             indices.data,
-             indices.count,
-             0,
-             weights.num_rows,
-             0,
-             0,
-             0,
-             weights.num_rows - 1,
-             kIndicesSite,
-             nullptr} {
+      params{} {
   output.distinct_rows();
   output.apart_from(weights);
   indices.apart_from(output);
-  if (!vocabulary.all()) choose_rows(params, vocabulary, weights.num_rows);
+  params.output = output.data;
+  params.weights = weights.data;
+  params.output_stride_bytes = output.stride_bytes;
+  params.weights_stride_bytes = weights.stride_bytes;
+  params.indices = indices.data;
+  params.num_rows = indices.count;
+  params.vocab_length = weights.num_rows;
+  params.last_index = weights.num_rows - 1;
+  params.indices_site = kIndicesSite;
+  Any added_range, vocab_size;
+  if (!is_none(more)) {
+    const auto given = more.cast<Array<Any>>();
+    added_range = given[0];
+    vocab_size = given[1];
+  }
+  if (is_none(vocab_range) && is_none(added_range) && is_none(vocab_size)) return;
+  choose_rows(params, vocab_range, added_range, vocab_size, weights.num_rows);
 }
 
+// Launches the kernel of tables in device memory; few rows of a table in host memory use it too.
 void launch_index(const LaunchScope& scope, const IndexArgs& args) {
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
   IndexParams params = args.params;
@@ -181,10 +190,69 @@ void launch_index(const LaunchScope& scope, const IndexArgs& args) {
   launch_rows(kernels, scope, spec, params.num_rows, params);
 }
 
-namespace {
+// -- a table in pinned host memory ---------------------------------------------------------------
+
+// Entry point of a module: see kernel() in ops/index.py.
+constexpr int kPairsOfIndices = 1;
+
+// By int32 pairs.
+constexpr i64 kMaxListedRow = std::numeric_limits<i32>::max();
+
+PairCall fetch_call(const IndexArgs& args) {
+  PairCall call;
+  call.row_bytes = args.weights.row_bytes;
+  call.index_bytes = args.indices.index_bytes;
+  call.device = args.indices.dl->device;
+  call.span_bytes = args.weights.num_rows * args.weights.stride_bytes;
+  const IndexParams& params = args.params;
+  PairCopyParams& p = call.params;
+  p.dst = params.output;
+  p.src = params.weights;
+  p.dst_stride_bytes = params.output_stride_bytes;
+  p.src_stride_bytes = params.weights_stride_bytes;
+  p.num_pairs = params.num_rows;
+  p.num_src_rows = std::max(params.vocab_length, params.added_row + params.added_length);
+  p.num_dst_rows = params.num_rows;
+  p.src_site = p.dst_site = params.indices_site;  // none is reported: the pairs are inside
+  p.fault = params.fault;
+  return call;
+}
+
+bool is_large(const PairCall& call) {
+  // A row of a second range may be past what an int32 index reaches: pairs are of its type.
+  const bool fits = call.index_bytes == 8 || call.params.num_src_rows - 1 <= kMaxListedRow;
+  return (is_worth_ordering(call.traffic()) || !is_small_call(call)) &&
+         call.params.num_pairs <= kMaxListedPairs && fits;
+}
+
+void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& params) {
+  static KernelTable table = pair_kernels("indexing");
+  const i64 num_pairs = call.params.num_pairs;
+  const tvm::ffi::Tensor pairs = allocate_bytes(2 * num_pairs * call.index_bytes, call.device);
+  call.params.pairs = pairs.data_ptr();
+  // All that may fail to compile, or for want of memory, comes before the first launch.
+  list_kernels(scope.device, call);
+  const LoadedKernels& kernels = table.find(scope.device, pair_spec(call, true));
+  const MadeLists lists = allocate_lists(call, {true, false, is_worth_ordering(call.traffic())});
+  const Kernel& make_pairs = kernels.entries[kPairsOfIndices];
+  scope.launch(make_pairs, ceil_div(num_pairs, make_pairs.num_threads),
+               IndexPairsParams{params, pairs.data_ptr()});
+  copy_by_lists(scope, call, kernels, lists);
+}
+
+// ValueError if the table is not pinned.
+void index_host_table(IndexArgs& args) {
+  const LaunchScope scope(args.indices);
+  if (!args.weights.empty()) args.params.weights = mapped_rows(args.weights);
+  if (args.output.empty()) return;
+  args.params.fault = scope.device.fault_device;
+  PairCall call = fetch_call(args);
+  if (is_large(call)) return launch_large(scope, call, args.params);
+  launch_index(scope, args);
+}
 
 void index(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range, AnyView more) {
-  IndexArgs args(weights, indices, output, {vocab_range, more});
+  IndexArgs args(weights, indices, output, vocab_range, more);
   if (!args.indices.on_cuda()) return index_cpu(args.indices, args.params, args.weights.row_bytes);
   if (args.is_host_table()) return index_host_table(args);
   launch_index(LaunchScope(args.indices), args);

@@ -1,4 +1,4 @@
-// Parameters of indexing, filled by index.cc and read by index.cu and index_table.cu.
+// Parameters of indexing, filled by index.cc and read by index.cu.
 #pragma once
 
 #include <jitkern/types.h>
@@ -17,8 +17,8 @@ struct IndexParams {
   i64 added_start;  // index `added_start + r` reads row `added_row + r`: a second range
   i64 added_length;
   i64 added_row;
-  // Larger ones are faults. Of a part of a table of unknown size none is: what lies outside of it
-  // may be another rank's, and is zeros here.
+  // Larger ones are faults. Without a vocab_size none is: rows outside of this part of a table may
+  // be another rank's, and are zeros here.
   i64 last_index;
   FaultSite indices_site;
   FaultRecord* fault;
@@ -33,7 +33,7 @@ JITKERN_HOST_DEVICE inline i64 table_row(const IndexParams& p, i64 index) {
   return row < u64(p.vocab_length) ? i64(row) : other;
 }
 
-// Of a table in host memory, whose rows are fetched as pairs: see index_table.cu.
+// Of a table in host memory, whose rows are fetched as pairs.
 struct IndexPairsParams : IndexParams {
   void* pairs;  // [num_rows, 2]: row of `weights`, row of `output`, or both -1
 };

@@ -57,7 +57,7 @@ i64 pitch_arg(const char* arg, AnyView value, i64 width, i64 height) {
   return height > 1 ? pitch : width;
 }
 
-// Bytes from the first to behind the last that is copied on one side.
+// Bytes from the first to the end of the last row on one side.
 i64 reach_bytes(i64 pitch, i64 width, i64 height) {
   i64 reach = 0;
   const bool overflows = __builtin_mul_overflow(pitch, height - 1, &reach) ||
@@ -65,7 +65,7 @@ i64 reach_bytes(i64 pitch, i64 width, i64 height) {
   return overflows ? std::numeric_limits<i64>::max() : reach;
 }
 
-// Bytes from the view's first to behind its last.
+// Bytes from the view's first to its end.
 i64 extent_bytes(const Tensor& view) {
   if (view.dl->strides == nullptr || view.numel() == 0) return view.numel() * view.item_bytes();
   i64 items = 1;
@@ -76,9 +76,8 @@ i64 extent_bytes(const Tensor& view) {
   return items * view.item_bytes();
 }
 
-// Whether the reach is within the view, which is nearly always so, or within its storage: none,
-// while that has not been asked for, or an array of each side's address and bytes. False where it
-// has to be.
+// Whether the reach is within the view, or within its storage: `storages` is None, or an array of
+// each side's address and bytes. False if the storage must be asked for.
 bool is_within(const Tensor& view, i64 reach, i64 pitch, i64 width, i64 height, AnyView storages,
                int side) {
   if (reach <= extent_bytes(view)) return true;
@@ -97,8 +96,7 @@ bool is_within(const Tensor& view, i64 reach, i64 pitch, i64 width, i64 height, 
                        ", where its storage ends");
 }
 
-// Where a copy with a GPU is queued: torch's current stream of the tensor's device, or `stream`,
-// which is one of device `ordinal`.
+// The device of torch's current stream, or of `stream`, which is one of device `ordinal`.
 Device& device_of(const Tensor& on_gpu, const Tensor& other, AnyView stream, AnyView ordinal) {
   Device& device = Device::get(on_gpu.ordinal());
   if (is_none(stream)) return device;
@@ -109,7 +107,7 @@ Device& device_of(const Tensor& on_gpu, const Tensor& other, AnyView stream, Any
                     "one of " + on_gpu.device_name() + ", as " + on_gpu.arg);
 }
 
-// Whether the host's rows may be queued whole; refuses what the engine cannot copy.
+// Whether the host's rows may be queued whole. ValueError if the engine cannot copy them.
 bool check_host_memory(const LaunchScope& scope, const Rows& host, bool allow_pageable) {
   if (!allow_pageable) return is_one_registration(host, kPinned);
   const auto is_pinned = [](u64 at) { return registration_end(at) != 0; };

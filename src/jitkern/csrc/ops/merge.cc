@@ -1,7 +1,10 @@
-// merge_state and merge_states on the host: launch of the kernel.
+// merge_state and merge_states on the host: the CPU implementation, and the launch of the kernel.
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <limits>
 
+#include "host/cpu_copy.h"
 #include "host/pinned.h"
 #include "merge_host.h"
 
@@ -9,10 +12,126 @@ namespace jitkern {
 
 namespace {
 
+// -- on the CPU: row by row, by loops that the compiler vectorises
+// ---------------------------------
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// Values that are added up before they go to memory: they stay in L1, and the loops over them are
+// long enough.
+constexpr i64 kPartDim = 512;
+
+float load_lse(const char* from, int type) {
+  float value = 0;
+  if (type == kFloat32) {
+    std::memcpy(&value, from, 4);
+    return value;
+  }
+  unsigned short bits = 0;
+  std::memcpy(&bits, from, 2);
+  return type == kFloat16 ? float_of<kFloat16>(bits) : float_of<kBFloat16>(bits);
+}
+
+void store_lse(char* to, int type, float value) {
+  const unsigned short half =
+      type == kFloat16 ? bits_as<kFloat16>(value) : bits_as<kBFloat16>(value);
+  type == kFloat32 ? std::memcpy(to, &value, 4) : std::memcpy(to, &half, 2);
+}
+
+// What each partial of a row weighs, and all together: see merge.cu, which does the same.
+struct Shares {
+  float of[kMostStates];
+  float sum = 0;
+  float lse = -kInfinity;
+
+  Shares(const MergeCall& call, i64 token, i64 head, i64 num_valid) {
+    if (token >= call.tokens_of_first) {  // the second of two as it is
+      of[0] = 0;
+      of[1] = sum = 1;
+      lse = load_lse(call.lses[1].row(token, head), call.lse_type);
+      return;
+    }
+    float largest = -kInfinity;
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      of[i] = -kInfinity;
+      if (i < num_valid) of[i] = log_of(load_lse(call.lses[i].row(token, head), call.lse_type));
+      largest = std::fmax(largest, of[i]);
+    }
+    const float center = largest == -kInfinity ? 0 : largest;
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      of[i] = std::exp2((of[i] - center) * call.log2_of_base);
+      sum += of[i];
+    }
+    const float factor = sum == 0 ? 0 : 1 / sum;
+    for (i64 i = 0; i < call.num_states(); ++i) of[i] *= factor;
+    // One alone keeps its own, to the sign of a zero.
+    lse = sum == 1 ? largest : center + std::log2(sum) * call.base_log_of_2;
+  }
+};
+
+template <int kIn>
+void add(const char* from, float share, float* values, i64 count) {
+  const auto* items = reinterpret_cast<const Bits<kIn>*>(from);
+  for (i64 d = 0; d < count; ++d) values[d] += share * float_of<kIn>(items[d]);
+}
+
+template <int kOut>
+void store(char* to, const float* values, float factor, i64 count) {
+  auto* items = reinterpret_cast<Bits<kOut>*>(to);
+  for (i64 d = 0; d < count; ++d) items[d] = bits_as<kOut>(values[d] * factor);
+}
+
+// In the order of FloatType.
+constexpr void (*kAdd[])(const char*, float, float*, i64) = {add<kFloat32>, add<kFloat16>,
+                                                             add<kBFloat16>};
+constexpr void (*kStore[])(char*, const float*, float, i64) = {
+    store<kFloat32>, store<kFloat16>, store<kBFloat16>, store<kFloat8E4M3>};
+
+void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 token, i64 head) {
+  const auto add_part = kAdd[call.in_type];
+  const auto store_part = kStore[call.out_type];
+  char* const to = call.out->row(token, head);
+  float values[kPartDim];
+  for (i64 begin = 0; begin < call.dim; begin += kPartDim) {
+    const i64 count = std::min(kPartDim, call.dim - begin);
+    std::fill_n(values, count, shares.sum == 0 ? 0.0f : -0.0f);
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      if (shares.of[i] == 0) continue;
+      const char* const from = call.outs[i].row(token, head);
+      add_part(from + begin * item_bytes_of(call.in_type), shares.of[i], values, count);
+    }
+    store_part(to + begin * item_bytes_of(call.out_type), values, 1 / scale, count);
+  }
+}
+
+void merge_rows(const MergeCall& call, i64 begin, i64 end) {
+  const float scale = call.scale ? *reinterpret_cast<const float*>(call.scale->data()) : 1;
+  for (i64 row = begin; row < end; ++row) {
+    const i64 token = row / call.out->heads, head = row % call.out->heads;
+    i64 num_valid = call.num_states();
+    if (call.num_valid) {
+      call.num_valid->with_index([&](const auto at) {
+        num_valid = std::min(num_valid, at(call.num_valid->count > 1 ? token : 0));
+      });
+    }
+    const Shares shares(call, token, head, num_valid);
+    merge_row(call, shares, scale, token, head);
+    if (call.lse) store_lse(call.lse->row(token, head), call.merged_lse_type, shares.lse);
+  }
+}
+
+void merge_by_cpu(const MergeCall& call) {
+  const i64 rows = call.out->tokens * call.out->heads;
+  const i64 bytes = rows * (call.num_states() * call.outs[0].row_bytes + call.out->row_bytes);
+  const auto run = [&call](i64 begin, i64 end) { merge_rows(call, begin, end); };
+  const i64 threads = threads_for(rows, bytes);
+  threads > 1 ? for_parts(rows, threads, run) : run(0, rows);
+}
+
+// -- on a GPU ------------------------------------------------------------------------------------
+
 constexpr i64 kMostRows = (1ll << 31) - 1;  // of one launch
-// Up to so many threads in all the blocks are small: of 128 threads rather than of 512 one token of
-// 32 heads takes 1.22 us and not 1.50, 64 tokens 1.73 and not 1.92, and 1,024 tokens 7.7 and not
-// 7.5; 256 tokens the same.
+// Up to so many threads in all, blocks have 128 threads rather than 512: one token of 32 heads
+// takes 1.22 us and not 1.50, 64 tokens 1.73 and not 1.92, but 1,024 tokens 7.7 and not 7.5.
 constexpr i64 kSmallThreadsOfSm = 1024;
 
 // A partial's rows as the GPU has them.
@@ -22,11 +141,11 @@ const char* address_on_gpu(const HeadRows& rows) {
   return mapped_rows(whole) + (rows.data - whole.data);
 }
 
-// Elements of the widest vectors that all rows allow, of as many on both sides.
+// Elements of the widest vectors that all rows allow, the same number on both sides.
 i64 elems_of_vector(const MergeCall& call) {
   const auto bits = [](const HeadRows& rows) {
     return address(rows.data) |
-           static_cast<u64>(rows.row_bytes | rows.token_stride_bytes | rows.head_stride_bytes);
+           static_cast<u64>(rows.row_bytes | rows.strides.token | rows.strides.head);
   };
   u64 in = 0;
   for (const HeadRows& rows : call.outs) in |= bits(rows);
@@ -41,7 +160,7 @@ i64 elems_of_vector(const MergeCall& call) {
   return elems;
 }
 
-// The least number of partials that a kernel is made for and that holds as many.
+// The partials that a kernel is made for: a power of two.
 int capacity_of(i64 num_states) {
   int capacity = 2;
   while (capacity < num_states) capacity *= 2;
@@ -49,24 +168,21 @@ int capacity_of(i64 num_states) {
 }
 
 KernelTable& kernels() {
-  // Of a kernel `splits` are the rows of a small block, and `in_flight` says how many of these a
-  // large one is.
+  // `rows` of a small block; a large block has `times` as many.
   static KernelTable table(
       "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity", "plain"},
       [](const Spec&, int times, int rows) { return GroupShape{1, 1, times, rows}; });
   return table;
 }
 
-// By how many bytes rows follow each other, of all tokens and heads; -1 where some are apart
-// otherwise.
+// The one stride of all rows, or -1.
 i64 row_stride(const HeadRows& rows) {
-  if (rows.heads == 1) return rows.token_stride_bytes;
-  const bool is_one =
-      rows.tokens == 1 || rows.token_stride_bytes == rows.heads * rows.head_stride_bytes;
-  return is_one ? rows.head_stride_bytes : -1;
+  if (rows.heads == 1) return rows.strides.token;
+  const bool is_one = rows.tokens == 1 || rows.strides.token == rows.heads * rows.strides.head;
+  return is_one ? rows.strides.head : -1;
 }
 
-// Whether all partials count, and lie in one way in which rows follow each other.
+// Whether all partials count, with one stride for all rows of all of them.
 bool is_plain(const MergeCall& call) {
   if (call.num_valid || call.tokens_of_first < call.out->tokens || call.outs.size() < 2)
     return false;
@@ -83,12 +199,10 @@ bool is_plain(const MergeCall& call) {
 MergeTarget target_of(const MergeCall& call) {
   MergeTarget to{};
   to.out = call.out->data;
-  to.out_token_stride = call.out->token_stride_bytes;
-  to.out_head_stride = call.out->head_stride_bytes;
+  to.out_strides = call.out->strides;
   if (call.lse) {
     to.lse = call.lse->data;
-    to.lse_token_stride = call.lse->token_stride_bytes;
-    to.lse_head_stride = call.lse->head_stride_bytes;
+    to.lse_strides = call.lse->strides;
     to.lse_type = call.merged_lse_type;
     to.lse_is_in_place = call.lse_is_in_place;
   }
@@ -105,7 +219,7 @@ MergeTarget target_of(const MergeCall& call) {
   return to;
 }
 
-// What a launch is told; a kernel takes the first of the partials, as many as it is made for.
+// A kernel takes the first of the partials, as many as it is made for.
 struct Launches {
   const MergeCall& call;
   MergeParams<kMostStates> params;
@@ -115,18 +229,17 @@ struct Launches {
     for (size_t i = 0; i < call.outs.size(); ++i) {
       const HeadRows& out = call.outs[i];
       const HeadRows& lse = call.lses[i];
-      params.states[i] = {address_on_gpu(out),   address_on_gpu(lse),    out.token_stride_bytes,
-                          out.head_stride_bytes, lse.token_stride_bytes, lse.head_stride_bytes};
+      params.states[i] = {address_on_gpu(out), address_on_gpu(lse), out.strides, lse.strides};
     }
     if (!plain || call.out->heads > 1) return;
-    // The kernel takes the stride of heads for that of rows, of the first partial for that of all.
-    params.to.out_head_stride = params.to.out_token_stride;
-    params.to.lse_head_stride = params.to.lse_token_stride;
-    params.states[0].out_head_stride = params.states[0].out_token_stride;
-    params.states[0].lse_head_stride = params.states[0].lse_token_stride;
+    // The kernel takes the head stride as the row stride, the first partial's for all.
+    for (HeadStrides* strides : {&params.to.out_strides, &params.to.lse_strides,
+                                 &params.states[0].out_strides, &params.states[0].lse_strides}) {
+      strides->head = strides->token;
+    }
   }
 
-  // The next tokens, of which `done` are behind.
+  // Launches the next tokens, after `done`.
   void launch(const LaunchScope& scope, const LoadedKernels& kernels, i64 done, i64 tokens) {
     MergeTarget& to = params.to;
     to.num_rows = static_cast<u32>(tokens * call.out->heads);
@@ -141,14 +254,14 @@ struct Launches {
     const i64 bytes = static_cast<i64>(sizeof(MergeTarget) +
                                        static_cast<u64>(kernels.spec[5]) * sizeof(PartialState));
     scope.launch_bytes(kernel, ceil_div(small_blocks, times), &params, bytes, times * small);
-    to.out += tokens * to.out_token_stride;
-    if (to.lse != nullptr) to.lse += tokens * to.lse_token_stride;
+    to.out += tokens * to.out_strides.token;
+    if (to.lse != nullptr) to.lse += tokens * to.lse_strides.token;
     if (to.valid_per_token) {
       to.num_valid = static_cast<const char*>(to.num_valid) + tokens * to.num_valid_bytes;
     }
     for (size_t i = 0; i < call.outs.size(); ++i) {
-      params.states[i].out += tokens * params.states[i].out_token_stride;
-      params.states[i].lse += tokens * params.states[i].lse_token_stride;
+      params.states[i].out += tokens * params.states[i].out_strides.token;
+      params.states[i].lse += tokens * params.states[i].lse_strides.token;
     }
   }
 };

@@ -1,10 +1,9 @@
-// Partial results of attention, merged: of each row [token, head] the mean of all partials' values,
-// weighted by the exponential of their lse, and the logarithm of the weights' sum as a new lse.
+// Merges partial results of attention: for each row [token, head] the mean of all partials' values,
+// weighted by exp(lse), and the logarithm of the weights' sum as the new lse.
 //
-// A thread has one vector of a row, of up to 8 partials, and loads all before it uses any: one trip
-// to memory. Of more partials others, of another team, read 8 each, and the first team adds up what
-// they found, in order. The weights are computed by every thread of a row, which costs nothing
-// beside the loads: one exponential for 16 bytes.
+// A thread loads one vector of a row from up to 8 partials before it uses any: one trip to memory.
+// With more partials, further teams of threads read 8 each, and the first team adds up in order.
+// Every thread of a row computes the weights, which costs nothing beside the loads.
 #include <jitkern/pdl.cuh>
 
 #include "floats.cuh"
@@ -12,45 +11,37 @@
 
 namespace jitkern {
 
-// By the GPU's own functions, which are right but for 2 units in the last place: with the exact
-// ones a kernel of two partials is half as long again, and no longer waits for memory alone.
-__device__ inline float exp2_of(float x) {
+// By the GPU's own functions, which are right to 2 ulp: with the exact ones a kernel of two
+// partials takes half as long again, and no longer waits for memory alone.
 #ifdef JITKERN_EMULATED
-  return exp2f(x);
+inline float exp2_of(float x) { return exp2f(x); }
+inline float log2_of(float x) { return log2f(x); }
+inline float inverse_of(float x) { return 1.0f / x; }
 #else
+__device__ inline float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-#endif
 }
-
 __device__ inline float log2_of(float x) {
-#ifdef JITKERN_EMULATED
-  return log2f(x);
-#else
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-#endif
 }
-
 __device__ inline float inverse_of(float x) {
-#ifdef JITKERN_EMULATED
-  return 1.0f / x;
-#else
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-#endif
 }
+#endif
 
-// What partials weigh together: base^log * sum, where `log` is the largest lse of theirs.
+// The weight of some partials together: base^log * sum, where `log` is their largest lse.
 struct Weight {
   float log;
   float sum;
 };
 
-// Of partials that are all empty the lse is -inf, as whose difference nothing is known.
+// If all partials are empty the lse is -inf, which must not be subtracted.
 __device__ inline float center_of(float largest) {
   return largest == -float_of_bits(0x7f800000) ? 0.0f : largest;
 }
@@ -94,31 +85,31 @@ struct Merge {
     wait_for_earlier_kernels<kUsePdl>();
 
     const bool is_copy = kCapacity == 2 && !kPlain && place.token >= p.to.tokens_of_first;
-    const int behind = !place.is_row ? 0 : kPlain ? p.to.num_states : num_valid(p.to, place.token);
+    const int end = !place.is_row ? 0 : kPlain ? p.to.num_states : num_valid(p.to, place.token);
     const auto is_there = [&](int s) {
-      // A plain call of one partial there is none.
+      // There is no plain call of one partial.
       if (kPlain && kCapacity == 2) return place.is_row;
-      return is_copy <= team * kStates + s && team * kStates + s < behind;
+      return is_copy <= team * kStates + s && team * kStates + s < end;
     };
 
-    // Straight-line loops: what is loaded is used behind all of them.
+    // Straight-line loops: all loads come before the first use.
     Bits<kLse> logs[kStates];
-    i64 at = place.offset(p.states[0].lse_token_stride, p.states[0].lse_head_stride);
+    i64 at = place.offset(p.states[0].lse_strides);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       logs[s] = bits_as<kLse>(-float_of_bits(0x7f800000));
       if (!is_there(s)) continue;
-      if (!kPlain) at = place.offset(states[s].lse_token_stride, states[s].lse_head_stride);
+      if (!kPlain) at = place.offset(states[s].lse_strides);
       logs[s] = *reinterpret_cast<const Bits<kLse>*>(states[s].lse + at);
     }
     InVec vecs[kStates];
     const auto load = [&](int vec) {
-      at = place.offset(p.states[0].out_token_stride, p.states[0].out_head_stride);
+      at = place.offset(p.states[0].out_strides);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
         vecs[s] = InVec{};
         if (!is_there(s) || vec >= kVecs) continue;
-        if (!kPlain) at = place.offset(states[s].out_token_stride, states[s].out_head_stride);
+        if (!kPlain) at = place.offset(states[s].out_strides);
         vecs[s] = reinterpret_cast<const InVec*>(states[s].out + at)[vec];
       }
     };
@@ -141,11 +132,11 @@ struct Merge {
       if (writes && vec == 0 && p.to.lse != nullptr) {
         const float sum_log = center_of(all.log) + log2_of(all.sum) * p.to.base_log_of_2;
         const float log = all.sum == 1.0f ? all.log : sum_log;  // to the sign of a zero
-        at = place.offset(p.to.lse_token_stride, p.to.lse_head_stride);
+        at = place.offset(p.to.lse_strides);
         store_float(p.to.lse + at, p.to.lse_type, log);
       }
       if (writes) {
-        at = place.offset(p.to.out_token_stride, p.to.out_head_stride);
+        at = place.offset(p.to.out_strides);
         store(p.to.out + at + vec * kOutBytes, values, scale);
       }
       if (step + 1 == kSteps) return;
@@ -153,7 +144,7 @@ struct Merge {
   }
 
  private:
-  // Of a thread: its row. A plain call's rows follow each other equally spaced in every tensor.
+  // A thread's row. In a plain call rows are equally spaced in every tensor.
   struct Place {
     u32 row;
     u32 token;
@@ -165,8 +156,8 @@ struct Merge {
       token = to.heads.quotient(row);
       head = row - token * to.heads.value;
     }
-    __device__ i64 offset(i64 token_stride, i64 head_stride) const {
-      return kPlain ? row * head_stride : token * token_stride + head * head_stride;
+    __device__ i64 offset(const HeadStrides& strides) const {
+      return kPlain ? row * strides.head : token * strides.token + head * strides.head;
     }
   };
 
@@ -195,7 +186,7 @@ struct Merge {
     return all;
   }
 
-  // Makes them parts of 1, before they meet the values: large ones do not overflow on their way.
+  // Makes them parts of 1 before they multiply values, so that large values do not overflow.
   template <int kCount>
   static __device__ void share_out(float sum, float* shares) {
     const float factor = sum == 0.0f ? 0.0f : inverse_of(sum);
@@ -203,13 +194,13 @@ struct Merge {
     for (int i = 0; i < kCount; ++i) shares[i] *= factor;
   }
 
-  // Of one partial alone the zeros keep their signs.
+  // -0 to start with, so that the zeros of a single partial keep their signs.
   static __device__ void start(float sum, float* values) {
 #pragma unroll
     for (int i = 0; i < kElems; ++i) values[i] = sum == 0.0f ? 0.0f : -0.0f;
   }
 
-  // What weighs nothing counts nothing, whatever it is.
+  // A partial of weight 0 counts nothing, even if it is NaN.
   static __device__ void add(float share, const float* from, float* values) {
     if (share == 0.0f) return;
 #pragma unroll

@@ -6,21 +6,28 @@
 namespace jitkern {
 
 constexpr int kMostStates = 64;
-// Partials that one thread reads; of more, threads beside each other read so many each.
+// Partials that one thread reads; with more, several threads read so many each.
 constexpr int kStatesOfThread = 8;
 
-// One partial result: rows [token, head] of values, and a number for each. Strides in bytes.
+// In bytes.
+struct HeadStrides {
+  i64 token;
+  i64 head;
+
+  JITKERN_HOST_DEVICE i64 offset(i64 token_number, i64 head_number) const {
+    return token_number * token + head_number * head;
+  }
+};
+
+// One partial result: rows [token, head] of values, and a number for each.
 struct PartialState {
   const char* out;
   const char* lse;
-  i64 out_token_stride;
-  i64 out_head_stride;
-  i64 lse_token_stride;
-  i64 lse_head_stride;
+  HeadStrides out_strides;
+  HeadStrides lse_strides;
 };
 
-// Division of numbers below 2^31 by one that is known before the launch: two instructions for the
-// 20 of a division.
+// Division of numbers below 2^31 by one known before the launch: two instructions, not 20.
 struct Divisor {
   u32 value;
   u32 factor;
@@ -38,7 +45,7 @@ struct Divisor {
   }
 };
 
-// What an lse counts: rows without keys have +inf in FlashAttention 2 and vLLM, -inf elsewhere.
+// Rows without keys have an lse of +inf in FlashAttention 2 and vLLM, -inf elsewhere.
 JITKERN_HOST_DEVICE inline float log_of(float lse) {
   const float infinity = float_of_bits(0x7f800000);
   return lse == infinity ? -infinity : lse;
@@ -47,10 +54,8 @@ JITKERN_HOST_DEVICE inline float log_of(float lse) {
 struct MergeTarget {
   char* out;
   char* lse;  // null: not asked for
-  i64 out_token_stride;
-  i64 out_head_stride;
-  i64 lse_token_stride;
-  i64 lse_head_stride;
+  HeadStrides out_strides;
+  HeadStrides lse_strides;
   const float* scale;     // what values are divided by, or null
   const void* num_valid;  // how many of the partials count, or null
   i32 num_valid_bytes;    // 4 or 8

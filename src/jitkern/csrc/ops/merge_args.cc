@@ -1,4 +1,4 @@
-// Checks of a call of merge_state or merge_states.
+// Checks of a call of merge_state or merge_states, and its tensors as rows of a token and a head.
 #include <tvm/ffi/container/array.h>
 
 #include <algorithm>
@@ -20,29 +20,19 @@ constexpr i64 kMostDim = (1ll << 28) - 1;
 constexpr const char* kLayouts[] = {"tokens_heads", "heads_tokens"};
 constexpr const char* kPlace = "memory of its own, or exactly that of a partial, to merge in place";
 
-struct TypeName {
-  DLDataTypeCode code;
-  int bits;
-  const char* name;
-};
-// In the order of FloatType.
-constexpr TypeName kTypes[] = {{kDLFloat, 32, "float32"},
-                               {kDLFloat, 16, "float16"},
-                               {kDLBfloat, 16, "bfloat16"},
-                               {kDLFloat8_e4m3fn, 8, "float8_e4m3fn"}};
-
-int float_type(const Tensor& tensor, int num_types = 3) {
+// One of FloatType; `with_fp8`: float8_e4m3fn too.
+int float_type(const Tensor& tensor, bool with_fp8 = false) {
   const DLDataType& dtype = tensor.dl->dtype;
-  for (int type = 0; type < num_types; ++type) {
-    if (dtype.code == kTypes[type].code && dtype.bits == kTypes[type].bits && dtype.lanes == 1) {
-      return type;
-    }
-  }
-  std::string expected = kTypes[0].name;
-  for (int type = 1; type < num_types; ++type) {
-    expected += (type + 1 < num_types ? ", " : " or ") + std::string(kTypes[type].name);
-  }
-  tensor.type_error("dtype " + tensor.dtype_name(), expected);
+  const auto is = [&dtype](DLDataTypeCode code, int bits) {
+    return dtype.code == code && dtype.bits == bits && dtype.lanes == 1;
+  };
+  if (is(kDLFloat, 32)) return kFloat32;
+  if (is(kDLFloat, 16)) return kFloat16;
+  if (is(kDLBfloat, 16)) return kBFloat16;
+  if (with_fp8 && is(kDLFloat8_e4m3fn, 8)) return kFloat8E4M3;
+  tensor.type_error(
+      "dtype " + tensor.dtype_name(),
+      with_fp8 ? "float32, float16, bfloat16 or float8_e4m3fn" : "float32, float16 or bfloat16");
 }
 
 // "outs[3]", for as long as the process lives.
@@ -213,8 +203,8 @@ void MergeCall::add_stacked(const Tensor& out, const Tensor& lse) {
   const HeadRows first_lse = lse_rows(lse, first, options.heads_first, 1);
   if (lse.dl->shape[0] != count) require_same_count(lse, count);
   for (i64 i = 0; i < count; ++i) {
-    outs.push_back(first.behind(i * first_stride_bytes(out)));
-    lses.push_back(first_lse.behind(i * first_stride_bytes(lse)));
+    outs.push_back(first.moved_by(i * first_stride_bytes(out)));
+    lses.push_back(first_lse.moved_by(i * first_stride_bytes(lse)));
   }
 }
 
@@ -245,7 +235,7 @@ void MergeCall::finish(AnyView out_arg, AnyView lse_arg) {
   log2_of_base = options.is_base_2 ? 1.0f : 1.44269504f;
   base_log_of_2 = options.is_base_2 ? 1.0f : 0.69314718f;
   const Tensor tensor(op, "output", out_arg);
-  out_type = float_type(tensor, 4);
+  out_type = float_type(tensor, true);
   out = out_rows(tensor, outs[0]);
   dim = tensor.dl->shape[2];
   for (size_t i = 0; i < outs.size(); ++i) {
@@ -280,6 +270,88 @@ void MergeCall::take_prefill_tokens(AnyView value) {
 
 void MergeCall::take_num_valid(AnyView value) {
   num_valid = num_valid_of(Indices(op, "count", value), *this);
+}
+
+// -- rows ----------------------------------------------------------------------------------------
+
+HeadRows::HeadRows(const Tensor& tensor, int token_dim, int head_dim, bool has_values)
+    : Tensor(tensor),
+      data(tensor.data()),
+      tokens(dl->shape[token_dim]),
+      heads(dl->shape[head_dim]),
+      row_bytes(item_bytes()) {
+  const auto stride_bytes = [&](int dim) {
+    i64 items = 1;
+    for (int d = dl->ndim - 1; d > dim; --d) items *= dl->shape[d];
+    return (dl->strides == nullptr ? items : i64(dl->strides[dim])) * item_bytes();
+  };
+  if (has_values) {
+    const int last = dl->ndim - 1;
+    if (dl->shape[last] > 1 && stride_bytes(last) != item_bytes()) {
+      value_error("stride " + std::to_string(dl->strides[last]) + " in dimension " +
+                      std::to_string(last) + " of shape " + shape_text(),
+                  "stride 1 there; call .contiguous()");
+    }
+    row_bytes *= dl->shape[last];
+  }
+  // The stride of a dimension of 1 says nothing, and must not cost alignment.
+  strides = {tokens > 1 ? stride_bytes(token_dim) : 0, heads > 1 ? stride_bytes(head_dim) : 0};
+  begin = end = address(data);
+  if (tokens == 0 || heads == 0) return;
+  for (const i64 reach : {(tokens - 1) * strides.token, (heads - 1) * strides.head}) {
+    (reach < 0 ? begin : end) += static_cast<u64>(reach);
+  }
+  end += static_cast<u64>(row_bytes);
+}
+
+HeadRows HeadRows::moved_by(i64 bytes) const {
+  HeadRows moved = *this;
+  moved.data += bytes;
+  moved.begin += static_cast<u64>(bytes);
+  moved.end += static_cast<u64>(bytes);
+  return moved;
+}
+
+bool HeadRows::is_same_place_as(const HeadRows& other) const {
+  return data == other.data && row_bytes == other.row_bytes &&
+         strides.token == other.strides.token && strides.head == other.strides.head;
+}
+
+void HeadRows::distinct_rows() const {
+  if (tokens == 0 || heads == 0) return;
+  const i64 token_stride = std::abs(strides.token);
+  const i64 head_stride = std::abs(strides.head);
+  const i64 a_token = (heads - 1) * head_stride + row_bytes;
+  const i64 a_head = (tokens - 1) * token_stride + row_bytes;
+  const bool apart_by_token =
+      (heads == 1 || head_stride >= row_bytes) && (tokens == 1 || token_stride >= a_token);
+  const bool apart_by_head =
+      (tokens == 1 || token_stride >= row_bytes) && (heads == 1 || head_stride >= a_head);
+  if (apart_by_token || apart_by_head) return;
+  value_error("strides by which rows of " + std::to_string(row_bytes) + " bytes share memory (" +
+                  std::to_string(strides.token) + " bytes between tokens and " +
+                  std::to_string(strides.head) + " between heads, shape " + shape_text() + ")",
+              "rows apart in a tensor that is written; .clone() one that was expanded");
+}
+
+Rows HeadRows::rows() const {
+  const i64 token_stride = std::abs(strides.token);
+  const i64 head_stride = std::abs(strides.head);
+  Rows all = whole();
+  const auto as = [&all](i64 count, i64 bytes, i64 stride) {
+    all.num_rows = count;
+    all.row_bytes = bytes;
+    all.stride_bytes = count > 1 ? stride : bytes;
+    return all;
+  };
+  if (tokens == 1) return as(heads, row_bytes, head_stride);
+  if (heads == 1) return as(tokens, row_bytes, token_stride);
+  if (token_stride == heads * head_stride) return as(tokens * heads, row_bytes, head_stride);
+  if (head_stride == tokens * token_stride) return as(tokens * heads, row_bytes, token_stride);
+  if (token_stride > head_stride) {
+    return as(tokens, (heads - 1) * head_stride + row_bytes, token_stride);
+  }
+  return as(heads, (tokens - 1) * token_stride + row_bytes, head_stride);
 }
 
 }  // namespace jitkern

@@ -1,11 +1,10 @@
-// What the merge of partial results of attention knows of a call once it is checked.
+// A checked call of merge_state or merge_states.
 #pragma once
-
-#include <jitkern/launch.h>
 
 #include <optional>
 #include <vector>
 
+#include "common.h"
 #include "merge.h"
 
 namespace jitkern {
@@ -18,33 +17,31 @@ struct HeadRows : Tensor {
   i64 tokens;
   i64 heads;
   i64 row_bytes;
-  i64 token_stride_bytes;
-  i64 head_stride_bytes;
+  HeadStrides strides;
   u64 begin;  // address of the lowest byte, unless it is empty
-  u64 end;    // behind the highest
+  u64 end;    // after the highest
 
-  // ValueError where neighbours of a row are not neighbours in memory. `has_values`: there is a
-  // last dimension, of a row's values; else a row is one number.
+  // ValueError unless rows are contiguous. With `has_values` the last dimension is a row's values;
+  // else a row is one number.
   HeadRows(const Tensor& tensor, int token_dim, int head_dim, bool has_values);
 
+  char* row(i64 token, i64 head) const { return data + strides.offset(token, head); }
   // The same `bytes` further on.
-  HeadRows behind(i64 bytes) const;
+  HeadRows moved_by(i64 bytes) const;
   bool is_same_place_as(const HeadRows& other) const;
-  // Of what is written: ValueError where two rows may share bytes.
+  // ValueError if two rows of a tensor that is written may share bytes.
   void distinct_rows() const;
-  // ValueError where a row shares a byte with one of `other`, of which one is written.
+  // ValueError if a row shares a byte with one of `other`.
   void apart_from(const HeadRows& other, const char* expected) const {
     if (begin < other.end && other.begin < end) rows().apart_from(other.rows(), expected);
   }
-  // From the first byte to the last as one row.
-  Rows whole() const;
-  // As equally spaced rows: exact where they are, else each token, or each head, is one.
+  Rows whole() const { return as_one_row(*this, begin, end); }
+  // As equally spaced rows: exact if they are, else each token, or each head, is one.
   Rows rows() const;
 };
 
-// A call, checked by the time that it is finished.
 struct MergeCall {
-  // What both ops may take beside tensors: none, or (is_base_2, heads_first, scale, last).
+  // Of both ops: None, or (is_base_2, heads_first, scale, last).
   struct Options {
     bool is_base_2 = false;
     bool heads_first = false;
@@ -85,8 +82,5 @@ struct MergeCall {
  private:
   void add_stacked(const Tensor& out, const Tensor& lse);
 };
-
-// Merges on the threads of the CPU.
-void merge_by_cpu(const MergeCall& call);
 
 }  // namespace jitkern

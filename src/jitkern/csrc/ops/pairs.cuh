@@ -1,15 +1,56 @@
 // Copying rows between host and device memory as pairs (source row, destination row) ask for it.
 //
-// Over PCIe what counts is the number of 128-byte lines asked for and the bytes in flight, not the
-// number of SMs: lanes start at the line below the row on the host's side, so that a row of 656
-// bytes costs 6 requests and not 7 (48.7 against 46.3 GB/s on an H200 where the copy engine moves
-// 55.4), and in large calls every thread has kInFlight loads in flight before its first store.
+// Over PCIe the number of 128-byte lines and the bytes in flight count, not the number of SMs.
+// Lanes start at the line below the host's row, so that 656 bytes cost 6 requests and not 7 (48.7
+// against 46.3 GB/s on an H200, copy engine 55.4), and each thread of a large call has kInFlight
+// loads in flight before its first store.
 #pragma once
 
-#include "batches.cuh"
+#include <jitkern/copy.cuh>
+
 #include "pairs.h"
 
 namespace jitkern {
+
+// Calls `copy(group)` for each share of `num_rows` rows, a batch of a warp at a time; 2^32 batches
+// would be terabytes. `last_batch` in device memory is the last one taken, -1: none. Free warps
+// take the next, as beside a GEMM one block may start 1 ms after another, and so that batches in
+// flight lie close to each other in the order of the rows. Null: equal shares.
+template <class Rows, class Copy>
+__device__ inline void for_batches(i64 num_rows, u32* last_batch, const Copy& copy) {
+  const u32 num_batches = static_cast<u32>((Rows::kShape.num_threads(num_rows) + 31) / 32);
+  const bool as_they_come = last_batch != nullptr;
+  const auto take = [last_batch] {  // the number of the next batch, in lane 0
+    return threadIdx.x % 32 == 0 ? atomicAdd(last_batch, 1u) + 1u : 0u;
+  };
+  u32 batch = as_they_come ? take() : static_cast<u32>(thread_number() / 32);
+  while (true) {
+    if (as_they_come) batch = __shfl_sync(0xffffffffu, batch, 0);
+    if (batch >= num_batches) return;
+    const Rows group(i64(batch) * 32 + threadIdx.x % 32);
+    // The next one before the rows, so that the answer comes while they do.
+    batch = as_they_come ? take() : batch + gridDim.x * (blockDim.x / 32);
+    copy(group);
+  }
+}
+
+// A lead that puts every offset past the row: nothing of it is copied.
+constexpr i32 kNoRow = -(1 << 30);
+
+// Calls use(r, c, offset) for the vectors of a group that lie in its rows; row r begins lead[r]
+// bytes into its first line.
+template <i64 kRowBytes, class Rows, class Use>
+__device__ inline void for_vectors(const Rows group, const i32 (&lead)[Rows::kRows],
+                                   const Use& use) {
+#pragma unroll
+  for (int r = 0; r < Rows::kRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < Rows::kChunks; ++c) {
+      const i32 offset = group.offset(c) - lead[r];
+      if (offset >= 0 && offset < kRowBytes) use(r, c, offset);
+    }
+  }
+}
 
 template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
           bool kLineAligned, bool kLarge, int kInFlight, HostSide kHostSide,
@@ -35,9 +76,6 @@ struct PairCopy {
   }
 
  private:
-  // A lead that puts every offset behind the row: nothing of it is copied.
-  static constexpr i32 kNoRow = -(1 << 30);
-
   struct Pair {
     i64 src_row;
     i64 dst_row;
@@ -59,7 +97,7 @@ struct PairCopy {
   static __device__ void copy_rows(const Params& p, i64 num_pairs, const Rows group) {
     const char* source[Rows::kRows];
     char* target[Rows::kRows];
-    i32 lead[Rows::kRows];  // bytes of a neighbour in front of the row, in its first line
+    i32 lead[Rows::kRows];  // bytes of a neighbour before the row, in its first line
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       const Pair pair = read_pair(p, num_pairs, group.first_row + r);
@@ -71,36 +109,22 @@ struct PairCopy {
       if (!inside) lead[r] = kNoRow;
     }
     Vec<kVecBytes> value[Rows::kRows][Rows::kChunks];
-#pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - lead[r];
-        if (offset >= 0 && offset < kRowBytes) {
-          value[r][c] = load_vec<kVecBytes>(source[r] + offset);
-        }
-      }
-    }
+    for_vectors<kRowBytes>(group, lead, [&](int r, int c, i32 offset) {
+      value[r][c] = load_vec<kVecBytes>(source[r] + offset);
+    });
     if constexpr (Params::kHasShifts) {
       store_everywhere(p, group, target, lead, value);
     } else {
-#pragma unroll
-      for (int r = 0; r < Rows::kRows; ++r) {
-#pragma unroll
-        for (int c = 0; c < Rows::kChunks; ++c) {
-          const i32 offset = group.offset(c) - lead[r];
-          if (offset >= 0 && offset < kRowBytes) {
-            store_vec<kVecBytes>(target[r] + offset, value[r][c]);
-          }
-        }
-      }
+      for_vectors<kRowBytes>(group, lead, [&](int r, int c, i32 offset) {
+        store_vec<kVecBytes>(target[r] + offset, value[r][c]);
+      });
     }
     if (!group.reports()) return;
 #pragma unroll 1
     for (int r = 0; r < Rows::kRows; ++r) finish_pair(p, num_pairs, group.first_row + r);
   }
 
-  // A loop over the places, and so few registers as it takes not to spill the vectors.
+  // A loop over the places with few registers, so that the vectors do not spill.
   static __device__ void store_everywhere(
       const Params& p, const Rows& group, char* const (&target)[Rows::kRows],
       const i32 (&lead)[Rows::kRows], const Vec<kVecBytes> (&value)[Rows::kRows][Rows::kChunks]) {
@@ -109,12 +133,9 @@ struct PairCopy {
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       to[r] = target[r] - lead[r] + group.first_offset;
-#pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - lead[r];
-        if (offset >= 0 && offset < kRowBytes) are_inside |= 1u << (r * Rows::kChunks + c);
-      }
     }
+    for_vectors<kRowBytes>(group, lead,
+                           [&](int r, int c, i32) { are_inside |= 1u << (r * Rows::kChunks + c); });
 #pragma unroll 1
     for (u32 t = 0; t < p.num_shifts; ++t) {
       const i64 shift = p.shifts[t];
@@ -131,8 +152,8 @@ struct PairCopy {
     }
   }
 
-  // Once for each pair: its entry in the slot map, or its fault. Reads the pair again (from L1),
-  // for which no register was kept while the row was in flight.
+  // Once for each pair: its entry in the slot map, or its fault. Reads the pair again (from L1): no
+  // register was kept for it.
   static __device__ void finish_pair(const Params& p, i64 num_pairs, i64 number) {
     const Pair pair = read_pair(p, num_pairs, number);
     if (pair.is_padding()) return;
@@ -153,5 +174,17 @@ struct PairCopy {
     }
   }
 };
+
+// Small calls of h2d_gather are one launch over the pairs. Large ones are sorted first: one launch
+// fetches each source row once, another copies the repeats in device memory, 80 times as fast.
+template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
+          bool kLineAligned, bool kLarge, int kInFlight>
+using H2DGather = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes, kLineAligned,
+                           kLarge, kInFlight, kHostSource>;
+
+template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
+          bool kLineAligned, bool kLarge, int kInFlight>
+using D2HScatter = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes,
+                            kLineAligned, kLarge, kInFlight, kHostTarget>;
 
 }  // namespace jitkern

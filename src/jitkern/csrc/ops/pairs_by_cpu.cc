@@ -1,178 +1,564 @@
-// Which ways the rows of a call take whose row numbers are on the host.
-#include "pairs_by_cpu.h"
-
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/string.h>
-
+// h2d_gather and d2h_scatter of row numbers on the host. The CPU's threads gather rows into pinned
+// chunks, the copy engine sends these, a small kernel puts rows into place; a scatter goes the
+// other way round. Beside the threads SMs may fetch rows of a gather.
+//
+// From 64 GiB SMs alone move 31 GB/s of 656-byte rows in order (each page is another miss in the
+// link's address translation), 8 and 15 threads alone 28 and 43, SMs and 8 threads together 46 of
+// the 48 that a small pool gives.
 #include <algorithm>
-#include <cmath>
-#include <string>
+#include <array>
+#include <atomic>
+#include <limits>
 
 #include "host/cpu_copy.h"
-#include "host/pinned.h"
-#include "host/tuning.h"
-#include "host_pairs.h"
+#include "host/workers.h"
+#include "pairs_host.h"
 
 namespace jitkern {
 
 namespace {
 
-Method method_arg(const char* op, AnyView value, HostSide host_side) {
-  if (is_none(value)) return Method::kAuto;
-  const bool may_be_both = host_side == kHostSource;
-  const char* const expected =
-      may_be_both ? "\"auto\", \"sm\", \"cpu\" or \"both\"" : "\"auto\", \"sm\" or \"cpu\"";
-  const auto text = value.as<tvm::ffi::String>();
-  if (!text) raise_type_error(op, "method", value, expected);
-  if (*text == "auto") return Method::kAuto;
-  if (*text == "sm") return Method::kSms;
-  if (*text == "cpu") return Method::kCpu;
-  if (*text == "both" && may_be_both) return Method::kBoth;
-  raise_value_error(op, "method", "\"" + std::string(*text) + "\"", expected);
-}
+// The pairs of one block of a call: as many as fit into the pinned memory for their copy.
+constexpr i64 kBlockPairs = i64(512) << 10;
+constexpr i64 kPartPairs = 4096;
+constexpr i64 kPartBytes = 64 << 10;  // 20 us of a core, in which nothing is sent or launched
+constexpr i64 kMaxPartRows = 2048;
+constexpr i64 kStagedRowsAhead = 8;  // between the prefetch and the copy
 
-i64 num_threads_arg(const char* op, AnyView value) {
-  if (is_none(value)) return 0;
-  const i64 cores = num_cores();
-  const i64 count = int_arg(op, "num_threads", value);
-  if (count < 1 || count > cores) {
-    raise_value_error(op, "num_threads", std::to_string(count),
-                      "1 to " + std::to_string(cores) + ", the cores of this process");
-  }
-  return count;
-}
+// How rows are staged in a chunk: pairs of the device's copy, then a row of the slot map for each
+// if there is one, then the rows.
+struct ChunkShape {
+  i64 row_bytes;
+  i64 part_rows;  // that one thread moves at a time
+  i64 chunk_rows;
+  int index_bytes;
+  bool has_slot_map;
 
-// Whether SMs would wait for pages rather than for rows, even in the order of the host's memory.
-bool is_bound_by_pages(const HostTraffic& traffic) {
-  constexpr double kPageBytes = 64 << 10;
-  constexpr double kMargin = 1.1;
-  const double num_rows = double(traffic.num_rows);
-  const double num_pages = std::abs(double(traffic.span_bytes)) / kPageBytes;
-  // Of random rows the first of each page pays for it.
-  const double touched = num_pages * -std::expm1(-num_rows / num_pages);
-  const double miss_bytes = double(figure(traffic.ordinal, kPageMissBytes));
-  return touched * miss_bytes > kMargin * num_rows * double(traffic.row_bytes);
-}
-
-// The CPU's way begins with waking its threads and ends with a chunk: 0.1 to 0.2 ms. Calls of 8,192
-// rows out of 64 GiB come at 28.8 GB/s through it, at 17 by SMs; of 2,048 at 10 and 24. Fewer than
-// 16,384 rows are not worth two ways.
-constexpr i64 kMinRowsByCpu = 8192;
-constexpr i64 kMinRowsBothWays = 16384;
-// Into host memory rows make three ways one after the other: 32,768 into 64 GiB go at 27 and 22
-// GB/s, 8,192 at 9 and 16.
-constexpr i64 kMinRowsToScatterByCpu = 32768;
-
-Method fastest_gather(const HostTraffic& traffic, i64 num_threads) {
-  if (traffic.num_rows < kMinRowsByCpu || num_threads < figure(traffic.ordinal, kBothThreads) ||
-      !is_bound_by_pages(traffic)) {
-    return Method::kSms;
-  }
-  return traffic.num_rows < kMinRowsBothWays ? Method::kCpu : Method::kBoth;
-}
-
-Method fastest_scatter(const HostTraffic& traffic, i64 num_threads) {
-  const bool pays = traffic.num_rows >= kMinRowsToScatterByCpu &&
-                    num_threads >= figure(traffic.ordinal, kCpuScatterThreads) &&
-                    std::abs(traffic.span_bytes) >= figure(traffic.ordinal, kCpuScatterSpanBytes) &&
-                    is_bound_by_pages(traffic);
-  return pays ? Method::kCpu : Method::kSms;
-}
-
-// The fastest way of a call on a GPU whose pairs are on the host. The device's context is current.
-Method fastest(const PairArgs& args, const Lists& lists, i64 num_threads) {
-  if (lists.reuse_resident) return Method::kSms;
-  if (!args.host_rows().empty() && !is_mapped(args.host_rows())) return Method::kCpu;
-  if (args.empty()) return Method::kSms;
-  return args.host_side == kHostSource ? fastest_gather(args.traffic(), num_threads)
-                                       : fastest_scatter(args.traffic(), num_threads);
-}
-
-// All that torch takes but one core, for the driver's threads and the rest of the process: 16 of 16
-// move 38.8 GB/s both ways out of 64 GiB, 15 46.2.
-i64 default_threads() { return std::max<i64>(1, std::min(torch_num_threads(), num_cores() - 1)); }
-
-// A replay reads what was there when the graph was captured, and no memory of the host.
-void require_no_capture(const LaunchScope& scope, const PairArgs& args) {
-  int status = 0;
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
-  if (status == 0) return;
-  args.pairs.value_error(
-      "device cpu while a graph is captured",
-      "device " + args.device_rows().device_name() + ": a replay would not read them again");
-}
-
-// Copies the pairs to the GPU and launches the call there.
-void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                          const Lists& lists, i64 num_threads) {
-  const int index_bytes = narrow_index_bytes(args);
-  const i64 num_pairs = args.params.num_pairs;
-  PairCall call = args;
-  call.index_bytes = index_bytes;
-  // In front of the locks: they may have to be compiled, in Python.
-  find_pair_kernels(scope, call, table, lists);
-  Staging& staging = Staging::get(scope);
-  const std::lock_guard<std::mutex> turn(staging.turn);
-  CpuWork work(args, num_threads, 16 * num_pairs);
-  work.run([&] {
-    work.check_pairs();
-    const auto list =
-        allocate({2 * num_pairs * index_bytes}, DLDataType{kDLUInt, 8, 1}, args.device);
-    call.params.pairs = list.data_ptr();
-    for (i64 begin = 0; begin < num_pairs; begin += kBlockPairs) {
-      PairList block{nullptr, index_bytes};
-      const i64 count = std::min(kBlockPairs, num_pairs - begin);
-      block.data = staging.uploads.take(block.bytes(count));
-      work.start_copy(block, begin, count);
-      work.finish_copy();
-      copy_to_device(static_cast<char*>(list.data_ptr()) + block.bytes(begin),
-                     static_cast<const char*>(block.data), block.bytes(count), scope.stream());
-      staging.uploads.mark(scope.stream());
+  // ValueError for rows that no chunk holds.
+  ChunkShape(const PairArgs& args, int index_bytes)
+      : row_bytes(args.row_bytes),
+        index_bytes(index_bytes),
+        has_slot_map(args.params.slot_map != nullptr) {
+    const i64 most = kChunkBytes - kHostLineBytes - 3 * index_bytes;
+    if (row_bytes > most) {
+      args.src.value_error("rows of " + std::to_string(row_bytes) + " bytes",
+                           "at most " + std::to_string(most) +
+                               " through the CPU; pin the host's memory, for method=\"sm\"");
     }
-    launch_pairs(scope, call, table, lists);
-  });
+    part_rows = std::clamp<i64>(kPartBytes / row_bytes, 1, kMaxPartRows);
+    chunk_rows =
+        (kChunkBytes - kHostLineBytes) / (row_bytes + (has_slot_map ? 3 : 2) * index_bytes);
+    if (chunk_rows > part_rows) chunk_rows = chunk_rows / part_rows * part_rows;
+  }
+
+  i64 num_parts() const { return ceil_div(chunk_rows, part_rows); }
+  i64 slot_rows_at(i64 count) const { return 2 * count * index_bytes; }
+  i64 rows_at(i64 count) const {
+    const i64 bytes = slot_rows_at(count) + (has_slot_map ? count * index_bytes : 0);
+    return ceil_div(bytes, kHostLineBytes) * kHostLineBytes;
+  }
+  i64 bytes(i64 count) const { return rows_at(count) + count * row_bytes; }
+};
+
+// The kernels that copy rows between chunks and the GPU's tensor. Chunks and their rows lie on
+// lines. They may have to be compiled, in Python: find them before taking locks.
+const LoadedKernels& chunk_kernels(const LaunchScope& scope, const PairArgs& args,
+                                   KernelTable& table) {
+  PairCall call = args;
+  call.index_bytes = narrow_index_bytes(args);
+  if (args.host_side == kHostSource) {
+    call.params.src = nullptr;
+    call.params.src_stride_bytes = args.row_bytes;
+  } else {
+    call.params.dst = nullptr;
+    call.params.dst_stride_bytes = args.row_bytes;
+  }
+  return table.find(scope.device, pair_spec(call, false));
 }
+
+// A call whose rows go through chunks, in parts that threads share. A block of pairs is first
+// checked and copied; then its rows are moved, in parts that are published as the GPU gets on.
+class ChunkWork {
+ public:
+  // `kernels` are chunk_kernels().
+  ChunkWork(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
+            i64 num_threads)
+      : args_(args),
+        num_threads_(num_threads),
+        scope_(scope),
+        shape_(args, narrow_index_bytes(args)),
+        staging_(Staging::get(scope)),
+        turn_(staging_, scope.stream()),
+        chunks_(staging_.chunks()),
+        kernels_(kernels) {}
+  virtual ~ChunkWork() = default;
+
+  // Leads the other threads. To be called once.
+  void run() {
+    Workers workers(std::min(num_threads_ - 1, args_.bytes() / kPartBytes), [this] {
+      for (i64 number; (number = parts_.take()) >= 0;) do_part(number);
+    });
+    workers_ = &workers;
+    struct Closing {
+      Parts& parts;
+      ~Closing() { parts.close(); }
+    } const closing{parts_};
+    const i64 num_pairs = args_.params.num_pairs;
+    if (num_pairs > kBlockPairs) check_pairs();
+    for (block_begin_ = 0; block_begin_ < num_pairs; block_begin_ += kBlockPairs) {
+      const i64 count = std::min(kBlockPairs, num_pairs - block_begin_);
+      pairs_ = {staging_.uploads.take(PairList::bytes(count, shape_.index_bytes)),
+                shape_.index_bytes};
+      start_copy(pairs_, count);
+      start_block(count);
+      finish_copy();
+      if (block_begin_ == 0) turn_.begin();
+      for (Backoff backoff; !is_block_done();) {
+        step() || help() ? backoff.reset() : backoff.wait();
+      }
+      finish_block(count);
+    }
+    finish();
+    turn_.finish();
+  }
+
+ protected:
+  // The rows that a chunk is for.
+  struct InWork {
+    i64 first;
+    i64 count;
+    std::atomic<i64> num_left;  // parts that no thread has done
+  };
+
+  // Called by run() for each block of `count` pairs; step() says whether it got on.
+  virtual void start_block(i64 count) = 0;
+  virtual bool is_block_done() const = 0;
+  virtual bool step() = 0;
+  virtual void finish_block(i64) {}
+  // The last block is on its way.
+  virtual void finish() {}
+  // Moves rows [begin, end) of those that chunk `number` is for.
+  virtual void move_rows(i64 number, const InWork& work, i64 begin, i64 end) = 0;
+
+  // Parts of rows up to `count` are there.
+  void publish_moves(i64 count) { publish(first_move_ + count); }
+
+  void give(InWork& work, i64 first, i64 count) {
+    work.first = first;
+    work.count = count;
+    work.num_left = shape_.num_parts();
+  }
+
+  // Copies `count` rows between a chunk's device memory and the GPU's tensor, by the chunk's pairs.
+  void copy_on_device(const Chunk& chunk, i64 count) {
+    PairCall call = args_;
+    PairCopyParams& p = call.params;
+    char* const rows = chunk.device + shape_.rows_at(count);
+    if (args_.host_side == kHostSource) {
+      p.src = rows;
+      p.src_stride_bytes = args_.row_bytes;
+      p.num_src_rows = count;
+      p.slot_rows = chunk.device + shape_.slot_rows_at(count);
+    } else {
+      p.dst = rows;
+      p.dst_stride_bytes = args_.row_bytes;
+      p.num_dst_rows = count;
+    }
+    p.pairs = chunk.device;
+    p.num_pairs = count;
+    call.index_bytes = shape_.index_bytes;
+    const LaunchScope places(scope_.device, staging_.places);
+    launch_pair_copy(places, call, kernels_, p, 0);
+  }
+
+  const PairArgs& args_;
+  const i64 num_threads_;
+  const LaunchScope& scope_;
+  const ChunkShape shape_;
+  Staging& staging_;
+  Staging::Turn turn_;
+  Chunk* const chunks_;
+  // Of the block.
+  i64 block_begin_ = 0;  // the number of its first pair
+  PairList pairs_{};
+  std::array<InWork, kNumChunks> in_work_{};
+
+ private:
+  void publish(i64 count) {
+    parts_.publish(count);
+    workers_->wake();
+  }
+
+  // IndexError for the first pair that is out of range.
+  void check_pairs() {
+    start_copy({}, args_.params.num_pairs);
+    finish_copy();
+  }
+
+  // Has `count` pairs of the block checked, and copied to `list` if there is one.
+  void start_copy(const PairList& list, i64 count) {
+    list_ = list;
+    block_end_ = block_begin_ + count;
+    num_checked_ = 0;
+    first_check_ = parts_.published();
+    first_move_ = first_check_ + ceil_div(count, kPartPairs);
+    publish(first_move_);
+  }
+
+  // Helps until they are. IndexError if the block is the whole call; pairs of others, which have
+  // changed since they were checked, are padding by now.
+  void finish_copy() {
+    for (Backoff backoff; num_checked_.load() < first_move_ - first_check_;) {
+      help() ? backoff.reset() : backoff.wait();
+    }
+    const bool is_all = block_end_ - block_begin_ == args_.params.num_pairs;
+    if (any_outside_ && is_all) args_.check_pairs();
+  }
+
+  // Does one part that no thread has taken, if there is one.
+  bool help() {
+    const i64 number = parts_.try_take();
+    if (number >= 0) do_part(number);
+    return number >= 0;
+  }
+
+  void do_part(i64 number) {
+    if (number >= first_move_) return move_part(number - first_move_);
+    const i64 begin = block_begin_ + (number - first_check_) * kPartPairs;
+    const i64 end = std::min(block_end_, begin + kPartPairs);
+    if (copy_pairs(args_, list_, block_begin_, begin, end)) any_outside_ = true;
+    num_checked_.fetch_add(1);
+  }
+
+  void move_part(i64 part) {
+    const i64 number = part / shape_.num_parts() % kNumChunks;
+    InWork& work = in_work_[number];
+    const i64 begin = part % shape_.num_parts() * shape_.part_rows;
+    move_rows(number, work, begin, std::min(work.count, begin + shape_.part_rows));
+    work.num_left.fetch_sub(1);
+  }
+
+  const LoadedKernels& kernels_;
+  Parts parts_;
+  Workers* workers_ = nullptr;       // of run()
+  std::atomic<i64> num_checked_{0};  // parts
+  std::atomic<bool> any_outside_{false};
+  // Of the block; written before its parts are published.
+  i64 first_check_ = 0;
+  i64 first_move_ = 0;
+  i64 block_end_ = 0;
+  PairList list_{};
+};
+
+// The SMs' share of the rows while nothing is known of such calls.
+constexpr double kShareOfSms = 0.4;
+// They get this much of their share of what is left at a time, so that they do not end last.
+constexpr double kAtOnce = 0.85;
+constexpr i64 kMinRowsOfSms = 4096;
+// Threads have that many chunks: one that ends, and the next.
+constexpr i64 kChunksInHand = 2;
+
+// Asks for a row that a thread will copy soon.
+void prefetch_row(const char* row, i64 row_bytes) {
+  constexpr i64 kMostBytes = 1024;  // the processor sees by itself what follows
+  for (i64 at = 0; at < std::min(row_bytes, kMostBytes); at += 64) __builtin_prefetch(row + at);
+}
+
+class GatherByCpu : public ChunkWork {
+ public:
+  GatherByCpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
+              const LoadedKernels& kernels, const Lists& lists, bool with_sms, i64 num_threads)
+      : ChunkWork(scope, args, kernels, num_threads),
+        table_(table),
+        lists_(lists),
+        with_sms_(with_sms),
+        traffic_{args.row_bytes, args.span_bytes >> 30, 64 - __builtin_clzll(args.params.num_pairs),
+                 num_threads, args.num_sms.value_or(0)} {}
+
+ private:
+  void start_block(i64 count) override {
+    front_ = 0;
+    back_ = count;
+    num_fetches_ = rows_of_sms_ = rows_sent_ = num_handed_ = num_sent_ = 0;
+    sms_are_busy_ = false;
+    // Threads go on to rows at once: nothing is sent while pairs are being checked.
+    while (hand_out()) {
+    }
+    if (with_sms_) {
+      on_device_ = allocate_bytes(pairs_.bytes(count), args_.device);
+    }
+  }
+
+  bool is_block_done() const override { return front_ == back_ && num_sent_ == num_handed_; }
+  bool step() override { return feed_sms() || hand_out() || send(); }
+
+  void finish_block(i64 count) override {
+    learn_share(count);
+    staging_.uploads.mark(scope_.stream());
+  }
+
+  void finish() override {
+    record(staging_.end, staging_.places);
+    wait_for(scope_.stream(), staging_.end);
+  }
+
+  // Launches the next part of the rows that SMs fetch, once they have fetched the last.
+  bool feed_sms() {
+    if (!with_sms_ || front_ == back_ || !sms_are_free()) return false;
+    const i64 left = back_ - front_;
+    const i64 count = static_cast<i64>(kAtOnce * share_of_sms() * double(left));
+    if (count < (num_fetches_ > 0 ? kMinRowsOfSms : 1)) return false;
+    fetch(count);
+    return true;
+  }
+
+  void fetch(i64 count) {
+    PairCall call = args_;
+    const i64 at = pairs_.bytes(front_);
+    char* list = static_cast<char*>(pairs_.data) + at;
+    if (num_fetches_ == 0) {
+      char* const copied = static_cast<char*>(on_device_.data_ptr()) + at;
+      copy_to_device(copied, list, pairs_.bytes(count), scope_.stream());
+      list = copied;
+    }
+    // Later ones are read where they are: their copy would wait for whole chunks in the copy
+    // engine, which costs 15 threads 2 to 6 %.
+    call.params.pairs = list;
+    call.params.num_pairs = count;
+    call.index_bytes = pairs_.index_bytes;
+    launch_pairs(scope_, call, table_, lists_);
+    record(staging_.fetched, scope_.stream());
+    sms_are_busy_ = true;
+    ++num_fetches_;
+    front_ += count;
+    rows_of_sms_ += count;
+  }
+
+  bool sms_are_free() {
+    if (sms_are_busy_) sms_are_busy_ = !is_done(staging_.fetched);
+    return !sms_are_busy_;
+  }
+
+  // As measured in this call, or in the last one of its kind.
+  double share_of_sms() const {
+    if (rows_of_sms_ > 0 && rows_sent_ > 0) {
+      return double(rows_of_sms_) / double(rows_of_sms_ + rows_sent_);
+    }
+    const auto known = staging_.sms_shares.find(traffic_);
+    return known == staging_.sms_shares.end() ? kShareOfSms : known->second;
+  }
+
+  void learn_share(i64 count) {
+    if (num_fetches_ == 0 || rows_sent_ == 0) return;
+    double share = double(rows_of_sms_) / double(count);
+    if (!sms_are_free()) {
+      share *= 0.9;  // it was too large
+    } else if (num_fetches_ == 1) {
+      share *= 1.05 / kAtOnce;  // it was too small: nothing was left for a second fetch
+    }
+    staging_.sms_shares[traffic_] = std::clamp(share, 0.05, 0.95);
+  }
+
+  // Gives the next chunk to the threads, if they run out of work and one is free.
+  bool hand_out() {
+    if (front_ == back_ || num_handed_ - num_sent_ == kNumChunks) return false;
+    i64 in_hand = 0;
+    for (const InWork& work : in_work_) in_hand += work.num_left != 0;
+    if (in_hand >= kChunksInHand) return false;
+    const i64 number = num_handed_ % kNumChunks;
+    if (!is_done(chunks_[number].done)) return false;
+    // The first chunks are small: the link waits for them. Beside SMs, which keep it busy, all are,
+    // and the last ones smaller still, so that both ways end at about the same time.
+    i64 most = shape_.chunk_rows >> std::max<i64>(0, 2 - num_handed_);
+    if (with_sms_) {
+      const i64 at_once = num_threads_ * shape_.part_rows;
+      most = std::min(most, std::max(2 * at_once, std::min(4 * at_once, (back_ - front_) / 4)));
+    }
+    const i64 count = std::min(std::max(most, shape_.part_rows), back_ - front_);
+    back_ -= count;
+    give(in_work_[number], back_, count);
+    publish_moves(++num_handed_ * shape_.num_parts());
+    return true;
+  }
+
+  // Sends the oldest chunk on its way, if it is full.
+  bool send() {
+    if (num_sent_ == num_handed_) return false;
+    const i64 number = num_sent_ % kNumChunks;
+    const InWork& work = in_work_[number];
+    if (work.num_left.load() != 0) return false;
+    const Chunk& chunk = chunks_[number];
+    copy_to_device(chunk.device, chunk.host, shape_.bytes(work.count), staging_.copies);
+    record(chunk.copied, staging_.copies);
+    wait_for(staging_.places, chunk.copied);
+    copy_on_device(chunk, work.count);
+    record(chunk.done, staging_.places);
+    rows_sent_ += work.count;
+    ++num_sent_;
+    return true;
+  }
+
+  void move_rows(i64 number, const InWork& work, i64 begin, i64 end) override {
+    args_.pairs.with_index(
+        [&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });
+  }
+
+  // Rows [begin, end) of a chunk, whose pairs may be unchecked as yet.
+  template <class IndexAt>
+  void stage_rows(const IndexAt index_at, i64 number, const InWork& work, i64 begin, i64 end) {
+    char* const base = chunks_[number].host;
+    char* const rows = base + shape_.rows_at(work.count);
+    const PairList placed{base, shape_.index_bytes};
+    const PairList slots{base + shape_.slot_rows_at(work.count), shape_.index_bytes};
+    const PairCopyParams& p = args_.params;
+    const i64 row_bytes = args_.row_bytes;
+    const auto source = [&](const Pair& pair) {
+      return args_.src.data + pair.src_row * p.src_stride_bytes;
+    };
+    const i64 first = block_begin_ + work.first;
+    for (i64 i = begin; i < end; ++i) {
+      if (i + kStagedRowsAhead < end) {
+        const Pair later(index_at, first + i + kStagedRowsAhead);
+        if (later.is_inside(p)) prefetch_row(source(later), row_bytes);
+      }
+      const Pair pair(index_at, first + i);
+      const bool inside = pair.is_inside(p);
+      placed.set(i, inside ? i : -1, pair.dst_row);
+      if (shape_.has_slot_map) slots.set_item(i, pair.src_row);
+      if (inside) stream_row(rows + i * row_bytes, source(pair), row_bytes);
+    }
+    end_stream();
+  }
+
+  KernelTable& table_;
+  const Lists lists_;
+  const bool with_sms_;
+  const Staging::Traffic traffic_;
+
+  // Of the block: SMs take pairs from its front, the CPU from its back.
+  tvm::ffi::Tensor on_device_;
+  i64 front_ = 0;
+  i64 back_ = 0;
+  i64 num_fetches_ = 0;
+  i64 rows_of_sms_ = 0;
+  i64 rows_sent_ = 0;
+  i64 num_handed_ = 0;  // chunks
+  i64 num_sent_ = 0;
+  bool sms_are_busy_ = false;
+};
+
+class ScatterByCpu : public ChunkWork {
+ public:
+  using ChunkWork::ChunkWork;
+
+ private:
+  void start_block(i64 count) override {
+    num_pairs_ = count;
+    front_ = num_sent_ = num_arrived_ = num_done_ = 0;
+  }
+
+  bool is_block_done() const override { return front_ == num_pairs_ && num_done_ == num_sent_; }
+  bool step() override { return send() || take_in() || free_chunk(); }
+
+  // Sends for the next rows, if a chunk is free.
+  bool send() {
+    if (front_ == num_pairs_ || num_sent_ - num_done_ == kNumChunks) return false;
+    const i64 number = num_sent_ % kNumChunks;
+    const Chunk& chunk = chunks_[number];
+    if (!is_done(chunk.done)) return false;  // a gather's rows may still be on their way
+    InWork& work = in_work_[number];
+    give(work, front_, std::min(shape_.chunk_rows, num_pairs_ - front_));
+    const PairList taken{chunk.host, shape_.index_bytes};
+    for (i64 i = 0; i < work.count; ++i) taken.set(i, pairs_.at(work.first + i).src_row, i);
+    copy_to_device(chunk.device, chunk.host, shape_.slot_rows_at(work.count), staging_.places);
+    copy_on_device(chunk, work.count);
+    record(chunk.copied, staging_.places);
+    wait_for(staging_.copies, chunk.copied);
+    const i64 at = shape_.rows_at(work.count);
+    copy_to_host(chunk.host + at, chunk.device + at, work.count * args_.row_bytes, staging_.copies);
+    record(chunk.done, staging_.copies);
+    front_ += work.count;
+    ++num_sent_;
+    return true;
+  }
+
+  // Gives the oldest chunk to the threads, once it has arrived.
+  bool take_in() {
+    if (num_arrived_ == num_sent_ || !is_done(chunks_[num_arrived_ % kNumChunks].done)) {
+      return false;
+    }
+    publish_moves(++num_arrived_ * shape_.num_parts());
+    return true;
+  }
+
+  // Frees the oldest chunk, once its rows are in their places.
+  bool free_chunk() {
+    if (num_done_ == num_arrived_ || in_work_[num_done_ % kNumChunks].num_left != 0) return false;
+    ++num_done_;
+    return true;
+  }
+
+  void move_rows(i64 number, const InWork& work, i64 begin, i64 end) override {
+    const char* const rows = chunks_[number].host + shape_.rows_at(work.count);
+    const i64 row_bytes = args_.row_bytes;
+    const auto target = [&](i64 i) -> char* {
+      const Pair pair = pairs_.at(work.first + i);
+      if (pair.is_padding()) return nullptr;
+      return args_.dst.data + pair.dst_row * args_.dst.stride_bytes;
+    };
+    for (i64 i = begin; i < end; ++i) {
+      // Lines that a row shares with its neighbours have to be read.
+      char* const later = i + kStagedRowsAhead < end ? target(i + kStagedRowsAhead) : nullptr;
+      if (later != nullptr) {
+        __builtin_prefetch(later, 1);
+        __builtin_prefetch(later + row_bytes - 1, 1);
+      }
+      if (char* const row = target(i)) stream_row(row, rows + i * row_bytes, row_bytes);
+    }
+    end_stream();
+  }
+
+  // Of the block.
+  i64 num_pairs_ = 0;
+  i64 front_ = 0;  // pairs that were sent for
+  i64 num_sent_ = 0;
+  i64 num_arrived_ = 0;
+  i64 num_done_ = 0;
+};
 
 }  // namespace
 
-Way way_arg(AnyView method, AnyView num_threads, const PairArgs& args, bool reuse_resident) {
-  const char* op = args.src.op;
-  const Way way{method_arg(op, method, args.host_side), num_threads_arg(op, num_threads)};
-  if (way.method != Method::kCpu && way.method != Method::kBoth) return way;
-  const std::string came = way.method == Method::kCpu ? "\"cpu\"" : "\"both\"";
-  if (args.pairs.on_cuda()) {
-    raise_value_error(op, "method", came + " with pairs on " + args.pairs.device_name(),
-                      "pairs on the CPU, whose cores read them, or \"sm\"");
-  }
-  if (reuse_resident) {
-    raise_value_error(op, "method", came + " with reuse_resident",
-                      "\"sm\": the slot map is on the GPU");
-  }
-  return way;
+int narrow_index_bytes(const PairArgs& args) {
+  const i64 most = std::max(args.src.num_rows, args.dst.num_rows);
+  return most <= std::numeric_limits<int32_t>::max() ? 4 : 8;
 }
 
-void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists,
-               const Way& way) {
-  const bool of_host = !args.pairs.on_cuda();
-  i64 num_threads = way.num_threads;
-  if (of_host && num_threads == 0) num_threads = default_threads();
-  Method method = way.method;
-  if (method == Method::kAuto) {
-    args.max_sms = kMaxSmsBeside;
-    method = of_host ? fastest(args, lists, num_threads) : Method::kSms;
-  }
-  if (method != Method::kCpu) args.map_host_rows();
-  if (args.empty()) return;
-  if (!of_host) return launch_pairs(scope, args, table, lists);
+bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 begin, i64 end) {
+  bool any_outside = false;
+  args.pairs.with_index([&](const auto index_at) {
+    for (i64 i = begin; i < end; ++i) {
+      const Pair pair(index_at, i);
+      const bool inside = pair.is_inside(args.params);
+      any_outside |= !inside && !pair.is_padding();
+      if (list.data == nullptr) continue;
+      list.set(i - list_begin, inside ? pair.src_row : -1, inside ? pair.dst_row : -1);
+    }
+  });
+  return any_outside;
+}
 
-  require_no_capture(scope, args);
-  const RelaxedCapture relaxed;
-  if (method == Method::kSms) {
-    return launch_pairs_of_host(scope, args, table, lists, num_threads);
-  }
-  if (args.host_side == kHostTarget) return scatter_by_cpu(scope, args, table, num_threads);
-  gather_by_cpu(scope, args, table, lists, method == Method::kBoth, num_threads);
+void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
+                   const Lists& lists, bool with_sms, i64 num_threads) {
+  PairCall call = args;
+  call.index_bytes = narrow_index_bytes(args);
+  if (with_sms) find_pair_kernels(scope, call, table, lists, true);
+  const LoadedKernels& kernels = chunk_kernels(scope, args, table);
+  GatherByCpu(scope, args, table, kernels, lists, with_sms, num_threads).run();
+}
+
+void scatter_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
+                    i64 num_threads) {
+  ScatterByCpu(scope, args, chunk_kernels(scope, args, table), num_threads).run();
 }
 
 }  // namespace jitkern

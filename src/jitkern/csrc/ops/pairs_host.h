@@ -1,17 +1,86 @@
-// What the ops on pairs of rows (h2d_gather, d2h_scatter) share on the host: checks of their
-// arguments, the CPU implementation, and the launches of a pair copy.
+// What the ops between host and device memory share: the order of the host's memory, checks, the
+// CPU implementation, launches.
 #pragma once
 
-#include <jitkern/launch.h>
-
 #include <limits>
-#include <optional>
+#include <utility>
+#include <vector>
 
-#include "pair_lists.h"
+#include "common.h"
 #include "pairs.h"
-#include "regions_host.h"
 
 namespace jitkern {
+
+// -- order of the host's memory -------------------------------------------------------------------
+
+// What a call moves over the link.
+struct HostTraffic {
+  int ordinal;  // of the GPU, -1: none
+  i64 num_rows;
+  i64 row_bytes;
+  i64 span_bytes;  // of the host's rows, first to last; below 1 (none, or backwards): no order
+};
+
+// Whether the order pays: for many short rows of more memory than the link's translation reaches.
+bool is_worth_ordering(const HostTraffic& traffic);
+
+// Whether a call moves its rows in the order of the host's memory: "host" yes, "given" no, "auto"
+// or None if it pays.
+bool order_arg(const char* op, AnyView order, const HostTraffic& traffic);
+
+// Bytes that a sorted call has in flight by default, at least `unsorted`, those of another call.
+i64 ordered_bytes_in_flight(const HostTraffic& traffic, i64 unsorted);
+
+// Entry points of a module that sorts: see load_sort() in ops/pairs.py.
+enum SortEntry : int { kListEntry, kScanEntry, kPlaceEntry };
+KernelTable sort_kernels(const char* name, std::vector<const char*> names);
+
+// The regions of a span of host memory, without memory of their own.
+Regions cut_regions(i64 span_bytes, u32 num_kinds = 1);
+
+// The least power of two of at least 2 * num_pairs: places of a table of source rows.
+i64 table_size_for(i64 num_pairs);
+
+// Launches a kernel with a thread for each row.
+template <class Params>
+void launch_list(const LaunchScope& scope, const Kernel& kernel, i64 num_rows,
+                 const Params& params) {
+  scope.launch(kernel, ceil_div(num_rows, kernel.num_threads), params);
+}
+
+// Numbers the rows of each region, sums up the regions, places the rows.
+template <class Params>
+void launch_sort(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
+                 const Params& params) {
+  launch_list(scope, kernels.entries[kListEntry], num_rows, params);
+  scope.launch(kernels.entries[kScanEntry], 1, params.regions);
+  launch_list(scope, kernels.entries[kPlaceEntry], num_rows, params);
+}
+
+// Scratch memory of a call, in pieces of whole 16 bytes.
+class Scratch {
+ public:
+  // Points `pointer` to the next piece once there is memory; leaves it alone for 0 bytes.
+  template <class T>
+  void add(T*& pointer, i64 bytes) {
+    if (bytes > 0) pieces_.emplace_back(reinterpret_cast<void**>(&pointer), bytes_);
+    bytes_ += ceil_div(bytes, 16) * 16;
+  }
+  // Of the pieces so far.
+  i64 bytes() const { return bytes_; }
+  // From torch's caching allocator.
+  tvm::ffi::Tensor allocate_on(DLDevice device) const {
+    const auto memory = allocate_bytes(bytes_, device);
+    for (const auto& [pointer, at] : pieces_) *pointer = static_cast<char*>(memory.data_ptr()) + at;
+    return memory;
+  }
+
+ private:
+  std::vector<std::pair<void**, i64>> pieces_;
+  i64 bytes_ = 0;
+};
+
+// -- pairs ---------------------------------------------------------------------------------------
 
 // A pair, read once.
 struct Pair {
@@ -29,13 +98,37 @@ struct Pair {
   }
 };
 
+// Pairs of the narrowest type that holds the numbers of their rows.
+struct PairList {
+  void* data;
+  int index_bytes;
+
+  static i64 bytes(i64 count, int index_bytes) { return 2 * count * index_bytes; }
+  i64 bytes(i64 count) const { return bytes(count, index_bytes); }
+  Pair at(i64 i) const { return Pair(item(2 * i), item(2 * i + 1)); }
+  void set(i64 i, i64 src_row, i64 dst_row) const {
+    set_item(2 * i, src_row);
+    set_item(2 * i + 1, dst_row);
+  }
+  i64 item(i64 i) const {
+    return index_bytes == 4 ? i64(static_cast<int32_t*>(data)[i]) : static_cast<int64_t*>(data)[i];
+  }
+  void set_item(i64 i, i64 value) const {
+    if (index_bytes == 4) {
+      static_cast<int32_t*>(data)[i] = static_cast<int32_t>(value);
+    } else {
+      static_cast<int64_t*>(data)[i] = value;
+    }
+  }
+};
+
 // SMs that keep the link busy where vectors are narrow.
 constexpr i64 kMaxSms = 8;
 // SMs of a call that may run beside a model. Of 656-byte rows 2 SMs move 20 GB/s at 1.06 of a
 // decode step, 4 move 28 at 1.10 (H200, batch 1).
 constexpr i64 kMaxSmsBeside = 2;
 
-// What the launches of a copy between host and device memory are made from.
+// A copy between host and device memory.
 struct PairCall {
   PairCopyParams params{};
   HostSide host_side = kHostSource;
@@ -69,11 +162,10 @@ struct PairArgs : PairCall {
 
   // On CPU tensors: raises IndexError before anything is written, else copies.
   void run_on_cpu() const;
-  // What every copied pair means for the slot map, if there is one. On CPU tensors.
+  // Writes every copied pair to the slot map, if there is one. On CPU tensors.
   void update_slot_map() const;
 
-  // Replaces the host side's address by the one that the GPU uses. ValueError with the cure where
-  // that memory is not pinned.
+  // Replaces the host side's address by the GPU's. ValueError if that memory is not pinned.
   void map_host_rows();
 
   Rows src;
@@ -82,7 +174,7 @@ struct PairArgs : PairCall {
   std::optional<Indices> slot_map;
 };
 
-// What a call's pairs are sorted by, in front of its copy.
+// How the pairs of a large call are sorted before its copy.
 struct Lists {
   bool search;          // each source row is brought once, repeats are copied in device memory
   bool reuse_resident;  // so are rows that the slot map knows
@@ -90,30 +182,20 @@ struct Lists {
   FaultSite slot_map_site{};
 };
 
-// How many SMs a caller allows, or none. TypeError or ValueError on anything else.
-std::optional<i64> num_sms_arg(const char* op, AnyView value);
-
-// ValueError unless `host` is in host memory. It names the right `order` of the arguments if the two
-// are swapped.
-void require_host_memory(const Rows& host, const Rows& device, const char* order);
-
-// The kernels of `op`, each a PairCopy and what else its Python names.
+// The kernels of `op`: a PairCopy first.
 KernelTable pair_kernels(const char* op);
 
 // Whether a call is so short that it may be spread over the GPU.
 bool is_small_call(const PairCall& call);
 
-// Whether lanes may start at the rows: those begin where lines do, or each lies inside of one.
-// `host_bits` are those of their address and stride.
+// Whether every host row starts on a line, or lies inside one. `host_bits`: address and stride.
 bool is_line_aligned(u64 host_bits, i64 row_bytes);
 
-// The specialisation for these rows, once they are mapped; `more_bits` are those of the addresses
-// that rows are written to besides.
+// The specialisation for mapped rows; `more_bits`: of further addresses that rows are written to.
 Spec pair_spec(const PairCall& call, bool large, u64 more_bits = 0);
 
-// What a large call has on its way by default. Rows of 656 bytes have 128 KiB in flight per SM: 2
-// SMs saturate an idle bus, but beside a GEMM, where lines take longer to come, they move 33 GB/s
-// and 3 SMs 47.
+// In flight in a large call by default. An SM has 128 KiB of 656-byte rows: 2 SMs saturate an idle
+// bus, but beside a GEMM they move 33 GB/s and 3 SMs 47.
 constexpr i64 kBytesInFlight = 320 << 10;
 
 // SMs that have so many bytes in flight, at most kMaxSms.
@@ -123,51 +205,72 @@ i64 num_sms_for(const LoadedKernels& kernels, i64 bytes_in_flight);
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
                     i64 num_sms);
 
-// Launches the first of `kernels`: for a small call over the whole GPU, for a large one on as many
-// blocks as the caller says, or as have `bytes_in_flight`. `params` are those of the call, or
-// another list of its pairs.
+// Launches the first of `kernels`: a small call over the whole GPU, a large one on as many blocks
+// as the caller says, or as have `bytes_in_flight`. `params`: the call's, or another list of its
+// pairs.
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight);
 
-// The kernels that make the lists of a call; loaded, or refused, before it launches anything.
+// The kernels that make the lists of a call: load them before it launches anything.
 const LoadedKernels& list_kernels(const Device& device, const PairCall& call);
-
-// Lists on their way, which a copy reads on the same stream.
-struct MadeLists {
-  tvm::ffi::Tensor memory;
-  Lists lists;
-  u32* last_entries;
-  const void* fetches;
-  const void* copies;
-  const void* copied_rows;
-};
 
 constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
 
-// The lists of a large call that are to be made, and their scratch memory.
-struct ListsToMake {
-  MadeLists made;
+// The lists of a large call, and their scratch memory.
+struct MadeLists {
+  tvm::ffi::Tensor memory;
+  Lists lists;
   ListParams params;
-  i64 ones_bytes;  // which the memory begins with
+  i64 ones_bytes;  // that the memory begins with
 };
 
-// Takes the memory from torch's caching allocator, which may have none: before the call launches
-// what writes.
-ListsToMake allocate_lists(const PairCall& call, const Lists& lists);
+// Takes the memory from torch's caching allocator: before the call launches what writes.
+MadeLists allocate_lists(const PairCall& call, const Lists& lists);
 
-// Sorts the pairs of the call into the lists.
-const MadeLists& make_lists(const LaunchScope& scope, const PairCall& call,
-                            const ListsToMake& lists);
-
+// Sorts the pairs of the call into the lists, and copies what they ask for.
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                    const MadeLists& made);
 
-// Has the kernels of a call found, or compiled; also those of parts of it, of any size.
+// Loads the kernels of a call, with `in_parts` also those of parts of it.
 void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,
                        const Lists& lists, bool in_parts = false);
 
 // Launches a call: one copy of its pairs, or by its lists.
 void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
                   const Lists& lists);
+
+// How rows move: over the link by SMs, by the CPU's cores through pinned chunks, or part of them
+// each way at once. kAuto: the fastest.
+enum class Method : int { kAuto, kSms, kCpu, kBoth };
+
+struct Way {
+  Method method = Method::kAuto;
+  i64 num_threads = 0;  // of the CPU, the caller's included; 0: as many as torch
+};
+
+// TypeError or ValueError if an argument is wrong, or the call cannot go that way.
+Way way_arg(AnyView method, AnyView num_threads, const PairArgs& args, bool reuse_resident = false);
+
+// Runs a call on a GPU: launches it, or has the CPU take part.
+void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists,
+               const Way& way);
+
+// -- pairs in host memory, by the CPU's threads ---------------------------------------------------
+
+// The bytes of an index that holds the call's row numbers.
+int narrow_index_bytes(const PairArgs& args);
+
+// Checks pairs [begin, end), and copies them to `list` if it has memory, which begins with pair
+// `list_begin`; pairs out of range become padding. Whether there are any of these.
+bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 begin, i64 end);
+
+// Copy all pairs of the call; the host's memory is mapped if SMs take part. Both raise IndexError
+// before anything is queued; if `args.pairs` changes meanwhile, no other memory is touched. The
+// gather returns once the CPU has read its host rows and the rest is queued on the scope's stream,
+// the scatter once all rows are written.
+void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
+                   const Lists& lists, bool with_sms, i64 num_threads);
+void scatter_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
+                    i64 num_threads);
 
 }  // namespace jitkern

@@ -40,8 +40,8 @@ struct Table {
     rows.apart_from(cache);
   }
 
-  // ValueError where a row of the cache may be a page of slots. It is not taken as one: pages of
-  // [heads, slots, dim] have the same shape where there are as many heads as slots.
+  // ValueError if a row of the cache may be a page of slots. It is not taken as one: pages of
+  // [heads, slots, dim] have the same shape if there are as many heads as slots.
   void refuse_pages() const {
     const DLTensor& dl = *cache.dl;
     if (dl.ndim < 3 || dl.shape[1] * rows.row_bytes != cache.row_bytes) return;
@@ -66,8 +66,7 @@ void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes
   if (row_bytes == 0) return;
   indices.check_below(p.num_slots);
   indices.with_index([&](const auto index_at) {
-    // Several take turns, so that an index comes from memory once: of K and V row 2 i is of K, row
-    // 2 i + 1 of V.
+    // K and V take turns, so that an index comes from memory once: row 2 i is of K, 2 i + 1 of V.
     const auto copy_in_turn = [&](const auto count, const StoreParams::Copy* copies, i64 bytes) {
       copy_rows<kRandomTargets>(
           count * p.num_rows, bytes, count * p.num_slots * bytes,
@@ -105,8 +104,8 @@ void launch_two_sizes(KernelTable& table, const LaunchScope& scope, const Spec& 
   scope.launch(kernel, blocks(first) + blocks(kernels.shape), params);
 }
 
-// `v` is none where there is one cache. Of a call that PyTorch took apart, the second half leaves
-// what earlier calls have left, and what the first half finds meanwhile, to the call behind it.
+// `v`: none for a single cache. The second half of a call that PyTorch took apart leaves earlier
+// faults to the next call.
 enum class Half { kNone, kSecond };
 void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices_arg,
                   Half half = Half::kNone) {
@@ -130,7 +129,7 @@ void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices
     v->rows.apart_from(k.cache);
   }
 
-  // Those of shorter rows come first; of no bytes they are left out.
+  // Shorter rows come first; rows of 0 bytes are left out.
   const Table* first = &k;
   const Table* last = v ? &*v : &k;
   if (last->cache.row_bytes < first->cache.row_bytes) std::swap(first, last);
@@ -174,7 +173,7 @@ void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyVie
   store_tables(k, v, indices_arg);
 }
 
-// A single cache, which messages call v_cache: the other half of a call that PyTorch took apart.
+// The other half of a call that PyTorch took apart; messages name v_cache.
 void store_v(AnyView v_cache_arg, AnyView indices_arg, AnyView v_arg) {
   store_tables(Table("v_cache", v_cache_arg, "v", v_arg), std::nullopt, indices_arg, Half::kSecond);
 }

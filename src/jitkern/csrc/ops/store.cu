@@ -16,8 +16,8 @@ struct StoreKernel {
   static constexpr int kNumThreads = kThreads;
   static constexpr int kMinBlocks = kMaxOccupancy;
 
-  // Rows of two sizes need blocks of two numbers, so they lie in one dimension behind each other:
-  // in two, empty blocks of the shorter ones cost 20 % of a large call.
+  // Rows of two sizes need different numbers of blocks, so these lie in one dimension: in two,
+  // empty blocks cost 20 % of a large call.
   static __device__ void run(const Params& p) {
     if constexpr (kFirstRowBytes == kRowBytes) {
       copy_rows<kRowBytes>(p, p.copies[blockIdx.y], 0);

@@ -1,13 +1,13 @@
 // swap_rows on the host: checks, CPU implementation, launch.
 #include <algorithm>
 #include <string>
-#include <utility>
+#include <unordered_map>
 #include <vector>
 
 #include "host/cpu_copy.h"
 #include "host/pinned.h"
 #include "host/tuning.h"
-#include "swap_host.h"
+#include "pairs_host.h"
 
 namespace jitkern {
 
@@ -35,10 +35,7 @@ struct SwapArgs {
     require_host_memory(host, gpu, "(host, device, triples)");
     host.same_dtype(gpu);
     triples.same_device(gpu);
-    if (triples.dl->ndim < 1 || triples.dl->shape[triples.dl->ndim - 1] != 3) {
-      triples.value_error("shape " + triples.shape_text(),
-                          "shape [..., 3] of (host row to fetch, slot, host row to write back to)");
-    }
+    require_last_dim(triples, 3, "host row to fetch, slot, host row to write back to");
     host.same_row_bytes(gpu);
     host.distinct_rows();
     gpu.distinct_rows();
@@ -49,6 +46,7 @@ struct SwapArgs {
 
   i64 num_triples() const { return triples.count / 3; }
   i64 bytes() const { return gpu.row_bytes * num_triples(); }
+  i64 max_sms() const { return num_sms.value_or(kMaxSmsBeside); }  // of a large call
   HostTraffic traffic() const {
     return {gpu.ordinal(), num_triples(), gpu.row_bytes, host.num_rows * host.stride_bytes};
   }
@@ -63,8 +61,8 @@ struct Triple {
   i64 position;
 };
 
-// Every triple but padding, each number read once: another thread may write them during the call.
-// IndexError for the first that is out of range.
+// Every triple but padding, each number read once, as another thread may write them. IndexError for
+// the first that is out of range.
 std::vector<Triple> read_triples(const SwapArgs& args) {
   std::vector<Triple> read;
   read.reserve(args.num_triples());
@@ -84,42 +82,27 @@ std::vector<Triple> read_triples(const SwapArgs& args) {
   return read;
 }
 
-// A row, and the position of the triple that names it.
-using Use = std::pair<i64, i64>;
-
-// Sorted by row. ValueError where two triples name one: for the first that names it again.
-std::vector<Use> distinct_uses(std::vector<Use> uses, const char* arg, const char* expected) {
-  std::sort(uses.begin(), uses.end());
-  const Use* again = nullptr;
-  for (size_t i = 1; i < uses.size(); ++i) {
-    const bool repeats = uses[i].first == uses[i - 1].first;
-    if (repeats && (again == nullptr || uses[i].second < again->second)) again = &uses[i];
-  }
-  if (again != nullptr) {
-    raise_value_error(kOp, arg,
-                      std::to_string(again->first) + " at positions " +
-                          std::to_string(again[-1].second) + " and " +
-                          std::to_string(again->second),
-                      std::string(expected) + "; nothing was written");
-  }
-  return uses;
-}
-
-// ValueError where what ends up in a row would depend on which triple comes first.
+// ValueError if the result would depend on the order of the triples: for the first that repeats a
+// slot or a row to write back to, or fetches a row that another one writes.
 void check_order_free(const std::vector<Triple>& triples) {
-  std::vector<Use> uses;
-  for (const Triple& triple : triples) uses.emplace_back(triple.slot, triple.position);
-  distinct_uses(std::move(uses), kSlotArg, "distinct slots");
-  uses.clear();
+  using Positions = std::unordered_map<i64, i64>;  // of the triples that name a row
+  const auto add = [](Positions& named, i64 row, i64 position, const char* arg, const char* what) {
+    const auto [first, is_new] = named.emplace(row, position);
+    if (is_new) return;
+    raise_value_error(kOp, arg,
+                      std::to_string(row) + " at positions " + std::to_string(first->second) +
+                          " and " + std::to_string(position),
+                      std::string("distinct ") + what + "; nothing was written");
+  };
+  Positions slots, written;
+  for (const Triple& triple : triples) add(slots, triple.slot, triple.position, kSlotArg, "slots");
   for (const Triple& triple : triples) {
-    if (triple.back >= 0) uses.emplace_back(triple.back, triple.position);
+    if (triple.back < 0) continue;
+    add(written, triple.back, triple.position, kBackArg, "rows to write back to");
   }
-  const std::vector<Use> written =
-      distinct_uses(std::move(uses), kBackArg, "distinct rows to write back to");
   for (const Triple& triple : triples) {
-    const auto found = std::lower_bound(written.begin(), written.end(), Use(triple.fetch, 0));
-    if (found == written.end() || found->first != triple.fetch) continue;
-    if (found->second == triple.position) continue;
+    const auto found = written.find(triple.fetch);
+    if (found == written.end() || found->second == triple.position) continue;
     raise_value_error(kOp, kFetchArg,
                       std::to_string(triple.fetch) + " at position " +
                           std::to_string(triple.position) + ", written back to at position " +
@@ -135,12 +118,12 @@ void swap_cpu(const SwapArgs& args) {
   if (args.bytes() == 0) return;
   std::vector<Triple> moves = read_triples(args);
   check_order_free(moves);
-  // What has one row to fetch and to write back to is exchanged in place.
-  const auto behind = std::partition(moves.begin(), moves.end(), [](const Triple& triple) {
+  // A triple that fetches the row that it writes back to is exchanged in place.
+  const auto first_exchange = std::partition(moves.begin(), moves.end(), [](const Triple& triple) {
     return triple.fetch < 0 || triple.fetch != triple.back;
   });
-  const std::vector<Triple> exchanges(behind, moves.end());
-  moves.erase(behind, moves.end());
+  const std::vector<Triple> exchanges(first_exchange, moves.end());
+  moves.erase(first_exchange, moves.end());
 
   const auto host_row = [&host](i64 row) { return host.data + row * host.stride_bytes; };
   const auto gpu_row = [&gpu](i64 slot) { return gpu.data + slot * gpu.stride_bytes; };
@@ -170,6 +153,74 @@ void swap_cpu(const SwapArgs& args) {
 
 // -- on a GPU ------------------------------------------------------------------------------------
 
+// Staging and lists of a part of a sorted call: 750,000 rows of 656 bytes, which lie as dense as it
+// pays.
+constexpr i64 kMaxScratchBytes = i64(512) << 20;
+
+// Entry points of the module of rows in order: see kernel() in ops/swap.py.
+enum Entry : int { kSwapStaged, kPlaceStaged };
+
+// One part of a sorted call: sorts its triples into moves, makes these, and takes what they fetched
+// from staging to its slots.
+void swap_part(const LaunchScope& scope, const SwapArgs& args, const LoadedKernels& kernels,
+               const LoadedKernels& sort, const SwapListParams& list, i64 ones_bytes) {
+  const i64 count = list.num_triples;
+  scope.fill_bytes(list.regions.last_ranks, 0xff, ones_bytes);
+  launch_sort(scope, sort, count, list);
+
+  SwapParams moves = list;
+  moves.triples = list.moves;
+  moves.last_batch = list.regions.last_entry + 1;
+  scope.launch(kernels.entries[kSwapStaged], num_copy_blocks(scope, kernels, count, args.max_sms()),
+               moves);
+
+  PairCopyParams places{};
+  places.dst = moves.gpu;
+  places.src = moves.staging;
+  places.dst_stride_bytes = moves.gpu_stride_bytes;
+  places.src_stride_bytes = args.gpu.row_bytes;
+  places.pairs = list.places;
+  places.num_pairs = places.num_src_rows = count;
+  places.num_dst_rows = moves.num_slots;
+  places.src_site = places.dst_site = moves.slot_site;
+  places.fault = moves.fault;
+  scope.launch(kernels.entries[kPlaceStaged], scope.device.num_sms, places);
+}
+
+// Swaps in the order of the host's memory, part by part. `kernels` are those of the call's rows.
+void swap_in_order(const LaunchScope& scope, const SwapArgs& args, const SwapParams& params,
+                   const LoadedKernels& kernels) {
+  const i64 index_bytes = args.triples.index_bytes;
+  const i64 row_bytes = args.gpu.row_bytes;
+  static KernelTable table = sort_kernels("swap_lists", {"index_bytes"});
+  const LoadedKernels& sort = table.find(scope.device, Spec(index_bytes));
+  const i64 count = params.num_triples;
+  const i64 triple_bytes = row_bytes + 5 * index_bytes + 8;
+  const i64 most = std::max(i64(1), kMaxScratchBytes / triple_bytes);
+  const i64 of_part = ceil_div(count, ceil_div(count, most));
+  // Memory of the largest part, once: a later part that found none would leave the call half made,
+  // and to make it again is to swap back what was swapped.
+  SwapListParams list{params};
+  list.regions = cut_regions(args.traffic().span_bytes, kNumMoveKinds);
+  constexpr i64 kRegionsBytes = 4 * i64(kNumMoveKinds) * kNumRegions;
+  Scratch scratch;
+  scratch.add(list.regions.last_ranks, kRegionsBytes);
+  scratch.add(list.regions.last_entry, 4 * 2);
+  scratch.add(list.moves, 3 * of_part * index_bytes);
+  scratch.add(list.places, 2 * of_part * index_bytes);
+  const i64 ones_bytes = scratch.bytes();
+  scratch.add(list.regions.starts, kRegionsBytes);
+  scratch.add(list.ranks, 4 * 2 * of_part);
+  scratch.add(list.staging, of_part * row_bytes);
+  const tvm::ffi::Tensor memory = scratch.allocate_on(args.gpu.dl->device);
+  for (i64 first = 0; first < count; first += of_part) {
+    list.triples = static_cast<const char*>(params.triples) + 3 * first * index_bytes;
+    list.first_position = first;
+    list.num_triples = std::min(of_part, count - first);
+    swap_part(scope, args, kernels, sort, list, ones_bytes);
+  }
+}
+
 GroupShape swap_shape(const Spec& spec, int in_flight, int splits) {
   const i64 window = window_bytes(spec[0], spec[1], spec[3] != 0);
   return group_shape(window, spec[1], swap_in_flight(window, spec[1], in_flight), splits);
@@ -183,12 +234,7 @@ void swap_rows(AnyView host_arg, AnyView device_arg, AnyView triples_arg, AnyVie
   const LaunchScope scope(args.gpu);
   char* const host = args.host.empty() ? args.host.data : mapped_rows(args.host);
   if (args.bytes() == 0) return;
-  SwapCall call{};
-  call.traffic = args.traffic();
-  call.index_bytes = args.triples.index_bytes;
-  call.device = args.gpu.dl->device;
-  call.num_sms = args.num_sms.value_or(kMaxSmsBeside);
-  SwapParams& params = call.params;
+  SwapParams params{};
   params.host = host;
   params.gpu = args.gpu.data;
   params.host_stride_bytes = args.host.stride_bytes;
@@ -205,15 +251,15 @@ void swap_rows(AnyView host_arg, AnyView device_arg, AnyView triples_arg, AnyVie
   const u64 gpu_bits = address(params.gpu) | static_cast<u64>(params.gpu_stride_bytes);
   const i64 row_bytes = args.gpu.row_bytes;
   const bool large =
-      in_order || args.num_sms || args.bytes() > figure(call.traffic.ordinal, kSmallCallBytes);
+      in_order || args.num_sms || args.bytes() > figure(args.gpu.ordinal(), kSmallCallBytes);
   const Spec spec(row_bytes, widest_vec(host_bits | gpu_bits | static_cast<u64>(row_bytes)),
-                  call.index_bytes, is_line_aligned(host_bits, row_bytes), large, in_order);
+                  args.triples.index_bytes, is_line_aligned(host_bits, row_bytes), large, in_order);
   static KernelTable table(
       kOp, {"row_bytes", "vec_bytes", "index_bytes", "line_aligned", "large", "in_order"},
       swap_shape);
   const LoadedKernels& kernels = table.find(scope.device, spec);
-  if (in_order) return swap_in_order(scope, call, kernels);
-  const i64 blocks = num_copy_blocks(scope, kernels, params.num_triples, call.num_sms);
+  if (in_order) return swap_in_order(scope, args, params, kernels);
+  const i64 blocks = num_copy_blocks(scope, kernels, params.num_triples, args.max_sms());
   scope.launch(kernels.entries[0], blocks, params);
 }
 

@@ -1,15 +1,13 @@
 // swap_rows on the device: a slot's old row goes to pinned host memory while its new one comes.
 // In a large pool the same kernel goes through the sorted moves, with a buffer for the new rows,
-// and PlaceStaged then takes these to their slots.
+// and H2DGather then takes these to their slots.
 //
-// Over PCIe both directions at once are worth twice one, if reads do not wait for writes: a lane
-// has the new vectors and the old ones of kInFlight chunks on their way before it stores the first.
-// Rows of 656 bytes, both directions together, on an H200 (PCIe Gen5) whose copy engines move 100.8
-// GB/s: two rows under way in a warp 76.0, one 68, four, which spill, 55; by cp.async 56; two
-// kernels one after the other 57.
-#include "batches.cuh"
+// Over PCIe both directions at once move twice as much, if reads do not wait for writes: a lane
+// loads the new and the old vectors of kInFlight chunks before it stores the first. Rows of 656
+// bytes, both directions together, on an H200 (copy engines 100.8 GB/s): two rows in flight in a
+// warp 76.0, one 68, four, which spill, 55; cp.async 56; two kernels one after the other 57.
 #include "pairs.cuh"
-#include "swap.cuh"
+#include "sort.cuh"
 
 namespace jitkern {
 
@@ -34,21 +32,18 @@ struct SwapRows {
   }
 
  private:
-  // A lead that puts every offset behind the row: nothing of it is copied.
-  static constexpr i32 kNoRow = -(1 << 30);
-  // Whether one warp has all of a row. Then each host row is begun at its own line, and what one
-  // lane reads of a slot another may overwrite; else every lane keeps to the same bytes. What is
-  // fetched into staging overwrites nothing.
+  // Whether one warp has all of a row. Then each host row starts at its own line, and a lane may
+  // overwrite what another reads of a slot; else every lane keeps to the same bytes. Staging
+  // overwrites nothing.
   static constexpr bool kOneWarp = !kLineAligned && Rows::kShape.splits == 1;
   static constexpr bool kOwnLeads = kOneWarp || kStaged;
 
-  // Bytes of a neighbour in front of a host row, in its first line.
+  // Bytes of a neighbour before a host row, in its first line.
   static __device__ i32 lead_of(const char* row) {
     return kLineAligned ? 0 : static_cast<i32>(reinterpret_cast<u64>(row) % kHostLineBytes);
   }
 
-  // For a call as it comes in equal shares, of which the next one's number needs no register while
-  // rows are in flight: with one it spills.
+  // An unsorted call has equal shares: a register for the next batch's number would spill.
   static __device__ void swap_batches(const Params& p) {
     if constexpr (kStaged) {
       for_batches<Rows>(p.num_triples, p.last_batch,
@@ -87,48 +82,20 @@ struct SwapRows {
     }
     Vec<kVecBytes> fetched[Rows::kRows][Rows::kChunks];
     Vec<kVecBytes> old[Rows::kRows][Rows::kChunks];
-#pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - fetch_lead[r];
-        if (offset >= 0 && offset < kRowBytes) {
-          fetched[r][c] = load_vec<kVecBytes>(source[r] + offset);
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - back_lead[r];
-        if (offset >= 0 && offset < kRowBytes) {
-          old[r][c] = load_vec<kVecBytes>(slot[r] + offset);
-        }
-      }
-    }
+    for_vectors<kRowBytes>(group, fetch_lead, [&](int r, int c, i32 offset) {
+      fetched[r][c] = load_vec<kVecBytes>(source[r] + offset);
+    });
+    for_vectors<kRowBytes>(group, back_lead, [&](int r, int c, i32 offset) {
+      old[r][c] = load_vec<kVecBytes>(slot[r] + offset);
+    });
     if constexpr (kOneWarp && !kStaged) __syncwarp();
-#pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - back_lead[r];
-        if (offset >= 0 && offset < kRowBytes) {
-          store_vec<kVecBytes>(target[r] + offset, old[r][c]);
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < Rows::kRows; ++r) {
+    for_vectors<kRowBytes>(group, back_lead, [&](int r, int c, i32 offset) {
+      store_vec<kVecBytes>(target[r] + offset, old[r][c]);
+    });
+    for_vectors<kRowBytes>(group, fetch_lead, [&](int r, int c, i32 offset) {
       char* const taker = kStaged ? p.staging + (group.first_row + r) * kRowBytes : slot[r];
-#pragma unroll
-      for (int c = 0; c < Rows::kChunks; ++c) {
-        const i32 offset = group.offset(c) - fetch_lead[r];
-        if (offset >= 0 && offset < kRowBytes) {
-          store_vec<kVecBytes>(taker + offset, fetched[r][c]);
-        }
-      }
-    }
+      store_vec<kVecBytes>(taker + offset, fetched[r][c]);
+    });
     if constexpr (kStaged) return;
     if (!group.reports()) return;
     // Read again (from L1): no register was kept for them while the rows were in flight.
@@ -139,11 +106,5 @@ struct SwapRows {
     }
   }
 };
-
-// Takes the rows of staging to their slots, in device memory.
-template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
-          bool kLineAligned, bool kLarge, int kInFlight>
-using PlaceStaged = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes,
-                             kLineAligned, kLarge, kInFlight, kHostSource>;
 
 }  // namespace jitkern

@@ -6,139 +6,115 @@
 
 namespace jitkern {
 
+#ifdef JITKERN_EMULATED
+
+template <class T>
+T load_fresh(const T* from) {
+  return emulate::load_system(from);
+}
+template <class T>
+T load_acquire(const T* from) {
+  return emulate::load_system(from);
+}
+template <class T>
+T load_control(const T* from) {
+  return emulate::load_system(from);
+}
+inline void store_fresh(uint4* to, const uint4& value) { emulate::store_system(to, value); }
+inline void store_release(u64* to, u64 value) { emulate::store_system(to, value); }
+inline void store_control(u64* to, u64 value) { emulate::store_system(to, value); }
+using emulate::claim;
+using emulate::nanoseconds;
+
+#else
+
 // Orders nothing: what else is loaded may be older or newer.
 __device__ inline uint4 load_fresh(const uint4* from) {
-#ifdef JITKERN_EMULATED
-  return emulate::load_system(from);
-#else
   uint4 value;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(__cvta_generic_to_global(from)));
   return value;
-#endif
 }
-
 __device__ inline u32 load_fresh(const u32* from) {
-#ifdef JITKERN_EMULATED
-  return emulate::load_system(from);
-#else
   u32 value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
                : "=r"(value)
                : "l"(__cvta_generic_to_global(from)));
   return value;
-#endif
 }
-
 __device__ inline u64 load_fresh(const u64* from) {
-#ifdef JITKERN_EMULATED
-  return emulate::load_system(from);
-#else
   u64 value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];"
                : "=l"(value)
                : "l"(__cvta_generic_to_global(from)));
   return value;
-#endif
 }
 
-// Seen by whoever loads it so. It orders nothing, and the words of a vector come in any order.
+// Seen by such loads. It orders nothing, and the words of a vector come in any order.
 __device__ inline void store_fresh(uint4* to, const uint4& value) {
-#ifdef JITKERN_EMULATED
-  emulate::store_system(to, value);
-#else
   asm volatile(
       "st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
       "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w));
-#endif
 }
 
-// What was written in front of the store that this sees is seen by all that this thread loads next.
+// All that was written before the store that this sees is seen by the loads after it.
 __device__ inline u64 load_acquire(const u64* from) {
-#ifdef JITKERN_EMULATED
-  return emulate::load_system(from);
-#else
   u64 value;
   asm volatile("ld.acquire.sys.global.b64 %0, [%1];"
                : "=l"(value)
                : "l"(__cvta_generic_to_global(from))
                : "memory");
   return value;
-#endif
 }
 
-// Whoever loads this value by an acquire sees all that this thread wrote, and what it had seen.
+// Who loads this value by an acquire sees all that this thread wrote, and what it had seen.
 __device__ inline void store_release(u64* to, u64 value) {
-#ifdef JITKERN_EMULATED
-  emulate::store_system(to, value);
-#else
   asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "l"(value)
                : "memory");
-#endif
 }
 
-// The same of memory that blocks of one GPU share.
+// The same for memory that blocks of one GPU share.
 __device__ inline u64 load_control(const u64* from) {
-#ifdef JITKERN_EMULATED
-  return emulate::load_system(from);
-#else
   u64 value;
   asm volatile("ld.acquire.gpu.global.b64 %0, [%1];"
                : "=l"(value)
                : "l"(__cvta_generic_to_global(from))
                : "memory");
   return value;
-#endif
 }
-
 __device__ inline u32 load_control(const u32* from) {
-#ifdef JITKERN_EMULATED
-  return emulate::load_system(from);
-#else
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
                : "=r"(value)
                : "l"(__cvta_generic_to_global(from))
                : "memory");
   return value;
-#endif
 }
-
 __device__ inline void store_control(u64* to, u64 value) {
-#ifdef JITKERN_EMULATED
-  emulate::store_system(to, value);
-#else
   asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "l"(value)
                : "memory");
-#endif
 }
 
 // Makes a word that is 0 another one; returns what it was. As an acquire, and as one that waits for
 // no earlier load, which a fence would do.
 __device__ inline u64 claim(u64* word, u64 value) {
-#ifdef JITKERN_EMULATED
-  return emulate::claim(word, value);
-#else
   u64 before;
   asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], 0, %2;"
                : "=l"(before)
                : "l"(__cvta_generic_to_global(word)), "l"(value)
                : "memory");
   return before;
-#endif
 }
 
 // Of a clock that all blocks read alike. It may stand still for a microsecond.
 __device__ inline u64 nanoseconds() {
-#ifdef JITKERN_EMULATED
-  return emulate::nanoseconds();
-#else
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
-#endif
 }
+
+#endif
 
 // Waits until that clock shows `due_ns`, and returns when the next turn is due: `pace_ns` later, or
 // at once if this one came too late. Lower halves of times, less than 2 s apart: a kernel that has

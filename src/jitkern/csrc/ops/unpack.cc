@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <string>
 
+#include "host/cpu_copy.h"
 #include "host/pinned.h"
-#include "host/staging.h"
 #include "unpack_host.h"
 
 namespace jitkern {
@@ -13,31 +13,27 @@ namespace {
 constexpr const char* kOp = "unpack";
 const DescriptorSites kSites(false);
 
-// Blocks of a copy over the link, whose loads keep it busy.
+// Blocks whose loads keep the link busy.
 constexpr i64 kLinkBlocks = 32;
-// Blocks of an SM that copy descriptors, beside one that deals what is left of long ones.
+// Blocks of an SM that copy descriptors, beside one that copies the rests of long ones.
 constexpr i64 kCopiersOfSm = 2;
 
-std::string name_of(bool in_ring, i64 position) {
-  const std::string number = std::to_string(in_ring ? position & 0xffffffff : position);
-  return " in descriptor " + number + (in_ring ? " of slot " + std::to_string(position >> 32) : "");
-}
-
+// What is wrong with a part of a descriptor of a call, or of a ring's slot.
 template <DescriptorPart kPart, bool kInRing>
 [[noreturn]] void raise_part(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                              const char* note) {
-  const std::string which = name_of(kInRing, position);
+  const std::string which =
+      " in descriptor " + (kInRing ? std::to_string(position & 0xffffffff) + " of slot " +
+                                         std::to_string(position >> 32)
+                                   : std::to_string(position));
   const std::string is = std::to_string(value);
-  const std::string limit = std::to_string(bound);
-  std::string text;
-  if (kPart == kLenPart || kPart == kCountPart) {
-    const bool is_negative = value < 0;
-    text = is + which + ", expected " + (is_negative ? "0 or more" : "at most " + limit);
-  } else if (value < 0) {
-    text = "bytes from " + is + " on" + which + ", expected from 0 on";
-  } else {
-    text = "bytes up to " + is + which + ", expected at most " + limit;
-  }
+  const std::string limit = "at most " + std::to_string(bound);
+  const bool is_negative = value < 0;
+  const std::string text = kPart == kLenPart || kPart == kCountPart
+                               ? is + which + ", expected " + (is_negative ? "0 or more" : limit)
+                           : is_negative
+                               ? "bytes from " + is + " on" + which + ", expected from 0 on"
+                               : "bytes up to " + is + which + ", expected " + limit;
   throw tvm::ffi::Error("IndexError", std::string(op) + ": " + arg + ": " + text + note, "");
 }
 
@@ -81,56 +77,31 @@ UnpackParams params_of(const UnpackCall& call) {
   UnpackParams params = call.params();
   params.descriptors = call.descriptors.data;
   params.num_descriptors = static_cast<u32>(call.num_descriptors);
-  if (call.count && call.count->on_cuda()) {
-    params.count = call.count->data;
-    params.count_bytes = call.count->index_bytes;
-  }
+  call.count.give_to(params);
   kSites.give_to(params);
   return params;
 }
 
 KernelTable& kernels() {
-  // Of a descriptor a warp copies so many segments itself.
+  // `own`: segments of a descriptor that one warp copies itself.
   static KernelTable table(kOp, {"descriptor_format"}, [](const Spec&, int in_flight, int own) {
     return GroupShape{32, in_flight, own, 1};
   });
   return table;
 }
 
-// A replay would copy what the pinned memory holds by then.
-void require_no_capture(const LaunchScope& scope, const UnpackCall& call) {
-  int status = 0;
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
-  if (status == 0) return;
-  call.descriptors.value_error("device cpu while a graph is captured",
-                               "device " + call.on_gpu().device_name());
-}
-
-// Copies the descriptors to the GPU in front of the kernel, as rows of six.
+// Uploads the descriptors as rows of six, then launches the kernel.
 void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
   UnpackParams params = params_of(call);
   const std::vector<Pieces> list = call.checked_descriptors();
   const i64 count = static_cast<i64>(list.size());
   if (count == 0) return;
   static_assert(sizeof(Pieces) == 6 * sizeof(i64), "a row of kSextuples");
-  kernels().find(scope.device, Spec(kSextuples));  // compiled, or refused, in front of the lock
-  const RelaxedCapture relaxed;
-  Staging& staging = Staging::get(scope);
-  const std::lock_guard<std::mutex> turn(staging.turn);
-  constexpr i64 kRowBytes = sizeof(Pieces);
-  const auto rows =
-      allocate({count * kRowBytes}, DLDataType{kDLUInt, 8, 1}, call.on_gpu().dl->device);
-  char* const at = static_cast<char*>(rows.data_ptr());
-  constexpr i64 kMost = Uploads::kBytes / 2 / kRowBytes;
-  for (i64 begin = 0; begin < count; begin += kMost) {
-    const i64 bytes = std::min(kMost, count - begin) * kRowBytes;
-    char* const block = staging.uploads.take(bytes);
-    std::memcpy(block, list.data() + begin, static_cast<size_t>(bytes));
-    copy_to_device(at + begin * kRowBytes, block, bytes, scope.stream());
-    staging.uploads.mark(scope.stream());
-  }
-  params.descriptors = at;
+  kernels().find(scope.device, Spec(kSextuples));  // compile before the lock
+  const auto rows = upload(scope, count, sizeof(Pieces), [&](char* block, i64 begin, i64 here) {
+    std::memcpy(block, list.data() + begin, here * sizeof(Pieces));
+  });
+  params.descriptors = rows.data_ptr();
   params.num_descriptors = static_cast<u32>(count);
   launch_unpack(scope, kSextuples, params);
 }
@@ -148,7 +119,7 @@ void unpack_op(AnyView src, AnyView dst, AnyView descriptors, AnyView count) {
   if (call.descriptors.on_cuda()) {
     return launch_unpack(scope, call.format, params_of(call));
   }
-  require_no_capture(scope, call);
+  require_no_capture(scope, call.descriptors, "device " + call.on_gpu().device_name());
   launch_from_host(scope, call);
 }
 
@@ -206,19 +177,12 @@ UnpackCall::UnpackCall(AnyView src_arg, AnyView dst_arg, AnyView descriptors_arg
   format = rows.shape[1] == kTriples ? kTriples : kSextuples;
   num_descriptors = rows.shape[0];
   if (!dst.empty()) descriptors.apart_from(dst);
-  if (is_none(count_arg)) return;
-  count.emplace(kOp, "count", count_arg);
-  count->same_device(descriptors);
-  if (count->count != 1) count->value_error("shape " + count->shape_text(), "1 element");
-  if (!dst.empty()) count->apart_from(dst);
+  count = CountArg(kOp, count_arg, descriptors);
+  if (!dst.empty()) count.apart_from(dst);
 }
 
 std::vector<Pieces> UnpackCall::checked_descriptors() const {
-  i64 bound = num_descriptors;
-  if (count) {
-    count->with_index(
-        [&](const auto index_at) { bound = std::clamp<i64>(index_at(0), 0, num_descriptors); });
-  }
+  const i64 bound = count.read(num_descriptors);
   std::vector<Pieces> list;
   list.reserve(static_cast<size_t>(bound));
   descriptors.with_index([&](const auto at) {
@@ -257,6 +221,62 @@ void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackPara
   params.num_copiers = static_cast<u32>(copiers);
   params.fault = scope.device.fault_device;
   scope.launch(kernel, copiers + dealers, params);
+}
+
+// -- on the CPU ----------------------------------------------------------------------------------
+
+namespace {
+
+constexpr i64 kPartBytes = 64 << 10;
+
+// How a descriptor is cut into parts: several pieces of it each, or one piece is several.
+struct Parts {
+  i64 of_piece;
+  i64 pieces;
+
+  explicit Parts(const Pieces& p)
+      : of_piece(ceil_div(p.len, kPartBytes)), pieces(std::max<i64>(1, kPartBytes / p.len)) {}
+
+  i64 count(const Pieces& p) const {
+    return of_piece > 1 ? p.count * of_piece : ceil_div(p.count, pieces);
+  }
+};
+
+void copy_part(const UnpackSides& sides, const Pieces& p, i64 part, CopyRow copy) {
+  const Parts parts(p);
+  const i64 first = part / parts.of_piece * parts.pieces;
+  const i64 at = part % parts.of_piece * kPartBytes;
+  const i64 bytes = std::min(p.len - at, kPartBytes);
+  for (i64 i = first; i < std::min(p.count, first + parts.pieces); ++i) {
+    copy(sides.dst.data + p.dst_off + i * p.dst_stride + at,
+         sides.src.data + p.src_off + i * p.src_stride + at, bytes);
+  }
+}
+
+}  // namespace
+
+void unpack_by_cpu(const UnpackSides& sides, const std::vector<Pieces>& list) {
+  std::vector<i64> starts;  // the number of each descriptor's first part
+  starts.reserve(list.size());
+  i64 num_parts = 0, bytes = 0;
+  for (const Pieces& pieces : list) {
+    starts.push_back(num_parts);
+    num_parts += Parts(pieces).count(pieces);
+    bytes += pieces.len * pieces.count;
+  }
+  const i64 threads = threads_for(num_parts, 2 * bytes);
+  const bool stream = bytes >= threads * kStreamThreadBytes;
+  const CopyRow copy = stream ? stream_row : plain_row;
+  const auto copy_parts = [&](i64 begin, i64 end) {
+    size_t i = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
+    for (i64 part = begin; part < end; ++part) {
+      while (i + 1 < starts.size() && starts[i + 1] <= part) ++i;
+      copy_part(sides, list[i], part - starts[i], copy);
+    }
+    if (stream) end_stream();
+  };
+  if (threads > 1) return for_parts(num_parts, threads, copy_parts);
+  copy_parts(0, num_parts);
 }
 
 }  // namespace jitkern

@@ -1,13 +1,11 @@
 // unpack on the device: pieces of any size and alignment, as descriptors ask for them.
 //
-// Who copies what. The warps of the first blocks are dealt to the descriptors, one after the other,
-// so that of few a descriptor has many. Most are a single piece of no great length: its warps copy
-// it as soon as they have read the descriptor, without a word from other warps. What is too long
-// for its own warps they only begin: the rest is dealt to the warps of the last blocks, in units,
-// which takes a look at all descriptors, and a sum over them if there is a rest. Those who copy do
-// not wait for that look: 2,048 x 256 bytes take 1.7 us without, 3.5 if all blocks have it in front
-// and 3.2 if the blocks of a cluster share it, as clusters are slow to launch. Where no piece can
-// be that long there are no last blocks.
+// The warps of the first blocks are dealt to the descriptors; few descriptors get many warps each.
+// Its own warps copy a descriptor as soon as they have read it. They only begin a long one: the
+// last blocks look at all descriptors, sum up the rests and copy these in units. The first blocks
+// do not wait for that look: 2,048 x 256 bytes take 1.7 us so, 3.5 if all blocks look first, 3.2 if
+// the blocks of a cluster share the look, as clusters are slow to launch. If no piece can be that
+// long there are no last blocks.
 #include <jitkern/pdl.cuh>
 
 #include "unpack.cuh"
@@ -31,7 +29,6 @@ struct Unpack {
     wait_for_earlier_kernels<kUsePdl>();
     let_next_kernel_start<kUsePdl>();
     const u32 num = num_descriptors(p);
-    // What the warps of a descriptor are: of those of the first blocks.
     const u32 copiers = p.num_copiers * kWarps;
     const Team team(num, blockIdx.x * kWarps + threadIdx.x / 32, copiers);
     if (blockIdx.x >= p.num_copiers) {
@@ -69,9 +66,9 @@ struct Unpack {
     return {row[0], row[1], row[2], row[3], row[4], row[5]};
   }
 
-  // -- first: each descriptor by its own warps
+  // -- first blocks: each descriptor by its own warps
 
-  // How many of its segments they copy: all parts of a single piece are among them.
+  // How many of its segments they copy, all partial ones among them.
   static __device__ u32 own_segments(const Params& p, const Team& team, const Work& work) {
     const bool is_dealt = gridDim.x > p.num_copiers;
     if (!is_dealt || work.num_segments() <= most_segments(team)) return work.num_segments();
@@ -88,7 +85,7 @@ struct Unpack {
     copy_share<kInFlight, kPartsInFlight>(p, work, own, team.warp, team.warps);
   }
 
-  // -- and what is left of long ones, by the warps of the last blocks
+  // -- last blocks: the rests of long descriptors
 
   // Whether there may be a rest among this thread's share of the descriptors.
   static __device__ bool see_rest(const Params& p, u32 num, const Team& team) {
@@ -101,7 +98,7 @@ struct Unpack {
   }
 
   struct Rests {
-    u64 starts[kChunk + 1];  // the number of each one's first unit, in its chunk; that of all units
+    u64 starts[kChunk + 1];  // each one's first unit; the last: the number of all units
     u64 warp_sums[kWarps];
   };
 
@@ -110,7 +107,7 @@ struct Unpack {
     return (work.num_segments() - own_segments(p, team, work) + kUnitSegments - 1) / kUnitSegments;
   }
 
-  // The last of `size` that is not above `value`, of numbers that rise from 0 on; by all lanes.
+  // The last of `size` rising numbers from 0 on that is not above `value`; by all lanes.
   static __device__ u32 find_last(const u64* rising, u32 size, u64 value) {
     u32 base = 0;
     for (u32 width = size; width > 1;) {
@@ -149,7 +146,7 @@ struct Unpack {
     copy_segments<kInFlight, kPartsInFlight>(p, work, begin, end);
   }
 
-  // Of the lanes up to this one. Rolled up, the kernel fits its registers.
+  // Of the lanes up to this one. Not unrolled, so that the kernel fits its registers.
   static __device__ u64 sum_of_lanes(u64 sum) {
 #pragma unroll 1
     for (u32 step = 1; step < 32; step *= 2) {

@@ -1,13 +1,11 @@
-// unpack on the device, the pieces: how they are cut into vectors, and a warp's copy of these.
+// unpack on the device: how pieces are cut into vectors, and a warp's copy of these.
 //
-// A vector is 16 aligned bytes of the destination; a lane loads the one or two lines of 16 bytes of
-// the source that hold them, and shifts these to their place. So every alignment is stored alike.
-// The vectors of a descriptor are its slots, piece by piece, and 32 of them, one for each lane, a
-// segment: a segment of short pieces is of several.
+// A vector is 16 aligned bytes of the destination. A lane loads the one or two lines of 16 bytes of
+// the source that hold them and shifts these to their place, so every alignment is stored alike. A
+// segment is 32 vectors, one for each lane; it may hold several short pieces.
 //
-// No byte outside of `src` is read: a line that sticks out of it, where the tensor does not begin
-// or end on a line, is read byte by byte. Hardware would not mind, as memory is mapped by pages,
-// but tools that watch allocations would.
+// No byte outside of `src` is read, as tools that watch allocations would complain: a line that
+// sticks out of the tensor is read byte by byte.
 #pragma once
 
 #include <jitkern/copy.cuh>
@@ -29,8 +27,8 @@ __device__ inline Pieces pieces_of_vectors(const uint4* vectors) {
           joined(strides.x, strides.y), joined(strides.z, strides.w)};
 }
 
-// A descriptor's pieces as segments: first those that may hold bytes which are of no piece, then
-// whole ones, whose every byte is of the only piece. These have a fast way.
+// A descriptor's pieces as segments: partial ones, which may hold bytes of no piece, then whole
+// ones, whose bytes are all of the only piece. These are copied faster.
 struct Work {
   u64 dst;  // addresses of the first piece
   u64 src;
@@ -39,26 +37,25 @@ struct Work {
   i64 len;
   u32 count;
   u32 slots_each;  // of a piece
-  u32 num_parts;   // segments of the first kind
-  u32 num_whole;   // and of the second
-  bool has_head;   // in memory the first of the first kind is in front of the whole ones
-  bool at_edge;    // some of their lines are not all of the source: see is_inside
+  u32 num_parts;   // partial segments
+  u32 num_whole;
+  bool has_head;  // the first partial segment lies before the whole ones
+  bool at_edge;   // some lines stick out of the source: see is_inside
 
   __device__ u32 num_segments() const { return num_parts + num_whole; }
-  // The slots of a piece begin at the line of so many bytes below it: of a long one at a line of
-  // memory, else so that few are wasted.
+  // Bytes from where the slots of a piece begin: a line of memory for a long one, else near.
   __device__ u64 lead(u64 target) const { return target & (num_whole > 0 ? 127 : 15); }
 };
 
 __device__ inline u32 segments_of(u64 slots) { return static_cast<u32>((slots + 31) / 32); }
 
-// Whether the lines of 16 bytes that hold these bytes of the source are all of the source.
+// Whether the lines of 16 bytes that hold these bytes lie in the source.
 __device__ inline bool is_inside(const UnpackParams& p, u64 begin, u64 end) {
   const u64 src = reinterpret_cast<u64>(p.src);
   return (begin & ~15ull) >= src && ((end + 15) & ~15ull) <= src + static_cast<u64>(p.src_bytes);
 }
 
-// The segments of a descriptor that is right.
+// The segments of a valid descriptor.
 __device__ inline Work work_of(const UnpackParams& p, Pieces pieces) {
   Work work{};
   pieces = simplified(pieces);
@@ -75,8 +72,8 @@ __device__ inline Work work_of(const UnpackParams& p, Pieces pieces) {
                             reinterpret_cast<u64>(p.src) + static_cast<u64>(from.end));
   if (pieces.count == 1) {
     const u64 lead = work.dst & 127;
-    // What sticks out of the source is the first vector's line, or the last that is read. This may
-    // be that of the last two vectors: where these are of two segments, the second is not whole.
+    // The first vector's line may stick out of the source, or the last line, which the last two
+    // vectors may share: if these are of two segments, the second is not whole.
     const u64 begin = lead != 0 || work.at_edge;
     const u64 end = (lead + len) / kSegmentBytes - work.at_edge;
     if (static_cast<i64>(end) > static_cast<i64>(begin)) {
@@ -92,8 +89,7 @@ __device__ inline Work work_of(const UnpackParams& p, Pieces pieces) {
   return work;
 }
 
-// The same of any; of one that is out of range none. It is reported as that of `position`, by one
-// thread that `reports`.
+// The same for any descriptor: none if it is out of range, which one thread reports.
 __device__ inline Work checked_work(const UnpackParams& p, const Pieces& pieces, i64 position,
                                     bool reports) {
   const Verdict verdict = verdict_on(pieces, p.src_bytes, p.dst_bytes);
@@ -104,18 +100,16 @@ __device__ inline Work checked_work(const UnpackParams& p, const Pieces& pieces,
   return {};
 }
 
-// Whether a descriptor may have more than so many segments, by what is read quickly: at least where
-// its Work has more.
+// Whether a descriptor may have more than so many segments, by a quick upper bound.
 __device__ inline bool is_longer(i64 len, i64 count, u64 segments) {
   if (len <= 0 || count <= 0) return false;
   return product(static_cast<u64>(count), (static_cast<u64>(len) >> 4) + 9) > segments * 32;
 }
 
-// Which of the warps share a descriptor, and which of them this one is, warp `number` of `total`.
-// Neighbours have different descriptors.
+// Which warps share a descriptor: this is warp `number` of `total`. Neighbours have different ones.
 struct Team {
-  u32 of;          // how many teams there are
-  u32 descriptor;  // this one's first, further ones `of` apart; none of a warp that is left over
+  u32 of;          // the number of teams
+  u32 descriptor;  // this one's first, further ones `of` apart; -1 of a warp that is left over
   u32 warp;
   u32 warps;
 
@@ -127,8 +121,7 @@ struct Team {
   }
 };
 
-// A lane's vector. Its bytes [begin, end) are of a piece, none if `end` is not above, and the
-// first, of a piece or not, comes from `source`.
+// A lane's vector. Its bytes [begin, end) are of a piece; byte 0 comes from `source`.
 struct Place {
   u64 target;
   u64 source;
@@ -138,7 +131,7 @@ struct Place {
   __device__ bool empty() const { return begin >= end; }
 };
 
-// This lane's vector of segment `number` of the first kind.
+// This lane's vector of a partial segment.
 __device__ inline Place place_of(const Work& work, u32 number) {
   const u32 segment = number + (number >= u32(work.has_head) ? work.num_whole : 0);
   const u32 lane = threadIdx.x % 32;
@@ -146,7 +139,7 @@ __device__ inline Place place_of(const Work& work, u32 number) {
   if (piece >= work.count) return {0, 0, 0, 0};
   const u64 slot = u64(segment) * 32 + lane - u64(piece) * work.slots_each;
   const u64 first = work.dst + piece * static_cast<u64>(work.dst_stride);
-  // Of the vector in the piece; it may be in front of it.
+  // Of the vector in the piece; it may lie before it.
   const u64 at = slot * 16 - work.lead(first);
   const i64 left = work.len - static_cast<i64>(at);
   return {first + at, work.src + piece * static_cast<u64>(work.src_stride) + at,
@@ -190,9 +183,9 @@ __device__ inline uint4 of_next_lane(const uint4& value) {
           __shfl_sync(kAllLanes, value.z, next), __shfl_sync(kAllLanes, value.w, next)};
 }
 
-// Copies `count` whole segments, 1 to kInFlight, from number `number` on. A lane loads one line of
-// each and has the other from the next lane; the last lane has it from the next segment, or from
-// one line more. All are loaded before the first is stored.
+// Copies `count` whole segments, 1 to kInFlight, from `number` on. A lane loads one line of each
+// and gets the other from the next lane; the last lane from the next segment, or from one more
+// line. All are loaded before the first is stored.
 template <u32 kInFlight>
 __device__ inline void copy_whole(const Work& work, u32 number, u32 count) {
   const u32 lane = threadIdx.x % 32;
@@ -212,7 +205,7 @@ __device__ inline void copy_whole(const Work& work, u32 number, u32 count) {
     }
     return;
   }
-  uint4 next{};  // what the last lane has of the segment behind
+  uint4 next{};  // the last lane's line of the next segment
   if (lane == 0) next = load_vec<16>(lines + count * kSegmentBytes);
 #pragma unroll
   for (u32 i = kInFlight; i-- > 0;) {
@@ -231,7 +224,7 @@ __device__ inline bool sticks_out(const UnpackParams& p, const Place& place) {
   return !is_inside(p, place.source + place.begin, place.source + place.end);
 }
 
-// What copy_parts leaves out: vectors from the lines at the two ends of the tensor.
+// Vectors from the lines at the two ends of the tensor, which copy_parts leaves out.
 __device__ inline void copy_edges(const UnpackParams& p, const Work& work, u32 number, u32 end) {
 #pragma unroll 1
   for (; number < end; ++number) {
@@ -244,8 +237,7 @@ __device__ inline void copy_edges(const UnpackParams& p, const Work& work, u32 n
   }
 }
 
-// As copy_whole, of segments [begin, end) of the first kind, kVecs at most. Each lane loads both of
-// its lines. No byte that is of no piece is written.
+// Copies partial segments [begin, end), kVecs at most. Each lane loads both of its lines.
 template <u32 kVecs>
 __device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 begin, u32 end) {
   uint4 low[kVecs], high[kVecs];
@@ -276,9 +268,8 @@ __device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 b
   if (work.at_edge) copy_edges(p, work, begin, end);
 }
 
-// Whether a descriptor is one piece of no more than so many segments, to be copied by copy_piece:
-// it is right, and no line that it needs sticks out of the source. Over the link from host memory
-// no line may be read twice, as copy_piece may do.
+// Whether copy_piece may copy a descriptor: a valid single piece of at most so many segments, whose
+// lines lie in the source. From host memory no line may be read twice, as copy_piece may do.
 __device__ inline bool is_short(const UnpackParams& p, const Pieces& pieces, u64 segments) {
   const u64 len = static_cast<u64>(pieces.len);
   const u64 src = reinterpret_cast<u64>(p.src) + static_cast<u64>(pieces.src_off);
@@ -289,9 +280,8 @@ __device__ inline bool is_short(const UnpackParams& p, const Pieces& pieces, u64
          !p.reads_host;
 }
 
-// As copy_whole and copy_parts, of all of a short piece, which `warps` warps share, this the one
-// number `warp` of them: nothing is divided and nothing is looked up, as small calls wait for
-// little else.
+// Copies a short piece, which `warps` warps share. It divides nothing and looks up nothing, as
+// small calls wait for little else.
 template <u32 kVecs>
 __device__ inline void copy_piece(const UnpackParams& p, const Pieces& pieces, u32 warp,
                                   u32 warps) {
@@ -331,7 +321,7 @@ __device__ inline void copy_piece(const UnpackParams& p, const Pieces& pieces, u
   }
 }
 
-// Segments [begin, end) of a descriptor, of whole ones kInFlight at a time.
+// Copies segments [begin, end) of a descriptor.
 template <u32 kInFlight, u32 kPartsInFlight>
 __device__ inline void copy_segments(const UnpackParams& p, const Work& work, u32 begin, u32 end) {
   u32 at = begin;
@@ -346,8 +336,8 @@ __device__ inline void copy_segments(const UnpackParams& p, const Work& work, u3
   }
 }
 
-// A warp's share of the first `own` segments of a descriptor: few are spread over all `warps`, of
-// many each has as many as it can at a time.
+// Copies a warp's share of the first `own` segments: few are spread over all `warps`, of many each
+// takes as many as it can at a time.
 template <u32 kInFlight, u32 kPartsInFlight>
 __device__ inline void copy_share(const UnpackParams& p, const Work& work, u32 own, u32 warp,
                                   u32 warps) {

@@ -21,7 +21,7 @@ struct UnpackParams {
   const void* count;  // in device memory: how many of the descriptors count; null: all
   u32 num_descriptors;
   i32 count_bytes;  // 4 or 8
-  u32 num_copiers;  // blocks; those behind them deal out what is left of long pieces
+  u32 num_copiers;  // blocks; those after them copy the rests of long pieces
   bool reads_host;  // where a side is in host memory
   bool writes_host;
   FaultSite sites[kNumParts];
@@ -42,7 +42,7 @@ struct Pieces {
 
 constexpr i64 kMostInt = ~0ull >> 1;
 
-// a * b, and the largest number where 64 bits do not hold that.
+// a * b, clamped to 64 bits.
 JITKERN_HOST_DEVICE inline u64 product(u64 a, u64 b) {
 #ifdef __CUDA_ARCH__
   return __umul64hi(a, b) == 0 ? a * b : ~0ull;
@@ -52,8 +52,7 @@ JITKERN_HOST_DEVICE inline u64 product(u64 a, u64 b) {
 #endif
 }
 
-// The bytes from the first to behind the last that pieces cover on one side; what 64 bits do not
-// hold is the smallest and the largest number, which are outside of any memory.
+// The bytes that pieces cover on one side, clamped to 64 bits, which is outside of any memory.
 struct Reach {
   i64 begin;
   i64 end;
@@ -75,8 +74,7 @@ JITKERN_HOST_DEVICE inline Reach reach_of(i64 offset, i64 len, i64 count, i64 st
 constexpr i64 kMostVectors = (1ll << 32) - 4096;
 constexpr i64 kMostBytes = kMostVectors * 32 * 16;
 
-// What is wrong with a descriptor: the part, kNumParts if nothing, the value that it has and how
-// large that may be.
+// Which part of a descriptor is wrong (kNumParts: none), its value and its bound.
 struct Verdict {
   DescriptorPart part;
   i64 value;
@@ -103,7 +101,7 @@ JITKERN_HOST_DEVICE inline Verdict verdict_on(const Pieces& pieces, i64 src_byte
   return {kNumParts, 0, 0};
 }
 
-// The same in as few pieces as possible, of a descriptor that is right.
+// A valid descriptor in as few pieces as possible.
 JITKERN_HOST_DEVICE inline Pieces simplified(Pieces pieces) {
   if (pieces.empty()) return {0, 0, 0, 0, 0, 0};
   if (pieces.src_stride == pieces.len && pieces.dst_stride == pieces.len) {

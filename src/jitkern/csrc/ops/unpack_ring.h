@@ -7,22 +7,21 @@
 
 namespace jitkern {
 
-// What the consumers of a ring leave to each other, in device memory. It begins as zeros, and is
-// written by one call at a time: the one that owns it.
+// What consumers of a ring leave to each other, in device memory. Starts as zeros; only the call
+// that owns it writes it.
 struct RingState {
   u64 owner;        // the call that consumes, 0: none
-  u64 generations;  // that are over in the slots from `slot` on; one more in those in front
+  u64 generations;  // that are over in the slots from `slot` on; one more in those before
   u32 slot;         // of the push that is next in turn
 };
 
-// Where the blocks of a call meet, in device memory. No other call uses it at the same time; it is
-// zeros in between.
+// Where the blocks of a call meet, in device memory; zeros between calls.
 struct RingBoard {
   u64 control;      // see below; 0 until the first block knows what there is to do
   u32 num_arrived;  // other blocks that have copied all that was theirs
 };
 
-// That all descriptors are in device memory, how many they are, and whether one of them is long.
+// All descriptors are in device memory: how many they are, and whether one of them is long.
 JITKERN_HOST_DEVICE constexpr u64 ring_control(u32 count, bool has_long) {
   return u64(count) << 2 | u64(has_long) << 1 | 1;
 }

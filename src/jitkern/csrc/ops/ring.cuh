@@ -1,10 +1,11 @@
-// Reading a push of a DescriptorRing, by all threads of one block. Host memory is a round trip of
-// 1.2 us away, and reads of one line of it by several blocks, or by several instructions, are
-// served one after the other, each of 1.06 us: so one block reads each line once, and the word
-// comes in one trip with the first descriptors, which its seals allow (both/ring.h).
+// Reading a push of a DescriptorRing, by all threads of one block, and copying what it asks for.
+// Host memory is a round trip of 1.2 us away, and several reads of one of its lines are served one
+// after the other, each in 1.06 us. So one block reads each line once, and the word comes with the
+// first descriptors, which their seals allow (both/ring.h).
 #pragma once
 
 #include "system_memory.cuh"
+#include "unpack.cuh"
 #include "unpack_ring.h"
 
 namespace jitkern {
@@ -33,9 +34,8 @@ __device__ inline void release_ring(const RingParams& p) {
   atomicExch(&p.state->owner, u64(0));
 }
 
-// Makes a call the one that consumes; returns who is, where there is another. A call of another
-// stream may end at any moment: if it did since `begin` and `consumed` were read they are old, and
-// that call, though it has gone, counts as being there.
+// Makes a call the owner of the ring; returns the owner if there is another. If a call of another
+// stream ended after `begin` and `consumed` were read, these are old, and the ring counts as owned.
 __device__ inline u64 take_ring(const RingParams& p, const Turn& begin, u32 slot, u64 consumed) {
   const u64 owner = claim(&p.state->owner, p.call);
   if (owner != 0) return owner;
@@ -47,7 +47,7 @@ __device__ inline u64 take_ring(const RingParams& p, const Turn& begin, u32 slot
   return p.call;
 }
 
-// Behind the last copy.
+// After the last copy.
 __device__ inline void complete_push(const RingParams& p, const Turn& turn) {
   char* const done = p.dones + turn.slot * p.ring.done_bytes;
   store_release(reinterpret_cast<u64*>(done), turn.generation);
@@ -64,9 +64,8 @@ class RingReader {
 
   __device__ RingReader(const RingParams& p, Shared& shared) : p_(p), shared_(shared) {}
 
-  // Looks at a slot, without its descriptors unless it is `whole`. Returns its word, or 0 where
-  // that is none. `alongside` is called by one thread meanwhile, and what it writes to shared
-  // memory is seen behind this.
+  // Reads a slot's word, with its first descriptors if `whole`; 0 if it is none. Meanwhile one
+  // thread calls `alongside`; all threads then see what it wrote to shared memory.
   template <class Alongside>
   __device__ u64 look(u32 number, bool whole, const Alongside& alongside) {
     const char* slot = p_.base + p_.ring.slots_at + number * p_.ring.slot_bytes;
@@ -82,15 +81,15 @@ class RingReader {
     return ring_count(word) <= p_.ring.max_descriptors ? word : 0;
   }
 
-  // Gives `take(number, vector)` the vectors of descriptors [begin, end) of the push that was
-  // found, four of each; false where a seal is not the word: they are not a push's.
+  // Gives `take(number, vector)` the vectors of descriptors [begin, end) of the push, four of each;
+  // false if a seal is not the word: they are not of this push.
   template <class Take>
   __device__ bool read(u64 word, u32 begin, u32 end, const Take& take) {
     if (begin == 0 && has_first_) {
       const u32 vectors = 4 * (end < kAtOnce ? end : kAtOnce);
       bool old = threadIdx.x < vectors && !is_sealed(threadIdx.x, first_, word);
       if (__syncthreads_or(old)) {
-        // They came before the word did. Now they come behind it.
+        // They came before the word did: read them again.
         if (threadIdx.x < vectors) first_ = load_fresh(&vectors_[threadIdx.x]);
         old = threadIdx.x < vectors && !is_sealed(threadIdx.x, first_, word);
         if (__syncthreads_or(old)) return false;
@@ -119,6 +118,66 @@ class RingReader {
   const uint4* vectors_ = nullptr;
   uint4 first_{};
   bool has_first_ = false;
+};
+
+// Each descriptor is copied by warps of its own, as by unpack; then all warps copy the long ones.
+template <u32 kPieceInFlight, u32 kInFlight, u32 kPartsInFlight, u32 kOwnSegments>
+struct RingCopy {
+  // How many segments of a descriptor its own warps copy.
+  static __device__ u64 own_segments(u32 count, u32 warps) {
+    return count == 0 || count >= warps ? kOwnSegments : u64(warps / count) * kOwnSegments;
+  }
+  static __device__ bool is_long(const uint4& sizes, u32 count, u32 warps) {
+    return is_longer(i64(sizes.x), i64(sizes.y), own_segments(count, warps));
+  }
+
+  // By whatever number of warps.
+  static __device__ bool may_be_long(const uint4& sizes) {
+    return is_longer(i64(sizes.x), i64(sizes.y), kOwnSegments);
+  }
+
+  // Takes a vector of a push: whether its descriptor may be long; names the descriptor for faults.
+  static __device__ bool take(u32 number, u32 slot, uint4& vector) {
+    const bool is_long = number % 4 == 1 && may_be_long(vector);
+    if (number % 4 == 3) {
+      vector.x = number / 4;
+      vector.y = slot;
+    }
+    return is_long;
+  }
+
+  // By each warp. `vectors` are four of each descriptor; the fourth begins with its name for
+  // faults.
+  static __device__ void copy(const UnpackParams& p, const uint4* vectors, u32 count, bool has_long,
+                              u32 warp, u32 warps) {
+    const Team team(count, warp, warps);
+    for (u32 i = team.descriptor; i < count; i += team.of) {
+      const uint4* const here = vectors + 4 * u64(i);
+      if (has_long && is_long(here[1], count, warps)) continue;
+      copy_one(p, here, team.warp, team.warps);
+    }
+    if (!has_long) return;
+    for (u32 begin = 0; begin < count; begin += 32) {
+      const u32 i = begin + threadIdx.x % 32;
+      u32 found = __ballot_sync(
+          kAllLanes, i < count && is_long(vectors[4 * u64(i < count ? i : 0) + 1], count, warps));
+      for (; found != 0; found &= found - 1) {
+        copy_one(p, vectors + 4 * u64(begin + __ffs(static_cast<int>(found)) - 1), warp, warps);
+      }
+    }
+  }
+
+ private:
+  static __device__ void copy_one(const UnpackParams& p, const uint4* vectors, u32 warp,
+                                  u32 warps) {
+    const Pieces pieces = pieces_of_vectors(vectors);
+    if (is_short(p, pieces, u64(warps) * kOwnSegments)) {
+      return copy_piece<kPieceInFlight>(p, pieces, warp, warps);
+    }
+    const i64 position = joined(vectors[3].x, vectors[3].y);
+    const Work work = checked_work(p, pieces, position, warp == 0 && threadIdx.x % 32 == 0);
+    copy_share<kInFlight, kPartsInFlight>(p, work, work.num_segments(), warp, warps);
+  }
 };
 
 }  // namespace jitkern

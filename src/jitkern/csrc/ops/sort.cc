@@ -1,0 +1,156 @@
+// When the order of the host's memory pays, and the launches of a large call on pairs: its lists,
+// then the copies that they ask for.
+#include <algorithm>
+#include <string>
+
+#include "host/tuning.h"
+#include "pairs_host.h"
+
+namespace jitkern {
+
+namespace {
+
+// A miss lasts as long as 1.7 KB: rows of 2 KB out of 16 GiB come at 45 GB/s unsorted and 51
+// sorted, rows of 3 KB at 51 either way.
+constexpr i64 kMaxRowBytesToOrder = 2048;
+// The sort takes 10 us. Calls of 2,048 rows are faster without it, calls of 4,096 as fast (64 GiB)
+// or slower (16 and 2 GiB), except from 1 GiB, where one row in four misses. swap_rows is alike:
+// 2,048 triples take 92 us in either order from 1.5 GiB, 156 and 164 from 16 GiB; 4,096 take 203
+// and 156, 311 and 273.
+constexpr i64 kMinRowsToOrder = 4096;
+constexpr double kMinMissesToOrder = 2560;
+
+// In flight in a sorted call: 4 SMs with rows of 656 bytes (3 lose 5 % at 8 GiB); 8 SMs beyond,
+// which at 16 GiB move 43.2 GB/s where 4 move 41.1 ...
+constexpr i64 kOrderedBytesInFlight = 512 << 10;
+constexpr i64 kLargeSpanBytes = i64(8) << 30;
+// ... but no more rows than lie within 1 GiB of each other: 32,768 from 64 GiB come at 23.7 GB/s
+// on 4 SMs, at 20.7 on 8.
+constexpr i64 kInFlightSpanBytes = i64(1) << 30;
+
+bool goes_by_lists(const PairCall& call, const Lists& lists) {
+  return (lists.search || lists.ordered) && call.params.num_pairs <= kMaxListedPairs;
+}
+
+// Sorts the pairs of the call into the lists.
+void make_lists(const LaunchScope& scope, const PairCall& call, const MadeLists& made) {
+  const LoadedKernels& kernels = list_kernels(scope.device, call);
+  const i64 num_pairs = call.params.num_pairs;
+  scope.fill_bytes(made.memory.data_ptr(), 0xff, made.ones_bytes);
+  if (made.lists.ordered) return launch_sort(scope, kernels, num_pairs, made.params);
+  launch_list(scope, kernels.entries[kListEntry], num_pairs, made.params);
+}
+
+}  // namespace
+
+bool is_worth_ordering(const HostTraffic& traffic) {
+  if (traffic.span_bytes < 1) return false;
+  if (traffic.num_rows < kMinRowsToOrder || traffic.row_bytes > kMaxRowBytesToOrder) return false;
+  const double reach_bytes = double(figure(traffic.ordinal, kReachBytes));
+  const double hits = reach_bytes / double(traffic.span_bytes);
+  return double(traffic.num_rows) * (1.0 - hits) >= kMinMissesToOrder;
+}
+
+bool order_arg(const char* op, AnyView value, const HostTraffic& traffic) {
+  const int choice = choice_arg(op, "order", value, {"auto", "given", "host"});
+  return choice == 0 ? is_worth_ordering(traffic) : choice == 2 && traffic.span_bytes >= 1;
+}
+
+i64 ordered_bytes_in_flight(const HostTraffic& traffic, i64 unsorted) {
+  const bool is_large = traffic.span_bytes > kLargeSpanBytes;
+  const i64 wanted = is_large ? 2 * kOrderedBytesInFlight : kOrderedBytesInFlight;
+  const double bytes = double(traffic.num_rows) * double(traffic.row_bytes);
+  const double within = double(kInFlightSpanBytes) / double(traffic.span_bytes) * bytes;
+  return within < double(wanted) ? std::max(unsorted, static_cast<i64>(within)) : wanted;
+}
+
+KernelTable sort_kernels(const char* name, std::vector<const char*> names) {
+  return KernelTable(name, std::move(names),
+                     [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
+}
+
+Regions cut_regions(i64 span_bytes, u32 num_kinds) {
+  Regions regions{};
+  regions.num_kinds = num_kinds;
+  while (((span_bytes - 1) >> regions.shift) >= i64(kNumRegions)) ++regions.shift;
+  return regions;
+}
+
+i64 table_size_for(i64 num_pairs) {
+  i64 size = 2;
+  while (size < 2 * num_pairs) size *= 2;
+  return size;
+}
+
+const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
+  static KernelTable table = sort_kernels("pair_lists", {"index_bytes", "host_target"});
+  return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
+}
+
+MadeLists allocate_lists(const PairCall& call, const Lists& lists) {
+  MadeLists made{{}, lists, {call.params}, 0};
+  ListParams& list = made.params;
+  list.slot_map_site = lists.slot_map_site;
+  if (!lists.reuse_resident) list.slot_map = nullptr;
+  if (lists.ordered) list.regions = cut_regions(call.span_bytes);
+  const i64 table_size = lists.search ? table_size_for(list.num_pairs) : 0;
+  list.table_mask = static_cast<u32>(table_size - 1);
+  const i64 list_bytes = 2 * list.num_pairs * call.index_bytes;
+  const i64 regions_bytes = lists.ordered ? 4 * i64(kNumRegions) : 0;
+  Scratch scratch;
+  scratch.add(list.table, 4 * table_size);
+  scratch.add(list.last_entries, 4 * 3);
+  scratch.add(list.regions.last_ranks, regions_bytes);
+  made.ones_bytes = scratch.bytes();
+  scratch.add(list.regions.starts, regions_bytes);
+  scratch.add(list.ranks, lists.ordered ? 4 * list.num_pairs : 0);
+  scratch.add(list.fetches, list_bytes);
+  scratch.add(list.copies, lists.search ? list_bytes : 0);
+  scratch.add(list.copied_rows, lists.search ? list_bytes / 2 : 0);
+  made.memory = scratch.allocate_on(call.device);
+  list.regions.last_entry = list.last_entries;
+  return made;
+}
+
+void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
+                   const MadeLists& made) {
+  make_lists(scope, call, made);
+  const PairCopyParams& p = call.params;
+  PairCopyParams fetch = p;
+  fetch.pairs = made.params.fetches;
+  fetch.last_pair = made.params.last_entries;
+  fetch.last_batch = made.params.last_entries + 2;
+  const i64 in_flight =
+      made.lists.ordered ? ordered_bytes_in_flight(call.traffic(), kBytesInFlight) : kBytesInFlight;
+  launch_pair_copy(scope, call, kernels, fetch, in_flight);
+  if (!made.lists.search) return;
+
+  PairCopyParams copy = p;
+  copy.pairs = made.params.copies;
+  copy.last_pair = made.params.last_entries + 1;
+  copy.src = p.dst;
+  copy.src_stride_bytes = p.dst_stride_bytes;
+  copy.num_src_rows = p.num_dst_rows;
+  copy.slot_rows = made.params.copied_rows;
+  scope.launch(kernels.entries[0], scope.device.num_sms, copy);
+}
+
+void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,
+                       const Lists& lists, bool in_parts) {
+  const bool listed = goes_by_lists(call, lists);
+  const bool large = listed || !is_small_call(call);
+  if (listed) list_kernels(scope.device, call);
+  table.find(scope.device, pair_spec(call, large));
+  if (in_parts && !listed) table.find(scope.device, pair_spec(call, !large));
+}
+
+void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
+                  const Lists& lists) {
+  const bool listed = goes_by_lists(call, lists);
+  const Spec spec = pair_spec(call, listed || !is_small_call(call));
+  const LoadedKernels& kernels = table.find(scope.device, spec);
+  if (listed) return copy_by_lists(scope, call, kernels, allocate_lists(call, lists));
+  launch_pair_copy(scope, call, kernels, call.params, kBytesInFlight);
+}
+
+}  // namespace jitkern
