@@ -58,15 +58,6 @@ def test_round_trip(cache: Cache, tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_some_of_the_entries(cache: Cache, tmp_path: Path, file: Path) -> None:
-    assert export_bundle(cache, file, of_8_0) == 2
-    other = Cache(tmp_path / "other")
-    import_bundle(other, file)
-    assert {entry.key.arch for entry in other.entries()} == {"8.0"}
-    with pytest.raises(CacheError, match="nothing to export"):
-        export_bundle(cache, file, lambda _: False)
-
-
 @pytest.mark.parametrize("harm", [Path.unlink, Path.touch, lambda file: file.chmod(0o666)])
 @pytest.mark.parametrize("name", ["store.cubin", META_NAME])
 def test_a_chosen_entry_that_cannot_be_exported_is_an_error(

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from children import SLOW, Children, sound, wait_until, write_sources
 from needs import needs_cxx, needs_nvrtc
+from strangers import MALLORY, needs_root
 
-from jitkern.cache.entry import META_NAME
 from jitkern.cache.lock import read_holder
 from jitkern.cache.store import Cache
 
@@ -134,6 +134,26 @@ def test_a_damaged_entry_is_rebuilt_silently(
     assert sound(cache_dir)
 
 
+@needs_root
+@needs_cxx
+def test_a_cache_of_somebody_else_is_named_and_not_used(
+    children: Children, sources: Path, cache_dir: Path
+) -> None:
+    """A library of anybody's was loaded into processes of root."""
+    children.run(sources / "tiny.cc")
+    subprocess.run(["chown", "-R", f"{MALLORY}:{MALLORY}", str(cache_dir)], check=True)
+    before = [(path, path.lstat().st_mtime_ns) for path in sorted(cache_dir.rglob("*"))]
+    report = children.run(sources / "tiny.cc")
+    assert (report["cached"], report["compiles"]) == (0, 1)
+    (warning,) = report["warnings"]
+    assert f"{cache_dir}: it belongs to uid {MALLORY}; chown -R 0 {cache_dir} if all " in warning
+    assert "this process keeps what it compiles in " in warning
+    # Neither locks nor times of use.
+    assert [(path, path.lstat().st_mtime_ns) for path in sorted(cache_dir.rglob("*"))] == before
+    trusting = {"JITKERN_CACHE_TRUST": str(MALLORY)}
+    assert children.run(sources / "tiny.cc", env=trusting)["cached"] == 1
+
+
 # -- nothing stale, nothing twice ------------------------------------------------------------------
 
 
@@ -178,19 +198,6 @@ def test_headers_of_cxx_sources_are_part_of_the_key(
     assert load() == (30, 1)
     (paths[0] / "real.h").unlink()
     assert load() == (20, 0)
-
-
-@needs_nvrtc
-@needs_cxx
-def test_two_checkouts_share_one_entry(children: Children, tmp_path: Path, cache_dir: Path) -> None:
-    one = write_sources(tmp_path / "alice" / "checkout")
-    other = write_sources(tmp_path / "bob" / "work" / "deep" / "copy")
-    for name in ("tiny.cu", "tiny.cc"):
-        assert children.run(one / name)["compiles"] == 1
-        assert children.run(other / name)["compiles"] == 0
-    assert len(Cache(cache_dir).entries()) == 2
-    for meta in cache_dir.glob(f"v1/[!.]*/*/{META_NAME}"):
-        assert str(tmp_path) not in meta.read_text()
 
 
 # -- processes and threads -------------------------------------------------------------------------

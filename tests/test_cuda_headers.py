@@ -157,31 +157,16 @@ def test_those_that_nvrtc_brings_come_first(bare_machine: Callable[..., Path]) -
 @pytest.mark.parametrize(
     ("name", "version", "hint"),
     [
-        (
-            "cuda_fp16.h",
-            "12.8",
-            "; pip install nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12 nvidi",
-        ),
-        (
-            "cub/block/block_scan.cuh",
-            "13.2",
-            '; pip install "nvidia-cuda-nvrtc>=13.3", which brings',
-        ),
-        (
-            "curand_kernel.h",
-            "13.5",
-            "curand_kernel.h is CUDA's own and was found neither in pip pa",
-        ),
-        (
-            "vector",
-            "13.5",
-            "NVRTC has no C++ standard library; what CUDA has of it is in <cuda/std/",
-        ),
+        ("cuda_fp16.h", "12.8", "; pip install nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12 "),
+        ("cub/cub.cuh", "13.2", '; pip install "nvidia-cuda-nvrtc>=13.3", which brings it, set '),
+        ("curand_kernel.h", "13.5", "and was found neither in pip packages nor in a toolkit; set"),
+        ("vector", "13.5", "what CUDA has of it is in <cuda/std/...>"),
+        ("mine.h", "13.5", ""),
     ],
 )
 def test_hints(name: str, version: str, hint: str) -> None:
-    assert hint in header_hint(name, nvrtc_of(version))
-    assert header_hint("mine.h", nvrtc_of(version)) == ""
+    found = header_hint(name, nvrtc_of(version))
+    assert hint in found and bool(hint) == bool(found)
 
 
 # -- never stale -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from needs import needs_cxx, needs_nvrtc
+from needs import needs_nvrtc
 from tiny import SM_90, tiny
 
 import jitkern
@@ -44,15 +44,6 @@ def test_every_look_up_is_told_but_what_is_in_memory(
         assert event.key == str(tiny().key(SM_90))
         assert event.variant.startswith("nvrtc-")
         assert event.seconds > 0
-
-
-@needs_cxx
-def test_libraries_are_told(folder: Path, events: list[LookupEvent]) -> None:
-    wrappers = [("scale", "scale<4>")]
-    jitkern.load_jit("scale", "4", cpp_files=["scale.cc"], cpp_wrappers=wrappers)
-    assert [(e.name, e.args, e.arch, e.route, e.source) for e in events] == [
-        ("scale", ("4",), "", "cxx", "compiled")
-    ]
 
 
 @needs_nvrtc

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from entries import publish
-from needs import needs_cxx
 from strangers import MALLORY, as_user, needs_root
 
 from jitkern import fs
-from jitkern.cache.bundle import export_bundle
-from jitkern.cache.store import Cache
-from jitkern.errors import CacheError
 from jitkern.fs import write_whole
-from jitkern.jit.loader import load_jit
 from jitkern.jit.record import Specialisation, record, replay
 
 USED = Specialisation("load_jit", ("tiny", "4"), {}, "9.0")
@@ -39,23 +32,6 @@ def test_private_names_cannot_be_guessed() -> None:
     assert {name[:-17] for name in names} == {f"{os.uname().nodename}.{os.getpid()}"}
 
 
-@pytest.mark.parametrize("plant", [Path.symlink_to, os.link], ids=["link", "hard link"])
-def test_a_name_that_was_guessed_is_not_written_through(
-    tmp_path: Path,
-    victim: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    plant: Callable[[Path, Path], None],
-) -> None:
-    cache = Cache(tmp_path / "cache")
-    publish(cache)
-    monkeypatch.setattr(fs, "private_name", lambda: "guessed")
-    planted = tmp_path / ".k.jkb.guessed"
-    plant(*((planted, victim) if plant is Path.symlink_to else (victim, planted)))
-    with pytest.raises(CacheError, match=r"k\.jkb: cannot write the bundle: File exists"):
-        export_bundle(cache, tmp_path / "k.jkb")
-    assert victim.read_text() == "months of work"
-
-
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
 def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
@@ -73,23 +49,6 @@ def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> No
         "open": 0o644,
         "closed": 0o600,
     }
-
-
-@needs_cxx
-def test_a_build_directory_with_planted_links(folder: Path, tmp_path: Path, victim: Path) -> None:
-    directory = tmp_path / "build"
-    directory.mkdir()
-    for name in ("build.ninja", "main.cc", "jitkern.lock.holder", "scale_4.so"):
-        (directory / name).symlink_to(victim)
-    module = load_jit(
-        "scale",
-        "4",
-        cpp_files=["scale.cc"],
-        cpp_wrappers=[("scale", "scale<4>")],
-        build_directory=directory,
-    )
-    assert module.scale(10) == 40
-    assert victim.read_text() == "months of work"
 
 
 # -- JITKERN_RECORD --------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,27 +113,6 @@ def test_a_directory_of_somebody_else(children: Children, open_folder: Path, mod
     else:
         assert_degrades(warm)
     assert sound(cache_dir)
-
-
-@needs_nvrtc
-def test_the_private_cache_of_a_killed_process_is_swept_by_the_next(
-    children: Children, sources: Path, cache_dir: Path, tmp_path: Path
-) -> None:
-    """A server without a cache directory that is restarted every night would fill TMPDIR."""
-    cache_dir.write_text("not a directory")
-    place = tmp_path / "tmp"
-    place.mkdir()
-    environ = {"TMPDIR": str(place)}
-    assert children.run(sources / "tiny.cu", env=environ)["compiles"] == 1
-    assert list(place.iterdir()) == []
-    code = "from jitkern.cache import get; import os; get._private_cache(OSError()); "
-    command = [sys.executable, "-W", "ignore", "-c", code + "os.kill(os.getpid(), 9)"]
-    subprocess.run(command, env={**children.env, **environ})
-    (left,) = place.iterdir()
-    assert left.name.startswith("jitkern-cache-")
-    os.utime(left, (time.time() - 7200,) * 2)
-    children.run(sources / "tiny.cu", env=environ)
-    assert list(place.iterdir()) == []
 
 
 @needs_nvrtc

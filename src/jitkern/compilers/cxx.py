@@ -246,17 +246,16 @@ def quiet() -> Iterator[None]:
 def _status(name: str) -> Iterator[None]:
     """Show on a terminal that `name` is built; elsewhere log it. One build at a time is shown."""
     text = f"jitkern: building {name}"
-    if sys.stderr is None or not sys.stderr.isatty():
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    if not is_terminal or not _last_line.acquire(blocking=False):
         _log.info("%s", text)
         yield
-    elif not _last_line.acquire(blocking=False):
-        yield
-    else:
-        try:
-            from rich.console import Console
-            from rich.markup import escape
+        return
+    try:
+        from rich.console import Console
+        from rich.markup import escape
 
-            with Console(stderr=True).status(escape(text)):
-                yield
-        finally:
-            _last_line.release()
+        with Console(stderr=True).status(escape(text)):
+            yield
+    finally:
+        _last_line.release()

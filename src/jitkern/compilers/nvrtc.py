@@ -63,7 +63,7 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     the declarations of textures, surfaces and the device side of the CUDA runtime: 3.5 of 40 ms.
 
     Raises CompileError (with options, log and source), ToolchainError if NVRTC does not load,
-    UnsupportedError if it is newer than `arch`, ValueError for an option that names a file.
+    ValueError for an option that names a file.
     """
     check_options(words(options))
     library = library or find_nvrtc()
@@ -74,21 +74,18 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
         raise CompileError(message, command=shlex.join(options), log="", source=source) from None
     with _no_fork():
         api = load_nvrtc(library.path)
-        target, kind = _target(arch, api.archs, api.version)
+        target, kind = _target(arch, api.archs)
         includes = _include_options(cuda_headers, library)
         defaults = [DEVICE_STD, *(includes or [_NO_CURRENT_DIRECTORY])]
         arguments = [f"-arch={target}", *with_defaults(defaults, options)]
         if minimal and api.release >= _FIRST_MINIMAL:
             arguments.append("-minimal")
         place = _NOWHERE if includes else ""
-        program = api.create(source, place + name, {**STANDINS, **headers})
-        try:
-            status = api.compile_program(program, arguments)
-            log = api.program_log(program).replace(_NOWHERE, "")
-            if status == 0:
-                return Image(api.result(program, kind), kind, log)
-        finally:
-            api.destroy(program)
+        unit = (source, place + name, {**STANDINS, **headers})
+        status, code, log = api.compile(*unit, arguments, kind)
+    log = log.replace(_NOWHERE, "")
+    if status == 0:
+        return Image(code, kind, log)
     message = f"{name}: NVRTC {api.version} for {arch}: {api.error_text(status)}"
     raise CompileError(
         message + _advice(log, library),
@@ -108,17 +105,10 @@ def _advice(log: str, library: Tool) -> str:
     return f"; {hint}" if hint else ""
 
 
-def _target(
-    arch: Arch, supported: tuple[int, ...], version: str
-) -> tuple[str, Literal["cubin", "ptx"]]:
-    if arch.number in supported:
-        return arch.sm, "cubin"
+def _target(arch: Arch, supported: tuple[int, ...]) -> tuple[str, Literal["cubin", "ptx"]]:
     older = [number for number in supported if number < arch.number]
-    if not older:
-        oldest = min(supported)
-        raise UnsupportedError(
-            f"arch: {arch}, but NVRTC {version} compiles for {oldest // 10}.{oldest % 10} and newer"
-        )
+    if arch.number in supported or not older:  # of an arch that is too old NVRTC says so
+        return arch.sm, "cubin"
     return f"compute_{max(older)}", "ptx"
 
 
@@ -294,25 +284,26 @@ class _Api:
         describe.restype = ctypes.c_char_p
         return str(describe(status).decode())
 
-    def create(self, source: str, name: str, headers: Mapping[str, str]) -> ctypes.c_void_p:
+    def compile(
+        self,
+        source: str,
+        name: str,
+        headers: Mapping[str, str],
+        options: Sequence[str],
+        kind: Literal["cubin", "ptx"],
+    ) -> tuple[int, bytes, str]:
+        """Return the status, the code if it is 0, and the log."""
         program = ctypes.c_void_p()
+        unit = (_encode(source), _encode(name), len(headers))
         texts, names = _strings(list(headers.values())), _strings(list(headers))
-        unit = (_encode(source), _encode(name))
-        self._call("CreateProgram", ctypes.byref(program), *unit, len(headers), texts, names)
-        return program
-
-    def compile_program(self, program: ctypes.c_void_p, options: Sequence[str]) -> int:
-        status: int = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
-        return status
-
-    def program_log(self, program: ctypes.c_void_p) -> str:
-        return self._bytes(program, "ProgramLog").rstrip(b"\0").decode("utf-8", "replace").strip()
-
-    def result(self, program: ctypes.c_void_p, kind: Literal["cubin", "ptx"]) -> bytes:
-        return self._bytes(program, kind.upper())
-
-    def destroy(self, program: ctypes.c_void_p) -> None:
-        self._call("DestroyProgram", ctypes.byref(program))
+        self._call("CreateProgram", ctypes.byref(program), *unit, texts, names)
+        try:
+            arguments = (len(options), _strings(options))
+            status: int = self._library.nvrtcCompileProgram(program, *arguments)
+            log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode("utf-8", "replace")
+            return status, b"" if status else self._bytes(program, kind.upper()), log.strip()
+        finally:
+            self._call("DestroyProgram", ctypes.byref(program))
 
     def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
