@@ -145,7 +145,9 @@ MUTANTS = [
             "if (p.slot < 0) set_turn(ring, turn);",
             "if (p.slot < 0) set_turn(ring, begin);",
         ),
-        ("name without the slot", "take(number, slot, vector)", "take(number, 0, vector)"),
+        ("no names", "if (number % 4 == 3) {", "if (false) {", 0, 2),
+        ("name of a vector", "vector.x = number / 4;", "vector.x = number;", 0, 2),
+        ("name without the slot", "vector.y = slot;", "vector.y = 0;"),
         (
             "nobody waits",
             "while ((own.value = load_control(&board->control)) == 0) continue;",
@@ -192,8 +194,6 @@ MUTANTS = [
     *mutants_of(
         SWEEP,
         "ops/ring.cuh",
-        ("no names", "if (number % 4 == 3) {", "if (false) {"),
-        ("name of a vector", "vector.x = number / 4;", "vector.x = number;"),
         ("lengths of 31 descriptors", "i < count && is_long(", "i < count - 1 && is_long("),
         (
             "longs twice, by few",

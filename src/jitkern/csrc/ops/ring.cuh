@@ -136,16 +136,6 @@ struct RingCopy {
     return is_longer(i64(sizes.x), i64(sizes.y), kOwnSegments);
   }
 
-  // Takes a vector of a push: whether its descriptor may be long; names the descriptor for faults.
-  static __device__ bool take(u32 number, u32 slot, uint4& vector) {
-    const bool is_long = number % 4 == 1 && may_be_long(vector);
-    if (number % 4 == 3) {
-      vector.x = number / 4;
-      vector.y = slot;
-    }
-    return is_long;
-  }
-
   // By each warp. `vectors` are four of each descriptor; the fourth begins with its name for
   // faults.
   static __device__ void copy(const UnpackParams& p, const uint4* vectors, u32 count, bool has_long,

@@ -97,7 +97,11 @@ struct ConsumeRing {
                                bool& has_long) {
     uint4* const to = reinterpret_cast<uint4*>(p.staged + num_staged);
     return reader.read(word, 0, ring_count(word), [&](u32 number, uint4 vector) {
-      has_long |= Copy::take(number, slot, vector);
+      if (number % 4 == 1) has_long |= Copy::may_be_long(vector);
+      if (number % 4 == 3) {  // the descriptor's name for faults
+        vector.x = number / 4;
+        vector.y = slot;
+      }
       to[number] = vector;
     });
   }
@@ -225,7 +229,11 @@ struct ServeRing {
     const u32 size = size_of(ring_count(word), begin);
     bool is_long = false;
     const bool is_whole = reader.read(word, begin, begin + size, [&](u32 number, uint4 vector) {
-      is_long |= Copy::take(number, own.slot, vector);
+      if (number % 4 == 1) is_long |= Copy::may_be_long(vector);
+      if (number % 4 == 3) {  // the descriptor's name for faults
+        vector.x = number / 4;
+        vector.y = own.slot;
+      }
       own.vectors[number - 4 * begin] = vector;
     });
     const bool has_long = __syncthreads_or(is_long);
