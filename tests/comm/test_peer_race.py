@@ -16,8 +16,7 @@ from jitkern.compilers.sources import CSRC, include_dirs
 
 pytestmark = needs_cxx
 HERE = Path(__file__).resolve().parent
-CPU, HEADER = "comm/peer_reduce_by_cpu.cc", "comm/peer_reduce.h"
-SEND = "__atomic_store_n(to, word, __ATOMIC_RELEASE);"
+CPU = "comm/peer_reduce_by_cpu.cc"
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,18 @@ class Mutant:
     mistake: str
     old: str
     new: str
-    file: str = CPU
 
     def apply(self, csrc: Path) -> None:
-        text = (csrc / self.file).read_text()
-        assert text.count(self.old) == 1, f"{self.old!r} is not once in {self.file}"
-        (csrc / self.file).write_text(text.replace(self.old, self.new))
+        text = (csrc / CPU).read_text()
+        assert text.count(self.old) == 1, f"{self.old!r} is not once in {CPU}"
+        (csrc / CPU).write_text(text.replace(self.old, self.new))
 
 
+PUBLISH = "__atomic_store_n(&control->epochs[0], epoch, __ATOMIC_RELEASE);"
 MUTANTS = (
-    Mutant("stores that are none of atomics", SEND, "*to = word;"),
-    Mutant("one parity", "* 2 + epoch % 2)", "* 2)", HEADER),
+    Mutant("stores that are not atomic", PUBLISH, "control->epochs[0] = epoch;"),
+    Mutant("stores that order nothing", PUBLISH, PUBLISH.replace("RELEASE", "RELAXED")),
+    Mutant("one half", "epoch % 2 * half_bytes", "0"),
 )
 
 

@@ -74,54 +74,46 @@ def test_any_scatter(device: torch.device, seed: int, size: int) -> None:
     scatters(any_case(rng, repeats=False), size, device, rng.choice([torch.int32, torch.int64]))
 
 
-class Moved:
-    """What each rank brings, seen by who reads the pool or writes the caches."""
+def fetched_by_rank(size: int, num_rows: int, pairs: torch.Tensor, pool_rows: int = 0) -> list[int]:
+    """Return which rank has fetched each row of the caches.
 
-    def __init__(self, size: int, num_rows: int, device: torch.device) -> None:
-        self.ranks = Ranks(size, device)
-        self.case = Case(16, num_rows, num_rows, 16, torch.arange(num_rows).repeat(2, 1).T)
-        self.pairs = self.case.pairs.contiguous().to(device)
-        # Each rank's own pool: a row that it has brought is known by its content.
-        self.pools = [torch.full((num_rows, 16), rank, dtype=torch.uint8) for rank in range(size)]
-        if device.type == "cuda":
-            self.pools = [pool.pin_memory() for pool in self.pools]
-        self.caches = self.case.caches(size, device)
-
-    def by_rank(self) -> list[int]:
-        reducers = self.ranks.reducers
-        self.ranks.each(
-            lambda rank: peer_gather(self.pools[rank], self.caches, self.pairs, reducers[rank])
-        )
-        for cache in self.caches[1:]:
-            assert torch.equal(cache, self.caches[0])
-        return self.caches[0][:, 0].tolist()
+    Each rank has a pool of its own, so that a row tells by its content who has fetched it.
+    """
+    device = torch.device("cuda")
+    ranks = Ranks(size, device)
+    pools = [
+        torch.full((pool_rows or num_rows, 16), rank, dtype=torch.uint8).pin_memory()
+        for rank in range(size)
+    ]
+    caches = Case(16, num_rows, num_rows, 16, pairs).caches(size, device)
+    pairs = pairs.to(device)
+    ranks.each(lambda rank: peer_gather(pools[rank], caches, pairs, ranks.reducers[rank]))
+    for cache in caches[1:]:
+        assert torch.equal(cache, caches[0])
+    return caches[0][:, 0].tolist()
 
 
-def test_each_rank_brings_a_part(device: torch.device) -> None:
+@pytest.mark.cuda
+def test_each_rank_fetches_a_part() -> None:
     """Equal parts in the order of the pool, apart from a region where two meet."""
-    brought = Moved(3, 24_000, device).by_rank()
+    by_rank = fetched_by_rank(3, 24_000, torch.arange(24_000).repeat(2, 1).T.contiguous())
     for rank in range(3):
-        assert abs(brought.count(rank) - 8000) < 24_000 / 4096 * 4 + 4
-    assert sum(a != b for a, b in itertools.pairwise(brought)) < 24
+        assert abs(by_rank.count(rank) - 8000) < 24_000 / 4096 * 4 + 4
+    assert sum(a != b for a, b in itertools.pairwise(by_rank)) < 24
 
 
-def test_a_region_is_shared_out(device: torch.device) -> None:
-    """All rows lie within one: by a hash on GPUs."""
-    moved = Moved(2, 1000, device)
-    moved.pools = [torch.full((1 << 20, 16), rank, dtype=torch.uint8) for rank in range(2)]
-    if device.type == "cuda":
-        moved.pools = [pool.pin_memory() for pool in moved.pools]
-    moved.pairs = torch.stack([torch.arange(200) + (1 << 19), torch.arange(200)], 1).to(device)
-    brought = moved.by_rank()[:200]
-    assert 60 <= brought.count(0) <= 140 and brought.count(0) + brought.count(1) == 200
+@pytest.mark.cuda
+def test_a_region_is_shared_out() -> None:
+    """All rows lie within one region: by a hash."""
+    pairs = torch.stack([torch.arange(200) + (1 << 19), torch.arange(200)], 1)
+    by_rank = fetched_by_rank(2, 1000, pairs, 1 << 20)[:200]
+    assert 60 <= by_rank.count(0) <= 140 and by_rank.count(0) + by_rank.count(1) == 200
 
 
-def test_a_row_that_is_requested_again_is_fetched_once(device: torch.device) -> None:
-    """By one of the ranks, whose pools have different contents."""
-    moved = Moved(2, 500, device)
-    moved.pairs = torch.stack([torch.zeros(500, dtype=torch.int64), torch.randperm(500)], 1)
-    moved.pairs = moved.pairs.to(device)
-    assert len(set(moved.by_rank())) == 1
+@pytest.mark.cuda
+def test_a_row_that_is_requested_again_is_fetched_once() -> None:
+    pairs = torch.stack([torch.zeros(500, dtype=torch.int64), torch.randperm(500)], 1)
+    assert len(set(fetched_by_rank(2, 500, pairs))) == 1
 
 
 def test_barriers_alone(device: torch.device) -> None:

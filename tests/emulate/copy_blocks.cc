@@ -15,10 +15,6 @@ using jitkern::kHostTarget;
 constexpr FaultSite kSrcSite{5};
 constexpr FaultSite kDstSite{6};
 
-struct Config {
-  int num_threads, max_occupancy;
-  bool use_pdl;
-};
 constexpr Config kConfig{COPY_BLOCKS_CONFIG};
 
 // A kernel whose pairs are in its parameters.
@@ -96,17 +92,8 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   const i64 src_blocks = random.pick({i64(1), num_pairs, 2 * num_pairs});
   const i64 dst_blocks = num_pairs + random.below(num_pairs + 2);
 
-  std::vector<i64> sources(num_pairs);
-  for (i64& source : sources) source = random.below(src_blocks);
-  std::vector<i64> targets = random.distinct(num_pairs, dst_blocks);
-  if (random.below(2) == 0) spoil(sources, src_blocks, kernel.index_bytes, random);
-  if (random.below(2) == 0) spoil(targets, dst_blocks, kernel.index_bytes, random);
-  std::vector<i64> flat;
-  for (i64 i = 0; i < num_pairs; ++i) {
-    flat.push_back(sources[i]);
-    flat.push_back(targets[i]);
-  }
-  IntBuffer pairs("pairs", flat, kernel.index_bytes);
+  IntBuffer pairs("pairs", any_pairs(num_pairs, src_blocks, dst_blocks, kernel.index_bytes, random),
+                  kernel.index_bytes);
   const int count_bytes = random.pick({0, 0, 4, 8});
   const i64 count = random.pick({i64(-3), i64(0), num_pairs / 2, num_pairs, num_pairs + 5});
   const IntBuffer counted("count", {count}, count_bytes == 4 ? 4 : 8);

@@ -2,7 +2,6 @@
 // pairs has the sweeps of pair_lists.cc and pair_copy.cc.
 #include "ops/index.cu"
 
-#include "pair_configs.h"
 #include "sweep.h"
 #include "vocabulary.h"
 
@@ -58,13 +57,10 @@ int main() {
   using namespace emulate;
   install_reports();
   Tally tally;
-  for (int run = 0; run < 300; ++run) {
-    now_running = "index_table: run " + std::to_string(run);
-    Random random(run);
-    for (int i = 0; i < 4; ++i) random.bits();
+  rounds("index_table", 300, [&](Random& random, int) {
     one_run<i32, 1, 1>(random, tally);
     one_run<i64, 40, 8>(random, tally);
     one_run<i32, 656, 16>(random, tally);
-  }
+  });
   report("index_table", 3, tally);
 }

@@ -3,7 +3,6 @@
 
 #include "ops/sort.cuh"
 
-#include "pair_configs.h"
 #include "sweep.h"
 
 namespace emulate {

@@ -2,12 +2,10 @@
 // 50 row sizes to a program.
 #include "ops/pairs.cuh"
 
-#include "pair_configs.h"
 #include "sweep.h"
 
 namespace emulate {
 
-using jitkern::kHostLineBytes;
 using jitkern::PairCopyParams;
 
 // Bits of Specialisation::variant.
@@ -68,12 +66,6 @@ void kernels(Specialisations<PairCopyParams>& list) {
 }
 EMULATE_COLLECT(PairCopyParams, kernels)
 
-// On the host's side of a line-aligned copy every row begins on a line.
-Placement on_lines(Placement at) {
-  const i64 lines = (at.stride_bytes + kHostLineBytes - 1) / kHostLineBytes;
-  return {0, lines * kHostLineBytes};
-}
-
 void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& random, Tally& tally) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
@@ -91,17 +83,8 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   const i64 src_rows = random.pick({i64(1), num_pairs, 2 * num_pairs});
   const i64 dst_rows = num_pairs + random.below(num_pairs + 2);
 
-  std::vector<i64> sources(num_pairs);
-  for (i64& source : sources) source = random.below(src_rows);
-  std::vector<i64> targets = random.distinct(num_pairs, dst_rows);
-  if (random.below(2) == 0) spoil(sources, src_rows, kernel.index_bytes, random);
-  if (random.below(2) == 0) spoil(targets, dst_rows, kernel.index_bytes, random);
-  std::vector<i64> flat;
-  for (i64 i = 0; i < num_pairs; ++i) {
-    flat.push_back(sources[i]);
-    flat.push_back(targets[i]);
-  }
-  IntBuffer pairs("pairs", flat, kernel.index_bytes);
+  IntBuffer pairs("pairs", any_pairs(num_pairs, src_rows, dst_rows, kernel.index_bytes, random),
+                  kernel.index_bytes);
 
   Placement src_at = any_placement(row_bytes, vec_bytes, random);
   Placement dst_at = any_placement(row_bytes, vec_bytes, random);

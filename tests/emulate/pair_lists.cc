@@ -1,6 +1,6 @@
 // The lists of large calls of h2d_gather and d2h_scatter, and then the copies that they ask for.
-#include "ops/sort.cuh"
 #include "ops/pairs.cuh"
+#include "ops/sort.cuh"
 
 #include <map>
 #include <set>
@@ -247,14 +247,11 @@ int main() {
   using namespace emulate;
   install_reports();
   Tally tally;
-  for (int run = 0; run < 600; ++run) {
-    now_running = "pair_lists: run " + std::to_string(run);
-    Random random(run);
-    for (int i = 0; i < 4; ++i) random.bits();
+  rounds("pair_lists", 600, [&](Random& random, int run) {
     run % 2 ? one_run<i32, kHostSource>(random, tally) : one_run<i64, kHostSource>(random, tally);
-    if (run % 3 != 0) continue;
+    if (run % 3 != 0) return;
     run % 2 ? one_run<i32, jitkern::kHostTarget>(random, tally)
             : one_run<i64, jitkern::kHostTarget>(random, tally);
-  }
+  });
   report("pair_lists", 4, tally);
 }

@@ -44,15 +44,7 @@ Call any_call(HostSide side, int index_bytes, Random& random) {
   call.src_rows = random.pick({i64(1), i64(5), call.num_pairs, many});
   call.dst_rows = call.num_pairs + random.below(call.num_pairs + 1);
   if (side != kHostSource) call.dst_rows = random.pick({call.num_pairs, many});
-  std::vector<i64> sources(call.num_pairs);
-  for (i64& source : sources) source = random.below(call.src_rows);
-  std::vector<i64> targets = random.distinct(call.num_pairs, call.dst_rows);
-  if (random.below(2) == 0) spoil(sources, call.src_rows, index_bytes, random);
-  if (random.below(2) == 0) spoil(targets, call.dst_rows, index_bytes, random);
-  for (i64 i = 0; i < call.num_pairs; ++i) {
-    call.flat.push_back(sources[i]);
-    call.flat.push_back(targets[i]);
-  }
+  call.flat = any_pairs(call.num_pairs, call.src_rows, call.dst_rows, index_bytes, random);
   return call;
 }
 
@@ -277,13 +269,11 @@ int main() {
   using namespace emulate;
   install_reports();
   Tally tally;
-  for (int round = 0; round < 120; ++round) {
-    Random random(static_cast<u64>(round));
-    now_running = "peer_lists, round " + std::to_string(round);
+  rounds("peer_lists", 120, [&](Random& random, int) {
     one_run<i32, kHostSource>(random, tally);
     one_run<i64, kHostSource>(random, tally);
     one_run<i32, jitkern::kHostTarget>(random, tally);
     one_run<i64, jitkern::kHostTarget>(random, tally);
-  }
+  });
   report("peer_lists", 4, tally);
 }

@@ -271,4 +271,81 @@ class Content {
   Random& random_;
 };
 
+// A ring of some age with its producer and content, for kernels that consume it.
+class RingRound {
+ protected:
+  RingRound(u32 num_slots, u32 max_descriptors, Random& random, Tally& tally)
+      : random_(random),
+        tally_(tally),
+        num_slots_(num_slots),
+        max_(max_descriptors),
+        is_copy_(random.below(2) == 0),
+        ring_(num_slots_, max_),
+        host_(num_slots_, max_),
+        content_(9000, 60'000, 6000, random),
+        over_(num_slots_),
+        consumed_(num_slots_),
+        producer_(age(), is_copy_ ? host_ : ring_, random) {
+    ring_.poison(true, !is_copy_);
+    host_.poison(false, true);
+  }
+
+  RingMemory& dones() { return is_copy_ ? host_ : ring_; }
+  u64 generation(u64 ticket) const { return ring_.header.generation(ticket); }
+  u32 slot_of(u64 ticket) const { return ring_.header.slot(ticket); }
+  void check(bool is_so, const char* what) const {
+    if (!is_so) fail(what);
+  }
+  jitkern::RingParams ring_params(u64 call, FaultWord& fault) {
+    jitkern::RingParams params{};
+    params.ring = ring_.header;
+    params.base = ring_.base;
+    params.dones = dones().base + ring_.header.dones_at;
+    params.state = state_.data();
+    params.consumed = consumed_.data();
+    params.call = call;
+    params.busy = kBusySite;
+    params.broken = kBrokenSite;
+    params.fault = fault.record();
+    return params;
+  }
+  void check_state() const {
+    check(state_[0].generations == turn_ / num_slots_ && state_[0].slot == turn_ % num_slots_,
+          "turn");
+    for (u32 slot = 0; slot < num_slots_; ++slot) {
+      check(consumed_[slot] == over_[slot], "the generation that was taken last");
+    }
+  }
+  static void stop_watching() {
+    on_fresh_load = nullptr, fresh_vector = nullptr, on_system_store = nullptr;
+  }
+
+  static constexpr u64 kOther = (7ull << 32) + 1;  // another call
+
+  Random& random_;
+  Tally& tally_;
+  const u32 num_slots_, max_;
+  const bool is_copy_;  // what kernels read is not where the completion words are
+  RingMemory ring_, host_;
+  Content content_;
+  std::vector<u64> over_;  // by slot, the generation that was taken; as the kernel should have it
+  u64 turn_ = 0;           // the ticket that is next
+  std::vector<jitkern::RingState> state_{1};  // each of exactly its size
+  std::vector<u64> consumed_;
+  StepwiseProducer producer_;
+  Halves halves_;
+
+ private:
+  RingMemory& age() {
+    const u64 old = random_.pick({0ull, 1ull, 65'535ull, (1ull << 32) - 1, 1ull << 40});
+    const unsigned left = static_cast<unsigned>(random_.below(max_ + 1));
+    ring_.grow_old(old, left);
+    host_.grow_old(old, left);
+    turn_ = old * num_slots_;
+    state_[0].generations = old;
+    for (u32 slot = 0; slot < num_slots_; ++slot) over_[slot] = consumed_[slot] = old;
+    return ring_;
+  }
+};
+
 }  // namespace emulate

@@ -9,10 +9,6 @@ namespace emulate {
 using jitkern::RingState;
 using jitkern::ServeParams;
 
-struct Config {
-  int num_threads, max_occupancy;
-  bool use_pdl;
-};
 constexpr Config kConfig{UNPACK_SERVE_CONFIG};
 
 constexpr int kThreads = 64;
@@ -20,9 +16,7 @@ using Serve = jitkern::ServeRing<kThreads, kConfig.max_occupancy, kConfig.use_pd
                                  UNPACK_SERVE_PIECE_IN_FLIGHT, UNPACK_SERVE_IN_FLIGHT,
                                  UNPACK_PARTS_IN_FLIGHT, 4>;
 
-constexpr i64 kSrcBytes = 9000, kDstBytes = 60'000;
 constexpr int kRounds = 80;
-constexpr u64 kOther = (7ull << 32) + 1;  // a call
 constexpr u64 kCall = (5ull << 32) + 1;
 
 // How it comes to its end.
@@ -36,27 +30,12 @@ enum Kind {
   kChanges,  // another call takes a push while it begins
 };
 
-class Round {
+class Round : RingRound {
  public:
   Round(unsigned cluster_size, Random& random, Tally& tally)
-      : cluster_size_(cluster_size),
-        random_(random),
-        tally_(tally),
-        num_slots_(random.pick({1u, 2u, 3u, 7u})),
-        max_(random.pick({1u, 3u, 16u, 17u, 32u, 33u, 80u, 80u})),
-        is_copy_(random.below(2) == 0),
-        ring_(num_slots_, max_),
-        host_(num_slots_, max_),
-        content_(kSrcBytes, kDstBytes, 6000, random),
-        over_(num_slots_),
-        state_(1),
-        consumed_(num_slots_),
-        stop_(1),
-        producer_(begun(), is_copy_ ? host_ : ring_, random),
-        fault_(0) {
-    ring_.poison(true, !is_copy_);
-    host_.poison(false, true);
-  }
+      : RingRound{random.pick({1u, 2u, 3u, 7u}),
+                  random.pick({1u, 3u, 16u, 17u, 32u, 33u, 80u, 80u}), random, tally},
+        cluster_size_(cluster_size) {}
 
   void serve() {
     push_some();
@@ -77,7 +56,7 @@ class Round {
     on_system_store = [this](const void* to) { completes(to); };
     launch_clusters({cluster_size_}, {kThreads}, cluster_size_, any_order(random_),
                     [&] { Serve::run(params); });
-    on_fresh_load = nullptr, fresh_vector = nullptr, on_system_store = nullptr;
+    stop_watching();
     ++tally_.runs;
     tally_.threads += cluster_size_ * kThreads;
     tally_.faults += fault_.record()->state == 2;
@@ -85,36 +64,11 @@ class Round {
   }
 
  private:
-  // Once the ring is as old as it shall be.
-  RingMemory& begun() {
-    const u64 old = random_.pick({0ull, 1ull, 65'535ull, (1ull << 32) - 1, 1ull << 40});
-    const unsigned left = static_cast<unsigned>(random_.below(max_ + 1));
-    ring_.grow_old(old, left);
-    host_.grow_old(old, left);
-    turn_ = old * num_slots_;
-    state_[0].generations = old;
-    for (u32 slot = 0; slot < num_slots_; ++slot) over_[slot] = consumed_[slot] = old;
-    return ring_;
-  }
-  RingMemory& dones() { return is_copy_ ? host_ : ring_; }
-  u64 generation(u64 ticket) const { return ring_.header.generation(ticket); }
-  u32 slot_of(u64 ticket) const { return ring_.header.slot(ticket); }
   bool is_over(u64 ticket) const { return over_[slot_of(ticket)] >= generation(ticket); }
-  void check(bool is_so, const char* what) const {
-    if (!is_so) fail(what);
-  }
 
   ServeParams any_params() {
     ServeParams params{};
-    params.ring.ring = ring_.header;
-    params.ring.base = ring_.base;
-    params.ring.dones = dones().base + ring_.header.dones_at;
-    params.ring.state = state_.data();
-    params.ring.consumed = consumed_.data();
-    params.ring.call = kCall;
-    params.ring.busy = kBusySite;
-    params.ring.broken = kBrokenSite;
-    params.ring.fault = fault_.record();
+    params.ring = ring_params(kCall, fault_);
     content_.give_to(params.unpack);
     params.unpack.fault = fault_.record();
     params.stop = stop_.data();
@@ -225,10 +179,8 @@ class Round {
       check_reason(idle_ns, waited);
       while (is_over(turn_)) ++turn_;
     }
-    check(state_[0].generations == turn_ / num_slots_ && state_[0].slot == turn_ % num_slots_,
-          "turn");
+    check_state();
     for (u32 slot = 0; slot < num_slots_; ++slot) {
-      check(consumed_[slot] == over_[slot], "the generation that was taken last");
       check(*dones().done(slot) == over_[slot], "a completion word");
     }
     content_.dst.check();
@@ -252,20 +204,8 @@ class Round {
   }
 
   const unsigned cluster_size_;
-  Random& random_;
-  Tally& tally_;
-  const u32 num_slots_, max_;
-  const bool is_copy_;  // what the kernel reads is not where the completion words are
-  RingMemory ring_, host_;
-  Content content_;
-  std::vector<u64> over_;  // by slot, the generation that was taken; as the kernel should have it
-  u64 turn_ = 0;           // the ticket that is next
-  std::vector<RingState> state_;
-  std::vector<u64> consumed_;
-  std::vector<u32> stop_;
-  StepwiseProducer producer_;
-  FaultWord fault_;
-  Halves halves_;
+  std::vector<u32> stop_{0};
+  FaultWord fault_{0};
 
   Kind kind_ = kIdle;
   bool is_busy_ = false, is_broken_ = false;
@@ -281,13 +221,7 @@ int main() {
   using namespace emulate;
   install_reports();
   Tally tally;
-  for (int round = 0; round < kRounds; ++round) {
-    const unsigned cluster_size = 1u << round % 3;
-    now_running = "serve_ring: cluster of " + std::to_string(cluster_size) + ", round " +
-                  std::to_string(round);
-    Random random(static_cast<u64>(round));
-    for (int i = 0; i < 4; ++i) random.bits();
-    Round(cluster_size, random, tally).serve();
-  }
+  rounds("serve_ring", kRounds,
+         [&](Random& random, int round) { Round(1u << round % 3, random, tally).serve(); });
   report("serve_ring", 1, tally);
 }

@@ -2,7 +2,6 @@
 // 50 row sizes to a program.
 #include "ops/swap.cu"
 
-#include "pair_configs.h"
 #include "swap_triples.h"
 
 namespace emulate {

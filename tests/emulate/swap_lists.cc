@@ -140,14 +140,13 @@ void one_run(Random& random, Tally& tally) {
 // Rows of a part of a warp, of one, and of several, each with both index types.
 template <i64 kRowBytes, int kVecBytes, bool kLineAligned>
 void runs(Tally& tally) {
-  for (int run = 0; run < 60; ++run) {
-    now_running = "swap_lists: rows of " + std::to_string(kRowBytes) + " bytes, line-aligned " +
-                  std::to_string(kLineAligned) + ", run " + std::to_string(run);
-    Random random(kRowBytes * 1000 + run);
-    for (int i = 0; i < 4; ++i) random.bits();
+  const std::string name = "swap_lists: rows of " + std::to_string(kRowBytes) +
+                           " bytes, line-aligned " + std::to_string(kLineAligned);
+  const auto one = [&](Random& random, int run) {
     run % 2 ? one_run<kRowBytes, kVecBytes, kLineAligned, i32>(random, tally)
             : one_run<kRowBytes, kVecBytes, kLineAligned, i64>(random, tally);
-  }
+  };
+  rounds(name, 60, one, kRowBytes * 1000);
 }
 
 }  // namespace emulate

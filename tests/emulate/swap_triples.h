@@ -7,19 +7,12 @@
 
 namespace emulate {
 
-using jitkern::kHostLineBytes;
 using jitkern::SwapParams;
 
 constexpr FaultSite kFetchSite{5};
 constexpr FaultSite kSlotSite{6};
 constexpr FaultSite kBackSite{7};
 constexpr i64 kFirstPosition = 1000;
-
-// On the host's side of a line-aligned call every row begins on a line.
-inline Placement on_lines(Placement at) {
-  const i64 lines = (at.stride_bytes + kHostLineBytes - 1) / kHostLineBytes;
-  return {0, lines * kHostLineBytes};
-}
 
 // Rows that are written back to are distinct, and fetched by no other triple.
 inline std::vector<i64> any_triples(i64 count, i64 host_rows, i64 slots, int index_bytes,

@@ -27,6 +27,17 @@ void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random)
   if (kind == 5) values[random.below(static_cast<i64>(values.size()))] = too_large();
 }
 
+std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random) {
+  std::vector<i64> sources(count);
+  for (i64& source : sources) source = random.below(src_rows);
+  std::vector<i64> targets = random.distinct(count, dst_rows);
+  if (random.below(2) == 0) spoil(sources, src_rows, index_bytes, random);
+  if (random.below(2) == 0) spoil(targets, dst_rows, index_bytes, random);
+  std::vector<i64> flat;
+  for (i64 i = 0; i < count; ++i) flat.insert(flat.end(), {sources[i], targets[i]});
+  return flat;
+}
+
 i64 any_num_rows(const jitkern::GroupShape& shape, i64 threads_per_block, Random& random) {
   const i64 full = std::max(i64(1), threads_per_block / (shape.lanes * shape.splits) * shape.rows);
   return random.pick({i64(1), i64(2), full, full - (full > 1), full + 1, full * 5 / 2 + 1});

@@ -13,6 +13,16 @@
 
 namespace emulate {
 
+// How kernels are launched, as the ops' Python says.
+struct Config {
+  int num_threads, max_occupancy;
+  bool use_pdl;
+};
+#ifdef PAIRS_SMALL_CONFIG  // in drivers, not in what they are linked with
+constexpr Config kSmallConfig{PAIRS_SMALL_CONFIG}, kLargeConfig{PAIRS_LARGE_CONFIG};
+constexpr Config kListConfig{PAIRS_LIST_CONFIG}, kScanConfig{PAIRS_SCAN_CONFIG};
+#endif
+
 // One compiled kernel. The sweeps themselves are no templates, so that thousands of specialisations
 // compile in the time that their `run` takes.
 template <class Params>
@@ -87,9 +97,15 @@ struct Placement {
 // Any that the vector width allows.
 Placement any_placement(i64 row_bytes, int vec_bytes, Random& random);
 
+// On the host's side of a line-aligned call every row begins on a line of 128 bytes.
+inline Placement on_lines(Placement at) { return {0, (at.stride_bytes + 127) / 128 * 128}; }
+
 // Index values below `bound`, some of them replaced by negative ones and ones that are out of
 // range, the extremes of the index type among them.
 void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random);
+
+// Pairs of (source, target), flat, of distinct targets; now and then some of them are spoiled.
+std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random);
 
 // How many rows fill a block, miss it by one, or spread over several; few where rows are long.
 i64 any_num_rows(const jitkern::GroupShape& shape, i64 threads_per_block, Random& random);
@@ -105,6 +121,17 @@ struct Tally {
 };
 // One line of JSON for the test that started this.
 void report(const char* op, size_t specialisations, const Tally& tally);
+
+// Runs `one(random)` with the numbers from 0 to `count` as seeds.
+template <class One>
+void rounds(const std::string& name, int count, const One& one, int first_seed = 0) {
+  for (int number = 0; number < count; ++number) {
+    now_running = name + ", round " + std::to_string(number);
+    Random random(static_cast<u64>(first_seed + number));
+    for (int i = 0; i < 4; ++i) random.bits();
+    one(random, number);
+  }
+}
 
 // Runs one kernel as a grid of blocks, and counts. `talks`: its threads have warp operations or
 // barriers, as those of clusters do.

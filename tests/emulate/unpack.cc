@@ -16,10 +16,6 @@ using jitkern::UnpackParams;
 
 constexpr FaultSite kFirstSite{5};
 
-struct Config {
-  int num_threads, max_occupancy;
-  bool use_pdl;
-};
 constexpr Config kConfig{UNPACK_CONFIG};
 
 // Small blocks, and little for a warp of its own, so that there is a rest of what is no megabyte.

@@ -10,15 +10,8 @@ using jitkern::ConsumeParams;
 using jitkern::RingBoard;
 using jitkern::RingState;
 
-struct Config {
-  int num_threads, max_occupancy;
-  bool use_pdl;
-};
 constexpr Config kConfig{UNPACK_RING_CONFIG};
-
-constexpr i64 kSrcBytes = 9000, kDstBytes = 60'000;
 constexpr int kRounds = 100, kCalls = 10;
-constexpr u64 kOther = (7ull << 32) + 1;  // a call
 
 struct Kernel {
   unsigned num_threads;
@@ -49,27 +42,13 @@ struct Takeable {
   u64 end;  // the ticket to go on with
 };
 
-class Round {
+class Round : RingRound {
  public:
   Round(const Kernel& kernel, Random& random, Tally& tally)
-      : kernel_(kernel),
-        random_(random),
-        tally_(tally),
-        num_slots_(random.pick({1u, 2u, 3u, 7u})),
-        max_(any_max(kernel, random)),
-        is_copy_(random.below(2) == 0),
-        ring_(num_slots_, max_),
-        host_(num_slots_, max_),
-        content_(kSrcBytes, kDstBytes, 6000, random),
-        over_(num_slots_),
-        state_(1),
-        consumed_(num_slots_),
+      : RingRound{random.pick({1u, 2u, 3u, 7u}), any_max(kernel, random), random, tally},
+        kernel_(kernel),
         board_(1),
-        staged_(u64(num_slots_) * max_),
-        producer_(begun(), is_copy_ ? host_ : ring_, random) {
-    ring_.poison(true, !is_copy_);
-    host_.poison(false, true);
-  }
+        staged_(u64(num_slots_) * max_) {}
 
   void calls(const std::string& name) {
     fresh_vector = [this](const uint4* from) { return halves_.load(from); };
@@ -77,7 +56,7 @@ class Round {
       now_running = name + ", call " + std::to_string(i);
       call();
     }
-    on_fresh_load = nullptr, fresh_vector = nullptr, on_system_store = nullptr;
+    stop_watching();
     content_.src.check();
   }
 
@@ -87,21 +66,7 @@ class Round {
     return static_cast<u32>(
         random.pick({i64(1), i64(3), most - 1, most, most + 1, 3 * most, 3 * most}));
   }
-  // Once the ring is as old as it shall be.
-  RingMemory& begun() {
-    const u64 old = random_.pick({0ull, 1ull, 65'535ull, (1ull << 32) - 1, 1ull << 40});
-    const unsigned left = static_cast<unsigned>(random_.below(max_ + 1));
-    ring_.grow_old(old, left);
-    host_.grow_old(old, left);
-    turn_ = old * num_slots_;
-    state().generations = old;
-    for (u32 slot = 0; slot < num_slots_; ++slot) over_[slot] = consumed_[slot] = old;
-    return ring_;
-  }
   RingState& state() { return state_[0]; }
-  RingMemory& dones() { return is_copy_ ? host_ : ring_; }
-  u64 generation(u64 ticket) const { return ring_.header.generation(ticket); }
-  u32 slot_of(u64 ticket) const { return ring_.header.slot(ticket); }
 
   // -- what should be
 
@@ -125,15 +90,6 @@ class Round {
     }
     if (slot < 0) found.end = number;
     return found;
-  }
-  void check(bool is_so, const char* what) const {
-    if (!is_so) fail(what);
-  }
-  void check_state() {
-    check(state().generations == turn_ / num_slots_ && state().slot == turn_ % num_slots_, "turn");
-    for (u32 slot = 0; slot < num_slots_; ++slot) {
-      check(consumed_[slot] == over_[slot], "the generation that was taken last");
-    }
   }
   void check_dones() {
     for (u32 slot = 0; slot < num_slots_; ++slot) {
@@ -233,15 +189,8 @@ class Round {
 
   ConsumeParams any_params(FaultWord& fault) {
     ConsumeParams params{};
-    params.ring.ring = ring_.header;
-    params.ring.base = ring_.base;
-    params.ring.dones = dones().base + ring_.header.dones_at;
-    params.ring.state = &state();
-    params.ring.consumed = consumed_.data();
-    params.ring.call = call_ = (random_.bits() & 0xff) << 32 | 3;
-    params.ring.busy = kBusySite;
-    params.ring.broken = kBrokenSite;
-    params.ring.fault = fault.record();
+    call_ = (random_.bits() & 0xff) << 32 | 3;
+    params.ring = ring_params(call_, fault);
     content_.give_to(params.unpack);
     params.unpack.fault = fault.record();
     params.board = board_.data();
@@ -339,24 +288,9 @@ class Round {
   }
 
   const Kernel& kernel_;
-  Random& random_;
-  Tally& tally_;
-  const u32 num_slots_, max_;
-  const bool is_copy_;  // what kernels read is not where the completion words are
-  RingMemory ring_, host_;
-  Content content_;
-  // What the kernels should have: by slot the generation that was taken, completion words, and the
-  // ticket that is next in turn.
-  std::vector<u64> over_;
-  std::map<u32, u64> dones_;
-  u64 turn_ = 0;
-  // What they have, each of exactly its size.
-  std::vector<RingState> state_;
-  std::vector<u64> consumed_;
+  std::map<u32, u64> dones_;  // completion words, as the kernels should have them
   std::vector<RingBoard> board_;
   std::vector<Descriptor> staged_;
-  StepwiseProducer producer_;
-  Halves halves_;
 
   Kind kind_ = kNothing;
   u64 call_ = 0;
@@ -369,13 +303,10 @@ class Round {
   i64 looks_ = 0, change_in_ = -1, pace_ = 1;
 };
 
-void rounds(const char* name, const Kernel& kernel, Tally& tally) {
-  for (int round = 0; round < kRounds; ++round) {
-    Random random(static_cast<u64>(round));
-    for (int i = 0; i < 4; ++i) random.bits();
-    Round(kernel, random, tally)
-        .calls(std::string("unpack_ring: ") + name + ", round " + std::to_string(round));
-  }
+void all_rounds(const char* name, const Kernel& kernel, Tally& tally) {
+  rounds(std::string("unpack_ring: ") + name, kRounds, [&](Random& random, int) {
+    Round(kernel, random, tally).calls(std::string(now_running));
+  });
 }
 
 }  // namespace emulate
@@ -384,9 +315,9 @@ int main() {
   using namespace emulate;
   install_reports();
   Tally tally;
-  rounds("64 threads", kernel<64>(), tally);
+  all_rounds("64 threads", kernel<64>(), tally);
 #ifndef SWEEP_FEW
-  rounds("128 threads", kernel<128>(), tally);
+  all_rounds("128 threads", kernel<128>(), tally);
 #endif
   report("unpack_ring", 2, tally);
 }

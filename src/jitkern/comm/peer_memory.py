@@ -256,7 +256,9 @@ def _page_bytes(ordinal: int) -> int:
 
 def _gpu_id(ordinal: int) -> str:
     """Return a GPU's name as in nvidia-smi, ``""`` for the CPU."""
-    return f"GPU-{uuid.UUID(str(host.module()['gpu_uuid'](ordinal)))}" if ordinal >= 0 else ""
+    if ordinal < 0:
+        return ""
+    return f"GPU-{uuid.UUID(bytes=bytes(host.module()['gpu_uuid'](ordinal)))}"
 
 
 def _machine() -> str:

@@ -163,7 +163,8 @@ class PeerReducer:
             Same dtype and number of items: ``x`` itself, or memory of its own.
         algorithm : "auto", "one_shot" or "two_shot"
             One shot: each rank sends everything to all others, in one trip. Two shots: each rank
-            sums one part and sends the sum; less is sent, in two trips. By default by size.
+            sums one part and sends the sum; less is sent, in two trips. By default by size. On the
+            CPU always one shot.
 
         Raises
         ------

@@ -65,7 +65,8 @@ def peer_gather(
 
     For rows that all ranks of a host need from one host pool, such as MLA's latent cache. Each rank
     fetches an equal part of the distinct rows over its own link, in the order of ``src``, and
-    writes it to the memory of all. A row that is requested several times is fetched once.
+    writes it to the memory of all. A row that is requested several times is fetched once. On the
+    CPU each rank copies all rows to its own memory.
 
     Collective: all ranks pass the same pairs, on one stream each. It starts and ends with a barrier
     of their streams, some dozens of microseconds: below a few MiB :func:`jitkern.h2d_gather` on

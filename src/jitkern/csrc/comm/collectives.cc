@@ -1,4 +1,4 @@
-// The calls of a communicator: checks, and what NCCL is asked for.
+// The calls of an NCCL communicator, for Python.
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/operand.h"
 
 namespace jitkern {
 
@@ -22,38 +23,10 @@ using tvm::ffi::Function;
 using tvm::ffi::Map;
 using tvm::ffi::String;
 
-// A contiguous tensor on the communicator's GPU.
-struct Operand : Tensor {
-  char* data;
-  i64 count;  // of items
-  i64 bytes;
-
-  Operand(const NcclCommunicator& comm, const char* op, const char* arg, AnyView value)
-      : Tensor(op, arg, value), data(Tensor::data()), count(numel()), bytes(count * item_bytes()) {
-    if (ordinal() != comm.ordinal) {
-      value_error("on " + device_name(),
-                  "on cuda:" + std::to_string(comm.ordinal) + ", as the communicator");
-    }
-    contiguous();
-  }
-
-  // ValueError unless it has `expected` items.
-  void has(i64 expected, const std::string& why) const {
-    if (count != expected) {
-      value_error(std::to_string(count) + " items", std::to_string(expected) + ", " + why);
-    }
-  }
-
-  // ValueError where both share memory, but for `x` as the part of `output` at `offset`.
-  void apart_from(const Operand& other, i64 offset = -1) const {
-    if (offset >= 0 && data + offset == other.data) return;
-    if (data < other.data + other.bytes && other.data < data + bytes) {
-      value_error(std::string("memory of ") + other.arg,
-                  offset < 0 ? std::string(kOwnMemory)
-                             : std::string(kOwnMemory) + ", or this rank's part of it");
-    }
-  }
-};
+// A tensor on the communicator's GPU.
+Operand operand(const NcclCommunicator& comm, const char* op, const char* arg, AnyView value) {
+  return Operand(op, arg, value, comm.ordinal, "the communicator");
+}
 
 // DLPack's code and bits, and NCCL's number for the dtype.
 struct Reducible {
@@ -90,12 +63,10 @@ int peer_of(const NcclCommunicator& comm, const char* op, const char* arg, AnyVi
   return static_cast<int>(peer);
 }
 
-std::string of_each(i64 items, int size) {
-  return std::to_string(items) + " for each of " + std::to_string(size) + " ranks";
-}
+const char* const kOwnPart = "memory of its own, or this rank's part of it";
 
 int64_t reduce_all(NcclCommunicator& comm, const char* name, AnyView x_arg, int64_t op) {
-  const Operand x(comm, name, "x", x_arg);
+  const Operand x = operand(comm, name, "x", x_arg);
   const int dtype = reduced_as(x);
   if (x.count == 0) return kCallDone;
   return comm.call(name, -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
@@ -108,33 +79,18 @@ int64_t all_reduce(NcclCommunicator& comm, AnyView x, int64_t op) {
   return reduce_all(comm, "all_reduce", x, op);
 }
 
-// What the host waits for then.
+// The host waits for it.
 int64_t barrier(NcclCommunicator& comm, AnyView word) {
   return reduce_all(comm, "barrier", word, 0);
 }
 
-// What is only copied goes as bytes: of any dtype, by any version.
-
-int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
-  const Operand output(comm, "all_gather", "output", output_arg);
-  const Operand x(comm, "all_gather", "x", x_arg);
-  x.same_dtype(output);
-  output.has(x.count * comm.size, of_each(x.count, comm.size));
-  output.apart_from(x, comm.rank * x.bytes);
-  if (x.count == 0) return kCallDone;
-  return comm.call("all_gather", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
-    return nccl.ncclAllGather(x.data, output.data, static_cast<size_t>(x.bytes), kNcclUint8, handle,
-                              stream);
-  });
-}
-
 int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, int64_t op) {
-  const Operand output(comm, "reduce_scatter", "output", output_arg);
-  const Operand x(comm, "reduce_scatter", "x", x_arg);
+  const Operand output = operand(comm, "reduce_scatter", "output", output_arg);
+  const Operand x = operand(comm, "reduce_scatter", "x", x_arg);
   x.same_dtype(output);
   const int dtype = reduced_as(x);
-  x.has(output.count * comm.size, of_each(output.count, comm.size));
-  x.apart_from(output, comm.rank * output.bytes);
+  x.has_each_of(output, comm.size);
+  output.apart_from(x, x.data + comm.rank * output.bytes, kOwnPart);
   if (x.count == 0) return kCallDone;
   return comm.call("reduce_scatter", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     return nccl.ncclReduceScatter(x.data, output.data, static_cast<size_t>(output.count), dtype,
@@ -142,40 +98,58 @@ int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg
   });
 }
 
-int64_t broadcast(NcclCommunicator& comm, AnyView x_arg, AnyView src_arg) {
-  const Operand x(comm, "broadcast", "x", x_arg);
-  const int src = peer_of(comm, "broadcast", "src", src_arg);
+// What is only copied goes as bytes, so that any dtype and any version of NCCL will do.
+
+int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
+  const Operand output = operand(comm, "all_gather", "output", output_arg);
+  const Operand x = operand(comm, "all_gather", "x", x_arg);
+  x.same_dtype(output);
+  output.has_each_of(x, comm.size);
+  output.apart_from(x, x.data - comm.rank * x.bytes, kOwnPart);
   if (x.count == 0) return kCallDone;
-  return comm.call("broadcast", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
-    return nccl.ncclBroadcast(x.data, x.data, static_cast<size_t>(x.bytes), kNcclUint8, src, handle,
+  return comm.call("all_gather", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+    return nccl.ncclAllGather(x.data, output.data, static_cast<size_t>(x.bytes), kNcclUint8, handle,
                               stream);
   });
 }
 
-int64_t send(NcclCommunicator& comm, AnyView x_arg, AnyView dst_arg) {
-  const Operand x(comm, "send", "x", x_arg);
-  const int dst = peer_of(comm, "send", "dst", dst_arg);
+// A call of one tensor and one other rank.
+template <class Run>
+int64_t call_with_peer(NcclCommunicator& comm, const char* op, AnyView x_arg, const char* peer_arg,
+                       AnyView peer_value, bool is_of_two, const Run& run) {
+  const Operand x = operand(comm, op, "x", x_arg);
+  const int peer = peer_of(comm, op, peer_arg, peer_value);
   if (x.count == 0) return kCallDone;
-  return comm.call("send", dst, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
-    return nccl.ncclSend(x.data, static_cast<size_t>(x.bytes), kNcclUint8, dst, handle, stream);
-  });
+  return comm.call(op, is_of_two ? peer : -1,
+                   [&](const Nccl& nccl, NcclComm handle, CUstream stream) {
+                     return run(nccl, x.data, static_cast<size_t>(x.bytes), peer, handle, stream);
+                   });
 }
 
-int64_t recv(NcclCommunicator& comm, AnyView x_arg, AnyView src_arg) {
-  const Operand x(comm, "recv", "x", x_arg);
-  const int src = peer_of(comm, "recv", "src", src_arg);
-  if (x.count == 0) return kCallDone;
-  return comm.call("recv", src, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
-    return nccl.ncclRecv(x.data, static_cast<size_t>(x.bytes), kNcclUint8, src, handle, stream);
-  });
+int64_t broadcast(NcclCommunicator& comm, AnyView x, AnyView src) {
+  return call_with_peer(comm, "broadcast", x, "src", src, false,
+                        [](const Nccl& nccl, char* data, size_t bytes, auto... rest) {
+                          return nccl.ncclBroadcast(data, data, bytes, kNcclUint8, rest...);
+                        });
 }
 
-// Bytes of each rank's part.
-using Parts = std::vector<i64>;
+int64_t send(NcclCommunicator& comm, AnyView x, AnyView dst) {
+  return call_with_peer(comm, "send", x, "dst", dst, true,
+                        [](const Nccl& nccl, char* data, size_t bytes, auto... rest) {
+                          return nccl.ncclSend(data, bytes, kNcclUint8, rest...);
+                        });
+}
 
-// By rows of the first dimension, or equal where no splits are given.
-Parts parts_of(const NcclCommunicator& comm, const Operand& tensor, const char* splits_arg,
-               AnyView splits_given) {
+int64_t recv(NcclCommunicator& comm, AnyView x, AnyView src) {
+  return call_with_peer(comm, "recv", x, "src", src, true,
+                        [](const Nccl& nccl, char* data, size_t bytes, auto... rest) {
+                          return nccl.ncclRecv(data, bytes, kNcclUint8, rest...);
+                        });
+}
+
+// Bytes of each rank's part: by rows of the first dimension, or equal parts without splits.
+std::vector<i64> part_bytes(const NcclCommunicator& comm, const Operand& tensor,
+                            const char* splits_arg, AnyView splits_given) {
   const i64 size = comm.size;
   const i64 rows = tensor.dl->ndim == 0 ? 1 : tensor.dl->shape[0];
   if (is_none(splits_given)) {
@@ -184,10 +158,10 @@ Parts parts_of(const NcclCommunicator& comm, const Operand& tensor, const char* 
                                                              std::to_string(size) +
                                                              " ranks; else give " + splits_arg);
     }
-    return Parts(static_cast<size_t>(size), tensor.bytes / size);
+    return std::vector<i64>(static_cast<size_t>(size), tensor.bytes / size);
   }
   const auto splits = splits_given.cast<Array<int64_t>>();  // none is negative: see rows_arg
-  Parts parts;
+  std::vector<i64> parts;
   i64 total = 0;
   for (const int64_t split : splits) {
     parts.push_back(rows == 0 ? 0 : split * (tensor.bytes / rows));
@@ -205,17 +179,18 @@ Parts parts_of(const NcclCommunicator& comm, const Operand& tensor, const char* 
 
 int64_t all_to_all(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, AnyView output_splits,
                    AnyView input_splits) {
-  const Operand output(comm, "all_to_all", "output", output_arg);
-  const Operand x(comm, "all_to_all", "x", x_arg);
+  const Operand output = operand(comm, "all_to_all", "output", output_arg);
+  const Operand x = operand(comm, "all_to_all", "x", x_arg);
   x.same_dtype(output);
-  const Parts received = parts_of(comm, output, "output_splits", output_splits);
-  const Parts sent = parts_of(comm, x, "input_splits", input_splits);
+  const auto received = part_bytes(comm, output, "output_splits", output_splits);
+  const auto sent = part_bytes(comm, x, "input_splits", input_splits);
   const size_t own = static_cast<size_t>(comm.rank);
   if (received[own] != sent[own]) {
     output.value_error(std::to_string(received[own]) + " bytes from this rank itself",
                        std::to_string(sent[own]) + ", as x has for it");
   }
-  output.apart_from(x);
+  output.apart_from(x, nullptr, kOwnMemory);
+  const int size = comm.size;
   return comm.call("all_to_all", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
     NcclResult first = nccl.ncclGroupStart();
     if (first != kNcclSuccess) return first;
@@ -224,27 +199,21 @@ int64_t all_to_all(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, An
     };
     const char* from = x.data;
     char* to = output.data;
-    for (size_t peer = 0; peer < sent.size(); ++peer) {
-      const int number = static_cast<int>(peer);
-      if (sent[peer] > 0) {
-        note(nccl.ncclSend(from, static_cast<size_t>(sent[peer]), kNcclUint8, number, handle,
-                           stream));
-      }
-      if (received[peer] > 0) {
-        note(nccl.ncclRecv(to, static_cast<size_t>(received[peer]), kNcclUint8, number, handle,
-                           stream));
-      }
-      from += sent[peer];
-      to += received[peer];
+    for (int peer = 0; peer < size; ++peer) {
+      const auto out = static_cast<size_t>(sent[peer]), in = static_cast<size_t>(received[peer]);
+      if (out > 0) note(nccl.ncclSend(from, out, kNcclUint8, peer, handle, stream));
+      if (in > 0) note(nccl.ncclRecv(to, in, kNcclUint8, peer, handle, stream));
+      from += out;
+      to += in;
     }
     note(nccl.ncclGroupEnd());
     return first;
   });
 }
 
-// Puts what is on torch's current stream of the tensor's GPU under the deadline.
+// Puts the work on torch's current stream under the deadline.
 int64_t watch(NcclCommunicator& comm, AnyView word) {
-  const Operand checked(comm, "watch", "word", word);
+  const Operand checked = operand(comm, "watch", "word", word);
   return comm.call("watch", -1, [](const Nccl&, NcclComm, CUstream) { return kNcclSuccess; });
 }
 

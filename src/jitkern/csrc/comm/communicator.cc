@@ -22,10 +22,10 @@ double now_s() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-// Calls that follow each other sooner than this are one burst: an event for each 16 of them.
+// Calls that follow each other sooner than this are one burst.
 constexpr double kBurstS = 1e-3;
 
-// That a thread which is in NCCL gets to come out by itself before a communicator is aborted.
+// How long an abort waits for a thread to leave NCCL by itself.
 constexpr std::chrono::seconds kWayOut{1};
 
 }  // namespace
@@ -40,7 +40,7 @@ NcclCommunicator::NcclCommunicator(int ordinal, int rank, int size, double timeo
 
 NcclCommunicator::~NcclCommunicator() {
   for (const Entry& entry : log_) {
-    // At the end of the process there may be no driver any more: whatever it says.
+    // At the end of the process the driver may be gone: errors are ignored.
     if (entry.event != nullptr) Driver::get().cuEventDestroy_v2(entry.event);
   }
 }
@@ -54,7 +54,7 @@ CallStatus NcclCommunicator::open(const NcclUniqueId& id) {
   comm_ = comm;
   is_stopped_ = false;
   if (!is_aborted_) return kCallDone;
-  abort();  // nobody has waited for so long
+  abort();  // meanwhile its maker has given up
   return kCallStopped;
 }
 
@@ -66,21 +66,19 @@ CallStatus NcclCommunicator::failed(const std::string& why) {
 }
 
 CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run) {
-  const Driver& driver = Driver::get();
   const ContextScope scope(device_);
   const auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal));
-  int capturing = 0;
-  driver.check(driver.cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
-  // One between two ranks has an event of its own, as its place among the others' is not known.
+  const bool is_captured = is_capturing(stream);
+  // A call between two ranks has an event of its own: its place among other ranks' is not known.
   const bool begins_burst =
       std::isfinite(timeout_s_) && (peer >= 0 || now_s() - marked_s_ > kBurstS);
-  if (capturing == 0) {
+  if (!is_captured) {
     const bool has_moved = stream != last_stream_;
     if (has_moved || begins_burst) mark_now();
     if (has_moved && last_event_ != nullptr) wait_for(stream, last_event_);
   }
   const u64 begun = num_begun_.load(std::memory_order_relaxed) + 1;
-  if (begun % kStep == 0 && begun > 2 * kStep && capturing == 0) {
+  if (begun % kStep == 0 && begun > 2 * kStep && !is_captured) {
     const Entry& older = log_[(begun - 2 * kStep) % kLog];
     const CallStatus status = older.state == kMarked ? wait_until(older.event) : kCallDone;
     if (status != kCallDone) return status;
@@ -93,29 +91,29 @@ CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run)
   entry.state = kOpen;
   num_begun_.store(begun, std::memory_order_release);
   try {
-    const CallStatus status = queue_now(entry, capturing != 0, stream, run);
-    if (status == kCallDone && capturing == 0) {
+    const CallStatus status = queue_now(entry, is_captured, stream, run);
+    if (status == kCallDone && !is_captured) {
       last_stream_ = stream;
       last_open_ = begun;
       if (begins_burst || (begun % kStep == 0 && std::isfinite(timeout_s_))) mark_now();
     }
     if (status == kCallDone) num_queued_.store(begun, std::memory_order_release);
     return status;
-  } catch (...) {  // the driver's: what is queued has no event
+  } catch (...) {  // of the driver: what is queued has no event
     failed(std::string(op) + " has failed, and may have been sent");
     throw;
   }
 }
 
-CallStatus NcclCommunicator::queue_now(Entry& entry, bool is_capturing, CUstream stream,
+CallStatus NcclCommunicator::queue_now(Entry& entry, bool is_captured, CUstream stream,
                                        const Queue& run) {
   const std::lock_guard<std::timed_mutex> lock(used_);
   if (is_stopped_) return kCallStopped;
   const NcclResult result = run(nccl_, comm_, stream);
-  if (is_stopped_) return kCallStopped;  // aborted meanwhile, whatever NCCL says
+  if (is_stopped_) return kCallStopped;  // aborted meanwhile
   if (result != kNcclSuccess) return failed(nccl_.text_of(result));
-  if (is_capturing) {
-    // What is captured is done when the graph is replayed, which nobody tells here.
+  if (is_captured) {
+    // It is done when the graph is replayed, which is not known here.
     ++num_captured_;
     entry.state = kUntold;
   }
@@ -124,24 +122,18 @@ CallStatus NcclCommunicator::queue_now(Entry& entry, bool is_capturing, CUstream
 
 void NcclCommunicator::mark_now() {
   if (last_open_ <= last_marked_) return;
-  const Driver& driver = Driver::get();
-  const auto is_capturing = [&] {
-    int capturing = 0;
-    driver.check(driver.cuStreamIsCapturing(last_stream_, &capturing), "cuStreamIsCapturing");
-    return capturing != 0;
-  };
   Entry& entry = log_[last_open_ % kLog];
   const RelaxedCapture relaxed;
   if (entry.event == nullptr) entry.event = make_event();
-  if (!is_capturing()) {
+  if (!is_capturing(last_stream_)) {
     record(entry.event, last_stream_);
-    // Also where another thread has begun to capture meanwhile: that event may not be asked for.
-    if (!is_capturing()) {
+    // Another thread may have begun to capture meanwhile: then the event may not be queried.
+    if (!is_capturing(last_stream_)) {
       last_event_ = entry.event;
       entry.state = kMarked;
     }
   }
-  // Before a capture all is done: PyTorch waits for the GPU then.
+  // A capture begins after PyTorch has waited for the GPU.
   for (u64 n = last_marked_ + 1; entry.state == kOpen && n < last_open_; ++n) {
     log_[n % kLog].state = kUntold;
   }
@@ -151,7 +143,7 @@ void NcclCommunicator::mark_now() {
 }
 
 void NcclCommunicator::mark() {
-  // Who holds it is in a call, perhaps for good, or has marked what it waits for.
+  // Its holder is in a call, perhaps for good, or has marked what it waits for.
   const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
   if (!turn.owns_lock() || is_stopped_) return;
   const ContextScope scope(device_);
@@ -192,7 +184,7 @@ void NcclCommunicator::free() {
     const std::lock_guard<std::timed_mutex> lock(used_);
     comm = comm_.exchange(nullptr);
     if (comm == nullptr) return;
-    // What fails here is memory that NCCL forgets a moment later.
+    // Failures are ignored: NCCL frees the memory a moment later.
     if (window_ != nullptr) nccl_.ncclCommWindowDeregister(comm, std::exchange(window_, nullptr));
   }
   nccl_.check(nccl_.ncclCommFinalize(comm), "ncclCommFinalize");
@@ -204,9 +196,8 @@ void NcclCommunicator::abort() {
   is_stopped_ = true;
   const ContextScope scope(device_);
   const RelaxedCapture relaxed;
-  // Kernels that wait for ranks which do not come end, each within 4 ms, and NCCL waits for them. A
-  // thread that is in NCCL connects to such ranks, and gets out by this as well: the way of
-  // PyTorch's watchdog.
+  // Kernels that wait for missing ranks end within 4 ms each, and NCCL waits for that. A thread in
+  // NCCL that connects to missing ranks returns by this too, as with PyTorch's watchdog.
   std::unique_lock<std::timed_mutex> lock(used_, std::defer_lock);
   static_cast<void>(lock.try_lock_for(kWayOut));
   const NcclComm comm = comm_.exchange(nullptr);
@@ -226,7 +217,7 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
   const std::lock_guard<std::mutex> lock(asking_);
   const u64 begun = num_begun_.load(std::memory_order_acquire);
   const u64 queued = num_queued_.load(std::memory_order_acquire);
-  // Older entries are overwritten: they are done, or those behind them are not either.
+  // Older entries are overwritten.
   num_done_ = std::max(num_done_, queued > kKnown ? queued - kKnown : 0);
   for (u64 n = num_done_ + 1; n <= queued; ++n) {
     const Entry& next = log_[n % kLog];
@@ -245,7 +236,7 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
     found.number = waiting.number;
     for (u64 n = num_done_ + 1; n <= begun && n <= num_done_ + kKnown; ++n) {
       const Entry& later = log_[n % kLog];
-      // Those between two ranks have the number of the call before.
+      // Calls between two ranks have the number of the call before.
       if (later.number >= found.number + found.ops.size()) found.ops.push_back(later.op);
       if (later.state == kMarked) break;
     }

@@ -1,10 +1,10 @@
-// A communicator of NCCL whose calls have deadlines.
+// An NCCL communicator whose calls have deadlines.
 //
-// What calls have queued is known to be done by events, which another thread asks for: `progress`
-// says how long the oldest call has been waiting, in NCCL or on the GPU, and `abort` frees both. So
-// a rank that never comes is noticed also where this one hangs in a synchronisation. An event costs
-// 2 us of the host: there is one for the first call of a burst, and for every 16th. That thread
-// calls `mark` for the others.
+// Events tell which calls are done. A thread of Python's calls `progress`, which says how long the
+// oldest call has waited, in NCCL or on the GPU, and `abort`, which frees both. So a missing rank
+// is noticed also while this rank hangs in a synchronisation. An event costs 2 us of host time:
+// there is one for the first call of a burst and for every 16th; that thread calls `mark` for the
+// others.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -17,11 +17,11 @@
 
 namespace jitkern {
 
-// What became of a call; Python makes the errors, which ask the other ranks.
+// The outcome of a call. Python makes the errors, which need the other ranks.
 enum CallStatus : int64_t {
   kCallDone,     // queued
   kCallStopped,  // the communicator is closed, or has failed
-  kCallLate,     // the deadline has passed in it: of a wait
+  kCallLate,     // of a wait: the deadline has passed
   kCallFailed,   // see Progress::trouble
   kCallTraced,   // a tracer or a dispatch mode of PyTorch is active
 };
@@ -31,7 +31,7 @@ class NcclCommunicator {
   using Queue = std::function<NcclResult(const Nccl&, NcclComm, CUstream)>;
 
   NcclCommunicator(int ordinal, int rank, int size, double timeout_s);
-  // Leaves NCCL's communicator as it is: without `free` or `abort` it ends with the process.
+  // Does not end NCCL's communicator: see `free` and `abort`.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -40,7 +40,8 @@ class NcclCommunicator {
   const int rank;
   const int size;
 
-  // Queues a call on torch's current stream; `peer`: of one that only two ranks make, else -1.
+  // Queues a call on torch's current stream. `peer` is the other rank of a call of two ranks, else
+  // -1.
   template <class Run>
   CallStatus call(const char* op, int peer, const Run& run) {
     const std::lock_guard<std::mutex> turn(turn_);
@@ -50,51 +51,50 @@ class NcclCommunicator {
     return run_now(op, peer, std::cref(run));  // no copy of what it holds
   }
 
-  // Makes NCCL's communicator, once all ranks do. It has no deadline: for a thread of its own.
+  // Makes NCCL's communicator together with all ranks. Without a deadline: for a thread of its own.
   CallStatus open(const NcclUniqueId& id);
-  // What was queued last is done.
+  // Waits until the last call is done.
   CallStatus wait_done();
-  // Waits for all that was queued, and makes no more calls.
+  // Waits for all calls, and refuses further ones.
   CallStatus finish();
-  // Behind `finish`, in a thread of its own: NCCL waits for graphs that have captured it.
+  // After `finish`, in a thread of its own: NCCL waits for graphs that have captured it.
   void free();
-  // Ends it at once: what waits for other ranks returns. By any thread; waits for graphs, too.
+  // Ends it at once, by any thread: calls that wait for other ranks return. Waits for graphs.
   void abort();
-  // Records an event behind the last call, unless a thread is in one. The driver may block in it
-  // behind a full launch queue: for a thread of its own.
+  // Records an event after the last call, unless a thread is in a call. The driver may block if the
+  // launch queue is full: for a thread of its own.
   void mark();
 
-  // Registers memory for NCCL to read and write without a copy of its own: collective, once.
+  // Registers memory, which NCCL then accesses without a copy. Collective, once.
   CallStatus register_memory(void* memory, size_t bytes);
 
-  // How far the rank is, by any thread.
+  // How far this rank is, for any thread.
   struct Progress {
     u64 num_calls = 0;  // that all ranks make
     const char* last_op = "";
     bool is_open = false;   // the last call has no event yet: see `mark`
-    double waiting_s = -1;  // since the oldest call that is not done was made; none
+    double waiting_s = -1;  // since the oldest call that is not done; -1 if there is none
     const char* op = "";    // that call, or the last one
     u64 number = 0;
-    std::vector<const char*> ops;  // from that call to the next event: which of them it is, if
-                                   // the others are ahead of it, this rank does not know
+    std::vector<const char*> ops;  // from that call to the next event, any of which it may be
     int peer = -1;                 // of that call
-    std::string trouble;           // of NCCL: why a call has failed
+    std::string trouble;           // NCCL's error
     u64 num_captured = 0;
   };
   Progress progress();
 
  private:
-  // Calls that are not done: 32 to 48, then the next one waits for the GPU here. A GPU's launch
-  // queue holds 1,024 kernels, of others too, behind which the next one waits inside of NCCL: an
-  // abort that comes then takes the CUDA context with it (an illegal access, NCCL 2.28.9).
+  // At most 32 to 48 calls are not done; the next one waits here. A GPU's launch queue holds 1,024
+  // kernels, after which a call waits inside NCCL: an abort would then destroy the CUDA context (an
+  // illegal access, NCCL 2.28.9).
   static constexpr u64 kStep = 16;
   static constexpr u64 kLog = 128;
-  static constexpr u64 kKnown = 64;  // of them, that nobody overwrites while they are read
+  static constexpr u64 kKnown = 64;  // entries that are not overwritten while they are read
 
   enum EntryState {
-    kOpen,    // done with the next one that is marked
+    kOpen,    // done with the next marked one
     kMarked,  // has an event
-    kUntold,  // captured: done with those before
+    kUntold,  // captured: done with the calls before
   };
   struct Entry {
     std::atomic<const char*> op{""};
@@ -105,7 +105,7 @@ class NcclCommunicator {
     std::atomic<int> peer{-1};
   };
   CallStatus run_now(const char* op, int peer, const Queue& run);
-  CallStatus queue_now(Entry& entry, bool is_capturing, CUstream stream, const Queue& run);
+  CallStatus queue_now(Entry& entry, bool is_captured, CUstream stream, const Queue& run);
   CallStatus wait_until(CUevent event);
   void mark_now();  // with the turn
   CallStatus failed(const std::string& why);
@@ -120,8 +120,8 @@ class NcclCommunicator {
   std::atomic<bool> is_aborted_{false};
   CUstream last_stream_ = nullptr;
   CUevent last_event_ = nullptr;
-  u64 last_open_ = 0;    // call that was queued, and not captured
-  u64 last_marked_ = 0;  // of them, with an event behind it
+  u64 last_open_ = 0;    // the last call that was not captured
+  u64 last_marked_ = 0;  // the last of them with an event
   double marked_s_ = -1;
   NcclWindow window_ = nullptr;
 

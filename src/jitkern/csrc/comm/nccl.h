@@ -1,5 +1,5 @@
-// The part of NCCL's C interface that is used, which stays the same within 2.x. It is resolved from
-// a libnccl that Python names: building this needs no header of NCCL.
+// NCCL's C interface, as far as it is used; stable within 2.x. Resolved from a libnccl that Python
+// names: building this needs no header of NCCL.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -25,9 +25,9 @@ struct NcclUniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t as of 2.18, which later libraries know by its size and version. Calls block while
-// they connect to other ranks: a communicator without blocking hands every call to a thread of
-// NCCL's, and takes 90 us of the host instead of 7 (2.28.9, two H200s).
+// ncclConfig_t of 2.18, which later libraries know by its size and version. Calls block while they
+// connect to other ranks: a non-blocking communicator hands every call to a thread of NCCL's, and
+// takes 90 us of host time instead of 7 (2.28.9, two H200s).
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;

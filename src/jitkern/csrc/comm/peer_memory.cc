@@ -2,7 +2,6 @@
 //
 // On the CPU it is made of memfds, on GPUs by the driver's virtual memory management (never
 // multicast).
-#include <dlfcn.h>
 #include <jitkern/launch.h>
 #include <sys/mman.h>
 #include <tvm/ffi/container/tensor.h>
@@ -17,6 +16,8 @@
 #include <mutex>
 #include <thread>
 
+#include "host/staging.h"
+
 namespace jitkern {
 
 namespace {
@@ -29,131 +30,31 @@ using tvm::ffi::Function;
   throw tvm::ffi::Error(kind, message, "");
 }
 
-// -- the driver's virtual memory management ------------------------------------------------------
-
-using CUmemHandle = u64;  // CUmemGenericAllocationHandle
-
-// Values of cuda.h that are part of the driver's stable ABI.
-enum : int {
-  kCudaErrorOutOfMemory = 2,
-  kAttributeKnowsVmm = 102,    // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-  kAttributeExportsFds = 103,  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-  kVmmPinned = 1,
-  kVmmOnDevice = 1,
-  kVmmAsFd = 1,
-  kVmmReadWrite = 3,
-  kVmmLeastGranularity = 0,
-};
-
-struct VmmLocation {
-  int type;
-  int id;
-};
-static_assert(sizeof(VmmLocation) == 8, "CUmemLocation of cuda.h");
-
-struct VmmProperties {
-  int type;
-  int handle_types;
-  VmmLocation location;
-  void* of_windows;
-  unsigned char others[8];
-};
-static_assert(sizeof(VmmProperties) == 32, "CUmemAllocationProp of cuda.h");
-
-struct VmmAccess {
-  VmmLocation location;
-  int flags;
-};
-static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
-
-struct GpuUuid {
-  unsigned char bytes[16];
-};
-static_assert(sizeof(GpuUuid) == 16, "CUuuid of cuda.h");
-
-#define JITKERN_VMM_SYMBOLS(USE)                                                                   \
-  USE(cuDeviceGetUuid_v2, (GpuUuid * uuid, CUdevice device))                                       \
-  USE(cuDeviceCanAccessPeer, (int* can, CUdevice device, CUdevice other))                          \
-  USE(cuMemGetAllocationGranularity, (size_t* bytes, const VmmProperties* properties, int option)) \
-  USE(cuMemCreate,                                                                                 \
-      (CUmemHandle * handle, size_t bytes, const VmmProperties* properties, u64 flags))            \
-  USE(cuMemRelease, (CUmemHandle handle))                                                          \
-  USE(cuMemExportToShareableHandle, (void* shared, CUmemHandle handle, int type, u64 flags))       \
-  USE(cuMemImportFromShareableHandle, (CUmemHandle * handle, void* shared, int type))              \
-  USE(cuMemAddressReserve,                                                                         \
-      (CUdeviceptr * pointer, size_t bytes, size_t alignment, CUdeviceptr wanted, u64 flags))      \
-  USE(cuMemAddressFree, (CUdeviceptr pointer, size_t bytes))                                       \
-  USE(cuMemMap, (CUdeviceptr pointer, size_t bytes, size_t offset, CUmemHandle handle, u64 flags)) \
-  USE(cuMemUnmap, (CUdeviceptr pointer, size_t bytes))                                             \
-  USE(cuMemSetAccess, (CUdeviceptr pointer, size_t bytes, const VmmAccess* access, size_t count))
-
-// Resolved from libcuda at first use, which most processes never make.
-struct Vmm {
-#define JITKERN_DECLARE(name, parameters) CUresult(*name) parameters;
-  JITKERN_VMM_SYMBOLS(JITKERN_DECLARE)
-#undef JITKERN_DECLARE
-
-  Vmm() {
-    Driver::get();  // raises if there is no driver
-    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-#define JITKERN_RESOLVE(name, parameters)                                                   \
-  this->name = reinterpret_cast<decltype(this->name)>(dlsym(library, #name));               \
-  if (this->name == nullptr) {                                                              \
-    raise("RuntimeError",                                                                   \
-          "jitkern: the CUDA driver has no " #name "; install one for CUDA 11.8 or newer"); \
-  }
-    JITKERN_VMM_SYMBOLS(JITKERN_RESOLVE)
-#undef JITKERN_RESOLVE
-  }
-  static const Vmm& get() {
-    static const Vmm vmm;
-    return vmm;
-  }
-};
-
 VmmProperties properties_of(int ordinal) {
   return {kVmmPinned, kVmmAsFd, {kVmmOnDevice, ordinal}, nullptr, {}};
 }
 
-CUdevice device_of(int64_t ordinal) {
-  CUdevice device = 0;
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuDeviceGet(&device, static_cast<int>(ordinal)), "cuDeviceGet");
-  return device;
-}
-
-// The GPU's name in all processes, in hexadecimal digits.
-tvm::ffi::String gpu_uuid(int64_t ordinal) {
-  GpuUuid uuid{};
-  Driver::get().check(Vmm::get().cuDeviceGetUuid_v2(&uuid, device_of(ordinal)), "cuDeviceGetUuid");
-  std::string text;
-  for (const unsigned char byte : uuid.bytes) {
-    text += "0123456789abcdef"[byte >> 4];
-    text += "0123456789abcdef"[byte & 15];
-  }
-  return text;
+// The GPU's id in all processes: 16 bytes.
+Bytes gpu_uuid(int64_t ordinal) {
+  char uuid[16] = {};
+  JITKERN_CU(cuDeviceGetUuid_v2, uuid, device_handle(ordinal));
+  return Bytes(uuid, sizeof(uuid));
 }
 
 bool gpu_reaches(int64_t ordinal, int64_t other) {
   int can = 0;
-  Driver::get().check(Vmm::get().cuDeviceCanAccessPeer(&can, device_of(ordinal), device_of(other)),
-                      "cuDeviceCanAccessPeer");
+  JITKERN_CU(cuDeviceCanAccessPeer, &can, device_handle(ordinal), device_handle(other));
   return can != 0;
 }
 
-// The page size of memory that this GPU shares with other processes; 0: it cannot.
+// The page size of memory that this GPU can share with other processes; 0 if it has none.
 int64_t gpu_granularity(int64_t ordinal) {
-  const Driver& driver = Driver::get();
   for (const int attribute : {kAttributeKnowsVmm, kAttributeExportsFds}) {
-    int has = 0;
-    driver.check(driver.cuDeviceGetAttribute(&has, attribute, device_of(ordinal)),
-                 "cuDeviceGetAttribute");
-    if (has == 0) return 0;
+    if (device_attribute(device_handle(ordinal), attribute) == 0) return 0;
   }
   const VmmProperties properties = properties_of(static_cast<int>(ordinal));
   size_t bytes = 0;
-  driver.check(Vmm::get().cuMemGetAllocationGranularity(&bytes, &properties, kVmmLeastGranularity),
-               "cuMemGetAllocationGranularity");
+  JITKERN_CU(cuMemGetAllocationGranularity, &bytes, &properties, kVmmLeastGranularity);
   return static_cast<int64_t>(bytes);
 }
 
@@ -256,28 +157,20 @@ class HostRange : public PeerRange {
 struct Probe {
   static constexpr i64 kBytes = 4096;
   std::mutex mutex;  // of a copy
-  CUstream stream = nullptr;
-  CUevent event = nullptr;
-  char* pinned = nullptr;  // a copy from pageable memory would block in the driver
+  const CUstream stream = make_stream(kHighestStreamPriority);
+  const CUevent event = make_event();
+  // A copy from pageable memory would block in the driver.
+  char* const pinned = allocate_pinned(kBytes);
 
-  static Probe& of(int ordinal) {
+  static Probe& of(const Device& device) {
     static std::mutex mutex;
     static std::array<Probe*, kMaxDevices> probes{};
     const std::lock_guard<std::mutex> lock(mutex);
-    Probe*& found = probes[static_cast<size_t>(ordinal)];
+    Probe*& found = probes[static_cast<size_t>(device.ordinal)];
     if (found == nullptr) {
-      const Driver& driver = Driver::get();
       const RelaxedCapture relaxed;
-      const ContextScope scope(Device::get(ordinal));
-      auto made = std::make_unique<Probe>();
-      driver.check(driver.cuStreamCreateWithPriority(&made->stream, kStreamNonBlocking,
-                                                     kHighestStreamPriority),
-                   "cuStreamCreateWithPriority");
-      driver.check(driver.cuEventCreate(&made->event, kEventDisableTiming), "cuEventCreate");
-      void* pinned = nullptr;
-      driver.check(driver.cuMemHostAlloc(&pinned, kBytes, kHostAllocPortable), "cuMemHostAlloc");
-      made->pinned = static_cast<char*>(pinned);
-      found = made.release();
+      const ContextScope scope(device);
+      found = new Probe();
     }
     return *found;
   }
@@ -287,62 +180,56 @@ class GpuRange : public PeerRange {
  public:
   GpuRange(i64 size, i64 share_bytes, int ordinal)
       : PeerRange(size, share_bytes),
-        ordinal_(ordinal),
         device_(Device::get(ordinal)),
         is_mapped_(static_cast<size_t>(size), false) {
     const ContextScope scope(device_);
     CUdeviceptr begin = 0;
-    driver_.check(vmm_.cuMemAddressReserve(&begin, static_cast<size_t>(bytes()), 0, 0, 0),
-                  "cuMemAddressReserve");
+    JITKERN_CU(cuMemAddressReserve, &begin, static_cast<size_t>(bytes()), 0, 0, 0);
     base = reinterpret_cast<char*>(begin);
   }
   ~GpuRange() override { release(); }
 
   int create(i64 rank) override {
     const ContextScope scope(device_);
-    const VmmProperties properties = properties_of(ordinal_);
-    Handle handle{vmm_};
-    const CUresult result = vmm_.cuMemCreate(&handle.value, length_, &properties, 0);
+    const VmmProperties properties = properties_of(device_.ordinal);
+    Handle handle;
+    const CUresult result = Driver::get().cuMemCreate(&handle.value, length_, &properties, 0);
     if (result == kCudaErrorOutOfMemory) {
-      raise("MemoryError", "PeerMemory: GPU " + std::to_string(ordinal_) + " has no " +
+      raise("MemoryError", "PeerMemory: GPU " + std::to_string(device_.ordinal) + " has no " +
                                std::to_string(share_bytes) +
                                " bytes left; torch.cuda.empty_cache() gives back what PyTorch "
                                "keeps");
     }
-    driver_.check(result, "cuMemCreate");
+    Driver::get().check(result, "cuMemCreate");
     map_handle(rank, handle.value);
     int fd = -1;
-    driver_.check(vmm_.cuMemExportToShareableHandle(&fd, handle.value, kVmmAsFd, 0),
-                  "cuMemExportToShareableHandle");
+    JITKERN_CU(cuMemExportToShareableHandle, &fd, handle.value, kVmmAsFd, 0);
     return fd;
   }
 
   void map(i64 rank, int fd) override {
     const ContextScope scope(device_);
-    Handle handle{vmm_};
+    Handle handle;
     void* const shared = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
-    driver_.check(vmm_.cuMemImportFromShareableHandle(&handle.value, shared, kVmmAsFd),
-                  "cuMemImportFromShareableHandle");
+    JITKERN_CU(cuMemImportFromShareableHandle, &handle.value, shared, kVmmAsFd);
     map_handle(rank, handle.value);
   }
 
   void write(i64 offset, const char* from, i64 bytes, double timeout_s) override {
-    const auto n = static_cast<size_t>(bytes);
     run(timeout_s, bytes, [&](Probe& probe) {
-      std::memcpy(probe.pinned, from, n);
-      return driver_.cuMemcpyHtoDAsync_v2(pointer(offset), probe.pinned, n, probe.stream);
+      std::memcpy(probe.pinned, from, static_cast<size_t>(bytes));
+      copy_to_device(base + offset, probe.pinned, bytes, probe.stream);
     });
   }
   void read(i64 offset, char* to, i64 bytes, double timeout_s) override {
-    const auto n = static_cast<size_t>(bytes);
     const auto queue = [&](Probe& probe) {
-      return driver_.cuMemcpyDtoHAsync_v2(probe.pinned, pointer(offset), n, probe.stream);
+      copy_to_host(probe.pinned, base + offset, bytes, probe.stream);
     };
     run(timeout_s, bytes, queue, to);
   }
   void clear(i64 offset, i64 bytes, double timeout_s) override {
     run(timeout_s, 0, [&](Probe& probe) {
-      return driver_.cuMemsetD8Async(pointer(offset), 0, static_cast<size_t>(bytes), probe.stream);
+      JITKERN_CU(cuMemsetD8Async, pointer(offset), 0, static_cast<size_t>(bytes), probe.stream);
     });
   }
 
@@ -354,67 +241,60 @@ class GpuRange : public PeerRange {
     try {
       const ContextScope scope(device_);
       // Kernels that use it may be queued: a tensor goes when Python drops it.
-      driver_.check(driver_.cuCtxSynchronize(), "cuCtxSynchronize");
+      JITKERN_CU(cuCtxSynchronize);
       for (size_t rank = 0; rank < is_mapped_.size(); ++rank) {
-        if (!is_mapped_[rank]) continue;
-        driver_.check(vmm_.cuMemUnmap(begin + rank * length_, length_), "cuMemUnmap");
+        if (is_mapped_[rank]) JITKERN_CU(cuMemUnmap, begin + rank * length_, length_);
       }
-      driver_.check(vmm_.cuMemAddressFree(begin, static_cast<size_t>(bytes())), "cuMemAddressFree");
+      JITKERN_CU(cuMemAddressFree, begin, static_cast<size_t>(bytes()));
     } catch (const tvm::ffi::Error&) {
       // A graph is being captured, or the process ends: the memory stays until it does.
     }
   }
   // The GPU that uses it, not the one where the memory lies.
-  DLDevice device() const override { return {kDLCUDA, ordinal_}; }
+  DLDevice device() const override { return {kDLCUDA, device_.ordinal}; }
 
  private:
   // Until it is mapped: a mapping keeps the memory.
   struct Handle {
-    const Vmm& vmm;
     CUmemHandle value = 0;
     ~Handle() {
-      if (value != 0) vmm.cuMemRelease(value);
+      if (value != 0) Driver::get().cuMemRelease(value);
     }
   };
 
-  CUdeviceptr pointer(i64 offset) const { return reinterpret_cast<CUdeviceptr>(base + offset); }
+  CUdeviceptr pointer(i64 offset) const { return address(base + offset); }
 
   void map_handle(i64 rank, CUmemHandle handle) {
     const CUdeviceptr at = pointer(rank * share_bytes);
-    driver_.check(vmm_.cuMemMap(at, length_, 0, handle, 0), "cuMemMap");
+    JITKERN_CU(cuMemMap, at, length_, 0, handle, 0);
     is_mapped_[static_cast<size_t>(rank)] = true;
-    const VmmAccess access{{kVmmOnDevice, ordinal_}, kVmmReadWrite};
-    driver_.check(vmm_.cuMemSetAccess(at, length_, &access, 1), "cuMemSetAccess");
+    const VmmAccess access{{kVmmOnDevice, device_.ordinal}, kVmmReadWrite};
+    JITKERN_CU(cuMemSetAccess, at, length_, &access, 1);
   }
 
   // Queues a copy and polls for its end, since a GPU may hang.
   template <class Queue>
   void run(double timeout_s, i64 bytes, const Queue& queue, char* to = nullptr) {
     if (bytes > Probe::kBytes) raise("ValueError", "PeerMemory: more than 4096 bytes at once");
-    Probe& probe = Probe::of(ordinal_);
+    Probe& probe = Probe::of(device_);
     const std::lock_guard<std::mutex> lock(probe.mutex);
     const ContextScope scope(device_);
-    driver_.check(queue(probe), "PeerMemory: a copy");
-    driver_.check(driver_.cuEventRecord(probe.event, probe.stream), "cuEventRecord");
+    queue(probe);
+    record(probe.event, probe.stream);
     using Clock = std::chrono::steady_clock;
-    const auto began = Clock::now();
-    CUresult result = kCudaErrorNotReady;
-    while ((result = driver_.cuEventQuery(probe.event)) == kCudaErrorNotReady) {
-      if (std::chrono::duration<double>(Clock::now() - began).count() > timeout_s) {
+    const auto end = Clock::now() + std::chrono::duration<double>(timeout_s);
+    while (!is_done(probe.event)) {
+      if (Clock::now() > end) {
         is_busy_ = true;
-        raise("RuntimeError", "PeerMemory: GPU " + std::to_string(ordinal_) +
+        raise("RuntimeError", "PeerMemory: GPU " + std::to_string(device_.ordinal) +
                                   " has not done a copy within the deadline: it hangs, or other "
                                   "work keeps it");
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
-    driver_.check(result, "PeerMemory: a copy");
     if (to != nullptr) std::memcpy(to, probe.pinned, static_cast<size_t>(bytes));
   }
 
-  const Driver& driver_ = Driver::get();
-  const Vmm& vmm_ = Vmm::get();
-  const int ordinal_;
   const Device& device_;
   const size_t length_ = static_cast<size_t>(share_bytes);
   std::vector<bool> is_mapped_;  // by rank

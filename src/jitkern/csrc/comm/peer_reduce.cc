@@ -1,11 +1,8 @@
-// all_reduce and reduce_scatter over memory that ranks of one host write into each other's: the
-// calls' arguments, the reducer that Python holds, its order among streams, and the launch.
-#include <jitkern/check.h>
+// PeerReducer on the host: checks of its calls, their order among streams, and launches.
+#include "comm/peer_reduce.h"
+
 #include <jitkern/launch.h>
-#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/error.h>
-#include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,7 +10,7 @@
 #include <mutex>
 #include <optional>
 
-#include "comm/peer_reduce_by_cpu.h"
+#include "comm/operand.h"
 #include "host/staging.h"
 
 namespace jitkern {
@@ -26,8 +23,8 @@ using tvm::ffi::Function;
 
 // -- calls ---------------------------------------------------------------------------------------
 
-// The grid for parts of up to so many bytes; in one shot the message is one part. All ranks launch
-// the same. 8 KiB on two H200s: 2.31 us with 4 blocks of 128 threads.
+// The grid for parts up to so many bytes; in one shot the message is one part. All ranks launch the
+// same. 8 KiB on two H200s: 2.31 us with 4 blocks of 128 threads.
 struct PeerShape {
   i64 most_bytes;
   u32 blocks;
@@ -41,13 +38,13 @@ constexpr PeerShape kShapes[] = {
 
 // What all calls of a reducer share.
 struct PeerPlan {
-  int ordinal;  // of the GPU; -1: the CPU
+  int ordinal;  // of the GPU; -1 means the CPU
   int rank;
   PeerSlots slots;
   i64 one_shot_bytes;  // "auto" is one shot up to so many bytes
 };
 
-// Tensors, checked, and how they are cut.
+// A call whose arguments are checked, and how it is cut.
 struct PeerCall {
   PeerWay way;
   int type;
@@ -57,39 +54,20 @@ struct PeerCall {
   PeerReduceParams params{};
 
   bool is_empty() const { return params.num_vecs == 0; }
-  // A thread has more than one vector.
+  // Whether a thread has more than one vector.
   bool has_several() const {
     return std::min(params.blocks.share(0).count, params.slots.vecs) > num_threads;
   }
 };
 
-struct Operand : Tensor {
-  char* data;
-  i64 count;  // of items
-  i64 bytes;
-
-  Operand(const PeerPlan& plan, const char* op, const char* arg, AnyView value)
-      : Tensor(op, arg, value), data(Tensor::data()), count(numel()), bytes(count * item_bytes()) {
-    if (ordinal() != plan.ordinal) {
-      const std::string own = plan.ordinal < 0 ? "cpu" : "cuda:" + std::to_string(plan.ordinal);
-      value_error("on " + device_name(), "on " + own + ", as the workspace");
-    }
-    contiguous();
-    if (bytes > kMostBytes) {
-      value_error(std::to_string(bytes) + " bytes", "at most " + std::to_string(kMostBytes));
-    }
+Operand operand(const PeerPlan& plan, const char* op, const char* arg, AnyView value) {
+  constexpr i64 kMostBytes = i64(1) << 34;  // vectors have numbers of 32 bits
+  const Operand x(op, arg, value, plan.ordinal, "the workspace");
+  if (x.bytes > kMostBytes) {
+    x.value_error(std::to_string(x.bytes) + " bytes", "at most " + std::to_string(kMostBytes));
   }
-
-  // ValueError unless it is `part` itself, or shares no memory with `other`.
-  void apart_from(const Operand& other, const char* part, const char* expected) const {
-    if (data != part && data < other.data + other.bytes && other.data < data + bytes) {
-      value_error(std::string("memory of ") + other.arg, expected);
-    }
-  }
-
- private:
-  static constexpr i64 kMostBytes = i64(1) << 34;  // vectors have numbers of 32 bits
-};
+  return x;
+}
 
 int type_of(const Tensor& x) {
   const DLDataType type = x.dl->dtype;
@@ -101,7 +79,7 @@ int type_of(const Tensor& x) {
 
 u32 num_vecs_of(i64 bytes) { return static_cast<u32>((bytes + kPeerVecBytes - 1) / kPeerVecBytes); }
 
-// The rest of a call, once its parts are known.
+// Completes a call whose parts are known.
 PeerCall cut(const PeerPlan& plan, const Operand& x, const Operand& out, PeerCall call) {
   PeerReduceParams& p = call.params;
   call.type = type_of(x);
@@ -127,12 +105,10 @@ PeerCall cut(const PeerPlan& plan, const Operand& x, const Operand& out, PeerCal
 
 PeerCall all_reduce_call(const PeerPlan& plan, AnyView x_arg, AnyView out_arg, i64 way) {
   const char* const op = "all_reduce";
-  const Operand x(plan, op, "x", x_arg);
-  const Operand out = is_none(out_arg) ? x : Operand(plan, op, "output", out_arg);
+  const Operand x = operand(plan, op, "x", x_arg);
+  const Operand out = is_none(out_arg) ? x : operand(plan, op, "output", out_arg);
   out.same_dtype(x);
-  if (out.count != x.count) {
-    out.value_error(std::to_string(out.count) + " items", std::to_string(x.count) + ", as in x");
-  }
+  out.has(x.count, "as in x");
   out.apart_from(x, x.data, "x itself, or memory of its own");
   PeerCall call{};
   PeerReduceParams& p = call.params;
@@ -141,8 +117,8 @@ PeerCall all_reduce_call(const PeerPlan& plan, AnyView x_arg, AnyView out_arg, i
   call.way = way >= 0                         ? static_cast<PeerWay>(way)
              : x.bytes <= plan.one_shot_bytes ? kOneShot
                                               : kTwoShot;
-  // Each rank has a part, so that each misses in the first stage whoever does not come.
-  if (num_vecs < plan.slots.num_ranks) call.way = kOneShot;
+  // In two shots each rank has a part, so that all miss a late rank in the first stage.
+  if (num_vecs < plan.slots.num_ranks || plan.ordinal < 0) call.way = kOneShot;
   if (call.way == kOneShot) {
     p.part_bytes = x.bytes;
     p.num_vecs = num_vecs;
@@ -157,15 +133,10 @@ PeerCall all_reduce_call(const PeerPlan& plan, AnyView x_arg, AnyView out_arg, i
 
 PeerCall reduce_scatter_call(const PeerPlan& plan, AnyView output_arg, AnyView x_arg) {
   const char* const op = "reduce_scatter";
-  const Operand output(plan, op, "output", output_arg);
-  const Operand x(plan, op, "x", x_arg);
+  const Operand output = operand(plan, op, "output", output_arg);
+  const Operand x = operand(plan, op, "x", x_arg);
   x.same_dtype(output);
-  const i64 size = plan.slots.num_ranks;
-  if (x.count != output.count * size) {
-    x.value_error(std::to_string(x.count) + " items",
-                  std::to_string(output.count * size) + ", " + std::to_string(output.count) +
-                      " for each of " + std::to_string(size) + " ranks");
-  }
+  x.has_each_of(output, plan.slots.num_ranks);
   const i64 own = plan.rank * output.bytes;
   output.apart_from(x, x.data + own, "memory of its own, or this rank's part of it");
   PeerCall call{};
@@ -236,26 +207,17 @@ class PeerReducer {
     Device& device = Device::get(plan_.ordinal);
     const ContextScope scope(device);
     const RelaxedCapture relaxed;
-    const Driver& driver = Driver::get();
-    void* record = nullptr;
-    driver.check(driver.cuMemHostAlloc(&record, sizeof(FaultRecord),
-                                       kHostAllocPortable | kHostAllocDeviceMap),
-                 "cuMemHostAlloc");
-    failure_ = new (record) FaultRecord{};
-    CUdeviceptr mapped = 0;
-    driver.check(driver.cuMemHostGetDevicePointer_v2(&mapped, record, 0),
-                 "cuMemHostGetDevicePointer");
-    failure_on_gpu_ = reinterpret_cast<FaultRecord*>(mapped);
+    failure_ = make_fault_record(&failure_on_gpu_);
     event_ = make_event();
   }
-  // Leaves the record of its failure behind: a kernel, or a graph, may write to it yet.
+  // The record of its failure stays: a kernel or a graph may still write to it.
   ~PeerReducer() {
     if (event_ != nullptr) Driver::get().cuEventDestroy_v2(event_);
   }
   PeerReducer(const PeerReducer&) = delete;
   PeerReducer& operator=(const PeerReducer&) = delete;
 
-  // True, and nothing was done, where PyTorch has to see the call.
+  // True, and nothing was done, if PyTorch has to see the call.
   bool all_reduce(AnyView x, AnyView out, int64_t way) {
     if (torch_has_to_see_it()) return true;
     run(all_reduce_call(plan_, x, out, way), kSites[0]);
@@ -266,14 +228,14 @@ class PeerReducer {
     run(reduce_scatter_call(plan_, output, x), kSites[1]);
     return false;
   }
-  // `is_inside` another call of all ranks, which raises earlier faults itself.
+  // `is_inside`: inside another call of all ranks, which raises earlier faults itself.
   void device_barrier(bool is_inside) { run(meet_call(plan_), kSites[2], is_inside); }
   // This rank's word that is kUnwritten unless its workspace is broken.
   const u32* intact() const {
     return &reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank])->intact;
   }
 
-  // As it was made, on this rank. Waits for the GPU.
+  // Makes this rank's workspace as new. Waits for the GPU.
   void reset() {
     const std::lock_guard<std::mutex> turn(turn_);
     const i64 bytes = plan_.slots.workspace_bytes();
@@ -282,12 +244,11 @@ class PeerReducer {
     } else {
       Device& device = Device::get(plan_.ordinal);
       const ContextScope context(device);
-      const Driver& driver = Driver::get();
-      driver.check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
+      JITKERN_CU(cuCtxSynchronize);
       const LaunchScope scope(device, CUstream{nullptr});
       scope.fill_bytes(workspaces_[plan_.rank], 0xff, bytes);
-      driver.check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
-      if (failure_->state == 2) forget_fault(device, *failure_);  // no later call is to raise it
+      JITKERN_CU(cuCtxSynchronize);
+      if (failure_->state == 2) forget_fault(device, *failure_);  // so that no later call raises it
     }
     *failure_ = FaultRecord{};
   }
@@ -307,7 +268,7 @@ class PeerReducer {
     if (!is_inside) scope.raise_earlier();
   }
 
-  // The device's fault is raised once, by any call on it, and may be ignored; this one stays.
+  // Any call on the device raises its fault, once; this one stays.
   void check_failure() const {
     if (const_cast<volatile u32&>(failure_->state) != 2) return;
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -333,16 +294,9 @@ class PeerReducer {
   }
 
   // Calls must not overlap: they would take each other's values. A call on another stream waits for
-  // the last one; while the stream stays the same, that costs a comparison.
+  // the last one.
   void order(const char* op, CUstream stream) {
     if (last_ == stream && !last_is_captured_) return;
-    const Driver& driver = Driver::get();
-    const auto is_capturing = [&](CUstream one) {
-      int status = 0;
-      if (one == nullptr) return false;  // the default stream cannot be captured, nor asked
-      driver.check(driver.cuStreamIsCapturing(one, &status), "cuStreamIsCapturing");
-      return status != 0;
-    };
     const bool is_captured = is_capturing(stream);
     const bool has_other = last_ && last_ != stream;
     if (has_other && (is_captured || !last_is_captured_) && is_capturing(*last_)) {
@@ -353,7 +307,7 @@ class PeerReducer {
                       "other's values",
                   "");
     }
-    // What is captured runs when the graph does, after whatever its stream is after.
+    // A captured call runs when its graph does; the caller orders that.
     if (!is_captured && eager_ && eager_ != stream) {
       record(event_, *eager_);
       wait_for(stream, event_);
@@ -367,8 +321,8 @@ class PeerReducer {
     check_failure();
     if (call.is_empty()) return;
     const PeerReduceParams& p = call.params;
-    const PeerResult result = peer_reduce_by_cpu(p, call.way, call.type, call.num_blocks,
-                                                 [] { return TVMFFIEnvCheckSignals() != 0; });
+    const PeerResult result =
+        peer_reduce_by_cpu(p, call.way, call.type, [] { return TVMFFIEnvCheckSignals() != 0; });
     switch (result.kind) {
       case PeerResult::kDone:
         return;
@@ -416,7 +370,7 @@ PeerPlan plan_of(int64_t ordinal, int64_t rank, int64_t size, int64_t workspace_
   return {static_cast<int>(ordinal), static_cast<int>(rank), slots, one_shot_bytes};
 }
 
-// Its all_reduce, reduce_scatter, reset, device_barrier, and the address of intact().
+// Returns all_reduce, reduce_scatter, reset, device_barrier, and the address of intact().
 Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int64_t rank,
                                   int64_t workspace_bytes, int64_t deadline_ns,
                                   int64_t one_shot_bytes) {
@@ -431,13 +385,13 @@ Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int
       Function::FromTyped(
           [made](AnyView output, AnyView x) -> bool { return made->reduce_scatter(output, x); }),
       Function::FromTyped([made] { made->reset(); }),
-      // A GPU's tensor has the FFI tell C++ PyTorch's stream; a call of C++ gives none.
+      // A GPU's tensor makes the FFI tell PyTorch's stream; calls from C++ give none.
       Function::FromTyped([made](AnyView word) { made->device_barrier(is_none(word)); }),
       Function::FromTyped([made] { return static_cast<int64_t>(address(made->intact())); }),
   };
 }
 
-// Of a workspace in which messages up to `max_bytes` take one round.
+// The bytes of a workspace in which messages up to `max_bytes` take one round.
 int64_t peer_workspace_bytes(int64_t size, int64_t max_bytes, int64_t one_shot_bytes) {
   i64 slot_bytes = 1;
   for (const i64 part : {i64{std::min(max_bytes, one_shot_bytes)}, ceil_div(max_bytes, size)}) {

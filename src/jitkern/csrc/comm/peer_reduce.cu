@@ -1,9 +1,7 @@
-// all_reduce and reduce_scatter of small tensors over memory that GPUs write into each other's; how
-// is in peer_reduce.h.
+// all_reduce and reduce_scatter of small tensors by writes into peers' memory; see peer_reduce.h.
 //
-// A thread has the same vectors of all ranks, from what it sends to what it makes unwritten again,
-// so threads of a block have nothing to tell each other, and those of several ranks meet by the
-// values alone.
+// A thread has the same vectors of all ranks, from sending to making unwritten again. So threads of
+// a block need not talk, and threads of several ranks meet by the values alone.
 #include <jitkern/pdl.cuh>
 
 #include "ops/floats.cuh"
@@ -12,8 +10,23 @@
 
 namespace jitkern {
 
-// kAccessBytes: of tensors, which may lie at any multiple of their items. Slots are read and
-// written by vectors of 16 bytes.
+// The vectors of a block, by epoch.
+struct PeerChunks {
+  PeerSpan all;
+  u32 num;
+
+  __device__ PeerChunks(PeerSpan all, u32 slot_vecs)
+      : all(all), num(all.count <= slot_vecs ? 1 : (all.count + slot_vecs - 1) / slot_vecs) {}
+
+  __device__ PeerSpan chunk(u32 i) const {
+    if (num == 1) return all;
+    const PeerSpan share = PeerShares::of(all.count, num).share(i);
+    return {all.begin + share.begin, share.count};
+  }
+};
+
+// kAccessBytes: of tensors, which are aligned to their items only. Slots are accessed by vectors of
+// 16 bytes.
 template <int kType, int kRanks, int kAccessBytes, int kWay, int kThreads, int kMaxOccupancy,
           bool kUsePdl, int kInFlight>
 struct PeerReduce {
@@ -29,12 +42,12 @@ struct PeerReduce {
   static_assert(kAccessBytes >= kItemBytes, "items are loaded whole");
 
   static __device__ void run(const Params& p) {
-    // All that is known in front of the wait, so that loads follow it at once.
+    // All that is known before the wait, so that loads follow it at once.
     const PeerChunks chunks(p.blocks.share(blockIdx.x), p.slots.vecs);
     PeerSpan span = chunks.chunk(0);
     PeerControl* const control = p.control();
     wait_for_earlier_kernels<kUsePdl>();
-    // The next kernel may be launched: it waits for the end of this one, as this did.
+    // The next kernel may start: it waits for the end of this one, as this did.
     let_next_kernel_start<kUsePdl>();
     const u32 epoch = load_fresh(&control->epochs[blockIdx.x]);
     const bool is_intact = load_fresh(&control->intact) == kUnwritten;
@@ -47,8 +60,8 @@ struct PeerReduce {
       }
       const bool is_done = is_intact && one.add_up() && one.gather();
       if (++i == chunks.num) return;
-      // What other ranks write in the next epoch is behind what all threads did in the last one:
-      // the last chunk may be one that some threads have nothing of.
+      // Other ranks write in the next epoch after all threads here have ended this one: some
+      // threads may have no part of the last chunk.
       if (!__syncthreads_and(is_done)) return;
       __threadfence_system();
       span = chunks.chunk(i);
@@ -58,7 +71,7 @@ struct PeerReduce {
  private:
   using Vector = Words<16>;
 
-  // Of one block, by one of its threads: the vectors `threadIdx.x + k * blockDim.x`.
+  // One thread's part of a block's epoch: the vectors `threadIdx.x + k * blockDim.x`.
   struct Epoch {
     const Params& p;
     const u32 epoch;
@@ -66,8 +79,8 @@ struct PeerReduce {
 
     __device__ Epoch(const Params& p, u32 epoch, PeerSpan span) : p(p), epoch(epoch), span(span) {}
 
-    // Values go to whoever sums them: in one shot all to all, else to each rank its part. Nothing
-    // is sent where the workspace is broken.
+    // Sends values to the ranks that sum them: in one shot all to all, else to each rank its part.
+    // Sends nothing if the workspace is broken.
     __device__ void send(bool is_intact) const {
       if constexpr (kWay == kMeet) __threadfence_system();  // what earlier kernels wrote, too
       constexpr int kDistinct = kToAll ? 1 : kOthers;
@@ -79,7 +92,7 @@ struct PeerReduce {
       }
       Vector vectors[kInFlight][kDistinct];
       u32 first = threadIdx.x;
-      // In front of what needs the epoch, so that both loads are under way together.
+      // Before the epoch is needed, so that both loads are under way together.
       load_all<kDistinct>(vectors, first, part_of);
       const u32 turn = p.slots.turn(0, epoch);
       while (is_intact && first < span.count) {
@@ -97,8 +110,8 @@ struct PeerReduce {
       }
     }
 
-    // This rank's part, or in one shot all. The sums go to `out`, and in two shots to all others.
-    // False where other ranks did not come in time.
+    // Sums this rank's part, or in one shot all, to `out`; in two shots sends the sums to all
+    // others. False if other ranks did not come in time.
     __device__ bool add_up() const {
       const u32 part = kToAll ? 0 : p.rank;
       uint4* const slots = slot(p.rank, p.slots.at(0, epoch, blockIdx.x, 0));
@@ -144,8 +157,8 @@ struct PeerReduce {
 
     __device__ u32 step() const { return kInFlight * blockDim.x; }
 
-    // Waits for the vectors of other ranks, all of which are asked for together, and makes their
-    // places unwritten again. False where they do not come.
+    // Waits for the vectors of other ranks, all loaded together, and makes their places unwritten
+    // again. False if they do not come.
     template <class PartOf>
     __device__ bool receive(uint4* slots, u32 first, const PartOf& part_of,
                             Vector (&vectors)[kInFlight][kOthers]) const {
@@ -176,7 +189,7 @@ struct PeerReduce {
       });
       return true;
     }
-    // Vector `i` of the k-th of the other ranks, which is rank `w`.
+    // Calls `use` for vector `i` of the k-th of the other ranks, which is rank `w`.
     template <class PartOf, class Use>
     __device__ void each(u32 first, const PartOf& part_of, const Use& use) const {
 #pragma unroll
@@ -210,7 +223,7 @@ struct PeerReduce {
 
     // -- places
 
-    // The other ranks, each beginning with the one behind it, so that not all write to one.
+    // The other ranks, from the next one on, so that not all ranks write to one.
     __device__ u32 other(int k) const {
       const u32 rank = p.rank + 1 + k;
       return rank < kNumRanks ? rank : rank - kNumRanks;
@@ -228,8 +241,8 @@ struct PeerReduce {
 
     // -- vectors
 
-    // Of the parts `part_of(k)`. Whole vectors are loaded together, without a branch that would
-    // have one wait for the other; behind the end there are zeros.
+    // Loads the parts `part_of(k)`; zeros after their end. Whole vectors are loaded together,
+    // without a branch that would make one wait for the other.
     template <int kDistinct, class PartOf>
     __device__ void load_all(Vector (&vectors)[kInFlight][kDistinct], u32 first,
                              const PartOf& part_of) const {
@@ -277,10 +290,10 @@ struct PeerReduce {
       return most == kUnwritten;
     }
 
-    // In the order of ranks, rounded once. It may be sent.
+    // Adds in rank order and rounds once. The sum may be sent.
     __device__ Vector sum_of(const Vector& own, const Vector (&vectors)[kOthers]) const {
       const auto of = [&](u32 w) {
-        if (kRanks == 2) return w == 0 ? own : vectors[0];  // of two, the order is all the same
+        if (kRanks == 2) return w == 0 ? own : vectors[0];  // of two the order does not matter
         if (w == p.rank) return own;
         return w < p.rank ? vectors[w < kOthers ? w : 0] : vectors[w > 0 ? w - 1 : 0];
       };
@@ -328,7 +341,7 @@ struct PeerReduce {
     }
   }
 
-  // By items, in loops that need no registers: there is one such vector in a part.
+  // By items, in loops that need no registers: a part has one such vector.
   static __device__ Vector load_tail(const char* from, u32 num_bytes) {
     u64 halves[2] = {0, 0};
 #pragma unroll 1

@@ -1,36 +1,35 @@
-// Small tensors, summed over the ranks of one host: by memory that each rank can write into the
-// others', its workspace. How that lies, and what kernels and the CPU are told.
+// Sums of small tensors over the ranks of one host. Each rank can write into the others' memory,
+// its workspaces. This file is their layout and the parameters of the kernels; see peer_reduce.cu.
 //
 // A message is cut among blocks; block b of every rank does the same part of it. There are no flags
-// and no barriers: a rank writes its values into the others' workspaces, and a value that is there
-// is a message of its own. A workspace holds, twice (by the parity of an epoch), for each block and
-// each writer a slot of vectors, all words of which are `kUnwritten` at first. In an epoch a block
+// and no barriers: a rank writes its values into the others' workspaces, and each value is its own
+// flag. A workspace holds a slot of vectors for each block and each writer, twice, by the parity of
+// an epoch. All words of a slot are `kUnwritten` at first. In an epoch a block
 //   1. writes its vectors to its slot in every other rank's workspace,
-//   2. looks at its own slots until no word is unwritten any more,
-//   3. adds up what came, in the order of ranks: all ranks get the same bits,
+//   2. polls its own slots until no word is unwritten,
+//   3. adds up the values in rank order: all ranks get the same bits,
 //   4. makes unwritten again what it has read.
-// The epochs of a call are counted in the own workspace once all threads of the block have read the
-// count: while values are on their way, so that nothing waits for it. A call that fails counts as
-// well, its workspace is broken. A message larger than slots takes several epochs.
-// In two shots each rank does so with one part of the message only, and writes the sum to slots of
-// a second stage, which the others wait for: less is sent, but there are two trips.
+// A block counts its epochs in its own workspace, after all of its threads have read the count:
+// values are on their way meanwhile, so nothing waits for it. A call that fails counts as well; its
+// workspace is broken. A message larger than the slots takes several epochs.
+// In two shots each rank does this with one part of the message and writes the sum to slots of a
+// second stage, which the others wait for: less is sent, in two trips.
 //
-// Words: those of 32 bits come whole, but the four of a vector in any order, as PTX promises no
-// more of a store of 16 bytes. So each word is looked at.
+// Words: 32 bits arrive whole, but the four words of a vector in any order. PTX promises no more
+// for a store of 16 bytes, so each word is checked.
 //
-// Values: `kUnwritten` is a NaN of 32 bits, and two of 16, of either type. A word of values that
-// has these bits is sent, and counted, as the one below it, which is NaN, or two, as well. So any
-// values may come: of numbers all bits are kept, of a NaN that it is one.
+// Values: `kUnwritten` is a NaN of 32 bits, and two NaNs of 16 bits, in either type. A word of
+// values with these bits is sent, and added, as the word below it, which is NaN as well. So numbers
+// keep all bits, and NaN stays NaN.
 //
-// Why two parities are enough: slots of epoch e are written again in e + 2. A rank gets there when
-// it has ended e + 1, for which it needed a value of every rank (in two shots by way of the one
-// that has summed it). Each of these was sent behind the end of e, of the whole block, with all
-// that it read and made unwritten: those are different kernels, or there are a barrier and a fence.
-// With programmatic dependent launch nothing may be sent, or the count be read, before the kernel
-// in front has ended: one may be launched as soon as that has begun, but waits then. With one
-// parity another rank would write in e + 1 what is not read yet. Blocks have epochs of their own,
-// so that calls of different grids may follow each other: those that take part in a call count
-// alike on all ranks.
+// Why two parities are enough: slots of epoch e are written again in e + 2. A rank gets there after
+// e + 1, which needs a value of every rank (in two shots by way of the rank that has summed it).
+// Each of these was sent after the whole block had ended e, with all that it read and made
+// unwritten: epochs are in different kernels, or a barrier and a fence are between them. With
+// programmatic dependent launch nothing may be sent, and no count read, before the kernel before
+// has ended. With one parity another rank would write in e + 1 what is not read yet. Blocks have
+// epochs of their own, so grids may differ between calls: the blocks of a call count alike on all
+// ranks.
 #pragma once
 
 #include "ops/floats.h"
@@ -38,13 +37,13 @@
 namespace jitkern {
 
 constexpr int kMostPeers = 8;
-// All are resident, beside other work, on any GPU that there is: they wait for each other.
+// So few are resident on any GPU, beside other work: they wait for each other.
 constexpr u32 kMostPeerBlocks = 64;
 constexpr u32 kUnwritten = 0xffffffff;
 constexpr i64 kPeerVecBytes = 16;
 
-// One shot, two, the first of two with the sum as result, and one shot of a vector of zeros that
-// nobody sums: a barrier, behind which each rank sees what the others wrote in front of it.
+// One shot; two shots; the first of two, whose sum is the result; and one shot of a vector of zeros
+// that nobody sums: a barrier, after which each rank sees what the others wrote before it.
 enum PeerWay : int { kOneShot, kTwoShot, kScatter, kMeet };
 
 // The bits of values as they are sent.
@@ -83,17 +82,17 @@ struct PeerShares {
 // What a workspace begins with, for its own rank alone. A new one has all bytes 0xff, this too.
 struct PeerControl {
   u32 epochs[kMostPeerBlocks];
-  u32 intact;  // kUnwritten, or the ranks that this one has waited for in vain, as bits: broken
+  u32 intact;  // kUnwritten; else broken: the ranks that this one waited for in vain, as bits
 };
 constexpr i64 kPeerControlBytes = 1024;
-static_assert(sizeof(PeerControl) <= kPeerControlBytes, "slots lie behind it");
+static_assert(sizeof(PeerControl) <= kPeerControlBytes, "slots come after it");
 
 // Where the slots are.
 struct PeerSlots {
   u32 num_ranks;
   u32 vecs;  // of a slot
 
-  // The first of a stage and epoch, in vectors behind the first of all.
+  // The first slot of a stage and epoch, in vectors from the first of all.
   JITKERN_HOST_DEVICE u32 turn(int stage, u32 epoch) const {
     return (static_cast<u32>(stage) * 2 + epoch % 2) * kMostPeerBlocks * num_ranks * vecs;
   }
@@ -108,11 +107,11 @@ struct PeerSlots {
 struct PeerReduceParams {
   const char* x;
   char* out;
-  // Part i of x, which rank i sums, begins at i * part_bytes, and a vector later for each of the
-  // parts in front of it that are longer. In one shot it is all of x.
+  // Rank i sums part i of x. It begins at i * part_bytes, and a vector later for each longer part
+  // before it. In one shot a part is all of x.
   i64 part_bytes;
   u32 longer_parts;
-  u32 tail_bytes;  // of a part's last vector, in two shots of the last part's, where not 16
+  u32 tail_bytes;  // of a part's last vector if that is not 16; in two shots of the last part's
   u32 rank;
   u32 num_vecs;       // of the longest part
   PeerShares blocks;  // of these
@@ -140,7 +139,7 @@ struct PeerReduceParams {
   }
   JITKERN_HOST_DEVICE PeerControl* control() const { return control_of(rank); }
 
-  // Who is to blame that ranks are missing: of one that has waited in vain itself, for whom it has.
+  // The ranks to blame. A missing rank that has waited in vain itself blames whom it waited for.
   // `intact_of` reads that word of a rank.
   template <class IntactOf>
   JITKERN_HOST_DEVICE u32 blamed(u32 missing, const IntactOf& intact_of) const {
@@ -156,23 +155,22 @@ struct PeerReduceParams {
     }
     return (seen & ~given_up) != 0 ? seen & ~given_up : missing;
   }
-  // What ranks that wait for each other get to give up, before one of them says whom it blames.
+  // How long a rank waits for others to give up, before it says whom it blames.
   JITKERN_HOST_DEVICE u64 grace_ns() const { return deadline_ns / 8; }
 };
 
-// Of a block's vectors: those of one epoch, of as many as it takes.
-struct PeerChunks {
-  PeerSpan all;
-  u32 num;
+#ifndef __CUDACC_RTC__  // for the CPU: peer_reduce_by_cpu.cc
 
-  JITKERN_HOST_DEVICE PeerChunks(PeerSpan all, u32 slot_vecs)
-      : all(all), num(all.count <= slot_vecs ? 1 : (all.count + slot_vecs - 1) / slot_vecs) {}
-
-  JITKERN_HOST_DEVICE PeerSpan chunk(u32 i) const {
-    if (num == 1) return all;
-    const PeerSpan share = PeerShares::of(all.count, num).share(i);
-    return {all.begin + share.begin, share.count};
-  }
+struct PeerResult {
+  enum Kind { kDone, kBroken, kLate, kInterrupted } kind;
+  u32 missing;  // ranks, as bits
 };
+
+// The call of a rank. It uses the workspaces, the part, the deadline and grace of `params`, and
+// calls `is_interrupted` now and then. If it is not done, the workspace is broken.
+PeerResult peer_reduce_by_cpu(const PeerReduceParams& params, PeerWay way, int type,
+                              bool (*is_interrupted)());
+
+#endif
 
 }  // namespace jitkern

@@ -1,264 +1,104 @@
-#include "comm/peer_reduce_by_cpu.h"
-
+// PeerReducer on the CPU, by one thread of each rank. A rank publishes its values in its own
+// workspace, counts that in its epoch, waits for the epochs of all others, and reads their values.
+//
+// Values of epoch e lie in half e % 2 of the workspace. Two halves are enough: a rank that writes
+// epoch e + 2 has seen all others publish e + 1, which they do after they have read e.
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
-#include <vector>
+
+#include "comm/peer_reduce.h"
 
 namespace jitkern {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-struct Vector {
-  u32 words[4];
-};
+constexpr u64 kSpins = 1024, kLooksPerClock = 256;
 
-// Stores are releases and loads acquires: who sees a value of epoch e + 1 sees behind it what its
-// writer made unwritten in epoch e.
-void send_word(u32* to, u32 word) { __atomic_store_n(to, word, __ATOMIC_RELEASE); }
-u32 word_at(const u32* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+u32 load(const u32* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-// Looks at the clock now and then.
-class Patience {
- public:
-  Patience(u64 deadline_ns, bool (*is_interrupted)())
-      : deadline_ns_(deadline_ns), is_interrupted_(is_interrupted) {}
-
-  // A new wait.
-  void begin() {
-    looks_ = 0;
-    result = {PeerResult::kDone, 0};
+// The ranks that have not published this epoch yet, as bits.
+u32 missing_ranks(const PeerReduceParams& p, u32 epoch) {
+  u32 ranks = 0;
+  for (u32 rank = 0; rank < p.slots.num_ranks; ++rank) {
+    const u32 behind = epoch - load(&p.control_of(rank)->epochs[0]);  // epochs wrap around
+    if (static_cast<i32>(behind) > 0) ranks |= 1u << rank;
   }
-  // Between two looks. False when there have been enough.
-  bool rest() {
-    ++looks_;
-    if (looks_ < kSpins) return true;
+  return ranks;
+}
+
+PeerResult wait_for_all(const PeerReduceParams& p, u32 epoch, bool (*is_interrupted)()) {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  u32 missing = 0;
+  for (u64 looks = 1; (missing = missing_ranks(p, epoch)) != 0; ++looks) {
+    if (looks < kSpins) continue;
     sched_yield();
-    if (looks_ == kSpins) since_ = Clock::now();
-    if (looks_ % kLooksOfClock != 0) return true;
-    if (is_interrupted_()) {
-      result.kind = PeerResult::kInterrupted;
-      return false;
-    }
-    if (deadline_ns_ == 0 || Clock::now() - since_ < std::chrono::nanoseconds(deadline_ns_)) {
-      return true;
-    }
-    result.kind = PeerResult::kLate;
-    return false;
+    if (looks % kLooksPerClock != 0) continue;
+    if (is_interrupted()) return {PeerResult::kInterrupted, missing};
+    const bool is_late =
+        p.deadline_ns != 0 && Clock::now() - start > std::chrono::nanoseconds(p.deadline_ns);
+    if (is_late && (missing = missing_ranks(p, epoch)) != 0) return {PeerResult::kLate, missing};
   }
+  return {PeerResult::kDone, 0};
+}
 
-  PeerResult result{PeerResult::kDone, 0};
-
- private:
-  static constexpr u64 kSpins = 1024, kLooksOfClock = 256;
-  const u64 deadline_ns_;
-  bool (*const is_interrupted_)();
-  u64 looks_ = 0;
-  Clock::time_point since_;
-};
-
+// Adds `count` items that every rank has published at `offset`.
 template <int kType>
-class Reduction {
- public:
-  Reduction(const PeerReduceParams& p, PeerWay way, u32 num_blocks, Patience& patience)
-      : p_(p), way_(way), num_ranks_(p.slots.num_ranks), patience_(patience) {
-    for (u32 block = 0; block < num_blocks; ++block) {
-      blocks_.push_back({PeerChunks(p.blocks.share(block), p.slots.vecs),
-                         __atomic_load_n(&p.control()->epochs[block], __ATOMIC_RELAXED)});
-    }
-  }
-
-  // Blocks take turns, each step of all of them in front of the next, so that nobody waits for what
-  // this thread sends later.
-  bool run() {
-    for (u32 i = 0; i < blocks_[0].chunks.num; ++i) {
-      for (u32 b = 0; b < blocks_.size(); ++b) send(Epoch(*this, b, i));
-      for (u32 b = 0; b < blocks_.size(); ++b) {
-        if (!add_up(Epoch(*this, b, i))) return false;
-      }
-      for (u32 b = 0; b < blocks_.size() && way_ == kTwoShot; ++b) {
-        if (!gather(Epoch(*this, b, i))) return false;
-      }
-    }
-    for (u32 b = 0; b < blocks_.size(); ++b) {
-      __atomic_store_n(&p_.control()->epochs[b], blocks_[b].epoch + blocks_[b].chunks.num,
-                       __ATOMIC_RELAXED);
-    }
-    return true;
-  }
-
- private:
-  static constexpr int kItems = 16 / item_bytes_of(kType);
-
-  struct Block {
-    PeerChunks chunks;
-    u32 epoch;
+void add_up(const PeerReduceParams& p, i64 offset, i64 count, char* out) {
+  using Item = Bits<kType>;
+  const auto value = [&](u32 rank, i64 i) {
+    Item item;
+    std::memcpy(&item, p.workspaces[rank] + offset + i * sizeof(Item), sizeof(Item));
+    return float_of<kType>(item);
   };
-
-  // One of a block; empty behind its last, which is sooner than that of the first block, or as
-  // late.
-  struct Epoch {
-    const PeerReduceParams& p;
-    u32 block, number;
-    PeerSpan span;
-
-    Epoch(const Reduction& all, u32 block, u32 i)
-        : p(all.p_), block(block), number(all.blocks_[block].epoch + i), span{0, 0} {
-      if (i < all.blocks_[block].chunks.num) span = all.blocks_[block].chunks.chunk(i);
-    }
-    u32* slot(u32 rank, int stage, u32 writer, u32 i) const {
-      char* const begin = p.workspaces[rank] + p.slots.at(stage, number, block, writer);
-      return reinterpret_cast<u32*>(begin + i * kPeerVecBytes);
-    }
-  };
-
-  bool is_to_all() const { return way_ == kOneShot || way_ == kMeet; }
-  bool has(const Epoch& e, u32 part, u32 i) const {
-    return e.span.begin + i < p_.num_vecs_of(way_, part);
+  for (i64 i = 0; i < count; ++i) {
+    float sum = value(0, i);
+    for (u32 rank = 1; rank < p.slots.num_ranks; ++rank) sum = peer_sum(sum, value(rank, i));
+    const Item item = bits_as<kType>(sum);
+    std::memcpy(out + i * sizeof(Item), &item, sizeof(Item));
   }
-  i64 offset(const Epoch& e, u32 i) const { return (e.span.begin + i) * kPeerVecBytes; }
-  size_t num_bytes(const Epoch& e, u32 part, u32 i) const {
-    return e.span.begin + i < p_.num_whole_of(way_, part) ? 16 : p_.tail_bytes;
-  }
-  Vector load(const Epoch& e, u32 part, u32 i) const {
-    Vector vector{};
-    if (way_ == kMeet) return vector;
-    std::memcpy(vector.words, p_.x + p_.part_begin(part) + offset(e, i), num_bytes(e, part, i));
-    for (u32& word : vector.words) word = sent_word(word);
-    return vector;
-  }
-  void store(const Epoch& e, i64 part_at, u32 part, u32 i, const Vector& vector) const {
-    std::memcpy(p_.out + part_at + offset(e, i), vector.words, num_bytes(e, part, i));
-  }
-
-  void send(const Epoch& e) const {
-    for (u32 k = 1; k < num_ranks_; ++k) {
-      const u32 to = (p_.rank + k) % num_ranks_;
-      const u32 part = is_to_all() ? 0 : to;
-      for (u32 i = 0; i < e.span.count && has(e, part, i); ++i) {
-        put(e.slot(to, 0, p_.rank, i), load(e, part, i));
-      }
-    }
-  }
-
-  bool add_up(const Epoch& e) const {
-    const u32 part = is_to_all() ? 0 : p_.rank;
-    for (u32 i = 0; i < e.span.count && has(e, part, i); ++i) {
-      Vector sum{};
-      float sums[kItems];
-      for (u32 w = 0; w < num_ranks_; ++w) {
-        Vector vector;
-        if (w == p_.rank) {
-          vector = load(e, part, i);
-        } else if (!receive(e, 0, w, i, vector)) {
-          return false;
-        }
-        float values[kItems];
-        floats_of(vector, values);
-        for (int k = 0; k < kItems; ++k)
-          sums[k] = w == 0 ? values[k] : peer_sum(sums[k], values[k]);
-      }
-      if (way_ == kMeet) continue;
-      round(sums, sum);
-      if (way_ == kTwoShot) {
-        for (u32 k = 1; k < num_ranks_; ++k) {
-          put(e.slot((p_.rank + k) % num_ranks_, 1, p_.rank, i), sum);
-        }
-      }
-      store(e, way_ == kScatter ? 0 : p_.part_begin(part), part, i, sum);
-    }
-    return true;
-  }
-
-  bool gather(const Epoch& e) const {
-    for (u32 w = 0; w < num_ranks_; ++w) {
-      for (u32 i = 0; w != p_.rank && i < e.span.count && has(e, w, i); ++i) {
-        Vector vector;
-        if (!receive(e, 1, w, i, vector)) return false;
-        store(e, p_.part_begin(w), w, i, vector);
-      }
-    }
-    return true;
-  }
-
-  static void put(u32* to, const Vector& vector) {
-    for (int k = 0; k < 4; ++k) send_word(to + k, vector.words[k]);
-  }
-
-  // Waits for it, and makes its place unwritten.
-  bool receive(const Epoch& e, int stage, u32 writer, u32 i, Vector& vector) const {
-    u32* const from = e.slot(p_.rank, stage, writer, i);
-    patience_.begin();
-    for (int k = 0; k < 4; ++k) {
-      while ((vector.words[k] = word_at(from + k)) == kUnwritten) {
-        if (patience_.rest()) continue;
-        patience_.result.missing = missing(e, stage, writer, i);
-        if (patience_.result.missing >> writer & 1) return false;
-        if (patience_.result.kind == PeerResult::kInterrupted) return false;
-        patience_.begin();  // it has come between the last look and the end of patience
-      }
-    }
-    for (int k = 0; k < 4; ++k) __atomic_store_n(from + k, kUnwritten, __ATOMIC_RELAXED);
-    return true;
-  }
-
-  // The ranks of which something is missing here, from the writer that is waited for on: what those
-  // in front of it have sent was received, and its place made unwritten.
-  u32 missing(const Epoch& e, int stage, u32 writer, u32 i) const {
-    u32 ranks = 0;
-    for (u32 w = writer; w < num_ranks_; ++w) {
-      const u32 part = stage == 0 ? (is_to_all() ? 0 : p_.rank) : w;
-      if (w == p_.rank || !has(e, part, i)) continue;
-      const u32* const from = e.slot(p_.rank, stage, w, i);
-      for (int k = 0; k < 4; ++k) ranks |= word_at(from + k) == kUnwritten ? 1u << w : 0;
-    }
-    return ranks;
-  }
-
-  static void floats_of(const Vector& vector, float* values) {
-    Bits<kType> items[kItems];
-    std::memcpy(items, vector.words, 16);
-    for (int k = 0; k < kItems; ++k) values[k] = float_of<kType>(items[k]);
-  }
-  static void round(const float* sums, Vector& vector) {
-    Bits<kType> items[kItems];
-    for (int k = 0; k < kItems; ++k) items[k] = bits_as<kType>(sums[k]);
-    std::memcpy(vector.words, items, 16);
-    for (u32& word : vector.words) word = sent_word(word);
-  }
-
-  const PeerReduceParams& p_;
-  const PeerWay way_;
-  const u32 num_ranks_;
-  Patience& patience_;
-  std::vector<Block> blocks_;
-};
+}
 
 }  // namespace
 
-PeerResult peer_reduce_by_cpu(const PeerReduceParams& params, PeerWay way, int type, u32 num_blocks,
+PeerResult peer_reduce_by_cpu(const PeerReduceParams& p, PeerWay way, int type,
                               bool (*is_interrupted)()) {
-  u32* const intact = &params.control()->intact;
-  if (const u32 word = __atomic_load_n(intact, __ATOMIC_RELAXED); word != kUnwritten) {
+  PeerControl* const control = p.control();
+  if (const u32 word = load(&control->intact); word != kUnwritten) {
     return {PeerResult::kBroken, word};
   }
-  Patience patience(params.deadline_ns, is_interrupted);
-  const auto run = [&](auto reduction) { return reduction.run(); };
-  const bool is_done =
-      type == kFloat32   ? run(Reduction<kFloat32>(params, way, num_blocks, patience))
-      : type == kFloat16 ? run(Reduction<kFloat16>(params, way, num_blocks, patience))
-                         : run(Reduction<kBFloat16>(params, way, num_blocks, patience));
-  PeerResult result = patience.result;
-  if (is_done) return result;
-  __atomic_store_n(intact, result.missing, __ATOMIC_RELAXED);
-  if (result.kind == PeerResult::kLate) {
-    std::this_thread::sleep_for(std::chrono::nanoseconds(params.grace_ns()));
-    result.missing = params.blamed(result.missing, word_at);
+  const auto add = type == kFloat32   ? add_up<kFloat32>
+                   : type == kFloat16 ? add_up<kFloat16>
+                                      : add_up<kBFloat16>;
+  const i64 half_bytes = (p.slots.workspace_bytes() - kPeerControlBytes) / 2;
+  // A barrier publishes nothing; a scatter publishes the parts of all ranks and reads its own.
+  const bool is_scatter = way == kScatter;
+  const i64 all_bytes = is_scatter ? p.part_bytes * p.slots.num_ranks : p.part_bytes;
+  const i64 own_begin = is_scatter ? p.part_bytes * p.rank : 0;
+  for (i64 at = 0; at == 0 || at < all_bytes; at += half_bytes) {
+    const u32 epoch = control->epochs[0] + 1;
+    const i64 offset = kPeerControlBytes + epoch % 2 * half_bytes;
+    const i64 bytes = std::min(half_bytes, all_bytes - at);
+    if (bytes > 0) std::memcpy(p.workspaces[p.rank] + offset, p.x + at, static_cast<size_t>(bytes));
+    __atomic_store_n(&control->epochs[0], epoch, __ATOMIC_RELEASE);
+    PeerResult result = wait_for_all(p, epoch, is_interrupted);
+    if (result.kind != PeerResult::kDone) {
+      __atomic_store_n(&control->intact, result.missing, __ATOMIC_RELEASE);
+      if (result.kind == PeerResult::kInterrupted) return result;
+      std::this_thread::sleep_for(std::chrono::nanoseconds(p.grace_ns()));
+      return {result.kind, p.blamed(result.missing, load)};
+    }
+    const i64 begin = std::max(own_begin, at);
+    const i64 end = std::min(own_begin + p.part_bytes, at + bytes);
+    if (begin < end) {
+      add(p, offset + begin - at, (end - begin) / item_bytes_of(type), p.out + begin - own_begin);
+    }
   }
-  return result;
+  return {PeerResult::kDone, 0};
 }
 
 }  // namespace jitkern

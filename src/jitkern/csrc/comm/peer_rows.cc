@@ -1,10 +1,8 @@
-// peer_gather and peer_scatter on the host: checks, the CPU's form, launches.
+// peer_gather and peer_scatter: checks, the CPU implementation, launches.
 #include "comm/peer_rows.h"
 
 #include <tvm/ffi/container/array.h>
 
-#include <algorithm>
-#include <optional>
 #include <vector>
 
 #include "host/cpu_copy.h"
@@ -27,21 +25,21 @@ const char* dst_name(size_t rank) {
   return kNames[rank];
 }
 
-// A call: pairs as of one rank, and the ranks.
+// A call of one rank.
 struct RowsCall : PairArgs {
   u32 rank;
   u32 num_ranks;
-  Function meet;  // of the ranks' streams, or on the CPU of the ranks
+  Function barrier_of_ranks;  // of their streams, or on the CPU of the ranks
   const u32* intact;
-  std::vector<Rows> all;  // the memory of each rank, where rows go to all
+  std::vector<Rows> all;  // of peer_gather: the memory of each rank
 
   // On the stream that the FFI has told of by this call's tensors.
-  void barrier() const { meet(nullptr); }
+  void barrier() const { barrier_of_ranks(nullptr); }
 
-  bool repeats() const { return host_side == kHostSource; }  // rows may be asked for again
+  bool repeats() const { return host_side == kHostSource; }  // rows may be requested again
 };
 
-// Every rank's memory looks alike: it has a row for each row of this one's.
+// Takes the memory of each rank, which has a row for each row of this rank's.
 void take_targets(RowsCall& call, const Array<Any>& dsts) {
   for (size_t r = 0; r < dsts.size(); ++r) {
     const Rows rows(call.src.op, dst_name(r), dsts[r]);
@@ -61,65 +59,24 @@ void take_targets(RowsCall& call, const Array<Any>& dsts) {
   }
 }
 
-// -- by the CPU ----------------------------------------------------------------------------------
-
-// The pairs that are neither padding nor out of range: those of this rank's part, and those that
-// ask for a row again, which all ranks copy.
-struct CpuLists {
-  std::vector<Pair> fetches;
-  std::vector<Pair> copies;  // destination row to copy from, destination row
-
-  explicit CpuLists(const RowsCall& call) {
-    struct Asked {
-      Pair pair;
-      i64 number;
-    };
-    std::vector<Asked> asked;
-    call.pairs.with_index([&](const auto index_at) {
-      for (i64 i = 0; i < call.params.num_pairs; ++i) {
-        const Pair pair(index_at, i);
-        if (pair.is_inside(call.params)) asked.push_back({pair, i});
-      }
-    });
-    const auto host_row = [&](const Asked& one) {
-      return call.host_side == kHostSource ? one.pair.src_row : one.pair.dst_row;
-    };
-    std::sort(asked.begin(), asked.end(), [&](const Asked& a, const Asked& b) {
-      return host_row(a) != host_row(b) ? host_row(a) < host_row(b) : a.number < b.number;
-    });
-    std::vector<Pair> distinct;
-    for (const Asked& one : asked) {
-      if (call.repeats() && !distinct.empty() && distinct.back().src_row == one.pair.src_row) {
-        copies.emplace_back(distinct.back().dst_row, one.pair.dst_row);
-      } else {
-        distinct.push_back(one.pair);
-      }
-    }
-    const u64 total = distinct.size();
-    const auto at = [&](u32 part) {
-      return distinct.begin() + static_cast<i64>(part_begin(total, part, call.num_ranks));
-    };
-    fetches.assign(at(call.rank), at(call.rank + 1));
-  }
-};
-
-void copy_on_cpu(const std::vector<Pair>& pairs, const Rows& from, const Rows& to) {
-  copy_rows<kRandomBoth>(static_cast<i64>(pairs.size()), from.row_bytes, to.num_rows * to.row_bytes,
-                         [&](i64 i) {
-                           const Pair& pair = pairs[static_cast<size_t>(i)];
-                           return CpuRow{to.data + pair.dst_row * to.stride_bytes,
-                                         from.data + pair.src_row * from.stride_bytes};
-                         });
-}
-
+// peer_gather: each rank copies all rows to its own memory. peer_scatter: every num_ranks-th pair.
 void run_on_cpu(const RowsCall& call) {
   call.check_pairs();
-  const CpuLists lists(call);
   call.barrier();
-  if (call.all.empty()) copy_on_cpu(lists.fetches, call.src, call.dst);
-  for (const Rows& dst : call.all) copy_on_cpu(lists.fetches, call.src, dst);
+  const bool is_gather = call.host_side == kHostSource;
+  const i64 first = is_gather ? 0 : call.rank, step = is_gather ? 1 : call.num_ranks;
+  const PairCopyParams& p = call.params;
+  call.pairs.with_index([&](const auto index_at) {
+    const auto row_at = [&p, index_at, first, step](i64 i) {
+      const Pair pair(index_at, first + i * step);
+      if (!pair.is_inside(p)) return CpuRow{nullptr, nullptr};
+      return CpuRow{p.dst + pair.dst_row * p.dst_stride_bytes,
+                    p.src + pair.src_row * p.src_stride_bytes};
+    };
+    copy_rows<kRandomBoth>(ceil_div(p.num_pairs - first, step), call.row_bytes,
+                           p.num_dst_rows * call.row_bytes, row_at);
+  });
   call.barrier();
-  copy_on_cpu(lists.copies, call.dst, call.dst);
 }
 
 // -- on GPUs -------------------------------------------------------------------------------------
@@ -166,9 +123,9 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   const CollectiveScope scope(call.device_rows().dl->device.device_id);
   call.map_host_rows();
   call.params.fault = scope.device.fault_device;
-  // All is compiled in front of the barrier.
+  // All is compiled before the barrier.
   const LoadedKernels& sorts = peer_list_kernels(scope.device, call);
-  u64 bits = 0;  // of all ranks' memory: what suits this one's alone may be too wide for another's
+  u64 bits = 0;  // of all ranks' memory: a vector must suit each
   for (const Rows& rows : call.all) bits |= address(rows.data);
   const Spec spec = pair_spec(call, true, bits);
   const LoadedKernels& copies = table.find(scope.device, spec);
@@ -181,7 +138,7 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   fetch.last_pair = lists.params.last_entries;
   fetch.last_batch = lists.last_batch;
   fetch.num_shifts = 1;
-  // Behind its own each rank begins with the next one, so that not all write to one.
+  // After its own memory each rank writes to the next one's, so that not all write to one.
   for (u32 k = 1; k < call.all.size(); ++k) {
     fetch.shifts[fetch.num_shifts++] =
         call.all[(call.rank + k) % call.num_ranks].data - call.dst.data;
@@ -207,7 +164,15 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
 
 // -- calls ---------------------------------------------------------------------------------------
 
-void run(RowsCall& call, KernelTable& table) {
+struct Sites {
+  explicit Sites(const char* op)
+      : src(fault_site(op, "pairs[..., 0]")), dst(fault_site(op, "pairs[..., 1]")) {}
+  const FaultSite src, dst;
+};
+
+void run(RowsCall& call, const Sites& sites, KernelTable& table) {
+  call.params.src_site = sites.src;
+  call.params.dst_site = sites.dst;
   if (call.params.num_pairs > kMostPairs) {
     call.pairs.value_error(std::to_string(call.params.num_pairs) + " pairs",
                            "at most " + std::to_string(kMostPairs));
@@ -223,8 +188,7 @@ void run(RowsCall& call, KernelTable& table) {
 void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, int64_t rank,
                  Function barrier, int64_t intact) {
   constexpr const char* kOp = "peer_gather";
-  static const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
-  static const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
+  static const Sites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
   const auto dsts = dsts_arg.cast<Array<Any>>();
   const AnyView own = dsts[static_cast<size_t>(rank)];
@@ -234,17 +198,14 @@ void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, 
                 barrier,
                 reinterpret_cast<const u32*>(intact),
                 {}};
-  call.params.src_site = kSrcSite;
-  call.params.dst_site = kDstSite;
   take_targets(call, dsts);
-  run(call, table);
+  run(call, sites, table);
 }
 
 void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, int64_t rank,
                   int64_t num_ranks, Function barrier, int64_t intact) {
   constexpr const char* kOp = "peer_scatter";
-  static const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
-  static const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
+  static const Sites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
   RowsCall call{PairArgs(kOp, kHostTarget, src, dst, pairs, num_sms),
                 static_cast<u32>(rank),
@@ -252,9 +213,7 @@ void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, int6
                 barrier,
                 reinterpret_cast<const u32*>(intact),
                 {}};
-  call.params.src_site = kSrcSite;
-  call.params.dst_site = kDstSite;
-  run(call, table);
+  run(call, sites, table);
 }
 
 }  // namespace

@@ -166,8 +166,8 @@ Rows::Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes)
 }
 
 void Rows::set_range() {
-  // To the last row, which is the lowest where the stride is negative. Of empty tensors it means
-  // nothing, and must not overflow.
+  // To the last row, which is the lowest if the stride is negative. Unsigned, as it may overflow
+  // for an empty tensor.
   const u64 steps = static_cast<u64>(num_rows - 1) * static_cast<u64>(stride_bytes);
   begin = address(data) + (stride_bytes < 0 ? steps : 0);
   end = address(data) + (stride_bytes < 0 ? 0 : steps) + static_cast<u64>(row_bytes);
@@ -192,17 +192,13 @@ void raise_type_error(const char* op, const char* arg, AnyView came, const std::
 }
 
 i64 int_arg(const char* op, const char* arg, AnyView value) {
-  if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIInt) {
-    raise_type_error(op, arg, value, "an int");
-  }
-  return value.cast<int64_t>();
+  if (value.type_index() == tvm::ffi::TypeIndex::kTVMFFIInt) return value.cast<int64_t>();
+  raise_type_error(op, arg, value, "an int");
 }
 
 bool bool_arg(const char* op, const char* arg, AnyView value) {
-  if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIBool) {
-    raise_type_error(op, arg, value, "a bool");
-  }
-  return value.cast<bool>();
+  if (value.type_index() == tvm::ffi::TypeIndex::kTVMFFIBool) return value.cast<bool>();
+  raise_type_error(op, arg, value, "a bool");
 }
 
 void Rows::same_row_bytes(const Rows& other) const {
@@ -227,16 +223,16 @@ void Rows::refuse_shared_rows() const {
 
 namespace {
 
-// Whether the bytes [begin, end) meet one of `num_rows` rows, the first of which begins at 0.
+// Whether the bytes [begin, end) overlap one of `num_rows` rows, the first of which begins at 0.
 bool meets_row(i64 begin, i64 end, i64 num_rows, i64 row_bytes, i64 stride_bytes) {
   if (end <= 0 || begin >= (num_rows - 1) * stride_bytes + row_bytes) return false;
-  // The first row that ends behind their begin has to begin before their end.
+  // The first row that ends after `begin` has to begin before `end`.
   const i64 ahead = begin - row_bytes;
   const i64 first_row = ahead < 0 ? 0 : ahead / stride_bytes + 1;
   return first_row * stride_bytes < end;
 }
 
-// The same of all rows of two tensors that have some bytes.
+// Whether rows of two tensors overlap. Neither is empty.
 bool rows_meet(const Rows& a, const Rows& b) {
   const Rows& few = a.num_rows < b.num_rows ? a : b;
   const Rows& many = &few == &a ? b : a;
@@ -244,8 +240,8 @@ bool rows_meet(const Rows& a, const Rows& b) {
   const i64 step = std::abs(few.stride_bytes);
   const i64 begin = static_cast<i64>(few.begin - many.begin);
   if (step == stride) {
-    // Row i of `few` meets row j of `many` where its row 0 meets row j - i, of which some are ahead
-    // of the first.
+    // Row i of `few` overlaps row j of `many` if its row 0 overlaps row j - i, which may be before
+    // the first.
     const i64 ahead = (few.num_rows - 1) * step;
     return meets_row(begin + ahead, begin + ahead + few.row_bytes, many.num_rows + few.num_rows - 1,
                      many.row_bytes, stride);

@@ -10,7 +10,7 @@ namespace jitkern {
 
 namespace {
 
-// What one thread copies at a time of a wide row: as much as is worth waking a thread for.
+// What a thread copies of a wide row at a time: as much as is worth waking a thread for.
 constexpr i64 kPartBytes = 256 << 10;
 
 constexpr size_t kMostBatched = 4096;  // copies of one call of the driver; as many were tried
@@ -18,10 +18,7 @@ constexpr size_t kMostBatched = 4096;  // copies of one call of the driver; as m
 void queue_bytes(const LaunchScope& scope, CopyKind kind, char* dst, const char* src, i64 bytes) {
   if (kind == CopyKind::kH2D) return copy_to_device(dst, src, bytes, scope.stream());
   if (kind == CopyKind::kD2H) return copy_to_host(dst, src, bytes, scope.stream());
-  const Driver& driver = Driver::get();
-  driver.check(
-      driver.cuMemcpyAsync(address(dst), address(src), static_cast<size_t>(bytes), scope.stream()),
-      "cuMemcpyAsync");
+  JITKERN_CU(cuMemcpyAsync, address(dst), address(src), static_cast<size_t>(bytes), scope.stream());
 }
 
 PitchedMemory pitched(const char* memory, bool on_host, CopyKind kind, i64 pitch) {
@@ -53,11 +50,10 @@ void queue_whole(const LaunchScope& scope, CopyKind kind, const Copy2D& copy) {
   call.dst = pitched(copy.dst, kind == CopyKind::kD2H, kind, copy.dst_pitch);
   call.width = static_cast<size_t>(copy.width);
   call.height = static_cast<size_t>(copy.height);
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuMemcpy2DAsync_v2(&call, scope.stream()), "cuMemcpy2DAsync");
+  JITKERN_CU(cuMemcpy2DAsync_v2, &call, scope.stream());
 }
 
-// Rows that lie in one registration go together, one that lies in several in as many parts.
+// Rows in one registration go together; a row in several goes in as many parts.
 void queue_in_pieces(const LaunchScope& scope, CopyKind kind, const Copy2D& copy) {
   const auto part = [&copy](i64 row, i64 at) {
     Copy2D rest = copy;
@@ -105,12 +101,9 @@ void queue_copy(const LaunchScope& scope, CopyKind kind, const Copy2D& copy,
 }
 
 bool CopyBatch::can_batch(const LaunchScope& scope) {
-  const Driver& driver = Driver::get();
   const bool is_default = address(scope.stream()) <= 2;  // NULL, or one of CUDA's names for it
-  if (driver.cuMemcpyBatchAsync == nullptr || is_default) return false;
-  int status = 0;
-  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
-  return status == 0;
+  return Driver::get().cuMemcpyBatchAsync != nullptr && !is_default &&
+         !is_capturing(scope.stream());
 }
 
 void CopyBatch::add(const Copy2D& copy, bool one_registration) {
@@ -136,22 +129,20 @@ void CopyBatch::add(const Copy2D& copy, bool one_registration) {
 }
 
 void CopyBatch::flush() {
-  const Driver& driver = Driver::get();
   CopyAttributes attributes{};
   attributes.src_access_order = kSrcAccessOrderStream;
   size_t first = 0;
   for (size_t at = 0; at < bytes_.size(); at += kMostBatched) {
     size_t failed = 0;
-    driver.check(driver.cuMemcpyBatchAsync(&dst_[at], &src_[at], &bytes_[at],
-                                           std::min(bytes_.size() - at, kMostBatched), &attributes,
-                                           &first, 1, &failed, scope_.stream()),
-                 "cuMemcpyBatchAsync");
+    JITKERN_CU(cuMemcpyBatchAsync, &dst_[at], &src_[at], &bytes_[at],
+               std::min(bytes_.size() - at, kMostBatched), &attributes, &first, 1, &failed,
+               scope_.stream());
   }
   bytes_.clear();
 }
 
 void copy_on_cpu(const Copy2D& copy) {
-  // One piece is cut anew, and so is a wide row: threads share out its parts.
+  // Threads share the parts of one piece, or of wide rows.
   const bool is_one = copy.is_contiguous();
   const i64 width = is_one ? copy.width * copy.height : copy.width;
   const i64 height = is_one ? 1 : copy.height;
@@ -164,7 +155,7 @@ void copy_on_cpu(const Copy2D& copy) {
     for (i64 i = begin; i < end; ++i) {
       const i64 row = i / parts;
       const i64 at = i % parts * part_bytes;
-      if (at >= width) continue;  // lines are whole, so the last part may be of none
+      if (at >= width) continue;  // parts are whole lines, so the last may be empty
       copy_row(copy.dst + row * copy.dst_pitch + at, copy.src + row * copy.src_pitch + at,
                std::min(part_bytes, width - at));
     }

@@ -1,4 +1,4 @@
-// Strided copies by the GPU's copy engine: rows of bytes, a pitch apart on either side.
+// Strided copies by the GPU's copy engine.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -10,27 +10,26 @@ enum class CopyKind : int { kH2D, kD2H, kD2D, kH2H };
 struct Copy2D {
   char* dst;
   const char* src;
-  i64 dst_pitch;  // of no meaning where there is one row
+  i64 dst_pitch;  // ignored if there is one row
   i64 src_pitch;
   i64 width;  // bytes of a row
   i64 height;
 
   bool empty() const { return width == 0 || height == 0; }
-  // Whether both sides are one piece.
+  // Whether each side is one piece.
   bool is_contiguous() const { return height == 1 || (dst_pitch == width && src_pitch == width); }
 };
 
 // Whether the host's rows lie in one registration, so that any copy of them may be queued whole.
-// ValueError with the cure where not all of them are pinned. The device's context is current.
+// ValueError with the cure if not all are pinned. The device's context is current.
 bool is_one_registration(const Rows& host, const char* cure);
 
-// Queues a copy that is not empty. Its rows, where both are wider than the engine's largest pitch,
-// go one by one. Host memory is pinned, or pageable in all and `one_registration`.
+// Queues a copy that is not empty. Host memory is pinned, or pageable with `one_registration`.
 void queue_copy(const LaunchScope& scope, CopyKind kind, const Copy2D& copy, bool one_registration);
 
-// The copies of one call, of which the long rows are queued together: 512 KiB by 512 KiB come at 55
-// GB/s, one by one at 42 for 3 us of rest between two. Rows of 16 KiB come at 5 GB/s so, and a
-// decode step beside them takes 5 times as long: they go as strided copies, at 23.
+// The copies of one call. Long rows are queued as one batch: rows of 512 KiB take 55 GB/s, one by
+// one 42, as there are 3 us between two. Rows of 16 KiB in a batch take 5 GB/s and slow a decode
+// step beside them down 5 times; they go as strided copies, at 23.
 constexpr i64 kMinBatchBytes = i64(64) << 10;
 class CopyBatch {
  public:
@@ -38,7 +37,7 @@ class CopyBatch {
       : scope_(scope), kind_(kind), can_batch_(can_batch(scope)) {}
   // As queue_copy.
   void add(const Copy2D& copy, bool one_registration);
-  // Queues what was added and is not yet.
+  // Queues what is in the batch.
   void flush();
 
   // The driver takes no batch before CUDA 12.8, on the default stream, or into a graph.
@@ -52,7 +51,7 @@ class CopyBatch {
   std::vector<size_t> bytes_;
 };
 
-// The same on the CPU, by torch's threads.
+// A copy on the CPU, by torch's threads.
 void copy_on_cpu(const Copy2D& copy);
 
 }  // namespace jitkern

@@ -15,9 +15,9 @@ namespace jitkern {
 
 namespace {
 
-// The OpenMP that torch is linked with, GNU's or LLVM's. Its threads spin for a while after each op
-// of torch; threads of our own would cost a start each and wait for their cores. Between ops of
-// torch on 16 cores, indexing of 8,192 rows of 656 bytes takes 48 us with it and took 661 without.
+// The OpenMP that torch is linked with, GNU's or LLVM's. Its threads spin after each op of torch;
+// threads of our own would wait for their cores. Between ops of torch on 16 cores, indexing of
+// 8,192 rows of 656 bytes takes 48 us with it and 661 without.
 const auto& team() {
   static const struct {
     void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -28,9 +28,8 @@ const auto& team() {
   return found;
 }
 
-// The process that may use a team, 0 if this one was forked and has not called exec since, of which
-// the kernel keeps a flag: GNU's runtime hangs in the child of a process with a team, whether that
-// was torch's before this module was loaded, or since.
+// The process that may use the team; 0 if it was forked without exec, for which the kernel keeps a
+// flag: GNU's runtime hangs in the child of a process that has a team.
 const pid_t parallel_process = [] {
   unsigned long flags = 0;
   FILE* stat = std::fopen("/proc/self/stat", "r");
@@ -41,7 +40,7 @@ const pid_t parallel_process = [] {
   return read != 1 || (flags & 0x40) != 0 ? 0 : getpid();  // PF_FORKNOEXEC
 }();
 
-// Whether `count` threads can be had beside this one: each starts the next and waits for it.
+// Whether `count` more threads can be started: each starts the next and waits for it.
 bool can_start(i64 count) try {
   bool started = true;
   if (count > 0) std::thread([&] { started = can_start(count - 1); }).join();
@@ -58,8 +57,8 @@ i64 threads_for(i64 count, i64 bytes) {
   // One core reads and writes 256 KiB in about 20 us; to wake a thread takes 5 to 15.
   const i64 worth = std::min(count, bytes / (256 << 10));
   if (worth <= 1 || getpid() != parallel_process || team().num_threads == nullptr) return 1;
-  // Where no thread can be had GNU's runtime ends the process, so they are asked for before, once
-  // for each calling thread, which gets a team of its own.
+  // GNU's runtime ends the process if it cannot start threads. So that is tried before, once for
+  // each calling thread, which gets a team of its own.
   thread_local i64 were_started = 1;
   const i64 size = team().size();
   if (size > were_started && can_start(size - 1)) were_started = size;
@@ -74,9 +73,9 @@ void for_parts(i64 count, i64 threads, const std::function<void(i64, i64)>& run)
     for (i64 i; (i = taken++) < parts;) run(count * i / parts, count * (i + 1) / parts);
   };
   const auto call = [](void* data) { (*static_cast<decltype(take_parts)*>(data))(); };
-  // How compiled code enters a parallel region: (function, its argument, threads, flags). All of
-  // torch's team, also where fewer would do: GNU's runtime lets go of threads that a smaller team
-  // leaves out, and torch's next op, which starts them anew, took 1.0 ms and not 0.4.
+  // As compiled code enters a parallel region: (function, argument, threads, flags). With all of
+  // torch's team: GNU's runtime ends threads that a smaller team leaves out, and torch's next op,
+  // which starts them anew, took 1.0 ms instead of 0.4.
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
   reinterpret_cast<Parallel>(team().parallel)(call, &take_parts, team().size(), 0);
 }
@@ -84,7 +83,7 @@ void for_parts(i64 count, i64 threads, const std::function<void(i64, i64)>& run)
 #if defined(__x86_64__)
 template <void (*kStreamLines)(char* dst, const char* src, i64 bytes)>
 static void stream_by(char* dst, const char* src, i64 row_bytes) {
-  // A part of a line, streamed alone, would cost memory a read and a write.
+  // Streaming a part of a line would cost a read and a write.
   const i64 head = static_cast<i64>(-reinterpret_cast<u64>(dst) % kLineBytes);
   const i64 tail = row_bytes - static_cast<i64>(static_cast<u64>(row_bytes - head) % kLineBytes);
   if (tail <= head) return plain_row(dst, src, row_bytes);

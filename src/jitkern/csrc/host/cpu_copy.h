@@ -1,7 +1,6 @@
-// Copies of many rows on the CPU. A plain store first reads the line that it overwrites, a
-// streaming (non-temporal) one does not; rows at random places are asked for ahead of their copy.
-// Against memcpy row by row, 8,192 rows that no cache holds, one core of a Xeon: store 2.5x (256 B)
-// to 1.5x (8 KB), indexing 1.2x to 1.5x.
+// Copies of many rows on the CPU. Streaming (non-temporal) stores do not read the line that they
+// overwrite; rows at random places are prefetched. Against memcpy row by row, 8,192 uncached rows,
+// one core of a Xeon: store 2.5x (256 B) to 1.5x (8 KB), indexing 1.2x to 1.5x.
 #pragma once
 
 #include <jitkern/types.h>
@@ -15,15 +14,15 @@ namespace jitkern {
 // As torch.get_num_threads(); 1 without torch.
 i64 torch_num_threads();
 
-// How many threads a loop of `count` rounds that reads and writes `bytes` is worth, at most
-// torch.get_num_threads(). One without torch, in a forked child, and where no more can be had.
+// How many threads a loop of `count` rounds over `bytes` is worth, at most torch.get_num_threads().
+// 1 without torch, in a forked child, or if no more can be started.
 i64 threads_for(i64 count, i64 bytes);
 
-// Calls run(begin, end), which must not throw, for parts of [0, count) on torch's team of threads.
+// Calls run(begin, end), which must not throw, for parts of [0, count) on torch's threads.
 void for_parts(i64 count, i64 threads, const std::function<void(i64, i64)>& run);
 
-// Copies a row, `stream_row` past the caches for every whole line of `dst` if this is x86: other
-// threads may read such rows after end_stream().
+// Copies a row. On x86 `stream_row` writes whole lines past the caches; other threads may read such
+// rows after end_stream().
 using CopyRow = void (*)(char* dst, const char* src, i64 row_bytes);
 inline void plain_row(char* dst, const char* src, i64 bytes) { std::memcpy(dst, src, bytes); }
 extern const CopyRow stream_row;
@@ -31,15 +30,15 @@ void end_stream();
 
 constexpr i64 kLineBytes = 64;
 constexpr i64 kRowsAhead = 4;     // between the prefetch and the copy
-constexpr i64 kBytesAhead = 256;  // of a row; the processor sees by itself what follows
-// From this size of the table written to on rows are streamed. At random places a plain store waits
-// for its line, unless the table stays in the 2 MiB of L2 that a core has.
+constexpr i64 kBytesAhead = 256;  // of a row; the processor prefetches the rest
+// From this size of the written table on, rows are streamed. At random places a plain store waits
+// for its line, unless the table stays in a core's 2 MiB of L2.
 constexpr i64 kStreamRandomBytes = i64(2) << 20;
-// From begin to end, for each thread: the processor fetches lines ahead, and to stream past lines
-// that caches hold is slower (16 MiB, 16 threads: 147 us, plain stores 95).
+// The same in order, per thread: the processor prefetches, and to stream past cached lines is
+// slower (16 MiB, 16 threads: 147 us, plain stores 95).
 constexpr i64 kStreamThreadBytes = i64(4) << 20;
 
-// Which rows are at random places in their tables.
+// Which rows are at random places.
 enum RandomRows : int { kRandomSources = 1, kRandomTargets = 2, kRandomBoth = 3 };
 
 struct CpuRow {
@@ -47,8 +46,7 @@ struct CpuRow {
   const char* src;  // null: zeros
 };
 
-// Copies rows [0, count); `row_at(i)` says where row i goes and where it comes from. `dst_bytes` is
-// the size of the table that they go to.
+// Copies rows [0, count), row i as `row_at(i)` says. `dst_bytes` is the size of the written table.
 template <int kRandomRows, class RowAt>
 void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
   const i64 threads = threads_for(count, 2 * count * row_bytes);
@@ -58,7 +56,7 @@ void copy_rows(i64 count, i64 row_bytes, i64 dst_bytes, const RowAt& row_at) {
   const i64 bytes_ahead = kRandomRows & kRandomSources ? std::min(row_bytes, kBytesAhead) : 0;
   const auto copy_part = [=](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
-      // What a later copy will wait for: its source, and lines that it shares with its neighbours.
+      // Prefetches the source of a later copy, and lines that it shares with its neighbours.
       const CpuRow later = i + kRowsAhead < end ? row_at(i + kRowsAhead) : CpuRow{};
       if (later.dst != nullptr) {
         for (i64 at = 0; at < bytes_ahead && later.src != nullptr; at += kLineBytes) {

@@ -33,12 +33,10 @@ struct Loaded {
       return;
     }
 #define JITKERN_RESOLVE(name, parameters) resolve(library, #name, driver.name);
+    JITKERN_MORE_DRIVER_SYMBOLS(JITKERN_RESOLVE)
+    error.clear();  // those are not required
     JITKERN_DRIVER_SYMBOLS(JITKERN_RESOLVE)
 #undef JITKERN_RESOLVE
-    driver.cuFuncGetParamInfo =
-        reinterpret_cast<decltype(driver.cuFuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));
-    driver.cuMemcpyBatchAsync =
-        reinterpret_cast<decltype(driver.cuMemcpyBatchAsync)>(dlsym(library, "cuMemcpyBatchAsync"));
     // Since 12.8: 0.10 us a call instead of 0.51 on an H200, as it does not look for errors.
     if (void* const faster = dlsym(library, "cuEventElapsedTime_v2"); faster != nullptr) {
       driver.cuEventElapsedTime = reinterpret_cast<decltype(driver.cuEventElapsedTime)>(faster);
@@ -69,7 +67,7 @@ const Loaded& loaded() {
 
 std::array<std::atomic<Device*>, kMaxDevices> devices;
 
-// What the driver answers to a question, 0 where there is no usable driver.
+// Asks the driver for a number; 0 if there is no usable driver.
 int64_t answer_to(CUresult (*Driver::*question)(int*), const char* name) {
   int answer = 0;
   if (loaded().error.empty()) {
@@ -79,54 +77,52 @@ int64_t answer_to(CUresult (*Driver::*question)(int*), const char* name) {
 }
 int64_t device_count() { return answer_to(&Driver::cuDeviceGetCount, "cuDeviceGetCount"); }
 
-int attribute_of(CUdevice handle, int attribute) {
-  const Driver& driver = Driver::get();
-  int value = 0;
-  driver.check(driver.cuDeviceGetAttribute(&value, attribute, handle), "cuDeviceGetAttribute");
-  return value;
-}
-
-CUdevice handle_of(int ordinal) {
-  const Driver& driver = Driver::get();
-  CUdevice handle = 0;
-  driver.check(driver.cuDeviceGet(&handle, ordinal), "cuDeviceGet");
-  return handle;
-}
-
 // 10 * major + minor of a device's compute capability; makes no context on it.
 int arch_of(CUdevice handle) {
-  return 10 * attribute_of(handle, kAttributeComputeMajor) +
-         attribute_of(handle, kAttributeComputeMinor);
+  return 10 * device_attribute(handle, kAttributeComputeMajor) +
+         device_attribute(handle, kAttributeComputeMinor);
 }
 
 std::unique_ptr<Device> open_device(int ordinal) {
-  const Driver& driver = Driver::get();
   const RelaxedCapture relaxed;
   auto device = std::make_unique<Device>();
   device->ordinal = ordinal;
-  const CUdevice handle = handle_of(ordinal);
-  driver.check(driver.cuDevicePrimaryCtxRetain(&device->context, handle),
-               "cuDevicePrimaryCtxRetain");
+  const CUdevice handle = device_handle(ordinal);
+  JITKERN_CU(cuDevicePrimaryCtxRetain, &device->context, handle);
   device->arch = arch_of(handle);
-  device->num_sms = attribute_of(handle, kAttributeMultiprocessorCount);
-  device->max_shared_bytes = attribute_of(handle, kAttributeMaxSharedBytesPerBlockOptin);
-  device->max_pitch = attribute_of(handle, kAttributeMaxPitch);
+  device->num_sms = device_attribute(handle, kAttributeMultiprocessorCount);
+  device->max_shared_bytes = device_attribute(handle, kAttributeMaxSharedBytesPerBlockOptin);
+  device->max_pitch = device_attribute(handle, kAttributeMaxPitch);
   // Programmatic dependent launch: from 12.3 on also inside CUDA graphs.
   device->knows_pdl = device->arch >= 90 && driver_version() >= 12030;
   const ContextScope scope(*device);
-  void* record = nullptr;
-  driver.check(
-      driver.cuMemHostAlloc(&record, sizeof(FaultRecord), kHostAllocPortable | kHostAllocDeviceMap),
-      "cuMemHostAlloc");
-  device->fault = new (record) FaultRecord{};
-  CUdeviceptr mapped = 0;
-  driver.check(driver.cuMemHostGetDevicePointer_v2(&mapped, record, 0),
-               "cuMemHostGetDevicePointer");
-  device->fault_device = reinterpret_cast<FaultRecord*>(mapped);
+  device->fault = make_fault_record(&device->fault_device);
   return device;
 }
 
 }  // namespace
+
+int device_attribute(CUdevice handle, int attribute) {
+  int value = 0;
+  JITKERN_CU(cuDeviceGetAttribute, &value, attribute, handle);
+  return value;
+}
+
+CUdevice device_handle(i64 ordinal) {
+  CUdevice handle = 0;
+  JITKERN_CU(cuDeviceGet, &handle, static_cast<int>(ordinal));
+  return handle;
+}
+
+FaultRecord* make_fault_record(FaultRecord** on_device) {
+  void* record = nullptr;
+  JITKERN_CU(cuMemHostAlloc, &record, sizeof(FaultRecord),
+             kHostAllocPortable | kHostAllocDeviceMap);
+  CUdeviceptr mapped = 0;
+  JITKERN_CU(cuMemHostGetDevicePointer_v2, &mapped, record, 0);
+  *on_device = reinterpret_cast<FaultRecord*>(mapped);
+  return new (record) FaultRecord{};
+}
 
 const Driver& Driver::get() {
   if (!loaded().error.empty()) raise_runtime_error(loaded().error);
@@ -162,10 +158,9 @@ Device& Device::get(int ordinal) {
 }
 
 ContextScope::ContextScope(const Device& device) : previous_(nullptr), changed_(false) {
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuCtxGetCurrent(&previous_), "cuCtxGetCurrent");
+  JITKERN_CU(cuCtxGetCurrent, &previous_);
   if (previous_ == device.context) return;
-  driver.check(driver.cuCtxSetCurrent(device.context), "cuCtxSetCurrent");
+  JITKERN_CU(cuCtxSetCurrent, device.context);
   changed_ = true;
 }
 
@@ -174,9 +169,7 @@ ContextScope::~ContextScope() {
 }
 
 RelaxedCapture::RelaxedCapture() : mode_(kCaptureModeRelaxed) {
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuThreadExchangeStreamCaptureMode(&mode_),
-               "cuThreadExchangeStreamCaptureMode");
+  JITKERN_CU(cuThreadExchangeStreamCaptureMode, &mode_);
 }
 
 RelaxedCapture::~RelaxedCapture() { Driver::get().cuThreadExchangeStreamCaptureMode(&mode_); }
@@ -190,26 +183,21 @@ MemoryRange memory_range(const void* address) {
   int attributes[] = {kPointerMemoryType, kPointerDeviceOrdinal, kPointerDevicePointer,
                       kPointerRangeStart, kPointerRangeSize};
   void* values[] = {&type, &ordinal, &device_address, &begin, &bytes};
-  const Driver& driver = Driver::get();
-  // Succeeds for any address; what is unknown of one that CUDA has never seen stays zero.
-  driver.check(
-      driver.cuPointerGetAttributes(5, attributes, values, reinterpret_cast<CUdeviceptr>(address)),
-      "cuPointerGetAttributes");
+  // Succeeds for any address; for one that CUDA has never seen the values stay zero.
+  JITKERN_CU(cuPointerGetAttributes, 5, attributes, values, reinterpret_cast<CUdeviceptr>(address));
   return {type, ordinal, reinterpret_cast<const char*>(device_address),
           reinterpret_cast<const char*>(begin), static_cast<i64>(bytes)};
 }
 
 namespace {
 
-// Set once from Python. Never destroyed, because Python may be gone when static objects are.
-Function& resolver() {
-  static auto* function = new Function();
-  return *function;
-}
+// Set once from Python. Never destroyed: Python may be gone by then.
+auto& resolver = *new Function();
 
 std::mutex load_mutex;
 
-CUmodule load_image(const Driver& driver, const Bytes& image, const char* op) {
+CUmodule load_image(const Bytes& image, const char* op) {
+  const Driver& driver = Driver::get();
   char log[8192] = "";
   int options[] = {kJitErrorLogBuffer, kJitErrorLogBufferBytes};
   void* values[] = {log, reinterpret_cast<void*>(sizeof(log))};
@@ -219,12 +207,13 @@ CUmodule load_image(const Driver& driver, const Bytes& image, const char* op) {
   return module;
 }
 
-Kernel load_kernel(const Driver& driver, CUmodule module, const char* name) {
+Kernel load_kernel(CUmodule module, const char* name) {
+  const Driver& driver = Driver::get();
   Kernel kernel{};
   driver.check(driver.cuModuleGetFunction(&kernel.function, module, name), name);
   const auto attribute = [&](int which) {
     int value = 0;
-    driver.check(driver.cuFuncGetAttribute(&value, which, kernel.function), "cuFuncGetAttribute");
+    JITKERN_CU(cuFuncGetAttribute, &value, which, kernel.function);
     return value;
   };
   kernel.max_threads = static_cast<unsigned>(attribute(kFunctionMaxThreadsPerBlock));
@@ -239,29 +228,26 @@ Kernel load_kernel(const Driver& driver, CUmodule module, const char* name) {
 
 // The kNumThreads of a user's kernel, 0 if it has none: jit/device.py renders an array of one char
 // more.
-unsigned num_threads_of(const Driver& driver, CUmodule module, const std::string& kernel) {
+unsigned num_threads_of(CUmodule module, const std::string& kernel) {
   CUdeviceptr pointer = 0;
   size_t bytes = 1;
   const std::string name = "jitkern_threads_" + kernel;
-  driver.check(driver.cuModuleGetGlobal_v2(&pointer, &bytes, module, name.c_str()), name.c_str());
+  JITKERN_CU(cuModuleGetGlobal_v2, &pointer, &bytes, module, name.c_str());
   return static_cast<unsigned>(bytes) - 1;
 }
 
-// Lets launches of `kernel` have all the shared memory of a block and clusters of more than 8
-// blocks, which a function has to ask for once.
-void ask_for_all(const Driver& driver, const Device& device, const Kernel& kernel) {
-  driver.check(driver.cuFuncSetAttribute(kernel.function, kFunctionMaxDynamicSharedBytes,
-                                         device.max_shared_bytes - kernel.own_shared_bytes),
-               "cuFuncSetAttribute");
+// Allows launches with all the shared memory of a block, and clusters of more than 8 blocks.
+void allow_all(const Device& device, const Kernel& kernel) {
+  JITKERN_CU(cuFuncSetAttribute, kernel.function, kFunctionMaxDynamicSharedBytes,
+             device.max_shared_bytes - kernel.own_shared_bytes);
   if (device.arch < 90) return;
-  driver.check(driver.cuFuncSetAttribute(kernel.function, kFunctionNonPortableClusterSize, 1),
-               "cuFuncSetAttribute");
+  JITKERN_CU(cuFuncSetAttribute, kernel.function, kFunctionNonPortableClusterSize, 1);
 }
 
 }  // namespace
 
 const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
-  const Function& resolve = resolve_ != nullptr ? resolve_ : resolver();
+  const Function& resolve = resolve_ != nullptr ? resolve_ : resolver;
   if (resolve == nullptr) raise_runtime_error(std::string(op_) + ": no kernel resolver was set");
   // Python is called without a lock held: it may compile, and another thread may hold the GIL.
   Array<String> names;
@@ -277,21 +263,20 @@ const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
   for (Node* node = head.load(); node != nullptr; node = node->next) {
     if (node->kernels.spec == spec) return node->kernels;  // another thread was first
   }
-  const Driver& driver = Driver::get();
   const RelaxedCapture relaxed;
   const ContextScope scope(device);
-  const CUmodule module = load_image(driver, image, op_);
+  const CUmodule module = load_image(image, op_);
   auto node = std::make_unique<Node>(Node{{spec, {}, {}}, head.load()});
   for (const String& name : entries) {
-    node->kernels.entries.push_back(load_kernel(driver, module, name.c_str()));
+    node->kernels.entries.push_back(load_kernel(module, name.c_str()));
   }
   if (shape_of_ != nullptr) {
     take_config(node->kernels, config);
   } else {
     for (size_t i = 0; i < entries.size(); ++i) {
       Kernel& kernel = node->kernels.entries[i];
-      ask_for_all(driver, device, kernel);
-      kernel.num_threads = num_threads_of(driver, module, entries[i]);
+      allow_all(device, kernel);
+      kernel.num_threads = num_threads_of(module, entries[i]);
     }
   }
   head.store(node.get(), std::memory_order_release);
@@ -314,10 +299,8 @@ void KernelTable::take_config(LoadedKernels& kernels, const Array<int64_t>& conf
 }
 
 void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) const {
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(pointer), value,
-                                      static_cast<size_t>(bytes), stream_),
-               "cuMemsetD8Async");
+  JITKERN_CU(cuMemsetD8Async, reinterpret_cast<CUdeviceptr>(pointer), value,
+             static_cast<size_t>(bytes), stream_);
 }
 
 void LaunchScope::check_params(const Kernel& kernel, i64 bytes) {
@@ -330,14 +313,12 @@ void Launch::run(CUfunction function, CUstream stream, const void* params) {
   config.stream = stream;
   config.attributes = attributes;
   void* arguments[] = {const_cast<void*>(params)};
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
+  JITKERN_CU(cuLaunchKernelEx, &config, function, arguments, nullptr);
 }
 
 std::string gpu_name(int ordinal) {
   char name[256] = "";
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuDeviceGetName(name, sizeof(name), handle_of(ordinal)), "cuDeviceGetName");
+  JITKERN_CU(cuDeviceGetName, name, sizeof(name), device_handle(ordinal));
   return name;
 }
 
@@ -354,9 +335,9 @@ tvm::ffi::Tensor allocate(tvm::ffi::ShapeView shape, DLDataType dtype, DLDevice 
 
 namespace {
 
-void set_resolver(Function function) { resolver() = std::move(function); }
+void set_resolver(Function function) { resolver = std::move(function); }
 
-int64_t device_arch(int64_t ordinal) { return arch_of(handle_of(static_cast<int>(ordinal))); }
+int64_t device_arch(int64_t ordinal) { return arch_of(device_handle(ordinal)); }
 
 }  // namespace
 

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdio>
 #include <new>
+#include <optional>
 #include <shared_mutex>
 #include <vector>
 
@@ -18,28 +19,35 @@ struct Pool {
   u64 begin;
   u64 end;
   const char* device_address;  // null: closed
+  std::vector<u64> pieces;     // where they begin; no single copy may leave one
 };
-// Where the pieces of pools begin, in no order: asked only for what no single copy may leave.
-std::vector<u64>& piece_begins() {
-  static auto* all = new std::vector<u64>();
-  return *all;
-}
 
 std::shared_mutex pools_mutex;
 std::atomic<bool> any_pool{false};
-std::vector<Pool>& pools() {
-  static auto* all = new std::vector<Pool>();  // tensors may outlive static objects
-  return *all;
+auto& pools = *new std::vector<Pool>();  // tensors may outlive static objects
+
+// Calls `use` with the pool that the address lies in. False if there is none.
+template <class Use>
+bool find_pool(u64 at, const Use& use) {
+  if (!any_pool.load(std::memory_order_relaxed)) return false;
+  const std::shared_lock<std::shared_mutex> lock(pools_mutex);
+  for (const Pool& pool : pools) {
+    if (pool.begin <= at && at < pool.end) return use(pool), true;
+  }
+  return false;
 }
 
-// The pool that the address lies in; of no bytes if it is none.
-Pool pool_at(u64 at) {
-  if (!any_pool.load(std::memory_order_relaxed)) return {};
-  const std::shared_lock<std::shared_mutex> lock(pools_mutex);
-  for (const Pool& pool : pools()) {
-    if (pool.begin <= at && at < pool.end) return pool;
-  }
-  return {};
+// The pool that all of the rows lie in, if there is one.
+struct Address {
+  u64 pool_begin = 0;
+  const char* device_address = nullptr;
+};
+std::optional<Address> pool_of(const Rows& rows) {
+  std::optional<Address> found;
+  find_pool(rows.begin, [&](const Pool& pool) {
+    if (rows.end <= pool.end) found = {pool.begin, pool.device_address};
+  });
+  return found;
 }
 
 std::string range_text(u64 begin, u64 end) {
@@ -52,8 +60,8 @@ bool is_mapped(const MemoryRange& range) {
   return range.type == kMemoryTypeHost && range.device_address != nullptr;
 }
 
-// Where the pinned memory ends that `first`, its rows' own, is the beginning of. Large pools are
-// registered piece by piece; the GPU's addresses have to follow each other, too.
+// Where the pinned memory ends that begins with `first`, the registration of the rows' first byte.
+// Registrations may follow each other, if the GPU's addresses do too.
 u64 mapped_end(const Rows& rows, const MemoryRange& first) {
   u64 end = address(first.begin) + static_cast<u64>(first.bytes);
   while (end < rows.end) {
@@ -70,42 +78,38 @@ u64 mapped_end(const Rows& rows, const MemoryRange& first) {
 void add_pool(const char* begin, i64 num_bytes, const char* device_address,
               const std::vector<char*>& pieces) {
   const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  for (const char* piece : pieces) piece_begins().push_back(address(piece));
-  pools().push_back({address(begin), address(begin) + static_cast<u64>(num_bytes), device_address});
+  const u64 at = address(begin);
+  Pool& pool = pools.emplace_back(Pool{at, at + static_cast<u64>(num_bytes), device_address, {}});
+  for (const char* piece : pieces) pool.pieces.push_back(address(piece));
   any_pool = true;
 }
 
 void close_pool(const char* begin) {
   const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  for (Pool& pool : pools()) {
+  for (Pool& pool : pools) {
     if (pool.begin == address(begin)) pool.device_address = nullptr;
   }
 }
 
 void forget_pool(u64 begin) {
   const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  const auto found = std::find_if(pools().begin(), pools().end(),
+  const auto found = std::find_if(pools.begin(), pools.end(),
                                   [begin](const Pool& pool) { return pool.begin == begin; });
-  if (found == pools().end()) return;
-  const auto is_inside = [&](u64 piece) { return found->begin <= piece && piece < found->end; };
-  auto& begins = piece_begins();
-  begins.erase(std::remove_if(begins.begin(), begins.end(), is_inside), begins.end());
-  pools().erase(found);
+  if (found != pools.end()) pools.erase(found);
 }
 
 void forget_all_pools() {
   new (&pools_mutex) std::shared_mutex;  // a thread that is gone may hold it
-  pools().clear();
-  piece_begins().clear();
+  pools.clear();
 }
 
 char* mapped_rows(const Rows& rows, const char* cure) {
-  if (const Pool pool = pool_at(rows.begin); rows.end <= pool.end) {
-    if (pool.device_address == nullptr) {
+  if (const auto pool = pool_of(rows)) {
+    if (pool->device_address == nullptr) {
       rows.value_error("memory of a PinnedPool that was closed",
                        "an open pool, or a copy on a GPU");
     }
-    return const_cast<char*>(pool.device_address) + (address(rows.data) - pool.begin);
+    return const_cast<char*>(pool->device_address) + (address(rows.data) - pool->pool_begin);
   }
   const MemoryRange first = memory_range(rows.data);
   if (!is_mapped(first)) {
@@ -120,21 +124,21 @@ char* mapped_rows(const Rows& rows, const char* cure) {
 }
 
 u64 registration_end(u64 at) {
-  if (const Pool pool = pool_at(at); pool.end != 0) {
-    if (pool.device_address == nullptr) return 0;
-    u64 end = pool.end;
-    const std::shared_lock<std::shared_mutex> lock(pools_mutex);
-    for (const u64 piece : piece_begins()) {
+  u64 end = 0;
+  const bool is_pool = find_pool(at, [&](const Pool& pool) {
+    if (pool.device_address == nullptr) return;
+    end = pool.end;
+    for (const u64 piece : pool.pieces) {
       if (at < piece && piece < end) end = piece;
     }
-    return end;
-  }
+  });
+  if (is_pool) return end;
   const MemoryRange range = memory_range(reinterpret_cast<const void*>(at));
   return is_mapped(range) ? address(range.begin) + static_cast<u64>(range.bytes) : 0;
 }
 
 bool is_mapped(const Rows& rows) {
-  if (const Pool pool = pool_at(rows.begin); rows.end <= pool.end) return true;  // or was closed
+  if (pool_of(rows)) return true;  // or was closed
   const MemoryRange first = memory_range(rows.data);
   return is_mapped(first) && mapped_end(rows, first) >= rows.end;
 }

@@ -1,5 +1,4 @@
-// What most sources of the host module include: compiled once, and in front of each of them.
-// A source still includes what it uses.
+// The precompiled header of the host module's sources. A source still includes what it uses.
 #pragma once
 
 #include <tvm/ffi/container/array.h>

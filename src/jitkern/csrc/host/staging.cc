@@ -12,40 +12,29 @@ constexpr i64 kAlignBytes = 128;
 
 std::array<std::atomic<Staging*>, kMaxDevices> all;
 
+}  // namespace
+
 char* allocate_pinned(i64 bytes) {
-  const Driver& driver = Driver::get();
   void* memory = nullptr;
-  driver.check(driver.cuMemHostAlloc(&memory, static_cast<size_t>(bytes), kHostAllocPortable),
-               "cuMemHostAlloc");
+  JITKERN_CU(cuMemHostAlloc, &memory, static_cast<size_t>(bytes), kHostAllocPortable);
   return static_cast<char*>(memory);
 }
 
-}  // namespace
-
 CUstream make_stream(int priority) {
-  const Driver& driver = Driver::get();
   CUstream stream = nullptr;
-  driver.check(driver.cuStreamCreateWithPriority(&stream, kStreamNonBlocking, priority),
-               "cuStreamCreate");
+  JITKERN_CU(cuStreamCreateWithPriority, &stream, kStreamNonBlocking, priority);
   return stream;
 }
 
 CUevent make_event() {
-  const Driver& driver = Driver::get();
   CUevent event = nullptr;
-  driver.check(driver.cuEventCreate(&event, kEventDisableTiming), "cuEventCreate");
+  JITKERN_CU(cuEventCreate, &event, kEventDisableTiming);
   return event;
 }
 
-void record(CUevent event, CUstream stream) {
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuEventRecord(event, stream), "cuEventRecord");
-}
+void record(CUevent event, CUstream stream) { JITKERN_CU(cuEventRecord, event, stream); }
 
-void wait_for(CUstream stream, CUevent event) {
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent");
-}
+void wait_for(CUstream stream, CUevent event) { JITKERN_CU(cuStreamWaitEvent, stream, event, 0); }
 
 bool is_done(CUevent event) {
   const Driver& driver = Driver::get();
@@ -59,17 +48,13 @@ void wait_for(CUevent event) {
 }
 
 void copy_to_device(char* device, const char* host, i64 bytes, CUstream stream) {
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuMemcpyHtoDAsync_v2(reinterpret_cast<CUdeviceptr>(device), host,
-                                           static_cast<size_t>(bytes), stream),
-               "cuMemcpyHtoDAsync");
+  JITKERN_CU(cuMemcpyHtoDAsync_v2, reinterpret_cast<CUdeviceptr>(device), host,
+             static_cast<size_t>(bytes), stream);
 }
 
 void copy_to_host(char* host, const char* device, i64 bytes, CUstream stream) {
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuMemcpyDtoHAsync_v2(host, reinterpret_cast<CUdeviceptr>(device),
-                                           static_cast<size_t>(bytes), stream),
-               "cuMemcpyDtoHAsync");
+  JITKERN_CU(cuMemcpyDtoHAsync_v2, host, reinterpret_cast<CUdeviceptr>(device),
+             static_cast<size_t>(bytes), stream);
 }
 
 char* Uploads::take(i64 bytes) {
@@ -79,7 +64,7 @@ char* Uploads::take(i64 bytes) {
   const auto overlaps = [&](const Taken& other) {
     return other.begin < end_ + bytes && end_ < other.end;
   };
-  // Given back in the order of their taking, as they are read.
+  // The oldest are read first.
   while (!taken_.empty()) {
     const CUevent oldest = taken_.front().read;
     if (std::any_of(taken_.begin(), taken_.end(), overlaps)) {
@@ -154,7 +139,7 @@ void Staging::Turn::begin() {
 
 Staging::Turn::~Turn() {
   if (!has_begun_) return;
-  // The call fails already: what fails here is not said.
+  // The call fails already: further errors are ignored.
   const Driver& driver = Driver::get();
   driver.cuEventRecord(staging_.end, staging_.copies);
   driver.cuStreamWaitEvent(staging_.places, staging_.end, 0);

@@ -1,5 +1,5 @@
-// Pinned memory through which rows and row numbers travel to a GPU, and the streams that carry
-// them: made for a device at its first use, kept for good.
+// Pinned memory through which rows and row numbers travel to a GPU, and the streams for them. Made
+// at a device's first use, kept for good. Also events, streams and copies by the driver.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -10,8 +10,8 @@
 
 namespace jitkern {
 
-// 76 us of the link. Chunks of 1 and 2 MiB move as much from 64 GiB and less from 16; all chunks
-// together stay in the last-level cache of a server.
+// 76 us of the link. Chunks of 1 and 2 MiB move as much from 64 GiB, and less from 16. All chunks
+// together fit the last-level cache of a server.
 constexpr i64 kChunkBytes = i64(4) << 20;
 constexpr int kNumChunks = 6;
 
@@ -20,7 +20,7 @@ struct Chunk {
   char* host;
   char* device;
   CUevent copied;
-  CUevent done;  // the GPU has no more use for it
+  CUevent done;  // the GPU no longer uses it
 };
 
 // Pinned memory from which small things are copied to the GPU, in turn.
@@ -28,9 +28,9 @@ class Uploads {
  public:
   static constexpr i64 kBytes = i64(16) << 20;
 
-  // The next `bytes`, at most kBytes; waits until what the GPU copies from there has arrived.
+  // The next `bytes`, at most kBytes. Waits until the GPU has copied what was there.
   char* take(i64 bytes);
-  // The GPU has read what was taken since once it has come to this place of the stream.
+  // The GPU has read what was taken since when it reaches this point of the stream.
   void mark(CUstream stream);
 
  private:
@@ -40,7 +40,7 @@ class Uploads {
     CUevent read;
   };
   char* memory_ = nullptr;
-  i64 begin_ = 0;  // of what was taken and not marked
+  i64 begin_ = 0;  // of what is taken and not marked
   i64 end_ = 0;
   std::deque<Taken> taken_;
   std::vector<CUevent> free_;
@@ -48,11 +48,11 @@ class Uploads {
 
 class Staging {
  public:
-  // Of the scope's device, whose context is current. RuntimeError where there is no memory for it.
+  // Of the scope's device, whose context is current. RuntimeError if there is no memory for it.
   static Staging& get(const LaunchScope& scope);
 
-  // A call's turn at the chunks, which have their host memory from then on; RuntimeError where
-  // there is none. If the call fails, its stream and later calls wait for what it has queued.
+  // A call's turn at the chunks, which then have host memory; RuntimeError if there is none. If the
+  // call fails, its stream and later calls wait for what it has queued.
   class Turn {
    public:
     // `stream` is torch's current one.
@@ -61,10 +61,10 @@ class Staging {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
-    // In front of the first thing that is queued: `places` comes behind what is on the stream, and
-    // chunks have their device memory; RuntimeError where there is none.
+    // Before anything is queued: `places` waits for the stream, and chunks get device memory;
+    // RuntimeError if there is none.
     void begin();
-    // The call's stream waits for all that was queued, or it is over.
+    // The call's stream waits for all that was queued, or nothing is left.
     void finish() { has_begun_ = false; }
 
    private:
@@ -76,14 +76,14 @@ class Staging {
 
   std::mutex turn;  // of a call
   Uploads uploads;
-  Chunk* chunks() { return chunks_.data(); }  // of a call that has its turn
+  Chunk* chunks() { return chunks_.data(); }  // for a call that has its turn
   CUstream copies = nullptr;                  // by the copy engine
   CUstream places = nullptr;                  // of rows, in device memory
   CUevent start = nullptr;
   CUevent end = nullptr;
   CUevent fetched = nullptr;
 
-  // What part of a call's rows SMs took when they and the CPU ended at once, by what decides it.
+  // The share of rows with which SMs and the CPU end at once, by the kind of call.
   using Traffic = std::array<i64, 5>;
   std::map<Traffic, double> sms_shares;
 
@@ -95,19 +95,20 @@ class Staging {
 
   int ordinal_;
   std::array<Chunk, kNumChunks> chunks_{};
-  // Kept for good: torch's allocator then counts it, and no other stream gets it.
+  // From torch's allocator, which counts it, and gives it to no other stream.
   tvm::ffi::Tensor device_memory_;
 };
 
-// Streams do not wait for the default one, nor it for them.
+// Streams and events of the current context. Streams do not synchronise with the default one.
 CUstream make_stream(int priority);
 CUevent make_event();
 void record(CUevent event, CUstream stream);
 void wait_for(CUstream stream, CUevent event);
 // Whether all that was recorded has been done.
 bool is_done(CUevent event);
-// Asleep most of the time.
+// Sleeps most of the time.
 void wait_for(CUevent event);
+char* allocate_pinned(i64 bytes);
 void copy_to_device(char* device, const char* host, i64 bytes, CUstream stream);
 void copy_to_host(char* host, const char* device, i64 bytes, CUstream stream);
 

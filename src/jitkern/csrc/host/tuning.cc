@@ -21,51 +21,51 @@ struct Default {
 
 // Of one H200 and 16 cores of a Xeon.
 constexpr Default kDefaults[kNumFigures] = {
-    // The span of host memory whose random rows still hit in the link's address translation: those
-    // of 656 bytes out of 0.75 / 1 / 1.5 / 2 / 4 / 16 GiB come at 48 / 44 / 34 / 29 / 23 / 19 GB/s,
-    // in order at 48 to 8 GiB and 43 at 16.
+    // The span of host memory whose random rows still hit the link's address translation. Rows of
+    // 656 bytes out of 0.75 / 1 / 1.5 / 2 / 4 / 16 GiB: 48 / 44 / 34 / 29 / 23 / 19 GB/s; in order
+    // 48 up to 8 GiB, 43 at 16.
     {"reach_bytes", i64(768) << 20},
-    // A call of no more bytes is over in microseconds, 40 of the bus, and is spread over the GPU.
+    // A call of no more bytes takes 40 us of the bus, and is spread over the GPU.
     {"small_call_bytes", i64(2) << 20},
-    // What the link carries while it translates the address of a page of 64 KiB, 25 ns of it: in
-    // order, a call waits for its rows or for their pages, whichever takes longer.
+    // What the link carries in the 25 ns of a page translation (64 KiB). A call in order waits for
+    // its
+    // rows or for their pages, whichever takes longer.
     {"page_miss_bytes", 1150},
-    // With so many threads of the CPU both ways beat SMs in order, 43.3 GB/s out of 16 GiB and 30.8
-    // out of 64: by 8 threads 45.4 and 45.8, by 4 42.1 and 36.0.
+    // With so many CPU threads beside SMs a call beats SMs in order, 43.3 GB/s out of 16 GiB
+    // and 30.8
+    // out of 64: 8 threads 45.4 and 45.8, 4 threads 42.1 and 36.0.
     {"both_threads", 8},
-    // Into so much host memory rows go as fast, or faster, by as many of the CPU's cores: 43.1 GB/s
-    // by SMs in order, 42.1 and 40.5 by 8 and 15 threads into 16 GiB, 30.9, 36.2 and 41.9 into 64.
+    // Into so large a span so many CPU threads are as fast as SMs in order, or faster. Into 16 GiB
+    // SMs
+    // 43.1 GB/s, 8 and 15 threads 42.1 and 40.5; into 64 GiB 30.9, 36.2 and 41.9.
     {"cpu_scatter_span_bytes", i64(12) << 30},
     {"cpu_scatter_threads", 12},
-    // Blocks whose piece of one layer has no more bytes go by SMs, larger ones by the copy engine:
-    // of 16 / 64 / 256 KB come 5 / 55 / 55 GB/s by the engine, 51 by SMs.
+    // Blocks go by SMs if the piece of one layer has no more bytes, else by the copy engine: pieces
+    // of
+    // 16 / 64 / 256 KB take 5 / 55 / 55 GB/s by the engine, 51 by SMs.
     {"sm_piece_bytes", (i64(64) << 10) - 1},
     {"sm_piece_bytes_to_host", (i64(64) << 10) - 1},
-    // What SMs write to the host beside compute, MB/s of the 52,000 that they can: a decode step
-    // takes 1.03 to 1.05 times as long at it, 1.05 to 1.28 at what 2 SMs write unpaced. What the
-    // host does not take at once delays all traffic: at 35,000 some steps took 2 to 3 times as
-    // long.
+    // MB/s that SMs write to the host beside compute, of 52,000 that they can. A decode step takes
+    // 1.03 to 1.05 times as long; 1.05 to 1.28 with 2 SMs unpaced. At 35,000 some steps took 2 to 3
+    // times as long, as the host delays all traffic.
     {"paced_to_host_mb_s", 32'000},
-    // Sums of two GPUs up to so many bytes go in one shot: of two H100s with NVLink 1 / 2 / 4 MiB
-    // take 8.5 / 11.9 / 22.7 us in one and 8.9 / 14.9 / 21.6 in two.
+    // Sums of two GPUs up to so many bytes go in one shot. Two H100s with NVLink, 1 / 2 / 4
+    // MiB: 8.5 /
+    // 11.9 / 22.7 us in one shot, 8.9 / 14.9 / 21.6 in two.
     {"one_shot_bytes", i64(2) << 20},
 };
 
 using Figures = std::array<std::atomic<i64>, kNumFigures>;
-// Zero: not asked for yet.
+// 0 until asked for.
 std::array<Figures, kMaxDevices> of_devices;
 
-Function& tuner() {
-  static auto* function = new Function();  // Python may be gone when static objects are
-  return *function;
-}
+auto& tuner = *new Function();  // never destroyed: Python may be gone by then
 
-// Asks Python for what was measured on this machine. Twice where two threads come first, for the
-// same: no lock is held while Python is called.
+// Asks Python for what was measured on this machine. No lock is held, so two threads may both ask.
 void ask_for_figures(int ordinal) {
   Map<String, int64_t> measured;
-  if (tuner() != nullptr) {
-    measured = tuner()(gpu_name(ordinal), driver_version()).cast<Map<String, int64_t>>();
+  if (tuner != nullptr) {
+    measured = tuner(gpu_name(ordinal), driver_version()).cast<Map<String, int64_t>>();
   }
   for (int i = 0; i < kNumFigures; ++i) {
     const auto found = measured.find(kDefaults[i].name);
@@ -73,9 +73,9 @@ void ask_for_figures(int ordinal) {
   }
 }
 
-void set_tuner(Function function) { tuner() = std::move(function); }
+void set_tuner(Function function) { tuner = std::move(function); }
 
-// What is in use on a device, by name.
+// The figures of a device by name.
 Map<String, int64_t> figures(int64_t ordinal) {
   Map<String, int64_t> all;
   for (int i = 0; i < kNumFigures; ++i) {
@@ -84,7 +84,7 @@ Map<String, int64_t> figures(int64_t ordinal) {
   return all;
 }
 
-// From now on, in this process. ValueError where there is no such device or figure.
+// Sets a figure in this process. ValueError if there is no such device or figure.
 void set_figure(int64_t ordinal, String name, int64_t value) {
   if (ordinal < 0 || ordinal >= kMaxDevices || value < 1) {
     throw tvm::ffi::Error("ValueError",
@@ -93,7 +93,7 @@ void set_figure(int64_t ordinal, String name, int64_t value) {
                               ", expected at least 1, on a device from 0 on",
                           "");
   }
-  figure(static_cast<int>(ordinal), kReachBytes);  // so that none is asked for later
+  figure(static_cast<int>(ordinal), kReachBytes);  // asks for all, so that none overwrites this
   for (int i = 0; i < kNumFigures; ++i) {
     if (name == kDefaults[i].name) {
       of_devices[ordinal][i] = value;

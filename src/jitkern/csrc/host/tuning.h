@@ -1,5 +1,5 @@
-// Figures of a machine by which "auto" decides: those of an H200, or what `jitkern calibrate` has
-// measured here.
+// Figures of a machine by which "auto" decides: an H200's, or those that `jitkern calibrate`
+// measured.
 #pragma once
 
 #include <jitkern/types.h>
@@ -21,7 +21,7 @@ enum Figure : int {
   kNumFigures,
 };
 
-// Of the device, which is asked for once; -1: of none.
+// A device's figure; the default for ordinal -1.
 i64 figure(int ordinal, Figure which);
 
 }  // namespace jitkern

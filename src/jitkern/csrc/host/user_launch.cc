@@ -1,16 +1,17 @@
-// DeviceModule.launch: what user_params.h has made of the arguments is checked against the kernel
-// and its GPU, and off it goes.
-#include <dlfcn.h>
+// DeviceModule.launch: packs Python arguments into the bytes of a user's Params, checks them
+// against the kernel and its GPU, and launches. The members of Params are those of the arguments as
+// they are, or what jit/params.py knows of them.
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/tuple.h>
+#include <tvm/ffi/string.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "host/user_params.h"
 
 namespace jitkern {
 
@@ -18,9 +19,218 @@ namespace {
 
 using tvm::ffi::Any;
 using tvm::ffi::Array;
+using tvm::ffi::Bytes;
 using tvm::ffi::Function;
+using tvm::ffi::PackedArgs;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
+using tvm::ffi::TypeIndex;
+
+constexpr const char* kOp = "launch";
+constexpr i64 kMaxParamsBytes = 32764;  // the driver's limit; 4,096 before CUDA 12.1
+// In place of a device's ordinal: there is no tensor, or all tensors are on the CPU.
+constexpr int kNoDevice = -1;
+constexpr int kOnCpu = -2;
+
+std::string device_name(int ordinal) {
+  return ordinal == kOnCpu ? "cpu" : "cuda:" + std::to_string(ordinal);
+}
+
+// A member of Params.
+struct Param {
+  std::string name;
+  std::string dtype_name;
+  DLDataType dtype;  // void has 0 bits
+  bool is_pointer;
+  bool is_strided;
+
+  i64 bytes() const { return is_pointer ? 8 : dtype.bits / 8; }
+};
+
+// What Python knows of a kernel's arguments.
+struct Signature {
+  std::string kernel;
+  bool has_cpu_form = false;
+  std::vector<Param> params;  // empty if unknown
+
+  // Messages name the kernel and its parameter if they are known, else launch() and a number.
+  const char* op() const { return params.empty() ? kOp : kernel.c_str(); }
+  std::string arg(int i) const {
+    return params.empty() ? "args[" + std::to_string(i) + "]" : params[i].name;
+  }
+};
+
+// The bytes of a C struct whose members are the arguments in order, and the device of its tensors.
+struct Packed {
+  i64 size = 0;
+  int device = kNoDevice;
+  alignas(16) char bytes[kMaxParamsBytes + 16];
+
+  Packed(const Signature& signature, PackedArgs args) : signature_(signature) {
+    const auto& params = signature.params;
+    if (params.empty()) {
+      for (int i = 0; i < args.size(); ++i) put(i, args[i]);
+    } else {
+      if (args.size() != static_cast<int>(params.size())) wrong_count(args.size());
+      for (int i = 0; i < args.size(); ++i) put_member(i, args[i]);
+    }
+    pad_to(alignment_);
+  }
+
+ private:
+  // An argument of an unknown member.
+  void put(int i, AnyView value) {
+    const int type = value.type_index();
+    if (type == TypeIndex::kTVMFFIInt) return put_value(value.cast<int64_t>());
+    if (type == TypeIndex::kTVMFFIFloat) return put_value(value.cast<double>());
+    if (type == TypeIndex::kTVMFFIBool) return put_value(value.cast<bool>());
+    if (type == TypeIndex::kTVMFFIOpaquePtr) return put_value(value.cast<void*>());
+    if (is_tensor(type)) return put_tensor(i, value);
+    // A ctypes value: its alignment, then its bytes.
+    const auto packed = value.try_cast<Bytes>();
+    if (!packed.has_value()) {
+      raise_type_error(kOp, signature_.arg(i).c_str(), value,
+                       type == TypeIndex::kTVMFFIBigInt
+                           ? "an int of 64 bits, or a ctypes value"
+                           : "a tensor, int, float, bool or a ctypes value");
+    }
+    put_bytes(packed->data() + 1, packed->size() - 1, packed->data()[0]);
+  }
+
+  static bool is_tensor(int type) {
+    return type == TypeIndex::kTVMFFIDLTensorPtr || type == TypeIndex::kTVMFFITensor;
+  }
+
+  void put_tensor(int i, AnyView value) {
+    const DLTensor& dl = *value.cast<DLTensor*>();
+    const bool on_cuda = dl.device.device_type == kDLCUDA;
+    const int there = on_cuda ? dl.device.device_id : kOnCpu;
+    if ((!on_cuda && !runs_on(dl.device.device_type)) || (device != kNoDevice && there != device)) {
+      wrong_device(i, value);
+    }
+    device = there;
+    put_value(static_cast<char*>(dl.data) + dl.byte_offset);
+  }
+
+  bool runs_on(int device_type) const {
+    return signature_.has_cpu_form && (device_type == kDLCPU || device_type == kDLCUDAHost);
+  }
+
+  [[noreturn]] void wrong_device(int i, AnyView value) const {
+    const std::string name = signature_.arg(i);
+    const Tensor tensor(signature_.op(), name.c_str(), value);
+    const char* any = signature_.has_cpu_form
+                          ? "cpu or cuda"
+                          : "a CUDA device; for tensors on the CPU give load_jit "
+                            "cpp_files and cpp_wrappers as well";
+    tensor.value_error("device " + tensor.device_name(),
+                       device == kNoDevice ? any : device_name(device) + ", as the others");
+  }
+
+  [[noreturn]] void wrong_count(int count) const {
+    std::string names;
+    for (const Param& param : signature_.params) names += (names.empty() ? "" : ", ") + param.name;
+    raise_value_error(signature_.op(), "args", std::to_string(count) + " arguments",
+                      std::to_string(signature_.params.size()) + ": " + names);
+  }
+
+  // An argument as its member wants it.
+  void put_member(int i, AnyView value) {
+    const Param& param = signature_.params[i];
+    const int type = value.type_index();
+    if (param.is_pointer && is_tensor(type)) {
+      check_tensor(param, value);
+      return put_tensor(i, value);
+    }
+    if (param.is_pointer && type == TypeIndex::kTVMFFIOpaquePtr) {
+      return put_value(value.cast<void*>());
+    }
+    // A ctypes value has its own type.
+    if (type == TypeIndex::kTVMFFIBytes || type == TypeIndex::kTVMFFISmallBytes) {
+      const auto packed = value.cast<Bytes>();
+      const i64 bytes = static_cast<i64>(packed.size()) - 1;
+      if (bytes == param.bytes()) return put_bytes(packed.data() + 1, bytes, bytes);
+      raise_value_error(signature_.op(), param.name.c_str(), std::to_string(bytes) + " bytes",
+                        std::to_string(param.bytes()) + ", those of " + expected(param));
+    }
+    if (!param.is_pointer && put_scalar(param, type, value)) return;
+    raise_type_error(signature_.op(), param.name.c_str(), value, expected(param));
+  }
+
+  static std::string expected(const Param& param) {
+    if (!param.is_pointer) return param.dtype_name;
+    return param.dtype.bits == 0 ? "a tensor" : "a tensor of " + param.dtype_name;
+  }
+
+  void check_tensor(const Param& param, AnyView value) const {
+    const Tensor tensor(signature_.op(), param.name.c_str(), value);
+    const DLDataType is = tensor.dl->dtype;
+    const DLDataType want = param.dtype;
+    if (want.bits != 0 && (is.code != want.code || is.bits != want.bits || is.lanes != 1)) {
+      tensor.type_error("dtype " + tensor.dtype_name(), param.dtype_name);
+    }
+    if (!param.is_strided)
+      tensor.contiguous("call .contiguous(), or declare it as strided in device_wrappers");
+  }
+
+  // False if `value` is no such number.
+  bool put_scalar(const Param& param, int type, AnyView value) {
+    const DLDataType dtype = param.dtype;
+    if (dtype.code == kDLBool) {
+      return type == TypeIndex::kTVMFFIBool && (put_value(value.cast<bool>()), true);
+    }
+    const bool is_int = type == TypeIndex::kTVMFFIInt;
+    if (dtype.code == kDLFloat) {
+      if (!is_int && type != TypeIndex::kTVMFFIFloat) return false;
+      const double number = is_int ? double(value.cast<int64_t>()) : value.cast<double>();
+      if (dtype.bits == 64) return put_value(number), true;
+      const float rounded = static_cast<float>(number);
+      if (std::isinf(rounded) && !std::isinf(number)) out_of_range(param, std::to_string(number));
+      return put_value(rounded), true;
+    }
+    if (!is_int) return false;
+    const i64 number = value.cast<int64_t>();
+    const bool is_signed = dtype.code == kDLInt;
+    const int value_bits = dtype.bits - (is_signed ? 1 : 0);
+    // The FFI's int has 64 bits; for a larger uint64 give a ctypes value.
+    const bool fits = value_bits >= 63 ? is_signed || number >= 0
+                                       : number >= (is_signed ? -(i64(1) << value_bits) : 0) &&
+                                             number < i64(1) << value_bits;
+    if (!fits) out_of_range(param, std::to_string(number));
+    put_bytes(&number, dtype.bits / 8, dtype.bits / 8);  // little endian
+    return true;
+  }
+
+  [[noreturn]] void out_of_range(const Param& param, const std::string& number) const {
+    raise_value_error(signature_.op(), param.name.c_str(), number,
+                      "a number that " + param.dtype_name + " holds");
+  }
+
+  template <class T>
+  void put_value(T value) {
+    put_bytes(&value, sizeof(T), alignof(T));
+  }
+
+  void put_bytes(const void* from, i64 count, int alignment) {
+    pad_to(alignment);
+    if (size + count > kMaxParamsBytes) {
+      raise_value_error(kOp, "args", "more than " + std::to_string(kMaxParamsBytes) + " bytes",
+                        "what the driver takes");
+    }
+    std::memcpy(bytes + size, from, static_cast<size_t>(count));
+    size += count;
+    alignment_ = std::max(alignment_, alignment);
+  }
+
+  void pad_to(int alignment) {
+    while (size % alignment != 0) bytes[size++] = 0;
+  }
+
+  const Signature& signature_;
+  int alignment_ = 1;
+};
+
+// -- options of launch() -------------------------------------------------------------------------
 
 // Sizes that no GPU exceeds.
 constexpr i64 kMaxGrid[] = {(i64(1) << 31) - 1, 65535, 65535};
@@ -45,7 +255,7 @@ void take_sizes(const char* arg, AnyView value, const i64 (&limits)[3], unsigned
   }
 }
 
-// The options of launch() as far as they need no GPU to be checked.
+// The options of launch(), as far as they can be checked without a GPU.
 Launch checked_launch(const AnyView* options) {
   Launch launch;
   LaunchConfig& config = launch.config;
@@ -71,33 +281,19 @@ Launch checked_launch(const AnyView* options) {
   return launch;
 }
 
-// Whether this GPU may read and write memory that lies on another one: such as that of a
-// PeerMemory, which the driver's virtual memory management has mapped for both. Of any other memory
-// it knows nothing. A context is current.
+// Whether this GPU may access memory of another one, such as a PeerMemory's. The driver knows that
+// of memory from its virtual memory management only. A context is current.
 bool may_access(const Device& device, const void* pointer) {
-  struct Location {  // CUmemLocation
-    int type;
-    int id;
-  };
-  constexpr int kOnDevice = 1;
-  constexpr unsigned long long kReadWrite = 3;
-  using GetAccess = CUresult (*)(unsigned long long*, const Location*, CUdeviceptr);
-  static const auto get_access = [] {  // from 10.2 on
-    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    return reinterpret_cast<GetAccess>(library == nullptr ? nullptr
-                                                          : dlsym(library, "cuMemGetAccess"));
-  }();
-  if (get_access == nullptr) return false;
-  const Location here{kOnDevice, device.ordinal};
-  unsigned long long flags = 0;
-  const CUresult result = get_access(&flags, &here, reinterpret_cast<CUdeviceptr>(pointer));
-  return result == kCudaSuccess && flags == kReadWrite;
+  const VmmLocation here{kVmmOnDevice, device.ordinal};
+  u64 flags = 0;
+  const CUresult result = Driver::get().cuMemGetAccess(&flags, &here, address(pointer));
+  return result == kCudaSuccess && flags == kVmmReadWrite;
 }
 
 // Checks arguments and sizes against the loaded kernel and its GPU; completes the sizes.
 void check_launch(const Device& device, const Kernel& kernel, const Signature& signature,
                   PackedArgs args, const Packed& params, LaunchConfig& config, bool has_cluster) {
-  for (int i = 0; i < args.size(); ++i) {  // pointers that only the driver knows
+  for (int i = 0; i < args.size(); ++i) {  // pointers, whose memory only the driver knows
     if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
     const void* pointer = args[i].cast<void*>();
     if (pointer == nullptr) continue;
@@ -142,11 +338,10 @@ void check_launch(const Device& device, const Kernel& kernel, const Signature& s
 
 // launch(export, grid, block, shared_bytes, use_pdl, cooperative, cluster, device, stream, *args)
 //
-// A device of kNoDevice is that of the tensors, on torch's current stream if `stream` is 1: a
-// tensor of torch among the arguments has told it on its way here. Else nothing was launched: the
-// device, or kNoDevice for torch's current one, is returned, and wants to be given together with a
-// stream. Nor is anything launched for tensors on the CPU: kOnCpu is returned, and all has been
-// checked.
+// A `device` of kNoDevice means that of the tensors. Then `stream` is 1 if one is a tensor of
+// torch, by which the FFI has set torch's current stream; else nothing is launched, and the device
+// is returned for a second call with a stream (kNoDevice means torch's current one). For tensors on
+// the CPU all is checked, nothing is launched, and kOnCpu is returned.
 constexpr int kNumOptions = 9;
 
 void launch_user(KernelTable& table, const std::vector<Signature>& signatures, PackedArgs all,
@@ -175,12 +370,12 @@ void launch_user(KernelTable& table, const std::vector<Signature>& signatures, P
   launch.run(kernel.function, static_cast<CUstream>(stream), params.bytes);
 }
 
-// (name, its dtype's name, code and bits, whether it is a pointer, whether it may have strides)
+// (name, dtype's name, code and bits, is_pointer, is_strided)
 using ParamTuple = Tuple<String, String, int64_t, int64_t, bool, bool>;
-// (kernel, whether it has a form for the CPU, its parameters)
+// (kernel, has_cpu_form, parameters)
 using SignatureTuple = Tuple<String, bool, Array<ParamTuple>>;
 
-// A function as above for the kernels of one module, of which resolve(...) returns the image.
+// Returns launch_user for the kernels of one module; resolve(...) returns its image.
 Function make_launch(Function resolve, Array<SignatureTuple> given) {
   std::vector<Signature> signatures;
   for (const auto& [kernel, has_cpu_form, params] : given) {

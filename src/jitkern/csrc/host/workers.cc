@@ -1,8 +1,8 @@
 #include "host/workers.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -13,39 +13,38 @@
 
 namespace jitkern {
 
-// Threads that one call after the other has.
-struct Crew {
+// Threads that one call at a time uses.
+struct ThreadPool {
   std::mutex mutex;
-  std::condition_variable called;
-  std::condition_variable returned;
+  std::condition_variable woken;
+  std::condition_variable all_idle;
   i64 size = 0;
   i64 at_work = 0;
-  i64 count = 0;  // that take part in the call: the first ones
-  u64 calls = 0;  // to work
+  i64 count = 0;  // the first threads, which take part in the call
+  u64 wakes = 0;
   const std::function<void()>* work = nullptr;
 
   void loop(i64 number) {
-    u64 answered = 0;
+    u64 last_wake = 0;
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
-      called.wait(lock, [&] { return work != nullptr && number < count && answered != calls; });
-      answered = calls;
+      woken.wait(lock, [&] { return work != nullptr && number < count && last_wake != wakes; });
+      last_wake = wakes;
       ++at_work;
       const std::function<void()>* now = work;
       lock.unlock();
       (*now)();
       lock.lock();
       --at_work;
-      if (work == nullptr && at_work == 0) returned.notify_all();
+      if (work == nullptr && at_work == 0) all_idle.notify_all();
     }
   }
 
-  // Starts up to `wanted`, if there are fewer.
-  void hire(i64 wanted) {
+  // Starts threads until there are `wanted`, or no more can be started.
+  void grow(i64 wanted) {
     try {
       for (; size < wanted; ++size) std::thread([this, number = size] { loop(number); }).detach();
     } catch (const std::system_error&) {
-      // no more to be had: those that there are do the work
     }
   }
 };
@@ -55,7 +54,7 @@ namespace {
 constexpr i64 kSpinNs = 20'000;
 constexpr i64 kLongestSleepNs = 500'000;
 
-// As if a moment had passed, which lets the other thread of a core go on.
+// Lets the other thread of a core go on.
 inline void pause_core() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -68,39 +67,22 @@ i64 now_ns() {
   return i64(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-// Those that no call has now. They belong to the process that started their threads.
-struct Crews {
-  const pid_t owner = getpid();
-  std::mutex mutex;
-  std::vector<Crew*> idle;
+// The pools that no call uses. Never destroyed: threads sleep in them until the process ends.
+auto& idle_mutex = *new std::mutex();
+auto& idle_pools = *new std::vector<ThreadPool*>();
 
-  Crew* take() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (idle.empty()) return new Crew();
-    Crew* const crew = idle.back();
-    idle.pop_back();
-    return crew;
-  }
-  void give_back(Crew* crew) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    idle.push_back(crew);
-  }
-};
+// A forked child has none of its parent's threads.
+const int kForgetInChild = pthread_atfork(nullptr, nullptr, [] {
+  new (&idle_mutex) std::mutex();
+  new (&idle_pools) std::vector<ThreadPool*>();
+});
 
-// Never destroyed: threads sleep in them until the process ends. A forked child has none of its
-// parent's threads, so it begins with crews of its own.
-Crews& crews() {
-  static std::atomic<Crews*> current{new Crews()};
-  Crews* found = current.load();
-  if (found->owner != getpid()) {
-    Crews* made = new Crews();
-    if (!current.compare_exchange_strong(found, made)) {
-      delete made;  // another thread of the child was first
-    } else {
-      found = made;
-    }
-  }
-  return *found;
+ThreadPool* take_pool() {
+  const std::lock_guard<std::mutex> lock(idle_mutex);
+  if (idle_pools.empty()) return new ThreadPool();
+  ThreadPool* const pool = idle_pools.back();
+  idle_pools.pop_back();
+  return pool;
 }
 
 }  // namespace
@@ -114,31 +96,32 @@ i64 num_cores() {
 
 Workers::Workers(i64 count, std::function<void()> work) : work_(std::move(work)) {
   if (count < 1) return;
-  crew_ = crews().take();
-  const std::lock_guard<std::mutex> lock(crew_->mutex);
-  crew_->hire(count);
-  crew_->count = count;
-  crew_->work = &work_;
+  pool_ = take_pool();
+  const std::lock_guard<std::mutex> lock(pool_->mutex);
+  pool_->grow(count);
+  pool_->count = count;
+  pool_->work = &work_;
 }
 
 Workers::~Workers() {
-  if (crew_ == nullptr) return;
+  if (pool_ == nullptr) return;
   {
-    std::unique_lock<std::mutex> lock(crew_->mutex);
-    crew_->work = nullptr;
-    crew_->returned.wait(lock, [this] { return crew_->at_work == 0; });
+    std::unique_lock<std::mutex> lock(pool_->mutex);
+    pool_->work = nullptr;
+    pool_->all_idle.wait(lock, [this] { return pool_->at_work == 0; });
   }
-  crews().give_back(crew_);
+  const std::lock_guard<std::mutex> lock(idle_mutex);
+  idle_pools.push_back(pool_);
 }
 
 void Workers::wake() {
-  if (crew_ == nullptr) return;
+  if (pool_ == nullptr) return;
   {
-    const std::lock_guard<std::mutex> lock(crew_->mutex);
-    ++crew_->calls;
-    if (crew_->at_work == crew_->count) return;
+    const std::lock_guard<std::mutex> lock(pool_->mutex);
+    ++pool_->wakes;
+    if (pool_->at_work == pool_->count) return;
   }
-  crew_->called.notify_all();
+  pool_->woken.notify_all();
 }
 
 i64 Parts::take() {

@@ -1,5 +1,5 @@
-// Threads of jitkern's own, for calls that keep the CPU's cores for milliseconds: to move rows
-// while a GPU works, to touch a pool. They sleep where torch's OpenMP would spin: such a call waits
+// Threads for calls that keep the CPU's cores busy for milliseconds: to move rows while a GPU
+// works, or to touch a pool. They sleep where torch's OpenMP threads would spin: such a call waits
 // for the GPU in between.
 #pragma once
 
@@ -10,38 +10,38 @@
 
 namespace jitkern {
 
-// Other threads of one call. They rest between two pieces of its work, and nobody has to wake them
-// for its end: that takes 3 us a thread in a virtual machine.
+// The further threads of one call. They sleep between two pieces of its work, and need not be woken
+// for its end, which takes 3 us a thread in a virtual machine.
 class Workers {
  public:
-  // Up to `count`, at rest; where no thread can be had, none. They call work(), which must not
-  // throw and has to return when there is nothing to do for a while. Calls at the same time have
-  // threads of their own each: one may wait for what its GPU waits for from another.
+  // Up to `count` threads, fewer if no more can be started. They call work(), which must not throw
+  // and returns when there is nothing to do for a while. Calls at the same time have threads of
+  // their own each: one may wait for what its GPU waits for from another.
   Workers(i64 count, std::function<void()> work);
-  // Returns once none is at work.
+  // Returns once no thread is in work().
   ~Workers();
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // There is work: each calls work(), once more where it is about to return.
+  // There is work: each thread calls work(), once more if it is about to return.
   void wake();
 
  private:
   const std::function<void()> work_;
-  struct Crew* crew_ = nullptr;
+  struct ThreadPool* pool_ = nullptr;
 };
 
 // Numbered parts of work, which become known while others are being done.
 class Parts {
  public:
-  // The next part's number, if there is one within 20 us, else -1.
+  // The next part's number, waiting up to 20 us; -1 if there is none.
   i64 take();
-  // The same at once.
+  // The same without waiting.
   i64 try_take();
   // Parts up to `count` are there.
   void publish(i64 count) { published_.store(count); }
   i64 published() const { return published_.load(std::memory_order_relaxed); }
-  // There are no more: those that nobody has taken stay undone.
+  // Parts that are not taken yet stay undone.
   void close() { closed_.store(true); }
 
  private:
@@ -50,7 +50,7 @@ class Parts {
   std::atomic<bool> closed_{false};
 };
 
-// Waits between two questions: spins for 20 us, then sleeps, longer and longer, up to 0.5 ms.
+// Waits between two polls: spins for 20 us, then sleeps, longer and longer, up to 0.5 ms.
 class Backoff {
  public:
   void wait();

@@ -1,6 +1,6 @@
 // Checks of an op's arguments on the host. Every message reads
 //   op: argument: what came, expected what
-// Each op checks everything here before it launches or writes anything.
+// An op checks everything before it launches or writes anything.
 #pragma once
 
 #include <jitkern/types.h>
@@ -16,10 +16,10 @@ using tvm::ffi::AnyView;
 
 inline u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer); }
 
-// Whether a dispatch mode or a tracer of PyTorch is active in this thread; or PyTorch is unknown.
+// Whether a dispatch mode or a tracer of PyTorch is active in this thread, or that is unknown.
 bool torch_has_to_see_it();
 
-// An op for Python: does nothing and returns true where PyTorch has to see the call.
+// An op for Python: does nothing and returns true if PyTorch has to see the call.
 template <auto kOp>
 struct UnlessTorch;
 template <typename... Args, void (*kOp)(Args...)>
@@ -31,7 +31,7 @@ struct UnlessTorch<kOp> {
   }
 };
 
-// Exports an op twice: as `name`, and as `name`_now, which asks nobody.
+// Exports an op twice: as `name`, and as `name`_now, which always runs it.
 #define JITKERN_EXPORT_OP(name, op)                                      \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, ::jitkern::UnlessTorch<op>::call); \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(name##_now, op)
@@ -39,7 +39,7 @@ struct UnlessTorch<kOp> {
 // "[3, 4]"
 std::string shape_text(const int64_t* sizes, size_t count);
 
-// One tensor argument together with the names that a message about it needs.
+// A tensor argument with the names for messages about it.
 struct Tensor {
   const char* op;
   const char* arg;
@@ -77,31 +77,30 @@ struct Rows : Tensor {
   i64 row_bytes;
   i64 stride_bytes;
   u64 begin;  // address of the lowest byte, unless it is empty
-  u64 end;    // behind the highest
+  u64 end;    // after the highest
 
   // ValueError unless rows are contiguous and equally spaced.
   explicit Rows(const Tensor& tensor, int row_dims = 1);
   Rows(const char* op, const char* arg, AnyView value) : Rows(Tensor(op, arg, value)) {}
   // The indices as one row.
   explicit Rows(const Indices& indices);
-  // Rows of the caller's own from the tensor's first byte on, wherever they end.
+  // Rows as the caller says, from the tensor's first byte on.
   Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes);
 
   bool empty() const { return num_rows == 0 || row_bytes == 0; }
 
-  // Of a tensor that the op writes: ValueError where its rows share bytes.
+  // ValueError if rows share bytes; for tensors that the op writes.
   void distinct_rows() const {
     if (num_rows > 1 && std::abs(stride_bytes) < row_bytes) refuse_shared_rows();
   }
 
-  // ValueError where a row shares a byte with a row of `other`; those of one may lie between those
-  // of the other. One of both is written. Nearly always their addresses are ranges apart, which
-  // takes a nanosecond to see.
+  // ValueError if a row shares a byte with a row of `other`. Rows of one may lie between rows of
+  // the other.
   void apart_from(const Rows& other, const char* expected = kOwnMemory) const {
     if (begin < other.end && other.begin < end) apart_by_rows(other, expected);
   }
 
-  // ValueError unless both have rows of as many bytes, as many rows, or one for each index.
+  // ValueError unless rows have as many bytes, there are as many, or one for each index.
   void same_row_bytes(const Rows& other) const;
   void same_num_rows(const Rows& other) const;
   void one_per_index(const Indices& indices) const;
@@ -123,12 +122,12 @@ struct Indices : Tensor {
   i64 count;
   int index_bytes;
 
-  // TypeError on any other dtype, ValueError where it is not contiguous.
+  // TypeError on any other dtype, ValueError if it is not contiguous.
   explicit Indices(const Tensor& tensor);
   Indices(const char* op, const char* arg, AnyView value) : Indices(Tensor(op, arg, value)) {}
 
-  // Calls `use` with a function that reads index i: once, as another thread may write it during
-  // the call. So it is compared where it is used, however often it was before. On CPU tensors only.
+  // Calls `use` with a function that reads index i. Another thread may write it during the call, so
+  // read it once and check what is used. On CPU tensors only.
   template <class Use>
   void with_index(const Use& use) const {
     const auto reader = [](const auto* items) {
@@ -141,7 +140,7 @@ struct Indices : Tensor {
   // IndexError for the first index of `bound` or more. On CPU tensors only.
   void check_below(i64 bound) const;
 
-  // ValueError where one of them lies in a row, not only between two.
+  // ValueError if an index lies in a row; between rows is allowed.
   void apart_from(const Rows& rows) const {
     const u64 begin = address(data);
     if (begin < rows.end && rows.begin < begin + static_cast<u64>(count * index_bytes)) {
@@ -155,13 +154,11 @@ struct Indices : Tensor {
 [[noreturn]] void raise_type_error(const char* op, const char* arg, AnyView came,
                                    const std::string& expected);
 
-// A plain integer argument. TypeError on anything else (a bool included).
+// TypeError on anything else than an int (bool is none), or a bool.
 i64 int_arg(const char* op, const char* arg, AnyView value);
-
-// True or False. TypeError on anything else.
 bool bool_arg(const char* op, const char* arg, AnyView value);
 
-// The widest vector (16, 8, 4, 2 or 1 bytes) that divides every one of the addresses and sizes.
+// The widest vector (16 to 1 bytes) that divides all addresses and sizes, whose bits are given.
 inline int widest_vec(u64 bits) {
   bits |= 16;
   return static_cast<int>(bits & ~(bits - 1));
@@ -174,7 +171,7 @@ int vec_bytes_for(const Tables&... rows) {
       (static_cast<u64>(rows.row_bytes | rows.stride_bytes | address(rows.data)) | ...));
 }
 
-// Raises IndexError for index `value` at flat position `position` of `arg`; `note` ends the text.
+// IndexError for index `value` at flat position `position` of `arg`; `note` ends the text.
 [[noreturn]] void raise_index_error(const char* op, const char* arg, i64 position, i64 value,
                                     i64 bound, const char* note = "; nothing was written");
 

@@ -1,5 +1,5 @@
-// What the kernels that move rows share: vectors of 1 to 16 bytes, which of them a thread moves,
-// and the note of an index that is out of range. Users may include it.
+// For kernels that move rows: vectors of 1 to 16 bytes, a thread's part of the rows, and faults.
+// Users may include it.
 #pragma once
 
 #include <jitkern/types.h>
@@ -36,7 +36,7 @@ __device__ inline void store_vec(char* address, Vec<kBytes> value) {
   *reinterpret_cast<Vec<kBytes>*>(address) = value;
 }
 
-// The part of the rows that this thread's group works on.
+// The rows that this thread's group works on.
 template <i64 kRowBytes, int kVecBytes, int kInFlight, int kSplits = 1>
 struct Group {
   static_assert(kRowBytes < (1ll << 31), "offsets inside a row are 32-bit");
@@ -55,7 +55,7 @@ struct Group {
     first_offset = (split * kChunks * kShape.lanes + lane) * kVecBytes;
   }
 
-  // Whether this thread is the one of its group's rows that reports for them.
+  // Whether this thread reports faults for its group's rows.
   __device__ bool reports() const { return first_offset == 0; }
 
   // Byte offset in a row of this lane's vector number `chunk`; may be past the end of the row.
@@ -66,10 +66,10 @@ struct Group {
 
 __device__ inline i64 thread_number() { return i64(blockIdx.x) * blockDim.x + threadIdx.x; }
 
-// Keeps the first fault until the host has read it (the row is skipped, the host raises later). The
-// plain read in front keeps a batch full of bad indices from sending one atomic each over PCIe. On
-// PCIe the compare-and-swap is atomic among the threads of this device, which is what is needed:
-// the host only ever turns 2 into 0.
+// Keeps the first fault until the host has read it; the row is skipped, the host raises later. The
+// plain read keeps a batch of bad indices from sending one atomic each over PCIe. There the
+// compare-and-swap is atomic among threads of this device, which is enough: the host only turns 2
+// into 0.
 __device__ inline void report_fault(FaultRecord* record, FaultSite site, i64 position, i64 value,
                                     i64 bound) {
   volatile FaultRecord* seen = record;

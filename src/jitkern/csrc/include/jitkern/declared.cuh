@@ -1,10 +1,10 @@
-// Whether a member of a kernel's Params is what jitkern takes it for: the static_asserts that ask
-// this are rendered beside the kernel, see jit/render.py.
+// Whether a member of a kernel's Params has the type that jitkern assumes. jit/params.py renders
+// static_asserts of these beside the kernel.
 #pragma once
 
 namespace jitkern {
 
-// `kind` is f for floating point, i for an integer, b for bool, ? for what is no type of C++.
+// `kind`: f is floating point, i an integer, b bool, ? a type that C++ lacks.
 template <class T>
 __device__ constexpr bool is_number(T, char kind, int bytes) {
   if (sizeof(T) != static_cast<unsigned>(bytes)) return false;
@@ -22,9 +22,8 @@ __device__ constexpr bool points_to(T, char, int) {
   return false;
 }
 
-// A pointer to a type of the language is to that of the dtype; one to 1 or 2 bytes may be raw
-// memory. Structs (float4, __half) are looked at by nobody but the kernel, as is what was declared
-// as of any dtype.
+// A pointer to a number is to the dtype's; one to 1 or 2 bytes may be raw memory. Pointers to
+// structs (float4, __half) and parameters of any dtype are not checked.
 template <class T>
 __device__ constexpr bool points_to(T*, char kind, int bytes) {
   if constexpr (__is_class(T) || __is_union(T) || __is_enum(T)) {

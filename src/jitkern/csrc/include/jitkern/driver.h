@@ -1,5 +1,5 @@
-// The CUDA driver without a CUDA toolkit: the few entry points that are used are declared here and
-// resolved from libcuda at first use. Building this needs no header of CUDA, loading it no GPU.
+// The CUDA driver without a CUDA toolkit: its entry points are declared here and resolved from
+// libcuda at first use. Building this needs no header of CUDA, loading it no GPU.
 #pragma once
 
 #include <jitkern/types.h>
@@ -16,16 +16,20 @@ using CUmodule = struct CUmod_st*;
 using CUfunction = struct CUfunc_st*;
 using CUstream = struct CUstream_st*;
 using CUevent = struct CUevent_st*;
+using CUmemHandle = u64;  // CUmemGenericAllocationHandle
 
 // Values of cuda.h that are part of the driver's stable ABI.
 enum : int {
   kCudaSuccess = 0,
+  kCudaErrorOutOfMemory = 2,
   kCudaErrorNotReady = 600,
   kAttributeMaxPitch = 11,
   kAttributeMultiprocessorCount = 16,
   kAttributeComputeMajor = 75,
   kAttributeComputeMinor = 76,
   kAttributeMaxSharedBytesPerBlockOptin = 97,
+  kAttributeKnowsVmm = 102,    // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+  kAttributeExportsFds = 103,  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
   kFunctionMaxThreadsPerBlock = 0,
   kFunctionSharedBytes = 1,
   kFunctionMaxDynamicSharedBytes = 8,
@@ -50,6 +54,11 @@ enum : int {
   kLaunchCooperative = 2,
   kLaunchClusterDimension = 4,
   kLaunchProgrammaticStreamSerialization = 6,
+  kVmmPinned = 1,
+  kVmmOnDevice = 1,
+  kVmmAsFd = 1,
+  kVmmReadWrite = 3,
+  kVmmLeastGranularity = 0,
 };
 
 // CUlaunchAttribute: an id, padding to 8 bytes and a union of 64 bytes.
@@ -63,7 +72,7 @@ struct LaunchAttribute {
 };
 static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
 
-// CUDA_MEMCPY2D: one side of it, then the other, then what is copied.
+// CUDA_MEMCPY2D.
 struct PitchedMemory {
   size_t x_bytes, y;
   int type;
@@ -94,7 +103,26 @@ struct LaunchConfig {
 };
 static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
 
-// What is used of the driver.
+// CUmemLocation, CUmemAllocationProp and CUmemAccessDesc.
+struct VmmLocation {
+  int type;
+  int id;
+};
+struct VmmProperties {
+  int type;
+  int handle_types;
+  VmmLocation location;
+  void* of_windows;
+  unsigned char others[8];
+};
+static_assert(sizeof(VmmProperties) == 32, "CUmemAllocationProp of cuda.h");
+struct VmmAccess {
+  VmmLocation location;
+  int flags;
+};
+static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
+
+// Every driver for CUDA 11.8 has these.
 #define JITKERN_DRIVER_SYMBOLS(USE)                                                                \
   USE(cuInit, (unsigned flags))                                                                    \
   USE(cuDriverGetVersion, (int* version))                                                          \
@@ -139,21 +167,49 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
   USE(cuGetErrorName, (CUresult error, const char** text))                                         \
   USE(cuGetErrorString, (CUresult error, const char** text))
 
+// Resolved as well, but not required: those of virtual memory, and newer ones, which may be null.
+#define JITKERN_MORE_DRIVER_SYMBOLS(USE)                                                           \
+  USE(cuDeviceGetUuid_v2, (char* uuid, CUdevice device))                                           \
+  USE(cuDeviceCanAccessPeer, (int* can, CUdevice device, CUdevice other))                          \
+  USE(cuMemGetAllocationGranularity, (size_t* bytes, const VmmProperties* properties, int option)) \
+  USE(cuMemCreate,                                                                                 \
+      (CUmemHandle * handle, size_t bytes, const VmmProperties* properties, u64 flags))            \
+  USE(cuMemRelease, (CUmemHandle handle))                                                          \
+  USE(cuMemExportToShareableHandle, (void* shared, CUmemHandle handle, int type, u64 flags))       \
+  USE(cuMemImportFromShareableHandle, (CUmemHandle * handle, void* shared, int type))              \
+  USE(cuMemAddressReserve,                                                                         \
+      (CUdeviceptr * pointer, size_t bytes, size_t alignment, CUdeviceptr wanted, u64 flags))      \
+  USE(cuMemAddressFree, (CUdeviceptr pointer, size_t bytes))                                       \
+  USE(cuMemMap, (CUdeviceptr pointer, size_t bytes, size_t offset, CUmemHandle handle, u64 flags)) \
+  USE(cuMemUnmap, (CUdeviceptr pointer, size_t bytes))                                             \
+  USE(cuMemSetAccess, (CUdeviceptr pointer, size_t bytes, const VmmAccess* access, size_t count))  \
+  USE(cuMemGetAccess, (u64 * flags, const VmmLocation* location, CUdeviceptr pointer))             \
+  USE(cuFuncGetParamInfo, (CUfunction function, size_t number, size_t* offset, size_t* bytes))     \
+  USE(cuMemcpyBatchAsync, (CUdeviceptr * dst, CUdeviceptr * src, size_t* bytes, size_t count,      \
+                           CopyAttributes* attributes, size_t* first_of_each,                      \
+                           size_t num_attributes, size_t* failed, CUstream stream))
+
 struct Driver {
 #define JITKERN_DECLARE(name, parameters) CUresult(*name) parameters;
   JITKERN_DRIVER_SYMBOLS(JITKERN_DECLARE)
+  JITKERN_MORE_DRIVER_SYMBOLS(JITKERN_DECLARE)
 #undef JITKERN_DECLARE
-  // From 12.4 and 12.8 on; null in an older driver.
-  CUresult (*cuFuncGetParamInfo)(CUfunction function, size_t number, size_t* offset, size_t* bytes);
-  CUresult (*cuMemcpyBatchAsync)(CUdeviceptr* dst, CUdeviceptr* src, size_t* bytes, size_t count,
-                                 CopyAttributes* attributes, size_t* first_of_each,
-                                 size_t num_attributes, size_t* failed, CUstream stream);
-
-  // The loaded driver, after cuInit. RuntimeError with the cure where there is none.
+  // The loaded driver, after cuInit. RuntimeError with the cure if there is none.
   static const Driver& get();
 
   // RuntimeError naming `what` unless `result` is success.
   void check(CUresult result, const char* what) const;
 };
+
+// Calls a function of the driver. RuntimeError naming it if it fails.
+#define JITKERN_CU(name, ...) \
+  ::jitkern::Driver::get().check(::jitkern::Driver::get().name(__VA_ARGS__), #name)
+
+// Whether a graph is being captured on the stream. The default stream cannot be.
+inline bool is_capturing(CUstream stream) {
+  int status = 0;
+  if (stream != nullptr) JITKERN_CU(cuStreamIsCapturing, stream, &status);
+  return status != 0;
+}
 
 }  // namespace jitkern

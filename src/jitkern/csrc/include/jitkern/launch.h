@@ -17,7 +17,7 @@ namespace jitkern {
 // The devices of one process, 0 to kMaxDevices - 1.
 constexpr int kMaxDevices = 64;
 
-// One GPU: its primary context (the one that torch uses), and what launches need to know of it.
+// A GPU: its primary context, which torch uses, and facts for launches.
 struct Device {
   int ordinal;
   CUcontext context;
@@ -29,13 +29,17 @@ struct Device {
   FaultRecord* fault;         // pinned host memory
   FaultRecord* fault_device;  // the same memory as kernels see it
 
-  // Made at first use of the device, also while a stream is being captured.
+  // Made at first use, also while a stream is being captured.
   static Device& get(int ordinal);
-  // Null where the device has not been used yet.
+  // Null if the device has not been used yet.
   static Device* find(int ordinal);
 };
 
-// Makes the device's primary context current for the calling thread, as a launch needs it.
+// The driver's handle of a device, and one of its attributes. They make no context.
+CUdevice device_handle(i64 ordinal);
+int device_attribute(CUdevice handle, int attribute);
+
+// Makes the device's primary context current for the calling thread.
 class ContextScope {
  public:
   explicit ContextScope(const Device& device);
@@ -48,8 +52,7 @@ class ContextScope {
   bool changed_;
 };
 
-// Lets this thread load code, allocate and ask for events while another one, or itself, captures a
-// stream.
+// Lets this thread load code, allocate and query events while any thread captures a stream.
 class RelaxedCapture {
  public:
   RelaxedCapture();
@@ -86,10 +89,10 @@ struct Spec {
   bool operator==(const Spec& other) const { return values == other.values; }
 };
 
-// One entry point. What it was compiled for is said by the Python that compiled it.
+// One entry point.
 struct Kernel {
   CUfunction function;
-  unsigned num_threads;  // of a block; 0 where the caller says it
+  unsigned num_threads;  // of a block; 0 if the caller gives it
   bool use_pdl;
   unsigned max_threads;  // of a block
   int own_shared_bytes;  // static ones of a block
@@ -104,8 +107,8 @@ struct LoadedKernels {
   int in_flight;                // vectors, which its shape was made for
 };
 
-// The kernels of one op, or of one module of a user: for each specialisation and device its entry
-// points, loaded at first use with what Python's resolve(op, names, values, arch) returns:
+// The kernels of an op, or of a user's module: entry points for each specialisation and device.
+// They are loaded at first use from what Python's resolve(op, names, values, arch) returns:
 //   (image, names of the entry points, [num_threads, use_pdl] of each + [in_flight, splits])
 // The list is empty for a module of a user, whose image tells the threads of its kernels.
 class KernelTable {
@@ -143,15 +146,14 @@ class KernelTable {
   std::array<std::atomic<Node*>, kMaxDevices> heads_{};
 };
 
-// The number of an index argument of an op, for the op's parameters: a fault is raised in its name,
-// by `raise`, with what became of what it was for.
+// A number for an index argument of an op, which kernels put into faults. `raise` raises them;
+// `outcome` says what became of the row.
 using RaiseFault = void (*)(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                             const char* note);
 FaultSite fault_site(const char* op, const char* arg, RaiseFault raise = raise_index_error,
                      const char* outcome = "the row was not copied");
 
-// Raises, or warns of, a fault that an earlier kernel recorded on this device, unless another
-// thread does.
+// Raises, or warns of, a fault that an earlier kernel recorded, unless another thread does.
 void raise_pending_fault(Device& device);
 
 inline bool has_pending_fault(const Device& device) {
@@ -162,15 +164,17 @@ inline void check_pending_fault(Device& device) {
   if (has_pending_fault(device)) raise_pending_fault(device);
 }
 
-// Forgets the fault that is pending, if it is this one.
+// An empty record in pinned memory, and where kernels see it. Lives as long as the process; the
+// device's context is current.
+FaultRecord* make_fault_record(FaultRecord** on_device);
+
+// Forgets the pending fault if it is this one.
 void forget_fault(Device& device, const FaultRecord& fault);
 
-// PyTorch's current stream of the calling thread: as the FFI says where a tensor of PyTorch is
-// among the arguments, or a caller has named another by `tvm_ffi.use_raw_stream`; else PyTorch is
-// asked.
+// PyTorch's current stream of the calling thread, or the one of `tvm_ffi.use_raw_stream`.
 CUstream current_stream(int ordinal);
 
-// A launch to be: one block of one thread, until more is asked for.
+// A launch; by default one block of one thread.
 struct Launch {
   LaunchConfig config{{1, 1, 1}, {1, 1, 1}, 0, nullptr, nullptr, 0};
   LaunchAttribute attributes[3];
@@ -182,9 +186,8 @@ struct Launch {
   void run(CUfunction function, CUstream stream, const void* params);
 };
 
-// What a launch on a tensor's device needs: its context made current and torch's current stream.
-// One for all launches of a call: making it raises what an earlier call has left, and would between
-// two launches leave the second one out.
+// What launches on a device need: its context made current, and torch's current stream. It raises
+// the fault of an earlier call, so a call makes one before all of its launches.
 class LaunchScope {
  public:
   explicit LaunchScope(const Tensor& tensor) : LaunchScope(tensor.dl->device.device_id) {}
@@ -205,8 +208,8 @@ class LaunchScope {
     launch_bytes(kernel, grid_x, &params, sizeof(Params), kernel.num_threads, grid_y, cluster);
   }
 
-  // The same with `num_threads` a block, where only the first `bytes` of what `params` are here are
-  // the kernel's.
+  // The same with `num_threads` per block, and parameters of which the kernel has the first
+  // `bytes`.
   void launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes,
                     unsigned num_threads, int grid_y = 1, unsigned cluster = 1) const {
     check_params(kernel, bytes);
@@ -225,24 +228,23 @@ class LaunchScope {
   Device& device;
 
  private:
-  // RuntimeError where host and device disagree on the parameters: a header that changed.
+  // RuntimeError if host and device disagree on the parameters' size: a header has changed.
   static void check_params(const Kernel& kernel, i64 bytes);
 
   ContextScope context_;
   CUstream stream_;
 };
 
-// That of a call which others count on: one that all ranks make, or that consumes what a producer
-// has pushed. What an earlier op left is raised behind the last launch. Ranks come to see it at
-// different calls, and one that raised in front of its launch would be a call behind for good, its
-// next one met by another of theirs; so would a consumer, which took an older push at each call.
+// For a collective call, or one that consumes a push: it raises the fault of an earlier op after
+// its last launch. Ranks see a fault at different calls. One that raised before its launch would be
+// a call behind the others from then on, and a consumer a push behind its producer.
 class CollectiveScope : public LaunchScope {
  public:
   explicit CollectiveScope(int ordinal)
       : LaunchScope(Device::get(ordinal), current_stream(ordinal)),
         has_fault_(has_pending_fault(device)) {}
 
-  // Not what this very call finds, which would be raised by some ranks only.
+  // Not a fault of this very call, which only some ranks would raise.
   void raise_earlier() const {
     if (has_fault_) check_pending_fault(device);
   }
@@ -253,8 +255,7 @@ class CollectiveScope : public LaunchScope {
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// Launches the kernel of `spec` on `num_rows` rows of `grid_y` tables. An empty call launches
-// nothing; `scope` has raised an earlier fault.
+// Launches the kernel of `spec` on `num_rows` rows of `grid_y` tables; nothing for an empty call.
 template <class Params>
 void launch_rows(KernelTable& table, const LaunchScope& scope, const Spec& spec, i64 num_rows,
                  Params& params, int grid_y = 1) {
@@ -266,16 +267,16 @@ void launch_rows(KernelTable& table, const LaunchScope& scope, const Spec& spec,
                grid_y);
 }
 
-// The shape for rows whose specialisation begins with their bytes and those of a vector.
+// The shape for a specialisation that begins with (row_bytes, vec_bytes).
 inline GroupShape row_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(spec[0], spec[1], in_flight, splits);
 }
 
-// The GPU's name, and the version of CUDA that the driver supports, such as 13000; 0: no driver.
+// The GPU's name, and the driver's CUDA version, such as 13000; 0 if there is no driver.
 std::string gpu_name(int ordinal);
 int64_t driver_version();
 
-// A tensor of `shape` from torch's allocator, as of the call's other tensors.
+// A tensor from torch's allocator.
 tvm::ffi::Tensor allocate(tvm::ffi::ShapeView shape, DLDataType dtype, DLDevice device);
 
 }  // namespace jitkern

@@ -1,5 +1,5 @@
-// What a kernel's class says of its blocks, 0 where it says nothing: a launch bound of 0 is none to
-// the compiler. jit/render.py asks for both.
+// The launch bounds of a kernel's class, for jit/device.py. 0 if it has none, which the compiler
+// takes for no bound.
 #pragma once
 
 namespace jitkern {

@@ -1,5 +1,5 @@
-// What goes where: the pieces that one descriptor has a kernel, or the CPU, copy. Includes nothing,
-// so that a C++ producer needs no more of jitkern, and kernels can have it. Users may include it.
+// A descriptor: pieces that a kernel, or the CPU, copies. Includes nothing, so that a C++ producer
+// needs no more of jitkern. Users may include it.
 #pragma once
 
 #ifndef JITKERN_HOST_DEVICE
@@ -12,15 +12,15 @@
 
 namespace jitkern {
 
-// Of the layout below. A producer stores it beside its descriptors, and who reads them compares.
+// The version of the layout below. Producers store it beside their descriptors; readers compare it.
 constexpr unsigned kDescriptorVersion = 2;
 
-// Piece i of `count` goes from src_off + i * src_stride to dst_off + i * dst_stride, all in bytes,
-// and has `len` of them. None where count or len is 0; of one the strides mean nothing.
+// Piece i of `count` has `len` bytes and goes from src_off + i * src_stride to dst_off + i *
+// dst_stride, all in bytes. There is none if count or len is 0.
 //
-// It is a line of the CPU, in two halves of 32 bytes, which is what a GPU reads memory in: a
-// sector. Each half ends with a seal, by which a reader of a ring tells that the half is whole. The
-// ring writes the seals (ring.h); a producer leaves them alone, and elsewhere they mean nothing.
+// It is a line of the CPU, in two halves of 32 bytes, a GPU's sector. Each half ends with a seal,
+// by which the reader of a ring sees that the half is whole. The ring writes the seals (ring.h);
+// producers leave them alone.
 struct alignas(64) Descriptor {
   long long src_off;
   long long dst_off;
@@ -29,10 +29,9 @@ struct alignas(64) Descriptor {
   unsigned long long first_seal;
   long long src_stride;
   long long dst_stride;
-  unsigned long long reserved;  // nothing, so far
+  unsigned long long reserved;
   unsigned long long second_seal;
 
-  // By default one empty piece.
   JITKERN_HOST_DEVICE constexpr Descriptor() : Descriptor(0, 0, 0) {}
   JITKERN_HOST_DEVICE constexpr Descriptor(long long src_off_, long long dst_off_, unsigned len_,
                                            unsigned count_ = 1, long long src_stride_ = 0,
@@ -49,7 +48,7 @@ struct alignas(64) Descriptor {
 };
 static_assert(sizeof(Descriptor) == 64, "four vectors of 16 bytes");
 
-// For those who read it as vectors.
+// For readers by vectors.
 constexpr unsigned kFirstSealAt = 24, kSecondSealAt = 56;
 #ifndef __CUDACC_RTC__  // which has no offsetof
 static_assert(__builtin_offsetof(Descriptor, first_seal) == kFirstSealAt, "ends the first half");

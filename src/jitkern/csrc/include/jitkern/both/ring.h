@@ -1,51 +1,46 @@
-// A ring of slots full of descriptors in host memory that GPUs map: a CPU thread pushes, without a
-// copy and without a driver call, and a kernel or another CPU thread consumes. Needs nothing of
-// jitkern but descriptor.h. Users may include it.
+// A ring of slots of descriptors in host memory that GPUs map. A CPU thread pushes without a copy
+// and without a driver call; a kernel or another CPU thread consumes. Needs nothing of jitkern but
+// descriptor.h. Users may include it.
 //
-// Pushes are numbered from 0 on: the number is a push's ticket. Push t is in slot t % num_slots, as
-// its generation t / num_slots + 1; memory that nobody wrote is of generation 0. One producer at a
-// time writes, in this order:
+// Pushes are numbered from 0; the number is the push's ticket. Push t is in slot t % num_slots, as
+// generation t / num_slots + 1. Memory that was never written is of generation 0. There is one
+// producer at a time, which
 //
-//   1. it waits until the slot's completion word has reached the generation before (acquire): the
-//      consumer reads nothing of the slot any more, and its rows have been copied
-//   2. the descriptors, by plain stores (streaming ones need an sfence behind them)
-//   3. the seals: the 8 bytes that end each half of a descriptor become the word of step 4
-//   4. the word, by ONE release store of 8 bytes that hold generation and count
-//   5. the head: how many pushes there have been, for the next producer
+//   1. waits until the slot's completion word has the generation before (acquire): the consumer no
+//      longer reads the slot, and its rows have been copied
+//   2. writes the descriptors by plain stores (streaming stores need an sfence after them)
+//   3. writes the seals: the 8 bytes that end each half of a descriptor become the word of step 4
+//   4. writes the word: ONE release store of 8 bytes that hold generation and count
+//   5. writes the head: the number of pushes so far, for the next producer
 //
-// A consumer of ticket t, whose generation is g:
+// A consumer of ticket t, of generation g,
 //
-//   1. reads the word by an acquire load (of system scope on a GPU: ld.acquire.sys.b64) until it is
-//      generation g with a count of at most max_descriptors. Anything else is not there yet: an
-//      older push, or none.
-//   2. reads that many descriptors, and takes them only if both seals of each are the word. Each
-//      descriptor is read once: what is checked is what is used.
-//   3. copies the rows that are inside of both buffers
-//   4. writes g to the completion word by a release store (st.release.sys), behind its last copy
+//   1. reads the word by acquire loads (of system scope on a GPU: ld.acquire.sys.b64) until it is
+//      generation g with a count of at most max_descriptors; anything else is an older push, or
+//      none
+//   2. reads that many descriptors, each once, and takes them only if both seals of each are the
+//   word
+//   3. copies the rows that are inside both buffers
+//   4. writes g to the completion word by a release store (st.release.sys), after its last copy
 //
-// Why nothing torn or stale is taken: generation and count are one word, which is written and read
-// whole, so a count never comes with another push's generation; and g is there only behind the
-// release of step 4, with which the consumer's acquire synchronises: all that the producer wrote
-// before is seen. A producer killed before step 4 leaves the word of generation g - 1, whatever it
-// wrote of the descriptors; one killed between 4 and 5 leaves a whole push, which the next producer
-// finds by its generation. On x86 stores are seen in their order and loads made in theirs (TSO), so
-// that acquire and release cost nothing there and bind the compiler alone; elsewhere they bind the
-// processor as well.
+// Why nothing torn or stale is taken: generation and count are one word, so a count never comes
+// with another push's generation. Generation g is there only after the release of step 4, with
+// which the consumer's acquire synchronises. A producer killed before step 4 leaves generation g -
+// 1; one killed between 4 and 5 leaves a whole push, which the next producer finds by its
+// generation. On x86 (TSO) acquire and release bind only the compiler.
 //
-// Why there are seals: over PCIe a read is a round trip of 1.2 us, and a GPU that first reads the
-// word, then the descriptors, makes two. It may have both under way at once, in any order, for each
-// 32 bytes of a descriptor carry a seal of their own. 32 aligned bytes are what a GPU asks for at
-// once, and what a line of the CPU hands over as of one moment; and a seal is stored behind all
-// fields. So the fields beside a seal that is right were written before it: they are those of push
-// t. A seal that is wrong beside a word that is right means: read again, behind the acquire. The
-// word has a line of its own, as two reads of one line of the host are served one after the other,
-// 1.06 us each. All this is a property of machines and not of CUDA's memory model, as NCCL's LL128
-// is; where it is not to be relied on, descriptors are read behind the acquire.
+// Why there are seals: a read over PCIe takes 1.2 us, and reading the word before the descriptors
+// takes two reads. With seals a GPU may have both under way at once, in any order. A GPU reads 32
+// aligned bytes at once, a CPU's line hands them over as of one moment, and a seal is stored after
+// all fields: so the fields beside a right seal are those of push t. If a seal is wrong beside a
+// right word, read again after the acquire. The word has a line of its own, since two reads of one
+// host line are served one after the other, 1.06 us each. This is a property of machines, not of
+// CUDA's memory model, as with NCCL's LL128; where it may not be relied on, read the descriptors
+// after the acquire.
 //
-// One gap is left to a GPU that reads both at once: the seals of a producer that was killed between
-// steps 3 and 4 are right, too. Where the next one pushes as many descriptors, reads of which one
-// was served before that push and one behind it have the word of the living and a descriptor of the
-// dead.
+// One gap is left for a GPU that reads both at once: the seals of a producer killed between steps 3
+// and 4 are right too. If the next one pushes as many descriptors, reads served before and after
+// that push see the new word and an old descriptor.
 #pragma once
 
 #include "descriptor.h"
@@ -54,8 +49,8 @@ namespace jitkern {
 
 constexpr unsigned long long kRingMagic = 0x676e69726b74696aULL;  // "jitkring"
 constexpr unsigned kRingVersion = 2;
-// A GPU's line. The words that different sides write lie on different ones, and a slot's word on
-// another one than its descriptors, which begin with the line behind.
+// A GPU's line. Words that different sides write lie on different lines; a slot's descriptors begin
+// on the line after its word.
 constexpr unsigned kRingLineBytes = 128;
 constexpr unsigned kRingMaxDescriptors = 65'535;
 constexpr unsigned kRingMaxSlots = 65'536;
@@ -72,9 +67,9 @@ JITKERN_HOST_DEVICE constexpr unsigned ring_count(unsigned long long word) {
   return static_cast<unsigned>(word & 0xffff);
 }
 
-// The first line of a ring; nobody writes it once it is there. What follows, from the ring's first
-// byte on: the head at head_at, a completion word every done_bytes from dones_at on, a slot every
-// slot_bytes from slots_at on. Each of them has lines of its own.
+// The first line of a ring; constant. Offsets from the ring's first byte: the head is at head_at, a
+// completion word every done_bytes from dones_at, a slot every slot_bytes from slots_at. Each has
+// lines of its own.
 struct RingHeader {
   unsigned long long magic;
   unsigned version;
@@ -92,7 +87,6 @@ struct RingHeader {
   JITKERN_HOST_DEVICE constexpr unsigned long long generation(unsigned long long ticket) const {
     return ticket / num_slots + 1;
   }
-  // Offsets of what is a ticket's.
   JITKERN_HOST_DEVICE constexpr long long word_at(unsigned long long ticket) const {
     return slots_at + slot(ticket) * slot_bytes;
   }
@@ -105,7 +99,7 @@ struct RingHeader {
 };
 static_assert(sizeof(RingHeader) <= kRingLineBytes, "one line");
 
-// What a ring of this size looks like.
+// The header of a ring of this size.
 JITKERN_HOST_DEVICE constexpr RingHeader ring_layout(unsigned num_slots, unsigned max_descriptors) {
   constexpr long long line = kRingLineBytes;
   const long long used = line + max_descriptors * static_cast<long long>(sizeof(Descriptor));
@@ -126,7 +120,7 @@ JITKERN_HOST_DEVICE constexpr RingHeader ring_layout(unsigned num_slots, unsigne
 
 #ifndef __CUDACC_RTC__  // the host's side
 
-// Makes a ring of memory that is zero, of ring_layout(...).num_bytes from a line on.
+// Makes a ring of ring_layout(...).num_bytes of zeros that begin on a line.
 inline void ring_init(void* base, unsigned num_slots, unsigned max_descriptors) {
   RingHeader header = ring_layout(num_slots, max_descriptors);
   header.magic = 0;
@@ -134,19 +128,19 @@ inline void ring_init(void* base, unsigned num_slots, unsigned max_descriptors) 
   __atomic_store_n(&static_cast<RingHeader*>(base)->magic, kRingMagic, __ATOMIC_RELEASE);
 }
 
-// Whether there is a ring that this header describes.
+// Whether there is a ring of this version.
 inline bool is_ring(const void* base) {
   const RingHeader* header = static_cast<const RingHeader*>(base);
   return __atomic_load_n(&header->magic, __ATOMIC_ACQUIRE) == kRingMagic &&
          header->version == kRingVersion;
 }
 
-// The words of a ring, by ticket. Those who only ask may do so from any thread.
+// The words of a ring, by ticket. Any thread may read them.
 class Ring {
  public:
   using Word = unsigned long long;
 
-  // `base` is that of a ring: is_ring.
+  // `base` is a ring's: see is_ring.
   explicit Ring(void* base)
       : base_(static_cast<char*>(base)), header_(*static_cast<const RingHeader*>(base)) {}
 
@@ -154,9 +148,9 @@ class Ring {
   Descriptor* descriptors(Word ticket) const {
     return reinterpret_cast<Descriptor*>(base_ + header_.descriptors_at(ticket));
   }
-  // Whether a consumer has done all that this push asked for.
+  // Whether the push has been consumed.
   bool is_done(Word ticket) const { return load(done(ticket)) >= header_.generation(ticket); }
-  // Whether the push's slot may be written: what was in it before has been consumed.
+  // Whether the push's slot may be written: the push before in it has been consumed.
   bool is_free(Word ticket) const { return load(done(ticket)) + 1 >= header_.generation(ticket); }
 
  protected:
@@ -173,7 +167,7 @@ class Ring {
   RingHeader header_;
 };
 
-// The one that pushes; at any time a ring has one. Nothing waits.
+// Pushes; a ring has one producer at a time. No function waits.
 class RingProducer : public Ring {
  public:
   using Ring::Ring;
@@ -181,15 +175,15 @@ class RingProducer : public Ring {
   // The ticket of the next push.
   Word next() const {
     const Word ticket = load(head());
-    // It is one more where the producer before was killed in front of step 5.
+    // One more if the producer before was killed before step 5.
     return ticket + (ring_generation(load(word(ticket))) == header().generation(ticket) ? 1 : 0);
   }
-  // max_descriptors of the next push, to be written; null while its slot is being read.
+  // Room for max_descriptors of the next push; null while its slot is being read.
   Descriptor* try_reserve() const {
     const Word ticket = next();
     return is_free(ticket) ? descriptors(ticket) : nullptr;
   }
-  // Hands over the first `count`, at most max_descriptors, of those that were reserved: the ticket.
+  // Pushes the first `count`, at most max_descriptors, of those reserved. Returns the ticket.
   Word publish(unsigned count) const {
     const Word ticket = next();
     const Word value = ring_word(header().generation(ticket), count);
@@ -204,12 +198,12 @@ class RingProducer : public Ring {
   }
 };
 
-// One that consumes, on the CPU. There may be several, of different tickets.
+// Consumes on the CPU. There may be several, of different tickets.
 class RingConsumer : public Ring {
  public:
   using Ring::Ring;
 
-  // The descriptors of a push, and how many they are; null where it is not there yet.
+  // The descriptors of a push and their count; null if it is not there yet.
   const Descriptor* find(Word ticket, unsigned* count) const {
     const Word value = load(word(ticket));
     *count = ring_count(value);
@@ -217,13 +211,13 @@ class RingConsumer : public Ring {
     if (*count > header().max_descriptors) return nullptr;
     const Descriptor* const found = descriptors(ticket);
     for (unsigned i = 0; i < *count; ++i) {
-      // Behind the acquire of the word, which is enough.
+      // After the acquire of the word, which orders these.
       if (__atomic_load_n(&found[i].first_seal, __ATOMIC_RELAXED) != value) return nullptr;
       if (__atomic_load_n(&found[i].second_seal, __ATOMIC_RELAXED) != value) return nullptr;
     }
     return found;
   }
-  // The push has been consumed: its slot, and what its descriptors name, may be written.
+  // Marks the push consumed: its slot, and the memory that its descriptors name, may be written.
   void complete(Word ticket) const { store(done(ticket), header().generation(ticket)); }
 };
 

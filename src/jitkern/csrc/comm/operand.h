@@ -1,0 +1,45 @@
+// A tensor argument of a collective call.
+#pragma once
+
+#include <jitkern/check.h>
+
+namespace jitkern {
+
+// A contiguous tensor on the device that `owner`, such as "the communicator", is on.
+struct Operand : Tensor {
+  char* data;
+  i64 count;  // of items
+  i64 bytes;
+
+  // `owner_ordinal` is the GPU's; -1 means the CPU.
+  Operand(const char* op, const char* arg, AnyView value, int owner_ordinal, const char* owner)
+      : Tensor(op, arg, value), data(Tensor::data()), count(numel()), bytes(count * item_bytes()) {
+    if (ordinal() != owner_ordinal) {
+      const std::string own = owner_ordinal < 0 ? "cpu" : "cuda:" + std::to_string(owner_ordinal);
+      value_error("on " + device_name(), "on " + own + ", as " + owner);
+    }
+    contiguous();
+  }
+
+  // ValueError unless it has `expected` items.
+  void has(i64 expected, const std::string& why) const {
+    if (count != expected) {
+      value_error(std::to_string(count) + " items", std::to_string(expected) + ", " + why);
+    }
+  }
+
+  // ValueError unless it has as many items as `part`, `size` times.
+  void has_each_of(const Operand& part, i64 size) const {
+    has(part.count * size,
+        std::to_string(part.count) + " for each of " + std::to_string(size) + " ranks");
+  }
+
+  // ValueError if both share memory, unless this tensor begins at `allowed`.
+  void apart_from(const Operand& other, const char* allowed, const char* expected) const {
+    if (data != allowed && data < other.data + other.bytes && other.data < data + bytes) {
+      value_error(std::string("memory of ") + other.arg, expected);
+    }
+  }
+};
+
+}  // namespace jitkern
