@@ -304,12 +304,11 @@ class CudaHeaders(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Name for a variant, such as ``cuda-1a2b3c4d5e6f``; empty without directories.
+        """Name of those that were found, for a variant, such as ``cuda-1a2b3c4d5e6f``.
 
-        Looks at every file each time (2459 of CUDA 13.5: 20 ms). Ends with :func:`given_id`.
+        Looks at every file each time (2459 of CUDA 13.5: 20 ms).
         """
-        found = f"cuda-{_state(self.found)}" if self.found else ""
-        return (found + _given_id(self.given)).lstrip("+")
+        return f"cuda-{_state(self.found)}" if self.found else ""
 
 
 def is_cuda_headers(directory: Path) -> bool:
@@ -341,8 +340,8 @@ def find_headers(
 
 
 def given_id(missing: Iterable[str], given: Sequence[Path]) -> str:
-    """Name the state of the directories that the caller has named; empty if none is searched."""
-    return _given_id(_present(given)) if _wanted(missing) else ""
+    """Name the state of the directories that the caller has named, for a key."""
+    return _state(_present(given)) if _wanted(missing) else ""
 
 
 def header_hint(name: str, library: Tool) -> str:
@@ -392,10 +391,6 @@ def _header_dirs(roots: Sequence[Path]) -> tuple[Path, ...]:
     # One may be a link to another.
     found = dict.fromkeys(Path(os.path.realpath(path)) for path in filter(os.path.isdir, spelled))
     return tuple(found) if any(map(is_cuda_headers, found)) else ()
-
-
-def _given_id(given: Sequence[Path]) -> str:
-    return f"+given-{_state(given)}" if given else ""
 
 
 def _state(directories: Sequence[Path]) -> str:
