@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ ALL |= {"huge pages", "indexing on cpu"}
 @pytest.fixture(scope="module", autouse=True)
 def host_module(session_cache: Path) -> None:
     host.module()
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """No setting of one test is left to the next."""
+    yield
+    settings.cache_clear()
 
 
 def checks(capsys: Capture, status: int) -> dict[str, dict[str, str]]:
@@ -56,14 +64,17 @@ def test_a_report_has_it_all_and_a_fix_for_each_problem(capsys: Capture, empty_c
 def test_a_note_has_its_fix(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("JITKERN_NVRTC", "/nowhere/libnvrtc.so")
     monkeypatch.setenv("JITKERN_CACHE_DIR", "/proc/version/cache")
-    monkeypatch.setenv("CXX", "'")
+    monkeypatch.setenv("CXX", "/nowhere/c++")
     settings.cache_clear()
     found = checks(capsys, 0)
     assert found["NVRTC"]["found"].endswith(" is not a file (compiles kernels for GPUs)")
     assert found["NVRTC"]["fix"] == 'unset it, or pip install "jitkern[cuda]"'
     assert found["cache"]["fix"] == "set JITKERN_CACHE_DIR to a directory of yours"
-    assert found["c++"]["found"].startswith('CXX: "\'": No closing quotation')
+    assert found["c++"]["found"].startswith("CXX: '/nowhere/c++' was not found")
     assert "install g++" in found["c++"]["fix"]
+    monkeypatch.setenv("CXX", "'")  # an open quote: a line of the table, no traceback
+    settings.cache_clear()
+    assert "No closing quotation" in checks(capsys, 0)["c++"]["found"]
 
 
 def test_without_a_host_module_torch_or_a_right_result_the_ops_are_broken(

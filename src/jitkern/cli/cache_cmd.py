@@ -130,9 +130,10 @@ def _info(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for origin, _source, cache in caches():
         entries = cache.entries()
-        one = {"origin": origin, "directory": str(cache.root), "entries": len(entries)}
-        one |= {"bytes": sum(entry.size_bytes for entry in entries), "rights": _rights(cache)}
-        found.append({**one, "not_searched": _untrusted(cache)})
+        size_bytes = sum(entry.size_bytes for entry in entries)
+        described = {"origin": origin, "directory": str(cache.root), "entries": len(entries)}
+        rights = {"rights": _rights(cache), "not_searched": _untrusted(cache)}
+        found.append({**described, "bytes": size_bytes, **rights})
     if args.json:
         ui.say_json(caches=found, max_bytes=max_bytes)
         return 0

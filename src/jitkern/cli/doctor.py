@@ -103,7 +103,7 @@ def _look(
     """Return what `find` does. Its error, "reason; fix", is a note, or broken if it is `needed`."""
     try:
         return Check(what, find())
-    except (JitkernError, ImportError, OSError, RuntimeError) as error:
+    except (JitkernError, ImportError, OSError, RuntimeError, ValueError) as error:
         reason, separator, hint = str(error).rpartition("; ")
         reason, hint = (reason, hint) if separator else (hint, "")
         reason = re.sub(rf"^({re.escape(what)}|init_pynccl): ", "", reason).partition("\n")[0]
