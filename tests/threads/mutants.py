@@ -99,9 +99,9 @@ MUTANTS = (
     ),
     Mutant(
         *("calls of two devices wait for each other", "apart", "host/workers.cc"),
-        "crew_ = crews().take();",
-        "static Crew* const only = new Crew(); while (only->work != nullptr) sched_yield(); "
-        "crew_ = only;",
+        "pool_ = take_pool();",
+        "static auto* const only = new ThreadPool(); while (only->work != nullptr) sched_yield(); "
+        "pool_ = only;",
     ),
     Mutant(
         *("threads do not sleep", "asleep", "host/workers.cc"),
