@@ -14,7 +14,7 @@ MUTANTS = [
         ("target bound off by one", "dst_row < p.num_dst_rows;", "dst_row <= p.num_dst_rows;"),
         ("padding copied", "!is_padding() && src_row", "src_row"),
         ("neighbour copied", "offset >= 0 && offset < kRowBytes", "offset < kRowBytes"),
-        ("missing tail", "offset < kRowBytes", "offset + kVecBytes < kRowBytes"),
+        ("missing tail", "offset < kRowBytes", "offset + 16 < kRowBytes"),
         ("wrong stride", "pair.dst_row * p.dst_stride_bytes", "pair.dst_row * p.src_stride_bytes"),
         ("swapped pair", "return {pair[0], pair[1]};", "return {pair[1], pair[0]};"),
         ("skipped lane", ALL_CHUNKS, ALL_CHUNKS + " if (threadIdx.x == 31) continue;", 0, 2),

@@ -181,10 +181,12 @@ def _merge(
     scale: Any,
     last: Any,
 ) -> Results:
-    given = [one for one in (output, lse) if one is not None and one is not False]
+    given = () if output is None else (output,)
+    if lse is not None and lse is not False:
+        given += (lse,)
     if scale is not None:
         read += (scale,)
-    if dispatch.in_inference_mode() or dispatch.may_write(tuple(given), read):
+    if dispatch.in_inference_mode() or dispatch.may_write(given, read):
         to, to_lse = output, None if lse is False else lse
         options = _options(op, base, lse_layout, scale, last)
         try:
@@ -213,8 +215,8 @@ def _options(
 
     `last` is the option that :data:`_LAST` names.
     """
-    is_plain = scale is None and last is None and isinstance(base, str)
-    if is_plain and isinstance(lse_layout, str) and (base, lse_layout) == ("e", "tokens_heads"):
+    # "is": two comparisons of strings, after checks of their types, take 0.3 us more.
+    if scale is None and last is None and base is _BASE[1] and lse_layout is _LAYOUT[1]:
         return None
     return _is_second(op, _BASE, base), _is_second(op, _LAYOUT, lse_layout), scale, last
 
