@@ -252,6 +252,7 @@ void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, Kernel
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
   find_pair_kernels(scope, call, table, lists);
+  const i64 num_pairs = args.params.num_pairs;
   const auto copy = [&](const PairList& list, i64 begin, i64 count) {
     std::atomic<bool> any_outside{false};
     const auto copy_part = [&](i64 from, i64 to) {
@@ -259,9 +260,11 @@ void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, Kernel
     };
     const i64 threads = std::min(num_threads, threads_for(count, 16 * count));
     threads > 1 ? for_parts(count, threads, copy_part) : copy_part(0, count);
-    if (any_outside) args.check_pairs();
+    if (any_outside && count == num_pairs) args.check_pairs();
   };
-  const i64 num_pairs = args.params.num_pairs;
+  // Of several blocks all are checked before the first is queued; what another thread writes into
+  // them later is skipped.
+  if (PairList::bytes(num_pairs, call.index_bytes) > Uploads::kBytes / 2) args.check_pairs();
   const auto list = upload(
       scope, num_pairs, PairList::bytes(1, call.index_bytes),
       [&](char* block, i64 begin, i64 count) { copy({block, call.index_bytes}, begin, count); });
