@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from rings import memory_of, random_rows, ref_unpack, ring_word, rows, take_next
@@ -61,7 +62,6 @@ def test_the_slot_in_memory() -> None:
 
 
 def test_arrays_and_strided_tensors() -> None:
-    numpy = pytest.importorskip("numpy")
     with DescriptorRing(8, 4, device="cpu") as ring:
         layout = memory_of(ring)
         ring.push(numpy.arange(6).reshape(2, 3))
