@@ -24,7 +24,6 @@ _LAUNCHES = "launches device code that has no form for the CPU"
 NEEDS_GPU = {
     ("docs/writing-kernels.md", "x = torch.ones(1 << 20, device="): _LAUNCHES,
     ("docs/writing-kernels.md", 'mod.launch("scale", x.double()'): _LAUNCHES,
-    ("docs/writing-kernels.md", "perf_cuda("): "times a GPU",
     ("docs/writing-kernels.md", "add_one.launch(x)"): "launches what nvcc compiles",
 }
 """Python that is left out where there is no GPU: (page, a text in the block) and the reason."""
