@@ -36,20 +36,23 @@ def _rows_of(indices: Tensor, num_rows: int, vocab_range: Any, added_range: Any)
 
 
 def add_up(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Return the sum of the gradients of each row, but for the last one, which nobody asks for.
+    """Return the sum of the gradients of each row except the last, which the caller drops.
 
-    Those of 16 bits are added up in 32: a sum of ones would else stop at 256, or at 2048 of halves.
-    Equal calls give equal bits.
+    Gradients of 16 bits are summed in 32 bits: a sum of bfloat16 ones would stop at 256, of halves
+    at 2048. Under ``torch.use_deterministic_algorithms(True)`` equal calls give equal bits.
     """
-    # The CPU's index_add of matrices does so by itself; a GPU's adds to memory, atomically and in
-    # any order. The other way has no complex numbers, and launches of no element are errors.
+    # On a GPU index_add sums 16 bits in 16 bits, by atomics; the embedding's gradient does not. It
+    # has no complex numbers, and it fails if there is nothing to add.
     if gradients.is_cuda and gradients.is_floating_point() and gradients.numel() != 0:
         return add_up_sorted(gradients, rows, num_rows)
     return gradients.new_zeros(num_rows, gradients.shape[1]).index_add(0, rows, gradients)
 
 
 def add_up_sorted(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """As :func:`add_up`, in the order of sorted rows: the gradient of ``torch.nn.Embedding``."""
+    """Return the same by the gradient of ``torch.nn.Embedding``, which sorts the rows.
+
+    Without deterministic algorithms PyTorch 2.11 adds few long rows by atomics (its #172454).
+    """
     import torch
 
     backward: Any = torch.ops.aten.embedding_dense_backward
