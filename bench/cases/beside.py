@@ -218,8 +218,10 @@ def movers(quick: bool = False) -> Iterator[Way]:
     for direction in ("h2d", "d2h"):
         yield Way(f"copy_blocks {direction}", CALL_BYTES, [layer_first[direction]()])
         for sms in () if quick else (1, 2, 3, 4, 8):
-            call = layer_first[direction](num_sms=sms)
+            call = layer_first[direction](on_gpu=True, num_sms=sms)
             yield Way(f"copy_blocks {direction}, {sms} SMs", CALL_BYTES, [call])
+        in_graph = _captured(layer_first[direction](on_gpu=True))
+        yield Way(f"copy_blocks {direction}, in a graph", CALL_BYTES, [in_graph])
         by_engine = layer_first[direction](method="engine")
         yield Way(f"copy_blocks {direction}, engine", CALL_BYTES, [by_engine])
         yield Way(f"host page first, {direction}", CALL_BYTES, [page_first[direction]()])
@@ -243,18 +245,31 @@ def _blocks(
         sides.append((used.view(*shape, PIECE), dim))
     for (dst, dst_dim), (src, src_dim) in (sides, sides[::-1]):
 
-        def make(dst=dst, src=src, dst_dim=dst_dim, src_dim=src_dim, **how: Any) -> Call:
+        def make(
+            dst=dst, src=src, dst_dim=dst_dim, src_dim=src_dim, on_gpu=False, **how: Any
+        ) -> Call:
             sets = [
                 torch.stack([torch.randperm(count)[:BLOCKS] for _ in range(2)], 1)
                 for _ in range(SETS)
             ]
-            if how.get("method") is None and how.get("num_sms"):
+            if on_gpu:
                 sets = [pairs.cuda() for pairs in sets]
             turn = itertools.cycle(sets)
             dims = {"dst_block_dim": dst_dim, "src_block_dim": src_dim}
             return lambda: jitkern.copy_blocks(src, dst, next(turn), **dims, **how)
 
         yield make
+
+
+def _captured(call: Call) -> Call:
+    """Return what replays graphs of the call, each of other blocks."""
+    graphs = [torch.cuda.CUDAGraph() for _ in range(SETS)]
+    call()
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            call()
+    turn = itertools.cycle(graphs)
+    return lambda: next(turn).replay()
 
 
 def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
