@@ -50,8 +50,7 @@ bench: $(call ready,bench)
 # What the docs show of bench/results: tables and plots.
 plots: $(call ready,bench)
 	$(PY) -m bench.tables
-	$(PY) -m bench --replot docs/img --json bench/results/nvidia-h200.json
-	$(PY) -m bench --replot docs/img --json bench/results/beside.json
+	$(PY) -m bench.plots bench/results/nvidia-h200.json docs/img
 
 # Against the baseline of this kind of machine: instructions decide, times are shown.
 bench-ci: $(call ready,test)

@@ -1,4 +1,4 @@
-"""The command: run the chosen benchmarks, print tables, write JSON and plots."""
+"""The command: run the chosen benchmarks, print tables, write JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench import cases, goals, peers
+from bench import cases, peers
 from jitkern.bench import Context, Row, report
 from jitkern.bench.case import error_row
 
-ROOT = Path(__file__).resolve().parent
-OPS = cases.NAMES
+RESULTS = Path(__file__).with_name("results")
+STYLES = {"ours": "bold green", "ceiling": "cyan", "sm ceiling": "cyan", "floor": "cyan"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         progress.print("bench: --device cuda: PyTorch sees no CUDA device")
         return 2
-    ops = args.op or list(OPS)
-    if args.replot:
-        return _plot(report.read(args.json or _default_path(device)), args.replot)
+    ops = args.op or cases.NAMES
     started = time.perf_counter()
     ctx = Context(device, args.quick, lambda text: progress.print(f"  {text}", style="dim"))
     machine = report.machine(device)
@@ -47,30 +45,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += done
         if done:
             console.print(table(op, done))
-    if found := goals.reached(rows):
-        console.print(goals.goals_table(found))
-    console.print(summary(rows))
-    data = report.payload(machine, rows, quick=args.quick)
+    failed = [row for row in rows if row.error]
+    ours = [row for row in failed if row.role == "ours"]
+    console.print(
+        f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
+    )
     if args.json or not args.quick:
-        path = args.json or _default_path(device)
-        write(path, data)
+        path = args.json or RESULTS / f"{report.kind_of(machine)}.json"
+        write(path, report.payload(machine, rows, quick=args.quick))
         progress.print(f"wrote {path}")
     progress.print(f"{time.perf_counter() - started:.0f} s")
-    if args.plot and (status := _plot(data, args.plot)):
-        return status
-    return 1 if any(row.role == "ours" and row.error for row in rows) else 0
-
-
-def _default_path(device: str) -> Path:
-    return ROOT / "results" / f"{report.kind_of(report.machine(device))}.json"
+    return 1 if ours else 0
 
 
 def _run(ctx: Context, op: str) -> list[Row]:
+    module = cases.module(op)
+    if ctx.device != "cuda" and getattr(module, "NEEDS_GPU", False):
+        ctx.say(f"{op}: needs a GPU, skipped")
+        return []
     rows: list[Row] = []
     gc.collect()
     gc.freeze()  # every graph capture collects garbage: 0.1 s each with torch's objects in it
     try:
-        for row in cases.module(op).run(ctx):
+        for row in module.run(ctx):
             rows.append(row)
     except Exception as error:  # keep what the other benchmarks measured
         rows.append(error_row(op, "", "the benchmark itself", "ours", error))
@@ -81,16 +78,24 @@ def _run(ctx: Context, op: str) -> list[Row]:
     return rows
 
 
+def compare(rows: list[Row]) -> None:
+    """Set ours against the best peer, and everything against the best ceiling, by speed."""
+    peer = min((r.median_us for r in rows if r.role == "peer" and r.median_us), default=None)
+    ceiling = max((r.gb_s for r in rows if r.role == "ceiling" and r.gb_s), default=None)
+    for row in rows:
+        if row.role == "ours" and row.median_us and peer:
+            row.ratio_to_best_peer = peer / row.median_us
+        if ceiling and row.gb_s:
+            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
+
+
 def write(path: Path, data: report.Payload) -> None:
-    """Write the JSON with the goals; benchmarks of an earlier run of this machine stay."""
+    """Write the JSON; benchmarks of an earlier run of this machine stay."""
     if path.exists():
         before = report.read(path)
         if before["machine"] == data["machine"]:
             data = {**data, "benchmarks": {**before["benchmarks"], **data["benchmarks"]}}
-    report.save(path, {**data, "goals": goals.recorded(report.rows_of(data))})
-
-
-STYLES = {"ours": "bold green", "ceiling": "cyan", "sm ceiling": "cyan", "floor": "cyan"}
+    report.save(path, data)
 
 
 def table(op: str, rows: Sequence[Row]) -> Table:
@@ -100,32 +105,22 @@ def table(op: str, rows: Sequence[Row]) -> Table:
     for column in ("median", "IQR %", "GB/s", "x peer", "% ceiling", "host us"):
         made.add_column(column, justify="right", no_wrap=True)
     made.add_column("note")
-    last = None
-    cases = list(dict.fromkeys(row.case for row in rows))
-    for row in sorted(rows, key=lambda row: cases.index(row.case)):
-        if row.case != last:
-            made.add_row(row.case, style="bold")
-            last = row.case
-        spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
-        made.add_row(
-            f"  {row.impl}",
-            time_text(row.median_us),
-            _number(spread, 1),
-            _number(row.gb_s, 1 if (row.gb_s or 0) < 1000 else 0),
-            _number(row.ratio_to_best_peer, 2),
-            _number(row.percent_of_ceiling, 1),
-            _number(row.host_us, 1),
-            row.error or row.note,
-            style="red" if row.error else STYLES.get(row.role, ""),
-        )
+    for case in dict.fromkeys(row.case for row in rows):
+        made.add_row(case, style="bold")
+        for row in [row for row in rows if row.case == case]:
+            spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
+            made.add_row(
+                f"  {row.impl}",
+                time_text(row.median_us),
+                _number(spread, 1),
+                _number(row.gb_s, 1),
+                _number(row.ratio_to_best_peer, 2),
+                _number(row.percent_of_ceiling, 1),
+                _number(row.host_us, 1),
+                row.error or row.note,
+                style="red" if row.error else STYLES.get(row.role, ""),
+            )
     return made
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Say in one line how many rows there are and what failed."""
-    failed = [row for row in rows if row.error]
-    ours = [row for row in failed if row.role == "ours"]
-    return f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
 
 
 def time_text(us: float | None) -> str:
@@ -141,58 +136,16 @@ def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def compare(rows: list[Row]) -> None:
-    """Set ours against the best peer, and everything against the best ceiling, by speed."""
-
-    def best(role: str) -> float | None:
-        return min((r.median_us for r in rows if r.role == role and r.median_us), default=None)
-
-    peer = best("peer")
-    ceiling = max((r.gb_s for r in rows if r.role == "ceiling" and r.gb_s), default=None)
-    for row in rows:
-        if row.role == "ours" and row.median_us and peer:
-            row.ratio_to_best_peer = peer / row.median_us
-        if ceiling and row.gb_s:
-            row.percent_of_ceiling = 100.0 * row.gb_s / ceiling
-
-
-def _plot(data: report.Payload, directory: Path) -> int:
-    try:
-        from bench import plots
-    except ImportError as error:
-        sys.stderr.write(
-            f"bench: --plot: {error}; install the extra: pip install 'jitkern[bench]'\n"
-        )
-        return 2
-    for path in plots.draw(data, directory):
-        sys.stderr.write(f"wrote {path}\n")
-    return 0
-
-
-def _op(text: str) -> str:
-    if text not in OPS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(OPS)}")
-    return text
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jitkern bench",
         description="Time jitkern beside its peers and the measured ceilings; correct first.",
-        epilog="example: jitkern bench store index --quick --json out.json --plot plots/",
+        epilog="example: jitkern bench store index --quick --json out.json",
     )
-    parser.add_argument(
-        "op", nargs="*", metavar="op", type=_op, help=f"of {', '.join(OPS)}; default all"
-    )
-    parser.add_argument("--quick", action="store_true", help="few sizes, under a minute")
-    parser.add_argument(
-        "--json", type=Path, metavar="F", help="write here (default bench/results/<machine>.json)"
-    )
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw PNG plots into DIR")
-    parser.add_argument(
-        "--replot", type=Path, metavar="DIR", help="only draw, from the JSON of an earlier run"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
-    )
+    add = parser.add_argument
+    add("op", nargs="*", metavar="op", choices=cases.NAMES, help=f"of {', '.join(cases.NAMES)}")
+    add("--quick", action="store_true", help="few sizes, under a minute")
+    text = "write here (default bench/results/<machine>.json)"
+    add("--json", type=Path, metavar="F", help=text)
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     return parser

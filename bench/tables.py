@@ -15,330 +15,83 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
-
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
+# Of each table three lines: its name, file of results, benchmark, name of a case with {} for what
+# differs, figure, and what stands in the corner; the cases, by what {} is; the implementations.
+# "NAME ~ TEXT" is shown as TEXT; names with " / " between them share a cell. An implementation is
+# a row and a case a column; "rows:" in front of the cases turns that round.
+TABLES_TEXT = """
+store | nvidia-h200 | store | 131072 rows of {} B | gb_s | 131,072 rows of
+rows: 256 ~ 256 B | 656 ~ 656 B | 1024 ~ 1 KB | 2048 ~ 2 KB
+jitkern | nvcc, mini-sglang style ~ warp a row (nvcc) | triton ~ Triton | torch cache[idx] = x, twice ~ torch `cache[idx] = x`, twice | copy kernel, same bytes ~ copy
 
-@dataclass(frozen=True)
-class Table:
-    """Figures of one benchmark: an implementation a line and a case a column, or `turned` round."""
+store-one | nvidia-h200 | store | {} rows of 656 B, one cache | us
+1 ~ 1 row | 1024 ~ 1,024 rows | 131072 ~ 131,072 rows
+jitkern ~ one cache, 656 B | torch cache[idx] = x ~ PyTorch, `cache[idx] = x` | copy kernel, same bytes ~ copy of the same bytes
 
-    op: str
-    case: str
-    """Name of a case, with ``{}`` where a key of `cases` goes."""
-    cases: Mapping[str, str]
-    """What ``{}`` is, and the heading of its figures."""
-    impls: Mapping[str, str]
-    """Implementations, several with `` / `` between them in one cell, and their headings."""
-    corner: str = ""
-    value: str = "gb_s"
-    turned: bool = False
-    file: str = "nvidia-h200"
+store-two | nvidia-h200 | store | {} rows of 1536 B and 1024 B | us
+1 ~ 1 row | 1024 ~ 1,024 rows | 131072 ~ 131,072 rows
+jitkern ~ K of 1,536 B and V of 1,024 B, one call | jitkern, twice ~ two calls, of one cache each | torch cache[idx] = x, twice ~ PyTorch, `cache[idx] = x`, twice | copy kernel, same bytes ~ copy of the same bytes
 
-    def lines(self) -> list[str]:
-        """Return the table as lines of Markdown."""
-        figures = {case: self._figures(case) for case in self.cases}
-        if self.turned:
-            heads = list(self.impls.values())
-            body = [[self.cases[case], *figures[case].values()] for case in self.cases]
-        else:
-            heads = list(self.cases.values())
-            body = [[self.impls[i], *(figures[case][i] for case in self.cases)] for i in self.impls]
-        rows = [[self.corner, *heads], ["---"] * (len(heads) + 1), *body]
-        return ["|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in rows]
+index | nvidia-h200 | index | 65536 rows of {} B | gb_s | 65,536 rows of
+rows: 656 ~ 656 B | 7168 ~ 7 KB | 8192 ~ 8 KB
+jitkern | nvcc, mini-sglang style ~ warp a row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding | copy kernel ~ copy
 
-    def _figures(self, key: str) -> dict[str, str]:
-        rows = _rows(self.file, self.op, self.case.format(key))
-        if not rows:
-            raise ValueError(f"tables: {self.op}: no case {self.case.format(key)!r}")
-        texts = {}
-        for names in self.impls:
-            cells = [self._text(rows.get(name)) for name in names.split(" / ")]
-            texts[names] = " / ".join(cell for cell in cells if cell)
-        return texts
+ladder | nvidia-h200 | h2d_gather | 262144 rows of 656 B, {} | gb_s
+distinct ~ distinct rows | repeats ~ random rows with repeats
+1 thread a row, byte loads ~ one thread a row, byte loads | 2 thread a row, 16-byte loads ~ one thread a row, 16-byte loads | 3 warp a row ~ a warp a row | 4 loads before stores ~ loads before stores | 5 persistent, 4 SMs ~ the same on 4 SMs | 6 line-aligned, 2 SMs ~ lanes start at the line, 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern | cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
 
-    def _text(self, row: Mapping[str, Any] | None) -> str:
-        if row is None or row["median_us"] is None:
-            return "" if row is None else "does not compile"
-        if self.value == "gb_s":
-            return three_digits(row["gb_s"])
-        return three_digits(row["median_us"] / (1e3 if self.value == "ms" else 1))
+pools-gather | nvidia-h200 | pools | gather of 262144 rows of 656 B, pool of {} GiB, uniform | gb_s | `h2d_gather`
+0.2 ~ 0.2 GiB | 1 | 4 | 8 | 16 | 32 | 64
+jitkern ~ jitkern (`order="auto"`) | jitkern, as they come | 6 line-aligned, 4 SMs ~ lanes start at the line, as they come | 4 loads before stores, full grid ~ loads before stores, as they come | torch.argsort, then 6 line-aligned, 4 SMs ~ `torch.argsort`, then lanes start at the line | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
 
+pools-scatter | nvidia-h200 | pools | scatter of 262144 rows of 656 B, pool of {} GiB, uniform | gb_s | `d2h_scatter`
+0.2 ~ 0.2 GiB | 1 | 4 | 16 | 64
+jitkern ~ jitkern (`order="auto"`) | jitkern, as they come | 6 line-aligned, 4 SMs ~ lanes start at the line, as they come | 4 loads before stores, full grid ~ loads before stores, as they come | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
 
-def beside() -> list[str]:
-    """Return what movers and a decode step cost each other, figures of all batches in a cell."""
-    cases = [_rows("beside", "beside", f"decode step, batch {batch}") for batch in (1, 32, 128)]
-    made = ["| | step, times as long | its p99 | GB/s beside (alone) | ms lost per GB |"]
-    made.append("| --- | --- | --- | --- | --- |")
-    for way, shown in BESIDE.items():
-        rows = [case[way] for case in cases]
-        params = [row["params"] for row in rows]
-        cells = [
-            " / ".join(f"{one[key]:.2f}" for one in params) for key in ("slowdown", "p99_slowdown")
-        ]
-        alone = f" ({params[0]['gb_s_alone']:.0f})"
-        cells.append(" / ".join(f"{row['gb_s']:.0f}" for row in rows) + alone)
-        cells.append(" / ".join(f"{one['lost_ms_per_gb']:.1f}" for one in params))
-        made.append("| " + " | ".join([shown, *cells]) + " |")
-    return made
+swap | nvidia-h200 | swap | 262144 rows of 656 B, distinct, pool of {} GiB | gb_s
+0.4 ~ 0.4 GiB | 4 | 16 | 64
+jitkern ~ jitkern (`order="auto"`) | jitkern, order="given" ~ jitkern, `order="given"` | d2h_scatter, then h2d_gather ~ `d2h_scatter`, then `h2d_gather` | both on two streams, by a staging buffer ~ both on two streams, a staging buffer | cudaMemcpyAsync both ways, contiguous ~ both copy engines, in one piece
 
+first-call | nvidia-h200 | first_call | {} | ms | ms
+first kernel of a process | store | index ~ indexing | h2d_gather | h2d_gather, large call
+jitkern: NVRTC, cold ~ cold, NVRTC | load_inline with nvcc, cold ~ cold, nvcc through `load_inline` | jitkern: warm, new process ~ another process | load_module of it, new process ~ the same, `tvm_ffi.load_module` of what nvcc made
 
-@cache
-def read(file: str) -> Any:
-    """Return a file of ``bench/results``."""
-    return json.loads((RESULTS / f"{file}.json").read_text())
+peer-sums | nvidia-h100-x2 | peer | all_reduce, {} bf16, 2 GPUs | us
+8 KB | 128 KB | 1 MB | 2 MB | 4 MB
+jitkern ~ `PeerCommunicator` | jitkern, one behind the other ~ the same, nothing between two calls | torch.distributed ~ torch.distributed (NCCL 2.28.9) | torch symmetric memory, one shot / torch symmetric memory, two shots ~ torch symmetric memory, one shot / two
 
+cpu-store | intel-xeon-16-cores | store | 8192 rows of {} B | us | `store_cache`
+rows: 256 ~ 256 B | 656 ~ 656 B | 2048 ~ 2 KB | 8192 ~ 8 KB
+jitkern | torch cache[idx] = x, twice ~ `cache[idx] = x`, twice | copy_ of the same bytes ~ copy
 
-def three_digits(value: float) -> str:
-    """Return ``4,015``, ``48.5``, ``1.30`` or ``0.28``.
+cpu-index | intel-xeon-16-cores | index | 8192 rows of {} B | us | `indexing`
+rows: 656 ~ 656 B | 2048 ~ 2 KB | 8192 ~ 8 KB
+jitkern | torch index_select(out=) ~ `index_select(out=)` | torch F.embedding ~ `F.embedding` | copy_ of as many rows ~ copy
+"""  # noqa: E501
 
-    Examples
-    --------
-    >>> three_digits(4015.2), three_digits(48.51), three_digits(0.277)
-    ('4,015', '48.5', '0.28')
-    """
-    if value >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-_COPY = "copy kernel, same bytes"
-_TWICE = "torch cache[idx] = x, twice"
-_ORDERED, _GIVEN = "jitkern", "jitkern, as they come"
-_FULL, _LINES = "4 loads before stores, full grid", "6 line-aligned, 4 SMs"
-_ARGSORT = "torch.argsort, then 6 line-aligned, 4 SMs"
-_ENGINE = "cudaMemcpyAsync, contiguous"
-_OTHERS = f"{_ORDERED} / {_GIVEN} / {_ARGSORT}"
-_TABLES_PEERS = "jitkern / triton, rows where they lie / torch: index_select on the CPU, copy"
-
-
-def _gib(*sizes: str) -> dict[str, str]:
-    return {size: f"{size} GiB" if size == sizes[0] else size for size in sizes}
-
-
-TABLES: dict[str, Table] = {
-    "store": Table(
-        "store",
-        "131072 rows of {} B",
-        {"256": "256 B", "656": "656 B", "1024": "1 KB", "2048": "2 KB"},
-        {
-            "jitkern": "jitkern",
-            "nvcc, mini-sglang style": "warp a row (nvcc)",
-            "triton": "Triton",
-            _TWICE: "torch `cache[idx] = x`, twice",
-            _COPY: "copy",
-        },
-        corner="131,072 rows of",
-        turned=True,
-    ),
-    "store-one": Table(
-        "store",
-        "{} rows of 656 B, one cache",
-        {"1": "1 row", "1024": "1,024 rows", "131072": "131,072 rows"},
-        {
-            "jitkern": "one cache, 656 B",
-            "torch cache[idx] = x": "PyTorch, `cache[idx] = x`",
-            _COPY: "copy of the same bytes",
-        },
-        value="us",
-    ),
-    "store-two": Table(
-        "store",
-        "{} rows of 1536 B and 1024 B",
-        {"1": "1 row", "1024": "1,024 rows", "131072": "131,072 rows"},
-        {
-            "jitkern": "K of 1,536 B and V of 1,024 B, one call",
-            "jitkern, twice": "two calls, of one cache each",
-            _TWICE: "PyTorch, `cache[idx] = x`, twice",
-            _COPY: "copy of the same bytes",
-        },
-        value="us",
-    ),
-    "index": Table(
-        "index",
-        "65536 rows of {} B",
-        {"656": "656 B", "7168": "7 KB", "8192": "8 KB"},
-        {
-            "jitkern": "jitkern",
-            "nvcc, mini-sglang style": "warp a row (nvcc)",
-            "triton": "Triton",
-            "torch index_select(out=)": "index_select",
-            "torch F.embedding": "F.embedding",
-            "copy kernel": "copy",
-        },
-        corner="65,536 rows of",
-        turned=True,
-    ),
-    "ladder": Table(
-        "h2d_gather",
-        "262144 rows of 656 B, {}",
-        {"distinct": "distinct rows", "repeats": "random rows with repeats"},
-        {
-            "1 thread a row, byte loads": "one thread a row, byte loads",
-            "2 thread a row, 16-byte loads": "one thread a row, 16-byte loads",
-            "3 warp a row": "a warp a row",
-            "4 loads before stores": "loads before stores",
-            "5 persistent, 4 SMs": "the same on 4 SMs",
-            "6 line-aligned, 2 SMs": "lanes start at the line, 2 SMs",
-            "triton": "Triton",
-            "jitkern, num_sms=2, dedup=False": "jitkern, 2 SMs, `dedup=False`",
-            "jitkern": "jitkern",
-            _ENGINE: "`cudaMemcpyAsync`, as many bytes in one piece",
-            "zero-copy kernel, contiguous, 132 SMs": "132 SMs, contiguous memory",
-        },
-    ),
-    "pools-gather": Table(
-        "pools",
-        "gather of 262144 rows of 656 B, pool of {} GiB, uniform",
-        _gib("0.2", "1", "4", "8", "16", "32", "64"),
-        {
-            _ORDERED: 'jitkern (`order="auto"`)',
-            _GIVEN: "jitkern, as they come",
-            _LINES: "lanes start at the line, as they come",
-            _FULL: "loads before stores, as they come",
-            _ARGSORT: "`torch.argsort`, then lanes start at the line",
-            _ENGINE: "copy engine, in one piece",
-        },
-        corner="`h2d_gather`",
-    ),
-    "pools-scatter": Table(
-        "pools",
-        "scatter of 262144 rows of 656 B, pool of {} GiB, uniform",
-        _gib("0.2", "1", "4", "16", "64"),
-        {
-            _ORDERED: 'jitkern (`order="auto"`)',
-            _GIVEN: "jitkern, as they come",
-            _LINES: "lanes start at the line, as they come",
-            _FULL: "loads before stores, as they come",
-            _ENGINE: "copy engine, in one piece",
-        },
-        corner="`d2h_scatter`",
-    ),
-    "swap": Table(
-        "swap",
-        "262144 rows of 656 B, distinct, pool of {} GiB",
-        _gib("0.4", "4", "16", "64"),
-        {
-            "jitkern": 'jitkern (`order="auto"`)',
-            'jitkern, order="given"': 'jitkern, `order="given"`',
-            "d2h_scatter, then h2d_gather": "`d2h_scatter`, then `h2d_gather`",
-            "both on two streams, by a staging buffer": "both on two streams, a staging buffer",
-            "cudaMemcpyAsync both ways, contiguous": "both copy engines, in one piece",
-        },
-    ),
-    **{
-        f"pools-{name}": Table(
-            "pools",
-            f"gather of {case}, pool of {{}} GiB, {law}",
-            _gib("0.2", "4", "16", "64"),
-            {_OTHERS: shown},
-        )
-        for name, case, law, shown in (
-            ("few", "32768 rows of 656 B", "uniform", "32,768 rows of 656 B"),
-            ("zipf", "262144 rows of 656 B", "Zipf(1.1)", "262,144 of 656 B, Zipf(1.1)"),
-            ("short", "524288 rows of 256 B", "uniform", "524,288 of 256 B"),
-            ("tiny", "524288 rows of 8 B", "uniform", "524,288 of 8 B"),
-        )
-    },
-    **{
-        f"host-tables-{name}": Table(
-            "pools",
-            f"table of {count} rows of 256 B, pool of {{}} GiB, {law}",
-            _gib("0.2", "4", "16", "64"),
-            {_TABLES_PEERS: shown},
-            value="us",
-        )
-        for name, count, law, shown in (
-            ("few", "24576", "uniform", "24,576, distinct"),
-            ("few-zipf", "24576", "Zipf(1.1)", "24,576, Zipf(1.1)"),
-            ("many", "524288", "uniform", "524,288, distinct"),
-            ("many-zipf", "524288", "Zipf(1.1)", "524,288, Zipf(1.1)"),
-        )
-    },
-    "first-call": Table(
-        "first_call",
-        "{}",
-        {
-            "first kernel of a process": "first kernel of a process",
-            "store": "store",
-            "index": "indexing",
-            "h2d_gather": "h2d_gather",
-            "h2d_gather, large call": "h2d_gather, large call",
-        },
-        {
-            "jitkern: NVRTC, cold": "cold, NVRTC",
-            "load_inline with nvcc, cold": "cold, nvcc through `load_inline`",
-            "jitkern: warm, new process": "another process",
-            "load_module of it, new process": "the same, `tvm_ffi.load_module` of what nvcc made",
-        },
-        corner="ms",
-        value="ms",
-    ),
-    **{
-        f"process-{run}": Table(
-            "first_call",
-            "{}",
-            {"first call of a process, imports included": shown},
-            {
-                "jitkern: warm": "jitkern",
-                "load_inline of what is built": "`load_inline` of what is built",
-                "jitkern: warm, no bytecode": "jitkern, no bytecode files",
-                "load_inline of what is built, no bytecode": "`load_inline`, no bytecode files",
-            },
-            corner="ms",
-            value="ms",
-            turned=True,
-            file=f"first_call_{run}",
-        )
-        for run, shown in (("a", "one host"), ("b", "another"), ("c", "a third"))
-    },
-    "peer-sums": Table(
-        "peer",
-        "all_reduce, {} bf16, 2 GPUs",
-        {size: size for size in ("8 KB", "128 KB", "1 MB", "2 MB", "4 MB")},
-        {
-            "jitkern": "`PeerCommunicator`",
-            "jitkern, one behind the other": "the same, nothing between two calls",
-            "torch.distributed": "torch.distributed (NCCL 2.28.9)",
-            "torch symmetric memory, one shot / torch symmetric memory, two shots": (
-                "torch symmetric memory, one shot / two"
-            ),
-        },
-        value="us",
-        file="nvidia-h100-x2",
-    ),
-    "cpu-store": Table(
-        "store",
-        "8192 rows of {} B",
-        {"256": "256 B", "656": "656 B", "2048": "2 KB", "8192": "8 KB"},
-        {
-            "jitkern": "jitkern",
-            _TWICE: "`cache[idx] = x`, twice",
-            "copy_ of the same bytes": "copy",
-        },
-        corner="`store_cache`",
-        value="us",
-        turned=True,
-        file="intel-xeon-16-cores",
-    ),
-    "cpu-index": Table(
-        "index",
-        "8192 rows of {} B",
-        {"656": "656 B", "2048": "2 KB", "8192": "8 KB"},
-        {
-            "jitkern": "jitkern",
-            "torch index_select(out=)": "`index_select(out=)`",
-            "torch F.embedding": "`F.embedding`",
-            "copy_ of as many rows": "copy",
-        },
-        corner="`indexing`",
-        value="us",
-        turned=True,
-        file="intel-xeon-16-cores",
-    ),
+# Tables of one row, which pages join under one head: name, rows, law, and what the row is called.
+_POOLS = (
+    ("pools-few", "gather of 32768 rows of 656 B", "uniform", "32,768 rows of 656 B"),
+    ("pools-zipf", "gather of 262144 rows of 656 B", "Zipf(1.1)", "262,144 of 656 B, Zipf(1.1)"),
+    ("pools-short", "gather of 524288 rows of 256 B", "uniform", "524,288 of 256 B"),
+    ("pools-tiny", "gather of 524288 rows of 8 B", "uniform", "524,288 of 8 B"),
+    ("host-tables-few", "table of 24576 rows of 256 B", "uniform", "24,576, distinct"),
+    ("host-tables-few-zipf", "table of 24576 rows of 256 B", "Zipf(1.1)", "24,576, Zipf(1.1)"),
+    ("host-tables-many", "table of 524288 rows of 256 B", "uniform", "524,288, distinct"),
+    ("host-tables-many-zipf", "table of 524288 rows of 256 B", "Zipf(1.1)", "524,288, Zipf(1.1)"),
+)
+_IN_ONE_CELL = {
+    "gb_s": "jitkern / jitkern, as they come / torch.argsort, then 6 line-aligned, 4 SMs",
+    "us": "jitkern / triton, rows where they lie / torch: index_select on the CPU, copy",
 }
-
+_UNITS = {"us": 1.0, "ms": 1e3}
+_PROCESSES = (
+    "jitkern: warm ~ jitkern | load_inline of what is built ~ `load_inline` of what is built"
+)
+_PROCESSES += " | jitkern: warm, no bytecode ~ jitkern, no bytecode files"
+_PROCESSES += " | load_inline of what is built, no bytecode ~ `load_inline`, no bytecode files"
 
 BESIDE = {
     "engine, contiguous, h2d": "copy engine, one piece, to the GPU",
@@ -358,15 +111,120 @@ BESIDE = {
     "swap_rows": "`swap_rows`, rows of 656 B",
 }
 
-MADE: dict[str, Callable[[], list[str]]] = {
-    **{name: table.lines for name, table in TABLES.items()},
-    "beside": beside,
-}
+
+@dataclass(frozen=True)
+class Table:
+    """Figures of one benchmark, as in a paragraph of TABLES_TEXT."""
+
+    file: str
+    op: str
+    case: str
+    value: str
+    corner: str
+    cases: str
+    impls: str
+
+    def lines(self) -> list[str]:
+        """Return the table as lines of Markdown."""
+        cases, impls = _shown(self.cases), _shown(self.impls)
+        figures = {
+            (case, impl): self._text(_rows(self.file, self.op, self.case.format(case)), impl)
+            for case in cases
+            for impl in impls
+        }
+        if self.cases.startswith("rows:"):
+            body = [[cases[case], *(figures[case, i] for i in impls)] for case in cases]
+        else:
+            body = [[impls[impl], *(figures[c, impl] for c in cases)] for impl in impls]
+        heads = list((impls if self.cases.startswith("rows:") else cases).values())
+        return _markdown([[self.corner, *heads], ["---"] * (len(heads) + 1), *body])
+
+    def _text(self, rows: Mapping[str, Any], impl: str) -> str:
+        found = [rows[name] for name in impl.split(" / ") if name in rows]
+        if any(row["median_us"] is None for row in found):
+            return "does not compile"
+        key, unit = ("gb_s", 1) if self.value == "gb_s" else ("median_us", _UNITS[self.value])
+        return " / ".join(three_digits(row[key] / unit) for row in found)
+
+
+def _shown(text: str) -> dict[str, str]:
+    """Return what each name of a line is shown as."""
+    pairs = (one.partition(" ~ ") for one in text.removeprefix("rows: ").split(" | "))
+    return {name: shown or name for name, _, shown in pairs}
+
+
+def _markdown(rows: list[list[str]]) -> list[str]:
+    return ["|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in rows]
+
+
+@cache
+def read(file: str) -> Any:
+    """Return a file of ``bench/results``."""
+    return json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())
 
 
 def _rows(file: str, op: str, case: str) -> dict[str, dict[str, Any]]:
-    rows = read(file)["benchmarks"][op]["rows"]
-    return {row["impl"]: row for row in rows if row["case"] == case}
+    found = {r["impl"]: r for r in read(file)["benchmarks"][op]["rows"] if r["case"] == case}
+    if not found:
+        raise ValueError(f"tables: {file}: {op}: no case {case!r}")
+    return found
+
+
+def three_digits(value: float) -> str:
+    """Return ``4,015``, ``48.5``, ``1.30`` or ``0.28``.
+
+    Examples
+    --------
+    >>> three_digits(4015.2), three_digits(48.51), three_digits(0.277)
+    ('4,015', '48.5', '0.28')
+    """
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def beside() -> list[str]:
+    """Return what movers and a decode step cost each other, figures of all batches in a cell."""
+    cases = [_rows("beside", "beside", f"decode step, batch {batch}") for batch in (1, 32, 128)]
+    heads = ["", "step, times as long", "its p99", "GB/s beside (alone)", "ms lost per GB"]
+    made = [heads, ["---"] * len(heads)]
+    for way, shown in BESIDE.items():
+        rows = [case[way] for case in cases]
+        params = [row["params"] for row in rows]
+        figures = [
+            [f"{one['slowdown']:.2f}" for one in params],
+            [f"{one['p99_slowdown']:.2f}" for one in params],
+            [f"{row['gb_s']:.0f}" for row in rows],
+            [f"{one['lost_ms_per_gb']:.1f}" for one in params],
+        ]
+        cells = [" / ".join(one) for one in figures]
+        cells[2] += f" ({params[0]['gb_s_alone']:.0f})"
+        made.append([shown, *cells])
+    return _markdown(made)
+
+
+def _tables() -> dict[str, Table]:
+    made = {}
+    for paragraph in TABLES_TEXT.strip().split("\n\n"):
+        head, cases, impls = paragraph.splitlines()
+        name, file, op, case, value, *corner = head.split(" | ")
+        made[name] = Table(file, op, case, value, "".join(corner), cases, impls)
+    for name, rows, law, shown in _POOLS:
+        value = "us" if name.startswith("host") else "gb_s"
+        case, sizes = f"{rows}, pool of {{}} GiB, {law}", "0.2 ~ 0.2 GiB | 4 | 16 | 64"
+        impls = f"{_IN_ONE_CELL[value]} ~ {shown}"
+        made[name] = Table("nvidia-h200", "pools", case, value, "", sizes, impls)
+    for run, shown in (("a", "one host"), ("b", "another"), ("c", "a third")):
+        cases = f"rows: first call of a process, imports included ~ {shown}"
+        impls = _PROCESSES
+        made[f"process-{run}"] = Table(
+            f"first_call_{run}", "first_call", "{}", "ms", "ms", cases, impls
+        )
+    return made
+
+
+MADE: dict[str, Callable[[], list[str]]] = {name: one.lines for name, one in _tables().items()}
+MADE["beside"] = beside
 
 
 def made(text: str) -> str:

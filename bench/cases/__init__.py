@@ -1,7 +1,7 @@
 """One module per benchmark: the ops', by their stems, and those of what several ops share.
 
 `run(ctx)` yields rows of jitkern beside its peers. `cases(ctx)`, where there is one, yields what
-the CI guard measures. `PEERS` are what has to be compiled, `PLOTS` the names of the plots.
+the CI guard measures. `PEERS` are what has to be compiled; `NEEDS_GPU` skips it without one.
 """
 
 from __future__ import annotations
