@@ -131,6 +131,9 @@ class Copies:
         for thread in self._threads:
             thread.start()
         while any(len(ended) <= 2 * QUEUED for ended in self.ended):
+            if not all(thread.is_alive() for thread in self._threads):
+                self.__exit__()
+                raise RuntimeError(f"{self.way.name}: a call failed, see its thread's error")
             time.sleep(0.001)
         return self
 
@@ -269,7 +272,11 @@ def _captured(call: Call) -> Call:
         with torch.cuda.graph(graph):
             call()
     turn = itertools.cycle(graphs)
-    return lambda: next(turn).replay()
+
+    def replay(pairs_owner: Call = call) -> None:  # a graph does not keep the pairs that it reads
+        next(turn).replay()
+
+    return replay
 
 
 def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
