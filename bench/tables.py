@@ -26,14 +26,6 @@ store | nvidia-h200 | store | 131072 rows of {} B | gb_s | 131,072 rows of
 rows: 256 ~ 256 B | 656 ~ 656 B | 1024 ~ 1 KB | 2048 ~ 2 KB
 jitkern | nvcc, mini-sglang style ~ warp a row (nvcc) | triton ~ Triton | torch cache[idx] = x, twice ~ torch `cache[idx] = x`, twice | copy kernel, same bytes ~ copy
 
-store-one | nvidia-h200 | store | {} rows of 656 B, one cache | us
-1 ~ 1 row | 1024 ~ 1,024 rows | 131072 ~ 131,072 rows
-jitkern ~ one cache, 656 B | torch cache[idx] = x ~ PyTorch, `cache[idx] = x` | copy kernel, same bytes ~ copy of the same bytes
-
-store-two | nvidia-h200 | store | {} rows of 1536 B and 1024 B | us
-1 ~ 1 row | 1024 ~ 1,024 rows | 131072 ~ 131,072 rows
-jitkern ~ K of 1,536 B and V of 1,024 B, one call | jitkern, twice ~ two calls, of one cache each | torch cache[idx] = x, twice ~ PyTorch, `cache[idx] = x`, twice | copy kernel, same bytes ~ copy of the same bytes
-
 index | nvidia-h200 | index | 65536 rows of {} B | gb_s | 65,536 rows of
 rows: 656 ~ 656 B | 7168 ~ 7 KB | 8192 ~ 8 KB
 jitkern | nvcc, mini-sglang style ~ warp a row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding | copy kernel ~ copy
@@ -46,10 +38,6 @@ pools-gather | nvidia-h200 | pools | gather of 262144 rows of 656 B, pool of {} 
 0.2 ~ 0.2 GiB | 1 | 4 | 8 | 16 | 32 | 64
 jitkern ~ jitkern (`order="auto"`) | jitkern, as they come | 6 line-aligned, 4 SMs ~ lanes start at the line, as they come | 4 loads before stores, full grid ~ loads before stores, as they come | torch.argsort, then 6 line-aligned, 4 SMs ~ `torch.argsort`, then lanes start at the line | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
 
-pools-scatter | nvidia-h200 | pools | scatter of 262144 rows of 656 B, pool of {} GiB, uniform | gb_s | `d2h_scatter`
-0.2 ~ 0.2 GiB | 1 | 4 | 16 | 64
-jitkern ~ jitkern (`order="auto"`) | jitkern, as they come | 6 line-aligned, 4 SMs ~ lanes start at the line, as they come | 4 loads before stores, full grid ~ loads before stores, as they come | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
-
 swap | nvidia-h200 | swap | 262144 rows of 656 B, distinct, pool of {} GiB | gb_s
 0.4 ~ 0.4 GiB | 4 | 16 | 64
 jitkern ~ jitkern (`order="auto"`) | jitkern, order="given" ~ jitkern, `order="given"` | d2h_scatter, then h2d_gather ~ `d2h_scatter`, then `h2d_gather` | both on two streams, by a staging buffer ~ both on two streams, a staging buffer | cudaMemcpyAsync both ways, contiguous ~ both copy engines, in one piece
@@ -61,38 +49,9 @@ jitkern: NVRTC, cold ~ cold, NVRTC | load_inline with nvcc, cold ~ cold, nvcc th
 peer-sums | nvidia-h100-x2 | peer | all_reduce, {} bf16, 2 GPUs | us
 8 KB | 128 KB | 1 MB | 2 MB | 4 MB
 jitkern ~ `PeerCommunicator` | jitkern, one behind the other ~ the same, nothing between two calls | torch.distributed ~ torch.distributed (NCCL 2.28.9) | torch symmetric memory, one shot / torch symmetric memory, two shots ~ torch symmetric memory, one shot / two
-
-cpu-store | intel-xeon-16-cores | store | 8192 rows of {} B | us | `store_cache`
-rows: 256 ~ 256 B | 656 ~ 656 B | 2048 ~ 2 KB | 8192 ~ 8 KB
-jitkern | torch cache[idx] = x, twice ~ `cache[idx] = x`, twice | copy_ of the same bytes ~ copy
-
-cpu-index | intel-xeon-16-cores | index | 8192 rows of {} B | us | `indexing`
-rows: 656 ~ 656 B | 2048 ~ 2 KB | 8192 ~ 8 KB
-jitkern | torch index_select(out=) ~ `index_select(out=)` | torch F.embedding ~ `F.embedding` | copy_ of as many rows ~ copy
 """  # noqa: E501
 
-# Tables of one row, which pages join under one head: name, rows, law, and what the row is called.
-_POOLS = (
-    ("pools-few", "gather of 32768 rows of 656 B", "uniform", "32,768 rows of 656 B"),
-    ("pools-zipf", "gather of 262144 rows of 656 B", "Zipf(1.1)", "262,144 of 656 B, Zipf(1.1)"),
-    ("pools-short", "gather of 524288 rows of 256 B", "uniform", "524,288 of 256 B"),
-    ("pools-tiny", "gather of 524288 rows of 8 B", "uniform", "524,288 of 8 B"),
-    ("host-tables-few", "table of 24576 rows of 256 B", "uniform", "24,576, distinct"),
-    ("host-tables-few-zipf", "table of 24576 rows of 256 B", "Zipf(1.1)", "24,576, Zipf(1.1)"),
-    ("host-tables-many", "table of 524288 rows of 256 B", "uniform", "524,288, distinct"),
-    ("host-tables-many-zipf", "table of 524288 rows of 256 B", "Zipf(1.1)", "524,288, Zipf(1.1)"),
-)
-_IN_ONE_CELL = {
-    "gb_s": "jitkern / jitkern, as they come / torch.argsort, then 6 line-aligned, 4 SMs",
-    "us": "jitkern / triton, rows where they lie / torch: index_select on the CPU, copy",
-}
 _UNITS = {"us": 1.0, "ms": 1e3}
-_PROCESSES = (
-    "jitkern: warm ~ jitkern | load_inline of what is built ~ `load_inline` of what is built"
-)
-_PROCESSES += " | jitkern: warm, no bytecode ~ jitkern, no bytecode files"
-_PROCESSES += " | load_inline of what is built, no bytecode ~ `load_inline`, no bytecode files"
-
 BESIDE = {
     "engine, contiguous, h2d": "copy engine, one piece, to the GPU",
     "engine, contiguous, d2h": "to the host",
@@ -209,17 +168,6 @@ def _tables() -> dict[str, Table]:
         head, cases, impls = paragraph.splitlines()
         name, file, op, case, value, *corner = head.split(" | ")
         made[name] = Table(file, op, case, value, "".join(corner), cases, impls)
-    for name, rows, law, shown in _POOLS:
-        value = "us" if name.startswith("host") else "gb_s"
-        case, sizes = f"{rows}, pool of {{}} GiB, {law}", "0.2 ~ 0.2 GiB | 4 | 16 | 64"
-        impls = f"{_IN_ONE_CELL[value]} ~ {shown}"
-        made[name] = Table("nvidia-h200", "pools", case, value, "", sizes, impls)
-    for run, shown in (("a", "one host"), ("b", "another"), ("c", "a third")):
-        cases = f"rows: first call of a process, imports included ~ {shown}"
-        impls = _PROCESSES
-        made[f"process-{run}"] = Table(
-            f"first_call_{run}", "first_call", "{}", "ms", "ms", cases, impls
-        )
     return made
 
 
@@ -228,14 +176,10 @@ MADE["beside"] = beside
 
 
 def made(text: str) -> str:
-    """Return a page with its tables made anew; names joined by ``+`` are tables under one head."""
+    """Return a page with its tables made anew."""
 
     def table(match: re.Match[str]) -> str:
-        first, *others = match[2].split("+")
-        lines = MADE[first]()
-        for name in others:
-            lines += MADE[name]()[2:]
-        return "\n".join([match[1].rstrip("\n"), *lines, match[3]])
+        return "\n".join([match[1].rstrip("\n"), *MADE[match[2]](), match[3]])
 
     return _MARKED.sub(table, text)
 
