@@ -1,199 +1,250 @@
 """peer: memory of other ranks. Small sums, an embedding and rows of one pool, without NCCL.
 
-A process a GPU, of one host; without GPUs two processes. Graphs and small kernels as in `comm`.
-`bench/peer_rows.py` has the rows.
+A process a GPU, of one host; without GPUs two processes. Rows go out of one pool to all ranks and
+back, beside each rank that fetches all of them over its own link, all at once as engines do, beside
+one link that does so alone, and beside a GEMM.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import jitkern
 from bench import ranks
-from bench.peer_rows import OURS, moved_rows
+from bench.peers import host_pool
 from bench.ranks import (
     KIB,
     MIB,
     Calls,
     Ranks,
-    calls_for,
+    Sum,
     embedding_rows,
     host_rows,
-    size_text,
-    spaced,
+    sum_case,
+    sum_rows,
     timed,
 )
-from jitkern.bench.case import Context, Row
-
-PEERS = ()
+from jitkern.bench.case import Context, Row, error_row, error_text
+from jitkern.bench.measure import fill
+from jitkern.bench.timing import Timing
 
 BYTES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 3 * MIB, 4 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
-HOST_ROUNDS = 101
-VOCAB, HIDDEN = 131_072, 4096
-CPU_VOCAB, CPU_HIDDEN = 4096, 1024
 TOKENS = (1, 1024, 16_384)
+ROW_BYTES, ROWS, CPU_ROWS = 656, 262_144, 4096
+POOL_GIB, CPU_POOL_GIB = (0.25, 16, 64), (0.01,)
+GEMM_N, GEMMS, WINDOWS = 8192, 12, 5
+GATHERS_A_RANK = 15  # those of a window outlast its GEMMs; more links are done sooner
 
-ONE_SHOT, TWO_SHOT = "jitkern, one shot", "jitkern, two shots"
-IN_A_ROW, SPACER = "jitkern, one behind the other", "the small kernel behind each call"
-NCCL = "torch.distributed"
-SYMMETRIC = "torch symmetric memory, one shot"
-SYMMETRIC_TWO = "torch symmetric memory, two shots"
+OURS, NCCL = "jitkern", "torch.distributed"
+EACH, ALONE = "each rank by itself, all at once", "one rank, by itself and alone"
 
 
 def run(ctx: Context) -> Iterator[Row]:
     yield from ranks.run("peer", __name__, ctx)
 
 
-def _sum_case(num_bytes: int, where: str) -> str:
-    return f"all_reduce, {size_text(num_bytes)} bf16, {where}"
-
-
-# -- in each rank ----------------------------------------------------------------------------------
-
-
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
     """Measure all of it, in step with the other ranks."""
-    inner = _inner(ranks)
-    on_gpu = ranks.device.type == "cuda"
+    from jitkern.comm import PeerCommunicator, TorchCommunicator, init_pynccl
+
+    inner: Any = TorchCommunicator()
+    if ranks.on_gpu:
+        inner = init_pynccl(tp_rank=ranks.rank, tp_size=ranks.size, tp_cpu_group=ranks.cpu_group)
+    quick = quick or not ranks.on_gpu
     with torch.inference_mode():
-        sums = _Sums(ranks, inner)
-        for num_bytes in QUICK_BYTES if quick or not on_gpu else BYTES:
-            yield from sums.rows(num_bytes)
-        case = f"{_sum_case(8 * KIB, ranks.where)}, host time"
-        yield from host_rows(ranks, "peer", case, sums.on_the_host(), HOST_ROUNDS)
-        tokens = TOKENS[:2] if quick or not on_gpu else TOKENS
-        yield from embedding_rows(ranks, "peer", _embedding(ranks, inner), tokens)
-        yield from moved_rows(ranks, sums.ours, quick)
-
-
-def _inner(ranks: Ranks) -> Any:
-    from jitkern.comm import TorchCommunicator, init_pynccl
-
-    if ranks.device.type == "cpu":
-        return TorchCommunicator()
-    return init_pynccl(tp_rank=ranks.rank, tp_size=ranks.size, tp_cpu_group=ranks.cpu_group)
-
-
-class _Sums:
-    """Everything that sums small tensors."""
-
-    def __init__(self, ranks: Ranks, inner: Any) -> None:
-        from jitkern.comm import PeerCommunicator
-
-        self.ranks = ranks
         # Also where NCCL would take over: what is measured is where that should be.
-        self.ours = PeerCommunicator(inner, ranks.cpu_group, max_bytes=BYTES[-1])
-        self.symmetric = _Symmetric(ranks, BYTES[-1])
+        ours = PeerCommunicator(inner, ranks.cpu_group, max_bytes=BYTES[-1])
+        symmetric = _symmetric(ranks) if ranks.on_gpu else None
+        for num_bytes in QUICK_BYTES if quick else BYTES:
+            sums = _sums(ranks, ours, num_bytes)
+            if symmetric is not None:
+                sums |= symmetric(num_bytes // 2)
+            yield from sum_rows(ranks, "peer", num_bytes, sums, f"{OURS}, one behind the other")
+        sums = _sums(ranks, ours, 8 * KIB)
+        on_host = {name: (sums[name].role, sums[name].call) for name in (OURS, NCCL)}
+        yield from host_rows(ranks, "peer", sum_case(8 * KIB, ranks), on_host, 101)
+        how = {"method": "peer", "group": ranks.cpu_group}
+        yield from embedding_rows(ranks, "peer", inner, TOKENS[:2] if quick else TOKENS, **how)
+        yield from _moved_rows(ranks, ours, quick)
 
-    def calls(self, x: torch.Tensor) -> Calls:
-        reducer = self.ours.reducer
-        assert reducer is not None
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def _sums(ranks: Ranks, ours: Any, num_bytes: int) -> dict[str, Sum]:
+    x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ranks.device)
+    shots = {f"{OURS}, one shot": "one_shot", f"{OURS}, two shots": "two_shot"}
+    return {
+        OURS: Sum("ours", x, lambda: ours.all_reduce(x)),
+        **{
+            name: Sum("ours", x, lambda how=how: ours.reducer.all_reduce(x, algorithm=how))
+            for name, how in shots.items()
+        },
+        NCCL: Sum("peer", x, lambda: dist.all_reduce(x)),
+    }
+
+
+def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Sum]]:
+    """Return PyTorch's own sums, of memory of its own, by the number of items."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    group, ops = dist.group.WORLD.group_name, torch.ops.symm_mem
+    memory, error = torch.zeros(BYTES[-1] // 2, dtype=torch.bfloat16, device=ranks.device), ""
+    try:
+        memory = symmetric.empty(BYTES[-1] // 2, dtype=torch.bfloat16, device=ranks.device)
+        symmetric.rendezvous(memory, group)
+    except Exception as failed:  # a peer that fails is a row, not the end of the run
+        error = error_text(failed)
+    error = ranks.first_text(error)
+
+    def sums(count: int) -> dict[str, Sum]:
+        x = memory[:count]
+
+        def call(op: Any) -> object:
+            if error:
+                raise RuntimeError(error)
+            return op(x, "sum", group)
+
         return {
-            OURS: ("ours", lambda: self.ours.all_reduce(x)),
-            ONE_SHOT: ("ours", lambda: reducer.all_reduce(x, algorithm="one_shot")),
-            TWO_SHOT: ("ours", lambda: reducer.all_reduce(x, algorithm="two_shot")),
-            NCCL: ("peer", lambda: dist.all_reduce(x)),
+            "torch symmetric memory, one shot": Sum(
+                "peer", x, lambda: call(ops.one_shot_all_reduce)
+            ),
+            "torch symmetric memory, two shots": Sum(
+                "peer", x, lambda: call(ops.two_shot_all_reduce_)
+            ),
         }
 
-    def rows(self, num_bytes: int) -> Iterator[Row]:
-        ranks = self.ranks
-        x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ranks.device)
-        total = sum(range(1, ranks.size + 1))
-        calls = dict(self.calls(x))
-        for name, (_, call) in calls.items():
-            x.fill_(ranks.rank + 1)
-            call()
-            wrong = "" if bool((x == total).all()) else f"rank {ranks.rank}: {name}: a wrong sum"
-            wrong = ranks.first_text(wrong)
-            if wrong:
-                raise RuntimeError(f"peer: {wrong} of {x.numel()} items")
-            x.zero_()  # zeros stay zeros, whatever is summed how often
-        case = _sum_case(num_bytes, ranks.where)
-        params = {"ranks": ranks.size, "num_bytes": num_bytes}
-        for name, call in self.symmetric.calls(x.numel()).items():
-            wrong = self.symmetric.wrong(call, x.numel(), total)
-            if wrong:
-                yield Row("peer", case, name, "peer", params=params, error=wrong)
-            else:
-                calls[name] = ("peer", call)
-        spacer = torch.zeros(1, device=ranks.device)
-        in_a_row = calls[OURS]
-        calls = {
-            name: (role, partial(spaced, call, spacer)) for name, (role, call) in calls.items()
-        }
-        calls |= {IN_A_ROW: in_a_row, SPACER: ("floor", spacer.zero_)}
-        rows = [Row("peer", case, name, role, params=params) for name, (role, _) in calls.items()]
-        yield from timed(ranks, rows, calls, calls_for(ranks, num_bytes))
-
-    def on_the_host(self) -> Calls:
-        """Return what is called on a small tensor, to see what that costs the host."""
-        every = self.calls(torch.zeros(4 * KIB, dtype=torch.bfloat16, device=self.ranks.device))
-        return {name: every[name] for name in (OURS, NCCL)}
+    return sums
 
 
-class _Symmetric:
-    """PyTorch's own sums, of memory of its own: none without GPUs."""
+# -- rows of a pool --------------------------------------------------------------------------------
 
-    def __init__(self, ranks: Ranks, num_bytes: int) -> None:
-        self.ranks, self.error = ranks, ""
-        if ranks.device.type == "cpu":
+
+def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
+    """Measure with each size of pool, up to what the machine has; all ranks alike."""
+    from jitkern.comm import PeerMemory
+    from jitkern.offload import PinnedPool, Share
+
+    count = ROWS if ranks.on_gpu else CPU_ROWS
+    memory = PeerMemory(count * ROW_BYTES, ranks.cpu_group)
+    caches = [memory.remote(rank, (count, ROW_BYTES), torch.uint8) for rank in range(ranks.size)]
+    for gib in (POOL_GIB[:1] if quick else POOL_GIB) if ranks.on_gpu else CPU_POOL_GIB:
+        where = f"{count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {ranks.where}"
+        # Rank 0 says: what Linux has free differs from one moment to the next.
+        if lacks := ranks.first_text(host_pool.lacks(gib) if ranks.rank == 0 else ""):
+            yield Row("peer", f"peer_gather, {where}", OURS, "ours", note=lacks)
             return
-        self.group = dist.group.WORLD.group_name
+        share = Share(f"bench-{os.getppid()}-{gib:g}", ranks.rank, ranks.size, timeout_s=120)
+        error = ""
         try:
-            import torch.distributed._symmetric_memory as symmetric
-
-            self.memory = symmetric.empty(num_bytes // 2, dtype=torch.bfloat16, device=ranks.device)
-            symmetric.rendezvous(self.memory, self.group)
-            self.memory.zero_()
-        except Exception as error:  # a peer that fails is a row, not the end of the run
-            self.error = f"{type(error).__name__}: {error}".splitlines()[0]
-        self.error = ranks.first_text(self.error)
-
-    def calls(self, count: int) -> dict[str, Callable[[], Any]]:
-        """Return what adds up so many items, and returns where the sum is."""
-        if self.ranks.device.type == "cpu":
-            return {}
-        ops, group = torch.ops.symm_mem, self.group
-        x = None if self.error else self.memory[:count]
-        return {
-            SYMMETRIC: lambda: ops.one_shot_all_reduce(x, "sum", group),
-            SYMMETRIC_TWO: lambda: ops.two_shot_all_reduce_(x, "sum", group),
-        }
-
-    def wrong(self, call: Callable[[], Any], count: int, total: int) -> str:
-        """Return what is wrong on any rank with a call; afterwards there are zeros again."""
-        if self.error:
-            return self.error
-        wrong, x = "", self.memory[:count]
-        x.fill_(self.ranks.rank + 1)
-        self.ranks.barrier()
-        try:
-            if not bool((call() == total).all()):
-                wrong = f"rank {self.ranks.rank}: a wrong sum of {count} items; not timed"
-        except Exception as error:
-            wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-        self.ranks.barrier()
-        x.zero_()
-        self.ranks.barrier()
-        return self.ranks.first_text(wrong)
+            with host_pool.trusted():
+                pool = PinnedPool(int(gib * host_pool.GIB), share=share, progress=False)
+        except Exception as failed:  # the smaller pools' rows are kept
+            error = error_text(failed)
+        if error := ranks.first_text(error):
+            yield error_row("peer", f"peer_gather, {where}", OURS, "ours", MemoryError(error))
+            return
+        gathers, scatters = _moves(ranks, comm, pool.tensor(), gib, caches)
+        fields = {"params": {"ranks": ranks.size, "gib": gib}, "bytes_moved": count * ROW_BYTES}
+        for op, calls in (("peer_gather", gathers), ("peer_scatter", scatters)):
+            times = 10 if ranks.on_gpu else 2
+            # The bytes are those of the rows, once, whoever brings them.
+            yield from timed(ranks, "peer", f"{op}, {where}", calls, times, **fields)
+        if ranks.on_gpu and gib == POOL_GIB[0]:
+            yield from _gemm_rows(ranks, gathers)
+        ranks.barrier()
+        pool.close()
 
 
-def _embedding(ranks: Ranks, inner: Any) -> Any:
-    from jitkern.nn import TPEmbedding
+def _moves(
+    ranks: Ranks, comm: Any, pool: torch.Tensor, gib: float, caches: list[torch.Tensor]
+) -> tuple[Calls, Calls]:
+    """Return gathers and scatters; raise on all ranks unless each brings the rows that it should.
 
-    size = (VOCAB, HIDDEN) if ranks.device.type == "cuda" else (CPU_VOCAB, CPU_HIDDEN)
-    ours = TPEmbedding(
-        *size,
-        comm=inner,
-        dtype=torch.bfloat16,
-        device=ranks.device,
-        method="peer",
-        group=ranks.cpu_group,
-    )
-    ours.weight.requires_grad_(False)
-    return ours
+    `caches` are the ranks' memory for them.
+    """
+    from jitkern.comm import peer_gather, peer_scatter
+
+    own, count = caches[ranks.rank], len(caches[ranks.rank])
+    source = host_pool.rows_of(pool, gib, ROW_BYTES)
+    torch.manual_seed(1)  # the same pairs on all ranks
+    chosen = torch.randperm(len(source))[:count] if ranks.on_gpu else torch.arange(count)
+    to = torch.randperm(count)
+    pairs = torch.stack([chosen, to], 1).to(ranks.device)
+    back = pairs.flip(-1).contiguous()
+    if ranks.rank == 0:
+        source[chosen, :8] = (chosen[:, None] >> torch.arange(8)).to(torch.uint8)
+    first = torch.empty_like(own)  # of this rank's own
+    spacer = torch.zeros(1, device=ranks.device)
+
+    def each() -> None:
+        jitkern.h2d_gather(source, first, pairs)
+
+    def each_back() -> None:
+        jitkern.d2h_scatter(own, source, back)
+
+    gathers: Calls = {
+        OURS: ("ours", lambda: peer_gather(source, caches, pairs, comm)),
+        EACH: ("peer", each),
+        ALONE: ("peer", each if ranks.rank == 0 else spacer.zero_),
+    }
+    scatters: Calls = {
+        OURS: ("ours", lambda: peer_scatter(own, source, back, comm)),
+        ALONE: ("peer", each_back if ranks.rank == 0 else spacer.zero_),
+    }
+    own.fill_(0xA5)
+    wrong = ""
+    for (_, call), name in ((gathers[OURS], "peer_gather"), (scatters[OURS], "peer_scatter")):
+        ranks.barrier()
+        call()
+        ranks.barrier()
+        if not torch.equal(own[to.to(own.device)].cpu(), source[chosen]):
+            wrong = wrong or f"rank {ranks.rank}: {name} moves other rows"
+        own.bitwise_not_()
+    if wrong := ranks.first_text(wrong):
+        raise RuntimeError(f"peer: {wrong}")
+    return gathers, scatters
+
+
+def _gemm_rows(ranks: Ranks, calls: Calls) -> Iterator[Row]:
+    """Time a GEMM on this rank while rows come in on all, or nothing does."""
+    a, b = (torch.randn(GEMM_N, GEMM_N, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    front, back = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def window_ms(call: Callable[[], object]) -> tuple[float, float]:
+        """Return the time of a GEMM, and from the last until the last rows had come."""
+        tic, toc, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        ranks.barrier()
+        with torch.cuda.stream(back):
+            call()
+            started.record()
+            for _ in range(GATHERS_A_RANK * ranks.size):
+                call()
+            ended.record()
+        front.wait_event(started)
+        with torch.cuda.stream(front):
+            tic.record()
+            for _ in range(GEMMS):
+                torch.mm(a, b, out=out)
+            toc.record()
+        ranks.barrier()
+        return tic.elapsed_time(toc) / GEMMS, toc.elapsed_time(ended)
+
+    case = f"GEMM of {GEMM_N} beside rows that come in, {ranks.where}"
+    ways: Calls = {"nothing": ("floor", lambda: None), OURS: calls[OURS], EACH: calls[EACH]}
+    for name, (role, call) in ways.items():
+        window_ms(call)
+        windows = [window_ms(call) for _ in range(WINDOWS)]
+        row = Row("peer", case, name, role, params={"ranks": ranks.size})
+        if role != "floor" and min(longer for _, longer in windows) < 0:
+            row.error = "the rows had come before the GEMMs ended"
+        else:
+            fill(row, Timing(tuple(ms for ms, _ in windows)))
+        yield row
