@@ -2,7 +2,7 @@
 
 ``ops`` calls every op on the CPU from two threads; ``staging`` those whose rows go through the CPU
 to and from a GPU, of which a late one is made of threads. Each of its cases is a test here, as long
-as it is not proved that they pass and that the mutants are caught (emulate/proof.py).
+as it is not proved that they pass and that the mutants are caught (proved.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from emulate.proof import unproved_of_the_host
 from needs import needs_cxx
+from proved import HOST, unproved
 from threads.mutants import MUTANTS, Mutant
 from threads.program import ASAN, CPU_OPS, HERE, STAGING, TSAN, Builder, Program, forget_old
 
 from jitkern.compilers.sources import CSRC
 
-pytestmark = needs_cxx
+pytestmark = [
+    needs_cxx,
+    unproved("threads", *HOST, "tests/test_threads.py", "tests/threads/*"),
+]
 
 CASES = [
     name
@@ -45,7 +48,7 @@ def store(request: pytest.FixtureRequest) -> Path:
     return store
 
 
-@pytest.mark.parametrize("case", unproved_of_the_host("threads", CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_case(store: Path, case: str) -> None:
     """Also that waiting threads sleep: AddressSanitizer makes nothing of sleep."""
     done = Builder(store, ASAN).run(STAGING, case)
@@ -53,13 +56,13 @@ def test_case(store: Path, case: str) -> None:
     assert done.stdout == f"{case} passed\n"
 
 
-@pytest.mark.parametrize(("program", "case"), unproved_of_the_host("threads", UNDER_TSAN))
+@pytest.mark.parametrize(("program", "case"), UNDER_TSAN)
 def test_is_free_of_races(store: Path, program: Program, case: str) -> None:
     done = Builder(store, TSAN).run(program, *filter(None, [case]))
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("mutant", unproved_of_the_host("threads", MUTANTS), ids=name_of)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
 def test_mutant_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(CSRC, csrc)

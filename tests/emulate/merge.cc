@@ -54,10 +54,10 @@ void one_run(const MergeKernel& kernel, Random& random, Tally& tally) {
 int main() {
   using namespace emulate;
 #ifdef SWEEP_FEW
-  const std::vector<MergeKernel> list = list_of<MERGE_FEW>();
+  const std::vector<MergeKernel> list = list_of<FEW_KERNELS>();
   constexpr int kRuns = 60;
 #else
-  const std::vector<MergeKernel> list = list_of<MERGE_KERNELS>();
+  const std::vector<MergeKernel> list = list_of<ALL_KERNELS>();
   constexpr int kRuns = 100;
 #endif
   install_reports();

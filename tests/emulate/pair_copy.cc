@@ -58,11 +58,6 @@ void kernels(Specialisations<PairCopyParams>& list) {
     add_gather<kRowBytes, kVecBytes, kOther, (kSmallCall - kSmall)>(list);
     add_scatter<kRowBytes, kVecBytes, kIndex, (kLineAligned - kAligned)>(list);
   }
-#ifdef SWEEP_ALL
-  add_gather<kRowBytes, kVecBytes, kOther, 0>(list);
-  add_gather<kRowBytes, kVecBytes, kIndex, kSmallCall | kLineAligned>(list);
-  add_scatter<kRowBytes, kVecBytes, kIndex, kSmallCall>(list);
-#endif
 }
 EMULATE_COLLECT(PairCopyParams, kernels)
 

@@ -484,10 +484,10 @@ class Round {
 int main(int argc, char** argv) {
   using namespace emulate;
 #ifdef SWEEP_FEW
-  const std::vector<PeerKernel> list = list_of<PEER_FEW>();
+  const std::vector<PeerKernel> list = list_of<FEW_KERNELS>();
   constexpr int kRounds = 120;
 #else
-  const std::vector<PeerKernel> list = list_of<PEER_KERNELS>();
+  const std::vector<PeerKernel> list = list_of<ALL_KERNELS>();
   constexpr int kRounds = 60;
 #endif
   install_reports();

@@ -36,10 +36,6 @@ void kernels(Specialisations<SwapParams>& list) {
     add<kRowBytes, kVecBytes, kOther, (kLineAligned - kAligned)>(list);
     add<kRowBytes, kVecBytes, kIndex, kAligned | kSmallCall>(list);
   }
-#ifdef SWEEP_ALL
-  add<kRowBytes, kVecBytes, kOther, kAligned>(list);
-  add<kRowBytes, kVecBytes, kIndex, (kLineAligned - kAligned)>(list);
-#endif
 }
 EMULATE_COLLECT(SwapParams, kernels)
 

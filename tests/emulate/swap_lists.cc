@@ -157,7 +157,7 @@ int main() {
   Tally tally;
   runs<24, 8, false>(tally);
   runs<656, 16, false>(tally);
-#ifndef FEW_ROWS  // -DFEW_ROWS=1: what mutants are tried on
+#ifndef SWEEP_FEW  // what mutants are tried on
   runs<3, 1, false>(tally);
   runs<656, 16, true>(tally);
   runs<1200, 16, false>(tally);

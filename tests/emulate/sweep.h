@@ -2,7 +2,6 @@
 // many times each one runs, and what indices they are given.
 //
 //   -DSWEEP_ROWS=1024,65536   these row sizes
-//   -DSWEEP_ALL               every specialisation of every row size, not only of some
 #pragma once
 
 #include <jitkern/types.h>
@@ -46,11 +45,7 @@ constexpr int widest_vec(i64 row_bytes) {
 
 // Row sizes whose every specialisation is run.
 constexpr bool sweeps_all(i64 row_bytes) {
-#ifdef SWEEP_ALL
-  return true;
-#else
   return row_bytes <= 24 || row_bytes % 164 == 0 || row_bytes >= 1024;
-#endif
 }
 
 // Index types take turns where not all specialisations are run.

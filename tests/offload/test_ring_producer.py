@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulate.proof import unproved_of_the_host
 from needs import needs_cxx
+from proved import HOST, unproved
 from rings import EXAMPLE, MESSAGE_BYTES, compiled, message, take_next
 from slot_mutants import Mutant
 
@@ -178,7 +178,12 @@ def test_the_protocol_is_free_of_races(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("mutant", unproved_of_the_host("ring", OF_THE_PROTOCOL), ids=name_of)
+@unproved(
+    "ring",
+    *(*HOST, "tests/offload/test_ring_producer.py", "tests/offload/ring_race.cc"),
+    *("tests/offload/rings.py", "examples/ring_producer.cc"),
+)
+@pytest.mark.parametrize("mutant", OF_THE_PROTOCOL, ids=name_of)
 def test_a_protocol_that_is_wrong_is_caught(tmp_path: Path, mutant: Mutant) -> None:
     done = race(tmp_path, copy_of(tmp_path / "csrc", mutant))
     assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"

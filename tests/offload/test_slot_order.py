@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from emulate.proof import unproved_of_the_host
 from fake_gpu import COMPILER, HERE, needs_fake_gpu
 from needs import needs_cxx
 from paths import TESTS, python_path
+from proved import HOST, unproved
 from slot_mutants import MUTANTS, Mutant
 from threads.program import Builder, forget_old
 
@@ -29,6 +29,12 @@ pytestmark = [needs_cxx, *needs_fake_gpu]
 PROGRAM = Path(__file__).resolve().parent / "slot_order.py"
 # Of the host module what SlotStreams needs.
 SOURCES = ("host/[!u]*.cc", "offload/slot*.cc")
+of_these_sources = unproved(
+    "slot_order",
+    *(*HOST, "tests/offload/test_slot_order.py", "tests/offload/slot_*.py", "tests/fake_driver.c"),
+    "tests/threads/program.py",
+    *(f"src/jitkern/offload/{name}.py" for name in ("pipeline", "monitor", "depth")),
+)
 
 
 class Library(Builder):
@@ -80,11 +86,11 @@ def test_random_runs_are_in_order(driver: Path) -> None:
     assert done.stdout == "in order\n", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("flag", unproved_of_the_host("slot_order", ["-O0"]))
+@of_these_sources
 def test_the_part_that_mutants_are_made_of_is_right(
-    driver: Path, store: Path, tmp_path: Path, flag: str
+    driver: Path, store: Path, tmp_path: Path
 ) -> None:
-    library = Library(store, (flag,)).link(tmp_path / "host.so")
+    library = Library(store, ("-O0",)).link(tmp_path / "host.so")
     done = run(driver, [str(library)])
     assert done.stdout == "in order\n", done.stdout + done.stderr
 
@@ -100,7 +106,8 @@ def name_of(mutant: Mutant) -> str:
     return mutant.mistake.replace(" ", "-")
 
 
-@pytest.mark.parametrize("mutant", unproved_of_the_host("slot_order", MUTANTS), ids=name_of)
+@of_these_sources
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
 def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mutant) -> None:
     library = build(mutant, store, tmp_path)
     done = run(driver, [str(library)])

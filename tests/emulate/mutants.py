@@ -1,0 +1,407 @@
+"""Kernels made wrong, one line of source at a time; the sweep of the driver has to notice each.
+
+One of each kind of fault per kernel: bound, offset, fence, order, epoch, tail, padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emulate.runner import Sweep
+
+# Vectors of 1, 4 and 8 bytes, both index types, rows for part of a warp and rows cut into splits.
+_ROWS = ("SWEEP_ROWS=3,40,300,301",)
+_FEW = ("SWEEP_FEW=1",)  # kernels, which compile in half the time
+_DEFINES = {
+    **dict.fromkeys(("store", "index", "pair_copy", "swap"), _ROWS),
+    **dict.fromkeys(("merge", "peer_reduce", "swap_lists", "unpack", "unpack_ring"), _FEW),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` in ``file`` becomes ``new``, at its occurrence number ``nth`` of ``of``."""
+
+    driver: str
+    file: str
+    old: str
+    new: str
+    nth: int = 0
+    of: int = 1
+
+    @property
+    def sweep(self) -> Sweep:
+        return Sweep(self.driver, _DEFINES.get(self.driver, ()))
+
+    def apply(self, csrc: Path) -> None:
+        path = csrc / self.file
+        parts = path.read_text().split(self.old)
+        found = len(parts) - 1
+        assert found == self.of, f"{self.file}: {found} of {self.old!r}, expected {self.of}"
+        head = self.old.join(parts[: self.nth + 1])
+        path.write_text(head + self.new + self.old.join(parts[self.nth + 1 :]))
+
+
+def mutants_of(driver: str) -> list[Mutant]:
+    files = _TABLE.get(driver, {}).items()
+    return [Mutant(driver, file, *change) for file, changes in files for change in changes]
+
+
+# Driver, file below csrc, old and new text. What only takes longer is no mistake that is seen: two
+# warps with the same work, a line that is read twice, a short piece that is taken for a long one.
+_TABLE: dict[str, dict[str, Sequence[tuple[Any, ...]]]] = {
+    "copy_blocks": {
+        "ops/copy_blocks.cu": (
+            ("src_block < p.num_src_blocks;", "src_block <= p.num_src_blocks;"),
+            ("dst_block >= p.num_dst_blocks", "dst_block > p.num_dst_blocks"),
+            ("if (src_block < 0 || dst_block < 0) return {};", ""),
+            ("at < 0 ? -at : 0", "0"),
+            ("left < kSegmentBytes ? left : kSegmentBytes", "kSegmentBytes"),
+            ("kLinesOf == kHostTarget ? target", "kLinesOf != kHostTarget ? target"),
+            ("piece - pair * static_cast<u64>(p.num_layers)", "pair"),
+            ("count < 0 ? 0 :", ""),
+            ("count < p.num_pairs ? count : p.num_pairs", "count"),
+            ("batch + num_warps : num_batches", "num_batches : num_batches"),
+            ("u64(batch) * kInFlight + lane", "u64(batch) * (kInFlight + 1) + lane"),
+            ("if (layer == 0 && segment == 0) {", "if (layer == 1) {"),
+        ),
+    },
+    "index": {
+        "ops/index.cu": (
+            ("bool inside = row >= 0", "bool inside = row >= -1", 0, 2),
+            ("row < p.num_rows ? i64", "row <= p.num_rows ? i64"),
+            ("row < p.num_rows && group.offset(c)", "row < p.num_rows && 16 + group.offset(c)"),
+            ("row * p.weights_stride_bytes", "row * p.output_stride_bytes"),
+            ("value[r][c] = Vec<kVecBytes>{};", "if (inside) value[r][c] = Vec<kVecBytes>{};"),
+            ("if (index[r] <= p.last_index)", "if (index[r] < p.last_index)"),
+        ),
+        "ops/index.h": (
+            ("row < u64(p.vocab_length)", "row <= u64(p.vocab_length)"),
+            (" - u64(p.vocab_start)", ""),
+            ("added < u64(p.added_length)", "added <= u64(p.added_length)"),
+            ("p.added_row + i64(added)", "i64(added)"),
+            ("u64(index) - u64(p.vocab", "u64(index < 0 ? -1 - index : index) - u64(p.vocab"),
+            ("p.added_row + i64(added) : -1", "p.added_row + i64(added) : 0"),
+        ),
+    },
+    "index_table": {
+        "ops/index.cu": (
+            ("number < p.num_rows;", "number <= p.num_rows;"),
+            ("inside ? static_cast<Int>(number) : Int(-1)", "static_cast<Int>(number)"),
+            ("outside &= outside - 1", "outside = 0"),
+            ("number - lane + (", "number + ("),
+            ("index > p.last_index", "index >= p.last_index"),
+        ),
+    },
+    "merge": {
+        "ops/merge.cu": (
+            ("is_row(row < to.num_rows)", "is_row(row <= to.num_rows)"),
+            ("head = row - token * to.heads.value", "head = row"),
+            ("place.token >= p.to.tokens", "place.token > p.to.tokens"),
+            ("if (is_copy) logs[1] = 0;", ""),
+            ("kStates + s < end", "kStates + s <= end"),
+            ("to.valid_per_token ? token : 0", "0"),
+            ("to.num_valid_bytes == 4 ?", "true ?"),
+            ("count < 0 ? 0 :", ""),
+            ("count < to.num_states ? count : to.num_states", "count"),
+            ("token * strides.token + head", "head * strides.token + token"),
+            ("place.offset(states[s].lse_strides)", "place.offset(states[s].out_strides)"),
+            ("if (!kPlain) at = place.offset(states[s].out_strides);", ""),
+            ("at = place.offset(p.to.out_strides);", ""),
+            ("if (!is_there(s) || vec >= kVecs)", "if (!is_there(s))"),
+            ("(kVecs + kRowThreads - 1) / kRowThreads", "kVecs / kRowThreads"),
+            ("place.is_row && team == 0 && vec < kVecs", "team == 0 && vec < kVecs"),
+            ("vec * kOutBytes", "vec * kInBytes"),
+            ("if (step == 0 && p.to.lse_is_in_place) __syncthreads();", ""),
+            ("__syncthreads();  // the last", "// the last"),
+            ("__syncthreads();\n    if (team != 0) return own;", "if (team != 0) return own;"),
+            ("largest == -float_of_bits(0x7f800000) ? 0.0f :", ""),
+            ("(log - center) * log2_of_base", "log - center"),
+            ("if (share == 0.0f) return;", ""),
+            ("values[i] = sum == 0.0f ? 0.0f : -0.0f;", "values[i] = 0.0f;"),
+            ("for (int t = 0; t < kTeams;", "for (int t = 0; t < 1;", 0, 2),
+            (", log2_of_base) * weight.sum;", ", log2_of_base);"),
+            ("for (int t = 0; t < kTeams; ++t)", "for (int t = kTeams; t-- > 0;)", 1, 2),
+            ("all.sum == 1.0f ? all.log : sum_log", "sum_log"),
+            ("sum == 0.0f ? 0.0f : inverse_of(sum)", "inverse_of(sum)"),
+            ("inverse_of(scale)", "scale"),
+        ),
+        "ops/floats.cuh": (
+            ("bits_as<kType>(values[1])", "bits_as<kType>(values[0])"),
+            ("to.words[i / 2] = rounded", "to.words[0] = rounded"),
+        ),
+    },
+    "merge_floats": {
+        "ops/floats.h": (
+            ("- 1 + (size >> kDropped & 1);", ";"),
+            ("((size + half) >> kDropped)", "(size >> kDropped)"),
+            ("u32(kLeastExponent + 126)", "u32(kLeastExponent + 127)"),
+            ("- kMantissa + 23 + 127)", "- kMantissa + 22 + 127)"),
+            ("result = size >= beyond ? overflow : result;", ""),
+            ("0x43e00000, 0x7e,", "0x43e00000, 0x7f,"),
+            ("return size > 0x7f800000 ?", "return size >= 0x7f800000 ?"),
+            ("0x7c00, 0x7e00", "0x7c00, 0x7c00"),
+            ("u32(bits & 0x8000)", "u32(bits & 0)"),
+            ("(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 16"),
+            ("(bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded", "rounded"),
+        ),
+        "ops/merge.h": (
+            ("/ value + 1)", "/ value)"),
+            ("u64(n) * factor", "u64(n * factor)"),
+        ),
+    },
+    "pair_copy": {
+        "ops/pairs.cuh": (
+            ("src_row < p.num_src_rows &&", "src_row <= p.num_src_rows &&"),
+            ("dst_row < p.num_dst_rows;", "dst_row <= p.num_dst_rows;"),
+            ("!is_padding() && src_row", "src_row"),
+            ("offset >= 0 && offset < kRowBytes", "offset < kRowBytes"),
+            ("offset < kRowBytes", "offset + 16 < kRowBytes"),
+            ("pair.dst_row * p.dst_stride_bytes", "pair.dst_row * p.src_stride_bytes"),
+            ("*p.last_pair + 1u", "*p.last_pair"),
+            ("p.num_dst_rows);\n      return;", "p.num_dst_rows);"),
+            ("batch + gridDim.x * (blockDim.x / 32)", "num_batches"),
+            ("atomicAdd(last_batch, 1u) + 1u", "atomicAdd(last_batch, 1u) + 2u"),
+        ),
+    },
+    "pair_lists": {
+        "ops/sort.cuh": (
+            ("__syncthreads();", "", 3, 5),
+            ("block_counts[threadIdx.x]) + 1u;", "block_counts[threadIdx.x]);"),
+            ("[2 * i64(owner)] == src_row) return owner;", "[0] < 0) return owner;"),
+            ("pairs[2 * i64(owner) + 1]", "pairs[2 * i64(owner)]"),
+            ("slot >= p.num_dst_rows", "slot > p.num_dst_rows"),
+            ("(place + 1) & p.table_mask", "place + 1"),
+            ("if (region >= kNumRegions) return -1;", ""),
+            ("return place < num ? place : -1;", "return place;"),
+            ("kHostSide == kHostSource ?", "kHostSide != kHostSource ?"),
+            ("if (rank == kNotListed) return;", ""),
+            ("+ region]) + rank", "+ region])"),
+            ("third + last.z + 1u", "third"),
+            ("for (int w = 0; w < warp; ++w) start += warp_sums[w];", ""),
+        ),
+    },
+    "peer_lists": {
+        "comm/peer_lists.cu": (
+            ("atomicMin(&p.table[place], static_cast<u32>(number));", ""),
+            ("if (owner == number) {\n      take", "if (true) {\n      take"),
+            ("if (region >= kNumRegions) return -1;", ""),
+            ("atomicAdd(&p.cursors[region], 1u) + 1u", "atomicAdd(&p.cursors[region], 1u)"),
+            ("i64(start) - part_start", "i64(start)"),
+            ("position * p.num_ranks / total != p.rank", "false"),
+            ("if (last_fetch >= 0) atomicMax", "if (false) atomicMax"),
+            ("__syncthreads();", "", 1, 3),
+            ("&& p.places[number] != kNotListed", ""),
+        ),
+        "comm/peer_copy.cu": (("if (load_fresh(p.intact) == kUnwritten) ", ""),),
+        "ops/pairs.cuh": (("t < p.num_shifts", "t < 1"),),
+    },
+    "peer_reduce": {
+        "comm/peer_reduce.cu": (
+            ("wait_for_earlier_kernels<kUsePdl>();", ""),
+            ("      __threadfence_system();\n", ""),
+            ("__threadfence_system();  // what earlier", "{}  // what earlier"),
+            ("__threadfence_system();  // of what later", "{}  // of what later"),
+            ("!__syncthreads_and(is_done)", "!is_done"),
+            ("= epoch + chunks.num;", "= epoch;"),
+            ("        __syncthreads();  // all have read", "        // all have read"),
+            ("store_fresh(slots + w", "if (false) store_fresh(slots + w"),
+            ("for (int k = 0; k < 4; ++k) most", "for (int k = 0; k < 1; ++k) most"),
+            ("missing != 0; ++looks", "looks == 1; ++looks"),
+            ("as_sent(vectors[f][kToAll ? 0 : k]).vec", "vectors[f][kToAll ? 0 : k].vec"),
+            ("if (w == p.rank) return own;", "if (w == 0) return own;"),
+            ("while (is_intact && first", "while (first"),
+            ("control->intact, kUnwritten, missing)", "control->intact, kUnwritten, kUnwritten)"),
+            ("nanoseconds() - now < p.grace_ns()", "false"),
+            ("report_fault(p.fault, p.site, blamed, p.number, p.rank);", ""),
+            ("return span.begin + i < p.num_whole_of(kWay, part);", "return true;"),
+            ("(kWay != kTwoShot || span.begin + i < p.num_vecs_of(kWay, part))", "true"),
+            ("p.slots.at(1, epoch, blockIdx.x, 0)", "p.slots.at(0, epoch, blockIdx.x, 0)"),
+            ("return (span.begin + i) * kPeerVecBytes;", "return i64(i) * kPeerVecBytes;"),
+        ),
+        "comm/peer_reduce.h": (
+            ("* 2 + epoch % 2)", "* 2)"),
+            ("(block * num_ranks + writer)", "(block * num_ranks)"),
+            ("return word < kUnwritten - 1 ? word : kUnwritten - 1;", "return word;"),
+            ("return (seen & ~given_up) != 0 ? seen & ~given_up : missing;", "return missing;"),
+        ),
+    },
+    "race": {
+        "ops/store.cu": (
+            (
+                "slot[r] * copy.cache_stride_bytes",
+                "i64(indices[group.first_row + r]) * copy.cache_stride_bytes",
+            ),
+        ),
+        "ops/pairs.cuh": (("if (!pair.is_inside(p)) {", "if (false) {"),),
+        "ops/sort.cuh": (
+            (
+                "slot, dst_row, src_row};",
+                "slot, dst_row, *static_cast<const volatile Int*>(pairs + 2 * number)};",
+            ),
+        ),
+    },
+    "serve_ring": {
+        "ops/ring.cuh": (
+            ("i = 4 * begin + threadIdx.x; i < 4 * end", "i = threadIdx.x; i < 4 * end"),
+        ),
+        "ops/unpack_ring.cu": (
+            (">= turn.generation) {", "> turn.generation) {"),
+            ("load_fresh(p.stop) != 0;", "false;"),
+            ("if (own.is_told || own.is_idle)", "if (own.is_told)"),
+            ("nanoseconds() - since > p.idle_ns;", "nanoseconds() > p.idle_ns;"),
+            ("if (ring_generation(word) == turn.generation &&", "if (word != 0 &&"),
+            ("own.ends = true;\n    }\n  }", "}\n  }"),
+            ("if (!ends) copy(p.unpack", "copy(p.unpack"),
+            ("p.consumed[turn.slot] = turn.generation;", ""),
+            ("if (own.owner != 0) return;\n    set_turn", "set_turn"),
+            ("release_ring(p);", ""),
+            ("while (begin < count && !ends);", "while (false);"),
+            ("        cluster_sync();\n        ends = first.ends;", "        ends = first.ends;"),
+            ("        cluster_sync();\n      } while", "      } while"),
+            ("threadIdx.x / 32 * cluster_size() + cluster_rank();", "threadIdx.x / 32;"),
+            ("const Shared& first = of_block(own, 0);", "const Shared& first = own;"),
+        ),
+    },
+    "store": {
+        "ops/store.cu": (
+            ("slot[r] < p.num_slots;", "slot[r] <= p.num_slots;"),
+            ("slot[r] >= 0 && slot[r] <", "slot[r] <"),
+            ("row < p.num_rows && group", "row <= p.num_rows && group"),
+            ("if (inside && group.offset(c) <", "if (inside && kVecBytes + group.offset(c) <"),
+            ("slot[r] * copy.cache_stride_bytes", "slot[r] * copy.row_stride_bytes"),
+            ("= copy.rows + row", "= p.copies[1 - blockIdx.y].rows + row"),
+            ("copy_rows<kFirstRowBytes>(p", "copy_rows<kRowBytes>(p"),
+            ("p.copies[1], p.first_blocks", "p.copies[1], 0"),
+            ("group.first_row + r, slot[r]", "group.first_row, slot[r]"),
+            ("fault |= slot[r] >= p.num_slots;", ""),
+        ),
+        "include/jitkern/copy.cuh": (
+            ("group % kShape.splits", "group * 0"),
+            ("chunk * (kShape.lanes * kVecBytes)", "chunk * kVecBytes"),
+            ("seen->state != 0 || atomicCAS(&record->state, 0u, 1u) != 0u", "false"),
+            ("seen->state = 2;", ""),
+        ),
+    },
+    "swap": {
+        "ops/swap.cu": (
+            ("inside && triple.fetch >= 0", "inside"),
+            ("group, back_lead", "group, fetch_lead", 0, 2),
+            ("triple.back * p.host_stride_bytes", "triple.back * p.gpu_stride_bytes"),
+            ("if constexpr (kOneWarp && !kStaged) __syncwarp();", ""),
+            ("!kLineAligned && Rows::kShape.splits == 1", "true"),
+            ("batch += num_warps", "batch = num_batches"),
+        ),
+        "ops/sort.cuh": (
+            ("slot < p.num_slots &&", "slot <= p.num_slots &&"),
+            ("fetch < p.num_host_rows &&", "fetch <= p.num_host_rows &&"),
+            ("back < p.num_host_rows;", "back <= p.num_host_rows;"),
+            ("return slot >= 0 && slot <", "return slot <"),
+            ("triple.is_padding() || triple.is_inside(p)", "triple.is_inside(p)"),
+        ),
+    },
+    "swap_lists": {
+        "ops/sort.cuh": (
+            ("triple.fetch == triple.back;", "false;"),
+            ("report_triple(p, triple, number);", ""),
+            ("triple.back >= 0 && !exchanges", "triple.back >= 0"),
+            ("rank_of(p, kBacks, triple.back)", "rank_of(p, kFetches, triple.back)"),
+            ("if (!triple.is_inside(p)) return;", ""),
+            ("row * p.host_stride_bytes", "row * 8", 0, 2),
+            ("if (kind == kBacks) {", "if (false) {"),
+            ("return place < num ? place : -1;", "return place;"),
+        ),
+        "ops/swap.cu": (
+            ("p.staging + (group.first_row + r)", "p.staging + group.first_row"),
+            ("kStaged || triple.is_inside(p)", "triple.is_inside(p)"),
+        ),
+    },
+    "unpack": {
+        "ops/unpack.h": (
+            ("from.end > src_bytes", "from.end > src_bytes + 1"),
+            ("to.end > dst_bytes", "to.end > dst_bytes + 1"),
+            ("if (to.begin < 0)", "if (false)"),
+            ("if (pieces.len < 0)", "if (false)"),
+            ("a > kMostInt - b ? kMostInt : a + b", "a + b"),
+            ("offset < least + span ? least :", ""),
+            ("? ~0ull : exact;", "? exact : exact;"),
+            ("if (pieces.src_stride == pieces.len &&", "if ("),
+        ),
+        "ops/unpack.cuh": (
+            ("0 - at : 0),", "0 : 0),"),
+            ("left < 16 ? static_cast<u32>(left < 0 ? 0 : left) : 16", "16"),
+            ("if (piece >= work.count) return {0, 0, 0, 0};", ""),
+            ("if (shift == 0) {", "if (false) {"),
+            ("if (lane == 0) high = next;", ""),
+            ("(begin & ~15ull) >= src &&", ""),
+            ("<= src + static_cast<u64>(p.src_bytes);", "!= 0;"),
+            ("if (work.at_edge) copy_edges(p, work, begin, end);", ""),
+            ("shift & 8;", "shift & 4;"),
+            ("at += u64(warps) * batch", "at += u64(warps) * batch * 2"),
+            ("own - begin < batch ? own : begin + batch", "begin + batch"),
+            ("num_descriptors < total ? num_descriptors : total;", "total + 1;"),
+            ("dst_off <= p.dst_bytes - pieces.len", "dst_off - 1 <= p.dst_bytes - pieces.len"),
+            ("static_cast<u32>(src - lead) & 15", "static_cast<u32>(src) & 15"),
+            ("begins[i] == 0 && ends[i] == 16", "ends[i] == 16"),
+        ),
+        "ops/unpack.cu": (
+            ("count < 0 ? 0 :", ""),
+            ("count < p.num_descriptors ? static_cast<u32>(count)", "true ? u32(count)"),
+            ("p.count_bytes == 4 ?", "true ?"),
+            ("checked_work(p, pieces, i, team", "checked_work(p, pieces, 0, team"),
+            ("!is_dealt ||", ""),
+            ("all - begin < kUnitSegments ? all :", ""),
+            ("rising[base + at] <= value", "rising[base + at] < value"),
+            ("unit -= rests.starts[kChunk];", ""),
+            ("__syncthreads();  // before the sums", "// before the sums"),
+        ),
+    },
+    "unpack_ring": {
+        "ops/ring.cuh": (
+            ("Turn{generation + 1, 0} :", "Turn{generation + 1, 1} :"),
+            ("atomicExch(&p.state->owner, u64(0));", ""),
+            ("if (owner != 0) return owner;", ""),
+            ("load_fresh(&p.consumed[slot]) == consumed;", "true;"),
+            ("  return p.call;", "  return 0;"),
+            ("(done), turn.generation)", "(done), turn.generation + 1)"),
+            ("threadIdx.x / 4 < p_.ring", "threadIdx.x / 4 <= p_.ring"),
+            ("<= p_.ring.max_descriptors ?", "<= p_.ring.max_descriptors + 1 ?"),
+            ("if (__syncthreads_or(old)) {", "if (false) {"),
+            ("return !__syncthreads_or(wrong);", "return true;"),
+            ("i < 4 * end; i += kThreads", "i < 4 * begin; i += kThreads"),
+            ("return number % 2 == 0 ||", "return number % 4 != 3 ||"),
+            ("(u64(vector.w) << 32 | vector.z) == word", "vector.z == u32(word)"),
+            ("if (has_long && is_long(here[1], count, warps))", "if (has_long)"),
+            ("found != 0; found &= found - 1", "found != 0; found = 0"),
+        ),
+        "ops/unpack_ring.cu": (
+            ("p.slot < 0 ? begin :", "true ? begin :"),
+            ("num_taken < p.most; ++looks", "num_taken <= p.most; ++looks"),
+            ("is_over = consumed >= turn.generation;", "is_over = false;"),
+            ("ring_generation(word) != turn.gen", "ring_generation(word) < turn.gen"),
+            (
+                "ring_generation(word) != turn.generation",
+                "u32(ring_generation(word)) != u32(turn.generation)",
+            ),
+            ("num_staged, has_long)) break;", "num_staged, has_long)) {}"),
+            ("if (threadIdx.x == 0) ring.consumed[turn.slot] = turn.generation;", ""),
+            ("num_staged += ring_count(word);", "num_staged = ring_count(word);"),
+            ("if (p.slot < 0) set_turn(ring, turn);", "set_turn(ring, turn);"),
+            (
+                "while ((own.value = load_control(&board->control)) == 0) continue;",
+                "own.value = load_control(&board->control);",
+            ),
+            (
+                "               gridDim.x * kWarps);\n    __syncthreads();",
+                "               gridDim.x * kWarps);",
+            ),
+            ("while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;", ""),
+            ("i < own.num_taken; ++i", "i < own.num_taken; i = own.num_taken"),
+            ("    *p.board = {};\n", ""),
+            ("Turn turn = own.first;", "release_ring(p.ring); Turn turn = own.first;"),
+        ),
+    },
+}
