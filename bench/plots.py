@@ -35,6 +35,24 @@ plt.rcParams.update(dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"
 plt.rcParams.update({"grid.alpha": 0.25, "axes.grid": True, "axes.axisbelow": True})
 plt.rcParams.update({"legend.framealpha": 0.0, "legend.fontsize": 7, "axes.titlesize": 9})
 
+# Peers by names that a reader knows; a name that is not here stands as it is.
+_PLAIN = {
+    "nvcc, mini-sglang style": "a warp a row (nvcc)",
+    "triton": "Triton",
+    "torch cache[idx] = x, twice": "PyTorch, cache[idx] = x",
+    "torch index_select(out=)": "PyTorch, index_select",
+    "torch F.embedding": "PyTorch, F.embedding",
+    "torch copy_, block by block": "PyTorch, copy_ per block",
+    "loop of cuMemcpy2DAsync in C++": "cuMemcpy2DAsync in a loop",
+    "6 line-aligned, 2 SMs": "aligned loads (nvcc)",
+    "6 line-aligned, 4 SMs": "aligned loads (nvcc)",
+    "4 loads before stores": "loads before stores (nvcc)",
+    "4 loads before stores, full grid": "loads before stores (nvcc)",
+    "torch.argsort, then 6 line-aligned, 4 SMs": "torch.argsort, then aligned loads",
+    "both on two streams, by a staging buffer": "two streams and staging",
+    "a block a descriptor": "one block per descriptor",
+}
+
 # Of the first page: one line of each op, at the size where its users live.
 _SUMMARY = {
     "store_cache, 131,072 rows of 1 KB": ("store", "131072 rows of 1024 B"),
@@ -81,20 +99,38 @@ class Lines:
         }
         if not drawn:
             return []
-        size = (max(6, 4 * len(drawn)), 3.8)
-        figure, all_axes = plt.subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False)
-        for axes, (title, here) in zip(all_axes[0], drawn.items(), strict=True):
+        columns = min(len(drawn), 2)  # more would be unreadable on a phone
+        lines = -(-len(drawn) // columns)
+        size = (max(6.4, 4.2 * columns), 3.0 * lines + 1.4)
+        figure, grid = plt.subplots(lines, columns, figsize=size, sharey=True, squeeze=False)
+        legend: dict[str, Any] = {}
+        for axes in grid.flat[len(drawn) :]:
+            axes.remove()
+        for axes, (title, here) in zip(grid.flat, drawn.items(), strict=False):
             self._lines(axes, here)
             speed = max((r[self.y] for r in here if r["role"] == "ceiling"), default=100)
             axes.axhline(speed, color=GREY, linestyle="--", linewidth=1)
             at = {"xy": (0.02, speed), "xycoords": ("axes fraction", "data")}
             axes.annotate(self.ceiling, **at, fontsize=7, va="bottom")
-            axes.set(title=title, xlabel=self.x_label, ylim=(0, None))
+            axes.set(title=title, xlabel=self.x_label)
+            axes.tick_params(labelsize=8)
             axes.set_xscale("log", base=self.base)
-            axes.legend()
-        all_axes[0][0].set_ylabel(self.y_label)
+            axes.xaxis.set_major_formatter(self._tick)
+            handles, labels = axes.get_legend_handles_labels()
+            legend |= dict(zip(labels, handles, strict=True))
+        for axes in grid[:, 0]:
+            axes.set_ylabel(self.y_label)
+        top = max(row[self.y] for here in drawn.values() for row in here)
+        grid.flat[0].set_ylim(0, min(1.1 * top, 180))
         figure.suptitle(f"{op}, {self.title}, {machine}", fontsize=10)
-        return save(figure, path)
+        below = {"loc": "lower center", "ncols": 3}
+        figure.legend(legend.values(), legend.keys(), **below)
+        return save(figure, path, bottom=0.14 * 4.4 / size[1])
+
+    def _tick(self, value: float, _: int) -> str:
+        if self.x.endswith("bytes") and value >= 1024:
+            return f"{value / 1024:g} KiB"
+        return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
     def _lines(self, axes: Any, rows: Sequence[RowData]) -> None:
         """Draw a line for each name, those of one library told apart by their dashes."""
@@ -110,7 +146,7 @@ class Lines:
                 style = _LINES[number % len(_LINES)]
                 axes.plot(
                     *zip(*sorted(line), strict=True),
-                    label=name,
+                    label=_PLAIN.get(name, name),
                     color=color,
                     linestyle=style,
                     linewidth=2.2 if name == "jitkern" else 1.3,
@@ -204,14 +240,14 @@ def _summary(rows: dict[str, list[RowData]], machine: str, path: Path) -> list[P
             return []
         best = min(peers, key=lambda r: float(r["median_us"]))
         ratio = best["median_us"] / ours[0]["median_us"]
-        bars.append((label, ratio, best["impl"]))
+        bars.append((label, ratio, _PLAIN.get(best["impl"], best["impl"])))
     figure, axes = plt.subplots(figsize=(8.4, 0.34 * len(bars) + 1.2))
     for at, (_, ratio, peer) in enumerate(bars):
         axes.barh(at, ratio, color=OURS, height=0.62)
         axes.text(ratio, at, f" {ratio:.2f} x  {peer}", va="center", fontsize=7.5)
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
-    axes.set_xlim(0, 1.6 * max(ratio for _, ratio, _ in bars))
+    axes.set_xlim(0, 1.8 * max(ratio for _, ratio, _ in bars))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("speed of jitkern / the fastest other of the same run, which is named")
@@ -224,9 +260,9 @@ def color_of(name: str) -> str:
     return _LIBRARIES[max((one for one in _LIBRARIES if name.startswith(one)), key=len)]
 
 
-def save(figure: Any, path: Path) -> list[Path]:
-    """Write a plot without a background."""
-    figure.tight_layout()
+def save(figure: Any, path: Path, bottom: float = 0.0) -> list[Path]:
+    """Write a plot without a background; the lowest part of it is for a legend."""
+    figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=140, transparent=True)
     plt.close(figure)
     return [path]
