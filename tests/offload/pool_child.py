@@ -20,6 +20,7 @@ import jitkern
 from jitkern.jit import launch
 from jitkern.jit.device import DeviceModule
 from jitkern.offload import PinnedPool, memory
+from jitkern.offload.memory import PinnedMemory
 
 MIB = 1 << 20
 SIZE = 8 * MIB
@@ -134,7 +135,7 @@ def check_a_forked_child_leaves_it_alone() -> None:
             # It wants 2 MiB more for a while. Odd, or the kernel would seek a place for huge pages;
             # so Linux 6.18 gives it the address of the parent's.
             give_next(address, SIZE - 4096)
-            other = memory.mapped(SIZE - 2 * MIB - 4096)
+            other = PinnedMemory(SIZE - 2 * MIB - 4096).tensor
             del tensor, pool
             gc.collect()
             assert log() == "" and is_mapped(other.data_ptr()), "the child's memory was freed"

@@ -21,7 +21,7 @@ from rings import LINE, memory_of, rows
 
 from jitkern import unpack
 from jitkern.jit.device import DeviceModule
-from jitkern.offload import DescriptorRing, PinnedPool, memory, ring
+from jitkern.offload import DescriptorRing, memory, ring
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
@@ -216,14 +216,14 @@ def pretend() -> None:
 
 def end_while_a_server_runs() -> None:
     """Say at the exit, when pools are unregistered, whether the server was told to stop."""
-    close = PinnedPool.close
 
-    def told_close(pool: PinnedPool) -> None:
+    def told_close() -> None:
         print(f"pools are closed: stop is {server._stop.item()}", flush=True)
-        close(pool)
+        close()
 
-    PinnedPool.close = told_close  # type: ignore[method-assign]
-    server = served(DescriptorRing(3, 5))
+    made = DescriptorRing(3, 5)
+    close, made._memory.close = made._memory.close, told_close
+    server = served(made)
     server.__enter__()
     assert server.is_running and server._stop.item() == 0
 

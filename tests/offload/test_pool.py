@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import jitkern
+from jitkern.host import module as host
 from jitkern.offload import PinnedPool, memory
 
 MIB = 1 << 20
@@ -79,39 +81,17 @@ def test_a_closed_one_gives_nothing() -> None:
     pool.close()
     with pytest.raises(RuntimeError, match=r"^PinnedPool\.tensor: the pool is closed$"):
         pool.tensor()
-    assert "4 KiB, closed" in repr(pool)
-
-
-def test_attach_to_a_descriptor() -> None:
-    """As a child has one that it inherited; the pool needs it no longer."""
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, 12_345)
-    one, two = PinnedPool.attach(fd), PinnedPool.attach(fd, 12_345)
-    with pytest.raises(ValueError, match="num_bytes: 12346 bytes, expected 12345, the size of the"):
-        PinnedPool.attach(fd, 12_346)
-    os.close(fd)
-    whole = one.tensor()
-    assert whole.shape == (12_345,)
-    whole[7:9] = 3
-    one.close()
-    assert two.tensor(100)[6:10].tolist() == [0, 3, 3, 0]
-    two.close()
-    text = "PinnedPool.attach: handle: str, expected a PoolHandle or an int"
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
-        PinnedPool.attach("kv")  # type: ignore[arg-type]
 
 
 def test_says_what_it_is() -> None:
-    with PinnedPool(64 * MIB, num_threads=1) as pool:
+    with PinnedPool(64 * MIB) as pool:
         text = (
-            r"PinnedPool\(64 MiB, (pinned|pageable), \d+% in huge pages, (as Linux chose|node .*); "
-            r"touched by 1 threads? in \d\.\d\d s(, registered in \d\.\d\d s)?\)"
+            r"PinnedPool\(64 MiB, (pinned|pageable)( on node \d+)?; "
+            r"touched in \d\.\d\d s(, registered in \d\.\d\d s)?\)"
         )
         assert re.fullmatch(text, repr(pool)), repr(pool)
-        stats = pool.stats
-        assert 0 <= stats.huge_bytes <= stats.num_bytes
-        assert stats.num_threads == 1
-        assert stats.is_registered == torch.cuda.is_available()
+        assert pool.stats.is_registered == torch.cuda.is_available()
+    assert "64 MiB, closed" in repr(pool)
 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -121,11 +101,6 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"size": 4.5}, TypeError, "size: float, expected an int"),
     ({"size": True}, TypeError, "size: bool, expected an int"),
     ({"size": 8, "dtype": "int8"}, TypeError, "dtype: str, expected a torch.dtype"),
-    ({"size": 8, "numa": "remote"}, ValueError, 'numa: "remote", expected "local" or "interleave"'),
-    ({"size": 8, "numa": 1.0}, TypeError, "numa: float, expected an int"),
-    ({"size": 8, "numa": 77}, ValueError, "numa: 77, expected a node with memory: "),
-    ({"size": 8, "num_threads": 0}, ValueError, "num_threads: 0, expected 1 to "),
-    ({"size": 8, "num_threads": 100_000}, ValueError, "num_threads: 100000, expected 1 to "),
     ({"size": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
     ({"size": 1 << 60}, MemoryError, "size: 1.074e+09 GiB, expected at most the "),
 ]
@@ -137,42 +112,52 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
         PinnedPool(**how)
 
 
-def test_a_rank_binds_what_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, list[tuple[int, int]]] = {"pool_bind": [], "pool_touch": []}
+class Noted:
+    """The host module, of whose memory the calls are noted."""
 
-    def note(name: str) -> Any:
-        return lambda begin, count, *_: told[name].append((begin - base, count)) or 0
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        self.address = 0
+        self.fails_at = -1  # which touch
 
-    functions = {name: note(name) for name in told}
-    monkeypatch.setattr(memory.host, "module", lambda: functions)
-    monkeypatch.setattr(memory, "numa_nodes", lambda: (0, 1))
+    def __getitem__(self, name: str) -> Any:
+        assert name == "make_pinned_memory"
+        return self.make
+
+    def make(self, num_bytes: int, fd: int) -> Any:
+        tensor, *_, register, close = host.module()["make_pinned_memory"](num_bytes, fd)
+        self.address = torch.from_dlpack(tensor).data_ptr()
+        return tensor, partial(self.note, "bind"), partial(self.note, "touch"), register, close
+
+    def note(self, what: str, begin: int, count: int, *_: int) -> int:
+        self.calls.append((what, begin, count))
+        return 12 if len(self.calls) == self.fails_at else 0
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+    host.module()
+    noted = Noted()
+    monkeypatch.setattr(memory, "host", SimpleNamespace(module=lambda: noted))
+    return noted
+
+
+def test_a_rank_binds_what_it_touches(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_node_of_gpu", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    bytes_ = torch.empty(5 * MIB + 24, dtype=torch.uint8)
-    base = bytes_.data_ptr()
-    for numa, where in (("local", "node 1"), ("interleave", "nodes 0 and 1"), (0, "node 0")):
-        for ranks in ([(0, 5 * MIB + 24)], [(0, 2 * MIB), (2 * MIB, 2 * MIB), (4 * MIB, MIB + 24)]):
-            for rank, part in enumerate(ranks):
-                assert memory.bind(bytes_, numa, rank, len(ranks)) == where
-                memory.touch(bytes_, rank, len(ranks), 1, lambda *_: None)
-                assert told["pool_bind"].pop() == told["pool_touch"].pop() == part
-    assert not any(told.values())
+    num_bytes = 5 * MIB + 24
+    for ranks in ([(0, num_bytes)], [(0, 2 * MIB), (2 * MIB, 2 * MIB), (4 * MIB, MIB + 24)]):
+        for rank, part in enumerate(ranks):
+            memory.PinnedMemory(num_bytes, -1, rank, len(ranks))
+            assert noted.calls == [("bind", *part), ("touch", *part)]
+            noted.calls.clear()
 
 
-def test_memory_that_linux_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_linux_refuses_leaves_nothing(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where the container's limit is below what the machine has free."""
-    seen: list[int] = []
-    module = memory.host.module()
-
-    class Refusing:
-        def __getitem__(self, name: str) -> Any:
-            def refuse(begin: int, *_: int) -> int:
-                seen.append(begin)
-                return 12 if len(seen) == 3 else 0
-
-            return refuse if name == "pool_touch" else module[name]
-
-    monkeypatch.setattr(memory.host, "module", Refusing)
+    noted.fails_at = 3
+    monkeypatch.setattr(memory, "_node_of_gpu", lambda: None)
     monkeypatch.setattr(memory, "_TOUCH_BYTES", MIB)
     text = (
         "PinnedPool: Cannot allocate memory after 2 MiB of 4 MiB; free memory, or raise the limit "
@@ -181,7 +166,7 @@ def test_memory_that_linux_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MemoryError, match=f"^{re.escape(text)}$"):
         PinnedPool(4 * MIB)
     gc.collect()
-    assert not is_mapped(seen[0])
+    assert not is_mapped(noted.address)
 
 
 def test_shown_on_a_terminal_only(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from fake_gpu import report_checks
 from launch_fake import driver, log, refused
 
 from jitkern import memcpy_2d_async
-from jitkern.host import module as host
 from jitkern.offload import memory
 
 KIB = 1024
@@ -119,17 +118,15 @@ def check_no_copy_spans_two_registrations() -> None:
     assert torch.equal(DEVICE[: 2 * KIB], PINNED[3 * KIB : 5 * KIB])
 
 
-def check_registrations_of_a_pool() -> None:
-    pool = memory.mapped(8 * KIB)
-    for begin in (0, 4 * KIB):
-        host.module()["pool_register"](pool.data_ptr(), begin, 4 * KIB, 0)
-    host.module()["pool_open"](pool.data_ptr(), 0)
+def check_rows_of_a_pool() -> None:
+    pool = memory.PinnedMemory(8 * KIB)
+    pool._register(0)
     log()
-    memcpy_2d_async(on_gpu(DEVICE), pool[4 * KIB - 40 :], 64, 128, 64, 2, "h2d")
-    assert log().splitlines() == ["h2d 40 on 0", "h2d 24 on 0", "h2d 64 on 0"]
-    host.module()["pool_close"](pool.data_ptr())
+    memcpy_2d_async(on_gpu(DEVICE), pool.tensor[4 * KIB - 40 :], 64, 128, 64, 2, "h2d")
+    assert log() == "copy 2 x 64, pitches 64 128, types 2 1, on 0\n"
+    pool.close()
     text = "memcpy_2d_async: src: memory of a PinnedPool that was closed, expected an open pool.*"
-    refused(ValueError, text, memcpy_2d_async, on_gpu(DEVICE), pool, 64, 128, 64, 2, "h2d")
+    refused(ValueError, text, memcpy_2d_async, on_gpu(DEVICE), pool.tensor, 64, 128, 64, 2, "h2d")
 
 
 def check_memory_of_another_library_is_its_view() -> None:

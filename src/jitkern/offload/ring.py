@@ -17,7 +17,7 @@ from jitkern.fs import make_memory
 from jitkern.host import module as host
 from jitkern.offload import memory
 from jitkern.offload.args import count_arg, device_arg, number_arg
-from jitkern.offload.pool import PinnedPool
+from jitkern.offload.memory import PinnedMemory
 from jitkern.ops import dispatch
 from jitkern.ops.unpack import set_ring_type
 
@@ -91,8 +91,9 @@ class DescriptorRing:
         # Memory of a descriptor, which a producer in another process can map.
         self._fd = make_memory(call, "jitkern-ring", num_bytes)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._pool = PinnedPool.attach(self._fd)
-        self._bytes: torch.Tensor = self._pool.tensor()
+        self._memory = PinnedMemory(num_bytes, self._fd)
+        self._memory.register()
+        self._bytes: torch.Tensor = self._memory.tensor
         made = module["make_ring"](self._bytes, num_slots, most)
         self._push, self._try_push, self._reserve, self._publish = made[:4]
         self._await_free, self._await_done, self._consume, self._next = made[4:]
@@ -227,7 +228,7 @@ class DescriptorRing:
             return
         if self._server is not None:
             self._server.stop()
-        self._pool.close()
+        self._memory.close()
         self._shut("the ring is closed; make another one")
         self._close_fd()
 
@@ -241,7 +242,7 @@ class DescriptorRing:
     def __repr__(self) -> str:
         state = "closed"
         if self._is_open:
-            pinned = "pinned" if self._pool.stats.is_registered else "pageable"
+            pinned = "pinned" if self._memory.is_registered else "pageable"
             state = f"{pinned}, {self.num_pushed} pushed"
         slots = "slot" if self.num_slots == 1 else "slots"
         text = f"{self.num_slots} {slots} of {self.max_descriptors} descriptors, {state}"

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <new>
 #include <optional>
 #include <shared_mutex>
 #include <vector>
@@ -19,7 +18,6 @@ struct Pool {
   u64 begin;
   u64 end;
   const char* device_address;  // null: closed
-  std::vector<u64> pieces;     // where they begin; no single copy may leave one
 };
 
 std::shared_mutex pools_mutex;
@@ -75,12 +73,9 @@ u64 mapped_end(const Rows& rows, const MemoryRange& first) {
 
 }  // namespace
 
-void add_pool(const char* begin, i64 num_bytes, const char* device_address,
-              const std::vector<char*>& pieces) {
+void add_pool(const char* begin, i64 num_bytes, const char* device_address) {
   const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  const u64 at = address(begin);
-  Pool& pool = pools.emplace_back(Pool{at, at + static_cast<u64>(num_bytes), device_address, {}});
-  for (const char* piece : pieces) pool.pieces.push_back(address(piece));
+  pools.push_back({address(begin), address(begin) + static_cast<u64>(num_bytes), device_address});
   any_pool = true;
 }
 
@@ -96,11 +91,6 @@ void forget_pool(u64 begin) {
   const auto found = std::find_if(pools.begin(), pools.end(),
                                   [begin](const Pool& pool) { return pool.begin == begin; });
   if (found != pools.end()) pools.erase(found);
-}
-
-void forget_all_pools() {
-  new (&pools_mutex) std::shared_mutex;  // a thread that is gone may hold it
-  pools.clear();
 }
 
 char* mapped_rows(const Rows& rows, const char* cure) {
@@ -126,11 +116,7 @@ char* mapped_rows(const Rows& rows, const char* cure) {
 u64 registration_end(u64 at) {
   u64 end = 0;
   const bool is_pool = find_pool(at, [&](const Pool& pool) {
-    if (pool.device_address == nullptr) return;
-    end = pool.end;
-    for (const u64 piece : pool.pieces) {
-      if (at < piece && piece < end) end = piece;
-    }
+    if (pool.device_address != nullptr) end = pool.end;
   });
   if (is_pool) return end;
   const MemoryRange range = memory_range(reinterpret_cast<const void*>(at));

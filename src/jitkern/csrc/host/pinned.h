@@ -3,8 +3,6 @@
 
 #include <jitkern/check.h>
 
-#include <vector>
-
 namespace jitkern {
 
 // The GPU's address of `rows` in pinned memory, which was allocated so or registered, also in
@@ -21,12 +19,10 @@ bool is_mapped(const Rows& rows);
 // the byte is not pinned. The device's context is current.
 u64 registration_end(u64 at);
 
-// Pools of pinned memory, registered in pieces that begin at `pieces`; the driver is not asked
-// about their rows. mapped_rows refuses rows of a closed pool, while tensors keep its memory.
-void add_pool(const char* begin, i64 num_bytes, const char* device_address,
-              const std::vector<char*>& pieces);
+// Pools of pinned memory; the driver is not asked about their rows. mapped_rows refuses rows of a
+// closed pool, while tensors keep its memory.
+void add_pool(const char* begin, i64 num_bytes, const char* device_address);
 void close_pool(const char* begin);
 void forget_pool(u64 begin);
-void forget_all_pools();  // in a forked child
 
 }  // namespace jitkern
