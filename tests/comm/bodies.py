@@ -8,7 +8,7 @@ that sums are exact in any dtype and order.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -62,16 +62,28 @@ def is_possible(dtype: torch.dtype, op: str, size: int) -> bool:
     return not (op == "prod" and small and size > 4) and not (op == "avg" and signed_int)
 
 
-def all_reduce(comm: Communicator, device: torch.device) -> None:
+def moved() -> Iterator[tuple[int, torch.dtype, tuple[int, ...]]]:
+    """All dtypes, and the shapes of one."""
+    for seed, dtype in enumerate(MOVED):
+        for shape in SHAPES if dtype == torch.float32 else A_SHAPE:
+            yield seed, dtype, shape
+
+
+def reductions(size: int) -> Iterator[tuple[int, torch.dtype, tuple[int, ...], str]]:
     seed = 0
     for dtype in (*FLOATS, *INTS):
         for op in REDUCTIONS:
             for shape in SHAPES if dtype == torch.float32 else A_SHAPE:
                 seed += 1
-                if is_possible(dtype, op, comm.size):
-                    x = given(comm.rank, shape, dtype, seed).to(device)
-                    comm.all_reduce(x, op)
-                    same(x, reduced(comm.size, shape, dtype, op, seed), dtype, op, shape)
+                if is_possible(dtype, op, size):
+                    yield seed, dtype, shape, op
+
+
+def all_reduce(comm: Communicator, device: torch.device) -> None:
+    for seed, dtype, shape, op in reductions(comm.size):
+        x = given(comm.rank, shape, dtype, seed).to(device)
+        comm.all_reduce(x, op)
+        same(x, reduced(comm.size, shape, dtype, op, seed), dtype, op, shape)
 
 
 def all_reduce_of_reals(comm: Communicator, device: torch.device) -> None:
@@ -88,45 +100,37 @@ def all_reduce_of_reals(comm: Communicator, device: torch.device) -> None:
 
 
 def all_gather(comm: Communicator, device: torch.device) -> None:
-    for seed, dtype in enumerate(MOVED):
-        for shape in SHAPES if dtype == torch.float32 else A_SHAPE:
-            expected = torch.stack([given(r, shape, dtype, seed) for r in range(comm.size)])
-            x = given(comm.rank, shape, dtype, seed).to(device)
-            output = torch.zeros_like(expected, device=device)
-            comm.all_gather(output, x)
-            same(output, expected, dtype, shape)
-            output.zero_()
-            output[comm.rank] = x
-            comm.all_gather(output, output[comm.rank])
-            same(output, expected, dtype, shape, "in place")
+    for seed, dtype, shape in moved():
+        expected = torch.stack([given(r, shape, dtype, seed) for r in range(comm.size)])
+        x = given(comm.rank, shape, dtype, seed).to(device)
+        output = torch.zeros_like(expected, device=device)
+        comm.all_gather(output, x)
+        same(output, expected, dtype, shape)
+        output.zero_()
+        output[comm.rank] = x
+        comm.all_gather(output, output[comm.rank])
+        same(output, expected, dtype, shape, "in place")
 
 
 def reduce_scatter(comm: Communicator, device: torch.device) -> None:
-    seed = 100
-    for dtype in (*FLOATS, *INTS):
-        for op in REDUCTIONS:
-            for part in SHAPES if dtype == torch.float32 else A_SHAPE:
-                seed += 1
-                if not is_possible(dtype, op, comm.size):
-                    continue
-                shape = (comm.size, *part)
-                expected = reduced(comm.size, shape, dtype, op, seed)[comm.rank]
-                x = given(comm.rank, shape, dtype, seed).to(device)
-                output = torch.zeros(part, dtype=dtype, device=device)
-                comm.reduce_scatter(output, x, op)
-                same(output, expected, dtype, op, part)
-                same(x, given(comm.rank, shape, dtype, seed), "not written to")
-                comm.reduce_scatter(x[comm.rank], x, op)
-                same(x[comm.rank], expected, dtype, op, part, "in place")
+    for seed, dtype, part, op in reductions(comm.size):
+        shape = (comm.size, *part)
+        expected = reduced(comm.size, shape, dtype, op, seed)[comm.rank]
+        x = given(comm.rank, shape, dtype, seed).to(device)
+        output = torch.zeros(part, dtype=dtype, device=device)
+        comm.reduce_scatter(output, x, op)
+        same(output, expected, dtype, op, part)
+        same(x, given(comm.rank, shape, dtype, seed), "not written to")
+        comm.reduce_scatter(x[comm.rank], x, op)
+        same(x[comm.rank], expected, dtype, op, part, "in place")
 
 
 def broadcast(comm: Communicator, device: torch.device) -> None:
-    for seed, dtype in enumerate(MOVED):
-        for shape in SHAPES if dtype == torch.float32 else A_SHAPE:
-            for src in range(comm.size):
-                x = given(comm.rank, shape, dtype, seed).to(device)
-                comm.broadcast(x, src)
-                same(x, given(src, shape, dtype, seed), dtype, shape, src)
+    for seed, dtype, shape in moved():
+        for src in range(comm.size):
+            x = given(comm.rank, shape, dtype, seed).to(device)
+            comm.broadcast(x, src)
+            same(x, given(src, shape, dtype, seed), dtype, shape, src)
 
 
 def send_recv(comm: Communicator, device: torch.device) -> None:
@@ -140,20 +144,15 @@ def send_recv(comm: Communicator, device: torch.device) -> None:
                     x = torch.zeros(shape, dtype=dtype, device=device)
                     comm.recv(x, src)
                     same(x, given(src, shape, dtype, seed), dtype, src, dst)
-    several(comm, device)
-
-
-def several(comm: Communicator, device: torch.device) -> None:
-    """Messages of one path come in their order."""
-    if comm.rank < 2 <= comm.size:
-        for number in range(20):
-            x = torch.full((number + 1,), number, dtype=torch.int32, device=device)
-            if comm.rank == 0:
-                comm.send(x, 1)
-            else:
-                x.zero_()
-                comm.recv(x, 0)
-                assert x.tolist() == [number] * (number + 1)
+    # Messages of one path come in their order.
+    for number in range(20 if comm.rank < 2 <= comm.size else 0):
+        x = torch.full((number + 1,), number, dtype=torch.int32, device=device)
+        if comm.rank == 0:
+            comm.send(x, 1)
+        else:
+            x.zero_()
+            comm.recv(x, 0)
+            assert x.tolist() == [number] * (number + 1)
 
 
 def all_to_all(comm: Communicator, device: torch.device) -> None:

@@ -92,65 +92,52 @@ struct Call {
 };
 using Calls = std::vector<Call>;
 
-template <class T>
-T get(const char* at) {
-  T value;
-  std::memcpy(&value, at, sizeof(value));
-  return value;
-}
-template <class T>
-void put(char* at, T value) {
-  std::memcpy(at, &value, sizeof(value));
-}
-
-using Half = jitkern::Bits<jitkern::kFloat16>;
 i64 item_bytes(int dtype) {
   constexpr i64 kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
   if (dtype < 0 || dtype >= 10) fail_program("is given an unknown dtype");
   return kBytes[dtype];
 }
 
-double load(const char* at, int dtype) {
-  switch (dtype) {
-    case 0:
-      return get<signed char>(at);
-    case 1:
-      return get<unsigned char>(at);
-    case 2:
-      return get<int>(at);
-    case 4:
-      return static_cast<double>(get<i64>(at));
-    case 6:
-      return jitkern::float_of<jitkern::kFloat16>(get<Half>(at));
-    case 7:
-      return get<float>(at);
-    case 8:
-      return get<double>(at);
-    case 9:
-      return jitkern::float_of<jitkern::kBFloat16>(get<Half>(at));
-    default:
-      fail_program("is given a dtype that is not reduced");
-  }
+template <jitkern::FloatType kType>
+struct Half {
+  jitkern::Bits<kType> bits;
+  explicit operator double() const { return jitkern::float_of<kType>(bits); }
+};
+template <class T>
+T as(double value) {
+  return static_cast<T>(value);
+}
+template <>
+Half<jitkern::kFloat16> as(double value) {
+  return {jitkern::bits_as<jitkern::kFloat16>(static_cast<float>(value))};
+}
+template <>
+Half<jitkern::kBFloat16> as(double value) {
+  return {jitkern::bits_as<jitkern::kBFloat16>(static_cast<float>(value))};
 }
 
-void store(char* at, int dtype, double value) {
+// Runs it with a value of NCCL's dtype.
+template <class Run>
+void with_dtype(int dtype, const Run& run) {
   switch (dtype) {
     case 0:
-      return put(at, static_cast<signed char>(value));
+      return run(static_cast<signed char>(0));
     case 1:
-      return put(at, static_cast<unsigned char>(value));
+      return run(static_cast<unsigned char>(0));
     case 2:
-      return put(at, static_cast<int>(value));
+      return run(0);
     case 4:
-      return put(at, static_cast<i64>(value));
+      return run(i64(0));
     case 6:
-      return put(at, jitkern::bits_as<jitkern::kFloat16>(static_cast<float>(value)));
+      return run(Half<jitkern::kFloat16>());
     case 7:
-      return put(at, static_cast<float>(value));
+      return run(0.0f);
     case 8:
-      return put(at, value);
+      return run(0.0);
+    case 9:
+      return run(Half<jitkern::kBFloat16>());
     default:
-      return put(at, jitkern::bits_as<jitkern::kBFloat16>(static_cast<float>(value)));
+      fail_program("is given a dtype that is not reduced");
   }
 }
 
@@ -211,14 +198,19 @@ struct State {
       if (call.kind == Call::kBroadcast && one == call.peer) std::memcpy(call.output, slot, bytes);
     }
     if (call.kind == Call::kAllReduce || is_scatter) {
-      for (i64 at = 0; at < bytes; at += item) {
-        const i64 from = at + (is_scatter ? rank * bytes : 0);
-        double total = load(shared->ranks[0].slot + from, call.dtype);
-        for (int one = 1; one < size; ++one) {
-          total = combine(total, load(shared->ranks[one].slot + from, call.dtype), call.op);
+      with_dtype(call.dtype, [&](auto value) {
+        for (i64 at = 0; at < bytes; at += item) {
+          const i64 from = at + (is_scatter ? rank * bytes : 0);
+          double total = 0;
+          for (int one = 0; one < size; ++one) {
+            std::memcpy(&value, shared->ranks[one].slot + from, sizeof(value));
+            const double given = static_cast<double>(value);
+            total = one == 0 ? given : combine(total, given, call.op);
+          }
+          value = as<decltype(value)>(call.op == 4 ? total / size : total);
+          std::memcpy(call.output + at, &value, sizeof(value));
         }
-        store(call.output + at, call.dtype, call.op == 4 ? total / size : total);
-      }
+      });
     }
     own.read = number;
     return true;

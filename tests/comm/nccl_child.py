@@ -1,4 +1,4 @@
-"""A rank over the NCCL of fake_nccl.cc, on GPUs of ../threads/fake_gpu.cc. As comm_child.py.
+"""A rank over the NCCL of fake_nccl.cc, on GPUs of ../threads/fake_gpu.cc. As rank_child.py.
 
 PyTorch has no GPU here: tensors of the CPU only say that they are on one.
 """
@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import comm_child
+import rank_child
 import torch
 import tvm_ffi
 from fake_gpu import OnCuda
@@ -52,19 +52,23 @@ def known(tensor: torch.Tensor) -> Any:
     return on_gpu(tensor)
 
 
-def of_memory(piece: Any, _: torch.device) -> torch.Tensor:
-    about = piece.__cuda_array_interface__
-    memory = (ctypes.c_ubyte * about["shape"][0]).from_address(about["data"][0])
-    memory.owner = piece
-    return torch.frombuffer(memory, dtype=torch.uint8)
+def of_memory(memory: Any, _: torch.device) -> torch.Tensor:
+    (num_bytes,) = memory.__cuda_array_interface__["shape"]
+    there = (ctypes.c_ubyte * num_bytes).from_address(memory.address)
+    there.owner = memory
+    return torch.frombuffer(there, dtype=torch.uint8)
+
+
+def zeros(count: int, dtype: str, _: torch.device) -> Any:
+    made = torch.zeros(count, dtype=getattr(torch, dtype))
+    return known(made) if count else made
 
 
 torch.cuda.set_device = set_device
 torch.cuda.current_device = lambda: number
 torch.cuda.is_current_stream_capturing = lambda: is_capturing
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
-nccl._zeros = lambda count, dtype, _: known(torch.zeros(count, dtype=getattr(torch, dtype)))
-nccl._as_tensor = of_memory
+nccl._zeros, nccl._as_tensor = zeros, of_memory
 
 # -- what tests ask for ----------------------------------------------------------------------------
 
@@ -72,13 +76,12 @@ nccl._as_tensor = of_memory
 def ones(
     *shape: int, dtype: torch.dtype = torch.float32, on: Any = None, turned: bool = False
 ) -> Any:
+    made = torch.ones(shape, dtype=dtype)
     if turned:
-        return on_gpu(torch.ones(shape, dtype=dtype).t()[1:])
+        return on_gpu(made.t()[1:])
     if on == "cpu":
-        return torch.ones(shape, dtype=dtype)
-    if on is not None:
-        return on_gpu(torch.ones(shape, dtype=dtype), torch.device(on).index)
-    return known(torch.ones(shape, dtype=dtype))
+        return made
+    return known(made) if on is None else on_gpu(made, torch.device(on).index)
 
 
 class OverCpu:
@@ -108,8 +111,8 @@ class OverCpu:
 
 def make_nccl(**config: Any) -> None:
     global stream
-    rank = comm_child.dist.get_rank()
-    stream = comm_child.stream = lib.fake_stream(rank)
+    rank = rank_child.dist.get_rank()
+    stream = rank_child.stream = lib.fake_stream(rank)
     # For good: nothing else in this process has a stream.
     tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", rank), stream).__enter__()
     of_all_kinds(**config)
@@ -119,6 +122,10 @@ def synchronize() -> float:
     start = time.monotonic()
     lib.fake_synchronize(stream)
     return time.monotonic() - start
+
+
+def lives() -> bool:
+    return math.isfinite(synchronize())
 
 
 def capture(is_on: bool) -> None:
@@ -133,14 +140,14 @@ def replay(count: int) -> list[float]:
     lib.fake_nccl_forget_graph()
     capture(True)
     for _ in range(3):
-        comm_child.comm.all_reduce(on_it)
+        rank_child.comm.all_reduce(on_it)
     capture(False)
     values = []
     for _ in range(count):
         x.fill_(1)
         lib.fake_nccl_replay(stream)
-        comm_child.comm.watch()
-        comm_child.comm.barrier()
+        rank_child.comm.watch()
+        rank_child.comm.barrier()
         values.append(float(x[0]))
     return values
 
@@ -149,9 +156,9 @@ def two_streams() -> list[float]:
     x = torch.ones(1000)
     on_it, other = known(x), lib.fake_stream(number)
     point = lib.fake_hold(stream)
-    comm_child.comm.all_reduce(on_it)
+    rank_child.comm.all_reduce(on_it)
     with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", number), other):
-        comm_child.comm.all_reduce(on_it)
+        rank_child.comm.all_reduce(on_it)
         time.sleep(0.05)
         lib.fake_release(point)
         lib.fake_synchronize(other)
@@ -159,28 +166,23 @@ def two_streams() -> list[float]:
 
 
 def buffer() -> list[float]:
-    comm, values = comm_child.comm, []
-    for _ in range(2):
-        tensors = [comm.empty((1024,), torch.bfloat16) for _ in range(4)]
-        for one, tensor in enumerate(tensors):
-            tensor.fill_(one + 1)
-            comm.all_reduce(on_gpu(tensor))
-            lib.fake_synchronize(stream)
-            values.append(float(tensor[-1]))
-        del tensor, tensors
+    comm, values = rank_child.comm, []
+    for one in range(4):
+        tensor = comm.empty((1024,), torch.bfloat16)
+        tensor.fill_(one + 1)
+        comm.all_reduce(on_gpu(tensor))
+        lib.fake_synchronize(stream)
+        values.append(float(tensor[-1]))
     return values
 
 
 def body(name: str) -> None:
-    comm_child.bodies.BODIES[name](OverCpu(comm_child.comm), torch.device("cpu"))
+    rank_child.bodies.BODIES[name](OverCpu(rank_child.comm), torch.device("cpu"))
 
 
-of_all_kinds = comm_child.do_make_nccl
-for mine in (make_nccl, synchronize, replay, two_streams, buffer, body):
-    setattr(comm_child, f"do_{mine.__name__}", mine)
-comm_child.do_live = lambda: math.isfinite(synchronize())
-comm_child.ones, comm_child.lib, comm_child.capture = ones, lib, capture
-comm_child.nccl = nccl
+of_all_kinds = rank_child.make_nccl
+MINE = (ones, make_nccl, synchronize, lives, capture, replay, two_streams, buffer, body)
+vars(rank_child).update({one.__name__: one for one in MINE}, lib=lib)
 
 if __name__ == "__main__":
-    comm_child.main()
+    rank_child.main()

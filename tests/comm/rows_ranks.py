@@ -10,28 +10,59 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
-from jitkern.comm import PeerReducer
+from jitkern.comm import PeerMemory, PeerReducer
 
 Call = Callable[[int], Any]
 
 
 class Ranks:
-    """Of one device. Their kernels wait for each other, so that they have to be there at once."""
+    """Of one device or several GPUs. Their kernels wait for each other: all have to be there."""
 
     def __init__(
-        self, size: int, device: torch.device, deadline_s: float = 20.0, slot_bytes: int = 64
+        self,
+        size: int,
+        device: torch.device,
+        deadline_s: float = 20.0,
+        slot_bytes: int = 64,
+        has_gpus: bool = False,
     ) -> None:
         self.size, self.device = size, device
         num_bytes = PeerReducer.workspace_bytes_for(size, slot_bytes)
-        self.memory = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8, device=device)
-        places = [(one.data_ptr() + 15) // 16 * 16 for one in self.memory]
+        devices = [torch.device("cuda", rank) if has_gpus else device for rank in range(size)]
+        owner: Any
+        if has_gpus:
+            store = HashStore()
+
+            def join(rank: int) -> PeerMemory:
+                return PeerMemory(num_bytes, store, rank=rank, size=size, device=devices[rank])
+
+            with ThreadPoolExecutor(size) as threads:
+                owner = list(threads.map(join, range(size)))
+            addresses = [one.addresses for one in owner]  # of each rank as it sees them
+        else:
+            owner = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8, device=device)
+            addresses = size * [[(one.data_ptr() + 15) // 16 * 16 for one in owner]]
         self.reducers = [
-            PeerReducer(places, rank, size, num_bytes, device=device, deadline_s=deadline_s)
+            PeerReducer(
+                *(addresses[rank], rank, size, num_bytes),
+                device=devices[rank], deadline_s=deadline_s, owner=owner,
+            )
             for rank in range(size)
-        ]
+        ]  # fmt: skip
         if device.type == "cuda":
-            self.streams = [torch.cuda.Stream(device) for _ in range(size)]
+            self.streams = [torch.cuda.Stream(one) for one in devices]
+            self.reset()
+
+    def finish(self) -> None:
+        for one in self.reducers:
+            one.synchronize()
+
+    def reset(self) -> None:
+        self.finish()
+        for one in self.reducers:
+            one.reset()
 
     def each(self, call: Call, ranks: list[int] | None = None, *, wait: bool = True) -> list[Any]:
         """Have `call` made of each rank's number, at the same time; return what they return.
@@ -42,7 +73,7 @@ class Ranks:
         if self.device.type == "cpu":
             with ThreadPoolExecutor(self.size) as threads:
                 return [one.result() for one in [threads.submit(call, rank) for rank in numbers]]
-        torch.cuda.synchronize()
+        self.finish()
         found = []
         for rank in numbers if wait else ():
             with torch.cuda.stream(self.streams[rank]):
@@ -50,7 +81,7 @@ class Ranks:
         for rank in numbers:
             with torch.cuda.stream(self.streams[rank]):
                 found.append(call(rank))
-        torch.cuda.synchronize()
+        self.finish()
         return found
 
     def errors(

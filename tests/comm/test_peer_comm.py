@@ -4,139 +4,117 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from bodies import BODIES
-from comm_ranks import LATE_S, Pool, Rank, everywhere
-from nccl_ranks import CUDA, all_do
 from needs import needs_cxx
-from shared_gpu import IS_SHARED, num_gpus
+from ranks import LATE_S, NCCL, Pool, Rank, all_do, all_tell, errors
+from shared_gpu import IS_SHARED
 
 from jitkern.comm import Communicator, PeerCommunicator
-from jitkern.host import module as host
 
 pytestmark = needs_cxx
 MANY_S = 300.0  # for 100,000 calls, of four ranks
 
 
-def make(ranks: list[Rank], **config: object) -> None:
-    for rank in ranks:
-        rank.tell("make_peer", **config)
-    for rank in ranks:
-        rank.value()
-
-
-@pytest.fixture(scope="module", params=["cpu", CUDA])
-def kind(request: pytest.FixtureRequest) -> str:
-    host.module()  # built once, and not by each rank
-    return str(request.param)
+@pytest.fixture(scope="module", params=["cpu", NCCL])
+def hosts(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
+    return pools(request.param)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def joined(pool: Pool, kind: str, request: pytest.FixtureRequest) -> list[Rank]:
-    if kind == "cuda" and num_gpus() < request.param:
+def ranks(hosts: Pool, request: pytest.FixtureRequest) -> list[Rank]:
+    if hosts.kind != "cpu" and hosts.num_gpus < request.param:
         pytest.skip(f"needs {request.param} GPUs")
-    return pool.join(request.param)
+    return made(hosts, request.param, "max_bytes=1 << 40")
 
 
-@pytest.fixture(scope="module")
-def ranks(joined: list[Rank], kind: str) -> list[Rank]:
-    make(joined, on_gpus=kind == "cuda", max_bytes=1 << 40)
-    return joined
+def made(hosts: Pool, size: int, args: str = "") -> list[Rank]:
+    ranks = hosts.join(size)
+    all_do(ranks, f"make_peer({hosts.kind != 'cpu'}, {args})")
+    return ranks
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_body(ranks: list[Rank], name: str) -> None:
-    all_do(ranks, "body", name=name)
+    all_do(ranks, f"body({name!r})")
 
 
-def test_items_have_the_same_bits_beside_any_others(pool: Pool, kind: str) -> None:
-    two = pool.join(2)
-    make(two, on_gpus=kind == "cuda", max_bytes=1 << 30)
-    found = all_do(two, "prefixes")
-    assert found[0] == found[1] and all(found[0])
+def test_many_sums_of_ranks_that_are_late(hosts: Pool, ranks: list[Rank]) -> None:
+    count = 100_000 if hosts.kind != "cpu" and not IS_SHARED else 500
+    all_tell(ranks, f"many_sums({count})")
+    assert [rank.value(MANY_S) for rank in ranks] == [0] * len(ranks)
+
+
+def test_rows_of_one_pool(ranks: list[Rank]) -> None:
+    assert all(all_do(ranks, f"rows('jitkern-test-{os.getpid()}')"))
+
+
+def test_items_have_the_same_bits_beside_any_others(hosts: Pool) -> None:
+    first, second = all_do(made(hosts, 2, "max_bytes=1 << 30"), "prefixes()")
+    assert first == second and all(first)
 
 
 @pytest.fixture
-def two(pool: Pool, kind: str) -> list[Rank]:
-    two = pool.join(2)
-    make(two, on_gpus=kind == "cuda", deadline_s=1.0)
-    return two
+def two(hosts: Pool) -> list[Rank]:
+    return made(hosts, 2, "deadline_s=0.5")
 
 
 def test_small_sums_take_no_other_communicator(two: list[Rank]) -> None:
-    assert everywhere(two, "[comm.rank, comm.size]") == [[0, 2], [1, 2]]
-    assert two[0].evaluate("isinstance(comm, Communicator)")
-    assert "sums up to 4194304 bytes by peer memory" in two[0].evaluate("repr(comm)")
-    everywhere(two, "setattr(comm, '_comm', None)")
-    x = "(lambda x: comm.all_reduce(x) or x.tolist())(ones(5, dtype=torch.{0}))"
+    assert all_do(two, "[comm.rank, comm.size]") == [[0, 2], [1, 2]]
+    assert two[0].ask("isinstance(comm, Communicator)")
+    assert "sums up to 4194304 bytes by peer memory" in two[0].ask("repr(comm)")
+    all_do(two, "setattr(comm, '_comm', None)")
     for dtype in ("float32", "float16", "bfloat16"):
-        assert everywhere(two, x.format(dtype)) == [[2.0] * 5] * 2
+        all_do(two, f"x = ones(5, dtype=torch.{dtype}); comm.all_reduce(x)")
+        assert all_do(two, "x.tolist()") == [[2.0] * 5] * 2
     for call in ("all_reduce(ones(5), 'max')", "all_reduce(ones(5, dtype=torch.int32))"):
-        two[0].tell("evaluate", code=f"comm.{call}")
-        assert two[0].error()["error"].startswith("AttributeError")
-    assert two[0].evaluate("comm.max_bytes") == 4 << 20
+        assert two[0].refuses(f"comm.{call}").startswith("AttributeError")
 
 
 def test_a_late_rank_and_all_go_on(two: list[Rank]) -> None:
-    two[0].tell("sum_late")
-    assert two[0].error(1.0 + LATE_S)["missing"] == [1]
-    two[1].evaluate("comm.all_reduce(ones(5))")  # what the other one has sent is there
-    two[0].tell("sum_late")
-    assert "until reset()" in two[0].error()["error"]
-    everywhere(two, "comm.reset()")
-    everywhere(two, "comm.all_reduce(ones(5))")
+    two[0].tell("sum_late()")
+    assert two[0].error(0.5 + LATE_S)["missing"] == [1]
+    two[1].ask("comm.all_reduce(ones(5))")  # what the other one has sent is there
+    assert "until reset()" in two[0].refuses("sum_late()")
+    all_do(two, "comm.reset()")
+    all_do(two, "comm.all_reduce(ones(5))")
 
 
-def test_a_late_gpu_and_all_go_on(two: list[Rank], kind: str) -> None:
+def test_a_late_gpu_and_all_go_on(hosts: Pool, two: list[Rank]) -> None:
     """What its rank queued long before is over before the others forget it."""
-    if kind == "cpu":
+    if hosts.kind == "cpu":
         pytest.skip("its calls wait by themselves")
     # All kernels are loaded: to load one would wait for what the GPU has to do.
-    everywhere(two, "torch.cuda._sleep(1) or comm.all_reduce(ones(5) * 7)")
-    two[1].evaluate("[torch.cuda._sleep(2_000_000_000) for _ in range(4)]")  # a second each
-    two[1].tell("evaluate", code="comm.all_reduce(ones(5) * 7)")
-    two[0].tell("sum_late")
-    assert two[0].error(1.0 + LATE_S)["missing"] == [1]
+    all_do(two, "torch.cuda._sleep(1) or comm.all_reduce(ones(5) * 7)")
+    two[1].ask("[torch.cuda._sleep(2_000_000_000) for _ in range(4)]")  # a second each
+    two[1].tell("comm.all_reduce(ones(5) * 7)")
+    two[0].tell("sum_late()")
+    assert two[0].error(0.5 + LATE_S)["missing"] == [1]
     two[1].value()
-    everywhere(two, "comm.reset()")
+    all_do(two, "comm.reset()")
     for _ in range(4):
-        code = "(lambda x: comm.all_reduce(x) or x.tolist())(ones(5))"
-        assert everywhere(two, code) == [[2.0] * 5] * 2
+        all_do(two, "x = ones(5); comm.all_reduce(x)")
+        assert all_do(two, "x.tolist()") == [[2.0] * 5] * 2
 
 
 def test_closed(two: list[Rank]) -> None:
     """Sums go to the communicator."""
-    everywhere(two, "[comm.close(), comm.close()] and None")
-    assert everywhere(two, "comm.all_reduce(ones(5))") == [None, None]
-    assert everywhere(two, "comm.reset()") == [None, None]
-
-
-def test_many_sums_of_ranks_that_are_late(joined: list[Rank], kind: str) -> None:
-    make(joined, on_gpus=kind == "cuda")
-    count = 100_000 if kind == "cuda" and not IS_SHARED else 1000
-    for rank in joined:
-        rank.tell("many_sums", count=count)
-    assert [rank.value(MANY_S) for rank in joined] == [0] * len(joined)
-
-
-def test_rows_of_one_pool(joined: list[Rank], kind: str) -> None:
-    make(joined, on_gpus=kind == "cuda")
-    assert all(all_do(joined, "rows", name=f"jitkern-test-{os.getpid()}"))
+    all_do(two, "[comm.close(), comm.close()] and None")
+    all_do(two, "[comm.all_reduce(ones(5)), comm.reset()]")
 
 
 def test_a_rank_is_killed_that_others_bring_rows_to(two: list[Rank]) -> None:
-    for rank in two:
-        rank.tell("rows_late", name=f"jitkern-test-{os.getpid()}")
+    all_tell(two, f"rows_late('jitkern-test-{os.getpid()}')")
     answer = two[0].error()  # the pool and the memory are made first
     assert answer["error"].startswith("CommTimeoutError: device_barrier: call 1 of rank 0: rank 1")
     assert answer["missing"] == [1]
 
 
 def test_a_rank_is_killed_among_sums(two: list[Rank]) -> None:
-    for rank in two:
-        rank.tell("many_sums", count=10**6)
+    all_tell(two, "many_sums(10**6)")
     time.sleep(0.3)
     two[1].kill()
     answer = two[0].error()
@@ -148,37 +126,25 @@ def test_a_rank_is_killed_among_sums(two: list[Rank]) -> None:
     ("name", "of_both"),
     [
         ("algorithm", ["one_shot", "two_shot"]),
-        ("max_bytes", [1 << 30, 1 << 20]),  # of a workspace for 4 MiB, and for one
         ("max_bytes", [8 << 20, 16 << 20]),  # the workspace is the same
+        ("one_shot_bytes", [1 << 18, 1 << 19]),  # ranks that were calibrated apart
     ],
 )
-def test_ranks_that_want_something_else(
-    pool: Pool, kind: str, name: str, of_both: list[object]
-) -> None:
+def test_ranks_that_want_something_else(hosts: Pool, name: str, of_both: list[object]) -> None:
     """Each would make its calls by another protocol: wrong sums, or none."""
-    two = pool.join(2)
+    two = hosts.join(2)
     for rank, value in zip(two, of_both, strict=True):
-        rank.tell("make_peer", on_gpus=kind == "cuda", **{name: value})
-    for rank in two:
-        text = rank.error()["error"]
+        args = f"{name}={value!r}"
+        if name == "one_shot_bytes":
+            rank.ask(f"patch(peer_reduce, 'measured_one_shot_bytes', lambda *_: {value})")
+            args = ""
+        rank.tell(f"make_peer({hosts.kind != 'cpu'}, {args})")
+    for answer in errors(two):
         say = f"CommError: PeerCommunicator: {name}: differs, expected the same in all ranks:\n"
-        assert text.startswith(say)
+        assert answer["error"].startswith(say)
         for number, value in enumerate(of_both):
-            assert f"rank {number} (process {two[number].pid} on " in text
-            assert f"  {value}" in text
-
-
-def test_ranks_that_were_calibrated_apart(pool: Pool, kind: str) -> None:
-    two = pool.join(2)
-    name = "jitkern.comm.peer_reduce"
-    for rank in two:
-        code = f"setattr(sys.modules['{name}'], 'measured_one_shot_bytes', lambda *_: {rank.pid})"
-        rank.evaluate(code)
-        rank.tell("make_peer", on_gpus=kind == "cuda")
-    for rank in two:
-        assert rank.error()["error"].startswith("CommError: PeerCommunicator: one_shot_bytes: diff")
-    for rank in two:
-        rank.kill()  # no test after this one is to have it
+            assert f"rank {number} (process {two[number].pid} on " in answer["error"]
+            assert f"  {value}" in answer["error"]
 
 
 class Of:
@@ -210,7 +176,6 @@ def test_one_rank_has_no_memory() -> None:
         ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected above 0"),
         ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
         ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected at least 0"),
-        ({"max_bytes": 1.5}, TypeError, "max_bytes: float, expected an int"),
         ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected one of auto, one_shot"),
     ],
 )

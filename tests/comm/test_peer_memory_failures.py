@@ -6,11 +6,10 @@ import os
 import re
 import signal
 import socket
-from typing import Any
 
 import pytest
 from children import wait_until
-from peer_ranks import Rank, Ranks, together
+from ranks import LATE_S, Pool, Rank, all_do, errors
 
 INSTEAD = "use init_pynccl's all_reduce between them"
 GPU = "GPU-66616b65-2047-5055-0000-00000000000"
@@ -23,92 +22,80 @@ def all_say(texts: list[str], kind: str, *parts: str) -> None:
         assert all(part in text for part in parts), text
 
 
-def fail_at(ranks: Ranks, *codes: str, args: str = "") -> tuple[list[Rank], list[str]]:
+def told(pool: Pool, ranks: list[Rank], args: str = "") -> list[str]:
+    """What each says when it makes a memory."""
+    pool.tell_share(ranks, args)
+    return [answer["error"] for answer in errors(ranks)]
+
+
+def fail_at(pool: Pool, *codes: str, args: str = "") -> tuple[list[Rank], list[str]]:
     """Each rank's error if each has run its code before; and nothing is left."""
-    processes = ranks.meet(len(codes))  # once as it should be: what is opened once stays open
-    together(processes, "peers.close()")
-    before = together(processes, "left()")
-    for process, code in zip(processes, codes, strict=True):
-        process.ask(code)
-    texts = ranks.errors(processes, args)
-    wait_until(lambda: together(processes, "left()") == before, timeout_s=10)  # threads end late
-    return processes, texts
+    ranks = pool.share(len(codes))  # once as it should be: what is opened once stays open
+    all_do(ranks, "peers.close()")
+    before = all_do(ranks, "left()")
+    for rank, code in zip(ranks, codes, strict=True):
+        rank.ask(code)
+    texts = told(pool, ranks, args)
+    wait_until(lambda: all_do(ranks, "left()") == before, timeout_s=10)  # threads end late
+    return ranks, texts
 
 
 # -- ranks that do not fit -------------------------------------------------------------------------
 
 
-def test_sizes_that_differ(any_ranks: Ranks) -> None:
-    processes, texts = fail_at(any_ranks, "size = 4096", "size = 8192", args="num_bytes=size")
+def test_sizes_that_differ(hosts: Pool) -> None:
+    ranks, texts = fail_at(hosts, "size = 4096", "size = 8192", args="num_bytes=size")
     for text in texts:
         assert text.startswith("CommError: PeerMemory: num_bytes: differs, expected the same"), text
         for rank, size in enumerate([4096, 8192]):
             line = next(one for one in text.splitlines() if f"rank {rank} " in one)
-            assert str(size) in line and str(processes[rank].pid) in line
+            assert str(size) in line and str(ranks[rank].pid) in line
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "peer_memory._machine = lambda: 'another'",
-        "real, other = os.stat, os.stat_result([0, 7, *[0] * 8]); "
-        "os.stat = lambda path, **how: other if 'ns/net' in str(path) else real(path, **how)",
-    ],
-)
-def test_two_hosts_or_network_namespaces(cpu_ranks: Ranks, other: str) -> None:
-    _, texts = fail_at(cpu_ranks, "", other, "")
+def test_two_hosts_or_network_namespaces(pool: Pool) -> None:
+    _, texts = fail_at(pool, "", "patch(peer_memory, '_host', lambda: 'another')", "")
     came = f"rank 0, 2 is on {HERE} and rank 1 is on {HERE}, expected all on one host and in one "
     all_say(texts, "UnsupportedError", came, "between hosts use init_pynccl or TorchCommunicator")
 
 
-def test_a_process_of_another_user_gets_nothing(cpu_ranks: Ranks) -> None:
+def test_a_process_of_another_user_gives_nothing(pool: Pool) -> None:
     """By its uid, which the kernel knows."""
-    pretend = "descriptors.peer_uid = lambda end: 12345"
-    processes, texts = fail_at(cpu_ranks, "", pretend)
-    came = f"rank 0 (process {processes[0].pid} on {HERE}) is of uid 12345"
+    ranks, texts = fail_at(pool, "", "patch(descriptors, 'peer_uid', lambda end: 12345)")
+    came = f"rank 0 (process {ranks[0].pid} on {HERE}) is of uid 12345"
     all_say(texts, "CommError", came, f"expected uid {os.geteuid()} as this process")
     assert texts[0].startswith("CommError: PeerMemory: on rank 1: rank 0 (")
 
 
-@pytest.mark.parametrize("is_of_another_user", [True, False])
-def test_what_strangers_send_is_dropped(cpu_ranks: Ranks, is_of_another_user: bool) -> None:
-    """Of another user even as a rank that is missing, of this one as no rank."""
-    processes = cpu_ranks.start(2)
-    knock = f"""
-import tempfile
-strange = []
-real_uid, real_take = descriptors.peer_uid, descriptors._take
-descriptors.peer_uid = lambda end: 12345 if strange and strange.pop() else real_uid(end)
-def take(end, missing, fds):
-    for word in map(str, missing) if {is_of_another_user} else ['', '9', 'x' * 65]:
-        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ends[0], ends[1], tempfile.TemporaryFile() as other:
-            os.ftruncate(other.fileno(), 2 << 20)
-            socket.send_fds(ends[0], [word.encode() or b'-'], [other.fileno()])
-            strange[:] = [1] * {is_of_another_user}
-            real_take(ends[1], missing, fds)
-    real_take(end, [one for one in missing if one not in fds], fds)
-descriptors._take = take
+STRANGER = """
+import socket
+stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+exchange, real, uids = rendezvous.Rendezvous.exchange, descriptors.peer_uid, [0, 12345]
+def knock(self, key, *args, **how):
+    if key == 'listen':
+        stranger.connect(args[0])
+    return exchange(self, key, *args, **how)
+patch(rendezvous.Rendezvous, 'exchange', knock)
+patch(descriptors, 'peer_uid', lambda end: (uids and uids.pop(0)) or real(end))
 """
-    processes[1].ask(knock)
-    before = processes[1].ask("left()")["descriptors"]
-    cpu_ranks.tell_make(processes)
-    for process in processes:
-        process.value()
-    processes[0].ask("write(0, 0, 7)")
-    assert processes[1].ask("read(0, 0)") == [7]
-    together(processes, "peers.close()")
-    together(processes, "globals().pop('peers') and None")
-    wait_until(lambda: processes[1].ask("left()")["descriptors"] <= before + 1)
+
+
+def test_a_process_of_another_user_gets_nothing(pool: Pool) -> None:
+    """It has connected first, and is passed over."""
+    ranks = pool.start(2)
+    ranks[0].ask(STRANGER)
+    pool.share(ranks)
+    ranks[0].ask("write(1, 0, 7)")
+    assert ranks[1].ask("read(1, 0)") == [7]
+    assert ranks[0].ask("uids + [stranger.recvmsg(9, 99)[:2]]") == [["b''", []]]
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
 
 
-def test_gpus_without_peer_access(gpu_ranks: Ranks) -> None:
-    """The driver is asked for GPUs that the process sees; the third rank hears of it."""
-    apart = "os.environ['FAKE_APART'] = '0,2'"
-    _, texts = fail_at(gpu_ranks, apart, apart, apart)
+def test_gpus_without_peer_access(fake_vmm: Pool) -> None:
+    """The driver is asked for GPUs that the process sees; the other ranks hear of it."""
+    apart = "os.environ.update(FAKE_APART='0,2')"
+    _, texts = fail_at(fake_vmm, apart, apart, apart)
     one, other = f"cuda:0 of rank 0 ({GPU}0)", f"cuda:2 of rank 2 ({GPU}2)"
     why = f"the driver has no peer access between them; {INSTEAD}"
     all_say(texts[:1], "UnsupportedError", f"{one} cannot address the memory of {other}: {why}")
@@ -116,131 +103,117 @@ def test_gpus_without_peer_access(gpu_ranks: Ranks) -> None:
     all_say(texts[1:2], "UnsupportedError", f"on rank 0: {one} cannot address", why)
 
 
-def test_gpus_that_other_processes_do_not_see(gpu_ranks: Ranks) -> None:
+def test_gpus_that_other_processes_do_not_see(fake_vmm: Pool) -> None:
     """Each process sees its own as cuda:0; whether they reach each other the mapping shows."""
-    processes = gpu_ranks.start(2)
-    for rank, process in enumerate(processes):
-        process.ask(f"os.environ.update(FAKE_GPUS='1', FAKE_FIRST_GPU='{rank}')")
+    ranks = fake_vmm.start(2)
+    all_do(ranks, "os.environ.update(FAKE_GPUS='1', FAKE_FIRST_GPU='{rank}')")
     one = "device=torch.device('cuda', 0)"
-    gpu_ranks.tell_make(processes, one)
-    for process in processes:
-        process.value()
-    processes[0].ask("write(1, 0, 5)")
-    assert processes[1].ask("read(1, 0)") == [5]
-    together(processes, "peers.close(); os.environ.update(FAKE_APART='0,1')")
-    for rank, text in enumerate(gpu_ranks.errors(processes, one)):
+    fake_vmm.share(ranks, one)
+    ranks[0].ask("write(1, 0, 5)")
+    assert ranks[1].ask("read(1, 0)") == [5]
+    all_do(ranks, "peers.close(); os.environ.update(FAKE_APART='0,1')")
+    for rank, text in enumerate(told(fake_vmm, ranks, one)):
         came = f"cuda:0 of rank {rank} ({GPU}{rank}) cannot"
         all_say([text], "UnsupportedError", came, "cuMemSetAccess: ERROR", "CUDA_VISIBLE_DEVICES")
 
 
-def test_wrong_data_of_an_import(gpu_ranks: Ranks) -> None:
-    """Rank 2 maps other memory for the second that it imports."""
-    wrong = "os.environ['FAKE_WRONG_IMPORT'] = '4'"  # two were right when all met before
-    _, texts = fail_at(gpu_ranks, "", "", wrong)
-    parts = ["peer access gives wrong data: cuda:2 of rank 2 (GPU-", "of cuda:", INSTEAD]
-    all_say(texts, "UnsupportedError", *parts)
-    assert texts[0].startswith("UnsupportedError: PeerMemory: on rank 2: peer access gives")
-
-
-def test_writes_that_do_not_arrive(any_ranks: Ranks) -> None:
-    """Though reads are right."""
-    wrong = """
-real = peer_memory._Check.compare
-def compare(self):
-    real(self._replace(range=self.range._replace(write=lambda *_: None)))
-peer_memory._Check.compare = compare
+WRITES_NOTHING = """
+real = peer_memory.Range
+def make(*functions):
+    made = real(*functions)
+    def write(at, *more):
+        return made.write(at, *more) if at >> 21 == 1 else None
+    return made._replace(write=write)
+patch(peer_memory, 'Range', make)
 """
-    _, texts = fail_at(any_ranks, "", wrong, "")
+
+
+def test_writes_that_do_not_arrive(hosts: Pool) -> None:
+    """Though reads are right."""
+    _, texts = fail_at(hosts, "", WRITES_NOTHING, "")
     for rank in (0, 2):
         assert "peer access gives wrong data: what " in texts[rank]
         assert re.findall(r"of (rank \d)", texts[rank]) == ["rank 1", f"rank {rank}"]
     all_say(texts, "UnsupportedError", INSTEAD)
 
 
-def test_a_driver_without_such_memory(gpu_ranks: Ranks) -> None:
-    _, texts = fail_at(gpu_ranks, "", "os.environ['FAKE_NO_VMM'] = '1'")
-    all_say(texts, "UnsupportedError", f"cuda:1 of rank 1 ({GPU}1) has no memory that other")
+@pytest.mark.parametrize(
+    ("env", "kind", "text"),
+    [
+        ("FAKE_NO_VMM='1'", "UnsupportedError", f"cuda:1 of rank 1 ({GPU}1) has no memory that ot"),
+        ("FAKE_GPU_MIB='1'", "MemoryError", "GPU 1 has no 2097152 bytes left; torch.cuda.empty_ca"),
+        ("FAKE_WRONG_IMPORT='1'", "UnsupportedError", "peer access gives wrong data: "),
+    ],
+)
+def test_a_driver_that_has_none(fake_vmm: Pool, env: str, kind: str, text: str) -> None:
+    _, texts = fail_at(fake_vmm, "", f"os.environ.update({env})")
+    all_say(texts, kind, text)
 
 
-def test_no_memory_left(gpu_ranks: Ranks) -> None:
-    _, texts = fail_at(gpu_ranks, "", "os.environ['FAKE_GPU_MIB'] = '1'")
-    all_say(texts, "MemoryError", "GPU 1 has no 2097152 bytes left; torch.cuda.empty_cache()")
-
-
-def test_a_gpu_that_hangs(gpu_ranks: Ranks) -> None:
-    processes = gpu_ranks.start(2)
-    processes[1].ask("ctypes.CDLL('libcuda.so.1').fake_now(ctypes.c_double(-1))")
-    texts = gpu_ranks.errors(processes, "timeout_s=1")
+def test_a_gpu_that_hangs(fake_vmm: Pool) -> None:
+    ranks = fake_vmm.start(2)
+    ranks[1].ask("ctypes.CDLL('libcuda.so.1').fake_now(ctypes.c_double(-1))")
+    texts = told(fake_vmm, ranks, "timeout_s=1")
     all_say(texts, "RuntimeError", "GPU 1 has not done a copy within the deadline: it hangs")
     # Its own memory is kept: the GPU may write it at any time.
-    assert [one.ask("left()")["mapped"] for one in processes] == [0, 1]
+    assert [one.ask("left()")["mapped"] for one in ranks] == [0, 1]
+    ranks[1].kill()
 
 
 # -- ranks that go away ----------------------------------------------------------------------------
 
 
-def late_errors(processes: list[Rank]) -> list[dict[str, Any]]:
-    answers = [process.answer() for process in processes]
-    for answer in answers:
+@pytest.mark.parametrize("step", ["make", "connect", "take", "clear"])
+def test_a_rank_that_is_killed(hosts: Pool, step: str) -> None:
+    ranks = hosts.start(3)
+    ranks[1].ask(f"at_step({step!r}, end)")
+    hosts.tell_share(ranks)
+    alive = [ranks[0], ranks[2]]
+    for answer in errors(alive, LATE_S):
         assert answer["error"].startswith("CommTimeoutError: PeerMemory"), answer
-    return answers
-
-
-@pytest.mark.parametrize("step", ["make", "listen", "take", "map", "receive"])
-def test_a_rank_that_is_killed(cpu_ranks: Ranks, step: str) -> None:
-    processes = cpu_ranks.start(3)
-    processes[1].ask(f"at_step({step!r}, end)")
-    cpu_ranks.tell_make(processes, "timeout_s=3")
-    alive = [processes[0], processes[2]]
-    for answer in late_errors(alive):
         assert 1 in answer["missing"], answer  # the other may have failed of it before
-        assert f"rank 1 (process {processes[1].pid} on {HERE}) has ended" in answer["error"]
-    wait_until(lambda: all(one.ask("left()")["mappings"] == 0 for one in alive))
+        assert f"rank 1 (process {ranks[1].pid} on {HERE}) has ended" in answer["error"]
+
+    def counts() -> list[int]:
+        found = [one.ask("left()") for one in alive]
+        return [n for one in found for name, n in one.items() if name != "descriptors"]
+
+    wait_until(lambda: not any(counts()))
 
 
-@pytest.mark.parametrize("step", ["map", "receive"])
-def test_a_rank_on_a_gpu_that_is_killed(gpu_ranks: Ranks, step: str) -> None:
-    processes = gpu_ranks.start(2)
-    processes[0].ask(f"at_step({step!r}, end)")
-    gpu_ranks.tell_make(processes, "timeout_s=3")
-    (answer,) = late_errors(processes[1:])
-    assert answer["missing"] == [0], answer
-    counts = processes[1].ask("left()")
-    assert counts["mapped"] == counts["handles"] == counts["reserved"] == counts["mappings"] == 0
-
-
-def test_a_rank_whose_memory_does_not_come(cpu_ranks: Ranks) -> None:
-    """Though it says that it has sent it: a stranger may have taken its place."""
-    processes = cpu_ranks.start(3)
-    processes[2].ask("descriptors._give = lambda *_: None")
-    cpu_ranks.tell_make(processes, "timeout_s=1")
-    for process in processes[:2]:
-        answer = process.answer()
+def test_a_rank_whose_memory_does_not_come(pool: Pool) -> None:
+    """Though it says that it has sent it: a process of this user may have taken it."""
+    ranks = pool.start(3)
+    ranks[2].ask("import socket; patch(socket, 'send_fds', lambda *_: None)")
+    pool.tell_share(ranks, "timeout_s=1")
+    for answer in errors(ranks[:2], LATE_S):
         assert answer["missing"] == [2], answer
-        assert f"rank 2 (process {processes[2].pid} on {HERE}) did not send" in answer["error"]
-    assert "did not send its memory" in processes[2].error()
+        assert f"rank 2 (process {ranks[2].pid} on {HERE}) did not send" in answer["error"]
+    assert "did not send its memory" in ranks[2].error()["error"]
 
 
-@pytest.mark.parametrize("step", ["listen", "map"])
-def test_a_rank_that_is_stopped(cpu_ranks: Ranks, step: str) -> None:
-    processes = cpu_ranks.start(2)
-    processes[0].ask(f"at_step({step!r}, lambda: end(signal.SIGSTOP))")
-    cpu_ranks.tell_make(processes, "timeout_s=1")
-    (answer,) = late_errors(processes[1:])
+@pytest.mark.parametrize("step", ["listen", "write"])
+def test_a_rank_that_is_stopped(pool: Pool, step: str) -> None:
+    ranks = pool.start(2)
+    ranks[0].ask(f"at_step({step!r}, lambda: end(signal.SIGSTOP))")
+    pool.tell_share(ranks, "timeout_s=0.5")
+    (answer,) = errors(ranks[1:], 0.5 + LATE_S)
     assert answer["missing"] == [0], answer
     # When it goes on, it hears that it is too late.
-    os.kill(processes[0].pid, signal.SIGCONT)
-    error = processes[0].error()
-    assert "PeerMemory: " in error and f"rank 1 (process {processes[1].pid} on " in error
-    assert processes[0].ask("left()")["mappings"] == 0
+    ranks[0].kill(signal.SIGCONT)
+    error = ranks[0].error()["error"]
+    assert "PeerMemory: " in error and f"rank 1 (process {ranks[1].pid} on " in error
+    assert ranks[0].ask("left()")["mappings"] == 0
 
 
-def test_a_rank_that_is_interrupted(cpu_ranks: Ranks) -> None:
+def test_a_rank_that_is_interrupted(pool: Pool) -> None:
     """By Ctrl-C: the others hear of it at once."""
-    processes = cpu_ranks.start(2)
-    processes[1].ask("def interrupt(*_): raise KeyboardInterrupt\npeer_memory._map = interrupt")
-    texts = cpu_ranks.errors(processes)
+    ranks = pool.start(2)
+    ranks[1].ask(
+        "def interrupt(*_): raise KeyboardInterrupt\npatch(peer_memory, '_map', interrupt)"
+    )
+    texts = told(pool, ranks)
     assert texts[1].startswith("KeyboardInterrupt")
     assert texts[0].startswith("CommTimeoutError: PeerMemory")
     assert "has failed: interrupted by KeyboardInterrupt" in texts[0]
-    assert [one.ask("left()")["mappings"] for one in processes] == [0, 0]
+    assert [one.ask("left()")["mappings"] for one in ranks] == [0, 0]

@@ -8,12 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from comm_ranks import LATE_S, Pool, Rank, errors, everywhere
-from torch.distributed import HashStore, PrefixStore
+from ranks import LATE_S, Pool, Rank, all_do, all_tell, errors
+from torch.distributed import HashStore
 
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.comm.threads import Watch, call_with_timeout
@@ -58,39 +57,33 @@ def on_threads(size: int, body: Callable[[Rendezvous], Any], **how: Any) -> list
     return found
 
 
-def use_store(ranks: list[Rank], kind: str, tmp_path: Path) -> None:
+def meet(ranks: list[Rank], pool: Pool, kind: str, args: str = "") -> str:
+    """Have them meet over a store; return what makes a rank use it again."""
     if kind == "file":
-        for rank in ranks:
-            rank.ask("use_store", path=str(tmp_path / "store"))
-        return
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for number, rank in enumerate(ranks):
-        rank.ask("use_store", port=port, is_master=number == 0)
-
-
-def meet(ranks: list[Rank], kind: str, tmp_path: Path, **config: Any) -> None:
-    use_store(ranks, kind, tmp_path)
-    for number, rank in enumerate(ranks):
-        rank.tell("meet", **{"rank": number, "size": len(ranks), "timeout_s": 30, **config})
-    for rank in ranks:
-        rank.value()
+        use = f"use_store(path={pool.path()!r})"
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            use = f"use_store(port={server.getsockname()[1]}, is_master={{rank}} == 0)"
+    for number, rank in enumerate(ranks):  # the server first
+        rank.ask(use.replace("{rank}", str(number)))
+    all_do(ranks, f"meet({{rank}}, {len(ranks)}, {args})")
+    return use
 
 
 # -- together --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_processes_meet_and_exchange(pool: Pool, kind: str, tmp_path: Path) -> None:
+def test_processes_meet_and_exchange(pool: Pool, kind: str) -> None:
     ranks = pool.start(3)
-    meet(ranks, kind, tmp_path, facts={"nccl": "2.27", "_gpu": 1})
-    assert everywhere(ranks, "[one.pid for one in comm.peers]") == [[r.pid for r in ranks]] * 3
-    assert everywhere(ranks, "comm.peers[1].facts['_gpu']") == [1] * 3
+    meet(ranks, pool, kind, "facts={'nccl': '2.27', '_gpu': 1}")
+    assert all_do(ranks, "[one.pid for one in comm.peers]") == [[r.pid for r in ranks]] * 3
+    assert all_do(ranks, "comm.peers[1].facts['_gpu']") == [1] * 3
     for _ in range(2):  # a name may be used again
-        came = everywhere(ranks, "comm.exchange('handles', [comm.rank])")
-        assert came == [[[0], [1], [2]]] * 3
-    serving = [kind == "tcp", False, False]
-    assert everywhere(ranks, "[one.serves for one in comm.peers]") == [serving] * 3
+        assert all_do(ranks, "comm.exchange('handles', [comm.rank])") == [[[0], [1], [2]]] * 3
+    assert (
+        all_do(ranks, "[one.serves for one in comm.peers]") == [[kind == "tcp", False, False]] * 3
+    )
 
 
 def test_many_meetings_over_one_store_leave_nothing() -> None:
@@ -103,7 +96,7 @@ def test_many_meetings_over_one_store_leave_nothing() -> None:
         second.close()
         return values
 
-    for _ in range(50):
+    for _ in range(20):
         assert on_threads(3, twice, store=store) == [[[0, 1, 2]] * 3] * 3
         assert store.num_keys() == 3  # who they were
 
@@ -125,15 +118,12 @@ def test_all_or_none() -> None:
             assert (type(other), str(other)) == (of_others, "init: on rank 1: no more of this")
 
 
-def test_facts_differ() -> None:
+def test_ranks_that_do_not_fit_together() -> None:
     for error in on_threads(2, lambda met: None, facts=lambda rank: {"nccl": rank}):
         text = str(error)
         assert text.startswith("init: nccl: differs, expected the same in all ranks:\n  rank 0 (")
         assert text.splitlines()[2].endswith("  1")
-
-
-def test_two_processes_of_one_number() -> None:
-    """Both say so, and do not wait for the rank that is missing then."""
+    # Both say so, and do not wait for the rank that is missing then.
     for error in on_threads(2, lambda met: None, number=lambda _: 0):
         assert str(error).startswith("init: two processes are rank 0: rank 0 (process "), error
 
@@ -142,7 +132,6 @@ def test_two_processes_of_one_number() -> None:
     ("given", "kind", "text"),
     [
         ((2, 2), ValueError, "init: rank: 2, expected 0 to 1"),
-        ((-1, 2), ValueError, "init: rank: -1, expected 0 to 1"),
         ((0, 0), ValueError, "init: size: 0, expected at least 1"),
         ((True, 2), TypeError, "init: rank: bool, expected an int"),
         ((0, None), TypeError, "init: size: None, expected an int"),
@@ -154,77 +143,73 @@ def test_wrong_numbers(given: tuple[Any, Any], kind: type[Exception], text: str)
     assert str(caught.value) == text
 
 
-def test_the_process_of_the_store_ends_of_its_error(pool: Pool, tmp_path: Path) -> None:
+# -- ranks that are missing ------------------------------------------------------------------------
+
+
+def test_the_process_of_the_store_ends_of_its_error(pool: Pool) -> None:
     """The others raise that error, too, and not that the store is gone."""
     ranks = pool.start(3)
-    meet(ranks, "tcp", tmp_path)
-    for rank in ranks[1:]:
-        rank.tell("evaluate", code="comm.all_or_none('step', lambda: 5)")
-    ranks[0].tell("fail_and_end")
+    meet(ranks, pool, "tcp")
+    all_tell(ranks[1:], "comm.all_or_none('step', lambda: 5)")
+    ranks[0].tell("fail_and_end()")
     for answer in errors(ranks[1:]):
         assert answer["error"] == "MemoryError: init: on rank 0: no more of this"
     ranks[0].process.wait(10)
 
 
-# -- ranks that are missing ------------------------------------------------------------------------
-
-
-def test_a_store_of_an_earlier_run(pool: Pool, tmp_path: Path) -> None:
+def test_a_store_of_an_earlier_run(pool: Pool) -> None:
     """A rank that has ended has told something, which is no answer, and in nobody's way."""
     ranks = pool.start(2)
-    meet(ranks, "file", tmp_path)
-    dead = ranks[1].pid
+    use = meet(ranks, pool, "file")
     ranks[1].kill()
-    ranks[0].tell("meet", rank=0, size=2, timeout_s=0.2)
+    ranks[0].tell("meet(0, 2, timeout_s=0.2)")
     answer = ranks[0].error(0.2 + LATE_S)
-    assert f"rank 1 (process {dead} on " in answer["error"] and "has ended" in answer["error"]
-    assert answer["missing"] == [1]
-    (_, late) = pool.start(2)
-    meet([ranks[0], late], "file", tmp_path)
+    assert f"rank 1 (process {ranks[1].pid} on " in answer["error"]
+    assert "has ended" in answer["error"] and answer["missing"] == [1]
+    again = pool.start(2)
+    all_do(again, use)
+    all_do(again, "meet({rank}, 2)")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_process_of_the_store_hangs_or_ends(pool: Pool, tmp_path: Path, number: int) -> None:
+def test_the_process_of_the_store_hangs_or_ends(pool: Pool, number: int) -> None:
     ranks = pool.start(2)
-    meet(ranks, "tcp", tmp_path)
+    meet(ranks, pool, "tcp")
     ranks[0].kill(number)
     code = "(lambda e: [str(e), list(e.missing)])(comm.diagnose('all_reduce', 7))"
-    text, missing = ranks[1].evaluate(code)
+    text, missing = ranks[1].ask(code)
     state = "has ended" if number == signal.SIGKILL else "does not answer: it is stopped"
     assert f"rank 0 (process {ranks[0].pid} on {os.uname().nodename}) {state}" in text
     assert missing == [0]
 
 
-def test_a_rank_ends_in_an_exchange(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_ends_in_an_exchange(pool: Pool) -> None:
     """Nobody waits for the deadline; a slow rank is not missing."""
     ranks = pool.start(3)
-    meet(ranks, "file", tmp_path)
-    ranks[0].tell("evaluate", code="comm.exchange('register', 1, number=7)")
+    meet(ranks, pool, "file")
+    ranks[0].tell("comm.exchange('register', 1, number=7)")
     ranks[1].kill()
     answer = ranks[0].error(LATE_S)
     text = f"register: call 7 on rank 0 of 3 cannot be done: rank 1 (process {ranks[1].pid} on "
     assert text in answer["error"] and "has ended; see their logs" in answer["error"]
     assert answer["missing"] == [1]
-    ranks[2].tell("evaluate", code="comm.exchange('handles', 1)")
+    ranks[2].tell("comm.exchange('handles', 1)")
     assert 1 in ranks[2].error(LATE_S)["missing"]
 
 
-def test_a_rank_of_another_host_ends(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_of_another_host_ends(pool: Pool) -> None:
     """Linux tells nothing of it: it does not answer, and a slow one does."""
     ranks = pool.start(3)
-    for one, rank in enumerate(ranks):
-        rank.evaluate(f"setattr(rendezvous, '_pids', lambda: 'host {one}')")
-        rank.evaluate("setattr(rendezvous, '_ANSWER_S', 1.0)")
-    meet(ranks, "tcp", tmp_path)
+    all_do(ranks, "patch(rendezvous, '_pids', lambda: 'host {rank}')")
+    all_do(ranks, "patch(rendezvous, '_ANSWER_S', 1.0)")
+    meet(ranks, pool, "tcp")
     ranks[1].kill()
-    code = "(lambda e: [str(e), list(e.missing)])(comm.diagnose('all_reduce', 7, because=broken))"
-    ranks[0].evaluate("globals().update(broken=RuntimeError('connection closed'))")
-    text, missing = ranks[0].evaluate(code)
+    because = "because=RuntimeError('connection closed')"
+    code = f"(lambda e: [str(e), list(e.missing)])(comm.diagnose('all_reduce', 7, {because}))"
+    text, missing = ranks[0].ask(code)
     assert missing == [1]
     assert f"rank 1 (process {ranks[1].pid} on {os.uname().nodename}) does not answer" in text
     assert "has made no call yet; connection closed" in text  # rank 2
-    for rank in ranks:
-        rank.kill()
 
 
 def diagnosed(places: dict[int, Place], *args: Any, **how: Any) -> CommTimeoutError:
@@ -237,11 +222,7 @@ def diagnosed(places: dict[int, Place], *args: Any, **how: Any) -> CommTimeoutEr
         done.wait()
         return error
 
-    error: CommTimeoutError = on_threads(
-        len(places) + 1,
-        body,
-        places=places,
-    )[0]
+    error: CommTimeoutError = on_threads(len(places) + 1, body, places=places)[0]
     return error
 
 
@@ -254,27 +235,19 @@ def test_who_is_behind_is_missing() -> None:
     assert "has made no call yet; see their logs for the reason, and if they are only slow" in text
 
 
-def test_which_call_of_several_it_is() -> None:
-    """The first that a rank has not come to, if this one does not know."""
+def test_which_call_it_is_and_of_whom() -> None:
+    """Of several, the first that a rank has not come to; of two ranks, the other is missing."""
     error = diagnosed({1: (8, "all_gather"), 2: (9, "x")}, ["all_reduce", "all_gather", "bar"])
     assert (error.number, error.op, error.missing) == (9, "bar", (1,))
-
-
-def test_all_have_come() -> None:
-    error = diagnosed({1: (7, "barrier")})
-    assert error.missing == ()
-    text = "was not done within 20 s: all ranks have come to it; if they are only slow, give a "
-    assert text in str(error)
-
-
-def test_of_a_call_of_two_ranks_only_the_other_is_missing() -> None:
     error = diagnosed({1: (7, "all_reduce"), 2: (3, "barrier")}, peer=1)
     assert error.missing == (1,)
     assert "all_reduce: rank 0 of 3 from rank 1 was not done within 20 s: rank 1" in str(error)
+    error = diagnosed({1: (7, "barrier")})
+    assert error.missing == () and "within 20 s: all ranks have come to it; if they" in str(error)
 
 
 def test_the_first_failure_is_quoted() -> None:
-    one = Rendezvous("init", PrefixStore("x", HashStore()), 0, 1, timeout_s=1)
+    one = Rendezvous("init", HashStore(), 0, 1, timeout_s=1)
     one.fail(CommError("one"))
     one.fail(CommError("two"))
     one.close()
@@ -282,6 +255,9 @@ def test_the_first_failure_is_quoted() -> None:
         one.check("all_gather")
     text = "all_gather: init: this rank has failed: one; make a new one in all ranks"
     assert str(caught.value) == text
+
+
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_ranks_that_are_threads_start_one_thread_of_a_watch(

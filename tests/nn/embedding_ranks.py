@@ -60,17 +60,14 @@ class SilentComm:
         self.sent.append((x.dtype, x.numel()))
 
 
-def each(
-    values: Sequence[Any], body: Callable[[Any], T], meeting: Meeting | None = None
-) -> list[T]:
+def each(values: Sequence[Any], body: Callable[[Any], T], meeting: Meeting) -> list[T]:
     """Return what `body` makes of each value, in threads; raise the first error."""
 
     def run(value: Any) -> T:
         try:
             return body(value)
         except BaseException:
-            if meeting is not None:
-                meeting.barrier.abort()  # others do not wait for this one
+            meeting.barrier.abort()  # others do not wait for this one
             raise
 
     with ThreadPoolExecutor(len(values)) as pool:
@@ -81,27 +78,55 @@ def each(
     return [future.result() for future in futures]
 
 
-def on_ranks(size: int, body: Callable[[ThreadComm], T]) -> list[T]:
-    """Return what each rank's `body` does."""
-    meeting = Meeting(size)
-    return each([ThreadComm(meeting, rank) for rank in range(size)], body, meeting)
+class Way:
+    """How ranks get rows, "all_reduce" or "peer", and on which devices."""
+
+    def __init__(self, method: str, kind: str) -> None:
+        self.method, self.kind = method, kind
+
+    def device(self, rank: int) -> torch.device:
+        number = rank if self.kind == "cuda" and self.method == "peer" else None
+        return torch.device(self.kind) if number is None else torch.device(self.kind, number)
+
+    def ranks(self, size: int, vocab: int, hidden: int, **options: Any) -> Ranks:
+        """Return the modules of all ranks."""
+        meeting = Meeting(size)
+
+        def make(rank: int) -> TPEmbedding:
+            given = {"device": self.device(rank), "method": self.method, "timeout_s": 20, **options}
+            comm, group = ThreadComm(meeting, rank), meeting.store
+            return TPEmbedding(vocab, hidden, comm=comm, group=group, **given)
+
+        return Ranks(meeting, each(range(size), make, meeting))
+
+    def ranks_of(self, size: int, table: Tensor, **options: Any) -> Ranks:
+        """Return the modules of a whole table."""
+        rows = len(table) - options.get("num_added", 0)
+        ranks = self.ranks(size, rows, table.shape[1], dtype=table.dtype, **options)
+        ranks.each(lambda module: module.load_full(table))
+        return ranks
 
 
-def embedding_of(table: Tensor, comm: Any, **options: Any) -> TPEmbedding:
-    """Return the module of a whole table, on its device and of its dtype."""
-    rows = len(table) - options.get("num_added", 0)
-    given = {"comm": comm, "dtype": table.dtype, "device": table.device, **options}
-    module = TPEmbedding(rows, table.shape[1], **given)
-    module.load_full(table)
-    return module
+class Ranks:
+    """The modules of all ranks."""
 
+    def __init__(self, meeting: Meeting, modules: list[TPEmbedding]) -> None:
+        self.meeting, self.modules = meeting, modules
 
-def whole_of(parts: Sequence[Tensor], modules: Sequence[TPEmbedding]) -> Tensor:
-    """Put the table of all ranks together again, and see that nothing is behind its rows."""
-    base, added = [], []
-    for part, module in zip(parts, modules, strict=True):
-        first, second = module.vocab_range[1], module.added_range[1]
-        base.append(part[:first])
-        added.append(part[first : first + second])
-        assert not part[first + second :].any()
-    return torch.cat(base + added)
+    def each(self, body: Callable[[TPEmbedding], T]) -> list[T]:
+        return each(self.modules, body, self.meeting)
+
+    def num_sums(self) -> int:
+        (count,) = {len(one.comm.sent) for one in self.modules}  # type: ignore[attr-defined]
+        return count
+
+    def whole(self, parts: Sequence[Tensor] | None = None) -> Tensor:
+        """Put the table together again, and see that each row is held once, with zeros behind."""
+        parts = parts or [module.weight.detach() for module in self.modules]
+        base, added = [], []
+        for part, module in zip(parts, self.modules, strict=True):
+            first, second = module.vocab_range[1], module.added_range[1]
+            base.append(part[:first].cpu())
+            added.append(part[first : first + second].cpu())
+            assert not part[first + second :].contiguous().view(torch.uint8).any()
+        return torch.cat(base + added)

@@ -7,81 +7,108 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_ranks import SilentComm, ThreadComm, embedding_of, on_ranks, whole_of
+from embedding_ranks import SilentComm, Way
+from needs import needs_cxx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from jitkern.nn import TPEmbedding
 
+pytestmark = needs_cxx
 VOCAB = 29
+CUDA = [
+    pytest.param(("all_reduce", "cuda"), marks=pytest.mark.cuda),
+    pytest.param(("peer", "cuda"), marks=pytest.mark.multigpu),
+]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(("padding_idx", "num_added"), [(None, 0), (0, 3), (-1, 3), (13, 0)])
-def test_the_gradient_is_that_of_nn_embedding(
-    device: torch.device, size: int, padding_idx: int | None, num_added: int
-) -> None:
-    """Bit for bit where a row is asked for twice at most: a sum of more has another order."""
-    total = VOCAB + num_added
-    theirs = torch.nn.Embedding(total, 6, padding_idx=padding_idx, device=device)
-    options: Any = {"padding_idx": padding_idx, "num_added": num_added}
-    twice = torch.randperm(2 * total)[: total + 9].to(device) % total
-    often = torch.randint(0, total, (4, 60), dtype=torch.int32, device=device)
-    for ids in (twice, often):
-        factor = torch.randn(*ids.shape, 6, device=device)
-        theirs.weight.grad = None
-        (theirs(ids) * factor).sum().backward()
-
-        def body(comm: ThreadComm) -> TPEmbedding:
-            module = embedding_of(theirs.weight.detach(), comm, **options)
-            (module(ids) * factor).sum().backward()  # noqa: B023
-            return module
-
-        modules = on_ranks(size, body)
-        gradients = [module.weight.grad for module in modules]
-        assert theirs.weight.grad is not None
-        whole = whole_of([one for one in gradients if one is not None], modules)
-        if ids is twice:
-            assert torch.equal(whole, theirs.weight.grad)
-        torch.testing.assert_close(whole, theirs.weight.grad)
-        if padding_idx is not None:
-            assert not whole[padding_idx].any()
-
-
-def test_padding_has_no_gradient_whatever_comes(device: torch.device) -> None:
-    table = torch.randn(VOCAB, 2, device=device)
-    ids = torch.tensor([3, 4, 3], device=device)
-
-    def body(comm: ThreadComm) -> TPEmbedding:
-        module = embedding_of(table, comm, padding_idx=3)
-        module(ids).backward(torch.full((3, 2), torch.nan, device=device))
-        assert torch.equal(module(ids), table[ids])  # its row is a row
-        return module
-
-    modules = on_ranks(2, body)
-    gradient = whole_of([module.weight.grad.nan_to_num(7.0) for module in modules], modules)  # type: ignore[union-attr]
-    assert gradient[4].eq(7).all() and gradient.count_nonzero() == 2
+@pytest.fixture(params=[("all_reduce", "cpu"), ("peer", "cpu"), *CUDA], ids="-".join)
+def way(request: pytest.FixtureRequest) -> Way:
+    return Way(*request.param)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_frozen_and_double_backward(device: torch.device, size: int) -> None:
-    table = torch.randn(VOCAB, 4, dtype=torch.float64, device=device)
-    ids = torch.tensor([3, 3, 28], device=device)
+@pytest.mark.parametrize(("padding_idx", "num_added"), [(None, 0), (-1, 3), (13, 0)])
+def test_the_gradient_is_that_of_nn_embedding(
+    way: Way, size: int, padding_idx: int | None, num_added: int
+) -> None:
+    """Bit for bit where a row is asked for twice at most: a sum of more has another order.
 
-    def body(comm: ThreadComm) -> None:
-        module = embedding_of(table, comm)
-        gradient = torch.autograd.grad((module(ids) ** 3).sum(), module.weight, create_graph=True)
+    An optimizer's step between two fences is there for all ranks.
+    """
+    total = VOCAB + num_added
+    theirs = torch.nn.Embedding(total, 6, padding_idx=padding_idx)
+    start = theirs.weight.detach().clone()
+    ranks = way.ranks_of(size, start, padding_idx=padding_idx, num_added=num_added)
+    twice = torch.randperm(2 * total)[: total + 9] % total
+    often = torch.randint(0, total, (4, 60), dtype=torch.int32)
+    for ids in (often, twice):
+        factor = torch.randn(*ids.shape, 6)
+        theirs.weight.grad = None
+        (theirs(ids) * factor).sum().backward()
+
+        def train(module: TPEmbedding) -> Tensor:
+            device = module.weight.device
+            module.weight.grad = None
+            (module(ids.to(device)) * factor.to(device)).sum().backward()  # noqa: B023
+            assert module.weight.grad is not None
+            return module.weight.grad
+
+        whole = ranks.whole(ranks.each(train))
+        assert theirs.weight.grad is not None
+        torch.testing.assert_close(whole, theirs.weight.grad)
+        if padding_idx is not None:
+            assert not whole[padding_idx].any()
+    assert torch.equal(whole, theirs.weight.grad)
+    assert ranks.num_sums() == (2 if size > 1 else 0)
+    torch.optim.SGD([theirs.weight], lr=0.5).step()
+
+    def step(module: TPEmbedding) -> None:
+        module.fence()
+        torch.optim.SGD([module.weight], lr=0.5).step()
+        module.fence()
+        with torch.no_grad():
+            assert torch.equal(module(twice.to(module.weight.device)).cpu(), theirs(twice))
+
+    ranks.each(step)
+
+
+def test_padding_has_no_gradient_whatever_comes(way: Way) -> None:
+    table = torch.randn(VOCAB, 2)
+    ids = torch.tensor([3, 4, 3])
+    ranks = way.ranks_of(2, table, padding_idx=3)
+
+    def gradient(module: TPEmbedding) -> Tensor:
+        on_device = ids.to(module.weight.device)
+        module(on_device).backward(torch.full((3, 2), torch.nan, device=on_device.device))
+        assert torch.equal(module(on_device).cpu(), table[ids])  # its row is a row
+        assert module.weight.grad is not None
+        return module.weight.grad.nan_to_num(7.0)
+
+    whole = ranks.whole(ranks.each(gradient))
+    assert whole[4].eq(7).all() and whole.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_frozen_and_double_backward(way: Way, size: int) -> None:
+    table = torch.randn(VOCAB, 4, dtype=torch.float64)
+    ids = torch.tensor([3, 3, 28])
+
+    def body(module: TPEmbedding) -> None:
+        on_device = ids.to(module.weight.device)
+        cubes = (module(on_device) ** 3).sum()
+        gradient = torch.autograd.grad(cubes, module.weight, create_graph=True)
         (second,) = torch.autograd.grad(gradient[0].sum(), module.weight)
         start, length = module.vocab_range
         count = torch.bincount(ids, minlength=VOCAB)[start : start + length].unsqueeze(1)
         expected = 6 * count**2 * table[start : start + length]
         # d/dw of (3 n w^2) is 6 n w: the gradient of the result is not summed over ranks again.
-        torch.testing.assert_close(second[:length], expected / count.clamp(min=1))
+        torch.testing.assert_close(second[:length].cpu(), expected / count.clamp(min=1))
         module.weight.requires_grad_(False)
-        assert not module(ids).requires_grad
+        assert not module(on_device).requires_grad
 
-    on_ranks(size, body)
+    way.ranks_of(size, table).each(body)
 
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -97,49 +124,28 @@ class Model(torch.nn.Module):
         return self.embedding(ids + 1) * self.scale + 1  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("padding_idx", [None, 3])
-def test_compiled_on_threads(device: torch.device, padding_idx: int | None) -> None:
-    table = torch.randn(VOCAB, 4, device=device)
+@pytest.mark.parametrize(("size", "padding_idx"), [(1, 3), (2, None), (2, 3)])
+def test_compiled(device: torch.device, size: int, padding_idx: int | None) -> None:
+    """One rank is in the graph; of two, each by itself: what is compiled is not the other's."""
     ids = torch.tensor([-1, 2, 13, 27, 13], device=device)
     torch.compiler.reset()
-
-    def body(comm: ThreadComm) -> tuple[Tensor, TPEmbedding]:
-        module = embedding_of(table, comm, padding_idx=padding_idx)
-        rows = Model(module)(ids)
-        rows.sum().backward()
-        return rows.detach(), module
-
-    expected, plain = zip(*on_ranks(2, body), strict=True)
-    # One after the other: what is compiled for the one is not to be the other's.
-    for rank in (0, 1):
-        module = embedding_of(table, comm := SilentComm(rank), padding_idx=padding_idx)
-        run: Callable[[Tensor], Tensor] = torch.compile(Model(module), backend="aot_eager")
-        start, length = module.vocab_range
-        own = (ids + 1 >= start) & (ids + 1 < start + length)
+    for rank in range(size):
+        comm = SilentComm(rank, size)
+        module = TPEmbedding(VOCAB, 4, comm=comm, device=device, padding_idx=padding_idx)
+        Model(module)(ids).sum().backward()
+        expected, gradient = Model(module)(ids).detach(), module.weight.grad
+        comm.sent.clear()
+        how: Any = {"backend": "aot_eager", "fullgraph": size == 1}
+        run: Callable[[Tensor], Tensor] = torch.compile(Model(module), **how)
         for calls in (1, 2):
             module.weight.grad = None
             rows = run(ids)
-            assert torch.equal(rows.detach()[own], expected[rank][own])
-            assert len(comm.sent) == calls
+            assert torch.equal(rows.detach(), expected)
+            assert len(comm.sent) == (calls if size > 1 else 0)
             rows.sum().backward()
-            assert torch.equal(module.weight.grad, plain[rank].weight.grad)  # type: ignore[arg-type]
+            assert torch.equal(module.weight.grad, gradient)  # type: ignore[arg-type]
         with torch.no_grad():
-            assert torch.equal(run(ids)[own], expected[rank][own])
-        assert len(comm.sent) == 3
-
-
-def test_one_rank_is_in_the_graph(device: torch.device) -> None:
-    module = TPEmbedding(VOCAB, 4, comm=SilentComm(0, 1), device=device, padding_idx=3)
-    torch.compiler.reset()
-    ids = torch.tensor([0, 2, 27, 2], device=device)
-    gradients = []
-    for run in (Model(module), torch.compile(Model(module), backend="aot_eager", fullgraph=True)):
-        module.weight.grad = None
-        rows = run(ids)
-        assert torch.equal(rows, module.weight[ids + 1] * 2 + 1)
-        rows.sum().backward()
-        gradients.append(module.weight.grad)
-    assert torch.equal(*gradients)  # type: ignore[call-overload]
+            assert torch.equal(run(ids), expected)
 
 
 def test_several_ranks_have_no_full_graph() -> None:

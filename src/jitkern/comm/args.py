@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.comm.protocol import REDUCE_OPS
-from jitkern.errors import CommError
+from jitkern.errors import CommError, name_unreadable
+from jitkern.host.faults import is_of_earlier_call
+from jitkern.ops import dispatch
 from jitkern.ops.common import type_text
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[Store, int, i
         if not isinstance(group, dist.ProcessGroup | None):
             expected = "a ProcessGroup, a Store or None"
             raise TypeError(f"{call}: group: {type_text(group)}, expected {expected}")
-        if not dist.is_available() or not dist.is_initialized():
+        if not dist.is_initialized():
             what_to_do = "call torch.distributed.init_process_group() first"
             raise CommError(f"{call}: group: torch.distributed is not initialised; {what_to_do}")
         own = dist.get_rank(group), dist.get_world_size(group)
@@ -103,29 +105,21 @@ def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[Store, int, i
     size = int_arg(call, "size", size, 1)
     rank = int_arg(call, "rank", rank, 0, size - 1)
     if own not in (None, (rank, size)):
-        given = f"rank {rank} of size {size}"
-        raise ValueError(
-            f"{call}: {given}, expected rank {own[0]} of size {own[1]} as in the group"
-        )
+        expected = f"expected rank {own[0]} of size {own[1]} as in the group"
+        raise ValueError(f"{call}: rank {rank} of size {size}, {expected}")
     return store, rank, size
-
-
-def prefixed(prefix: str, store: Store) -> Store:
-    """Return the part of a store whose keys begin with a prefix."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore(prefix, store)
 
 
 def serves(store: Any, rank: int) -> bool:
     """Tell whether a TCPStore's server is in this process: rank 0's, unless torchrun has it."""
     from torch import distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+    while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
-    world_rank = dist.get_rank() if dist.is_initialized() else rank
+    is_first = (dist.get_rank() if dist.is_initialized() else rank) == 0
     is_tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
-    return is_tcp and world_rank == 0 and not dist.is_torchelastic_launched()
+    return is_tcp and is_first and not dist.is_torchelastic_launched()
 
 
 # -- of a call -------------------------------------------------------------------------------------
@@ -169,6 +163,36 @@ def traced_error(call: str) -> RuntimeError:
     )
 
 
+def call_cpp(
+    op: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    written: dict[str, Any],
+    read: dict[str, Any],
+    indices: dict[str, Any] | None = None,
+) -> Any:
+    """Call C++ with tensors, which are given by name as well; return what it returns.
+
+    Raises RuntimeError if PyTorch would have to see the call. True means that a tracer is active,
+    and any other number but 0 that the call was not made.
+    """
+    into = tuple(written.values())
+    if not dispatch.in_inference_mode() and not dispatch.may_write(into, tuple(read.values())):
+        dispatch.refuse(op, written, read)
+    try:
+        result = function(*args)
+    except Exception as error:
+        if not is_of_earlier_call(error):
+            name_unreadable(error, op, **read, **(indices or {}), **written)
+        dispatch.wrote(*into)  # this call was made all the same
+        raise
+    if result is True:
+        raise traced_error(op)
+    if not result:
+        dispatch.wrote(*into)
+    return result
+
+
 def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) -> None:
     """Raise for what is no rank, or is `other_than`, this one."""
     if int_arg(call, name, value, 0, size - 1) == other_than:
@@ -183,23 +207,11 @@ def pair_args(call: str, output: Tensor, x: Tensor) -> None:
         raise ValueError(f"{call}: output: on {output.device}, expected on {x.device} as x")
 
 
-def gather_args(call: str, whole: Tensor, part: Tensor, rank: int, size: int, name: str) -> None:
-    """Raise unless `whole`, which is called `name`, has room for one `part` of each rank.
-
-    They may share memory only if `part` is this rank's place in it.
-    """
+def gather_args(call: str, whole: Tensor, part: Tensor, size: int, name: str) -> None:
+    """Raise unless `whole`, which is called `name`, has room for one `part` of each rank."""
     if whole.numel() != part.numel() * size:
         expected = f"{part.numel() * size}, {part.numel()} for each of {size} ranks"
         raise ValueError(f"{call}: {name}: {whole.numel()} items, expected {expected}")
-    if part.data_ptr() != whole.data_ptr() + rank * part.nbytes:
-        apart_args(call, whole, part, f"no memory in common, or part {rank} of {name}")
-
-
-def apart_args(call: str, one: Tensor, other: Tensor, expected: str) -> None:
-    """Raise if the two share memory."""
-    start, other_start = one.data_ptr(), other.data_ptr()
-    if max(start, other_start) < min(start + one.nbytes, other_start + other.nbytes):
-        raise ValueError(f"{call}: x and output overlap, expected {expected}")
 
 
 def rows_arg(call: str, name: str, splits: Any) -> list[int]:

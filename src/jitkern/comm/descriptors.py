@@ -7,14 +7,13 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import CommError, CommTimeoutError
 
 OWN_PART = 0.8  # of a deadline: how long a rank itself waits, so that the others hear of it in time
-_BACKLOG = 128
 
 
 class Descriptors(dict[int, int]):
@@ -36,30 +35,41 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
     uid, which the kernel knows. Raises CommError on all ranks if a rank belongs to another user,
     has failed or ended, or sent nothing in time.
     """
-    deadline = time.monotonic() + met.timeout_s * OWN_PART
-    name = f"\0jitkern-{secrets.token_hex(16)}"
-    with _socket() as listener:
+    ends: dict[int, socket.socket] = {}
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(_socket(met))
+        name = f"\0jitkern-{secrets.token_hex(16)}"
         listener.bind(name)
-        listener.listen(_BACKLOG)
+        listener.listen()
         names = met.exchange("listen", name)
 
+        def connect() -> None:
+            for giver in givers:
+                if giver != met.rank:
+                    ends[giver] = sockets.enter_context(_socket(met))
+                    try:
+                        ends[giver].connect(names[giver])
+                    except OSError as error:
+                        raise _gone(met, giver, f"is not connected: {error.strerror}") from None
+                    if (uid := peer_uid(ends[giver])) != os.geteuid():
+                        text = f"{met.peers[giver]} is of uid {uid}, expected uid {os.geteuid()}"
+                        raise CommError(f"{met.name}: {text} as this process")
+
         def give() -> None:
-            for step in range(1, met.size if met.rank in givers else 1):
-                other = (met.rank + step) % met.size
-                _give(met, other, names[other], fds[met.rank], deadline)
+            num_left = met.size - 1 if met.rank in givers else 0
+            while num_left:  # all have connected: this waits for nobody
+                with listener.accept()[0] as end:
+                    if peer_uid(end) == os.geteuid():
+                        num_left -= 1
+                        with suppress(OSError):  # it has ended: the next step says so
+                            socket.send_fds(end, [b"fd"], [fds[met.rank]])
 
         def take() -> None:
-            while missing := [one for one in givers if one not in fds]:
-                try:
-                    listener.settimeout(_left(deadline))
-                    with listener.accept()[0] as end:
-                        end.settimeout(_left(deadline))
-                        _take(end, missing, fds)
-                except TimeoutError:
-                    raise _late(met, missing, "did not send its memory in time") from None
+            for giver, end in ends.items():
+                fds[giver] = _take(met, giver, end)
 
-        met.all_or_none("give", give)
-        met.all_or_none("take", take)
+        for step in (connect, give, take):
+            met.all_or_none(step.__name__, step)
 
 
 def peer_uid(end: socket.socket) -> int:
@@ -70,47 +80,24 @@ def peer_uid(end: socket.socket) -> int:
     return uid
 
 
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _socket(met: Rendezvous) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(met.timeout_s * OWN_PART)
+    return made
 
 
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)
-
-
-def _give(met: Rendezvous, other: int, name: str, fd: int, deadline: float) -> None:
-    with _socket() as end:
-        end.settimeout(_left(deadline))
-        try:
-            end.connect(name)
-        except (BlockingIOError, ConnectionRefusedError) as error:  # its backlog is full; it ended
-            raise _late(met, [other], f"takes no memory: {error.strerror}") from None
-        uid = peer_uid(end)
-        if uid != os.geteuid():
-            text = f"{met.peers[other]} is of uid {uid}, expected uid {os.geteuid()}"
-            raise CommError(f"{met.name}: {text} as this process")
-        socket.send_fds(end, [str(met.rank).encode()], [fd])
-
-
-def _take(end: socket.socket, missing: Sequence[int], fds: Descriptors) -> None:
-    """Take the descriptor of a rank that is missing; drop what strangers send."""
-    if peer_uid(end) != os.geteuid():
-        return
+def _take(met: Rendezvous, giver: int, end: socket.socket) -> int:
+    """Return the descriptor that a rank has sent."""
+    room = socket.CMSG_LEN(array.array("i").itemsize)
     try:  # not socket.recv_fds, which ignores its flags
-        room = socket.CMSG_LEN(array.array("i").itemsize)
-        data, rights, _, _ = end.recvmsg(64, room, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:
-        return
-    if rights:
-        fd = array.array("i", rights[0][2])[0]
-        ranks = [one for one in missing if str(one).encode() == data]
-        if ranks:
-            fds[ranks[0]] = fd
-        else:
-            os.close(fd)
+        _, rights, _, _ = end.recvmsg(2, room, socket.MSG_CMSG_CLOEXEC)
+    except OSError:
+        rights = []
+    if not rights:  # another process of this user may have taken it
+        raise _gone(met, giver, "did not send its memory")
+    return array.array("i", rights[0][2])[0]
 
 
-def _late(met: Rendezvous, missing: list[int], what: str) -> CommTimeoutError:
-    who = ", ".join(str(met.peers[one]) for one in missing)
-    text = f"{met.name}: {who} {what}"
-    return CommTimeoutError(text, op=met.name, number=0, rank=met.rank, missing=missing)
+def _gone(met: Rendezvous, other: int, what: str) -> CommTimeoutError:
+    text = f"{met.name}: {met.peers[other]} {what}"
+    return CommTimeoutError(text, op=met.name, number=0, rank=met.rank, missing=[other])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.comm.args import (
     MAX_TIMEOUT_S,
+    call_cpp,
     choice_arg,
     device_arg,
     int_arg,
@@ -28,10 +29,9 @@ from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.comm.threads import Watch, call_with_timeout
 from jitkern.env import settings
-from jitkern.errors import CommError, UnsupportedError, name_unreadable
+from jitkern.errors import CommError, UnsupportedError
 from jitkern.fs import ForkLocal
 from jitkern.host import module as host
-from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     import torch
@@ -146,15 +146,24 @@ class PyNCCLCommunicator:
         )  # fmt: skip
         self.rank, self.size, self.timeout_s, self.device = rank, size, timeout_s, device
         try:
-            self._refuse_shared_gpus()
+            gpus = [peer.facts["_gpu"] for peer in self._rendezvous.peers]
+            if shared := [one for one in range(size) if gpus.count(gpus[one]) > 1]:
+                raise CommError(
+                    f"init_pynccl: ranks {', '.join(map(str, shared))} share a GPU, expected one "
+                    "for each; call torch.cuda.set_device(rank) first, or give device="
+                )
             own_id = bytes(host.module()["nccl_unique_id"]()).hex() if rank == 0 else ""
             unique_id = self._rendezvous.exchange("unique_id", own_id)[0]
             self._connect(bytes.fromhex(unique_id))
             self._word = _zeros(1, "int32", device)  # for calls without a tensor
-            self._memory = _Memory(device, num_bytes)
+            self._used_bytes = 0  # of the buffer
+            self.buffer: Tensor = _zeros(0, "uint8", device)
+            """The registered memory, uint8: what lies there is sent without a copy."""
             if num_bytes:
-                status = self._calls.register_memory(self._memory.address, num_bytes)
+                memory = _Memory(device, num_bytes)
+                status = self._calls.register_memory(memory.address, num_bytes)
                 self._settle("init_pynccl", status)
+                self.buffer = _as_tensor(memory, device)
         except BaseException as error:
             self._fail("init_pynccl", error)
             self._end("has not made it")
@@ -177,40 +186,32 @@ class PyNCCLCommunicator:
             own = weakref.ref(self)
             _watch.value.add(lambda: (one := own()) is not None and one._look())
 
-    def _refuse_shared_gpus(self) -> None:
-        gpus = [peer.facts["_gpu"] for peer in self._rendezvous.peers]
-        for rank, gpu in enumerate(gpus):
-            if (other := gpus.index(gpu)) != rank:
-                raise CommError(
-                    f"init_pynccl: ranks {other} and {rank} are on one GPU ({gpu}), expected one "
-                    "for each; call torch.cuda.set_device(rank) first, or give device="
-                )
-
     # -- calls -------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place. See :meth:`Communicator.all_reduce`."""
-        self._run("all_reduce", (x,), (), _op_number("all_reduce", op))
+        self._run("all_reduce", {"x": x}, {}, x, _op_number("all_reduce", op))
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``, by rank. ``x`` may be its own part of it."""
-        self._run("all_gather", (output,), (x,))
+        self._run("all_gather", {"output": output}, {"x": x}, output, x)
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, and write part ``rank`` of ``size`` to ``output``."""
-        self._run("reduce_scatter", (output,), (x,), _op_number("reduce_scatter", op))
+        number = _op_number("reduce_scatter", op)
+        self._run("reduce_scatter", {"output": output}, {"x": x}, output, x, number)
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to that of every rank."""
-        self._run("broadcast", (x,), (), src)
+        self._run("broadcast", {"x": x}, {}, x, src)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``."""
-        self._run("send", (), (x,), dst)
+        self._run("send", {}, {"x": x}, x, dst)
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends."""
-        self._run("recv", (x,), (), src)
+        self._run("recv", {"x": x}, {}, x, src)
 
     def all_to_all(
         self,
@@ -222,7 +223,7 @@ class PyNCCLCommunicator:
         """Send part r of ``x`` to rank r, and receive its part. Splits are rows for each rank."""
         splits = {"output_splits": output_splits, "input_splits": input_splits}
         rows = [s if s is None else rows_arg("all_to_all", name, s) for name, s in splits.items()]
-        self._run("all_to_all", (output,), (x,), *rows)
+        self._run("all_to_all", {"output": output}, {"x": x}, output, x, *rows)
 
     def barrier(self) -> None:
         """Return when every rank has come to it, and the GPU is done with all before it.
@@ -233,7 +234,7 @@ class PyNCCLCommunicator:
 
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("barrier: called in a graph, expected outside: the host waits in it")
-        self._run("barrier", (), (), self._word)
+        self._run("barrier", {}, {}, self._word)
         if math.isfinite(self.timeout_s):
             self._settle("barrier", self._calls.wait_done())
         else:
@@ -244,7 +245,7 @@ class PyNCCLCommunicator:
 
         Every rank calls it, as any other call; it queues nothing.
         """
-        self._run("watch", (), (), self._word)
+        self._run("watch", {}, {}, self._word)
 
     def check(self) -> None:
         """Raise if a call has failed, or was not done in time. Waits for nothing."""
@@ -256,20 +257,23 @@ class PyNCCLCommunicator:
 
     def get_buffer(self) -> int:
         """Return the address of :attr:`buffer`, 0 if there is none."""
-        return self._memory.address
-
-    @property
-    def buffer(self) -> Tensor:
-        """The registered memory, uint8: what lies there is sent without a copy."""
-        return self._memory.tensor(0, self._memory.num_bytes)
+        return self.buffer.data_ptr()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in the registered memory, on every rank at the same place of it.
+        """Return a tensor of its own in the registered memory, on every rank at the same place.
 
-        All ranks make the same calls, in the same order. Raises ValueError if it is full; when all
-        tensors of it are gone, it is empty again.
+        All ranks make the same calls, in the same order. Raises ValueError if the memory is full.
         """
-        return self._memory.empty(shape, dtype)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        begin, left = self._used_bytes, self.buffer.numel() - self._used_bytes
+        if num_bytes > left:
+            raise ValueError(
+                f"empty: shape {tuple(shape)} of {dtype}: {num_bytes} bytes, expected at most "
+                f"{left}, which are left of the {self.buffer.numel()} of the communicator's "
+                "buffer; give a larger max_size_bytes"
+            )
+        self._used_bytes += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        return self.buffer[begin : begin + num_bytes].view(dtype).view(tuple(shape))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -309,21 +313,12 @@ class PyNCCLCommunicator:
 
     # -- calls and their errors --------------------------------------------------------------------
 
-    def _run(self, name: str, written: tuple[Any, ...], read: tuple[Any, ...], *args: Any) -> None:
-        """Make a call of the tensors that it writes and reads, and of other arguments."""
-        tensors = (*written, *read)
-        names = ("output", "x") if len(tensors) == 2 else ("x",)
-        if not dispatch.in_inference_mode() and not dispatch.may_write(written, read):
-            by_name = dict(zip(names, tensors, strict=False))
-            dispatch.refuse(name, dict([*by_name.items()][: len(written)]), by_name)
-        try:
-            status = getattr(self._calls, name)(*tensors, *args)
-        except (RuntimeError, ValueError) as error:
-            name_unreadable(error, name, **dict(zip(names, tensors, strict=False)))
-        if status:
-            self._settle(name, status)
-        if written:
-            dispatch.wrote(*written)
+    def _run(
+        self, op: str, written: dict[str, Tensor], read: dict[str, Tensor], *args: Any
+    ) -> None:
+        """Make a call, with the tensors that it writes and reads by name."""
+        if status := call_cpp(op, getattr(self._calls, op), args, written, read):
+            self._settle(op, status)
 
     def _settle(self, op: str, status: int) -> None:
         """Raise for a call that was not made, or not done in time."""
@@ -405,9 +400,8 @@ class PyNCCLCommunicator:
     def _free(self) -> None:
         """Free NCCL's communicator, which waits for the other ranks and for graphs."""
         is_captured = self._progress().num_captured > 0
-        limit_s = min(self.timeout_s, _GRAPHS_S) if is_captured else self.timeout_s
         try:
-            call_with_timeout(self._calls.free, limit_s)
+            call_with_timeout(self._calls.free, _GRAPHS_S if is_captured else self.timeout_s)
         except TimeoutError:
             if not is_captured:
                 raise self._rendezvous.diagnose("close", self._progress().number) from None
@@ -454,60 +448,23 @@ def _at_exit() -> None:
 
 
 class _Memory:
-    """Device memory of NCCL's, given out piece by piece in the order in which it is asked for.
-
-    Ranks ask in the same order, so that their tensors lie at the same place: NCCL's fastest kernels
-    need that. Tensors keep the memory.
-    """
+    """Device memory of NCCL's, of which PyTorch makes a tensor; the tensor keeps it."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self.num_bytes, self.address, self._device = num_bytes, 0, device
-        self._used = 0
-        self._pieces: weakref.WeakSet[_Piece] = weakref.WeakSet()
-        if num_bytes:
-            self.address = int(host.module()["nccl_allocate"](device.index, num_bytes))
-
-    def __del__(self) -> None:
-        if self.address:
-            with suppress(Exception):  # at the end of the process there may be no driver any more
-                host.module()["nccl_free"](self._device.index, self.address)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if not self._pieces:
-            self._used = 0
-        begin, left = self._used, self.num_bytes - self._used
-        if num_bytes > left:
-            raise ValueError(
-                f"empty: shape {tuple(shape)} of {dtype}: {num_bytes} bytes, expected at most "
-                f"{left}, which are left of the {self.num_bytes} of the communicator's buffer; "
-                "give a larger max_size_bytes"
-            )
-        self._used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        return self.tensor(begin, num_bytes).view(dtype).view(tuple(shape))
-
-    def tensor(self, begin: int, num_bytes: int) -> Tensor:
-        """Return bytes of it."""
-        if num_bytes == 0:
-            return _zeros(0, "uint8", self._device)
-        piece = _Piece(self, self.address + begin, num_bytes)
-        self._pieces.add(piece)
-        return _as_tensor(piece, self._device)
-
-
-class _Piece:
-    """A range of the memory, which PyTorch makes a tensor of; the tensor keeps it."""
-
-    def __init__(self, memory: _Memory, address: int, num_bytes: int) -> None:
-        self.memory = memory
-        where = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1"}
+        self._device = device.index
+        self.address = int(host.module()["nccl_allocate"](self._device, num_bytes))
+        where = {"data": (self.address, False), "shape": (num_bytes,), "typestr": "|u1"}
         self.__cuda_array_interface__ = {**where, "version": 3}
 
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of the process there may be no driver any more
+            host.module()["nccl_free"](self._device, self.address)
 
-def _as_tensor(piece: _Piece, device: torch.device) -> Tensor:
+
+def _as_tensor(memory: _Memory, device: torch.device) -> Tensor:
     import torch
 
-    return torch.as_tensor(piece, device=device)
+    return torch.as_tensor(memory, device=device)
 
 
 def _zeros(count: int, dtype: str, device: torch.device) -> Tensor:

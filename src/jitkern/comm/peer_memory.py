@@ -8,12 +8,11 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitkern.comm.args import device_arg, int_arg, rank_arg, seconds_arg
+from jitkern.comm.args import device_arg, int_arg, rank_arg
 from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
-from jitkern.comm.rendezvous import PeerInfo, Rendezvous
+from jitkern.comm.rendezvous import PeerInfo, Rendezvous, boot_id
 from jitkern.errors import UnsupportedError
 from jitkern.fs import make_memory
 from jitkern.host import module as host
@@ -101,7 +100,7 @@ class PeerMemory:
             "_page_bytes": _page_bytes(ordinal),
             "_ordinal": ordinal,
             "_gpu": _gpu_id(ordinal),
-            "_host": [_machine(), os.stat("/proc/self/ns/net").st_ino],
+            "_host": _host(),
         }
         self._rendezvous = Rendezvous(
             *(_user, group, rank, size),
@@ -162,18 +161,16 @@ class PeerMemory:
 
     # -- all ranks ---------------------------------------------------------------------------------
 
-    def barrier(self, timeout_s: float | None = None) -> None:
+    def barrier(self) -> None:
         """Return when all ranks have called it. The host waits, and for no GPU.
 
         Raises CommTimeoutError if ranks did not come in time, or have ended; it names them. All
         later barriers fail.
         """
         self._usable("barrier")
-        if timeout_s is not None:
-            timeout_s = seconds_arg("PeerMemory.barrier", timeout_s)
         self._rendezvous.check("barrier")
         self._num_barriers += 1
-        self._rendezvous.exchange("barrier", number=self._num_barriers, timeout_s=timeout_s)
+        self._rendezvous.exchange("barrier", number=self._num_barriers)
 
     def close(self) -> None:
         """Release the memory; tensors keep their part. May be called again.
@@ -261,9 +258,9 @@ def _gpu_id(ordinal: int) -> str:
     return f"GPU-{uuid.UUID(bytes=bytes(host.module()['gpu_uuid'](ordinal)))}"
 
 
-def _machine() -> str:
-    """Return what all containers of a machine have in common."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def _host() -> str:
+    """Return what ranks that can hand each other descriptors have in common."""
+    return f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _place(info: PeerInfo) -> str:
@@ -276,7 +273,7 @@ def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
     """Return the bytes each rank takes, or raise UnsupportedError, the same on all ranks."""
     ranks: dict[str, list[int]] = {}
     for one in peers:
-        ranks.setdefault(str(one.facts["_host"]), []).append(one.rank)
+        ranks.setdefault(one.facts["_host"], []).append(one.rank)
     if len(ranks) > 1:
         where = " and ".join(
             f"rank {', '.join(map(str, group))} is on {peers[group[0]].host}"
@@ -317,112 +314,80 @@ class Range(NamedTuple):
     release: Callable[[], None]
 
 
-def _make_range(rendezvous: Rendezvous, share_bytes: int) -> Range:
-    """Return the memory of all ranks, mapped and checked. Collective: all ranks, or all raise."""
-    mine, peers = rendezvous.peers[rendezvous.rank], rendezvous.peers
-    ordinal = mine.facts["_ordinal"]
+def _make_range(met: Rendezvous, share_bytes: int) -> Range:
+    """Return the memory of all ranks, mapped and checked. Collective: all ranks, or all raise.
+
+    A wrong IOMMU setting gives wrong data, and correct reads do not prove correct writes. So each
+    rank writes a pattern into every rank's memory, and reads what each has written there and here.
+    """
+    peers, mine, wait_s = met.peers, met.peers[met.rank], met.timeout_s * OWN_PART
+    ordinal, begin = mine.facts["_ordinal"], mine.rank * share_bytes
+
+    def pattern(owner: PeerInfo, writer: PeerInfo) -> tuple[int, bytes]:
+        """Return where it lies, and its bytes: of this memory alone, by rank 0's nonce."""
+        at = owner.rank * share_bytes + writer.rank * _PATTERN_BYTES
+        text = f"{peers[0].nonce} {at}"
+        return at, hashlib.shake_128(text.encode()).digest(_PATTERN_BYTES)
+
     with ExitStack() as undo:
         fds = undo.enter_context(Descriptors())
 
-        def make() -> _Check:
-            _check_reach(mine, peers)
-            range_ = Range(*host.module()["make_peer_range"](len(peers), share_bytes, ordinal))
+        def make() -> Range:
+            made = Range(*host.module()["make_peer_range"](len(peers), share_bytes, ordinal))
             # Explicitly: whoever keeps the error also keeps the last reference.
-            undo.push(lambda kind, *_: range_.release() if kind is not None else None)
+            undo.push(lambda kind, *_: made.release() if kind is not None else None)
             if ordinal >= 0:
-                fds[mine.rank] = int(range_.create(mine.rank))
+                fds[mine.rank] = int(made.create(mine.rank))
+                made.clear(begin, share_bytes, wait_s)  # the driver does not
             else:
                 fds[mine.rank] = make_memory("PeerMemory", "jitkern-peers", share_bytes)
-                range_.map(mine.rank, fds[mine.rank])
-            check = _Check(range_, peers, mine, share_bytes, rendezvous.timeout_s * OWN_PART)
-            if ordinal >= 0:  # the driver does not
-                range_.clear(mine.rank * share_bytes, share_bytes, check.timeout_s)
-            check.write(mine)
-            return check
+                made.map(mine.rank, fds[mine.rank])
+            return made
 
-        def map_others() -> None:
+        def write() -> None:
+            for owner in peers:
+                if owner is not mine:
+                    _map(range_, mine, owner, fds[owner.rank])
+                range_.write(*pattern(owner, mine), wait_s)
+
+        def compare() -> None:
             for other in peers:
-                if other is not mine:
-                    _map(check.range, mine, other, fds[other.rank])
-            check.compare()
+                place, own = _place(other), _place(mine)
+                there = f"{own} reads in the memory of {place} what was not written there"
+                here = f"what {place} writes to the memory of {own} is not there"
+                for owner, what in ((other, there), (mine, here)):
+                    at, expected = pattern(owner, other)
+                    if bytes(range_.read(at, _PATTERN_BYTES, wait_s)) != expected:
+                        raise UnsupportedError(
+                            f"PeerMemory: peer access gives wrong data: {what}; {_INSTEAD}, and "
+                            "see whether the IOMMU or PCIe ACS is in the way"
+                        )
 
-        check = rendezvous.all_or_none("make", make)
-        hand_over(rendezvous, fds, range(len(peers)))
-        rendezvous.all_or_none("map", map_others)
-        rendezvous.all_or_none("receive", check.receive)
-    return check.range
+        def clear() -> None:
+            range_.clear(begin, len(peers) * _PATTERN_BYTES, wait_s)
 
-
-def _check_reach(mine: PeerInfo, peers: list[PeerInfo]) -> None:
-    """Raise UnsupportedError if the driver reports no peer access to a GPU of this process.
-
-    For a GPU that this process does not see, the mapping fails.
-    """
-    own, module = mine.facts["_ordinal"], host.module()
-    visible = {_gpu_id(one): one for one in range(module["device_count"]())} if own >= 0 else {}
-    for one in peers:
-        other = visible.get(one.facts["_gpu"], own)
-        if other != own and not module["gpu_reaches"](own, other):
-            raise _unreachable(mine, one, "the driver has no peer access between them")
+        range_ = met.all_or_none("make", make)
+        hand_over(met, fds, range(len(peers)))
+        for step in (write, compare, clear):
+            met.all_or_none(step.__name__, step)
+    return range_
 
 
 def _map(range_: Range, mine: PeerInfo, other: PeerInfo, fd: int) -> None:
+    """Map another rank's memory, or raise UnsupportedError."""
+    own, module = mine.facts["_ordinal"], host.module()
+    # Of a GPU that this process does not see the driver is not asked: the mapping fails.
+    visible = {_gpu_id(one): one for one in range(module["device_count"]())} if own >= 0 else {}
+    gpu = visible.get(other.facts["_gpu"], own)
     try:
+        if gpu != own and not module["gpu_reaches"](own, gpu):
+            raise RuntimeError("the driver has no peer access between them")
         range_.map(other.rank, fd)
     except RuntimeError as error:
         why = str(error).removeprefix("jitkern: ")
-        if mine.facts["_ordinal"] >= 0:
+        if own >= 0 and gpu == own:
             why += " (where CUDA_VISIBLE_DEVICES hides that GPU from this process, show it)"
-        raise _unreachable(mine, other, why) from error
-
-
-def _unreachable(mine: PeerInfo, other: PeerInfo, why: str) -> UnsupportedError:
-    text = f"{_place(mine)} cannot address the memory of {_place(other)}: {why}"
-    return UnsupportedError(f"PeerMemory: {text}; {_INSTEAD}")
-
-
-class _Check(NamedTuple):
-    """Checks that all ranks see the same memory: a wrong IOMMU setting gives wrong data.
-
-    Each rank writes a pattern into its own memory, which the others read, and one into each other
-    rank's: correct reads do not prove correct writes.
-    """
-
-    range: Range
-    peers: list[PeerInfo]
-    mine: PeerInfo
-    share_bytes: int
-    timeout_s: float
-
-    def write(self, owner: PeerInfo) -> None:
-        """Write this rank's pattern to a rank's memory."""
-        self.range.write(*self._pattern(owner, self.mine), self.timeout_s)
-
-    def compare(self) -> None:
-        """Read the other ranks' patterns, and write one to each of them."""
-        for other in self.peers:
-            what = f"{_place(self.mine)} reads in the memory of {_place(other)} what was not"
-            self._expect(other, other, f"{what} written there")
-            self.write(other)
-
-    def receive(self) -> None:
-        """Read what the other ranks wrote into this one's memory, and leave zeros."""
-        for other in self.peers:
-            what = f"what {_place(other)} writes to the memory of {_place(self.mine)} is not there"
-            self._expect(self.mine, other, what)
-        begin = self.mine.rank * self.share_bytes
-        self.range.clear(begin, len(self.peers) * _PATTERN_BYTES, self.timeout_s)
-
-    def _expect(self, owner: PeerInfo, writer: PeerInfo, what: str) -> None:
-        at, pattern = self._pattern(owner, writer)
-        if bytes(self.range.read(at, len(pattern), self.timeout_s)) != pattern:
-            raise UnsupportedError(
-                f"PeerMemory: peer access gives wrong data: {what}; {_INSTEAD}, and see whether "
-                "the IOMMU or PCIe ACS is in the way"
-            )
-
-    def _pattern(self, owner: PeerInfo, writer: PeerInfo) -> tuple[int, bytes]:
-        """Return where it lies, and its bytes: of this memory alone, by rank 0's nonce."""
-        at = owner.rank * self.share_bytes + writer.rank * _PATTERN_BYTES
-        text = f"{self.peers[0].nonce} {at}"
-        return at, hashlib.shake_128(text.encode()).digest(_PATTERN_BYTES)
+        raise UnsupportedError(
+            f"PeerMemory: {_place(mine)} cannot address the memory of {_place(other)}: {why}; "
+            f"{_INSTEAD}"
+        ) from error

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from jitkern.comm.args import choice_arg, device_arg, int_arg, seconds_arg, traced_error
-from jitkern.errors import CommError, CommTimeoutError, name_unreadable
+from jitkern.comm.args import call_cpp, choice_arg, device_arg, int_arg, seconds_arg
+from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
-from jitkern.host.faults import is_of_earlier_call
 from jitkern.jit.device import DeviceModule, load_own, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     import torch
@@ -216,30 +214,6 @@ class PeerReducer:
 
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def call_cpp(
-    op: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    written: dict[str, Any],
-    read: dict[str, Any],
-    indices: dict[str, Any] | None = None,
-) -> None:
-    """Call C++ with tensors by name; RuntimeError if PyTorch would have to see the call."""
-    into = tuple(written.values())
-    if not dispatch.in_inference_mode() and not dispatch.may_write(into, tuple(read.values())):
-        dispatch.refuse(op, written, read)
-    try:
-        is_traced = function(*args)
-    except Exception as error:
-        if not is_of_earlier_call(error):
-            name_unreadable(error, op, **read, **(indices or {}), **written)
-        dispatch.wrote(*into)  # this call was made all the same
-        raise
-    if is_traced:
-        raise traced_error(op)
-    dispatch.wrote(*into)
 
 
 _LATE = re.compile(r"(\w+): call (\d+) of rank (\d+): ranks? ([\d, ]+) did not come in time")

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from jitkern.comm.args import call_cpp
 from jitkern.comm.peer_comm import PeerCommunicator
-from jitkern.comm.peer_reduce import PeerReducer, call_cpp
+from jitkern.comm.peer_reduce import PeerReducer
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.ops.common import type_text

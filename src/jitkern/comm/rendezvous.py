@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jitkern
-from jitkern.comm.args import prefixed, seconds_arg, serves, store_of
+from jitkern.comm.args import seconds_arg, serves, store_of
 from jitkern.comm.threads import Watch, call_with_timeout
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 from jitkern.fs import ForkLocal
@@ -35,7 +35,6 @@ _ANSWER_S = 2.0  # for other ranks to tell their position: a call ends within it
 _NEWS_S = 1.0  # NCCL may see a closed connection before Linux reports the end of the process
 _LEAVE_S = 1.0  # for the store to take the reason of an end
 _LACKING = "has not come to it"
-_ALL_HERE = "all ranks have come to it"
 _STEP_ERRORS = {kind.__name__: kind for kind in (UnsupportedError, MemoryError, RuntimeError)}
 
 # Not the thread that watches deadlines: this one may hang in a store.
@@ -104,13 +103,15 @@ class Rendezvous:
         self._mine = PeerInfo(rank, *process, uuid.uuid4().hex, facts)
         self._known = {rank: self._mine}
         if size > 1:
-            root = prefixed("jitkern", root)
+            from torch.distributed.distributed_c10d import PrefixStore
+
+            root = PrefixStore("jitkern", root)
             self._wait(lambda until: self._meet(root, until), timeout_s)
-            self._store = prefixed(_token(self._known), root)
+            self._store = PrefixStore(_token(self._known), root)
             _answers.value.add(self._look)
         self.peers: list[PeerInfo] = [self._known[one] for one in range(size)]
         for key in sorted({key for one in self.peers for key in one.facts if key[0] != "_"}):
-            if any(one.facts.get(key) != self._mine.facts.get(key) for one in self.peers):
+            if any(one.facts.get(key) != facts.get(key) for one in self.peers):
                 rows = "".join(f"\n  {one}  {one.facts.get(key)}" for one in self.peers)
                 error = CommError(f"{name}: {key}: differs, expected the same in all ranks:{rows}")
                 self.fail(error)
@@ -187,27 +188,20 @@ class Rendezvous:
 
         All raise one kind of error, so that all fall back alike. The caller undoes its step.
         """
-        failure: Exception | None = None
+        told, timeout_s = None, self.timeout_s
         try:
             result = step()
         except Exception as error:
-            failure = error
-        told = None if failure is None else [type(failure).__name__, str(failure)[:4000]]
-        # A TimeoutError has waited for the others already.
-        limit_s = _ANSWER_S + 1 if isinstance(failure, TimeoutError) else None
-        try:
-            outcomes = self.exchange(name, told, timeout_s=limit_s)
-        except CommError as error:
-            if failure is None:
-                raise
-            raise failure from error
-        if failure is not None:
-            raise failure
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None:
-                kind = _STEP_ERRORS.get(outcome[0], CommError)
-                text = outcome[1].removeprefix(f"{self.name}: ")
-                raise kind(f"{self.name}: on rank {rank}: {text}")
+            told = [type(error).__name__, str(error)[:4000]]
+            if isinstance(error, TimeoutError):  # it has waited for the others already
+                timeout_s = _ANSWER_S + 1
+            with suppress(CommError):
+                self.exchange(name, told, timeout_s=timeout_s)
+            raise
+        for rank, told in enumerate(self.exchange(name)):
+            if told is not None:
+                kind, text = _STEP_ERRORS.get(told[0], CommError), told[1]
+                raise kind(f"{self.name}: on rank {rank}: {text.removeprefix(f'{self.name}: ')}")
         return result
 
     # -- who is missing ----------------------------------------------------------------------------
@@ -235,7 +229,7 @@ class Rendezvous:
             last = min(first, number + len(ops) - 1)
             op, number = ops[last - number], last
         behind: Missing = {}
-        notes = []
+        notes = []  # other ends, which are likely to be a consequence
         has_failed = False
         for one, place in at.items():
             end, issued = place["end"] or "", place["issued"]
@@ -244,26 +238,24 @@ class Rendezvous:
                 is_behind, progress = one == peer, _LACKING
             elif issued > 0:
                 progress = f"has come to call {issued} ({place['op']}) only"
-            if end.startswith("has failed"):
-                has_failed = True
-            elif end and (is_behind or not is_late):
+            failed = end.startswith("has failed")
+            has_failed |= failed
+            if end and not failed and (is_behind or not is_late):
                 gone[one] = f"{progress}, and {end}" if is_behind and issued >= 0 else end
-                continue
-            if is_behind:
+            elif is_behind:
                 behind[one] = progress
             elif end:
                 notes.append(f"{self.peers[one]} {end}")
         why = gone or (behind if is_late or has_failed else {})
         slow = [f"{self.peers[one]} {behind[one]}" for one in behind if why is not behind]
-        notes = slow if gone else [*slow, *notes]  # other ends are likely to be a consequence
-        if not is_late:
-            notes.append(short(because))
+        notes = slow if gone else [*slow, *notes]
         if is_late or why:
             limit_s = (self.timeout_s if timeout_s is None else timeout_s) if is_late else None
+            notes += [] if is_late else [short(because)]
             error: CommError = self._late_error(op, number, why, limit_s, notes, peer)
         else:
-            *others, own = notes
-            error = CommError(f"{op}: {'; '.join([own, *(others or ['no rank has ended'])])}")
+            notes = [short(because), *(notes or ["no rank has ended"])]
+            error = CommError(f"{op}: {'; '.join(notes)}")
         error.__cause__ = because
         self.fail(error)
         return error
@@ -315,16 +307,16 @@ class Rendezvous:
         elif number or op == self.name:
             where = f"call {number} on {where}" if number else f"the set-up on {where}"
         when = "cannot be done" if timeout_s is None else f"was not done within {timeout_s:g} s"
-        ranks = sorted(missing)
-        texts = [f"{self._known.get(one, f'rank {one}')} {missing[one]}" for one in ranks]
-        what_to_do = "see their logs for the reason, and if" if ranks else "if"
+        texts = [f"{self._known.get(one, f'rank {one}')} {missing[one]}" for one in sorted(missing)]
+        what_to_do = "see their logs for the reason, and if" if texts else "if"
+        texts = texts or ["all ranks have come to it"]
         return CommTimeoutError(
-            f"{op}: {where} {when}: {'; '.join([*(texts or [_ALL_HERE]), *notes])}; {what_to_do} "
-            "they are only slow, give a larger timeout_s",
+            f"{op}: {where} {when}: {'; '.join([*texts, *notes])}; {what_to_do} they are only "
+            "slow, give a larger timeout_s",
             op=op,
             number=number,
             rank=self.rank,
-            missing=ranks,
+            missing=sorted(missing),
         )
 
     # -- this rank's position, for others ----------------------------------------------------------
@@ -407,8 +399,8 @@ class Rendezvous:
                     f"{self.name}: two processes are rank {self.rank}: {both}, expected one; "
                     "give each set of ranks a PrefixStore of its own"
                 )
-            told = {one: json.loads(text) for one, text in enumerate(texts) if text}
-            self._known |= {one: PeerInfo(*info) for one, info in told.items()}
+            told = {one: PeerInfo(*json.loads(text)) for one, text in enumerate(texts) if text}
+            self._known |= told
             if len(self._known) == self.size and token != _token(self._known):
                 if token:
                     root.delete_key(seen[self.rank])
@@ -445,6 +437,11 @@ def _polls(until: float) -> Iterator[bool]:
 
 
 @cache
+def boot_id() -> str:
+    """Return what all processes of a machine have in common, and no two machines."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@cache
 def _pids() -> str:
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id} {os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.comm import args
 from jitkern.comm.protocol import ReduceOp
@@ -61,9 +61,9 @@ class TorchCommunicator:
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
         import torch
 
-        self._dist: Any = torch.distributed
+        call, self._dist = "TorchCommunicator", cast("Any", torch.distributed)
         self._group, self._issued, self._op = group, 0, ""
-        args.store_of("TorchCommunicator", group, None, None)
+        args.store_of(call, group, None, None)
         config = str(self._dist.get_backend_config(group))
         backends = dict(part.split(":") for part in config.split(","))
         self._devices: list[torch.device] = []
@@ -72,11 +72,9 @@ class TorchCommunicator:
         if backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
             self._devices.append(torch.device("cuda", torch.cuda.current_device()))
         self._rendezvous = Rendezvous(
-            *("TorchCommunicator", group, None, None),
-            timeout_s=timeout_s,
-            position=self._position,
-            facts={"backends": backends},
-        )
+            *(call, group, None, None),
+            timeout_s=timeout_s, position=self._position, facts={"backends": backends},
+        )  # fmt: skip
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
 
@@ -95,7 +93,7 @@ class TorchCommunicator:
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``; see :meth:`Communicator.all_gather`."""
         self._check("all_gather", output=output, x=x)
-        args.gather_args("all_gather", output, x, self.rank, self.size, "output")
+        args.gather_args("all_gather", output, x, self.size, "output")
         self._run("all_gather", self._dist.all_gather_into_tensor, _bytes(output), _bytes(x))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
@@ -103,7 +101,7 @@ class TorchCommunicator:
         call = "reduce_scatter"
         self._check(call, output=output, x=x)
         args.reduced_args(call, x, op)
-        args.gather_args(call, x, output, self.rank, self.size, "x")
+        args.gather_args(call, x, output, self.size, "x")
         output, x = output.detach().view(-1), x.detach().view(-1)
         if x.device.type == "cpu":  # what gloo does; its own wait has no deadline
             whole = x.clone()
@@ -140,7 +138,6 @@ class TorchCommunicator:
         """Send part r of ``x`` to rank r, and so on; see :meth:`Communicator.all_to_all`."""
         call = "all_to_all"
         self._check(call, output=output, x=x)
-        args.apart_args(call, output, x, "no memory in common")
         if output.shape[1:] != x.shape[1:]:
             given, expected = list(output.shape[1:]), list(x.shape[1:])
             raise ValueError(f"{call}: output: rows of {given}, expected {expected} as x")
@@ -213,14 +210,9 @@ class TorchCommunicator:
             x.div_(self.size, rounding_mode=None if x.is_floating_point() else "trunc")
 
     def _run(
-        self,
-        call: str,
-        function: Callable[..., Any],
-        x: Tensor,
-        *more: Any,
-        peer: int = -1,
-        **how: Any,
-    ) -> None:
+        self, call: str, function: Callable[..., Any], x: Tensor, *more: Any,
+        peer: int = -1, **how: Any,
+    ) -> None:  # fmt: skip
         """Make torch's call, and wait for it on the CPU. `peer`: of a call between two ranks."""
         if not x.numel() and call != "all_to_all":
             return
@@ -243,11 +235,11 @@ class TorchCommunicator:
                 while work is not None and not work.is_completed() and time.monotonic() < until:
                     time.sleep(_SOON_S)
             self._rendezvous.check(call)  # aborted by another thread
-            timeout_s = min(self._rendezvous.timeout_s, round(time.monotonic() - start_s, 1))
-            because = TimeoutError(str(error)) if _is_timeout(error) else error
             raise self._rendezvous.diagnose(
-                call, self._issued, peer=peer, because=because, timeout_s=timeout_s
-            ) from error
+                *(call, self._issued),
+                peer=peer, because=TimeoutError(str(error)) if _is_timeout(error) else error,
+                timeout_s=min(self._rendezvous.timeout_s, round(time.monotonic() - start_s, 1)),
+            ) from error  # fmt: skip
 
     def _wait(self, work: Any, deadline: float, peer: int) -> None:
         """Wait for a call of gloo, which may not hear of the end of a rank's process."""

@@ -53,7 +53,7 @@ class TPEmbedding(torch.nn.Module):
         A floating dtype, by default PyTorch's; the communicator's device.
     padding_idx : int, optional
         As in ``torch.nn.Embedding``: its row starts as zeros and gets no gradient.
-    num_added : int, default 0
+    num_added : int
         How many tokens were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
         ``"auto"``: ``"peer"`` if there is a `group`, all ranks can have peer memory, and whole
@@ -104,13 +104,18 @@ class TPEmbedding(torch.nn.Module):
             num_ids = self.num_embeddings
             self.padding_idx = int_arg(OP, "padding_idx", padding_idx, -num_ids, num_ids - 1)
             self.padding_idx %= num_ids
-        wanted = _method_arg(method, group, comm.size)
+        choice_arg(OP, "method", method, get_args(Method))
+        if comm.size > 1 and group is None and method == "peer":
+            expected = "expected the ranks' gloo group or store for method='peer'"
+            raise ValueError(f"{OP}: group: None, {expected}")
         timeout_s = seconds_arg(OP, timeout_s)
         like = torch.empty(0, hidden_size, dtype=dtype, device=device)
         if not like.dtype.is_floating_point:
             raise TypeError(f"{OP}: dtype: {str(like.dtype)[6:]}, expected a floating dtype")
         self._is_split = comm.size > 1
-        peers = _peer_memory(like, self.num_embeddings, comm, wanted, group, timeout_s)
+        peers = None
+        if self._is_split and group is not None and method != "all_reduce":
+            peers = _peer_memory(like, self.num_embeddings, comm, method, group, timeout_s)
         self._peers = peers
         self.method: Method = "peer" if peers else "all_reduce"
         each = peers.num_bytes // (hidden_size * like.dtype.itemsize) if peers else None
@@ -292,8 +297,6 @@ class TPEmbedding(torch.nn.Module):
             )
         return self.__dict__
 
-    # -- private -----------------------------------------------------------------------------------
-
     def _reads_peers(self, weight: Tensor) -> bool:
         """Tell whether rows are read where they lie, not summed."""
         if not self._shared or weight is not self._shared[0]:
@@ -330,16 +333,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
     """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
+    ranges = {"vocab_range": part.vocab_range, "added_range": part.added_range}
     earlier: Exception | None = None
     while True:
         try:
-            rows = indexing(
-                weight,
-                ids,
-                vocab_range=part.vocab_range,
-                added_range=part.added_range,
-                vocab_size=num_ids,
-            )
+            rows = indexing(weight, ids, **ranges, vocab_size=num_ids)
             break
         except Exception as error:
             if not is_of_earlier_call(error):
@@ -347,7 +345,17 @@ def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communi
             # Ranks hear of an earlier fault at different calls. This one makes its sum all the
             # same: otherwise its next sum would meet this one of the others.
             earlier = earlier or error
-    _refuse_tracers(rows)
+    if (
+        type(rows).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        or torch._C._functorch.is_functorch_wrapped_tensor(rows)
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or torch._C._get_tracing_state() is not None
+    ):
+        raise RuntimeError(
+            f"{OP}: ids: traced or transformed, expected a plain call: the sum over ranks has no "
+            "place in torch.export, make_fx, torch.jit.trace and torch.func; torch.compile ends a "
+            "graph here"
+        )
     if dispatch.wants_gradient(rows):
         rows = cast("Tensor", _SumOverRanks.apply(rows, comm))  # type: ignore[no-untyped-call]
     else:
@@ -369,21 +377,6 @@ def _add_up(rows: Tensor, comm: Communicator) -> None:
     comm.all_reduce(flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8))
 
 
-def _refuse_tracers(rows: Tensor) -> None:
-    """Raise if a tracer would lose the sum, or the tensor has no memory."""
-    if (
-        type(rows).__torch_dispatch__ is not Tensor.__torch_dispatch__
-        or torch._C._functorch.is_functorch_wrapped_tensor(rows)
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-        or torch._C._get_tracing_state() is not None
-    ):
-        raise RuntimeError(
-            f"{OP}: ids: traced or transformed, expected a plain call: the sum over ranks has no "
-            "place in torch.export, make_fx, torch.jit.trace and torch.func; torch.compile ends a "
-            "graph here"
-        )
-
-
 # -- which rows a rank holds -----------------------------------------------------------------------
 
 
@@ -403,23 +396,22 @@ def part_of(
     With ``rows_per_rank`` the ids follow one another through all ranks. Without, vocabulary and
     added ids are split separately.
     """
-    if rows_per_rank is None:
-        base, added = -(-vocab_size // size), -(-num_added // size)
-        rows_per_rank, first = base + added, rank * base
-        vocab_ids = range(first, first + base)
-        first = vocab_size + rank * added
-        added_ids = range(first, first + added)
-    else:
-        first = rank * rows_per_rank
-        vocab_ids = added_ids = range(first, first + rows_per_rank)
-    added_range = _clip(added_ids, vocab_size, vocab_size + num_added)
-    return Part(rows_per_rank, _clip(vocab_ids, 0, vocab_size), added_range)
 
+    def range_of(first: int, count: int, begin: int, end: int) -> tuple[int, int]:
+        start = min(max(first, begin), end)
+        return start, max(min(first + count, end) - start, 0)
 
-def _clip(ids: range, begin: int, end: int) -> tuple[int, int]:
-    """Return (start, length) of the intersection, with a start that is in range."""
-    start = min(max(ids.start, begin), end)
-    return start, max(min(ids.stop, end) - start, 0)
+    num_ids = vocab_size + num_added
+    if rows_per_rank is not None:
+        held = rank * rows_per_rank, rows_per_rank
+        ranges = range_of(*held, 0, vocab_size), range_of(*held, vocab_size, num_ids)
+        return Part(rows_per_rank, *ranges)
+    base, added = -(-vocab_size // size), -(-num_added // size)
+    return Part(
+        base + added,
+        range_of(rank * base, base, 0, vocab_size),
+        range_of(vocab_size + rank * added, added, vocab_size, num_ids),
+    )
 
 
 def _parts_of(whole: Any, part: Part) -> list[Tensor]:
@@ -455,36 +447,21 @@ def _peer_memory(
 ) -> PeerMemory | None:
     """Return memory for a table's rows, whole pages on each rank: collective.
 
-    None on all ranks if `method` is "all_reduce", or "auto" and there can be none. `like` has the
-    row's size, dtype and device.
+    None on all ranks if `method` is "auto" and there can be none. `like` has the row's size, dtype
+    and device.
     """
     row_bytes, held = like.shape[1] * like.dtype.itemsize, -(-num_rows // comm.size)
     num_bytes = rows_in_pages(num_rows, comm.size, row_bytes) * row_bytes
     is_wasteful = num_bytes > max(2 * held * row_bytes, _SMALL_BYTES)
-    is_possible = like.device.type in ("cpu", "cuda") and not is_wasteful
-    if method == "all_reduce" or (method == "auto" and not is_possible):
+    if method == "auto" and (is_wasteful or like.device.type not in ("cpu", "cuda")):
         return None
-    rank, size = comm.rank, comm.size
+    where: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "device": like.device}
     try:
-        return PeerMemory(
-            num_bytes, group, rank=rank, size=size, device=like.device, timeout_s=timeout_s
-        )
+        return PeerMemory(num_bytes, group, **where, timeout_s=timeout_s)
     except UnsupportedError:  # on all ranks
         if method == "peer":
             raise
         return None
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def _method_arg(value: Any, group: Any, size: int) -> Method:
-    """Return the method; ``"auto"`` only if peer memory is possible."""
-    choice_arg(OP, "method", value, get_args(Method))
-    if size > 1 and group is None and value == "peer":
-        expected = "expected the ranks' gloo group or store for method='peer'"
-        raise ValueError(f"{OP}: group: None, {expected}")
-    return cast("Method", "all_reduce" if size == 1 or group is None else value)
 
 
 def _shape_of(weight: Any) -> tuple[int, ...]:

@@ -1,0 +1,472 @@
+"""One rank of the tests: runs what its standard input says, Python by JSON lines, and answers.
+
+"comm.rank"   ->   {"value": 1, "seconds": 0.001}   or   {"error": "ValueError: ...", ...}
+
+With FAKE_GPUS its GPUs are those of ../fake_vmm.c; nccl_child.py gives it those of fake_nccl.cc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import math  # noqa: F401
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile  # noqa: F401
+import threading  # noqa: F401
+import time
+import traceback
+import weakref  # noqa: F401
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import bodies
+import shared_gpu
+import torch
+import torch.distributed as dist
+
+from jitkern.comm import (
+    Communicator,  # noqa: F401
+    PeerCommunicator,
+    PeerMemory,
+    TorchCommunicator,
+    descriptors,  # noqa: F401
+    nccl,
+    peer_gather,
+    peer_memory,
+    peer_reduce,  # noqa: F401
+    peer_scatter,
+    rendezvous,
+)
+from jitkern.errors import CommTimeoutError
+from jitkern.offload import PinnedPool, Share
+
+torch.set_num_threads(1)  # ranks share the cores of a small machine
+
+IS_FAKE = "FAKE_GPUS" in os.environ
+KEPT: set[str] = set()  # names that a test does not leave
+ENVIRONMENT = dict(os.environ)
+undo: list[Callable[[], object]] = []
+comm: Any = None
+peers: Any = None
+device = torch.device("cpu")
+group: Any = None  # what ranks meet over, where it is not the default group
+seen_devices: list[str] = []
+
+# -- for any test ----------------------------------------------------------------------------------
+
+
+def patch(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until the next test."""
+    real = getattr(owner, name)
+    undo.append(lambda: setattr(owner, name, real))
+    setattr(owner, name, value)
+
+
+def end(number: int = signal.SIGKILL) -> None:
+    os.kill(os.getpid(), number)
+
+
+def reset() -> None:
+    """Be as after the imports, for the next test."""
+    while undo:
+        undo.pop()()
+    for name in set(globals()) - KEPT:
+        del globals()[name]
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    globals().update(comm=None, peers=None, group=None, device=torch.device("cpu"))
+    seen_devices.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
+    """Make the default group, in the place of one some ranks of which may have ended."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    globals().update(path=path)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout
+    )
+
+
+def body(name: str, repeat_s: float = 0.0) -> None:
+    until = time.monotonic() + repeat_s
+    bodies.BODIES[name](comm, device)
+    while time.monotonic() < until:
+        bodies.BODIES[name](comm, device)
+
+
+def fork(code: str) -> str:
+    """What a forked child says to this, or the signal that ends it."""
+    said, say = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = repr(run(code))
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(say, text.encode())
+        os._exit(0)
+    os.close(say)
+    with open(said) as file:
+        text = file.read()
+    _, status = os.waitpid(pid, 0)
+    return signal.Signals(status).name if os.WIFSIGNALED(status) else text
+
+
+def leave(destroy: bool) -> None:
+    if destroy:
+        dist.destroy_process_group()
+    raise SystemExit
+
+
+def listening() -> list[str]:
+    """Sockets of this process that others can connect to."""
+    inodes = set()
+    for table, state, at in (("tcp", "0A", 9), ("tcp6", "0A", 9), ("unix", "00010000", 6)):
+        words = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()]
+        inodes |= {f"socket:[{line[at]}]" for line in words if state in line}
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sorted(inodes & {os.readlink(path) for path in paths if os.path.lexists(path)})
+
+
+# -- a rendezvous ----------------------------------------------------------------------------------
+
+
+class Place:
+    """How far this rank is."""
+
+    def get(self) -> tuple[int, str]:
+        return 0, ""
+
+
+place = Place()
+
+
+def use_store(path: str = "", port: int = 0, is_master: bool = False) -> None:
+    global group
+    how: Any = {"is_master": is_master, "wait_for_workers": False}
+    group = dist.FileStore(path) if path else dist.TCPStore("127.0.0.1", port, **how)
+
+
+def meet(rank: int, size: int, **config: Any) -> None:
+    """A rendezvous by itself, over the store."""
+    global comm
+    how = {"timeout_s": 30, "position": place.get, **config}
+    comm = rendezvous.Rendezvous("init", group, rank, size, **how)
+
+
+def fail_and_end() -> None:
+    """Fail in a step, tell so as users of a rendezvous do, and end."""
+
+    def step() -> None:
+        raise MemoryError("no more of this")
+
+    try:
+        comm.all_or_none("step", step)
+    except MemoryError as error:
+        comm.fail(error)
+    os._exit(1)
+
+
+def at_step(step: str, then: Callable[[], object]) -> None:
+    """Do something when this rank comes to tell the others of a step."""
+    real = rendezvous.Rendezvous.exchange
+
+    def instead(self: Any, key: str, *args: Any, **how: Any) -> Any:
+        if key == step:
+            then()
+        return real(self, key, *args, **how)
+
+    patch(rendezvous.Rendezvous, "exchange", instead)
+
+
+# -- communicators ---------------------------------------------------------------------------------
+
+
+def make(**config: Any) -> None:
+    global comm
+    comm = TorchCommunicator(**{"timeout_s": 30, **config})
+
+
+def make_nccl(**config: Any) -> None:
+    """As an engine of mini-sglang does, over the gloo group, on the GPU of its number."""
+    global comm, device
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = shared_gpu.take(rank)
+    how = {"timeout_s": 60, **config}
+    comm = nccl.init_pynccl(tp_rank=rank, tp_size=size, tp_cpu_group=dist.group.WORLD, **how)
+
+
+def make_peer(on_gpus: bool = False, **config: Any) -> None:
+    global comm
+    if on_gpus:
+        make_nccl()
+    inner = comm if on_gpus else TorchCommunicator(timeout_s=30)
+    comm = PeerCommunicator(inner, None, device=device, timeout_s=60, **config)
+
+
+def ones(
+    *shape: int, dtype: torch.dtype = torch.float32, on: Any = None, turned: bool = False
+) -> Any:
+    """Return what a communicator of GPUs takes; tests of fake ones have their own."""
+    made = torch.ones(shape, dtype=dtype, device=device if on is None else on)
+    return made.t()[1:] if turned else made
+
+
+def synchronize() -> float:
+    """Wait for the GPU; return seconds."""
+    start = time.monotonic()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+def lives() -> bool:
+    """Tell whether the CUDA context is not lost."""
+    return float(torch.ones(100, device=device).sum()) == 100
+
+
+def calls(count: int) -> None:
+    """Reduce ones in place, without a look at the result."""
+    x = ones(4096)
+    for _ in range(count):
+        comm.all_reduce(x)
+
+
+def call(code: str = "all_reduce(ones(4))") -> None:
+    """Make a call, and hear what becomes of it, on a GPU as well."""
+    run(f"comm.{code}")
+    synchronize()
+    if hasattr(comm, "check"):
+        comm.check()
+
+
+def replay(count: int) -> list[float]:
+    """Capture three reductions of ones, replay them; return what a value is each time."""
+    x = torch.ones(1000, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            comm.all_reduce(x)
+    values = []
+    for _ in range(count):
+        x.fill_(1)
+        graph.replay()
+        comm.watch()
+        comm.barrier()
+        values.append(float(x[0]))
+    return values
+
+
+def two_streams() -> list[float]:
+    """The second call comes behind the first, whose stream is slow in one rank."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    x = torch.ones(1 << 20, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(100_000_000 if comm.rank else 1000)
+        comm.all_reduce(x)
+    with torch.cuda.stream(streams[1]):
+        comm.all_reduce(x)
+    torch.cuda.synchronize()
+    return x.unique().tolist()
+
+
+def buffer() -> list[float]:
+    """Tensors in registered memory, as many as it holds."""
+    values = []
+    for number in range(4):
+        tensor = comm.empty((1024,), torch.bfloat16)
+        tensor.fill_(number + 1)
+        comm.all_reduce(tensor)
+        values.append(float(tensor[-1]))
+    return values
+
+
+# -- sums and rows over peer memory ----------------------------------------------------------------
+
+
+def prefixes() -> list[str]:
+    """What the first 10 of a tensor come to, alone and in larger ones."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(3 << 20, generator=generator).to(dtype)
+        for count in (10, 1000, 100_000, 3 << 20):
+            part = x[:count].clone().to(device)
+            comm.all_reduce(part)
+            found.append([dtype, part[:10].tolist()])
+    halves = found[:4], found[4:]
+    return [repr(half[0]) if all(one == half[0] for one in half) else "" for half in halves]
+
+
+def sum_late() -> None:
+    """Make a sum, and another that says what became of it: on GPUs the first one cannot."""
+    for _ in range(2):
+        comm.all_reduce(ones(5))
+        synchronize()
+
+
+def many_sums(count: int) -> int:
+    """Sum numbers that are known, late now and then, on the host or on the GPU; return the wrong.
+
+    Of any size, so that epochs of blocks differ, and both algorithms take turns.
+    """
+    common, own = random.Random(0), random.Random(comm.rank + 1)
+    numbers = torch.arange(1 << 16, device=device) % 61
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for number in range(count):
+        dtype = common.choice([torch.float32, torch.float16, torch.bfloat16])
+        size = common.choice([1, 7, 2048, 4096, common.randrange(1, 1 << 16)])
+        begin = common.randrange((1 << 16) - size + 1)
+        of_rank_0 = numbers[begin : begin + size] - number % 31
+        x = (of_rank_0 + comm.rank).to(dtype)
+        if own.randrange(50) == 0:
+            time.sleep(own.random() / 5000)
+        if device.type == "cuda" and own.randrange(50) == 0:
+            torch.cuda._sleep(own.randrange(400_000))
+        comm.reducer.all_reduce(x, algorithm=common.choice(["one_shot", "two_shot", "auto"]))
+        # Whole numbers below 256, which all three dtypes hold: of up to 4 ranks no sum is rounded.
+        expected = of_rank_0 * comm.size + sum(range(comm.size))
+        wrong += (x != expected.to(dtype)).sum()
+    return int(wrong)
+
+
+def rows(name: str, count: int = 500) -> bool:
+    """Bring rows out of a pool that all ranks share to all of them, and write them back."""
+    pool, caches, pairs = _rows(name, count)
+    own = caches[comm.rank]
+    peer_gather(pool, caches, pairs, comm)
+    sources, targets = pairs.cpu().unbind(-1)
+    synchronize()
+    is_right = torch.equal(own.cpu()[targets], pool[sources])
+    own += 1
+    peer_scatter(own, pool, pairs.flip(-1).contiguous(), comm)
+    synchronize()
+    return is_right and torch.equal(own.cpu()[targets], pool[sources])
+
+
+def rows_late(name: str) -> None:
+    """Bring them when a rank is killed: on GPUs the next call says so."""
+    pool, caches, pairs = _rows(name, 10)
+    if comm.rank == 1:
+        end()
+    for _ in range(2):
+        peer_gather(pool, caches, pairs, comm)
+        synchronize()
+
+
+def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    share = Share(name, comm.rank, comm.size)
+    pool = PinnedPool([2 * count, 656], torch.uint8, share=share).tensor()
+    memory = PeerMemory(count * 656, None, device=device)
+    generator = torch.Generator().manual_seed(count)
+    if comm.rank == 0:
+        pool.random_(generator=torch.Generator().manual_seed(1))
+    chosen = torch.randperm(2 * count, generator=generator)[:count]
+    targets = torch.randperm(count, generator=generator)
+    pairs = torch.stack([chosen, targets], 1).to(device)
+    memory.barrier()
+    caches = [memory.remote(rank, (count, 656), torch.uint8) for rank in range(comm.size)]
+    return pool, caches, pairs
+
+
+# -- peer memory -----------------------------------------------------------------------------------
+
+
+def share(rank: int, size: int, path: str, num_bytes: int = 4096, **how: Any) -> None:
+    """Make a peer memory, by the store of a file."""
+    global peers
+    peers = None
+    how.setdefault("timeout_s", 30)
+    how.setdefault("device", torch.device("cuda", rank) if IS_FAKE else torch.device("cpu"))
+    peers = PeerMemory(num_bytes, dist.FileStore(path, -1), rank=rank, size=size, **how)
+
+
+def read(rank: int, at: int, count: int = 1) -> list[int]:
+    return peers.remote(rank, count, torch.uint8, at).tolist()
+
+
+def write(rank: int, at: int, *values: int) -> None:
+    peers.remote(rank, len(values), torch.uint8, at)[:] = torch.tensor(values, dtype=torch.uint8)
+
+
+def left() -> dict[str, int]:
+    """What this process holds: descriptors, mappings and, of the fake driver, all that it has."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    found = {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "mappings": maps.count("memfd:jitkern-peers") + maps.count("memfd:fake-gpu"),
+    }
+    if IS_FAKE:
+        counts = (ctypes.c_int * 4)()
+        ctypes.CDLL("libcuda.so.1").fake_vmm_counts(counts)
+        found |= dict(zip(("handles", "mapped", "reserved", "mistakes"), counts, strict=True))
+    return found
+
+
+def as_cpu(view: Any, real: Any = peer_memory._as_torch) -> torch.Tensor:
+    """The bytes of a view on a fake GPU, which PyTorch may not touch under that name."""
+    on_gpu = real(view)
+    seen_devices.append(str(on_gpu.device))
+    if on_gpu.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = (ctypes.c_ubyte * on_gpu.numel()).from_address(on_gpu.data_ptr())
+    memory.owner = on_gpu  # as long as a tensor of it lives
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# -- one line after the other ----------------------------------------------------------------------
+
+
+def run(code: str) -> Any:
+    with suppress(SyntaxError):
+        return eval(compile(code, "test", "eval"), globals())
+    return exec(compile(code, "test", "exec"), globals())
+
+
+def answer(line: str) -> str:
+    start = time.monotonic()
+    told: dict[str, Any] = {}
+    try:
+        told["value"] = run(json.loads(line))
+    except Exception as error:
+        told.update(error=f"{type(error).__name__}: {error}", missing=[])
+        if isinstance(error, CommTimeoutError):
+            assert str(pickle.loads(pickle.dumps(error))) == str(error)
+            told.update(missing=error.missing, op=error.op, number=error.number)
+        if isinstance(error, AssertionError):
+            traceback.print_exc()
+    except KeyboardInterrupt as error:
+        told["error"] = type(error).__name__
+    told["seconds"] = time.monotonic() - start
+    return json.dumps(told, default=repr)
+
+
+def main() -> None:
+    if IS_FAKE:
+        torch.cuda._lazy_init = lambda: None
+        peer_memory._as_torch = as_cpu
+    KEPT.update(globals())
+    for line in sys.stdin:
+        try:
+            print(answer(line), flush=True)
+        except SystemExit:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Processes that are ranks: they run what tests tell them; see rank_child.py.
+
+On the CPU; over NCCL on GPUs, or over the NCCL of fake_nccl.cc; over the driver of ../fake_vmm.c.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import forks
+import pytest
+from fake_gpu import build_driver, environment, needs_fake_gpu
+from filelock import FileLock
+from needs import needs_cxx
+from paths import TESTS, python_path
+from shared_gpu import IS_SHARED, num_gpus
+
+from jitkern.host import module as host
+
+HERE = Path(__file__).resolve().parent
+THREADS = HERE.parent / "threads"
+PROMPT_S = 60.0  # how long a slow machine may take; far below a default deadline of 600 s
+LATE_S = 5.0  # beyond a deadline
+NUM_FAKE_GPUS = 4
+_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="puts a libcuda in place")
+NCCL_FAKE = pytest.param("nccl-fake", marks=[needs_cxx, _LINUX])
+NCCL = pytest.param("nccl", marks=pytest.mark.multigpu(processes=True))
+VMM_FAKE = pytest.param("vmm-fake", marks=needs_fake_gpu)
+
+
+class Rank:
+    """A process that is a rank, or will be."""
+
+    def __init__(self, child: Path, env: Mapping[str, str]) -> None:
+        env = {**os.environ, "PYTHONPATH": python_path(TESTS), **env}
+        self.process = forks.start(child, env=env, stdin=PIPE, stdout=PIPE)
+        self.pid = self.process.pid
+        self.num_unanswered = 0
+
+    def tell(self, code: str) -> None:
+        self.process.stdin.write(json.dumps(code).encode() + b"\n")
+        self.num_unanswered += 1
+
+    def answer(self, within_s: float = PROMPT_S) -> dict[str, Any]:
+        ready, _, _ = select.select([self.process.stdout], [], [], within_s)
+        assert ready, f"no answer within {within_s} s"
+        line = self.process.stdout.readline()
+        assert line, f"the process has ended: {self.process.wait()}"
+        self.num_unanswered -= 1
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def value(self, within_s: float = PROMPT_S) -> Any:
+        answer = self.answer(within_s)
+        assert "error" not in answer, answer
+        return answer["value"]
+
+    def error(self, within_s: float = PROMPT_S) -> dict[str, Any]:
+        answer = self.answer()
+        assert "error" in answer, answer
+        assert answer["seconds"] < within_s, answer
+        return answer
+
+    def ask(self, code: str) -> Any:
+        self.tell(code)
+        return self.value()
+
+    def refuses(self, code: str) -> str:
+        """Return the text of the error."""
+        self.tell(code)
+        text: str = self.error()["error"]
+        return text
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
+def all_tell(ranks: list[Rank], code: str) -> None:
+    """Tell all; ``{rank}`` is each one's number in the list."""
+    for number, rank in enumerate(ranks):
+        rank.tell(code.replace("{rank}", str(number)))
+
+
+def all_do(ranks: list[Rank], code: str) -> list[Any]:
+    all_tell(ranks, code)
+    return [rank.value() for rank in ranks]
+
+
+def errors(ranks: list[Rank], within_s: float = PROMPT_S) -> list[dict[str, Any]]:
+    return [rank.error(within_s) for rank in ranks]
+
+
+class Pool:
+    """Rank processes that tests use one after the other."""
+
+    def __init__(self, kind: str, folder: Path, env: Mapping[str, str], num_gpus: int) -> None:
+        self.kind, self.num_gpus = kind, num_gpus
+        self.num_starts = 0
+        self._ranks: list[Rank] = []
+        self._child = HERE / ("nccl_child.py" if kind == "nccl-fake" else "rank_child.py")
+        self._folder, self._env, self._numbers = folder, env, itertools.count()
+
+    def path(self) -> str:
+        """Return that of a new file, for ranks to meet."""
+        return str(self._folder / f"store-{next(self._numbers)}")
+
+    def start(self, count: int) -> list[Rank]:
+        """Return processes as they are after their imports."""
+        self.num_starts += 1
+        self._ranks = [rank for rank in self._ranks if rank.process.poll() is None]
+        for rank in self._ranks:
+            rank.process.send_signal(signal.SIGCONT)
+        lacking = count - len(self._ranks)
+        self._ranks += [self.alone() for _ in range(lacking)]
+        for rank in self._ranks[:count]:
+            while rank.num_unanswered:  # of a test that has stopped it
+                rank.answer()
+        all_do(self._ranks[:count], "reset()")
+        return self._ranks[:count]
+
+    def alone(self, **env: str) -> Rank:
+        """Return a process of the test's own, which ends it."""
+        return Rank(self._child, {**self._env, **env})
+
+    def join(self, count: int) -> list[Rank]:
+        """Return processes that have a group, and no communicator yet."""
+        ranks = self.start(count)
+        all_do(ranks, f"join({self.path()!r}, {{rank}}, {count})")
+        return ranks
+
+    def make(self, count: int, args: str = "") -> list[Rank]:
+        """Return ranks that have a communicator."""
+        ranks = self.join(count)
+        all_do(ranks, f"make{'_nccl' if self.kind.startswith('nccl') else ''}({args})")
+        return ranks
+
+    def tell_share(self, ranks: list[Rank], args: str = "") -> None:
+        """Have them make a peer memory, whatever comes of it."""
+        all_tell(ranks, f"share({{rank}}, {len(ranks)}, {self.path()!r}, {args})")
+
+    def share(self, ranks: int | list[Rank], args: str = "") -> list[Rank]:
+        """Return ranks that have a peer memory."""
+        ranks = self.start(ranks) if isinstance(ranks, int) else ranks
+        self.tell_share(ranks, args)
+        for rank in ranks:
+            rank.value()
+        return ranks
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.process.end()
+
+
+def build(folder: Path) -> dict[str, str]:
+    """Make the libcuda and the libnccl, once for all workers; return what finds them."""
+    cuda, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            made = folder.with_suffix(".made")
+            made.mkdir()
+            compile_library(made / cuda.name, [THREADS / "fake_gpu.cc", THREADS / "fake_kernel.cc"])
+            compile_library(made / nccl.name, [HERE / "fake_nccl.cc", made / cuda.name])
+            made.rename(folder)
+    path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
+    return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl)}
+
+
+def compile_library(target: Path, sources: list[Path]) -> None:
+    from tvm_ffi import libinfo
+
+    from jitkern.compilers.sources import CSRC, include_dirs
+
+    own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    folders = [*include_dirs(CSRC), THREADS, HERE, *own]
+    command = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O1", "-fPIC", "-shared"]
+    command += [f"-I{folder}" for folder in folders] + [str(source) for source in sources]
+    command += [f"-Wl,-soname,{target.name}", "-pthread", "-o", str(target)]
+    subprocess.run(command, check=True)
+
+
+@pytest.fixture(scope="session")
+def pools(
+    tmp_path_factory: pytest.TempPathFactory, session_cache: Path
+) -> Iterator[Callable[[str], Pool]]:
+    """Return the processes of a kind."""
+    made: dict[str, Pool] = {}
+
+    def pool(kind: str) -> Pool:
+        host.module()  # built once, and not by each rank
+        if kind not in made:
+            folder, env, gpus = tmp_path_factory.mktemp(kind), {}, num_gpus()
+            if kind == "nccl-fake":
+                env, gpus = build(session_cache.parent / "fake_nccl"), NUM_FAKE_GPUS
+            elif kind == "vmm-fake":
+                build_driver(folder)
+                env, gpus = {**environment(folder), "FAKE_GPUS": "4"}, NUM_FAKE_GPUS
+            made[kind] = Pool(kind, folder, env, gpus)
+        return made[kind]
+
+    yield pool
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def pool(pools: Callable[[str], Pool]) -> Pool:
+    """Processes on the CPU."""
+    return pools("cpu")
+
+
+@pytest.fixture(scope="module", params=[NCCL_FAKE, NCCL])
+def gpus(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
+    """Processes that are to be ranks of NCCL, each of a GPU of its own."""
+    return pools(request.param)
+
+
+@pytest.fixture(params=[NCCL_FAKE])
+def fake_gpus(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
+    return pools(request.param)
+
+
+@pytest.fixture(params=["cpu", VMM_FAKE])
+def hosts(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
+    """Processes that are to share memory, on the CPU and on fake GPUs."""
+    return pools(request.param)
+
+
+@pytest.fixture(params=[VMM_FAKE])
+def fake_vmm(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
+    return pools(request.param)
+
+
+CALL_S = 15.0 if IS_SHARED else 0.3  # a deadline of calls: on one GPU NCCL takes 4 s for the first
