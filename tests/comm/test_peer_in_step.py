@@ -118,18 +118,3 @@ def test_over_what_another_op_has_left() -> None:
         for x in tensors:
             assert x.tolist() == [3.0 * 2**number] * 5
     jitkern.check()
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_an_embedding_over_what_another_op_has_left(requires_grad: bool) -> None:
-    comm = Counting()
-    module = TPEmbedding(10, 8, comm=comm, device=CUDA, method="all_reduce")
-    module.weight.requires_grad_(requires_grad)
-    ids = torch.arange(10, device=CUDA)
-    module(ids)
-    leave_a_fault()
-    with pytest.raises(IndexError, match="indexing: indices: index 5"):
-        module(ids)
-    assert comm.num_sums == 2
-    module(ids)

@@ -214,14 +214,6 @@ def test_wrong_reducers(change: dict[str, Any], text: str) -> None:
     assert text in str(raised.value)
 
 
-def test_reset_makes_a_workspace_as_new() -> None:
-    alone = Alone()
-    own = (ctypes.c_char * alone.num_bytes).from_address(alone.addresses[1])
-    own[5:9] = b"abcd"
-    alone.reducer.reset()
-    assert bytes(own) == b"\xff" * alone.num_bytes
-
-
 def test_sizes_of_workspaces() -> None:
     for size in range(2, 9):
         sizes = [PeerReducer.workspace_bytes_for(size, 1 << bits) for bits in range(10, 26)]

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from rows_ranks import UNTOUCHED, Case, Ranks, any_case
 from torch._subclasses import FakeTensorMode
 
@@ -32,26 +30,6 @@ def gathers(case: Case, size: int, device: torch.device, index_dtype: torch.dtyp
             assert base is None or (base[:, case.row_bytes :] == UNTOUCHED).all()
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([2, 3, 4, 8]))
-def test_any_gather(device: torch.device, seed: int, size: int) -> None:
-    rng = random.Random(seed)
-    gathers(any_case(rng, repeats=True), size, device, rng.choice([torch.int32, torch.int64]))
-
-
-@pytest.mark.parametrize("distinct", [1, 7, 40_000])
-def test_a_large_gather(device: torch.device, distinct: int) -> None:
-    """Of few rows again and again, and of many, in a table of neighbours."""
-    count, num_host_rows = 40_000, 50_000
-    generator = torch.Generator().manual_seed(distinct)
-    hosts = torch.randperm(num_host_rows, generator=generator)[:distinct]
-    sources = hosts[torch.randint(distinct, (count,), generator=generator)]
-    pairs = torch.stack([sources, torch.randperm(count, generator=generator)], 1)
-    gathers(Case(24, num_host_rows, count, 24, pairs), 4, device, torch.int64)
-
-
 def scatters(case: Case, size: int, device: torch.device, index_dtype: torch.dtype) -> None:
     ranks, pool = Ranks(size, device), case.pool(device)
     sent = case.caches(1, device)[0]
@@ -65,13 +43,24 @@ def scatters(case: Case, size: int, device: torch.device, index_dtype: torch.dty
     assert torch.equal(pool, expected)
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([2, 3, 4, 8]))
-def test_any_scatter(device: torch.device, seed: int, size: int) -> None:
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("seed", range(10))
+def test_any_rows(device: torch.device, seed: int, size: int) -> None:
     rng = random.Random(seed)
-    scatters(any_case(rng, repeats=False), size, device, rng.choice([torch.int32, torch.int64]))
+    for moves, repeats in ((gathers, True), (scatters, False)):
+        dtype = rng.choice([torch.int32, torch.int64])
+        moves(any_case(rng, repeats=repeats), size, device, dtype)
+
+
+@pytest.mark.parametrize("distinct", [1, 7, 40_000])
+def test_a_large_gather(device: torch.device, distinct: int) -> None:
+    """Of few rows again and again, and of many, in a table of neighbours."""
+    count, num_host_rows = 40_000, 50_000
+    generator = torch.Generator().manual_seed(distinct)
+    hosts = torch.randperm(num_host_rows, generator=generator)[:distinct]
+    sources = hosts[torch.randint(distinct, (count,), generator=generator)]
+    pairs = torch.stack([sources, torch.randperm(count, generator=generator)], 1)
+    gathers(Case(24, num_host_rows, count, 24, pairs), 4, device, torch.int64)
 
 
 def fetched_by_rank(size: int, num_rows: int, pairs: torch.Tensor, pool_rows: int = 0) -> list[int]:
@@ -95,23 +84,17 @@ def fetched_by_rank(size: int, num_rows: int, pairs: torch.Tensor, pool_rows: in
 
 @pytest.mark.cuda
 def test_each_rank_fetches_a_part() -> None:
-    """Equal parts in the order of the pool, apart from a region where two meet."""
+    """Equal parts in the order of the pool, apart from a region where two meet; a row once.
+
+    Where all rows lie within one region it is shared out by a hash.
+    """
     by_rank = fetched_by_rank(3, 24_000, torch.arange(24_000).repeat(2, 1).T.contiguous())
     for rank in range(3):
         assert abs(by_rank.count(rank) - 8000) < 24_000 / 4096 * 4 + 4
     assert sum(a != b for a, b in itertools.pairwise(by_rank)) < 24
-
-
-@pytest.mark.cuda
-def test_a_region_is_shared_out() -> None:
-    """All rows lie within one region: by a hash."""
     pairs = torch.stack([torch.arange(200) + (1 << 19), torch.arange(200)], 1)
     by_rank = fetched_by_rank(2, 1000, pairs, 1 << 20)[:200]
     assert 60 <= by_rank.count(0) <= 140 and by_rank.count(0) + by_rank.count(1) == 200
-
-
-@pytest.mark.cuda
-def test_a_row_that_is_requested_again_is_fetched_once() -> None:
     pairs = torch.stack([torch.zeros(500, dtype=torch.int64), torch.randperm(500)], 1)
     assert len(set(fetched_by_rank(2, 500, pairs))) == 1
 
@@ -223,18 +206,12 @@ MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
     "group: None, expected a PeerCommunicator or a PeerReducer": (
         lambda s, d, p, r: peer_gather(s, d, p, None), TypeError),
     "dsts[1]: ": (lambda s, d, p, r: peer_gather(s, [d[0], d[1][:3]], p, r), ValueError),
-    "dsts[1]: rows of every 80 bytes, expected every 16, as in dsts[0]": (
-        lambda s, d, p, r: peer_gather(s, [d[0], torch.ones(10, 20)[:, :4]], p, r), ValueError),
     "dsts[1]: overlaps dsts[0], expected memory of its own": (
         lambda s, d, p, r: peer_gather(s, [d[0], d[0]], p, r), ValueError),
-    "dsts[1]: overlaps src, expected memory of its own": (
-        lambda s, d, p, r: peer_gather(s, [d[0], s], p, r), ValueError),
     "dsts[1]: dtype int32": (
         lambda s, d, p, r: peer_gather(s, [d[0], d[1].int()], p, r), TypeError),
     "pairs: shape [4], expected shape [..., 2]": (
         lambda s, d, p, r: peer_gather(s, d, p[:, 0].contiguous(), r), ValueError),
-    "dsts[1]: int, expected a tensor": (
-        lambda s, d, p, r: peer_gather(s, [d[0], 5], p, r), TypeError),
     "num_sms: 0, expected at least 1": (
         lambda s, d, p, r: peer_gather(s, d, p, r, num_sms=0), ValueError),
     "peer_gather: src": (
@@ -252,14 +229,11 @@ def test_wrong_calls_wait_for_nobody(text: str) -> None:
     with pytest.raises(kind) as raised:
         call(src, dsts, pairs, ranks.reducers[0])
     assert text in str(raised.value), str(raised.value)
-    src.requires_grad_(False)
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="peer_gather: called while a tracer"):
-        peer_gather(src, dsts, pairs, ranks.reducers[0])
     assert all((dst == 1).all() for dst in dsts)
 
 
 def test_what_is_written_has_changed() -> None:
-    """For PyTorch, which would else use what it has kept of it."""
+    """For PyTorch, which would else use what it has kept of it; a tracer would see nothing."""
     ranks = Ranks(2, torch.device("cpu"))
     dsts = [torch.ones(10, 4) for _ in range(2)]
     pairs = torch.zeros(4, 2, dtype=torch.int64)
@@ -268,6 +242,8 @@ def test_what_is_written_has_changed() -> None:
     assert all((dst[0] == 0).all() and (dst[1:] == 1).all() for dst in dsts)
     ranks.each(lambda rank: peer_gather(torch.ones(3, 4), dsts, pairs[:0], ranks.reducers[rank]))
     assert all(dst._version > version for dst, version in zip(dsts, before, strict=True))
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="peer_gather: called while a tracer"):
+        peer_gather(torch.ones(3, 4), dsts, pairs, ranks.reducers[0])
 
 
 @pytest.mark.cuda

@@ -333,7 +333,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
     """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
-    ranges = {"vocab_range": part.vocab_range, "added_range": part.added_range}
+    ranges: dict[str, Any] = {"vocab_range": part.vocab_range, "added_range": part.added_range}
     earlier: Exception | None = None
     while True:
         try:
