@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plain.append(seconds(case.device, lambda: prefill.run(None)))
         pipeline.close()
         if args.plot:
-            monitor = OverlapMonitor(name="offload_attention", every=1, min_ratio=0.0)
+            monitor = OverlapMonitor(name="offload_attention", min_ratio=0.0)
             watched = pipeline_of(case, monitor)
             seconds(case.device, lambda: prefill.run(watched))
             draw(monitor.timeline(), args.plot)

@@ -108,10 +108,8 @@ def _loads(blocks: Blocks, body: Body) -> dict[str, tuple[str, Callable[[], Run]
         f"jitkern, depth {depth}": ("ours", partial(_load, blocks, _bring, body, depth))
         for depth in DEPTHS
     }
-    streams = partial(_load, blocks, _bring, body, BEST_DEPTH, num_streams=BEST_DEPTH)
     return {
         **ours,
-        f"jitkern, {BEST_DEPTH} streams": ("ours", streams),
         "torch, double buffer": ("peer", partial(_double_buffer, blocks, body)),
         "one behind the other": ("peer", partial(_in_turn, blocks, body)),
         "the longer side alone": ("ceiling", partial(_longer, blocks, body)),

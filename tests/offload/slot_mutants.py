@@ -10,7 +10,7 @@ from pathlib import Path
 
 SLOTS, HEADER = "offload/slots.cc", "offload/slot_times.h"
 WAITS = "if (is_known && chain.lane != &lane && device_ != nullptr) wait_for(lane.stream"
-COMPUTE, LOADS, STORES = "&lanes_[0]", "&lane_of(kLoad, index)", "&lane_of(kStore, index)"
+COMPUTE, LOADS, STORES = (f"&lanes_[{access}]" for access in ("kCompute", "kLoad", "kStore"))
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ MUTANTS = (
     Mutant(
         "the caller waits for the compute alone",
         "|| lane.stream == caller_) continue;",
-        "|| lane.stream != lanes_[0].stream) continue;",
+        "|| lane.stream != lanes_[kCompute].stream) continue;",
     ),
     Mutant(
         "transfers do not wait for what fork() is called behind",
-        "for (size_t i = 1; i < lanes_.size(); ++i) lanes_[i].is_forked = false;",
+        "lanes_[kLoad].is_forked = lanes_[kStore].is_forked = false;",
     ),
-    Mutant("a new slot has no owner before", "end_use(slots_[index].eager, lanes_[0]);"),
-    Mutant("what a run leaves open has no end", "end_use(*chain, *lane);"),
+    Mutant("a new slot has no owner before", "end_use(slots_[index].eager, lanes_[kCompute]);"),
+    Mutant("what a run leaves open has no end", "end_use(*chain, lane);"),
     Mutant(
         "a capture waits for what came before it",
         "Chain& chain = is_capturing_ ? slot.captured : slot.eager;",

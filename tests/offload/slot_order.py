@@ -22,7 +22,7 @@ import tvm_ffi
 
 from jitkern.host import module as host
 from jitkern.offload import pipeline as pipeline_module
-from jitkern.offload.pipeline import COMPUTE, LOAD, SlotPipeline, Streams
+from jitkern.offload.pipeline import SlotPipeline, Streams
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_trace.restype = ctypes.c_char_p
@@ -37,7 +37,7 @@ class Machine:
     """Torch's current stream, and what notes are of."""
 
     current = CALLERS[0]
-    capacity = every = 0  # of times; 0: as the pipeline has it
+    is_timed = False  # also without a monitor
     uses = 0
 
     def note(self, text: str, stream: int | None = None) -> None:
@@ -64,13 +64,10 @@ class FakeTensor:
 class FakeStreams(Streams):
     """Those of a GPU, with numbers for streams."""
 
-    def __init__(self, device: torch.device, num_streams: int, capacity: int, every: int) -> None:
+    def __init__(self, device: torch.device, is_timed: bool) -> None:
+        self.all = [LOADS, COMPUTES, STORES]
         self.compute = COMPUTES
-        self.loads = [LOADS + i for i in range(num_streams)]
-        self.stores = [STORES + i for i in range(num_streams)]
-        lists = (list(self.loads), list(self.stores))
-        times = (machine.capacity or capacity, machine.every or every)
-        self._connect(device.index, self.compute, *lists, *times)
+        self._connect(device.index, self.all, is_timed or machine.is_timed)
         self.caller: int | None = None
 
     def enter(self) -> bool:
@@ -90,9 +87,8 @@ class FakeStreams(Streams):
     def is_current(self) -> bool:
         return machine.current == self.compute
 
-    def use(self, access: int, slot: int) -> None:
-        streams = self.loads if access == LOAD else self.stores
-        machine.current = self.compute if access == COMPUTE else streams[slot % len(streams)]
+    def use(self, access: int) -> None:
+        machine.current = self.all[access]
 
     def add_slot(self, index: int, *_: object) -> Any:
         machine.note(f"compute {index} 0", self.compute)  # of who had the memory before
@@ -174,7 +170,7 @@ def copy(kind: str, fails_at: int) -> Callable[[FakeTensor, int], None]:
 
 
 def one_run(pipeline: SlotPipeline, rng: random.Random) -> None:
-    count = rng.randrange(rng.choice((12, 12, 12, 12, 60)))  # some beyond those that are all timed
+    count = rng.randrange(12)
     stop, fail = (rng.randrange(20) for _ in range(2))
     blocks: Any = range(count)
     if rng.random() < 0.3:
@@ -202,14 +198,13 @@ def scenario(seed: int) -> str:
     """Return the trace of some runs of one pipeline, under errors, captures and `with`."""
     rng = random.Random(seed)
     machine.current = CALLERS[0]
-    machine.capacity, machine.every = rng.choice((0, 0, 1, 4, 64)), rng.choice((1, 2, 4))
+    machine.is_timed = rng.random() < 0.5
     driver.fake_trace()
     pipeline = SlotPipeline(
         num_slots=rng.choice((1, 2, 3, 5)),
         slot_shape=[8],
         dtype=torch.uint8,
         device="cuda",
-        num_streams=rng.choice((1, 1, 2, 3)),
     )
     for _ in range(rng.randrange(1, 6)):
         is_captured = rng.random() < 0.25

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from itertools import product
 from typing import Any
 
 import slot_order
@@ -14,9 +12,8 @@ import torch
 from fake_gpu import report_checks
 from slot_order import CALLERS, CAPTURING, COMPUTES, driver, machine
 
-from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
+from jitkern.offload import OverlapMonitor, SlotPipeline
 from jitkern.offload.depth import Iteration, total_ms
-from jitkern.offload.monitor import _COMPUTE
 
 driver.fake_time.restype = ctypes.c_double
 MIB = 1 << 20
@@ -159,8 +156,8 @@ def check_captures_are_counted_and_not_timed() -> None:
 
 def check_events_are_given_back() -> None:
     before = driver.fake_events()
-    for monitor in (None, OverlapMonitor()):
-        pipeline = pipeline_of(3, monitor=monitor, num_streams=2)
+    for is_watched in (False, True):
+        pipeline = pipeline_of(3, monitor=OverlapMonitor() if is_watched else None)
         go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
         assert driver.fake_events() > before
         pipeline.close()
@@ -168,56 +165,7 @@ def check_events_are_given_back() -> None:
         assert driver.fake_events() == before
 
 
-# -- which iterations are timed --------------------------------------------------------------------
-
-Row = tuple[float | None, ...]
-KINDS = ("load", "store", "update")
-PARTS = 4096  # of a ms: those of a body are the number of its iteration
-CAPACITY = 2000
-
-
-def rows_of(monitor: OverlapMonitor) -> dict[int, Row]:
-    """Return what is known of each iteration, by its number."""
-    monitor.snapshot()
-    by_number = {}
-    for row in monitor._rows:
-        number = round(row[_COMPUTE] * PARTS) % PARTS
-        by_number[number] = tuple(None if ms != ms else ms for ms in row)
-    return by_number
-
-
-def go_numbered(pipeline: SlotPipeline, kind: str, seed: int, count: int) -> None:
-    """Go through short and long runs, alone and under `with`, of which some end early."""
-    rng = random.Random(seed)
-    done = 0
-    while done < count:
-        with pipeline if rng.random() < 0.5 else nullcontext():
-            for _ in range(rng.randrange(1, 4)):
-                stop = rng.randrange(400)
-                times = [
-                    (load_ms, 2 * body_ms + (done + i) / PARTS, store_ms)
-                    for i, (load_ms, body_ms, store_ms) in enumerate(
-                        random_times(rng, kind, rng.choice((3, 20, 200)))
-                    )
-                ]
-                go(pipeline, kind, times, stop)
-                done += len(times)
-
-
-def check_what_is_known_of_some_is_what_is_known_of_all() -> None:
-    for kind, depth, seed in product(KINDS, (1, 3, 6), range(6)):
-        rows: dict[int, dict[int, Row]] = {}
-        for every in (1, 2, 4, 8):
-            monitor = OverlapMonitor(every=every, capacity=CAPACITY)
-            go_numbered(pipeline_of(depth, monitor=monitor), kind, seed, 600)
-            rows[every] = rows_of(monitor)
-            case = (kind, depth, seed, every)
-            for number, row in rows[every].items():
-                assert row == rows[1][number], (case, number, row, rows[1][number])
-            assert len(rows[every]) > 0.4 * len(rows[1]) / every, (case, len(rows[every]))
-
-
-# -- auto depth ------------------------------------------------------------------------------------
+# -- max_slots -------------------------------------------------------------------------------------
 
 
 def bursts(count: int) -> Times:
@@ -226,7 +174,7 @@ def bursts(count: int) -> Times:
 
 
 def check_slots_are_taken_and_given_back_in_a_run() -> None:
-    pipeline = pipeline_of(2, auto_depth=AutoDepth(max_slots=8))
+    pipeline = pipeline_of(2, max_slots=8)
     took = go(pipeline, "load", bursts(220))
     depth = pipeline.depth
     assert 3 <= depth <= 8, depth
@@ -243,7 +191,7 @@ def check_slots_are_taken_and_given_back_in_a_run() -> None:
 
 
 def check_no_memory_for_more() -> None:
-    pipeline = pipeline_of(2, auto_depth=AutoDepth(max_slots=8))
+    pipeline = pipeline_of(2, max_slots=8)
     add: Callable[..., Any] = pipeline._streams.add_slot
 
     def add_slot(index: int, *args: Any) -> Any:

@@ -1,17 +1,14 @@
-"""The decision on a pipeline's depth, against a simulated GPU and link, and its arguments."""
+"""The decision on a pipeline's depth, against a simulated GPU and link."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 import pytest
 
-from jitkern.offload import AutoDepth
 from jitkern.offload.depth import DepthController, Iteration, total_ms
 
 Load = Callable[[random.Random, int], tuple[float, float, float]]
@@ -43,7 +40,7 @@ class Simulated:
         self.depths.append(len(self.freed))
         if self.controller is None:
             return
-        self.controller.observe(load_ms, compute_ms, store_ms, stall_ms, follows)
+        self.controller.observe(Iteration(load_ms, compute_ms, store_ms, stall_ms, follows))
         while len(self.freed) < self.controller.depth:
             self.freed.appendleft(self.computed)  # a new slot is free at once
         while len(self.freed) > self.controller.depth:
@@ -62,9 +59,8 @@ def times(load: Load, seed: int = 0) -> Iterator[tuple[float, float, float]]:
         number += 1
 
 
-def controlled(config: AutoDepth | None = None) -> Simulated:
-    config = config or AutoDepth(max_slots=MOST)
-    return Simulated(LEAST, DepthController(config, LEAST, config.most(LEAST, 1)))
+def controlled(most: int = MOST) -> Simulated:
+    return Simulated(LEAST, DepthController(LEAST, most))
 
 
 def run(simulated: Simulated, load: Load, count: int, seed: int = 0) -> float:
@@ -156,25 +152,18 @@ def test_a_change_of_load() -> None:
 
 def test_what_more_slots_do_not_change_is_given_back() -> None:
     """As where host and GPU do nothing at once: times promise more than there is."""
-    controller = DepthController(AutoDepth(max_slots=8), 2, 8)
+    controller = DepthController(2, 8)
     depths = []
     for number in range(400):
         load_ms = 10.0 if number % 8 == 5 else 1.0
-        controller.observe(load_ms, 3.0, 0.0, load_ms, number > 0)
+        controller.observe(Iteration(load_ms, 3.0, 0.0, load_ms, number > 0))
         depths.append(controller.depth)
     assert max(depths) > 2
     assert depths[60:] == [2] * 340
 
 
-def test_limits() -> None:
-    assert AutoDepth(max_slots=7).most(2, 100) == 7
-    assert AutoDepth(max_bytes=799).most(2, 100) == 7
-    assert AutoDepth(max_slots=5, max_bytes=799).most(5, 100) == 5
-    assert AutoDepth(max_bytes=1 << 40).most(2, 100) == 4096
-    for config in (AutoDepth(max_slots=2), AutoDepth(max_bytes=299)):
-        with pytest.raises(ValueError, match=r"at most 2 slots of 100 bytes, expected at least 3$"):
-            config.most(3, 100)
-    simulated = controlled(AutoDepth(max_slots=3))
+def test_no_more_than_the_most() -> None:
+    simulated = controlled(3)
     run(simulated, LOADS["bursts of 8"], 300)
     assert max(simulated.depths) == 3
 
@@ -190,20 +179,3 @@ def test_the_time_of_some_iterations() -> None:
     apart = [one._replace(follows=False) for one in loads]
     assert total_ms(apart, 4) == 20.0
     assert total_ms([], 3) == 0.0
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, ValueError, "AutoDepth: max_slots: None, expected it or max_bytes"),
-    ({"max_bytes": -1}, ValueError, "AutoDepth: max_bytes: -1, expected at least 1"),
-    ({"max_bytes": 1e9}, TypeError, "AutoDepth: max_bytes: float, expected an int"),
-    ({"max_slots": 4, "patience": None}, TypeError, "AutoDepth: patience: NoneType, expected an"),
-    ({"max_slots": 4, "stall_share": 1.5}, ValueError, "AutoDepth: stall_share: 1.5, expected 0 "),
-]
-
-
-@pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
-def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=f"^{re.escape(text)}"):
-        AutoDepth(**how)

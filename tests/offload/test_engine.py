@@ -90,7 +90,7 @@ def test_shapes(device: torch.device) -> None:
         assert engine.cpu_cache.shape == (2, LAYERS, BLOCKS, *tail)
         assert engine.gpu_cache.shape == (2, LAYERS, SLOTS, *tail)
         assert engine.gpu_k.device.type == device.type
-        assert engine.cpu_k.is_pinned() == (device.type == "cuda")
+        assert engine.cpu_k.is_pinned() == torch.cuda.is_available()
         assert not engine.cpu_cache.any() and not engine.gpu_cache.any()
     with engine_of(device, layout="block_first") as engine:
         assert engine.cpu_k.shape == engine.cpu_v.shape == (BLOCKS, LAYERS, *tail)

@@ -22,15 +22,14 @@ from pipelines import (
 )
 from torch import Tensor
 
-from jitkern.offload import AutoDepth, SlotPipeline
+from jitkern.offload import SlotPipeline
 
 DEPTHS = (1, 2, 3, 8)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("num_streams", [1, 3])
-def test_loads(device: torch.device, depth: int, num_streams: int) -> None:
-    pipeline = pipeline_of(device, depth, num_streams=num_streams)
+def test_loads(device: torch.device, depth: int) -> None:
+    pipeline = pipeline_of(device, depth)
     blocks = host_blocks(20, device)
     before = current(device)
     seen = torch.zeros(20, device=device)
@@ -149,9 +148,8 @@ def test_a_body_that_ends_the_run(device: torch.device, kind: int, at: int, rais
     """Also where the traceback is kept, with all its frames."""
     pipeline, before = pipeline_of(device), current(device)
     kept: BaseException | None = None
-    run = runs(pipeline, host_blocks(10, device))[kind]
     try:
-        for number, _ in enumerate(run):
+        for number, _ in enumerate(runs(pipeline, host_blocks(10, device))[kind]):
             if number == at and raises:
                 raise WrongError
             if number == at:
@@ -167,11 +165,10 @@ def test_an_iterator_that_is_kept_is_ended_by_with(device: torch.device) -> None
     blocks = host_blocks(10, device)
     run = pipeline.load(blocks, copy=bring)
     with pytest.raises(WrongError), run as slots:
-        kept = iter(slots)
-        next(kept)
+        next(slots)
         raise WrongError
     check_is_ready(pipeline, device, before)
-    assert next(kept, None) is None
+    assert next(run, None) is None
     run.close()
 
     with pytest.raises(WrongError), pipeline:
@@ -366,7 +363,6 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_slots": 4097}, ValueError, "num_slots: 4097, expected 1 to 4096"),
     ({"num_slots": 2.0}, TypeError, "num_slots: float, expected an int"),
     ({"num_slots": True}, TypeError, "num_slots: bool, expected an int"),
-    ({"num_streams": 9}, ValueError, "num_streams: 9, expected 1 to 8"),
     ({"slot_shape": []}, ValueError, "slot_shape: [], expected sizes of at least 1"),
     ({"slot_shape": (4, 0)}, ValueError, "slot_shape: [4, 0], expected sizes of at least 1"),
     ({"slot_shape": (True,)}, TypeError, "slot_shape: [True], expected a sequence of ints"),
@@ -376,9 +372,8 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "cuda:77"}, ValueError, "device: cuda:77, expected cpu"),
     ({"device": 1.0}, TypeError, "device: float, expected a torch.device, a str or an int"),
     ({"monitor": 3}, TypeError, "monitor: int, expected an OverlapMonitor or None"),
-    ({"auto_depth": 8}, TypeError, "auto_depth: int, expected an AutoDepth or None"),
-    ({"auto_depth": AutoDepth(max_bytes=100)}, ValueError,
-     "auto_depth: at most 1 slots of 60 bytes, expected at least 2"),
+    ({"max_slots": 1}, ValueError, "max_slots: 1, expected 2 to 4096"),
+    ({"max_slots": "8"}, TypeError, "max_slots: str, expected an int"),
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jitkern.offload import AutoDepth, OverlapMonitor, SlotPipeline
+from jitkern.offload import OverlapMonitor, SlotPipeline
 
 pytestmark = pytest.mark.cuda
 
@@ -56,11 +56,10 @@ def no_synchronisation() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 8])
-@pytest.mark.parametrize("num_streams", [1, 2])
 @pytest.mark.parametrize("slow_side", ["copies", "bodies", "both"])
-def test_slow_sides(depth: int, num_streams: int, slow_side: str) -> None:
+def test_slow_sides(depth: int, slow_side: str) -> None:
     """Each block is what it should be in its body, and afterwards on the host."""
-    p = pipeline(depth, num_streams=num_streams)
+    p = pipeline(depth)
     blocks = pinned(24)
     for number, block in enumerate(blocks):
         block.fill_(number)
@@ -220,9 +219,9 @@ def test_a_capture_inside_a_session_is_refused() -> None:
 # -- threads, depth, devices -----------------------------------------------------------------------
 
 
-def test_auto_depth_in_a_run() -> None:
+def test_slots_come_and_go_in_a_run() -> None:
     """Slots come and go between iterations; contents stay right."""
-    p = pipeline(2, auto_depth=AutoDepth(max_slots=8))
+    p = pipeline(2, max_slots=8)
     blocks = pinned(16)
     for number, block in enumerate(blocks):
         block.fill_(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jitkern.offload.depth import AutoDepth as AutoDepth
 from jitkern.offload.engine import OffloadEngine as OffloadEngine
 from jitkern.offload.monitor import OverlapMonitor as OverlapMonitor
 from jitkern.offload.monitor import OverlapSnapshot as OverlapSnapshot

@@ -8,58 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from jitkern.offload.args import count_arg, number_arg
-
-MAX_SLOTS = 4096  # of a pipeline
 _HISTORY = 128  # iterations, at most, that slots are given back by; half of them for taking some
 _RECENT = 16  # iterations in which stalls are counted
 _GAIN = 0.03  # of time that more slots have to save
 _LOSS = 0.01  # that fewer slots may cost
 _STALLED = 0.05  # of its time that an iteration has to wait to count as stalled
+_STALL_SHARE = 0.1  # of iterations that have to stall
+_PATIENCE = 8  # iterations before the first decision, and at least between two
 _THINK_EVERY = 64  # iterations, at most; of giving back, unless slots were wanted again
 _MAX_WAIT = 4096
-
-
-@dataclass(frozen=True)
-class AutoDepth:
-    """Lets a ``SlotPipeline`` take more slots if they save time, and give them back.
-
-    `num_slots` of the pipeline is the least. At least one of the limits is needed.
-
-    Attributes
-    ----------
-    max_slots, max_bytes : int, optional
-        Most slots, and most bytes of all slots.
-    stall_share : float
-        More slots are considered if a larger part of iterations than this waits for copies.
-    patience : int
-        Iterations before the first decision, and at least between two.
-    """
-
-    max_slots: int | None = None
-    max_bytes: int | None = None
-    stall_share: float = 0.1
-    patience: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("max_slots", "max_bytes", "patience"):
-            if getattr(self, name) is not None or name == "patience":
-                count_arg("AutoDepth", name, getattr(self, name))
-        number_arg("AutoDepth", "stall_share", self.stall_share, 1.0)
-        if self.max_slots is None and self.max_bytes is None:
-            raise ValueError("AutoDepth: max_slots: None, expected it or max_bytes")
-
-    def most(self, num_slots: int, slot_bytes: int) -> int:
-        """Return the most slots of a pipeline; ValueError if those it begins with are too many."""
-        by_bytes = MAX_SLOTS if self.max_bytes is None else self.max_bytes // slot_bytes
-        most = min(self.max_slots or MAX_SLOTS, by_bytes, MAX_SLOTS)
-        if most < num_slots:
-            text = f"at most {most} slots of {slot_bytes} bytes"
-            raise ValueError(f"SlotPipeline: auto_depth: {text}, expected at least {num_slots}")
-        return most
 
 
 class Iteration(NamedTuple):
@@ -70,6 +29,10 @@ class Iteration(NamedTuple):
     store_ms: float
     stall_ms: float  # in which it waited for a copy
     follows: bool  # false: the iterations before it were waited for
+
+    def is_stalled(self) -> bool:
+        """Tell whether it waited for a notable part of its time."""
+        return self.stall_ms > _STALLED * (self.compute_ms + self.stall_ms)
 
 
 def total_ms(iterations: Sequence[Iteration], depth: int) -> float:
@@ -90,14 +53,12 @@ def total_ms(iterations: Sequence[Iteration], depth: int) -> float:
 class DepthController:
     """Decides on a depth from `least`, with which it begins, to `most`; `depth` is the decision."""
 
-    def __init__(self, config: AutoDepth, least: int, most: int) -> None:
+    def __init__(self, least: int, most: int) -> None:
         self.depth: int = least
-        self._least = least
-        self._most = most
-        self._config = config
+        self._least, self._most = least, most
         self._history: deque[Iteration] = deque(maxlen=_HISTORY)
         self._count = 0
-        self._more_at = self._more_wait = config.patience
+        self._more_at = self._more_wait = _PATIENCE
         self._less_at = self._less_wait = _THINK_EVERY
         self._judged_at = 0  # when to look whether the last slots helped; 0: it is known
         self._before = least  # the depth without them
@@ -108,13 +69,11 @@ class DepthController:
         self.depth = self._most = max(depth, self._least)
         self._judged_at = 0
 
-    def observe(
-        self, load_ms: float, compute_ms: float, store_ms: float, stall_ms: float, follows: bool
-    ) -> None:
-        """Take the times of one more iteration that is over, as `OverlapMonitor` has them."""
-        self._history.append(Iteration(load_ms, compute_ms, store_ms, stall_ms, follows))
+    def observe(self, iteration: Iteration) -> None:
+        """Take the times of one more iteration that is over."""
+        self._history.append(iteration)
         self._count += 1
-        if self._count % self._config.patience != 0:
+        if self._count % _PATIENCE != 0:
             return
         if self._judged_at:
             if self._count >= self._judged_at:
@@ -130,9 +89,8 @@ class DepthController:
     def _think_of_more(self) -> None:
         """Take slots if that saves time and enough iterations wait."""
         recent = self._last(_RECENT)
-        stalled = [one.stall_ms > _STALLED * (one.compute_ms + one.stall_ms) for one in recent]
-        if sum(stalled) <= self._config.stall_share * len(stalled):
-            self._more_at = self._count + self._config.patience
+        if sum(one.is_stalled() for one in recent) <= _STALL_SHARE * len(recent):
+            self._more_at = self._count + _PATIENCE
             return
         known = self._last(_HISTORY // 2)
         now_ms, best_ms = (total_ms(known, depth) for depth in (self.depth, self._most))
@@ -143,8 +101,8 @@ class DepthController:
         if self._gave_back:
             self._less_wait = min(2 * self._less_wait, _MAX_WAIT)
             self._gave_back = False
-        wanted = smallest(known, self.depth + 1, self._most, (1 + _LOSS) * best_ms)
-        if not is_steady(known):
+        wanted = _smallest(known, self.depth + 1, self._most, (1 + _LOSS) * best_ms)
+        if not _is_steady(known):
             wanted *= 2  # a few iterations have not shown the worst that there is; more will
         self._before, self.depth = self.depth, min(wanted, self._most)
         self._judged_at = self._count + _RECENT + self.depth
@@ -166,22 +124,22 @@ class DepthController:
         """Give back what makes no difference; less often if slots were wanted again."""
         known = list(self._history)
         most_ms = (1 + _LOSS) * total_ms(known, self.depth)
-        enough = smallest(known, self._least, self.depth, most_ms)
+        enough = _smallest(known, self._least, self.depth, most_ms)
         self._less_at = self._count + self._less_wait
-        if enough > self._least and not is_steady(known):
+        if enough > self._least and not _is_steady(known):
             enough += (enough + 1) // 2
         if enough < self.depth:
             self.depth, self._gave_back = enough, True
 
 
-def is_steady(iterations: Sequence[Iteration]) -> bool:
+def _is_steady(iterations: Sequence[Iteration]) -> bool:
     """Tell whether no copy and no body takes over 1.25 times their mean."""
     copies = [one.load_ms + one.store_ms for one in iterations]
     bodies = [one.compute_ms for one in iterations]
     return all(max(times) <= 1.25 * sum(times) / len(times) for times in (copies, bodies))
 
 
-def smallest(iterations: Sequence[Iteration], low: int, high: int, most_ms: float) -> int:
+def _smallest(iterations: Sequence[Iteration], low: int, high: int, most_ms: float) -> int:
     """Return the smallest depth with which iterations take at most so long, at most `high`."""
     while low < high:
         middle = (low + high) // 2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 import sys
 import threading
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,26 +15,16 @@ from itertools import islice
 from typing import Any
 
 from jitkern.offload.args import count_arg, number_arg
+from jitkern.offload.depth import Iteration
 
 _log = logging.getLogger("jitkern.offload")
 
-# Columns of a row of csrc/offload/slot_times.h, after begin and end of load, compute and store.
-_COMPUTE, _TRANSFER, _STALL, _FILL = range(6, 10)
-_LINKS = slice(10, 13)  # by which load, compute and store kept the link or the GPU busy
-_TRANSFERS = 13
-_NUM_COLUMNS = 14
-# What is told with the rows.
-_NUM_ROWS, _ITERATIONS, _ALL_TRANSFERS, _DROPPED, _FILL_MS = range(5)
-_BATCH = 16  # iterations that are read in one call
+_ROW = struct.Struct("9d")  # of csrc/offload/slot_times.h
+_BATCH = 16  # iterations that are read in one call, in which the pipeline's thread may wait
+_SHOWN = 1024  # iterations of a timeline, at most
+_HYSTERESIS = 1.1  # the ratio, in units of the limit, after which the next alarm may come
 
 _CALL = "OverlapMonitor"
-_MOST_EVERY = 1000
-_HYSTERESIS = 1.1  # the ratio, in units of the limit, after which the next alarm may come
-_STALLED = 0.05  # part of its time that a stalled iteration waits for, at least
-
-Row = Sequence[float]
-Observer = Callable[[float, float, float, float, bool], object]
-"""``DepthController.observe``."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +46,25 @@ class OverlapSnapshot:
     bytes_moved: int  # a slot's bytes for each copy of all iterations
     gb_s: float  # of copies in the window; both directions together
     alarms: int  # how often the ratio fell below the limit
-    depth: int  # slots of the pipeline, 0 without one
+    depth: int  # slots of the pipeline; 0 once it is closed
 
 
 class OverlapMonitor:
-    """Times of iterations of a ``SlotPipeline``, without a synchronisation.
+    """Times of the iterations of a ``SlotPipeline``, without a synchronisation.
 
-    Events time copies and bodies, and are read a few iterations later. All iterations are counted;
-    the first 32 are timed, then one in four, in bursts. Captured ones are not timed. A monitor is
-    for one pipeline at a time, its ``monitor=``. On the CPU the times are the host's.
+    Events time copies and bodies, and are read a few iterations later; on an H200 an iteration
+    costs the host about 5 us more and the GPU's streams 6. Captured ones are counted and not timed.
+    A monitor is for one pipeline, its ``monitor=``. On the CPU the times are the host's.
 
     Parameters
     ----------
     window : int, optional
         Timed iterations that means and alarms are of.
-    every : int, optional
-        One iteration in so many is timed, 1 to 1000. On an H200 a timed one costs the host about
-        5 us more and the GPU's streams 6.
     min_ratio : float, optional
         If the ratio of compute to transfer of a full window is below this: one line in the log
         ``jitkern.offload``, and `on_alarm`. The next alarm needs a ratio 10 % above it first.
     on_alarm : callable, optional
         ``on_alarm(snapshot)``, called in the run's thread between two iterations.
-    capacity : int, optional
-        Timed iterations that may wait to be read, and that :meth:`timeline` shows.
     name : str, optional
         In the log and in snapshots.
 
@@ -101,132 +86,39 @@ class OverlapMonitor:
         self,
         *,
         window: int = 64,
-        every: int = 4,
         min_ratio: float = 1.5,
         on_alarm: Callable[[OverlapSnapshot], object] | None = None,
-        capacity: int = 1024,
         name: str = "pipeline",
     ) -> None:
         self._window = count_arg(_CALL, "window", window)
-        self.every: int = count_arg(_CALL, "every", every, _MOST_EVERY)
-        self.capacity: int = count_arg(_CALL, "capacity", capacity)
         self._min_ratio = number_arg(_CALL, "min_ratio", min_ratio)
         self._on_alarm, self._name = on_alarm, name
-        self._pipeline: weakref.ref[Any] | None = None
         self._lock = threading.Lock()
-        self._rows: deque[Row] = deque(maxlen=max(self.capacity, self._window))
-        # C++ writes these.
-        self._read = array("d", bytes(8 * _NUM_COLUMNS * _BATCH))
-        self._summary = array("d", [0.0, 0.0, 0.0, 0.0, math.nan])
-        self._timed = self._looked_at = self._captured = self._alarms = self._slot_bytes = 0
-        self._before = (0, 0, 0)  # iterations, bytes and dropped ones of former pipelines
+        # Times of begin and end of load, compute and store, and what follows from them.
+        self._rows = deque[tuple[Sequence[float], Iteration]](maxlen=max(_SHOWN, self._window))
+        self._harvest: Any = None  # of a pipeline
+        self._counts: Callable[[], Sequence[int]] = lambda: (0, 0, 0)
+        self._observe: Callable[[Iteration], object] | None = None
+        self._timed = self._looked_at = self._captured = self._alarms = 0
+        self._pipeline: Callable[[], Any] = lambda: None
+        self._slot_bytes = 0
         self._is_alarmed = False
+        # Of the iteration that was read last.
+        self._number, self._end, self._fill_ms = 0, 0.0, math.nan
+        self._link_ends = [-math.inf, -math.inf]  # of loads and of stores
+        self._stored: dict[float, float] = {}  # when a slot was stored last
 
     def snapshot(self) -> OverlapSnapshot:
         """Return what is known; any thread. Times of what is still under way are not in it."""
-        pipeline = self._pipeline() if self._pipeline is not None else None
-        if pipeline is not None:
-            pipeline._poll()
-        return self._snapshot(0 if pipeline is None else pipeline.depth)
-
-    def timeline(self) -> dict[str, list[tuple[float, float]]]:
-        """Return (begin, length) in ms of the last timed loads, computes, stores and stalls."""
-        self.snapshot()
+        self._poll()
+        pipeline = self._pipeline()
         with self._lock:
-            rows = list(self._rows)[-self.capacity :]
-        spans = {}
-        for i, lane in enumerate(("load", "compute", "store")):
-            both = [(row[2 * i], row[2 * i + 1]) for row in rows]
-            spans[lane] = [(begin, end - begin) for begin, end in both if not math.isnan(begin)]
-        could_begin = [(row[3] - row[_LINKS][1], row[_STALL]) for row in rows]
-        spans["stall"] = [(end - ms, ms) for end, ms in could_begin if ms > 0]
-        return spans
-
-    # -- what a pipeline does ----------------------------------------------------------------------
-
-    def _attach(self, pipeline: Any) -> None:
-        before = self._pipeline() if self._pipeline is not None else None
-        if before is not None:
-            raise ValueError(
-                "SlotPipeline: monitor: that of another pipeline, expected one of its own, or "
-                "that of a closed one"
-            )
-        self._pipeline = weakref.ref(pipeline)
-        # Counters go on; means are of slots of one size.
-        self._before = self._counts()
-        self._rows.clear()
-        self._summary[:] = array("d", [0.0, 0.0, 0.0, 0.0, math.nan])
-        self._slot_bytes = pipeline.slot_bytes
-
-    def _detach(self) -> None:
-        self._pipeline = None
-
-    def _counts(self) -> tuple[int, int, int]:
-        """Return iterations, bytes moved and dropped iterations."""
-        iterations, transfers, dropped = map(int, self._summary[_ITERATIONS:_FILL_MS])
-        before = self._before
-        moved = transfers * self._slot_bytes
-        return before[0] + iterations, before[1] + moved, before[2] + dropped
-
-    def _poll(self, harvest: Any, observer: Observer | None, most: int) -> None:
-        """Take the times of `most` iterations, or of all (0), unless another thread does."""
-        if not self._lock.acquire(blocking=False):
-            return
-        rows, summary = self._read.buffer_info()[0], self._summary.buffer_info()[0]
-        left = most or sys.maxsize
-        try:
-            while left > 0:
-                asked = min(_BATCH, left)
-                read = harvest(rows, asked, summary)
-                for number in range(int(self._summary[_NUM_ROWS])):
-                    begin = number * _NUM_COLUMNS
-                    row = tuple(self._read[begin : begin + _NUM_COLUMNS])
-                    self._rows.append(row)
-                    self._timed += 1
-                    if observer is not None:
-                        load_ms, compute_ms, store_ms = row[_LINKS]
-                        observer(load_ms, compute_ms, store_ms, row[_STALL], row[_FILL] < 0)
-                if read < asked:
-                    break
-                left -= read
-        finally:
-            self._lock.release()
-
-    def _last(self, column: int) -> list[float]:
-        """Return a column of the window; the caller has the lock."""
-        first = max(0, len(self._rows) - self._window)
-        return [row[column] for row in islice(self._rows, first, None)]
-
-    def _look(self, depth: int) -> None:
-        """Give an alarm if one is due; in the run's thread."""
-        if len(self._rows) < self._window or self._timed - self._looked_at < self._window // 4:
-            return
-        with self._lock:
-            self._looked_at = self._timed
-            compute_ms, transfer_ms = sum(self._last(_COMPUTE)), sum(self._last(_TRANSFER))
-        if compute_ms >= _HYSTERESIS * self._min_ratio * transfer_ms:
-            self._is_alarmed = False
-        elif not self._is_alarmed and compute_ms < self._min_ratio * transfer_ms:
-            self._is_alarmed = True
-            self._alarms += 1
-            now = self._snapshot(depth)
-            _log.warning(
-                "%s: compute takes %.2f times as long as its copies, expected at least %.2f "
-                "(%.3g ms and %.3g ms, %.0f %% of %d iterations stalled, depth %d)",
-                *(self._name, now.ratio, self._min_ratio, now.compute_ms, now.transfer_ms),
-                *(100 * now.stall_share, now.window, depth),
-            )
-            if self._on_alarm is not None:
-                self._on_alarm(now)
-
-    def _snapshot(self, depth: int) -> OverlapSnapshot:
-        with self._lock:
-            iterations, moved, dropped = self._counts()
-            compute, stall = self._last(_COMPUTE), self._last(_STALL)
-            transfer_ms, transfers = sum(self._last(_TRANSFER)), sum(self._last(_TRANSFERS))
-            timed, fill_ms = self._timed, self._summary[_FILL_MS]
-        count, compute_ms = len(compute), sum(compute)
-        stalled = [s > _STALLED * (c + s) for c, s in zip(compute, stall, strict=True)]
+            iterations, transfers, dropped = self._counts()
+            rows = self._last(self._window)
+            timed, fill_ms = self._timed, self._fill_ms
+        count, stall_ms = len(rows), sum(one.stall_ms for _, one in rows)
+        compute_ms, transfer_ms = _sums(rows)
+        num_transfers = sum(2 - math.isnan(times[0]) - math.isnan(times[4]) for times, _ in rows)
 
         def by(value: float, other: float) -> float:
             return value / other if other else math.nan
@@ -235,12 +127,109 @@ class OverlapMonitor:
             *(self._name, iterations, self._captured, timed, dropped, count),
             compute_ms=by(compute_ms, count),
             transfer_ms=by(transfer_ms, count),
-            stall_ms=by(sum(stall), count),
+            stall_ms=by(stall_ms, count),
             fill_ms=fill_ms,
             ratio=by(compute_ms, transfer_ms),
-            stall_share=by(sum(stalled), count),
-            bytes_moved=moved,
-            gb_s=by(transfers * self._slot_bytes, transfer_ms * 1e6),
+            stall_share=by(sum(one.is_stalled() for _, one in rows), count),
+            bytes_moved=transfers * self._slot_bytes,
+            gb_s=by(num_transfers * self._slot_bytes, transfer_ms * 1e6),
             alarms=self._alarms,
-            depth=depth,
+            depth=0 if pipeline is None else pipeline.depth,
         )
+
+    def timeline(self) -> dict[str, list[tuple[float, float]]]:
+        """Return (begin, length) in ms of the last timed loads, computes, stores and stalls."""
+        self._poll()
+        with self._lock:
+            rows = self._last(_SHOWN)
+        spans = {}
+        for i, lane in enumerate(("load", "compute", "store")):
+            both = [times[2 * i : 2 * i + 2] for times, _ in rows]
+            spans[lane] = [(begin, end - begin) for begin, end in both if not math.isnan(begin)]
+        could_begin = [(times[3] - one.compute_ms, one.stall_ms) for times, one in rows]
+        spans["stall"] = [(end - ms, ms) for end, ms in could_begin if ms > 0]
+        return spans
+
+    # -- what a pipeline does ----------------------------------------------------------------------
+
+    def _attach(
+        self, pipeline: Any, streams: Any, observe: Callable[[Iteration], object] | None
+    ) -> None:
+        if self._harvest is not None:
+            raise ValueError("SlotPipeline: monitor: that of another pipeline, expected a new one")
+        self._harvest, self._counts, self._observe = streams.harvest, streams.counts, observe
+        self._pipeline, self._slot_bytes = weakref.ref(pipeline), pipeline.slot_bytes
+
+    def _poll(self, most: int = sys.maxsize) -> None:
+        """Take the times of `most` iterations that are over, unless another thread does."""
+        if self._harvest is None or not self._lock.acquire(blocking=False):
+            return
+        try:
+            while most > 0:
+                rows = list(_ROW.iter_unpack(self._harvest(min(_BATCH, most))))
+                for row in rows:
+                    self._add(*row)
+                most = most - len(rows) if rows else 0
+        finally:
+            self._lock.release()
+
+    def _add(self, *row: float) -> None:
+        load, loaded, begin, end, store, stored, slot, number, is_first = row
+        # A compute waits for the one before it, and for the last transfer of its slot.
+        waited = self._stored.get(slot, 0.0) if math.isnan(load) else loaded
+        could_begin, stall_ms = begin, 0.0
+        follows = not is_first and number == self._number + 1
+        if follows:
+            could_begin = max(self._end, min(waited, begin))
+            stall_ms = could_begin - self._end
+        elif is_first:
+            self._fill_ms = 0.0 if math.isnan(load) else begin - load
+        load_ms, store_ms = self._link_ms(0, load, loaded), self._link_ms(1, store, stored)
+        iteration = Iteration(load_ms, end - could_begin, store_ms, stall_ms, follows)
+        self._number, self._end = int(number), end
+        if not math.isnan(store):
+            self._stored[slot] = stored
+        self._rows.append((row[:6], iteration))
+        self._timed += 1
+        if self._observe is not None:
+            self._observe(iteration)
+
+    def _link_ms(self, direction: int, begin: float, end: float) -> float:
+        """Return by how much longer a copy kept its link busy."""
+        if math.isnan(begin):
+            return 0.0
+        last_end = self._link_ends[direction]
+        self._link_ends[direction] = max(last_end, end)
+        return max(end - max(begin, last_end), 0.0)
+
+    def _last(self, count: int) -> list[tuple[Sequence[float], Iteration]]:
+        """Return the last rows; the caller has the lock."""
+        return list(islice(self._rows, max(0, len(self._rows) - count), None))
+
+    def _look(self) -> None:
+        """Give an alarm if one is due; in the run's thread."""
+        if len(self._rows) < self._window or self._timed - self._looked_at < self._window // 4:
+            return
+        with self._lock:
+            self._looked_at = self._timed
+            compute_ms, transfer_ms = _sums(self._last(self._window))
+        if compute_ms >= _HYSTERESIS * self._min_ratio * transfer_ms:
+            self._is_alarmed = False
+        elif not self._is_alarmed and compute_ms < self._min_ratio * transfer_ms:
+            self._is_alarmed = True
+            self._alarms += 1
+            now = self.snapshot()
+            _log.warning(
+                "%s: compute takes %.2f times as long as its copies, expected at least %.2f "
+                "(%.3g ms and %.3g ms, %.0f %% of %d iterations stalled, depth %d)",
+                *(self._name, now.ratio, self._min_ratio, now.compute_ms, now.transfer_ms),
+                *(100 * now.stall_share, now.window, now.depth),
+            )
+            if self._on_alarm is not None:
+                self._on_alarm(now)
+
+
+def _sums(rows: Sequence[tuple[Sequence[float], Iteration]]) -> tuple[float, float]:
+    """Return the ms of bodies, and of the longer copy of each iteration."""
+    compute_ms = sum(times[3] - times[2] for times, _ in rows)
+    return compute_ms, sum(max(one.load_ms, one.store_ms) for _, one in rows)

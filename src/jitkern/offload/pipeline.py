@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
 from jitkern.offload.args import count_arg, device_arg, dtype_arg, optional_arg, shape_arg
-from jitkern.offload.depth import MAX_SLOTS, AutoDepth, DepthController
+from jitkern.offload.depth import DepthController
 from jitkern.offload.monitor import OverlapMonitor
 
 if TYPE_CHECKING:
@@ -23,53 +23,44 @@ Copy = Callable[["torch.Tensor", Any], object]
 """Queues the copy between a slot's tensor and a block on torch's current stream."""
 
 _CALL = "SlotPipeline"
-_MAX_STREAMS = 8  # per direction: a link has one copy engine for each
-# Iterations between two reads of times; with auto depth the second. One read takes up to twice as
-# many: more of them would keep the host, and with it the GPU, from the run that has just begun.
-_SELDOM, _OFTEN = 16, 8
+# Iterations between two reads of times. One read takes up to twice as many: more of them would keep
+# the host, and with it the GPU, from the run that has just begun.
+_EVERY = 8
+_MAX_SLOTS = 4096
 _END = object()
 # Accesses of a slot, as in csrc/offload/slot_times.h.
 NONE, LOAD, COMPUTE, STORE = -1, 0, 1, 2
 
 
 class Streams:
-    """One stream for compute and some for each direction; on the CPU none.
+    """A stream for each access; on the CPU none.
 
     csrc/offload/slots.cc orders them: ``next(access, slot)`` ends the access that is open and
     begins one, ``start(first, last)`` begins a run whose iterations go from one access to another.
     """
 
-    def __init__(self, device: torch.device, num_streams: int, capacity: int, every: int) -> None:
+    def __init__(self, device: torch.device, is_timed: bool) -> None:
         import torch
 
-        self.compute: Any = None
-        self.loads: Sequence[Any] = ()
-        self.stores: Sequence[Any] = ()
+        self.all: Sequence[Any] = [None] * 3
         if device.type == "cuda":
-
-            def made(priority: int) -> Any:
-                return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-
-            self.compute = made(0)
             # If SMs copy, they do so before the compute's kernels; the copy engines do not care.
-            self.loads = [made(-1) for _ in range(num_streams)]
-            self.stores = [made(-1) for _ in range(num_streams)]
+            self.all = [
+                torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+                for priority in (-1, 0, -1)
+            ]
+        self.compute: Any = self.all[COMPUTE]
         self._caller: tuple[Any, int, int] | None = None  # in a session: stream, device and thread
         self._ordinal: int | None = device.index
-        none = [None] * num_streams
-        self._lanes: list[Any] = [self.loads or none, [self.compute], self.stores or none]
         self._set_stream: Any = torch.cuda.set_stream
-        loads, (compute,), stores = (
-            [0 if stream is None else stream.cuda_stream for stream in lane] for lane in self._lanes
-        )
-        ordinal = -1 if device.index is None else device.index
-        self._connect(ordinal, compute, loads, stores, capacity, every)
+        handles = [0 if stream is None else stream.cuda_stream for stream in self.all]
+        self._connect(-1 if device.index is None else device.index, handles, is_timed)
 
     def _connect(self, *how: object) -> None:
         made: Any = host.module()["make_slot_streams"](*how)
         self.next: Any = made[0]
-        self._enter, self.start, self.fork = made[1], made[2], made[3]
-        self._leave, self._add_slot, self.harvest = made[4], made[5], made[6]
+        self._enter, self.start, self.fork, self._leave, self._add_slot = made[1:6]
+        self.harvest, self.counts = made[6:]
 
     def enter(self) -> bool:
         """Begin a session after the caller's work; tell whether that is being captured."""
@@ -104,10 +95,9 @@ class Streams:
 
         return self.compute is None or torch.cuda.current_stream(self._ordinal) == self.compute
 
-    def use(self, access: int, slot: int) -> None:
+    def use(self, access: int) -> None:
         """Make the stream of an access torch's current one."""
-        lane = self._lanes[access]
-        self._set_stream(lane[slot % len(lane)])  # None: does nothing
+        self._set_stream(self.all[access])  # None: does nothing
 
     def add_slot(
         self, index: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -119,9 +109,10 @@ class Streams:
         with torch.inference_mode(False), torch.cuda.stream(self.compute):
             tensor = torch.empty(shape, dtype=dtype, device=device)
         self._add_slot(index)
-        # The memory of a slot that is dropped is reused only after all are done with it.
-        for stream in (*self.loads, *self.stores):
-            tensor.record_stream(stream)
+        if self.compute is not None:
+            # The memory of a slot that is dropped is reused only after all are done with it.
+            for access in (LOAD, STORE):
+                tensor.record_stream(self.all[access])
         return tensor
 
 
@@ -134,52 +125,32 @@ class Slot:
     block: Any = None
 
 
-class Run:
+class Run(Iterator[Slot]):
     """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
 
-    The run begins with the first slot that is asked for. ``with run as slots:`` ends it after the
-    block, whoever still holds the iterator.
+    The run begins with the first slot that is asked for, and is for the thread that asks. It ends
+    with the last one, if it is dropped, as a ``for`` does that is left, or with ``with run:``.
     """
 
-    def __init__(self, start: Callable[[], _Slots]) -> None:
-        self._start = start
-        # Not kept alive: a `for` that is left drops its iterator, which ends the run.
-        self._slots: weakref.ref[_Slots] | None = None
+    def __init__(self, go: Callable[[weakref.ref[Run]], Generator[Slot, None, None]]) -> None:
+        self._thread = 0  # not begun
+        self._steps: Any = go(weakref.ref(self))
 
-    def __iter__(self) -> Iterator[Slot]:
-        slots = self._start()
-        self._slots = weakref.ref(slots)
-        return slots
+    def __next__(self) -> Slot:
+        if self._thread not in (0, threading.get_ident()):
+            raise RuntimeError(f"{_CALL}: {_OTHER_THREAD}")
+        slot: Slot = next(self._steps)
+        return slot
 
     def close(self) -> None:
         """End the run, if it goes on."""
-        slots = self._slots() if self._slots is not None else None
-        if slots is not None:
-            slots.close()
+        self._steps.close()
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Slots(Iterator[Slot]):
-    """The iterator of a run, for the thread that began it."""
-
-    def __init__(self, go: Callable[[Any], Generator[Slot, None, None]]) -> None:
-        self.thread = 0  # not begun
-        self._steps: Any = go(weakref.ref(self))
-        self.close: Callable[[], None] = self._steps.close
-
-    def __next__(self) -> Slot:
-        if self.thread not in (0, threading.get_ident()):
-            raise RuntimeError(f"{_CALL}: {_OTHER_THREAD}")
-        slot: Slot = next(self._steps)
-        return slot
-
-    def is_over(self) -> bool:
-        return self._steps.gi_frame is None
 
 
 _OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
@@ -206,20 +177,17 @@ class SlotPipeline:
     dtype : torch.dtype
     device : torch.device, str or int
         A GPU, or the CPU.
-    num_streams : int, optional
-        For the copies of each direction, 1 to 8. More than one helps only if copies wait for
-        something else than the link.
     monitor : OverlapMonitor, optional
-        Gets times of iterations, of one in four by default.
-    auto_depth : AutoDepth, optional
-        Lets the pipeline take more slots, and give them back. Every iteration is then timed.
+        Gets the times of iterations.
+    max_slots : int, optional
+        Lets the pipeline take more slots if they save time, up to so many, and give them back.
 
     Attributes
     ----------
     device, slot_bytes
     compute_stream : torch.cuda.Stream or None
         For bodies; None on the CPU.
-    load_streams, store_streams : tuple of torch.cuda.Stream
+    load_stream, store_stream : torch.cuda.Stream or None
         For copies to slots, and from them.
 
     Examples
@@ -241,34 +209,24 @@ class SlotPipeline:
         slot_shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device | str | int = "cuda",
-        num_streams: int = 1,
         monitor: OverlapMonitor | None = None,
-        auto_depth: AutoDepth | None = None,
+        max_slots: int | None = None,
     ) -> None:
-        depth = count_arg(_CALL, "num_slots", num_slots, MAX_SLOTS)
-        count = count_arg(_CALL, "num_streams", num_streams, _MAX_STREAMS)
+        depth = count_arg(_CALL, "num_slots", num_slots, _MAX_SLOTS)
         self._shape = shape_arg(_CALL, "slot_shape", slot_shape)
         self._dtype = dtype_arg(_CALL, dtype)
         self.device: torch.device = device_arg(_CALL, device)
         self.slot_bytes: int = math.prod(self._shape) * dtype.itemsize
         optional_arg(_CALL, "monitor", monitor, OverlapMonitor)
-        optional_arg(_CALL, "auto_depth", auto_depth, AutoDepth)
         self._controller: DepthController | None = None
-        if auto_depth is not None:
-            most = auto_depth.most(depth, self.slot_bytes)
-            self._controller = DepthController(auto_depth, depth, most)
+        if max_slots is not None:
+            most = count_arg(_CALL, "max_slots", max_slots, _MAX_SLOTS, least=depth)
+            self._controller = DepthController(depth, most)
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
-        few, every = (_SELDOM if auto_depth is None else _OFTEN), 1
-        if monitor is not None and auto_depth is None:
-            every = monitor.every
-        capacity = 0 if monitor is None else monitor.capacity
-        self._every, self._most_read = few * every, 2 * few
-        self._left = self._every  # iterations until times are read
-        self._streams = Streams(self.device, count, capacity, every)
-        self.compute_stream: Any = self._streams.compute
-        self.load_streams: tuple[Any, ...] = tuple(self._streams.loads)
-        self.store_streams: tuple[Any, ...] = tuple(self._streams.stores)
+        self._left = _EVERY  # iterations until times are read
+        self._streams = Streams(self.device, monitor is not None)
+        self.load_stream, self.compute_stream, self.store_stream = self._streams.all
         self._free = deque[Slot]()  # the slot used longest ago first
         self._all: list[Slot] = []  # by index
         self._grow(depth)
@@ -276,9 +234,10 @@ class SlotPipeline:
         self._session = threading.Lock()
         self._in_with = self._is_captured = self._was_captured = self._is_closed = False
         self._thread = 0
-        self._run: weakref.ref[_Slots] | None = None  # which goes on
+        self._run: weakref.ref[Run] | None = None  # which goes on
         if monitor is not None:
-            monitor._attach(self)
+            observe = None if self._controller is None else self._controller.observe
+            monitor._attach(self, self._streams, observe)
 
     def load(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
         """Copy blocks into slots; the body reads them.
@@ -334,8 +293,7 @@ class SlotPipeline:
         self._is_closed = True  # the session stays acquired
         self._streams.leave()  # if an exception has cut the end of a session short
         if self._monitor is not None:
-            self._poll()
-            self._monitor._detach()
+            self._monitor._poll()
         self._all.clear()
         self._free.clear()
 
@@ -365,10 +323,10 @@ class SlotPipeline:
     # -- runs --------------------------------------------------------------------------------------
 
     def _run_of(self, blocks: Iterable[Any], load: Copy | None, store: Copy | None) -> Run:
-        return Run(lambda: _Slots(partial(self._go, blocks, load, store)))
+        return Run(partial(self._go, blocks, load, store))
 
     def _go(
-        self, blocks: Iterable[Any], load: Copy | None, store: Copy | None, run: weakref.ref[_Slots]
+        self, blocks: Iterable[Any], load: Copy | None, store: Copy | None, run: weakref.ref[Run]
     ) -> Generator[Slot, None, None]:
         """Go over the blocks; what is queued on a GPU is queued in this order."""
         coming: Iterator[Any] | None = iter(blocks)
@@ -379,7 +337,7 @@ class SlotPipeline:
         done = 0
         self._begin_run(run, COMPUTE if load is None else LOAD, COMPUTE if store is None else STORE)
         try:
-            is_watched = self._monitor is not None and not self._is_captured
+            monitor = None if self._is_captured else self._monitor
             while True:
                 try:
                     while coming is not None and self._free and not (load is None and ahead):
@@ -406,10 +364,10 @@ class SlotPipeline:
                 slot.block = None
                 self._free.append(slot)
                 done += 1
-                if is_watched:
+                if monitor is not None:
                     self._left -= 1
                     if self._left == 0:
-                        self._measure()
+                        self._measure(monitor)
             if failed is not None:
                 raise failed
         finally:
@@ -418,13 +376,13 @@ class SlotPipeline:
 
     def _copy(self, access: int, slot: Slot, queue: Copy) -> None:
         self._streams.next(access, slot.index)
-        self._streams.use(access, slot.index)
+        self._streams.use(access)
         try:
             queue(slot.tensor, slot.block)
         finally:
-            self._streams.use(COMPUTE, 0)
+            self._streams.use(COMPUTE)
 
-    def _begin_run(self, run: weakref.ref[_Slots], first: int, last: int) -> None:
+    def _begin_run(self, run: weakref.ref[Run], first: int, last: int) -> None:
         if not self._is_inside():
             self._begin()
         elif self._running() is not None:
@@ -433,7 +391,7 @@ class SlotPipeline:
             text = "torch's current stream is another one, expected the pipeline's compute stream"
             raise RuntimeError(f"{_CALL}: {text}, as `with pipeline:` made it")
         self._run = run
-        run().thread = self._thread  # type: ignore[union-attr]
+        run()._thread = self._thread  # type: ignore[union-attr]
         self._take_back()
         self._streams.start(first, last)
 
@@ -448,9 +406,9 @@ class SlotPipeline:
             if not self._in_with:
                 self._end()
 
-    def _running(self) -> _Slots | None:
+    def _running(self) -> Run | None:
         run = self._run() if self._run is not None else None
-        return None if run is None or run.is_over() else run
+        return None if run is None or run._steps.gi_frame is None else run
 
     # -- sessions ----------------------------------------------------------------------------------
 
@@ -513,17 +471,10 @@ class SlotPipeline:
         for slot in self._all:
             slot.block = None
 
-    def _measure(self) -> None:
-        self._left = self._every
-        self._poll(self._most_read)
-        if self._monitor is not None:
-            self._monitor._look(self.depth)
+    def _measure(self, monitor: OverlapMonitor) -> None:
+        self._left = _EVERY
+        monitor._poll(2 * _EVERY)
+        monitor._look()
         if self._controller is not None and self._controller.depth != self._wanted:
             # A graph knows the slots by their addresses.
             self._grow(max(self._controller.depth, self.depth if self._was_captured else 0))
-
-    def _poll(self, most: int = 0) -> None:
-        """Give the monitor the times of `most` iterations that are over, or all; any thread."""
-        if self._monitor is not None:
-            observe = None if self._controller is None else self._controller.observe
-            self._monitor._poll(self._streams.harvest, observe, most)

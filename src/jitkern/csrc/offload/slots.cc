@@ -5,6 +5,7 @@
 #include <tvm/ffi/function.h>
 #include <unistd.h>
 
+#include <array>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -20,27 +21,21 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
-// Of one pipeline: a stream for compute, some for each direction. One thread at a time, but for
-// `harvest`. On the CPU, `ordinal` -1, there are no streams, and `next` only takes times.
+// Of one pipeline: a stream for each kind of access. One thread at a time, but for `harvest`. On
+// the CPU, `ordinal` -1, there are no streams, and `next` only takes times.
 class SlotStreams {
  public:
-  // One iteration in `every` is timed; the times of `capacity` may wait to be read, 0: none.
-  SlotStreams(int64_t ordinal, int64_t compute, const Array<int64_t>& loads,
-              const Array<int64_t>& stores, i64 capacity, i64 every)
-      : device_(ordinal < 0 ? nullptr : &Device::get(static_cast<int>(ordinal))),
-        num_loads_(loads.size()) {
-    const auto add = [&](int64_t handle) {
-      lanes_.emplace_back().stream = reinterpret_cast<CUstream>(handle);
-    };
-    add(compute);
-    for (const int64_t handle : loads) add(handle);
-    for (const int64_t handle : stores) add(handle);
-    if (capacity > 0) times_ = std::make_unique<SlotTimes>(device_ != nullptr, capacity, every);
+  SlotStreams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed)
+      : device_(ordinal < 0 ? nullptr : &Device::get(static_cast<int>(ordinal))) {
+    if (is_timed) times_ = std::make_unique<SlotTimes>(device_ != nullptr);
     if (device_ == nullptr) return;
     const ContextScope scope(*device_);
     const RelaxedCapture relaxed;
     forked_ = make_event();
-    for (Lane& lane : lanes_) lane.joined = make_event();
+    for (size_t access = 0; access < lanes_.size(); ++access) {
+      lanes_[access].stream = reinterpret_cast<CUstream>(streams[static_cast<i64>(access)]);
+      lanes_[access].joined = make_event();
+    }
   }
 
   ~SlotStreams() {
@@ -63,7 +58,7 @@ class SlotStreams {
   void add_slot(size_t index) {
     if (index >= slots_.size()) slots_.resize(index + 1);
     const Scope scope(device_);
-    end_use(slots_[index].eager, lanes_[0]);
+    end_use(slots_[index].eager, lanes_[kCompute]);
   }
 
   // Begins a session, after all work on the caller's stream; returns whether that is captured.
@@ -80,7 +75,7 @@ class SlotStreams {
     is_capturing_ = status != 0;
     record(forked_, caller);
     for (Lane& lane : lanes_) lane.is_forked = lane.is_used = false;
-    use(lanes_[0]);
+    use(lanes_[kCompute]);
     return is_capturing_;
   }
 
@@ -92,9 +87,10 @@ class SlotStreams {
   // Ends the access that is open, and begins one unless it is kNoAccess.
   void next(int access, size_t index) {
     const Scope scope(device_);
-    if (const auto [chain, lane, opened, slot] = std::exchange(open_, Open()); chain != nullptr) {
-      if (is_timed()) times_->end(opened, slot, lane->stream);
-      end_use(*chain, *lane);
+    if (const auto [chain, opened, slot] = std::exchange(open_, Open()); chain != nullptr) {
+      Lane& lane = lanes_[static_cast<size_t>(opened)];
+      if (is_timed()) times_->end(opened, slot, lane.stream);
+      end_use(*chain, lane);
     }
     if (access != kNoAccess) begin(access, index);
   }
@@ -103,8 +99,8 @@ class SlotStreams {
   void fork() {
     if (device_ == nullptr) return;
     const Scope scope(device_);
-    record(forked_, lanes_[0].stream);
-    for (size_t i = 1; i < lanes_.size(); ++i) lanes_[i].is_forked = false;
+    record(forked_, lanes_[kCompute].stream);
+    lanes_[kLoad].is_forked = lanes_[kStore].is_forked = false;
   }
 
   // Ends the session: the caller's stream waits for all of it, even if a part of it failed.
@@ -123,9 +119,13 @@ class SlotStreams {
   }
 
   // As of SlotTimes, by any thread.
-  i64 harvest(double* rows, i64 max_rows, double* summary) {
+  tvm::ffi::Bytes harvest(i64 most) {
     const Scope scope(device_);
-    return times_->harvest(rows, max_rows, summary);
+    return times_->harvest(most);
+  }
+  Array<int64_t> counts() {
+    const auto counts = times_->counts();
+    return {counts[0], counts[1], counts[2]};
   }
 
  private:
@@ -148,7 +148,6 @@ class SlotStreams {
   };
   struct Open {
     Chain* chain = nullptr;
-    Lane* lane = nullptr;
     int access = kNoAccess;
     size_t slot = 0;
   };
@@ -162,13 +161,6 @@ class SlotStreams {
 
   bool is_timed() const { return times_ != nullptr && !is_capturing_; }
 
-  Lane& lane_of(int access, size_t slot) {
-    const size_t num_stores = lanes_.size() - 1 - num_loads_;
-    if (access == kCompute) return lanes_[0];
-    return access == kLoad ? lanes_[1 + slot % num_loads_]
-                           : lanes_[1 + num_loads_ + slot % num_stores];
-  }
-
   void use(Lane& lane) {
     if (lane.is_forked || device_ == nullptr) return;
     wait_for(lane.stream, forked_);
@@ -178,12 +170,12 @@ class SlotStreams {
   void begin(int access, size_t index) {
     Slot& slot = slots_.at(index);
     Chain& chain = is_capturing_ ? slot.captured : slot.eager;
-    Lane& lane = lane_of(access, index);
+    Lane& lane = lanes_[static_cast<size_t>(access)];
     use(lane);
     const bool is_known = chain.lane != nullptr && (!is_capturing_ || chain.session == session_);
     if (is_known && chain.lane != &lane && device_ != nullptr) wait_for(lane.stream, chain.ended);
     if (is_timed()) times_->begin(access, index, lane.stream);
-    open_ = {&chain, &lane, access, index};
+    open_ = {&chain, access, index};
   }
 
   void end_use(Chain& chain, Lane& lane) {
@@ -199,8 +191,7 @@ class SlotStreams {
 
   Device* const device_;  // none on the CPU
   const pid_t owner_ = getpid();
-  const size_t num_loads_;
-  std::deque<Lane> lanes_;  // compute, loads, stores
+  std::array<Lane, 3> lanes_;  // by access
   std::deque<Slot> slots_;
   CUevent forked_ = nullptr;
   CUstream caller_ = nullptr;
@@ -210,10 +201,9 @@ class SlotStreams {
   std::unique_ptr<SlotTimes> times_;
 };
 
-// next, enter, start, fork, leave, add_slot and harvest of streams of their own.
-Array<Function> make_slot_streams(int64_t ordinal, int64_t compute, const Array<int64_t>& loads,
-                                  const Array<int64_t>& stores, int64_t capacity, int64_t every) {
-  const auto made = std::make_shared<SlotStreams>(ordinal, compute, loads, stores, capacity, every);
+// next, enter, start, fork, leave, add_slot, harvest and counts of streams, given by access.
+Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed) {
+  const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed);
   return {
       Function::FromTyped([made](int64_t access, int64_t slot) {
         made->next(static_cast<int>(access), static_cast<size_t>(slot));
@@ -226,10 +216,8 @@ Array<Function> make_slot_streams(int64_t ordinal, int64_t compute, const Array<
       Function::FromTyped([made] { made->fork(); }),
       Function::FromTyped([made] { made->leave(); }),
       Function::FromTyped([made](int64_t slot) { made->add_slot(static_cast<size_t>(slot)); }),
-      Function::FromTyped([made](int64_t rows, int64_t max_rows, int64_t summary) {
-        return made->harvest(reinterpret_cast<double*>(rows), max_rows,
-                             reinterpret_cast<double*>(summary));
-      }),
+      Function::FromTyped([made](int64_t most) { return made->harvest(most); }),
+      Function::FromTyped([made] { return made->counts(); }),
   };
 }
 
