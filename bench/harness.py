@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     ctx = Context(device, args.quick, lambda text: progress.print(f"  {text}", style="dim"))
     machine = report.machine(device)
-    console.print(report.machine_line(machine))
+    versions = {"Python": machine["python"], **machine["versions"]}
+    console.print(f"{machine['name']}; {', '.join(f'{k} {v}' for k, v in versions.items())}")
     torch.manual_seed(0)
     peers.prebuild(device, [peer for op in ops for peer in getattr(cases.module(op), "PEERS", ())])
     rows: list[Row] = []

@@ -30,7 +30,6 @@ def copy_case(*impls: Impl) -> Case:
         name="64 KB",
         params={},
         bytes_moved=2 << 16,
-        bytes_note="read once, written once",
         make=lambda i: (torch.full((1 << 16,), i, dtype=torch.uint8), torch.empty(1 << 16).byte()),
         outputs=lambda b: (b[1],),
         reference=lambda b: (b[0].clone(),),
@@ -109,16 +108,11 @@ def test_a_build_runs_once_also_when_it_fails() -> None:
 
 
 def test_peers_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def anew(folder: str) -> object:  # each is built once
-        monkeypatch.setattr(peers, "FOLDER", folder)
-        for name in ("folder", "vllm_merge_state"):
-            monkeypatch.setattr(peers, name, peers.Once(getattr(peers, name)._build))
-        return peers.vllm_merge_state()
-
     with pytest.raises(LookupError, match="JITKERN_BENCH_PEERS names no folder"):
-        anew("")
-    (tmp_path / "peers.py").write_text("def vllm_merge_state():\n    return max\n")
-    assert anew(str(tmp_path)) is max
+        peers.vllm_merge_state()
+    (tmp_path / "peers.py").write_text("def one():\n    return max\n")
+    monkeypatch.setattr(peers, "FOLDER", str(tmp_path))
+    assert peers._elsewhere("one")() is max
 
 
 def test_short_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def test_cases_come_in_the_order_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "no such file of cases"),
+        (None, "No such file or directory"),
         ("1 +", "SyntaxError"),
         ("x = 1\n", "no function under @jitkern.bench.case and no cases(ctx)"),
         ("def cases(ctx):\n    return [1]\n", "cases(): 1, expected Case objects with two Impl"),
@@ -300,7 +300,7 @@ def test_a_broken_case_fails_and_the_others_run(
     files = ["--cases", "bad.py", "--cases", "good.py", "--cases", "none.py"]
     status, out, err = bench(capsys, "--ci", *files, "--device", "cpu", "--json", "r.json")
     assert status == 1
-    for said in ("OSError: no such kernel", "no such file of cases"):
+    for said in ("OSError: no such kernel", "No such file or directory"):
         assert said in out
     assert "note: instructions: switched off for this test" in out
     assert "1/3 good: copy" in err  # plain lines where there is no terminal

@@ -23,10 +23,10 @@ from torch.nn import functional
 import jitkern
 from bench import peers
 from bench.peers import host_pool
-from jitkern.bench.case import Context, Row, error_row
+from jitkern.bench.case import Context, Row, error_text
 
 PEERS = (peers.host,)
-PLOTS = ("beside",)
+NEEDS_GPU = True
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 8, 4096, 32, 8, 128, 14336, 128256
 TOKENS = 4096
@@ -155,41 +155,33 @@ class Copies:
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    if ctx.device != "cuda":
-        ctx.say("beside: needs a GPU, skipped")
-        return
-    ways = list(movers(ctx.quick))
-    alone = {way.name: alone_gb_s(way) for way in ways}
+    ways = [Way("nothing", 0, [], "floor"), *movers(ctx.quick)]
+    alone = {way.name: alone_gb_s(way) for way in ways if way.calls}
     weights = make_weights()
     for batch in BATCHES[1:2] if ctx.quick else BATCHES:
         decode = Decode(*weights, batch)
         count = max(20, int(WINDOW_MS / statistics.median(decode.step_ms(20)[0])))
-        for way in [Way("nothing", 0, [], "floor"), *ways]:
+        base = (0.0, 0.0)  # median and p99 of the step alone
+        for way in ways:
             ctx.say(f"beside: batch {batch}, {way.name}")
             row = Row("beside", f"decode step, batch {batch}", way.name, way.role)
             try:
                 with Copies(way) as copies:
                     times, begin = decode.step_ms(count)
-                step = statistics.median(times)
-                p99 = sorted(times)[int(0.99 * len(times))]
-                if way.num_bytes == 0:
-                    base, base_p99 = step, p99
+                step, p99 = statistics.median(times), sorted(times)[int(0.99 * len(times))]
+                base = base if way.calls else (step, p99)
                 row.median_us = step * 1e3
                 row.gb_s = copies.gb_s(begin, sum(times)) or None
-                lost = (step - base) / (row.gb_s * step / 1e3) if row.gb_s else 0.0
                 row.params = {
                     "batch": batch,
-                    "slowdown": step / base,
-                    "p99_slowdown": p99 / base_p99,
+                    "slowdown": step / base[0],
+                    "p99_slowdown": p99 / base[1],
                     "gb_s_alone": alone.get(way.name, 0.0),
-                    "lost_ms_per_gb": lost,
+                    "lost_ms_per_gb": (step - base[0]) / (row.gb_s * step / 1e3) if row.gb_s else 0,
                 }
-                row.note = (
-                    f"step x {step / base:.3f}, p99 x {p99 / base_p99:.3f}; {row.gb_s or 0:.1f} "
-                    f"GB/s of {alone.get(way.name, 0):.1f} alone, {lost:.2f} ms lost per GB"
-                )
+                row.note = ", ".join(f"{k} {v:.2f}" for k, v in list(row.params.items())[1:])
             except Exception as error:  # a way that fails is a row, not the end of the run
-                row.error = error_row("", "", "", "", error).error
+                row.error = error_text(error)
             yield row
         del decode
         torch.cuda.empty_cache()
@@ -203,65 +195,57 @@ def alone_gb_s(way: Way) -> float:
 
 
 def movers(quick: bool = False) -> Iterator[Way]:
-    """Return the ways of jitkern by their defaults and by number of SMs, and the copy engine."""
+    """Yield the ways of jitkern by their defaults and by number of SMs, and the copy engine."""
     pool = host_pool.allocated(4)
     cache = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
-    contiguous = {"h2d": (cache, pool), "d2h": (pool, cache)}
     memcpy = peers.host().copy_bytes
-    engine = {
-        way: (lambda dst=dst, src=src: memcpy(dst, src, CALL_BYTES))
-        for way, (dst, src) in contiguous.items()
-    }
-    yield Way("engine, contiguous, h2d", CALL_BYTES, [engine["h2d"]], "ceiling")
-    yield Way("engine, contiguous, d2h", CALL_BYTES, [engine["d2h"]], "ceiling")
-    yield Way("engine, contiguous, both", CALL_BYTES, list(engine.values()), "ceiling")
-    layer_first = dict(zip(("h2d", "d2h"), _blocks(pool, cache, 1, 1), strict=True))
-    page_first = dict(zip(("h2d", "d2h"), _blocks(pool, cache, 0, 1), strict=True))
-    pages = dict(zip(("h2d", "d2h"), _blocks(pool, cache, 0, 0), strict=True))
-    for direction in ("h2d", "d2h"):
-        yield Way(f"copy_blocks {direction}", CALL_BYTES, [layer_first[direction]()])
+    engine = [partial(memcpy, cache, pool, CALL_BYTES), partial(memcpy, pool, cache, CALL_BYTES)]
+    # Blocks to the GPU and to the host, by whether layers come first in the pool and in the cache.
+    layer_first, page_first, pages = (
+        [partial(_copy_blocks, pool, cache, *dims, back) for back in (False, True)]
+        for dims in ((1, 1), (0, 1), (0, 0))
+    )
+    for name, call in zip(("h2d", "d2h"), engine, strict=True):
+        yield Way(f"engine, contiguous, {name}", CALL_BYTES, [call], "ceiling")
+    yield Way("engine, contiguous, both", CALL_BYTES, engine, "ceiling")
+    for at, way in enumerate(("h2d", "d2h")):
+        named = {f"copy_blocks {way}": layer_first[at]()}
         for sms in () if quick else (1, 2, 3, 4, 8):
-            call = layer_first[direction](on_gpu=True, num_sms=sms)
-            yield Way(f"copy_blocks {direction}, {sms} SMs", CALL_BYTES, [call])
-        in_graph = _captured(layer_first[direction](on_gpu=True))
-        yield Way(f"copy_blocks {direction}, in a graph", CALL_BYTES, [in_graph])
-        by_engine = layer_first[direction](method="engine")
-        yield Way(f"copy_blocks {direction}, engine", CALL_BYTES, [by_engine])
-        yield Way(f"host page first, {direction}", CALL_BYTES, [page_first[direction]()])
-        yield Way(f"pages, {direction}", CALL_BYTES, [pages[direction]()])
-        by_engine = pages[direction](method="engine")
-        yield Way(f"pages, {direction}, engine", CALL_BYTES, [by_engine])
-    yield Way("copy_blocks both", CALL_BYTES, [way() for way in layer_first.values()])
-    yield Way("host page first, both", CALL_BYTES, [way() for way in page_first.values()])
+            named[f"copy_blocks {way}, {sms} SMs"] = layer_first[at](on_gpu=True, num_sms=sms)
+        named[f"copy_blocks {way}, in a graph"] = _captured(layer_first[at](on_gpu=True))
+        named[f"copy_blocks {way}, engine"] = layer_first[at](method="engine")
+        named[f"host page first, {way}"] = page_first[at]()
+        named[f"pages, {way}"] = pages[at]()
+        named[f"pages, {way}, engine"] = pages[at](method="engine")
+        for name, call in named.items():
+            yield Way(name, CALL_BYTES, [call])
+    yield Way("copy_blocks both", CALL_BYTES, [make() for make in layer_first])
+    yield Way("host page first, both", CALL_BYTES, [make() for make in page_first])
     yield from _rows(pool, cache)
 
 
-def _blocks(
-    pool: torch.Tensor, cache: torch.Tensor, host_dim: int, cache_dim: int
-) -> Iterator[Callable[..., Call]]:
-    """To the GPU and to the host: what makes a call of 128 random blocks, new ones each time."""
+def _copy_blocks(
+    pool: torch.Tensor,
+    cache: torch.Tensor,
+    host_dim: int,
+    cache_dim: int,
+    back: bool,
+    on_gpu: bool = False,
+    **how: Any,
+) -> Call:
+    """Return a call that copies 128 random blocks, others each time, to the GPU or back."""
     count = cache.numel() // (KV_LAYERS * PIECE)
     sides = []
-    for memory, dim in ((cache, cache_dim), (pool, host_dim)):
-        used = memory[: count * KV_LAYERS * PIECE]
-        shape = (KV_LAYERS, count) if dim == 1 else (count, KV_LAYERS)
-        sides.append((used.view(*shape, PIECE), dim))
-    for (dst, dst_dim), (src, src_dim) in (sides, sides[::-1]):
-
-        def make(
-            dst=dst, src=src, dst_dim=dst_dim, src_dim=src_dim, on_gpu=False, **how: Any
-        ) -> Call:
-            sets = [
-                torch.stack([torch.randperm(count)[:BLOCKS] for _ in range(2)], 1)
-                for _ in range(SETS)
-            ]
-            if on_gpu:
-                sets = [pairs.cuda() for pairs in sets]
-            turn = itertools.cycle(sets)
-            dims = {"dst_block_dim": dst_dim, "src_block_dim": src_dim}
-            return lambda: jitkern.copy_blocks(src, dst, next(turn), **dims, **how)
-
-        yield make
+    for memory, dim in ((pool, host_dim), (cache, cache_dim)):
+        shape = (KV_LAYERS, count, PIECE) if dim == 1 else (count, KV_LAYERS, PIECE)
+        sides.append((memory[: count * KV_LAYERS * PIECE].view(shape), dim))
+    (src, src_dim), (dst, dst_dim) = reversed(sides) if back else sides
+    sets = [torch.stack([torch.randperm(count)[:BLOCKS] for _ in range(2)], 1) for _ in range(SETS)]
+    if on_gpu:
+        sets = [pairs.cuda() for pairs in sets]
+    turn = itertools.cycle(sets)
+    how |= {"dst_block_dim": dst_dim, "src_block_dim": src_dim}
+    return lambda: jitkern.copy_blocks(src, dst, next(turn), **how)
 
 
 def _captured(call: Call) -> Call:
@@ -272,39 +256,34 @@ def _captured(call: Call) -> Call:
         with torch.cuda.graph(graph):
             call()
     turn = itertools.cycle(graphs)
-
-    def replay(pairs_owner: Call = call) -> None:  # a graph does not keep the pairs that it reads
-        next(turn).replay()
-
-    return replay
+    return lambda call=call: next(turn).replay()  # a graph does not keep the pairs that it reads
 
 
 def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
-    """Rows of 656 bytes scattered over the pool of the host."""
-    host = pool[: pool.numel() // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)
-    rows = cache[: cache.numel() // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)
+    """Yield ways of rows of 656 bytes scattered over the pool of the host."""
+    host, gpu = (
+        memory[: memory.numel() // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)
+        for memory in (pool, cache)
+    )
     sets = [
-        (torch.randperm(len(host))[: 2 * ROWS].view(2, -1), torch.randperm(len(rows))[:ROWS])
+        (*torch.randperm(len(host))[: 2 * ROWS].view(2, -1), torch.randperm(len(gpu))[:ROWS])
         for _ in range(SETS)
     ]
-    lists = {
-        "h2d_gather": [torch.stack([fetched, slots], 1) for (fetched, _), slots in sets],
-        "d2h_scatter": [torch.stack([slots, written], 1) for (_, written), slots in sets],
-        "swap_rows": [
-            torch.stack([fetched, slots, written], 1) for (fetched, written), slots in sets
-        ],
-    }
-    turn = {op: itertools.cycle([one.cuda() for one in made]) for op, made in lists.items()}
-    size = ROWS * ROW_BYTES
-    for op, tensors in (
-        (jitkern.h2d_gather, (host, rows)),
-        (jitkern.d2h_scatter, (rows, host)),
-        (jitkern.swap_rows, (host, rows)),
+    for op, tensors, directions in (
+        (jitkern.h2d_gather, (host, gpu), 1),
+        (jitkern.d2h_scatter, (gpu, host), 1),
+        (jitkern.swap_rows, (host, gpu), 2),
     ):
+        numbers = []
+        for fetched, written, slots in sets:
+            columns = {"h2d_gather": [fetched, slots], "d2h_scatter": [slots, written]}
+            columns["swap_rows"] = [fetched, slots, written]
+            numbers.append(torch.stack(columns[op.__name__], 1).cuda())
+        turn = itertools.cycle(numbers)
         for how, name in (({}, op.__name__), ({"num_sms": 2}, f"{op.__name__}, 2 SMs")):
-            call = partial(_next_rows, op, tensors, turn[op.__name__], how)
-            yield Way(name, size * (2 if op is jitkern.swap_rows else 1), [call])
+            call = partial(_next_rows, op, tensors, turn, **how)
+            yield Way(name, directions * ROWS * ROW_BYTES, [call])
 
 
-def _next_rows(op: Any, tensors: Any, turn: Iterator[torch.Tensor], how: dict[str, int]) -> None:
+def _next_rows(op: Any, tensors: Any, turn: Iterator[torch.Tensor], **how: int) -> None:
     op(*tensors, next(turn), **how)

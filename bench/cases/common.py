@@ -1,15 +1,16 @@
-"""What cases of several ops share: sizes, copies that moves are held against, and call costs."""
+"""What cases of several ops share: rows, implementations that are copies or floors, call costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import jitkern
+from bench import peers
 from jitkern.bench.case import Case, Context, Impl, Run
 
 if TYPE_CHECKING:
@@ -51,37 +52,57 @@ def sizes(ctx: Context) -> Sequence[tuple[int, int]]:
     return CUDA_SIZES if ctx.device == "cuda" else CPU_SIZES
 
 
+# -- implementations -------------------------------------------------------------------------------
+
+
+def ours(run: Run, name: str = "jitkern", **how: Any) -> Impl:
+    return Impl(name, "ours", lambda: run, **how)
+
+
+def peer(name: str, run: Run, **how: Any) -> Impl:
+    return Impl(name, "peer", lambda: run, **how)
+
+
+def ceiling(name: str, run: Run, **how: Any) -> Impl:
+    return Impl(name, "ceiling", lambda: run, check=False, **how)
+
+
+def empty_kernel() -> Impl:
+    """Return the floor of small calls."""
+    return Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
+
+
+def memcpy(dst: Callable[[Any], Any], src: Callable[[Any], Any], num_bytes: int) -> Impl:
+    """Return the copy engine's ceiling: so many bytes in one piece."""
+    return ceiling(MEMCPY, lambda b: peers.host().copy_bytes(dst(b), src(b), num_bytes))
+
+
 def copy_impl(
     ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]], name: str = COPY
 ) -> Impl:
-    """Return a contiguous copy; `pair` gives its destination and its source."""
+    """Return a contiguous copy; `pair` gives its destination and its source.
+
+    On a GPU sizes are a multiple of 16 bytes. What it reaches is the ceiling of this very machine.
+    """
 
     def build() -> Run:
-        copy = copy_kernel() if ctx.device == "cuda" else torch.Tensor.copy_
-        return lambda buffers: copy(*pair(buffers))
+        if ctx.device == "cpu":
+            return lambda buffers: torch.Tensor.copy_(*pair(buffers))
+        module = copy_module()
+
+        def copy(buffers: Any) -> None:
+            dst, src = pair(buffers)
+            vecs = src.nbytes // 16
+            module.launch("copy", dst, src, vecs, grid=-(-vecs // COPY_THREADS))
+
+        return copy
 
     return Impl(name, "ceiling", build, check=False)
 
 
-def copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return ``copy(dst, src)``: contiguous CUDA tensors of equal size, a multiple of 16 bytes.
-
-    What it reaches is the ceiling of this very machine.
-    """
-    module = copy_module()
-
-    def copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-        vecs, rest = divmod(src.numel() * src.element_size(), 16)
-        if rest or dst.numel() * dst.element_size() != vecs * 16:
-            raise ValueError("copy_kernel: dst, src: expected equal sizes, multiples of 16 bytes")
-        module.launch("copy", dst, src, vecs, grid=-(-vecs // COPY_THREADS))
-
-    return copy
-
-
 @cache
 def copy_module() -> DeviceModule:
-    """Return the kernel of :func:`copy_kernel`, for blocks of ``COPY_THREADS``."""
+    """Return the kernel of :func:`copy_impl`, for blocks of ``COPY_THREADS``."""
     return jitkern.load_jit(
         "copy",
         device_files=["jitkern:perf/copy.cu"],
@@ -89,19 +110,17 @@ def copy_module() -> DeviceModule:
     )
 
 
-def host_copy_case(ctx: Context, moved: int, ours: Run, copy: Run, **fields: Any) -> Case:
+# -- the guard's cases -----------------------------------------------------------------------------
+
+
+def host_copy_case(ctx: Context, moved: int, run: Run, copy: Run, **fields: Any) -> Case:
     """Return the guard's case of an op that moves bytes over the link; on the CPU, in memory.
 
     `copy` moves as many in one piece; `fields` are the other fields of the case.
     """
-    on_gpu = ctx.device == "cuda"
     return Case(
-        impls=[
-            Impl("jitkern", "ours", lambda: ours),
-            Impl(COPY, "ceiling", lambda: copy, check=False),
-        ],
-        bytes_moved=moved if on_gpu else 2 * moved,
-        bytes_note="over the link" if on_gpu else "read and written",
+        impls=[ours(run), ceiling(COPY, copy)],
+        bytes_moved=moved if ctx.device == "cuda" else 2 * moved,  # read and written
         calls=3 if moved > 50_000_000 else 20,
         touched_bytes=moved,
         **fields,
@@ -127,8 +146,9 @@ def call_case(op: str, name: str, call: Callable[[], object], arguments: Sequenc
     return Case(op, name, impls, clock="host")
 
 
-def lacks_gpu(ctx: Context, op: str) -> bool:
-    """Say that a benchmark is skipped where there is no GPU."""
-    if ctx.device != "cuda":
-        ctx.say(f"{op}: needs a GPU, skipped")
-    return ctx.device != "cuda"
+def call_cases(
+    op: str, call: Callable[..., object], empty: Sequence[Any], one: Sequence[Any], **how: Any
+) -> Iterator[Case]:
+    """Yield what a call with these arguments costs the host: an empty one, and one of a row."""
+    for name, arguments in (("call, checks only", empty), ("call, 1 row", one)):
+        yield call_case(op, name, partial(call, *arguments, **how), arguments)

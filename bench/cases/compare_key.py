@@ -1,7 +1,7 @@
 """fast_compare_key: the common prefix of two keys of a radix-tree prefix cache, on the CPU.
 
 The keys stay in the cache, as the node that a request has just matched does; memcmp, which only
-says equal or not, is the ceiling.
+says equal or not, is the ceiling. Both keys are read once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ LONG = 131_072
 
 def run(ctx: Context) -> Iterator[Row]:
     lengths = (1, 16, 1024, LONG) if ctx.quick else (1, 4, 16, 64, 256, 1024, 8192, LONG)
-    on_host = replace(ctx, device="cpu")
     for dtype in (torch.int32, torch.int64):
         for length in lengths:
-            yield from measure(on_host, _case(dtype, length))
+            yield from measure(replace(ctx, device="cpu"), _case(dtype, length))
 
 
 def cases(ctx: Context) -> Iterator[Case]:
@@ -45,34 +44,30 @@ def cases(ctx: Context) -> Iterator[Case]:
 def _case(dtype: torch.dtype, length: int) -> Case:
     x = torch.randint(0, 150_000, (length,), dtype=dtype)
     y = x.clone()
+
+    def impl(name: str, role: str, compare: Callable[[], Callable[..., object]]) -> Impl:
+        def build() -> Run:
+            call = compare()
+            if call(x, y) != length:
+                raise ValueError(f"got {call(x, y)}, expected {length}")
+            return lambda b: call(*b)
+
+        return Impl(name, role, build)
+
     return Case(
         op="compare_key",
         name=f"{length} equal {str(dtype).removeprefix('torch.')} tokens",
-        params={"tokens": length, "dtype": str(dtype)},
         bytes_moved=2 * length * x.element_size(),
-        bytes_note="both keys read once",
         clock="host",
         make=lambda _: (x, y),
         impls=[
-            Impl("jitkern", "ours", lambda: _checked(jitkern.fast_compare_key, x, y)),
-            Impl("std::mismatch -O3", "peer", lambda: _checked(peers.host().common_prefix, x, y)),
-            Impl("torch (x == y).cumprod", "peer", lambda: _checked(_torch, x, y)),
-            Impl("memcmp", "ceiling", lambda: _checked(peers.host().same_bytes, x, y)),
-            Impl("no-op FFI call", "floor", _no_op, bytes_moved=0),
+            impl("jitkern", "ours", lambda: jitkern.fast_compare_key),
+            impl("std::mismatch -O3", "peer", lambda: peers.host().common_prefix),
+            impl("torch (x == y).cumprod", "peer", lambda: _torch),
+            impl("memcmp", "ceiling", lambda: peers.host().same_bytes),
+            replace(impl("no-op FFI call", "floor", lambda: peers.host().noop_pair), bytes_moved=0),
         ],
     )
-
-
-def _checked(call: Callable[..., object], x: torch.Tensor, y: torch.Tensor) -> Run:
-    """Return the call of a comparison, which has to find the keys equal."""
-    if call(x, y) != len(x):
-        raise ValueError(f"got {call(x, y)}, expected {len(x)}")
-    return lambda b: call(*b)
-
-
-def _no_op() -> Run:
-    noop = peers.host().noop_pair
-    return lambda b: noop(*b)
 
 
 def _torch(x: torch.Tensor, y: torch.Tensor) -> int:

@@ -15,13 +15,13 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import MEMCPY, call_case, host_copy_case, lacks_gpu
+from bench.cases.common import call_cases, host_copy_case, memcpy, ours, peer
 from bench.peers import host_pool
-from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
 PEERS = (peers.host,)
-PLOTS = ("blocks",)
+NEEDS_GPU = True
 
 BLOCKS, LAYERS, POOL_GIB = 128, 32, 4
 CACHE_BYTES = 2 << 30
@@ -43,27 +43,8 @@ class Buffers:
     def __post_init__(self) -> None:
         self.pairs_cpu = self.pairs.long().cpu()
 
-    def taken(self) -> torch.Tensor:
-        """Return a copy of the blocks that are copied, layers first."""
-        return self._blocks(self.src, self.src_block_dim, 0)
-
-    def written(self) -> torch.Tensor:
-        """Return a copy of what is written, layers first."""
-        return self._blocks(self.dst, self.dst_block_dim, 1)
-
-    def erase(self) -> None:
-        """Fill what is written with zeros."""
-        where = self.pairs_cpu[:, 1].to(self.dst.device)
-        self.dst.index_fill_(self.dst_block_dim, where, 0)
-
-    def _blocks(self, side: torch.Tensor, dim: int, column: int) -> torch.Tensor:
-        found = side.index_select(dim, self.pairs_cpu[:, column].to(side.device)).cpu()
-        return found if dim else found.transpose(0, 1).contiguous()
-
 
 def run(ctx: Context) -> Iterator[Row]:
-    if lacks_gpu(ctx, "copy_blocks"):
-        return
     fit = host_pool.sizes(POOL_GIB)
     if not fit or fit[-1] < 1:
         ctx.say("copy_blocks: no memory for a pool, skipped")
@@ -71,97 +52,88 @@ def run(ctx: Context) -> Iterator[Row]:
     pool = host_pool.allocated(fit[-1])
     cache = torch.randint(0, 256, (CACHE_BYTES,), dtype=torch.uint8, device="cuda")
     for direction in ("h2d", "d2h"):
-        for kib in KIB:
-            yield from measure(ctx, _case(ctx, pool, cache, direction, kib, 1))
-        yield from measure(ctx, _case(ctx, pool, cache, direction, 16, 0))
+        for kib, dim in (*((kib, 1) for kib in KIB), (16, 0)):
+            sides = [_shaped(memory, kib << 10, dim) for memory in (pool, cache)]
+            src, dst = sides if direction == "h2d" else sides[::-1]
+            name = f"{direction}, {BLOCKS} blocks x {LAYERS} layers x {kib} KB"
+            case = Case(
+                op="copy_blocks",
+                name=name if dim == 1 else f"{name}, block-first",
+                params={"piece_bytes": kib << 10, "block_dim": dim},
+                bytes_moved=BLOCKS * LAYERS * kib << 10,
+                impls=_impls(ctx, kib, dim),
+                calls=3 if kib > 16 else 10,
+                **_job(ctx, dst, src, BLOCKS, dim, dim),
+            )
+            yield from measure(ctx, case)
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
+    """Yield what the guard measures: a pool with blocks first, a cache with layers first."""
+
+    def job(blocks: int, piece_bytes: int) -> dict[str, Any]:
+        pool = torch.randint(0, 256, (2 * blocks, GUARD_LAYERS, piece_bytes), dtype=torch.uint8)
+        pool = pool.pin_memory() if ctx.device == "cuda" else pool
+        shape = (GUARD_LAYERS, 2 * blocks, piece_bytes)
+        cache = torch.zeros(shape, dtype=torch.uint8, device=ctx.device)
+        return _job(ctx, cache, pool, blocks, 1, 0)
+
     for blocks, piece_bytes in GUARD_SIZES:
         moved = blocks * GUARD_LAYERS * piece_bytes
 
         def copy(b: Buffers, moved: int = moved) -> None:
             b.dst.view(-1)[:moved].copy_(b.src.view(-1)[:moved], non_blocking=True)
 
-        yield host_copy_case(
-            ctx,
-            moved,
-            _ours,
-            copy,
-            op="copy_blocks",
-            name=f"{blocks} blocks of {GUARD_LAYERS} x {piece_bytes} B",
-            params={"blocks": blocks, "layers": GUARD_LAYERS, "piece_bytes": piece_bytes},
-            make=partial(_guarded, ctx, blocks, piece_bytes),
-            outputs=lambda b: (b.written(),),
-            reference=lambda b: (b.taken(),),
-            prepare=lambda b: b.erase(),
-        )
-    b = _guarded(ctx, 1, 4096)
-    for name, pairs in (("call, checks only", b.pairs[:0]), ("call, 1 row", b.pairs)):
-        arguments = (b.src, b.dst, pairs)
-        call = partial(jitkern.copy_blocks, *arguments, src_block_dim=0)
-        yield call_case("copy_blocks", name, call, arguments)
+        name = f"{blocks} blocks of {GUARD_LAYERS} x {piece_bytes} B"
+        fields = {"op": "copy_blocks", "name": name, **job(blocks, piece_bytes)}
+        yield host_copy_case(ctx, moved, _ours, copy, **fields)
+    b = job(1, 4096)["make"](0)
+    arguments = (b.src, b.dst, b.pairs[:0]), (b.src, b.dst, b.pairs)
+    yield from call_cases("copy_blocks", jitkern.copy_blocks, *arguments, src_block_dim=0)
 
 
-def _guarded(ctx: Context, blocks: int, piece_bytes: int, _: int = 0) -> Buffers:
-    """Return a pool with blocks first, a cache with layers first, and random distinct pairs."""
-    pool = torch.randint(0, 256, (2 * blocks, GUARD_LAYERS, piece_bytes), dtype=torch.uint8)
-    pool = pool.pin_memory() if ctx.device == "cuda" else pool
-    shape = (GUARD_LAYERS, 2 * blocks, piece_bytes)
-    cache = torch.zeros(shape, dtype=torch.uint8, device=ctx.device)
-    pairs = torch.stack([torch.randperm(2 * blocks)[:blocks] for _ in range(2)], 1)
-    return Buffers(cache, pool, pairs.to(torch.int32).to(ctx.device), src_block_dim=0)
+def _shaped(memory: torch.Tensor, piece: int, dim: int) -> torch.Tensor:
+    count = memory.numel() // (LAYERS * piece)
+    used = memory[: count * LAYERS * piece]
+    return used.view(*((LAYERS, count) if dim == 1 else (count, LAYERS)), piece)
 
 
-def _case(
-    ctx: Context, pool: torch.Tensor, cache: torch.Tensor, direction: str, kib: int, dim: int
-) -> Case:
-    piece = kib << 10
-
-    def shaped(memory: torch.Tensor) -> torch.Tensor:
-        count = memory.numel() // (LAYERS * piece)
-        used = memory[: count * LAYERS * piece]
-        return used.view(*((LAYERS, count) if dim == 1 else (count, LAYERS)), piece)
-
-    sides = (shaped(pool), shaped(cache))
-    src, dst = sides if direction == "h2d" else sides[::-1]
+def _job(
+    ctx: Context, dst: torch.Tensor, src: torch.Tensor, blocks: int, dst_dim: int, src_dim: int
+) -> dict[str, Any]:
+    """Return the fields of a case that say which blocks go where, and how that is checked."""
 
     def make(_: int) -> Buffers:
-        columns = [torch.randperm(side.shape[dim])[:BLOCKS] for side in (src, dst)]
-        pairs = torch.stack(columns, 1).to(torch.int32).cuda()
-        return Buffers(dst, src, pairs, dim, dim)
+        sides = ((src, src_dim), (dst, dst_dim))
+        columns = [torch.randperm(side.shape[dim])[:blocks] for side, dim in sides]
+        pairs = torch.stack(columns, 1).to(torch.int32).to(ctx.device)
+        return Buffers(dst, src, pairs, dst_dim, src_dim)
 
-    layout = "" if dim == 1 else ", block-first"
-    return Case(
-        op="copy_blocks",
-        name=f"{direction}, {BLOCKS} blocks x {LAYERS} layers x {kib} KB{layout}",
-        params={"blocks": BLOCKS, "layers": LAYERS, "piece_bytes": piece, "block_dim": dim},
-        bytes_moved=BLOCKS * LAYERS * piece,
-        bytes_note="over the link",
-        make=make,
-        outputs=lambda b: (b.written(),),  # a copy: the pool is too large for another
-        reference=lambda b: (b.taken(),),
-        prepare=lambda b: b.erase(),
-        impls=list(_impls(ctx, kib, dim)),
-        calls=3 if kib > 16 else 10,
-    )
+    def blocks_of(side: torch.Tensor, dim: int, numbers: torch.Tensor) -> torch.Tensor:
+        """Return a copy of blocks, layers first: the pool is too large for another."""
+        found = side.index_select(dim, numbers.to(side.device)).cpu()
+        return found if dim else found.transpose(0, 1).contiguous()
+
+    return {
+        "make": make,
+        "outputs": lambda b: (blocks_of(dst, dst_dim, b.pairs_cpu[:, 1]),),
+        "reference": lambda b: (blocks_of(src, src_dim, b.pairs_cpu[:, 0]),),
+        "prepare": lambda b: dst.index_fill_(dst_dim, b.pairs_cpu[:, 1].to(dst.device), 0),
+    }
 
 
-def _impls(ctx: Context, kib: int, dim: int) -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: _ours)
-    on_cpu = partial(_ours, on_cpu=True)
-    yield Impl("jitkern, pairs on the CPU", "ours", lambda: on_cpu, graph=False)
-    engine = partial(on_cpu, method="engine")
-    yield Impl('jitkern, method="engine"', "ours", lambda: engine, graph=False)
-    if kib == 16 and dim == 1 and not ctx.quick:
-        for sms in (1, 2, 3, 4, 8):
-            name = f"jitkern, num_sms={sms}"
-            yield Impl(name, "ours", lambda sms=sms: partial(_ours, num_sms=sms))
+def _impls(ctx: Context, kib: int, dim: int) -> list[Impl]:
+    impls = [
+        ours(_ours),
+        ours(partial(_ours, on_cpu=True), "jitkern, pairs on the CPU", graph=False),
+        ours(partial(_ours, on_cpu=True, method="engine"), 'jitkern, method="engine"', graph=False),
+    ]
+    for sms in (1, 2, 3, 4, 8) if kib == 16 and dim == 1 and not ctx.quick else ():
+        impls += [ours(partial(_ours, num_sms=sms), f"jitkern, num_sms={sms}")]
     if dim == 1:
-        yield Impl("loop of cuMemcpy2DAsync in C++", "peer", _loop, graph=False)
-        yield Impl("torch copy_, block by block", "peer", lambda: _by_torch, graph=False)
-    yield Impl(MEMCPY, "ceiling", lambda: _contiguous(kib << 10), check=False)
+        impls += [peer("loop of cuMemcpy2DAsync in C++", _loop, graph=False)]
+        impls += [peer("torch copy_, block by block", _by_torch, graph=False)]
+    return [*impls, memcpy(lambda b: b.dst, lambda b: b.src, BLOCKS * LAYERS * kib << 10)]
 
 
 def _ours(b: Buffers, on_cpu: bool = False, **how: Any) -> None:
@@ -169,16 +141,10 @@ def _ours(b: Buffers, on_cpu: bool = False, **how: Any) -> None:
     jitkern.copy_blocks(b.src, b.dst, b.pairs_cpu if on_cpu else b.pairs, **dims, **how)
 
 
-def _loop() -> Run:
-    loop = peers.host().copy_2d_loop
-    return lambda b: loop(b.dst, b.src, b.pairs_cpu)
+def _loop(b: Buffers) -> None:
+    peers.host().copy_2d_loop(b.dst, b.src, b.pairs_cpu)
 
 
 def _by_torch(b: Buffers) -> None:
     for source, target in b.pairs_cpu.tolist():
         b.dst[:, target].copy_(b.src[:, source], non_blocking=True)
-
-
-def _contiguous(piece: int) -> Run:
-    copy = peers.host().copy_bytes
-    return lambda b: copy(b.dst, b.src, BLOCKS * LAYERS * piece)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import torch
+from functools import partial
+from typing import Any
 
 import jitkern
 from bench import peers
-from bench.cases.common import MEMCPY, empty_rows, lacks_gpu, random_rows
-from bench.cases.h2d_gather import pair_cases
+from bench.cases.common import ours
+from bench.cases.h2d_gather import pair_cases, pairs_job
 from bench.peers.host_rows import (
     LINE_ALIGNED,
     LOADS_FIRST,
@@ -21,19 +21,33 @@ from bench.peers.host_rows import (
     copy_engine,
     rung,
 )
-from jitkern.bench.case import Case, Context, Impl, Row
+from jitkern.bench.case import Case, Context, Row
 from jitkern.bench.measure import measure
 
 PEERS = (peers.ladder,)
+NEEDS_GPU = True
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    if lacks_gpu(ctx, "d2h_scatter"):
-        return
-    src = random_rows(SLOTS, ROW_BYTES, "cuda")
-    dst = empty_rows(SLOTS, ROW_BYTES, "cpu", pin=True)
     for rows in (ROWS,) if ctx.quick else (1, 128, 2048, ROWS):
-        yield from measure(ctx, _case(src, dst, rows))
+        sweep = (1, 2, 4, 8, 16) if rows == ROWS else ()
+        case = Case(
+            op="d2h_scatter",
+            name=f"{rows} rows of {ROW_BYTES} B, distinct",
+            bytes_moved=rows * ROW_BYTES,  # what arrives, each row once
+            impls=[
+                ours(partial(_ours, method="sm")),  # nothing runs beside
+                *(ours(partial(_ours, num_sms=n), f"jitkern, num_sms={n}") for n in sweep),
+                rung("loads before stores, full grid", number=LOADS_FIRST),
+                rung("loads before stores, 4 SMs", 4, LOADS_FIRST),
+                rung("line-aligned, 4 SMs", 4, LINE_ALIGNED),
+                copy_engine(),
+                contiguous(132),
+            ],
+            calls=3 if rows > 100_000 else 20,
+            **pairs_job(ctx, "cpu", SLOTS, rows, ROW_BYTES),
+        )
+        yield from measure(ctx, case)
 
 
 def cases(ctx: Context) -> Iterator[Case]:
@@ -43,41 +57,5 @@ def cases(ctx: Context) -> Iterator[Case]:
             yield case
 
 
-def _case(src: torch.Tensor, dst: torch.Tensor, rows: int) -> Case:
-    def make(_: int) -> Buffers:
-        columns = [torch.randperm(SLOTS, device="cuda")[:rows] for _ in range(2)]
-        pairs64 = torch.stack(columns, 1)
-        return Buffers(src, dst, pairs64.to(torch.int32), pairs64, dst[:0])
-
-    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
-        picked = b.src[b.pairs64[:, 0]].cpu()
-        return (b.dst.clone().index_copy_(0, b.pairs64[:, 1].cpu(), picked),)
-
-    def ours(num_sms: int | None = None) -> Impl:
-        name = "jitkern" if num_sms is None else f"jitkern, num_sms={num_sms}"
-        # Nothing runs beside.
-        options = {"method": "sm"} if num_sms is None else {"num_sms": num_sms}
-        return Impl(
-            name, "ours", lambda: lambda b: jitkern.d2h_scatter(b.src, b.dst, b.pairs, **options)
-        )
-
-    return Case(
-        op="d2h_scatter",
-        name=f"{rows} rows of {ROW_BYTES} B, distinct",
-        params={"rows": rows, "row_bytes": ROW_BYTES, "slots": SLOTS},
-        bytes_moved=rows * ROW_BYTES,
-        bytes_note="bytes that arrive, each row once",
-        make=make,
-        outputs=lambda b: (b.dst,),
-        reference=reference,
-        impls=[
-            ours(),
-            *(ours(sms) for sms in ((1, 2, 4, 8, 16) if rows == ROWS else ())),
-            Impl("loads before stores, full grid", "peer", lambda: rung(LOADS_FIRST)),
-            Impl("loads before stores, 4 SMs", "peer", lambda: rung(LOADS_FIRST, 4)),
-            Impl("line-aligned, 4 SMs", "peer", lambda: rung(LINE_ALIGNED, 4)),
-            Impl(MEMCPY, "ceiling", copy_engine, check=False),
-            Impl("zero-copy kernel, contiguous, 132 SMs", "sm ceiling", contiguous, check=False),
-        ],
-        calls=3 if rows > 100_000 else 20,
-    )
+def _ours(b: Buffers, **options: Any) -> None:
+    jitkern.d2h_scatter(b.src, b.dst, b.pairs, **options)

@@ -7,22 +7,20 @@ a server calls them; one row is not, where jitkern asks PyTorch for gradients an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from types import MappingProxyType
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import empty_rows, random_rows
+from bench.cases.common import empty_rows, ours, peer, random_rows
 from jitkern.bench.case import Case, Context, Impl, Row, Run, error_text
 from jitkern.bench.measure import fill, measure
 from jitkern.bench.timing import Timing
 
 ROW_BYTES, SLOTS, CALLS = 656, 1024, 400
 STORE = "store_cache, 1 row of 656 B"
-
 PEERS = (peers.host,)
 
 
@@ -34,52 +32,43 @@ def run(ctx: Context) -> Iterator[Row]:
     indices64 = indices.to(torch.int64)
     output = torch.empty_like(k)
     tensors = (k_cache, v_cache, indices, k, v)
-    store = partial(jitkern.store_cache, *tensors)
 
-    def index_put() -> None:
+    def index_put(_: object) -> None:
         k_cache[indices64] = k
         v_cache[indices64] = v
-
-    select = partial(torch.index_select, k_cache, 0, indices64, out=output)
-    embedding = partial(torch.nn.functional.embedding, indices64, k_cache)
-    index = partial(jitkern.indexing, k_cache, indices, output=output)
-    with torch.inference_mode():
-        rows = measure(
-            ctx, _case(STORE, store, {"torch cache[idx] = x, twice": index_put}, tensors)
-        )
-        peers_of_index = {"torch index_select(out=)": select, "torch F.embedding": embedding}
-        others = measure(ctx, _case("indexing, 1 row of 656 B", index, peers_of_index))
-        if ctx.device == "cuda":
-            host_rows = random_rows(SLOTS, ROW_BYTES, "cpu", pin=True)
-            pairs = torch.tensor([[3, 7]], dtype=torch.int32, device="cuda")
-            gather = partial(jitkern.h2d_gather, host_rows, k_cache, pairs)
-            others += measure(ctx, _case("h2d_gather, 1 row of 656 B", gather))
-    (enabled,) = measure(ctx, _case(STORE, store))
-    enabled.impl = "jitkern, gradients enabled"
-    rows.insert(1, enabled)
-    if ctx.device == "cuda":
-        rows.append(_bare_launch(ctx))
-    yield from rows + others
-
-
-def _case(
-    name: str,
-    ours: Callable[[], object],
-    others: Mapping[str, Callable[[], object]] = MappingProxyType({}),
-    tensors: tuple[torch.Tensor, ...] = (),
-) -> Case:
-    """Return the case of a call; with `tensors` also beside one that does nothing with them."""
 
     def no_op() -> Run:
         noop = peers.host().noop
         return lambda _: noop(*tensors)
 
-    impls = [Impl("jitkern", "ours", lambda: lambda _: ours(), check=False)]
-    for peer, call in others.items():
-        impls.append(Impl(peer, "peer", lambda call=call: lambda _: call(), check=False))
-    if tensors:
-        impls.append(Impl("no-op FFI call, 5 tensors", "floor", no_op, check=False))
-    return Case("host_overhead", name, impls, clock="host")
+    def cost(name: str, *impls: Impl) -> list[Row]:
+        for impl in impls:
+            impl.check = False
+        return measure(ctx, Case("host_overhead", name, list(impls), clock="host"))
+
+    store = ours(lambda _: jitkern.store_cache(*tensors))
+    select = partial(torch.index_select, k_cache, 0, indices64, out=output)
+    embedding = partial(torch.nn.functional.embedding, indices64, k_cache)
+    with torch.inference_mode():
+        put = peer("torch cache[idx] = x, twice", index_put)
+        rows = cost(STORE, store, put, Impl("no-op FFI call, 5 tensors", "floor", no_op))
+    (enabled,) = cost(STORE, store)
+    enabled.impl = "jitkern, gradients enabled"
+    yield from (rows[0], enabled, *rows[1:])
+    if ctx.device == "cuda":
+        yield _bare_launch(ctx)
+    with torch.inference_mode():
+        yield from cost(
+            "indexing, 1 row of 656 B",
+            ours(lambda _: jitkern.indexing(k_cache, indices, output=output)),
+            peer("torch index_select(out=)", lambda _: select()),
+            peer("torch F.embedding", lambda _: embedding()),
+        )
+        if ctx.device == "cuda":
+            host_rows = random_rows(SLOTS, ROW_BYTES, "cpu", pin=True)
+            pairs = torch.tensor([[3, 7]], dtype=torch.int32, device="cuda")
+            gather = ours(lambda _: jitkern.h2d_gather(host_rows, k_cache, pairs))
+            yield from cost("h2d_gather, 1 row of 656 B", gather)
 
 
 def _bare_launch(ctx: Context) -> Row:

@@ -14,16 +14,13 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import MEMCPY
-from jitkern.bench.case import Case, Context, Impl, Row, Run
+from bench.cases.common import memcpy, ours, peer
+from jitkern.bench.case import Case, Context, Row
 from jitkern.bench.measure import measure
 from jitkern.offload import OffloadEngine
 
 PEERS = (peers.host,)
-
 BLOCKS, LAYERS = 128, 16  # of K and V: 32 pieces a block
-BARE, BARE_ON_CPU = "copy_blocks, pairs on the GPU", "copy_blocks, pairs on the CPU"
-ON_GPU, ON_CPU = "jitkern, numbers on the GPU", "jitkern, lists"
 
 
 @dataclass
@@ -33,20 +30,19 @@ class Batch:
     slots: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.lists = self.cpu_blocks.tolist(), self.slots.tolist()
-        self.numbers = tuple(one.to(self.engine.device) for one in (self.cpu_blocks, self.slots))
-        self.pairs_cpu = torch.stack((self.cpu_blocks, self.slots), 1)
-        self.pairs = self.pairs_cpu.to(self.engine.device)
         gpu, cpu = self.engine.gpu_cache, self.engine.cpu_cache
+        self.lists = self.cpu_blocks.tolist(), self.slots.tolist()
+        self.numbers = self.cpu_blocks.to(gpu.device), self.slots.to(gpu.device)
+        self.pairs_cpu = torch.stack((self.cpu_blocks, self.slots), 1)
+        self.pairs = self.pairs_cpu.to(gpu.device)
         self.dst = gpu.flatten(0, 1)
         self.block_dim = 1 if self.engine.layout == "layer_first" else 0
         self.src = cpu.flatten(0, 1) if self.block_dim else cpu.flatten(1, 2)
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    on_gpu = ctx.device == "cuda"
     for layout in ("layer_first", "block_first"):
-        for kib in (4, 16, 64) if on_gpu else (4,):
+        for kib in (4, 16, 64) if ctx.device == "cuda" else (4,):
             yield from measure(ctx, _case(ctx, layout, kib))
 
 
@@ -64,59 +60,40 @@ def _case(ctx: Context, layout: str, kib: int) -> Case:
         layout=layout,  # type: ignore[arg-type]
     )
     engine.cpu_cache.view(torch.int16).random_()
-
-    def make(_: int) -> Batch:
-        return Batch(engine, torch.randperm(blocks)[:slots], torch.randperm(slots))
+    load = engine.load_cpu_blocks_to_gpu_slots_all_layers
 
     def loaded(b: Batch) -> torch.Tensor:
         return b.dst[:, b.numbers[1]].view(torch.int16).cpu()
 
-    def wanted(b: Batch) -> torch.Tensor:
+    def expected(b: Batch) -> torch.Tensor:
         found = b.src.index_select(b.block_dim, b.cpu_blocks).view(torch.int16)
         return found if b.block_dim else found.transpose(0, 1).contiguous()
 
+    def bare(b: Batch) -> None:
+        jitkern.copy_blocks(b.src, b.dst, b.pairs, src_block_dim=b.block_dim)
+
+    def bare_on_cpu(b: Batch) -> None:
+        jitkern.copy_blocks(b.src, b.dst, b.pairs_cpu, src_block_dim=b.block_dim)
+
     moved = slots * 2 * LAYERS * kib * 1024
     impls = [
-        Impl(ON_CPU, "ours", lambda: _by_lists, graph=False),
-        Impl(BARE_ON_CPU, "peer", lambda: _bare_on_cpu, graph=False),
+        ours(lambda b: load(*b.lists), "jitkern, lists", graph=False),
+        peer("copy_blocks, pairs on the CPU", bare_on_cpu, graph=False),
     ]
     if on_gpu:
         impls += [
-            Impl(ON_GPU, "ours", lambda: _by_numbers),
-            Impl(BARE, "peer", lambda: _bare),
-            Impl(MEMCPY, "ceiling", lambda: _contiguous(moved), check=False),
+            ours(lambda b: load(*b.numbers), "jitkern, numbers on the GPU"),
+            peer("copy_blocks, pairs on the GPU", bare),
+            memcpy(lambda b: engine.gpu_cache, lambda b: engine.cpu_cache, moved),
         ]
     return Case(
         op="offload",
         name=f"{slots} blocks x {LAYERS} layers of K and V x {kib} KB, {layout}",
-        params={"blocks": slots, "layers": LAYERS, "piece_bytes": kib << 10, "layout": layout},
         bytes_moved=moved,
-        bytes_note="over the link" if on_gpu else "copied",
-        make=make,
+        make=lambda _: Batch(engine, torch.randperm(blocks)[:slots], torch.randperm(slots)),
         outputs=lambda b: (loaded(b),),
-        reference=lambda b: (wanted(b),),
-        prepare=lambda b: b.engine.gpu_cache.zero_(),
+        reference=lambda b: (expected(b),),
+        prepare=lambda b: engine.gpu_cache.zero_(),
         impls=impls,
         calls=3,
     )
-
-
-def _by_lists(b: Batch) -> None:
-    b.engine.load_cpu_blocks_to_gpu_slots_all_layers(*b.lists)
-
-
-def _by_numbers(b: Batch) -> None:
-    b.engine.load_cpu_blocks_to_gpu_slots_all_layers(*b.numbers)
-
-
-def _bare(b: Batch) -> None:
-    jitkern.copy_blocks(b.src, b.dst, b.pairs, src_block_dim=b.block_dim)
-
-
-def _bare_on_cpu(b: Batch) -> None:
-    jitkern.copy_blocks(b.src, b.dst, b.pairs_cpu, src_block_dim=b.block_dim)
-
-
-def _contiguous(num_bytes: int) -> Run:
-    copy = peers.host().copy_bytes
-    return lambda b: copy(b.engine.gpu_cache, b.engine.cpu_cache, num_bytes)

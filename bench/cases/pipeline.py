@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from bench.cases.common import lacks_gpu
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
 from jitkern.bench.timing import cuda_timer
 from jitkern.offload import OverlapMonitor, SlotPipeline
 
+NEEDS_GPU = True
 BLOCKS, BLOCK_BYTES = 64, 4 << 20
 DEPTHS = (1, 2, 4, 8)
 BEST_DEPTH = 4
@@ -29,53 +29,49 @@ Body = Callable[[torch.Tensor], object]
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    if lacks_gpu(ctx, "pipeline"):
-        return
     blocks = list(torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory())
     for number, block in enumerate(blocks):
         block.fill_(number)
     bodies = _bodies(blocks)
     for name, body in bodies.items():
-        yield from measure(ctx, _case(f"load, bodies of {name}", _loads(blocks, body)))
-    yield from measure(ctx, _case("update, both directions", _updates(blocks, bodies["sleep"]), 2))
+        ours = {f"jitkern, depth {n}": partial(_load, blocks, _bring, body, n) for n in DEPTHS}
+        impls = [Impl(name, "ours", build) for name, build in ours.items()]
+        impls += [
+            Impl("torch, double buffer", "peer", partial(_double_buffer, blocks, body)),
+            Impl("one behind the other", "peer", partial(_in_turn, blocks, body)),
+            Impl("the longer side alone", "ceiling", partial(_longer, blocks, body)),
+        ]
+        yield from _measured(ctx, f"load, bodies of {name}", impls, 1)
+    yield from _measured(ctx, "update, both directions", _updates(blocks, bodies["sleep"]), 2)
     watched = OverlapMonitor(min_ratio=0)
     impls = [
         Impl("jitkern", "ours", lambda: _load(blocks, None, _nothing)),
         Impl("jitkern, monitored", "ours", lambda: _load(blocks, None, _nothing, monitor=watched)),
     ]
-    name = f"host, {BLOCKS} iterations"
-    yield from measure(ctx, Case("pipeline", name, impls, clock="host"))
+    yield from measure(ctx, Case("pipeline", f"host, {BLOCKS} iterations", impls, clock="host"))
 
 
-def _case(name: str, impls: dict[str, tuple[str, Callable[[], Run]]], ways: int = 1) -> Case:
-    return Case(
-        "pipeline",
-        name,
-        [
-            Impl(impl, role, build, graph=False, check=False)
-            for impl, (role, build) in impls.items()
-        ],
-        params={"blocks": BLOCKS, "block_bytes": BLOCK_BYTES},
-        bytes_moved=ways * BLOCKS * BLOCK_BYTES,
-        bytes_note="of blocks",
-    )
+def _measured(ctx: Context, name: str, impls: list[Impl], ways: int) -> list[Row]:
+    for impl in impls:
+        impl.graph = impl.check = False
+    return measure(ctx, Case("pipeline", name, impls, bytes_moved=ways * BLOCKS * BLOCK_BYTES))
 
 
 def _bodies(blocks: Blocks) -> dict[str, Body]:
     """Return bodies that take as long as a copy of a block."""
-    timer = cuda_timer("pipeline")
-    slot = _slot()
-    _bring(slot, blocks[0])
-    copy_ms = statistics.median(timer(partial(_bring, slot, block)) for block in blocks)
-    cycles = 1_000_000
-    torch.cuda._sleep(cycles)
-    cycles = int(cycles * copy_ms / timer(lambda: torch.cuda._sleep(cycles)))
-    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(a)
-    for _ in range(3):
-        torch.mm(a, a, out=out)
-    once_ms = statistics.median(timer(lambda: torch.mm(a, a, out=out)) for _ in range(20))
-    count = max(1, round(copy_ms / once_ms))
+    timer, slot, a = (
+        cuda_timer("pipeline"),
+        _slot(),
+        torch.randn(2048, 2048, device="cuda").bfloat16(),
+    )
+    out, cycles = torch.empty_like(a), 1_000_000
+
+    def ms(call: Callable[[], object]) -> float:
+        return statistics.median(timer(call) for _ in range(30))
+
+    copy_ms = ms(partial(_bring, slot, blocks[0]))
+    cycles = int(cycles * copy_ms / ms(partial(torch.cuda._sleep, cycles)))
+    count = max(1, round(copy_ms / ms(partial(torch.mm, a, a, out=out))))
 
     def gemms(_: torch.Tensor) -> None:
         for _ in range(count):
@@ -92,28 +88,8 @@ def _bring(tensor: torch.Tensor, block: torch.Tensor) -> None:
     tensor.copy_(block, non_blocking=True)
 
 
-def _take(tensor: torch.Tensor, block: torch.Tensor) -> None:
-    block.copy_(tensor, non_blocking=True)
-
-
 def _nothing(*_: object) -> None:
     pass
-
-
-# -- loads -----------------------------------------------------------------------------------------
-
-
-def _loads(blocks: Blocks, body: Body) -> dict[str, tuple[str, Callable[[], Run]]]:
-    ours = {
-        f"jitkern, depth {depth}": ("ours", partial(_load, blocks, _bring, body, depth))
-        for depth in DEPTHS
-    }
-    return {
-        **ours,
-        "torch, double buffer": ("peer", partial(_double_buffer, blocks, body)),
-        "one behind the other": ("peer", partial(_in_turn, blocks, body)),
-        "the longer side alone": ("ceiling", partial(_longer, blocks, body)),
-    }
 
 
 def _load(
@@ -123,7 +99,7 @@ def _load(
     depth: int = BEST_DEPTH,
     **how: Any,
 ) -> Run:
-    """Return loads through a pipeline; ValueError where a body sees another block."""
+    """Return loads through a pipeline; ValueError if a body sees another block."""
     pipeline = SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8, **how)
     if copy is not None:
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -190,29 +166,23 @@ def _longer(blocks: Blocks, body: Body) -> Run:
             body(slot)
 
     timer = cuda_timer("pipeline")
-    took = [statistics.median(timer(go) for _ in range(5)) for go in (copies, bodies)]
-    return copies if took[0] > took[1] else bodies
+    return max(copies, bodies, key=lambda go: statistics.median(timer(go) for _ in range(5)))
 
 
-# -- both directions -------------------------------------------------------------------------------
-
-
-def _updates(blocks: Blocks, body: Body) -> dict[str, tuple[str, Callable[[], Run]]]:
-    """Both engines at once are slower than one alone: that is the ceiling here."""
+def _updates(blocks: Blocks, body: Body) -> list[Impl]:
+    """Return what loads and stores; both engines at once are slower than one: the ceiling here."""
     targets = list(torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory())
     pairs = list(zip(blocks, targets, strict=True))
 
     def ours(depth: int) -> Run:
         pipeline = SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8)
 
-        def load(tensor: torch.Tensor, pair: Any) -> None:
-            _bring(tensor, pair[0])
-
-        def store(tensor: torch.Tensor, pair: Any) -> None:
-            _take(tensor, pair[1])
-
         def go(_: object) -> None:
-            for slot in pipeline.update(pairs, load=load, store=store):
+            for slot in pipeline.update(
+                pairs,
+                load=lambda tensor, pair: _bring(tensor, pair[0]),
+                store=lambda tensor, pair: _bring(pair[1], tensor),
+            ):
                 body(slot.tensor)
 
         go(None)
@@ -221,23 +191,19 @@ def _updates(blocks: Blocks, body: Body) -> dict[str, tuple[str, Callable[[], Ru
             raise ValueError("a block came back as another; not timed")
         return go
 
-    def engines() -> Run:
-        slots = [_slot() for _ in range(2)]
-        streams = [torch.cuda.Stream() for _ in range(2)]
+    slots, streams = [_slot(), _slot()], [torch.cuda.Stream(), torch.cuda.Stream()]
 
-        def go(_: object) -> None:
-            here = torch.cuda.current_stream()
-            for stream in streams:
-                stream.wait_stream(here)
-            for block, target in pairs:
-                with torch.cuda.stream(streams[0]):
-                    _bring(slots[0], block)
-                with torch.cuda.stream(streams[1]):
-                    _take(slots[1], target)
-            for stream in streams:
-                here.wait_stream(stream)
+    def engines(_: object) -> None:
+        here = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(here)
+        for block, target in pairs:
+            with torch.cuda.stream(streams[0]):
+                _bring(slots[0], block)
+            with torch.cuda.stream(streams[1]):
+                _bring(target, slots[1])
+        for stream in streams:
+            here.wait_stream(stream)
 
-        return go
-
-    depths = {f"jitkern, depth {depth}": ("ours", partial(ours, depth)) for depth in DEPTHS}
-    return {**depths, "both engines at once, no bodies": ("ceiling", engines)}
+    impls = [Impl(f"jitkern, depth {depth}", "ours", partial(ours, depth)) for depth in DEPTHS]
+    return [*impls, Impl("both engines at once, no bodies", "ceiling", lambda: engines)]

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import MEMCPY, empty_rows, lacks_gpu
+from bench.cases.common import empty_rows, ours, peer
 from bench.peers import host_pool
-from bench.peers.host_rows import LINE_ALIGNED, LOADS_FIRST, ROW_BYTES, ROWS, copy_engine, rung
-from jitkern.bench.case import Case, Context, Impl, Row, Run
+from bench.peers.host_rows import LINE_ALIGNED, ROW_BYTES, ROWS, copy_engine, rung
+from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
 PEERS = (peers.ladder,)
-PLOTS = ("pools",)
+NEEDS_GPU = True
 
 TOKEN_ROWS = 24 * 1024  # of an n-gram table: 24 rows for each of 1,024 tokens
 DEVICE_ROWS = 600_000
@@ -57,24 +56,21 @@ class Buffers:
 
     src: torch.Tensor
     dst: torch.Tensor
-    pairs: torch.Tensor  # int32 where the rows are few enough, else int64
+    pairs: torch.Tensor  # int32 if the rows are few enough, else int64
     sources: torch.Tensor
     targets: torch.Tensor
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    if lacks_gpu(ctx, "pools"):
-        return
-    sizes = host_pool.sizes(4 if ctx.quick else 96)
-    if not sizes:
+    fit = host_pool.sizes(4 if ctx.quick else 96)
+    if not fit:
         ctx.say("pools: no memory for a pool, skipped")
         return
-    ctx.say(f"pools: a pool of {sizes[-1]} GiB")
-    pool = host_pool.allocated(sizes[-1])
+    ctx.say(f"pools: a pool of {fit[-1]} GiB")
+    pool = host_pool.allocated(fit[-1])
     for kind, rows, row_bytes, law, wanted in CALLS:
-        for gib in wanted:
-            if gib in sizes:
-                yield from measure(ctx, _case(pool, kind, rows, row_bytes, law, gib))
+        for gib in (gib for gib in wanted if gib in fit):
+            yield from measure(ctx, _case(pool, kind, rows, row_bytes, law, gib))
 
 
 def _case(pool: torch.Tensor, kind: str, rows: int, row_bytes: int, law: str, gib: float) -> Case:
@@ -90,9 +86,8 @@ def _case(pool: torch.Tensor, kind: str, rows: int, row_bytes: int, law: str, gi
         numbers, slots = draw(len(host), rows), torch.randperm(count, device="cuda")[:rows]
         narrow = torch.int32 if len(host) < 1 << 31 else torch.int64
         if kind == "table":
-            output = torch.empty_like(device)
             slots = torch.arange(rows, device="cuda")
-            return Buffers(host, output, numbers.to(narrow), numbers, slots)
+            return Buffers(host, torch.empty_like(device), numbers.to(narrow), numbers, slots)
         src, dst = (host, device) if kind == "gather" else (device, host)
         sources, targets = (numbers, slots) if kind == "gather" else (slots, numbers)
         pairs = torch.stack([sources, targets], 1).to(narrow)
@@ -110,16 +105,9 @@ def _case(pool: torch.Tensor, kind: str, rows: int, row_bytes: int, law: str, gi
     return Case(
         op="pools",
         name=f"{kind} of {rows} rows of {row_bytes} B, pool of {gib:g} GiB, {law}",
-        params={
-            "kind": kind,
-            "rows": rows,
-            "row_bytes": row_bytes,
-            "pool_gib": gib,
-            "law": law,
-        },
+        params={"kind": kind, "rows": rows, "row_bytes": row_bytes, "pool_gib": gib, "law": law},
         bytes_moved=rows * row_bytes,
-        bytes_note="bytes that arrive, each row once",
-        impls=list(_of_a_table() if kind == "table" else _of_pairs(kind, row_bytes)),
+        impls=_of_a_table() if kind == "table" else _of_pairs(kind, row_bytes),
         make=make,
         outputs=written,
         reference=reference,
@@ -128,58 +116,39 @@ def _case(pool: torch.Tensor, kind: str, rows: int, row_bytes: int, law: str, gi
     )
 
 
-def _of_way(op: Any, order: str) -> Run:
-    return lambda b: op(b.src, b.dst, b.pairs, order=order, method="sm")  # nothing runs beside
-
-
-def _of_pairs(kind: str, row_bytes: int) -> Iterator[Impl]:
+def _of_pairs(kind: str, row_bytes: int) -> list[Impl]:
     op: Any = jitkern.h2d_gather if kind == "gather" else jitkern.d2h_scatter
-    side = "source" if kind == "gather" else "destination"
-    for name, order in (
-        ("jitkern", "auto"),
-        ("jitkern, as they come", "given"),
-        (f"jitkern, by {side}", "host"),
-    ):
-        yield Impl(name, "ours", partial(_of_way, op, order))
+    by = "jitkern, by source" if kind == "gather" else "jitkern, by destination"
+    aligned = rung("6 line-aligned, 4 SMs", 4)
+
+    def by_order(order: str, name: str) -> Impl:  # nothing runs beside
+        return ours(lambda b: op(b.src, b.dst, b.pairs, order=order, method="sm"), name)
+
+    def sorted_first(b: Buffers) -> None:
+        """Sort the pairs by source on the GPU, as engines do with the ids of a host table."""
+        pairs = b.pairs[b.pairs[:, 0].argsort()]
+        peers.ladder().gather(LINE_ALIGNED, b.src, b.dst, pairs, 4)
+
+    impls = [by_order("auto", "jitkern"), by_order("given", "jitkern, as they come")]
+    impls += [by_order("host", by)]
     if row_bytes % 16 == 0:  # what the peers can
-        yield Impl("6 line-aligned, 4 SMs", "peer", lambda: rung(LINE_ALIGNED, 4))
-        yield Impl("4 loads before stores, full grid", "peer", lambda: rung(LOADS_FIRST))
+        impls += [aligned, rung("4 loads before stores, full grid")]
         if kind == "gather":
-            yield Impl("torch.argsort, then 6 line-aligned, 4 SMs", "peer", _sorted)
-    yield Impl(MEMCPY, "ceiling", copy_engine, check=False)
+            impls += [peer("torch.argsort, then 6 line-aligned, 4 SMs", sorted_first)]
+    return [*impls, copy_engine()]
 
 
-def _sorted() -> Run:
-    """Sort the pairs by source on the GPU, as engines do with the ids of a host table."""
-    gather = rung(LINE_ALIGNED, 4)
+def _of_a_table() -> list[Impl]:
+    def triton(b: Buffers) -> None:
+        words = b.src.view(torch.int32), b.dst.view(torch.int32)
+        peers.triton().index(words[0], b.pairs, words[1], 0, words[0].shape[0])
 
-    def run_sorted(b: Buffers) -> None:
-        order = b.pairs[:, 0].argsort()
-        gather(Buffers(b.src, b.dst, b.pairs[order], b.sources, b.targets))
+    def on_cpu(b: Buffers) -> None:
+        b.dst.copy_(torch.index_select(b.src, 0, b.pairs.cpu()))
 
-    return run_sorted
-
-
-def _of_a_table() -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: _indexing)
-    yield Impl("triton, rows where they lie", "peer", _triton)
-    yield Impl("torch: index_select on the CPU, copy", "peer", lambda: _on_cpu, graph=False)
-    yield Impl(MEMCPY, "ceiling", copy_engine, check=False)
-
-
-def _indexing(b: Buffers) -> None:
-    jitkern.indexing(b.src, b.pairs, output=b.dst)
-
-
-def _triton() -> Run:
-    index = peers.triton().index
-
-    def run_index(b: Buffers) -> None:
-        words = b.src.view(torch.int32)
-        index(words, b.pairs, b.dst.view(torch.int32), 0, words.shape[0])
-
-    return run_index
-
-
-def _on_cpu(b: Buffers) -> None:
-    b.dst.copy_(torch.index_select(b.src, 0, b.pairs.cpu()))
+    return [
+        ours(lambda b: jitkern.indexing(b.src, b.pairs, output=b.dst)),
+        peer("triton, rows where they lie", triton),
+        peer("torch: index_select on the CPU, copy", on_cpu, graph=False),
+        copy_engine(),
+    ]

@@ -1,26 +1,33 @@
-"""store_cache: K and V rows to random slots of the caches."""
+"""store_cache: K and V rows to random slots of the caches. Bytes are read once and written once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import call_case, copy_impl, empty_rows, random_rows, sizes
-from jitkern.bench.case import Case, Context, Impl, Row, Run
+from bench.cases.common import (
+    call_cases,
+    ceiling,
+    copy_impl,
+    empty_kernel,
+    empty_rows,
+    ours,
+    peer,
+    random_rows,
+    sizes,
+)
+from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
 PEERS = (peers.rows,)
-PLOTS = ("of a copy",)
 MIN_SLOTS = 262_144  # two caches of even 256-byte rows are then larger than twice the L2
 # (bytes of a row of K, of V): MLA's one cache, and 4 heads of 192 and of 128 items.
 ODD_SIZES = ((656, 0), (1536, 1024))
-COPY = "copy kernel, same bytes"
 
 
 @dataclass
@@ -47,12 +54,15 @@ def run(ctx: Context) -> Iterator[Row]:
         all_sizes = [(n, rows) for n in (256, 656, 1024, 2048) for rows in counts]
     for row_bytes, rows in all_sizes:
         case = case_of(ctx, row_bytes, rows)
-        yield from measure(ctx, replace(case, impls=list(_impls(ctx, row_bytes, rows))))
+        yield from measure(ctx, replace(case, impls=_impls(ctx, row_bytes, rows)))
     for row_bytes, v_row_bytes in ODD_SIZES:
         for rows in (8192,) if ctx.device == "cpu" else (1, 1024, 131_072):
             case = case_of(ctx, row_bytes, rows, v_row_bytes)
-            impls = [case.ours(), *_odd_impls(ctx, bool(v_row_bytes))]
-            yield from measure(ctx, replace(case, impls=impls))
+            others = [peer("torch cache[idx] = x", _index_put_k)]
+            if v_row_bytes:
+                others = [peer("jitkern, twice", _one_by_one)]
+                others += [peer("torch cache[idx] = x, twice", _index_put)]
+            yield from measure(ctx, replace(case, impls=[case.ours(), *others, _copy(ctx)]))
 
 
 def cases(ctx: Context) -> Iterator[Case]:
@@ -64,11 +74,8 @@ def cases(ctx: Context) -> Iterator[Case]:
     caches = torch.zeros(2, 64, 656, dtype=torch.uint8, device=ctx.device)
     kv = torch.ones(2, 1, 656, dtype=torch.uint8, device=ctx.device)
     one = torch.zeros(1, dtype=torch.int32, device=ctx.device)
-    for name, arguments in (
-        ("call, checks only", (*caches, one[:0], *kv[:, :0])),
-        ("call, 1 row", (*caches, one, *kv)),
-    ):
-        yield call_case("store", name, partial(jitkern.store_cache, *arguments), arguments)
+    empty = (*caches, one[:0], *kv[:, :0])
+    yield from call_cases("store", jitkern.store_cache, empty, (*caches, one, *kv))
 
 
 def case_of(ctx: Context, row_bytes: int, rows: int, v_row_bytes: int | None = None) -> Case:
@@ -99,7 +106,7 @@ def case_of(ctx: Context, row_bytes: int, rows: int, v_row_bytes: int | None = N
         )
 
     name = f"{rows} rows of {row_bytes} B"
-    params = {"row_bytes": row_bytes, "rows": rows, "slots": slots, "dtype": "bfloat16"}
+    params = {"row_bytes": row_bytes, "rows": rows}
     if v_row_bytes != row_bytes:
         name += f" and {v_row_bytes} B" if v_row_bytes else ", one cache"
         params["v_row_bytes"] = v_row_bytes
@@ -108,16 +115,20 @@ def case_of(ctx: Context, row_bytes: int, rows: int, v_row_bytes: int | None = N
         name=name,
         params=params,
         bytes_moved=2 * rows * both_bytes,
-        bytes_note="K and V, each read once and written once",
         make=make,
         outputs=lambda b: (b.k_cache, b.v_cache),
         reference=reference,
         impls=[
-            Impl("jitkern", "ours", lambda: _ours if v_row_bytes else _ours_alone),
+            ours(_ours if v_row_bytes else _ours_alone),
             copy_impl(ctx, lambda b: (b.copied, b.kv)),
         ],
         calls=4 if rows > 16_384 else 16 if rows > 1024 else 50,
     )
+
+
+def _copy(ctx: Context) -> Impl:
+    name = "copy kernel, same bytes" if ctx.device == "cuda" else "copy_ of the same bytes"
+    return copy_impl(ctx, lambda b: (b.copied, b.kv), name)
 
 
 def _ours(b: Buffers) -> None:
@@ -133,13 +144,17 @@ def _one_by_one(b: Buffers) -> None:
     jitkern.store_cache(b.v_cache, None, b.indices, b.v)
 
 
-def _index_put(b: Buffers) -> None:
-    _index_put_k(b)
-    b.v_cache[b.indices64] = b.v
-
-
 def _index_put_k(b: Buffers) -> None:
     b.k_cache[b.indices64] = b.k
+
+
+def _put_both(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
+    k_cache[indices] = k
+    v_cache[indices] = v
+
+
+def _index_put(b: Buffers) -> None:
+    _put_both(b.k_cache, b.v_cache, b.indices64, b.k, b.v)
 
 
 def _index_copy(b: Buffers) -> None:
@@ -147,103 +162,24 @@ def _index_copy(b: Buffers) -> None:
     b.v_cache.index_copy_(0, b.indices64, b.v)
 
 
-def _copy_(b: Buffers) -> None:
-    b.copied.copy_(b.kv)
-
-
-def _impls(ctx: Context, row_bytes: int, rows: int) -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: _ours)
-    yield Impl("torch cache[idx] = x, twice", "peer", lambda: _index_put)
+def _impls(ctx: Context, row_bytes: int, rows: int) -> list[Impl]:
+    impls = [ours(_ours), peer("torch cache[idx] = x, twice", _index_put)]
     if ctx.device == "cpu":
-        yield Impl("torch index_copy_, twice", "peer", lambda: _index_copy)
-        yield Impl("copy_ of the same bytes", "ceiling", lambda: _copy_, check=False)
-        return
-    yield Impl("nvcc, mini-sglang style", "peer", lambda: _nvcc(row_bytes))
-    yield Impl("triton", "peer", _triton)
-    if not ctx.quick and rows == 131_072:
-        yield Impl("torch.compile", "peer", _compiled)
-    if peers.installed("vllm") and row_bytes % 256 == 0:
-        yield Impl("vllm reshape_and_cache_flash", "peer", _vllm)
-    if peers.installed("flashinfer") and row_bytes % 256 == 0:
-        yield Impl("flashinfer append_paged_kv_cache", "peer", _flashinfer)
-    yield copy_impl(ctx, lambda b: (b.copied, b.kv), COPY)
-    yield Impl("torch copy_, same bytes", "ceiling", lambda: _copy_, check=False)
-    if rows <= 1024:
-        yield Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
+        return [*impls, peer("torch index_copy_, twice", _index_copy), _copy(ctx)]
 
+    def nvcc(b: Buffers) -> None:
+        if row_bytes not in peers.STORE_ROW_BYTES:
+            raise LookupError("does not compile for this row size, which is no multiple of 128 B")
+        store = getattr(peers.rows(), f"store_{row_bytes}")
+        store(b.k_cache, b.v_cache, b.indices, b.k, b.v)
 
-def _odd_impls(ctx: Context, two_caches: bool) -> Iterator[Impl]:
-    """Yield what K and V of two sizes, or one cache, are timed beside."""
-    if two_caches:
-        yield Impl("jitkern, twice", "peer", lambda: _one_by_one)
-        yield Impl("torch cache[idx] = x, twice", "peer", lambda: _index_put)
-    else:
-        yield Impl("torch cache[idx] = x", "peer", lambda: _index_put_k)
-    name = COPY if ctx.device == "cuda" else "copy_ of the same bytes"
-    yield copy_impl(ctx, lambda b: (b.copied, b.kv), name)
+    def triton(b: Buffers) -> None:
+        k_cache, v_cache, k, v = (x.view(torch.int32) for x in (b.k_cache, b.v_cache, b.k, b.v))
+        peers.triton().store(k_cache, v_cache, b.indices, k, v)
 
-
-def _nvcc(row_bytes: int) -> Run:
-    if row_bytes not in peers.STORE_ROW_BYTES:
-        raise LookupError("does not compile for this row size, which is no multiple of 128 B")
-    store = getattr(peers.rows(), f"store_{row_bytes}")
-    return lambda b: store(b.k_cache, b.v_cache, b.indices, b.k, b.v)
-
-
-def _triton() -> Run:
-    store = peers.triton().store
-
-    def run_words(b: Buffers) -> None:
-        words = (t.view(torch.int32) for t in (b.k_cache, b.v_cache, b.k, b.v))
-        k_cache, v_cache, k, v = words
-        store(k_cache, v_cache, b.indices, k, v)
-
-    return run_words
-
-
-def _compiled() -> Run:
-    def put_both(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
-        k_cache[indices] = k
-        v_cache[indices] = v
-
-    compiled: Any = torch.compile(put_both, dynamic=False)
-    return lambda b: compiled(b.k_cache, b.v_cache, b.indices64, b.k, b.v)
-
-
-def _heads(t: torch.Tensor) -> torch.Tensor:
-    return t.view(t.shape[0], -1, 128)
-
-
-def _vllm() -> Run:
-    from vllm import _custom_ops as ops
-
-    one = torch.ones((), device="cuda")
-
-    def run_flash(b: Buffers) -> None:
-        # Pages of one slot.
-        caches = (_heads(b.k_cache).unsqueeze(1), _heads(b.v_cache).unsqueeze(1))
-        ops.reshape_and_cache_flash(
-            _heads(b.k), _heads(b.v), *caches, b.indices64, "auto", one, one
-        )
-
-    return run_flash
-
-
-def _flashinfer() -> Run:
-    import flashinfer
-
-    plans: dict[int, tuple[torch.Tensor, ...]] = {}  # each token its own request, pages of 1 slot
-
-    def run_append(b: Buffers) -> None:
-        rows = b.k.shape[0]
-        if rows not in plans:
-            counts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
-            ones = torch.ones(rows, dtype=torch.int32, device="cuda")
-            plans[rows] = (counts[:rows].contiguous(), ones - 1, counts, ones)
-        batch, positions, indptr, last = plans[rows]
-        caches = (_heads(b.k_cache).unsqueeze(1), _heads(b.v_cache).unsqueeze(1))
-        flashinfer.append_paged_kv_cache(
-            _heads(b.k), _heads(b.v), batch, positions, caches, b.indices, indptr, last
-        )
-
-    return run_append
+    impls += [peer("nvcc, mini-sglang style", nvcc), peer("triton", triton), _copy(ctx)]
+    impls += [ceiling("torch copy_, same bytes", lambda b: b.copied.copy_(b.kv))]
+    if rows == 131_072 and not ctx.quick:
+        put = torch.compile(_put_both, dynamic=False)
+        impls += [peer("torch.compile", lambda b: put(b.k_cache, b.v_cache, b.indices64, b.k, b.v))]
+    return [*impls, empty_kernel()] if rows <= 1024 else impls

@@ -1,7 +1,7 @@
 """swap_rows: rows of a cache leave for pinned host memory, others come in their place.
 
 Beside a scatter and a gather, one after the other or at once, and beside both copy engines on rows
-in one piece, which no kernel of loads and stores reaches.
+in one piece, which no kernel of loads and stores reaches. Bytes are those of both directions.
 """
 
 from __future__ import annotations
@@ -15,14 +15,23 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import CPU_SIZES, call_case, host_copy_case, lacks_gpu, random_rows
+from bench.cases.common import (
+    CPU_SIZES,
+    call_cases,
+    ceiling,
+    host_copy_case,
+    ours,
+    peer,
+    random_rows,
+)
 from bench.cases.h2d_gather import LINK_SIZES
 from bench.peers import host_pool
 from bench.peers.host_rows import ROW_BYTES, ROWS, SLOTS
-from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
 PEERS = (peers.ladder,)
+NEEDS_GPU = True
 POOLS_GIB = (0.4, 4, 16, 64)  # the smallest has 0.2 for each direction, as the other benchmarks
 
 
@@ -49,17 +58,23 @@ class Buffers:
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    if lacks_gpu(ctx, "swap"):
-        return
     fit = host_pool.sizes(4 if ctx.quick else 96)  # as for `pools`, which takes the same one
     if not fit or fit[-1] < POOLS_GIB[0]:
         ctx.say("swap: no memory for a pool, skipped")
         return
     pool = host_pool.allocated(fit[-1])
+    gpu = torch.randint(0, 256, (SLOTS, ROW_BYTES), dtype=torch.uint8, device="cuda")
     for gib in (gib for gib in POOLS_GIB if gib <= fit[-1]):
         for rows in (ROWS,) if ctx.quick or gib > POOLS_GIB[0] else (1, 128, 2048, ROWS):
-            host = host_pool.rows_of(pool, gib, ROW_BYTES)
-            yield from measure(ctx, _case(ctx, host, gib, rows))
+            case = Case(
+                op="swap",
+                name=f"{rows} rows of {ROW_BYTES} B, distinct, pool of {gib:g} GiB",
+                bytes_moved=2 * rows * ROW_BYTES,
+                impls=_impls(ctx, rows, gib),
+                calls=3 if rows > 100_000 else 20,
+                **_job(ctx, host_pool.rows_of(pool, gib, ROW_BYTES), gpu, rows),
+            )
+            yield from measure(ctx, case)
 
 
 def cases(ctx: Context) -> Iterator[Case]:
@@ -81,25 +96,12 @@ def cases(ctx: Context) -> Iterator[Case]:
             copies,
             op="swap",
             name=f"{rows} rows of {row_bytes} B",
-            params={"rows": rows, "row_bytes": row_bytes, "slots": slots},
             **_job(ctx, host, gpu, rows),
         )
     host, gpu = (torch.zeros(64, 656, dtype=torch.uint8, device=d) for d in ("cpu", ctx.device))
-    b = _buffers(ctx, host.pin_memory() if on_gpu else host, gpu, gpu[:1], 1)
-    for name, triples in (("call, checks only", b.triples[:0]), ("call, 1 row", b.triples)):
-        arguments = (b.host, b.gpu, triples)
-        yield call_case("swap", name, partial(jitkern.swap_rows, *arguments), arguments)
-
-
-def _buffers(
-    ctx: Context, host: torch.Tensor, gpu: torch.Tensor, staging: torch.Tensor, rows: int
-) -> Buffers:
-    def distinct(below: int) -> torch.Tensor:
-        return torch.randperm(below, device=ctx.device)[:rows]
-
-    fetch, back = (2 * distinct(len(host) // 2) + odd for odd in (0, 1))
-    triples = torch.stack([fetch, distinct(len(gpu)), back], 1).to(torch.int32)
-    return Buffers(host, gpu, staging, triples)
+    b = _job(ctx, host.pin_memory() if on_gpu else host, gpu, 1)["make"](0)
+    one = (b.host, b.gpu, b.triples)
+    yield from call_cases("swap", jitkern.swap_rows, (*one[:2], b.triples[:0]), one)
 
 
 def _job(ctx: Context, host: torch.Tensor, gpu: torch.Tensor, rows: int) -> dict[str, Any]:
@@ -107,12 +109,20 @@ def _job(ctx: Context, host: torch.Tensor, gpu: torch.Tensor, rows: int) -> dict
     staging = torch.empty(rows, gpu.shape[1], dtype=torch.uint8, device=ctx.device)
     new = torch.randint_like(staging, 0, 256)
 
+    def make(_: int) -> Buffers:
+        def distinct(below: int) -> torch.Tensor:
+            return torch.randperm(below, device=ctx.device)[:rows]
+
+        fetch, back = (2 * distinct(len(host) // 2) + odd for odd in (0, 1))
+        triples = torch.stack([fetch, distinct(len(gpu)), back], 1).to(torch.int32)
+        return Buffers(host, gpu, staging, triples)
+
     def refill(b: Buffers) -> None:
         b.gpu[b.slots64] = new
         b.host[b.back_cpu] = 0
 
     return {
-        "make": lambda _: _buffers(ctx, host, gpu, staging, rows),
+        "make": make,
         # Copies: the pool is too large for another.
         "outputs": lambda b: (b.host[b.back_cpu], b.gpu[b.slots64].cpu()),
         "reference": lambda b: (b.gpu[b.slots64].cpu(), b.host[b.fetch_cpu]),
@@ -120,32 +130,39 @@ def _job(ctx: Context, host: torch.Tensor, gpu: torch.Tensor, rows: int) -> dict
     }
 
 
-def _case(ctx: Context, host: torch.Tensor, gib: float, rows: int) -> Case:
-    gpu = torch.randint(0, 256, (SLOTS, ROW_BYTES), dtype=torch.uint8, device="cuda")
-    return Case(
-        op="swap",
-        name=f"{rows} rows of {ROW_BYTES} B, distinct, pool of {gib:g} GiB",
-        params={"rows": rows, "row_bytes": ROW_BYTES, "pool_gib": gib, "slots": SLOTS},
-        bytes_moved=2 * rows * ROW_BYTES,
-        bytes_note="over the link, both directions",
-        impls=list(_impls(ctx, rows, gib)),
-        calls=3 if rows > 100_000 else 20,
-        **_job(ctx, host, gpu, rows),
-    )
-
-
-def _impls(ctx: Context, rows: int, gib: float) -> Iterator[Impl]:
-    yield Impl("jitkern", "ours", lambda: _ours)
+def _impls(ctx: Context, rows: int, gib: float) -> list[Impl]:
+    impls = [ours(_ours)]
     if gib > POOLS_GIB[0]:
-        yield Impl('jitkern, order="given"', "ours", lambda: partial(_ours, order="given"))
-    if rows == ROWS and not ctx.quick:
-        for sms in (1, 2, 4, 8, 16):
-            name = f"jitkern, num_sms={sms}"
-            yield Impl(name, "ours", lambda sms=sms: partial(_ours, num_sms=sms))
-    yield Impl("d2h_scatter, then h2d_gather", "peer", lambda: _one_by_one)
-    yield Impl("both on two streams, by a staging buffer", "peer", _on_two_streams)
-    yield Impl("torch, index on the CPU", "peer", lambda: _torch, graph=False)
-    yield Impl("cudaMemcpyAsync both ways, contiguous", "ceiling", _both_engines, check=False)
+        impls += [ours(partial(_ours, order="given"), 'jitkern, order="given"')]
+    for sms in (1, 2, 4, 8, 16) if rows == ROWS and not ctx.quick else ():
+        impls += [ours(partial(_ours, num_sms=sms), f"jitkern, num_sms={sms}")]
+    side = torch.cuda.Stream()
+
+    def on_two_streams(b: Buffers) -> None:
+        """Slots are read while their new rows come, so these wait in a buffer for the last read."""
+        stream = torch.cuda.current_stream()
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            jitkern.d2h_scatter(b.gpu, b.host, b.outgoing, method="sm")
+        jitkern.h2d_gather(b.host, b.staging, b.staged, dedup=False, method="sm")
+        stream.wait_stream(side)
+        b.gpu.index_copy_(0, b.slots64, b.staging)
+
+    def both_engines(b: Buffers) -> None:
+        copy, stream = peers.ladder().copy_engine, torch.cuda.current_stream()
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            copy(b.gpu, b.host[rows:], rows * ROW_BYTES)
+        copy(b.host, b.staging, rows * ROW_BYTES)
+        stream.wait_stream(side)
+
+    return [
+        *impls,
+        peer("d2h_scatter, then h2d_gather", _one_by_one),
+        peer("both on two streams, by a staging buffer", on_two_streams),
+        peer("torch, index on the CPU", _torch, graph=False),
+        ceiling("cudaMemcpyAsync both ways, contiguous", both_engines),
+    ]
 
 
 def _ours(b: Buffers, **how: Any) -> None:
@@ -157,38 +174,6 @@ def _one_by_one(b: Buffers) -> None:
     jitkern.h2d_gather(b.host, b.gpu, b.incoming, dedup=False, method="sm")
 
 
-def _on_two_streams() -> Run:
-    """Slots are read while their new rows come, so these wait in a buffer for the last read."""
-    side = torch.cuda.Stream()
-
-    def both(b: Buffers) -> None:
-        stream = torch.cuda.current_stream()
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            jitkern.d2h_scatter(b.gpu, b.host, b.outgoing, method="sm")
-        jitkern.h2d_gather(b.host, b.staging, b.staged, dedup=False, method="sm")
-        stream.wait_stream(side)
-        b.gpu.index_copy_(0, b.slots64, b.staging)
-
-    return both
-
-
 def _torch(b: Buffers) -> None:
     b.host[b.back_cpu] = b.gpu[b.slots64].cpu()
     b.gpu[b.slots64] = b.host[b.fetch_cpu].cuda()
-
-
-def _both_engines() -> Run:
-    copy = peers.ladder().copy_engine
-    side = torch.cuda.Stream()
-
-    def both(b: Buffers) -> None:
-        count, stream = len(b.triples), torch.cuda.current_stream()
-        num_bytes = count * ROW_BYTES
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            copy(b.gpu, b.host[count:], num_bytes)
-        copy(b.host, b.staging, num_bytes)
-        stream.wait_stream(side)
-
-    return both

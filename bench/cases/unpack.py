@@ -1,21 +1,20 @@
 """unpack: pieces of one size from random places to random ones, as descriptors say.
 
 Beside a copy by the driver for each descriptor, in a loop in C++, a kernel of a block a descriptor,
-and one contiguous copy of as many bytes.
+and one contiguous copy of as many bytes. Bytes are read and written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import call_case, copy_impl
-from jitkern.bench.case import Case, Context, Impl, Row, Run
+from bench.cases.common import call_cases, copy_impl, empty_kernel, ours, peer
+from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
 PEERS = (peers.host, peers.pieces)
@@ -44,30 +43,35 @@ class Buffers:
 
 def run(ctx: Context) -> Iterator[Row]:
     if ctx.device != "cuda":
-        for pieces, piece_bytes in CPU_SIZES:
-            case = case_of(ctx, pieces, piece_bytes)
+        for size in CPU_SIZES:
+            case = case_of(ctx, *size)
             copied = replace(case.impls[1], name="copy_ of as many bytes")
             yield from measure(ctx, replace(case, impls=[case.ours(), copied]))
         return
+    block = peer("a block a descriptor", _block_a_descriptor)
+    loop = peer("loop of cuMemcpyAsync in C++", _loop, graph=False)
     for size in SMALL:
-        yield from measure(ctx, _with_peers(case_of(ctx, *size), is_small=True))
-    yield from measure(ctx, _with_peers(case_of(ctx, *LARGE)))
+        yield from _with(ctx, case_of(ctx, *size), block, loop, empty_kernel())
+    yield from _with(ctx, case_of(ctx, *LARGE), block, loop)
     for by in OFF_BY:
         case = case_of(ctx, *LARGE, *by)
         yield from measure(ctx, replace(case, impls=[case.ours()]))
-    yield from measure(ctx, _with_peers(_strided(), loop=False))
+    count, length, starts = 10_500, 32, torch.arange(128)
+    row = torch.tensor([length, count, length, 128 * length]).expand(128, 4)
+    rows = torch.stack([starts * count * length, starts * length], dim=1)
+    name = "128 descriptors, 43 MB in pieces of 32 B"
+    strided = _of(ctx, name, torch.cat([rows, row], dim=1), 128 * count * length)
+    yield from _with(ctx, strided, block)
 
 
 def cases(ctx: Context) -> Iterator[Case]:
     """Yield what the guard measures."""
-    for pieces, piece_bytes in CUDA_SIZES if ctx.device == "cuda" else CPU_SIZES:
-        yield case_of(ctx, pieces, piece_bytes)
+    for size in CUDA_SIZES if ctx.device == "cuda" else CPU_SIZES:
+        yield case_of(ctx, *size)
     src = torch.ones(4096, dtype=torch.uint8, device=ctx.device)
     dst = torch.zeros(4096, dtype=torch.uint8, device=ctx.device)
     one = torch.tensor([[0, 0, 4096]], device=ctx.device)
-    for name, descriptors in (("call, checks only", one[:0]), ("call, 1 row", one)):
-        arguments = (src, dst, descriptors)
-        yield call_case("unpack", name, partial(jitkern.unpack, *arguments), arguments)
+    yield from call_cases("unpack", jitkern.unpack, (src, dst, one[:0]), (src, dst, one))
 
 
 def case_of(ctx: Context, pieces: int, piece_bytes: int, src_by: int = 0, dst_by: int = 0) -> Case:
@@ -76,20 +80,14 @@ def case_of(ctx: Context, pieces: int, piece_bytes: int, src_by: int = 0, dst_by
     starts = [torch.randperm(pieces) * pitch + by for by in (src_by, dst_by)]
     rows = torch.stack([*starts, torch.full_like(starts[0], piece_bytes)], dim=1)
     by = f", off by {src_by} and {dst_by}" if src_by or dst_by else ""
-    case = _of(ctx, f"{pieces} pieces of {piece_bytes} B{by}", rows, pieces * pitch + 128)
-    case.params = {
-        "pieces": pieces,
-        "piece_bytes": piece_bytes,
-        "src_by": src_by,
-        "dst_by": dst_by,
-    }
-    return case
+    return _of(ctx, f"{pieces} pieces of {piece_bytes} B{by}", rows, pieces * pitch + 128)
 
 
 def _of(ctx: Context, name: str, rows: torch.Tensor, total: int) -> Case:
     """Return the case of these descriptors, whose pieces share no byte, in `total` bytes."""
     counts = rows[:, 3] if rows.shape[1] > 3 else torch.ones(len(rows), dtype=torch.int64)
     moved = int((rows[:, 2] * counts).sum())
+    copied = moved // 16 * 16
     descriptors = rows.to(ctx.device)
 
     def make(_: int) -> Buffers:
@@ -105,59 +103,30 @@ def _of(ctx: Context, name: str, rows: torch.Tensor, total: int) -> Case:
             )
         return (expected,)
 
-    copied = moved // 16 * 16
     return Case(
         op="unpack",
         name=name,
         bytes_moved=2 * moved,
-        bytes_note="read and written",
         make=make,
         outputs=lambda b: (b.dst.clone(),),  # with what is between the pieces
         prepare=lambda b: b.dst.zero_(),
         reference=reference,
         impls=[
-            Impl("jitkern", "ours", lambda: _ours),
+            ours(lambda b: jitkern.unpack(b.src, b.dst, b.descriptors)),
             copy_impl(ctx, lambda b: (b.dst[:copied], b.src[:copied]), "copy kernel"),
         ],
         calls=4 if moved > 16 << 20 else 50,
     )
 
 
-def _strided() -> Case:
-    count, length = 10_500, 32
-    starts = torch.arange(128)
-    row = torch.tensor([length, count, length, 128 * length])
-    rows = torch.cat(
-        [torch.stack([starts * count * length, starts * length], dim=1), row.expand(128, 4)], dim=1
-    )
-    name = "128 descriptors, 43 MB in pieces of 32 B"
-    return _of(Context("cuda"), name, rows, 128 * count * length)
+def _with(ctx: Context, case: Case, *others: Impl) -> list[Row]:
+    return measure(ctx, replace(case, impls=[*case.impls, *others]))
 
 
-def _with_peers(case: Case, *, is_small: bool = False, loop: bool = True) -> Case:
-    impls = [*case.impls, Impl("a block a descriptor", "peer", _naive)]
-    if loop:
-        impls.append(Impl("loop of cuMemcpyAsync in C++", "peer", _loop, graph=False))
-    if is_small:
-        empty = Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
-        impls.append(empty)
-    return replace(case, impls=impls)
+def _block_a_descriptor(b: Buffers) -> None:
+    rows, words = b.descriptors.shape
+    peers.pieces().launch("pieces", b.dst, b.src, b.descriptors, words, grid=rows)
 
 
-def _ours(b: Buffers) -> None:
-    jitkern.unpack(b.src, b.dst, b.descriptors)
-
-
-def _naive() -> Run:
-    module = peers.pieces()
-
-    def run_naive(b: Buffers) -> None:
-        rows, words = b.descriptors.shape
-        module.launch("pieces", b.dst, b.src, b.descriptors, words, grid=rows)
-
-    return run_naive
-
-
-def _loop() -> Run:
-    loop = peers.host().copy_pieces_loop
-    return lambda b: loop(b.dst, b.src, b.on_cpu)
+def _loop(b: Buffers) -> None:
+    peers.host().copy_pieces_loop(b.dst, b.src, b.on_cpu)

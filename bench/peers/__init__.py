@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,120 +15,86 @@ from jitkern import load_jit
 
 HERE = Path(__file__).resolve().parent
 
-# What a single-source kernel of mini-sglang's style compiles for: rows of a multiple of 128 bytes.
+# What a single-source kernel of mini-sglang's style compiles for: rows of a multiple of 128 bytes,
+# and how many of its warps share a row of its index kernel.
 STORE_ROW_BYTES = (256, 1024, 2048)
-INDEX_ROW_BYTES = (7168, 8192)
+INDEX_ROW_BYTES = {7168: 2, 8192: 4}
 EMPTY_KERNEL = "empty"
 # Names a folder of peers that do not lie here, as they are others' code. Its peers.py has a
 # function of no arguments for each name that is asked for below; what that returns is the peer.
 # Taken out of the environment: the package calls every other name of its prefix a mistake.
 ELSEWHERE = "JITKERN_BENCH_PEERS"
 FOLDER = os.environ.pop(ELSEWHERE, "")
+_COMPILERS = ThreadPoolExecutor(max_workers=4)
 
 
 class Once:
     """Build something once; hand out the same value, or the same error, ever after."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        self._build = build
-        self._lock = threading.Lock()
-        self._value: Any = None
-        self._error: Exception | None = None
+        self.start = cache(lambda: _COMPILERS.submit(build))
 
     def __call__(self) -> Any:
-        with self._lock:
-            if self._value is None and self._error is None:
-                try:
-                    self._value = self._build()
-                except Exception as error:
-                    self._error = error
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self.start().result()
 
 
-def num_splits_of(row_bytes: int) -> int:
-    """mini-sglang's rule for how many warps share a row of its index kernel."""
-    return 4 if row_bytes % 2048 == 0 else 2 if row_bytes % 1024 == 0 else 1
+def prebuild(device: str, wanted: Iterable[Once]) -> None:
+    """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
+    wait([once.start() for once in wanted if device == "cuda" or once is host])
 
 
 def _exports(namespace: str, names: str) -> list[tuple[str, str]]:
     return [(name, f"{namespace}::{name}") for name in names.split()]
 
 
-def _folder() -> Any:
-    if not FOLDER:
-        raise LookupError(f"not here: {ELSEWHERE} names no folder of such peers")
-    spec = importlib.util.spec_from_file_location("bench_peers_elsewhere", f"{FOLDER}/peers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _cpp(name: str, exports: str) -> Once:
+    options: dict[str, Any] = {"extra_cflags": ["-O3"], "extra_ldflags": ["-ldl"]}
+    options |= {"cpp_files": [str(HERE / f"{name}.cc")], "cpp_wrappers": _exports("peer", exports)}
+    return Once(lambda: load_jit(f"bench_{name}", **options))
+
+
+def _cuda(name: str, wrappers: list[tuple[str, str]]) -> Once:
+    files = [str(HERE / f"{name}.cu")]
+    return Once(lambda: load_jit(f"bench_{name}", cuda_files=files, cuda_wrappers=wrappers))
+
+
+def _device(name: str, kernel: str) -> Once:
+    files, wrappers = [str(HERE / f"{name}.cu")], [(name, kernel)]
+    return Once(lambda: load_jit(f"bench_{name}", device_files=files, device_wrappers=wrappers))
 
 
 def _elsewhere(name: str) -> Once:
-    return Once(lambda: getattr(folder(), name)())
+    def build() -> Any:
+        if not FOLDER:
+            raise LookupError(f"not here: {ELSEWHERE} names no folder of such peers")
+        spec = importlib.util.spec_from_file_location("bench_peers_elsewhere", f"{FOLDER}/peers.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)()
+
+    return Once(build)
 
 
-host = Once(
-    lambda: load_jit(
-        "bench_host",
-        cpp_files=[str(HERE / "host.cc")],
-        cpp_wrappers=_exports(
-            "peer",
-            "noop noop_pair common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop "
-            "copy_pieces_loop",
-        ),
-        extra_cflags=["-O3"],
-        extra_ldflags=["-ldl"],
-    )
+host = _cpp(
+    "host",
+    "noop noop_pair common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop "
+    "copy_pieces_loop",
 )
-nccl = Once(
-    lambda: load_jit(
-        "bench_nccl",
-        cpp_files=[str(HERE / "nccl.cc")],
-        cpp_wrappers=_exports("peer", "open unique_id communicator all_reduce"),
-        extra_ldflags=["-ldl"],
-    )
+nccl = _cpp("nccl", "open unique_id communicator all_reduce")
+rows = _cuda(
+    "rows",
+    [
+        *((f"store_{n}", f"peer::StoreKernel<{n}>::run") for n in STORE_ROW_BYTES),
+        *((f"index_{n}", f"peer::IndexKernel<{n}, {k}>::run") for n, k in INDEX_ROW_BYTES.items()),
+    ],
 )
-rows = Once(
-    lambda: load_jit(
-        "bench_rows",
-        cuda_files=[str(HERE / "rows.cu")],
-        cuda_wrappers=[
-            *((f"store_{n}", f"peer::StoreKernel<{n}>::run") for n in STORE_ROW_BYTES),
-            *(
-                (f"index_{n}", f"peer::IndexKernel<{n}, {num_splits_of(n)}>::run")
-                for n in INDEX_ROW_BYTES
-            ),
-        ],
-    )
-)
-ladder = Once(
-    lambda: load_jit(
-        "bench_ladder",
-        cuda_files=[str(HERE / "ladder.cu")],
-        cuda_wrappers=_exports("ladder", "gather copy_contiguous copy_engine"),
-    )
-)
-empty = Once(
-    lambda: load_jit(
-        "bench_empty",
-        device_files=[str(HERE / "empty.cu")],
-        device_wrappers=[(EMPTY_KERNEL, "peer::EmptyKernel")],
-    )
-)
-pieces = Once(
-    lambda: load_jit(
-        "bench_pieces",
-        device_files=[str(HERE / "pieces.cu")],
-        device_wrappers=[("pieces", "peer::Pieces")],
-    )
-)
+ladder = _cuda("ladder", _exports("ladder", "gather copy_contiguous copy_engine"))
+empty = _device(EMPTY_KERNEL, "peer::EmptyKernel")
+pieces = _device("pieces", "peer::Pieces")
 triton = Once(lambda: importlib.import_module("bench.peers.triton_rows"))
 merge_by_triton = Once(lambda: importlib.import_module("bench.peers.triton_merge"))
-folder = Once(_folder)
 vllm_merge_state = _elsewhere("vllm_merge_state")
 flashinfer_merge_state = _elsewhere("flashinfer_merge_state")
 flashinfer_merge_states = _elsewhere("flashinfer_merge_states")
@@ -139,22 +105,3 @@ def empty_launch() -> Callable[[Any], object]:
     module = empty()
     words = [0] * 11
     return lambda _: module.launch(EMPTY_KERNEL, *words, grid=1)
-
-
-def prebuild(device: str, wanted: Iterable[Once]) -> None:
-    """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
-    wanted = [once for once in dict.fromkeys(wanted) if device == "cuda" or once is host]
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        for done in [pool.submit(_quietly, once) for once in wanted]:
-            done.result()
-
-
-def installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _quietly(once: Once) -> None:
-    try:
-        once()
-    except Exception:
-        return  # kept in `once`, and raised again for the row that needs it

@@ -7,52 +7,49 @@ The parameters are the usual script's: batch 128, top-k 2048, 300,000 slots on b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from bench import peers
-from jitkern.bench.case import Impl, Run
+from jitkern.bench.case import Impl
 
-BATCH, TOP_K, SLOTS, ROW_BYTES = 128, 2048, 300_000, 656
-ROWS = BATCH * TOP_K
-TOTAL_BYTES = ROWS * ROW_BYTES
-# Rungs of ladder.cu
-BYTE_LOADS, VECTOR_LOADS, WARP_A_ROW, LOADS_FIRST, LINE_ALIGNED = 1, 2, 3, 4, 6
+SLOTS, ROW_BYTES, ROWS = 300_000, 656, 128 * 2048
+LOADS_FIRST, LINE_ALIGNED = 4, 6
 
 
 @dataclass
 class Buffers:
-    src: torch.Tensor  # pinned
+    src: torch.Tensor  # one of both is pinned
     dst: torch.Tensor
     pairs: torch.Tensor  # int32 [rows, 2]
     pairs64: torch.Tensor
-    staging: torch.Tensor  # pinned, for the peers that gather on the CPU first
 
 
-def rung(number: int, num_blocks: int = 0) -> Run:
-    gather = peers.ladder().gather
-    return lambda b: gather(number, b.src, b.dst, b.pairs, num_blocks)
+def rung(name: str, num_sms: int = 0, number: int = 0) -> Impl:
+    """Return a rung of ladder.cu, by default that of the name's digit; 0 SMs: a full grid."""
+    number = number or int(name[0])
+
+    def run(b: Any) -> None:
+        peers.ladder().gather(number, b.src, b.dst, b.pairs, num_sms)
+
+    return Impl(name, "peer", lambda: run)
 
 
-def ceilings() -> list[Impl]:
-    return [
-        Impl("cudaMemcpyAsync, contiguous", "ceiling", copy_engine, check=False),
-        Impl("zero-copy kernel, contiguous, 132 SMs", "sm ceiling", contiguous, check=False),
-        Impl(
-            "zero-copy kernel, contiguous, 2 SMs", "sm ceiling", lambda: contiguous(2), check=False
-        ),
-    ]
+def copy_engine() -> Impl:
+    """Return one contiguous copy of as many bytes."""
+
+    def run(b: Any) -> None:
+        peers.ladder().copy_engine(b.src, b.dst, len(b.pairs) * b.src[0].nbytes)
+
+    return Impl("cudaMemcpyAsync, contiguous", "ceiling", lambda: run, check=False)
 
 
-def copy_engine() -> Run:
-    copy = peers.ladder().copy_engine
-    return lambda b: copy(b.src, b.dst, _size(b))
+def contiguous(num_sms: int) -> Impl:
+    """Return a kernel's contiguous copy of as many bytes."""
 
+    def run(b: Any) -> None:
+        peers.ladder().copy_contiguous(b.src, b.dst, len(b.pairs) * b.src[0].nbytes, num_sms)
 
-def contiguous(num_blocks: int = 132) -> Run:
-    copy = peers.ladder().copy_contiguous
-    return lambda b: copy(b.src, b.dst, _size(b), num_blocks)
-
-
-def _size(b: Buffers) -> int:
-    return b.pairs.shape[0] * b.src.shape[1] * b.src.element_size()
+    name = f"zero-copy kernel, contiguous, {num_sms} SMs"
+    return Impl(name, "sm ceiling", lambda: run, check=False)

@@ -41,7 +41,6 @@ class Impl:
     check: bool = True
     returns: bool = False  # the result is what `build()(buffers)` returns, not the case's outputs
     bytes_moved: int | None = None  # where it differs from the case's
-    note: str = ""
 
 
 def _nothing(_: Any) -> tuple[torch.Tensor, ...]:
@@ -57,7 +56,6 @@ class Case:
     impls: list[Impl]
     params: dict[str, Any] = field(default_factory=dict)
     bytes_moved: int = 0
-    bytes_note: str = ""
     make: Callable[[int], Any] = lambda _: None
     outputs: Callable[[Any], tuple[torch.Tensor, ...]] = _nothing
     reference: Callable[[Any], tuple[torch.Tensor, ...]] = _nothing
@@ -90,7 +88,6 @@ class Row:
     params: dict[str, Any] = field(default_factory=dict)
     median_us: float | None = None
     iqr_us: float | None = None
-    min_us: float | None = None
     gb_s: float | None = None
     ratio_to_best_peer: float | None = None  # ours only; above 1 is faster
     percent_of_ceiling: float | None = None
@@ -99,7 +96,6 @@ class Row:
     ratio_median: float | None = None  # the median over pairs that ran one after the other
     instructions: float | None = None  # of one call; exact
     bytes_moved: int | None = None
-    bytes_note: str = ""
     note: str = ""
     error: str = ""
 
@@ -205,8 +201,6 @@ def case(
 
 def cases_of(path: Path, ctx: Context) -> list[Case]:
     """Return the cases of a file in its order; CaseError if it is none, raises or holds none."""
-    if not path.is_file():
-        raise CaseError(f"{path}: no such file of cases")
     spec = importlib.util.spec_from_file_location(f"_jitkern_cases_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise CaseError(f"{path}: not a Python file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -26,19 +26,14 @@ SLOW_REPLAY_MS = 60.0  # replays longer than this get fewer calls and fewer roun
 # Where the host's time of a call is measured; a stream takes 1,024 launches before one waits.
 HOST_REPLAY_MS, QUEUED_LAUNCHES = 2.0, 200
 
-_FLUSH: dict[str, Call] = {}
 
-
-def flush_of(ctx: Context) -> Call | None:
-    """Return a call that fills the L2 with clean lines of something else; None on the CPU."""
-    if ctx.device != "cuda":
-        return None
-    if "cuda" not in _FLUSH:
-        filler = torch.ones(2 * cache_bytes_of("cuda") // 4, device="cuda")
-        sink = torch.zeros((), device="cuda")
-        # Reading, not writing: dirty lines would be written back inside the timed region.
-        _FLUSH["cuda"] = lambda: torch.sum(filler, dim=0, out=sink)
-    return _FLUSH["cuda"]
+@cache
+def flush_l2() -> Call:
+    """Return a call that fills the L2 with clean lines of something else."""
+    filler = torch.ones(2 * cache_bytes_of("cuda") // 4, device="cuda")
+    sink = torch.zeros((), device="cuda")
+    # Reading, not writing: dirty lines would be written back inside the timed region.
+    return lambda: torch.sum(filler, dim=0, out=sink)
 
 
 def measure(ctx: Context, case: Case) -> list[Row]:
@@ -49,12 +44,12 @@ def measure(ctx: Context, case: Case) -> list[Row]:
     rows: list[Row] = []
     fast: dict[str, Replay] = {}
     slow: dict[str, Replay] = {}
-    expected = _expected_of(case, buffers[0])
+    _poison(case, buffers[0])
+    expected = case.reference(buffers[0])
     by_name: dict[str, Row] = {}
     for impl in case.impls:
         moved = case.bytes_moved if impl.bytes_moved is None else impl.bytes_moved
-        row = Row(case.op, case.name, impl.name, impl.role, params=case.params)
-        row.bytes_moved, row.bytes_note, row.note = moved, case.bytes_note, impl.note
+        row = Row(case.op, case.name, impl.name, impl.role, case.params, bytes_moved=moved)
         rows.append(row)
         try:
             run = impl.build()
@@ -73,7 +68,7 @@ def measure(ctx: Context, case: Case) -> list[Row]:
         (slow if once_ms * calls > SLOW_REPLAY_MS else fast)[impl.name] = replay
     del expected
     device: Literal["cuda", "cpu"] = "cuda" if on_gpu else "cpu"
-    before = flush_of(ctx) if on_gpu else ctx.sync
+    before = flush_l2() if on_gpu else ctx.sync
     for replays, rounds in ((fast, ctx.rounds), (slow, 3)):
         timings = time_replays(replays, device=device, rounds=rounds, before=before)
         for name, timing in timings.items():
@@ -97,11 +92,6 @@ def fill(row: Row, timing: Timing) -> None:
     row.iqr_us = timing.iqr_ms * 1e3
     if row.bytes_moved:
         row.gb_s = timing.gb_s(row.bytes_moved)
-
-
-def _expected_of(case: Case, buffers: Any) -> tuple[torch.Tensor, ...]:
-    _poison(case, buffers)
-    return case.reference(buffers)
 
 
 def _poison(case: Case, buffers: Any) -> None:
@@ -146,7 +136,7 @@ def _replay(ctx: Context, impl: Impl, calls: list[Call], row: Row) -> Replay:
         return cuda_replay(calls)
     except Exception as error:
         ctx.sync()
-        row.note = f"{row.note} timed without a graph: {type(error).__name__}".strip()
+        row.note = f"timed without a graph: {type(error).__name__}"
         return cpu_replay(calls)
 
 

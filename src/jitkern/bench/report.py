@@ -52,11 +52,6 @@ def machine(device: str) -> dict[str, Any]:
     return described
 
 
-def machine_line(described: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in described["versions"].items())
-    return f"{described['name']}; Python {described['python']}, {versions}"
-
-
 def kind_of(described: dict[str, Any]) -> str:
     """Return what results of like machines are called, such as ``nvidia-h200-x2``."""
     name = described["name"]
