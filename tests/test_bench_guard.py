@@ -89,12 +89,6 @@ def test_a_bad_file_of_cases_is_one_line(tmp_path: Path, text: str | None, messa
     assert message in str(raised.value) and str(file) in str(raised.value)
 
 
-def test_a_case_has_to_return_two_callables() -> None:
-    (made,) = case("x")(lambda ctx: 5).cases(CPU)  # type: ignore[arg-type,return-value]
-    with pytest.raises(CaseError, match="x: returned 5, expected two callables"):
-        made.ours().build()
-
-
 # -- verdicts --------------------------------------------------------------------------------------
 
 
@@ -143,28 +137,22 @@ def test_counts_of_another_compiler_are_not_compared() -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_baseline_comes_back(tmp_path: Path) -> None:
+def test_a_baseline_comes_back_and_none_is_made_of_unmeasured_figures(tmp_path: Path) -> None:
     file = tmp_path / "new" / "b.json"
     baseline.write(file, result_of(row_of(100)))
-    figures = {"store: call": Figure("no-op", 2.0, 100)}
-    assert baseline.read(file) == Baseline(KIND, figures, IDENTITY)
-
-
-def test_no_baseline_is_made_of_unmeasured_figures(tmp_path: Path) -> None:
+    assert baseline.read(file) == baseline_of(100)
     with pytest.raises(BaselineError, match="store: call: broken, no baseline is made of it: OSE"):
         baseline.write(tmp_path / "b.json", result_of(row_of(error="OSError: no")))
     with pytest.raises(BaselineError, match="instructions: counting failed"):
         baseline.write(tmp_path / "b.json", result_of(row_of(), note="counting failed: no"))
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "b.json").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "no such baseline; to make one: jitkern bench --ci --baseline"),
-        ("{", "not a baseline (JSONDecodeError: "),
         ("[" * 100_000, "not a baseline (RecursionError: "),
-        ("[]", "not a baseline (TypeError: "),
         ('{"schema": 99, "figures": {}}', "schema 99, this jitkern reads 2); to make it anew: "),
         ('{"schema": 2, "figures": {}}', "not a baseline (KeyError: "),
         ('{"schema": 2, "figures": {"a": {"x": 1}}}', "unexpected keyword argument 'x'"),

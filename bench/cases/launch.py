@@ -5,7 +5,7 @@ Each is called at every step of an engine, so what is counted is the host's part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,9 @@ import torch
 
 import jitkern
 from bench.cases.common import call_case, copy_module
-from jitkern.bench.case import Case, Context, Impl, Run
+from jitkern.bench.case import Case, Context
 from jitkern.host import module as host
 
-GRAPH_CALLS = 20
 PUSHES = (1, 128)
 
 
@@ -30,7 +29,6 @@ def cases(ctx: Context) -> Iterator[Case]:
         yield call_case("launch", name, call, arguments)
     if ctx.device == "cuda":
         yield _users_kernel()
-        yield _graph_replay()
     yield from _ring(ctx)
     yield _engine(ctx)
     yield _embedding(ctx)
@@ -41,28 +39,6 @@ def _users_kernel() -> Case:
     dst = torch.empty_like(src)
     call = partial(copy_module().launch, "copy", dst, src, 256, grid=1)
     return call_case("launch", "launch of a user's kernel", call, (dst, src))
-
-
-def _graph_replay() -> Case:
-    k_cache, v_cache = torch.zeros(2, 64, 656, dtype=torch.uint8, device="cuda")
-    k, v = torch.ones(2, 1, 656, dtype=torch.uint8, device="cuda")
-    one = torch.zeros(1, dtype=torch.int32, device="cuda")
-
-    def replay_of(call: Callable[[], object]) -> Run:
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(GRAPH_CALLS):
-                call()
-        return lambda _: graph.replay()
-
-    ours = partial(jitkern.store_cache, k_cache, v_cache, one, k, v)
-    impls = [
-        Impl("jitkern", "ours", lambda: replay_of(ours), check=False),
-        Impl("graph of copies", "peer", lambda: replay_of(partial(k_cache[:1].copy_, k))),
-    ]
-    return Case("launch", f"replay of a graph of {GRAPH_CALLS} store_cache", impls, clock="host")
 
 
 def _ring(ctx: Context) -> Iterator[Case]:

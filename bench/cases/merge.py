@@ -181,11 +181,6 @@ def _is_close(b: Buffers) -> bool:
 
 
 def _peers_of_two() -> list[Impl]:
-    def two_kernels(b: Buffers) -> None:
-        if "weights" not in b.kept:
-            b.kept["weights"] = torch.empty_like(b.stacked_lse)
-        peers.merge_by_triton().two_kernels(b.out, b.lse, *b.two, weights=b.kept["weights"])
-
     def one_kernel(b: Buffers) -> None:
         peers.merge_by_triton().one_kernel(b.out, b.lse, *b.two)
 
@@ -196,7 +191,6 @@ def _peers_of_two() -> list[Impl]:
     return [
         peer("vLLM", lambda b: peers.vllm_merge_state()(b.out, b.lse, *b.two)),
         peer("FlashInfer", partial(_to_base_e, flashinfer)),
-        peer("triton, two kernels", two_kernels),
         peer("triton, one kernel", one_kernel),
         peer("torch", _torch_two),
         peer("torch, no graph", _torch_two, graph=False),
