@@ -70,7 +70,6 @@ def check_each_kernel_is_loaded_once() -> None:
 
 def check_indexing_takes_its_splits_from_python() -> None:
     for row_bytes, splits in ((16, 1), (656, 1), (1024, 1), (1040, 2), (8192, 8)):
-        assert index.num_splits(row_bytes) == splits
         kernel = index.kernel(row_bytes, 16, 4)
         assert kernel.args[:2] == (str(row_bytes), str(splits))
         assert kernel.launch_config == (128, 1, 4, splits)

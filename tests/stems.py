@@ -30,7 +30,6 @@ def own_tests(op: Op) -> Any:
     - ``UNCHECKED``: the arguments that may have any value; optional
     - ``MIXED_DEVICES``: arguments that may not be on the CPU alone, and what the error expects;
       optional
-    - ``fuzz(fuzzer)``: a right call, at random
     - ``opchecks(rows, slots, where)``: calls of its PyTorch operators on so many slots, of which
       `where` names some; if it has any
     - ``CASES``: how test_contract.py calls it, if it moves rows between tables; optional

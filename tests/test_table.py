@@ -79,7 +79,7 @@ PASSED = (
     "test_row_sizes[cpu-656]",
     "test_mistake[write_twice-0]",
     "test_the_table_has_every_argument[write_twice]",
-    "test_random_calls[cpu-twice]",
+    "test_random_arguments[write_twice]",
     "test_public_name[write_twice]",
     "test_the_table_says_what_the_type_checker_sees",
     "test_imports_go_down[ops.twice]",
@@ -107,7 +107,7 @@ def copy_of_the_tree(target: Path) -> None:
 
 @unproved(
     "an op more",
-    *("tests/test_table.py", "tests/toy_op/**/*", "tests/ops/fuzzer.py"),
+    *("tests/test_table.py", "tests/toy_op/**/*"),
     *("src/jitkern/ops/*.py", "src/jitkern/csrc/include/**/*"),
 )
 @needs_cxx

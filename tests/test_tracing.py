@@ -38,9 +38,17 @@ class Step(torch.nn.Module):
         pairs = torch.stack([where, where.flip(0)], dim=1)
         jitkern.h2d_gather(host, v_cache, pairs)
         jitkern.d2h_scatter(k_cache, host, pairs)
+        triples = torch.cat([pairs, where.flip(0)[:, None] + 1], dim=1)
+        jitkern.swap_rows(host, k_cache, triples)
+        jitkern.copy_blocks(k_cache[None], v_cache[None], pairs)
+        jitkern.unpack(k, v_cache, torch.stack([where, where, where % 5], dim=1))
         output = torch.empty_like(k)
         jitkern.indexing(v_cache, where, output=output)
-        return output + jitkern.indexing(k_cache, where, vocab_range=(2, SLOTS - 2))
+        output = output + jitkern.indexing(k_cache, where, vocab_range=(2, SLOTS - 2))
+        values, logs = output.view(4, 2, 4), k.view(4, 2, 4)[..., 0]
+        merged, _ = jitkern.merge_states([values, values + 1], [logs, logs * 2])
+        jitkern.merge_state(values, logs, merged, logs, output=merged)
+        return merged
 
 
 def expected(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, host: Tensor) -> Tensor:
@@ -48,10 +56,23 @@ def expected(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, host: T
     pairs = torch.stack([where, where.flip(0)], dim=1)
     ref_h2d_gather(host, v_cache, pairs)
     ref_h2d_gather(k_cache, host, pairs)
-    return ref_indexing(v_cache, where) + ref_indexing(k_cache, where, (2, SLOTS - 2))
+    before = k_cache.clone()
+    ref_h2d_gather(host, k_cache, pairs)
+    ref_h2d_gather(before, host, torch.stack([where.flip(0), where.flip(0) + 1], dim=1))
+    ref_h2d_gather(k_cache, v_cache, pairs)
+    for start in where.tolist():
+        size = start % 5
+        v_cache.view(-1).view(torch.uint8)[start : start + size] = k.view(-1).view(torch.uint8)[
+            start : start + size
+        ]
+    output = ref_indexing(v_cache, where) + ref_indexing(k_cache, where, (2, SLOTS - 2))
+    values, logs = output.view(4, 2, 4), k.view(4, 2, 4)[..., 0]
+    merged, _ = jitkern.merge_states([values, values + 1], [logs, logs * 2])
+    return jitkern.merge_state(values, logs, merged, logs)[0]
 
 
-OPS_OF_STEP = ["store_cache", "h2d_gather", "d2h_scatter", "indexing", "indexing"]
+OPS_OF_STEP = ["store_cache", "h2d_gather", "d2h_scatter", "swap_rows", "copy_blocks", "unpack"]
+OPS_OF_STEP += ["indexing", "indexing", "merge_states", "merge_states"]
 
 
 def inputs(device: torch.device) -> tuple[Tensor, ...]:
@@ -271,8 +292,8 @@ def test_fake_tensors(fakes: tuple[FakeTensorMode, tuple[Tensor, ...]]) -> None:
     """In their mode and, as a compiler keeps them, outside of it."""
     mode, tensors = fakes
     with mode:
-        assert Step()(*tensors).shape == (4, 8)
-    assert Step()(*tensors).shape == (4, 8)
+        assert Step()(*tensors).shape == (4, 2, 4)
+    assert Step()(*tensors).shape == (4, 2, 4)
 
 
 def test_tensors_without_memory_beside_others() -> None:

@@ -157,7 +157,7 @@ def _register(op: str, overload: TorchOverload) -> None:
     operator = getattr(getattr(torch.ops.jitkern, op), name.partition(".")[2] or "default")
     if overload.one_by_one is not None:
         operator.py_impl(FunctionalTensorMode)(_functional(operator, overload.one_by_one))
-    if overload.differentiable is None:
+    if not overload.gradient:
         # Without this PyTorch invents a gradient that only warns.
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         return
@@ -168,7 +168,7 @@ def _register(op: str, overload: TorchOverload) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args, **kwargs)
 
-    function = overload.differentiable(without_gradient)
+    function = import_module(overload.gradient).differentiable(without_gradient)
     _LIBRARY.impl(name, _apply(function, operator), "Autograd")
     _DIFFERENTIABLE[op, operator._overloadname] = function
 

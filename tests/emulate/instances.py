@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jitkern.comm.peer_reduce import IN_FLIGHT, WAYS
-from jitkern.ops.merge_kernel import STATES_OF_THREAD, BlockShape
+from jitkern.ops.merge import STATES_OF_THREAD, BlockShape
 
 F32, F16, BF16, E4M3 = range(4)
-"""As in _TYPES of jitkern.ops.merge_kernel."""
+"""As in _TYPES of jitkern.ops.merge."""
 ONE_SHOT, TWO_SHOT = 0, 1
 """As in WAYS of jitkern.comm.peer_reduce."""
 

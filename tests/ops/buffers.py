@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -128,15 +128,3 @@ def out_of_range(device: torch.device, text: str) -> Iterator[None]:
         jitkern.check(device)
     assert "found by an earlier call" in str(caught.value)
     jitkern.check(device)  # raising it has cleared it
-
-
-def raised_by(call: Callable[[], object], device: torch.device) -> Exception | None:
-    """Return the exception of a call, or of the kernels that it launched."""
-    try:
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            jitkern.check(device)
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        return error
-    return None

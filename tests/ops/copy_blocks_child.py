@@ -1,4 +1,4 @@
-"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_copy_blocks_cuda.py."""
+"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_fake_gpu.py."""
 
 from __future__ import annotations
 
@@ -92,30 +92,6 @@ def check_blocks_of_one_piece() -> None:
     assert by_engine(apart, pool, pairs, True, **dims) == [
         "copy 3 x 240, pitches 320 240, types 2 1, on 0",
         *(2 * ["h2d 240 on 0"]),
-    ]
-
-
-def check_no_copy_spans_two_registrations() -> None:
-    """The second of three layers does."""
-    pool = PINNED[HALF - 1600 - 40 :].as_strided((3, 20, 80), (1600, 80, 1))
-    assert by_engine(view(DEVICE, 3, 9, 80), pool, [(0, 2)], True) == [
-        "h2d 80 on 0",
-        "h2d 40 on 0",
-        "h2d 40 on 0",
-        "h2d 80 on 0",
-    ]
-
-
-def check_expanded_sources() -> None:
-    """All layers, or all blocks, from the same memory, or layers that overlap."""
-    gpu = view(DEVICE, 3, 9, 80)
-    layer = view(PINNED, 1, 20, 80).expand(3, 20, 80)
-    assert by_engine(gpu, layer, [(4, 1)], True) == 3 * ["h2d 80 on 0"]
-    block = view(PINNED, 3, 1, 80).expand(3, 20, 80)
-    assert len(by_engine(gpu, block, [(4, 1), (5, 2)], True)) == 2
-    layers = PINNED.as_strided((3, 20, 80), (160, 80, 1))
-    assert by_engine(gpu, layers, [(4, 1), (5, 2), (6, 3)], True) == [
-        f"copy 3 x {80 * blocks}, pitches 720 160, types 2 1, on 0" for blocks in (2, 1)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What memcpy_2d_async has a driver do, that of fake_driver.c; for test_memcpy_2d_cuda.py."""
+"""What memcpy_2d_async has a driver do, that of fake_driver.c; for test_fake_gpu.py."""
 
 from __future__ import annotations
 
@@ -127,16 +127,6 @@ def check_rows_of_a_pool() -> None:
     pool.close()
     text = "memcpy_2d_async: src: memory of a PinnedPool that was closed, expected an open pool.*"
     refused(ValueError, text, memcpy_2d_async, on_gpu(DEVICE), pool.tensor, 64, 128, 64, 2, "h2d")
-
-
-def check_memory_of_another_library_is_its_view() -> None:
-    """What is no tensor of PyTorch has no storage to ask for."""
-    view = on_gpu(DEVICE[:64])
-    text = (
-        "memcpy_2d_async: dst: 5 rows of 16 bytes, 16 bytes apart, which end 80 bytes behind its "
-        "first, expected at most 64, where its storage ends"
-    )
-    refused(ValueError, text, memcpy_2d_async, view, PINNED, 16, 16, 16, 5, "h2d")
 
 
 def narrow_pitches_beyond_the_limit_go_row_by_row() -> None:

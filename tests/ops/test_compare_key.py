@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES
-from fuzzer import SIZES, Call, Fuzzer
 from hypothesis import given
 from hypothesis import strategies as st
 from mistakes import Mistake, bad_indices, not_ints, not_tensors, on_cuda, read_only
@@ -56,26 +53,6 @@ def test_any_bit_of_an_int64_is_a_difference(bit: int) -> None:
         assert fast_compare_key(x, y) == fast_compare_key(y, x) == place
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_starts_of_any_alignment_and_unequal_lengths(dtype: torch.dtype) -> None:
-    x = torch.arange(400, dtype=dtype)
-    for x_offset in range(20):
-        for y_offset in range(0, 20, 3):
-            y = torch.cat([torch.zeros(y_offset, dtype=dtype), x[x_offset:210]])[y_offset:]
-            assert fast_compare_key(x[x_offset:], y) == 210 - x_offset
-            assert fast_compare_key(y, x[x_offset:]) == 210 - x_offset
-            assert fast_compare_key(x, y, start=x_offset) == 210 - x_offset
-
-
-def test_a_key_of_megabytes() -> None:
-    x = torch.randint(0, 150_000, (1 << 20,), dtype=torch.int32)
-    y = x.clone()
-    assert fast_compare_key(x, y) == 1 << 20
-    for place in (1 << 20) - 1, 777_777, 131_072, 65:
-        y[place] += 1
-        assert fast_compare_key(x, y) == place
-
-
 class GuardedPage:
     """A page between two that must not be touched: reading outside of it ends the process."""
 
@@ -99,26 +76,6 @@ def guarded() -> tuple[Tensor, Tensor]:
     first.copy_(torch.arange(first.numel()))
     second.copy_(first)
     return first, second
-
-
-def test_keys_that_are_rewritten_during_the_call() -> None:
-    """Whatever is read, the result is within the shorter key."""
-    x, y = torch.zeros(1000, dtype=torch.int32), torch.zeros(777, dtype=torch.int32)
-    done = threading.Event()
-
-    def rewrite() -> None:
-        while not done.is_set():
-            x.random_(0, 2)
-            x.zero_()
-
-    writer = threading.Thread(target=rewrite)
-    writer.start()
-    try:
-        for _ in range(300):
-            assert 0 <= fast_compare_key(x, y) <= 777
-    finally:
-        done.set()
-        writer.join()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,16 +114,6 @@ def test_start_may_be_the_end_and_keys_may_be_empty(dtype: torch.dtype) -> None:
     assert type(fast_compare_key(x, x)) is int
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_stride_of_an_item_alone_or_of_none_is_no_matter(dtype: torch.dtype) -> None:
-    x = torch.arange(8, dtype=dtype)
-    assert fast_compare_key(x[::8], x) == fast_compare_key(x, x[::8]) == 1
-    assert fast_compare_key(x[:0:2], x) == fast_compare_key(x, x[:0:2]) == 0
-
-
-X = torch.arange(8)
-
-
 # -- for the tests that go over all ops ------------------------------------------------------------
 
 
@@ -187,38 +134,19 @@ def mistakes() -> list[Mistake]:
              f"{argument}: shape [], expected 1 dimension"),
             ({argument: torch.zeros(3, 2, dtype=torch.int64)}, ValueError,
              f"{argument}: shape [3, 2], expected 1 dimension"),
-            ({argument: X[3:4].expand(length)}, ValueError,
+            ({argument: torch.arange(1).expand(length)}, ValueError,
              f"{argument}: not contiguous (stride 0 in dimension 0 of shape [{length}]), {spread}"),
         ]  # fmt: skip
     table += not_ints("start", "page_size") + read_only(good, "x", "y")
     table += [
         ({"y": torch.arange(5, dtype=torch.int32)}, TypeError,
          "y: dtype int32, expected int64 as in x"),
-        ({"x": X.int()}, TypeError, "y: dtype int64, expected int32 as in x"),
-        ({"x": X[:0], "start": 1}, ValueError, "start: 1, expected 0 to 0, the length of x"),
+        ({"x": torch.arange(8).int()}, TypeError, "y: dtype int64, expected int32 as in x"),
+        ({"x": good["x"][:0], "start": 1}, ValueError,
+         "start: 1, expected 0 to 0, the length of x"),
         *(({"start": start}, ValueError, f"start: {start}, expected 0 to 9, the length of x")
           for start in (-1, 10, 2**63 - 1, -(2**63))),
         *(({"page_size": size}, ValueError, f"page_size: {size}, expected at least 1")
           for size in (0, -4, -(2**63))),
     ]  # fmt: skip
     return table
-
-
-def fuzz(f: Fuzzer) -> Call:
-    dtype = f.rng.choice(INT_DTYPES)
-    x, y = (
-        torch.randint(0, 2, (f.rng.choice([*SIZES, 100]),), generator=f.generator) for _ in "xy"
-    )
-    start, page_size = f.rng.randint(0, len(x)), f.rng.choice([1, 1, 2, 16])
-    length = min(len(x) - start, len(y))
-    differ = (x[start : start + length] != y[:length]).nonzero().flatten().tolist()
-    common = differ[0] if differ else length
-
-    def prove(result: Any) -> None:
-        assert result == common // page_size * page_size
-
-    return Call(
-        fast_compare_key,
-        {"x": x.to(dtype), "y": y.to(dtype), "start": start, "page_size": page_size},
-        prove,
-    )

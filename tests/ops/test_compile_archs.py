@@ -33,15 +33,14 @@ FEW = 4
 
 
 def kernels(op: str, arch: str) -> list[DeviceModule]:
-    """All for 9.0; half of the sizes, in turn, for the others, and few of many kernels."""
+    """All for 9.0, a few of one size for the others."""
     module = device_ops()[op]
     if PROVED:
         return [module.kernel(*module.specialisations(656)[0])]
-    sizes = ROW_BYTES if arch == "9.0" else ROW_BYTES[ARCHS.index(arch) % 2 :: 2]
-    specs = module.specialisations(sizes[0])
-    if arch != "9.0" and len(specs) > 2 * FEW:
-        specs = specs[:: len(specs) // FEW]
-    specs += [module.specialisations(size)[0] for size in sizes[1:]]
+    specs = module.specialisations(ROW_BYTES[0])
+    if arch != "9.0":
+        return [module.kernel(*spec) for spec in specs[:: -(-len(specs) // FEW)]]
+    specs += [module.specialisations(size)[0] for size in ROW_BYTES[1:]]
     return [module.kernel(*spec) for spec in specs] + getattr(module, "shared_kernels", list)()
 
 

@@ -55,16 +55,14 @@ def test_dtypes(
     case.run_and_compare(case.buffers(device, (3, 4), dtype), case.indices(device, index_dtype))
 
 
-@pytest.mark.parametrize("second_gap", [0, 3, 32])
-@pytest.mark.parametrize("first_gap", [0, 1, 16])
+@pytest.mark.parametrize("gaps", [(0, 0), (0, 3), (1, 0), (16, 32)], ids=str)
 @pytest.mark.parametrize("offset", [0, 1, 8])
 @pytest.mark.parametrize("row_bytes", [1, 40, 656])
 @each_case
 def test_strides_and_misaligned_bases(
-    device: torch.device, case: Case, row_bytes: int, offset: int, first_gap: int, second_gap: int
+    device: torch.device, case: Case, row_bytes: int, offset: int, gaps: tuple[int, int]
 ) -> None:
-    offsets = [offset] * len(case.tables)
-    buffers = case.buffers(device, (row_bytes,), gaps=(first_gap, second_gap), offsets=offsets)
+    buffers = case.buffers(device, (row_bytes,), gaps=gaps, offsets=[offset] * len(case.tables))
     case.run_and_compare(buffers, case.indices(device))
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, distinct, out_of_range, random_bytes, to_index
-from fuzzer import SIZES, Call, Fuzzer
+from buffers import INT_DTYPES, Buffer, distinct, random_bytes, to_index
+from contract import Case
 from hypothesis import given
 from hypothesis import strategies as st
 from mistakes import Mistake, bad_indices, not_ints, not_tensors, read_only
-from ref import same_bits
+from ref import ref_h2d_gather
 from stems import OpCheck, Rows
 from torch import Tensor
 
@@ -125,60 +125,12 @@ def test_sizes_and_layouts(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("offset", [0, 1, 8, 48])
-@pytest.mark.parametrize("gaps", [(0, 16), (5, 0), (128, 32), (1, 3)], ids=str)
-@pytest.mark.parametrize("item", [7, 656, 4096])
-def test_strides_and_misaligned_bases(
-    device: torch.device, item: int, gaps: tuple[int, int], offset: int, direction: str
-) -> None:
-    for dims, (pairs_on, method) in zip(itertools.cycle(LAYOUTS), ways(device), strict=False):
-        dst, src = buffers_for(device, direction, dims, item, gaps=gaps, offset=offset)
-        run_and_compare(dst, src, pairs_of(pairs_on), dims, method=method)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_one_layer(device: torch.device, direction: str) -> None:
-    """`[num_blocks, ...]` as it is: what counts layers is part of the block."""
-    for pairs_on, method in ways(device):
-        dst, src = buffers_for(device, direction, (0, 0), 40, layers=1)
-        flat_dst, flat_src = (b.part(b.view.squeeze(1)) for b in (dst, src))
-        expected = dst.twin()
-        ref_copy_blocks(expected.view, src.view, pairs_of(pairs_on), 0, 0)
-        copy_blocks(
-            flat_src.view,
-            flat_dst.view,
-            pairs_of(pairs_on),
-            dst_block_dim=0,
-            src_block_dim=0,
-            method=method,
-        )
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        assert dst.same(expected)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_runs_of_blocks(device: torch.device, direction: str) -> None:
     """Those that the engine takes at once, also at the ends of both sides."""
     for dims, (pairs_on, method) in itertools.product(LAYOUTS, ways(device)):
         dst, src = buffers_for(device, direction, dims, 96)
         rows = [[i, i] for i in range(5)] + [[8 + i, 12 + i] for i in range(5)] + [[6, 9], [5, 8]]
         run_and_compare(dst, src, to_index(rows, torch.int32, pairs_on), dims, method=method)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex128], ids=str)
-def test_dtypes_and_more_dimensions(device: torch.device, dtype: torch.dtype) -> None:
-    for pairs_on, method in ways(device):
-        src = torch.randn(LAYERS, SRC_BLOCKS, 2, 5, 3, device=device).to(dtype)
-        host = torch.zeros(DST_BLOCKS, LAYERS, 2, 5, 3, dtype=dtype)
-        host = host.pin_memory() if device.type == "cuda" else host
-        expected = host.clone()
-        pairs = pairs_of(pairs_on)
-        ref_copy_blocks(expected, src, pairs, 0, 1)
-        copy_blocks(src, host, pairs, dst_block_dim=0, method=method)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        assert same_bits(host, expected)
 
 
 @pytest.mark.parametrize("count", [-(2**31), -1, 0, 1, 5, 13, 14, 2**31 - 1])
@@ -189,47 +141,6 @@ def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
         counted = torch.tensor([count], dtype=dtype, device=pairs_on)
         how = {"method": method, "count": counted if method != "sm" else counted[0]}
         run_and_compare(dst, src, pairs_of(pairs_on), (1, 0), **how)
-
-
-@pytest.mark.parametrize("shape", [(0, 2), (2,), (2, 3, 2), (3, 0, 2)])
-def test_shapes_of_pairs(device: torch.device, shape: tuple[int, ...]) -> None:
-    count = torch.Size(shape).numel() // 2
-    for pairs_on, method in ways(device):
-        dst, src = buffers_for(device, "h2d", (1, 1), 40)
-        run_and_compare(dst, src, pairs_of(pairs_on)[:count].reshape(shape), method=method)
-
-
-@pytest.mark.parametrize("empty", ["layers", "blocks", "bytes"])
-def test_of_nothing(device: torch.device, empty: str) -> None:
-    sizes = [0 if empty == name else 3 for name in ("layers", "blocks", "bytes")]
-    for pairs_on, method in ways(device):
-        dst = torch.zeros(*sizes, device=device)
-        src = torch.zeros(*sizes)  # pageable, of which nobody asks
-        copy_blocks(src, dst, torch.tensor([[0, 0], [77, 0]], device=pairs_on), method=method)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        jitkern.check(device)
-
-
-@pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("column", [0, 1])
-def test_out_of_range(device: torch.device, column: int, dtype: torch.dtype) -> None:
-    bound = (SRC_BLOCKS, DST_BLOCKS)[column]
-    rows = [[a, b] for a, b in zip(distinct(9, SRC_BLOCKS), distinct(9, DST_BLOCKS), strict=True)]
-    rows[7][column] = bound
-    text = f"copy_blocks: pairs[..., {column}]: index {bound} at position 7, expected below {bound}"
-    for (pairs_on, method), direction in itertools.product(ways(device), DIRECTIONS):
-        dst, src = buffers_for(device, direction, (0, 1), 656)
-        twin = dst.twin()
-        pairs = to_index(rows, dtype, pairs_on)
-        with out_of_range(pairs_on, text):
-            copy_blocks(src.view, dst.view, pairs, dst_block_dim=0, method=method)
-        if pairs_on.type == "cuda":
-            pairs[7] = -1
-            ref_copy_blocks(twin.view, src.view, pairs, 0, 1)
-        elif device.type == "cuda":
-            torch.cuda.synchronize()
-        assert dst.same(twin)
 
 
 def test_beyond_the_count_nothing_is_looked_at(device: torch.device) -> None:
@@ -315,29 +226,34 @@ def test_within_one_cache(device: torch.device) -> None:
             assert torch.equal(cache, expected)
 
 
-def test_megabytes_there_and_back(device: torch.device) -> None:
-    """80 MB: several threads on the CPU, several rounds of every warp on CUDA."""
-    blocks, layers, item = 400, 13, 16 * 1024
-    host = block_buffer([blocks, layers], item, device, pinned=device.type == "cuda", seed=3).view
-    cache = torch.zeros(layers, blocks, item, dtype=torch.uint8, device=device)
-    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))
-    there = torch.stack([order, torch.arange(blocks)], 1)
-    back_to = torch.zeros(blocks, layers, item, dtype=torch.uint8)
-    back_to = back_to.pin_memory() if device.type == "cuda" else back_to
-    for pairs_on, method in ways(device):
-        cache.zero_()
-        back_to.zero_()
-        pairs = there.to(torch.int32).to(pairs_on)
-        copy_blocks(host, cache, pairs, src_block_dim=0, method=method)
-        back = pairs.flip(1).contiguous()
-        copy_blocks(cache, back_to, back, dst_block_dim=0, method=method)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        assert torch.equal(back_to, host)
-        assert torch.equal(cache[:, 0].cpu(), host[order[0]])
-
-
 # -- for the tests that go over all ops ------------------------------------------------------------
+
+
+class CopyBlocks(Case):
+    """Blocks of one layer."""
+
+    function, argument = staticmethod(copy_blocks), "pairs"
+    rows, tables, columns, distinct_columns = (SRC_BLOCKS, 29), (0, 1), (0, 1), (1,)
+    on_host = (0,)
+    takes_num_sms = True
+    ways = ({}, {"method": "sm"})
+    large = (600, 500), 490, 40_000
+
+    def call(self, tables: Sequence[Tensor], indices: Tensor, **how: Any) -> None:
+        src, dst = (table.unsqueeze(1) for table in tables)
+        assert copy_blocks(src, dst, indices, src_block_dim=0, dst_block_dim=0, **how) is None
+
+    def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
+        ref_h2d_gather(*tables, indices)
+
+
+class CopyBlocksOfHostPairs(CopyBlocks):
+    indices_on_host = True
+    takes_num_sms = False
+    ways = tuple({"method": method} for method in ("auto", "sm", "engine"))
+
+
+CASES = [CopyBlocks(), CopyBlocksOfHostPairs()]
 
 
 def good_arguments() -> dict[str, Any]:
@@ -415,40 +331,6 @@ def mistakes() -> list[Mistake]:
          "pairs[..., 1]: index 50 at position 0, expected below 50; nothing was written"),
     ]  # fmt: skip
     return table
-
-
-def fuzz(f: Fuzzer) -> Call:
-    row, dtype = f.row()
-    layers, num_src, num_dst, num_pairs = (f.rng.choice(SIZES) for _ in range(4))
-    dims = f.rng.choice(LAYOUTS)
-    direction = f.rng.choice(DIRECTIONS)
-    dst = f.tensor([*shape_of(num_dst, dims[0], layers), *row], dtype, host=direction == "d2h")
-    src = f.tensor([*shape_of(num_src, dims[1], layers), *row], dtype, host=direction == "h2d")
-    index_dtype = f.rng.choice(INT_DTYPES)
-    sources = f.distinct(num_pairs, num_src, index_dtype)
-    pairs = torch.stack([sources, f.distinct(num_pairs, num_dst, index_dtype)], dim=1)
-    pairs = f.maybe_on_host(pairs)
-    number = f.rng.choice([None, None, -1, 0, 2, 100])
-    count = None if number is None else torch.tensor([number], device=pairs.device)
-    expected = dst.clone()
-    ref_copy_blocks(expected, src, pairs, *dims, number)
-
-    def prove(result: Any) -> None:
-        assert result is None
-        assert same_bits(dst, expected)
-
-    methods = ["auto", "sm"] if pairs.is_cuda else ["auto", "sm", "engine"]
-    arguments = {
-        "dst": dst,
-        "src": src,
-        "pairs": pairs,
-        "count": count,
-        "dst_block_dim": dims[0],
-        "src_block_dim": dims[1],
-        "method": f.rng.choice(methods),
-        "num_sms": f.rng.choice([None, 3]),
-    }
-    return Call(copy_blocks, arguments, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:

@@ -1,12 +1,9 @@
-"""copy_blocks on a GPU, in graphs and on streams; and what it has a driver do."""
+"""copy_blocks on a GPU, in graphs and on streams."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from fake_gpu import checks_of, needs_fake_gpu, run_checks
 from test_copy_blocks import (
     DIRECTIONS,
     buffers_for,
@@ -16,8 +13,6 @@ from test_copy_blocks import (
 )
 
 from jitkern import copy_blocks
-
-CHILD = Path(__file__).resolve().parent / "copy_blocks_child.py"
 
 
 @pytest.mark.cuda
@@ -80,15 +75,3 @@ def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
         torch.cuda.current_stream().synchronize()
     ref_copy_blocks(twin.view, src.view, pairs_of(pairs_on), 1, 1)
     assert dst.same(twin)
-
-
-class TestOnAFakeGpu:
-    pytestmark = needs_fake_gpu
-
-    @pytest.fixture(scope="class")
-    def found(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
-
-    @pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
-    def test_calls(self, found: dict[str, str], name: str) -> None:
-        assert found[name] == "", found[name]

@@ -9,16 +9,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from buffers import make_buffer
-from ref import ref_h2d_gather, ref_indexing, ref_store
+from contract import Case
+from test_h2d_gather import Gather
+from test_index import Index
+from test_store import Store
 
-from jitkern import h2d_gather, indexing, store_cache
+from jitkern import store_cache
 
-# A table of this size is streamed: kStreamRandomBytes, kStreamThreadBytes of cpu_copy.h.
-STREAM_BYTES = 2 << 20
+# From this size on it is streamed: kStreamThreadBytes of cpu_copy.h.
 STREAM_BYTES_PER_THREAD = 4 << 20
 
 # Around one line, so that rows hold no whole line, one or several, and end anywhere in a line.
-ROW_BYTES = [15, 16, 63, 64, 65, 127, 128, 129, 191, 256, 656, 4095]
+ROW_BYTES = [63, 64, 65, 128, 129, 656, 4095]
 
 
 @pytest.fixture(params=[1, 3])
@@ -29,52 +31,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 16, 63])
 @pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_store_streams_every_byte_and_no_other(row_bytes: int, offset: int, threads: int) -> None:
-    slots = -(-STREAM_BYTES // row_bytes)
-    rows = slots * 3 // 4
-    gap = offset % 5  # neighbours that share lines, and rows at every address within a line
-    caches = [make_buffer((slots, row_bytes), gap=gap, offset=offset, seed=s) for s in (1, 2)]
-    k, v = (make_buffer((rows, row_bytes), offset=3, seed=s).view for s in (3, 4))
-    indices = torch.randperm(slots)[:rows]
-    indices[::7] = -1
-    twins = [cache.twin() for cache in caches]
-    store_cache(caches[0].view, caches[1].view, indices, k, v)
-    ref_store(twins[0].view, twins[1].view, indices, k, v)
-    assert all(cache.same(twin) for cache, twin in zip(caches, twins, strict=True))
-
-
-@pytest.mark.parametrize("offset", [0, 1, 48])
-@pytest.mark.parametrize("row_bytes", ROW_BYTES)
-def test_indexing_streams_every_byte_and_no_other(
-    row_bytes: int, offset: int, threads: int
-) -> None:
-    rows = -(-threads * STREAM_BYTES_PER_THREAD // row_bytes)
-    weights = make_buffer((1000, row_bytes), offset=5, seed=1).view
-    generator = torch.Generator().manual_seed(row_bytes)
-    indices = torch.randint(-20, 1200, (rows,), dtype=torch.int32, generator=generator)
-    output = make_buffer((rows, row_bytes), gap=offset % 7, offset=offset, seed=2)
-    twin = output.twin()
-    indexing(weights, indices, output=output.view, vocab_range=(100, 900))
-    twin.view.copy_(ref_indexing(weights, indices, (100, 900)))
-    assert output.same(twin)
-
-
-@pytest.mark.parametrize("row_bytes", [65, 656, 4095])
-def test_h2d_gather_streams_every_byte_and_no_other(row_bytes: int, threads: int) -> None:
-    slots = -(-STREAM_BYTES // row_bytes)
-    src = make_buffer((500, row_bytes), offset=1, seed=1).view
-    dst = make_buffer((slots, row_bytes), gap=3, offset=7, seed=2)
-    rows = slots * 2 // 3
-    pairs = torch.stack([torch.randint(-30, 500, (rows,)), torch.randperm(slots)[:rows]], dim=1)
-    pairs[::11, 1] = -1
-    pairs[::11, 0] = 2**62  # the source of a skipped pair is not looked at
-    twin = dst.twin()
-    h2d_gather(src, dst.view, pairs)
-    pairs[::11, 0] = 0
-    ref_h2d_gather(src, twin.view, pairs)
-    assert dst.same(twin)
+@pytest.mark.parametrize("case", [Store(), Index(), Gather()], ids=lambda case: case.argument)
+def test_every_byte_is_streamed_and_no_other(case: Case, row_bytes: int, threads: int) -> None:
+    """Neighbours share lines, and rows begin at every address within one."""
+    count = -(-threads * STREAM_BYTES_PER_THREAD // row_bytes)
+    sizes = [count + 11 for _ in case.rows]
+    cpu, offsets = torch.device("cpu"), [3 * i + row_bytes % 64 for i in range(len(case.tables))]
+    indices = case.indices(cpu, rows=sizes, count=count)
+    how = {"rows": sizes, "count": count, "gaps": (row_bytes % 5, row_bytes % 3)}
+    case.run_and_compare(case.buffers(cpu, (row_bytes,), offsets=offsets, **how), indices)
 
 
 def test_nothing_is_written_where_the_last_index_is_out_of_range(threads: int) -> None:

@@ -59,30 +59,3 @@ def test_it_is_torch_s_current_one(
             found = cache.clone()
         stream.synchronize()
         assert torch.equal(found, torch.full_like(found, 3))
-
-
-def test_a_capture_takes_it() -> None:
-    rows, cache = torch.zeros(5, 8, device="cuda"), torch.zeros(5, 8, device="cuda")
-    given = [tvm_ffi.from_dlpack(Foreign(one)) for one in (cache, torch.arange(5).cuda(), rows)]
-    stored(*given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stored(*given)
-    rows.fill_(3)
-    graph.replay()
-    assert torch.equal(cache, torch.full_like(cache, 3))
-
-
-def test_another_may_be_named() -> None:
-    rows, cache = torch.zeros(5, 8, device="cuda"), torch.zeros(5, 8, device="cuda")
-    given = [tvm_ffi.from_dlpack(Foreign(one)) for one in (cache, torch.arange(5).cuda(), rows)]
-    stored(*given)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        rows.fill_(3)
-    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), stream.cuda_stream):
-        stored(*given)
-    stream.synchronize()
-    assert torch.equal(cache, torch.full_like(cache, 3))

@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import (
-    INT_DTYPES,
-    Buffer,
-    make_buffer,
-    out_of_range,
-)
+from buffers import Buffer, host_buffer, make_buffer
 from contract import Case, store_bits
-from fuzzer import SIZES, Call, Fuzzer
 from mistakes import (
     Mistake,
     apart_text,
@@ -30,7 +24,7 @@ from ref import ref_indexing, same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
-from jitkern import indexing, store_cache
+from jitkern import check, indexing
 
 VOCAB = 41
 
@@ -102,38 +96,55 @@ def test_output_with_rows_spaced_over_two_dimensions(device: torch.device) -> No
     compare_with_output(weights, tokens(device)[:28].reshape(4, 7), output)
 
 
-def test_out_of_range_position_counts_through_all_dimensions(device: torch.device) -> None:
-    weights = table(device, (8,), torch.float32)
-    indices = tokens(device)[:24].reshape(2, 3, 4)
-    indices[1, 2, 3] = 777
-    with out_of_range(device, "index 777 at position 23, expected below 41"):
-        indexing(weights, indices)
-
-
-def test_a_table_of_no_rows(device: torch.device) -> None:
-    weights = torch.empty(0, 8, device=device)
-    indices = torch.tensor([-1, -2, -3], device=device)
-    assert indexing(weights, indices).eq(0).all()
-    with_range = indexing(weights, indices + 5, vocab_range=(3, 0))
-    assert with_range.eq(0).all()
-
-
-def test_a_table_of_one_row_repeated_by_expand(device: torch.device) -> None:
-    weights = torch.randn(1, 24, device=device).expand(VOCAB, 24)
-    assert same_bits(indexing(weights, tokens(device)), ref_indexing(weights, tokens(device)))
-
-
-def test_rows_of_no_bytes_have_nothing_to_be_wrong(device: torch.device) -> None:
-    table = torch.zeros(5, 0, device=device)
-    past_the_end = torch.tensor([7], device=device)
-    assert indexing(table, past_the_end).shape == (1, 0)
-    store_cache(table, table, past_the_end, table[:1], table[:1])
-
-
 def test_a_new_output_is_of_the_allocator(device: torch.device) -> None:
     """So that record_stream() knows it; memory that came through DLPack is not."""
     output = indexing(torch.ones(5, 3, device=device), torch.tensor([1], device=device))
     assert output.untyped_storage().resizable()
+
+
+# -- tables in pinned host memory ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [65, 70_000])
+def test_the_gradient_of_a_table_in_host_memory(device: torch.device, count: int) -> None:
+    """It lies where the table does."""
+    weights = host_buffer((VOCAB, 4), torch.float64, device).view.nan_to_num_(0.0, 0.0, 0.0)
+    weights.requires_grad_()
+    indices = tokens(device, count=count)
+    factor = torch.arange(count, device=device).unsqueeze(1)
+    (indexing(weights, indices) * factor).sum().backward()
+    kept = indices >= 0
+    wanted = torch.zeros(VOCAB, 4, dtype=torch.float64)
+    wanted.index_add_(0, indices[kept].cpu(), factor[kept].expand(-1, 4).cpu().double())
+    assert weights.grad is not None
+    assert torch.equal(weights.grad, wanted)
+
+
+@pytest.mark.cuda
+def test_a_table_larger_than_the_translation_reaches() -> None:
+    """1.1 GiB: 10,000 calls of few bytes in the order of the table."""
+    weights = torch.empty(9 << 24, 8, dtype=torch.uint8, pin_memory=True)
+    numbers = weights.view(torch.int64).squeeze(1)
+    torch.arange(9 << 24, out=numbers)
+    indices = torch.randint(0, 9 << 24, (100_000,), device="cuda")
+    indices[::9] = -1
+    found = indexing(weights, indices).view(torch.int64).squeeze(1)
+    assert torch.equal(found, indices.where(indices >= 0, 0))
+
+
+@pytest.mark.cuda
+def test_wrong_memory_of_a_table() -> None:
+    table, indices = torch.zeros(5, 4), torch.tensor([1], device="cuda")
+    with pytest.raises(ValueError, match=r"^indexing: weights: pageable host memory, expected pin"):
+        indexing(table, indices)
+    pinned, output = table.pin_memory(), torch.zeros(1, 4)
+    text = r"^indexing: output: device cpu, expected cuda:0 as in indices$"
+    with pytest.raises(ValueError, match=text):
+        indexing(pinned, indices, output=output)
+    text = r"^indexing: indices: device cpu, expected cuda:0 as in weights$"
+    with pytest.raises(ValueError, match=text):
+        indexing(table.cuda(), indices.cpu())
+    check()
 
 
 # -- what may be wrong with ranges, on a table of 50 rows ------------------------------------------
@@ -288,34 +299,6 @@ def test_without_output_the_messages_are_the_same() -> None:
         came = str(caught.value).replace(": NotATensor,", ": object,")
         wanted = text.replace("int of more than 64 bits, expected a t", "int, expected a t")
         assert came == f"indexing: {wanted}"
-
-
-def fuzz(f: Fuzzer) -> Call:
-    row, dtype = f.row()
-    vocab = f.rng.choice(SIZES)
-    weights = f.rows([vocab, *row], dtype)
-    shape = [f.rng.choice(SIZES) for _ in range(f.rng.randrange(3))]
-    vocab_range, added_range, size, highest = None, None, None, vocab
-    if f.rng.random() < 0.4:
-        vocab_range, highest = (f.rng.randrange(9), f.rng.randint(0, vocab)), 20
-        if f.rng.random() < 0.5:
-            added_range = (sum(vocab_range), f.rng.randint(0, vocab - vocab_range[1]))
-        if f.rng.random() < 0.5:
-            size = highest = max(20, sum(added_range or vocab_range))
-    low = -2 if f.rng.random() < 0.5 or highest == 0 else 0
-    indices = f.integers(shape, low, highest, f.rng.choice(INT_DTYPES))
-    if highest == 0:
-        indices.fill_(-1)
-    expected = ref_indexing(weights, indices, vocab_range, added_range)
-    output = torch.empty_like(expected) if f.rng.random() < 0.5 else None
-
-    def prove(result: Any) -> None:
-        assert output is None or result is output
-        assert same_bits(result, expected)
-
-    arguments = {"weights": weights, "indices": indices, "output": output}
-    ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": size}
-    return Call(indexing, {**arguments, **ranges}, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:

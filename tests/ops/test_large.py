@@ -60,18 +60,6 @@ def test_store_and_index_far_rows(row_bytes: int, total_bytes: int) -> None:
         indexing(k_cache, torch.tensor([num_rows]))
 
 
-def test_far_rows_by_their_stride() -> None:
-    """Few rows, 700 MB apart: only the byte offsets are large."""
-    whole = sparse(8 * GIB)
-    row_bytes, stride = 40, 700_000_001
-    cache = whole.as_strided((12, row_bytes), (stride, 1))
-    k = random_bytes(12 * row_bytes).view(12, row_bytes)
-    store_cache(cache, None, torch.arange(12), k)
-    for i in range(12):
-        assert torch.equal(whole[i * stride : i * stride + row_bytes], k[i])
-    assert torch.equal(indexing(cache, torch.arange(12)), k)
-
-
 def test_gather_to_and_from_far_rows() -> None:
     row_bytes = 656
     num_rows = 5 * GIB // row_bytes
@@ -85,13 +73,6 @@ def test_gather_to_and_from_far_rows() -> None:
         assert dst[row].eq(i + 1).all()
     for row in aliases(rows, row_bytes, num_rows):
         assert not dst[row].any()
-
-
-def test_a_shape_of_2_33_indices() -> None:
-    """Counted in 64 bits, and refused as every expanded index tensor is."""
-    indices = torch.zeros(1, dtype=torch.int32).expand(2**33)
-    with pytest.raises(ValueError, match="indices: not contiguous"):
-        store_cache(torch.empty(3, 0), torch.empty(3, 0), indices, torch.empty(0), torch.empty(0))
 
 
 CUDA_GB = 20
@@ -125,20 +106,3 @@ def test_caches_of_20_gb_on_the_gpu(row_bytes: int) -> None:
         assert torch.equal(torch.stack([cache[row] for row in rows]), new)
         written = sum(int(part.count_nonzero()) for part in cache.view(-1).split(GIB))
         assert written == new.numel()  # and nothing else, anywhere
-
-
-@pytest.mark.cuda
-@pytest.mark.slow
-@pytest.mark.usefixtures("free_gpu")
-def test_more_than_2_32_vectors_in_one_launch() -> None:
-    """4.4e9 one-byte rows: flat vector numbers go beyond 32 bits."""
-    count = 2**32 + 2**27
-    table = torch.arange(251, dtype=torch.uint8, device="cuda").view(251, 1)
-    indices = torch.empty(count, dtype=torch.int32, device="cuda")
-    for start in range(0, count, GIB):
-        part = indices[start : start + GIB]
-        part.copy_(torch.arange(start, start + len(part), device="cuda") % 251)
-    result = indexing(table, indices)
-    for start in range(0, count, GIB):
-        part = slice(start, start + GIB)
-        assert torch.equal(result[part, 0].int(), indices[part])

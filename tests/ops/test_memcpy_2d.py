@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from buffers import random_bytes
-from fuzzer import SIZES, Call, Fuzzer
 from hypothesis import given
 from hypothesis import strategies as st
 from mistakes import Mistake, not_ints, not_tensors, read_only
@@ -157,34 +156,6 @@ def test_any_call_within_one_storage(data: st.DataObject) -> None:
 # -- what PyTorch is told --------------------------------------------------------------------------
 
 
-def test_what_is_written_counts_as_changed() -> None:
-    good = good_arguments()
-    weight = torch.ones_like(good["dst"], requires_grad=True)
-    result = (weight * good["dst"]).sum()
-    memcpy_2d_async(**good)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        result.backward()
-
-
-@pytest.mark.parametrize("argument", ["dst", "src"])
-def test_a_gradient_is_refused(argument: str) -> None:
-    good = good_arguments()
-    wants = {**good, argument: good[argument].clone().requires_grad_()}
-    text = f"^memcpy_2d_async: {argument}: requires a gradient, expected none"
-    with pytest.raises(RuntimeError, match=text):
-        memcpy_2d_async(**wants)
-    with torch.no_grad():
-        memcpy_2d_async(**wants)
-
-
-def test_inference_mode() -> None:
-    with torch.inference_mode():
-        made_there = good_arguments()
-        memcpy_2d_async(**made_there)
-    with pytest.raises(RuntimeError, match=r"^memcpy_2d_async: dst: made in inference mode"):
-        memcpy_2d_async(**made_there)
-
-
 def test_a_tracer_is_refused() -> None:
     """It would record a graph without the copy."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -193,18 +164,6 @@ def test_a_tracer_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"^memcpy_2d_async: dst: .*tracer or a dispatch mode"):
         make_fx(lambda x: memcpy_2d_async(**good) or x + 1)(torch.ones(1))
     assert good["dst"].eq(0).all()
-
-
-def test_torch_compile_leaves_it_outside_of_graphs() -> None:
-    good = good_arguments()
-
-    def step(dst: Tensor, src: Tensor) -> Tensor:
-        memcpy_2d_async(dst, src, 32, 32, 32, 3, "h2h")
-        return dst * 2
-
-    torch.compiler.reset()
-    got = torch.compile(step, backend="eager")(good["dst"], good["src"])
-    assert torch.equal(got, 2 * good["src"])
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------
@@ -268,30 +227,3 @@ def mistakes() -> list[Mistake]:
         ({"allow_pageable": None}, TypeError, "allow_pageable: None, expected a bool"),
     ]  # fmt: skip
     return table
-
-
-def fuzz(f: Fuzzer) -> Call:
-    width, height = f.rng.choice([*SIZES, 40]), f.rng.choice(SIZES)
-    dpitch, spitch = (width + f.rng.choice([0, 0, 1, 9]) for _ in range(2))
-    span = max(height - 1, 0)
-    dst = f.tensor([span * dpitch + width], torch.uint8)
-    src = f.tensor([span * spitch + width], torch.uint8)
-    expected = dst.clone()
-    ref_memcpy_2d(expected, src, dpitch, spitch, width, height)
-
-    def prove(result: Any) -> None:
-        assert result is None
-        assert torch.equal(dst, expected)
-
-    arguments = {
-        "dst": dst,
-        "src": src,
-        "dpitch": dpitch,
-        "spitch": spitch,
-        "width": width,
-        "height": height,
-        "kind": "d2d" if dst.is_cuda else "h2h",
-        "stream": None,
-        "allow_pageable": f.rng.choice([True, False]),
-    }
-    return Call(memcpy_2d_async, arguments, prove)

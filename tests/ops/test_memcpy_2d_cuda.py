@@ -1,19 +1,13 @@
-"""memcpy_2d_async on a GPU, in graphs and on streams; and what it has a driver do."""
+"""memcpy_2d_async on a GPU, in graphs and on streams."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from buffers import random_bytes
-from fake_gpu import checks_of, needs_fake_gpu, run_checks
-from test_memcpy_2d import all_sides, ref_memcpy_2d
+from test_memcpy_2d import all_sides
 
 from jitkern import memcpy_2d_async
-from jitkern.offload import PinnedPool
-
-CHILD = Path(__file__).resolve().parent / "memcpy_2d_child.py"
 
 
 @pytest.mark.cuda
@@ -58,44 +52,6 @@ def test_in_a_cuda_graph(kind: str) -> None:
         assert torch.equal(dst.cpu(), expected)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("kind", ["h2d", "d2h"])
-def test_pageable_memory(kind: str) -> None:
-    sides = next(one for one in all_sides(torch.device("cuda")) if one.kind == kind)
-    src, dst = (sides.memory(side, 40 * 700, 1) for side in ("src", "dst"))
-    src, dst = (t if t.is_cuda else t.clone() for t in (src, dst))
-    host = "src" if kind == "h2d" else "dst"
-    copy = (700, 700, 656, 40, kind)
-    with pytest.raises(ValueError, match=f"memcpy_2d_async: {host}: pageable host memory") as error:
-        memcpy_2d_async(dst, src, *copy)
-    for cure in ("PinnedPool", "pin_memory=True", "allow_pageable=True"):
-        assert cure in str(error.value)
-    expected = dst.clone()
-    ref_memcpy_2d(expected, src, *copy[:4])
-    memcpy_2d_async(dst, src, *copy, allow_pageable=True)
-    torch.cuda.synchronize()
-    assert torch.equal(dst, expected)
-    graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.graph(graph),
-        pytest.raises(ValueError, match="pageable host memory while a graph is captured"),
-    ):
-        memcpy_2d_async(dst, src, *copy, allow_pageable=True)
-
-
-@pytest.mark.cuda
-def test_a_pool_and_a_pitch_of_more_than_2_gib() -> None:
-    with PinnedPool(5 << 30, progress=False) as pool:
-        rows = pool.tensor((5 << 30,), torch.uint8)
-        pitch = (2 << 30) + 4096
-        for row in range(2):
-            rows[row * pitch : row * pitch + 100] = row + 1
-        got = torch.zeros(2, 100, dtype=torch.uint8, device="cuda")
-        memcpy_2d_async(got, rows, 100, pitch, 100, 2, "h2d")
-        torch.cuda.synchronize()
-        assert got[0].eq(1).all() and got[1].eq(2).all()
-
-
 @pytest.mark.multigpu
 def test_between_two_gpus() -> None:
     src = random_bytes(40 * 700).to("cuda:0")
@@ -111,23 +67,3 @@ def test_between_two_gpus() -> None:
     pinned = random_bytes(64).pin_memory()
     with pytest.raises(ValueError, match="stream: a stream of cuda:0, expected one of cuda:1"):
         memcpy_2d_async(dst, pinned, 8, 8, 8, 8, "h2d", torch.cuda.Stream(0))
-
-
-class TestOnAFakeGpu:
-    pytestmark = needs_fake_gpu
-
-    @pytest.fixture(scope="class")
-    def found(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
-
-    @pytest.fixture(scope="class")
-    def narrow(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "narrow_", FAKE_MAX_PITCH="256")
-
-    @pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
-    def test_copies(self, found: dict[str, str], name: str) -> None:
-        assert found[name] == "", found[name]
-
-    @pytest.mark.parametrize("name", checks_of([CHILD], "narrow_"))
-    def test_pitches(self, narrow: dict[str, str], name: str) -> None:
-        assert narrow[name] == "", narrow[name]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from buffers import INT_DTYPES
-from fuzzer import Call, Fuzzer
 from merge_reference import (
     BF16,
     F16,
@@ -80,17 +79,6 @@ def test_types(device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype)
         for merged_lse_dtype in TYPES:
             call = call_of(outs, lses, out_dtype, merged_lse_dtype)
             call.run_and_compare(scale=scale_for(out_dtype, device))
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0, 0)], ids=str)
-def test_of_nothing(device: torch.device, shape: tuple[int, int]) -> None:
-    for dtype in TYPES:
-        outs = torch.zeros(2, *shape, 8, dtype=dtype, device=device)
-        call_of(outs, torch.zeros(2, *shape, device=device)).run_and_compare()
-    nowhere = torch.zeros(shape[0], dtype=torch.int32, device=device)
-    if shape[0] != 1:
-        out, lse = merge_states(list(outs), list(outs[..., 0]), count=nowhere)
-        assert (out.shape, lse.shape) == ((*shape, 8), shape)
 
 
 def test_large_calls_on_several_threads(device: torch.device) -> None:
@@ -227,18 +215,6 @@ def test_any_number_of_tokens_gives_the_same_bits(
         assert_same(some, (every[0][part], every[1][part]))
 
 
-def test_two_of_merge_states_are_merge_state(device: torch.device) -> None:
-    for dtype in TYPES:
-        outs, lses = partials(device, 2, 30, 3, 64, dtype)
-        result = merge_state(outs[0], lses[0], outs[1], lses[1])
-        assert_same(result, merge_states(outs, lses))
-        out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0], dtype=F16)
-        given = merge_state(outs[0], lses[0], outs[1], lses[1], output=out, lse=lse)
-        assert given[0] is out
-        assert given[1] is lse
-        assert_same(given, (result[0], result[1].half()))
-
-
 # -- what comes back -------------------------------------------------------------------------------
 
 
@@ -270,18 +246,6 @@ def test_without_an_lse(device: torch.device) -> None:
     two = merge_state(outs[0], lses[0], outs[1], lses[1], lse=False)
     assert two[1] is None
     assert torch.equal(two[0], merge_states(outs[:2], lses[:2])[0])
-
-
-def test_what_is_written_counts_as_changed(device: torch.device) -> None:
-    """As after PyTorch's operations in place: autograd notices."""
-    outs, lses = partials(device, 2, 5, 3, 8)
-    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    before = out._version, lse._version, outs._version
-    merge_states(outs, lses, output=out)
-    merge_states(outs, lses, lse=lse)
-    assert (out._version, lse._version, outs._version) == (before[0] + 1, before[1] + 1, before[2])
-    merge_state(outs[0], lses[0], outs[1], lses[1], output=out, lse=lse)
-    assert (out._version, lse._version) == (before[0] + 2, before[1] + 2)
 
 
 # -- how close it comes to float64, and how it rounds ----------------------------------------------
@@ -374,46 +338,6 @@ def mistakes() -> list[Mistake]:
     from merge_mistakes import mistakes_of_many
 
     return mistakes_of_many(good_arguments())
-
-
-def fuzz(f: Fuzzer) -> Call:
-    n, dim = f.rng.choice([1, 2, 3, 9, 17]), f.rng.choice([1, 3, 8, 40])
-    tokens, heads = f.rng.choice([0, 1, 3, 20]), f.rng.choice([1, 2, 5])
-    dtype, lse_dtype = f.rng.choice(TYPES), f.rng.choice(TYPES)
-    how = {"base": f.rng.choice(BASES), "lse_layout": f.rng.choice(LSE_LAYOUTS)}
-    layout = how["lse_layout"]
-    outs, lses = partials(
-        f.device,
-        n,
-        tokens,
-        heads,
-        dim,
-        dtype,
-        lse_dtype,
-        lse_layout=layout,
-        seed=f.rng.randrange(99),
-    )
-    out_dtype = f.rng.choice([None, None, *OUT_TYPES])
-    out = None if out_dtype is None else torch.empty_like(outs[0], dtype=out_dtype)
-    lse_type = f.rng.choice([None, False, *TYPES])
-    lse = torch.empty_like(lses[0], dtype=lse_type) if lse_type else lse_type
-    numbers = f.rng.choice([None, [], [tokens]])
-    count = None
-    if numbers is not None:
-        count = f.integers(numbers, -1, n + 2, f.rng.choice(INT_DTYPES))
-    how |= {"scale": scale_for(out_dtype or dtype, f.device), "count": count}
-    wanted = outs.clone(), lses.clone()
-
-    def prove(result: Any) -> None:
-        assert out is None or result[0] is out
-        assert result[1] is lse if lse is not None and lse is not False else True
-        assert (result[1] is None) == (lse is False)
-        assert_merged(result, *wanted, **how)
-
-    stacked = f.rng.random() < 0.3
-    lists = (outs, lses) if stacked else (list(outs), list(lses))
-    arguments = {"outs": lists[0], "lses": lists[1], "output": out, "lse": lse, **how}
-    return Call(merge_states, arguments, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:

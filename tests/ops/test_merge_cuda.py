@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import pytest
 import torch
 from merge_reference import (
     BF16,
     F32,
     FP8,
-    NAN,
-    OUT_TYPES,
-    TOLERANCE,
     TYPES,
     assert_merged,
     assert_same,
     partials,
-    scale_for,
-    steps_apart,
 )
 
 import jitkern
@@ -99,57 +91,7 @@ def test_partials_in_pinned_host_memory(n: int, dtype: torch.dtype) -> None:
     )
 
 
-def test_pageable_memory_is_refused_with_the_cure() -> None:
-    outs, lses = partials(GPU, 3, 5, 2, 8)
-    for name, some, logs in (
-        ("outs[1]", [outs[0], outs[1].cpu(), outs[2]], list(lses)),
-        ("lses[2]", list(outs), [lses[0], lses[1], lses[2].cpu()]),
-    ):
-        text = f"merge_states: {name}: pageable host memory"
-        with pytest.raises(ValueError, match=re.escape(text)) as caught:
-            merge_states(some, logs)
-        assert "pin_memory" in str(caught.value)
-    with pytest.raises(ValueError, match="merge_state: out_b: pageable host memory"):
-        merge_state(outs[0], lses[0], outs[1].cpu(), lses[1])
-    with pytest.raises(ValueError, match="merge_state: lse_b: pageable host memory"):
-        merge_state(outs[0], lses[0], outs[1], lses[1].cpu())
-
-
-@pytest.mark.multigpu
-def test_each_gpu_by_its_tensors() -> None:
-    """The current device does not matter and is left as it was."""
-    outs, lses = partials(torch.device("cuda:1"), 3, 5, 2, 8)
-    with torch.cuda.device(0):
-        result = merge_states(outs, lses)
-        assert torch.cuda.current_device() == 0
-    torch.cuda.synchronize(1)
-    assert result[0].device == outs.device
-    assert_merged(result, outs, lses)
-
-
 # -- the CPU beside it -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("out_dtype", OUT_TYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 33, 64])
-def test_as_on_the_cpu(n: int, out_dtype: torch.dtype) -> None:
-    """The sums of more than 8 are made in other orders, and both have their own exponential."""
-    for dtype in TYPES:
-        outs, lses = partials(CPU, n, 40, 3, 64, dtype)
-        ours, theirs = (torch.empty(40, 3, 64, device=d).to(out_dtype) for d in (GPU, CPU))
-        scale = scale_for(out_dtype, CPU)
-        _, lse = merge_states(outs, lses, output=theirs, scale=scale)
-        on_gpu = None if scale is None else scale.cuda()
-        _, our_lse = merge_states(outs.cuda(), lses.cuda(), output=ours, scale=on_gpu)
-        torch.testing.assert_close(our_lse.cpu(), lse, rtol=1e-6, atol=1e-6)
-        if out_dtype == F32:
-            largest = outs.float().nan_to_num(0).abs().max().item()
-            off = (ours.cpu() - theirs).abs()
-            assert off.max().item() <= 2 * TOLERANCE * largest
-        else:
-            assert (ours.cpu().float() == theirs.float()).float().mean() > 0.98
-            near = (ours.cpu().double() - theirs.double()).abs() <= 1e-5
-            assert ((steps_apart(ours.cpu(), theirs) <= 1) | near).all()
 
 
 # -- far offsets -----------------------------------------------------------------------------------
@@ -187,40 +129,3 @@ def test_strides_beyond_2_32_bytes(memory: torch.Tensor, dtype: torch.dtype, by:
     assert_same(result, merge_states(outs.cuda(), lses.cuda()))
     merge_states(some, logs, output=some[1], lse=logs[2])
     assert_same((some[1].contiguous(), logs[2].contiguous()), result)
-
-
-@pytest.mark.slow
-def test_more_than_2_31_elements(memory: torch.Tensor) -> None:
-    """2.2e9 values in and out, in as many rows as a grid has blocks for."""
-    tokens, heads, dim = 2_200_000, 125, 8
-    count = tokens * heads
-    values = memory.view(BF16)[: count * dim].view(tokens, heads, dim)
-    values[:] = torch.arange(dim, device=GPU)
-    logs = torch.zeros(count, dtype=BF16, device=GPU).view(tokens, heads)
-    some = torch.randint(0, tokens, (1000,), device=GPU)
-    values[some] = -7
-    logs[some] = 3
-    other = torch.ones(1, 1, dim, dtype=BF16, device=GPU).expand(tokens, heads, dim)
-    zero = torch.zeros(1, 1, dtype=BF16, device=GPU).expand(tokens, heads)
-    usual = merge_states([values[:1], other[:1]], [logs[:1], zero[:1]])
-    odd = merge_states([values[some[:1]], other[:1]], [logs[some[:1]], zero[:1]])
-    merge_states([values, other], [logs, zero], output=values, lse=logs)
-    for start in range(0, tokens, 200_000):
-        part = slice(start, start + 200_000)
-        here = torch.zeros(tokens, dtype=torch.bool, device=GPU)
-        here[some] = True
-        wanted = torch.where(here[part, None, None], odd[0][0, 0], usual[0][0, 0])
-        assert torch.equal(values[part], wanted.expand(-1, heads, -1))
-        wanted_lse = torch.where(here[part, None], odd[1][0, 0], usual[1][0, 0])
-        assert torch.equal(logs[part], wanted_lse.to(BF16).expand(-1, heads))
-
-
-def test_pageable_memory_of_what_does_not_count() -> None:
-    """Also where count leaves it out: that is known on the GPU only."""
-    outs, lses = partials(GPU, 2, 5, 2, 8)
-    one: dict[str, Any] = {"count": torch.tensor([1], device=GPU)}
-    with pytest.raises(ValueError, match="pageable host memory"):
-        merge_states([outs[0], outs[1].cpu()], list(lses), **one)
-    gone = outs[1].cpu().pin_memory().fill_(NAN)
-    result = merge_states([outs[0], gone], list(lses), **one)
-    assert_merged(result, [outs[0], gone], lses, **one)

@@ -10,17 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from merge_reference import (
     BF16,
-    EXPANDED,
-    F16,
     F32,
     LAYOUTS,
-    OUT_TYPES,
     TYPES,
     assert_merged,
     assert_same,
     call_of,
     partials,
-    scale_for,
 )
 from torch import Tensor
 
@@ -39,38 +35,6 @@ def test_layouts(device: torch.device, dtype: torch.dtype, layout: str, out_layo
         lse_layouts = layouts[::-1]
         call = call_of(outs, lses, layouts=layouts, lse_layouts=lse_layouts, out_layout=out_layout)
         call.run_and_compare()
-
-
-@pytest.mark.parametrize("expanded", EXPANDED)
-@pytest.mark.parametrize("n", [2, 9])
-def test_expanded_partials(device: torch.device, n: int, expanded: str) -> None:
-    """One row for all tokens, all heads or both, as of a prefix that a batch has in common."""
-    outs, lses = partials(device, n, 9, 4, 40, F16, seed=5)
-    for layouts, lse_layouts in (
-        ([expanded], [expanded]),
-        (["contiguous", expanded], ["contiguous"]),
-        (["contiguous"], ["contiguous", expanded]),
-    ):
-        call_of(outs, lses, layouts=layouts, lse_layouts=lse_layouts).run_and_compare()
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("offset", range(1, 9))
-def test_bases_that_are_off(device: torch.device, dtype: torch.dtype, offset: int) -> None:
-    """By some elements, of one tensor: no vector is wider than all of them allow."""
-    outs, lses = partials(device, 3, 7, 2, 64, dtype)
-    wanted = merge_states(outs, lses)
-    count = outs[0].numel()
-    flat = torch.empty(count + 16, dtype=dtype, device=device)
-    moved = flat[offset:][:count].view(outs[0].shape).copy_(outs[1])
-    assert_same(merge_states([outs[0], moved, outs[2]], list(lses)), wanted)
-    for out_dtype in OUT_TYPES:
-        scale = scale_for(out_dtype, device)
-        memory = torch.full((count + 32,), 448.0, device=device).to(out_dtype)
-        out = memory[offset:][:count].view(outs[0].shape)
-        assert_merged(merge_states(outs, lses, output=out, scale=scale), outs, lses, scale=scale)
-        assert memory[:offset].float().eq(448).all()
-        assert memory[offset + count :].float().eq(448).all()
 
 
 def stacks(outs: Tensor, lses: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -137,26 +101,6 @@ def test_in_place(device: torch.device, n: int, dim: int, layout: str) -> None:
                     if buffer.whole is written.whole:
                         twin.view.copy_(buffer.view)
                 assert buffer.same(twin)
-
-
-@pytest.mark.parametrize("dim", [40, 576])
-def test_in_place_of_stacked_tensors(device: torch.device, dim: int) -> None:
-    for n, place in ((2, 1), (12, 0), (12, 11)):
-        outs, lses = partials(device, n, 9, 2, dim)
-        wanted = merge_states(outs, lses)
-        for stack, logs in stacks(outs, lses)[:5]:
-            stack, logs = stack.clone(), logs.clone()
-            result = merge_states(stack, logs, output=stack[place], lse=logs[place])
-            assert_same(result, wanted)
-            others = [i for i in range(n) if i != place]
-            assert_same((stack[others], logs[others]), (outs[others], lses[others]))
-
-
-def test_in_place_of_another_type_of_as_many_bytes(device: torch.device) -> None:
-    outs, lses = partials(device, 3, 9, 2, 40, F16, F16)
-    wanted = merge_states(outs, lses, output=torch.empty_like(outs[0], dtype=BF16))[0]
-    outs, lses = list(outs.clone()), list(lses.clone())
-    assert torch.equal(merge_states(outs, lses, output=outs[2].view(BF16))[0], wanted)
 
 
 def test_one_tensor_several_times(device: torch.device) -> None:
@@ -227,9 +171,3 @@ def test_what_is_refused_to_the_byte(data: st.DataObject) -> None:
         assert memory.eq(0).all()
     else:
         assert not shared
-
-
-def test_what_is_empty_overlaps_nothing(device: torch.device) -> None:
-    memory = torch.zeros(64, device=device)
-    nothing = memory[:0].view(0, 2, 8)
-    merge_states([nothing] * 2, [nothing[..., 0]] * 2, output=nothing, lse=nothing[..., 0])

@@ -105,27 +105,3 @@ def test_auto_sorts_large_calls_on_large_pools(op: Any) -> None:
     inside[:, 0 if op is h2d_gather else 1] %= few
     assert not ordered(inside, few)
     assert ordered(inside, few, order="host")
-
-
-@pytest.mark.cuda
-def test_auto_sorts_large_swaps_on_large_pools() -> None:
-    rows, few = 3 << 19, 3 << 18
-    pool = torch.empty(rows, 1024, dtype=torch.uint8, pin_memory=True)
-    cache = torch.zeros(7000, 1024, dtype=torch.uint8, device="cuda")
-    where = torch.randperm(rows)[:12_000].view(2, 6000)
-    triples = torch.stack([where[0], torch.randperm(7000)[:6000], where[1]], dim=1).cuda()
-
-    def ordered(triples: Tensor, rows: int = rows, **how: Any) -> bool:
-        found = kernels_of(lambda: swap_rows(pool[:rows], cache, triples, **how))
-        assert len(found) in (1, 5), found
-        return "jitkern_scan_regions" in found
-
-    assert ordered(triples)
-    assert not ordered(triples, order="given")
-    assert not ordered(triples[:4095])
-    assert ordered(triples[:64], order="host")
-    inside = triples.clone()
-    inside[:, 0] = torch.arange(6000)
-    inside[:, 2] = torch.arange(6000, 12_000)
-    assert not ordered(inside, few)
-    assert ordered(inside, few, order="host")

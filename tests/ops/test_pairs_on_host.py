@@ -6,21 +6,19 @@ what is refused there, is in test_pairs_on_host_cuda.py.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 from buffers import INT_DTYPES, make_buffer
-from fuzzer import NUM_CORES
 from ref import ref_h2d_gather
-from test_aliases import Backwards
 from torch import Tensor
 
 from jitkern import d2h_scatter, h2d_gather
-from jitkern.offload import PinnedPool
 
+NUM_CORES = len(os.sched_getaffinity(0))
 GATHERS = ["auto", "sm", "cpu", "both"]
 SCATTERS = ["auto", "sm", "cpu"]
 
@@ -46,57 +44,9 @@ def pairs_of(
     return pairs
 
 
-def host_memories(device: torch.device, method: str) -> list[bool]:
-    """Whether the host's rows are pinned: on a GPU both, where the way allows it."""
-    if device.type == "cpu":
-        return [False]
-    return [True, False] if method in ("auto", "cpu") else [True]
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-@each_call
-def test_rows_that_lie_backwards(device: torch.device, op: Any, method: str) -> None:
-    pairs = pairs_of(900, 1000, 1000)
-    for pinned in host_memories(device, method):
-        host = make_buffer((1000, 40), gap=9, pinned=pinned)
-        gpu = make_buffer((1000, 40), device=device, seed=1)
-        host_twin, gpu_twin = host.twin(), gpu.twin()
-        backwards = tvm_ffi.from_dlpack(Backwards(host.view))
-        flipped = host_twin.view.flip(0)
-        if op is h2d_gather:
-            h2d_gather(backwards, gpu.view, pairs, method=method)
-            ref_h2d_gather(flipped, gpu_twin.view, pairs)
-        else:
-            d2h_scatter(gpu.view, backwards, pairs, method=method)
-            ref_h2d_gather(gpu_twin.view, flipped, pairs)
-            host_twin.view.copy_(flipped.flip(0))
-        synchronize(device)
-        assert gpu.same(gpu_twin)
-        assert host.same(host_twin)
-
-
-@each_call
-def test_rows_of_a_pool(device: torch.device, op: Any, method: str) -> None:
-    """On a GPU it is pinned, but not by PyTorch."""
-    pairs = pairs_of(800, 1000, 1000)
-    with PinnedPool(1000 * 656 + 4096) as pool:
-        pool.tensor(1000)  # rows do not begin where the pool does
-        host = pool.tensor([1000, 656], torch.uint8).random_()
-        gpu = make_buffer((1000, 656), device=device, seed=1)
-        gpu_twin, expected = gpu.twin(), host.clone()
-        if op is h2d_gather:
-            h2d_gather(host, gpu.view, pairs, method=method)
-            ref_h2d_gather(host, gpu_twin.view, pairs)
-        else:
-            d2h_scatter(gpu.view, host, pairs, method=method)
-            ref_h2d_gather(gpu.view, expected, pairs)
-        synchronize(device)
-        assert gpu.same(gpu_twin)
-        assert torch.equal(host, expected)
 
 
 # -- several chunks of rows, several blocks of pairs -----------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 
 import pytest
 import torch
-from fuzzer import NUM_CORES
 
 Fresh = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -68,7 +68,9 @@ assert not failed, failed
 """
 
 
-several_cores = pytest.mark.skipif(NUM_CORES < 2, reason="two threads of the CPU in a call")
+several_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="two threads of the CPU in a call"
+)
 
 
 @several_cores

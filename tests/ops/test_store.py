@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from buffers import (
-    INT_DTYPES,
     Buffer,
     make_buffer,
-    out_of_range,
 )
 from contract import Case
-from fuzzer import SIZES, Call, Fuzzer
 from mistakes import (
     Mistake,
     apart_text,
@@ -28,7 +25,7 @@ from mistakes import (
     stride_text,
     zeros,
 )
-from ref import ref_store, same_bits
+from ref import ref_store
 from stems import OpCheck, Rows
 from torch import Tensor
 
@@ -54,17 +51,6 @@ def row_views(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) ->
     return [buffer.view for buffer in rows(device, row, dtype)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_interleaved_k_and_v(device: torch.device, dtype: torch.dtype) -> None:
-    kv = make_buffer((SLOTS, 2, 8, 16), dtype, device)
-    new = make_buffer((ROWS, 2, 8, 16), dtype, device, seed=1).view
-    twin = kv.twin()
-    indices = CASES[0].indices(device)
-    store_cache(kv.view[:, 0], kv.view[:, 1], indices, new[:, 0], new[:, 1])
-    ref_store(twin.view[:, 0], twin.view[:, 1], indices, new[:, 0], new[:, 1])
-    assert kv.same(twin)
-
-
 def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
     """Layers side by side in a slot, only the first 3 of 4 heads used: a view in every respect."""
     cache = make_buffer((SLOTS, 3, 2, 4, 8), torch.float16, device)
@@ -87,17 +73,6 @@ def test_a_slot_named_twice_holds_bytes_of_one_of_its_rows(device: torch.device,
         for slot in indices.unique().tolist():
             candidates = new[(indices == slot).to(device)]
             assert (candidates == cache.view[slot]).any(dim=0).all()
-
-
-def test_no_slots_and_only_padding(device: torch.device) -> None:
-    empty = torch.empty(0, 8, device=device)
-    k, v = row_views(device, (8,), torch.float32)
-    store_cache(empty, empty, torch.full((ROWS,), -1, device=device), k, v)
-    text = "store_cache: indices: index 0 at position 4, expected below 0"
-    indices = torch.full((ROWS,), -1, device=device)
-    indices[4] = 0
-    with out_of_range(device, text):
-        store_cache(empty, empty, indices, k, v)
 
 
 def test_one_row_of_any_stride(device: torch.device) -> None:
@@ -251,27 +226,6 @@ def mistakes() -> list[Mistake]:
 
 
 MIXED_DEVICES = [(name, "cuda:0 as in k_cache") for name in ("v_cache", "k", "v", "indices")]
-
-
-def fuzz(f: Fuzzer) -> Call:
-    row, dtype = f.row()
-    other = f.rng.choice([row, row, f.row()[0]])  # of V, which is left out at times
-    slots, rows = f.rng.choice(SIZES), f.rng.choice(SIZES)
-    caches = [f.rows([slots, *shape], dtype) for shape in (row, other)]
-    new = [f.rows([rows, *shape], dtype) for shape in (row, other)]
-    indices = f.distinct(rows, slots, f.rng.choice(INT_DTYPES))
-    expected = [cache.clone() for cache in caches]
-    ref_store(*expected, indices, *new)
-    arguments: dict[str, Any] = dict(zip(good_arguments(), [*caches, indices, *new], strict=True))
-    if f.rng.random() < 0.25:
-        expected[1] = caches[1].clone()
-        arguments.update(v_cache=None, v=None)
-
-    def prove(result: Any) -> None:
-        assert result is None
-        assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
-
-    return Call(store_cache, arguments, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from buffers import INT_DTYPES, Buffer, distinct, make_buffer, to_index
-from needs import needs_nvrtc
 from ref import ref_store
 from tiny import SM_90
 from torch import Tensor
 
 import jitkern.ops.store
 from jitkern import freeze, store_cache
-from jitkern.arch import SUPPORTED_ARCHS, Arch
-from jitkern.env import settings
 from jitkern.errors import FrozenError
-from jitkern.jit.loader import load_device
-from jitkern.jit.record import replay
 
 SLOTS, ROWS = 37, 19
 # K and V: MLA's with and without a common vector, heads of 192 and 128, one of a few bytes, and of
@@ -56,21 +49,6 @@ def test_rows_of_two_sizes(
     assert v_cache.same(twins[1])
 
 
-@pytest.mark.parametrize("which", range(4))
-def test_one_misaligned_tensor_of_two_sizes(device: torch.device, which: int) -> None:
-    """The vectors suit all four."""
-    offsets = [int(i == which) for i in range(4)]
-    k_cache, k, v_cache, v = (
-        make_buffer((count, row_bytes), device=device, seed=i, offset=offsets[i])
-        for i, (count, row_bytes) in enumerate([(SLOTS, 96), (ROWS, 96), (SLOTS, 64), (ROWS, 64)])
-    )
-    twins = k_cache.twin(), v_cache.twin()
-    store_cache(k_cache.view, v_cache.view, slots(device), k.view, v.view)
-    ref_store(twins[0].view, twins[1].view, slots(device), k.view, v.view)
-    assert k_cache.same(twins[0])
-    assert v_cache.same(twins[1])
-
-
 def test_both_in_one_slot_of_one_tensor(device: torch.device) -> None:
     """Heads of 192 and of 128 side by side: a slot is one row of memory."""
     cache = make_buffer((SLOTS, 2, 192 + 128), torch.bfloat16, device)
@@ -99,32 +77,8 @@ def test_one_kernel_serves_both_caches_and_one() -> None:
         assert of_a_call.key(SM_90) != store.kernel(*spec, first_row_bytes=128).key(SM_90)
 
 
-@needs_nvrtc
-def test_a_kernel_of_two_sizes_is_recorded_and_replayed(
-    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "run.jsonl"
-    monkeypatch.setenv("JITKERN_RECORD", str(file))
-    settings.cache_clear()
-    recorded = jitkern.ops.store.kernel(1520, 16, 8, first_row_bytes=1008)
-    image = recorded.image(SM_90)
-    [line] = replay(file)
-    again = load_device(line.unpack(tmp_path / "unpacked"))
-    assert again.key(SM_90) == recorded.key(SM_90)
-    assert again.lookup(SM_90).source == "cached"
-    assert again.image(SM_90) == image
-    assert list(empty_cache.rglob("*.cubin"))
-
-
 def test_a_frozen_miss_of_two_sizes_names_the_way_to_build_it() -> None:
     missing = jitkern.ops.store.kernel(4288, 16, 4, first_row_bytes=48)
     freeze()
     with pytest.raises(FrozenError, match=r"jitkern warm --replay FILE --arch 9\.0$"):
         missing.image(SM_90)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", [SUPPORTED_ARCHS[0], SUPPORTED_ARCHS[-1]], ids=str)
-def test_kernels_of_two_sizes_compile(arch: Arch) -> None:
-    for spec in ((1536, 16, 8, 1024), (657, 1, 4, 16)):
-        assert jitkern.ops.store.kernel(*spec).image(arch).startswith(b"\x7fELF")

@@ -19,7 +19,6 @@ from buffers import (
     to_index,
 )
 from contract import Case, store_bits
-from fuzzer import SIZES, Call, Fuzzer
 from mistakes import (
     ROWS,
     SLOTS,
@@ -37,7 +36,6 @@ from mistakes import (
     zeros,
 )
 from ref import ref_h2d_gather as ref_copy_pairs
-from ref import same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
@@ -139,33 +137,6 @@ def test_what_depends_on_the_order_stays_inside(kind: str, order: Any) -> None:
     assert gpu.same(gpu_twin)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_padding_may_name_anything(device: torch.device, order: str) -> None:
-    host, gpu = buffers_for(device, (24,))
-    triples = [[5, 3, 6], [6, -1, 6], [HOST_ROWS, -1, 5], [1, -2, 5]]
-    CASES[0].run_and_compare([host, gpu], to_index(triples, torch.int32, device), order=order)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_there_and_back(device: torch.device, order: str) -> None:
-    """13 MB each way: several threads on the CPU, the persistent kernel on CUDA."""
-    rows, slots, count = 60_000, 20_011, 20_000
-    host = host_buffer((rows, 656), torch.uint8, device)
-    gpu = make_buffer((slots, 656), torch.uint8, device, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    which = torch.randperm(rows, generator=generator)
-    fetch, back = which[:count], which[count : 2 * count].clone()
-    back[::3] = fetch[::3]
-    slot = torch.randperm(slots, generator=generator)[:count]
-    triples = torch.stack([fetch, slot, back], dim=1)
-    host_twin, gpu_twin = host.twin(), gpu.twin()
-    CASES[0].run_and_compare([host, gpu], triples.to(device), order=order)
-    CASES[0].run_and_compare([host, gpu], triples.flip(1).contiguous().to(device), order=order)
-    assert gpu.same(gpu_twin)
-    back_again = fetch[::3]
-    assert torch.equal(host.view[back_again], host_twin.view[back_again])
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("bad", [None, 3, -2], ids=str)
 def test_more_triples_than_a_part_holds(bad: int | None) -> None:
@@ -192,56 +163,7 @@ def test_more_triples_than_a_part_holds(bad: int | None) -> None:
     assert torch.equal(host.cuda(), expected_host)
 
 
-@pytest.mark.cuda
-def test_where_memory_has_to_be() -> None:
-    good = good_arguments()
-    on_gpu = {name: good[name].cuda() for name in ("device", "triples")}
-    pinned = good["host"].pin_memory()
-    for change, text in (
-        ({"host": good["host"]}, "host: pageable host memory, expected pinned host memory"),
-        ({"host": pinned.cuda()}, "host: device cuda:0, expected cpu"),
-        ({"triples": good["triples"]}, "triples: device cpu, expected cuda:0 as in device"),
-    ):
-        arguments = {**good, **on_gpu, "host": pinned, **change}
-        with pytest.raises(ValueError, match=f"^swap_rows: {re.escape(text)}"):
-            swap_rows(**arguments)
-    assert good["host"].eq(0).all()
-
-
 # -- graphs of PyTorch, and what it is told --------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_in_a_graph_of_pytorch(backend: str) -> None:
-    """Later reads see both of what is written."""
-
-    def step(host: Tensor, gpu: Tensor, triples: Tensor) -> Tensor:
-        swap_rows(host, gpu, triples, num_sms=1, order="host")
-        return host.sum() + 2 * gpu.sum()
-
-    torch.compiler.reset()
-    host, gpu = torch.randn(HOST_ROWS, 8), torch.randn(GPU_SLOTS, 8)
-    expected = [host.clone(), gpu.clone()]
-    triples = triples_of(torch.device("cpu"))
-    ref_swap(*expected, gpu.clone(), triples)
-    found = torch.compile(step, fullgraph=True, backend=backend)(host, gpu, triples)
-    assert same_bits(host, expected[0])
-    assert same_bits(gpu, expected[1])
-    assert torch.equal(found, expected[0].sum() + 2 * expected[1].sum())
-
-
-@pytest.mark.parametrize("argument", ["host", "device"])
-def test_both_count_as_changed(argument: str) -> None:
-    """A backward pass that has kept the old content raises; a gradient is refused."""
-    good = good_arguments()
-    with pytest.raises(RuntimeError, match=f"^swap_rows: {argument}: requires a gradient"):
-        swap_rows(**{**good, argument: good[argument].requires_grad_()})
-    good = good_arguments()
-    weight = torch.ones_like(good[argument], requires_grad=True)
-    result = (weight * good[argument]).sum()
-    swap_rows(**good)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        result.backward()
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------
@@ -330,32 +252,6 @@ def mistakes() -> list[Mistake]:
         ({"triples": torch.tensor([[0, 1, -1], [-1, 0, 7]])}, IndexError,
          index_text("triples[..., 2]", 7, 1, 3)),
     ]  # fmt: skip
-
-
-def fuzz(f: Fuzzer) -> Call:
-    row, dtype = f.row()
-    num_host, num_slots, count = (f.rng.choice(SIZES) for _ in range(3))
-    host = f.rows([num_host, *row], dtype, host=True)
-    gpu = f.rows([num_slots, *row], dtype)
-    index_dtype = f.rng.choice(INT_DTYPES)
-    slots = f.distinct(count, num_slots, index_dtype)
-    back = f.distinct(count, num_host, index_dtype)
-    # What no triple writes back to, or its own row.
-    free = sorted({-1, *range(num_host)} - {int(row) for row in back if row >= 0})
-    fetch = torch.tensor([f.rng.choice([*free, int(row)]) for row in back]).to(back)
-    triples = torch.stack([fetch, slots, back], dim=1)
-    expected = host.clone(), gpu.clone()
-    if 0 not in row:  # rows of no bytes: nothing to do
-        ref_swap(*expected, gpu.clone(), triples)
-
-    def prove(result: Any) -> None:
-        assert result is None
-        assert same_bits(host, expected[0])
-        assert same_bits(gpu, expected[1])
-
-    arguments = {"host": host, "device": gpu, "triples": triples}
-    arguments |= {"num_sms": f.rng.choice([None, 3]), "order": f.rng.choice(["auto", *ORDERS])}
-    return Call(swap_rows, arguments, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from buffers import DTYPES, INT_DTYPES, Buffer, make_buffer, out_of_range, random_bytes
-from fuzzer import Call, Fuzzer
+from buffers import INT_DTYPES, Buffer, make_buffer, out_of_range
 from mistakes import Mistake, not_tensors, overlap_text, read_only
-from needs import needs_cxx
-from ref import same_bits
 from stems import OpCheck, Rows
-from threads.program import cxx
 from torch import Tensor
 
 import jitkern
 from jitkern import unpack
-from jitkern.compilers.sources import CSRC
 
 MOST, LEAST = 2**63 - 1, -(2**63)
 CPU = torch.device("cpu")
@@ -131,16 +124,6 @@ def test_misalignments(device: torch.device, to: int, size: int) -> None:
             run_and_compare(dst, src, rows_of([(src_off, dst_off, size)], device))
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("size", [1, 40, 4096 + 5, 300_000])
-def test_all_misalignments_on_a_gpu(size: int) -> None:
-    device = torch.device("cuda")
-    pitch = (size + 64) // 128 * 128 + 128
-    rows = [(16 * i + i % 16, i * pitch + i // 16, size) for i in range(256)]
-    dst, src = buffers(device, size + 16 * 256 + 16, 256 * pitch + 16)
-    run_and_compare(dst, src, rows_of(rows, device))
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("length", "count", "src_stride", "dst_stride"),
@@ -171,15 +154,6 @@ def test_a_large_one_among_small_ones(device: torch.device) -> None:
         dst, src = buffers(device, 3_100_000, sum(sizes) + 100_000)
         rows = scattered(sizes, 3_100_000, sum(sizes) + 100_000)
         run_and_compare(dst, src, rows_of(rows, device))
-
-
-def test_many_descriptors(device: torch.device) -> None:
-    """More than there are warps, and than are summed at once, some of them with a rest."""
-    sizes = [9] * 20_000 + [60_000] * 40 + [0] * 500
-    total = sum(sizes) + 50_000
-    for where in places(device):
-        dst, src = buffers(device, 100_000, total)
-        run_and_compare(dst, src, rows_of(scattered(sizes, 100_000, total), where))
 
 
 @pytest.mark.parametrize("width", [3, 6])
@@ -214,40 +188,6 @@ def test_beyond_the_count_nothing_is_looked_at(device: torch.device) -> None:
         rows = rows_of(scattered([77] * 9, 500, 2000), where)
         rows[5:] = 2**40
         run_and_compare(dst, src, rows, torch.tensor([5], device=where))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_and_shapes(device: torch.device, dtype: torch.dtype) -> None:
-    """Bytes whatever they are called; both sides may be of another type and shape."""
-    src = random_bytes(6 * 16 * 8).view(torch.int16).view(8, -1).to(device)
-    dst = torch.zeros(2, 3, 64, device=device).to(dtype)
-    expected = dst.clone()
-    rows = rows_of([(5, 17, 100), (0, 130, 30)], device)
-    ref_unpack(src, expected, rows)
-    unpack(src, dst, rows)
-    assert torch.equal(as_bytes(dst), as_bytes(expected))
-
-
-@needs_cxx
-def test_the_header_stands_alone(tmp_path: Path) -> None:
-    """A producer in C++ includes it, and nothing else; what is not said is one piece."""
-    program = tmp_path / "producer.cc"
-    program.write_text("""
-        #include <jitkern/both/descriptor.h>
-        using jitkern::Descriptor;
-        static_assert(jitkern::kDescriptorVersion == 2, "");
-        static_assert(sizeof(Descriptor) == 64 && alignof(Descriptor) == 64, "");
-        static_assert(__is_trivially_copyable(Descriptor), "");
-        constexpr Descriptor kOne{1, 2, 3}, kAll{1, 2, 3, 4, 5, 6}, kNone;
-        static_assert(kOne.count == 1 && kOne.src_stride == 0 && kOne.dst_stride == 0, "");
-        static_assert(kAll.src_off == 1 && kAll.dst_off == 2 && kAll.len == 3, "");
-        static_assert(kAll.count == 4 && kAll.src_stride == 5 && kAll.dst_stride == 6, "");
-        static_assert(kNone.len == 0 && kNone.count == 1, "");
-        int main() { return 0; }
-    """)
-    include = f"-I{CSRC / 'include'}"
-    command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", include]
-    subprocess.run([*command, str(program)], check=True)
 
 
 # -- out of range, and just not --------------------------------------------------------------------
@@ -307,27 +247,6 @@ def test_out_of_range(device: torch.device, change: dict[int, int], text: str) -
         elif device.type == "cuda":
             torch.cuda.synchronize()
         assert dst.same(twin)
-
-
-def test_the_very_last_bytes(device: torch.device) -> None:
-    """What reaches to the ends is right."""
-    dst, src = buffers(device, 1000, 900, src_offset=3, dst_offset=5)
-    rows = [(999, 899, 1), (0, 0, 5), (998, 7, 2), (900, 100, 100)]
-    run_and_compare(dst, src, rows_of(rows, device))
-    for row in ((990, 8, 10, 10, -110, 98), (0, 899, 1, 9, 124, -100)):
-        run_and_compare(dst, src, rows_of([row], device, 6))
-
-
-@pytest.mark.parametrize("stride", [0, 1, 5, -3])
-def test_overlapping_pieces_stay_in_their_places(device: torch.device, stride: int) -> None:
-    """What they leave there is undefined, what lies around is not."""
-    dst, src = buffers(device, 2000, 2000)
-    twin = dst.twin()
-    begin, end = (500, 500 + 20 + 99 * stride) if stride >= 0 else (500 + 99 * stride, 520)
-    unpack(src.view, dst.view, rows_of([(3, 500, 20, 100, 7, stride)], device, 6))
-    for buffer in (dst, twin):
-        buffer.view[begin:end] = 0
-    assert dst.same(twin)
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------
@@ -396,42 +315,6 @@ def mistakes() -> list[Mistake]:
 
 
 MIXED_DEVICES = [("count", "cuda:0 as in descriptors")]
-
-
-def fuzz(f: Fuzzer) -> Call:
-    _, dtype = f.row()
-    _, src_dtype = f.row()
-    direction = f.rng.choice(DIRECTIONS)
-    dst = f.tensor([f.rng.choice([0, 1, 40, 3000])], dtype, host=direction == "d2h")
-    src = f.tensor([f.rng.choice([0, 1, 40, 3000])], src_dtype, host=direction == "h2d")
-    width = f.rng.choice([3, 6])
-    room, source = as_bytes(dst).numel(), as_bytes(src).numel()
-    rows, at = [], 0
-    for _ in range(f.rng.choice([0, 1, 3, 20, 200])):
-        at += f.rng.choice([0, 0, 1, 5, 16])
-        length = f.rng.choice([0, 1, 4, 15, 16, 40, 100, 1000])
-        pieces = f.rng.choice([0, 1, 2, 7]) if width == 6 else 1
-        step = f.rng.choice([0, 1, length])
-        last = (pieces - 1) * step if pieces else 0
-        if at + length * pieces > room or last + length > source:
-            continue
-        start = f.rng.randint(0, source - length - last)
-        rows.append((start, at, length, pieces, step, length)[:width])
-        at += length * pieces
-    descriptors = f.maybe_on_host(
-        torch.tensor(rows, dtype=torch.int64).view(-1, width).to(f.device)
-    )
-    number = f.rng.choice([None, None, -1, 0, 2, 100])
-    count = None if number is None else torch.tensor([number], device=descriptors.device)
-    expected = dst.clone()
-    ref_unpack(src, expected, descriptors, number)
-
-    def prove(result: Any) -> None:
-        assert result is None
-        assert same_bits(dst, expected)
-
-    arguments = {"dst": dst, "src": src, "descriptors": descriptors, "count": count}
-    return Call(unpack, arguments, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:

@@ -1,13 +1,11 @@
-"""unpack on a GPU, in graphs and on streams; and what it has a driver do."""
+"""unpack on a GPU, in graphs and on streams."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from fake_gpu import checks_of, needs_fake_gpu, run_checks
 from test_unpack import (
     DIRECTIONS,
     LEAST,
@@ -21,8 +19,6 @@ from test_unpack import (
 
 import jitkern
 from jitkern import unpack
-
-CHILD = Path(__file__).resolve().parent / "unpack_child.py"
 
 
 @pytest.mark.cuda
@@ -113,15 +109,3 @@ def test_calls_that_depend_on_each_other() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(memory[calls, : size - 3 * calls], first[3 * calls :])
-
-
-class TestOnAFakeGpu:
-    pytestmark = needs_fake_gpu
-
-    @pytest.fixture(scope="class")
-    def found(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-        return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
-
-    @pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
-    def test_calls(self, found: dict[str, str], name: str) -> None:
-        assert found[name] == "", found[name]

@@ -1,4 +1,4 @@
-"""What unpack has the driver do, on that of fake_driver.c; run by test_unpack_cuda.py."""
+"""What unpack has the driver do, on that of fake_driver.c; run by test_fake_gpu.py."""
 
 from __future__ import annotations
 

@@ -8,9 +8,7 @@ from typing import NamedTuple
 class Size(NamedTuple):
     """Something that kernels are compiled for a value of."""
 
-    name: str
-    """Of the option of ``jitkern warm``; with an s of the argument of ``jitkern.warm``."""
-
+    name: str  # with an s, the argument of ``jitkern.warm``
     meaning: str
     unit: str
     largest: int
@@ -30,20 +28,11 @@ SIZES = (
 class Op(NamedTuple):
     """One op. Whatever else is particular to it lies in the files of its stem."""
 
-    stem: str
-    """Its short name, that of its files: ``ops/store.py``, ``csrc/ops/store.cc``, ..."""
-
-    function: str
-    """The public function, which ``ops/<stem>.py`` defines and ``jitkern`` shows."""
-
-    more: tuple[str, ...] = ()
-    """Public functions beside it, which do a part of what it does."""
-
-    has_kernels: bool = True
-    """Whether it has any for a GPU: ``kernel`` and ``specialisations`` are in its module, then."""
-
-    sized_by: str = "element_size"
-    """The one of `SIZES` that ``specialisations`` takes."""
+    stem: str  # of its files: ``ops/store.py``, ``csrc/ops/store.cc``, ...
+    function: str  # the public one, which ``ops/<stem>.py`` defines and ``jitkern`` shows
+    more: tuple[str, ...] = ()  # public functions beside it
+    has_kernels: bool = True  # its module has ``kernel`` and ``specialisations``
+    sized_by: str = "element_size"  # the one of `SIZES` that ``specialisations`` takes
 
 
 OPS = (

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     Compare = Callable[[Tensor, Tensor, int, int], int]
 
 
-_OPTIONS = {"start": "an int", "page_size": "an int"}
-
-
 def _first_call(x: Tensor, y: Tensor, start: int, page_size: int) -> int:
     """Put the C++ function in the place of this one, and call it."""
     global _op
@@ -67,4 +64,5 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
         return _op(x, y, start, page_size)
     except UNREADABLE as error:
         given = {"x": x, "y": y, "start": start, "page_size": page_size}
-        name_unreadable(error, "fast_compare_key", _OPTIONS, **given)
+        options = dict.fromkeys(("start", "page_size"), "an int")
+        name_unreadable(error, "fast_compare_key", options, **given)

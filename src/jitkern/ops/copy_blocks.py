@@ -98,15 +98,8 @@ def copy_blocks(
 
     Raises
     ------
-    TypeError, ValueError
-        A wrong dtype, device, shape, stride or option; pageable memory; memory that overlaps;
-        ``pairs`` on the CPU during graph capture, except by "engine". Nothing was written.
-    RuntimeError
-        An argument requires grad, or an output is an inference tensor outside of inference mode.
-    IndexError
-        A block number past the end. For ``pairs`` on the CPU at once, with nothing written.
-        Otherwise the pair is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+    TypeError, ValueError, RuntimeError, IndexError
+        As :func:`jitkern.h2d_gather`; "engine" may be captured with ``pairs`` on the CPU.
 
     Examples
     --------

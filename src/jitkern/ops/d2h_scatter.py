@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from jitkern.jit.device import DeviceModule
-from jitkern.ops.pairs import list_kernels, pair_kernels
+from jitkern.ops.pairs import list_kernels, pair_builder
 from jitkern.ops.pairs import specialisations as specialisations
 from jitkern.ops.register import op
 
@@ -14,20 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGE_IN_FLIGHT = 4  # vectors: writes are posted, nothing waits for their answer
-
-
-@cache
-def kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
-) -> DeviceModule:
-    """Return the device module of one row size, vector width, index type, alignment and size."""
-    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-    return pair_kernels("d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT, spec)
-
-
-def shared_kernels() -> list[DeviceModule]:
-    """Return what calls of any row size need besides."""
-    return list_kernels(host_target=1)
+kernel = pair_builder("d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT)
+shared_kernels = partial(list_kernels, host_target=1)  # of any row size
 
 
 @op(kernel, writes=("dst",), reads=("src",))
@@ -75,15 +62,8 @@ def d2h_scatter(
 
     Raises
     ------
-    TypeError, ValueError
-        A wrong dtype, device, shape, stride or option; pageable memory; memory that overlaps;
-        ``pairs`` on the CPU during graph capture. Nothing was written.
-    RuntimeError
-        An argument requires grad, or an output is an inference tensor outside of inference mode.
-    IndexError
-        A row number past the end. On the CPU, and for ``pairs`` on the CPU, at once with nothing
-        written. On CUDA the pair is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+    TypeError, ValueError, RuntimeError, IndexError
+        As :func:`jitkern.h2d_gather`.
 
     Examples
     --------

@@ -1,9 +1,8 @@
-"""Where a call of an op goes: straight to C++, or through PyTorch's dispatcher first.
+"""Where a call of an op goes: straight to C++, or through ``torch.ops.jitkern`` first.
 
-A plain call, of tensors that hold memory and want no gradient, goes to C++. What traces,
-differentiates or wraps tensors has to see the op: it goes through ``torch.ops.jitkern``. Whether
-something traces is asked in C++, where that takes 3 ns (csrc/host/torch_state.cc); what only a
-tensor of PyTorch can say is asked here, and not in inference mode, which has no gradients.
+What traces, differentiates or wraps tensors has to see the op. Whether something traces is asked in
+C++, in 3 ns (csrc/host/torch_state.cc); what a tensor of PyTorch says is asked here, and not in
+inference mode, which has no gradients.
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ def in_inference_mode() -> bool:
 def may_write(written: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
     """Tell whether a call that writes may go straight to C++; not to be asked in inference mode.
 
-    Parameters
-    ----------
-    written, read
-        The tensors that were given, but for indices, which have no gradient. What is none of
-        PyTorch's is left to C++, which takes another library's and names what is no tensor.
+    Given its tensors except indices, which have no gradient. C++ takes another library's, and names
+    what is no tensor.
     """
     if _forward_ad._current_level >= 0:
         return False
@@ -97,13 +93,8 @@ def wants_gradient(tensor: Any) -> bool:
 def refuse(op: str, written: dict[str, Any], read: dict[str, Any]) -> None:
     """Raise for a call that PyTorch would have to see, of an op that it never sees.
 
-    Does nothing where :func:`may_write` was too careful: of forward-mode AD without a tangent.
-
-    Raises
-    ------
-    RuntimeError
-        An argument requires a gradient, has a tangent, is batched by ``torch.vmap``, or is written
-        to and was made in inference mode.
+    RuntimeError if an argument requires a gradient, has a tangent or is batched, or a written one
+    was made in inference mode. Nothing in forward-mode AD without a tangent.
     """
     from jitkern import torch_ops
 
@@ -127,11 +118,10 @@ def unseen(op: str) -> RuntimeError:
 def require_wrapper(
     error: Exception, op: str, options: Mapping[str, str], /, **arguments: Any
 ) -> None:
-    """Raise for a call that failed in C++, unless PyTorch can take it apart.
+    """Raise for a call that failed in C++, unless a tensor wraps others, which PyTorch unwraps.
 
-    That is where a tensor holds other tensors instead of memory of its own: inside ``torch.vmap``
-    and ``torch.func.grad``, a fake tensor, any subclass with ``__torch_dispatch__`` but a nested
-    tensor. Raises what :func:`jitkern.errors.name_unreadable` does.
+    Inside ``torch.vmap`` and ``torch.func.grad``, a fake tensor, a subclass with
+    ``__torch_dispatch__``; but a nested tensor raises.
     """
     import torch
 
@@ -156,8 +146,7 @@ def through_torch(op: str, overload: str = "default", /, **arguments: Any) -> An
 def traced_as(function: Callable[..., Any]) -> Callable[[F], F]:
     """Have ``torch.compile`` trace `function` in the place of the one below.
 
-    PyTorch's public way, ``torch.compiler.substitute_in_graph``, imports its compiler, for a second
-    and more, and to ask ``is_dynamo_compiling()`` takes 25 ns a call.
+    PyTorch's public way, ``substitute_in_graph``, imports its compiler, which takes a second.
     """
 
     def mark(public: F) -> F:

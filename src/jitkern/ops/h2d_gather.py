@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from jitkern.jit.device import DeviceModule
-from jitkern.ops.pairs import list_kernels, pair_kernels
+from jitkern.ops.pairs import list_kernels, pair_builder
 from jitkern.ops.pairs import specialisations as specialisations
 from jitkern.ops.register import op
 
@@ -14,20 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGE_IN_FLIGHT = 8  # vectors: 8 * 16 B * 2,048 threads are 5 us of the bus
-
-
-@cache
-def kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
-) -> DeviceModule:
-    """Return the device module of one row size, vector width, index type, alignment and size."""
-    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-    return pair_kernels("h2d_gather", "H2DGather", LARGE_IN_FLIGHT, spec)
-
-
-def shared_kernels() -> list[DeviceModule]:
-    """Return what calls of any row size need besides."""
-    return list_kernels(host_target=0)
+kernel = pair_builder("h2d_gather", "H2DGather", LARGE_IN_FLIGHT)
+shared_kernels = partial(list_kernels, host_target=0)  # of any row size
 
 
 @op(kernel, writes=("dst", "slot_map"), reads=("src",))
@@ -84,20 +71,18 @@ def h2d_gather(
         less, and there are 4,096 pairs or more (10,240 at 1 GiB).
     method : {"auto", "sm", "cpu", "both"}
         "sm": SMs fetch over the link, as many as fill it. "cpu": CPU threads gather rows into
-        pinned staging memory, the copy engine sends it, and a small kernel places the rows; ``src``
-        may be pageable. "both": part of the rows each way at once. "cpu" and "both" need ``pairs``
-        on the CPU and no ``reuse_resident``. "auto" with such ``pairs``: "cpu" for a pageable
-        source, "both" if page misses would bound the SMs and 8 threads are there, else "sm".
-        :func:`jitkern.calibrate` finds these limits for a machine.
+        pinned memory, the copy engine sends it, and a small kernel places them; ``src`` may be
+        pageable. "both": each way for a part of the rows. "cpu" and "both" need ``pairs`` on the
+        CPU and no ``reuse_resident``. "auto" is then "cpu" for a pageable source, "both" if page
+        misses would bound the SMs and 8 threads are there. :func:`jitkern.calibrate` finds limits.
     num_threads : int, optional
         CPU threads including the caller, 1 to the process's cores. Default:
         ``torch.get_num_threads()`` less one core.
 
     Notes
     -----
-    ``pairs`` on the CPU are read and checked before anything is queued. What CPU threads gather has
-    been read from ``src`` when the call returns; what SMs fetch has not. The CPU path uses six
-    chunks of 4 MiB and waits for the stream to free them.
+    ``pairs`` on the CPU are checked before anything is queued. What CPU threads gather has been
+    read from ``src`` when the call returns. They use six chunks of 4 MiB, and wait for free ones.
 
     Raises
     ------

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops import dispatch
-from jitkern.ops.common import (
-    INDEX_BYTES,
-    entry_name,
-    not_a_tensor,
-    widest_vec_bytes,
-)
-from jitkern.ops.pairs import (
-    LIST_CONFIG,
-    list_kernels,
-    load_entries,
-    pair_config,
-    pair_copy_args,
-    threads_of,
-)
-from jitkern.ops.pairs import specialisations as pair_specialisations
+from jitkern.ops import dispatch, pairs
+from jitkern.ops.common import INDEX_BYTES, entry_name, not_a_tensor, widest_vec_bytes
 from jitkern.ops.register import OVERLOADS, TorchOverload
 
 if TYPE_CHECKING:
@@ -35,14 +21,6 @@ CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
 IN_FLIGHT = 4  # vectors that a lane moves at a time, of several rows where they are short
 VECS_PER_SPLIT = 2 * 32  # two for each lane of a warp
 TABLE_IN_FLIGHT = 8  # of a table in host memory, as for h2d_gather
-
-
-def num_splits(row_bytes: int, vec_bytes: int | None = None) -> int:
-    """Return into how many parts a row is cut, each for a warp of its own.
-
-    ``vec_bytes`` is the vector's width, by default the widest that divides the row.
-    """
-    return -(-row_bytes // (VECS_PER_SPLIT * (vec_bytes or widest_vec_bytes(row_bytes))))
 
 
 @cache
@@ -59,7 +37,7 @@ def kernel(
     run the same kernel as on one in device memory.
     """
     if line_aligned is None:
-        splits = num_splits(row_bytes, vec_bytes)
+        splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))  # parts of a row, a warp each
         args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
         name = entry_name("index", row_bytes, vec_bytes, index_bytes)
         wrappers = [(name, f"jitkern::IndexKernel<{args}>")]
@@ -67,24 +45,20 @@ def kernel(
         return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=splits)
     spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
     name = entry_name("index", row_bytes, vec_bytes, index_bytes, kind="table")
-    args = pair_copy_args(*spec, TABLE_IN_FLIGHT)
-    pairs = make_cpp_args(row_bytes, vec_bytes, index_bytes, *threads_of(LIST_CONFIG))
-    entries = [
-        (name, f"H2DGather<{args}>", pair_config(large)),
-        (f"jitkern_index_pairs_i{8 * index_bytes}", f"PairsOfIndices<{pairs}>", LIST_CONFIG),
-    ]
-    return load_entries("index", "index.cu", entries, args, TABLE_IN_FLIGHT)
+    args = pairs.pair_copy_args(*spec, TABLE_IN_FLIGHT)
+    list_args = make_cpp_args(*spec[:3], *pairs.threads_of(pairs.LIST_CONFIG))
+    listed = f"jitkern_index_pairs_i{8 * index_bytes}", f"PairsOfIndices<{list_args}>"
+    entries = [(name, f"H2DGather<{args}>", pairs.pair_config(large)), (*listed, pairs.LIST_CONFIG)]
+    return pairs.load_entries("index", "index.cu", entries, args, TABLE_IN_FLIGHT)
 
 
-def shared_kernels() -> list[DeviceModule]:
-    """Return what calls of any row size need besides, of tables in host memory."""
-    return list_kernels(host_target=0)
+shared_kernels = partial(pairs.list_kernels, host_target=0)  # of tables in host memory
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need."""
     vec_bytes = widest_vec_bytes(row_bytes)
-    tables = [spec for spec in pair_specialisations(row_bytes) if spec[-1]]
+    tables = [spec for spec in pairs.specialisations(row_bytes) if spec[-1]]
     return [*((row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES), *tables]
 
 
@@ -203,10 +177,12 @@ def indexing(
             if not spread or not hasattr(indices, "new_empty"):
                 # The new output, too: under torch.func.grad of something else it is a wrapper.
                 tensors = {"weights": weights, "indices": indices, "output": result}
-                ints = {"vocab_size": vocab_size}
-                for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
-                    if isinstance(given, (list, tuple)):
-                        ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
+                named = {"vocab_range": vocab_range, "added_range": added_range}
+                lists = {n: r for n, r in named.items() if isinstance(r, (list, tuple))}
+                ints: dict[str, Any] = {
+                    f"{n}[{i}]": one for n, r in lists.items() for i, one in enumerate(r)
+                }
+                ints["vocab_size"] = vocab_size
                 expected = dict.fromkeys(ints, "an int")
                 dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)
     ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
@@ -259,20 +235,10 @@ def _into(
     vocab_size: Any = None,
 ) -> None:
     # The dispatcher has made lists of the tuples: error messages quote what was given.
-    first, added = (None if given is None else tuple(given) for given in (vocab_range, added_range))
+    first, added = (given and tuple(given) for given in (vocab_range, added_range))
     _check_ranges(first, added)
     more = (added, vocab_size)
     host.op_now("indexing", kernel)(weights, indices.contiguous(), output, first, more)
-
-
-def _fake(weights: Tensor, indices: Tensor, **_: Any) -> Tensor:
-    return weights.new_empty((*indices.shape, *weights.shape[1:]), device=indices.device)
-
-
-def _differentiable(operator: Callable[..., Tensor]) -> Any:
-    from jitkern.ops.index_gradient import differentiable
-
-    return differentiable(operator)
 
 
 _REST = "SymInt[]? vocab_range=None, SymInt[]? added_range=None, SymInt? vocab_size=None"
@@ -281,8 +247,8 @@ OVERLOADS["indexing"] = [
     TorchOverload(
         f"indexing(Tensor weights, Tensor indices, *, {_REST}) -> Tensor",
         _new,
-        _fake,
-        _differentiable,
+        lambda weights, indices, **_: _new_output(weights, indices),
+        "jitkern.ops.index_gradient",
     ),
     # Not `-> Tensor(a!)`: functionalization refuses to return what is written to.
     TorchOverload(

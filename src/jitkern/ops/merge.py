@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jitkern.host import module as host
+from jitkern.jit.device import DeviceModule, load_own, record_hint
+from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.common import not_a_tensor, type_text
-from jitkern.ops.merge_kernel import kernel as kernel
-from jitkern.ops.merge_kernel import specialisations as specialisations
+from jitkern.ops.common import not_a_tensor, type_text, widest_vec_bytes
 from jitkern.ops.register import OVERLOADS, TorchOverload
 
 if TYPE_CHECKING:
@@ -25,21 +25,100 @@ _LAST = {"merge_state": "prefill_tokens_with_context", "merge_states": "count"}
 _BASE = ("base", "e", "2")
 _LAYOUT = ("lse_layout", "tokens_heads", "heads_tokens")
 
+# FloatType of csrc/ops/floats.h, in its order.
+_TYPES = ("f32", "f16", "bf16", "e4m3")
+_F32, _F16, _BF16 = range(3)
+CAPACITIES = (2, 4, 8, 16, 32, 64)  # partials of a kernel: fewer take the next larger one
+STATES_OF_THREAD = 8  # kStatesOfThread of csrc/ops/merge.h
+# Threads of a small block, and of a large one: csrc/ops/merge.cc has the figures.
+SMALL_THREADS = 128
+MOST_TIMES = 4
+MOST_THREADS = 512
+# For so many threads an SM has registers, 64 or 80 each, of one team and of several.
+THREADS_OF_SM = (1024, 768)
+
+
+class BlockShape(NamedTuple):
+    """How the threads of a block share rows."""
+
+    row_threads: int  # in each team
+    rows: int  # of a small block
+    times: int  # small blocks in a large one
+
+    @classmethod
+    def of(cls, num_vecs: int, num_teams: int) -> BlockShape:
+        """Return the shape for rows of so many vectors: few lanes of a last warp are left over."""
+        steps = -(-num_vecs * num_teams // MOST_THREADS)
+        row_threads = -(-num_vecs // steps)
+        one = row_threads * num_teams
+        wanted = SMALL_THREADS if num_teams == 1 else MOST_THREADS // 2
+
+        def cost(rows: int) -> tuple[float, int]:
+            return (-one * rows % 32) / (one * rows), wanted - one * rows
+
+        rows = min(range(1, max(1, wanted // one) + 1), key=cost)
+        # Teams have their threads at fixed places.
+        times = 1 if num_teams > 1 else max(1, min(MOST_TIMES, MOST_THREADS // (one * rows)))
+        return cls(row_threads, rows, times)
+
+
+@cache
+def kernel(
+    dim: int, vec_elems: int, in_type: int, out_type: int, lse_type: int, capacity: int, plain: int
+) -> DeviceModule:
+    """Return the device module of one dim, vector, choice of types and number of partials.
+
+    A plain one is for partials that all count and lie in one way, in which rows follow each other:
+    without what the others need a kernel of two partials is 30 % shorter, and as fast as a copy.
+    """
+    num_teams = max(1, capacity // STATES_OF_THREAD)
+    row_threads, rows, times = BlockShape.of(dim // vec_elems, num_teams)
+    num_threads = row_threads * rows * num_teams * times
+    occupancy = max(1, THREADS_OF_SM[num_teams > 1] // (-(-num_threads // 32) * 32))
+    config = KernelConfig(num_threads=num_threads, max_occupancy=occupancy, use_pdl=True)
+    spec = (dim, vec_elems, in_type, out_type, lse_type, capacity)
+    args = make_cpp_args(*spec, bool(plain), *config, row_threads)
+    name = f"jitkern_merge_v{vec_elems}_d{dim}_n{capacity}_{_TYPES[in_type]}"
+    name += f"_to_{_TYPES[out_type]}" * (out_type != in_type)
+    name += f"_lse_{_TYPES[lse_type]}" * (lse_type != _F32)
+    name += "_any_strides" * (not plain)
+    wrappers = [(name, f"jitkern::Merge<{args}>")]
+    files = ["ops/merge.cu"]
+    module = load_own(
+        "merge", *args, device_files=files, device_wrappers=wrappers, sized_by="head_dim"
+    )
+    if (*spec, plain) not in specialisations(dim):
+        module.hint = record_hint  # a --head-dim gives the most common ones only
+    return module.launched_with(config, in_flight=times, splits=rows)
+
+
+def specialisations(head_dim: int) -> list[tuple[int, ...]]:
+    """Return the template arguments of heads of this dim: the 16-bit types, of contiguous tensors.
+
+    Of any number of partials, merged into their own type, with an fp32 lse; of two at any strides,
+    too, such as those of an lse of [heads, tokens].
+    """
+    elems = widest_vec_bytes(2 * head_dim) // 2
+    return [
+        (head_dim, elems, of_type, of_type, _F32, *which)
+        for of_type in (_BF16, _F16)
+        for which in (*((capacity, 1) for capacity in CAPACITIES), (2, 0))
+    ]
+
+
+host.builds("merge", kernel)
+
 
 @cache
 def _op(name: str) -> Callable[..., Any]:
     return host.op(name, kernel)
 
 
-def _traced_two(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, **rest: Any) -> Results:
+def _traced(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, **rest: Any) -> Results:
     return _through_torch("merge_state", (out_a, lse_a, out_b, lse_b), **rest)
 
 
-def _traced_many(outs: Any, lses: Any, **rest: Any) -> Results:
-    return _through_torch("merge_states", (outs, lses), **rest)
-
-
-@dispatch.traced_as(_traced_two)
+@dispatch.traced_as(_traced)
 def merge_state(
     out_a: Tensor,
     lse_a: Tensor,
@@ -89,7 +168,7 @@ def merge_state(
     return _merge("merge_state", partials, partials, output, lse, base, lse_layout, scale, last)
 
 
-@dispatch.traced_as(_traced_many)
+@dispatch.traced_as(lambda outs, lses, **rest: _through_torch("merge_states", (outs, lses), **rest))
 def merge_states(
     outs: Sequence[Tensor] | Tensor,
     lses: Sequence[Tensor] | Tensor,
@@ -170,17 +249,8 @@ def merge_states(
     return _merge("merge_states", partials, read, output, lse, base, lse_layout, scale, count)
 
 
-def _merge(
-    op: str,
-    partials: tuple[Any, ...],
-    read: tuple[Any, ...],
-    output: Any,
-    lse: Any,
-    base: Any,
-    lse_layout: Any,
-    scale: Any,
-    last: Any,
-) -> Results:
+def _merge(op: str, partials: tuple[Any, ...], read: tuple[Any, ...], /, *options: Any) -> Results:
+    output, lse, base, lse_layout, scale, last = options
     given = () if output is None else (output,)
     if lse is not None and lse is not False:
         given += (lse,)
@@ -188,13 +258,13 @@ def _merge(
         read += (scale,)
     if dispatch.in_inference_mode() or dispatch.may_write(given, read):
         to, to_lse = output, None if lse is False else lse
-        options = _options(op, base, lse_layout, scale, last)
+        packed = _options(op, base, lse_layout, scale, last)
         try:
             if output is None and (like := _first(op, partials[0])) is not None:
                 to = _new_out(like)
             if lse is None and (like := _first(op, partials[1])) is not None:
                 to_lse = _new_lse(like)
-            if not _op(op)(*partials, to, to_lse, options):
+            if not _op(op)(*partials, to, to_lse, packed):
                 if given:
                     dispatch.wrote(*given)
                 return to, to_lse
@@ -208,13 +278,8 @@ def _merge(
     return _through_torch(op, partials, output=output, lse=lse, **how)
 
 
-def _options(
-    op: str, base: Any, lse_layout: Any, scale: Any, last: Any
-) -> tuple[bool, bool, Any, Any] | None:
-    """Return all options as one argument, since each takes 50 ns on its way; None for defaults.
-
-    `last` is the option that :data:`_LAST` names.
-    """
+def _options(op: str, base: Any, lse_layout: Any, scale: Any, last: Any) -> tuple[Any, ...] | None:
+    """Return all options as one argument, since each takes 50 ns on its way; None for defaults."""
     # "is": two comparisons of strings, after checks of their types, take 0.3 us more.
     if scale is None and last is None and base is _BASE[1] and lse_layout is _LAYOUT[1]:
         return None
@@ -296,7 +361,9 @@ def _through_torch(
     if function == "merge_state":
         outs, lses = list(partials[::2]), list(partials[1::2])
     else:
-        outs, lses = _unstacked("outs", partials[0]), _unstacked("lses", partials[1])
+        outs, lses = (
+            list(one) if isinstance(one, (list, tuple)) else list(one.unbind(0)) for one in partials
+        )
     op, rest = "merge_states", {"base": base, "lse_layout": lse_layout, "count": count}
     prefill = {"prefill_tokens_with_context": prefill_tokens_with_context}
     if output is None and scale is None and (lse is None or lse is False):
@@ -308,18 +375,6 @@ def _through_torch(
     arguments = {"output": output, "lse": to_lse, "scale": scale, **rest, **prefill}
     dispatch.through_torch(op, "out", outs=outs, lses=lses, **arguments)
     return output, to_lse
-
-
-def _unstacked(name: str, many: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    if not isinstance(many, (list, tuple)):
-        try:
-            many = many.unbind(0) if many.ndim > 0 else ()  # type: ignore[union-attr]
-        except RuntimeError as error:
-            came = f"a tensor without readable memory ({error})"
-            raise ValueError(f"merge_states: {name}: {came}, expected a plain tensor") from error
-    if len(many) == 0:
-        raise ValueError(f"merge_states: {name}: a list of 0, expected 1 to 64 partial results")
-    return list(many)
 
 
 def _now(
@@ -334,29 +389,20 @@ def _now(
     count: Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
 ) -> None:
-    if prefill_tokens_with_context is None:
-        options = _options("merge_states", base, lse_layout, scale, count)
-        host.op_now("merge_states", kernel)(outs, lses, output, lse, options)
-    else:
-        last = prefill_tokens_with_context
-        options = _options("merge_state", base, lse_layout, scale, last)
-        two = [one for pair in zip(outs, lses, strict=True) for one in pair]
-        host.op_now("merge_state", kernel)(*two, output, lse, options)
+    op = "merge_states"
+    partials: list[Any] = [outs, lses]
+    last: Any = count
+    if prefill_tokens_with_context is not None:
+        op, last = "merge_state", prefill_tokens_with_context
+        partials = [outs[0], lses[0], outs[1], lses[1]]
+    options = _options(op, base, lse_layout, scale, last)
+    host.op_now(op, kernel)(*partials, output, lse, options)
 
 
-def _new(
-    outs: list[Tensor], lses: list[Tensor], *, prefill_tokens_with_context: Any = None, **rest: Any
-) -> tuple[Tensor, Tensor]:
-    made = _fake(outs, lses)
-    rest["prefill_tokens_with_context"] = prefill_tokens_with_context
-    _now(outs, lses, output=made[0], lse=made[1], **rest)
-    return made
-
-
-def _differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    from jitkern.ops.merge_gradient import differentiable
-
-    return differentiable(operator)
+def _new(outs: list[Tensor], lses: list[Tensor], **rest: Any) -> tuple[Tensor, Tensor]:
+    output, lse = _fake(outs, lses)
+    _now(outs, lses, output=output, lse=lse, **rest)
+    return output, lse
 
 
 def _fake(outs: list[Tensor], lses: list[Tensor], **_: Any) -> tuple[Tensor, Tensor]:
@@ -373,7 +419,7 @@ OVERLOADS["merge_states"] = [
         f"merge_states(Tensor[] outs, Tensor[] lses, *, {_REST.format('')}) -> (Tensor, Tensor)",
         _new,
         _fake,
-        _differentiable,
+        "jitkern.ops.merge_gradient",
     ),
     TorchOverload(
         "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) output, Tensor(b!)? lse, "

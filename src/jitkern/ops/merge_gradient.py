@@ -27,10 +27,9 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
         def forward(
             num: int, base: str, layout: str, count: Tensor | None, prefill: Any, *both: Tensor
         ) -> tuple[Tensor, Tensor]:
-            rest = {"count": count, "prefill_tokens_with_context": prefill}
-            return operator(
-                list(both[:num]), list(both[num:]), base=base, lse_layout=layout, **rest
-            )
+            how = {"base": base, "lse_layout": layout, "count": count}
+            outs, lses = list(both[:num]), list(both[num:])
+            return operator(outs, lses, **how, prefill_tokens_with_context=prefill)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -64,11 +63,9 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
                 of_lses.append(of_log.t() if turned else of_log)
             return (None,) * 5 + (*of_outs, *of_lses)
 
-    def apply(
-        outs: list[Tensor], lses: list[Tensor], base: str, layout: str, valid: Any, prefill: Any
-    ) -> Any:
+    def apply(outs: list[Tensor], lses: list[Tensor], *how: Any) -> Any:
         # Of tensors in a list a Function sees nothing.
         call: Any = Merge.apply
-        return call(len(outs), base, layout, valid, prefill, *outs, *lses)
+        return call(len(outs), *how, *outs, *lses)
 
     return SimpleNamespace(apply=apply)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from jitkern.host import module as host
@@ -31,22 +31,13 @@ def pair_copy_args(
     row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int, in_flight: int
 ) -> CppArgs:
     """Return the template arguments of a copy between host and device memory."""
-    flags = (bool(line_aligned), bool(large))
-    return make_cpp_args(
-        row_bytes, *threads_of(pair_config(large)), vec_bytes, index_bytes, *flags, in_flight
-    )
+    rest = (vec_bytes, index_bytes, bool(line_aligned), bool(large), in_flight)
+    return make_cpp_args(row_bytes, *threads_of(pair_config(large)), *rest)
 
 
 def threads_of(config: KernelConfig) -> tuple[int, int]:
     """Return what kernels that do not wait for others take of a configuration."""
-    num_threads, max_occupancy, _ = config
-    return num_threads, max_occupancy
-
-
-def pair_entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, large: int) -> str:
-    """Return the kernel's name, which says whether it is that of large calls."""
-    kind = "large" if large else "small"
-    return entry_name(stem, row_bytes, vec_bytes, index_bytes, kind=kind)
+    return config.num_threads, config.max_occupancy
 
 
 PairSpec = tuple[int, int, int, int, int]
@@ -76,7 +67,8 @@ def pair_kernels(
     row_bytes, vec_bytes, index_bytes, _, large = spec
     in_flight = large_in_flight if large else SMALL_IN_FLIGHT
     args = pair_copy_args(*spec, in_flight)
-    name = pair_entry_name(op, row_bytes, vec_bytes, index_bytes, large)
+    kind = "large" if large else "small"
+    name = entry_name(op, row_bytes, vec_bytes, index_bytes, kind=kind)
     entry = (name, f"{copy}<{args}>", pair_config(large))
     return load_entries(op, file, [entry], args, in_flight, folder)
 
@@ -109,6 +101,19 @@ def load_sort(
     module = load_entries(op, file, entries, args, in_flight=1, folder=folder)
     module.hint = rows_hint
     return module
+
+
+def pair_builder(op: str, copy: str, large_in_flight: int) -> Callable[..., DeviceModule]:
+    """Return the cached builder of an op on pairs: see :data:`PairSpec` for its arguments."""
+
+    @cache
+    def kernel(
+        row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
+    ) -> DeviceModule:
+        spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
+        return pair_kernels(op, copy, large_in_flight, spec)
+
+    return kernel
 
 
 @cache

@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from jitkern.host import module as host_module
 from jitkern.jit.device import DeviceModule, warm_hint
+from jitkern.ops import pairs
 from jitkern.ops.common import INDEX_BYTES, entry_name
-from jitkern.ops.pairs import (
-    SMALL_IN_FLIGHT,
-    load_entries,
-    load_sort,
-    pair_config,
-    pair_copy_args,
-    pair_entry_name,
-)
-from jitkern.ops.pairs import specialisations as pair_specialisations
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -36,23 +28,20 @@ def kernel(
 
     Or of large calls in the order of the host's memory.
     """
-    in_flight = LARGE_IN_FLIGHT if large else SMALL_IN_FLIGHT
-    config = pair_config(large)
-    args = pair_copy_args(row_bytes, vec_bytes, index_bytes, line_aligned, large, in_flight)
+    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
     if not in_order:
-        name = pair_entry_name("swap", row_bytes, vec_bytes, index_bytes, large)
-        entries = [(name, f"SwapRows<{args}>", config)]
-        return load_entries("swap", "swap.cu", entries, args, in_flight)
-    place = pair_copy_args(row_bytes, vec_bytes, index_bytes, 1, 1, PLACE_IN_FLIGHT)
-    swap_name, place_name = (
-        entry_name(stem, row_bytes, vec_bytes, index_bytes, kind="in_order")
-        for stem in ("swap", "place")
-    )
+        return pairs.pair_kernels("swap", "SwapRows", LARGE_IN_FLIGHT, spec, ("ops", "swap.cu"))
+    args = pairs.pair_copy_args(*spec, LARGE_IN_FLIGHT)
+    place = pairs.pair_copy_args(row_bytes, vec_bytes, index_bytes, 1, 1, PLACE_IN_FLIGHT)
+    config = pairs.pair_config(large)
     entries = [
-        (swap_name, f"SwapRows<{args}, true>", config),
-        (place_name, f"H2DGather<{place}>", config),
+        (entry_name(stem, row_bytes, vec_bytes, index_bytes, kind="in_order"), type_name, config)
+        for stem, type_name in (
+            ("swap", f"SwapRows<{args}, true>"),
+            ("place", f"H2DGather<{place}>"),
+        )
     ]
-    module = load_entries("swap_in_order", "swap.cu", entries, args, in_flight)
+    module = pairs.load_entries("swap_in_order", "swap.cu", entries, args, LARGE_IN_FLIGHT)
     module.hint = partial(warm_hint, "swap", str(row_bytes))
     return module
 
@@ -60,7 +49,7 @@ def kernel(
 @cache
 def list_kernel(index_bytes: int) -> DeviceModule:
     """Return the device module that sorts the triples of calls in order."""
-    return load_sort("swap_lists", "Triples", "triples", (index_bytes,))
+    return pairs.load_sort("swap_lists", "Triples", "triples", (index_bytes,))
 
 
 host_module.builds("swap_lists", list_kernel)
@@ -73,7 +62,7 @@ def shared_kernels() -> list[DeviceModule]:
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need."""
-    specs = pair_specialisations(row_bytes)
+    specs = pairs.specialisations(row_bytes)
     return [*((*spec, 0) for spec in specs), *((*spec, 1) for spec in specs if spec[-1])]
 
 
@@ -119,15 +108,8 @@ def swap_rows(
 
     Raises
     ------
-    TypeError, ValueError
-        A wrong dtype, device, shape, stride or option; pageable memory; memory that overlaps.
-        Nothing was written.
-    RuntimeError
-        An argument requires grad, or an output is an inference tensor outside of inference mode.
-    IndexError
-        A row number past the end, in a triple that is not padding. On the CPU at once, with nothing
-        written. On CUDA the triple is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+    TypeError, ValueError, RuntimeError, IndexError
+        As :func:`jitkern.h2d_gather`, for a triple instead of a pair.
 
     Examples
     --------

@@ -19,12 +19,11 @@ CONFIG = KernelConfig(num_threads=256, max_occupancy=3, use_pdl=True)
 PIECE_IN_FLIGHT = 2
 IN_FLIGHT = 4
 PARTS_IN_FLIGHT = 2
-# Segments, 512 bytes each: what a warp copies at most of a piece that it copies in the short way;
-# of any descriptor that has no rest; of one that has; what is dealt of that at a time.
-SHORT_SEGMENTS = 16
-OWN_SEGMENTS = 140
-FIRST_SEGMENTS = 8
-UNIT_SEGMENTS = 16
+# Segments of 512 bytes that a warp copies itself, at most:
+SHORT_SEGMENTS = 16  # of a piece, in the short way
+OWN_SEGMENTS = 140  # of a descriptor that it copies alone
+FIRST_SEGMENTS = 8  # of one whose rest is dealt to others
+UNIT_SEGMENTS = 16  # what is dealt at a time
 
 _FORMATS = {3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
 
@@ -35,14 +34,9 @@ def kernel(descriptor_format: int) -> DeviceModule:
     in_flight = (PIECE_IN_FLIGHT, IN_FLIGHT, PARTS_IN_FLIGHT)
     segments = (SHORT_SEGMENTS, OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
-    module = load_own(
-        "unpack",
-        *args,
-        device_files=["ops/unpack.cu"],
-        device_wrappers=[
-            (f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}", f"jitkern::Unpack<{args}>")
-        ],
-    )
+    name = f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}"
+    wrappers = [(name, f"jitkern::Unpack<{args}>")]
+    module = load_own("unpack", *args, device_files=["ops/unpack.cu"], device_wrappers=wrappers)
     return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=OWN_SEGMENTS)
 
 
@@ -99,18 +93,13 @@ def set_ring_type(ring_type: type) -> None:
     _ring_type = ring_type
 
 
-def _slots_without_ring(slot: int | None) -> ValueError:
-    name = "num_slots" if slot is None else "slot"
-    return ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
-
-
 @op(kernel, writes=("dst",), reads=("src",), name="unpack")
 def _unpack_tensors(
     src: Tensor, dst: Tensor, descriptors: Tensor, *, count: Tensor | None = None
 ) -> None: ...
 
 
-def _traced(
+def _of_tensors(
     src: Tensor,
     dst: Tensor,
     descriptors: Tensor | Ring,
@@ -126,11 +115,12 @@ def _traced(
             "torch.compile; call it outside, or compile without fullgraph=True"
         )
     if slot is not None or type(num_slots) is not int or num_slots != 1:
-        raise _slots_without_ring(slot)
+        name = "num_slots" if slot is None else "slot"
+        raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
     _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
 
 
-@dispatch.traced_as(_traced)
+@dispatch.traced_as(_of_tensors)
 def unpack(
     src: Tensor,
     dst: Tensor,
@@ -168,10 +158,9 @@ def unpack(
     Notes
     -----
     A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
-    ``num_slots``, and stops at the first that is not; it never waits. Each push is taken once.
-    After its copies :meth:`~jitkern.offload.DescriptorRing.wait` returns and the slot is free. A
-    captured call takes, at each replay, what was pushed by then. Calls on one ring must not
-    overlap: the GPU refuses a second one with a RuntimeError of a later call.
+    ``num_slots``, and never waits. After its copies :meth:`~jitkern.offload.DescriptorRing.wait`
+    returns and the slot is free. Each replay of a captured call takes what was pushed by then. Of
+    calls that overlap on one ring the GPU refuses the second, with a RuntimeError of a later call.
 
     Raises
     ------
@@ -183,10 +172,9 @@ def unpack(
         An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
         A descriptor that reaches outside of ``src`` or ``dst``, or has a negative ``len`` or
-        ``count``. For ``descriptors`` on the CPU at once, with nothing written. Otherwise that
-        descriptor is skipped, and the next jitkern call on the device or :func:`jitkern.check`
-        raises. A ring's call that raises an earlier error was made all the same: do not repeat it
-        for the same pushes.
+        ``count``. For ``descriptors`` on the CPU at once, with nothing written. Otherwise it is
+        skipped, and the next jitkern call on the device or :func:`jitkern.check` raises. A ring's
+        call that raises an earlier error was made: do not repeat it for the same pushes.
 
     Examples
     --------
@@ -200,7 +188,5 @@ def unpack(
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
         cast("Ring", descriptors)._unpack(src, dst, slot, num_slots)
-        return
-    if slot is not None or type(num_slots) is not int or num_slots != 1:
-        raise _slots_without_ring(slot)
-    _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
+    else:
+        _of_tensors(src, dst, descriptors, count=count, slot=slot, num_slots=num_slots)

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from buffers import make_buffer
-from fuzzer import SIZES, Call, Fuzzer
 from mistakes import Mistake, not_tensors, stride_text, zeros
-from ref import same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
 
@@ -48,20 +46,6 @@ def mistakes() -> list[Mistake]:
         ({"output": zeros(6, 8, dtype=torch.int32)}, TypeError,
          "output: dtype int32, expected float32 as in rows"),
     ]  # fmt: skip
-
-
-def fuzz(f: Fuzzer) -> Call:
-    row, dtype = f.row()
-    count = f.rng.choice(SIZES)
-    rows, output = f.tensor([count, *row], dtype), f.tensor([2 * count, *row], dtype)
-    expected = rows.view(torch.uint8) if dtype.itemsize == 1 else rows
-    expected = ref_twice(expected).view(dtype) if rows.numel() else output.clone()
-
-    def prove(result: Any) -> None:
-        assert result is None
-        assert same_bits(output, expected)
-
-    return Call(write_twice, {"rows": rows, "output": output}, prove)
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
