@@ -263,6 +263,8 @@ def test_what_wants_a_gradient_is_refused(op: str, name: str, beside_foreign: bo
     arguments = right(op)
     tensors = flat(arguments)
     before = {other: tensor.clone() for other, tensor in tensors.items()}
+    if beside_foreign and op == "merge_states":
+        pytest.skip("takes no other library's where PyTorch has to see it")
     other = tvm_ffi.from_dlpack if beside_foreign else lambda t: t
     given = replaced(arguments, lambda n, t: t.detach().requires_grad_() if n == name else other(t))
     text = (
@@ -281,8 +283,9 @@ def test_what_wants_a_gradient_is_refused(op: str, name: str, beside_foreign: bo
 def test_inference_tensors_are_written_in_inference_mode_only(
     op: str, name: str, mode: Callable[[], torch.no_grad]
 ) -> None:
+    given = right(op)
     with torch.inference_mode():
-        given = replaced(right(op), lambda n, t: t.clone() if n == name else t)
+        given[name] = given[name].clone()
     text = f"{op}: {name}: made in inference mode, expected a tensor that is not"
     with mode(), pytest.raises(RuntimeError, match=re.escape(text)):
         getattr(jitkern, op)(**given)
