@@ -1,4 +1,4 @@
-"""comm: a communicator's all-reduce beside torch.distributed and bare NCCL, and TPEmbedding.
+"""comm: a communicator's all-reduce beside torch.distributed, and TPEmbedding.
 
 A process a GPU, of one host; without GPUs two processes over gloo. Graphs hold 200 calls, beyond
 128 KB 50, so that what a replay costs once is little beside them, and of 16 MB and more 5.
@@ -6,23 +6,20 @@ A process a GPU, of one host; without GPUs two processes over gloo. Graphs hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from bench import peers, ranks
+from bench import ranks
 from bench.ranks import KIB, MIB, Ranks, Sum, embedding_rows, host_rows, sum_case, sum_rows
 from jitkern.bench.case import Context, Row
-
-PEERS = (peers.nccl,)
 
 BYTES = (8 * KIB, 128 * KIB, MIB, 16 * MIB, 256 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
 TOKENS = (1, 16, 64, 256, 1024, 16_384)
-TORCH, BARE, NCCL_BFLOAT16 = "torch.distributed", "bare ncclAllReduce", 9
+TORCH = "torch.distributed"
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -37,7 +34,6 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
         how = {"tp_rank": ranks.rank, "tp_size": ranks.size, "tp_cpu_group": ranks.cpu_group}
         ours = init_pynccl(**how, max_size_bytes=BYTES[-1])
         no_deadline = init_pynccl(**how, timeout_s=float("inf"))
-        bare = _bare(ranks)
     else:
         ours = TorchCommunicator()
 
@@ -60,7 +56,6 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
             "jitkern, registered buffer": Sum(
                 "ours", registered, lambda: ours.all_reduce(registered)
             ),
-            BARE: Sum("peer", x, lambda: bare(x)),
             "copied to a buffer and back, as mini-sglang": Sum("peer", x, staged),
         }
 
@@ -68,23 +63,10 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
         yield from sum_rows(ranks, "comm", num_bytes, sums(num_bytes))
     with torch.inference_mode():
         small = sums(8 * KIB)
-        on_host = {
-            k: (small[k].role, small[k].call) for k in ("jitkern", TORCH, BARE) if k in small
-        }
+        on_host = {name: (small[name].role, small[name].call) for name in ("jitkern", TORCH)}
         if ranks.on_gpu:
             x = torch.zeros(4 * KIB, dtype=torch.bfloat16, device=ranks.device)
             on_host["jitkern, no deadlines"] = ("ours", partial(no_deadline.all_reduce, x))
         yield from host_rows(ranks, "comm", sum_case(8 * KIB, ranks), on_host, 201)
         tokens = (1, 1024) if quick or not ranks.on_gpu else TOKENS
         yield from embedding_rows(ranks, "comm", ours, tokens)
-
-
-def _bare(ranks: Ranks) -> Callable[[torch.Tensor], object]:
-    """Return ncclAllReduce of the NCCL that torch has loaded, with nothing around it."""
-    library = peers.nccl()
-    mapped = Path("/proc/self/maps").read_text().splitlines()
-    library.open(next("/" + line.partition("/")[2] for line in mapped if "libnccl.so" in line))
-    ids = [bytes(library.unique_id()) if ranks.rank == 0 else b""]
-    dist.broadcast_object_list(ids, src=0, group=ranks.cpu_group)
-    comm = library.communicator(ids[0], ranks.size, ranks.rank)
-    return lambda x: library.all_reduce(x, x.numel(), NCCL_BFLOAT16, comm)

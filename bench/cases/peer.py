@@ -1,8 +1,8 @@
 """peer: memory of other ranks. Small sums, an embedding and rows of one pool, without NCCL.
 
 A process a GPU, of one host; without GPUs two processes. Rows go out of one pool to all ranks and
-back, beside each rank that fetches all of them over its own link, all at once as engines do, beside
-one link that does so alone, and beside a GEMM.
+back, beside each rank that fetches all of them over its own link, all at once as engines do, and
+beside one link that does so alone.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ from bench.ranks import (
     timed,
 )
 from jitkern.bench.case import Context, Row, error_row, error_text
-from jitkern.bench.measure import fill
-from jitkern.bench.timing import Timing
 
 BYTES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 3 * MIB, 4 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
 TOKENS = (1, 1024, 16_384)
 ROW_BYTES, ROWS, CPU_ROWS = 656, 262_144, 4096
 POOL_GIB, CPU_POOL_GIB = (0.25, 16, 64), (0.01,)
-GEMM_N, GEMMS, WINDOWS = 8192, 12, 5
-GATHERS_A_RANK = 15  # those of a window outlast its GEMMs; more links are done sooner
 
 OURS, NCCL = "jitkern", "torch.distributed"
 EACH, ALONE = "each rank by itself, all at once", "one rank, by itself and alone"
@@ -156,8 +152,6 @@ def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
             times = 10 if ranks.on_gpu else 2
             # The bytes are those of the rows, once, whoever brings them.
             yield from timed(ranks, "peer", f"{op}, {where}", calls, times, **fields)
-        if ranks.on_gpu and gib == POOL_GIB[0]:
-            yield from _gemm_rows(ranks, gathers)
         ranks.barrier()
         pool.close()
 
@@ -210,41 +204,3 @@ def _moves(
     if wrong := ranks.first_text(wrong):
         raise RuntimeError(f"peer: {wrong}")
     return gathers, scatters
-
-
-def _gemm_rows(ranks: Ranks, calls: Calls) -> Iterator[Row]:
-    """Time a GEMM on this rank while rows come in on all, or nothing does."""
-    a, b = (torch.randn(GEMM_N, GEMM_N, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    front, back = torch.cuda.Stream(), torch.cuda.Stream()
-
-    def window_ms(call: Callable[[], object]) -> tuple[float, float]:
-        """Return the time of a GEMM, and from the last until the last rows had come."""
-        tic, toc, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-        ranks.barrier()
-        with torch.cuda.stream(back):
-            call()
-            started.record()
-            for _ in range(GATHERS_A_RANK * ranks.size):
-                call()
-            ended.record()
-        front.wait_event(started)
-        with torch.cuda.stream(front):
-            tic.record()
-            for _ in range(GEMMS):
-                torch.mm(a, b, out=out)
-            toc.record()
-        ranks.barrier()
-        return tic.elapsed_time(toc) / GEMMS, toc.elapsed_time(ended)
-
-    case = f"GEMM of {GEMM_N} beside rows that come in, {ranks.where}"
-    ways: Calls = {"nothing": ("floor", lambda: None), OURS: calls[OURS], EACH: calls[EACH]}
-    for name, (role, call) in ways.items():
-        window_ms(call)
-        windows = [window_ms(call) for _ in range(WINDOWS)]
-        row = Row("peer", case, name, role, params={"ranks": ranks.size})
-        if role != "floor" and min(longer for _, longer in windows) < 0:
-            row.error = "the rows had come before the GEMMs ended"
-        else:
-            fill(row, Timing(tuple(ms for ms, _ in windows)))
-        yield row

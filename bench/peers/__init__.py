@@ -47,12 +47,6 @@ def _exports(namespace: str, names: str) -> list[tuple[str, str]]:
     return [(name, f"{namespace}::{name}") for name in names.split()]
 
 
-def _cpp(name: str, exports: str) -> Once:
-    options: dict[str, Any] = {"extra_cflags": ["-O3"], "extra_ldflags": ["-ldl"]}
-    options |= {"cpp_files": [str(HERE / f"{name}.cc")], "cpp_wrappers": _exports("peer", exports)}
-    return Once(lambda: load_jit(f"bench_{name}", **options))
-
-
 def _cuda(name: str, wrappers: list[tuple[str, str]]) -> Once:
     files = [str(HERE / f"{name}.cu")]
     return Once(lambda: load_jit(f"bench_{name}", cuda_files=files, cuda_wrappers=wrappers))
@@ -77,12 +71,19 @@ def _elsewhere(name: str) -> Once:
     return Once(build)
 
 
-host = _cpp(
-    "host",
-    "noop noop_pair common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop "
-    "copy_pieces_loop",
+host = Once(
+    lambda: load_jit(
+        "bench_host",
+        cpp_files=[str(HERE / "host.cc")],
+        cpp_wrappers=_exports(
+            "peer",
+            "noop noop_pair common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop "
+            "copy_pieces_loop",
+        ),
+        extra_cflags=["-O3"],
+        extra_ldflags=["-ldl"],
+    )
 )
-nccl = _cpp("nccl", "open unique_id communicator all_reduce")
 rows = _cuda(
     "rows",
     [
