@@ -85,15 +85,6 @@ def test_strided_tables_and_no_rows_at_all(device: torch.device) -> None:
     assert gradient.shape == (0, 4)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_no_gradient_is_kept_where_none_is_wanted(
-    device: torch.device, mode: Callable[[], torch.no_grad]
-) -> None:
-    weights = double(ROWS, 4, device=device)
-    with mode():
-        assert not jitkern.indexing(weights, torch.tensor([1], device=device)).requires_grad
-
-
 def test_func_grad_and_vmap(device: torch.device) -> None:
     weights = torch.randn(ROWS, 4, device=device)
     indices = torch.tensor([[1, -1], [5, 1]], device=device)

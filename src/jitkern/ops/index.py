@@ -25,18 +25,14 @@ TABLE_IN_FLIGHT = 8  # of a table in host memory, as for h2d_gather
 
 @cache
 def kernel(
-    row_bytes: int,
-    vec_bytes: int,
-    index_bytes: int,
-    line_aligned: int | None = None,
-    large: int = 1,
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int = -1, large: int = 1
 ) -> DeviceModule:
     """Return the device module of one row size, vector width and index type.
 
-    With ``line_aligned`` it is that of large calls of a table in host memory, where small calls
-    run the same kernel as on one in device memory.
+    With ``line_aligned``, 0 or 1, it is that of large calls of a table in host memory, where small
+    calls run the same kernel as on one in device memory.
     """
-    if line_aligned is None:
+    if line_aligned < 0:
         splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))  # parts of a row, a warp each
         args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
         name = entry_name("index", row_bytes, vec_bytes, index_bytes)

@@ -51,9 +51,8 @@ def memcpy_2d_async(
 
     The copy engine's strided copy (``cuMemcpy2DAsync``); no SM takes part. It starts at the first
     byte of each view: one block of a cache ``[num_layers, num_blocks, block_bytes]`` is ``cache[:,
-    block_id]``, with layers as rows. Shapes and dtypes of the views do not matter. Asynchronous on
-    ``stream``; keep both tensors allocated, and the host's unchanged, until the stream has passed
-    the copy. A CUDA graph may capture it.
+    block_id]``, with layers as rows. Asynchronous on ``stream``; keep both tensors allocated, and
+    the host's unchanged, until the stream has passed the copy. A CUDA graph may capture it.
 
     Parameters
     ----------
@@ -78,9 +77,8 @@ def memcpy_2d_async(
     Raises
     ------
     TypeError, ValueError
-        A wrong type, a negative size, a pitch below ``width``, rows past the end of a storage,
-        memory that overlaps, a ``kind`` that is not that of the devices, a stream of another
-        device, or pageable memory. Nothing was written.
+        A wrong type, size, pitch, ``kind`` or stream; rows past the end of a storage; memory that
+        overlaps; pageable memory. Nothing was written.
     RuntimeError
         An argument requires grad, ``dst`` is an inference tensor, or a tracer or dispatch mode of
         PyTorch is active, which would not see the copy.

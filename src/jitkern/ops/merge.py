@@ -154,14 +154,6 @@ def merge_state(
     -------
     (Tensor, Tensor or None)
         The merged result and its LSE; None with ``lse=False``.
-
-    Examples
-    --------
-    >>> out_a, out_b = torch.ones(1, 1, 4), torch.zeros(1, 1, 4)
-    >>> lse_a, lse_b = torch.tensor([[0.0]]), torch.tensor([[0.0]])
-    >>> out, lse = jitkern.merge_state(out_a, lse_a, out_b, lse_b)
-    >>> out.tolist(), round(lse.item(), 4)
-    ([[[0.5, 0.5, 0.5, 0.5]]], 0.6931)
     """
     partials = (out_a, lse_a, out_b, lse_b)
     last = prefill_tokens_with_context
