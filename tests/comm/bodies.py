@@ -7,7 +7,6 @@ that sums are exact in any dtype and order.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 
 import torch
@@ -208,33 +207,6 @@ def empty(comm: Communicator, device: torch.device) -> None:
     assert x.tolist() == [comm.size] * 2
 
 
-def mixed(comm: Communicator, device: torch.device) -> None:
-    """Hundred calls in an order that only the seed knows."""
-    chooser = random.Random(7)
-    for seed in range(100):
-        what, count = chooser.randrange(5), chooser.choice([1, 2, 17, 4096])
-        dtype, src = chooser.choice(FLOATS), chooser.randrange(comm.size)
-        x = given(comm.rank, (count,), dtype, seed).to(device)
-        every = [given(r, (count,), dtype, seed) for r in range(comm.size)]
-        if what == 0:
-            comm.all_reduce(x)
-            same(x, reduced(comm.size, (count,), dtype, "sum", seed), seed)
-        elif what == 1:
-            comm.broadcast(x, src)
-            same(x, every[src], seed)
-        elif what == 2:
-            output = torch.zeros(comm.size, count, dtype=dtype, device=device)
-            comm.all_gather(output, x)
-            same(output, torch.stack(every), seed)
-        elif what == 3:
-            comm.barrier()
-        elif comm.rank == src and comm.size > 1:
-            comm.send(x, (src + 1) % comm.size)
-        elif comm.rank == (src + 1) % comm.size and comm.size > 1:
-            comm.recv(x, src)
-            same(x, every[src], seed)
-
-
 def large(comm: Communicator, device: torch.device) -> None:
     """Beyond what any transport sends at once."""
     x = torch.full((1 << 21,), float(comm.rank + 1), device=device)
@@ -249,6 +221,6 @@ BODIES = {
     body.__name__: body
     for body in (
         *(all_reduce, all_reduce_of_reals, all_gather, reduce_scatter, broadcast, send_recv),
-        *(all_to_all, all_to_all_splits, empty, mixed, large),
+        *(all_to_all, all_to_all_splits, empty, large),
     )
 }

@@ -143,7 +143,7 @@ def test_those_left_go_on(some: Pool) -> None:
     all_do(left, f"join({some.path()!r}, {{rank}}, {len(left)})")
     all_do(left, "make()" if some.kind == "cpu" else "make_nccl()")
     assert all_do(left, "comm.size") == [count - 1] * (count - 1)
-    all_do(left, "body('mixed')")
+    all_do(left, "body('broadcast')")
     all_do(left, "comm.close()")
 
 
