@@ -128,21 +128,6 @@ def test_ranks_that_do_not_fit_together() -> None:
         assert str(error).startswith("init: two processes are rank 0: rank 0 (process "), error
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "text"),
-    [
-        ((2, 2), ValueError, "init: rank: 2, expected 0 to 1"),
-        ((0, 0), ValueError, "init: size: 0, expected at least 1"),
-        ((True, 2), TypeError, "init: rank: bool, expected an int"),
-        ((0, None), TypeError, "init: size: None, expected an int"),
-    ],
-)
-def test_wrong_numbers(given: tuple[Any, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind) as caught:
-        Rendezvous("init", HashStore(), *given, timeout_s=1)
-    assert str(caught.value) == text
-
-
 # -- ranks that are missing ------------------------------------------------------------------------
 
 

@@ -86,12 +86,9 @@ class PeerCommunicator:
         self._comm, self._algorithm = comm, algorithm
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.all_gather, self.broadcast, self.barrier = (
-            comm.all_gather,
-            comm.broadcast,
-            comm.barrier,
-        )
+        self.all_gather, self.broadcast = comm.all_gather, comm.broadcast
         self.send, self.recv, self.all_to_all = comm.send, comm.recv, comm.all_to_all
+        self.barrier = comm.barrier
         self._dtypes = (torch.float32, torch.float16, torch.bfloat16)
         self.max_bytes: int = max_bytes if comm.size > 1 else 0
         self.reducer: PeerReducer | None = None
