@@ -1,4 +1,7 @@
-"""One rank of the tests: runs what its standard input says, Python by JSON lines, and answers.
+"""Makes processes that are ranks of tests: it imports all once, and forks for each of them.
+
+Its argument is the socket at which they are asked for. A connection is a process, which tells its
+number, runs the Python that comes by it, a line of JSON each, answers, and tells how it has ended:
 
 "comm.rank"   ->   {"value": 1, "seconds": 0.001}   or   {"error": "ValueError: ...", ...}
 
@@ -11,10 +14,12 @@ import ctypes
 import gc
 import json
 import math  # noqa: F401
+import mmap
 import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import tempfile  # noqa: F401
 import threading  # noqa: F401
@@ -46,47 +51,24 @@ from jitkern.comm import (
     rendezvous,
 )
 from jitkern.errors import CommTimeoutError
+from jitkern.host import module as host
 from jitkern.offload import PinnedPool, Share
 
 torch.set_num_threads(1)  # ranks share the cores of a small machine
 
 IS_FAKE = "FAKE_GPUS" in os.environ
-KEPT: set[str] = set()  # names that a test does not leave
-ENVIRONMENT = dict(os.environ)
-undo: list[Callable[[], object]] = []
 comm: Any = None
 peers: Any = None
 device = torch.device("cpu")
 group: Any = None  # what ranks meet over, where it is not the default group
 seen_devices: list[str] = []
+kept: list[Any] = []
 
 # -- for any test ----------------------------------------------------------------------------------
 
 
-def patch(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the next test."""
-    real = getattr(owner, name)
-    undo.append(lambda: setattr(owner, name, real))
-    setattr(owner, name, value)
-
-
 def end(number: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), number)
-
-
-def reset() -> None:
-    """Be as after the imports, for the next test."""
-    while undo:
-        undo.pop()()
-    for name in set(globals()) - KEPT:
-        del globals()[name]
-    os.environ.clear()
-    os.environ.update(ENVIRONMENT)
-    globals().update(comm=None, peers=None, group=None, device=torch.device("cpu"))
-    seen_devices.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()
 
 
 def join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
@@ -189,7 +171,7 @@ def at_step(step: str, then: Callable[[], object]) -> None:
             then()
         return real(self, key, *args, **how)
 
-    patch(rendezvous.Rendezvous, "exchange", instead)
+    rendezvous.Rendezvous.exchange = instead  # type: ignore[method-assign]
 
 
 # -- communicators ---------------------------------------------------------------------------------
@@ -456,16 +438,38 @@ def answer(line: str) -> str:
     return json.dumps(told, default=repr)
 
 
+def be_a_rank(end: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # An address is to mean nothing to another rank, nor are random numbers to be the same.
+    torch.seed()
+    kept.append(mmap.mmap(-1, (1 + random.SystemRandom().randrange(1 << 14)) * mmap.PAGESIZE))
+    with end.makefile("rw") as lines:
+        print(os.getpid(), file=lines, flush=True)
+        for line in lines:
+            print(answer(line), file=lines, flush=True)
+
+
 def main() -> None:
     if IS_FAKE:
         torch.cuda._lazy_init = lambda: None
         peer_memory._as_torch = as_cpu
-    KEPT.update(globals())
-    for line in sys.stdin:
-        try:
-            print(answer(line), flush=True)
-        except SystemExit:
-            return
+    host.module()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch a rank
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen(64)
+        while True:
+            end, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                if (pid := os.fork()) == 0:
+                    return be_a_rank(end)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with suppress(OSError):  # nobody asks
+                    end.sendall(f"{status}\n".encode())
+                os._exit(0)
+            end.close()
 
 
 if __name__ == "__main__":

@@ -8,17 +8,20 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import forks
 import pytest
+from children import wait_until
 from fake_gpu import build_driver, environment, needs_fake_gpu
 from filelock import FileLock
 from needs import needs_cxx
@@ -41,23 +44,23 @@ VMM_FAKE = pytest.param("vmm-fake", marks=needs_fake_gpu)
 class Rank:
     """A process that is a rank, or will be."""
 
-    def __init__(self, child: Path, env: Mapping[str, str]) -> None:
-        env = {**os.environ, "PYTHONPATH": python_path(TESTS), **env}
-        self.process = forks.start(child, env=env, stdin=PIPE, stdout=PIPE)
-        self.pid = self.process.pid
-        self.num_unanswered = 0
+    def __init__(self, server: str) -> None:
+        self._end = socket.socket(socket.AF_UNIX)
+        self._end.connect(server)
+        self._lines = self._end.makefile("r")
+        self.pid = int(self._read(PROMPT_S))
+        self.status: int | None = None
+
+    def _read(self, within_s: float) -> Any:
+        self._end.settimeout(within_s)
+        return json.loads(self._lines.readline())
 
     def tell(self, code: str) -> None:
-        self.process.stdin.write(json.dumps(code).encode() + b"\n")
-        self.num_unanswered += 1
+        self._end.sendall(json.dumps(code).encode() + b"\n")
 
     def answer(self, within_s: float = PROMPT_S) -> dict[str, Any]:
-        ready, _, _ = select.select([self.process.stdout], [], [], within_s)
-        assert ready, f"no answer within {within_s} s"
-        line = self.process.stdout.readline()
-        assert line, f"the process has ended: {self.process.wait()}"
-        self.num_unanswered -= 1
-        answer: dict[str, Any] = json.loads(line)
+        answer = self._read(within_s)
+        assert isinstance(answer, dict), f"the process has ended: {answer}"
         return answer
 
     def value(self, within_s: float = PROMPT_S) -> Any:
@@ -81,10 +84,19 @@ class Rank:
         text: str = self.error()["error"]
         return text
 
+    def wait(self, within_s: float = 30.0) -> int:
+        """Return how it has ended, as of subprocess."""
+        while self.status is None:
+            told = self._read(within_s)
+            self.status = told if isinstance(told, int) else None
+        return self.status
+
     def kill(self, number: int = signal.SIGKILL) -> None:
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
-            self.process.wait()
+        if self.status is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            if number == signal.SIGKILL:
+                self.wait()
 
 
 def all_tell(ranks: list[Rank], code: str) -> None:
@@ -103,36 +115,34 @@ def errors(ranks: list[Rank], within_s: float = PROMPT_S) -> list[dict[str, Any]
 
 
 class Pool:
-    """Rank processes that tests use one after the other."""
+    """What makes the ranks of a kind, and those of a test."""
 
     def __init__(self, kind: str, folder: Path, env: Mapping[str, str], num_gpus: int) -> None:
         self.kind, self.num_gpus = kind, num_gpus
-        self.num_starts = 0
-        self._ranks: list[Rank] = []
-        self._child = HERE / ("nccl_child.py" if kind == "nccl-fake" else "rank_child.py")
-        self._folder, self._env, self._numbers = folder, env, itertools.count()
+        self.ranks: list[Rank] = []
+        self._folder, self._numbers = folder, itertools.count()
+        # Not in pytest's folder, whose path may be longer than that of a socket.
+        self._at = f"{tempfile.mkdtemp(prefix='jitkern-')}/ranks"
+        child = HERE / ("nccl_child.py" if kind == "nccl-fake" else "rank_child.py")
+        env = {**os.environ, "PYTHONPATH": python_path(TESTS), **env}
+        self._server = forks.start(child, self._at, env=env)
+        wait_until(self._listens, timeout_s=240)
+
+    def _listens(self) -> bool:
+        assert self._server.poll() is None, "the process that makes ranks has ended"
+        with socket.socket(socket.AF_UNIX) as end, suppress(OSError):
+            end.connect(self._at)
+            return True
+        return False
 
     def path(self) -> str:
         """Return that of a new file, for ranks to meet."""
         return str(self._folder / f"store-{next(self._numbers)}")
 
     def start(self, count: int) -> list[Rank]:
-        """Return processes as they are after their imports."""
-        self.num_starts += 1
-        self._ranks = [rank for rank in self._ranks if rank.process.poll() is None]
-        for rank in self._ranks:
-            rank.process.send_signal(signal.SIGCONT)
-        lacking = count - len(self._ranks)
-        self._ranks += [self.alone() for _ in range(lacking)]
-        for rank in self._ranks[:count]:
-            while rank.num_unanswered:  # of a test that has stopped it
-                rank.answer()
-        all_do(self._ranks[:count], "reset()")
-        return self._ranks[:count]
-
-    def alone(self, **env: str) -> Rank:
-        """Return a process of the test's own, which ends it."""
-        return Rank(self._child, {**self._env, **env})
+        made = [Rank(self._at) for _ in range(count)]
+        self.ranks += made
+        return made
 
     def join(self, count: int) -> list[Rank]:
         """Return processes that have a group, and no communicator yet."""
@@ -158,9 +168,16 @@ class Pool:
             rank.value()
         return ranks
 
+    def end(self, begin: int = 0) -> None:
+        """End the ranks of a test, which began with so many."""
+        for rank in self.ranks[begin:]:
+            rank.kill()
+        del self.ranks[begin:]
+
     def close(self) -> None:
-        for rank in self._ranks:
-            rank.process.end()
+        self.end()
+        self._server.end()
+        shutil.rmtree(Path(self._at).parent)
 
 
 def build(folder: Path) -> dict[str, str]:
@@ -190,28 +207,39 @@ def compile_library(target: Path, sources: list[Path]) -> None:
     subprocess.run(command, check=True)
 
 
+MADE: dict[str, Pool] = {}
+
+
 @pytest.fixture(scope="session")
 def pools(
     tmp_path_factory: pytest.TempPathFactory, session_cache: Path
 ) -> Iterator[Callable[[str], Pool]]:
-    """Return the processes of a kind."""
-    made: dict[str, Pool] = {}
+    """Return what makes ranks of a kind."""
 
     def pool(kind: str) -> Pool:
         host.module()  # built once, and not by each rank
-        if kind not in made:
+        if kind not in MADE:
             folder, env, gpus = tmp_path_factory.mktemp(kind), {}, num_gpus()
             if kind == "nccl-fake":
                 env, gpus = build(session_cache.parent / "fake_nccl"), NUM_FAKE_GPUS
             elif kind == "vmm-fake":
                 build_driver(folder)
                 env, gpus = {**environment(folder), "FAKE_GPUS": "4"}, NUM_FAKE_GPUS
-            made[kind] = Pool(kind, folder, env, gpus)
-        return made[kind]
+            MADE[kind] = Pool(kind, folder, env, gpus)
+        return MADE[kind]
 
     yield pool
-    for one in made.values():
+    for one in MADE.values():
         one.close()
+
+
+@pytest.fixture(autouse=True)
+def ranks_end() -> Iterator[None]:
+    """End the ranks that a test has started, and not those of its module."""
+    before = {kind: len(pool.ranks) for kind, pool in MADE.items()}
+    yield
+    for kind, pool in MADE.items():
+        pool.end(before.get(kind, 0))
 
 
 @pytest.fixture(scope="session")

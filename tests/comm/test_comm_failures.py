@@ -93,7 +93,7 @@ def test_a_rank_dies_in_the_middle_of_a_collective(pool: Pool) -> None:
         assert answer["missing"] == [1] and answer["number"] > 0, answer
     for rank in others:  # and they end by themselves
         rank.tell(f"leave(destroy={rank is ranks[2]})")
-        assert rank.process.wait(10) == 0
+        assert rank.wait(10) == 0
 
 
 def test_a_rank_is_late(some: Pool) -> None:
@@ -154,7 +154,7 @@ def test_no_thread_of_gloo_is_left(pool: Pool) -> None:
     errors(ranks[:1], BOUND_S)
     for rank in ranks:
         rank.tell("leave(destroy=True)")
-        assert rank.process.wait(60) == 0
+        assert rank.wait(60) == 0
 
 
 # -- the end ---------------------------------------------------------------------------------------

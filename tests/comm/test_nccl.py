@@ -7,17 +7,11 @@ from bodies import BODIES
 from ranks import CALL_S, LATE_S, Pool, Rank, all_do, errors
 from shared_gpu import IS_SHARED
 
-LAST: dict[Pool, tuple[list[Rank], int]] = {}
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(gpus: Pool) -> list[Rank]:
-    """Up to four ranks: those of the test before, if it was one of these."""
-    made, num_starts = LAST.get(gpus, ([], -1))
-    if num_starts != gpus.num_starts:
-        made = gpus.make(min(gpus.num_gpus, 4), "max_size_bytes=8192")
-        LAST[gpus] = made, gpus.num_starts
-    return made
+    """Up to four ranks."""
+    return gpus.make(min(gpus.num_gpus, 4), "max_size_bytes=8192")
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -82,7 +76,7 @@ def test_two_ranks_on_one_gpu(gpus: Pool) -> None:
     if IS_SHARED:
         pytest.skip("ranks say that they are not")
     two = gpus.join(2)
-    all_do(two, "patch(torch.cuda, 'current_device', lambda: 0)")
+    all_do(two, "setattr(torch.cuda, 'current_device', lambda: 0)")
     for rank in two:
         rank.tell("make_nccl()")
     for answer in errors(two):

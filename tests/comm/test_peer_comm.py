@@ -136,7 +136,7 @@ def test_ranks_that_want_something_else(hosts: Pool, name: str, of_both: list[ob
     for rank, value in zip(two, of_both, strict=True):
         args = f"{name}={value!r}"
         if name == "one_shot_bytes":
-            rank.ask(f"patch(peer_reduce, 'measured_one_shot_bytes', lambda *_: {value})")
+            rank.ask(f"setattr(peer_reduce, 'measured_one_shot_bytes', lambda *_: {value})")
             args = ""
         rank.tell(f"make_peer({hosts.kind != 'cpu'}, {args})")
     for answer in errors(two):

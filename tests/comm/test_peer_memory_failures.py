@@ -53,14 +53,14 @@ def test_sizes_that_differ(hosts: Pool) -> None:
 
 
 def test_two_hosts_or_network_namespaces(pool: Pool) -> None:
-    _, texts = fail_at(pool, "", "patch(peer_memory, '_host', lambda: 'another')", "")
+    _, texts = fail_at(pool, "", "setattr(peer_memory, '_host', lambda: 'another')", "")
     came = f"rank 0, 2 is on {HERE} and rank 1 is on {HERE}, expected all on one host and in one "
     all_say(texts, "UnsupportedError", came, "between hosts use init_pynccl or TorchCommunicator")
 
 
 def test_a_process_of_another_user_gives_nothing(pool: Pool) -> None:
     """By its uid, which the kernel knows."""
-    ranks, texts = fail_at(pool, "", "patch(descriptors, 'peer_uid', lambda end: 12345)")
+    ranks, texts = fail_at(pool, "", "setattr(descriptors, 'peer_uid', lambda end: 12345)")
     came = f"rank 0 (process {ranks[0].pid} on {HERE}) is of uid 12345"
     all_say(texts, "CommError", came, f"expected uid {os.geteuid()} as this process")
     assert texts[0].startswith("CommError: PeerMemory: on rank 1: rank 0 (")
@@ -74,8 +74,8 @@ def knock(self, key, *args, **how):
     if key == 'listen':
         stranger.connect(args[0])
     return exchange(self, key, *args, **how)
-patch(rendezvous.Rendezvous, 'exchange', knock)
-patch(descriptors, 'peer_uid', lambda end: (uids and uids.pop(0)) or real(end))
+setattr(rendezvous.Rendezvous, 'exchange', knock)
+setattr(descriptors, 'peer_uid', lambda end: (uids and uids.pop(0)) or real(end))
 """
 
 
@@ -124,7 +124,7 @@ def make(*functions):
     def write(at, *more):
         return made.write(at, *more) if at >> 21 == 1 else None
     return made._replace(write=write)
-patch(peer_memory, 'Range', make)
+setattr(peer_memory, 'Range', make)
 """
 
 
@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed(hosts: Pool, step: str) -> None:
 def test_a_rank_whose_memory_does_not_come(pool: Pool) -> None:
     """Though it says that it has sent it: a process of this user may have taken it."""
     ranks = pool.start(3)
-    ranks[2].ask("import socket; patch(socket, 'send_fds', lambda *_: None)")
+    ranks[2].ask("import socket; setattr(socket, 'send_fds', lambda *_: None)")
     pool.tell_share(ranks, "timeout_s=1")
     for answer in errors(ranks[:2], LATE_S):
         assert answer["missing"] == [2], answer
@@ -210,7 +210,7 @@ def test_a_rank_that_is_interrupted(pool: Pool) -> None:
     """By Ctrl-C: the others hear of it at once."""
     ranks = pool.start(2)
     ranks[1].ask(
-        "def interrupt(*_): raise KeyboardInterrupt\npatch(peer_memory, '_map', interrupt)"
+        "def interrupt(*_): raise KeyboardInterrupt\nsetattr(peer_memory, '_map', interrupt)"
     )
     texts = told(pool, ranks)
     assert texts[1].startswith("KeyboardInterrupt")

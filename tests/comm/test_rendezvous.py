@@ -139,7 +139,7 @@ def test_the_process_of_the_store_ends_of_its_error(pool: Pool) -> None:
     ranks[0].tell("fail_and_end()")
     for answer in errors(ranks[1:]):
         assert answer["error"] == "MemoryError: init: on rank 0: no more of this"
-    ranks[0].process.wait(10)
+    ranks[0].wait(10)
 
 
 def test_a_store_of_an_earlier_run(pool: Pool) -> None:
@@ -185,8 +185,8 @@ def test_a_rank_ends_in_an_exchange(pool: Pool) -> None:
 def test_a_rank_of_another_host_ends(pool: Pool) -> None:
     """Linux tells nothing of it: it does not answer, and a slow one does."""
     ranks = pool.start(3)
-    all_do(ranks, "patch(rendezvous, '_pids', lambda: 'host {rank}')")
-    all_do(ranks, "patch(rendezvous, '_ANSWER_S', 1.0)")
+    all_do(ranks, "setattr(rendezvous, '_pids', lambda: 'host {rank}')")
+    all_do(ranks, "setattr(rendezvous, '_ANSWER_S', 1.0)")
     meet(ranks, pool, "tcp")
     ranks[1].kill()
     because = "because=RuntimeError('connection closed')"
