@@ -45,13 +45,12 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
 
         def connect() -> None:
             for giver in givers:
-                if giver != met.rank:
-                    ends[giver] = sockets.enter_context(_socket(met))
-                    try:
-                        ends[giver].connect(names[giver])
-                    except OSError as error:
-                        raise _gone(met, giver, f"is not connected: {error.strerror}") from None
-                    if (uid := peer_uid(ends[giver])) != os.geteuid():
+                if giver == met.rank:
+                    continue
+                end = ends[giver] = sockets.enter_context(_socket(met))
+                with suppress(ConnectionRefusedError):  # it has left: this step's end says why
+                    end.connect(names[giver])
+                    if (uid := peer_uid(end)) != os.geteuid():
                         text = f"{met.peers[giver]} is of uid {uid}, expected uid {os.geteuid()}"
                         raise CommError(f"{met.name}: {text} as this process")
 
@@ -94,10 +93,6 @@ def _take(met: Rendezvous, giver: int, end: socket.socket) -> int:
     except OSError:
         rights = []
     if not rights:  # another process of this user may have taken it
-        raise _gone(met, giver, "did not send its memory")
+        text = f"{met.name}: {met.peers[giver]} did not send its memory"
+        raise CommTimeoutError(text, op=met.name, number=0, rank=met.rank, missing=[giver])
     return array.array("i", rights[0][2])[0]
-
-
-def _gone(met: Rendezvous, other: int, what: str) -> CommTimeoutError:
-    text = f"{met.name}: {met.peers[other]} {what}"
-    return CommTimeoutError(text, op=met.name, number=0, rank=met.rank, missing=[other])
