@@ -149,8 +149,8 @@ class PyNCCLCommunicator:
             gpus = [peer.facts["_gpu"] for peer in self._rendezvous.peers]
             if shared := [one for one in range(size) if gpus.count(gpus[one]) > 1]:
                 raise CommError(
-                    f"init_pynccl: ranks {', '.join(map(str, shared))} are on one GPU, expected one "
-                    "for each; call torch.cuda.set_device(rank) first, or give device="
+                    f"init_pynccl: ranks {', '.join(map(str, shared))} are on one GPU, expected "
+                    "one for each; call torch.cuda.set_device(rank) first, or give device="
                 )
             own_id = bytes(host.module()["nccl_unique_id"]()).hex() if rank == 0 else ""
             unique_id = self._rendezvous.exchange("unique_id", own_id)[0]
