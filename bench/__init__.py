@@ -1,1 +1,1 @@
-"""Benchmarks of jitkern beside its peers: `python -m bench --help`, or `jitkern bench`."""
+"""Benchmarks of jitkern beside its peers: `python -m bench --help`."""

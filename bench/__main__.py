@@ -1,4 +1,4 @@
-"""Entry point of `python -m bench`; `jitkern bench` calls the same `main`."""
+"""Entry point of `python -m bench`."""
 
 import sys
 

@@ -139,9 +139,9 @@ def _number(value: float | None, digits: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="jitkern bench",
+        prog="python -m bench",
         description="Time jitkern beside its peers and the measured ceilings; correct first.",
-        epilog="example: jitkern bench store index --quick --json out.json",
+        epilog="example: python -m bench store index --quick --json out.json",
     )
     add = parser.add_argument
     add("op", nargs="*", metavar="op", choices=cases.NAMES, help=f"of {', '.join(cases.NAMES)}")

@@ -89,19 +89,16 @@ def test_list_clear_and_export_choose_alike(
     # What the kernels need goes along with them: it has no arch.
     exported = chosen | ({"mine"} if "--arch" in options and "--op" not in options else set())
     file = tmp_path / "k.jkb"
+    status, out, err = run(capsys, "export", file, *options.split())
     if exported:
-        found = as_json(capsys, "export", file, *options.split())
+        assert (status, err) == (0, "") and out.startswith(f"{len(exported)} entr")
         assert {entry.key.name for entry in read_bundle(file)} == exported
-        size_bytes = file.stat().st_size
-        assert found == {"file": str(file), "entries": len(exported), "bytes": size_bytes}
     else:
-        status, out, err = run(capsys, "export", file, *options.split())
         assert (status, out, file.exists()) == (1, "", False)
         assert err.startswith(f"jitkern: error: {filled.root}: nothing to export; jitkern cache ")
-    cleared = as_json(capsys, "clear", *options.split())
+    out = run(capsys, "clear", *options.split())[1]
     assert names_of(filled) == set(ENTRIES) - chosen
-    left = 4 - len(chosen)
-    assert cleared == {"directory": str(filled.root), "removed": len(chosen), "left": left}
+    assert out.startswith(f"{len(chosen)} entr") and out.endswith(f"; {4 - len(chosen)} left\n")
 
 
 @pytest.mark.parametrize("age", ["", "30", "-1d", "1.5d", "30 d", "1y", "³d", "9999999d"])
@@ -138,7 +135,7 @@ def test_list_and_info_as_json(capsys: Capture, filled: Cache) -> None:
         "route": "device",
         "variant": "nvrtc-13.5",
         "bytes": 50_000,
-        "last_used_unix_s": round(entry.last_used, 3),
+        "last_used_unix_s": entry.last_used,
         "path": str(entry.path),
     }
     assert found == {
@@ -167,12 +164,8 @@ def test_import_shows_the_entries(capsys: Capture, filled: Cache, tmp_path: Path
     filled.clear()
     status, out, _ = run(capsys, "import", file)
     assert status == 0
-    assert re.search(r"^index +index9, 4 +9\.0 +device +nvrtc-13\.5 +5000$", out, re.MULTILINE)
+    assert re.search(r"^index +index9, 4 +9\.0 +device +nvrtc-13\.5 +5000 +now$", out, re.MULTILINE)
     assert out.endswith(f"1 entry imported into {filled.root}\n")
-    found = as_json(capsys, "import", file)
-    assert (found["file"], found["directory"]) == (str(file), str(filled.root))
-    (entry,) = found["entries"]
-    assert (entry["op"], entry["parameters"], entry["bytes"]) == ("index", "index9, 4", 5_000)
     assert names_of(filled) == {"index9"}
 
 
@@ -242,8 +235,9 @@ def test_import_refuses_the_file_of_somebody_else(
 
 def test_a_bundle_is_a_file(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
     for name in (".", "/", "", tmp_path):
-        said = f"jitkern: error: {name or '.'}: a directory, expected a file to write\n"
-        assert run(capsys, "export", name) == (1, "", said)
+        status, _, err = run(capsys, "export", name)
+        assert status == 1
+        assert re.match(rf"jitkern: error: {name or '.'}: cannot write .*director", err), err
     missing = tmp_path / "none.jkb"
     said = f"jitkern: error: {missing}: No such file or directory\n"
-    assert run(capsys, "import", missing, "--json") == (1, "", said)
+    assert run(capsys, "import", missing) == (1, "", said)

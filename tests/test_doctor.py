@@ -104,12 +104,12 @@ def test_without_a_host_module_torch_or_a_right_result_the_ops_are_broken(
 
 
 def test_huge_pages(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(doctor, "_HUGE_PAGES", tmp_path)
-    assert doctor.huge_pages() == "private unknown, shared unknown"  # no such kernel
-    (tmp_path / "enabled").write_text("always [madvise] never")
-    (tmp_path / "shmem_enabled").write_text("always [advise] never")
-    assert doctor.huge_pages() == "private madvise, shared advise"
-    (tmp_path / "enabled").write_text("[never]")
+    file = tmp_path / "enabled"
+    monkeypatch.setattr(doctor, "_HUGE_PAGES", file)
+    assert doctor.huge_pages() == "unknown"  # no such kernel
+    file.write_text("always [madvise] never")
+    assert doctor.huge_pages() == "madvise"
+    file.write_text("always madvise [never]")
     with pytest.raises(UnsupportedError, match="as root: echo madvise > "):
         doctor.huge_pages()
 

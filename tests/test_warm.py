@@ -255,8 +255,8 @@ def test_json(capsys: Capture, empty_cache: Path) -> None:
     status, out, err = run(capsys, *argv)
     assert (status, err) == (0, "")
     value = json.loads(out)
-    assert value.keys() == {"version", "cache", "seconds", "jobs"}
-    assert (value["version"], value["cache"]) == (1, str(empty_cache))
+    assert value.keys() == {"schema", "cache", "seconds", "jobs"}
+    assert (value["schema"], value["cache"]) == (1, str(empty_cache))
     for job in value["jobs"][1:]:
         assert list(job) == ["name", "parameters", "arch", "source", "ms", "bytes", "error"]
         assert (job["arch"], job["source"], job["error"]) == ("9.0", "compiled", None)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +22,14 @@ from jitkern.cache.trust import written_by_others
 from jitkern.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from jitkern.comm import PeerReducer
 
 Curve = Sequence[tuple[float, float]]
 Curves = dict[str, list[tuple[float, float]]]
 
 # -- the file --------------------------------------------------------------------------------------
 
-_MAX_BYTES = 1 << 20
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Machine:
 
     @property
     def file_name(self) -> str:
-        return f"calibration-{fs.digest(asdict(self))}.json"
+        return f"calibration-{fs.digest([_FORMAT, asdict(self)])}.json"
 
 
 def machine_with(gpu: str, cuda_version: int) -> Machine:
@@ -58,69 +54,52 @@ def machine_with(gpu: str, cuda_version: int) -> Machine:
 
 def kernel_driver() -> str:
     """Return the version of the driver's kernel module, such as 580.95.05; empty if unknown."""
-    try:
-        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
-    except (OSError, IndexError):
-        return ""
-    return next((word for word in words if word[:1].isdigit() and "." in word), "")
+    return _first_match(r"^NVRM version:.*?\s(\d+\.[\d.]+)\s", "/proc/driver/nvidia/version")
 
 
 def processor() -> str:
     """Return the processor's model; its architecture if Linux does not say."""
+    return _first_match(r"^model name\s*: *(.+)$", "/proc/cpuinfo") or platform.machine()
+
+
+def _first_match(pattern: str, file: str) -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = re.search(pattern, Path(file).read_text(), re.MULTILINE)
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        found = None
+    return found[1].strip() if found else ""
 
 
 def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, int]] | None:
     """Return the file of this machine and its figures; a damaged one is a warning."""
     machine = machine_with(gpu, cuda_version)
-    for folder in folders():
-        file = folder / machine.file_name
+    for file in (folder / machine.file_name for folder in folders()):
         try:
-            return file, _figures_in(file, machine)
+            return file, _figures_in(file)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            warnings.warn(
-                f"jitkern: {file} is not used: {reason}; run jitkern calibrate, or delete it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            text = f"jitkern: {file} is not used: {error}; run jitkern calibrate, or delete it"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
     return None
 
 
-def measured_figures(gpu: str, cuda_version: int) -> Mapping[str, int]:
-    """Return the figures that were measured on a machine like this one, if any."""
-    found = find(gpu, cuda_version)
-    return {} if found is None else found[1]
-
-
-def _figures_in(file: Path, machine: Machine) -> Mapping[str, int]:
+def _figures_in(file: Path) -> Mapping[str, int]:
     with open(fs.open_regular(file), "rb") as stream:
         if reason := written_by_others(os.fstat(stream.fileno())):
             raise ValueError(reason)
-        content = fs.parse_json(stream.read(_MAX_BYTES))
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"not of format {_FORMAT}")
-    if content.get("machine") != asdict(machine):
-        raise ValueError("of another machine")
-    figures = content.get("figures")
-    if not isinstance(figures, dict) or not all(
-        type(value) is int and 0 < value < 1 << 62 for value in figures.values()
-    ):
+        content = fs.parse_json(stream.read(1 << 20))
+    figures: Any = content.get("figures") if isinstance(content, dict) else None
+    values = figures.values() if isinstance(figures, dict) else [None]
+    if not all(type(value) is int and 0 < value < 1 << 62 for value in values):
         raise ValueError("figures are positive ints")
-    return figures
+    return dict(figures)
 
 
 def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
     """Write the figures of a machine to the user's cache; return the file."""
     file = user_cache().root / machine.file_name
-    content = {"format": _FORMAT, "machine": asdict(machine), "figures": dict(figures), **measured}
+    content = {"machine": asdict(machine), "figures": dict(figures), **measured}
     fs.make_folders(file.parent)  # 0700 under any umask: one that a group may write is not used
     fs.write_whole(file, fs.canonical_json(content) + b"\n", flush=True)
     return file
@@ -131,16 +110,12 @@ def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
 _GIB = 1 << 30
 _ROW_BYTES = 656  # an MLA row with its scales
 _ROWS = 131_072
-_DEVICE_ROWS = 4 * _ROWS
 _SETS = 5  # of row numbers, each used once: a second time the GPU's L2 knows their pages
 _NEVER = 1 << 60
 _PACE = 0.61  # of what SMs can write to the host: above, all traffic of the GPU waits
 _SPANS_GIB = (0.25, 0.5, 1, 1.5, 2, 4, 8, 16, 32)
 _PIECES_KIB = (16, 32, 64, 128, 256, 512, 1024)
 _SMALL_MIB = (0.25, 0.5, 1, 2, 4, 8, 16)
-_LAYERS = 32
-_SUMS_MIB = (0.5, 1, 1.5, 2, 3, 4)
-_SUMS = 200  # of a graph
 _POOLS_GIB = (32, 16, 8, 4)  # below, nothing is far beyond what the link's translation reaches
 
 
@@ -156,8 +131,7 @@ class Calibration:
         What "auto" reads.
     curves : mapping of str to list of (float, float)
         What they come from, in GB/s: of rows of 656 bytes over the GiB of their pool or the threads
-        of the CPU, of small calls over their MiB, of blocks over the KiB of one layer; with two
-        such GPUs also of their sums over MiB.
+        of the CPU, of small calls over their MiB, of blocks over the KiB of one layer.
     took_s : float
     file : Path
         Where they are kept.
@@ -203,16 +177,12 @@ def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:
     with PinnedPool(pool_gib * _GIB, progress=False) as pool, torch.cuda.stream(stream):
         curves = _measure(pool.tensor(), pool_gib, say)
     alike = [one for one in range(torch.cuda.device_count()) if _this_machine(one) == machine]
-    if len(alike) > 1:
-        say("sums over two GPUs")
-        curves |= _sums([torch.device("cuda", ordinal) for ordinal in alike[:2]])
     figures = figures_of(curves)
-    took_s = time.perf_counter() - started
-    file = save(machine, figures, curves=curves, took_s=took_s, unix_s=time.time())
+    file = save(machine, figures, curves=curves)
     for ordinal in alike:
         for name, value in figures.items():
             module()["set_figure"](ordinal, name, value)
-    return Calibration(machine, figures, curves, took_s, file)
+    return Calibration(machine, figures, curves, time.perf_counter() - started, file)
 
 
 def _this_machine(ordinal: int) -> Machine:
@@ -251,9 +221,6 @@ def figures_of(curves: Mapping[str, Curve]) -> dict[str, int]:
         # The engine may be a tenth slower: it takes no SM from a model beside it.
         figures[f"sm_piece_bytes{name}"] = _up_to(by_sms, by_engine, 1 / 0.9) * 1024
     figures["paced_to_host_mb_s"] = 1000 * _PACE * max(gb_s for _, gb_s in by_sms)
-    if "one shot" in curves:
-        one_shot_mib = _up_to(curves["one shot"], curves["two shots"], 1.01)
-        figures["one_shot_bytes"] = one_shot_mib * (1 << 20)
     return {name: int(value) for name, value in figures.items()}
 
 
@@ -278,28 +245,27 @@ def _measure(pool: Tensor, pool_gib: int, say: Callable[[str], None]) -> Curves:
     from jitkern.ops.copy_blocks import copy_blocks
     from jitkern.ops.h2d_gather import h2d_gather
 
-    on_gpu = torch.empty(_DEVICE_ROWS, _ROW_BYTES, dtype=torch.uint8, device="cuda")
+    on_gpu = torch.empty(4 * _ROWS, _ROW_BYTES, dtype=torch.uint8, device="cuda")
     ordinal, figure = on_gpu.device.index, "small_call_bytes"
 
     def gather(gib: float, count: int = _ROWS, *, on: str = "cuda", **how: Any) -> float:
         num_rows = int(gib * _GIB) // _ROW_BYTES
         src = pool[: num_rows * _ROW_BYTES].view(num_rows, _ROW_BYTES)
         num_sets = _SETS if count == _ROWS else 5 * _SETS  # anything disturbs a call of 25 us
-        sets = [_pairs(num_rows, _DEVICE_ROWS, count).to(on) for _ in range(num_sets)]
+        sets = [_pairs(num_rows, len(on_gpu), count).to(on) for _ in range(num_sets)]
         return _gb_s(lambda pairs: h2d_gather(src, on_gpu, pairs, **how), sets, count * _ROW_BYTES)
 
     def small(limit: int) -> list[tuple[float, float]]:
         module()["set_figure"](ordinal, figure, limit)
         how: dict[str, Any] = {"order": "given", "dedup": False, "method": "sm"}
-        return [
-            (mib, gather(0.25, int(mib * (1 << 20)) // _ROW_BYTES, **how)) for mib in _SMALL_MIB
-        ]
+        counts = [(mib, int(mib * (1 << 20)) // _ROW_BYTES) for mib in _SMALL_MIB]
+        return [(mib, gather(0.25, count, **how)) for mib, count in counts]
 
     def blocks(kib: int, method: Any, to_host: str) -> float:
-        piece_bytes = kib * 1024
-        count = (256 << 20) // (_LAYERS * piece_bytes)
-        host = pool[: 2 * _GIB].view(_LAYERS, -1, piece_bytes)
-        gpu = on_gpu.view(-1)[: 256 << 20].view(_LAYERS, -1, piece_bytes)
+        layers, piece_bytes = 32, kib * 1024
+        count = (256 << 20) // (layers * piece_bytes)
+        host = pool[: 2 * _GIB].view(layers, -1, piece_bytes)
+        gpu = on_gpu.view(-1)[: 256 << 20].view(layers, -1, piece_bytes)
         dst, src = (host, gpu) if to_host else (gpu, host)
         sets = [_pairs(src.shape[1], dst.shape[1], count).cpu() for _ in range(_SETS)]
         return _gb_s(lambda pairs: copy_blocks(src, dst, pairs, method=method), sets, 256 << 20)
@@ -350,63 +316,3 @@ def _gb_s(run: Callable[[Tensor], None], sets: Sequence[Tensor], num_bytes: int)
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
     return num_bytes / min(taken[1:]) / 1e9
-
-
-def _sums(devices: Sequence[torch.device]) -> Curves:
-    """Return the curves of sums; none if the GPUs do not address each other's memory."""
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
-
-    from jitkern.comm import PeerMemory, PeerReducer
-
-    num_bytes = PeerReducer.workspace_bytes_for(2, 4 << 20)
-    store = HashStore()  # the ranks are threads of this process
-
-    def join(rank: int) -> PeerMemory:
-        return PeerMemory(num_bytes, store, rank=rank, size=2, device=devices[rank], timeout_s=60)
-
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            peers = list(threads.map(join, range(2)))
-    except UnsupportedError:
-        return {}
-    reducers = [
-        PeerReducer(peer.addresses, rank, 2, num_bytes, device=devices[rank])
-        for rank, peer in enumerate(peers)
-    ]
-    for reducer in reducers:
-        reducer.reset()
-    curves = {
-        name: [(mib, _sum_gb_s(reducers, mib, algorithm)) for mib in _SUMS_MIB]
-        for name, algorithm in (("one shot", "one_shot"), ("two shots", "two_shot"))
-    }
-    for peer in peers:
-        peer.close()
-    return curves
-
-
-def _sum_gb_s(reducers: Sequence[PeerReducer], mib: float, algorithm: Any) -> float:
-    """Return the GB/s of a sum, from a CUDA graph of many on each GPU."""
-    import torch
-
-    xs = [
-        torch.zeros(int(mib * (1 << 19)), dtype=torch.bfloat16, device=r.device) for r in reducers
-    ]
-    for reducer, x in zip(reducers, xs, strict=True):
-        reducer.all_reduce(x, algorithm=algorithm)  # may compile
-    graphs: list[Any] = []
-    for reducer, x in zip(reducers, xs, strict=True):
-        reducer.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        stream: Any = torch.cuda.Stream(reducer.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(reducer.device), torch.cuda.graph(graphs[-1], stream=stream):
-            for _ in range(_SUMS):
-                reducer.all_reduce(x, algorithm=algorithm)
-    taken = []
-    for _ in range(_SETS):
-        started = time.perf_counter()
-        for graph in graphs:
-            graph.replay()
-        for reducer in reducers:
-            reducer.synchronize()
-        taken.append(time.perf_counter() - started)
-    return xs[0].nbytes * _SUMS / min(taken) / 1e9

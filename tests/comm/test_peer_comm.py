@@ -127,18 +127,13 @@ def test_a_rank_is_killed_among_sums(two: list[Rank]) -> None:
     [
         ("algorithm", ["one_shot", "two_shot"]),
         ("max_bytes", [8 << 20, 16 << 20]),  # the workspace is the same
-        ("one_shot_bytes", [1 << 18, 1 << 19]),  # ranks that were calibrated apart
     ],
 )
 def test_ranks_that_want_something_else(hosts: Pool, name: str, of_both: list[object]) -> None:
     """Each would make its calls by another protocol: wrong sums, or none."""
     two = hosts.join(2)
     for rank, value in zip(two, of_both, strict=True):
-        args = f"{name}={value!r}"
-        if name == "one_shot_bytes":
-            rank.ask(f"setattr(peer_reduce, 'measured_one_shot_bytes', lambda *_: {value})")
-            args = ""
-        rank.tell(f"make_peer({hosts.kind != 'cpu'}, {args})")
+        rank.tell(f"make_peer({hosts.kind != 'cpu'}, {name}={value!r})")
     for answer in errors(two):
         say = f"CommError: PeerCommunicator: {name}: differs, expected the same in all ranks:\n"
         assert answer["error"].startswith(say)

@@ -72,9 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     # Importing torch warns if NumPy is not installed; nothing here needs NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    if argv[:1] == ["bench"] and not bench_cmd.is_for_guard(argv[1:]):
-        # The benchmarks of a checkout parse their own options.
-        return bench_cmd.forward(argv[1:])
     args = _parser().parse_args(argv)
     try:
         settings()

@@ -1,4 +1,4 @@
-"""``jitkern bench``: the guard for CI, or the benchmarks of a checkout."""
+"""``jitkern bench --ci``: the guard for CI."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jitkern
 from jitkern.cli import ui
 from jitkern.env import settings
-from jitkern.errors import JitkernError, UnsupportedError
+from jitkern.errors import JitkernError
+from jitkern.fs import require_writable
 
 if TYPE_CHECKING:
     from jitkern.bench.baseline import Baseline, Verdict
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 SUMMARY = "catch a slowdown in CI"
 DESCRIPTION = (
     "Count the instructions of calls, of your own kernels too, and compare with a baseline; times "
-    "are shown beside them. Without --ci, in a checkout: the benchmarks beside every peer, whose "
-    "options python -m bench --help lists."
+    "are shown beside them. Benchmarks beside other libraries: python -m bench, in a checkout."
 )
 EXAMPLE = """
 jitkern bench --ci --cases bench_mine.py --baseline mine.json --update
@@ -30,13 +30,8 @@ jitkern bench --ci --cases bench_mine.py --baseline mine.json
 _COLUMNS = ("figure", ">count then", ">now", ">change", ">time then", ">now", "of", "verdict", "")
 
 
-def is_for_guard(argv: list[str]) -> bool:
-    """Tell whether `argv` is for the options here, and not for a checkout's benchmarks."""
-    return any(word in ("--ci", "-h", "--help") for word in argv)
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the guard; the benchmarks of a checkout have their own."""
+    """Add the options."""
     add = parser.add_argument
     add("--ci", action="store_true", required=True, help="measure, and compare with a baseline")
     text = "a Python file of cases; may be repeated; default jitkern's own, in a checkout"
@@ -64,14 +59,15 @@ def run(args: argparse.Namespace) -> int:
 
     from jitkern.bench import baseline as baselines
     from jitkern.bench import ci, report
+    from jitkern.bench.timing import torch_with_cuda
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ui.UsageError("bench: --device cuda: PyTorch sees no CUDA device")
+    if device == "cuda":
+        torch_with_cuda("bench")
     if args.json is not None:
         if args.json.is_dir():
             raise ui.UsageError(f"bench: {args.json}: a directory, expected a file to write")
-        ui.require_writable(args.json.parent, "give a path that can be written", mode=0o755)
+        require_writable(args.json.parent, "give a path that can be written", mode=0o755)
     files = args.cases or _own_cases()
     baseline, notes = (None, []) if args.update else _baseline(args, device)
 
@@ -86,20 +82,23 @@ def run(args: argparse.Namespace) -> int:
         path: Path = args.baseline
         if path.is_dir() or not (path.exists() or path.suffix == ".json"):
             path /= f"{report.kind_of(result['machine'])}.json"
-        written = baselines.write(path, result)
-        ui.say(f"wrote {path}: {len(written.figures)} figures")
+        ui.say(f"wrote {path}: {len(baselines.write(path, result).figures)} figures")
         return 0
     verdicts = baselines.compare(baseline or baselines.Baseline(), result, wanted)
-    cells = [_cells(verdict) for verdict in verdicts]
     uncounted = result["counts"]["note"]
     notes += [f"instructions: {uncounted}"] if uncounted else []
-    ui.console().print(ui.table(_COLUMNS, cells))
-    ui.say("\n".join([*(f"note: {note}" for note in notes), _summary(verdicts)]))
+    table = ui.table(_COLUMNS, map(_cells, verdicts))
+    end = "\n".join([*(f"note: {note}" for note in notes), _summary(verdicts)])
+    ui.console().print(table)
+    ui.say(end)
     if args.json is not None:
         report.save(args.json, result)
     if (step_summary := settings().step_summary) is not None:
+        out = ui.console()
+        with out.capture() as text:
+            out.print(table)
         with step_summary.open("a") as file:
-            file.write(_markdown(cells, [*notes, _summary(verdicts)]))
+            file.write(f"### jitkern bench\n\n```\n{text.get()}{end}\n```\n")
     if args.require_counts and uncounted:
         raise JitkernError(f"bench: --require-counts: {uncounted}")
     return 1 if any(verdict.fails for verdict in verdicts) else 0
@@ -127,38 +126,12 @@ def _baseline(args: argparse.Namespace, device: str) -> tuple[Baseline | None, l
 
 def _own_cases() -> list[Path]:
     """Return the files of jitkern's own cases, which only a checkout has."""
-    root = _checkout()
-    if root is None:
-        raise ui.UsageError("bench: --ci: expected --cases FILE: jitkern's own are in a checkout")
-    files: list[Path] = _import(root, "bench.cases").guarded()
-    return files
-
-
-def forward(argv: list[str]) -> int:
-    """Run the benchmarks with `argv`; UnsupportedError in an installed package, which has none."""
-    root = _checkout()
-    if root is None:
-        raise UnsupportedError(
-            "bench: expected --ci: the benchmarks beside other libraries are not part of the "
-            "installed package; clone the repository for those and run python -m bench (see: "
-            "jitkern bench --help)"
-        )
-    status: int = _import(root, "bench.__main__").main(argv)
-    return status or 0
-
-
-def _checkout() -> Path | None:
-    """Return where the benchmarks are; None for an installed package, which has none."""
     root = Path(jitkern.__file__).resolve().parents[2]
-    return root if (root / "bench" / "__main__.py").is_file() else None
-
-
-def _import(root: Path, name: str) -> Any:
+    if not (root / "bench" / "__main__.py").is_file():
+        raise ui.UsageError("bench: --ci: expected --cases FILE: jitkern's own are in a checkout")
     sys.path.insert(0, str(root))
-    return import_module(name)
-
-
-# -- what is printed -------------------------------------------------------------------------------
+    files: list[Path] = import_module("bench.cases").guarded()
+    return files
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:
@@ -178,10 +151,3 @@ def _summary(verdicts: Sequence[Verdict]) -> str:
     failed = sum(verdict.fails for verdict in verdicts)
     ending = f"{failed} of them end this run with status 1" if failed else "nothing to stop for"
     return f"{len(verdicts)} figures: {', '.join(parts)}; {ending}"
-
-
-def _markdown(cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    head = [name.removeprefix(">") for name in _COLUMNS]
-    rows = [head, ["---"] * len(head), *([c.replace("|", "\\|") for c in row] for row in cells)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(["### jitkern bench", "", *notes, "", *lines]) + "\n"

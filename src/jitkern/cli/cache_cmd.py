@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import CacheError
+from jitkern.fs import require_writable
 from jitkern.ops._ops import op_names
 
 if TYPE_CHECKING:
@@ -38,11 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
             name, help=summary, description=text, example=f"jitkern cache {name}{example}"
         )
         made.set_defaults(action=run)
-        ui.add_json(made)
         return made
 
     listed = add("list", _list, "list the entries", " --op store --unused-for 30d")
-    add("info", _info, "show where the caches are and how full", "")
+    info = add("info", _info, "show where the caches are and how full", "")
     text = "remove the sound entries, or those chosen, which list shows; anything else stays"
     clear = add("clear", _clear, text, " --unused-for 30d")
     export = add("export", _export, "write entries into one file", " kernels.jkb --arch 9.0")
@@ -52,6 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("file", type=Path, metavar="FILE", help="a bundle")
     text = "import even what other users could have written"
     imported.add_argument("--trust", action="store_true", help=text)
+    for parser in (listed, info):
+        ui.add_json(parser)
     for parser in (listed, clear, export):
         option = parser.add_argument
         text = "only these ops or kernels"
@@ -75,15 +77,11 @@ def _chosen_by(args: argparse.Namespace, *, host_code_too: bool = False) -> Call
     ops = {name for op in args.op or () for name in (op, short.get(op, op))}
     archs = {str(arch) for arch in args.arch or ()} | ({""} if host_code_too else set())
     before_unix_s = time.time() - (args.unused_for or 0)
-
-    def fits(entry: Entry) -> bool:
-        return (
-            (not args.op or entry.key.op in ops)
-            and (not args.arch or entry.key.arch in archs)
-            and (args.unused_for is None or entry.last_used < before_unix_s)
-        )
-
-    return fits
+    return lambda entry: (
+        (not args.op or entry.key.op in ops)
+        and (not args.arch or entry.key.arch in archs)
+        and (args.unused_for is None or entry.last_used < before_unix_s)
+    )
 
 
 def _user_cache() -> Cache:
@@ -101,21 +99,12 @@ def _list(args: argparse.Namespace) -> int:
     )
     size_bytes = sum(entry.size_bytes for entry in entries)
     if args.json:
-        shown = [
-            {**_shown(e), "last_used_unix_s": round(e.last_used, 3), "path": e.path}
-            for e in entries
-        ]
-        ui.say_json(
-            directory=cache.root,
-            not_searched=_untrusted(cache),
-            all_entries=len(everything),
-            bytes=size_bytes,
-            entries=shown,
-        )
+        shown = [{**_shown(e), "last_used_unix_s": e.last_used, "path": e.path} for e in entries]
+        directory = {"directory": cache.root, "not_searched": _untrusted(cache)}
+        ui.say_json(**directory, all_entries=len(everything), bytes=size_bytes, entries=shown)
         return 0
     if entries:
-        now_unix_s = time.time()
-        _print_entries(entries, lambda entry: _ago(now_unix_s - entry.last_used))
+        _print_entries(entries)
     count = f"{len(entries)} of " if len(entries) < len(everything) else ""
     ui.say(f"{count}{_entries(len(everything))}, {ui.bytes_text(size_bytes)} in {cache.root}")
     if reason := _untrusted(cache):
@@ -130,10 +119,9 @@ def _info(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for origin, _source, cache in caches():
         entries = cache.entries()
-        size_bytes = sum(entry.size_bytes for entry in entries)
         described = {"origin": origin, "directory": str(cache.root), "entries": len(entries)}
-        rights = {"rights": _rights(cache), "not_searched": _untrusted(cache)}
-        found.append({**described, "bytes": size_bytes, **rights})
+        described |= {"bytes": sum(entry.size_bytes for entry in entries)}
+        found.append({**described, "rights": _rights(cache), "not_searched": _untrusted(cache)})
     if args.json:
         ui.say_json(caches=found, max_bytes=max_bytes)
         return 0
@@ -142,9 +130,8 @@ def _info(args: argparse.Namespace) -> int:
         size = ui.bytes_text(one["bytes"])
         rows.append((one["origin"], one["directory"], str(one["entries"]), size, one["rights"]))
     _print_columns(rows)
-    for one in found:
-        if one["not_searched"]:
-            ui.say(f"not searched: {one['not_searched']}")
+    for reason in filter(None, (one["not_searched"] for one in found)):
+        ui.say(f"not searched: {reason}")
     ui.say(f"the least recently used go beyond {ui.bytes_text(max_bytes)}")
     return 0
 
@@ -166,7 +153,7 @@ def _rights(cache: Cache) -> str:
     if cache.read_only:
         return "read only"
     try:
-        ui.require_writable(cache.root, "")
+        require_writable(cache.root, "")
     except CacheError:
         return "cannot be written"
     return "writable"
@@ -175,26 +162,16 @@ def _rights(cache: Cache) -> str:
 def _clear(args: argparse.Namespace) -> int:
     cache = _user_cache()
     removed = cache.clear(_chosen_by(args))
-    left = len(cache.paths())
-    if args.json:
-        ui.say_json(directory=cache.root, removed=removed, left=left)
-    else:
-        ui.say(f"{_entries(removed)} removed from {cache.root}; {left} left")
+    ui.say(f"{_entries(removed)} removed from {cache.root}; {len(cache.paths())} left")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
     from jitkern.cache.bundle import export_bundle
 
-    if args.file.is_dir():
-        raise CacheError(f"{args.file}: a directory, expected a file to write")
     # What the kernels need goes along with them.
     count = export_bundle(_user_cache(), args.file, _chosen_by(args, host_code_too=True))
-    size_bytes = args.file.stat().st_size
-    if args.json:
-        ui.say_json(file=args.file, entries=count, bytes=size_bytes)
-    else:
-        ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(size_bytes)})")
+    ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(args.file.stat().st_size)})")
     return 0
 
 
@@ -203,38 +180,29 @@ def _import(args: argparse.Namespace) -> int:
 
     cache = _user_cache()
     imported = import_bundle(cache, args.file, trust=args.trust)
-    if args.json:
-        ui.say_json(file=args.file, directory=cache.root, entries=list(map(_shown, imported)))
-    else:
-        _print_entries(imported)
-        ui.say(f"{_entries(len(imported))} imported into {cache.root}")
+    _print_entries(imported)
+    ui.say(f"{_entries(len(imported))} imported into {cache.root}")
     return 0
 
 
 def _shown(entry: Entry) -> dict[str, Any]:
     key = entry.key
     described = {"op": key.op, "parameters": ", ".join(key.args), "arch": key.arch}
-    return {
-        **described,
-        "route": key.route,
-        "variant": entry.variant,
-        "bytes": entry.size_bytes,
-    }
+    return {**described, "route": key.route, "variant": entry.variant, "bytes": entry.size_bytes}
 
 
-def _print_entries(
-    entries: Sequence[Entry], last_used: Callable[[Entry], str] = lambda _: ""
-) -> None:
+def _print_entries(entries: Sequence[Entry]) -> None:
     rows = [["op", "parameters", "arch", "route", "built by", "bytes", "last used"]]
+    now_unix_s = time.time()
     for entry in entries:
-        rows.append([*(str(value) or "-" for value in _shown(entry).values()), last_used(entry)])
+        values = [str(value) or "-" for value in _shown(entry).values()]
+        rows.append([*values, _ago(now_unix_s - entry.last_used)])
     _print_columns(rows)
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns: a table of rich's takes 24 s for 10,000 entries."""
-    # A name may come from a bundle, and be an escape sequence.
-    rows = [[cell if cell.isprintable() else ascii(cell)[1:-1] for cell in row] for row in rows]
+    rows = [[ui.visible(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ui.say("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
 

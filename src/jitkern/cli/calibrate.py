@@ -29,15 +29,9 @@ def run(args: argparse.Namespace) -> int:
     with ui.console(stderr=True).status("calibrating") as status:
         found = calibrate(status.update)
     if args.json:
-        ui.say_json(**{**asdict(found), "file": str(found.file)})
+        ui.say_json(**asdict(found))
         return 0
-    rows = [(name, _figure_text(name, value)) for name, value in found.figures.items()]
-    ui.console().print(ui.table(("figure", "of this machine"), rows))
+    rows = [(name, f"{value:,}") for name, value in found.figures.items()]
+    ui.console().print(ui.table(("figure", ">of this machine"), rows))
     ui.say(f"measured in {found.took_s:.0f} s, kept in {found.file}")
     return 0
-
-
-def _figure_text(name: str, value: int) -> str:
-    if "_bytes" not in name:
-        return str(value)
-    return "beyond any" if value >= 1 << 50 else ui.bytes_text(value)

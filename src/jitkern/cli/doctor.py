@@ -20,6 +20,7 @@ from jitkern.arch import SUPPORTED_ARCHS, gpu_archs
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import CacheError, JitkernError, ToolchainError, UnsupportedError
+from jitkern.fs import require_writable
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
@@ -30,7 +31,7 @@ Check all that jitkern needs or can use. "broken": the ops do not run here, and 
 1. "note": something that only other uses need."""
 EXAMPLE = "jitkern doctor"
 
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,23 @@ def diagnose() -> Iterator[Check]:
     fix = "install a jitkern wheel, or g++ and ninja to build it here"
     host = _look("host module", _host_module, needed=True, fix=fix)
     yield host
-    gpus = int(_host().device_count()) if host.state == "ok" else 0
+    gpus = 0
     if host.state == "ok":
+        from jitkern.host.module import module
+
+        gpus = int(module().device_count())
         yield _look("bytecode", bytecode)
         if torch.state == "ok":
             yield gpu(gpus)
-        yield from _driver(gpus)
+        yield from _driver(int(module().driver_version()), gpus)
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
     yield from _caches()
     yield _look("jitkern-kernels", kernels_wheel)
     yield _look("huge pages", huge_pages)
     if gpus and torch.state == "ok":
-        yield _look("NCCL", _nccl)
+        from jitkern.comm import nccl
+
+        yield _look("NCCL", lambda: nccl.version_name(nccl.load()))
         yield _look("calibration", _calibration)
     if host.state == torch.state == "ok":
         for device in ("cpu", *(f"cuda:{i}" for i in range(gpus))):
@@ -138,26 +144,20 @@ def _host_module() -> str:
     return f"{found.source}, {did} in {ui.ms_text(found.ms)} ms"
 
 
-def _host() -> Any:
-    from jitkern.host.module import module
-
-    return module()
-
-
 def bytecode() -> str:
     """Tell whether Python keeps what it compiles: `uv` and `pip --no-compile` write no bytecode."""
     packages = ("jitkern", "tvm_ffi")
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in packages]
     files = [Path(m.__spec__.cached) for m in modules if m.__spec__ and m.__spec__.cached]
     lacking = sum(not file.exists() for file in files)
-    if lacking:
-        # A first call takes 152 to 227 ms then, and 63 to 73 otherwise, on three hosts.
-        folders = " ".join(str(Path(sys.modules[name].__file__ or "").parent) for name in packages)
-        raise UnsupportedError(
-            f"{lacking} of {len(files)} modules have none: each process compiles them, 0.1 to 0.2 s"
-            f"; python -m compileall -q {folders}"
-        )
-    return f"of all {len(files)} modules"
+    if not lacking:
+        return f"of all {len(files)} modules"
+    # A first call takes 152 to 227 ms then, and 63 to 73 otherwise, on three hosts.
+    folders = " ".join(str(Path(sys.modules[name].__file__ or "").parent) for name in packages)
+    raise UnsupportedError(
+        f"{lacking} of {len(files)} modules have none: each process compiles them, 0.1 to 0.2 s"
+        f"; python -m compileall -q {folders}"
+    )
 
 
 def gpu(count: int) -> Check:
@@ -171,21 +171,20 @@ def gpu(count: int) -> Check:
     if not torch.cuda.is_available():
         fix = "install a build of torch for CUDA (https://pytorch.org/get-started)"
         return Check("GPU", f"{count}, unknown to torch", "broken", fix)
-    names = [torch.cuda.get_device_name(i) for i in range(count)]
-    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    names = {torch.cuda.get_device_name(i): None for i in range(count)}
     archs, oldest = gpu_archs(), SUPPORTED_ARCHS[0]
-    found = f"{kinds}, arch {', '.join(map(str, dict.fromkeys(archs)))}"
+    found = f"{count} x {', '.join(names)}, arch {', '.join(map(str, dict.fromkeys(archs)))}"
     if min(archs) < oldest:
         fix = f"use a GPU of compute capability {oldest} or newer"
         return Check("GPU", f"{found}; not all kernels compile before {oldest}", "note", fix)
     return Check("GPU", found)
 
 
-def _driver(gpus: int) -> Iterator[Check]:
+def _driver(version: int, gpus: int) -> Iterator[Check]:
+    """Return the driver of this version, 13000 for CUDA 13.0, and whether it loads NVRTC's code."""
     from jitkern import calibration
     from jitkern.compilers.find import find_nvrtc
 
-    version = int(_host().driver_version())
     if not version:
         return
     major = version // 1000
@@ -244,18 +243,17 @@ def _caches() -> Iterator[Check]:
 def _cache(cache: Cache, *, is_optional: bool) -> str:
     cache.check()
     if not cache.read_only:
-        ui.require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
-    if not cache.root.is_dir() and is_optional:
-        return f"{cache.root}: none, as in a source checkout"
+        require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
     if not cache.root.is_dir():
+        if is_optional:
+            return f"{cache.root}: none, as in a source checkout"
         fix = "make it, or take it out of JITKERN_CACHE_PATH"
         raise CacheError(f"{cache.root}: no such directory; {fix}")
-    verdict = "trusted" if cache.read_only else "trusted, writable"
     entries = cache.entries()
     size = ui.bytes_text(sum(entry.size_bytes for entry in entries))
     most = "" if cache.max_bytes is None else f" of at most {ui.bytes_text(cache.max_bytes)}"
-    count = f"{len(entries):,} {'entry' if len(entries) == 1 else 'entries'}"
-    return f"{cache.root}: {verdict}; {count}, {size}{most}"
+    rights = "trusted" if cache.read_only else "trusted, writable"
+    return f"{cache.root}: {rights}; entries: {len(entries):,}, {size}{most}"
 
 
 def kernels_wheel() -> str:
@@ -275,32 +273,23 @@ def kernels_wheel() -> str:
 
 
 def huge_pages() -> str:
-    """Return the modes of transparent huge pages, which pools of pinned memory depend on."""
-    modes = []
-    for name in ("enabled", "shmem_enabled"):
-        file = _HUGE_PAGES / name
-        match = re.search(r"\[(\w+)\]", file.read_text()) if file.exists() else None
-        modes.append(match[1] if match else "unknown")
-    found = f"private {modes[0]}, shared {modes[1]}"
-    if modes[0] == "never":
-        fix = f"as root: echo madvise > {_HUGE_PAGES / 'enabled'}"
-        raise UnsupportedError(f"{found} (PinnedPool takes longer); {fix}")
-    return found
-
-
-def _nccl() -> str:
-    from jitkern.comm import nccl
-
-    return nccl.version_name(nccl.load())
+    """Return the mode of transparent huge pages, on which pools of pinned memory depend."""
+    mode = re.search(r"\[(\w+)\]", _HUGE_PAGES.read_text()) if _HUGE_PAGES.exists() else None
+    if mode and mode[1] == "never":
+        raise UnsupportedError(
+            f"never (PinnedPool takes longer); as root: echo madvise > {_HUGE_PAGES}"
+        )
+    return mode[1] if mode else "unknown"
 
 
 def _calibration() -> str:
     """Return which figures "auto" decides by."""
     from jitkern import calibration
+    from jitkern.host.module import module
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = calibration.find(str(_host().gpu_name(0)), int(_host().driver_version()))
+        found = calibration.find(str(module().gpu_name(0)), int(module().driver_version()))
     if found is not None:
         return f"{found[0]}: of this machine"
     none = "none: the figures of an H200 are used; jitkern calibrate"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jitkern.env import parse_bytes
 from jitkern.errors import UnsupportedError
-from jitkern.fs import require_writable as require_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 JSON_SCHEMA = 1
 """Version of the output of ``--json``: raised if a name goes or changes its meaning."""
 
-# A pipe or a file has no width. Tables take only what they need.
-_PIPE_WIDTH = 200
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "failed": "bold red"}
 
 
@@ -39,8 +36,7 @@ def require_torch() -> None:
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
-        reason = " ".join(str(error).split())
-        raise UnsupportedError(f"torch: {reason}; pip install torch") from error
+        raise UnsupportedError(f"torch: {error}; pip install torch") from error
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -49,13 +45,12 @@ def require_torch() -> None:
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line, with the nearest command or option."""
 
-    def __init__(self, *args: object, example: str = "", **kwargs: object) -> None:
+    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
         if example:
             kwargs["epilog"] = f"example:\n{textwrap.indent(example.strip(), '  ')}"
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         # Abbreviated options would break scripts whenever an option is added.
-        kwargs["allow_abbrev"] = False
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        super().__init__(*args, allow_abbrev=False, **kwargs)
         self.set_defaults(prog=self.prog)  # the innermost command's
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -108,8 +103,7 @@ def archs(text: str) -> list[Arch]:
 
     try:
         return [Arch.parse(part) for part in names(text)]
-    except ValueError as error:
-        # argparse names the argument.
+    except ValueError as error:  # argparse names the argument
         raise argparse.ArgumentTypeError(str(error).removeprefix("arch: ")) from None
 
 
@@ -119,13 +113,6 @@ def names(text: str) -> list[str]:
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r}, expected at least one value")
     return parts
-
-
-def count(text: str) -> int:
-    """Parse a number of threads or runs, as argparse's ``type``."""
-    if not re.fullmatch(r"[0-9]{1,19}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected 1 or more")
-    return int(text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +129,7 @@ def console(*, stderr: bool = False) -> Console:
 
     made = Console(stderr=stderr, highlight=False, emoji=False)  # a path may hold :x:
     if not made.is_terminal:
-        made.width = _PIPE_WIDTH
+        made.width = 200  # a pipe or a file has none; tables take only what they need
     return made
 
 
@@ -156,7 +143,7 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left")
     for row in rows:
-        made.add_row(*(Text(_visible(cell), style=_STYLES.get(cell, "")) for cell in row))
+        made.add_row(*(Text(visible(cell), style=_STYLES.get(cell, "")) for cell in row))
     return made
 
 
@@ -177,43 +164,34 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
         task = bar.add_task("starting")
 
         def advance(what: str, done: int, steps: int) -> None:
-            what = _visible(what)
             if lines and not out.is_terminal:
-                out.print(f"{done}/{steps} {what}", markup=False)
-            bar.update(task, description=what, completed=done, total=steps)
+                out.print(f"{done}/{steps} {visible(what)}", markup=False)
+            bar.update(task, description=visible(what), completed=done, total=steps)
 
         yield advance
 
 
 def say(text: str) -> None:
     """Write a line, or several, to standard output, literally."""
-    lines = "\n".join(map(_visible, text.split("\n")))
-    console().print(lines, markup=False, soft_wrap=True)
+    sys.stdout.write("\n".join(map(visible, text.split("\n"))) + "\n")
 
 
 def say_json(**fields: Any) -> None:
     """Write `fields` and their schema to standard output, as one object."""
-    write_json({"schema": JSON_SCHEMA, **fields})
+    sys.stdout.write(json.dumps({"schema": JSON_SCHEMA, **fields}, indent=1, default=str) + "\n")
 
 
-def write_json(value: dict[str, Any]) -> None:
-    """Write `value` to standard output; a console would wrap it."""
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
-
-
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Escape what does not print: a name from a bundle could be an escape sequence."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def bytes_text(count: int) -> str:
     """Return ``812 B``, ``7.9 KiB``, ``1.2 GiB``."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+    for size, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def ms_text(ms: float) -> str:

@@ -30,7 +30,6 @@ jitkern warm --element-size 1024 --head-dim 64,128 --arch 9.0
 jitkern warm --replay run.jsonl --arch 9.0
 jitkern warm --replay run.jsonl --check
 """
-JSON_VERSION = 1
 COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 
 
@@ -59,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "also write all that was asked for into DIR, a cache for JITKERN_CACHE_PATH"
     add("--out", type=Path, metavar="DIR", help=text)
     text = "compiles at a time; default: the cores, as far as memory allows"
-    add("--jobs", type=ui.count, metavar="N", help=text)
+    add("--jobs", type=int, metavar="N", help=text)
     ui.add_json(parser)
 
 
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.arch and not (args.replay or any(sizes.values())):
         options = ", ".join(size.option for size in SIZES)
         raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
-    threads = args.jobs or default_threads()
+    threads = default_threads() if args.jobs is None else args.jobs
     failure: WarmError | None = None
     with ui.progress() as tell:
         try:
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         names = ("name", "parameters", "arch", "source", "ms", "bytes", "error")
         jobs = [{name: getattr(one, name) for name in names} for one in outcomes]
-        ui.write_json({"version": JSON_VERSION, "cache": cache, "seconds": took_s, "jobs": jobs})
+        ui.say_json(cache=cache, seconds=took_s, jobs=jobs)
     else:
         shown = [one for one in outcomes if one.lookup is None or not args.check]
         if shown:
@@ -124,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
 def _of_options(error: ValueError | OSError) -> Exception:
     """Return an error that names the option instead of warm()'s argument; any other is a bug."""
     options = {"ops": "--op", "archs": "--arch", "files": "--replay", "out": "--out"}
+    options["threads"] = "--jobs"
     options |= {f"{size.name}s": size.option for size in SIZES}
     text = str(error.strerror if isinstance(error, OSError) else error)
     argument, _, reason = text.removeprefix("warm: ").partition(": ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from jitkern.comm import peer_reduce
 from jitkern.comm.args import choice_arg, communicator_arg, device_arg, int_arg, seconds_arg
 from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, Algorithm, PeerReducer
@@ -99,8 +98,7 @@ class PeerCommunicator:
             comm.size, min(self.max_bytes, _WORKSPACE_FOR_BYTES)
         )
         # One shot on one rank and two on another would be wrong sums.
-        limit = peer_reduce.measured_one_shot_bytes(comm.size, where)
-        same = {"max_bytes": self.max_bytes, "algorithm": algorithm, "one_shot_bytes": limit}
+        same = {"max_bytes": self.max_bytes, "algorithm": algorithm}
         self._peers = PeerMemory(
             *(num_bytes, group),
             rank=comm.rank, size=comm.size, device=where, timeout_s=timeout_s,
@@ -108,7 +106,7 @@ class PeerCommunicator:
         )  # fmt: skip
         self.reducer = PeerReducer(
             *(self._peers.addresses, comm.rank, comm.size, num_bytes),
-            device=where, deadline_s=deadline_s, one_shot_bytes=limit,
+            device=where, deadline_s=deadline_s,
             owner=self._peers.tensor(num_bytes, torch.uint8),
         )  # fmt: skip
         self.reducer.reset()

@@ -208,9 +208,10 @@ def _measured(gpu: str, cuda_version: int) -> Mapping[str, int]:
     """Return what `jitkern calibrate` has found on this machine. Called once for each GPU."""
     if not any(os.path.isdir(at) and any(at.glob("calibration-*")) for at in folders()):
         return {}  # nearly always, and 1 ms less than to import what reads them
-    from jitkern.calibration import measured_figures
+    from jitkern.calibration import find
 
-    return measured_figures(str(gpu), int(cuda_version))
+    found = find(str(gpu), int(cuda_version))
+    return {} if found is None else found[1]
 
 
 # What takes the message of a fault; for None C++ raises it.

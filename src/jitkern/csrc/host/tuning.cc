@@ -49,10 +49,6 @@ constexpr Default kDefaults[kNumFigures] = {
     // 1.03 to 1.05 times as long; 1.05 to 1.28 with 2 SMs unpaced. At 35,000 some steps took 2 to 3
     // times as long, as the host delays all traffic.
     {"paced_to_host_mb_s", 32'000},
-    // Sums of two GPUs up to so many bytes go in one shot. Two H100s with NVLink, 1 / 2 / 4
-    // MiB: 8.5 /
-    // 11.9 / 22.7 us in one shot, 8.9 / 14.9 / 21.6 in two.
-    {"one_shot_bytes", i64(2) << 20},
 };
 
 using Figures = std::array<std::atomic<i64>, kNumFigures>;

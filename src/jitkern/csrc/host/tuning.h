@@ -17,7 +17,6 @@ enum Figure : int {
   kSmPieceBytes,
   kSmPieceBytesToHost,
   kPacedToHostMbS,
-  kOneShotBytes,
   kNumFigures,
 };
 
